@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# From a fresh clone to a trained model: bash launch/quickstart.sh [key.path=value ...]
+# RANKS=2 processes by default; PYTHON and SPMDRL_TORCH are explained in environment.sh.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source launch/environment.sh
+
+prepare_environment ""
+share_cores "${RANKS:-2}"
+exec .venv/bin/torchrun --standalone --nproc-per-node "${RANKS:-2}" -m spmdrl train configs/debug/quickstart.yaml \
+    "run.dir=runs/quickstart-$(date +%Y%m%d-%H%M%S)" "$@"

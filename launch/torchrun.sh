@@ -1,0 +1,8 @@
+#!/usr/bin/env bash
+# One verb on several nodes: the same command on each of them, in an environment that spmdrl is installed in.
+#   HEAD=node0 NODES=4 RANKS_PER_NODE=8 bash launch/torchrun.sh train run.yaml key.path=value
+set -euo pipefail
+: "${HEAD:?the name or address of one of the nodes, the same on all of them}"
+exec torchrun --nnodes "${NODES:-1}" --nproc-per-node "${RANKS_PER_NODE:-auto}" \
+    --rdzv-backend c10d --rdzv-endpoint "$HEAD:${PORT:-29400}" --rdzv-id "${RUN_ID:-spmdrl}" \
+    -m spmdrl "$@"

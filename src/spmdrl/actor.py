@@ -1,0 +1,174 @@
+"""The actor: one policy, as update shards and as generation shards, and the switch between the two."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from spmdrl.config import Config
+from spmdrl.dataflow.resharding.flow import ReshardingFlow
+from spmdrl.engines.generation.protocol import GenerationEngine
+from spmdrl.engines.models.decoder import DecoderConfig
+from spmdrl.engines.models.hf import hf_config_dict, read_config, resolve_model_folder
+from spmdrl.engines.models.making import make_model_folder
+from spmdrl.engines.models.weights import WeightFiles, write_weights
+from spmdrl.engines.training.engine import TrainingEngine
+from spmdrl.engines.training.optimizer import OptimConfig
+from spmdrl.engines.training.state import ShardFiles, load_trainer_state, trainer_state, write_shards
+from spmdrl.resources.collectives import barrier
+from spmdrl.resources.memory import MemoryLedger
+from spmdrl.resources.mesh import UpdateMesh
+from spmdrl.resources.world import World
+from spmdrl.types import whole_slice
+
+# What makes a model folder usable beside its weights; copied as it is.
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt", "tokenizer.model", "chat_template.jinja", "generation_config.json",
+)  # fmt: skip
+CHECKPOINTS = "checkpoints"
+MODEL = "model"
+TRAINER = "trainer"
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A Hugging Face folder and what was read of it."""
+
+    folder: Path
+    decoder: DecoderConfig
+
+    @classmethod
+    def of(cls, folder: Path) -> ModelSource:
+        return cls(folder, read_config(folder))
+
+
+class Actor:
+    """The policy on this rank; it starts in its update state. Building it is collective over all ranks."""
+
+    def __init__(self, trainer: TrainingEngine, source: ModelSource, world: World):
+        self.trainer = trainer
+        self.source = source
+        self.world = world
+
+    def write_to(self, folder: Path) -> list[Path]:
+        """Write model and trainer state below `folder`; returns this rank's files. Collective."""
+        paths = [*self._write_model(folder / MODEL), *self._write_trainer(folder / TRAINER)]
+        return [path for path in paths if path.is_file()]
+
+    def read_from(self, folder: Path) -> None:
+        """Take weights and optimizer back from a checkpoint of any layout."""
+        load_trainer_state(self.trainer, ShardFiles(folder / TRAINER).read)
+
+    def _write_model(self, folder: Path) -> list[Path]:
+        dtype = self.trainer.compute_dtype
+        weights = self.trainer.whole_weights(dtype)
+        if not self.world.is_main:
+            # The gathers are collective: the other ranks take part and keep nothing.
+            for _ in weights:
+                pass
+            return []
+        folder.mkdir(parents=True, exist_ok=True)
+        write_weights(folder, weights)
+        config = hf_config_dict(self.source.decoder, dtype) | token_ids_of(self.source.folder)
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        for name in TOKENIZER_FILES:
+            if (self.source.folder / name).is_file():
+                shutil.copyfile(self.source.folder / name, folder / name)
+        return sorted(folder.iterdir())
+
+    def _write_trainer(self, folder: Path) -> list[Path]:
+        folder.mkdir(parents=True, exist_ok=True)
+        return [write_shards(folder, self.world.rank, trainer_state(self.trainer))]
+
+
+def token_ids_of(folder: Path) -> dict[str, object]:
+    """The token ids of a model's config.json, which our own config of the decoder leaves out."""
+    raw = json.loads((folder / "config.json").read_text())
+    return {key: value for key, value in raw.items() if key.endswith("_token_id")}
+
+
+def prepare_model(config: Config, world: World) -> Path:
+    """The folder of the model to start from: a Hugging Face folder, a run's newest checkpoint, or one made by code.
+
+    Collective: the main rank makes the model where `model.make` asks for one.
+    """
+    if config.model.make is not None:
+        folder = config.run.folder / "initial_model"
+        if world.is_main and not folder.exists():
+            make_model_folder(folder, config.model.make, config.seed)
+        barrier()
+        return folder
+    assert config.model.path is not None
+    return newest_model(Path(config.model.path)) or resolve_model_folder(config.model)
+
+
+def newest_model(folder: Path) -> Path | None:
+    """The model of a run folder's newest checkpoint, or None if `folder` isn't a run's."""
+    found = sorted(folder.glob(f"{CHECKPOINTS}/step_*/{MODEL}/config.json"))
+    return found[-1].parent if found else None
+
+
+def build_trainer(
+    config: Config, source: ModelSource, mesh: UpdateMesh, world: World, *,
+    optim: OptimConfig, num_steps: int, temperature: float, frozen: bool = False,
+) -> TrainingEngine:  # fmt: skip
+    """A training engine that holds the source's weights. Collective."""
+    engine = TrainingEngine(
+        source.decoder,
+        replace(config.train, max_steps=num_steps),
+        optim,
+        mesh,
+        world.device,
+        frozen=frozen,
+        temperature=temperature,
+        compute_dtype=config.model.compute_dtype(world.device.kind),
+    )
+    engine.load(WeightFiles(source.folder))
+    return engine
+
+
+def generation_engine_name(config: Config, device_kind: str) -> str:
+    """What `rollout.engine: auto` means here: vLLM where it is installed and there is an accelerator."""
+    if config.rollout.engine != "auto":
+        return config.rollout.engine
+    if device_kind == "cpu":
+        return "native"
+    # Imported here because only this question needs it.
+    from importlib.util import find_spec
+
+    return "vllm" if find_spec("vllm") is not None else "native"
+
+
+def build_generator(config: Config, source: ModelSource, world: World) -> GenerationEngine:
+    """The generation engine of this rank, asleep."""
+    dtype = config.model.compute_dtype(world.device.kind)
+    if generation_engine_name(config, world.device.kind) == "vllm":
+        # vLLM is an optional back end, and its import takes tens of seconds.
+        from spmdrl.engines.generation.vllm import VllmEngine
+
+        return VllmEngine(source.folder, config.rollout, world.device.torch_device, dtype)
+    # Imported here so that a run with vLLM doesn't need it.
+    from spmdrl.engines.generation.native import NativeEngine
+
+    return NativeEngine(source.decoder, config.rollout, world.device.torch_device, dtype)
+
+
+def load_for_generation(engine: GenerationEngine, source: ModelSource) -> None:
+    """Fill a generation engine from the source's files, without a trainer."""
+    files = WeightFiles(source.folder)
+    names = sorted(engine.weight_shapes())
+    engine.load_weights((name, files.read(whole_slice(name, files.shape(name)))) for name in names)
+    engine.wake_cache()
+
+
+def build_resharding(
+    config: Config, world: World, trainer: TrainingEngine, generator: GenerationEngine,
+    reference: TrainingEngine | None, ledger: MemoryLedger,
+) -> ReshardingFlow:  # fmt: skip
+    """The switch between update and generation. Its host memory on CPU is an unnamed file in the run's folder."""
+    return ReshardingFlow(
+        world, trainer, generator, reference, config.reshard, ledger, config.run.folder
+    )

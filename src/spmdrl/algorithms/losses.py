@@ -1,0 +1,59 @@
+"""Policy losses a token, and the weights that make them one exact global number."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from spmdrl.types import LossScope
+
+LossAggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+
+
+@dataclass(frozen=True)
+class ClipRange:
+    """The trust region of the probability ratio; `dual` bounds the loss of negative advantages."""
+
+    low: float
+    high: float
+    dual: float | None = None
+
+
+def clipped_policy_loss(log_ratio_R: Tensor, advantages_R: Tensor, clip: ClipRange) -> Tensor:
+    """PPO's clipped objective, negated (Schulman et al. 2017, Eq. 7), with dual clip (Ye et al. 2020, Eq. 5)."""
+    ratio_R = log_ratio_R.exp()
+    clipped_R = ratio_R.clamp(1 - clip.low, 1 + clip.high)
+    loss_R = torch.maximum(-ratio_R * advantages_R, -clipped_R * advantages_R)
+    if clip.dual is not None:
+        loss_R = torch.where(advantages_R < 0, torch.minimum(loss_R, -clip.dual * advantages_R), loss_R)
+    return loss_R
+
+
+def clipped_tokens(log_ratio_R: Tensor, advantages_R: Tensor, clip: ClipRange) -> tuple[Tensor, Tensor]:
+    """Which tokens the low and the high bound hold back (1.0 or 0.0 each)."""
+    ratio_R = log_ratio_R.detach().exp()
+    low_R = (ratio_R < 1 - clip.low) & (advantages_R < 0)
+    high_R = (ratio_R > 1 + clip.high) & (advantages_R > 0)
+    return low_R.float(), high_R.float()
+
+
+def sequence_log_ratio(log_ratio_R: Tensor, row_of_token_R: Tensor, num_rows: int) -> Tensor:
+    """Each token's row-mean log ratio, with the gradient of the mean (GSPO, arXiv:2507.18071, Eq. 7)."""
+    sums = log_ratio_R.new_zeros(num_rows).index_add(0, row_of_token_R, log_ratio_R)
+    counts = log_ratio_R.new_zeros(num_rows).index_add(0, row_of_token_R, torch.ones_like(log_ratio_R))
+    return (sums / counts.clamp(min=1))[row_of_token_R]
+
+
+def token_weights(lengths_B: Tensor, aggregation: LossAggregation, scope: LossScope) -> Tensor:
+    """The weight of each response token [R], so that the weighted sum over all ranks is the loss."""
+    lengths = lengths_B.double()
+    if aggregation == "token-mean":
+        weight_B = torch.full_like(lengths, 1.0 / max(scope.num_tokens, 1))
+    elif aggregation == "seq-mean-token-mean":
+        weight_B = 1.0 / (lengths.clamp(min=1) * max(scope.num_rows, 1))
+    else:
+        weight_B = torch.full_like(lengths, 1.0 / (max(scope.num_rows, 1) * scope.max_length))
+    return weight_B.repeat_interleave(lengths_B).float()

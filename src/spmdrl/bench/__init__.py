@@ -1,0 +1,1 @@
+"""One file per table or figure that we claim."""

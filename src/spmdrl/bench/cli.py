@@ -1,0 +1,40 @@
+"""`spmdrl bench NAME`: one module a bench, a table on the screen, `--json FILE` for machines."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from spmdrl.bench import step
+from spmdrl.bench.table import BenchTable
+
+
+class Bench(Protocol):
+    """What a bench module offers; its docstring's first line is its help."""
+
+    __doc__: str | None
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
+    def run(self, arguments: argparse.Namespace) -> BenchTable: ...
+
+
+BENCHES: dict[str, Bench] = {"step": step}
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="spmdrl bench", description="Measure, and print a table.")
+    names = parser.add_subparsers(dest="name", required=True, metavar="NAME")
+    for name, bench in BENCHES.items():
+        summary = (bench.__doc__ or "").strip().splitlines()[0]
+        sub = names.add_parser(name, help=summary, description=bench.__doc__, formatter_class=argparse.RawTextHelpFormatter)
+        bench.add_arguments(sub)
+        sub.add_argument("--json", type=Path, metavar="FILE", help="also write the rows to FILE")
+    arguments = parser.parse_args(argv)
+    table = BENCHES[arguments.name].run(arguments)
+    table.print(sys.stdout)
+    if arguments.json is not None:
+        table.write_json(arguments.json)
+    return 0

@@ -1,0 +1,122 @@
+"""Puts the parts of a training run together, bottom-up; training on answers and on rewards share them."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from spmdrl.actor import Actor, build_generator, build_resharding
+from spmdrl.check import CheckedRun
+from spmdrl.config import Config
+from spmdrl.dataflow.samples.prompts import PromptSource
+from spmdrl.dataflow.stages.advantage import AdvantageStage
+from spmdrl.dataflow.stages.generation import GenerationStage, RolloutRecorder
+from spmdrl.dataflow.stages.inference import ScoreStage
+from spmdrl.dataflow.stages.reward import RewardStage
+from spmdrl.dataflow.stages.stages import Stages
+from spmdrl.dataflow.stages.update import UpdatePlan, UpdateStage
+from spmdrl.engines.generation.protocol import GenerationEngine
+from spmdrl.engines.generation.replay import ReplayEngine
+from spmdrl.engines.models.tokenizer import ModelTokenizer
+from spmdrl.engines.reward.pool import RewardPool
+from spmdrl.engines.training.engine import TrainingEngine
+from spmdrl.evaluate import Evaluator, evaluation_sampling
+from spmdrl.held_out import HeldOut
+from spmdrl.resources.memory import MemoryLedger
+from spmdrl.resources.world import World
+from spmdrl.run import Run
+from spmdrl.switching import Switching
+from spmdrl.types import WorkerState
+
+
+def build_switching(
+    run: Run, actor: Actor, generator: GenerationEngine, reference: TrainingEngine | None, stack: ExitStack
+) -> Switching:
+    """The switch of this actor, closed with the stack."""
+    ledger = MemoryLedger()
+    flow = build_resharding(run.config, run.world, actor.trainer, generator, reference, ledger)
+    stack.callback(flow.close)
+    return Switching(flow, ledger, run)
+
+
+def build_evaluator(
+    checked: CheckedRun, run: Run, generator: GenerationEngine, pool: RewardPool, tokenizer: ModelTokenizer
+) -> Evaluator | None:
+    """What answers the held-out rows, or None where there are none."""
+    if not checked.eval_rows:
+        return None
+    config = checked.config
+    prompts = list(PromptSource(checked.eval_rows, tokenizer.raw, config.data, config.seed).all())
+    sampling = evaluation_sampling(config, tokenizer.stop_token_ids)
+    return Evaluator(
+        prompts, generator, pool, tokenizer.decode, config=config.eval, sampling=sampling, seed=config.seed,
+        world=run.world,
+    )  # fmt: skip
+
+
+def build_held_out(
+    checked: CheckedRun, run: Run, actor: Actor, tokenizer: ModelTokenizer, stack: ExitStack
+) -> HeldOut:
+    """Evaluations of an actor that has no generation engine of its own."""
+    generator = build_generator(run.config, actor.source, run.world)
+    switching = build_switching(run, actor, generator, None, stack)
+    if not checked.eval_rows:
+        return HeldOut(None, switching, run)
+    pool = stack.enter_context(RewardPool(run.config.reward))
+    return HeldOut(build_evaluator(checked, run, generator, pool, tokenizer), switching, run)
+
+
+class Rollouts:
+    """What answers the prompts of a step: the generation engine, or responses recorded before; and their recording."""
+
+    def __init__(self, config: Config, generator: GenerationEngine, world: World):
+        debug = config.debug
+        self._replay = ReplayEngine(Path(debug.rollouts_from)) if debug.rollouts_from else None
+        self.engine: GenerationEngine = self._replay or generator
+        self.recorder = RolloutRecorder(Path(debug.rollouts_to), world.rank) if debug.rollouts_to else None
+
+    def begin_step(self, step: int) -> None:
+        if self._replay is not None:
+            self._replay.begin_step(step)
+            self._replay.wake_cache()
+
+    def end_step(self, step: int) -> None:
+        if self.recorder is not None:
+            self.recorder.write(step)
+
+
+@dataclass(frozen=True)
+class StageParts:
+    """What the worker states of a training run work with."""
+
+    trainer: TrainingEngine
+    reference: TrainingEngine | None
+    rollouts: Rollouts
+    pool: RewardPool
+    tokenizer: ModelTokenizer
+    switching: Switching
+
+
+def build_stages(checked: CheckedRun, run: Run, parts: StageParts) -> Stages:
+    """The worker states that the algorithm's columns ask for."""
+    config, recorder = checked.config, run.recorder
+    reward = RewardStage(parts.pool, config.reward, parts.tokenizer.decode, recorder)
+    recording = [parts.rollouts.recorder] if parts.rollouts.recorder is not None else []
+    generation = GenerationStage(
+        parts.rollouts.engine, config.rollout.sampling(parts.tokenizer.stop_token_ids), seed=config.seed,
+        listeners=[reward, *recording], recorder=recorder,
+    )  # fmt: skip
+    without_actor: list[RewardStage | ScoreStage] = [reward]
+    if parts.reference is not None:
+        without_actor.append(ScoreStage(WorkerState.REFERENCE, parts.reference, parts.switching.reference_present))
+    with_actor = [
+        ScoreStage(state, parts.trainer) for state in (WorkerState.OLD_LOGPROBS,) if state in checked.needs
+    ]
+    plan = UpdatePlan(
+        config.train.epochs_per_step, config.train.updates_per_step, config.rollout.max_completion_length
+    )
+    return Stages(
+        generation=generation, without_actor=without_actor, with_actor=with_actor, advantage=AdvantageStage(recorder),
+        update=UpdateStage(parts.trainer, plan, recorder), timeline=run.timeline, at_end=parts.switching.note_memory,
+    )  # fmt: skip

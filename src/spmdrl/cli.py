@@ -1,0 +1,124 @@
+"""The command line: one verb, then what the verb takes. A verb's module is imported only when it runs."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+import time
+from collections.abc import Sequence
+
+from spmdrl import __version__
+from spmdrl.configfile import ConfigError, split_arguments, start_up
+from spmdrl.resources.launch import read_launch_environment
+
+VERBS = {
+    "train": "reinforcement learning from a config; the same command again goes on where it stopped",
+    "sft": "supervised training on the answers of data.train",
+    "eval": "accuracy on the held-out rows of data.eval",
+    "generate": "answers of a model to prompts",
+    "check": "read a config, check it, print its tree and layout; trains nothing",
+    "bench": "time parts of the system",
+    "report": "write report.html of a run's folder",
+}
+
+USAGE = """usage: spmdrl VERB [FILE.yaml ...] [key.path=value ...]
+
+verbs:
+{verbs}
+
+Later files win over earlier ones, and key.path=value (or --key.path value) wins over files.
+
+examples:
+  python -m spmdrl train configs/debug/quickstart.yaml                       one process
+  torchrun --standalone --nproc-per-node 8 -m spmdrl train run.yaml          8 ranks on one node
+  python -m spmdrl train run.yaml optim.lr=1e-6 --rollout.temperature 0.8    with overrides
+  python -m spmdrl check run.yaml                                            is this config right?
+  python -m spmdrl eval run.yaml model.path=runs/a/checkpoints/step_000100/model
+  python -m spmdrl report runs/a
+  python -m spmdrl bench --help
+"""
+
+# Time in which the first rank speaks, and the launcher ends the others: one cause on the screen, not N copies of it.
+_OTHER_RANKS_WAIT_SECONDS = 2.0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb. Returns 0, or 2 where the input is wrong; any other failure raises, so that Python exits with 1."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    is_own_help = arguments[:1] in (["bench"], ["report"])
+    if arguments[:1] == ["--version"]:
+        print(f"spmdrl {__version__}")
+        return 0
+    if arguments[:1] == ["help"] or (not is_own_help and {"-h", "--help"} & set(arguments)):
+        print(usage(), end="")
+        return 0
+    rank = 0
+    try:
+        with start_up():
+            rank = read_launch_environment(os.environ).rank
+        return _run(arguments, rank)
+    except ConfigError as error:
+        _let_the_first_rank_speak(rank)
+        speaker = "spmdrl" if rank == 0 else f"spmdrl: rank {rank}"
+        print(f"{speaker}: {error}", file=sys.stderr, flush=True)
+        return 2
+    except Exception:
+        _let_the_first_rank_speak(rank)
+        raise
+
+
+def usage() -> str:
+    """What `--help` prints."""
+    return USAGE.format(verbs="\n".join(f"  {verb:9}{purpose}" for verb, purpose in VERBS.items()))
+
+
+def _run(arguments: Sequence[str], rank: int) -> int:
+    if not arguments:
+        raise ConfigError(f"no verb given\n\n{usage()}")
+    verb, *rest = arguments
+    if verb not in VERBS:
+        near = difflib.get_close_matches(verb, VERBS, 1, 0.5)
+        advice = f"did you mean {near[0]}?" if near else f"the verbs are {', '.join(VERBS)}"
+        raise ConfigError(f"unknown verb {verb!r}; {advice}")
+    # Verbs bring torch with them: imported here, so that --help and refusals of the command line are instant.
+    if verb == "bench":
+        from spmdrl.bench.cli import main as bench
+
+        return bench(rest)
+    if verb == "report":
+        from spmdrl.observability.report import main as report
+
+        return report(rest)
+    return _run_configured(verb, rest, rank)
+
+
+def _run_configured(verb: str, arguments: Sequence[str], rank: int) -> int:
+    files, overrides = split_arguments(arguments)
+    if not files and not overrides:
+        raise ConfigError(
+            f"{verb} needs a config; write spmdrl {verb} FILE.yaml, such as configs/debug/quickstart.yaml"
+        )
+    from spmdrl.config import load_config
+
+    with start_up():
+        loaded = load_config(files, overrides)
+    if rank == 0:
+        for written, canonical in loaded.aliases_used.items():
+            print(f"config: {written} is read as {canonical}", flush=True)
+    if verb == "train":
+        from spmdrl.train import main as run
+    elif verb == "sft":
+        from spmdrl.sft import main as run
+    elif verb == "eval":
+        from spmdrl.evaluate import main as run
+    elif verb == "generate":
+        from spmdrl.generate import main as run
+    else:
+        from spmdrl.check import main as run
+    return run(loaded)
+
+
+def _let_the_first_rank_speak(rank: int) -> None:
+    if rank != 0:
+        time.sleep(_OTHER_RANKS_WAIT_SECONDS)

@@ -1,0 +1,183 @@
+"""A run as one tree of frozen dataclasses, each owned by what it configures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from spmdrl.algorithms.algorithm import AlgoConfig
+from spmdrl.configfile import LoadedConfig, read_config
+from spmdrl.dataflow.resharding.gather import ReshardConfig
+from spmdrl.dataflow.samples.rows import DataConfig
+from spmdrl.dataflow.samples.transport import DockConfig
+from spmdrl.engines.generation.protocol import RolloutConfig
+from spmdrl.engines.models.hf import ModelConfig
+from spmdrl.engines.reward.pool import RewardConfig
+from spmdrl.engines.training.checkpoint import CheckpointConfig
+from spmdrl.engines.training.engine import TrainingConfig
+from spmdrl.engines.training.optimizer import OptimConfig
+from spmdrl.observability.log import LogConfig
+from spmdrl.resources.layout import ResourcesConfig
+
+
+@dataclass(frozen=True)
+class SftConfig:
+    """Supervised training: what the `sft` verb does, and `train` before its first step where `max_steps` > 0."""
+
+    max_steps: int = 0
+    """optimizer steps"""
+    rows_per_step: int = 256
+    """rows of one optimizer step, on all ranks together"""
+    stop_at_probability: float | None = None
+    """stop once the mean probability of a whole reference answer reaches this; null runs all max_steps"""
+    optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
+    """the optimizer of the supervised steps; reinforcement learning starts with a fresh one"""
+
+    def __post_init__(self) -> None:
+        if self.max_steps < 0:
+            raise ValueError(f"sft.max_steps is {self.max_steps}, but it counts steps; 0 turns supervised training off")
+        if self.rows_per_step < 1:
+            raise ValueError(f"sft.rows_per_step is {self.rows_per_step}, but must be >= 1")
+        if self.stop_at_probability is not None and not 0 < self.stop_at_probability <= 1:
+            raise ValueError(
+                f"sft.stop_at_probability is {self.stop_at_probability}, but must be in (0, 1], or null to run all steps"
+            )
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """When and how the held-out rows of `data.eval` are answered."""
+
+    interval: int = 0
+    """steps between evaluations; 0 evaluates only before and after"""
+    before_train: bool = True
+    """whether to evaluate before the first step"""
+    num_samples: int = 1
+    """answers a prompt: 1 answers greedily, more are sampled and give avg@k and pass@k"""
+    temperature: float = 1.0
+    """sampling temperature where num_samples > 1"""
+    max_rows: int | None = None
+    """use only the first so many held-out rows; null uses all"""
+
+    def __post_init__(self) -> None:
+        if self.interval < 0:
+            raise ValueError(f"eval.interval is {self.interval}, but it counts steps; 0 evaluates only before and after")
+        if self.num_samples < 1:
+            raise ValueError(f"eval.num_samples is {self.num_samples}, but must be >= 1")
+        if self.temperature <= 0:
+            raise ValueError(f"eval.temperature is {self.temperature}, but must be > 0; num_samples 1 is greedy")
+        if self.max_rows is not None and self.max_rows < 1:
+            raise ValueError(f"eval.max_rows is {self.max_rows}, but must be >= 1, or null for all rows")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Where the run's files go."""
+
+    name: str = "run"
+    """names the run's folder and the report"""
+    dir: str | None = None
+    """the run's folder; null is runs/<name>"""
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.dir if self.dir is not None else f"runs/{self.name}")
+
+
+@dataclass(frozen=True)
+class DebugConfig:
+    """Switches for looking closely at a run."""
+
+    deterministic: bool = False
+    """refuse nondeterministic kernels"""
+    rollouts_to: str | None = None
+    """folder into which every step's responses are recorded"""
+    rollouts_from: str | None = None
+    """folder of recorded responses that take the place of generation"""
+
+
+@dataclass(frozen=True)
+class Config:
+    """The whole run."""
+
+    model: ModelConfig
+    """the model to train"""
+    data: DataConfig
+    """prompts and answers"""
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    """how responses are generated"""
+    algo: AlgoConfig = field(default_factory=AlgoConfig)
+    """what is learnt from them"""
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    """the optimizer"""
+    train: TrainingConfig = field(default_factory=TrainingConfig)
+    """steps and micro-batches"""
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    """reward functions"""
+    sft: SftConfig = field(default_factory=SftConfig)
+    """supervised training"""
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    """held-out evaluation"""
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    """what can be resumed from"""
+    resources: ResourcesConfig = field(default_factory=ResourcesConfig)
+    """devices and layouts"""
+    dock: DockConfig = field(default_factory=DockConfig)
+    """the sample flow"""
+    reshard: ReshardConfig = field(default_factory=ReshardConfig)
+    """the switch between update and generation shards"""
+    log: LogConfig = field(default_factory=LogConfig)
+    """where metrics go"""
+    run: RunConfig = field(default_factory=RunConfig)
+    """the run's folder"""
+    debug: DebugConfig = field(default_factory=DebugConfig)
+    """switches for looking closely"""
+    seed: int = 0
+    """of everything random: data order, sampling, weights made by code"""
+    resume: str = "auto"
+    """auto goes on from the newest checkpoint of the run's folder; never starts anew; a step number or a checkpoint folder goes on from there"""
+
+
+# Names that users of other trainers have in their fingers; the first word of a message says the canonical one.
+ALIASES = {
+    "model_name_or_path": "model.path",
+    "model.name": "model.path",
+    "train_files": "data.train",
+    "data.train_files": "data.train",
+    "dataset_name": "data.train",
+    "learning_rate": "optim.lr",
+    "optim.learning_rate": "optim.lr",
+    "grad_clip": "optim.max_grad_norm",
+    "max_grad_norm": "optim.max_grad_norm",
+    "train_batch_size": "rollout.prompts_per_step",
+    "num_prompts_per_step": "rollout.prompts_per_step",
+    "global_batch_size": "rollout.prompts_per_step",
+    "num_generations": "rollout.num_generations",
+    "rollout.n": "rollout.num_generations",
+    "group_size": "rollout.num_generations",
+    "n_samples_per_prompt": "rollout.num_generations",
+    "max_response_length": "rollout.max_completion_length",
+    "data.max_response_length": "rollout.max_completion_length",
+    "max_completion_length": "rollout.max_completion_length",
+    "max_new_tokens": "rollout.max_completion_length",
+    "beta": "algo.kl_coef",
+    "kl_loss_coef": "algo.kl_coef",
+    "epsilon": "algo.clip_ratio_low",
+    "epsilon_high": "algo.clip_ratio_high",
+    "delta": "algo.clip_ratio_c",
+    "ppo_epochs": "train.epochs_per_step",
+    "num_iterations": "train.epochs_per_step",
+    "max_tokens_per_gpu": "train.max_tokens_per_microbatch",
+    "save_freq": "checkpoint.interval",
+    "save_steps": "checkpoint.interval",
+    "resume_mode": "resume",
+    "test_freq": "eval.interval",
+    "reward_funcs": "reward.functions",
+    "output_dir": "run.dir",
+}
+
+
+def load_config(files: Sequence[Path], overrides: Sequence[str]) -> LoadedConfig[Config]:
+    """Read and check a run's configuration. Raises ConfigError with every fault that was found."""
+    return read_config(Config, files, overrides, ALIASES)

@@ -1,0 +1,220 @@
+"""A strict reader of a run's configuration: YAML files and overrides into a tree of frozen dataclasses.
+
+The tree's types are the schema. A field may be int, float, bool, str, Literal, tuple[X, ...], list, dict[str, Any], a
+dataclass, or a union of those. Later files win over earlier ones key by key, and overrides win over files.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from spmdrl.configvalues import FAILED, Conversion, describe, entries_of, joined, schema_keys, within
+from spmdrl.configyaml import Given, inline, leaves, plant, read_file, read_override, show
+
+T = TypeVar("T")
+_KEY = re.compile(r"[A-Za-z_][\w.-]*")
+
+
+class ConfigError(ValueError):
+    """Input that a run can't start with; the message names every fault found, and a way out of each."""
+
+
+@dataclass(frozen=True)
+class LoadedConfig(Generic[T]):
+    """A tree of dataclasses and where each of its values comes from."""
+
+    value: T
+    origin: Mapping[str, str]
+    """dotted key -> 'file:line', 'command line' or 'default'"""
+    aliases_used: Mapping[str, str]
+    """key as it was written -> its canonical key"""
+
+
+def read_config(
+    root_type: type[T], files: Sequence[Path], overrides: Sequence[str], aliases: Mapping[str, str]
+) -> LoadedConfig[T]:
+    """Read `files` and then `overrides` (`key=value`, `--key=value` or `--key value`) as a `root_type`.
+
+    An alias counts as written, and one without a dot also inside the section of its canonical key.
+    Raises ConfigError with all faults of all sources.
+    """
+    problems: list[str] = []
+    keys = list(schema_keys(root_type))
+    sources = [list(leaves(read_file(path, problems))) for path in files]
+    # What a broken file would have given is not missing.
+    are_files_whole = not problems
+    sources.append(list(_override_leaves(overrides, problems)))
+    spellings = _spellings(aliases)
+    tree: dict[str, Given] = {}
+    aliases_used: dict[str, str] = {}
+    for source in sources:
+        for parts, given in _canonical(source, keys, spellings, aliases_used, problems):
+            plant(tree, parts, given)
+    conversion = Conversion()
+    value = conversion.section(root_type, tree, "")
+    problems += conversion.problems
+    problems += [_unknown_key(key, given, keys, spellings) for key, given in conversion.unknown]
+    if are_files_whole:
+        problems += [_missing_key(key, kind, files) for key, kind in conversion.missing]
+    if problems:
+        raise ConfigError(_together(problems))
+    assert value is not FAILED
+    return LoadedConfig(value, conversion.origin, aliases_used)
+
+
+def resolved_yaml(loaded: LoadedConfig[Any]) -> str:
+    """The whole tree as YAML under its canonical names, each value followed by its origin as a comment."""
+    return "\n".join(_resolved_lines(loaded.value, "", loaded.origin, indent="")) + "\n"
+
+
+def split_arguments(arguments: Sequence[str]) -> tuple[list[Path], list[str]]:
+    """Part a command line into the files to read and the overrides: whatever has a `key=` or begins with `--`."""
+    files, overrides = [], []
+    rest = iter(arguments)
+    for argument in rest:
+        if argument.startswith("--"):
+            overrides.append(argument)
+            overrides += [] if "=" in argument else list(_next(rest))
+        elif "=" in argument and _KEY.fullmatch(argument.partition("=")[0]):
+            overrides.append(argument)
+        else:
+            files.append(Path(argument))
+    return files, overrides
+
+
+@contextmanager
+def start_up() -> Iterator[None]:
+    """While a run is set up, turns what its input made fail (ValueError, OSError) into ConfigError."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (ValueError, OSError) as error:
+        raise ConfigError(str(error)) from error
+
+
+def _next(rest: Iterator[str]) -> Iterator[str]:
+    for value in rest:
+        yield value
+        return
+
+
+def _override_leaves(overrides: Sequence[str], problems: list[str]) -> Iterator[tuple[tuple[str, ...], Given]]:
+    rest = iter(overrides)
+    latest: dict[tuple[str, ...], Given] = {}
+    for override in rest:
+        key, equals, text = override.removeprefix("--").partition("=")
+        if not equals and override.startswith("--"):
+            value = next(rest, None)
+            if value is None:
+                problems.append(f"command line: --{key} has no value; write --{key} VALUE or {key}=VALUE")
+                continue
+            equals, text = "=", value
+        if not equals or not _KEY.fullmatch(key):
+            problems.append(f"command line: {override!r} is no override; write key.path=value or --key.path value")
+            continue
+        given = read_override(key, text, problems)
+        if given is not None:
+            for parts, leaf in leaves(given, tuple(key.split("."))):
+                latest.pop(parts, None)
+                latest[parts] = leaf
+    yield from latest.items()
+
+
+def _spellings(aliases: Mapping[str, str]) -> dict[str, str]:
+    spellings = {}
+    for alias, canonical in aliases.items():
+        section = canonical.rpartition(".")[0]
+        if "." not in alias:
+            spellings[joined(section, alias)] = canonical
+        spellings[alias] = canonical
+    return spellings
+
+
+def _canonical(
+    source: Sequence[tuple[tuple[str, ...], Given]],
+    keys: Sequence[str],
+    spellings: Mapping[str, str],
+    aliases_used: dict[str, str],
+    problems: list[str],
+) -> Iterator[tuple[tuple[str, ...], Given]]:
+    """The leaves of one source under canonical names; a key that it gives under two names is a problem."""
+    written: dict[tuple[str, ...], str] = {}
+    for parts, given in source:
+        # At the top of a source, `optim.lr` is the same as lr below optim.
+        full = (*parts[0].split("."), *parts[1:])
+        for length in range(1, len(full) + 1):
+            spelling = ".".join(full[:length])
+            if spelling in spellings and spelling not in keys:
+                aliases_used[spelling] = spellings[spelling]
+                full = (*spellings[spelling].split("."), *full[length:])
+                break
+        name = ".".join(parts)
+        if full in written:
+            problems.append(f"{given.origin}: {name} and {written[full]} are the same key; keep one")
+        written.setdefault(full, f"{name} ({given.origin})")
+        yield full, given
+
+
+def _unknown_key(key: str, given: Given, keys: Sequence[str], spellings: Mapping[str, str]) -> str:
+    near = nearest_keys(key, keys, spellings)
+    section = key.rpartition(".")[0]
+    if near:
+        advice = f"did you mean {' or '.join(near)}?"
+    else:
+        beside = [name.rpartition(".")[2] for name in keys if name.rpartition(".")[0] == section]
+        advice = f"the keys of {section or 'the top level'} are {', '.join(beside)}"
+    return f"{given.origin}: unknown key {key} (= {show(given)}); {advice}"
+
+
+def nearest_keys(key: str, keys: Sequence[str], spellings: Mapping[str, str]) -> list[str]:
+    """The known keys that a misspelt key may mean: the same last name elsewhere first, then similar ones."""
+    last = key.rpartition(".")[2]
+    same = [name for name in keys if name.rpartition(".")[2] == last]
+    if same:
+        return sorted(same, key=lambda name: -difflib.SequenceMatcher(None, name, key).ratio())[:3]
+    section = key.rpartition(".")[0]
+    beside = [name for name in keys if within(name, section) and name != section]
+    for known in (beside, [*keys, *spellings]):
+        by_last = {name.rpartition(".")[2]: spellings.get(name, name) for name in reversed(known)}
+        match = difflib.get_close_matches(last, by_last, 1, 0.7)
+        if match:
+            return [by_last[match[0]]]
+    # A wrong section may hide a right key; in a right section, its name would make every key look similar.
+    match = [] if section in keys else difflib.get_close_matches(key, [*keys, *spellings], 1, 0.7)
+    return [spellings.get(match[0], match[0])] if match else []
+
+
+def _missing_key(key: str, kind: Any, files: Sequence[Path]) -> str:
+    where = f"set it in {files[-1]}" if files else "set it in a YAML file"
+    read = ", ".join(map(str, files)) or "no file"
+    return f"{read}: {key} is required ({describe(kind)}), but is not given; {where}, or add {key}=VALUE to the command"
+
+
+def _together(problems: Sequence[str]) -> str:
+    if len(problems) == 1:
+        return problems[0]
+    return f"{len(problems)} faults in the configuration:\n" + "\n".join(f"  {problem}" for problem in problems)
+
+
+def _resolved_lines(value: Any, key: str, origin: Mapping[str, str], *, indent: str) -> Iterator[str]:
+    for name, entry in entries_of(value).items():
+        path = joined(key, name)
+        if entries_of(entry):
+            yield f"{indent}{inline(name)}:"
+            yield from _resolved_lines(entry, path, origin, indent=indent + "  ")
+        else:
+            yield f"{indent}{inline(name)}: {inline(_plain(entry))}  # {origin[path]}"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    entries = entries_of(value)
+    return {name: _plain(entry) for name, entry in entries.items()} if entries else value

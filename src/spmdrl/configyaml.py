@@ -1,0 +1,222 @@
+"""YAML text to values that remember where they were written, and values back to YAML text.
+
+Numbers are those of YAML 1.2: `1e-6` is a float, `1_000` an int, and `010` or `1:30` are no numbers but text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import yaml
+
+COMMAND_LINE = "command line"
+
+_INT_TAG, _FLOAT_TAG, _BOOL_TAG, _NULL_TAG, _MERGE_TAG = (
+    f"tag:yaml.org,2002:{name}" for name in ("int", "float", "bool", "null", "merge")
+)
+_TEXT_TAGS = {f"tag:yaml.org,2002:{name}" for name in ("str", "timestamp", "value", "merge")}
+_WHOLE = r"(?:0|[1-9][0-9]*(?:_[0-9]+)*)"
+_INT = re.compile(rf"^[-+]?{_WHOLE}$")
+_FLOAT = re.compile(
+    rf"^(?:[-+]?(?:{_WHOLE}(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
+)
+_NUMBER_STARTS = list("-+.0123456789")
+
+Value: TypeAlias = "None | bool | int | float | str | list[Given] | dict[str, Given]"
+
+
+@dataclass(frozen=True)
+class Given:
+    """A value that somebody wrote: what YAML makes of it, its own text, and where it stands."""
+
+    value: Value
+    text: str
+    origin: str
+    quoted: bool = False
+
+    @property
+    def plain(self) -> Any:
+        """The value without its origins."""
+        if isinstance(self.value, dict):
+            return {name: given.plain for name, given in self.value.items()}
+        if isinstance(self.value, list):
+            return [given.plain for given in self.value]
+        return self.value
+
+
+class _Loader(yaml.SafeLoader):
+    yaml_implicit_resolvers = {
+        start: [(tag, pattern) for tag, pattern in resolvers if tag not in (_INT_TAG, _FLOAT_TAG)]
+        for start, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes what the loader above would take for a number, and keeps every string on one line."""
+
+
+_Loader.add_implicit_resolver(_INT_TAG, _INT, _NUMBER_STARTS)
+_Loader.add_implicit_resolver(_FLOAT_TAG, _FLOAT, _NUMBER_STARTS)
+_Dumper.add_implicit_resolver(_FLOAT_TAG, _FLOAT, _NUMBER_STARTS)
+_Dumper.add_representer(
+    str,
+    lambda dumper, text: dumper.represent_scalar(
+        "tag:yaml.org,2002:str", text, style=None if text.isprintable() else '"'
+    ),
+)
+
+
+def read_file(path: Path, problems: list[str]) -> Given:
+    """The mapping that a YAML file holds; what is wrong with the file is added to `problems`."""
+    empty = Given({}, "", str(path))
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        problems.append(f"{path}: the file can't be read: {reason}; the working directory is {Path.cwd()}")
+        return empty
+    given = _Composer(str(path), problems).read(text)
+    if given is None or (given.value is None and not given.text):
+        return empty
+    if not isinstance(given.value, dict):
+        problems.append(f"{given.origin}: the file holds {show(given)}, but must hold a mapping such as 'seed: 0'")
+        return empty
+    return given
+
+
+def read_override(key: str, text: str, problems: list[str]) -> Given | None:
+    """The value of `key` on the command line, read as YAML; None where it is no YAML, which goes to `problems`."""
+    faults: list[str] = []
+    given = _Composer(None, faults).read(text)
+    problems.extend(f"{fault} (in {key}={text}; quote text for YAML too: {key}=\"'...'\")" for fault in faults)
+    if faults:
+        return None
+    return given or Given(None, "", COMMAND_LINE)
+
+
+class _Composer:
+    """Turns the text of one source into a tree of Given."""
+
+    def __init__(self, file: str | None, problems: list[str]) -> None:
+        self._file = file
+        self._problems = problems
+        self._open: list[yaml.Node] = []
+
+    def read(self, text: str) -> Given | None:
+        try:
+            loader = _Loader(text)
+            node = loader.get_single_node()
+            return None if node is None else self._given(node, loader, "")
+        except yaml.MarkedYAMLError as error:
+            context = f" ({error.context} at {self._origin(error.context_mark)})" if error.context_mark else ""
+            self._problems.append(f"{self._origin(error.problem_mark)}: not valid YAML: {error.problem}{context}")
+        except yaml.YAMLError as error:
+            self._problems.append(f"{self._file or COMMAND_LINE}: not valid YAML: {' '.join(str(error).split())}")
+        return None
+
+    def _origin(self, mark: yaml.Mark | None) -> str:
+        if self._file is None:
+            return COMMAND_LINE
+        return self._file if mark is None else f"{self._file}:{mark.line + 1}"
+
+    def _given(self, node: yaml.Node, loader: _Loader, key: str) -> Given:
+        origin = self._origin(node.start_mark)
+        if any(node is opened for opened in self._open):
+            raise yaml.MarkedYAMLError(problem="an anchor holds itself", problem_mark=node.start_mark)
+        if isinstance(node, yaml.ScalarNode):
+            return Given(self._scalar(node), node.value, origin, quoted=node.style in ("'", '"'))
+        self._open.append(node)
+        try:
+            if isinstance(node, yaml.MappingNode):
+                return Given(self._entries(node, loader, key), "", origin)
+            items = enumerate(node.value)
+            return Given([self._given(item, loader, f"{key}[{index}]") for index, item in items], "", origin)
+        finally:
+            self._open.pop()
+
+    def _entries(self, node: yaml.MappingNode, loader: _Loader, key: str) -> dict[str, Given]:
+        self._check_names(node, key)
+        # Puts what `<<: *anchor` brings in front, so that the mapping's own entries win.
+        loader.flatten_mapping(node)
+        entries = {}
+        for name, value in node.value:
+            given = self._given(value, loader, _join(key, name.value))
+            entries[name.value] = Given(given.value, given.text, self._origin(name.start_mark), given.quoted)
+        return entries
+
+    def _check_names(self, node: yaml.MappingNode, key: str) -> None:
+        first: dict[str, str] = {}
+        for name, _ in node.value:
+            where = self._origin(name.start_mark)
+            if not isinstance(name, yaml.ScalarNode):
+                raise yaml.MarkedYAMLError(problem="a key must be plain text", problem_mark=name.start_mark)
+            if name.value in first and name.tag != _MERGE_TAG:
+                path = _join(key, name.value)
+                self._problems.append(
+                    f"{where}: {path} is given a second time (first at {first[name.value]}); keep one"
+                )
+            first.setdefault(name.value, where)
+
+    def _scalar(self, node: yaml.ScalarNode) -> None | bool | int | float | str:
+        text: str = node.value
+        if node.tag in _TEXT_TAGS:
+            return text
+        if node.tag == _NULL_TAG:
+            return None
+        if node.tag == _BOOL_TAG and text.lower() in _Loader.bool_values:
+            return _Loader.bool_values[text.lower()]
+        if node.tag == _INT_TAG and _INT.match(text):
+            return int(text)
+        if node.tag == _FLOAT_TAG and (_FLOAT.match(text) or _INT.match(text)):
+            return float(re.sub(r"\.(?=[a-zA-Z])(?![eE])", "", text))
+        raise yaml.MarkedYAMLError(
+            problem=f"{node.tag} {text!r} is no tag for a plain value", problem_mark=node.start_mark
+        )
+
+
+def _join(key: str, name: object) -> str:
+    return f"{key}.{name}" if key else str(name)
+
+
+def leaves(given: Given, parts: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Given]]:
+    """Every value below the mappings, with the names that lead to it; an empty mapping counts as a value."""
+    if not isinstance(given.value, dict) or (parts and not given.value):
+        yield parts, given
+        return
+    for name, entry in given.value.items():
+        yield from leaves(entry, (*parts, name))
+
+
+def plant(tree: dict[str, Given], parts: tuple[str, ...], given: Given) -> None:
+    """Set one value in a tree of mappings; mappings on the way are made, other values in the way give way."""
+    name, *rest = parts
+    entry = tree.get(name)
+    is_mapping = entry is not None and isinstance(entry.value, dict)
+    if rest:
+        branch = entry if is_mapping and entry is not None else Given({}, "", given.origin)
+        tree[name] = branch
+        assert isinstance(branch.value, dict)
+        plant(branch.value, tuple(rest), given)
+    elif not (is_mapping and given.value == {}):
+        tree[name] = given
+
+
+def show(given: Given) -> str:
+    """A value as a message names it."""
+    if isinstance(given.value, dict):
+        return "a mapping (" + ", ".join(given.value) + ")" if given.value else "an empty mapping"
+    if isinstance(given.value, list):
+        return f"a list of {len(given.value)}" if given.value else "an empty list"
+    if isinstance(given.value, str):
+        return repr(given.text)
+    return given.text or "empty"
+
+
+def inline(value: object) -> str:
+    """YAML of a value on one line: scalars as they are, lists and mappings in brackets."""
+    text: str = yaml.dump([value], Dumper=_Dumper, default_flow_style=True, width=float("inf"), sort_keys=False)
+    return text.strip()[1:-1]

@@ -1,0 +1,1 @@
+"""Layer 3: what moves, when, and who waits for it."""

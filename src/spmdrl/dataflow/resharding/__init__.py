@@ -1,0 +1,1 @@
+"""The resharding flow, allgather-swap: update shards become generation shards, and come back."""

@@ -1,0 +1,77 @@
+"""What ranks tell each other once, so that all derive the same plan: their slices, and the generator's dtypes."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from spmdrl.dataflow.resharding.plan import ReshardPlan, Shapes, plan_resharding
+from spmdrl.resources.collectives import gather_bytes, max_over
+from spmdrl.types import WeightSlice
+
+
+@dataclass(frozen=True)
+class AgreedPlan:
+    """The plan with what must be equal on all ranks to run it."""
+
+    plan: ReshardPlan
+    shapes: Shapes
+    dtypes: Mapping[str, torch.dtype]
+    """the generator's, by weight"""
+    wire_dtype: torch.dtype
+    """what travels: the narrowest dtype that loses nothing for any of the generator's"""
+
+
+def agree_on_plan(
+    held: Sequence[WeightSlice],
+    wanted: Mapping[WeightSlice, torch.dtype],
+    shapes: Shapes,
+    bucket_bytes: int,
+    *,
+    ranks_per_node: int,
+) -> AgreedPlan:
+    """Plans from the slices that every rank holds and wants. Collective over the world.
+
+    Raises ValueError when ranks want one weight in different dtypes.
+    """
+    mine = {"held": list(map(_listed, held)), "wanted": [[*_listed(box), str(t)] for box, t in wanted.items()]}
+    ranks = [json.loads(payload) for payload in gather_bytes(json.dumps(mine).encode())]
+    source = {rank: [_slice(*box) for box in told["held"]] for rank, told in enumerate(ranks)}
+    target = {rank: [_slice(*box[:3]) for box in told["wanted"]] for rank, told in enumerate(ranks)}
+    dtypes: dict[str, torch.dtype] = {}
+    for rank, told in enumerate(ranks):
+        for name, _, _, text in told["wanted"]:
+            dtype = _dtype(text)
+            if dtypes.setdefault(name, dtype) != dtype:
+                raise ValueError(f"rank {rank} wants {name} as {dtype}, another as {dtypes[name]}; use one dtype")
+    wire_dtype = functools.reduce(torch.promote_types, dtypes.values())
+    plan = plan_resharding(source, target, shapes, bucket_bytes, wire_dtype.itemsize, ranks_per_node=ranks_per_node)
+    return AgreedPlan(plan, shapes, dtypes, wire_dtype)
+
+
+def check_same_version(update_count: int) -> None:
+    """Raises RuntimeError unless all ranks have done as many updates. Collective over the world."""
+    most, minus_least = max_over(torch.tensor([update_count, -update_count])).tolist()
+    if most != -minus_least:
+        raise RuntimeError(
+            f"this rank's weights are {update_count} updates old, but ranks range from {-minus_least} to {most}; "
+            "a rank skipped an update or loaded another checkpoint"
+        )
+
+
+def _listed(box: WeightSlice) -> list[object]:
+    return [box.name, box.starts, box.stops]
+
+
+def _slice(name: str, starts: list[int], stops: list[int]) -> WeightSlice:
+    return WeightSlice(name, tuple(starts), tuple(stops))
+
+
+def _dtype(text: str) -> torch.dtype:
+    dtype = getattr(torch, text.removeprefix("torch."))
+    assert isinstance(dtype, torch.dtype), text
+    return dtype

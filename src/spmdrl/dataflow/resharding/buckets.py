@@ -1,0 +1,166 @@
+"""Pieces of weights and the buckets that they fill; integers only.
+
+A bucket is bounded by what it costs its busiest rank, under either executor, so that one plan serves both.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from spmdrl.dataflow.resharding.cells import Cell, cut
+from spmdrl.types import WeightSlice
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One piece on its way between two ranks."""
+
+    box: WeightSlice
+    sender: int
+    receiver: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box that each of `holders` holds whole and each of `wanters` wants whole; a rank may be both."""
+
+    box: WeightSlice
+    holders: tuple[int, ...]
+    wanters: tuple[int, ...]
+    number: int
+    """place in the block's order; it spreads the sending over the holders"""
+
+    @property
+    def contributor(self) -> int:
+        """The one rank that answers for this piece: it brings it into an all-gather and sums its checksum."""
+        return self.holders[self.number % len(self.holders)]
+
+    @property
+    def is_missing(self) -> bool:
+        """Whether some rank wants it and doesn't hold it."""
+        return any(rank not in self.holders for rank in self.wanters)
+
+    def transfers(self, ranks_per_node: int) -> Iterator[Transfer]:
+        """One transfer for each wanter without it: from a holder on its node if there is one, holders taking turns."""
+        missing = [rank for rank in self.wanters if rank not in self.holders]
+        for turn, receiver in enumerate(missing, start=self.number):
+            node = receiver // ranks_per_node
+            near = [rank for rank in self.holders if rank // ranks_per_node == node] or self.holders
+            yield Transfer(self.box, near[turn % len(near)], receiver)
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Pieces that move together through one temporary buffer."""
+
+    pieces: tuple[Piece, ...]
+    finished: tuple[str, ...]
+    """weights that no later bucket needs: their source may leave the device"""
+    num_bytes: int
+    """temporary bytes on the busiest rank, whichever executor runs; pieces a rank copies from itself count as well"""
+
+
+class BucketFilling:
+    """Fills the buckets of one block, piece by piece in model order."""
+
+    def __init__(self, ranks: range, bucket_bytes: int, element_bytes: int, ranks_per_node: int):
+        self._ranks = ranks
+        self._limit = bucket_bytes
+        self._element_bytes = element_bytes
+        self._ranks_per_node = ranks_per_node
+        self._num_pieces = 0
+        self._pieces: list[Piece] = []
+        self._load = _Load(len(ranks))
+        self._closed: list[tuple[tuple[Piece, ...], int]] = []
+
+    def add_weight(self, cells: list[Cell]) -> None:
+        """Adds one weight; if larger than a bucket, cell by cell in turn, so that all holders stay busy."""
+        whole = _Load(len(self._ranks))
+        for number, cell in enumerate(cells):
+            whole.add(self._load_of(self._piece(cell.box, cell, number)))
+        num_parts = max(1, -(-whole.num_bytes // self._limit))
+        parts = [[(part, cell) for part in cut(cell.box, num_parts)] for cell in cells]
+        for turn in itertools.zip_longest(*parts):
+            for part in turn:
+                if part is not None:
+                    self._add(*part)
+
+    def finish(self) -> tuple[Bucket, ...]:
+        self._close()
+        last = {piece.box.name: index for index, (pieces, _) in enumerate(self._closed) for piece in pieces}
+        finished: list[list[str]] = [[] for _ in self._closed]
+        for name, index in last.items():
+            finished[index].append(name)
+        return tuple(
+            Bucket(pieces, tuple(names), num_bytes)
+            for (pieces, num_bytes), names in zip(self._closed, finished, strict=True)
+        )
+
+    def _add(self, box: WeightSlice, cell: Cell) -> None:
+        piece = self._piece(box, cell, self._num_pieces)
+        load = self._load_of(piece)
+        if self._load.num_bytes_with(load) > self._limit:
+            self._close()
+        if self._load.num_bytes_with(load) > self._limit:
+            self._add_halves(box, cell, needed=load.num_bytes)
+            return
+        self._load.add(load)
+        self._pieces.append(piece)
+        self._num_pieces += 1
+
+    def _add_halves(self, box: WeightSlice, cell: Cell, *, needed: int) -> None:
+        halves = cut(box, 2)
+        if len(halves) == 1:
+            raise ValueError(
+                f"reshard.bucket_bytes is {self._limit}, but one element of {box.name} among {len(self._ranks)} ranks "
+                f"needs {needed} bytes; set it to at least {needed} (64 MiB is the default)"
+            )
+        for half in halves:
+            self._add(half, cell)
+
+    def _close(self) -> None:
+        if self._pieces:
+            self._closed.append((tuple(self._pieces), self._load.num_bytes))
+            self._pieces, self._load = [], _Load(len(self._ranks))
+
+    def _piece(self, box: WeightSlice, cell: Cell, number: int) -> Piece:
+        return Piece(box, tuple(cell.holders), tuple(cell.wanters), number)
+
+    def _load_of(self, piece: Piece) -> _Load:
+        num_bytes = piece.box.num_elements * self._element_bytes
+        load = _Load(len(self._ranks))
+        # What a rank copies from itself needs no buffer, but counts, so that a bucket stays the grain of the swap.
+        load.moved = dict.fromkeys(piece.wanters, num_bytes)
+        for transfer in piece.transfers(self._ranks_per_node):
+            load.moved[transfer.sender] = load.moved.get(transfer.sender, 0) + num_bytes
+        if piece.is_missing:
+            load.contributed = {piece.contributor: num_bytes}
+        return load
+
+
+class _Load:
+    """Temporary bytes that pieces cost each rank of a block, under either executor."""
+
+    def __init__(self, num_ranks: int):
+        self._num_ranks = num_ranks
+        self.moved: dict[int, int] = {}
+        self.contributed: dict[int, int] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes on the busiest rank; an all-gather needs one segment a rank, each as large as the largest."""
+        exact = max(self.moved.values(), default=0)
+        return max(exact, self._num_ranks * max(self.contributed.values(), default=0))
+
+    def num_bytes_with(self, other: _Load) -> int:
+        """`num_bytes` as it were after `add(other)`."""
+        exact = max((self.moved.get(rank, 0) + more for rank, more in other.moved.items()), default=0)
+        segment = max((self.contributed.get(rank, 0) + more for rank, more in other.contributed.items()), default=0)
+        return max(self.num_bytes, exact, self._num_ranks * segment)
+
+    def add(self, other: _Load) -> None:
+        for mine, more in ((self.moved, other.moved), (self.contributed, other.contributed)):
+            for rank, num_bytes in more.items():
+                mine[rank] = mine.get(rank, 0) + num_bytes

@@ -1,0 +1,98 @@
+"""Geometry of weight slices: the cells on which held and wanted boxes agree, and how a box is cut into parts."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from spmdrl.types import WeightSlice
+
+RankedBoxes = Iterable[tuple[int, WeightSlice]]
+
+
+@dataclass
+class Cell:
+    """A box that each rank holds as a whole or not at all, and likewise wants."""
+
+    box: WeightSlice
+    holders: list[int] = field(default_factory=list)
+    wanters: list[int] = field(default_factory=list)
+
+
+def cells_of(name: str, held: RankedBoxes, wanted: RankedBoxes) -> list[Cell]:
+    """The wanted cells of one weight in row-major order: the coarsest grid that every box of both sides follows."""
+    holders, wanters = _ranks_by_box(held), _ranks_by_box(wanted)
+    boxes = [*holders, *wanters]
+    if not boxes:
+        return []
+    cuts = [_cuts(boxes, dim) for dim in range(len(boxes[0].starts))]
+    cells: dict[tuple[int, ...], Cell] = {}
+    for box, ranks in wanters.items():
+        for index in _indexes(box, cuts):
+            cells.setdefault(index, Cell(_box_at(name, index, cuts))).wanters.extend(ranks)
+    for box, ranks in holders.items():
+        for index in _indexes(box, cuts):
+            if index in cells:
+                cells[index].holders.extend(ranks)
+    return [_checked(cells[index]) for index in sorted(cells)]
+
+
+def cut(box: WeightSlice, num_parts: int) -> list[WeightSlice]:
+    """Cuts a box along dim 0, where that is too short along further dims too, into about `num_parts` equal parts."""
+    return _cut_from(box, num_parts, dim=0)
+
+
+def _cut_from(box: WeightSlice, num_parts: int, dim: int) -> list[WeightSlice]:
+    if num_parts <= 1 or dim == len(box.starts):
+        return [box]
+    start, length = box.starts[dim], box.shape[dim]
+    num_here = min(num_parts, length)
+    bounds = [start + length * part // num_here for part in range(num_here + 1)]
+    parts = [_with_interval(box, dim, low, high) for low, high in itertools.pairwise(bounds)]
+    parts_each = -(-num_parts // num_here)
+    return [smaller for part in parts for smaller in _cut_from(part, parts_each, dim + 1)]
+
+
+def _with_interval(box: WeightSlice, dim: int, start: int, stop: int) -> WeightSlice:
+    starts = (*box.starts[:dim], start, *box.starts[dim + 1 :])
+    stops = (*box.stops[:dim], stop, *box.stops[dim + 1 :])
+    return WeightSlice(box.name, starts, stops)
+
+
+def _ranks_by_box(boxes: RankedBoxes) -> dict[WeightSlice, list[int]]:
+    ranks: dict[WeightSlice, list[int]] = {}
+    for rank, box in boxes:
+        if box.num_elements:
+            ranks.setdefault(box, []).append(rank)
+    return ranks
+
+
+def _cuts(boxes: Sequence[WeightSlice], dim: int) -> list[int]:
+    return sorted({box.starts[dim] for box in boxes} | {box.stops[dim] for box in boxes})
+
+
+def _indexes(box: WeightSlice, cuts: list[list[int]]) -> Iterable[tuple[int, ...]]:
+    """Grid indexes of the cells inside a box whose bounds are all among the cuts."""
+    spans = [
+        range(bisect.bisect_left(along, start), bisect.bisect_left(along, stop))
+        for along, start, stop in zip(cuts, box.starts, box.stops, strict=True)
+    ]
+    return itertools.product(*spans)
+
+
+def _box_at(name: str, index: tuple[int, ...], cuts: list[list[int]]) -> WeightSlice:
+    starts = tuple(along[i] for along, i in zip(cuts, index, strict=True))
+    stops = tuple(along[i + 1] for along, i in zip(cuts, index, strict=True))
+    return WeightSlice(name, starts, stops)
+
+
+def _checked(cell: Cell) -> Cell:
+    """The cell with ranks in order; a rank may hold an element twice, but must not want it twice."""
+    cell.holders = sorted(set(cell.holders))
+    if len(set(cell.wanters)) < len(cell.wanters):
+        twice = sorted(rank for rank in set(cell.wanters) if cell.wanters.count(rank) > 1)
+        raise ValueError(f"ranks {twice} want {cell.box} in more than one target slice; target slices must not overlap")
+    cell.wanters.sort()
+    return cell

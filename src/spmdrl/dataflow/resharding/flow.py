@@ -1,0 +1,192 @@
+"""The resharding flow: update shards become generation shards, and come back (the paper's allgather-swap).
+
+    update -> to_generation() -> generation -> start_return() -> returning -> to_update() -> update
+
+Source: MindSpeed RL (arXiv:2507.19017), "Allgather-Swap Technique", Figure 5.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from torch import Tensor
+
+from spmdrl.dataflow.resharding.agreement import check_same_version
+from spmdrl.dataflow.resharding.filling import GeneratorFilling
+from spmdrl.dataflow.resharding.gather import ReshardConfig
+from spmdrl.dataflow.resharding.protocols import Generator, Trainer
+from spmdrl.dataflow.resharding.swap import Swap
+from spmdrl.resources.memory import MemoryLedger, release_to_system
+from spmdrl.resources.world import World
+
+
+@dataclass(frozen=True)
+class ReshardStats:
+    """What one verb of the flow cost this rank."""
+
+    seconds: float
+    received_bytes: int = 0
+    swapped_bytes: int = 0
+
+
+State = Literal["update", "generation", "returning"]
+
+
+class ReshardingFlow:
+    """Switches this rank between the update and the generation layout."""
+
+    def __init__(
+        self,
+        world: World,
+        trainer: Trainer,
+        generator: Generator,
+        reference: Trainer | None,
+        config: ReshardConfig,
+        ledger: MemoryLedger,
+        directory: Path,
+    ):
+        """`directory` takes the temporary files of a CPU's host side; `reference` is frozen, or None without one."""
+        self._world = world
+        self._trainer = trainer
+        self._generator = generator
+        self._reference = reference
+        self._config = config
+        self._ledger = ledger
+        self._state: State = "update"
+        self._filling: GeneratorFilling | None = None
+        self._swap = Swap(world.device, ledger, directory)
+        self._swap.add_group("update_weights", lambda: _local_tensors(trainer))
+        self._swap.add_group("optimizer", lambda: {str(i): t for i, t in enumerate(trainer.optimizer_tensors())})
+        if reference is not None:
+            self._swap.add_group("reference_weights", lambda: _local_tensors(reference))
+
+    def to_generation(self) -> ReshardStats:
+        """Fills and wakes the generator, and frees the training state. Collective over the world.
+
+        Bucket by bucket, so the device holds at its peak about the larger of the two states and a bucket. Raises
+        RuntimeError when `reshard.verify` finds weights changed on the way.
+        """
+        self._expect("update")
+        started = time.perf_counter()
+        check_same_version(self._trainer.update_count)
+        self.release_reference()
+        self._trainer.reshard()
+        self._trainer.drop_gradients()
+        self._ledger.set("gradients", "device", 0)
+        swapped = self._swap.to_host("optimizer", version=self._trainer.update_count)
+        received, freed = self._move_weights()
+        self._give_back_memory()
+        self._generator.wake_cache()
+        self._generator.version = self._trainer.update_count
+        self._account_generator()
+        self._state = "generation"
+        return ReshardStats(time.perf_counter() - started, received, swapped + freed)
+
+    def check_generation_weights(self) -> None:
+        """Compares the generator's weights with what was sent; needs `reshard.verify`. Collective over the world."""
+        self._expect("generation")
+        assert self._filling is not None
+        self._filling.compare()
+
+    def start_return(self) -> ReshardStats:
+        """Puts the generator to sleep and starts bringing the training state back in the background."""
+        self._expect("generation")
+        started = time.perf_counter()
+        self._generator.sleep()
+        if self._filling is not None:
+            self._filling.forget_storage()
+        self._account_generator()
+        self._give_back_memory()
+        self._swap.start_return("update_weights")
+        self._swap.start_return("optimizer")
+        self._state = "returning"
+        return ReshardStats(time.perf_counter() - started)
+
+    def to_update(self) -> ReshardStats:
+        """Waits for the training state; then the trainer may compute again."""
+        started = time.perf_counter()
+        if self._state == "generation":
+            self.start_return()
+        self._expect("returning")
+        returned = self._swap.finish_return("update_weights") + self._swap.finish_return("optimizer")
+        self._trainer.weights_on_device = True
+        self._state = "update"
+        return ReshardStats(time.perf_counter() - started, swapped_bytes=returned)
+
+    def bring_reference(self) -> ReshardStats:
+        """Brings the frozen reference weights to the device, if they aren't there."""
+        started, returned = time.perf_counter(), 0
+        if self._reference is not None and not self._swap.is_on_device("reference_weights"):
+            self._swap.start_return("reference_weights")
+            returned = self._swap.finish_return("reference_weights")
+            self._reference.weights_on_device = True
+        return ReshardStats(time.perf_counter() - started, swapped_bytes=returned)
+
+    def release_reference(self) -> ReshardStats:
+        """Frees the reference weights, if they are on the device; they are copied to the host the first time only."""
+        started, freed = time.perf_counter(), 0
+        if self._reference is not None and self._swap.is_on_device("reference_weights"):
+            self._reference.reshard()
+            freed = self._swap.to_host("reference_weights", version=0)
+            self._reference.weights_on_device = False
+            self._give_back_memory()
+        return ReshardStats(time.perf_counter() - started, swapped_bytes=freed)
+
+    def weights_changed(self) -> None:
+        """Says that trainer state changed other than by an update: a checkpoint was loaded, say."""
+        self._expect("update")
+        self._swap.forget_copy("update_weights")
+        self._swap.forget_copy("optimizer")
+
+    def account(self) -> None:
+        """Enters what the trainer holds now into the ledger; the optimizer's state appears with the first update."""
+        if self._state == "update":
+            self._swap.account("update_weights")
+            self._swap.account("optimizer")
+
+    def close(self) -> None:
+        """Waits for what is under way and drops the host copies."""
+        self._swap.close()
+
+    def _move_weights(self) -> tuple[int, int]:
+        """Fills the generator while the update weights leave; returns the bytes received and the bytes freed."""
+        storage = self._generator.wake_weights()
+        self._account_generator()
+        if self._filling is None:
+            self._filling = GeneratorFilling(
+                self._world, self._trainer.named_shards(), self._generator, storage, self._config
+            )
+        leaving = self._swap.leave("update_weights", version=self._trainer.update_count)
+        shards = self._trainer.named_shards()
+        self._trainer.weights_on_device = False
+        self._ledger.set("bucket", "device", self._filling.buffer_bytes)
+        received = self._filling.run(shards, storage, sent=leaving.move)
+        freed = leaving.finish()
+        self._ledger.set("bucket", "device", 0)
+        return received, freed
+
+    def _account_generator(self) -> None:
+        held = self._generator.memory_bytes()
+        self._ledger.set("generation_weights", "device", held.get("generation_weights", 0))
+        self._ledger.set("kv_cache", "device", held.get("kv_cache", 0))
+
+    def _give_back_memory(self) -> None:
+        """Freed bytes must leave this process's allocator before another one (the KV cache's, say) asks for them."""
+        if self._world.device.is_cpu:
+            release_to_system()
+        else:
+            self._world.device.empty_cache()
+
+    def _expect(self, state: State) -> None:
+        if self._state != state:
+            raise RuntimeError(
+                f"the resharding flow is in state {self._state!r}, but this step needs {state!r}; "
+                "the order is to_generation, start_return, to_update"
+            )
+
+
+def _local_tensors(trainer: Trainer) -> dict[str, Tensor]:
+    return {name: shard.tensor for name, shard in trainer.named_shards().items()}

@@ -1,0 +1,213 @@
+"""Where swapped bytes wait: file-backed memory beside a CPU, pinned memory beside an accelerator.
+
+A CPU's device memory *is* host memory, so bytes kept in it would free nothing: they go to an unlinked temporary file.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import tempfile
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from spmdrl.resources.device import Device
+
+
+@dataclass(frozen=True)
+class Span:
+    """A storage of `num_bytes` bytes and the place of its copy on the host."""
+
+    storage: torch.UntypedStorage = field(repr=False)
+    offset: int
+    num_bytes: int
+
+
+class Ticket(Protocol):
+    """A copy under way."""
+
+    def is_done(self) -> bool: ...
+
+    def wait(self) -> None:
+        """Returns when the copy has ended, or raises what it failed with."""
+        ...
+
+
+class HostStore(Protocol):
+    """The host side of one group of storages; it is kept and reused from step to step."""
+
+    def reserve(self, num_bytes: int) -> None:
+        """Makes room for `num_bytes` in all, or raises OSError before anything is copied."""
+        ...
+
+    def write(self, spans: Sequence[Span]) -> Ticket:
+        """Copies storages out; they may be freed once the ticket is done."""
+        ...
+
+    def read(self, spans: Sequence[Span]) -> Ticket:
+        """Brings storages back to size and content in the background; they may be used after the ticket's wait."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def make_host_store(device: Device, directory: Path) -> HostStore:
+    return FileStore(directory) if device.is_cpu else PinnedStore(device)
+
+
+class FileStore:
+    """An unlinked temporary file: its pages belong to the system's cache, not to this process."""
+
+    def __init__(self, directory: Path):
+        directory.mkdir(parents=True, exist_ok=True)
+        self._directory = directory
+        self._file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115 (closed by close)
+        self._num_bytes = 0
+
+    def reserve(self, num_bytes: int) -> None:
+        if num_bytes <= self._num_bytes:
+            return
+        try:
+            os.posix_fallocate(self._file.fileno(), 0, num_bytes)
+        except OSError as error:
+            raise self._explained(error, num_bytes) from error
+        self._num_bytes = num_bytes
+
+    def write(self, spans: Sequence[Span]) -> Ticket:
+        for span in spans:
+            rest = _memory_of(span)
+            while rest:
+                try:
+                    written = os.pwrite(self._file.fileno(), rest, span.offset + span.num_bytes - len(rest))
+                except OSError as error:
+                    raise self._explained(error, self._num_bytes) from error
+                rest = rest[written:]
+        return _Done()
+
+    def read(self, spans: Sequence[Span]) -> Ticket:
+        return _ReadingThread(self._file.fileno(), spans)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _explained(self, error: OSError, num_bytes: int) -> OSError:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            return error
+        return OSError(
+            error.errno,
+            f"no room in {self._directory} for {num_bytes} bytes of swapped training state "
+            f"({os.strerror(error.errno)}); free as much there or point run.dir at a larger disk",
+        )
+
+
+class _Done:
+    def is_done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        return
+
+
+class _ReadingThread:
+    """Fills storages from a file; reads release the interpreter, so that other stages compute meanwhile."""
+
+    def __init__(self, file: int, spans: Sequence[Span]):
+        self._file = file
+        self._spans = spans
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="swap-return")
+        self._thread.start()
+
+    def is_done(self) -> bool:
+        return not self._thread.is_alive()
+
+    def wait(self) -> None:
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        try:
+            for span in self._spans:
+                span.storage.resize_(span.num_bytes)
+                self._fill(span)
+        except BaseException as error:  # Raised again by wait, in the thread that asked.
+            self._error = error
+
+    def _fill(self, span: Span) -> None:
+        rest = _memory_of(span)
+        while rest:
+            count = os.preadv(self._file, [rest], span.offset + span.num_bytes - len(rest))
+            if count == 0:
+                raise OSError(errno.EIO, f"the swap file ends {len(rest)} bytes before its time")
+            rest = rest[count:]
+
+
+def _memory_of(span: Span) -> memoryview:
+    assert span.storage.nbytes() == span.num_bytes, (span.storage.nbytes(), span.num_bytes)
+    # Not through numpy: a storage that was lent to it can't be freed in place any more.
+    return memoryview((ctypes.c_char * span.num_bytes).from_address(span.storage.data_ptr())).cast("B")
+
+
+def _bytes_tensor(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+class PinnedStore:
+    """One pinned buffer, copied to and from on a side stream of its own."""
+
+    def __init__(self, device: Device):
+        self._device = device
+        self._stream = device.module.Stream()
+        self._pinned = torch.empty(0, dtype=torch.uint8)
+
+    def reserve(self, num_bytes: int) -> None:
+        if self._pinned.numel() < num_bytes:
+            # A copy still reading the old buffer would otherwise lose it.
+            self._stream.synchronize()
+            self._pinned = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def write(self, spans: Sequence[Span]) -> Ticket:
+        return self._copy(spans, returning=False)
+
+    def read(self, spans: Sequence[Span]) -> Ticket:
+        for span in spans:
+            span.storage.resize_(span.num_bytes)
+        return self._copy(spans, returning=True)
+
+    def close(self) -> None:
+        self._stream.synchronize()
+        self._pinned = torch.empty(0, dtype=torch.uint8)
+
+    def _copy(self, spans: Sequence[Span], *, returning: bool) -> Ticket:
+        module = self._device.module
+        # Kernels queued so far may still write these weights, or use the memory that the allocator just handed out.
+        self._stream.wait_stream(module.current_stream())
+        with module.stream(self._stream):
+            for span in spans:
+                on_host = self._pinned[span.offset : span.offset + span.num_bytes]
+                on_device = _bytes_tensor(span.storage)
+                to, source = (on_device, on_host) if returning else (on_host, on_device)
+                to.copy_(source, non_blocking=True)
+            copied = module.Event()
+            copied.record(self._stream)
+        return _EventTicket(self._device, copied)
+
+
+class _EventTicket:
+    def __init__(self, device: Device, event: torch.Event):
+        self._device = device
+        self._event = event
+
+    def is_done(self) -> bool:
+        return self._event.query()
+
+    def wait(self) -> None:
+        # Ordering the device is enough: who takes the freed memory, or reads what came back, is queued behind this.
+        self._device.module.current_stream().wait_event(self._event)

@@ -1,0 +1,158 @@
+"""The resharding plan: which rank sends which slice of which weight to whom, in which bucket. Integers only.
+
+A plan is a pure function of what ranks hold and want, so every rank derives the same one. Ranks fall into *blocks*, the
+smallest runs of consecutive ranks that together hold all that they want (one replica of the update weights); weights
+never travel between blocks. Inside a block each weight is cut into *pieces*, and pieces in model order fill *buckets*.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from spmdrl.dataflow.resharding.buckets import Bucket, BucketFilling, Transfer
+from spmdrl.dataflow.resharding.cells import Cell, cells_of
+from spmdrl.types import WeightSlice
+
+Shapes = Mapping[str, tuple[int, ...]]
+SlicesByRank = Mapping[int, Sequence[WeightSlice]]
+
+
+@dataclass(frozen=True)
+class Block:
+    """Consecutive ranks that exchange weights only among themselves."""
+
+    ranks: range
+    buckets: tuple[Bucket, ...]
+
+
+@dataclass(frozen=True)
+class ReshardPlan:
+    """Every block's buckets."""
+
+    blocks: tuple[Block, ...]
+    element_bytes: int
+    ranks_per_node: int
+
+    def block_of(self, rank: int) -> Block:
+        return next(block for block in self.blocks if rank in block.ranks)
+
+    def transfers(self, bucket: Bucket) -> Iterator[Transfer]:
+        """All transfers of a bucket, in the order of its pieces."""
+        return itertools.chain.from_iterable(piece.transfers(self.ranks_per_node) for piece in bucket.pieces)
+
+
+def plan_resharding(
+    source: SlicesByRank,
+    target: SlicesByRank,
+    shapes: Shapes,
+    bucket_bytes: int,
+    element_bytes: int,
+    *,
+    ranks_per_node: int | None = None,
+) -> ReshardPlan:
+    """Plans how the slices that ranks hold (`source`) become those that they want (`target`).
+
+    `shapes` gives the whole weights in model order; `element_bytes` is an element's size on the wire. Without
+    `ranks_per_node` all ranks count as one node. Raises ValueError for slices outside their weight, for wanted elements
+    that no rank holds, and for buckets that can't take a single element.
+    """
+    num_ranks = 1 + max((*source, *target), default=0)
+    held, wanted = _by_name(source, shapes), _by_name(target, shapes)
+    size = _block_size(held, wanted, num_ranks)
+    blocks = []
+    for first in range(0, num_ranks, size):
+        ranks = range(first, first + size)
+        filling = BucketFilling(ranks, bucket_bytes, element_bytes, ranks_per_node or num_ranks)
+        for name in wanted:
+            filling.add_weight(_cells_in(name, held, wanted, ranks))
+        blocks.append(Block(ranks, filling.finish()))
+    return ReshardPlan(tuple(blocks), element_bytes, ranks_per_node or num_ranks)
+
+
+def fsdp_slices(shapes: Shapes, shard_size: int, rank: int) -> list[WeightSlice]:
+    """The slices of shard rank `rank`: dim 0 cut as `torch.chunk` does, so last shards may be short or empty."""
+    slices = []
+    for name, shape in shapes.items():
+        if not shape:
+            raise ValueError(f"{name} is a scalar; only weights with at least one dim can be sharded along dim 0")
+        rows = -(-shape[0] // shard_size)
+        start, stop = min(rank * rows, shape[0]), min((rank + 1) * rows, shape[0])
+        slices.append(WeightSlice(name, (start, *[0] * (len(shape) - 1)), (stop, *shape[1:])))
+    return slices
+
+
+def whole_slices(shapes: Shapes) -> list[WeightSlice]:
+    """One slice a weight, holding all of it."""
+    return [WeightSlice(name, (0,) * len(shape), tuple(shape)) for name, shape in shapes.items()]
+
+
+def least_bytes(plan: ReshardPlan) -> dict[int, int]:
+    """By rank, the bytes that it wants and doesn't hold: no executor can receive less."""
+    received = {rank: 0 for block in plan.blocks for rank in block.ranks}
+    for block in plan.blocks:
+        for bucket in block.buckets:
+            for transfer in plan.transfers(bucket):
+                received[transfer.receiver] += transfer.box.num_elements * plan.element_bytes
+    return received
+
+
+def redundant_bytes(
+    tensor_weight_bytes: float,
+    expert_weight_bytes: float,
+    *,
+    update_tensor_size: int,
+    generation_data_size: int,
+    generation_expert_size: int,
+) -> float:
+    """Bytes that naive resharding leaves unused on all devices: R = GDP x (TW / UTP + EW / GEP).
+
+    Source: MindSpeed RL (arXiv:2507.19017), Eq. 3. TW and EW are the sizes of the tensor- and expert-parallel weights.
+    """
+    per_replica = tensor_weight_bytes / update_tensor_size + expert_weight_bytes / generation_expert_size
+    return generation_data_size * per_replica
+
+
+_Boxes = dict[str, list[tuple[int, WeightSlice]]]
+
+
+def _by_name(slices: SlicesByRank, shapes: Shapes) -> _Boxes:
+    """(rank, slice) pairs by weight, in model order."""
+    boxes: _Boxes = {name: [] for name in shapes}
+    for rank in sorted(slices):
+        for box in slices[rank]:
+            whole = whole_slices({box.name: shapes.get(box.name, ())})[0]
+            fits = len(box.starts) == len(whole.starts) and (not box.num_elements or box.intersect(whole) == box)
+            if box.name not in shapes or not fits:
+                raise ValueError(f"rank {rank} has {box}, but the model has {box.name} {shapes.get(box.name)}")
+            boxes[box.name].append((rank, box))
+    return boxes
+
+
+def _cells_in(name: str, held: _Boxes, wanted: _Boxes, ranks: range) -> list[Cell]:
+    """The wanted cells of one weight as the ranks of one block see them."""
+    return cells_of(
+        name,
+        [(rank, box) for rank, box in held[name] if rank in ranks],
+        [(rank, box) for rank, box in wanted[name] if rank in ranks],
+    )
+
+
+def _block_size(held: _Boxes, wanted: _Boxes, num_ranks: int) -> int:
+    """The smallest divisor of the world such that each run of so many ranks holds all that it wants."""
+    for size in range(1, num_ranks + 1):
+        if num_ranks % size == 0 and _first_unheld(held, wanted, num_ranks, size) is None:
+            return size
+    unheld = _first_unheld(held, wanted, num_ranks, num_ranks)
+    assert unheld is not None
+    raise ValueError(f"ranks {unheld.wanters} want {unheld.box}, but no rank holds it; the source slices leave a gap")
+
+
+def _first_unheld(held: _Boxes, wanted: _Boxes, num_ranks: int, size: int) -> Cell | None:
+    for name in wanted:
+        for first in range(0, num_ranks, size):
+            for cell in _cells_in(name, held, wanted, range(first, first + size)):
+                if not cell.holders:
+                    return cell
+    return None

@@ -1,0 +1,53 @@
+"""What the resharding flow asks of the engines on its two sides."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Protocol
+
+from torch import Tensor
+
+from spmdrl.types import WeightSlice
+
+
+class Shard(Protocol):
+    """One rank's part of one weight."""
+
+    @property
+    def tensor(self) -> Tensor: ...
+    @property
+    def slice(self) -> WeightSlice: ...
+    @property
+    def global_shape(self) -> tuple[int, ...]: ...
+
+
+class Trainer(Protocol):
+    """What the flow asks of a training engine."""
+
+    weights_on_device: bool
+    """set by the flow; the engine refuses to compute while it is False, as that would crash the process"""
+
+    @property
+    def update_count(self) -> int: ...
+    def reshard(self) -> None: ...
+    def named_shards(self) -> Mapping[str, Shard]: ...
+    def optimizer_tensors(self) -> list[Tensor]: ...
+    def drop_gradients(self) -> None: ...
+
+
+class Generator(Protocol):
+    """What the flow asks of a generation engine."""
+
+    version: int
+
+    @property
+    def wants_iterator(self) -> bool:
+        """Whether it takes whole weights one after the other instead of showing its storage."""
+        ...
+
+    def weight_shapes(self) -> Mapping[str, tuple[int, ...]]: ...
+    def wake_weights(self) -> Mapping[str, Tensor]: ...
+    def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None: ...
+    def wake_cache(self) -> None: ...
+    def sleep(self) -> None: ...
+    def memory_bytes(self) -> Mapping[str, int]: ...

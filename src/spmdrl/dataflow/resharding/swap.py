@@ -1,0 +1,237 @@
+"""Moves groups of tensors out to the host and back, really freeing their device storage in between.
+
+It moves *storages*, each once: FSDP2's local shards are padded views of larger ones, and other views share them. A
+tensor keeps its identity, so modules, optimizers and DTensors stay valid, but must not be touched while it is out.
+
+    device -> leaving -> host -> returning -> device
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from torch import Tensor
+
+from spmdrl.dataflow.resharding.host import HostStore, Span, Ticket, make_host_store
+from spmdrl.resources.device import Device
+from spmdrl.resources.memory import MemoryLedger, Owner
+
+TensorsByName = Callable[[], Mapping[str, Tensor]]
+_ALIGNMENT = 512
+
+
+@dataclass
+class _Group:
+    """One owner's tensors and where their storages are."""
+
+    owner: Owner
+    tensors: TensorsByName
+    store: HostStore
+    state: Literal["device", "leaving", "host", "returning"] = "device"
+    spans: list[Span] = field(default_factory=list)
+    """the storages while the group isn't wholly on the device; held no longer, as their owner may replace them there"""
+    returning: Ticket | None = None
+    copied_version: int | None = None
+    copied_storages: list[tuple[int, int]] = field(default_factory=list)
+    """(address, bytes) of what the host has a copy of, as it is on the device"""
+
+
+class Swap:
+    """Named groups of tensors that leave the device together and come back together."""
+
+    def __init__(self, device: Device, ledger: MemoryLedger, directory: Path):
+        """`directory` takes the unlinked temporary files of a CPU's host side; accelerators don't use it."""
+        self._device = device
+        self._ledger = ledger
+        self._directory = directory
+        self._groups: dict[str, _Group] = {}
+
+    def add_group(self, owner: Owner, tensors: TensorsByName) -> None:
+        """Adds a group; `tensors` is asked at each leaving, since optimizer state appears only with the first step."""
+        assert owner not in self._groups, owner
+        self._groups[owner] = _Group(owner, tensors, make_host_store(self._device, self._directory))
+        self.account(owner)
+
+    def account(self, owner: Owner) -> None:
+        """Enters the group's present device bytes into the ledger."""
+        group = self._groups[owner]
+        assert group.state == "device", (owner, group.state)
+        self._ledger.set(owner, "device", storage_bytes(_on_device(group.tensors(), self._device).values()))
+
+    def is_on_device(self, owner: Owner) -> bool:
+        return self._groups[owner].state == "device"
+
+    def leave(self, owner: Owner, *, version: int | None = None) -> Leaving:
+        """Starts moving a group out, part by part.
+
+        With the `version` of the last leaving the copy on the host still holds and only storage is freed. Raises
+        RuntimeError unless the group is on the device, OSError when the host has no room; then nothing was freed.
+        """
+        group = self._groups[owner]
+        if group.state != "device":
+            raise RuntimeError(f"{owner} can't leave the device: its state is {group.state!r}; finish its return first")
+        return Leaving(group, _on_device(group.tensors(), self._device), self._ledger, version)
+
+    def to_host(self, owner: Owner, *, version: int | None = None) -> int:
+        """Moves a whole group out and returns the bytes freed; see `leave`."""
+        return self.leave(owner, version=version).finish()
+
+    def start_return(self, owner: Owner) -> None:
+        """Starts bringing a group back in the background."""
+        group = self._groups[owner]
+        if group.state != "host":
+            raise RuntimeError(f"{owner} can't return: it is in state {group.state!r}; move it to the host first")
+        group.state = "returning"
+        group.returning = group.store.read(group.spans)
+        # All of it may be on the device from here on.
+        self._ledger.set(owner, "device", sum(span.num_bytes for span in group.spans))
+
+    def finish_return(self, owner: Owner) -> int:
+        """Waits until a group is back and returns its bytes."""
+        group = self._groups[owner]
+        if group.returning is None:
+            raise RuntimeError(f"{owner} isn't returning: it is in state {group.state!r}; call start_return first")
+        ticket, group.returning = group.returning, None
+        ticket.wait()
+        group.copied_storages = _addresses(group.spans)
+        group.spans, group.state = [], "device"
+        return sum(num_bytes for _, num_bytes in group.copied_storages)
+
+    def forget_copy(self, owner: Owner) -> None:
+        """Has the group copied at its next leaving, whatever its version: it changed without one."""
+        self._groups[owner].copied_version = None
+
+    def close(self) -> None:
+        """Waits for returns under way and drops the host copies."""
+        for group in self._groups.values():
+            if group.returning is not None:
+                self.finish_return(group.owner)
+            group.store.close()
+            self._ledger.set(group.owner, "host", 0)
+
+
+class Leaving:
+    """A group on its way out, part by part; a storage leaves with the last tensor that uses it."""
+
+    def __init__(self, group: _Group, tensors: Mapping[str, Tensor], ledger: MemoryLedger, version: int | None):
+        self._group = group
+        self._ledger = ledger
+        self._version = version
+        spans = _spans_of(tensors)
+        same_storages = group.copied_storages == _addresses(spans)
+        self._is_copied = version is not None and version == group.copied_version and same_storages
+        num_bytes = _end_of(spans)
+        if not self._is_copied:
+            group.store.reserve(num_bytes)
+            group.copied_version = None
+            ledger.set(group.owner, "host", num_bytes)
+        group.spans, group.state = spans, "leaving"
+        self._waiting = _tensors_by_storage(tensors)
+        self._span_at = {span.storage.data_ptr(): span for span in spans}
+        self._names_of = {name: tensor.untyped_storage().data_ptr() for name, tensor in tensors.items()}
+        self._copying: list[tuple[Ticket, list[Span]]] = []
+
+    def move(self, names: Iterable[str]) -> None:
+        """Moves tensors out; at most one part is still being copied when this returns."""
+        ready = [span for span in map(self._span_without, names) if span is not None]
+        self._free_copied(wait=True)
+        if self._is_copied:
+            _free(ready)
+        elif ready:
+            self._copying.append((self._write(ready), ready))
+        self._free_copied(wait=False)
+
+    def finish(self) -> int:
+        """Moves what is left, waits for all copies and returns the bytes freed."""
+        self.move([name for names in self._waiting.values() for name in names])
+        self._free_copied(wait=True)
+        self._group.state, self._group.copied_version = "host", self._version
+        return sum(span.num_bytes for span in self._group.spans)
+
+    def _span_without(self, name: str) -> Span | None:
+        """The span that can go once `name` needs it no more; None while others do, or if it has gone."""
+        address = self._names_of.get(name)
+        users = self._waiting.get(address) if address is not None else None
+        if not users or address is None:
+            return None
+        users.discard(name)
+        if users:
+            return None
+        del self._waiting[address]
+        return self._span_at[address]
+
+    def _write(self, spans: list[Span]) -> Ticket:
+        try:
+            return self._group.store.write(spans)
+        except OSError:
+            self._bring_back()
+            raise
+
+    def _bring_back(self) -> None:
+        """After a failed copy, everything is on the device as before."""
+        self._free_copied(wait=True)
+        spans, self._group.spans = self._group.spans, []
+        self._group.store.read([span for span in spans if span.storage.nbytes() != span.num_bytes]).wait()
+        self._group.state = "device"
+        self._ledger.set(self._group.owner, "device", sum(span.num_bytes for span in spans))
+
+    def _free_copied(self, *, wait: bool) -> None:
+        while self._copying and (wait or self._copying[0][0].is_done()):
+            ticket, spans = self._copying.pop(0)
+            ticket.wait()
+            _free(spans)
+        on_device = sum(span.storage.nbytes() for span in self._group.spans)
+        self._ledger.set(self._group.owner, "device", on_device)
+
+
+def _on_device(tensors: Mapping[str, Tensor], device: Device) -> dict[str, Tensor]:
+    """The tensors that occupy device storage: an optimizer keeps some scalars on the host."""
+    kind = device.torch_device.type
+    return {
+        name: tensor
+        for name, tensor in tensors.items()
+        if tensor.device.type == kind and tensor.untyped_storage().nbytes()
+    }
+
+
+def _spans_of(tensors: Mapping[str, Tensor]) -> list[Span]:
+    """One span for each distinct storage, side by side in the order of the tensors."""
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors.values()}
+    spans, offset = [], 0
+    for storage in storages.values():
+        if not storage.resizable():
+            raise RuntimeError(
+                f"a storage of {storage.nbytes()} bytes can't be freed in place: it comes from numpy or a "
+                "file, or was lent to numpy; clone the tensor before that, or before training"
+            )
+        spans.append(Span(storage, offset, storage.nbytes()))
+        offset += -(-storage.nbytes() // _ALIGNMENT) * _ALIGNMENT
+    return spans
+
+
+def _addresses(spans: list[Span]) -> list[tuple[int, int]]:
+    return [(span.storage.data_ptr(), span.num_bytes) for span in spans]
+
+
+def _end_of(spans: list[Span]) -> int:
+    return spans[-1].offset + spans[-1].num_bytes if spans else 0
+
+
+def _tensors_by_storage(tensors: Mapping[str, Tensor]) -> dict[int, set[str]]:
+    names: dict[int, set[str]] = {}
+    for name, tensor in tensors.items():
+        names.setdefault(tensor.untyped_storage().data_ptr(), set()).add(name)
+    return names
+
+
+def _free(spans: list[Span]) -> None:
+    for span in spans:
+        span.storage.resize_(0)
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the distinct storages under these tensors."""
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())

@@ -1,0 +1,79 @@
+"""The transfer dock: opens a batch of samples for a step, and accounts for every row when the step ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from types import TracebackType
+
+import torch
+
+from spmdrl.dataflow.samples.assign import TokenCost
+from spmdrl.dataflow.samples.samples import Accounting, DockParts, Samples
+from spmdrl.dataflow.samples.transport import Transport
+from spmdrl.dataflow.samples.volume import Volume
+from spmdrl.resources.collectives import barrier
+from spmdrl.resources.world import World
+from spmdrl.types import WorkerState
+
+
+class TransferDock:
+    """Opens and closes batches of samples, one at a time.
+
+    As a context manager it leaves in order, or without waiting after an error.
+    `needs_by_state` names the columns that each worker state of the run reads, the update's included.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        needs_by_state: Mapping[WorkerState, Iterable[str]],
+        transport: Transport,
+        cost: TokenCost | None = None,
+    ):
+        if WorkerState.UPDATE not in needs_by_state:
+            raise ValueError("the dock's states lack the update, so no row could ever be trained; add what it reads")
+        needs = {state: frozenset(names) for state, names in needs_by_state.items()}
+        self._parts = DockParts(world, needs, transport, cost or TokenCost())
+        self._open: Samples | None = None
+
+    @property
+    def volume(self) -> Volume:
+        """Bytes that this rank has moved so far, by link."""
+        return self._parts.transport.volume
+
+    def open_batch(self, step: int, num_rows: int, group_size: int) -> Samples:
+        """Samples of a step: `num_rows` rows in groups of `group_size` responses to one prompt."""
+        if self._open is not None:
+            raise ValueError(f"the batch of step {self._open.step} is still open; close it before opening step {step}")
+        self._open = Samples(self._parts, step, num_rows, group_size)
+        return self._open
+
+    def close_batch(self, samples: Samples) -> Accounting:
+        """Check that each row was trained or dropped, then forget them all. Collective over all ranks.
+
+        A row that is neither is a RuntimeError that says what it waits for.
+        """
+        assert samples is self._open, f"step {samples.step} isn't the open batch"
+        accounting = samples.account()
+        self._parts.transport.drop(torch.arange(samples.num_rows))
+        # A fast rank must not store rows of the next step before a slow one has dropped those of this step.
+        barrier()
+        self._open = None
+        return accounting
+
+    def close(self) -> None:
+        """Leave in order. Collective over all ranks."""
+        self._parts.transport.close()
+
+    def abandon(self) -> None:
+        """Leave after a failure, without waiting for other ranks."""
+        self._parts.transport.abandon()
+
+    def __enter__(self) -> TransferDock:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.abandon()

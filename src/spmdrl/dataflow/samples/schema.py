@@ -1,0 +1,212 @@
+"""The columns of a sample, the worker state that makes each of them, and what making it reads.
+
+A row is one response: row = prompt * N + k, so the prompt (the group) of a row is row // N.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from spmdrl.types import Batch, Column, WorkerState
+
+
+@dataclass(frozen=True)
+class ColumnRule:
+    """A column, who makes it (None: it is there from the start) and which columns that needs."""
+
+    column: Column
+    made_by: WorkerState | None
+    needs: frozenset[str] = frozenset()
+    length_of: str | None = None
+    """The ragged column that has the same row lengths, announced once for both; None: its own."""
+
+    @property
+    def name(self) -> str:
+        return self.column.name
+
+
+def _rule(
+    name: str,
+    dtype: torch.dtype,
+    made_by: WorkerState | None,
+    needs: str = "",
+    *,
+    ragged: bool = False,
+    length_of: str | None = None,
+) -> ColumnRule:
+    return ColumnRule(Column(name, dtype, ragged), made_by, frozenset(needs.split()), length_of)
+
+
+def _per_response_token(name: str, dtype: torch.dtype, made_by: WorkerState, needs: str) -> ColumnRule:
+    return _rule(name, dtype, made_by, needs, ragged=True, length_of="response_ids")
+
+
+_TOKENS = "prompt_ids response_ids"
+
+RULES: tuple[ColumnRule, ...] = (
+    _rule("prompt_ids", torch.int64, None, ragged=True),
+    _rule("response_ids", torch.int64, WorkerState.GENERATION, "prompt_ids", ragged=True),
+    _per_response_token("rollout_logprobs", torch.float32, WorkerState.GENERATION, "prompt_ids"),
+    _per_response_token("versions", torch.int64, WorkerState.GENERATION, "prompt_ids"),
+    # 1: the response ended with a stop token; 0: it was cut at the length limit.
+    _rule("finished", torch.int64, WorkerState.GENERATION, "prompt_ids"),
+    _rule("reward", torch.float32, WorkerState.REWARD, _TOKENS),
+    _rule("reward_verdict", torch.int64, WorkerState.REWARD, _TOKENS),
+    # One value a reward function, in the order of the configuration.
+    _rule("reward_parts", torch.float32, WorkerState.REWARD, _TOKENS, ragged=True),
+    _per_response_token("ref_logprobs", torch.float32, WorkerState.REFERENCE, _TOKENS),
+    _per_response_token("old_logprobs", torch.float32, WorkerState.OLD_LOGPROBS, _TOKENS),
+    _per_response_token("advantages", torch.float32, WorkerState.ADVANTAGE, "reward response_ids"),
+)
+
+_NUMBERS: Mapping[str, int] = {rule.name: number for number, rule in enumerate(RULES)}
+
+
+def column_number(name: str) -> int:
+    """The column's position in the schema, which is its bit in metadata and its name on the wire."""
+    if name not in _NUMBERS:
+        raise ValueError(_unknown_column(name, _NUMBERS))
+    return _NUMBERS[name]
+
+
+def rule_of(name: str) -> ColumnRule:
+    return RULES[column_number(name)]
+
+
+def length_column(name: str) -> str:
+    """The column under which the row lengths of the ragged column `name` are announced."""
+    rule = rule_of(name)
+    assert rule.column.ragged, f"{name} is a dense column and has no row lengths"
+    return rule.length_of or name
+
+
+def columns_mask(names: Iterable[str]) -> int:
+    """The named columns as bits of one integer."""
+    mask = 0
+    for name in names:
+        mask |= 1 << column_number(name)
+    return mask
+
+
+def names_of_mask(mask: int) -> list[str]:
+    """Column names of a mask, in schema order."""
+    return [rule.name for number, rule in enumerate(RULES) if mask >> number & 1]
+
+
+def check_columns(batch: Batch, state: WorkerState) -> None:
+    """Refuse columns that `state` doesn't make, or whose kind, dtype or lengths break the schema."""
+    for name in batch.names:
+        rule = rule_of(name)
+        if rule.made_by is not state:
+            owner = rule.made_by.value if rule.made_by else "the prompts"
+            raise ValueError(f"{state.value} puts column {name!r}, which only {owner} may make")
+        check_column(batch, name)
+
+
+def check_column(batch: Batch, name: str) -> None:
+    column = rule_of(name).column
+    tensor = batch.values(name) if batch.is_ragged(name) else batch.dense(name)
+    if batch.is_ragged(name) != column.ragged or tensor.dtype != column.dtype:
+        kinds = {True: "ragged", False: "dense"}
+        raise ValueError(
+            f"column {name!r} is {kinds[batch.is_ragged(name)]} {tensor.dtype}, but the schema says "
+            f"{kinds[column.ragged]} {column.dtype}; convert it before putting it"
+        )
+
+
+def empty_batch(names: Iterable[str]) -> Batch:
+    """A batch of no rows with the named columns."""
+    batch = Batch.of_rows([])
+    for name in names:
+        column = rule_of(name).column
+        if column.ragged:
+            batch.put_lists(name, [], column.dtype)
+        else:
+            batch.put_dense(name, torch.empty(0, dtype=column.dtype))
+    return batch
+
+
+def stages_for(
+    columns_read: Iterable[str],
+    *,
+    rules: Iterable[ColumnRule] = RULES,
+    extra_reads: Mapping[WorkerState, Iterable[str]] | None = None,
+) -> tuple[WorkerState, ...]:
+    """The worker states that make these columns and all that they depend on, makers before readers.
+
+    Among states that may run in any order, the order of `WorkerState` decides. `extra_reads` are columns that
+    a state reads beyond the schema (an advantage with KL in the reward reads `ref_logprobs`). A column that
+    nobody makes, and states that wait for each other, are ValueErrors.
+    """
+    by_name = {rule.name: rule for rule in rules}
+    pending = _makers_needed(set(columns_read), by_name, extra_reads or {})
+    order: list[WorkerState] = []
+    while pending:
+        free = [state for state in WorkerState if state in pending and not pending[state] & pending.keys()]
+        if not free:
+            raise ValueError(_cycle(pending))
+        order.append(free[0])
+        del pending[free[0]]
+    return tuple(order)
+
+
+def needs_by_state(
+    columns_read: Iterable[str], extra_reads: Mapping[WorkerState, Iterable[str]] | None = None
+) -> dict[WorkerState, frozenset[str]]:
+    """What each state of a run reads: the stages' own needs, and for the update the tokens and `columns_read`."""
+    columns_read, extra = frozenset(columns_read) | set(_TOKENS.split()), extra_reads or {}
+    needs = {}
+    for state in stages_for(columns_read, extra_reads=extra):
+        own = [rule.needs for rule in RULES if rule.made_by is state]
+        needs[state] = frozenset().union(*own, extra.get(state, ()))
+    needs[WorkerState.UPDATE] = columns_read
+    return needs
+
+
+def _makers_needed(
+    columns: set[str], by_name: Mapping[str, ColumnRule], extra_reads: Mapping[WorkerState, Iterable[str]]
+) -> dict[WorkerState, set[WorkerState]]:
+    """Each state needed for `columns`, with the states that it waits for."""
+    makers: dict[WorkerState, set[WorkerState]] = {}
+    todo, seen = sorted(columns), set(columns)
+    while todo:
+        rule = _known(todo.pop(), by_name)
+        state = rule.made_by
+        if state is None:
+            continue
+        reads = rule.needs | frozenset(extra_reads.get(state, ()))
+        waits_for = makers.setdefault(state, set())
+        for name in sorted(reads):
+            maker = _known(name, by_name).made_by
+            if maker is not None:
+                waits_for.add(maker)
+        todo.extend(sorted(reads - seen))
+        seen |= reads
+    return makers
+
+
+def _known(name: str, by_name: Mapping[str, ColumnRule]) -> ColumnRule:
+    if name not in by_name:
+        raise ValueError(_unknown_column(name, by_name))
+    return by_name[name]
+
+
+def _unknown_column(name: str, known: Iterable[str]) -> str:
+    names = sorted(known)
+    nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.0)
+    return f"no worker state makes column {name!r}; did you mean {nearest[0]!r}? Columns: {', '.join(names)}"
+
+
+def _cycle(pending: Mapping[WorkerState, set[WorkerState]]) -> str:
+    """Follow one unmet dependency after another until a state comes back."""
+    state, path = next(iter(pending)), []
+    while state not in path:
+        path.append(state)
+        state = min(pending[state] & pending.keys(), key=lambda other: other.value)
+    circle = [*path[path.index(state) :], state]
+    names = " -> ".join(member.value for member in circle)
+    return f"worker states wait for each other: {names}; one of them must stop reading what the next one makes"

@@ -1,0 +1,122 @@
+"""Arithmetic rows made by code, named like a file: `synthetic://addition?low=0&high=99&count=4000&split=train&seed=0`."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+from urllib.parse import parse_qsl, urlsplit
+
+import numpy as np
+
+SCHEME = "synthetic://"
+# Up to this many pairs are all put in a random order; of more, pairs are drawn until enough differ.
+_MAX_ENUMERATED_PAIRS = 1 << 20
+
+Operation = Literal["addition", "subtraction", "multiplication", "division"]
+OPERATIONS: tuple[Operation, ...] = ("addition", "subtraction", "multiplication", "division")
+
+
+@dataclass(frozen=True)
+class SyntheticTask:
+    """One arithmetic operation on two whole numbers between `low` and `high`.
+
+    A pair belongs to the train or the test split by a hash of the pair alone, so the splits are disjoint whatever
+    the seed and count; `a+b` and `b+a` are in the same one.
+    """
+
+    operation: Operation
+    low: int = 0
+    high: int = 99
+    count: int = 1000
+    split: Literal["train", "test"] = "train"
+    test_fraction: float = 0.1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.operation not in OPERATIONS:
+            raise ValueError(_unknown("there is no synthetic task", self.operation, OPERATIONS))
+        if self.split not in ("train", "test"):
+            raise ValueError(f"split={self.split} in a synthetic URL, but it must be train or test")
+        if self.low > self.high or self.count < 1:
+            raise ValueError(
+                f"low={self.low}&high={self.high}&count={self.count}: low <= high and count >= 1 are needed"
+            )
+        if not 0 < self.test_fraction < 1:
+            raise ValueError(f"test_fraction={self.test_fraction} in a synthetic URL, but it must be between 0 and 1")
+
+    def holds(self, left: int, right: int) -> bool:
+        """Whether the pair is a question of this task's split."""
+        if self.operation == "division" and right == 0:
+            return False
+        pair = (left, right)
+        if self.operation in ("addition", "multiplication"):
+            pair = (min(pair), max(pair))
+        digest = hashlib.sha256(f"{self.operation}:{pair[0]}:{pair[1]}".encode()).digest()
+        is_test = int.from_bytes(digest[:8], "big") < self.test_fraction * 2**64
+        return is_test == (self.split == "test")
+
+    def row(self, left: int, right: int) -> dict[str, Any]:
+        """The question and its answer; a division is made of its quotient, so that it comes out even."""
+        if self.operation == "addition":
+            prompt, answer = f"{left}+{right}=", left + right
+        elif self.operation == "subtraction":
+            prompt, answer = f"{left}-{right}=", left - right
+        elif self.operation == "multiplication":
+            prompt, answer = f"{left}*{right}=", left * right
+        else:
+            prompt, answer = f"{left * right}/{right}=", left
+        return {"id": f"{self.operation}:{left}:{right}", "prompt": prompt, "answer": str(answer)}
+
+
+def parse_synthetic(url: str) -> SyntheticTask:
+    """The task that a `synthetic://` URL names; raises ValueError for unknown tasks, names and values."""
+    parts = urlsplit(url)
+    types = {field.name: field.type for field in fields(SyntheticTask) if field.name != "operation"}
+    values: dict[str, Any] = {}
+    for name, text in parse_qsl(parts.query, keep_blank_values=True):
+        if name not in types:
+            raise ValueError(_unknown(f"{url}: there is no setting", name, tuple(types)))
+        try:
+            values[name] = {"int": int, "float": float}.get(str(types[name]), str)(text)
+        except ValueError as error:
+            raise ValueError(f"{url}: {name}={text}, but it must be of type {types[name]}") from error
+    return SyntheticTask(parts.netloc, **values)  # type: ignore[arg-type]  # __post_init__ checks the name
+
+
+def synthetic_rows(url: str) -> list[dict[str, Any]]:
+    """The URL's rows, all different, in an order that depends on nothing but the URL."""
+    task = parse_synthetic(url)
+    rows = []
+    for left, right in _shuffled_pairs(task):
+        if task.holds(left, right):
+            rows.append(task.row(left, right))
+            if len(rows) == task.count:
+                return rows
+    raise ValueError(
+        f"{url}: count={task.count}, but the {task.split} split has only {len(rows)} questions between "
+        f"{task.low} and {task.high}; lower count, or widen low and high"
+    )
+
+
+def _shuffled_pairs(task: SyntheticTask) -> Iterator[tuple[int, int]]:
+    """Different pairs in random order: all of them where they are few, else as many as `count` can need."""
+    span = task.high - task.low + 1
+    bits = np.random.Philox(np.random.SeedSequence((task.seed, span)))
+    if span**2 <= _MAX_ENUMERATED_PAIRS:
+        indexes = np.argsort(bits.random_raw(span**2), kind="stable").tolist()
+    else:
+        # Enough draws that the smaller split still gets its count, at most a few repeat.
+        share = task.test_fraction if task.split == "test" else 1 - task.test_fraction
+        draws = bits.random_raw(2 * int(2 * task.count / share + 1000)).tolist()
+        pairs = zip(draws[::2], draws[1::2], strict=True)
+        indexes = dict.fromkeys((left % span) * span + right % span for left, right in pairs)
+    for index in indexes:
+        yield task.low + index // span, task.low + index % span
+
+
+def _unknown(what: str, name: str, known: tuple[str, ...]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"{what} '{name}'" + (f"; did you mean '{close[0]}'?" if close else f"; known are {', '.join(known)}")

@@ -1,0 +1,35 @@
+"""The inference states: log-probs of finished responses under the reference or under the weights before the update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+from spmdrl.dataflow.samples.dock import Samples
+from spmdrl.dataflow.stages.rows import token_rows
+from spmdrl.engines.training.engine import TrainingEngine
+from spmdrl.types import Batch, WorkerState
+
+Presence = Callable[[], AbstractContextManager[None]]
+
+COLUMN_OF_STATE = {WorkerState.REFERENCE: "ref_logprobs", WorkerState.OLD_LOGPROBS: "old_logprobs"}
+
+
+class ScoreStage:
+    """Scores responses with one engine. Collective: every rank calls it once a step."""
+
+    def __init__(self, state: WorkerState, engine: TrainingEngine, presence: Presence = nullcontext):
+        """`presence` brings the engine's weights to the device, and releases them when it is left."""
+        self.state = state
+        self.column = COLUMN_OF_STATE[state]
+        self.engine = engine
+        self.presence = presence
+
+    def __call__(self, samples: Samples) -> None:
+        batch = samples.take(self.state, {"prompt_ids", "response_ids"})
+        with self.presence():
+            scores = self.engine.score(token_rows(batch))
+        scored = Batch(batch.rows)
+        scored.put_ragged(self.column, scores.logprobs_R.float().cpu(), batch.offsets("response_ids"))
+        samples.put(self.state, scored)
+        samples.commit(self.state)

@@ -1,0 +1,100 @@
+"""The reward state: rewards start as groups finish, and are waited for here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from spmdrl.dataflow.samples.dock import Samples
+from spmdrl.dataflow.stages.generation import FinishedGroup
+from spmdrl.engines.reward.pool import RewardConfig, RewardPool, RewardResult
+from spmdrl.engines.reward.verdict import Verdict
+from spmdrl.observability.metrics import Recorder
+from spmdrl.resources.collectives import gather_bytes, sum_over
+from spmdrl.types import Batch, WorkerState
+
+DecodeTokens = Callable[[Sequence[int]], str]
+
+# Verdicts that speak of the reward function, not of the answer.
+FAILURES = (Verdict.MALFORMED, Verdict.TIMED_OUT, Verdict.CRASHED)
+
+
+class RewardStage:
+    """Hands each finished group to the reward children, and later stores what came back."""
+
+    state = WorkerState.REWARD
+
+    def __init__(self, pool: RewardPool, config: RewardConfig, decode: DecodeTokens, recorder: Recorder):
+        self.pool = pool
+        self.config = config
+        self.decode = decode
+        self.recorder = recorder
+        self._begun: dict[tuple[int, int], tuple[int, ...]] = {}
+
+    def begin(self, step: int, group: FinishedGroup) -> None:
+        """Start on a group's rewards and return at once."""
+        rows = tuple(response.row for response in group.responses)
+        key = (step, rows[0])
+        self._begun[key] = rows
+        submit_group(self.pool, key, group, self.decode)
+
+    def __call__(self, samples: Samples) -> None:
+        """Wait for the rewards of the rows that this rank generated. Collective: every rank calls it once a step.
+
+        Raises RuntimeError on every rank when more than `reward.max_error_rate` of the calls failed.
+        """
+        samples.take_generated(self.state)
+        results = self.pool.collect(list(self._begun))
+        scored = [(rows, result) for rows, result in zip(self._begun.values(), results, strict=True)]
+        self._begun.clear()
+        samples.put(self.state, columns_of(scored))
+        self._report(scored)
+        self._check_error_rate([result for _, result in scored], samples.num_rows)
+        samples.commit(self.state)
+
+    def _report(self, scored: list[tuple[tuple[int, ...], RewardResult]]) -> None:
+        for _, result in scored:
+            for function, values in result.parts.items():
+                usable = [value for value in values if value is not None]
+                if usable:
+                    self.recorder.mean(f"rewards/{function}/mean", sum(usable) / len(usable), len(usable))
+            for verdict in result.verdicts:
+                if verdict in FAILURES:
+                    self.recorder.total(f"reward/errors/{verdict.name.lower()}", 1)
+
+    def _check_error_rate(self, results: list[RewardResult], num_rows: int) -> None:
+        failed = sum(verdict in FAILURES for result in results for verdict in result.verdicts)
+        total = int(sum_over(torch.tensor([failed])))
+        if total > self.config.max_error_rate * num_rows:
+            own_error = next((result.error for result in results if result.error), None) or ""
+            first_error = next((error.decode() for error in gather_bytes(own_error.encode()) if error), "no reason given")
+            raise RewardFailure(
+                f"the reward failed on {total} of {num_rows} rows, more than reward.max_error_rate "
+                f"{self.config.max_error_rate} allows; the first failure: {first_error}; "
+                "mend the reward function, or raise the limit"
+            )
+
+
+class RewardFailure(ValueError):
+    """Too many rewards failed for the rest to be trusted."""
+
+
+def submit_group(pool: RewardPool, key: tuple[int, int], group: FinishedGroup, decode: DecodeTokens) -> None:
+    """Ask the pool for the rewards of one prompt's responses."""
+    prompt, size = group.prompt, len(group.responses)
+    token_ids = [list(response.token_ids) for response in group.responses]
+    columns = {name: [value] * size for name, value in prompt.columns.items()}
+    pool.submit(key, [prompt.original] * size, [decode(ids) for ids in token_ids], token_ids, columns)
+
+
+def columns_of(scored: list[tuple[tuple[int, ...], RewardResult]]) -> Batch:
+    """Rewards (NaN where a row has none) and verdicts of these rows."""
+    batch = Batch.of_rows(row for rows, _ in scored for row in rows)
+    rewards = [float("nan") if value is None else value for _, result in scored for value in result.rewards]
+    verdicts = [int(verdict) for _, result in scored for verdict in result.verdicts]
+    batch.put_dense("reward", torch.tensor(rewards, dtype=torch.float32))
+    parts = [list(row) for _, result in scored for row in zip(*result.parts.values(), strict=True)]
+    batch.put_lists("reward_parts", [[float("nan") if part is None else part for part in row] for row in parts], torch.float32)
+    batch.put_dense("reward_verdict", torch.tensor(verdicts, dtype=torch.int64))
+    return batch

@@ -1,0 +1,71 @@
+"""The worker states of one run, timed, in the order in which the loop calls them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+from spmdrl.dataflow.samples.dock import Samples
+from spmdrl.dataflow.samples.prompts import Prompt
+from spmdrl.dataflow.stages.advantage import AdvantageStage, Credit
+from spmdrl.dataflow.stages.generation import GenerationStage
+from spmdrl.dataflow.stages.update import Learner, UpdateStage
+from spmdrl.observability.timeline import Timeline
+from spmdrl.types import WorkerState
+
+
+AtStageEnd = Callable[[int, str], None]
+
+
+class Stage(Protocol):
+    """A worker state that needs nothing but the samples."""
+
+    state: WorkerState
+
+    def __call__(self, samples: Samples) -> None: ...
+
+
+class Stages:
+    """Calls each worker state under the timeline's clock."""
+
+    def __init__(
+        self, *, generation: GenerationStage, without_actor: Sequence[Stage], with_actor: Sequence[Stage],
+        advantage: AdvantageStage, update: UpdateStage, timeline: Timeline, at_end: AtStageEnd,
+    ):  # fmt: skip
+        """`at_end(step, stage)` is called at each stage's end: the place to write down who holds how much memory."""
+        self.without_actor = [self._timed(stage) for stage in without_actor]
+        self.with_actor = [self._timed(stage) for stage in with_actor]
+        self._generation = generation
+        self._advantage = advantage
+        self._update = update
+        self._timeline = timeline
+        self._at_end = at_end
+
+    def generate(self, samples: Samples, prompts: Sequence[Prompt]) -> None:
+        """Answer the prompts; rewards start as groups finish. Collective."""
+        with self._stage(self._generation.state, samples):
+            self._generation(samples, prompts)
+
+    def credit(self, samples: Samples, credit: Credit) -> None:
+        """Turn rewards into advantages. Collective."""
+        with self._stage(self._advantage.state, samples):
+            self._advantage(samples, credit)
+
+    def update(self, samples: Samples, learner: Learner) -> None:
+        """Train on the batch. Collective."""
+        with self._stage(self._update.state, samples):
+            self._update(samples, learner)
+
+    def _timed(self, stage: Stage) -> Callable[[Samples], None]:
+        def run(samples: Samples) -> None:
+            with self._stage(stage.state, samples):
+                stage(samples)
+
+        return run
+
+    @contextmanager
+    def _stage(self, state: WorkerState, samples: Samples) -> Iterator[None]:
+        with self._timeline.stage(state.value, samples.step):
+            yield
+        self._at_end(samples.step, state.value)

@@ -1,0 +1,1 @@
+"""Layer 2, what computes: knows tensors, not columns, not algorithms."""

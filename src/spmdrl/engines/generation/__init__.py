@@ -1,0 +1,1 @@
+"""Generation engines behind one protocol: requests in, finished responses out as they finish."""

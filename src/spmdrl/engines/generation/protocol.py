@@ -1,0 +1,192 @@
+"""What a rollout asks of a generation engine, and what it gets back.
+
+    asleep --wake_weights--> weights to be filled --wake_cache--> awake --sleep--> asleep
+
+An engine starts asleep. Awake, it takes groups of rows by `submit`, and each `step` returns the rows that ended in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Finish = Literal["stop", "length", "aborted"]
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the tokens of one request are drawn: temperature first, then min-p, top-k and top-p."""
+
+    temperature: float = 1.0
+    """Divides the logits; 0 takes the likeliest token."""
+    top_p: float = 1.0
+    """Least probability mass that the likeliest tokens kept must hold; 1 keeps all."""
+    top_k: int = 0
+    """Number of likeliest tokens kept; 0 keeps all."""
+    min_p: float = 0.0
+    """Tokens less likely than this times the likeliest one are dropped."""
+    max_tokens: int = 256
+    """Most tokens of a response, the stop token included."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end a response; they are part of it."""
+
+    def __post_init__(self) -> None:
+        check_sampling(self, "sampling")
+        if self.max_tokens < 1:
+            raise ValueError(f"sampling.max_tokens is {self.max_tokens}, but must be >= 1")
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt and the rows (one a sample) that answer it: a group, whose prompt is computed once."""
+
+    rows: tuple[int, ...]
+    prompt_ids: tuple[int, ...]
+    seeds: tuple[int, ...]
+    """One 63-bit integer a row: with the position it fixes the row's random numbers."""
+    sampling: SamplingParams
+
+    def __post_init__(self) -> None:
+        if not self.rows or len(self.rows) != len(self.seeds):
+            raise ValueError(
+                f"a request has {len(self.rows)} rows and {len(self.seeds)} seeds; give at least one row, a seed each"
+            )
+        if not self.prompt_ids:
+            raise ValueError(f"rows {list(self.rows)} have an empty prompt; give it a token, such as a start token")
+
+
+@dataclass(frozen=True)
+class Response:
+    """What one row got."""
+
+    row: int
+    token_ids: tuple[int, ...]
+    """The stop token included."""
+    logprobs: tuple[float, ...]
+    """Of the tokens, under the distribution scaled by the temperature (1 where it is 0) and not filtered."""
+    finish: Finish
+    versions: tuple[int, ...]
+    """The policy version that each token was drawn with."""
+
+
+class GenerationEngine(Protocol):
+    """An engine in this process that gives its memory back when it sleeps; used asleep, it raises RuntimeError."""
+
+    wants_iterator: ClassVar[bool]
+    """True: it takes new weights by `load_weights`; False: by filling what `wake_weights` returns."""
+    version: int
+    """Policy version of the weights held; the resharding flow sets it."""
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queue the requests; ValueError for a row that can never fit."""
+        ...
+
+    def step(self) -> list[Response]:
+        """Run one engine iteration and return the rows that finished in it."""
+        ...
+
+    @property
+    def num_unfinished(self) -> int:
+        """Rows submitted and not yet returned."""
+        ...
+
+    def abort(self) -> list[Response]:
+        """Return everything unfinished with its tokens so far, and forget it."""
+        ...
+
+    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of each weight that it wants, by Hugging Face name."""
+        ...
+
+    def wake_weights(self) -> dict[str, Tensor]:
+        """Allocate the weights, uninitialised, and return them by name to be filled; empty if `wants_iterator`."""
+        ...
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Take whole weights one after another; none is kept by reference."""
+        ...
+
+    def wake_cache(self) -> None:
+        """Allocate the KV cache; the weights must be awake."""
+        ...
+
+    def sleep(self) -> None:
+        """Free weights and KV cache; RuntimeError while rows are unfinished."""
+        ...
+
+    def memory_bytes(self) -> dict[str, int]:
+        """Bytes on the device now: `generation_weights` and `kv_cache`."""
+        ...
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """The rollouts of one step, and the engine that makes them."""
+
+    prompts_per_step: int = 32
+    """Prompts of a step; times num_generations it is the samples of a step."""
+    num_generations: int = 8
+    """Responses a prompt."""
+    max_completion_length: int = 256
+    """Most tokens of a response."""
+    temperature: float = 1.0
+    """Divides the logits before sampling; 0 takes the likeliest token."""
+    top_p: float = 1.0
+    """Least probability mass that the likeliest tokens kept must hold; 1 keeps all."""
+    top_k: int = 0
+    """Number of likeliest tokens kept; 0 keeps all."""
+    min_p: float = 0.0
+    """Tokens less likely than this times the likeliest one are dropped."""
+    engine: Literal["auto", "native", "vllm"] = "auto"
+    """Which engine generates; auto is vLLM where it is installed and there is an accelerator, else the native one."""
+    gpu_memory_utilization: float = 0.6
+    """Share of an accelerator's memory in use once the KV cache is there, by whomever; the rest is for activations."""
+    engine_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Passed through to vLLM's constructor."""
+    max_running_rows: int = 256
+    """Rows decoded at once on a rank."""
+    block_size: int = 16
+    """Tokens in one KV block of the native engine."""
+    kv_cache_gib: float | None = None
+    """The native engine's KV cache; null: what max_running_rows need on CPU, gpu_memory_utilization elsewhere."""
+
+    def __post_init__(self) -> None:
+        check_sampling(self, "rollout")
+        for name in ("prompts_per_step", "num_generations", "max_completion_length", "max_running_rows", "block_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"rollout.{name} is {getattr(self, name)}, but must be >= 1")
+        if self.engine not in ("auto", "native", "vllm"):
+            raise ValueError(f"rollout.engine is {self.engine!r}, but must be auto, native or vllm")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ValueError(
+                f"rollout.gpu_memory_utilization is {self.gpu_memory_utilization}, but must be in (0, 1]; it is a share"
+            )
+        if self.kv_cache_gib is not None and self.kv_cache_gib <= 0:
+            raise ValueError(f"rollout.kv_cache_gib is {self.kv_cache_gib}, but must be > 0; null sizes it by itself")
+
+    def sampling(self, stop_token_ids: tuple[int, ...]) -> SamplingParams:
+        """The sampling of training rollouts."""
+        return SamplingParams(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            max_tokens=self.max_completion_length,
+            stop_token_ids=stop_token_ids,
+        )
+
+
+def check_sampling(sampling: SamplingParams | RolloutConfig, prefix: str) -> None:
+    """Raise ValueError for the first sampling parameter out of its range, named under `prefix`."""
+    if not 0 <= sampling.temperature < float("inf"):
+        raise ValueError(f"{prefix}.temperature is {sampling.temperature}, but must be >= 0 and finite; 0 is greedy")
+    if not 0 < sampling.top_p <= 1:
+        raise ValueError(f"{prefix}.top_p is {sampling.top_p}, but must be in (0, 1]; 1 turns it off")
+    if sampling.top_k < 0:
+        raise ValueError(f"{prefix}.top_k is {sampling.top_k}, but must be >= 0; 0 turns it off")
+    if not 0 <= sampling.min_p < 1:
+        raise ValueError(f"{prefix}.min_p is {sampling.min_p}, but must be in [0, 1); 0 turns it off")

@@ -1,0 +1,165 @@
+"""Rollouts written to disk, and an engine that answers from them instead of generating.
+
+It fixes what a policy said, so that the update can be compared across numbers of ranks or versions of the code. A step
+has one safetensors file, or several parts of it: ranks that each write what they generated need not gather it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import ClassVar, get_args
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from spmdrl.engines.generation.protocol import Finish, Request, Response
+
+_FINISHES: tuple[Finish, ...] = get_args(Finish)
+
+
+def rollout_file(folder: Path, step: int, part: int = 0) -> Path:
+    """Where part `part` (a rank, say) of the rollouts of a step is recorded."""
+    return folder / f"step_{step:06d}.part_{part:05d}.safetensors"
+
+
+def record_rollouts(path: Path, responses: Sequence[Response], prompts: Mapping[int, Sequence[int]]) -> None:
+    """Write responses as packed columns, each with the prompt of its row; the file appears whole or not at all."""
+    columns = {
+        "rows": torch.tensor([response.row for response in responses], dtype=torch.int64),
+        "finish": torch.tensor([_FINISHES.index(response.finish) for response in responses], dtype=torch.uint8),
+        "prompt_offsets": _offsets(prompts[response.row] for response in responses),
+        "prompt_ids": _packed((prompts[response.row] for response in responses), torch.int64),
+        "offsets": _offsets(response.token_ids for response in responses),
+        "token_ids": _packed((response.token_ids for response in responses), torch.int64),
+        "logprobs": _packed((response.logprobs for response in responses), torch.float64),
+        "versions": _packed((response.versions for response in responses), torch.int64),
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(".tmp")
+    save_file(columns, unfinished)
+    os.replace(unfinished, path)
+
+
+def read_rollouts(path: Path) -> dict[int, tuple[tuple[int, ...], Response]]:
+    """The prompt and the response of each row in a recorded file."""
+    columns = load_file(path)
+    token_ids, logprobs, versions = (
+        _unpacked(columns[name], columns["offsets"]) for name in ("token_ids", "logprobs", "versions")
+    )
+    prompts = _unpacked(columns["prompt_ids"], columns["prompt_offsets"])
+    recorded = {}
+    for index, (row, finish) in enumerate(zip(columns["rows"].tolist(), columns["finish"].tolist(), strict=True)):
+        response = Response(row, token_ids[index], logprobs[index], _FINISHES[finish], versions[index])
+        recorded[row] = (prompts[index], response)
+    return recorded
+
+
+class ReplayEngine:
+    """Answers the requests of a step with what was recorded for their rows; a `GenerationEngine` without weights.
+
+    Call `begin_step` before the requests of each step.
+    """
+
+    wants_iterator: ClassVar[bool] = False
+
+    def __init__(self, folder: Path):
+        self.version = 0
+        self._folder = folder
+        self._recorded: dict[int, tuple[tuple[int, ...], Response]] = {}
+        self._pending: dict[int, Response] = {}
+        self._step: int | None = None
+        self._awake = False
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._pending)
+
+    def begin_step(self, step: int) -> None:
+        """Read the rollouts of a step; FileNotFoundError where none were recorded."""
+        parts = sorted(self._folder.glob(f"step_{step:06d}.part_*.safetensors"))
+        if not parts:
+            raise FileNotFoundError(f"{self._folder} has no rollouts of step {step}; record it, or end the run sooner")
+        self._step, self._recorded = step, {}
+        for path in parts:
+            recorded = read_rollouts(path)
+            twice = recorded.keys() & self._recorded.keys()
+            if twice:
+                raise ValueError(
+                    f"row {min(twice)} of step {step} is in {path} and in another file; remove the old one"
+                )
+            self._recorded.update(recorded)
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        self._require_awake()
+        for request in requests:
+            for row in request.rows:
+                self._pending[row] = self._answer(row, request.prompt_ids)
+
+    def _answer(self, row: int, prompt_ids: tuple[int, ...]) -> Response:
+        if row not in self._recorded:
+            raise ValueError(
+                f"row {row} isn't among the {len(self._recorded)} rows recorded for step {self._step}; "
+                "use the rollout.prompts_per_step and rollout.num_generations of the recorded run"
+            )
+        recorded_ids, response = self._recorded[row]
+        if recorded_ids != prompt_ids:
+            raise ValueError(
+                f"row {row} of step {self._step} was recorded for another prompt, {list(recorded_ids[:8])}... instead "
+                f"of {list(prompt_ids[:8])}...; use the data, tokenizer and seed of the recorded run"
+            )
+        return response
+
+    def step(self) -> list[Response]:
+        self._require_awake()
+        responses = list(self._pending.values())
+        self._pending.clear()
+        return responses
+
+    def abort(self) -> list[Response]:
+        """Return the rows not served yet, without tokens."""
+        rows = list(self._pending)
+        self._pending.clear()
+        return [Response(row, (), (), "aborted", ()) for row in rows]
+
+    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+        return {}
+
+    def wake_weights(self) -> dict[str, Tensor]:
+        return {}
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Take the weights and drop them: recorded answers don't depend on them."""
+        for _ in weights:
+            pass
+
+    def wake_cache(self) -> None:
+        self._awake = True
+
+    def sleep(self) -> None:
+        if self._pending:
+            raise RuntimeError(f"{len(self._pending)} rows are unfinished; step until they end, or abort them first")
+        self._awake = False
+
+    def memory_bytes(self) -> dict[str, int]:
+        return {"generation_weights": 0, "kv_cache": 0}
+
+    def _require_awake(self) -> None:
+        if not self._awake:
+            raise RuntimeError("a sleeping engine can't take requests or step; call wake_weights, then wake_cache")
+
+
+def _offsets(lists: Iterable[Sequence[float]]) -> Tensor:
+    lengths = torch.tensor([len(values) for values in lists], dtype=torch.int64)
+    return torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+
+
+def _packed(lists: Iterable[Sequence[float]], dtype: torch.dtype) -> Tensor:
+    return torch.tensor([value for values in lists for value in values], dtype=dtype)
+
+
+def _unpacked(values: Tensor, offsets: Tensor) -> list[tuple]:
+    bounds, flat = offsets.tolist(), values.tolist()
+    return [tuple(flat[start:stop]) for start, stop in zip(bounds[:-1], bounds[1:], strict=True)]

@@ -1,0 +1,119 @@
+"""Drawing tokens from logits, each row by its own parameters and its own random numbers.
+
+The draw is a pure function of (seed, position, logits): a counter-based uniform and the inverse of the filtered
+distribution. So a row gets the same tokens whatever else runs beside it, on any number of ranks, after any restart.
+
+Shape letters: `B` rows, `V` vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from spmdrl.engines.generation.protocol import SamplingParams
+
+# The constants of splitmix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014), as
+# signed 64-bit integers; products wrap around.
+_GOLDEN_GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
+_MIX_FIRST = 0xBF58476D1CE4E5B9 - (1 << 64)
+_MIX_SECOND = 0x94D049BB133111EB - (1 << 64)
+
+
+@dataclass(frozen=True)
+class RowSampling:
+    """Sampling parameters of a batch, one entry a row; `has_filters` tells whether any row filters."""
+
+    seeds_B: Tensor
+    temperature_B: Tensor
+    top_p_B: Tensor
+    top_k_B: Tensor
+    min_p_B: Tensor
+    has_filters: bool
+
+    @classmethod
+    def of_rows(cls, seeds: Sequence[int], sampling: Sequence[SamplingParams], device: torch.device) -> RowSampling:
+        def column(name: str, dtype: torch.dtype) -> Tensor:
+            return torch.tensor([getattr(params, name) for params in sampling], dtype=dtype, device=device)
+
+        return cls(
+            seeds_B=torch.tensor(seeds, dtype=torch.int64, device=device),
+            temperature_B=column("temperature", torch.float32),
+            top_p_B=column("top_p", torch.float32),
+            top_k_B=column("top_k", torch.int64),
+            min_p_B=column("min_p", torch.float32),
+            has_filters=any(params.top_p < 1 or params.top_k > 0 or params.min_p > 0 for params in sampling),
+        )
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """One token a row, with its log-prob under the distribution scaled by the temperature and not filtered."""
+
+    tokens_B: Tensor
+    logprobs_B: Tensor
+
+
+def draw(logits_BV: Tensor, positions_B: Tensor, rows: RowSampling) -> Drawn:
+    """Draw the token at `positions_B` (counted from the prompt's start) of each row; float32 logits.
+
+    At temperature 0 the token is the likeliest one and the log-prob is that of temperature 1.
+    """
+    greedy_B = rows.temperature_B == 0
+    logprobs_BV = (logits_BV / rows.temperature_B.masked_fill(greedy_B, 1)[:, None]).log_softmax(-1)
+    weights_BV = logprobs_BV.exp()
+    if rows.has_filters:
+        weights_BV = keep_likely(weights_BV, rows)
+    sampled_B = invert_cdf(weights_BV, uniforms(rows.seeds_B, positions_B))
+    tokens_B = torch.where(greedy_B, logits_BV.argmax(-1), sampled_B)
+    return Drawn(tokens_B, logprobs_BV.gather(-1, tokens_B[:, None]).squeeze(-1))
+
+
+def keep_likely(probs_BV: Tensor, rows: RowSampling) -> Tensor:
+    """Zero the probabilities that min-p, then top-k, then top-p over what is left drop.
+
+    Each of them keeps a prefix of the tokens in descending order (equal ones by token number), so that what counts is
+    the shortest prefix. The likeliest token always stays.
+    """
+    sorted_BV, order_BV = probs_BV.sort(dim=-1, descending=True, stable=True)
+    num_tokens = probs_BV.shape[-1]
+    top_k_B = torch.where(rows.top_k_B > 0, rows.top_k_B, num_tokens)
+    rank_V = torch.arange(num_tokens, device=probs_BV.device)
+    kept_BV = (rank_V < top_k_B[:, None]) & (sorted_BV >= rows.min_p_B[:, None] * sorted_BV[:, :1])
+    sorted_BV = sorted_BV * kept_BV
+    mass_before_BV = sorted_BV.cumsum(-1) - sorted_BV
+    enough_B = torch.where(rows.top_p_B < 1, rows.top_p_B * sorted_BV.sum(-1), float("inf"))
+    sorted_BV = sorted_BV * (mass_before_BV < enough_B[:, None])
+    return torch.zeros_like(probs_BV).scatter_(-1, order_BV, sorted_BV)
+
+
+def invert_cdf(weights_BV: Tensor, uniforms_B: Tensor) -> Tensor:
+    """The token [B] whose share of the cumulated weights holds the uniform number; never one of weight 0."""
+    cumulated_BV = weights_BV.cumsum(-1)
+    total_B = cumulated_BV[:, -1]
+    # Rounding may lift uniform x total to the total itself, beyond the last token.
+    target_B = torch.minimum(uniforms_B * total_B, torch.nextafter(total_B, torch.zeros_like(total_B)))
+    return torch.searchsorted(cumulated_BV, target_B[:, None], right=True).squeeze(-1)
+
+
+def uniforms(seeds_B: Tensor, positions_B: Tensor) -> Tensor:
+    """One float32 uniform number in [0, 1) a row, a pure function of its seed and position."""
+    # The seed is mixed first: otherwise seeds that differ by the gamma would share a shifted sequence.
+    bits_B = splitmix64(splitmix64(seeds_B) + positions_B * _GOLDEN_GAMMA)
+    return logical_shift_right(bits_B, 40).to(torch.float32) * 2.0**-24
+
+
+def splitmix64(counter: Tensor) -> Tensor:
+    """The output of splitmix64 after the state `counter`, elementwise on int64."""
+    mixed = counter + _GOLDEN_GAMMA
+    mixed = (mixed ^ logical_shift_right(mixed, 30)) * _MIX_FIRST
+    mixed = (mixed ^ logical_shift_right(mixed, 27)) * _MIX_SECOND
+    return mixed ^ logical_shift_right(mixed, 31)
+
+
+def logical_shift_right(values: Tensor, num_bits: int) -> Tensor:
+    """Shift int64 as if unsigned: torch's own shift copies the sign bit."""
+    return (values >> num_bits) & ((1 << (64 - num_bits)) - 1)

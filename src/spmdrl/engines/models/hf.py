@@ -1,0 +1,196 @@
+"""Hugging Face model folders: which one a run uses, and its config.json in and out."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from spmdrl.engines.models.decoder import Decoder, DecoderConfig
+from spmdrl.engines.models.make_config import MakeConfig
+
+_ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM"}
+_DEFAULT_ROPE_THETA = 10000.0
+_QWEN3_HEAD_SIZE = 128
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which model is trained: a Hugging Face folder, or a small one made with random weights."""
+
+    path: str | None = None
+    """Hugging Face model folder, or a hub name such as Qwen/Qwen2.5-0.5B-Instruct."""
+    make: MakeConfig | None = None
+    """Sizes of a model to make with random weights and a char-level tokenizer."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Compute dtype; auto is bfloat16 on accelerators and float32 on CPU."""
+
+    def __post_init__(self) -> None:
+        if self.path is None and self.make is None:
+            raise ValueError(
+                "neither model.path nor model.make is given; set model.path to a Hugging Face folder or hub name, "
+                "or model.make to the sizes of a small random model (`make: {}` takes the defaults)"
+            )
+        if self.path is not None and self.make is not None:
+            raise ValueError(f"model.path ({self.path}) and model.make are both given; remove one of them")
+        if self.path is not None and not self.path.strip():
+            raise ValueError("model.path is empty; give a Hugging Face folder or hub name")
+        if self.dtype not in ("auto", "float32", "bfloat16"):
+            raise ValueError(f"model.dtype is {self.dtype!r}, but must be auto, float32 or bfloat16")
+
+    def compute_dtype(self, device_kind: str) -> torch.dtype:
+        """The dtype that layers compute in on a device of this kind (cpu, cuda, npu)."""
+        if self.dtype == "auto":
+            return torch.float32 if device_kind == "cpu" else torch.bfloat16
+        return torch.float32 if self.dtype == "float32" else torch.bfloat16
+
+
+def resolve_model_folder(config: ModelConfig) -> Path:
+    """Return the local folder of `model.path`, fetched from the hub where no such folder exists.
+
+    Raises ValueError where there is neither a folder nor a hub snapshot to be had.
+    """
+    assert config.path is not None, "only model.path has a folder to resolve; model.make is made by make_model_folder"
+    folder = Path(config.path).expanduser()
+    if folder.is_dir():
+        return folder
+    if not _HUB_NAME.fullmatch(config.path):
+        raise ValueError(f"model.path {config.path} is not a folder, nor a hub name of the form owner/name")
+    # Imported here because only a hub name needs it.
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        return Path(snapshot_download(config.path, allow_patterns=_HUB_FILES))
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        raise ValueError(
+            f"model.path {config.path} is not a folder, and the hub's snapshot of that name can't be had "
+            f"({type(error).__name__}: {str(error).splitlines()[0]}); check the name, or download it on a machine "
+            f"that reaches the hub (`hf download {config.path} --local-dir DIR`) and set model.path to that folder"
+        ) from error
+
+
+def read_config(folder: str | Path) -> DecoderConfig:
+    """Read a model folder's config.json; raises ValueError that names whatever the decoder doesn't support."""
+    path = Path(folder) / "config.json"
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{folder} holds no config.json; it must be a Hugging Face model folder") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not JSON: {error}; download the file again") from None
+    if not isinstance(raw, dict):
+        raise ValueError(f"{path} holds a {type(raw).__name__}, but must hold one JSON object")
+    try:
+        return _decoder_config(raw)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def hf_config_dict(config: DecoderConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """The content of config.json for this decoder with weights stored in `dtype`.
+
+    It holds no token ids: those are the tokenizer's, and stand in generation_config.json.
+    """
+    dtype_name = str(dtype).removeprefix("torch.")
+    content: dict[str, Any] = {
+        "architectures": [_ARCHITECTURES[config.model_type]],
+        "model_type": config.model_type,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_size,
+        "hidden_act": "silu",
+        "max_position_embeddings": config.max_positions,
+        "rms_norm_eps": config.rms_eps,
+        "tie_word_embeddings": config.tied_head,
+        "attention_dropout": 0.0,
+        # Both spellings of these two: readers from before and after transformers 5 are in use.
+        "rope_theta": config.rope_theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        "dtype": dtype_name,
+        "torch_dtype": dtype_name,
+    }
+    if config.model_type != "qwen2":
+        content["attention_bias"] = config.attention_bias
+    return content
+
+
+def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    """Shape of each weight by transformers' name, in the decoder's order."""
+    with torch.device("meta"):
+        decoder = Decoder(config)
+    return {name: tuple(weight.shape) for name, weight in decoder.named_parameters()}
+
+
+def _decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
+    model_type = raw.get("model_type")
+    if model_type not in _ARCHITECTURES:
+        raise ValueError(f"model_type {model_type!r} is not supported; supported are {', '.join(_ARCHITECTURES)}")
+    _refuse_unsupported(raw)
+    hidden_size, num_heads = _required_int(raw, "hidden_size"), _required_int(raw, "num_attention_heads")
+    default_head_size = _QWEN3_HEAD_SIZE if model_type == "qwen3" else hidden_size // num_heads
+    return DecoderConfig(
+        model_type=model_type,
+        vocab_size=_required_int(raw, "vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=_required_int(raw, "intermediate_size"),
+        num_layers=_required_int(raw, "num_hidden_layers"),
+        num_heads=num_heads,
+        num_kv_heads=raw.get("num_key_value_heads") or num_heads,
+        head_size=raw.get("head_dim") or default_head_size,
+        rms_eps=float(raw.get("rms_norm_eps", 1e-6)),
+        rope_theta=_rope_theta(raw),
+        qk_norm=model_type == "qwen3",
+        attention_bias=model_type == "qwen2" or bool(raw.get("attention_bias", False)),
+        tied_head=bool(raw.get("tie_word_embeddings", False)),
+        max_positions=_required_int(raw, "max_position_embeddings"),
+    )
+
+
+def _required_int(raw: Mapping[str, Any], key: str) -> int:
+    value = raw.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{key} is {value!r}, but must be a whole number >= 1")
+    return value
+
+
+def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
+    if (activation := raw.get("hidden_act", "silu")) != "silu":
+        raise ValueError(f"hidden_act {activation!r} is not supported; supported is 'silu'")
+    if raw.get("mlp_bias"):
+        raise ValueError(f"mlp_bias {raw['mlp_bias']!r} is not supported; supported is false")
+    if raw.get("quantization_config"):
+        method = raw["quantization_config"].get("quant_method")
+        raise ValueError(f"quantization_config {method!r} is not supported; give the model's unquantized weights")
+    if raw.get("use_sliding_window"):
+        num_layers = raw.get("num_hidden_layers", 0)
+        kinds = raw.get("layer_types") or ["sliding_attention"] * max(0, num_layers - raw.get("max_window_layers", 0))
+        if "sliding_attention" in kinds:
+            raise ValueError(
+                f"use_sliding_window is true with a window of {raw.get('sliding_window')} tokens in "
+                f"{kinds.count('sliding_attention')} of {num_layers} layers; supported is full attention in all layers"
+            )
+
+
+def _rope_theta(raw: Mapping[str, Any]) -> float:
+    """Base of the rotary frequencies, from `rope_parameters` or from the older `rope_theta` and `rope_scaling`."""
+    for key in ("rope_parameters", "rope_scaling"):
+        rope = raw.get(key) or {}
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind != "default":
+            raise ValueError(f"{key} of kind {kind!r} is not supported; supported is 'default' (no scaling)")
+        if (part := rope.get("partial_rotary_factor", 1.0)) != 1.0:
+            raise ValueError(f"{key}.partial_rotary_factor {part} is not supported; supported is 1.0")
+    inside = (raw.get("rope_parameters") or {}).get("rope_theta")
+    return float(inside if inside is not None else raw.get("rope_theta", _DEFAULT_ROPE_THETA))

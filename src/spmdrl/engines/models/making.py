@@ -1,0 +1,83 @@
+"""Makes a small model folder from nothing: random weights and a char-level tokenizer, as Hugging Face lays them out."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from spmdrl.engines.models.decoder import DecoderConfig
+from spmdrl.engines.models.hf import hf_config_dict
+from spmdrl.engines.models.make_config import PRINTABLE_CHARS, MakeConfig
+from spmdrl.engines.models.weights import random_weights, write_weights
+
+_SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
+_SPECIAL_IDS = {f"{token[1:-1]}_token_id": number for number, token in enumerate(_SPECIAL_TOKENS[:3])}
+
+
+def decoder_config(make: MakeConfig) -> DecoderConfig:
+    """The decoder that `make` asks for; its vocabulary is the special tokens and then the characters."""
+    return DecoderConfig(
+        model_type="qwen3",
+        vocab_size=len(_SPECIAL_TOKENS) + len(make.chars),
+        hidden_size=make.hidden_size,
+        intermediate_size=make.intermediate_size,
+        num_layers=make.num_layers,
+        num_heads=make.num_heads,
+        num_kv_heads=make.num_kv_heads,
+        head_size=make.hidden_size // make.num_heads,
+        rms_eps=1e-6,
+        rope_theta=10000.0,
+        qk_norm=True,
+        attention_bias=False,
+        tied_head=make.tied_head,
+        max_positions=make.max_positions,
+    )
+
+
+def make_char_tokenizer(folder: str | Path, chars: str = PRINTABLE_CHARS) -> None:
+    """Write a tokenizer of single characters: <pad> <bos> <eos> <unk> are 0 to 3, then one token a character."""
+    # Imported here because only a made model needs it, and start-up time counts.
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    vocab = {token: number for number, token in enumerate((*_SPECIAL_TOKENS, *chars))}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token=_SPECIAL_TOKENS[-1]))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in _SPECIAL_TOKENS])
+    tokenizer.save(str(Path(folder) / "tokenizer.json"))
+    settings = {f"{token[1:-1]}_token": token for token in _SPECIAL_TOKENS}
+    # Written by hand: importing transformers for its own writer takes seconds.
+    _write_json(
+        Path(folder) / "tokenizer_config.json",
+        {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **settings},
+    )
+
+
+def make_model_folder(folder: str | Path, make: MakeConfig, seed: int) -> None:
+    """Write a whole Hugging Face model folder; it appears under its name only when complete.
+
+    The same `make` and `seed` give the same bytes. One process makes it. Raises ValueError where the folder exists
+    and isn't empty.
+    """
+    folder = Path(folder)
+    if folder.exists() and any(folder.iterdir()):
+        raise ValueError(f"{folder} already holds files; use it by model.path, or make the model in another folder")
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    config = decoder_config(make)
+    weights = random_weights(config, seed)
+    _write_json(partial / "config.json", {**hf_config_dict(config, torch.float32), **_SPECIAL_IDS})
+    _write_json(partial / "generation_config.json", _SPECIAL_IDS)
+    make_char_tokenizer(partial, make.chars)
+    write_weights(partial, ((name, weights(name)) for name in weights.names))
+    os.replace(partial, folder)
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

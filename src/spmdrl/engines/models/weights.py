@@ -1,0 +1,194 @@
+"""Weights by transformers' names: safetensors files in and out, and random ones to start from."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from spmdrl.engines.models.decoder import DecoderConfig
+from spmdrl.engines.models.hf import parameter_shapes
+from spmdrl.types import WeightSlice
+
+_SINGLE_FILE = "model.safetensors"
+_INDEX_FILE = "model.safetensors.index.json"
+_EMBEDDING_STD = 0.02
+
+
+class WeightFiles:
+    """The weights of a Hugging Face folder, in one safetensors file or in several with an index.
+
+    Files are opened on first use and mapped, so that reading a slice touches only that slice's pages.
+    """
+
+    def __init__(self, folder: str | Path):
+        self.folder = Path(folder)
+        self._opened: dict[str, Any] = {}
+        if (self.folder / _SINGLE_FILE).exists():
+            self._file_of = dict.fromkeys(self._open(_SINGLE_FILE).keys(), _SINGLE_FILE)
+        elif (self.folder / _INDEX_FILE).exists():
+            self._file_of = _read_index(self.folder / _INDEX_FILE)
+        else:
+            raise ValueError(f"{folder} holds neither {_SINGLE_FILE} nor {_INDEX_FILE}; give a folder with safetensors")
+
+    @property
+    def names(self) -> list[str]:
+        return sorted(self._file_of)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._stored(name).get_shape())
+
+    def read(self, wanted: WeightSlice) -> Tensor:
+        """Read one slice into a new CPU tensor of the stored dtype; raises ValueError for what the files don't hold."""
+        stored = self._stored(wanted.name)
+        shape = tuple(stored.get_shape())
+        fits = len(shape) == len(wanted.stops) and all(
+            stop <= size for stop, size in zip(wanted.stops, shape, strict=True)
+        )
+        if not fits:
+            raise ValueError(
+                f"{wanted.name} in {self.folder} has shape {shape}, but elements {wanted.starts} to "
+                f"{wanted.stops} are wanted of it; do config.json and the weights belong together?"
+            )
+        if 0 in wanted.shape:
+            # safetensors refuses empty slices, which uneven shards do have.
+            whole = stored[tuple(slice(0, min(1, size)) for size in shape)]
+            return whole.new_empty(wanted.shape)
+        return stored[tuple(slice(start, stop) for start, stop in zip(wanted.starts, wanted.stops, strict=True))]
+
+    def _stored(self, name: str) -> Any:
+        if name not in self._file_of:
+            nearest = difflib.get_close_matches(name, self._file_of, n=1)
+            hint = f"; the nearest name there is {nearest[0]}" if nearest else ""
+            raise ValueError(f"{self.folder} holds no weight {name}{hint}; do config.json and weights belong together?")
+        return self._open(self._file_of[name]).get_slice(name)
+
+    def _open(self, file_name: str) -> Any:
+        if file_name not in self._opened:
+            path = self.folder / file_name
+            try:
+                self._opened[file_name] = safe_open(path, framework="pt", device="cpu")
+            except (OSError, SafetensorError) as error:
+                raise ValueError(f"{path} is not a whole safetensors file: {error}; fetch it again") from error
+        return self._opened[file_name]
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    try:
+        file_of = dict(json.loads(path.read_text(encoding="utf-8"))["weight_map"])
+    except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is not a safetensors index with a weight_map ({error}); fetch it again") from error
+    for file_name in set(file_of.values()):
+        # The index may come from anywhere, and must not make us read outside its folder.
+        if not isinstance(file_name, str) or Path(file_name).name != file_name:
+            raise ValueError(f"{path} names {file_name!r}, but only plain names of files beside it are read")
+    return file_of
+
+
+def write_weights(
+    folder: str | Path, weights: Iterable[tuple[str, Tensor]], max_shard_bytes: int = 5 * 1024**3
+) -> None:
+    """Write weights in the Hugging Face layout: model.safetensors, or numbered files and an index.
+
+    Each tensor is copied as it comes, so the giver may reuse its storage for the next; at most one file's worth is
+    held. Files get their final names last. Raises ValueError where `folder` already holds weights.
+    """
+    folder = Path(folder)
+    if present := sorted(path.name for path in folder.glob("*.safetensors*")):
+        raise ValueError(f"{folder} already holds weights ({present[0]}); write to a fresh folder")
+    names_of_shard: list[list[str]] = []
+    total_bytes = 0
+    for shard in _in_shards(weights, max_shard_bytes):
+        save_file(shard, _partial_file(folder, len(names_of_shard)), metadata={"format": "pt"})
+        names_of_shard.append(list(shard))
+        total_bytes += sum(weight.nbytes for weight in shard.values())
+    _give_final_names(folder, names_of_shard, total_bytes)
+
+
+def _in_shards(weights: Iterable[tuple[str, Tensor]], max_shard_bytes: int) -> Iterator[dict[str, Tensor]]:
+    """Collect copies of the weights into shards of at most `max_shard_bytes`, or of one larger weight."""
+    shard: dict[str, Tensor] = {}
+    shard_bytes = 0
+    for name, weight in weights:
+        if shard and shard_bytes + weight.nbytes > max_shard_bytes:
+            yield shard
+            shard, shard_bytes = {}, 0
+        assert name not in shard, f"{name} is given twice"
+        shard[name] = weight.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+        shard_bytes += weight.nbytes
+    yield shard
+
+
+def _partial_file(folder: Path, number: int) -> Path:
+    return folder / f"model-{number + 1:05d}.partial"
+
+
+def _give_final_names(folder: Path, names_of_shard: list[list[str]], total_bytes: int) -> None:
+    count = len(names_of_shard)
+    if count == 1:
+        os.replace(_partial_file(folder, 0), folder / _SINGLE_FILE)
+        return
+    weight_map = {}
+    for number, names in enumerate(names_of_shard):
+        file_name = f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+        os.replace(_partial_file(folder, number), folder / file_name)
+        weight_map.update(dict.fromkeys(names, file_name))
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+    (folder / _INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+class RandomWeights:
+    """Initial float32 weights, each a function of the seed and its name alone, so that every rank makes the same.
+
+    Matrices are normal with variance 1 / fan-in, those that write to the residual stream smaller by the square root
+    of their number (GPT-2's rule); embeddings have a deviation of 0.02; norms are 1 and biases 0.
+    """
+
+    def __init__(self, config: DecoderConfig, seed: int):
+        self._shapes = parameter_shapes(config)
+        self._num_residual_writes = 2 * config.num_layers
+        self._seed = seed
+
+    @property
+    def names(self) -> list[str]:
+        return sorted(self._shapes)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._shapes[name]
+
+    def __call__(self, name: str) -> Tensor:
+        shape = self._shapes[name]
+        if name.endswith("norm.weight"):
+            return torch.ones(shape)
+        if name.endswith(".bias"):
+            return torch.zeros(shape)
+        digest = hashlib.sha256(f"{self._seed}:{name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+        return torch.randn(shape, generator=generator) * self._deviation(name, fan_in=shape[-1])
+
+    def read(self, wanted: WeightSlice) -> Tensor:
+        """One slice, as `WeightFiles.read` gives it."""
+        box = tuple(slice(start, stop) for start, stop in zip(wanted.starts, wanted.stops, strict=True))
+        return self(wanted.name)[box].clone()
+
+    def _deviation(self, name: str, *, fan_in: int) -> float:
+        if name.endswith(("embed_tokens.weight", "lm_head.weight")):
+            return _EMBEDDING_STD
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            return 1.0 / math.sqrt(fan_in * self._num_residual_writes)
+        return 1.0 / math.sqrt(fan_in)
+
+
+def random_weights(config: DecoderConfig, seed: int) -> RandomWeights:
+    """Weights to start from: call the result with a name, or read slices of it as of `WeightFiles`."""
+    return RandomWeights(config, seed)

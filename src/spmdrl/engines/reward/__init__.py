@@ -1,0 +1,1 @@
+"""Rewards with explicit verdicts, computed where they can be killed."""

@@ -1,0 +1,75 @@
+"""What goes to reward functions, what each of them gives back, and how that becomes one reward a row."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from spmdrl.engines.reward.verdict import Verdict
+
+
+@dataclass(frozen=True)
+class RewardCall:
+    """Rows that are scored together; every list, and every column, has one entry a row."""
+
+    prompts: Sequence[Any]
+    completions: Sequence[str]
+    completion_ids: Sequence[Sequence[int]]
+    columns: Mapping[str, Sequence[Any]]
+
+    def __post_init__(self) -> None:
+        num_rows = len(self.prompts)
+        lengths = {"completions": len(self.completions), "completion_ids": len(self.completion_ids)}
+        lengths |= {f"column '{name}'": len(values) for name, values in self.columns.items()}
+        wrong = {name: length for name, length in lengths.items() if length != num_rows}
+        if wrong:
+            raise ValueError(f"a reward call has {num_rows} prompts, but {wrong}; give one entry a row")
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.prompts)
+
+
+@dataclass(frozen=True)
+class FunctionScores:
+    """One function's checked values for a call; a value is None exactly where its verdict has no reward."""
+
+    values: list[float | None]
+    verdicts: list[Verdict]
+    error: str | None = None
+
+    @classmethod
+    def failed(cls, num_rows: int, verdict: Verdict, error: str) -> FunctionScores:
+        return cls([None] * num_rows, [verdict] * num_rows, error)
+
+
+@dataclass(frozen=True)
+class RewardResult:
+    """The rewards of one call's rows: the weighted sum, and each function's part of it."""
+
+    key: Hashable
+    rewards: list[float | None]
+    parts: dict[str, list[float | None]]
+    verdicts: list[Verdict]
+    error: str | None
+
+
+def combine(key: Hashable, scores: Mapping[str, FunctionScores], weights: Sequence[float]) -> RewardResult:
+    """Join the functions' scores: a row has a reward only where every function gave one."""
+    verdicts = [row_verdict(row) for row in zip(*(part.verdicts for part in scores.values()), strict=True)]
+    values = zip(*(part.values for part in scores.values()), strict=True)
+    rewards = [
+        sum(weight * value for weight, value in zip(weights, row, strict=True)) if verdict.has_reward else None
+        for row, verdict in zip(values, verdicts, strict=True)
+    ]
+    error = next((part.error for part in scores.values() if part.error), None)
+    return RewardResult(key, rewards, {name: part.values for name, part in scores.items()}, verdicts, error)
+
+
+def row_verdict(verdicts: Sequence[Verdict]) -> Verdict:
+    """The verdict of a row from those of each function: an error outweighs None, None outweighs a value."""
+    for outweighing in (Verdict.TIMED_OUT, Verdict.CRASHED, Verdict.MALFORMED, Verdict.LEFT_OUT):
+        if outweighing in verdicts:
+            return outweighing
+    return Verdict.WRONG if all(verdict is Verdict.WRONG for verdict in verdicts) else Verdict.SCORED

@@ -1,0 +1,235 @@
+"""Finding reward functions, calling them in the form that they were written for, and checking what they return."""
+
+from __future__ import annotations
+
+import asyncio
+import bdb
+import difflib
+import importlib
+import importlib.util
+import inspect
+import math
+import numbers
+import sys
+import traceback
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal
+
+from spmdrl.engines.reward.answers import RULES
+from spmdrl.engines.reward.calls import FunctionScores, RewardCall
+from spmdrl.engines.reward.verdict import Verdict
+
+_RESERVED = ("prompts", "completions", "completion_ids")
+
+
+@dataclass(frozen=True)
+class RewardFunction:
+    """A loaded reward function and the form of its arguments.
+
+    `rule` is built in; `trl` takes lists of all rows, `f(prompts, completions, completion_ids, **columns)`;
+    `verl` takes one row, `compute_score(data_source, solution_str, ground_truth, extra_info)`.
+    """
+
+    name: str
+    call: Callable[..., Any]
+    form: Literal["rule", "trl", "verl"]
+
+
+def function_names(specs: Sequence[str]) -> tuple[str, ...]:
+    """Each function's short name for metrics, or its whole spec where two would share one."""
+    short = [spec.rpartition(":")[2] for spec in specs]
+    return tuple(name if short.count(name) == 1 else spec for name, spec in zip(short, specs, strict=True))
+
+
+def needs_answer(specs: Iterable[str]) -> bool:
+    """Whether a built-in rule is among the functions: those need an answer in every row."""
+    return any(spec in RULES for spec in specs)
+
+
+def load_functions(specs: Sequence[str]) -> list[RewardFunction]:
+    """Load `exact`, `math`, `pkg.mod:fn` or `file.py:fn`; raises ValueError that says what can't be loaded and why."""
+    return [_load(spec, name) for spec, name in zip(specs, function_names(specs), strict=True)]
+
+
+def _load(spec: str, name: str) -> RewardFunction:
+    if spec in RULES:
+        return RewardFunction(name, RULES[spec], "rule")
+    where, _, attribute = spec.rpartition(":")
+    if not where or not attribute:
+        close = difflib.get_close_matches(spec, RULES, n=1)
+        hint = f"did you mean '{close[0]}'?" if close else "write pkg.mod:fn or file.py:fn"
+        raise ValueError(f"reward.functions: '{spec}' is neither {' nor '.join(RULES)} nor module:function; {hint}")
+    try:
+        module = _load_file(where) if where.endswith(".py") else importlib.import_module(where)
+    except bdb.BdbQuit:
+        raise
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"reward.functions: '{spec}' can't be loaded: {explain(error)}") from error
+    call = getattr(module, attribute, None)
+    if not callable(call):
+        offered = sorted(key for key, value in vars(module).items() if inspect.isfunction(value))
+        close = difflib.get_close_matches(attribute, offered, n=1)
+        hint = f"did you mean '{close[0]}'?" if close else f"its functions are {', '.join(offered) or '(none)'}"
+        raise ValueError(f"reward.functions: '{spec}': {where} has no function '{attribute}'; {hint}")
+    return RewardFunction(name, call, _form(spec, call))
+
+
+def _load_file(where: str) -> ModuleType:
+    path = Path(where).expanduser().resolve()
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}")
+    # The file may import its neighbours, as a script could.
+    sys.path.insert(0, str(path.parent))
+    module_name = f"spmdrl_reward_file_{path.stem}"
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    assert spec is not None and spec.loader is not None, path
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _form(spec: str, call: Callable[..., Any]) -> Literal["trl", "verl"]:
+    names, takes_any = _parameters(call)
+    if {"solution_str", "ground_truth"} <= set(names):
+        return "verl"
+    if "completions" in names or takes_any:
+        return "trl"
+    raise ValueError(
+        f"reward.functions: '{spec}' takes ({', '.join(names)}), but a reward function takes completions and columns "
+        "of the data (as in TRL), or data_source, solution_str, ground_truth, extra_info (as in verl)"
+    )
+
+
+def _parameters(call: Callable[..., Any]) -> tuple[dict[str, bool], bool]:
+    """Names that can be passed by keyword -> whether they must be, and whether any further name is taken."""
+    parameters = inspect.signature(call).parameters.values()
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    names = {p.name: p.default is inspect.Parameter.empty for p in parameters if p.kind in by_name}
+    return names, any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+
+
+def score(function: RewardFunction, call: RewardCall) -> FunctionScores:
+    """Call one function on all rows and check its result; what it raises becomes the verdict `CRASHED`."""
+    if function.form == "verl":
+        outcomes: Sequence[Any] = _call_rows(function.call, call)
+    else:
+        outcome = _finished([_attempt(function.call, lambda: _batch_arguments(function, call))])[0]
+        if isinstance(outcome, BaseException):
+            return FunctionScores.failed(call.num_rows, Verdict.CRASHED, f"{function.name}: {explain(outcome)}")
+        rows = _as_list(outcome)
+        if rows is None or len(rows) != call.num_rows:
+            got = f"a {type(outcome).__name__}" if rows is None else f"{len(rows)} values"
+            error = f"{function.name} returned {got} for {call.num_rows} rows; return a list with one value a row"
+            return FunctionScores.failed(call.num_rows, Verdict.MALFORMED, error)
+        outcomes = rows
+    return _checked(function.name, outcomes)
+
+
+def _batch_arguments(function: RewardFunction, call: RewardCall) -> dict[str, Any]:
+    columns = {name: values for name, values in call.columns.items() if name not in _RESERVED}
+    completions: Sequence[Any] = call.completions
+    if function.form == "trl":
+        # TRL hands conversational prompts' completions over as messages.
+        completions = [
+            text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+            for prompt, text in zip(call.prompts, call.completions, strict=True)
+        ]
+    given = {"prompts": call.prompts, "completions": completions, "completion_ids": call.completion_ids, **columns}
+    names, takes_any = _parameters(function.call)
+    missing = [name for name, is_required in names.items() if is_required and name not in given]
+    if missing:
+        raise ValueError(f"it needs {missing}, but the rows have the columns {sorted(columns)}")
+    return given if takes_any else {name: given[name] for name in names if name in given}
+
+
+def _call_rows(function: Callable[..., Any], call: RewardCall) -> list[Any]:
+    names, takes_any = _parameters(function)
+
+    def arguments(row: int) -> dict[str, Any]:
+        columns = {name: values[row] for name, values in call.columns.items()}
+        given = {
+            "data_source": columns.get("data_source"),
+            "solution_str": call.completions[row],
+            "ground_truth": columns.get("answer"),
+            "extra_info": columns.get("extra_info"),
+        }
+        return given if takes_any else {name: value for name, value in given.items() if name in names}
+
+    outcomes = _finished([_attempt(function, partial(arguments, row)) for row in range(call.num_rows)])
+    return [value.get("score") if isinstance(value, Mapping) else value for value in outcomes]
+
+
+def _attempt(function: Callable[..., Any], arguments: Callable[[], dict[str, Any]]) -> Any:
+    """The function's value, or what it raised."""
+    try:
+        return function(**arguments())
+    except bdb.BdbQuit:
+        # Leaving the debugger inside a reward function ends the program, not the row.
+        raise
+    except (Exception, SystemExit) as error:
+        return error
+
+
+def _finished(outcomes: list[Any]) -> list[Any]:
+    """The outcomes, with those of async functions awaited together."""
+    if not any(inspect.isawaitable(outcome) for outcome in outcomes):
+        return outcomes
+
+    async def wait(outcome: Awaitable[Any]) -> Any:
+        return await outcome if inspect.isawaitable(outcome) else outcome
+
+    async def wait_for_all() -> list[Any]:
+        return await asyncio.gather(*map(wait, outcomes), return_exceptions=True)
+
+    return asyncio.run(wait_for_all())
+
+
+def _as_list(outcome: Any) -> list[Any] | None:
+    if hasattr(outcome, "tolist"):
+        outcome = outcome.tolist()
+    return list(outcome) if isinstance(outcome, (list, tuple)) else None
+
+
+def _checked(name: str, outcomes: Sequence[Any]) -> FunctionScores:
+    values: list[float | None] = []
+    verdicts: list[Verdict] = []
+    error: str | None = None
+    for row, outcome in enumerate(outcomes):
+        value, verdict, problem = _checked_value(outcome)
+        values.append(value)
+        verdicts.append(verdict)
+        error = error or (f"{name}, row {row}: {problem}" if problem else None)
+    return FunctionScores(values, verdicts, error)
+
+
+def _checked_value(outcome: Any) -> tuple[float | None, Verdict, str | None]:
+    """A row's value, its verdict, and what is wrong with it."""
+    if outcome is None:
+        return None, Verdict.LEFT_OUT, None
+    if isinstance(outcome, BaseException):
+        return None, Verdict.CRASHED, explain(outcome)
+    if not isinstance(outcome, numbers.Real) and hasattr(outcome, "item") and getattr(outcome, "size", 1) != 0:
+        outcome = _attempt(outcome.item, dict)
+    if not isinstance(outcome, numbers.Real):
+        return None, Verdict.MALFORMED, f"it gave a {type(outcome).__name__}, which isn't a number or None"
+    try:
+        value = float(outcome)
+    except OverflowError:
+        value = math.inf
+    if not math.isfinite(value):
+        return None, Verdict.MALFORMED, f"it gave {value}, which isn't finite"
+    return value, Verdict.WRONG if value == 0 else Verdict.SCORED, None
+
+
+def explain(error: BaseException) -> str:
+    """One line about an exception: its type and message, and where it was raised."""
+    if isinstance(error, SyntaxError):
+        return f"SyntaxError: {error.msg} ({error.filename}:{error.lineno})"
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
+    return f"{type(error).__name__}: {error!s:.500}{place}"

@@ -1,0 +1,195 @@
+"""Rewards while other work goes on: calls are submitted, scored in processes that can be killed, and collected."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+import threading
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Literal
+
+from spmdrl.engines.reward.calls import FunctionScores, RewardCall, RewardResult, combine
+from spmdrl.engines.reward.frames import pack
+from spmdrl.engines.reward.functions import function_names, load_functions, score
+from spmdrl.engines.reward.process import PendingCall
+from spmdrl.engines.reward.supervisor import Supervisor
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    """How rewards are computed."""
+
+    functions: tuple[str, ...] = ("math",)
+    """Reward functions: exact, math, pkg.mod:fn or file.py:fn."""
+    weights: tuple[float, ...] | None = None
+    """The functions' weights in the sum that is the reward; null = 1 each."""
+    timeout_seconds: float = 15.0
+    """A call that takes longer is killed, and its rows have no reward."""
+    max_error_rate: float = 0.05
+    """The run stops where more than this share of a step's rows couldn't be judged."""
+    workers: int = 1
+    """Reward processes on each rank."""
+    isolation: Literal["auto", "process", "inline"] = "auto"
+    """process = in children that can be killed; inline = in the training process; auto = inline exactly under pdb."""
+    memory_limit_gib: float | None = 4.0
+    """Memory that one reward process may allocate; null = no limit."""
+
+    def __post_init__(self) -> None:
+        if not self.functions:
+            raise ValueError("reward.functions is empty; name at least one, such as math")
+        if len(set(self.functions)) != len(self.functions):
+            raise ValueError(f"reward.functions {list(self.functions)} names a function twice; use reward.weights")
+        if self.weights is not None and len(self.weights) != len(self.functions):
+            raise ValueError(
+                f"reward.weights has {len(self.weights)} values, but reward.functions has {len(self.functions)}; "
+                "give one weight a function, or leave reward.weights out"
+            )
+        if self.weights is not None and not all(map(math.isfinite, self.weights)):
+            raise ValueError(f"reward.weights is {list(self.weights)}, but every weight must be finite")
+        if not 0 < self.timeout_seconds < math.inf:
+            raise ValueError(f"reward.timeout_seconds is {self.timeout_seconds}, but must be > 0; 15 suits most rules")
+        if not 0 <= self.max_error_rate <= 1:
+            raise ValueError(f"reward.max_error_rate is {self.max_error_rate}, but must be between 0 and 1")
+        if self.workers < 1:
+            raise ValueError(f"reward.workers is {self.workers}, but must be >= 1")
+        if self.isolation not in ("auto", "process", "inline"):
+            raise ValueError(f"reward.isolation is '{self.isolation}', but must be auto, process or inline")
+        if self.memory_limit_gib is not None and self.memory_limit_gib <= 0:
+            raise ValueError(
+                f"reward.memory_limit_gib is {self.memory_limit_gib}, but must be > 0, or null for no limit"
+            )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The functions' names in `RewardResult.parts` and in metrics."""
+        return function_names(self.functions)
+
+    @property
+    def memory_limit_bytes(self) -> int | None:
+        return None if self.memory_limit_gib is None else int(self.memory_limit_gib * 2**30)
+
+    @property
+    def runs_inline(self) -> bool:
+        return self.isolation == "inline" or (self.isolation == "auto" and is_debugged())
+
+
+def is_debugged() -> bool:
+    """Whether a debugger runs this process: a trace function is set, or it was started by pdb or debugpy."""
+    started_by_debugger = any(flag == "-m" and module in ("pdb", "debugpy") for flag, module in pairwise(sys.orig_argv))
+    return sys.gettrace() is not None or started_by_debugger
+
+
+class RewardPool:
+    """Scores calls asynchronously: `submit` returns at once, `ready` names what is there, `collect` waits for it.
+
+    The constructor loads the functions, in a child unless inline, and raises ValueError where one can't be loaded.
+    Inline, `submit` computes the rewards itself and nothing can be killed. `close` leaves no process behind.
+    """
+
+    def __init__(self, config: RewardConfig, num_workers: int | None = None):
+        self._names = config.names
+        self._weights = config.weights or (1.0,) * len(config.functions)
+        self._ids = itertools.count()
+        self._changed = threading.Condition()
+        self._waiting: set[Hashable] = set()
+        self._results: dict[Hashable, RewardResult] = {}
+        self._is_closed = False
+        self._functions = load_functions(config.functions) if config.runs_inline else None
+        self._supervisor = None
+        if self._functions is None:
+            self._supervisor = Supervisor(
+                config.functions,
+                self._deliver,
+                num_workers=num_workers or config.workers,
+                timeout_seconds=config.timeout_seconds,
+                memory_limit_bytes=config.memory_limit_bytes,
+            )
+
+    def __enter__(self) -> RewardPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def submit(
+        self,
+        key: Hashable,
+        prompts: Sequence[Any],
+        completions: Sequence[str],
+        completion_ids: Sequence[Sequence[int]],
+        columns: Mapping[str, Sequence[Any]],
+    ) -> None:
+        """Ask for the rewards of some rows under a key of the caller's; `prompts` are strings or lists of messages."""
+        call = RewardCall(prompts, completions, completion_ids, columns)
+        frame = b"" if self._supervisor is None else self._pack(call_id := next(self._ids), call)
+        with self._changed:
+            if self._is_closed:
+                raise RuntimeError("the reward pool is closed")
+            if key in self._waiting or key in self._results:
+                raise ValueError(f"a reward call with key {key!r} was submitted and not yet collected")
+            self._waiting.add(key)
+        if self._supervisor is not None:
+            self._supervisor.submit(PendingCall(key, call_id, frame, call.num_rows))
+        else:
+            assert self._functions is not None
+            self._deliver(key, [score(function, call) for function in self._functions])
+
+    def ready(self) -> list[Hashable]:
+        """Keys of the calls whose results can be collected without waiting, in the order they finished."""
+        with self._changed:
+            self._raise_failure()
+            return list(self._results)
+
+    def collect(self, keys: Sequence[Hashable]) -> list[RewardResult]:
+        """Wait for the results of these calls and take them out, in the order of `keys`.
+
+        Waits at most `reward.timeout_seconds` for each call that is before them or with them in a worker's queue.
+        """
+        with self._changed:
+            unknown = [key for key in keys if key not in self._waiting and key not in self._results]
+            if unknown:
+                raise KeyError(f"no reward call was submitted under {unknown!r}, or it was collected before")
+            while any(key in self._waiting for key in keys):
+                self._raise_failure()
+                if self._is_closed:
+                    raise RuntimeError(f"the reward pool was closed with {len(self._waiting)} calls under way")
+                self._changed.wait(1.0)
+            return [self._results.pop(key) for key in keys]
+
+    def close(self) -> None:
+        """End the reward processes with all that they started; results not yet collected stay, calls are given up."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        if self._supervisor is not None:
+            self._supervisor.close()
+
+    def worker_pids(self) -> list[int]:
+        """Process ids of the reward processes that run now."""
+        return [] if self._supervisor is None else self._supervisor.worker_pids()
+
+    @staticmethod
+    def _pack(call_id: int, call: RewardCall) -> bytes:
+        return pack(
+            {
+                "id": call_id,
+                "prompts": list(call.prompts),
+                "completions": list(call.completions),
+                "completion_ids": [list(ids) for ids in call.completion_ids],
+                "columns": {name: list(values) for name, values in call.columns.items()},
+            }
+        )
+
+    def _deliver(self, key: Hashable, scores: list[FunctionScores]) -> None:
+        result = combine(key, dict(zip(self._names, scores, strict=True)), self._weights)
+        with self._changed:
+            self._waiting.discard(key)
+            self._results[key] = result
+            self._changed.notify_all()
+
+    def _raise_failure(self) -> None:
+        if self._supervisor is not None and self._supervisor.failure is not None:
+            raise RuntimeError("the thread that watches the reward processes failed") from self._supervisor.failure

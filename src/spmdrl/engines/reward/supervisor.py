@@ -1,0 +1,207 @@
+"""Keeps reward workers busy, kills those over their deadline and replaces those that died."""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from spmdrl.engines.reward.calls import FunctionScores
+from spmdrl.engines.reward.frames import pack
+from spmdrl.engines.reward.process import PendingCall, WorkerLost, WorkerProcess
+from spmdrl.engines.reward.verdict import Verdict
+
+_TICK_SECONDS = 0.1
+
+Deliver = Callable[[Hashable, list[FunctionScores]], None]
+
+
+class Supervisor:
+    """A thread that owns `num_workers` processes and hands each finished call's scores to `deliver`.
+
+    `deliver` runs on that thread. The constructor returns once every worker has loaded the functions, and raises
+    ValueError where one can't. `close` kills the workers.
+    """
+
+    def __init__(
+        self,
+        functions: Sequence[str],
+        deliver: Deliver,
+        *,
+        num_workers: int,
+        timeout_seconds: float,
+        memory_limit_bytes: int | None,
+    ):
+        self._num_functions = len(functions)
+        self._deliver = deliver
+        self._num_workers = num_workers
+        self._timeout_seconds = timeout_seconds
+        self._setup = pack({"functions": list(functions), "memory_limit_bytes": memory_limit_bytes})
+        self._pending: deque[PendingCall] = deque()
+        self._workers: list[WorkerProcess] = []
+        self._start_error: str | None = None
+        self._started: Future[None] = Future()
+        self._wake, self._waker = socket.socketpair()
+        self._wake.setblocking(False)
+        self._waker.setblocking(False)
+        self._is_closing = False
+        self.failure: BaseException | None = None
+        # Workers die with the thread that started them (PR_SET_PDEATHSIG), so one thread does all of it.
+        self._thread = threading.Thread(target=self._run, name="reward-supervisor", daemon=True)
+        self._thread.start()
+        try:
+            self._started.result()
+        except BaseException:
+            self.close()
+            raise
+
+    def submit(self, call: PendingCall) -> None:
+        self._pending.append(call)
+        self._wake_up()
+
+    def close(self) -> None:
+        """Kill every worker with its process group; calls under way are given up."""
+        if self._is_closing:
+            return
+        self._is_closing = True
+        self._wake_up()
+        self._thread.join()
+        self._wake.close()
+        self._waker.close()
+
+    def worker_pids(self) -> list[int]:
+        return [worker.pid for worker in list(self._workers)]
+
+    def _wake_up(self) -> None:
+        # A full socket holds wake-ups that the thread has yet to read.
+        with contextlib.suppress(BlockingIOError):
+            self._waker.send(b"\0")
+
+    def _run(self) -> None:
+        try:
+            while not self._is_closing:
+                self._start_workers()
+                self._dispatch()
+                self._exchange()
+                self._check_workers()
+        except BaseException as error:
+            # Whoever waits for results raises it.
+            self.failure = error
+            if not self._started.done():
+                self._started.set_exception(error)
+        finally:
+            for worker in self._workers:
+                worker.kill()
+
+    def _start_workers(self) -> None:
+        # After a start that failed, the next one waits for a call that needs it.
+        while len(self._workers) < self._num_workers and (self._start_error is None or self._pending):
+            self._start_error = None
+            self._workers.append(WorkerProcess(self._setup))
+
+    def _dispatch(self) -> None:
+        for worker in self._workers:
+            if worker.is_idle and self._pending:
+                worker.start(self._pending.popleft(), self._timeout_seconds)
+
+    def _exchange(self) -> None:
+        """Wait for the next event or deadline, and read and write what can be."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._wake, selectors.EVENT_READ)
+            for worker in self._workers:
+                selector.register(worker.read_fd, selectors.EVENT_READ, worker)
+                if worker.has_unsent:
+                    selector.register(worker.write_fd, selectors.EVENT_WRITE, worker)
+            ready = selector.select(self._seconds_to_wait())
+        for key, events in ready:
+            if key.data is None:
+                self._wake.recv(4096)
+            elif key.data not in self._workers:
+                continue  # an event before this one ended it
+            elif events & selectors.EVENT_WRITE:
+                key.data.send()
+            else:
+                self._receive(key.data)
+
+    def _seconds_to_wait(self) -> float | None:
+        deadlines = [worker.deadline for worker in self._workers if not worker.is_idle]
+        if not deadlines:
+            return None
+        return min(_TICK_SECONDS, max(0.0, min(deadlines) - time.monotonic()))
+
+    def _receive(self, worker: WorkerProcess) -> None:
+        try:
+            messages = worker.receive()
+        except WorkerLost as lost:
+            self._lose(worker, Verdict.CRASHED, str(lost))
+            return
+        for message in messages:
+            if not self._handle(worker, message):
+                self._lose(worker, Verdict.CRASHED, "something else wrote into its pipe")
+                return
+
+    def _handle(self, worker: WorkerProcess, message: Any) -> bool:
+        """Act on a worker's message; False where it isn't one that the worker may send now."""
+        if not isinstance(message, dict):
+            return False
+        if not worker.is_ready and "error" in message:
+            self._lose(worker, Verdict.CRASHED, str(message["error"]))
+            return True
+        if not worker.is_ready and "ready" in message:
+            worker.is_ready = True
+            if all(other.is_ready for other in self._workers) and not self._started.done():
+                self._started.set_result(None)
+            return True
+        call = worker.call
+        if call is None or message.get("id") != call.id:
+            return False
+        scores = _read_scores(message)
+        if len(scores) != self._num_functions or any(len(part.values) != call.num_rows for part in scores):
+            return False
+        worker.call = None
+        self._deliver(call.key, scores)
+        return True
+
+    def _check_workers(self) -> None:
+        for worker in list(self._workers):
+            if worker.is_overdue:
+                self._lose(worker, Verdict.TIMED_OUT, f"it was over reward.timeout_seconds = {self._timeout_seconds}")
+            elif worker.has_exited:
+                # A result may have come just before the end.
+                self._receive(worker)
+                if worker in self._workers:
+                    self._lose(worker, Verdict.CRASHED, "it ended")
+
+    def _lose(self, worker: WorkerProcess, verdict: Verdict, reason: str) -> None:
+        """Kill a worker and give its call, if it has one, the verdict."""
+        ending = worker.kill()
+        self._workers.remove(worker)
+        if worker.call is not None:
+            how = reason if verdict is Verdict.TIMED_OUT else f"{reason}, {ending}"
+            self._fail(worker.call, verdict, f"the reward process was lost in this call: {how}")
+        elif not worker.is_ready:
+            if verdict is Verdict.TIMED_OUT:
+                reason = "the functions took too long to load; keep slow work out of the module's top level"
+            elif not reason.startswith("reward.functions"):
+                reason = f"the process that loads reward.functions was lost: {reason}, {ending}"
+            self._start_error = reason
+            if not self._started.done():
+                self._started.set_exception(ValueError(reason))
+            elif self._pending:
+                self._fail(self._pending.popleft(), Verdict.CRASHED, f"no reward process could start: {reason}")
+
+    def _fail(self, call: PendingCall, verdict: Verdict, error: str) -> None:
+        self._deliver(call.key, [FunctionScores.failed(call.num_rows, verdict, error)] * self._num_functions)
+
+
+def _read_scores(message: dict[str, Any]) -> list[FunctionScores]:
+    return [
+        FunctionScores(part["values"], [Verdict(code) for code in part["verdicts"]], part["error"])
+        for part in message["scores"]
+    ]

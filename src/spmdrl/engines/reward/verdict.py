@@ -1,0 +1,26 @@
+"""What became of one row's reward."""
+
+from __future__ import annotations
+
+import enum
+
+
+class Verdict(enum.IntEnum):
+    """How a row was judged; a reward of 0 exists only as `WRONG`, never as a stand-in for a failure."""
+
+    SCORED = 0
+    """The reward functions gave values, and not all of them are 0."""
+    WRONG = 1
+    """The reward functions gave 0, all of them."""
+    MALFORMED = 2
+    """A function's result has the wrong length or type, or isn't finite."""
+    TIMED_OUT = 3
+    """The call was over `reward.timeout_seconds` and its process was killed."""
+    CRASHED = 4
+    """The function raised, or its process died."""
+    LEFT_OUT = 5
+    """A function gave None: the row takes no part in the update."""
+
+    @property
+    def has_reward(self) -> bool:
+        return self in (Verdict.SCORED, Verdict.WRONG)

@@ -1,0 +1,1 @@
+"""The training engine: shards, micro-batches, losses, the optimizer and checkpoints."""

@@ -1,0 +1,96 @@
+"""AdamW over shards, its learning-rate schedule, and clipping by the global norm."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from spmdrl.engines.training.parallelize import local_tensor
+from spmdrl.resources.device import Device
+
+# Kinds of device on which torch's fused AdamW runs; the others take its loop over tensors.
+FUSED_ADAMW = ("cpu", "cuda")
+# torch.nn.utils.clip_grad_norm_'s guard against division by zero, kept so that curves can be compared.
+CLIP_EPS = 1e-6
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """The optimizer: AdamW (arXiv:1711.05101, algorithm 2)."""
+
+    lr: float = 1e-6
+    """peak learning rate"""
+    max_grad_norm: float = 1.0
+    """gradients with a larger global norm are scaled down to it; .inf turns clipping off"""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """decay of the running means of the gradient and of its square"""
+    eps: float = 1e-8
+    """added to the root of the mean square gradient"""
+    weight_decay: float = 0.0
+    """decoupled decay of all parameters a step, times the learning rate"""
+    warmup_steps: int = 0
+    """optimizer steps over which the learning rate rises linearly to its peak"""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """what the learning rate does after warm-up: stay, or fall to 0 at the last step"""
+
+    def __post_init__(self) -> None:
+        for name in ("lr", "eps", "weight_decay", "warmup_steps"):
+            value = getattr(self, name)
+            if not 0 <= value < math.inf:
+                raise ValueError(f"optim.{name} is {value}, but must be finite and >= 0; the default is a good start")
+        if not self.max_grad_norm > 0:
+            raise ValueError(
+                f"optim.max_grad_norm is {self.max_grad_norm}, but must be > 0; set it to .inf to turn clipping off"
+            )
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"optim.betas is {self.betas}, but both must be in [0, 1); (0.9, 0.999) is usual")
+
+
+def learning_rate(config: OptimConfig, step: int, *, num_steps: int) -> float:
+    """The learning rate of optimizer step `step`, counted from 0, in a run of `num_steps`."""
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    if config.schedule == "constant":
+        return config.lr
+    done = (step - config.warmup_steps) / max(1, num_steps - config.warmup_steps)
+    left = 1 - min(1.0, done)
+    return config.lr * (left if config.schedule == "linear" else (1 - math.cos(math.pi * left)) / 2)
+
+
+def build_optimizer(config: OptimConfig, parameters: Iterable[nn.Parameter], device: Device) -> torch.optim.AdamW:
+    """AdamW with its state allocated at once, so that memory and checkpoints are the same before and after a step."""
+    fused = device.kind in FUSED_ADAMW
+    optimizer = torch.optim.AdamW(
+        parameters, lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay, fused=fused
+    )
+    for parameter in optimizer.param_groups[0]["params"]:
+        optimizer.state[parameter] = {
+            # Where torch itself would put it: the fused kernel reads the step on the device.
+            "step": torch.zeros((), dtype=torch.float32, device=device.torch_device if fused else "cpu"),
+            "exp_avg": torch.zeros_like(parameter),
+            "exp_avg_sq": torch.zeros_like(parameter),
+        }
+    return optimizer
+
+
+def local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    """The local storage of every gradient that is there."""
+    return [local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None]
+
+
+def squared_norm(gradients: Sequence[Tensor]) -> float:
+    """The squared 2-norm of local gradients; over the ranks of one replica these add up to the global one."""
+    return float(torch.nn.utils.get_total_norm(gradients)) ** 2
+
+
+def clip_gradients(gradients: Sequence[Tensor], *, norm: float, max_norm: float) -> None:
+    """Scale local gradients in place so that their global norm, which is `norm`, is at most `max_norm`."""
+    factor = max_norm / (norm + CLIP_EPS)
+    if factor < 1:
+        for gradient in gradients:
+            gradient.mul_(factor)

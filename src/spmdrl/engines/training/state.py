@@ -1,0 +1,118 @@
+"""What a checkpoint keeps of a training engine, in files that any other shard layout can read back.
+
+Each rank writes its own shards; a reader picks the pieces that meet the slice it wants from whichever files hold them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from spmdrl.engines.training.engine import TrainingEngine
+from spmdrl.engines.training.parallelize import Shard
+from spmdrl.types import WeightSlice
+
+STEP = WeightSlice("step", (), ())
+"""AdamW's step count, a scalar."""
+
+ReadSlice = Callable[[str, WeightSlice], Tensor]
+"""(kind, slice) to values; kinds are weight, exp_avg, exp_avg_sq and step."""
+
+
+def trainer_state(engine: TrainingEngine) -> dict[str, Shard]:
+    """Master weights, AdamW's means and its step count, under `kind/name`: the storage itself, not copies.
+
+    Over all ranks each slice stands in exactly one rank's answer; replicas beyond the first have nothing to add.
+    """
+    engine.check_weights_present("save the trainer's state")
+    if engine.mesh.data_rank >= engine.mesh.shard_size:
+        return {}
+    state: dict[str, Shard] = {}
+    means = engine.optimizer_state()
+    for name, shard in engine.named_shards().items():
+        if shard.slice.num_elements:
+            state[f"weight/{name}"] = shard
+            for kind, tensor in means.get(name, {}).items():
+                state[f"{kind}/{name}"] = Shard(tensor, shard.slice, shard.global_shape)
+    if engine.mesh.data_rank == 0:
+        state[_key("step", STEP)] = Shard(torch.tensor(engine.step_count), STEP, ())
+    return state
+
+
+def load_trainer_state(engine: TrainingEngine, read: ReadSlice) -> None:
+    """Fill weights, AdamW's means and step count from slices that any layout has written."""
+    engine.check_weights_present("load the trainer's state")
+    means = engine.optimizer_state()
+    for name, shard in engine.named_shards().items():
+        if shard.slice.num_elements:
+            shard.tensor.copy_(read("weight", shard.slice))
+            for kind, tensor in means.get(name, {}).items():
+                tensor.copy_(read(kind, shard.slice))
+    if engine.optimizer is not None:
+        engine.set_step_count(int(read("step", STEP)))
+
+
+def write_shards(folder: Path, rank: int, shards: Mapping[str, Shard]) -> Path:
+    """Write one rank's shards to its file in `folder`, and return the file's path; nothing is synced to disk yet.
+
+    The slices stand in the file's own header, so tensors and index can't be parted.
+    """
+    path = folder / f"shards_{rank:05d}.safetensors"
+    slices = {key: [shard.slice.starts, shard.slice.stops] for key, shard in shards.items()}
+    tensors = {key: shard.tensor.contiguous() for key, shard in shards.items()}
+    save_file(tensors, path, metadata={"slices": json.dumps(slices)})
+    return path
+
+
+class ShardFiles:
+    """The shards that all ranks wrote into one folder, read by slices."""
+
+    def __init__(self, folder: Path):
+        """Open every rank's file and read its index. Raises ValueError where there is none."""
+        self.folder = folder
+        self._pieces: dict[str, list[tuple[Any, WeightSlice]]] = {}
+        paths = sorted(folder.glob("shards_*.safetensors"))
+        if not paths:
+            raise ValueError(f"{folder} holds no shards_*.safetensors; point to the trainer folder of a checkpoint")
+        for path in paths:
+            file = safe_open(path, framework="pt")
+            for key, (starts, stops) in json.loads(file.metadata()["slices"]).items():
+                piece = WeightSlice(key.partition("/")[2], tuple(starts), tuple(stops))
+                self._pieces.setdefault(key, []).append((file, piece))
+
+    def read(self, kind: str, wanted: WeightSlice) -> Tensor:
+        """Assemble one slice from the pieces that meet it. Raises ValueError where pieces are missing."""
+        key = _key(kind, wanted)
+        out: Tensor | None = None
+        num_found = 0
+        for file, piece in self._pieces.get(key, []):
+            common = piece.intersect(wanted)
+            if common is None:
+                continue
+            values = _read_piece(file, key, common.index_within(piece))
+            if out is None:
+                out = torch.empty(wanted.shape, dtype=values.dtype)
+            out[common.index_within(wanted)] = values
+            num_found += common.num_elements
+        if out is None or num_found != wanted.num_elements:
+            raise ValueError(
+                f"{self.folder} holds {num_found} of the {wanted.num_elements} elements of {key} "
+                f"{list(wanted.starts)}..{list(wanted.stops)}; a rank's file is missing, or the model is another"
+            )
+        return out
+
+
+def _key(kind: str, wanted: WeightSlice) -> str:
+    return f"{kind}/{wanted.name}"
+
+
+def _read_piece(file: Any, key: str, index: tuple[slice, ...]) -> Tensor:
+    # Scalars have no slices.
+    return file.get_slice(key)[index] if index else file.get_tensor(key)

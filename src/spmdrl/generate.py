@@ -1,0 +1,58 @@
+"""The `generate` verb: a model's answers to prompts, as JSON lines on the screen or in the run's folder."""
+
+from __future__ import annotations
+
+import json
+
+from spmdrl.actor import ModelSource, build_generator, load_for_generation, prepare_model
+from spmdrl.check import CheckedRun, check_run
+from spmdrl.config import Config
+from spmdrl.configfile import LoadedConfig
+from spmdrl.dataflow.samples.prompts import PromptSource
+from spmdrl.dataflow.stages.generation import generate_groups, row_seed
+from spmdrl.engines.generation.protocol import Request
+from spmdrl.engines.models.tokenizer import ModelTokenizer
+from spmdrl.resources.collectives import gather_bytes
+from spmdrl.resources.world import World, open_world
+
+FILE = "generated.jsonl"
+
+
+def main(loaded: LoadedConfig[Config]) -> int:
+    """Answer the prompts of `data.eval` with `rollout`'s sampling, `eval.num_samples` times each."""
+    checked = check_run(loaded, verb="generate")
+    with open_world(checked.config.resources.device, checked.config.resources.timeout_seconds) as world:
+        lines = generated_lines(checked, world)
+        if world.is_main:
+            path = checked.config.run.folder / FILE
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("".join(f"{line}\n" for line in lines))
+            for line in lines:
+                print(line)
+    return 0
+
+
+def generated_lines(checked: CheckedRun, world: World) -> list[str]:
+    """One JSON object a response, in row order, on every rank. Collective."""
+    config = checked.config
+    source = ModelSource.of(prepare_model(config, world))
+    tokenizer = ModelTokenizer(source.folder)
+    prompts = list(PromptSource(checked.eval_rows, tokenizer.raw, config.data, config.seed).all())[: config.eval.max_rows]
+    engine = build_generator(config, source, world)
+    load_for_generation(engine, source)
+    size, sampling = config.eval.num_samples, config.rollout.sampling(tokenizer.stop_token_ids)
+    numbers = range(world.rank, len(prompts), world.size)
+    requests = []
+    for number in numbers:
+        rows = tuple(range(number * size, (number + 1) * size))
+        seeds = tuple(row_seed(config.seed, 0, row) for row in rows)
+        requests.append(Request(rows, prompts[number].prompt_ids, seeds, sampling))
+    own = [
+        {"row": response.row, "prompt": group.prompt.text, "response": tokenizer.decode(response.token_ids),
+         "finish": response.finish, "logprob": sum(response.logprobs)}
+        for group in generate_groups(engine, requests, [prompts[number] for number in numbers])
+        for response in group.responses
+    ]  # fmt: skip
+    gathered = gather_bytes("\n".join(json.dumps(record) for record in own).encode())
+    lines = [line for part in gathered for line in part.decode().splitlines()]
+    return sorted(lines, key=lambda line: json.loads(line)["row"])

@@ -1,0 +1,62 @@
+"""Evaluations while a model is trained: switch, answer, switch back, and write down what came out."""
+
+from __future__ import annotations
+
+from spmdrl.evaluate import Evaluation, Evaluator, write_records
+from spmdrl.run import Run
+from spmdrl.switching import Switching
+
+
+class HeldOut:
+    """Evaluates the actor on the held-out rows. Its calls are collective over all ranks."""
+
+    def __init__(self, evaluator: Evaluator | None, switching: Switching, run: Run):
+        """Without an evaluator, as without `data.eval`, evaluations do nothing."""
+        self._evaluator = evaluator
+        self._switching = switching
+        self._run = run
+        self.last: Evaluation | None = None
+
+    def before(self) -> None:
+        """The evaluation before the first step, where `eval.before_train` asks for it."""
+        run = self._run
+        if run.start_step == 0 and run.config.eval.before_train:
+            evaluation = self._evaluate(0)
+            run.accuracy_before = evaluation.accuracy.value if evaluation else None
+            run.accuracy_before_interval = [evaluation.accuracy.low, evaluation.accuracy.high] if evaluation else None
+
+    def when_due(self, step: int) -> None:
+        """The evaluation after a step: each `eval.interval` steps, and after the last one."""
+        interval = self._run.config.eval.interval
+        if step == self._run.num_steps or self._run.is_finished or (interval and step % interval == 0):
+            self._evaluate(step)
+
+    def summary(self) -> dict[str, object]:
+        """What summary.json says of the last evaluation."""
+        if self.last is None:
+            return {}
+        accuracy = self.last.accuracy
+        return {
+            "accuracy_after": accuracy.value,
+            "accuracy_after_interval": [accuracy.low, accuracy.high],
+            "eval_prompts": self.last.num_prompts,
+        }
+
+    def _evaluate(self, step: int) -> Evaluation | None:
+        if self._evaluator is None:
+            return None
+        self._switching.to_generation(step)
+        with self._run.timeline.stage("evaluation", step):
+            evaluation = self._evaluator()
+        self._switching.start_return(step)
+        self._switching.to_update(step)
+        # The same number on every rank: recorded as a mean, it stays what it is.
+        accuracy = evaluation.accuracy
+        self._run.recorder.mean("eval/accuracy", accuracy.value)
+        self._run.recorder.mean("eval/accuracy_low", accuracy.low)
+        self._run.recorder.mean("eval/accuracy_high", accuracy.high)
+        self._run.console.note(f"held-out accuracy after step {step}: {evaluation.described()}")
+        if self._run.world.is_main:
+            write_records(self._run.folder / "eval" / f"step_{step:06d}.jsonl", evaluation.records)
+        self.last = evaluation
+        return evaluation

@@ -1,0 +1,205 @@
+"""Where the numbers and samples of a run go: metrics.jsonl, samples.jsonl, the console and optional services."""
+
+from __future__ import annotations
+
+import importlib
+import secrets
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from spmdrl.observability.console import Console
+from spmdrl.observability.jsonl import JsonlWriter, number, read_jsonl
+
+METRICS_FILE = "metrics.jsonl"
+SAMPLES_FILE = "samples.jsonl"
+BACKENDS = ("console", "jsonl", "tensorboard", "wandb")
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """Where metrics go, and how many samples are kept to be read."""
+
+    backends: tuple[str, ...] = ("console", "jsonl")
+    """Any of console, jsonl, tensorboard, wandb; keys of a service come from the environment only."""
+    samples_per_step: int = 8
+    """Rows of each step written to samples.jsonl, which the report shows; 0 writes none."""
+
+    def __post_init__(self) -> None:
+        unknown = [name for name in self.backends if name not in BACKENDS]
+        if unknown:
+            raise ValueError(f"log.backends names {', '.join(unknown)}, but only {', '.join(BACKENDS)} are there")
+        if self.samples_per_step < 0:
+            raise ValueError(f"log.samples_per_step is {self.samples_per_step}, but must be >= 0; 0 writes none")
+
+
+class MetricsBackend(Protocol):
+    """One place that metrics go to."""
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def truncate_after(self, step: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class MetricsLog:
+    """Hands the merged metrics of each step to all back ends; lives on one rank."""
+
+    def __init__(self, run_dir: Path, backends: Sequence[str], *, console: Console | None = None):
+        self._backends = [_open_backend(name, Path(run_dir), console) for name in backends]
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write one step."""
+        for backend in self._backends:
+            backend.write(step, metrics)
+
+    def truncate_after(self, step: int) -> None:
+        """Forget the steps that a run which resumes after `step` will do again, where a back end can forget."""
+        for backend in self._backends:
+            backend.truncate_after(step)
+
+    def close(self) -> None:
+        for backend in self._backends:
+            backend.close()
+
+
+class _JsonlBackend:
+    def __init__(self, path: Path):
+        self._writer = JsonlWriter(path)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._writer.write({**metrics, "step": step})
+
+    def truncate_after(self, step: int) -> None:
+        self._writer.truncate_after(step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _ConsoleBackend:
+    def __init__(self, console: Console):
+        self._console = console
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._console.step(step, metrics)
+
+    def truncate_after(self, step: int) -> None:
+        """What was printed stays."""
+
+    def close(self) -> None:
+        self._console.close()
+
+
+class _TensorBoardBackend:
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self._module = _import_backend("tensorboard", "torch.utils.tensorboard")
+        self._writer = self._module.SummaryWriter(str(folder))
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def truncate_after(self, step: int) -> None:
+        self._writer.close()
+        self._writer = self._module.SummaryWriter(str(self._folder), purge_step=step + 1)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _WandbBackend:
+    """Goes on in the same W&B run on resume; W&B itself ignores steps that it has seen."""
+
+    def __init__(self, run_dir: Path):
+        wandb = _import_backend("wandb", "wandb")
+        run_dir.mkdir(parents=True, exist_ok=True)
+        name_of_run = run_dir / "wandb_id.txt"
+        if not name_of_run.is_file():
+            name_of_run.write_text(secrets.token_hex(4))
+        self._run = wandb.init(
+            project="spmdrl", name=run_dir.name, dir=str(run_dir), id=name_of_run.read_text().strip(), resume="allow"
+        )
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def truncate_after(self, step: int) -> None:
+        """A W&B run can't be cut."""
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def read_metrics(run_dir: Path) -> Iterator[tuple[int, dict[str, float]]]:
+    """Yield (step, metrics) of metrics.jsonl; values that aren't numbers are left out."""
+    for record in read_jsonl(Path(run_dir) / METRICS_FILE):
+        step = record.pop("step", None)
+        values = {name: number(value) for name, value in record.items()}
+        if isinstance(step, int):
+            yield step, {name: value for name, value in values.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class SampleRecord:
+    """One response as a person wants to read it."""
+
+    step: int
+    row: int
+    prompt: str
+    response: str
+    answer: str
+    reward: float | None
+    parts: dict[str, float]
+    """Reward by function."""
+    verdict: str
+    advantage: float | None
+    mismatch: float | None
+    """Mean absolute difference of the trainer's and the generator's log-probs over the response's tokens."""
+    version: int | None
+    """Policy version that wrote the response."""
+
+
+class SamplesLog:
+    """Appends samples to samples.jsonl; lives on one rank."""
+
+    def __init__(self, run_dir: Path):
+        self._writer = JsonlWriter(Path(run_dir) / SAMPLES_FILE)
+
+    def write(self, samples: Iterable[SampleRecord]) -> None:
+        for sample in samples:
+            self._writer.write(asdict(sample))
+
+    def truncate_after(self, step: int) -> None:
+        """Forget the samples of steps above `step`."""
+        self._writer.truncate_after(step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def _open_backend(name: str, run_dir: Path, console: Console | None) -> MetricsBackend:
+    if name == "console":
+        return _ConsoleBackend(console if console is not None else Console())
+    if name == "jsonl":
+        return _JsonlBackend(run_dir / METRICS_FILE)
+    if name == "tensorboard":
+        return _TensorBoardBackend(run_dir / "tensorboard")
+    if name == "wandb":
+        return _WandbBackend(run_dir)
+    raise ValueError(f"log.backends names {name}, but only {', '.join(BACKENDS)} are there")
+
+
+def _import_backend(extra: str, module: str) -> Any:
+    # Optional back ends are imported only when a run asks for them.
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ImportError(
+            f"log.backends names {extra}, which isn't installed ({error}); "
+            f"run `pip install 'spmdrl[{extra}]'` or take it out of log.backends"
+        ) from error

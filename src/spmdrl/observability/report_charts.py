@@ -1,0 +1,211 @@
+"""Line charts as inline SVG: complete without a script, which only adds the values under the pointer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any
+
+from spmdrl.observability.report_html import color_class, escape, legend
+
+Points = Sequence[tuple[float, float]]
+Band = Sequence[tuple[float, float, float]]
+
+WIDTH, HEIGHT = 440, 210
+LEFT, RIGHT, TOP, BOTTOM = 52, 10, 10, 24
+MAX_POINTS = 400
+DOTS_UP_TO = 40
+SMOOTHED_FROM = 150
+MEAN_POINTS = 150
+
+
+@dataclass(frozen=True)
+class Series:
+    """A named line, with an optional band of (x, low, high) around it."""
+
+    label: str
+    points: Points
+    band: Band = ()
+    color: int = 0
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Lines over the same x axis, the training step."""
+
+    title: str
+    series: list[Series]
+    unit: str = ""
+
+
+@dataclass(frozen=True)
+class Frame:
+    """How data is laid out in a chart's SVG."""
+
+    x: tuple[float, float]
+    y: tuple[float, float]
+    ticks_x: list[float] = field(default_factory=list)
+    ticks_y: list[float] = field(default_factory=list)
+
+    def px(self, x: float) -> float:
+        return LEFT + (x - self.x[0]) / (self.x[1] - self.x[0]) * (WIDTH - LEFT - RIGHT)
+
+    def py(self, y: float) -> float:
+        y = min(max(y, self.y[0]), self.y[1])
+        return HEIGHT - BOTTOM - (y - self.y[0]) / (self.y[1] - self.y[0]) * (HEIGHT - TOP - BOTTOM)
+
+
+def chart_figure(chart: Chart, index: int) -> str:
+    """The chart as a figure element; `index` is its place in the page's chart data."""
+    frame = _frame_of(chart)
+    unit = f" <small>{escape(chart.unit)}</small>" if chart.unit else ""
+    names = legend((series.color, series.label) for series in chart.series) if len(chart.series) > 1 else ""
+    lines = "".join(_series_svg(series, frame) for series in chart.series)
+    return (
+        f'<figure class="chart" data-chart="{index}" data-steps="{frame.x[0]:.10g} {frame.x[1]:.10g}" '
+        f'data-pixels="{LEFT} {WIDTH - RIGHT} {WIDTH}">'
+        f"<figcaption>{escape(chart.title)}{unit}</figcaption>{names}"
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(chart.title)}">'
+        f'{_axes_svg(frame)}{lines}<line class="cross" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/></svg></figure>'
+    )
+
+
+def chart_data(chart: Chart) -> list[dict[str, Any]]:
+    """What the script needs to show values: per series its label, its x and its y in four digits."""
+    return [
+        {
+            "label": series.label,
+            "color": color_class(series.color),
+            "x": [x for x, y in downsample(series.points) if math.isfinite(y)],
+            "y": [float(f"{y:.4g}") for _, y in downsample(series.points) if math.isfinite(y)],
+        }
+        for series in chart.series
+    ]
+
+
+def downsample(points: Points, limit: int = MAX_POINTS) -> list[tuple[float, float]]:
+    """At most `limit` of the points, in their order: the lowest and the highest of each stretch, so peaks stay."""
+    if len(points) <= limit:
+        return list(points)
+    num_stretches = limit // 2 - 1
+    kept = {0, len(points) - 1}
+    for stretch in range(num_stretches):
+        window = range(stretch * len(points) // num_stretches, (stretch + 1) * len(points) // num_stretches)
+        finite = [at for at in window if math.isfinite(points[at][1])]
+        if finite:
+            kept |= {min(finite, key=lambda at: points[at][1]), max(finite, key=lambda at: points[at][1])}
+        else:
+            kept.add(window[0])
+    return [points[at] for at in sorted(kept)]
+
+
+def moving_mean(points: Points) -> list[tuple[float, float]]:
+    """Means over a twenty-fifth of a long noisy curve each, at evenly spread places of it."""
+    finite = [(x, _drawable(y)) for x, y in points if math.isfinite(y)]
+    reach, stride = max(1, len(finite) // 50), max(1, len(finite) // MEAN_POINTS)
+    places = sorted({*range(0, len(finite), stride), len(finite) - 1} if finite else ())
+    windows = ((at, finite[max(0, at - reach) : at + reach + 1]) for at in places)
+    return [(finite[at][0], fmean(y for _, y in window)) for at, window in windows]
+
+
+def ticks(low: float, high: float, about: int = 5) -> list[float]:
+    """Round values between `low` and `high`, steps of 1, 2 or 5 times a power of ten."""
+    rough = (high - low) / about
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * (1 - 1e-9))
+    first = math.ceil(low / step - 1e-9)
+    last = math.floor(high / step + 1e-9)
+    return [float(f"{at * step:.12g}") for at in range(first, last + 1)]
+
+
+def has_values(series: Series) -> bool:
+    return any(math.isfinite(y) for _, y in series.points)
+
+
+def _frame_of(chart: Chart) -> Frame:
+    xs = [x for series in chart.series for x, _ in series.points]
+    x_range = _widened(min(xs), max(xs), 0.5) if min(xs) == max(xs) else (min(xs), max(xs))
+    y_range = _y_range(chart.series)
+    return Frame(x_range, y_range, _step_ticks(*x_range), ticks(*y_range))
+
+
+def _step_ticks(low: float, high: float) -> list[float]:
+    return [at for at in ticks(low, high) if at == int(at)]
+
+
+def _y_range(all_series: Iterable[Series]) -> tuple[float, float]:
+    values = [value for series in all_series for _, *rest in (*series.points, *series.band) for value in rest]
+    finite = [_drawable(value) for value in values if math.isfinite(value)]
+    if not finite:
+        return 0.0, 1.0
+    low, high = min(finite), max(finite)
+    # Values that all but agree need a range that floats can still tell apart.
+    if high - low <= 1e-9 * max(abs(low), abs(high)):
+        return _widened(low, high, 0.5 * max(abs(low), abs(high)) or 0.5)
+    # An axis from 0 shows amounts truly, where that doesn't flatten the line.
+    if 0 < low < 0.4 * high:
+        low = 0.0
+    margin = 0.05 * (high - low)
+    return low - (margin if low != 0 else 0.0), high + margin
+
+
+def _drawable(value: float) -> float:
+    # Beyond 1e300 differences and sums would overflow.
+    return max(-1e300, min(1e300, value))
+
+
+def _widened(low: float, high: float, by: float) -> tuple[float, float]:
+    return low - by, high + by
+
+
+def _axes_svg(frame: Frame) -> str:
+    parts = []
+    for y in frame.ticks_y:
+        at = f"{frame.py(y):.1f}"
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at}" y2="{at}"/>')
+        parts.append(f'<text class="ty" x="{LEFT - 6}" y="{at}">{y:.6g}</text>')
+    for x in frame.ticks_x:
+        parts.append(f'<text class="tx" x="{frame.px(x):.1f}" y="{HEIGHT - 8}">{x:g}</text>')
+    return "".join(parts)
+
+
+def _series_svg(series: Series, frame: Frame) -> str:
+    points = downsample(series.points)
+    shown = {x for x, _ in points}
+    runs = _finite_runs(points)
+    lines = "".join(f'<path d="{_path(run, frame)}"/>' for run in runs if len(run) > 1)
+    mean = moving_mean(series.points) if len(series.points) >= SMOOTHED_FROM else []
+    thick = f'<path d="{_path(mean, frame)}"/>' if mean else ""
+    alone = [run[0] for run in runs if len(run) == 1]
+    dots = [point for run in runs for point in run] if len(points) <= DOTS_UP_TO else alone
+    circles = "".join(f'<circle cx="{frame.px(x):.1f}" cy="{frame.py(y):.1f}" r="2.2"/>' for x, y in dots)
+    band = _band_svg([edge for edge in series.band if edge[0] in shown], frame)
+    return (
+        f'<g class="{color_class(series.color)}">{band}<g class="{"raw" if thick else "line"}">{lines}</g>'
+        f'<g class="line">{thick}</g><g class="dots">{circles}</g></g>'
+    )
+
+
+def _band_svg(band: Band, frame: Frame) -> str:
+    finite = [edge for edge in band if all(map(math.isfinite, edge))]
+    if len(finite) < 2:
+        return ""
+    outline = [(x, high) for x, _, high in finite] + [(x, low) for x, low, _ in reversed(finite)]
+    return f'<path class="band" d="{_path(outline, frame)}Z"/>'
+
+
+def _path(points: Points, frame: Frame) -> str:
+    return "M" + "L".join(f"{frame.px(x):.1f} {frame.py(y):.1f}" for x, y in points)
+
+
+def _finite_runs(points: Points) -> list[list[tuple[float, float]]]:
+    """Stretches without a gap: a NaN breaks the line instead of hiding in it."""
+    runs: list[list[tuple[float, float]]] = [[]]
+    for x, y in points:
+        if math.isfinite(y):
+            runs[-1].append((x, y))
+        elif runs[-1]:
+            runs.append([])
+    return [run for run in runs if run]

@@ -1,0 +1,111 @@
+"""Which curves the report shows, and in which order; several runs are laid over each other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from spmdrl.observability.report_charts import Chart, Series, has_values
+from spmdrl.observability.report_data import RunData
+from spmdrl.observability.report_timeline import stage_order
+from spmdrl.observability.units import byte_unit
+
+# (title, unit, metric) of the curves that tell whether a run learns and stays sound.
+LEARNING = (
+    ("Reward", "mean and standard deviation", "reward"),
+    ("Response length", "tokens, mean", "completions/mean_length"),
+    ("Cut at the length limit", "fraction of responses", "completions/clipped_ratio"),
+    ("Prompts without advantage", "fraction of prompts", "frac_reward_zero_std"),
+    ("Entropy", "nats a token", "entropy"),
+    ("KL to the reference", "nats a token", "kl"),
+    ("Mismatch of rollout and trainer", "log-prob difference", "mismatch/abs_mean"),
+    ("Gradient norm", "", "grad_norm"),
+    ("Loss", "", "loss"),
+    ("Learning rate", "", "lr"),
+)
+SPEED = (
+    ("Seconds a step", "s", "time/step"),
+    ("Throughput", "tokens/s", "perf/tokens_per_second"),
+)
+LINKS = {
+    "same process": "dock/bytes_process",
+    "same node": "dock/bytes_node",
+    "across nodes": "dock/bytes_cross_node",
+}
+
+
+def learning_charts(runs: Sequence[RunData]) -> list[Chart]:
+    """Reward, evaluation, and what shows trouble early."""
+    charts = [_metric_chart(runs, title, unit, metric) for title, unit, metric in LEARNING]
+    return _filled(charts[:1] + _eval_charts(runs) + charts[1:])
+
+
+def speed_charts(runs: Sequence[RunData]) -> list[Chart]:
+    """Seconds a step, of all runs and of the first run's stages, and throughput."""
+    charts = [_metric_chart(runs, title, unit, metric) for title, unit, metric in SPEED]
+    timed = [name[5:] for name in runs[0].metric_names if name.startswith("time/") and name != "time/step"]
+    # The Gantt chart's order, so that a stage has one color on the page.
+    order = dict.fromkeys([*stage_order(runs[0].timeline), *timed])
+    by_stage = [Series(stage, runs[0].points(f"time/{stage}"), color=color) for color, stage in enumerate(order)]
+    return _filled(
+        [charts[0], Chart("Seconds by stage", by_stage, "s" if len(runs) == 1 else f"s, {runs[0].name}"), charts[1]]
+    )
+
+
+def traffic_charts(runs: Sequence[RunData]) -> list[Chart]:
+    """Sample bytes by link, resharding bytes and seconds."""
+    first = runs[0]
+    links = [Series(label, first.points(name), color=color) for color, (label, name) in enumerate(LINKS.items())]
+    reshard = _labelled(runs, "reshard/bytes")
+    seconds = _metric_chart(runs, "Resharding time", "s", "reshard/seconds")
+    return _filled([_byte_chart("Sample bytes by link", links), _byte_chart("Resharding bytes", reshard), seconds])
+
+
+def other_charts(runs: Sequence[RunData]) -> list[Chart]:
+    """Every metric of the first run that no other section shows, under its own name."""
+    known = {metric for _, _, metric in (*LEARNING, *SPEED)} | set(LINKS.values())
+    known |= {"reward_std", "reshard/bytes", "reshard/seconds"}
+    rest = [name for name in runs[0].metric_names if name not in known and not name.startswith(("time/", "eval/"))]
+    return _filled([_metric_chart(runs, name, "", name) for name in rest])
+
+
+def _metric_chart(runs: Sequence[RunData], title: str, unit: str, metric: str) -> Chart:
+    return Chart(title, _labelled(runs, metric), unit)
+
+
+def _labelled(runs: Sequence[RunData], metric: str) -> list[Series]:
+    return [Series(run.name, run.points(metric), _band(run, metric), color=color) for color, run in enumerate(runs)]
+
+
+def _eval_charts(runs: Sequence[RunData]) -> list[Chart]:
+    names = sorted({name for run in runs for name in run.metric_names if name.startswith("eval/")})
+    shown = [name for name in names if not name.endswith(("_low", "_high"))]
+    return [_metric_chart(runs, f"Evaluation: {name.removeprefix('eval/')}", "", name) for name in shown]
+
+
+def _band(run: RunData, metric: str) -> list[tuple[float, float, float]]:
+    """Mean and standard deviation for the reward, an interval where NAME_low and NAME_high were written."""
+    band = []
+    for step, values in run.metrics.items():
+        if metric not in values:
+            continue
+        value = values[metric]
+        spread = values.get("reward_std", math.nan) if metric == "reward" else math.nan
+        low = values.get(f"{metric}_low", value - spread)
+        high = values.get(f"{metric}_high", value + spread)
+        band.append((float(step), low, high))
+    return [edge for edge in band if all(map(math.isfinite, edge))]
+
+
+def _byte_chart(title: str, series: Sequence[Series]) -> Chart:
+    values = [abs(y) for one in series for _, y in one.points if math.isfinite(y)]
+    scale, unit = byte_unit(max(values, default=0.0))
+    scaled = [replace(one, points=[(x, y / scale) for x, y in one.points]) for one in series]
+    return Chart(title, scaled, f"{unit} a step")
+
+
+def _filled(charts: Sequence[Chart]) -> list[Chart]:
+    """Charts with at least one value, without their empty series."""
+    kept = [Chart(chart.title, [one for one in chart.series if has_values(one)], chart.unit) for chart in charts]
+    return [chart for chart in kept if chart.series]

@@ -1,0 +1,59 @@
+"""What a report is made of: the files of a run's folder, each of which may be missing or cut by a crash."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from spmdrl.observability.jsonl import read_jsonl
+from spmdrl.observability.log import SAMPLES_FILE, read_metrics
+from spmdrl.observability.summary import read_summary
+from spmdrl.observability.timeline import TimelineRecords, read_timeline
+
+Points = list[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class RunData:
+    """All that is known of one run."""
+
+    run_dir: Path
+    metrics: dict[int, dict[str, float]]
+    """By step, rising; a step that was written twice counts as its later line."""
+    timeline: TimelineRecords
+    samples: list[dict[str, Any]]
+    summary: dict[str, Any]
+    config: str
+
+    @property
+    def name(self) -> str:
+        return self.run_dir.name
+
+    def points(self, metric: str) -> Points:
+        """(step, value) wherever the metric was written."""
+        return [(float(step), values[metric]) for step, values in self.metrics.items() if metric in values]
+
+    @property
+    def metric_names(self) -> list[str]:
+        return sorted({name for values in self.metrics.values() for name in values})
+
+
+def read_run(run_dir: Path) -> RunData:
+    """Read a run's folder; raises FileNotFoundError only where the folder itself is missing."""
+    folder = Path(run_dir).resolve()
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{run_dir} is no folder; give the run.dir of a run, which holds metrics.jsonl")
+    by_step = dict(read_metrics(folder))
+    return RunData(
+        run_dir=folder,
+        metrics={step: by_step[step] for step in sorted(by_step)},
+        timeline=read_timeline(folder / "timeline"),
+        samples=list(read_jsonl(folder / SAMPLES_FILE)),
+        summary=read_summary(folder),
+        config=_text_of(folder / "config.resolved.yaml"),
+    )
+
+
+def _text_of(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""

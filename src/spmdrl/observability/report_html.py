@@ -1,0 +1,64 @@
+"""Pieces of HTML with everything escaped, and JSON that no text can break out of."""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+NUM_COLORS = 10
+
+
+def escape(value: object) -> str:
+    """Text for HTML content and quoted attributes."""
+    return html.escape(str(value), quote=True)
+
+
+def color_class(index: int) -> str:
+    return f"k{index % NUM_COLORS}"
+
+
+def embedded_json(value: Any) -> str:
+    """JSON for a script element of type application/json: holds no `<`, `>` or `&`, whatever the text in it says."""
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def section(anchor: str, title: str, *bodies: str) -> str:
+    """A titled part of the page, or nothing where it would be empty."""
+    content = "\n".join(body for body in bodies if body)
+    return f'<section id="{anchor}"><h2>{escape(title)}</h2>\n{content}\n</section>' if content else ""
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    if not rows:
+        return ""
+    top = "".join(f"<th>{escape(cell)}</th>" for cell in head)
+    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return f'<div class="scroll"><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def legend(entries: Iterable[tuple[int, str]]) -> str:
+    """Names with the colors of these indexes."""
+    items = (f'<span class="key {color_class(index)}"><i></i>{escape(label)}</span>' for index, label in entries)
+    return f'<div class="legend">{"".join(items)}</div>'
+
+
+def choices(name: str, views: Sequence[tuple[str, str]]) -> str:
+    """Views of which one is shown at a time, picked by buttons above them."""
+    buttons = "".join(
+        f'<button type="button" data-view="{index}"{" class=on" if index == 0 else ""}>{escape(title)}</button>'
+        for index, (title, _) in enumerate(views)
+    )
+    panes = "".join(
+        f'<div class="pane" data-pane="{index}"{" hidden" if index else ""}>{body}</div>'
+        for index, (_, body) in enumerate(views)
+    )
+    return f'<div class="choices" data-choices="{escape(name)}"><div class="buttons">{buttons}</div>{panes}</div>'
+
+
+def value_text(value: float) -> str:
+    """A value in four significant digits."""
+    return f"{value:.4g}" if math.isfinite(value) else str(value)

@@ -1,0 +1,88 @@
+"""Which samples the report holds: as many steps, evenly spread, as fit its size."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from spmdrl.observability.jsonl import number
+from spmdrl.observability.report_html import embedded_json, section
+
+MAX_BYTES = 1_800_000
+MAX_CHARACTERS = 3000
+INTEGERS = ("step", "row", "version")
+NUMBERS = ("reward", "advantage", "mismatch")
+TEXTS = ("prompt", "response", "answer", "verdict")
+
+
+def sample_section(records: Sequence[Mapping[str, Any]]) -> str:
+    """The sample viewer; its script fills it from the JSON beside it, as text, never as markup."""
+    samples = [_shown(record) for record in records if isinstance(record.get("step"), int)]
+    kept = fitting(samples, MAX_BYTES)
+    if not kept:
+        return ""
+    left_out = len({one["step"] for one in samples}) - len({one["step"] for one in kept})
+    note = (
+        f'<p class="note">Samples of {left_out} steps are left out to keep this file small; samples.jsonl has all.</p>'
+    )
+    return section(
+        "samples",
+        "Samples",
+        note if left_out else "",
+        '<noscript><p class="note">The viewer needs JavaScript; samples.jsonl holds the same.</p></noscript>',
+        FILTERS,
+        f'<script type="application/json" id="sample-data">{embedded_json(kept)}</script>',
+    )
+
+
+FILTERS = """<div class="filters">
+<label>step <select id="sample-step"></select></label>
+<label>verdict <select id="sample-verdict"></select></label>
+<label>reward from <input id="sample-min" type="number" step="any"></label>
+<label>to <input id="sample-max" type="number" step="any"></label>
+<label class="grow">holds <input id="sample-text" type="search"></label>
+<output id="sample-count"></output>
+</div>
+<div id="sample-list"></div>
+<button type="button" id="sample-more" hidden>Show more</button>"""
+
+
+def fitting(samples: Sequence[Mapping[str, Any]], max_bytes: int) -> list[Mapping[str, Any]]:
+    """Samples of evenly spread steps, the last one included, whose JSON takes at most `max_bytes`."""
+    size_of: dict[int, int] = {}
+    for sample in samples:
+        size_of[sample["step"]] = size_of.get(sample["step"], 0) + len(embedded_json(sample)) + 1
+    steps = sorted(size_of)
+    stride = 1
+    while _size(chosen := steps[::-1][::stride], size_of) > max_bytes and len(chosen) > 1:
+        stride += 1 + stride // 8
+    if _size(chosen, size_of) > max_bytes:
+        return []
+    return [sample for sample in samples if sample["step"] in set(chosen)]
+
+
+def _size(steps: Iterable[int], size_of: Mapping[int, int]) -> int:
+    return sum(size_of[step] for step in steps)
+
+
+def _shown(record: Mapping[str, Any]) -> dict[str, Any]:
+    parts = record.get("parts")
+    shown: dict[str, Any] = {name: record.get(name) if isinstance(record.get(name), int) else None for name in INTEGERS}
+    shown |= {name: _short(record.get(name)) for name in TEXTS}
+    shown |= {name: _digits(record.get(name)) for name in NUMBERS}
+    shown["parts"] = {str(name): _digits(value) for name, value in parts.items()} if isinstance(parts, dict) else {}
+    return shown
+
+
+def _short(value: object) -> str:
+    text = "" if value is None else str(value)
+    if len(text) <= MAX_CHARACTERS:
+        return text
+    head, tail = text[: MAX_CHARACTERS * 2 // 3], text[-MAX_CHARACTERS // 3 :]
+    return f"{head}\n[... {len(text) - len(head) - len(tail)} characters left out ...]\n{tail}"
+
+
+def _digits(value: object) -> float | None:
+    known = number(value)
+    return None if known is None or not math.isfinite(known) else float(f"{known:.4g}")

@@ -1,0 +1,150 @@
+"""The report's parts that are read rather than looked at: header, comparison, health, configuration."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from spmdrl.observability.jsonl import number
+from spmdrl.observability.report_data import RunData
+from spmdrl.observability.report_html import escape, section, table, value_text
+from spmdrl.observability.units import bytes_text, duration
+
+GOOD_VERDICTS = ("ok", "done", "passed", "finished", "completed", "success")
+REWARD_ERRORS = "reward/errors/"
+MAX_LISTED = 12
+
+
+def header(run: RunData) -> str:
+    """Name, verdict and the facts of a run."""
+    verdict = verdict_of(run)
+    tone = "good" if verdict.lower() in GOOD_VERDICTS else "open" if verdict.startswith("unfinished") else "bad"
+    facts = {
+        "Steps": str(run.summary.get("steps") or max(run.metrics, default=0)),
+        "Reward": _change(run, "reward"),
+        "Accuracy": _change(run, "accuracy"),
+        "Time": _seconds_text(run.summary.get("seconds")),
+        "Devices": _plain(run.summary.get("devices")),
+        "Versions": _plain(run.summary.get("versions")),
+        "Checkpoint": _plain(run.summary.get("checkpoint")),
+    }
+    cells = "".join(f"<div><dt>{name}</dt><dd>{escape(text)}</dd></div>" for name, text in facts.items() if text)
+    title = f'<h1>{escape(run.name)} <span class="verdict {tone}">{escape(verdict)}</span></h1>'
+    return f"<header>{title}<dl>{cells}</dl></header>"
+
+
+def verdict_of(run: RunData) -> str:
+    """The summary's verdict; a run that never wrote its end is unfinished."""
+    verdict = run.summary.get("verdict")
+    return "unfinished: still running or killed" if verdict in (None, "running") else str(verdict)
+
+
+def comparison(runs: Sequence[RunData]) -> str:
+    """A row for each run, where there are several."""
+    if len(runs) < 2:
+        return ""
+    rows = [
+        (run.name, verdict_of(run), max(run.metrics, default=0), _change(run, "reward"), _change(run, "accuracy"),
+         _seconds_text(run.summary.get("seconds")))
+        for run in runs
+    ]  # fmt: skip
+    note = f'<p class="note">Curves show every run; all other parts show {escape(runs[0].name)}.</p>'
+    return section("runs", "Runs", note, table(("run", "verdict", "steps", "reward", "accuracy", "time"), rows))
+
+
+def health(run: RunData) -> str:
+    """What went wrong or was left out, and which checkpoints there are."""
+    rows = [
+        ("Skipped steps", *_counted(run, lambda name: name.split("/")[-1].startswith("skipped"))),
+        ("Loss or gradient not finite", *_not_finite(run)),
+        ("Rows dropped", *_counted(run, lambda name: name == "dock/dropped")),
+    ]
+    kinds = [name for name in run.metric_names if name.startswith(REWARD_ERRORS)]
+    for kind in kinds:
+        rows.append((f"Reward errors: {kind.removeprefix(REWARD_ERRORS)}", *_counted(run, kind.__eq__)))
+    if not kinds:
+        rows.append(("Reward errors", "0", ""))
+    failed = [span for span in run.timeline.spans if span.error]
+    where = [f"{span.stage} of step {span.step} on rank {span.rank} ({span.error})" for span in failed]
+    rows.append(("Stages that raised", str(len(failed)), _listed(where)))
+    rows.append(("Checkpoints written", *_checkpoints(run)))
+    return section("health", "Health", table(("what", "count", "where"), rows))
+
+
+def configuration(run: RunData) -> str:
+    """The resolved configuration as it was written, with each key's origin set apart."""
+    lines = []
+    for line in run.config.splitlines():
+        setting, mark, origin = line.partition(" # ")
+        remark = f'<span class="origin"># {escape(origin.strip())}</span>' if mark else ""
+        lines.append(f"{escape(setting)}{' ' if mark else ''}{remark}")
+    text = "\n".join(lines)
+    return section("config", "Configuration", f'<pre class="config">{text}</pre>' if text else "")
+
+
+def _change(run: RunData, what: str) -> str:
+    """First and last value from the summary; a reward is looked up in the metrics of a run without its end."""
+    first_name, last_name = ("reward_first", "reward_last") if what == "reward" else (f"{what}_before", f"{what}_after")
+    first, last = number(run.summary.get(first_name)), number(run.summary.get(last_name))
+    points = run.points(what)
+    if first is None and last is None and what == "reward" and points:
+        first, last = points[0][1], points[-1][1]
+    if first is None and last is None:
+        return ""
+    return " → ".join(
+        "?" if value is None else value_text(value) + _interval(run.summary.get(f"{name}_interval"))
+        for name, value in ((first_name, first), (last_name, last))
+    )
+
+
+def _interval(value: object) -> str:
+    ends = [number(end) for end in value] if isinstance(value, list) else []
+    return f" [{ends[0]:.3g}, {ends[1]:.3g}]" if len(ends) == 2 and None not in ends else ""
+
+
+def _seconds_text(value: object) -> str:
+    seconds = number(value)
+    return "" if seconds is None else duration(seconds)
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {inner}" for name, inner in value.items())
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    return "" if value is None else str(value)
+
+
+def _counted(run: RunData, wanted: Any) -> tuple[str, str]:
+    """Sum over the run of the metrics whose name is wanted, and the steps where it isn't 0."""
+    at_step = {
+        step: sum(value for name, value in values.items() if wanted(name) and math.isfinite(value))
+        for step, values in run.metrics.items()
+    }
+    return f"{sum(at_step.values()):g}", _steps_text([step for step, amount in at_step.items() if amount])
+
+
+def _not_finite(run: RunData) -> tuple[str, str]:
+    steps = [
+        step
+        for step, values in run.metrics.items()
+        if any(not math.isfinite(values.get(name, 0.0)) for name in ("loss", "grad_norm"))
+    ]
+    return str(len(steps)), _steps_text(steps)
+
+
+def _checkpoints(run: RunData) -> tuple[str, str]:
+    steps = [int(step) for step, _ in run.points("checkpoint/seconds")]
+    sizes = [size for _, size in run.points("checkpoint/bytes") if math.isfinite(size)]
+    size = f"; the last holds {bytes_text(sizes[-1])}" if sizes else ""
+    return str(len(steps)), _steps_text(steps) + size
+
+
+def _steps_text(steps: Sequence[int]) -> str:
+    return f"step {_listed([str(step) for step in steps])}" if steps else ""
+
+
+def _listed(items: Sequence[str]) -> str:
+    hidden = len(items) - MAX_LISTED
+    return ", ".join(items[:MAX_LISTED]) + (f" and {hidden} more" if hidden > 0 else "")

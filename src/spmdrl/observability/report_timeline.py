@@ -1,0 +1,189 @@
+"""The report's Gantt chart of every rank, and its memory by owner over the stages of the same steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from spmdrl.observability.report_charts import ticks
+from spmdrl.observability.report_html import choices, color_class, escape, legend
+from spmdrl.observability.timeline import MemorySnapshot, Span, TimelineRecords
+from spmdrl.observability.units import byte_unit, bytes_text
+
+WIDTH, LEFT, RIGHT = 940, 64, 12
+ROW_HEIGHT, AXIS_HEIGHT = 20, 22
+MEMORY_HEIGHT, LABEL_HEIGHT = 230, 74
+MAX_RANKS = 32
+MAX_SPANS = 1500
+NUM_SLOWEST = 2
+
+
+@dataclass(frozen=True)
+class StepRange:
+    """Steps that are looked at closely."""
+
+    title: str
+    steps: tuple[int, ...]
+
+
+def step_ranges(records: TimelineRecords) -> list[StepRange]:
+    """The first, the slowest and the last steps of a run, each step in one range only where there are few."""
+    seconds = step_seconds(records)
+    steps = sorted(seconds)
+    if not steps:
+        steps = sorted({snapshot.step for snapshot in records.snapshots})
+        return [StepRange("first steps", tuple(steps[:2]))] if steps else []
+    if len(steps) <= 2:
+        return [StepRange("all steps", tuple(steps))]
+    slowest = sorted(steps[1:-1], key=lambda step: -seconds[step])[:NUM_SLOWEST]
+    ranges = [StepRange(f"first: {_range_text(steps[:2])}", tuple(steps[:2]))]
+    ranges += [StepRange(f"slow: {step} ({seconds[step]:.3g} s)", (step,)) for step in slowest]
+    return [*ranges, StepRange(f"last: {_range_text(steps[-2:])}", tuple(steps[-2:]))]
+
+
+def step_seconds(records: TimelineRecords) -> dict[int, float]:
+    """Seconds from the first start to the last end of each step, over all ranks."""
+    starts: dict[int, float] = {}
+    ends: dict[int, float] = {}
+    for span in records.spans:
+        starts[span.step] = min(span.start, starts.get(span.step, span.start))
+        ends[span.step] = max(span.end, ends.get(span.step, span.end))
+    return {step: ends[step] - starts[step] for step in starts}
+
+
+def stage_order(records: TimelineRecords) -> list[str]:
+    """Names of the stages as they first appear, which is also the order of their colors."""
+    return list(dict.fromkeys(span.stage for span in records.spans))
+
+
+def gantt(records: TimelineRecords) -> str:
+    """Every rank's stages for the ranges of steps, as views to choose from."""
+    stages = stage_order(records)
+    views = [(steps.title, _gantt_svg(_spans_of(records, steps), stages)) for steps in step_ranges(records)]
+    shown = [(title, svg) for title, svg in views if svg]
+    return legend(enumerate(stages)) + choices("gantt", shown) if shown else ""
+
+
+def memory_by_owner(records: TimelineRecords) -> str:
+    """Bytes by owner at the stage boundaries of the rank with the highest peak, on the device and on the host."""
+    if not records.snapshots:
+        return ""
+    rank = max(records.snapshots, key=lambda snapshot: sum(snapshot.device.values())).rank
+    mine = [snapshot for snapshot in records.snapshots if snapshot.rank == rank]
+    held = [(owner, size) for one in mine for place in (one.device, one.host) for owner, size in place.items()]
+    owners = list(dict.fromkeys(owner for owner, size in held if size))
+    views = []
+    for steps in step_ranges(records):
+        chosen = [snapshot for snapshot in mine if snapshot.step in steps.steps]
+        if chosen:
+            views.append((steps.title, _memory_figures(chosen, owners)))
+    note = f'<p class="note">Rank {rank}, the one with the highest peak on its device.</p>'
+    return note + legend(enumerate(owners)) + choices("memory", views) if views else ""
+
+
+def _range_text(steps: Sequence[int]) -> str:
+    return f"{steps[0]}–{steps[-1]}"
+
+
+def _spans_of(records: TimelineRecords, steps: StepRange) -> list[Span]:
+    chosen = [span for span in records.spans if span.step in steps.steps]
+    ranks = _shown_ranks({span.rank for span in chosen})
+    spans = [span for span in chosen if span.rank in ranks]
+    # Where there are too many, the shortest can't be seen anyway.
+    return sorted(sorted(spans, key=lambda span: -span.seconds)[:MAX_SPANS], key=lambda span: span.start)
+
+
+def _shown_ranks(ranks: set[int]) -> set[int]:
+    """All ranks, or evenly spread ones where there are too many rows to read."""
+    ordered = sorted(ranks)
+    if len(ordered) <= MAX_RANKS:
+        return ranks
+    return {ordered[at * (len(ordered) - 1) // (MAX_RANKS - 1)] for at in range(MAX_RANKS)}
+
+
+def _gantt_svg(spans: Sequence[Span], stages: Sequence[str]) -> str:
+    if not spans:
+        return ""
+    ranks = sorted({span.rank for span in spans})
+    origin = min(span.start for span in spans)
+    whole = max(max(span.end for span in spans) - origin, 1e-6)
+    scale = (WIDTH - LEFT - RIGHT) / whole
+    height = len(ranks) * ROW_HEIGHT + AXIS_HEIGHT
+    parts = [_time_axis(whole, scale, height)]
+    for row, rank in enumerate(ranks):
+        parts.append(f'<text class="ty" x="{LEFT - 6}" y="{(row + 0.5) * ROW_HEIGHT:.1f}">rank {rank}</text>')
+    row_of = {rank: row for row, rank in enumerate(ranks)}
+    color_of = {stage: color_class(index) for index, stage in enumerate(stages)}
+    for span in spans:
+        x, width = LEFT + (span.start - origin) * scale, max(0.5, span.seconds * scale)
+        broken = " broken" if span.error else ""
+        parts.append(
+            f'<rect class="bar {color_of[span.stage]}{broken}" x="{x:.1f}" y="{row_of[span.rank] * ROW_HEIGHT + 2}" '
+            f'width="{width:.1f}" height="{ROW_HEIGHT - 4}">{_span_title(span)}</rect>'
+        )
+    return _svg(height, "stages of each rank over time", parts)
+
+
+def _span_title(span: Span) -> str:
+    failed = f", ended by {span.error}" if span.error else ""
+    return f"<title>{escape(f'{span.stage}, step {span.step}, rank {span.rank}: {span.seconds:.3g} s{failed}')}</title>"
+
+
+def _time_axis(whole: float, scale: float, height: int) -> str:
+    bottom = height - AXIS_HEIGHT
+    parts = []
+    for second in ticks(0.0, whole, 8):
+        x = f"{LEFT + second * scale:.1f}"
+        parts.append(f'<line class="grid" x1="{x}" x2="{x}" y1="0" y2="{bottom}"/>')
+        parts.append(f'<text class="tx" x="{x}" y="{bottom + 15}">{second:g} s</text>')
+    return "".join(parts)
+
+
+def _memory_figures(snapshots: Sequence[MemorySnapshot], owners: Sequence[str]) -> str:
+    device = [snapshot.device for snapshot in snapshots]
+    host = [snapshot.host for snapshot in snapshots]
+    labels = [f"{snapshot.step} {snapshot.stage}" for snapshot in snapshots]
+    return "".join(
+        f"<h3>{place}</h3>" + _memory_svg(list(zip(labels, held, strict=True)), owners)
+        for place, held in (("On the device", device), ("On the host", host))
+        if any(sum(bytes_of.values()) for bytes_of in held)
+    )
+
+
+def _memory_svg(bars: Sequence[tuple[str, dict[str, int]]], owners: Sequence[str]) -> str:
+    peak = max(max(sum(held.values()) for _, held in bars), 1)
+    unit_scale, unit = byte_unit(peak)
+    scale = (MEMORY_HEIGHT - 10) / peak
+    pitch = min(60.0, (WIDTH - LEFT - RIGHT) / len(bars))
+    parts: list[str] = []
+    for value in ticks(0.0, peak / unit_scale, 4):
+        y = f"{MEMORY_HEIGHT - value * unit_scale * scale:.1f}"
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y}" y2="{y}"/>')
+        parts.append(f'<text class="ty" x="{LEFT - 6}" y="{y}">{value:g} {unit}</text>')
+    for index, (label, held) in enumerate(bars):
+        x = LEFT + index * pitch
+        parts.append(_stacked_bar(held, owners, x=x + 0.1 * pitch, width=0.8 * pitch, scale=scale))
+        at = f"{x + pitch / 2:.1f} {MEMORY_HEIGHT + 8}"
+        parts.append(f'<text class="slant" transform="translate({at}) rotate(-40)">{escape(label)}</text>')
+    return _svg(MEMORY_HEIGHT + LABEL_HEIGHT, "memory by owner", parts)
+
+
+def _stacked_bar(held: dict[str, int], owners: Sequence[str], *, x: float, width: float, scale: float) -> str:
+    parts, top = [], float(MEMORY_HEIGHT)
+    for index, owner in enumerate(owners):
+        height = held.get(owner, 0) * scale
+        if height <= 0:
+            continue
+        top -= height
+        title = f"<title>{escape(f'{owner}: {bytes_text(held[owner])}')}</title>"
+        box: dict[str, Any] = {"x": f"{x:.1f}", "y": f"{top:.1f}", "width": f"{width:.1f}", "height": f"{height:.1f}"}
+        attributes = " ".join(f'{name}="{value}"' for name, value in box.items())
+        parts.append(f'<rect class="bar {color_class(index)}" {attributes}>{title}</rect>')
+    return "".join(parts)
+
+
+def _svg(height: int, label: str, parts: Sequence[str]) -> str:
+    content = "".join(parts)
+    box = f'viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{label}"'
+    return f'<div class="scroll"><svg class="wide" {box}>{content}</svg></div>'

@@ -1,0 +1,78 @@
+"""95% intervals of measured accuracies, and pass@k: pure functions of counts and scores."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import NormalDist, fmean, stdev
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A measured value in [0, 1] with the interval that holds the true one with the asked confidence."""
+
+    value: float
+    low: float
+    high: float
+
+
+def wilson(num_correct: float, num_trials: int, confidence: float = 0.95) -> Estimate:
+    """Estimate a proportion with Wilson's score interval (Wilson 1927), which holds near 0 and 1 and for few trials."""
+    if not 0 <= num_correct <= num_trials or num_trials == 0:
+        raise ValueError(
+            f"{num_correct} correct of {num_trials} is no proportion; give 0 <= correct <= trials, trials > 0"
+        )
+    z2 = _quantile(confidence) ** 2
+    value = num_correct / num_trials
+    spread = math.sqrt(z2 * (value * (1 - value) + z2 / (4 * num_trials)) / num_trials)
+    center, scale = value + z2 / (2 * num_trials), 1 + z2 / num_trials
+    # Rounding may leave the ends a hair beyond 0, 1 or the value itself.
+    low, high = max(0.0, (center - spread) / scale), min(1.0, (center + spread) / scale)
+    return Estimate(value, min(low, value), max(high, value))
+
+
+def average_at_k(scores_GN: Sequence[Sequence[float]], confidence: float = 0.95) -> Estimate:
+    """Estimate avg@k: the mean over prompts of the mean score of a prompt's k responses, scores in [0, 1].
+
+    The interval is normal over prompts, since the responses of one prompt aren't independent.
+    """
+    return _mean_over_prompts([fmean(scores_N) for scores_N in scores_GN], confidence)
+
+
+def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
+    """Unbiased chance that at least one of k responses is right (Chen et al. 2021, arXiv:2107.03374, Eq. 1).
+
+    1 - C(n - c, k) / C(n, k) for n samples of which c are right, as a product that can't overflow.
+    """
+    if not (0 <= num_correct <= num_samples and 1 <= k <= num_samples):
+        raise ValueError(
+            f"pass@{k} of {num_correct} correct in {num_samples} samples isn't defined; "
+            "it needs 0 <= correct <= samples and 1 <= k <= samples: draw more samples or lower k"
+        )
+    if num_samples - num_correct < k:
+        return 1.0
+    misses = (1 - k / n for n in range(num_samples - num_correct + 1, num_samples + 1))
+    return 1.0 - math.prod(misses)
+
+
+def mean_pass_at_k(num_correct_G: Sequence[int], num_samples: int, k: int, *, confidence: float = 0.95) -> Estimate:
+    """Estimate pass@k over prompts, each with the same number of samples, with a normal interval over prompts."""
+    return _mean_over_prompts([pass_at_k(num_samples, correct, k) for correct in num_correct_G], confidence)
+
+
+def _mean_over_prompts(values_G: Sequence[float], confidence: float) -> Estimate:
+    if not values_G:
+        raise ValueError("an average over 0 prompts isn't defined; give at least one prompt")
+    value = fmean(values_G)
+    if len(values_G) == 1:
+        # One prompt says nothing about the spread over prompts.
+        return Estimate(value, 0.0, 1.0)
+    margin = _quantile(confidence) * stdev(values_G) / math.sqrt(len(values_G))
+    return Estimate(value, max(0.0, value - margin), min(1.0, value + margin))
+
+
+def _quantile(confidence: float) -> float:
+    if not 0 < confidence < 1:
+        raise ValueError(f"confidence is {confidence}, but must lie between 0 and 1, such as 0.95")
+    return NormalDist().inv_cdf(0.5 + confidence / 2)

@@ -1,0 +1,50 @@
+"""summary.json: how a run went, in one object that people, the report and other programs read."""
+
+from __future__ import annotations
+
+import json
+import platform
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from spmdrl.observability.jsonl import to_json, write_atomic
+
+SUMMARY_FILE = "summary.json"
+ALWAYS_THERE = (
+    "verdict", "steps", "reward_first", "reward_last", "accuracy_before", "accuracy_after", "seconds", "checkpoint",
+    "report",
+)  # fmt: skip
+
+
+def write_summary(run_dir: Path, **fields: Any) -> Path:
+    """Write `fields` into summary.json, atomically; fields written earlier stay, and unknown ones are null.
+
+    A run writes it at its start (verdict "running", versions, devices), so that it is there after a crash,
+    and again at its end. Paths become strings.
+    """
+    plain = {name: str(value) if isinstance(value, Path) else value for name, value in fields.items()}
+    content = dict.fromkeys(ALWAYS_THERE) | read_summary(run_dir) | plain
+    path = Path(run_dir) / SUMMARY_FILE
+    write_atomic(path, to_json(content, indent=2) + "\n")
+    return path
+
+
+def read_summary(run_dir: Path) -> dict[str, Any]:
+    """The fields of summary.json, or none where the file is missing or broken."""
+    try:
+        content = json.loads((Path(run_dir) / SUMMARY_FILE).read_text(encoding="utf-8", errors="replace"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def software_versions() -> dict[str, str]:
+    """Versions that a result depends on, read from the installed packages without importing them."""
+    versions = {"python": platform.python_version()}
+    for package in ("spmdrl", "torch", "transformers", "vllm", "torch_npu"):
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions

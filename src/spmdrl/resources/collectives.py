@@ -1,0 +1,74 @@
+"""The few collectives that stages and engines need, by purpose; each does nothing in a group of one rank.
+
+All take host tensors unless said otherwise: they carry counts, lengths and metadata, not weights.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Group = dist.ProcessGroup | None
+
+
+def group_size(group: Group = None) -> int:
+    return dist.get_world_size(group) if dist.is_initialized() else 1
+
+
+def sum_over(tensor: Tensor, group: Group = None) -> Tensor:
+    """The elementwise sum over the group's ranks. Collective."""
+    return _reduced(tensor, dist.ReduceOp.SUM, group)
+
+
+def max_over(tensor: Tensor, group: Group = None) -> Tensor:
+    """The elementwise maximum over the group's ranks. Collective."""
+    return _reduced(tensor, dist.ReduceOp.MAX, group)
+
+
+def _reduced(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: Group) -> Tensor:
+    out = tensor.clone()
+    if group_size(group) > 1:
+        dist.all_reduce(out, op=op, group=group)
+    return out
+
+
+def gather_ragged(values: Tensor, group: Group = None) -> list[Tensor]:
+    """Every rank's 1-D tensor, in rank order; lengths may differ. Collective."""
+    size = group_size(group)
+    if size == 1:
+        return [values.clone()]
+    counts = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
+    dist.all_gather(counts, torch.tensor([values.numel()]), group=group)
+    lengths = [int(count) for count in counts]
+    # gloo gathers equal sizes only: pad to the longest.
+    padded = values.new_zeros(max(lengths))
+    padded[: values.numel()] = values
+    gathered = [torch.empty_like(padded) for _ in range(size)]
+    dist.all_gather(gathered, padded, group=group)
+    return [part[:length] for part, length in zip(gathered, lengths, strict=True)]
+
+
+def gather_bytes(payload: bytes, group: Group = None) -> list[bytes]:
+    """Every rank's bytes, in rank order. Collective."""
+    values = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else torch.empty(0, dtype=torch.uint8)
+    return [part.numpy().tobytes() for part in gather_ragged(values, group)]
+
+
+def broadcast_bytes(payload: bytes | None, src: int = 0) -> bytes:
+    """Rank `src`'s bytes, on every rank. Collective over the world."""
+    if group_size() == 1:
+        assert payload is not None, "the source rank must bring the bytes"
+        return payload
+    is_source = dist.get_rank() == src
+    assert payload is not None or not is_source, "the source rank must bring the bytes"
+    return gather_bytes(payload or b"" if is_source else b"")[src]
+
+
+def barrier(group: Group = None) -> None:
+    """Wait for every rank of the group. Collective.
+
+    A reduction of one host number rather than `dist.barrier`, which on accelerators occupies the device.
+    """
+    if group_size(group) > 1:
+        dist.all_reduce(torch.zeros(1), group=group)

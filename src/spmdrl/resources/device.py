@@ -1,0 +1,88 @@
+"""Devices behind a few verbs: cpu, cuda and npu are rows of a table, not branches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+DeviceKind = Literal["cpu", "cuda", "npu"]
+
+# The collective library and the RPC back end that belong to each kind of device.
+BACKENDS: dict[str, str] = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}
+
+
+@dataclass(frozen=True)
+class Device:
+    """The device of this rank: `index` counts within the node; the CPU has no index."""
+
+    kind: str
+    index: int = 0
+
+    @property
+    def torch_device(self) -> torch.device:
+        return torch.device("cpu") if self.is_cpu else torch.device(self.kind, self.index)
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.kind == "cpu"
+
+    @property
+    def backend(self) -> str:
+        """The process group's back end; host tensors always travel by gloo."""
+        return BACKENDS[self.kind]
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """What `model.dtype: auto` means here: bfloat16 where the hardware multiplies it fast."""
+        return torch.float32 if self.is_cpu else torch.bfloat16
+
+    @property
+    def module(self) -> Any:
+        """The torch module of this kind of device (torch.cuda, torch.npu)."""
+        return getattr(torch, self.kind)
+
+    def select(self) -> None:
+        """Make this the current device of the process."""
+        if not self.is_cpu:
+            self.module.set_device(self.index)
+
+    def synchronize(self) -> None:
+        if not self.is_cpu:
+            self.module.synchronize()
+
+    def empty_cache(self) -> None:
+        """Give freed device memory back, so that another allocator in this process can take it."""
+        if not self.is_cpu:
+            self.module.empty_cache()
+
+    def memory_bytes(self) -> tuple[int, int] | None:
+        """(used, total) bytes of the device, or None on the CPU, whose memory isn't ours alone."""
+        if self.is_cpu:
+            return None
+        free, total = self.module.mem_get_info()
+        return total - free, total
+
+
+def find_device(wanted: str, local_rank: int) -> Device:
+    """The device for a rank: `wanted` is auto, cpu, cuda or npu.
+
+    Raises ValueError when the wanted kind isn't there or the node has fewer devices than ranks.
+    """
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    kind = found.type if found is not None and found.type in BACKENDS else "cpu"
+    if wanted == "cpu" or (wanted == "auto" and kind == "cpu"):
+        return Device("cpu")
+    if wanted not in ("auto", kind):
+        raise ValueError(
+            f"resources.device is {wanted!r}, but PyTorch finds {kind!r} on this node; "
+            "install the PyTorch build for that device, or set resources.device to auto"
+        )
+    count = torch.accelerator.device_count()
+    if local_rank >= count:
+        raise ValueError(
+            f"local rank {local_rank} has no {kind} device: the node shows {count}; "
+            f"start at most {count} ranks a node (--nproc-per-node {count})"
+        )
+    return Device(kind, local_rank)

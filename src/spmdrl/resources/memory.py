@@ -1,0 +1,90 @@
+"""Who holds how many bytes, on the device and on the host, and how freed memory reaches the system again."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import gc
+import os
+import resource
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+Owner = Literal[
+    "update_weights", "gradients", "optimizer", "reference_weights", "generation_weights", "kv_cache", "bucket"
+]
+Place = Literal["device", "host"]
+OWNERS: tuple[Owner, ...] = get_args(Owner)
+PLACES: tuple[Place, ...] = get_args(Place)
+
+
+@dataclass(frozen=True)
+class LedgerSnapshot:
+    """The bytes of every owner at one stage boundary, for the timeline."""
+
+    stage: str
+    device: Mapping[str, int]
+    host: Mapping[str, int]
+
+
+class MemoryLedger:
+    """Bytes by owner and place, kept by those who allocate and free; its peaks are of device bytes."""
+
+    def __init__(self) -> None:
+        self._bytes: dict[tuple[Owner, Place], int] = {(owner, place): 0 for owner in OWNERS for place in PLACES}
+        self._peaks: dict[Owner, int] = dict.fromkeys(OWNERS, 0)
+
+    def set(self, owner: Owner, place: Place, num_bytes: int) -> None:
+        """Records that `owner` now holds `num_bytes` at `place`."""
+        if (owner, place) not in self._bytes:
+            raise ValueError(f"the ledger has no {owner!r} on {place!r}; owners are {OWNERS}, places {PLACES}")
+        assert num_bytes >= 0, (owner, place, num_bytes)
+        self._bytes[owner, place] = num_bytes
+        if place == "device":
+            self._peaks[owner] = max(self._peaks[owner], num_bytes)
+
+    def add(self, owner: Owner, place: Place, num_bytes: int) -> None:
+        """Adds `num_bytes` (negative: subtracts) to what `owner` holds at `place`."""
+        self.set(owner, place, self._bytes.get((owner, place), 0) + num_bytes)
+
+    def bytes_of(self, owner: Owner, place: Place = "device") -> int:
+        return self._bytes[owner, place]
+
+    def peak(self, owner: Owner) -> int:
+        """The most device bytes that `owner` has held so far."""
+        return self._peaks[owner]
+
+    def snapshot(self, stage: str) -> LedgerSnapshot:
+        """Freezes the present bytes under the name of a stage."""
+        device: dict[str, int] = {owner: self._bytes[owner, "device"] for owner in OWNERS}
+        host: dict[str, int] = {owner: self._bytes[owner, "host"] for owner in OWNERS}
+        return LedgerSnapshot(stage, device, host)
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process; where /proc is missing, the largest it has been."""
+    try:
+        with open("/proc/self/statm", encoding="ascii") as statm:
+            return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        # getrusage counts KiB, except on macOS, which counts bytes.
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def release_to_system() -> None:
+    """Collects garbage and gives the allocator's free pages back to the operating system."""
+    gc.collect()
+    trim = _malloc_trim()
+    if trim is not None:
+        trim(0)
+
+
+@functools.cache
+def _malloc_trim() -> ctypes._NamedFuncPointer | None:
+    """glibc's malloc_trim, or None with another C library."""
+    if not sys.platform.startswith("linux"):
+        return None
+    return getattr(ctypes.CDLL(None), "malloc_trim", None)

@@ -1,0 +1,257 @@
+"""A run's folder: what is logged and kept of it, and where it goes on after a stop."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+from spmdrl.actor import CHECKPOINTS, MODEL
+from spmdrl.config import Config
+from spmdrl.engines.training.checkpoint import CheckpointStore
+from spmdrl.observability.console import Console
+from spmdrl.observability.log import MetricsLog, SamplesLog
+from spmdrl.observability.metrics import Recorder, encode, merge
+from spmdrl.observability.report import write_report
+from spmdrl.observability.summary import software_versions, write_summary
+from spmdrl.observability.timeline import Timeline, timeline_file
+from spmdrl.resources.collectives import barrier, gather_bytes
+from spmdrl.resources.memory import MemoryLedger
+from spmdrl.resources.world import World
+
+RESOLVED_CONFIG = "config.resolved.yaml"
+RUN_FILE = "run.json"
+
+
+class Savable(Protocol):
+    """What a checkpoint is made of."""
+
+    def write_to(self, folder: Path) -> list[Path]:
+        """Write this rank's files below `folder` and return their paths. Collective."""
+        ...
+
+    def read_from(self, folder: Path) -> None:
+        """Take the state back. Collective."""
+        ...
+
+
+class Run:
+    """One run on this rank. Making, resuming and finishing it are collective over all ranks."""
+
+    def __init__(self, config: Config, world: World, *, num_steps: int, resolved_config: str, title: str = "train"):
+        self.config = config
+        self.world = world
+        self.folder = config.run.folder
+        self.num_steps = num_steps
+        self.start_step = 0
+        self.recorder = Recorder()
+        self.console = Console(enabled=world.is_main)
+        self.last_checkpoint: Path | None = None
+        self.metrics: dict[str, float] = {}
+        self.first_metrics: dict[str, float] = {}
+        self.last_step = 0
+        self.accuracy_before: float | None = None
+        self.accuracy_before_interval: list[float] | None = None
+        self.is_finished = False
+        """Whether the run was ended before, so that no step remains."""
+        self._title = title
+        self._started = time.perf_counter()
+        self._step_started = self._started
+        if world.is_main:
+            start_anew(self.folder, config.resume, self.console)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / RESOLVED_CONFIG).write_text(resolved_config)
+            devices = f"{world.size} x {world.device.kind}"
+            write_summary(self.folder, verdict="running", versions=software_versions(), devices=devices)
+        barrier()
+        self.timeline = Timeline(timeline_file(self.folder, world.rank), world.rank)
+        self.store = CheckpointStore(self.folder / CHECKPOINTS, config.checkpoint, is_main=world.is_main)
+        self._metrics_log = MetricsLog(self.folder, config.log.backends, console=self.console) if world.is_main else None
+        self.samples_log = SamplesLog(self.folder) if world.is_main else None
+
+    def resume(self, state: Savable) -> None:
+        """Take up the newest sound checkpoint that `resume` allows. Collective.
+
+        Raises ValueError on every rank when the wanted checkpoint isn't there or belongs to another run.
+        """
+        folder = self._checkpoint_to_resume()
+        if folder is None:
+            # A run that died before its first checkpoint starts at its first step again.
+            self._forget_after(0)
+            return
+        record = json.loads((folder / RUN_FILE).read_text())
+        self._check_same_run(record["identity"], folder)
+        state.read_from(folder)
+        self.start_step = record["step"]
+        self.is_finished = record["is_finished"]
+        self.first_metrics = record["first_metrics"]
+        self.accuracy_before = record["accuracy_before"]
+        self.accuracy_before_interval = record["accuracy_before_interval"]
+        self.metrics = record["metrics"]
+        self.last_step = self.start_step
+        self.last_checkpoint = folder
+        self._forget_after(self.start_step)
+        self.console.note(f"resumed from {folder} after step {self.start_step}")
+
+    def remaining_steps(self) -> Iterator[int]:
+        """Steps still to do, numbered from 1."""
+        self.console.start(self.num_steps, title=self._title, done_steps=self.start_step)
+        for step in range(self.start_step + 1, self.num_steps + 1):
+            if self.is_finished:
+                return
+            self._step_started = time.perf_counter()
+            yield step
+
+    def finish_step(self, step: int, state: Savable) -> None:
+        """Write the step's metrics, then a checkpoint where one is due. Collective.
+
+        In this order, a resumed run finds the metrics of every step that its checkpoint holds.
+        """
+        self.log_step(step)
+        self.last_step = step
+        interval = self.config.checkpoint.interval
+        if step == self.num_steps or self.is_finished or (interval and step % interval == 0):
+            self.save(step, state)
+
+    def save(self, step: int, state: Savable) -> None:
+        """Write a checkpoint; a failure costs none of the earlier ones, and the run goes on. Collective.
+
+        Its metrics are those of the next step that is logged.
+        """
+
+        def write(folder: Path) -> list[Path]:
+            paths = state.write_to(folder)
+            if self.world.is_main:
+                record = {
+                    "step": step,
+                    "is_finished": self.is_finished,
+                    "identity": self._identity(),
+                    "first_metrics": self.first_metrics,
+                    "accuracy_before": self.accuracy_before,
+                    "accuracy_before_interval": self.accuracy_before_interval,
+                    "metrics": self.metrics,
+                }
+                (folder / RUN_FILE).write_text(json.dumps(record, indent=1, sort_keys=True))
+                paths.append(folder / RUN_FILE)
+            return paths
+
+        started = time.perf_counter()
+        with self.timeline.stage("checkpoint", step):
+            result = self.store.save(step, write)
+        self.recorder.maximum("checkpoint/seconds", time.perf_counter() - started)
+        if result.folder is None:
+            self.recorder.maximum("checkpoint/failed", 1.0)
+            self.console.note(f"checkpoint of step {step} FAILED, the run goes on without it: {result.error}")
+        else:
+            self.recorder.maximum("checkpoint/bytes", float(result.num_bytes))
+            self.last_checkpoint = result.folder
+
+    def log_step(self, step: int) -> None:
+        """Reduce the step's metrics over ranks and write them. Collective."""
+        for stage, seconds in self.timeline.stage_seconds(step).items():
+            self.recorder.maximum(f"time/{stage}", seconds)
+        self.recorder.maximum("time/step", time.perf_counter() - self._step_started)
+        self.metrics = self._with_rates(merge(gather_bytes(encode(self.recorder.drain()))))
+        self._note_first(step)
+        if self._metrics_log is not None:
+            self._metrics_log.write(step, self.metrics)
+
+    def _with_rates(self, metrics: dict[str, float]) -> dict[str, float]:
+        tokens, seconds = metrics.get("perf/tokens"), metrics["time/step"]
+        if tokens is not None:
+            metrics["perf/tokens_per_second"] = tokens / seconds
+            # Eq. 5 of the MindSpeed RL paper, with real lengths in place of the longest ones.
+            metrics["perf/eq5_tokens_per_second_per_device"] = tokens / seconds / self.world.size
+        return metrics
+
+    def _note_first(self, step: int) -> None:
+        if not self.first_metrics and "reward" in self.metrics:
+            self.first_metrics = {"step": step, "reward": self.metrics["reward"]}
+
+    def write_memory(self, step: int, stage: str, ledger: MemoryLedger) -> None:
+        """Put the ledger's bytes at a stage's end on the timeline."""
+        snapshot = ledger.snapshot(stage)
+        self.timeline.memory(step, stage, snapshot.device, host=snapshot.host)
+
+    def finish(self, verdict: str, **fields: object) -> None:
+        """Close the logs, and write summary and report from the main rank. Collective."""
+        self.timeline.close()
+        barrier()
+        if not self.world.is_main:
+            return
+        assert self._metrics_log is not None and self.samples_log is not None
+        self._metrics_log.close()
+        self.samples_log.close()
+        report = self.folder / "report.html"
+        summary = {
+            "verdict": verdict,
+            "steps": self.last_step,
+            "reward_first": self.first_metrics.get("reward"),
+            "reward_last": self.metrics.get("reward"),
+            "accuracy_before": self.accuracy_before,
+            "accuracy_before_interval": self.accuracy_before_interval,
+            "accuracy_after": None,
+            "seconds": time.perf_counter() - self._started,
+            "checkpoint": str(self.last_checkpoint / MODEL) if self.last_checkpoint else None,
+            "report": str(report),
+        }
+        write_summary(self.folder, **{**summary, **fields})
+        write_report(self.folder)
+        self.console.summary({**summary, **fields})
+
+    def _identity(self) -> dict[str, object]:
+        """What must not change between the parts of one run, or its steps would mean something else."""
+        config = self.config
+        return {
+            "seed": config.seed,
+            "rollout.prompts_per_step": config.rollout.prompts_per_step,
+            "rollout.num_generations": config.rollout.num_generations,
+            "data.train": str(config.data.train),
+            "algo.name": config.algo.name,
+        }
+
+    def _check_same_run(self, identity: dict[str, object], folder: Path) -> None:
+        differences = [
+            f"{key} was {identity.get(key)!r} and is {value!r}"
+            for key, value in self._identity().items()
+            if identity.get(key) != value
+        ]
+        if differences:
+            raise ValueError(
+                f"{folder} belongs to another run: {'; '.join(differences)}; "
+                "set run.name to a new name, or resume=never to start anew in this folder"
+            )
+
+    def _checkpoint_to_resume(self) -> Path | None:
+        wanted = self.config.resume
+        if wanted in ("auto", "never"):
+            step, complaints = self.store.newest_sound()
+            for complaint in complaints:
+                self.console.note(f"WARNING: damaged checkpoint passed over: {complaint}")
+            return None if step is None else self.store.folder_of(step)
+        folder = self.store.folder_of(int(wanted)) if wanted.isdigit() else Path(wanted)
+        problem = self.store.damage_of(folder)
+        if problem is not None:
+            raise ValueError(f"resume is {wanted!r}, but {folder} can't be used: {problem}; steps: {self.store.steps()}")
+        return folder
+
+    def _forget_after(self, step: int) -> None:
+        """Cut from the logs what will be done again. Collective."""
+        self.timeline.truncate_after(step)
+        if self._metrics_log is not None and self.samples_log is not None:
+            self._metrics_log.truncate_after(step)
+            self.samples_log.truncate_after(step)
+        barrier()
+
+
+def start_anew(folder: Path, resume: str, console: Console) -> None:
+    """With `resume=never`, put what an earlier run left in the folder out of the way; nothing is deleted."""
+    if resume != "never" or not folder.exists():
+        return
+    number = 1
+    while (aside := folder.with_name(f"{folder.name}.{number}")).exists():
+        number += 1
+    folder.rename(aside)
+    console.note(f"resume=never: the earlier run was moved to {aside}")

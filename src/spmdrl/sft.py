@@ -1,0 +1,144 @@
+"""The `sft` verb: supervised training on the answers of `data.train`, with the engine that reinforcement learning uses.
+
+Shape letters: `R` response tokens of a micro-batch, packed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from spmdrl.actor import Actor, ModelSource, build_trainer, prepare_model
+from spmdrl.building import build_held_out
+from spmdrl.check import CheckedRun, check_run
+from spmdrl.config import Config
+from spmdrl.configfile import LoadedConfig
+from spmdrl.dataflow.samples.prompts import Prompt, PromptSource
+from spmdrl.engines.models.tokenizer import ModelTokenizer
+from spmdrl.engines.training.engine import UpdateResult
+from spmdrl.engines.training.rows import LossTerms, MicroBatch, Scores, TokenRows
+from spmdrl.held_out import HeldOut
+from spmdrl.resources.collectives import sum_over
+from spmdrl.resources.mesh import build_update_mesh
+from spmdrl.resources.world import World, open_world
+from spmdrl.run import Run
+from spmdrl.types import offsets_of
+
+# Steps over which the probability of an answer is averaged before it can end the training.
+STEPS_OF_AVERAGE = 4
+
+
+def main(loaded: LoadedConfig[Config]) -> int:
+    """Train on the answers of `data.train`, evaluating on `data.eval` before and after."""
+    checked = check_run(loaded, verb="sft")
+    if checked.config.sft.max_steps < 1:
+        raise ValueError("sft.max_steps is 0, so the sft verb has nothing to do; set it to the number of steps")
+    with open_world(checked.config.resources.device, checked.config.resources.timeout_seconds) as world:
+        train_supervised(checked, world)
+    return 0
+
+
+def train_supervised(checked: CheckedRun, world: World, title: str = "sft") -> Path | None:
+    """Run the supervised steps of a run, going on where they stopped; returns the newest checkpoint. Collective."""
+    config = checked.config
+    run = Run(config, world, num_steps=config.sft.max_steps, resolved_config=checked.resolved_config, title=title)
+    with ExitStack() as stack:
+        source = ModelSource.of(prepare_model(config, world))
+        tokenizer = ModelTokenizer(source.folder)
+        mesh = build_update_mesh(checked.layout, world.device, world.rank)
+        trainer = build_trainer(
+            config, source, mesh, world, optim=config.sft.optim, num_steps=config.sft.max_steps, temperature=1.0
+        )
+        actor = Actor(trainer, source, world)
+        run.resume(actor)
+        prompts = PromptSource(checked.train_rows, tokenizer.raw, config.data, config.seed)
+        held_out = build_held_out(checked, run, actor, tokenizer, stack)
+        _train(run, actor, prompts, tokenizer, held_out)
+        run.finish("done", **held_out.summary())
+    return run.last_checkpoint
+
+
+def _train(run: Run, actor: Actor, prompts: PromptSource, tokenizer: ModelTokenizer, held_out: HeldOut) -> None:
+    """The supervised loop. Collective over all ranks."""
+    sft, world = run.config.sft, run.world
+    watch = AnswerWatch(sft.stop_at_probability)
+    held_out.before()
+    for step in run.remaining_steps():
+        chosen = prompts.take(step - 1, sft.rows_per_step)[world.rank :: world.size]
+        with run.timeline.stage("update", step):
+            result = actor.trainer.update(*supervised_batch(chosen, tokenizer))
+        run.is_finished = watch.sees(answer_probability(result))
+        _report(run, result, chosen)
+        held_out.when_due(step)
+        run.finish_step(step, actor)
+
+
+def _report(run: Run, result: UpdateResult, chosen: Sequence[Prompt]) -> None:
+    run.recorder.mean("loss", result.loss)
+    run.recorder.mean("grad_norm", result.grad_norm)
+    run.recorder.mean("lr", result.lr)
+    run.recorder.maximum("update/skipped", float(result.skipped))
+    run.recorder.mean("answer_probability", answer_probability(result))
+    run.recorder.mean("entropy", result.metrics["entropy"][0] / max(result.metrics["entropy"][1], 1.0))
+    run.recorder.total("perf/tokens", result.metrics["tokens"][0] / run.world.size)
+
+
+def answer_probability(result: UpdateResult) -> float:
+    """The mean probability of a whole reference answer: the reward that sampled exact answers can expect."""
+    total, count = result.metrics["answer_probability"]
+    return total / max(count, 1.0)
+
+
+@dataclass
+class AnswerWatch:
+    """Says when the answers have become probable enough."""
+
+    goal: float | None
+    recent: tuple[float, ...] = ()
+
+    def sees(self, probability: float) -> bool:
+        self.recent = (*self.recent, probability)[-STEPS_OF_AVERAGE:]
+        return self.goal is not None and sum(self.recent) / STEPS_OF_AVERAGE >= self.goal
+
+
+def supervised_batch(prompts: Sequence[Prompt], tokenizer: ModelTokenizer):
+    """Rows of prompt and answer, and their loss, the token mean over all ranks' answers. Collective."""
+    completions = [tokenizer.encode_completion(completion_of(prompt)) for prompt in prompts]
+    rows = rows_of([prompt.prompt_ids for prompt in prompts], completions)
+    num_tokens = int(sum_over(torch.tensor([rows.num_response_tokens])))
+    return rows, lambda scores, micro: token_mean_loss(scores, micro, num_tokens)
+
+
+def completion_of(prompt: Prompt) -> str:
+    """The text to learn: the row's `completion`, or its answer."""
+    completion = prompt.columns.get("completion")
+    if isinstance(completion, str):
+        return completion
+    assert prompt.answer is not None, f"row {prompt.id} has no answer, which reading it should have refused"
+    return prompt.answer
+
+
+def rows_of(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]) -> TokenRows:
+    runs = [[*prompt, *completion] for prompt, completion in zip(prompts, completions, strict=True)]
+    return TokenRows(
+        tokens_T=torch.tensor([token for run in runs for token in run], dtype=torch.int64),
+        offsets=offsets_of([len(run) for run in runs]),
+        prompt_lengths_B=torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int64),
+    )
+
+
+def token_mean_loss(scores: Scores, micro: MicroBatch, num_tokens: int) -> LossTerms:
+    """Negative log-likelihood, this micro-batch's share of the mean over `num_tokens` tokens."""
+    logprobs_R = scores.logprobs_R.detach()
+    row_sums_B = logprobs_R.new_zeros(micro.num_rows).index_add_(0, micro.row_of_response_R, logprobs_R)
+    num_rows, num_here = torch.tensor(float(micro.num_rows)), torch.tensor(float(logprobs_R.numel()))
+    metrics = {
+        "answer_probability": (row_sums_B.exp().sum(), num_rows),
+        "entropy": (scores.entropy_R.detach().sum(), num_here),
+        "tokens": (torch.tensor(float(micro.tokens_T.numel())), num_rows),
+    }
+    return LossTerms(-scores.logprobs_R.sum() / max(num_tokens, 1), metrics)

@@ -1,0 +1,154 @@
+"""START HERE: the `train` verb. Builds the four layers bottom-up, then runs the loop, in verbs only."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+
+import torch
+
+from spmdrl.actor import Actor, ModelSource, build_generator, build_trainer, prepare_model
+from spmdrl.building import Rollouts, StageParts, build_evaluator, build_stages, build_switching
+from spmdrl.check import CheckedRun, check_run
+from spmdrl.config import Config
+from spmdrl.configfile import ConfigError, LoadedConfig
+from spmdrl.dataflow.samples.dock import TransferDock
+from spmdrl.dataflow.samples.prompts import Prompt, PromptSource
+from spmdrl.dataflow.samples.transport import open_transport
+from spmdrl.dataflow.stages.reward import RewardFailure
+from spmdrl.dataflow.stages.stages import Stages
+from spmdrl.engines.models.tokenizer import ModelTokenizer
+from spmdrl.engines.reward.pool import RewardPool
+from spmdrl.held_out import HeldOut
+from spmdrl.resources.mesh import build_update_mesh
+from spmdrl.resources.world import World, make_deterministic, open_world
+from spmdrl.run import Run
+from spmdrl.samples_report import SamplesReport
+from spmdrl.sft import train_supervised
+from spmdrl.switching import Switching
+from spmdrl.types import Batch, WorkerState
+
+
+def main(loaded: LoadedConfig[Config]) -> int:
+    """Train with rewards; the same command again goes on from the newest checkpoint."""
+    checked = check_run(loaded, verb="train")
+    if checked.config.debug.deterministic:
+        make_deterministic()
+    with open_world(checked.config.resources.device, checked.config.resources.timeout_seconds) as world:
+        checked = warm_started(checked, world)
+        run = Run(
+            checked.config, world, num_steps=checked.config.train.max_steps, resolved_config=checked.resolved_config
+        )
+        with ExitStack() as stack:
+            training = build(checked, run, stack)
+            try:
+                loop(training)
+            except RewardFailure as failure:
+                raise ConfigError(str(failure)) from failure
+            run.finish("done", **training.held_out.summary())
+    return 0
+
+
+@dataclass(frozen=True)
+class Training:
+    """The parts that the loop calls."""
+
+    run: Run
+    checked: CheckedRun
+    actor: Actor
+    prompts: PromptSource
+    dock: TransferDock
+    switching: Switching
+    stages: Stages
+    held_out: HeldOut
+    report: SamplesReport
+    rollouts: Rollouts
+
+
+def loop(training: Training) -> None:
+    """Rollout, credit, update, until no step remains. Collective over all ranks."""
+    run, switching, stages = training.run, training.switching, training.stages
+    algorithm, rollout = training.checked.algorithm, training.checked.config.rollout
+    training.held_out.before()
+    for step in run.remaining_steps():
+        prompts = training.prompts.take(step - 1, rollout.prompts_per_step)
+        samples = training.dock.open_batch(step, len(prompts) * rollout.num_generations, rollout.num_generations)
+        samples.put_prompts(prompt_columns(prompts))
+        training.rollouts.begin_step(step)
+        switching.to_generation(step)
+        stages.generate(samples, prompts)
+        training.rollouts.end_step(step)
+        switching.start_return(step)
+        for stage in stages.without_actor:
+            stage(samples)
+        switching.to_update(step)
+        for stage in stages.with_actor:
+            stage(samples)
+        stages.credit(samples, algorithm)
+        stages.update(samples, algorithm)
+        training.report.write(samples, prompts)
+        training.report.count(training.dock.close_batch(samples))
+        training.held_out.when_due(step)
+        run.finish_step(step, training.actor)
+
+
+def prompt_columns(prompts: list[Prompt]) -> Batch:
+    """The prompts as the dock takes them, one row each."""
+    batch = Batch.of_rows(range(len(prompts)))
+    batch.put_lists("prompt_ids", [prompt.prompt_ids for prompt in prompts], torch.int64)
+    return batch
+
+
+def warm_started(checked: CheckedRun, world: World) -> CheckedRun:
+    """With `sft.max_steps` > 0, train on answers first, in a run of its own below this one's folder. Collective."""
+    config = checked.config
+    if config.sft.max_steps == 0:
+        return checked
+    folder = config.run.folder / "warm_start"
+    inner = replace(
+        config,
+        run=replace(config.run, dir=str(folder)),
+        checkpoint=replace(config.checkpoint, interval=0),
+        resume="auto",
+    )
+    newest = train_supervised(replace(checked, config=inner, eval_rows=[]), world, title="warm start")
+    assert newest is not None, f"the warm start left no checkpoint in {folder}"
+    return replace(checked, config=replace(config, model=replace(config.model, path=str(newest / "model"), make=None)))
+
+
+def build(checked: CheckedRun, run: Run, stack: ExitStack) -> Training:
+    """Build the layers bottom-up; what must be closed goes on the stack. Collective over all ranks."""
+    config, world = checked.config, run.world
+    source = ModelSource.of(prepare_model(config, world))
+    tokenizer = ModelTokenizer(source.folder)
+    prompts = PromptSource(checked.train_rows, tokenizer.raw, config.data, config.seed)
+    mesh = build_update_mesh(checked.layout, world.device, world.rank)
+
+    num_steps, temperature = config.train.max_steps, config.rollout.temperature
+    trainer = build_trainer(
+        config, source, mesh, world, optim=config.optim, num_steps=num_steps, temperature=temperature
+    )
+    reference = build_trainer(
+        config, source, mesh, world, optim=config.optim, num_steps=num_steps, temperature=temperature, frozen=True
+    ) if WorkerState.REFERENCE in checked.needs else None  # fmt: skip
+    generator = build_generator(config, source, world)
+    actor = Actor(trainer, source, world)
+    run.resume(actor)
+
+    switching = build_switching(run, actor, generator, reference, stack)
+    dock = stack.enter_context(TransferDock(world, checked.needs, open_transport(world, config.dock)))
+    pool = stack.enter_context(RewardPool(config.reward))
+    evaluator = build_evaluator(checked, run, generator, pool, tokenizer)
+    rollouts = Rollouts(config, generator, world)
+    return Training(
+        run=run,
+        checked=checked,
+        actor=actor,
+        prompts=prompts,
+        dock=dock,
+        switching=switching,
+        stages=build_stages(checked, run, StageParts(trainer, reference, rollouts, pool, tokenizer, switching)),
+        held_out=HeldOut(evaluator, switching, run),
+        report=SamplesReport(run, dock, tokenizer.decode),
+        rollouts=rollouts,
+    )

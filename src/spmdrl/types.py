@@ -1,0 +1,232 @@
+"""Nouns that every layer shares: worker states, columns, packed batches and weight slices.
+
+Shape letters: `B` rows, `T` packed tokens of those rows.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+
+class WorkerState(enum.Enum):
+    """What a worker does with samples; each has its own controller (the paper's Figure 4)."""
+
+    GENERATION = "generation"
+    REWARD = "reward"
+    REFERENCE = "reference"
+    OLD_LOGPROBS = "old_logprobs"
+    ADVANTAGE = "advantage"
+    UPDATE = "update"
+
+
+@dataclass(frozen=True)
+class Column:
+    """One field of a sample: a dense scalar a row, or, if `ragged`, a run of values a row."""
+
+    name: str
+    dtype: torch.dtype
+    ragged: bool = False
+
+
+@dataclass(frozen=True)
+class WeightSlice:
+    """A box of one named weight: along dim d the half-open interval [starts[d], stops[d])."""
+
+    name: str
+    starts: tuple[int, ...]
+    stops: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(stop - start for start, stop in zip(self.starts, self.stops, strict=True))
+
+    @property
+    def num_elements(self) -> int:
+        count = 1
+        for length in self.shape:
+            count *= max(length, 0)
+        return count
+
+    def intersect(self, other: WeightSlice) -> WeightSlice | None:
+        """The box that both hold, or None where they share no element."""
+        if self.name != other.name:
+            return None
+        starts = tuple(map(max, self.starts, other.starts))
+        stops = tuple(map(min, self.stops, other.stops))
+        if any(start >= stop for start, stop in zip(starts, stops, strict=True)):
+            return None
+        return WeightSlice(self.name, starts, stops)
+
+    def index_within(self, outer: WeightSlice) -> tuple[slice, ...]:
+        """Indexes of this box inside a tensor that holds exactly `outer`."""
+        pairs = zip(self.starts, self.stops, outer.starts, strict=True)
+        return tuple(slice(start - origin, stop - origin) for start, stop, origin in pairs)
+
+
+def whole_slice(name: str, shape: Sequence[int]) -> WeightSlice:
+    """All of a weight of this shape."""
+    return WeightSlice(name, (0,) * len(shape), tuple(shape))
+
+
+class Batch:
+    """Rows of packed columns, never padded.
+
+    A dense column is a tensor [B]. A ragged column is (values [T], offsets [B + 1]): row b holds
+    `values[offsets[b]:offsets[b + 1]]`. Everything lives in one TensorDict, ragged columns as nested ones.
+    """
+
+    def __init__(self, rows: Tensor, data: TensorDict | None = None):
+        self.rows = rows
+        self.data = data if data is not None else TensorDict({}, batch_size=[])
+
+    @classmethod
+    def of_rows(cls, rows: Iterable[int]) -> Batch:
+        return cls(torch.tensor(list(rows), dtype=torch.int64))
+
+    def __len__(self) -> int:
+        return self.rows.numel()
+
+    @property
+    def names(self) -> list[str]:
+        return sorted(self.data.keys())
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.data.keys()
+
+    def is_ragged(self, name: str) -> bool:
+        return isinstance(self.data.get(name), TensorDict)
+
+    def put_dense(self, name: str, values_B: Tensor) -> None:
+        assert values_B.shape == (len(self),), (name, tuple(values_B.shape), len(self))
+        self.data[name] = values_B
+
+    def put_ragged(self, name: str, values_T: Tensor, offsets: Tensor) -> None:
+        assert offsets.shape == (len(self) + 1,), (name, tuple(offsets.shape), len(self))
+        self.data[name] = TensorDict({"values": values_T, "offsets": offsets}, batch_size=[])
+
+    def put_lists(self, name: str, lists_B: Sequence[Sequence[float]], dtype: torch.dtype) -> None:
+        """Pack one Python list a row into a ragged column."""
+        offsets = offsets_of([len(values) for values in lists_B])
+        flat = [value for values in lists_B for value in values]
+        self.put_ragged(name, torch.tensor(flat, dtype=dtype), offsets)
+
+    def dense(self, name: str) -> Tensor:
+        """The column's values [B]."""
+        values = self.data[name]
+        assert isinstance(values, Tensor), f"{name} is a ragged column"
+        return values
+
+    def values(self, name: str) -> Tensor:
+        """A ragged column's packed values [T]."""
+        return self.data[name, "values"]
+
+    def offsets(self, name: str) -> Tensor:
+        """A ragged column's offsets [B + 1]."""
+        return self.data[name, "offsets"]
+
+    def lengths(self, name: str) -> Tensor:
+        """A ragged column's row lengths [B]."""
+        return self.offsets(name).diff()
+
+    def to_lists(self, name: str) -> list[list[float]]:
+        values, bounds = self.values(name).tolist(), self.offsets(name).tolist()
+        return [values[start:stop] for start, stop in zip(bounds[:-1], bounds[1:], strict=True)]
+
+    def select(self, positions: Sequence[int] | Tensor, names: Iterable[str] | None = None) -> Batch:
+        """Copy the rows at `positions`, in that order, with all columns or the named ones."""
+        index = torch.as_tensor(positions, dtype=torch.int64)
+        out = Batch(self.rows[index])
+        for name in self.names if names is None else names:
+            if self.is_ragged(name):
+                values, offsets = gather_ragged_rows(self.values(name), self.offsets(name), index)
+                out.put_ragged(name, values, offsets)
+            else:
+                out.put_dense(name, self.dense(name)[index])
+        return out
+
+    def num_bytes(self) -> int:
+        """Bytes of all columns' tensors, offsets included, row indexes not."""
+        return sum(leaf.numel() * leaf.element_size() for leaf in self.data.values(True, True))
+
+    @staticmethod
+    def concatenate(batches: Sequence[Batch]) -> Batch:
+        """Join the rows of batches that hold the same columns."""
+        assert batches, "nothing to concatenate"
+        first = batches[0]
+        out = Batch(torch.cat([batch.rows for batch in batches]))
+        for name in first.names:
+            if first.is_ragged(name):
+                lengths = torch.cat([batch.lengths(name) for batch in batches])
+                out.put_ragged(name, torch.cat([batch.values(name) for batch in batches]), offsets_of(lengths))
+            else:
+                out.put_dense(name, torch.cat([batch.dense(name) for batch in batches]))
+        return out
+
+
+def offsets_of(lengths: Sequence[int] | Tensor) -> Tensor:
+    """Offsets [B + 1] of rows with these lengths [B]."""
+    lengths_B = torch.as_tensor(lengths, dtype=torch.int64)
+    return torch.nn.functional.pad(lengths_B.cumsum(0), (1, 0))
+
+
+def gather_ragged_rows(values_T: Tensor, offsets: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+    """Values and offsets of the ragged rows named by `index`, without a Python loop over rows."""
+    lengths = offsets.diff()[index]
+    out_offsets = offsets_of(lengths)
+    shift = (offsets[:-1][index] - out_offsets[:-1]).repeat_interleave(lengths)
+    positions = torch.arange(int(out_offsets[-1]), device=values_T.device) + shift.to(values_T.device)
+    return values_T[positions], out_offsets
+
+
+def column_map(columns: Iterable[Column]) -> Mapping[str, Column]:
+    return {column.name: column for column in columns}
+
+
+@dataclass(frozen=True)
+class CreditInputs:
+    """What advantages are made from: all rows of a global batch, in row order."""
+
+    rewards_B: Tensor
+    """float32; NaN where a row has no usable reward"""
+    groups_B: Tensor
+    """int64, the prompt that each row answers"""
+    kl_B: Tensor | None = None
+    """the row's summed KL estimate, where the algorithm takes it off the reward"""
+
+
+@dataclass(frozen=True)
+class TokenTerms:
+    """One micro-batch as the loss sees it; all float32, all of the response tokens."""
+
+    logprobs_R: Tensor
+    """under the weights being trained; carries the gradient"""
+    entropy_R: Tensor
+    columns: Mapping[str, Tensor]
+    """[R] each: `advantages`, `weights`, and those of `old_logprobs`, `ref_logprobs`, `rollout_logprobs` that were asked for"""
+    row_of_token_R: Tensor
+    """int64, the row within the micro-batch"""
+    num_rows: int
+
+
+@dataclass(frozen=True)
+class TokenLoss:
+    """A loss a token, not yet weighted, and what to report: name -> values a token."""
+
+    loss_R: Tensor
+    metrics: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class LossScope:
+    """Sizes of the set of rows that one optimizer step averages over, on all ranks together."""
+
+    num_tokens: int
+    num_rows: int
+    max_length: int
+    """`rollout.max_completion_length`, the fixed divisor of seq-mean-token-sum-norm (Dr. GRPO)"""

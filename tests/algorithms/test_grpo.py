@@ -1,0 +1,129 @@
+"""GRPO's pure functions against numpy in float64."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spmdrl.algorithms.advantages import EPSILON, group_relative_advantages
+from spmdrl.algorithms.algorithm import AlgoConfig
+from spmdrl.algorithms.grpo import Grpo
+from spmdrl.algorithms.kl import kl_estimate
+from spmdrl.algorithms.losses import ClipRange, clipped_policy_loss, sequence_log_ratio, token_weights
+from spmdrl.types import CreditInputs, LossScope, TokenTerms
+
+REWARDS = st.lists(st.sampled_from([0.0, 0.25, 1.0, float("nan")]), min_size=4, max_size=24)
+
+
+@given(REWARDS)
+@settings(max_examples=50, deadline=None)
+def test_group_advantages_equal_numpy(rewards):
+    groups = np.arange(len(rewards)) // 4
+    expected = np.full(len(rewards), np.nan)
+    for group in np.unique(groups):
+        members = (groups == group) & ~np.isnan(rewards)
+        values = np.asarray(rewards)[members]
+        if len(values):
+            deviation = values.std(ddof=1) if len(values) > 1 else 0.0
+            expected[members] = (values - values.mean()) / (deviation + EPSILON)
+    got = group_relative_advantages(torch.tensor(rewards), torch.tensor(groups), "group")
+    np.testing.assert_allclose(got.numpy(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_batch_scaling_divides_by_the_deviation_of_all_usable_rewards():
+    rewards = torch.tensor([0.0, 1.0, 1.0, 1.0, float("nan"), 0.0])
+    groups = torch.tensor([0, 0, 1, 1, 2, 2])
+    usable = np.array([0.0, 1.0, 1.0, 1.0, 0.0])
+    centred = np.array([-0.5, 0.5, 0.0, 0.0, np.nan, 0.0])
+    got = group_relative_advantages(rewards, groups, "batch")
+    np.testing.assert_allclose(got.numpy(), centred / (usable.std(ddof=1) + EPSILON), rtol=1e-5)
+
+
+def test_without_scaling_advantages_are_centred_rewards():
+    got = group_relative_advantages(torch.tensor([1.0, 0.0, 0.0, 0.0]), torch.zeros(4, dtype=torch.int64), "none")
+    np.testing.assert_allclose(got.numpy(), [0.75, -0.25, -0.25, -0.25])
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_kl_estimators_follow_their_definition(estimator):
+    rng = np.random.default_rng(0)
+    policy, reference = rng.normal(size=(2, 50)) - 2
+    ratio = np.exp(reference - policy)
+    expected = {"k1": -np.log(ratio), "k2": np.log(ratio) ** 2 / 2, "k3": ratio - 1 - np.log(ratio)}[estimator]
+    got = kl_estimate(torch.tensor(policy), torch.tensor(reference), estimator)
+    np.testing.assert_allclose(got.numpy(), expected, rtol=1e-12)
+
+
+def test_clipped_loss_equals_numpy_with_clip_higher_and_dual_clip():
+    rng = np.random.default_rng(1)
+    log_ratio, advantages = rng.normal(size=(2, 200))
+    ratio = np.exp(log_ratio)
+    expected = -np.minimum(ratio * advantages, np.clip(ratio, 0.8, 1.28) * advantages)
+    expected = np.where(advantages < 0, np.minimum(expected, -3.0 * advantages), expected)
+    got = clipped_policy_loss(torch.tensor(log_ratio), torch.tensor(advantages), ClipRange(0.2, 0.28, 3.0))
+    np.testing.assert_allclose(got.numpy(), expected, rtol=1e-12)
+
+
+def test_the_sequence_ratio_is_the_row_mean_and_carries_its_gradient():
+    log_ratio = torch.tensor([1.0, 3.0, 5.0], requires_grad=True)
+    got = sequence_log_ratio(log_ratio, torch.tensor([0, 0, 1]), 2)
+    assert got.tolist() == [2.0, 2.0, 5.0]
+    got[0].backward()
+    assert log_ratio.grad.tolist() == [0.5, 0.5, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "expected"),
+    [
+        ("token-mean", [1 / 8, 1 / 8, 1 / 8]),
+        ("seq-mean-token-mean", [1 / 6, 1 / 6, 1 / 3]),
+        ("seq-mean-token-sum-norm", [1 / 30, 1 / 30, 1 / 30]),
+    ],
+)
+def test_token_weights_make_the_global_mean(aggregation, expected):
+    scope = LossScope(num_tokens=8, num_rows=3, max_length=10)
+    weights = token_weights(torch.tensor([2, 1]), aggregation, scope)
+    np.testing.assert_allclose(weights.numpy(), expected, rtol=1e-6)
+
+
+def terms(logprobs, **columns):
+    size = logprobs.numel()
+    given_columns = {"advantages": torch.ones(size), **columns}
+    return TokenTerms(logprobs, torch.zeros(size), given_columns, torch.zeros(size, dtype=torch.int64), 1)
+
+
+def test_the_only_update_has_the_policy_gradient_and_needs_no_old_logprobs():
+    algorithm = Grpo(AlgoConfig())
+    assert "old_logprobs" not in algorithm.columns_for_loss(1)
+    assert "old_logprobs" in algorithm.columns_for_loss(2)
+    logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
+    loss = algorithm.loss(terms(logprobs, advantages=torch.tensor([0.5, -1.5])))
+    loss.loss_R.sum().backward()
+    assert logprobs.grad.tolist() == [-0.5, 1.5]
+
+
+def test_the_reference_is_asked_for_only_with_a_kl_term():
+    assert "ref_logprobs" not in Grpo(AlgoConfig()).columns_for_loss(1)
+    in_loss = Grpo(AlgoConfig(kl_coef=0.1))
+    assert "ref_logprobs" in in_loss.columns_for_loss(1)
+    in_reward = Grpo(AlgoConfig(kl_coef=0.1, kl_in="reward"))
+    assert "ref_logprobs" in in_reward.columns_for_credit()
+    assert "ref_logprobs" not in in_reward.columns_for_loss(1)
+
+
+def test_the_kl_term_is_added_to_the_loss_or_taken_off_the_reward():
+    logprobs, reference = torch.tensor([-1.0]), torch.tensor([-1.5])
+    in_loss = Grpo(AlgoConfig(kl_coef=0.1, kl_estimator="k1")).loss(terms(logprobs, ref_logprobs=reference))
+    assert in_loss.loss_R.item() == pytest.approx(-1.0 + 0.1 * 0.5)
+    in_reward = Grpo(AlgoConfig(kl_coef=0.1, kl_in="reward", scale_rewards="none"))
+    inputs = CreditInputs(torch.tensor([1.0, 1.0]), torch.tensor([0, 0]), torch.tensor([2.0, 0.0]))
+    np.testing.assert_allclose(in_reward.advantages(inputs).numpy(), [-0.1, 0.1], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("kl_coef", -1.0), ("clip_ratio_low", 1.0), ("clip_ratio_high", -0.1), ("clip_ratio_c", 1.0)]
+)
+def test_impossible_settings_are_refused_by_their_key(field, value):
+    with pytest.raises(ValueError, match=f"algo.{field} is {value}"):
+        AlgoConfig(**{field: value})

@@ -1,0 +1,247 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from spmdrl.dataflow.resharding.flow import ReshardingFlow
+from spmdrl.dataflow.resharding.gather import ReshardConfig
+from spmdrl.resources.device import Device
+from spmdrl.resources.launch import read_launch_environment
+from spmdrl.resources.memory import MemoryLedger, release_to_system, resident_bytes
+from spmdrl.resources.world import World
+from tests.dataflow.resharding.engines import SmallGenerator, SmallTrainer, StreamedGenerator, make_model
+from tests.support.ranks import run_ranks
+
+
+def shapes_of(trainer: SmallTrainer) -> dict[str, tuple[int, ...]]:
+    return {name: shard.global_shape for name, shard in trainer.named_shards().items()}
+
+
+def whole_weights(trainer: SmallTrainer) -> dict[str, Tensor]:
+    """The trainer's whole weights as FSDP itself gathers them."""
+    named = trainer.model.named_parameters()
+    return {name: (p.full_tensor() if trainer.mesh is not None else p).detach().clone() for name, p in named}
+
+
+def one_rank() -> World:
+    return World(read_launch_environment({}), Device("cpu"))
+
+
+def make_flow(world, trainer, generator, directory, *, reference=None, **config):
+    ledger = MemoryLedger()
+    flow = ReshardingFlow(world, trainer, generator, reference, ReshardConfig(**config), ledger, Path(directory))
+    return flow, ledger
+
+
+def cycle(flow: ReshardingFlow) -> None:
+    flow.to_generation()
+    flow.start_return()
+    flow.to_update()
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_one_rank_fills_the_generator_and_returns_as_it_was(tmp_path, streamed):
+    trainer = SmallTrainer(make_model())
+    generator = (StreamedGenerator if streamed else SmallGenerator)(shapes_of(trainer))
+    flow, ledger = make_flow(one_rank(), trainer, generator, tmp_path, bucket_bytes=256, verify=True)
+    trainer.train(torch.ones(2, 5))
+    flow.account()
+    optimizer_bytes = sum(tensor.nbytes for tensor in trainer.optimizer_tensors())
+    weight_bytes = ledger.bytes_of("update_weights")
+    assert ledger.bytes_of("optimizer") == optimizer_bytes
+    before, expected = trainer.state_bytes(), whole_weights(trainer)
+
+    stats = flow.to_generation()
+    assert stats.received_bytes == 0 and stats.swapped_bytes == weight_bytes + optimizer_bytes
+    assert all(torch.equal(generator.weights[name], weight) for name, weight in expected.items())
+    assert generator.version == 1 and not trainer.weights_on_device
+    out = ledger.snapshot("generation")
+    assert [out.device[owner] for owner in ("update_weights", "optimizer", "gradients", "bucket")] == [0, 0, 0, 0]
+    assert out.device["generation_weights"] == weight_bytes and out.device["kv_cache"] == 256
+    assert all(p.grad is None for p in trainer.model.parameters())
+
+    flow.start_return()
+    flow.to_update()
+    back = ledger.snapshot("update")
+    assert back.device["update_weights"] == weight_bytes and back.device["generation_weights"] == 0
+    assert trainer.weights_on_device
+    assert all(map(torch.equal, before, trainer.state_bytes()))
+    flow.close()
+
+
+def test_training_goes_on_bit_for_bit_as_without_a_swap(tmp_path):
+    swapped, plain = SmallTrainer(make_model()), SmallTrainer(make_model())
+    flow, _ = make_flow(one_rank(), swapped, SmallGenerator(shapes_of(swapped)), tmp_path)
+    for step in range(4):
+        cycle(flow)
+        x = torch.full((2, 5), float(step))
+        swapped.train(x), plain.train(x)
+        plain.drop_gradients()
+    cycle(flow)
+    assert all(map(torch.equal, swapped.state_bytes(), plain.state_bytes()))
+
+
+def test_a_generator_in_bfloat16_gets_rounded_float32_weights(tmp_path):
+    trainer = SmallTrainer(make_model())
+    generator = SmallGenerator(shapes_of(trainer), torch.bfloat16)
+    flow, _ = make_flow(one_rank(), trainer, generator, tmp_path, verify=True)
+    expected = whole_weights(trainer)
+    flow.to_generation()
+    assert all(torch.equal(generator.weights[name], weight.bfloat16()) for name, weight in expected.items())
+
+
+def test_a_changed_generation_weight_is_found_and_named(tmp_path):
+    trainer = SmallTrainer(make_model())
+    generator = SmallGenerator(shapes_of(trainer))
+    flow, _ = make_flow(one_rank(), trainer, generator, tmp_path, verify=True)
+    flow.to_generation()
+    flow.check_generation_weights()
+    row = generator.weights["1.inner.weight"]
+    for damage in (lambda: row[[0, 1]].flip(0), lambda: row[[0, 1]] + torch.tensor([1e-7])):
+        kept = row.clone()
+        row[[0, 1]] = damage()
+        with pytest.raises(RuntimeError, match=r"differ.*1\.inner\.weight"):
+            flow.check_generation_weights()
+        row.copy_(kept)
+    flow.check_generation_weights()
+
+
+def test_verbs_out_of_order_are_refused(tmp_path):
+    trainer = SmallTrainer(make_model())
+    flow, _ = make_flow(one_rank(), trainer, SmallGenerator(shapes_of(trainer)), tmp_path)
+    with pytest.raises(RuntimeError, match="state 'update'.*needs 'generation'"):
+        flow.start_return()
+    flow.to_generation()
+    with pytest.raises(RuntimeError, match="state 'generation'.*needs 'update'"):
+        flow.to_generation()
+    flow.to_update()
+    flow.to_generation()
+
+
+def test_a_generator_of_another_model_is_refused(tmp_path):
+    trainer = SmallTrainer(make_model())
+    generator = SmallGenerator(shapes_of(trainer) | {"0.scale": (2,), "more": (3,)})
+    flow, _ = make_flow(one_rank(), trainer, generator, tmp_path)
+    with pytest.raises(ValueError, match=r"2 weights.*0\.scale: wanted \(2,\), held \(1,\).*one model.path"):
+        flow.to_generation()
+
+
+def test_reference_weights_are_copied_out_once_and_come_back_when_needed(tmp_path):
+    trainer, reference = SmallTrainer(make_model()), SmallTrainer(make_model(seed=1))
+    before = reference.state_bytes()
+    flow, ledger = make_flow(one_rank(), trainer, SmallGenerator(shapes_of(trainer)), tmp_path, reference=reference)
+    held = ledger.bytes_of("reference_weights")
+    cycle(flow)
+    assert ledger.bytes_of("reference_weights") == 0 < held and not reference.weights_on_device
+    for _ in range(2):
+        assert flow.bring_reference().swapped_bytes == held and flow.bring_reference().swapped_bytes == 0
+        assert reference.weights_on_device and all(map(torch.equal, before, reference.state_bytes()))
+        with torch.no_grad():
+            reference.model[0].scale.add_(1)  # frozen weights never change: this one must not reach the host copy
+        assert flow.release_reference().swapped_bytes == held
+    flow.bring_reference()
+    assert all(map(torch.equal, before, reference.state_bytes()))
+
+
+def switch_sharded(world: World, directory: str, shard_size: int, executor: str, dtype: torch.dtype) -> dict:
+    """Three cycles of training and switching with sharded weights; what the checks in the parent need."""
+    mesh = init_device_mesh("cpu", (world.size // shard_size, shard_size), mesh_dim_names=("data", "shard"))
+    trainer, plain = (SmallTrainer(make_model(), mesh) for _ in range(2))
+    generator = SmallGenerator(shapes_of(trainer), dtype)
+    config = {"bucket_bytes": 256, "executor": executor, "verify": True}
+    flow, ledger = make_flow(world, trainer, generator, directory, **config)
+    result = {"received": [], "equal": [], "version": [], "peak": ledger}
+    for step in range(3):
+        expected = whole_weights(trainer)
+        result["received"].append(flow.to_generation().received_bytes)
+        result["version"].append(generator.version)
+        result["equal"] += [torch.equal(generator.weights[name], w.to(dtype)) for name, w in expected.items()]
+        flow.start_return()
+        flow.to_update()
+        x = torch.full((2, 5), 1.0 + step + world.rank)
+        trainer.train(x), plain.train(x)
+        plain.drop_gradients()
+    result["state"] = all(map(torch.equal, trainer.state_bytes(), plain.state_bytes()))
+    result["peak"] = ledger.peak("bucket")
+    whole = sum(weight.numel() for weight in whole_weights(trainer).values())
+    held = sum(shard.tensor.numel() for shard in trainer.named_shards().values())
+    result["least"] = (whole - held) * dtype.itemsize
+    flow.close()
+    return result
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("executor", "dtype", "world_size", "shard_size"),
+    [
+        ("exact", torch.float32, 2, 2),
+        ("allgather", torch.bfloat16, 2, 2),
+        ("allgather", torch.float32, 4, 2),
+        ("exact", torch.bfloat16, 3, 3),
+    ],
+)
+def test_sharded_weights_arrive_whole_and_training_goes_on(tmp_path, executor, dtype, world_size, shard_size):
+    for result in run_ranks(world_size, switch_sharded, str(tmp_path), shard_size, executor, dtype):
+        assert all(result["equal"]) and result["state"]
+        assert result["version"] == [0, 1, 2]
+        assert 0 < result["peak"] <= 256
+        assert all(received >= result["least"] for received in result["received"])
+        if executor == "exact":
+            assert result["received"] == [result["least"]] * 3
+
+
+def switch_after_unequal_updates(world: World, directory: str) -> str:
+    trainer = SmallTrainer(make_model())
+    trainer.update_count = world.rank
+    flow, _ = make_flow(world, trainer, SmallGenerator(shapes_of(trainer)), directory)
+    with pytest.raises(RuntimeError) as caught:
+        flow.to_generation()
+    return str(caught.value)
+
+
+def damage_on_rank_1(world: World, directory: str) -> str:
+    trainer = SmallTrainer(make_model(), init_device_mesh("cpu", (world.size,)))
+    generator = SmallGenerator(shapes_of(trainer))
+    flow, _ = make_flow(world, trainer, generator, directory, verify=True)
+    flow.to_generation()
+    if world.rank == 1:
+        generator.weights["0.outer.bias"][2] = 3.0
+    with pytest.raises(RuntimeError) as caught:
+        flow.check_generation_weights()
+    return str(caught.value)
+
+
+@pytest.mark.ranks
+def test_ranks_with_stale_or_damaged_weights_all_stop(tmp_path):
+    stale = run_ranks(2, switch_after_unequal_updates, str(tmp_path))
+    assert all("range from 0 to 1" in message for message in stale)
+    damaged = run_ranks(2, damage_on_rank_1, str(tmp_path))
+    assert "none on this rank" in damaged[0] and "0.outer.bias" in damaged[1]
+
+
+def test_resident_memory_drops_by_weights_and_optimizer_during_generation(tmp_path):
+    trainer = SmallTrainer(make_model(width=1450, num_blocks=12))  # 50M parameters: 200 MB, and 400 MB of moments
+    num_bytes = 3 * sum(p.nbytes for p in trainer.model.parameters())
+    flow, _ = make_flow(one_rank(), trainer, EmptyGenerator({}), tmp_path)
+    trainer.train(torch.zeros(1, 1450))
+    trainer.drop_gradients()
+    release_to_system()
+    before, state = resident_bytes(), [float(chunk.float().sum()) for chunk in trainer.state_bytes()[:4]]
+    release_to_system()
+    flow.to_generation()
+    dropped = before - resident_bytes()
+    assert num_bytes > 590e6 and dropped > 0.95 * num_bytes
+    flow.start_return()
+    flow.to_update()
+    assert [float(chunk.float().sum()) for chunk in trainer.state_bytes()[:4]] == state
+
+
+class EmptyGenerator(SmallGenerator):
+    """Wants one small weight only, so that resident memory shows the trainer's part alone."""
+
+    def __init__(self, shapes: dict[str, tuple[int, ...]]):
+        super().__init__(shapes or {"0.scale": (1,)})

@@ -1,0 +1,97 @@
+"""A small made-up sample flow that tests run on one rank and on several."""
+
+from __future__ import annotations
+
+import torch
+
+from spmdrl.dataflow.samples.dock import TransferDock
+from spmdrl.dataflow.samples.samples import Samples
+from spmdrl.dataflow.samples.schema import needs_by_state
+from spmdrl.dataflow.samples.transport import DockConfig, open_transport
+from spmdrl.resources.world import World
+from spmdrl.types import Batch, WorkerState, offsets_of
+
+NUM_ROWS, GROUP_SIZE = 24, 4
+
+
+def open_dock(world: World, timeout_seconds: float = 20.0) -> TransferDock:
+    needs = needs_by_state({"advantages", "rollout_logprobs"})
+    return TransferDock(world, needs, open_transport(world, DockConfig(timeout_seconds)))
+
+
+def make_prompts() -> Batch:
+    prompts = Batch.of_rows(range(NUM_ROWS // GROUP_SIZE))
+    prompts.put_lists("prompt_ids", [[group] * (group % 3 + 1) for group in range(len(prompts))], torch.int64)
+    return prompts
+
+
+def response_of(row: int) -> list[int]:
+    return [1000 * row + token for token in range(row * 7 % 11 + 1)]
+
+
+def generate(samples: Samples, rows: list[int]) -> None:
+    """Put the responses group by group, as they would finish."""
+    for start in range(0, len(rows), samples.group_size):
+        group = rows[start : start + samples.group_size]
+        batch = Batch.of_rows(group)
+        responses = [response_of(row) for row in group]
+        batch.put_lists("response_ids", responses, torch.int64)
+        batch.put_lists("rollout_logprobs", [[-0.5] * len(tokens) for tokens in responses], torch.float32)
+        batch.put_lists("versions", [[3] * len(tokens) for tokens in responses], torch.int64)
+        batch.put_dense("finished", torch.ones(len(group), dtype=torch.int64))
+        samples.put(WorkerState.GENERATION, batch)
+    samples.commit(WorkerState.GENERATION)
+
+
+def reward(samples: Samples) -> list[int]:
+    rows = samples.take_generated(WorkerState.REWARD)
+    batch = Batch.of_rows(rows)
+    batch.put_dense("reward", torch.tensor([float(row) for row in rows], dtype=torch.float32))
+    batch.put_dense("reward_verdict", torch.zeros(len(rows), dtype=torch.int64))
+    samples.put(WorkerState.REWARD, batch)
+    samples.commit(WorkerState.REWARD)
+    return rows
+
+
+def credit(samples: Samples, dropped: tuple[int, ...] = ()) -> None:
+    taken = samples.take(WorkerState.ADVANTAGE, {"reward", "response_ids"})
+    lengths = taken.lengths("response_ids")
+    batch = Batch(taken.rows)
+    batch.put_ragged("advantages", taken.dense("reward").repeat_interleave(lengths), offsets_of(lengths))
+    samples.put(WorkerState.ADVANTAGE, batch)
+    samples.mark_dropped(dropped, "no reward")
+    samples.commit(WorkerState.ADVANTAGE)
+
+
+def check_training_rows(batch: Batch) -> None:
+    """Each row brought its own prompt, response, log-probs and advantage."""
+    for position, row in enumerate(batch.rows.tolist()):
+        group = row // GROUP_SIZE
+        assert batch.to_lists("prompt_ids")[position] == [group] * (group % 3 + 1)
+        assert batch.to_lists("response_ids")[position] == response_of(row)
+        assert batch.to_lists("rollout_logprobs")[position] == [-0.5] * len(response_of(row))
+        assert batch.to_lists("advantages")[position] == [float(row)] * len(response_of(row))
+
+
+def run_step(dock: TransferDock, step: int, dropped: tuple[int, ...] = ()) -> dict:
+    """One whole step; what this rank did in it."""
+    samples = dock.open_batch(step, NUM_ROWS, GROUP_SIZE)
+    samples.put_prompts(make_prompts())
+    generated = samples.deal_generation()
+    generate(samples, generated)
+    rewarded = reward(samples)
+    credit(samples, dropped)
+    names = {"prompt_ids", "response_ids", "rollout_logprobs", "advantages"}
+    batch = samples.take(WorkerState.UPDATE, names)
+    check_training_rows(batch)
+    samples.commit(WorkerState.UPDATE)
+    lengths = samples.lengths("rollout_logprobs").tolist()
+    accounting = dock.close_batch(samples)
+    return {
+        "generated": generated,
+        "rewarded": rewarded,
+        "trained": batch.rows.tolist(),
+        "lengths": lengths,
+        "num_trained": accounting.num_trained,
+        "num_dropped": dict(accounting.num_dropped),
+    }

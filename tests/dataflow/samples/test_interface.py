@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+import pytest
+
+from spmdrl.dataflow.samples.interface import check_private, listen_privately
+from spmdrl.resources.launch import LaunchEnvironment
+
+TWO_NODES = LaunchEnvironment(rank=0, world_size=2, num_nodes=2)
+
+
+@pytest.mark.parametrize("address", ["8.8.8.8", "2606:4700:4700::1111"])
+def test_a_public_address_is_refused(address):
+    with pytest.raises(ValueError, match="public address"):
+        check_private(address, "eth0")
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "10.1.2.3", "172.16.0.1", "192.168.7.7", "100.64.0.1"])
+def test_a_private_address_is_accepted(address):
+    check_private(address, "eth0")
+
+
+def test_several_nodes_listen_on_the_interface_towards_the_master():
+    environ: dict[str, str] = {}
+    listen_privately(TWO_NODES, environ)
+    assert environ == {"TP_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
+
+
+def test_the_users_interface_is_kept():
+    environ = {"GLOO_SOCKET_IFNAME": "lo,eth9"}
+    listen_privately(TWO_NODES, environ)
+    assert environ == {"TP_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo,eth9"}
+
+
+def test_an_unknown_interface_is_refused_with_those_that_exist():
+    with pytest.raises(ValueError, match="'nowhere0', which has no IPv4 address; this host has: .*lo"):
+        listen_privately(TWO_NODES, {"TP_SOCKET_IFNAME": "nowhere0"})

@@ -1,0 +1,118 @@
+"""Which prompts a step takes is a pure function of the seed and the step, and no prompt is dropped in silence."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spmdrl.dataflow.samples.prompts import MixedOrder, PromptSource, random_order
+from spmdrl.dataflow.samples.records import BadRows
+from spmdrl.dataflow.samples.rows import DataConfig, DataSource, Row, SourceRows
+
+
+class LetterTokenizer:
+    """Letters as tokens, token 1 before plain text, and a template that names the roles."""
+
+    def __init__(self, chat_template="roles"):
+        self.chat_template = chat_template
+
+    def __call__(self, text, *, add_special_tokens):
+        return {"input_ids": [[1] * add_special_tokens + [ord(letter) for letter in one] for one in text]}
+
+    def apply_chat_template(self, conversation, *, tokenize, add_generation_prompt):
+        assert not tokenize
+        return "".join(f"<{m['role']}>{m['content']}" for m in conversation) + "<assistant>" * add_generation_prompt
+
+
+def source_of(*prompts, path="a", weight=None):
+    rows = tuple(Row(f"{path}:{i}", f"{path}:{i}", prompt, "1", {"answer": "1"}) for i, prompt in enumerate(prompts))
+    return SourceRows(DataSource(path, weight), rows, (), {})
+
+
+def prompts_of(*sources, seed=0, tokenizer=None, **settings):
+    return PromptSource(sources, tokenizer or LetterTokenizer(), DataConfig(**settings), seed)
+
+
+LETTERS = [chr(ord("a") + i) for i in range(10)]
+
+
+def test_an_epoch_holds_every_prompt_once_and_epochs_differ():
+    prompts = prompts_of(source_of(*LETTERS))
+    epochs = [[prompt.text for prompt in prompts.take(epoch, 10)] for epoch in range(3)]
+    assert all(sorted(epoch) == LETTERS for epoch in epochs)
+    assert len(set(map(tuple, epochs))) == 3
+
+
+def test_steps_cut_one_endless_order_whatever_came_before():
+    prompts = prompts_of(source_of(*LETTERS), seed=5)
+    endless = [prompt.id for prompt in prompts.take(0, 40)]
+    resumed = prompts_of(source_of(*LETTERS), seed=5)
+    for step in (9, 3, 0, 7):
+        assert [prompt.id for prompt in resumed.take(step, 4)] == endless[step * 4 : step * 4 + 4]
+    assert [prompt.id for prompt in prompts_of(source_of(*LETTERS), seed=6).take(0, 40)] != endless
+
+
+def test_the_order_is_this_one_on_every_machine_and_version():
+    assert random_order(8, (0, 0)).tolist() == [0, 3, 7, 5, 1, 2, 6, 4]
+
+
+def test_without_shuffling_rows_come_in_the_order_of_the_files():
+    prompts = prompts_of(source_of("a", "b"), source_of("c", path="b"), shuffle=False)
+    assert [prompt.text for prompt in prompts.take(0, 6)] == ["a", "b", "c"] * 2
+    assert [prompt.id for prompt in prompts.all()] == ["a#a:0", "a#a:1", "b#b:0"]
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 30), st.floats(0.1, 10.0)), min_size=1, max_size=3),
+    st.booleans(),
+    st.integers(0, 3),
+)
+def test_weights_share_out_every_epoch_and_each_source_stays_even(sources, is_shuffled, seed):
+    sizes, weights = zip(*sources, strict=True)
+    order = MixedOrder(sizes, weights, seed=seed, is_shuffled=is_shuffled)
+    drawn = [order.at(position) for position in range(3 * order.epoch_size)]
+    shares = Counter(source for source, _ in drawn)
+    for source, (size, weight) in enumerate(zip(sizes, weights, strict=True)):
+        expected = max(1, round(weight / sum(weights) * sum(sizes)))
+        assert shares[source] == 3 * expected
+        counts = Counter(dict.fromkeys(range(size), 0))
+        counts.update(row for drawn_source, row in drawn if drawn_source == source)
+        assert set(counts) == set(range(size))
+        # Mid-epoch reads of a source's own epochs leave its rows at most two rounds apart.
+        assert max(counts.values()) - min(counts.values()) <= 2
+
+
+def test_too_long_prompts_are_named_or_counted():
+    sources = source_of("a", "abcdef", "b")
+    with pytest.raises(BadRows, match="a:1: the prompt has 7 tokens, but data.max_prompt_length is 4"):
+        prompts_of(sources, max_prompt_length=4)
+    prompts = prompts_of(sources, max_prompt_length=4, on_bad_row="skip")
+    assert len(prompts) == 2
+    assert [bad.kind for bad in prompts.skipped] == ["prompt_too_long"]
+    with pytest.raises(ValueError, match="no prompt within data.max_prompt_length = 1"):
+        prompts_of(source_of("abc"), max_prompt_length=1, on_bad_row="skip")
+
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+@pytest.mark.parametrize(
+    ("mode", "prompt", "text", "has_start_token"),
+    [
+        ("auto", "hi", "hi", True),
+        ("auto", MESSAGES, "<user>hi<assistant>", False),
+        ("always", "hi", "<user>hi<assistant>", False),
+        ("never", MESSAGES, "hi", True),
+    ],
+)
+def test_the_chat_template_is_used_as_configured(mode, prompt, text, has_start_token):
+    (taken,) = prompts_of(source_of(prompt), chat_template=mode).take(0, 1)
+    assert taken.text == text
+    assert taken.prompt_ids == ((1,) if has_start_token else ()) + tuple(map(ord, text))
+    assert taken.original == prompt
+
+
+def test_messages_without_a_template_are_refused_with_a_way_out():
+    with pytest.raises(ValueError, match="set data.chat_template: never"):
+        prompts_of(source_of(MESSAGES), tokenizer=LetterTokenizer(chat_template=None))

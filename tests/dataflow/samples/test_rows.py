@@ -1,0 +1,181 @@
+"""Data rows are found under the names that users have, and every bad row is named by file and line."""
+
+import json
+import os
+
+import pytest
+
+from spmdrl.dataflow.samples.records import BadRows
+from spmdrl.dataflow.samples.rows import DataConfig, data_sources, read_rows
+
+
+def written(tmp_path, *lines, name="data.jsonl"):
+    path = tmp_path / name
+    texts = [line if isinstance(line, (str, bytes)) else json.dumps(line) for line in lines]
+    path.write_bytes(b"\n".join(text if isinstance(text, bytes) else text.encode() for text in texts) + b"\n")
+    return str(path)
+
+
+def rows_of(path, *, needs_answer=True, **settings):
+    (part,) = read_rows(path, DataConfig(**settings), needs_answer=needs_answer)
+    return part
+
+
+GOOD = {"prompt": "1+1=", "answer": "2"}
+
+
+@pytest.mark.parametrize(
+    ("line", "kind", "problem"),
+    [
+        ('{"prompt": "a", ', "not_json", "JSONL has one object a line"),
+        ('["a", "b"]', "not_object", "a list"),
+        ({"text": "a", "answer": "1"}, "no_prompt", "its columns are text, answer: set data.prompt_key"),
+        ({"prompt": 5, "answer": "1"}, "prompt_type", "'prompt' is a int"),
+        ({"prompt": " ", "answer": "1"}, "empty_prompt", "'prompt' is empty"),
+        ({"prompt": [], "answer": "1"}, "empty_prompt", "empty list"),
+        ({"prompt": [{"role": "user"}], "answer": "1"}, "bad_message", r"'prompt\[0\]'"),
+        ({"prompt": ["hi"], "answer": "1"}, "bad_message", r"'prompt\[0\]'"),
+        ({"prompt": "a"}, "no_answer", "need one"),
+        ({"prompt": "a", "answer": None}, "no_answer", "need one"),
+        ({"prompt": "a", "answer": ["1"]}, "answer_type", "'answer' is a list"),
+        ({"prompt": "a", "answer": ""}, "empty_answer", "'answer' is empty"),
+        ({"prompt": "a", "answer": "1", "id": [1]}, "id_type", "'id' is a list"),
+        ({"prompt": "a", "answer": "1", "id": 7}, "duplicate_id", "id '7' stands at .*:1 already"),
+        (b'{"prompt": "\xff", "answer": "1"}', "invalid_utf8", "byte 0xff"),
+        ('{"prompt": "a", "answer": "1", "level": {"x": [1, NaN]}}', "not_finite", r"'level.x\[1\]' is nan"),
+        ('{"prompt": "a", "answer": "1", "level": 1e999}', "not_finite", "'level' is inf"),
+        ('{"prompt": "a", "prompt": "b", "answer": "1"}', "duplicate_key", "'prompt' stands twice"),
+        ('{"prompt": "\\ud800", "answer": "1"}', "broken_text", "surrogate"),
+        ("[" * 100_000, "not_json", "nested too deeply"),
+    ],
+)
+def test_a_bad_row_is_named_by_file_line_and_kind(tmp_path, line, kind, problem):
+    path = written(tmp_path, {**GOOD, "id": 7}, "", line, GOOD)
+    with pytest.raises(BadRows, match=problem) as caught:
+        rows_of(path)
+    (bad,) = caught.value.rows
+    assert bad.place.startswith(f"{path}:3")
+    assert bad.kind == kind
+    skipping = rows_of(path, on_bad_row="skip")
+    assert [row.id for row in skipping.rows] == ["7", f"{path}:4"]
+    assert skipping.skipped == (bad,)
+    assert "1 bad rows skipped" in skipping.summary
+
+
+def test_all_bad_rows_are_counted_and_the_first_twenty_shown(tmp_path):
+    path = written(tmp_path, *["{"] * 25, GOOD)
+    with pytest.raises(BadRows, match=r"25 of 26 rows(.|\n)*and 5 more") as caught:
+        rows_of(path)
+    assert len(caught.value.rows) == 25
+    assert str(caught.value).count("[not_json]") == 20
+
+
+@pytest.mark.parametrize("prompt_key", ["prompt", "question", "problem", "input"])
+@pytest.mark.parametrize("answer_key", ["answer", "ground_truth", "solution", "label", "reward_model.ground_truth"])
+def test_prompts_and_answers_are_found_under_the_names_in_use(tmp_path, prompt_key, answer_key):
+    outer, _, inner = answer_key.partition(".")
+    values = {prompt_key: "1+1=", outer: {inner: "2"} if inner else "2", "level": 3}
+    part = rows_of(written(tmp_path, values))
+    assert (part.rows[0].prompt, part.rows[0].answer) == ("1+1=", "2")
+    assert part.rows[0].columns == {**{k: v for k, v in values.items() if k != prompt_key}, "answer": "2"}
+    assert part.summary.endswith(f"1 rows, prompt in '{prompt_key}', answer in '{answer_key}'")
+
+
+def test_keys_can_be_named_and_messages_are_kept(tmp_path):
+    messages = [{"role": "user", "content": "hi"}]
+    path = written(tmp_path, {"chat": messages, "meta": {"gold": 4}, "prompt": "no", "answer": "no"})
+    row = rows_of(path, prompt_key="chat", answer_key="meta.gold").rows[0]
+    assert (row.prompt, row.answer, row.columns["answer"]) == (messages, "4", 4)
+
+
+def test_a_row_needs_no_answer_where_no_rule_needs_one(tmp_path):
+    rows = rows_of(written(tmp_path, {"prompt": "a"}, {"prompt": "b", "answer": {"any": 1}}), needs_answer=False).rows
+    assert rows[0].answer is None
+    assert rows[1].columns["answer"] == {"any": 1}
+
+
+def test_windows_line_ends_and_a_byte_order_mark_are_no_error(tmp_path):
+    path = written(tmp_path, b"\xef\xbb\xbf" + json.dumps(GOOD).encode() + b"\r", b"  \r")
+    assert [row.prompt for row in rows_of(path).rows] == ["1+1="]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("dat.jsonl", "did you mean .*data.jsonl"),
+        ("", "is a folder; name the files in it: data.jsonl"),
+        ("a.csv", "only .jsonl"),
+    ],
+)
+def test_a_path_that_is_no_data_file_is_refused_with_a_way_out(tmp_path, name, message):
+    written(tmp_path, GOOD)
+    written(tmp_path, GOOD, name="a.csv")
+    with pytest.raises(ValueError, match=message):
+        rows_of(str(tmp_path / name))
+
+
+def test_sources_are_paths_lists_and_weighted_paths(tmp_path):
+    assert [(s.path, s.weight) for s in data_sources("a")] == [("a", None)]
+    assert [(s.path, s.weight) for s in data_sources([{"path": "a", "weight": 2}, {"path": "b", "weight": 0.5}])] == [
+        ("a", 2.0),
+        ("b", 0.5),
+    ]
+    parts = read_rows([written(tmp_path, GOOD), "synthetic://addition?count=5"], DataConfig(), needs_answer=True)
+    assert [len(part.rows) for part in parts] == [1, 5]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"train": 5}, "data.train holds 5"),
+        ({"eval": {"file": "a"}}, "data.eval holds"),
+        ({"train": {"path": "a", "weight": 0}}, "weight of a is 0"),
+        ({"train": ["a", {"path": "b", "weight": 1}]}, r"not to \['a'\]"),
+        ({"train": ["a", "a"]}, "twice"),
+        ({"max_prompt_length": 0}, "data.max_prompt_length is 0"),
+        ({"on_bad_row": "ignore"}, "data.on_bad_row"),
+        ({"chat_template": "yes"}, "data.chat_template"),
+    ],
+)
+def test_a_config_value_that_cannot_be_is_refused_by_its_key(settings, message):
+    with pytest.raises(ValueError, match=message):
+        DataConfig(**settings)
+
+
+def test_nothing_to_read_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match=r"data.train is not set"):
+        rows_of(None)
+    with pytest.raises(ValueError, match="no usable row; 1 were skipped"):
+        rows_of(written(tmp_path, "{"), on_bad_row="skip")
+
+
+def test_parquet_rows_are_read_like_jsonl_or_name_what_to_install(tmp_path):
+    path = tmp_path / "data.parquet"
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        path.write_bytes(b"PAR1")
+        with pytest.raises(ValueError, match=r"pip install 'spmdrl\[parquet\]'"):
+            rows_of(str(path))
+        return
+    messages = [{"role": "user", "content": "1+1="}]
+    values = [
+        {"prompt": messages, "reward_model": {"ground_truth": "2"}, "x": 1.0},
+        {"prompt": messages, "x": float("nan")},
+    ]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(values), path)
+    part = rows_of(str(path), on_bad_row="skip")
+    assert [(row.prompt, row.answer) for row in part.rows] == [(messages, "2")]
+    assert [(bad.place, bad.kind) for bad in part.skipped] == [(f"{path}:2", "not_finite")]
+
+
+@pytest.mark.real_data
+def test_the_whole_of_gsm8k_is_read():
+    path = os.environ.get("SPMDRL_GSM8K")
+    if not path:
+        pytest.skip("SPMDRL_GSM8K names no GSM8K file")
+    part = rows_of(path)
+    with open(path, "rb") as lines:
+        assert len(part.rows) == sum(1 for _ in lines)
+    assert part.summary.endswith(f"{len(part.rows)} rows, prompt in 'question', answer in 'answer'")

@@ -1,0 +1,66 @@
+"""Synthetic rows are right, all different, the same every time, and disjoint between the splits."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spmdrl.dataflow.samples.synthetic import OPERATIONS, parse_synthetic, synthetic_rows
+
+SIGNS = {"addition": "+", "subtraction": "-", "multiplication": "*", "division": "/"}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_every_answer_is_right_and_every_question_different(operation):
+    rows = synthetic_rows(f"synthetic://{operation}?low=0&high=30&count=300")
+    assert len({row["id"] for row in rows}) == 300
+    for row in rows:
+        left, right = row["prompt"].rstrip("=").split(SIGNS[operation])
+        expected = {
+            "addition": lambda a, b: a + b,
+            "subtraction": lambda a, b: a - b,
+            "multiplication": lambda a, b: a * b,
+            "division": lambda a, b: a // b,
+        }[operation](int(left), int(right))
+        assert row["answer"] == str(expected)
+
+
+def test_splits_are_disjoint_whatever_the_seed_and_the_order_of_the_numbers():
+    def questions(split, seed, count):
+        rows = synthetic_rows(f"synthetic://addition?high=40&count={count}&split={split}&seed={seed}")
+        return {tuple(sorted(row["id"].split(":")[1:])) for row in rows}
+
+    train = questions("train", 0, 1300) | questions("train", 1, 1300)
+    assert train.isdisjoint(questions("test", 2, 100))
+
+
+def test_the_url_alone_decides_the_rows():
+    first = synthetic_rows("synthetic://addition?count=50&seed=3")
+    assert first == synthetic_rows("synthetic://addition?count=50&seed=3")
+    assert first != synthetic_rows("synthetic://addition?count=50&seed=4")
+
+
+@given(st.integers(2000, 10**9), st.sampled_from(["train", "test"]), st.integers(0, 5))
+def test_wide_ranges_give_their_count_too(high, split, seed):
+    rows = synthetic_rows(f"synthetic://subtraction?low=-5&high={high}&count=20&split={split}&seed={seed}")
+    assert len({row["id"] for row in rows}) == 20
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("synthetic://additon", "did you mean 'addition'"),
+        ("synthetic://addition?hihg=5", "did you mean 'high'"),
+        ("synthetic://addition?high=many", "high=many.*int"),
+        ("synthetic://addition?split=eval", "train or test"),
+        ("synthetic://addition?low=5&high=4", "low <= high"),
+        ("synthetic://addition?high=4&count=1000", "count=1000.*has only .* questions"),
+        ("synthetic://addition?test_fraction=1.5", "test_fraction=1.5"),
+    ],
+)
+def test_a_wrong_url_is_refused(url, message):
+    with pytest.raises(ValueError, match=message):
+        synthetic_rows(url)
+
+
+def test_division_never_divides_by_zero():
+    assert not parse_synthetic("synthetic://division").holds(3, 0)

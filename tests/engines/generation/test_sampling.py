@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spmdrl.engines.generation.protocol import RolloutConfig, SamplingParams
+from spmdrl.engines.generation.sampling import RowSampling, draw, invert_cdf, keep_likely, splitmix64, uniforms
+
+CPU = torch.device("cpu")
+LOGITS = [2.0, 1.0, 0.5, 0.5, 0.0, -1.0, -1.5, -4.0]
+NUM_DRAWS = 20_000
+
+
+def rows_of(sampling: list[SamplingParams], seeds: list[int] | None = None) -> RowSampling:
+    return RowSampling.of_rows(seeds or list(range(len(sampling))), sampling, CPU)
+
+
+def reference_distribution(logits: list[float], sampling: SamplingParams) -> np.ndarray:
+    """Temperature, then min-p, top-k and top-p, each on the renormalized rest, in float64."""
+    probs = np.exp(np.array(logits, dtype=np.float64) / sampling.temperature)
+    probs /= probs.sum()
+    probs[probs < sampling.min_p * probs.max()] = 0
+    order = np.argsort(-probs, kind="stable")
+    if sampling.top_k:
+        probs[order[sampling.top_k :]] = 0
+    probs /= probs.sum()
+    mass = 0.0
+    for token in order:
+        if mass >= sampling.top_p:
+            probs[token] = 0
+        mass += probs[token]
+    return probs / probs.sum()
+
+
+def test_splitmix64_gives_the_published_sequence():
+    gamma = 0x9E3779B97F4A7C15 - (1 << 64)
+    state = 1234567 + torch.arange(5) * gamma
+    known = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821]
+    assert [value % (1 << 64) for value in splitmix64(state).tolist()] == known
+
+
+def test_uniforms_depend_on_seed_and_position_and_fill_the_unit_interval():
+    seeds, positions = torch.meshgrid(torch.arange(200), torch.arange(200), indexing="ij")
+    numbers = uniforms(seeds.flatten(), positions.flatten())
+    assert numbers.min() >= 0 and numbers.max() < 1
+    assert abs(numbers.mean() - 0.5) < 0.005
+    assert abs((numbers**2).mean() - 1 / 3) < 0.005
+    # 40,000 of 2^24 numbers: about 48 coincide by chance.
+    assert numbers.unique().numel() > 40_000 - 150
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingParams(),
+        SamplingParams(temperature=0.5),
+        SamplingParams(temperature=2.0, top_p=0.8),
+        SamplingParams(top_k=3),
+        SamplingParams(top_k=1),
+        SamplingParams(min_p=0.2),
+        SamplingParams(top_p=0.01),
+        SamplingParams(temperature=1.5, top_k=5, top_p=0.7, min_p=0.05),
+    ],
+)
+def test_tokens_follow_the_filtered_distribution(sampling: SamplingParams):
+    logits_BV = torch.tensor(LOGITS).repeat(NUM_DRAWS, 1)
+    positions_B = torch.arange(NUM_DRAWS)
+    drawn = draw(logits_BV, positions_B, rows_of([sampling] * NUM_DRAWS, [77] * NUM_DRAWS))
+    expected = reference_distribution(LOGITS, sampling)
+    counts = np.bincount(drawn.tokens_B.numpy(), minlength=len(LOGITS))
+    assert not counts[expected == 0].any()
+    chi_square = (((counts - NUM_DRAWS * expected) ** 2)[expected > 0] / (NUM_DRAWS * expected[expected > 0])).sum()
+    # 99.99% point of chi-square with 7 degrees of freedom.
+    assert chi_square < 29.9
+    scaled = (torch.tensor(LOGITS) / sampling.temperature).log_softmax(-1)
+    torch.testing.assert_close(drawn.logprobs_B, scaled[drawn.tokens_B])
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    logits=st.lists(st.integers(-60, 60).map(lambda value: value / 10), min_size=1, max_size=12, unique=True),
+    temperature=st.sampled_from([0.3, 1.0, 3.0]),
+    top_p=st.floats(0.01, 1.0),
+    top_k=st.integers(0, 14),
+    min_p=st.floats(0, 0.9),
+)
+def test_filters_keep_what_the_reference_keeps(logits, temperature, top_p, top_k, min_p):
+    sampling = SamplingParams(temperature, top_p, top_k, min_p)
+    probs_BV = (torch.tensor([logits]) / temperature).softmax(-1)
+    kept = keep_likely(probs_BV, rows_of([sampling]))[0]
+    expected = reference_distribution(logits, sampling)
+    # A threshold met to within rounding may go either way.
+    close = np.abs(kept.numpy() / kept.sum().item() - expected).max() < 1e-4
+    assert close or threshold_is_met_exactly(probs_BV[0].double().numpy(), sampling)
+
+
+def threshold_is_met_exactly(probs: np.ndarray, sampling: SamplingParams) -> bool:
+    descending = np.sort(probs)[::-1]
+    kept = descending[descending >= sampling.min_p * descending[0] - 1e-6][: sampling.top_k or None]
+    near_top_p = np.abs(kept.cumsum() / kept.sum() - sampling.top_p).min() < 1e-5
+    return bool(near_top_p or np.abs(descending - sampling.min_p * descending[0]).min() < 1e-5)
+
+
+def test_greedy_takes_the_likeliest_token_with_its_logprob_at_temperature_one():
+    drawn = draw(torch.tensor([LOGITS, LOGITS]), torch.tensor([3, 3]), rows_of([SamplingParams(temperature=0)] * 2))
+    assert drawn.tokens_B.tolist() == [0, 0]
+    torch.testing.assert_close(drawn.logprobs_B, torch.tensor(LOGITS).log_softmax(-1)[:1].expand(2))
+
+
+def test_a_row_draws_the_same_beside_rows_with_other_parameters():
+    sampling = [
+        SamplingParams(),
+        SamplingParams(temperature=0),
+        SamplingParams(0.7, top_p=0.9),
+        SamplingParams(top_k=2),
+    ]
+    logits_BV = torch.randn(4, 50, generator=torch.Generator().manual_seed(0))
+    positions_B = torch.tensor([5, 6, 7, 8])
+    together = draw(logits_BV, positions_B, rows_of(sampling))
+    for row in range(4):
+        alone = draw(
+            logits_BV[row : row + 1], positions_B[row : row + 1], rows_of([sampling[row]], [row] if row else [0])
+        )
+        assert alone.tokens_B[0] == together.tokens_B[row]
+        assert alone.logprobs_B[0] == together.logprobs_B[row]
+
+
+@pytest.mark.parametrize("uniform", [0.0, 0.5, 1 - 2.0**-24])
+def test_a_token_of_weight_zero_is_never_drawn(uniform: float):
+    weights_BV = torch.tensor([[0.0, 0.3, 0.0, 0.1, 0.0], [0.0, 0.0, 1e-7, 0.0, 0.0]])
+    tokens_B = invert_cdf(weights_BV, torch.full((2,), uniform))
+    assert (weights_BV.gather(1, tokens_B[:, None]) > 0).all()
+
+
+def test_all_tokens_of_a_flat_distribution_are_drawn_alike():
+    size = 1000
+    rows = rows_of([SamplingParams()] * NUM_DRAWS)
+    drawn = draw(torch.zeros(NUM_DRAWS, size), torch.zeros(NUM_DRAWS, dtype=torch.int64), rows)
+    assert max(Counter(drawn.tokens_B.tolist()).values()) < 50
+    assert drawn.tokens_B.unique().numel() > 990
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("temperature", -1), ("top_p", 0.0), ("top_k", -1), ("min_p", 1.0), ("max_tokens", 0)]
+)
+def test_a_parameter_out_of_range_is_named(field: str, value: float):
+    with pytest.raises(ValueError, match=rf"sampling\.{field} is {value}"):
+        SamplingParams(**{field: value})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("temperature", float("nan")), ("num_generations", 0), ("gpu_memory_utilization", 1.5), ("kv_cache_gib", 0)],
+)
+def test_a_rollout_key_out_of_range_is_named(field: str, value: float):
+    with pytest.raises(ValueError, match=rf"rollout\.{field} is {value}"):
+        RolloutConfig(**{field: value})

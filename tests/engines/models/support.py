@@ -1,0 +1,41 @@
+"""Tiny transformers models and our decoder with the same weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from spmdrl.engines.models.attention import PackedCausalAttention
+from spmdrl.engines.models.decoder import Decoder
+from spmdrl.engines.models.hf import read_config
+from spmdrl.engines.models.weights import WeightFiles
+from spmdrl.types import WeightSlice, offsets_of
+
+
+def whole(name: str, shape: tuple[int, ...]) -> WeightSlice:
+    return WeightSlice(name, (0,) * len(shape), shape)
+
+
+def load_decoder(folder: Path) -> Decoder:
+    decoder = Decoder(read_config(folder))
+    files = WeightFiles(folder)
+    with torch.no_grad():
+        for name, weight in decoder.named_parameters():
+            weight.copy_(files.read(whole(name, tuple(weight.shape))))
+    return decoder
+
+
+def random_rows(lengths: list[int], vocab_size: int, seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(vocab_size, (length,), generator=generator) for length in lengths]
+
+
+def packed_logits(decoder: Decoder, rows: list[Tensor]) -> list[Tensor]:
+    """Logits [length, V] of each row, all rows in one packed forward."""
+    lengths = [len(row) for row in rows]
+    positions_T = torch.cat([torch.arange(length) for length in lengths])
+    attend = PackedCausalAttention(offsets_of(lengths))
+    logits_TV = decoder(torch.cat(rows), positions_T, attend, lambda hidden_TD, head_VD: hidden_TD @ head_VD.T)
+    return list(logits_TV.split(lengths))

@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from spmdrl.engines.models.attention import PackedCausalAttention, group_rows, plan_blocks
+from spmdrl.types import offsets_of
+
+lengths_of_rows = st.lists(st.integers(0, 400), max_size=40)
+
+
+@given(lengths_of_rows)
+def test_every_row_with_tokens_is_in_exactly_one_group(lengths: list[int]) -> None:
+    grouped = sorted(row for group in group_rows(lengths) for row in group)
+    assert grouped == [row for row, length in enumerate(lengths) if length]
+
+
+@given(lengths_of_rows)
+def test_rows_of_a_group_have_similar_lengths(lengths: list[int]) -> None:
+    for group in group_rows(lengths):
+        longest, shortest = max(lengths[row] for row in group), min(lengths[row] for row in group)
+        assert longest - shortest <= max(16, longest // 16)
+
+
+@given(lengths_of_rows)
+def test_every_token_has_one_slot_and_comes_back_from_it(lengths: list[int]) -> None:
+    plan = plan_blocks(offsets_of(lengths).tolist())
+    num_tokens = sum(lengths)
+    assert torch.equal(plan.token_of_slot[plan.slot_of_token], torch.arange(num_tokens))
+    assert len(plan.token_of_slot) == num_tokens + len(plan.padded_slots)
+    assert not set(plan.slot_of_token.tolist()) & set(plan.padded_slots.tolist())
+
+
+def one_row_at_a_time(lengths: list[int], q_THK: Tensor, k_TJK: Tensor, v_TJK: Tensor) -> Tensor:
+    """Softmax attention written out, a row at a time."""
+    share = q_THK.shape[1] // k_TJK.shape[1]
+    rows = []
+    for q, k, v in zip(q_THK.split(lengths), k_TJK.split(lengths), v_TJK.split(lengths), strict=True):
+        k, v = k.repeat_interleave(share, dim=1), v.repeat_interleave(share, dim=1)
+        scores = torch.einsum("qhk,thk->hqt", q, k) / q.shape[-1] ** 0.5
+        hidden = torch.ones(len(q), len(q), dtype=torch.bool).triu(1)
+        rows.append(torch.einsum("hqt,thk->qhk", F.softmax(scores.masked_fill(hidden, -torch.inf), dim=-1), v))
+    return torch.cat(rows)
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("lengths", [[7], [3, 40, 1, 21, 60, 22], [9, 9, 9], [30, 70, 5], [2, 0, 3]])
+def test_packed_rows_attend_like_separate_rows(lengths: list[int], num_kv_heads: int) -> None:
+    torch.manual_seed(0)
+    shapes = [(sum(lengths), heads, 8) for heads in (4, num_kv_heads, num_kv_heads)]
+    inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    weight = torch.randn(shapes[0])
+    attended = PackedCausalAttention(offsets_of(lengths))(0, *inputs)
+    expected = one_row_at_a_time(lengths, *inputs)
+    torch.testing.assert_close(attended, expected, atol=1e-5, rtol=1e-5)
+    gradients = torch.autograd.grad((attended * weight).sum(), inputs)
+    expected_gradients = torch.autograd.grad((expected * weight).sum(), inputs)
+    for gradient, reference in zip(gradients, expected_gradients, strict=True):
+        torch.testing.assert_close(gradient, reference, atol=1e-5, rtol=1e-4)
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.lists(st.integers(1, 30), min_size=2, max_size=6), st.data())
+def test_a_token_never_reaches_other_rows_or_earlier_positions(lengths: list[int], data: st.DataObject) -> None:
+    changed = data.draw(st.integers(0, sum(lengths) - 1))
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(sum(lengths), 2, 4) for _ in range(3))
+    attend = PackedCausalAttention(offsets_of(lengths))
+    before = attend(0, q, k, v)
+    k[changed] += 1.0
+    v[changed] += 1.0
+    moved = (attend(0, q, k, v) != before).flatten(1).any(dim=1).nonzero().flatten().tolist()
+    row_end = next(stop for stop in offsets_of(lengths).tolist() if stop > changed)
+    assert moved == list(range(changed, row_end))
+
+
+def test_no_rows_give_an_empty_result_that_still_differentiates() -> None:
+    q, kv = torch.zeros(0, 4, 8, requires_grad=True), torch.zeros(0, 2, 8)
+    PackedCausalAttention(torch.zeros(1, dtype=torch.int64))(0, q, kv, kv).sum().backward()
+    assert q.grad is not None

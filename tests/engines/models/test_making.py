@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from spmdrl.engines.models.hf import parameter_shapes, read_config
+from spmdrl.engines.models.make_config import PRINTABLE_CHARS, MakeConfig
+from spmdrl.engines.models.making import decoder_config, make_char_tokenizer, make_model_folder
+from tests.engines.models.support import load_decoder, packed_logits, random_rows
+
+TINY = MakeConfig(hidden_size=32, num_layers=1, intermediate_size=48)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_made_model_has_parity_in_transformers(tied: bool, tmp_path: Path) -> None:
+    make = MakeConfig(hidden_size=32, num_layers=1, intermediate_size=48, tied_head=tied)
+    make_model_folder(tmp_path / "model", make, seed=3)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
+    rows = random_rows([4, 7], vocab_size=100)
+    for row, logits in zip(rows, packed_logits(load_decoder(tmp_path / "model"), rows), strict=True):
+        assert (theirs(row[None]).logits[0] - logits).abs().max() < 1e-4
+    assert theirs.config.eos_token_id == theirs.generation_config.eos_token_id == 2
+    assert theirs.dtype is torch.float32
+
+
+def test_a_made_tokenizer_gives_one_token_a_character_and_back(tmp_path: Path) -> None:
+    make_char_tokenizer(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    ids = tokenizer(PRINTABLE_CHARS).input_ids
+    assert ids == list(range(4, 4 + len(PRINTABLE_CHARS)))
+    assert tokenizer.decode(ids) == PRINTABLE_CHARS
+    assert (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, 1, 2)
+    assert tokenizer("1é2").input_ids == [*tokenizer("1").input_ids, 3, *tokenizer("2").input_ids]
+    assert tokenizer.decode([1, *tokenizer("a b").input_ids, 2], skip_special_tokens=True) == "a b"
+
+
+def test_the_same_seed_makes_the_same_bytes(tmp_path: Path) -> None:
+    for name, seed in (("one", 0), ("two", 0), ("three", 1)):
+        make_model_folder(tmp_path / name, TINY, seed)
+    files = sorted(path.name for path in (tmp_path / "one").iterdir())
+    assert len(files) == 5
+    for file in files:
+        assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes()
+    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("one", "three")]
+    assert weights[0] != weights[1]
+
+
+def test_a_folder_appears_only_when_complete_and_is_never_overwritten(tmp_path: Path) -> None:
+    leftover = tmp_path / ".model.partial"
+    leftover.mkdir()
+    (leftover / "model.safetensors").write_bytes(b"cut short")
+    make_model_folder(tmp_path / "model", TINY, seed=0)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    with pytest.raises(ValueError, match="already holds files"):
+        make_model_folder(tmp_path / "model", TINY, seed=0)
+
+
+def test_the_default_sizes_give_under_a_million_parameters(tmp_path: Path) -> None:
+    make_model_folder(tmp_path / "model", MakeConfig(), seed=0)
+    config = read_config(tmp_path / "model")
+    assert config == decoder_config(MakeConfig())
+    assert 700_000 < sum(torch.Size(shape).numel() for shape in parameter_shapes(config).values()) < 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"hidden_size": 100, "num_heads": 8}, "model.make.hidden_size 100 must be a multiple of .* = 16"),
+        ({"num_kv_heads": 3}, "model.make.num_heads 4 must be a multiple of model.make.num_kv_heads 3"),
+        ({"num_layers": 0}, "model.make.num_layers is 0"),
+        ({"chars": "abca"}, "repeats .'a'."),
+        ({"chars": ""}, "or is empty"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused_by_key(sizes: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        MakeConfig(**sizes)  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+def test_the_package_starts_without_transformers_or_tokenizers() -> None:
+    script = (
+        "import sys, spmdrl.engines.models.attention, spmdrl.engines.models.making\n"
+        "print([name for name in ('transformers', 'tokenizers', 'huggingface_hub') if name in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"

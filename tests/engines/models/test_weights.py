@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from spmdrl.engines.models.hf import hf_config_dict, read_config
+from spmdrl.engines.models.make_config import MakeConfig
+from spmdrl.engines.models.making import decoder_config
+from spmdrl.engines.models.weights import WeightFiles, random_weights, write_weights
+from spmdrl.types import WeightSlice
+from tests.engines.models.support import load_decoder, packed_logits, random_rows, whole
+
+MAKE = MakeConfig(hidden_size=32, num_layers=2, intermediate_size=48, chars="0123456789+=")
+CONFIG = decoder_config(MAKE)
+
+
+def write_model(folder: Path, max_shard_bytes: int, *, seed: int = 0) -> None:
+    weights = random_weights(CONFIG, seed)
+    (folder / "config.json").write_text(json.dumps(hf_config_dict(CONFIG, torch.float32)))
+    write_weights(folder, ((name, weights(name)) for name in weights.names), max_shard_bytes)
+
+
+@pytest.mark.parametrize("max_shard_bytes", [10**9, 20_000], ids=["one file", "sharded"])
+def test_what_we_write_has_parity_in_transformers(max_shard_bytes: int, tmp_path: Path) -> None:
+    write_model(tmp_path, max_shard_bytes)
+    assert (tmp_path / "model.safetensors.index.json").exists() == (max_shard_bytes == 20_000)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    rows = random_rows([6, 11], CONFIG.vocab_size)
+    for row, logits in zip(rows, packed_logits(load_decoder(tmp_path), rows), strict=True):
+        assert (theirs(row[None]).logits[0] - logits).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("max_shard_size", ["1GB", "20KB"])
+def test_what_transformers_writes_has_bitwise_parity_here(max_shard_size: str, tmp_path: Path) -> None:
+    sizes = {
+        "vocab_size": 40,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    theirs = AutoModelForCausalLM.from_config(LlamaConfig(**sizes, num_key_value_heads=2), dtype=torch.float32)
+    theirs.save_pretrained(tmp_path, max_shard_size=max_shard_size)
+    files = WeightFiles(tmp_path)
+    expected = dict(theirs.named_parameters())
+    assert files.names == sorted(expected)
+    for name, weight in expected.items():
+        assert files.shape(name) == tuple(weight.shape)
+        assert torch.equal(files.read(whole(name, files.shape(name))), weight)
+    assert read_config(tmp_path).head_size == 8
+
+
+def test_a_round_trip_keeps_every_bit_and_dtype_whatever_the_storage(tmp_path: Path) -> None:
+    bucket = torch.randn(8, 6)
+    weights = {"a": bucket[:3], "b": bucket[3:].T, "c": torch.randn(5).to(torch.bfloat16), "d": bucket[:, 1:4]}
+    write_weights(tmp_path, weights.items(), max_shard_bytes=100)
+    files = WeightFiles(tmp_path)
+    for name, weight in weights.items():
+        read = files.read(whole(name, tuple(weight.shape)))
+        assert read.dtype is weight.dtype and torch.equal(read, weight)
+
+
+def test_a_buffer_may_be_reused_between_two_weights(tmp_path: Path) -> None:
+    buffer = torch.empty(4)
+    write_weights(tmp_path, ((f"w{value}", buffer.fill_(value)) for value in range(3)))
+    files = WeightFiles(tmp_path)
+    assert [files.read(whole(name, (4,)))[0].item() for name in files.names] == [0.0, 1.0, 2.0]
+
+
+def test_weights_are_never_written_beside_others(tmp_path: Path) -> None:
+    write_weights(tmp_path, [("a", torch.ones(2))])
+    with pytest.raises(ValueError, match="already holds weights .model.safetensors."):
+        write_weights(tmp_path, [("a", torch.zeros(2))], max_shard_bytes=1)
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> tuple[WeightFiles, torch.Tensor]:
+    folder = tmp_path_factory.mktemp("stored")
+    weight = torch.arange(35.0).reshape(5, 7)
+    write_weights(folder, [("w", weight)])
+    return WeightFiles(folder), weight
+
+
+@given(st.tuples(st.integers(0, 5), st.integers(0, 5)), st.tuples(st.integers(0, 7), st.integers(0, 7)))
+def test_any_box_of_a_weight_can_be_read(
+    stored: tuple[WeightFiles, torch.Tensor], rows: tuple[int, int], columns: tuple[int, int]
+) -> None:
+    files, weight = stored
+    starts, stops = (min(rows), min(columns)), (max(rows), max(columns))
+    expected = weight[starts[0] : stops[0], starts[1] : stops[1]]
+    assert torch.equal(files.read(WeightSlice("w", starts, stops)), expected)
+
+
+def test_missing_or_misshaped_weights_are_named(stored: tuple[WeightFiles, torch.Tensor], tmp_path: Path) -> None:
+    files, _ = stored
+    with pytest.raises(ValueError, match="holds no weight w2; the nearest name there is w;"):
+        files.read(whole("w2", (5, 7)))
+    for wrong in ((6, 7), (5,)):
+        with pytest.raises(ValueError, match=r"w in .* has shape \(5, 7\), but elements"):
+            files.read(whole("w", wrong))
+    with pytest.raises(ValueError, match="neither model.safetensors nor"):
+        WeightFiles(tmp_path)
+
+
+def test_a_truncated_file_is_named(tmp_path: Path) -> None:
+    write_weights(tmp_path, [("a", torch.ones(100))])
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-10])
+    with pytest.raises(ValueError, match="model.safetensors is not a whole safetensors file"):
+        WeightFiles(tmp_path)
+
+
+def test_an_index_cannot_lead_out_of_its_folder(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(1)}, tmp_path / "outside.safetensors")
+    inside = tmp_path / "inside"
+    inside.mkdir()
+    (inside / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../outside.safetensors"}}')
+    with pytest.raises(ValueError, match="only plain names of files beside it are read"):
+        WeightFiles(inside)
+
+
+def test_random_weights_depend_on_seed_and_name_only() -> None:
+    first, again, other = random_weights(CONFIG, 1), random_weights(CONFIG, 1), random_weights(CONFIG, 2)
+    name = "model.layers.0.mlp.up_proj.weight"
+    again("model.embed_tokens.weight")
+    assert torch.equal(first(name), again(name))
+    assert not torch.equal(first(name), other(name))
+    assert not torch.equal(first(name), first("model.layers.1.mlp.up_proj.weight"))
+    box = WeightSlice(name, (3, 0), (9, 5))
+    assert torch.equal(first.read(box), first(name)[3:9, :5])
+    assert set(first("model.norm.weight").tolist()) == {1.0}

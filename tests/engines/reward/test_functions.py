@@ -1,0 +1,75 @@
+"""Reward functions are called in the form they were written for, and what they return is checked."""
+
+from pathlib import Path
+
+import pytest
+
+from spmdrl.engines.reward.calls import RewardCall
+from spmdrl.engines.reward.frames import FrameReader, pack
+from spmdrl.engines.reward.functions import function_names, load_functions, needs_answer, score
+from spmdrl.engines.reward.verdict import Verdict
+
+POISONS = Path(__file__).with_name("poisons.py")
+
+
+def scores_of(spec: str, *completions: str, prompts=None, **columns):
+    (function,) = load_functions([spec])
+    call = RewardCall(prompts or ["p"] * len(completions), completions, [(1, 2)] * len(completions), columns)
+    return score(function, call)
+
+
+def test_verl_functions_are_called_once_a_row_and_fail_alone():
+    scores = scores_of(f"{POISONS}:compute_score", "1", "2", "raise", answer=["1", "1", "1"], data_source=["a"] * 3)
+    assert scores.values == [1.0, 0.0, None]
+    assert scores.verdicts == [Verdict.SCORED, Verdict.WRONG, Verdict.CRASHED]
+    assert scores.error is not None and "row 2: ValueError: no score" in scores.error
+
+
+def test_async_functions_are_awaited():
+    assert scores_of(f"{POISONS}:slow_but_together", "a", "b").values == [1.0, 1.0]
+
+
+def test_columns_and_token_ids_reach_the_function_by_name():
+    assert scores_of(f"{POISONS}:parts_with_columns", "a", "b", level=[5, 7], other=[0, 0]).values == [7.0, 9.0]
+
+
+def test_a_missing_column_is_named():
+    scores = scores_of(f"{POISONS}:needs_hint", "a", answer=["1"])
+    assert scores.verdicts == [Verdict.CRASHED]
+    assert scores.error is not None and "it needs ['hint'], but the rows have the columns ['answer']" in scores.error
+
+
+def test_conversational_prompts_have_completions_as_messages():
+    scores = scores_of(f"{POISONS}:text_of_messages", "hi", prompts=[[{"role": "user", "content": "say hi"}]])
+    assert scores.values == [1.0]
+
+
+def test_module_functions_load_by_name():
+    assert scores_of("spmdrl.engines.reward.answers:exact", " 4 ", answer=["4"]).values == [1.0]
+
+
+def test_a_misspelled_rule_is_met_with_the_nearest_one():
+    with pytest.raises(ValueError, match="did you mean 'math'"):
+        load_functions(["maths"])
+
+
+def test_names_are_short_unless_two_functions_share_one():
+    assert function_names(["math", "a.b:fn"]) == ("math", "fn")
+    assert function_names(["a:fn", "b:fn"]) == ("a:fn", "b:fn")
+    assert needs_answer(["a:fn", "math"])
+    assert not needs_answer(["a:fn"])
+
+
+def test_a_call_with_uneven_columns_is_refused():
+    with pytest.raises(ValueError, match="column 'answer'"):
+        RewardCall(["p"], ["c"], [(1,)], {"answer": []})
+
+
+def test_frames_come_out_of_any_split_of_their_bytes():
+    messages = [{"a": 1}, [], "text \ud800", {"b": "x" * 1000}]
+    data = b"".join(map(pack, messages))
+    for step in (1, 7, 100, len(data)):
+        reader = FrameReader()
+        assert [m for i in range(0, len(data), step) for m in reader.feed(data[i : i + step])] == messages
+    with pytest.raises(ValueError, match="claims"):
+        FrameReader().feed(b"garbage in the pipe")

@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from spmdrl.engines.training.logprobs import logprobs_and_entropy
+
+NUM_ROWS, WIDTH, VOCAB = 21, 6, 40
+CHUNK_BYTES = 5 * VOCAB * 4
+
+
+def inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    hidden_RD = torch.randn(NUM_ROWS, WIDTH, generator=generator).to(dtype)
+    head_weight_VD = torch.randn(VOCAB, WIDTH, generator=generator).to(dtype)
+    return hidden_RD, head_weight_VD, torch.randint(0, VOCAB, (NUM_ROWS,), generator=generator)
+
+
+def reference(
+    hidden_RD: Tensor, head_weight_VD: Tensor, targets_R: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """The definition, in float64 and all at once."""
+    all_RV = torch.log_softmax(hidden_RD @ head_weight_VD.T / temperature, dim=-1)
+    return all_RV.gather(1, targets_R[:, None]).squeeze(1), -(all_RV.exp() * all_RV).sum(-1)
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, CHUNK_BYTES, 1 << 20])
+@pytest.mark.parametrize("weights", [(1.0, 0.0), (0.0, 1.0), (0.7, -0.3)])
+def test_values_and_gradients_equal_the_float64_definition(chunk_bytes, weights):
+    hidden_RD, head_weight_VD, targets_R = inputs()
+    pulls = torch.linspace(-1, 1, NUM_ROWS)
+    results = []
+    for dtype in (torch.float32, torch.float64):
+        hidden, head = (tensor.to(dtype, copy=True).requires_grad_() for tensor in (hidden_RD, head_weight_VD))
+        if dtype == torch.float32:
+            outputs = logprobs_and_entropy(hidden, head, targets_R, temperature=0.7, chunk_bytes=chunk_bytes)
+        else:
+            outputs = reference(hidden, head, targets_R, 0.7)
+        sum(
+            weight * (pulls.to(dtype) * output).sum() for weight, output in zip(weights, outputs, strict=True)
+        ).backward()
+        results.append((*outputs, hidden.grad, head.grad))
+    for ours, exact in zip(*results, strict=True):
+        torch.testing.assert_close(ours.double(), exact, rtol=2e-5, atol=2e-6)
+
+
+def test_either_output_can_be_used_alone():
+    hidden_RD, head_weight_VD, targets_R = inputs()
+    for output in (0, 1):
+        gradients = []
+        for function in (logprobs_and_entropy, lambda h, w, t: reference(h, w, t, 1.0)):
+            hidden = hidden_RD.clone().requires_grad_()
+            function(hidden, head_weight_VD, targets_R)[output].sum().backward()
+            gradients.append(hidden.grad)
+        torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-4, atol=1e-5)
+
+
+def test_bfloat16_inputs_give_float32_results_and_bfloat16_gradients():
+    hidden_RD, head_weight_VD, targets_R = inputs(torch.bfloat16)
+    hidden_RD.requires_grad_()
+    head_weight_VD.requires_grad_()
+    logprobs_R, entropy_R = logprobs_and_entropy(hidden_RD, head_weight_VD, targets_R)
+    (logprobs_R.sum() + entropy_R.sum()).backward()
+    assert logprobs_R.dtype == entropy_R.dtype == torch.float32
+    assert hidden_RD.grad.dtype == head_weight_VD.grad.dtype == torch.bfloat16
+    exact, _ = reference(hidden_RD.double(), head_weight_VD.double(), targets_R, 1.0)
+    torch.testing.assert_close(logprobs_R.double(), exact, rtol=0.02, atol=0.05)
+
+
+def test_extreme_logits_stay_finite():
+    hidden_RD, head_weight_VD, targets_R = inputs()
+    hidden_RD = (hidden_RD * 1e4).requires_grad_()
+    logprobs_R, entropy_R = logprobs_and_entropy(hidden_RD, head_weight_VD, targets_R)
+    (logprobs_R.sum() + entropy_R.sum()).backward()
+    assert logprobs_R.isfinite().all() and entropy_R.isfinite().all() and hidden_RD.grad.isfinite().all()
+
+
+def test_no_rows_give_empty_results_and_zero_gradients():
+    hidden_RD, head_weight_VD, targets_R = inputs()
+    hidden = hidden_RD[:0].requires_grad_()
+    logprobs_R, _ = logprobs_and_entropy(hidden, head_weight_VD.requires_grad_(), targets_R[:0])
+    logprobs_R.sum().backward()
+    assert logprobs_R.shape == (0,) and not head_weight_VD.grad.any()
+
+
+class LargestLogits(TorchDispatchMode):
+    """Notes the largest tensor with a vocabulary axis, the head's weight and gradient aside."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor) and VOCAB in tensor.shape and WIDTH not in tensor.shape:
+                self.num_bytes = max(self.num_bytes, tensor.numel() * tensor.element_size())
+        return out
+
+
+def largest_logits(function) -> int:
+    hidden_RD, head_weight_VD, targets_R = inputs()
+    with LargestLogits() as largest:
+        logprobs_R, entropy_R = function(hidden_RD.requires_grad_(), head_weight_VD.requires_grad_(), targets_R)
+        (logprobs_R.sum() + entropy_R.sum()).backward()
+    return largest.num_bytes
+
+
+def test_no_more_than_a_chunk_of_logits_is_ever_held():
+    chunked = largest_logits(lambda h, w, t: logprobs_and_entropy(h, w, t, chunk_bytes=CHUNK_BYTES))
+    assert 0 < chunked <= CHUNK_BYTES
+    assert largest_logits(lambda h, w, t: reference(h, w, t, 1.0)) == NUM_ROWS * VOCAB * 4

@@ -1,0 +1,99 @@
+"""A tiny model, rows for it and a loss, alike in every process."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from spmdrl.engines.models.decoder import Decoder, DecoderConfig
+from spmdrl.engines.training.engine import OptimConfig, TrainingConfig, TrainingEngine
+from spmdrl.engines.training.rows import LossTerms, MicroBatch, Scores, TokenRows
+from spmdrl.resources.layout import UpdateLayout, fit_update_layout
+from spmdrl.resources.mesh import build_update_mesh
+from spmdrl.resources.world import World
+from spmdrl.types import WeightSlice, offsets_of
+
+# 17 and 13 divide by nothing, and 4 rows of a head norm over 3 ranks leave the last one empty.
+CONFIG = DecoderConfig(
+    model_type="qwen3",
+    vocab_size=17,
+    hidden_size=8,
+    intermediate_size=13,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_size=4,
+    rms_eps=1e-6,
+    rope_theta=10000.0,
+    qk_norm=True,
+    attention_bias=False,
+    tied_head=False,
+    max_positions=64,
+)
+# A large eps keeps Adam from turning the rounding of near-zero gradients into whole steps.
+OPTIM = OptimConfig(lr=1e-2, eps=1e-4, max_grad_norm=0.5, warmup_steps=2)
+
+
+class SeededWeights:
+    """A weight source with the same values for any layout."""
+
+    def __init__(self, seed: int = 0):
+        with torch.device("meta"):
+            shapes = {name: parameter.shape for name, parameter in Decoder(CONFIG).named_parameters()}
+        generator = torch.Generator().manual_seed(seed)
+        self.tensors = {
+            name: torch.randn(shape, generator=generator) * 0.3 + (1.0 if len(shape) == 1 else 0.0)
+            for name, shape in shapes.items()
+        }
+
+    def read(self, wanted: WeightSlice) -> Tensor:
+        bounds = zip(wanted.starts, wanted.stops, strict=True)
+        return self.tensors[wanted.name][tuple(slice(start, stop) for start, stop in bounds)]
+
+
+def make_engine(
+    world: World, *, layout: UpdateLayout | None = None, max_tokens: int | None = None, optim: OptimConfig = OPTIM
+) -> TrainingEngine:
+    fitted = fit_update_layout(layout or UpdateLayout(), world.size)
+    mesh = build_update_mesh(fitted, world.device, world.rank)
+    training = TrainingConfig(max_tokens_per_microbatch=max_tokens)
+    engine = TrainingEngine(CONFIG, training, optim, mesh, world.device, temperature=0.8)
+    engine.load(SeededWeights())
+    return engine
+
+
+def make_rows(num_rows: int = 7, seed: int = 0) -> TokenRows:
+    """Rows of 3 to 12 tokens, with weights that add up to 1 and a row number."""
+    generator = torch.Generator().manual_seed(seed)
+    prompts_B = torch.randint(1, 5, (num_rows,), generator=generator)
+    lengths_B = prompts_B + torch.randint(2, 8, (num_rows,), generator=generator)
+    num_response = int(lengths_B.sum() - prompts_B.sum())
+    return TokenRows(
+        tokens_T=torch.randint(0, CONFIG.vocab_size, (int(lengths_B.sum()),), generator=generator),
+        offsets=offsets_of(lengths_B),
+        prompt_lengths_B=prompts_B,
+        response={"weights": torch.rand(num_response, generator=generator) / num_response},
+        dense={"row": torch.arange(num_rows)},
+    )
+
+
+def weighted_nll(scores: Scores, micro: MicroBatch) -> LossTerms:
+    """Weighted negative log-likelihood with an entropy bonus."""
+    weights_R = micro.response["weights"]
+    loss = -(weights_R * (scores.logprobs_R + 0.1 * scores.entropy_R)).sum()
+    count = torch.tensor(scores.entropy_R.numel())
+    return LossTerms(loss, {"entropy": (scores.entropy_R.sum(), count)})
+
+
+def relative_difference(left: Tensor, right: Tensor) -> float:
+    return float((left - right).norm() / right.norm().clamp(min=1e-12))
+
+
+def whole_weights(engine: TrainingEngine) -> dict[str, Tensor]:
+    """Copies of the weights, gathered where they are sharded. Collective."""
+    return {name: _whole(parameter).clone() for name, parameter in engine.decoder.named_parameters()}
+
+
+def _whole(parameter: Tensor) -> Tensor:
+    gather = getattr(parameter, "full_tensor", None)
+    return (gather() if gather is not None else parameter).detach()

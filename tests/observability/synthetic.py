@@ -1,0 +1,125 @@
+"""A run's folder as a real run leaves it, of any size, written with the product's own writers."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+
+from spmdrl.observability.log import MetricsLog, SampleRecord, SamplesLog
+from spmdrl.observability.summary import write_summary
+from spmdrl.observability.timeline import timeline_file
+
+STAGES = {"resharding": 0.4, "generation": 5.0, "reward": 0.3, "old_logprobs": 0.6, "advantage": 0.05, "update": 1.9}
+HOSTILE = (
+    "</script><script>alert(1)</script> \"quoted\" 'single' <b>&amp; \u2028 \ud800 "
+    "<img src=http://x/y onerror=alert(2)>"
+)
+CONFIG = """model:
+  path: models/tiny  # configs/debug/quickstart.yaml:2
+optim:
+  lr: 1.0e-06  # default
+run:
+  name: "<i>run</i>"  # command line
+"""
+GIB = 1024**3
+
+
+def write_run(run_dir: Path, *, num_steps: int, num_ranks: int, samples_per_step: int = 8, seed: int = 0) -> Path:
+    """Write metrics, samples, timelines, the configuration and the summary of a made-up run."""
+    chance = random.Random(seed)
+    log, samples = MetricsLog(run_dir, ["jsonl"]), SamplesLog(run_dir)
+    for step in range(1, num_steps + 1):
+        log.write(step, _metrics(step, num_steps, chance))
+        samples.write(_sample(step, row, chance) for row in range(samples_per_step))
+    log.close()
+    samples.close()
+    for rank in range(num_ranks):
+        _write_timeline(timeline_file(run_dir, rank), rank, num_steps, chance)
+    (run_dir / "config.resolved.yaml").write_text(CONFIG)
+    write_summary(
+        run_dir,
+        verdict="ok",
+        steps=num_steps,
+        reward_first=0.21,
+        reward_last=0.93,
+        accuracy_before=0.24,
+        accuracy_before_interval=[0.2, 0.29],
+        accuracy_after=0.91,
+        accuracy_after_interval=[0.88, 0.94],
+        seconds=192.4,
+        devices=f"{num_ranks} x cpu",
+        versions={"python": "3.11.7", "torch": "2.13.0", "spmdrl": "0.1.0"},
+        checkpoint=run_dir / "checkpoints" / f"step_{num_steps:06d}" / "model",
+        report=run_dir / "report.html",
+    )
+    return run_dir
+
+
+def _metrics(step: int, num_steps: int, chance: random.Random) -> dict[str, float]:
+    progress = step / num_steps
+    metrics = {
+        "reward": 0.2 + 0.7 * (1 - math.exp(-3 * progress)) + chance.gauss(0, 0.03),
+        "reward_std": 0.35 - 0.2 * progress,
+        "rewards/exact/mean": 0.2 + 0.6 * progress,
+        "frac_reward_zero_std": 0.1 + 0.6 * progress,
+        "completions/mean_length": 40 + 8 * math.sin(6 * progress) + chance.gauss(0, 1),
+        "completions/clipped_ratio": 0.1 * (1 - progress),
+        "entropy": 1.2 * math.exp(-2 * progress) + 0.1,
+        "kl": 0.02 * progress,
+        "mismatch/abs_mean": 2e-7 * chance.uniform(0.8, 1.2),
+        "mismatch/abs_max": 2e-6 * chance.uniform(0.8, 1.2),
+        "loss": chance.gauss(0, 0.01),
+        "grad_norm": chance.lognormvariate(-1, 0.4),
+        "lr": 1e-6 * min(1.0, step / 10),
+        "clip_ratio/high_mean": 0.01 * chance.random(),
+        "perf/tokens_per_second": 14_200 * chance.uniform(0.9, 1.1),
+        "dock/bytes_process": 1e6 * chance.uniform(0.9, 1.1),
+        "dock/bytes_node": 4e5 * chance.uniform(0.9, 1.1),
+        "dock/bytes_cross_node": 2e4,
+        "reshard/bytes": 3.9e6,
+        "reshard/seconds": 0.1 * chance.uniform(0.9, 1.3),
+        "dock/dropped": 0.0,
+        "reward/errors/timeout": float(step % 23 == 0),
+        **{f"time/{stage}": seconds * chance.uniform(0.9, 1.2) for stage, seconds in STAGES.items()},
+    }
+    metrics["time/step"] = sum(value for name, value in metrics.items() if name.startswith("time/"))
+    if step % 10 == 0 or step == 1:
+        metrics |= {"eval/accuracy": 0.2 + 0.7 * progress}
+        metrics |= {"eval/accuracy_low": 0.15 + 0.7 * progress, "eval/accuracy_high": 0.25 + 0.7 * progress}
+        metrics |= {"checkpoint/seconds": 0.8, "checkpoint/bytes": 12e6}
+    return metrics
+
+
+def _sample(step: int, row: int, chance: random.Random) -> SampleRecord:
+    right = chance.random() < 0.5
+    response = HOSTILE if row == 0 else f"12 + {row} is\n" + "so we think again, " * chance.randint(1, 40)
+    return SampleRecord(
+        step=step, row=row, prompt=f"What is 12 + {row}?", response=response, answer=str(12 + row),
+        reward=float(right), parts={"exact": float(right), "format": 0.5}, verdict="scored" if right else "wrong",
+        advantage=chance.gauss(0, 1), mismatch=2e-7, version=step - 1,
+    )  # fmt: skip
+
+
+def _write_timeline(path: Path, rank: int, num_steps: int, chance: random.Random) -> None:
+    # Lines are written directly: a timeline of hours can't be lived through.
+    path.parent.mkdir(parents=True, exist_ok=True)
+    now, lines = 1.7e9, []
+    for step in range(1, num_steps + 1):
+        begin = now
+        for stage, seconds in STAGES.items():
+            start, now = now, now + seconds * chance.uniform(0.8, 1.1) * (3 if step % 37 == 5 else 1)
+            lines.append({"rank": rank, "step": step, "stage": stage, "start": start, "end": now})
+            memory, host = _memory(stage)
+            lines.append({"rank": rank, "step": step, "stage": stage, "time": now, "memory": memory, "host": host})
+        now = max(now, begin + sum(STAGES.values()) * 1.1 * (3 if step % 37 == 5 else 1))
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def _memory(stage: str) -> tuple[dict[str, int], dict[str, int]]:
+    updating = {"update_weights": 4 * GIB, "gradients": 4 * GIB, "optimizer": 8 * GIB}
+    generating = {"generation_weights": 8 * GIB, "kv_cache": 12 * GIB}
+    if stage in ("resharding", "generation", "reward"):
+        return generating | dict.fromkeys(updating, 0), {name: held for name, held in updating.items() if held}
+    return updating | dict.fromkeys(generating, 0), {}

@@ -1,0 +1,155 @@
+"""Log files keep numbers exactly, survive cut lines, and forget what a resumed run does again."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spmdrl.observability.jsonl import number, read_jsonl, to_json
+from spmdrl.observability.log import (
+    LogConfig,
+    MetricsLog,
+    SampleRecord,
+    SamplesLog,
+    read_metrics,
+)
+from spmdrl.observability.summary import read_summary, software_versions, write_summary
+from spmdrl.observability.timeline import Timeline, read_timeline, timeline_file, write_perfetto
+
+
+@given(st.floats())
+def test_every_float_round_trips_through_strict_json(value):
+    def refuse(token: str) -> None:
+        raise AssertionError(f"{token} isn't JSON")
+
+    back = number(json.loads(to_json({"x": value}), parse_constant=refuse)["x"])
+    assert back == value or (math.isnan(back) and math.isnan(value))
+
+
+def test_metrics_are_one_sorted_object_a_step(tmp_path: Path):
+    log = MetricsLog(tmp_path, ["jsonl"])
+    log.write(1, {"z": 0.1 + 0.2, "a": math.nan})
+    log.close()
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"a": "NaN", "step": 1, "z": 0.30000000000000004}\n'
+    [(step, metrics)] = read_metrics(tmp_path)
+    assert step == 1 and metrics["z"] == 0.1 + 0.2 and math.isnan(metrics["a"])
+
+
+def test_resuming_cuts_later_steps_and_goes_on(tmp_path: Path):
+    log = MetricsLog(tmp_path, ["jsonl"])
+    for step in range(1, 6):
+        log.write(step, {"reward": step / 10})
+    log.truncate_after(3)
+    log.write(4, {"reward": 9.0})
+    log.close()
+    assert dict(read_metrics(tmp_path)) == {
+        1: {"reward": 0.1},
+        2: {"reward": 0.2},
+        3: {"reward": 0.3},
+        4: {"reward": 9.0},
+    }
+
+
+def test_a_line_cut_by_a_crash_costs_only_itself(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1, "reward": 0.5}\n{"step": 2, "rew\xc3')
+    log = MetricsLog(tmp_path, ["jsonl"])
+    log.write(3, {"reward": 0.7})
+    log.close()
+    assert dict(read_metrics(tmp_path)) == {1: {"reward": 0.5}, 3: {"reward": 0.7}}
+
+
+def test_samples_are_truncated_too(tmp_path: Path):
+    log = SamplesLog(tmp_path)
+    for step in (1, 2):
+        log.write([_sample(step, "ok \ud800 </script>")])
+    log.truncate_after(1)
+    log.close()
+    [sample] = read_jsonl(tmp_path / "samples.jsonl")
+    assert sample["step"] == 1 and sample["response"] == "ok \ud800 </script>"
+
+
+def test_unknown_backends_and_counts_are_refused_by_name():
+    with pytest.raises(ValueError, match="log.backends names syslog"):
+        LogConfig(backends=("jsonl", "syslog"))
+    with pytest.raises(ValueError, match="log.samples_per_step is -1"):
+        LogConfig(samples_per_step=-1)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("wandb") is not None, reason="wandb is installed")
+def test_a_backend_that_is_not_installed_says_how_to_install_it(tmp_path: Path):
+    with pytest.raises(ImportError, match=r"pip install 'spmdrl\[wandb\]'"):
+        MetricsLog(tmp_path, ["wandb"])
+
+
+def test_the_timeline_keeps_stages_also_of_a_step_that_raises(tmp_path: Path):
+    timeline = Timeline(timeline_file(tmp_path, 3), 3)
+    with timeline.stage("generation", 1):
+        pass
+    with pytest.raises(KeyError), timeline.stage("update", 1):
+        raise KeyError("x")
+    timeline.memory(1, "update", {"optimizer": 7}, host={"kv_cache": 0})
+    assert set(timeline.stage_seconds(1)) == {"generation", "update"}
+    # Not closed: every line must be on disk already.
+    records = read_timeline(tmp_path / "timeline")
+    assert [(span.rank, span.stage, span.error) for span in records.spans] == [
+        (3, "generation", ""), (3, "update", "KeyError"),
+    ]  # fmt: skip
+    assert records.spans[0].end <= records.spans[1].start
+    assert records.snapshots[0].device == {"optimizer": 7} and records.snapshots[0].host == {"kv_cache": 0}
+    timeline.close()
+
+
+def test_stage_seconds_add_up_and_old_steps_are_forgotten(tmp_path: Path):
+    timeline = Timeline(tmp_path / "rank.jsonl", 0)
+    for step in (1, 1, 2, 3):
+        with timeline.stage("update", step):
+            pass
+    spans = read_timeline(tmp_path).spans
+    assert timeline.stage_seconds(1) == {}
+    assert timeline.stage_seconds(3)["update"] == pytest.approx(spans[-1].seconds, abs=1e-6)
+    timeline.truncate_after(1)
+    assert [span.step for span in read_timeline(tmp_path).spans] == [1, 1]
+    timeline.close()
+
+
+def test_a_perfetto_trace_has_every_stage_and_snapshot(tmp_path: Path):
+    for rank in (0, 1):
+        timeline = Timeline(timeline_file(tmp_path, rank), rank)
+        with timeline.stage("update", 5):
+            pass
+        timeline.memory(5, "update", {"optimizer": 7})
+        timeline.close()
+    write_perfetto(tmp_path / "timeline", tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert [(event["pid"], event["name"]) for event in events if event["ph"] == "X"] == [(0, "update"), (1, "update")]
+    assert all(event["ts"] >= 0 and event["dur"] >= 0 for event in events if event["ph"] == "X")
+    assert [event["args"] for event in events if event["ph"] == "C"] == [{"optimizer": 7}] * 2
+
+
+def test_the_summary_keeps_earlier_fields_and_always_has_the_promised_ones(tmp_path: Path):
+    write_summary(tmp_path, verdict="running", versions=software_versions())
+    write_summary(tmp_path, verdict="ok", steps=3, checkpoint=tmp_path / "model", reward_last=math.inf)
+    summary = read_summary(tmp_path)
+    assert summary["verdict"] == "ok" and summary["steps"] == 3 and "python" in summary["versions"]
+    assert summary["accuracy_after"] is None and summary["checkpoint"] == str(tmp_path / "model")
+    assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
+
+
+def test_a_missing_or_broken_summary_is_empty(tmp_path: Path):
+    assert read_summary(tmp_path) == {}
+    (tmp_path / "summary.json").write_text('{"verdict": "o')
+    assert read_summary(tmp_path) == {}
+
+
+def _sample(step: int, response: str) -> SampleRecord:
+    return SampleRecord(
+        step=step, row=0, prompt="p", response=response, answer="a", reward=1.0, parts={"exact": 1.0},
+        verdict="scored", advantage=None, mismatch=None, version=0,
+    )  # fmt: skip

@@ -1,0 +1,173 @@
+"""The report is one safe, offline, bounded file, whatever a run left behind."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spmdrl.observability.report import main, write_report
+from spmdrl.observability.report_charts import Chart, Series, chart_figure, downsample, moving_mean, ticks
+from spmdrl.observability.report_samples import fitting
+from tests.observability.synthetic import HOSTILE, write_run
+
+MAX_BYTES = 5_000_000
+
+
+class _Page(HTMLParser):
+    """The tags, links and scripts that a browser would see."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.tags: list[str] = []
+        self.links: list[str] = []
+        self.scripts: list[str] = []
+        self.events: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.links += [value for name, value in attrs if name in ("src", "href", "xlink:href", "action", "data")]
+        self.events += [name for name, _ in attrs if name.startswith("on")]
+
+    def handle_data(self, data):
+        if self.tags and self.tags[-1] == "script" and data.strip():
+            self.scripts.append(data)
+
+
+@pytest.fixture(scope="module")
+def small_run(tmp_path_factory) -> Path:
+    return write_run(tmp_path_factory.mktemp("runs") / "small", num_steps=12, num_ranks=2)
+
+
+def test_the_page_shows_every_part(small_run: Path):
+    text = write_report(small_run).read_text()
+    for anchor in ("curves", "time", "memory", "samples", "data", "health", "more", "config"):
+        assert f'<section id="{anchor}">' in text
+    for fact in (
+        "torch 2.13.0",
+        "2 x cpu",
+        "0.24 [0.2, 0.29] → 0.91 [0.88, 0.94]",
+        "rank 1",
+        "kv_cache",
+        "Reward errors",
+    ):
+        assert fact in text
+    assert '<span class="origin"># configs/debug/quickstart.yaml:2</span>' in text
+
+
+def test_hostile_text_stays_text(small_run: Path):
+    page = _Page(text := write_report(small_run).read_text())
+    assert text.count("</script>") == page.tags.count("script") == 3
+    assert "img" not in page.tags and page.events == []
+    # Not even `<!--` or `<script `, which make a browser overlook the true end of a script.
+    assert all("<" not in script for script in page.scripts[:-1])
+    assert "alert(" not in page.scripts[-1] and "<i>run" not in text
+    samples = next(json.loads(script) for script in page.scripts if "12 + 0?" in script)
+    shown = samples[0]["response"]
+    assert shown == HOSTILE
+
+
+def test_nothing_is_fetched(small_run: Path):
+    text = write_report(small_run).read_text()
+    assert _Page(text).links == []
+    assert not re.search(
+        r"""(src|href)\s*=\s*["']?\s*(https?:)?//""", re.sub(r"(?s)<script type=.*?</script>", "", text)
+    )
+    assert "default-src &#x27;none&#x27;" in text and "@import" not in text and "url(" not in text
+
+
+@pytest.mark.parametrize(
+    "name", ["metrics.jsonl", "samples.jsonl", "summary.json", "config.resolved.yaml", "timeline/rank_00001.jsonl"]
+)
+def test_a_report_is_made_of_cut_and_missing_files(tmp_path: Path, name: str):
+    run = write_run(tmp_path / "run", num_steps=3, num_ranks=2, samples_per_step=1)
+    whole = (run / name).read_bytes()
+    (run / name).write_bytes(whole[: len(whole) * 2 // 3])
+    assert "</html>" in write_report(run).read_text()
+    (run / name).unlink()
+    assert "</html>" in write_report(run).read_text()
+
+
+def test_an_empty_folder_has_a_report_that_says_it_is_unfinished(tmp_path: Path):
+    assert "unfinished: still running or killed" in write_report(tmp_path).read_text()
+
+
+def test_odd_values_break_no_chart(tmp_path: Path):
+    lines = [
+        '{"step": 1, "reward": "NaN", "loss": 1e308}', '{"step": 2, "reward": "Infinity", "loss": -1e308}',
+        '{"step": 3, "reward": 5e-324}', '{"step": 4, "reward": null, "kl": [1], "x": true}', '{"step": "5"}', "[1]",
+    ]  # fmt: skip
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    (tmp_path / "samples.jsonl").write_text('{"step": 1, "row": NaN, "prompt": [1], "reward": "NaN", "parts": 3}\n{}')
+    text = write_report(tmp_path).read_text()
+    assert "Loss or gradient not finite" in text and not re.search(r'(cx|cy|x1|y1|d)="[^"]*(nan|inf)', text)
+
+
+def test_runs_are_compared_and_the_verb_says_where(tmp_path: Path, small_run: Path, capsys):
+    other = write_run(tmp_path / "other", num_steps=5, num_ranks=1, seed=1)
+    out, trace = tmp_path / "both.html", tmp_path / "trace.json"
+    assert main([str(small_run), str(other), "--output", str(out), "--perfetto", str(trace)]) == 0
+    assert f"report: {out}" in capsys.readouterr().out
+    assert '<section id="runs">' in out.read_text() and out.read_text().count("</i>other</span>") > 5
+    assert json.loads(trace.read_text())["traceEvents"]
+
+
+def test_a_missing_folder_is_one_clear_message(tmp_path: Path, capsys):
+    assert main([str(tmp_path / "nowhere")]) == 2
+    assert "nowhere is no folder" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_thousand_steps_on_eight_ranks_stay_below_five_megabytes(tmp_path: Path):
+    run = write_run(tmp_path / "large", num_steps=1000, num_ranks=8)
+    assert write_report(run).stat().st_size <= MAX_BYTES
+
+
+def test_samples_never_outgrow_their_share():
+    samples = [{"step": step, "response": "\u00e9" * 500} for step in range(200)]
+    kept = fitting(samples, 100_000)
+    assert len(json.dumps(kept)) <= 100_000 + len(kept)
+    assert kept[-1]["step"] == 199 and len(kept) > 15
+    assert fitting(samples, 10) == []
+
+
+@given(st.lists(st.floats(), min_size=1, max_size=300), st.integers(20, 60))
+def test_downsampling_keeps_the_ends_and_the_extremes(values, limit):
+    points = [(float(x), y) for x, y in enumerate(values)]
+    kept = downsample(points, limit)
+    finite = [y for y in values if math.isfinite(y)]
+    assert len(kept) <= limit and kept[0] is points[0] and kept[-1] is points[-1]
+    assert [x for x, _ in kept] == sorted({x for x, _ in kept})
+    if finite:
+        shown = [y for _, y in kept if math.isfinite(y)]
+        assert (min(shown), max(shown)) == (min(finite), max(finite))
+
+
+@given(st.floats(-1e12, 1e12), st.floats(1e-6, 1e12))
+def test_ticks_are_few_and_lie_on_the_axis(low, width):
+    width = max(width, 1e-6 * abs(low))
+    found = ticks(low, low + width)
+    assert 1 <= len(found) <= 7
+    assert all(low - 1e-6 * width <= tick <= low + width + 1e-6 * width for tick in found)
+
+
+@given(st.lists(st.tuples(st.integers(0, 10**6), st.floats()), min_size=1, max_size=30))
+def test_any_series_gives_a_chart_with_finite_coordinates(points):
+    figure = chart_figure(Chart("x", [Series("a", sorted(points))]), 0)
+    assert "<svg" in figure and not re.search(r'(cx|cy|x1|y1|d)="[^"]*(nan|inf)', figure)
+
+
+def test_a_long_noisy_curve_gets_its_moving_mean():
+    points = [(float(x), float(x % 2)) for x in range(1000)] + [(1000.0, math.nan)]
+    means = moving_mean(points)
+    assert means[0][0] == 0 and means[-1][0] == 999 and all(abs(y - 0.5) < 0.03 for _, y in means)
+    assert moving_mean([(0.0, math.nan)]) == []
+    figure = chart_figure(Chart("x", [Series("a", [(float(x), 1e308) for x in range(200)])]), 0)
+    assert 'class="raw"' in figure and "nan" not in figure

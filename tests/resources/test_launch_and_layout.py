@@ -1,0 +1,70 @@
+import pytest
+
+from spmdrl.resources.launch import read_launch_environment
+from spmdrl.resources.layout import GenerationLayout, UpdateLayout, check_generation_layout, fit_update_layout
+
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "MASTER_ADDR": "10.0.0.1",
+    "MASTER_PORT": "29500",
+}
+
+
+def test_plain_python_is_a_job_of_one_rank():
+    launch = read_launch_environment({"HOME": "/root"})
+    assert (launch.rank, launch.world_size, launch.source) == (0, 1, "python")
+
+
+def test_torchruns_variables_give_rank_and_node():
+    launch = read_launch_environment(TORCHRUN)
+    assert (launch.rank, launch.node_rank, launch.num_nodes, launch.local_rank) == (5, 1, 2, 1)
+    assert [launch.node_of(rank) for rank in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert launch.first_rank_of(1) == 4
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"RANK": "eight"}, "RANK='eight', which is not a whole number"),
+        ({"RANK": "8"}, "RANK=8, which is not in 0..7"),
+        ({"WORLD_SIZE": "6"}, "WORLD_SIZE=6 is not a multiple of LOCAL_WORLD_SIZE=4"),
+    ],
+)
+def test_a_broken_environment_is_refused_with_the_numbers(change, message):
+    with pytest.raises(ValueError, match=message):
+        read_launch_environment({**TORCHRUN, **change})
+
+
+def test_a_half_set_environment_names_what_is_missing():
+    with pytest.raises(ValueError, match="but not LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT"):
+        read_launch_environment({"RANK": "0", "WORLD_SIZE": "2"})
+
+
+def test_the_open_shard_degree_takes_the_ranks_that_are_left():
+    assert fit_update_layout(UpdateLayout(), 4) == UpdateLayout(1, 4)
+    assert fit_update_layout(UpdateLayout(data=2), 4) == UpdateLayout(2, 2)
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        (UpdateLayout(data=3), "data 3 does not divide the job's 4 ranks; set it to one of \\[1, 2, 4\\]"),
+        (UpdateLayout(data=2, shard=4), "data 2 x shard 4 = 8 ranks, but the job has 4"),
+        (UpdateLayout(data=0), "resources.update.data is 0"),
+        (UpdateLayout(shard=-1), "resources.update.shard is -1"),
+    ],
+)
+def test_an_impossible_update_layout_is_refused_with_a_way_out(layout, message):
+    with pytest.raises(ValueError, match=message):
+        fit_update_layout(layout, 4)
+
+
+def test_generation_shards_other_than_whole_weights_are_refused():
+    check_generation_layout(GenerationLayout(1), 4)
+    with pytest.raises(ValueError, match="resources.generation.tensor is 2.*set it to 1"):
+        check_generation_layout(GenerationLayout(2), 4)
+    with pytest.raises(ValueError, match="tensor 3 does not divide the job's 4 ranks"):
+        check_generation_layout(GenerationLayout(3), 4)

@@ -1,0 +1,130 @@
+"""Starts fresh gloo ranks on this host, runs one function in each, and brings the results back in rank order."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from torch.distributed import TCPStore
+
+HOST = "127.0.0.1"
+
+
+def run_ranks(
+    world_size: int, function: Callable, *args: Any, timeout: float = 60, ranks_per_node: int | None = None
+) -> list[Any]:
+    """Call `function(world, *args)` on each rank and return the picklable results in rank order.
+
+    `function` must be importable (a module's top level). The first rank that fails ends all of them, and its traceback
+    is raised as a RuntimeError; ranks that take longer than `timeout` seconds in all are killed with a TimeoutError.
+    `ranks_per_node` pretends that the ranks live on several nodes.
+    """
+    # The parent holds the rendezvous store itself, as torchrun's agent does, so the port is bound before it is told.
+    store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+    ranks = [
+        _start(_environment(rank, world_size, ranks_per_node or world_size, store.port), function, args)
+        for rank in range(world_size)
+    ]
+    grace_seconds = 0.0
+    try:
+        results = _collect([pipe for _, pipe in ranks], time.monotonic() + timeout)
+        grace_seconds = 10.0
+    finally:
+        for process, pipe in ranks:
+            _end(process, grace_seconds)
+            pipe.close()
+    return results
+
+
+def _environment(rank: int, world_size: int, ranks_per_node: int, port: int) -> dict[str, str]:
+    node, local_rank = divmod(rank, ranks_per_node)
+    numbers = {
+        "RANK": rank,
+        "WORLD_SIZE": world_size,
+        "LOCAL_RANK": local_rank,
+        "LOCAL_WORLD_SIZE": min(ranks_per_node, world_size - node * ranks_per_node),
+        "GROUP_RANK": node,
+        "GROUP_WORLD_SIZE": -(-world_size // ranks_per_node),
+        "MASTER_PORT": port,
+        "OMP_NUM_THREADS": 1,
+    }
+    texts = {"MASTER_ADDR": HOST, "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    return {name: str(number) for name, number in numbers.items()} | texts
+
+
+def _start(environment: dict[str, str], function: Callable, args: tuple) -> tuple[BaseProcess, Connection]:
+    spawn = multiprocessing.get_context("spawn")
+    ours, theirs = spawn.Pipe(duplex=False)
+    process = spawn.Process(target=_rank_main, args=(theirs, function, args))
+    with _environ(environment):
+        process.start()
+    theirs.close()
+    return process, ours
+
+
+@contextmanager
+def _environ(changes: dict[str, str]) -> Iterator[None]:
+    """Change this process's environment while a child starts: it must find OMP_NUM_THREADS before it imports torch."""
+    before = dict(os.environ)
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _rank_main(pipe: Connection, function: Callable, args: tuple) -> None:
+    try:
+        from spmdrl.resources.world import open_world
+
+        with open_world("cpu") as world:
+            try:
+                result = function(world, *args)
+            except BaseException:
+                # Told before the process group closes, so that the peers' connection errors come second.
+                pipe.send_bytes(pickle.dumps((False, traceback.format_exc())))
+                raise
+        pipe.send_bytes(pickle.dumps((True, result)))
+    except BaseException:
+        pipe.send_bytes(pickle.dumps((False, traceback.format_exc())))
+        raise SystemExit(1) from None
+
+
+def _collect(pipes: list[Connection], deadline: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    while len(results) < len(pipes):
+        waiting = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in results}
+        ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise TimeoutError(f"ranks {sorted(waiting.values())} of {len(pipes)} did not finish in time")
+        for pipe in ready:
+            rank = waiting[pipe]
+            results[rank] = _receive(pipe, rank)
+    return [results[rank] for rank in range(len(pipes))]
+
+
+def _receive(pipe: Connection, rank: int) -> Any:
+    try:
+        succeeded, value = pickle.loads(pipe.recv_bytes())
+    except EOFError:
+        raise RuntimeError(f"rank {rank} died without a word") from None
+    if not succeeded:
+        raise RuntimeError(f"rank {rank} failed:\n{value}")
+    return value
+
+
+def _end(process: BaseProcess, grace_seconds: float) -> None:
+    process.join(timeout=grace_seconds)
+    if process.is_alive():
+        process.kill()
+        process.join()
+    process.close()

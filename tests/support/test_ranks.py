@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+
+from spmdrl.resources.world import World
+from tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+
+def describe(world: World, word: str) -> tuple[str, int, int, int, str]:
+    return word, world.rank, world.node, world.local_rank, os.environ["OMP_NUM_THREADS"]
+
+
+def fail_on_rank_1(world: World) -> None:
+    if world.rank == 1:
+        raise KeyError("the cause")
+    time.sleep(60)
+
+
+def die_on_rank_1(world: World) -> None:
+    if world.rank == 1:
+        os._exit(3)
+    time.sleep(60)
+
+
+def test_results_come_back_in_rank_order_from_pretended_nodes():
+    answers = run_ranks(4, describe, "word", ranks_per_node=2)
+    assert answers == [("word", rank, rank // 2, rank % 2, "1") for rank in range(4)]
+
+
+def test_the_first_failure_ends_all_ranks_with_its_traceback():
+    started = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"rank 1 failed:(.|\n)*KeyError: 'the cause'"):
+        run_ranks(2, fail_on_rank_1)
+    with pytest.raises(RuntimeError, match="rank 1 died without a word"):
+        run_ranks(2, die_on_rank_1)
+    assert time.monotonic() - started < 50
+
+
+def test_ranks_that_take_too_long_are_killed():
+    with pytest.raises(TimeoutError, match=r"ranks \[0, 1\] of 2"):
+        run_ranks(2, sleep_a_minute, timeout=8)
+
+
+def sleep_a_minute(world: World) -> None:
+    time.sleep(60)

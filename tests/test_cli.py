@@ -1,0 +1,84 @@
+"""The command line's own refusals, in processes of their own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from spmdrl.cli import VERBS, main, usage
+
+OTHER_RANK = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"} | {
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+}
+
+
+def spmdrl(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return python("-m", "spmdrl", *arguments, **environment)
+
+
+def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **environment}
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, check=False)
+
+
+def test_help_names_every_verb_and_needs_no_torch() -> None:
+    done = spmdrl("--help", PYTHONPROFILEIMPORTTIME="1")
+    assert done.returncode == 0
+    assert all(f"\n  {verb} " in done.stdout for verb in VERBS)
+    assert "spmdrl.cli" in done.stderr and "torch" not in done.stderr
+
+
+@pytest.mark.parametrize("arguments", [["help"], ["-h"], ["train", "--help"]])
+def test_help_is_found_wherever_it_stands(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 0
+    assert capsys.readouterr().out == usage()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["trian", "a.yaml"], "spmdrl: unknown verb 'trian'; did you mean train?\n"),
+        (["xyz"], "spmdrl: unknown verb 'xyz'; the verbs are train, sft, eval, generate, check, bench, report\n"),
+        (
+            ["train"],
+            "spmdrl: train needs a config; write spmdrl train FILE.yaml, such as configs/debug/quickstart.yaml\n",
+        ),
+        ([], f"spmdrl: no verb given\n\n{usage()}\n"),
+    ],
+)
+def test_a_wrong_command_is_one_message_and_exit_code_2(
+    arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    assert capsys.readouterr().err == expected
+
+
+def test_half_a_launch_environment_is_refused_in_one_line() -> None:
+    done = spmdrl("trian", RANK="0")
+    assert done.returncode == 2
+    assert done.stderr.startswith("spmdrl: the environment sets RANK but not ")
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_another_rank_speaks_after_the_first_and_names_itself() -> None:
+    done = spmdrl("trian", **OTHER_RANK)
+    assert done.returncode == 2
+    assert done.stderr == "spmdrl: rank 1: unknown verb 'trian'; did you mean train?\n"
+
+
+def test_a_failure_that_is_no_bad_input_keeps_its_traceback() -> None:
+    failing_verb = """
+import sys, types
+from spmdrl.cli import main
+sys.modules["spmdrl.observability.report"] = types.SimpleNamespace(main=lambda argv: 1 // 0)
+raise SystemExit(main(["report", "runs/a"]))
+"""
+    done = python("-c", failing_verb)
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr and "ZeroDivisionError" in done.stderr
