@@ -41,7 +41,7 @@ class SftConfig:
             raise ValueError(f"sft.rows_per_step is {self.rows_per_step}, but must be >= 1")
         if self.stop_at_probability is not None and not 0 < self.stop_at_probability <= 1:
             raise ValueError(
-                f"sft.stop_at_probability is {self.stop_at_probability}, but must be in (0, 1], or null to run all steps"
+                f"sft.stop_at_probability is {self.stop_at_probability}, but must be in (0, 1], or null for all steps"
             )
 
 
@@ -62,7 +62,7 @@ class EvalConfig:
 
     def __post_init__(self) -> None:
         if self.interval < 0:
-            raise ValueError(f"eval.interval is {self.interval}, but it counts steps; 0 evaluates only before and after")
+            raise ValueError(f"eval.interval is {self.interval}, but it counts steps; 0 means only before and after")
         if self.num_samples < 1:
             raise ValueError(f"eval.num_samples is {self.num_samples}, but must be >= 1")
         if self.temperature <= 0:
@@ -136,7 +136,7 @@ class Config:
     seed: int = 0
     """of everything random: data order, sampling, weights made by code"""
     resume: str = "auto"
-    """auto goes on from the newest checkpoint of the run's folder; never starts anew; a step number or a checkpoint folder goes on from there"""
+    """auto: the newest checkpoint of the run's folder; never: start anew; else a step number or a checkpoint folder"""
 
 
 # Names that users of other trainers have in their fingers; the first word of a message says the canonical one.

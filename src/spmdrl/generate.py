@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
-from spmdrl.actor import ModelSource, build_generator, load_for_generation, prepare_model
-from spmdrl.check import CheckedRun, check_run
 from spmdrl.config import Config
 from spmdrl.configfile import LoadedConfig
 from spmdrl.dataflow.samples.prompts import PromptSource
 from spmdrl.dataflow.stages.generation import generate_groups, row_seed
 from spmdrl.engines.generation.protocol import Request
 from spmdrl.engines.models.tokenizer import ModelTokenizer
+from spmdrl.job.actor import ModelSource, build_generator, load_for_generation, prepare_model
+from spmdrl.job.checked import CheckedRun, check_run
 from spmdrl.resources.collectives import gather_bytes
 from spmdrl.resources.world import World, open_world
 
@@ -37,7 +38,8 @@ def generated_lines(checked: CheckedRun, world: World) -> list[str]:
     config = checked.config
     source = ModelSource.of(prepare_model(config, world))
     tokenizer = ModelTokenizer(source.folder)
-    prompts = list(PromptSource(checked.eval_rows, tokenizer.raw, config.data, config.seed).all())[: config.eval.max_rows]
+    every = PromptSource(checked.eval_rows, tokenizer.raw, config.data, config.seed).all()
+    prompts = list(itertools.islice(every, config.eval.max_rows))
     engine = build_generator(config, source, world)
     load_for_generation(engine, source)
     size, sampling = config.eval.num_samples, config.rollout.sampling(tokenizer.stop_token_ids)

@@ -12,20 +12,20 @@ from pathlib import Path
 
 import torch
 
-from spmdrl.actor import Actor, ModelSource, build_trainer, prepare_model
-from spmdrl.building import build_held_out
-from spmdrl.check import CheckedRun, check_run
 from spmdrl.config import Config
 from spmdrl.configfile import LoadedConfig
 from spmdrl.dataflow.samples.prompts import Prompt, PromptSource
 from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.engines.training.engine import UpdateResult
 from spmdrl.engines.training.rows import LossTerms, MicroBatch, Scores, TokenRows
-from spmdrl.held_out import HeldOut
+from spmdrl.job.actor import Actor, ModelSource, build_trainer, prepare_model
+from spmdrl.job.building import build_held_out
+from spmdrl.job.checked import CheckedRun, check_run
+from spmdrl.job.held_out import HeldOut
+from spmdrl.job.run import Run
 from spmdrl.resources.collectives import sum_over
 from spmdrl.resources.mesh import build_update_mesh
 from spmdrl.resources.world import World, open_world
-from spmdrl.run import Run
 from spmdrl.types import offsets_of
 
 # Steps over which the probability of an answer is averaged before it can end the training.

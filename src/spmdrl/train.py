@@ -7,9 +7,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from spmdrl.actor import Actor, ModelSource, build_generator, build_trainer, prepare_model
-from spmdrl.building import Rollouts, StageParts, build_evaluator, build_stages, build_switching
-from spmdrl.check import CheckedRun, check_run
 from spmdrl.config import Config
 from spmdrl.configfile import ConfigError, LoadedConfig
 from spmdrl.dataflow.samples.dock import TransferDock
@@ -19,13 +16,16 @@ from spmdrl.dataflow.stages.reward import RewardFailure
 from spmdrl.dataflow.stages.stages import Stages
 from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.engines.reward.pool import RewardPool
-from spmdrl.held_out import HeldOut
+from spmdrl.job.actor import Actor, ModelSource, build_generator, build_trainer, prepare_model
+from spmdrl.job.building import Rollouts, StageParts, build_evaluator, build_stages, build_switching
+from spmdrl.job.checked import CheckedRun, check_run
+from spmdrl.job.held_out import HeldOut
+from spmdrl.job.run import Run
+from spmdrl.job.samples_report import SamplesReport
+from spmdrl.job.switching import Switching
 from spmdrl.resources.mesh import build_update_mesh
 from spmdrl.resources.world import World, make_deterministic, open_world
-from spmdrl.run import Run
-from spmdrl.samples_report import SamplesReport
 from spmdrl.sft import train_supervised
-from spmdrl.switching import Switching
 from spmdrl.types import Batch, WorkerState
 
 

@@ -94,7 +94,7 @@ class Batch:
 
     @property
     def names(self) -> list[str]:
-        return sorted(self.data.keys())
+        return sorted(str(name) for name in self.data.keys())
 
     def __contains__(self, name: str) -> bool:
         return name in self.data.keys()
@@ -152,7 +152,7 @@ class Batch:
 
     def num_bytes(self) -> int:
         """Bytes of all columns' tensors, offsets included, row indexes not."""
-        return sum(leaf.numel() * leaf.element_size() for leaf in self.data.values(True, True))
+        return sum(leaf.nbytes for leaf in self.data.values(True, True) if isinstance(leaf, Tensor))
 
     @staticmethod
     def concatenate(batches: Sequence[Batch]) -> Batch:
@@ -184,10 +184,6 @@ def gather_ragged_rows(values_T: Tensor, offsets: Tensor, index: Tensor) -> tupl
     return values_T[positions], out_offsets
 
 
-def column_map(columns: Iterable[Column]) -> Mapping[str, Column]:
-    return {column.name: column for column in columns}
-
-
 @dataclass(frozen=True)
 class CreditInputs:
     """What advantages are made from: all rows of a global batch, in row order."""
@@ -208,7 +204,7 @@ class TokenTerms:
     """under the weights being trained; carries the gradient"""
     entropy_R: Tensor
     columns: Mapping[str, Tensor]
-    """[R] each: `advantages`, `weights`, and those of `old_logprobs`, `ref_logprobs`, `rollout_logprobs` that were asked for"""
+    """[R] each: `weights` and the columns that the algorithm asked for"""
     row_of_token_R: Tensor
     """int64, the row within the micro-batch"""
     num_rows: int

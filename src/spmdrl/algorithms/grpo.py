@@ -49,7 +49,7 @@ class Grpo:
     def loss(self, terms: TokenTerms) -> TokenLoss:
         config, columns = self.config, terms.columns
         advantages_R = columns["advantages"]
-        # In the only update of a batch the old policy is the one being trained: its ratio is 1 and carries the gradient.
+        # In the only update of a batch the old policy is the one being trained: the ratio is 1, its gradient isn't 0.
         old_logprobs_R = columns.get("old_logprobs", terms.logprobs_R.detach())
         log_ratio_R = terms.logprobs_R - old_logprobs_R
         if config.ratio_level == "sequence":

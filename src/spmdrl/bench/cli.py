@@ -29,7 +29,8 @@ def main(argv: Sequence[str]) -> int:
     names = parser.add_subparsers(dest="name", required=True, metavar="NAME")
     for name, bench in BENCHES.items():
         summary = (bench.__doc__ or "").strip().splitlines()[0]
-        sub = names.add_parser(name, help=summary, description=bench.__doc__, formatter_class=argparse.RawTextHelpFormatter)
+        layout = argparse.RawTextHelpFormatter
+        sub = names.add_parser(name, help=summary, description=bench.__doc__, formatter_class=layout)
         bench.add_arguments(sub)
         sub.add_argument("--json", type=Path, metavar="FILE", help="also write the rows to FILE")
     arguments = parser.parse_args(argv)

@@ -87,7 +87,8 @@ def our_steps(arguments: argparse.Namespace) -> list[dict[str, float]]:
             "checkpoint.interval": 0,
             "log.backends": "[jsonl]",
         }
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={arguments.ranks}"]
+        ranks = f"--nproc-per-node={arguments.ranks}"
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", ranks]
         command = [*launcher, "-m", "spmdrl", "train", *(f"{key}={value}" for key, value in overrides.items())]
         _checked(command)
         lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()

@@ -55,7 +55,7 @@ def elements(boxes) -> list[tuple]:
     return [(box.name, index) for box in boxes for index in itertools.product(*map(range, box.starts, box.stops))]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(layouts(), st.integers(128, 4096), st.sampled_from([None, 1, 2, 4]))
 def test_every_generation_weight_is_received_exactly_once(layout, bucket_bytes, ranks_per_node):
     source, target, shapes = layout
@@ -73,7 +73,7 @@ def test_every_generation_weight_is_received_exactly_once(layout, bucket_bytes, 
         assert least_bytes(plan)[rank] == 4 * len(set(elements(target[rank])) - mine)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(layouts(), st.integers(128, 1024))
 def test_buckets_stay_within_their_bytes_and_the_plan_is_a_function_of_its_input(layout, bucket_bytes):
     source, target, shapes = layout

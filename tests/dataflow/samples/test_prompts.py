@@ -83,6 +83,12 @@ def test_weights_share_out_every_epoch_and_each_source_stays_even(sources, is_sh
         assert max(counts.values()) - min(counts.values()) <= 2
 
 
+def test_every_epoch_mixes_its_sources_anew():
+    order = MixedOrder((8, 8), (None, None), seed=0, is_shuffled=True)
+    mixes = [tuple(order.at(epoch * 16 + place)[0] for place in range(16)) for epoch in range(4)]
+    assert len(set(mixes)) == 4
+
+
 def test_too_long_prompts_are_named_or_counted():
     sources = source_of("a", "abcdef", "b")
     with pytest.raises(BadRows, match="a:1: the prompt has 7 tokens, but data.max_prompt_length is 4"):

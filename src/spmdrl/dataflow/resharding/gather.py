@@ -39,13 +39,9 @@ class ReshardConfig:
 
     def __post_init__(self) -> None:
         if self.bucket_bytes < 1:
-            raise ValueError(
-                f"reshard.bucket_bytes is {self.bucket_bytes}, but must be >= 1; 64 MiB is {64 << 20}"
-            )
+            raise ValueError(f"reshard.bucket_bytes is {self.bucket_bytes}, but must be >= 1; 64 MiB is {64 << 20}")
         if self.executor not in get_args(Executor):
-            raise ValueError(
-                f"reshard.executor is {self.executor!r}, but must be one of {get_args(Executor)}"
-            )
+            raise ValueError(f"reshard.executor is {self.executor!r}, but must be one of {get_args(Executor)}")
 
 
 @dataclass(frozen=True)

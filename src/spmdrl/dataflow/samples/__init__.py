@@ -1,1 +1,1 @@
-"""The sample flow, a distributed transfer dock: warehouses on each node, one controller per worker state in every rank."""
+"""The sample flow, a distributed transfer dock: a warehouse a node, a controller a worker state in every rank."""

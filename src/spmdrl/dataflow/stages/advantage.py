@@ -65,10 +65,9 @@ def share_without_signal(rewards_B: Tensor, groups_B: Tensor) -> float:
     members, group_B = groups_B.unique(return_inverse=True)
     if members.numel() == 0:
         return 0.0
-    low = torch.full((len(members),), float("inf")).scatter_reduce_(0, group_B, rewards_B.nan_to_num(float("inf")), "amin")
-    high = torch.full((len(members),), float("-inf")).scatter_reduce_(
-        0, group_B, rewards_B.nan_to_num(float("-inf")), "amax"
-    )
+    above, below = rewards_B.nan_to_num(float("inf")), rewards_B.nan_to_num(float("-inf"))
+    low = torch.full((len(members),), float("inf")).scatter_reduce_(0, group_B, above, "amin")
+    high = torch.full((len(members),), float("-inf")).scatter_reduce_(0, group_B, below, "amax")
     return float((low >= high).float().mean())
 
 

@@ -68,10 +68,10 @@ class RewardStage:
         total = int(sum_over(torch.tensor([failed])))
         if total > self.config.max_error_rate * num_rows:
             own_error = next((result.error for result in results if result.error), None) or ""
-            first_error = next((error.decode() for error in gather_bytes(own_error.encode()) if error), "no reason given")
+            errors = [error.decode() for error in gather_bytes(own_error.encode()) if error]
             raise RewardFailure(
                 f"the reward failed on {total} of {num_rows} rows, more than reward.max_error_rate "
-                f"{self.config.max_error_rate} allows; the first failure: {first_error}; "
+                f"{self.config.max_error_rate} allows; the first failure: {errors[0] if errors else 'unknown'}; "
                 "mend the reward function, or raise the limit"
             )
 
@@ -94,7 +94,11 @@ def columns_of(scored: list[tuple[tuple[int, ...], RewardResult]]) -> Batch:
     rewards = [float("nan") if value is None else value for _, result in scored for value in result.rewards]
     verdicts = [int(verdict) for _, result in scored for verdict in result.verdicts]
     batch.put_dense("reward", torch.tensor(rewards, dtype=torch.float32))
-    parts = [list(row) for _, result in scored for row in zip(*result.parts.values(), strict=True)]
-    batch.put_lists("reward_parts", [[float("nan") if part is None else part for part in row] for row in parts], torch.float32)
+    parts = [
+        [float("nan") if part is None else part for part in row]
+        for _, result in scored
+        for row in zip(*result.parts.values(), strict=True)
+    ]
+    batch.put_lists("reward_parts", parts, torch.float32)
     batch.put_dense("reward_verdict", torch.tensor(verdicts, dtype=torch.int64))
     return batch

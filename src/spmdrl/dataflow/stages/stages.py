@@ -14,7 +14,6 @@ from spmdrl.dataflow.stages.update import Learner, UpdateStage
 from spmdrl.observability.timeline import Timeline
 from spmdrl.types import WorkerState
 
-
 AtStageEnd = Callable[[int, str], None]
 
 

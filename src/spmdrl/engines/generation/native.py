@@ -193,7 +193,7 @@ class NativeEngine:
         offsets = F.pad(torch.tensor(lengths).cumsum(0), (1, 0))
         attend = PromptAttention(self._cache, self._tensor(places), offsets)
         last_G = self._tensor(last + [last[-1]] * (_LEAST_ROWS - len(last)))
-        logits_GV = self._decoder(
+        logits_GV: Tensor = self._decoder(
             self._tensor(tokens),
             self._tensor(positions),
             attend,

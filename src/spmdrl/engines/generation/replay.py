@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar, get_args
+from typing import Any, ClassVar, get_args
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -160,6 +160,6 @@ def _packed(lists: Iterable[Sequence[float]], dtype: torch.dtype) -> Tensor:
     return torch.tensor([value for values in lists for value in values], dtype=dtype)
 
 
-def _unpacked(values: Tensor, offsets: Tensor) -> list[tuple]:
+def _unpacked(values: Tensor, offsets: Tensor) -> list[tuple[Any, ...]]:
     bounds, flat = offsets.tolist(), values.tolist()
     return [tuple(flat[start:stop]) for start, stop in zip(bounds[:-1], bounds[1:], strict=True)]

@@ -142,6 +142,9 @@ class Scheduler:
             # From here on the prompt's blocks belong to the rows alone.
             self._pool.release(group.prompt_blocks)
             self._waiting.popleft()
+        assert self.running or not self._waiting, (
+            f"nothing runs and nothing starts: {self.num_committed_blocks} of {self._pool.num_blocks} blocks are held"
+        )
         return admissions
 
     def make_room(self) -> BlockCopies:

@@ -46,7 +46,7 @@ class FreeableWeights:
         sizes = [torch.Size(shape).numel() for shape in self.shapes.values()]
         padded = [-(-size // step) * step for size in sizes]
         flat = torch.empty(sum(padded), dtype=self._dtype, device=self._device)
-        chunks = zip(self.shapes.items(), flat.split(padded), sizes, strict=True)
+        chunks = zip(self.shapes.items(), torch.split(flat, padded), sizes, strict=True)
         views = {name: chunk[:size].view(shape) for (name, shape), chunk, size in chunks}
         self._module.load_state_dict(views, assign=True)
         return flat

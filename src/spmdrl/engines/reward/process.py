@@ -74,14 +74,6 @@ class WorkerProcess:
     def is_overdue(self) -> bool:
         return not self.is_idle and time.monotonic() > self.deadline
 
-    @property
-    def has_exited(self) -> bool:
-        """Whether the process itself has ended; a pipe alone can stay open in a child that it forked."""
-        if not hasattr(os, "waitid"):
-            return False
-        # WNOWAIT leaves the process unreaped, so that its group id can't be reused before `kill`.
-        return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-
     def start(self, call: PendingCall, timeout_seconds: float) -> None:
         assert self.is_idle, (self.pid, self.call)
         self.call = call

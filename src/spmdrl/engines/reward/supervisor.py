@@ -17,8 +17,6 @@ from spmdrl.engines.reward.frames import pack
 from spmdrl.engines.reward.process import PendingCall, WorkerLost, WorkerProcess
 from spmdrl.engines.reward.verdict import Verdict
 
-_TICK_SECONDS = 0.1
-
 Deliver = Callable[[Hashable, list[FunctionScores]], None]
 
 
@@ -89,7 +87,7 @@ class Supervisor:
                 self._start_workers()
                 self._dispatch()
                 self._exchange()
-                self._check_workers()
+                self._end_overdue()
         except BaseException as error:
             # Whoever waits for results raises it.
             self.failure = error
@@ -133,7 +131,7 @@ class Supervisor:
         deadlines = [worker.deadline for worker in self._workers if not worker.is_idle]
         if not deadlines:
             return None
-        return min(_TICK_SECONDS, max(0.0, min(deadlines) - time.monotonic()))
+        return max(0.0, min(deadlines) - time.monotonic())
 
     def _receive(self, worker: WorkerProcess) -> None:
         try:
@@ -168,15 +166,10 @@ class Supervisor:
         self._deliver(call.key, scores)
         return True
 
-    def _check_workers(self) -> None:
+    def _end_overdue(self) -> None:
         for worker in list(self._workers):
             if worker.is_overdue:
                 self._lose(worker, Verdict.TIMED_OUT, f"it was over reward.timeout_seconds = {self._timeout_seconds}")
-            elif worker.has_exited:
-                # A result may have come just before the end.
-                self._receive(worker)
-                if worker in self._workers:
-                    self._lose(worker, Verdict.CRASHED, "it ended")
 
     def _lose(self, worker: WorkerProcess, verdict: Verdict, reason: str) -> None:
         """Kill a worker and give its call, if it has one, the verdict."""

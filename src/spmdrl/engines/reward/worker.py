@@ -20,7 +20,7 @@ from spmdrl.engines.reward.frames import pack, read_frame
 from spmdrl.engines.reward.functions import RewardFunction, load_functions, score
 
 _PR_SET_PDEATHSIG = 1
-_GUARD_INTERVAL_MILLISECONDS = 500
+_GUARD_INTERVAL_MILLISECONDS = 200
 
 
 def main() -> None:
@@ -72,7 +72,10 @@ def _die_with_parent() -> None:
 
 
 def _start_guard(calls: BinaryIO, results: BinaryIO) -> None:
-    """Fork a process that kills the whole group once the parent is gone: the functions' own children die too."""
+    """Fork a process that kills the whole group once the parent or this process is gone.
+
+    So the functions' own children die too, and none of them keeps the results' pipe open.
+    """
     worker = os.getpid()
     if os.fork() != 0:
         return

@@ -186,7 +186,7 @@ class TrainingEngine:
         return {name: shard_of(name, parameter) for name, parameter in self.decoder.named_parameters()}
 
     def whole_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Yield each weight whole, in turn; a tensor is good until the next. Collective: every rank takes all of them."""
+        """Yield each weight whole, good until the next one. Collective: every rank takes all of them."""
         self.check_weights_present("gather weights")
         for name, parameter in self.decoder.named_parameters():
             yield name, whole_tensor(parameter).to(dtype)

@@ -10,8 +10,8 @@ from spmdrl.dataflow.samples.prompts import Prompt
 from spmdrl.dataflow.samples.volume import Link
 from spmdrl.dataflow.stages.reward import DecodeTokens
 from spmdrl.engines.reward.verdict import Verdict
+from spmdrl.job.run import Run
 from spmdrl.observability.log import SampleRecord
-from spmdrl.run import Run
 from spmdrl.types import Batch
 
 COLUMNS = ("response_ids", "reward", "reward_parts", "reward_verdict", "versions")

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
-from spmdrl.actor import CHECKPOINTS, MODEL
 from spmdrl.config import Config
 from spmdrl.engines.training.checkpoint import CheckpointStore
+from spmdrl.job.actor import CHECKPOINTS, MODEL
 from spmdrl.observability.console import Console
 from spmdrl.observability.log import MetricsLog, SamplesLog
 from spmdrl.observability.metrics import Recorder, encode, merge
@@ -68,8 +68,11 @@ class Run:
         barrier()
         self.timeline = Timeline(timeline_file(self.folder, world.rank), world.rank)
         self.store = CheckpointStore(self.folder / CHECKPOINTS, config.checkpoint, is_main=world.is_main)
-        self._metrics_log = MetricsLog(self.folder, config.log.backends, console=self.console) if world.is_main else None
-        self.samples_log = SamplesLog(self.folder) if world.is_main else None
+        self._metrics_log: MetricsLog | None = None
+        self.samples_log: SamplesLog | None = None
+        if world.is_main:
+            self._metrics_log = MetricsLog(self.folder, config.log.backends, console=self.console)
+            self.samples_log = SamplesLog(self.folder)
 
     def resume(self, state: Savable) -> None:
         """Take up the newest sound checkpoint that `resume` allows. Collective.
@@ -234,7 +237,8 @@ class Run:
         folder = self.store.folder_of(int(wanted)) if wanted.isdigit() else Path(wanted)
         problem = self.store.damage_of(folder)
         if problem is not None:
-            raise ValueError(f"resume is {wanted!r}, but {folder} can't be used: {problem}; steps: {self.store.steps()}")
+            steps = self.store.steps()
+            raise ValueError(f"resume is {wanted!r}, but {folder} can't be used: {problem}; steps that can: {steps}")
         return folder
 
     def _forget_after(self, step: int) -> None:

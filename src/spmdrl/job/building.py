@@ -6,8 +6,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from spmdrl.actor import Actor, build_generator, build_resharding
-from spmdrl.check import CheckedRun
 from spmdrl.config import Config
 from spmdrl.dataflow.samples.prompts import PromptSource
 from spmdrl.dataflow.stages.advantage import AdvantageStage
@@ -21,12 +19,14 @@ from spmdrl.engines.generation.replay import ReplayEngine
 from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.engines.reward.pool import RewardPool
 from spmdrl.engines.training.engine import TrainingEngine
-from spmdrl.evaluate import Evaluator, evaluation_sampling
-from spmdrl.held_out import HeldOut
+from spmdrl.job.actor import Actor, build_generator, build_resharding
+from spmdrl.job.checked import CheckedRun
+from spmdrl.job.evaluation import Evaluator, evaluation_sampling
+from spmdrl.job.held_out import HeldOut
+from spmdrl.job.run import Run
+from spmdrl.job.switching import Switching
 from spmdrl.resources.memory import MemoryLedger
 from spmdrl.resources.world import World
-from spmdrl.run import Run
-from spmdrl.switching import Switching
 from spmdrl.types import WorkerState
 
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from spmdrl.dataflow.resharding.flow import ReshardingFlow, ReshardStats
+from spmdrl.job.run import Run
 from spmdrl.resources.memory import MemoryLedger
-from spmdrl.run import Run
 
 
 class Switching:

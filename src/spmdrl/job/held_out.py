@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from spmdrl.evaluate import Evaluation, Evaluator, write_records
-from spmdrl.run import Run
-from spmdrl.switching import Switching
+from spmdrl.job.evaluation import Evaluation, Evaluator, write_records
+from spmdrl.job.run import Run
+from spmdrl.job.switching import Switching
 
 
 class HeldOut:

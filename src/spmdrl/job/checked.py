@@ -1,0 +1,89 @@
+"""Everything that can be refused before ranks talk and before a model is loaded."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Literal
+
+from spmdrl.algorithms.algorithm import Algorithm
+from spmdrl.algorithms.table import build_algorithm
+from spmdrl.config import Config
+from spmdrl.configfile import LoadedConfig, resolved_yaml, start_up
+from spmdrl.dataflow.samples.rows import SourceRows, read_rows
+from spmdrl.dataflow.samples.schema import needs_by_state
+from spmdrl.engines.reward.functions import needs_answer
+from spmdrl.engines.reward.pool import RewardPool
+from spmdrl.resources.launch import read_launch_environment
+from spmdrl.resources.layout import UpdateLayout, check_generation_layout, fit_update_layout
+from spmdrl.types import WorkerState
+
+Verb = Literal["train", "sft", "eval", "generate", "check"]
+
+
+@dataclass(frozen=True)
+class CheckedRun:
+    """A run that nothing speaks against so far; alike on every rank."""
+
+    config: Config
+    resolved_config: str
+    layout: UpdateLayout
+    algorithm: Algorithm
+    needs: dict[WorkerState, frozenset[str]]
+    """what each worker state reads; its keys are the states that this run has"""
+    train_rows: list[SourceRows]
+    eval_rows: list[SourceRows]
+
+
+def check_run(loaded: LoadedConfig[Config], verb: Verb) -> CheckedRun:
+    """Check layout, algorithm, data and reward functions. Raises ConfigError; no rank has communicated yet."""
+    with start_up():
+        config = loaded.value
+        launch = read_launch_environment(os.environ)
+        layout = fit_update_layout(config.resources.update, launch.world_size)
+        check_generation_layout(config.resources.generation, launch.world_size)
+        algorithm = build_algorithm(config.algo)
+        needs = states_of(config, algorithm)
+        if verb in ("train", "check"):
+            check_sizes(config)
+        answers = needs_answer(config.reward.functions)
+        is_trained = verb in ("train", "sft", "check")
+        train_rows = read_rows(
+            config.data.train, config.data, needs_answer=answers or verb == "sft" or config.sft.max_steps > 0
+        ) if is_trained else []  # fmt: skip
+        eval_rows = []
+        if config.data.eval is not None or verb == "eval":
+            eval_rows = read_rows(config.data.eval, config.data, needs_answer=answers, key="data.eval")
+        # Loads the functions in a child and ends it: a missing file or name speaks now, not after the first rollout.
+        RewardPool(config.reward, 1).close()
+    return CheckedRun(config, resolved_yaml(loaded), layout, algorithm, needs, train_rows, eval_rows)
+
+
+def states_of(config: Config, algorithm: Algorithm) -> dict[WorkerState, frozenset[str]]:
+    """The worker states that the algorithm's columns ask for. Raises ValueError for a column that nobody makes."""
+    num_updates = config.train.updates_per_step * config.train.epochs_per_step
+    reads = {"prompt_ids", "response_ids", *algorithm.columns_for_loss(num_updates)}
+    credit = {"reward", "response_ids", *algorithm.columns_for_credit()}
+    return needs_by_state(reads, {WorkerState.ADVANTAGE: credit})
+
+
+def check_sizes(config: Config) -> None:
+    """Relations between sizes that a training run needs."""
+    rollout, train = config.rollout, config.train
+    if rollout.temperature == 0:
+        raise ValueError("rollout.temperature is 0, but training needs sampled responses; 1.0 is usual")
+    if train.updates_per_step > rollout.prompts_per_step:
+        raise ValueError(
+            f"train.updates_per_step is {train.updates_per_step}, but a step has rollout.prompts_per_step = "
+            f"{rollout.prompts_per_step} prompts, which can't be split so often; lower train.updates_per_step"
+        )
+    if rollout.num_generations < 2:
+        raise ValueError(
+            f"rollout.num_generations is {rollout.num_generations}, but {config.algo.name} compares the responses to "
+            "one prompt; set it to 2 or more (8 is usual)"
+        )
+    if config.debug.rollouts_from and config.data.eval is not None:
+        raise ValueError(
+            "debug.rollouts_from replays recorded responses, but evaluations need a model that answers; "
+            "set data.eval to null"
+        )
