@@ -40,7 +40,7 @@ examples:
 """
 
 # Time in which the first rank speaks, and the launcher ends the others: one cause on the screen, not N copies of it.
-_OTHER_RANKS_WAIT_SECONDS = 2.0
+_OTHER_RANKS_WAIT_SECONDS = 5.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from spmdrl.config import Config
-from spmdrl.configfile import LoadedConfig
+from spmdrl.configfile import LoadedConfig, start_up
 from spmdrl.dataflow.samples.prompts import PromptSource
 from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.engines.reward.pool import RewardPool
@@ -19,7 +19,8 @@ def main(loaded: LoadedConfig[Config]) -> int:
     """Evaluate `model.path` on `data.eval`."""
     checked = check_run(loaded, verb="eval")
     with open_world(loaded.value.resources.device, loaded.value.resources.timeout_seconds) as world:
-        evaluation = _evaluate(checked, world)
+        with start_up():
+            evaluation = _evaluate(checked, world)
         if world.is_main:
             _write_results(loaded.value, evaluation)
     return 0

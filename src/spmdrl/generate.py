@@ -6,7 +6,7 @@ import itertools
 import json
 
 from spmdrl.config import Config
-from spmdrl.configfile import LoadedConfig
+from spmdrl.configfile import LoadedConfig, start_up
 from spmdrl.dataflow.samples.prompts import PromptSource
 from spmdrl.dataflow.stages.generation import generate_groups, row_seed
 from spmdrl.engines.generation.protocol import Request
@@ -23,7 +23,8 @@ def main(loaded: LoadedConfig[Config]) -> int:
     """Answer the prompts of `data.eval` with `rollout`'s sampling, `eval.num_samples` times each."""
     checked = check_run(loaded, verb="generate")
     with open_world(checked.config.resources.device, checked.config.resources.timeout_seconds) as world:
-        lines = generated_lines(checked, world)
+        with start_up():
+            lines = generated_lines(checked, world)
         if world.is_main:
             path = checked.config.run.folder / FILE
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from spmdrl.config import Config
-from spmdrl.configfile import LoadedConfig
+from spmdrl.configfile import ConfigError, LoadedConfig, start_up
 from spmdrl.dataflow.samples.prompts import Prompt, PromptSource
 from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.engines.training.engine import UpdateResult
@@ -36,7 +36,7 @@ def main(loaded: LoadedConfig[Config]) -> int:
     """Train on the answers of `data.train`, evaluating on `data.eval` before and after."""
     checked = check_run(loaded, verb="sft")
     if checked.config.sft.max_steps < 1:
-        raise ValueError("sft.max_steps is 0, so the sft verb has nothing to do; set it to the number of steps")
+        raise ConfigError("sft.max_steps is 0, so the sft verb has nothing to do; set it to the number of steps")
     with open_world(checked.config.resources.device, checked.config.resources.timeout_seconds) as world:
         train_supervised(checked, world)
     return 0
@@ -47,16 +47,17 @@ def train_supervised(checked: CheckedRun, world: World, title: str = "sft") -> P
     config = checked.config
     run = Run(config, world, num_steps=config.sft.max_steps, resolved_config=checked.resolved_config, title=title)
     with ExitStack() as stack:
-        source = ModelSource.of(prepare_model(config, world))
-        tokenizer = ModelTokenizer(source.folder)
-        mesh = build_update_mesh(checked.layout, world.device, world.rank)
-        trainer = build_trainer(
-            config, source, mesh, world, optim=config.sft.optim, num_steps=config.sft.max_steps, temperature=1.0
-        )
-        actor = Actor(trainer, source, world)
-        run.resume(actor)
-        prompts = PromptSource(checked.train_rows, tokenizer.raw, config.data, config.seed)
-        held_out = build_held_out(checked, run, actor, tokenizer, stack)
+        with start_up():
+            source = ModelSource.of(prepare_model(config, world))
+            tokenizer = ModelTokenizer(source.folder)
+            prompts = PromptSource(checked.train_rows, tokenizer.raw, config.data, config.seed)
+            mesh = build_update_mesh(checked.layout, world.device, world.rank)
+            trainer = build_trainer(
+                config, source, mesh, world, optim=config.sft.optim, num_steps=config.sft.max_steps, temperature=1.0
+            )
+            actor = Actor(trainer, source, world)
+            run.resume(actor)
+            held_out = build_held_out(checked, run, actor, tokenizer, stack)
         _train(run, actor, prompts, tokenizer, held_out)
         run.finish("done", **held_out.summary())
     return run.last_checkpoint

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 import torch
 
 from spmdrl.config import Config
-from spmdrl.configfile import ConfigError, LoadedConfig
+from spmdrl.configfile import ConfigError, LoadedConfig, start_up
 from spmdrl.dataflow.samples.dock import TransferDock
 from spmdrl.dataflow.samples.prompts import Prompt, PromptSource
 from spmdrl.dataflow.samples.transport import open_transport
@@ -17,7 +18,7 @@ from spmdrl.dataflow.stages.stages import Stages
 from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.engines.reward.pool import RewardPool
 from spmdrl.job.actor import Actor, ModelSource, build_generator, build_trainer, prepare_model
-from spmdrl.job.building import Rollouts, StageParts, build_evaluator, build_stages, build_switching
+from spmdrl.job.building import Rollouts, StageParts, build_evaluator, build_stages, build_switching, check_positions
 from spmdrl.job.checked import CheckedRun, check_run
 from spmdrl.job.held_out import HeldOut
 from spmdrl.job.run import Run
@@ -31,16 +32,19 @@ from spmdrl.types import Batch, WorkerState
 
 def main(loaded: LoadedConfig[Config]) -> int:
     """Train with rewards; the same command again goes on from the newest checkpoint."""
+    started = time.perf_counter()
     checked = check_run(loaded, verb="train")
     if checked.config.debug.deterministic:
         make_deterministic()
     with open_world(checked.config.resources.device, checked.config.resources.timeout_seconds) as world:
         checked = warm_started(checked, world)
         run = Run(
-            checked.config, world, num_steps=checked.config.train.max_steps, resolved_config=checked.resolved_config
-        )
+            checked.config, world, num_steps=checked.config.train.max_steps, resolved_config=checked.resolved_config,
+            started=started,
+        )  # fmt: skip
         with ExitStack() as stack:
-            training = build(checked, run, stack)
+            with start_up():
+                training = build(checked, run, stack)
             try:
                 loop(training)
             except RewardFailure as failure:
@@ -122,6 +126,7 @@ def build(checked: CheckedRun, run: Run, stack: ExitStack) -> Training:
     source = ModelSource.of(prepare_model(config, world))
     tokenizer = ModelTokenizer(source.folder)
     prompts = PromptSource(checked.train_rows, tokenizer.raw, config.data, config.seed)
+    check_positions(source, prompts, config)
     mesh = build_update_mesh(checked.layout, world.device, world.rank)
 
     num_steps, temperature = config.train.max_steps, config.rollout.temperature

@@ -19,7 +19,7 @@ from spmdrl.engines.generation.replay import ReplayEngine
 from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.engines.reward.pool import RewardPool
 from spmdrl.engines.training.engine import TrainingEngine
-from spmdrl.job.actor import Actor, build_generator, build_resharding
+from spmdrl.job.actor import Actor, ModelSource, build_generator, build_resharding
 from spmdrl.job.checked import CheckedRun
 from spmdrl.job.evaluation import Evaluator, evaluation_sampling
 from spmdrl.job.held_out import HeldOut
@@ -28,6 +28,17 @@ from spmdrl.job.switching import Switching
 from spmdrl.resources.memory import MemoryLedger
 from spmdrl.resources.world import World
 from spmdrl.types import WorkerState
+
+
+def check_positions(source: ModelSource, prompts: PromptSource, config: Config) -> None:
+    """Refuse responses that would run past the positions that the model was made for."""
+    longest, most = prompts.longest, source.decoder.max_positions
+    if longest + config.rollout.max_completion_length > most:
+        raise ValueError(
+            f"the longest prompt has {longest} tokens; with rollout.max_completion_length "
+            f"{config.rollout.max_completion_length} it needs {longest + config.rollout.max_completion_length} positions, "
+            f"but the model has {most} positions; lower rollout.max_completion_length or data.max_prompt_length"
+        )
 
 
 def build_switching(

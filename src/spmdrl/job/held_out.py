@@ -24,6 +24,8 @@ class HeldOut:
             evaluation = self._evaluate(0)
             run.accuracy_before = evaluation.accuracy.value if evaluation else None
             run.accuracy_before_interval = [evaluation.accuracy.low, evaluation.accuracy.high] if evaluation else None
+            if evaluation:
+                run.log_step(0)
 
     def when_due(self, step: int) -> None:
         """The evaluation after a step: each `eval.interval` steps, and after the last one."""

@@ -40,7 +40,11 @@ class Savable(Protocol):
 class Run:
     """One run on this rank. Making, resuming and finishing it are collective over all ranks."""
 
-    def __init__(self, config: Config, world: World, *, num_steps: int, resolved_config: str, title: str = "train"):
+    def __init__(
+        self, config: Config, world: World, *, num_steps: int, resolved_config: str, title: str = "train",
+        started: float | None = None,
+    ):  # fmt: skip
+        """`started` is when the clock of the run's `seconds` began (`time.perf_counter`); now, unless given."""
         self.config = config
         self.world = world
         self.folder = config.run.folder
@@ -57,7 +61,7 @@ class Run:
         self.is_finished = False
         """Whether the run was ended before, so that no step remains."""
         self._title = title
-        self._started = time.perf_counter()
+        self._started = time.perf_counter() if started is None else started
         self._step_started = self._started
         if world.is_main:
             start_anew(self.folder, config.resume, self.console)
@@ -81,8 +85,8 @@ class Run:
         """
         folder = self._checkpoint_to_resume()
         if folder is None:
-            # A run that died before its first checkpoint starts at its first step again.
-            self._forget_after(0)
+            # A run that died before its first checkpoint starts from nothing again.
+            self._forget_after(-1)
             return
         record = json.loads((folder / RUN_FILE).read_text())
         self._check_same_run(record["identity"], folder)

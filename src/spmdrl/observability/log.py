@@ -84,7 +84,9 @@ class _ConsoleBackend:
         self._console = console
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._console.step(step, metrics)
+        # Step 0 is the evaluation before the first step, of which a note tells.
+        if step > 0:
+            self._console.step(step, metrics)
 
     def truncate_after(self, step: int) -> None:
         """What was printed stays."""

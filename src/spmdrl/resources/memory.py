@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import gc
 import os
 import resource
 import sys
@@ -75,8 +74,7 @@ def resident_bytes() -> int:
 
 
 def release_to_system() -> None:
-    """Collects garbage and gives the allocator's free pages back to the operating system."""
-    gc.collect()
+    """Gives the allocator's free pages back to the operating system; garbage in reference cycles stays."""
     trim = _malloc_trim()
     if trim is not None:
         trim(0)

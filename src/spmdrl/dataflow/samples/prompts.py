@@ -127,6 +127,11 @@ class PromptSource:
         """Prompts in one epoch."""
         return self._order.epoch_size
 
+    @property
+    def longest(self) -> int:
+        """Tokens in the longest prompt."""
+        return max(part.prompts.length(row) for part in self._parts for row in part.positions)
+
     def take(self, step: int, num_prompts: int) -> list[Prompt]:
         """The prompts of a step, counted from 0: positions step * num_prompts and on over the concatenated epochs."""
         start = step * num_prompts

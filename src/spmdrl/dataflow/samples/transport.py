@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -104,7 +105,10 @@ class RpcTransport:
         listen_privately(world.launch)
         install_guard([remote_put, remote_get])
         options = rpc.TensorPipeRpcBackendOptions(rpc_timeout=config.timeout_seconds, init_method="env://")
-        rpc.init_rpc(_worker_name(world.rank), rank=world.rank, world_size=world.size, rpc_backend_options=options)
+        with warnings.catch_warnings():
+            # PyTorch's own start-up of RPC calls a collective in a way that PyTorch deprecates.
+            warnings.filterwarnings("ignore", message="You are using a Backend")
+            rpc.init_rpc(_worker_name(world.rank), rank=world.rank, world_size=world.size, rpc_backend_options=options)
         self._joined = True
 
     def put(self, warehouse: int, batch: Batch) -> None:

@@ -1,0 +1,86 @@
+"""Whole jobs of the command line, as users start them, on a model and data small enough for tests."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+
+TINY = """
+model:
+  make: {hidden_size: 32, num_layers: 2, num_heads: 2, num_kv_heads: 1, intermediate_size: 64, max_positions: 32,
+         chars: "0123456789+= "}
+data:
+  train: synthetic://addition?low=0&high=9&count=40
+rollout: {prompts_per_step: 8, num_generations: 4, max_completion_length: 8}
+reward: {functions: ["REWARD_FILE:share_of_digits"]}
+optim: {lr: 1.0e-3}
+train: {max_steps: 3}
+eval: {before_train: false}
+checkpoint: {interval: 0}
+"""
+
+
+# A model that was never trained gets some of it, so that every step has gradients.
+REWARD = """
+def share_of_digits(completions, **columns):
+    return [sum(letter.isdigit() for letter in text) / 8 for text in completions]
+"""
+
+
+def tiny_config(folder: Path) -> Path:
+    reward, path = folder / "reward.py", folder / "tiny.yaml"
+    reward.write_text(REWARD)
+    path.write_text(TINY.replace("REWARD_FILE", str(reward)))
+    return path
+
+
+def environment(**extra: str) -> dict[str, str]:
+    """This process's environment without a launcher's variables, so that jobs started from it are their own."""
+    inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    own = {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    return inherited | own | extra
+
+
+def job_command(verb: str, *arguments: str | Path, ranks: int = 1) -> list[str]:
+    launcher = [sys.executable]
+    if ranks > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    return [*launcher, "-m", "spmdrl", verb, *map(str, arguments)]
+
+
+def run_job(
+    verb: str, *arguments: str | Path, ranks: int = 1, timeout: float = 120, **extra: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a verb to its end."""
+    command = job_command(verb, *arguments, ranks=ranks)
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=timeout, env=environment(**extra), cwd=ROOT, check=False
+    )
+
+
+def finished(job: subprocess.CompletedProcess[str]) -> subprocess.CompletedProcess[str]:
+    assert job.returncode == 0, job.stdout[-3000:] + job.stderr[-3000:]
+    return job
+
+
+def metrics_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def untimed(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Metrics without what a clock measured."""
+    clocked = ("time/", "perf/", "checkpoint/")
+    return [
+        {name: value for name, value in step.items() if not name.startswith(clocked) or name == "perf/tokens"}
+        for step in metrics
+    ]
+
+
+def summary_of(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "summary.json").read_text())

@@ -1,0 +1,129 @@
+"""Bad input ends a job with one clear message, a code that isn't 0, and no process left."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.jobs import run_job, tiny_config
+
+REFUSED = [
+    pytest.param(["algo.kl_coeff=0.1"], ["algo.kl_coeff", "algo.kl_coef", "command line"], id="unknown key"),
+    pytest.param(["train.max_steps=many"], ["train.max_steps", "many"], id="wrong type"),
+    pytest.param(["data.train=nowhere.jsonl"], ["nowhere.jsonl"], id="missing file"),
+    pytest.param(["model.make=null", "model.path=nowhere"], ["model.path", "nowhere"], id="missing model"),
+    pytest.param(["resources.update.data=3"], ["resources.update.data 3", "1 ranks"], id="layout"),
+    pytest.param(["resources.update.shard=4"], ["4 ranks", "the job has 1"], id="layout of more ranks"),
+    pytest.param(["reward.functions=[nowhere.py:fn]"], ["nowhere.py"], id="missing reward"),
+    pytest.param(["rollout.num_generations=1"], ["rollout.num_generations is 1"], id="group of one"),
+    pytest.param(["rollout.max_completion_length=64"], ["max_completion_length", "32 positions"], id="too long"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("overrides", "words"), REFUSED)
+def test_bad_settings_end_with_one_message(tmp_path, overrides, words):
+    job = run_job("train", tiny_config(tmp_path), f"run.dir={tmp_path / 'run'}", *overrides, timeout=60)
+    assert_refused(job, words)
+
+
+def assert_refused(job, words):
+    assert job.returncode == 2, job.stdout + job.stderr
+    assert "Traceback" not in job.stderr
+    for word in words:
+        assert word in job.stderr, job.stderr
+    assert job.stderr.count("spmdrl: ") == 1, job.stderr
+
+
+@pytest.mark.slow
+def test_rows_without_an_answer_are_named_by_file_and_line(tmp_path):
+    data = tmp_path / "rows.jsonl"
+    data.write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "1+2="}\n{"prompt": "1+3=", "answer": ""}\n')
+    job = run_job("train", tiny_config(tmp_path), f"data.train={data}", "reward.functions=[exact]", timeout=60)
+    assert_refused(job, [f"{data}:2", f"{data}:3", "no answer"])
+
+
+REWARDS = {
+    "raises": "def fn(completions, **columns):\n    raise KeyError('no such column')\n",
+    "hangs": "import time\n\ndef fn(completions, **columns):\n    time.sleep(1000)\n",
+    "dies": "import os\n\ndef fn(completions, **columns):\n    os._exit(3)\n",
+    "nonsense": "def fn(completions, **columns):\n    return ['good'] * len(completions)\n",
+}
+REASONS = {"raises": "no such column", "hangs": "reward.timeout_seconds = 1.0", "dies": "lost in this call", "nonsense": "a str"}
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", sorted(REWARDS))
+def test_a_broken_reward_function_stops_all_ranks_with_its_reason(tmp_path, kind):
+    reward = tmp_path / f"{kind}.py"
+    reward.write_text(REWARDS[kind])
+    mark = f"run.dir={tmp_path / 'run'}"
+    overrides = [mark, f"reward.functions=[{reward}:fn]", "reward.timeout_seconds=1"]
+    job = run_job("train", tiny_config(tmp_path), *overrides, ranks=2, timeout=90)
+    assert job.returncode != 0
+    assert "reward.max_error_rate" in job.stderr and REASONS[kind] in job.stderr, job.stderr
+    assert job.stderr.count("spmdrl: the reward failed") == 1, job.stderr
+    assert processes_with(str(reward)) == []
+
+
+def processes_with(word: str) -> list[str]:
+    """Command lines that name `word`, once processes on their way out had a moment to go."""
+    deadline = time.monotonic() + 5
+    while found := [line for line in command_lines() if word in line]:
+        if time.monotonic() > deadline:
+            return found
+        time.sleep(0.1)
+    return []
+
+
+def command_lines() -> list[str]:
+    lines = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                lines.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+            except OSError:
+                continue
+    return lines
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_a_layout_that_does_not_fit_two_ranks_is_told_once(tmp_path):
+    config = tiny_config(tmp_path)
+    job = run_job("train", config, "resources.update.data=3", f"run.dir={tmp_path / 'run'}", ranks=2, timeout=60)
+    assert job.returncode != 0
+    assert job.stderr.count("resources.update.data 3 does not divide the job's 2 ranks") == 1, job.stderr
+    assert "set it to one of [1, 2]" in job.stderr
+
+
+@pytest.mark.slow
+def test_a_checkpoint_folder_of_another_run_is_refused(tmp_path):
+    config, folder = tiny_config(tmp_path), tmp_path / "run"
+    assert run_job("train", config, f"run.dir={folder}", "train.max_steps=1").returncode == 0
+    job = run_job("train", config, f"run.dir={folder}", "seed=7", timeout=60)
+    assert_refused(job, ["seed was 0 and is 7", "resume=never"])
+    job = run_job("train", config, f"run.dir={folder}", "seed=7", "resume=never", "train.max_steps=1", timeout=60)
+    assert job.returncode == 0, job.stderr
+    assert (tmp_path / "run.1" / "checkpoints").is_dir()
+
+
+@pytest.mark.slow
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tmp_path):
+    config, folder = tiny_config(tmp_path), tmp_path / "run"
+    settings = [f"run.dir={folder}", "checkpoint.interval=1"]
+    assert run_job("train", config, *settings, "train.max_steps=2").returncode == 0
+    weights = folder / "checkpoints" / "step_000002" / "model" / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(bytes(content))
+    job = run_job("train", config, *settings, "train.max_steps=3")
+    assert job.returncode == 0, job.stderr
+    assert "model.safetensors was changed" in job.stdout and "step_000001 after step 1" in job.stdout
+    steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert steps == [1, 2, 3]

@@ -1,0 +1,152 @@
+"""Whole training jobs: the same on any number of ranks, repeatable, resumable, and read by transformers."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.support.jobs import (
+    environment,
+    finished,
+    job_command,
+    metrics_of,
+    run_job,
+    summary_of,
+    tiny_config,
+    untimed,
+)
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_one_two_and_four_ranks_train_alike_on_the_same_rollouts(tmp_path):
+    config, dump = tiny_config(tmp_path), tmp_path / "rollouts"
+    finished(run_job("train", config, f"run.dir={tmp_path / 'dump'}", f"debug.rollouts_to={dump}", "train.max_steps=2"))
+    first = {}
+    for ranks in (1, 2, 4):
+        folder = tmp_path / f"ranks_{ranks}"
+        replay = f"debug.rollouts_from={dump}"
+        finished(run_job("train", config, f"run.dir={folder}", replay, "train.max_steps=2", ranks=ranks))
+        first[ranks] = metrics_of(folder)
+    for ranks in (2, 4):
+        for step in (0, 1):
+            for name in ("loss", "grad_norm", "entropy"):
+                expected = first[1][step][name]
+                assert first[ranks][step][name] == pytest.approx(expected, rel=1e-5), (ranks, step, name)
+            assert first[ranks][step]["reward"] == first[1][step]["reward"]
+    assert all(abs(step["loss"]) > 1e-4 and step["grad_norm"] > 1e-2 for step in first[1]), "nothing was compared"
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_the_same_seed_gives_the_same_bits_on_two_ranks(tmp_path):
+    config = tiny_config(tmp_path)
+    folders = [tmp_path / "one", tmp_path / "two"]
+    for folder in folders:
+        finished(run_job("train", config, f"run.dir={folder}", ranks=2))
+    one, two = (untimed(metrics_of(folder)) for folder in folders)
+    assert one == two
+    assert weights_digest(folders[0], 3) == weights_digest(folders[1], 3)
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_a_run_killed_in_the_middle_of_a_step_ends_with_the_same_weights(tmp_path):
+    config = tiny_config(tmp_path)
+    settings = ["train.max_steps=8", "checkpoint.interval=2", "log.backends=[console,jsonl]"]
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    finished(run_job("train", config, f"run.dir={whole}", *settings, ranks=2))
+    command = job_command("train", config, f"run.dir={killed}", *settings, ranks=2)
+    kill_after_step(command, killed, step=5)
+    resumed = finished(run_job("train", config, f"run.dir={killed}", *settings, ranks=2))
+    assert "resumed from" in resumed.stdout
+    assert [step["step"] for step in metrics_of(killed)] == list(range(1, 9))
+    assert untimed(metrics_of(killed)) == untimed(metrics_of(whole))
+    assert weights_digest(killed, 8) == weights_digest(whole, 8)
+
+
+def kill_after_step(command: list[str], folder: Path, *, step: int) -> None:
+    """Start a job in a session of its own, and kill every process of it once `step` is logged."""
+    job = subprocess.Popen(
+        command, env=environment(), start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    deadline = time.monotonic() + 120
+    try:
+        while not (folder / "metrics.jsonl").exists() or len(metrics_of_started(folder)) < step:
+            assert job.poll() is None and time.monotonic() < deadline, "the job ended before it could be killed"
+            time.sleep(0.01)
+    finally:
+        kill_session(job.pid)
+        job.wait()
+    assert len(metrics_of_started(folder)) < 8, "the job was done before it could be killed"
+
+
+def kill_session(leader: int) -> None:
+    """SIGKILL to every process whose session is the job's: torchrun gives its ranks process groups of their own."""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                if os.getsid(int(entry.name)) == leader:
+                    os.kill(int(entry.name), signal.SIGKILL)
+            except (ProcessLookupError, PermissionError):
+                continue
+
+
+def metrics_of_started(folder: Path) -> list[str]:
+    return (folder / "metrics.jsonl").read_text().splitlines()
+
+
+def weights_digest(folder: Path, step: int) -> str:
+    path = folder / "checkpoints" / f"step_{step:06d}" / "model" / "model.safetensors"
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+@pytest.mark.slow
+def test_a_run_with_everything_on_ends_with_a_model_that_transformers_opens(tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = tmp_path / "run"
+    job = finished(
+        run_job(
+            "train", tiny_config(tmp_path), f"run.dir={folder}", "sft.max_steps=4", "sft.rows_per_step=16",
+            "sft.optim.lr=1e-3", "algo.kl_coef=0.01", "train.updates_per_step=2", "train.epochs_per_step=2",
+            "data.eval=synthetic://addition?low=0&high=9&count=5&split=test", "eval.interval=2",
+            "eval.before_train=true", "reshard.verify=true",
+        )
+    )  # fmt: skip
+    assert "held-out accuracy after step 0" in job.stdout
+    steps = metrics_of(folder)
+    assert [step["step"] for step in steps] == [0, 1, 2, 3]
+    assert {"kl", "mismatch/abs_mean", "clip_ratio/high_mean", "rewards/share_of_digits/mean"} <= steps[1].keys()
+    assert ["eval/accuracy" in step for step in steps] == [True, False, True, True]
+    summary = summary_of(folder)
+    assert summary["verdict"] == "done" and summary["steps"] == 3
+    for name in ("reward_first", "reward_last", "accuracy_before", "accuracy_after", "seconds"):
+        assert isinstance(summary[name], float), name
+    model = AutoModelForCausalLM.from_pretrained(summary["checkpoint"])
+    stored = load_file(Path(summary["checkpoint"]) / "model.safetensors")
+    assert torch.equal(model.model.norm.weight, stored["model.norm.weight"])
+    assert AutoTokenizer.from_pretrained(summary["checkpoint"])("1+2=")["input_ids"]
+    report = Path(summary["report"]).read_text()
+    assert "<svg" in report and "http://" not in report.replace("http://www.w3.org", "")
+
+
+@pytest.mark.slow
+def test_a_checkpoint_is_evaluated_and_answers_prompts(tmp_path):
+    config, run = tiny_config(tmp_path), tmp_path / "run"
+    finished(run_job("sft", config, f"run.dir={run}", "sft.max_steps=2", "sft.rows_per_step=8"))
+    held_out = "data.eval=synthetic://addition?low=0&high=9&count=5&split=test"
+    from_run = [f"model.path={run}", "model.make=null", held_out]
+    job = finished(run_job("eval", config, *from_run, f"run.dir={tmp_path / 'eval'}", "eval.num_samples=4"))
+    assert "pass@4" in job.stdout and "avg@4" in job.stdout
+    assert len((tmp_path / "eval" / "eval.jsonl").read_text().splitlines()) == 5 * 4
+    job = finished(run_job("generate", config, *from_run, f"run.dir={tmp_path / 'answers'}"))
+    assert len([line for line in job.stdout.splitlines() if '"response"' in line]) == 5
