@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.support.ranks import run_ranks
 
 from spmdrl.dataflow.resharding.flow import ReshardingFlow
 from spmdrl.dataflow.resharding.gather import ReshardConfig
@@ -21,7 +22,6 @@ from spmdrl.resources.memory import MemoryLedger, release_to_system, resident_by
 from spmdrl.resources.mesh import build_update_mesh
 from spmdrl.resources.world import World
 from spmdrl.types import offsets_of
-from tests.support.ranks import run_ranks
 
 MIB = 2**20
 AWAY = ("update_weights", "gradients", "optimizer")

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from spmdrl.dataflow.resharding.flow import ReshardingFlow, ReshardStats
 from spmdrl.job.run import Run
-from spmdrl.resources.memory import MemoryLedger
+from spmdrl.resources.memory import MemoryLedger, resident_bytes
 
 
 class Switching:
@@ -49,9 +49,16 @@ class Switching:
             self._flow.release_reference()
 
     def note_memory(self, step: int, stage: str) -> None:
-        """Write the ledger at a boundary."""
+        """Write the ledger at a boundary, and record what the whole process holds."""
         self._flow.account()
         self._run.write_memory(step, stage, self._ledger)
+        device, recorder = self._run.world.device, self._run.recorder
+        memory = device.memory_bytes()
+        if memory is None:
+            recorder.maximum("mem/resident_gib", resident_bytes() / 2**30)
+        else:
+            recorder.maximum(f"mem/{stage}_peak_gib", device.take_peak_bytes() / 2**30)
+            recorder.maximum("mem/total_gib", memory[1] / 2**30)
 
     def _count(self, stats: ReshardStats) -> None:
         self._run.recorder.total("reshard/bytes", stats.received_bytes)

@@ -64,6 +64,12 @@ class Device:
         free, total = self.module.mem_get_info()
         return total - free, total
 
+    def take_peak_bytes(self) -> int:
+        """The most device memory that PyTorch held since this was last asked; an accelerator's only."""
+        peak = self.module.max_memory_allocated()
+        self.module.reset_peak_memory_stats()
+        return peak
+
 
 def find_device(wanted: str, local_rank: int) -> Device:
     """The device for a rank: `wanted` is auto, cpu, cuda or npu.

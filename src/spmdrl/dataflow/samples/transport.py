@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol

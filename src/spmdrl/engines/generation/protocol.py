@@ -141,6 +141,8 @@ class RolloutConfig:
     """Number of likeliest tokens kept; 0 keeps all."""
     min_p: float = 0.0
     """Tokens less likely than this times the likeliest one are dropped."""
+    ignore_eos: bool = False
+    """Whether a response goes on after an end token, so that all have max_completion_length; for measuring fixed work."""
     engine: Literal["auto", "native", "vllm"] = "auto"
     """Which engine generates; auto is vLLM where it is installed and there is an accelerator, else the native one."""
     gpu_memory_utilization: float = 0.6
@@ -169,14 +171,14 @@ class RolloutConfig:
             raise ValueError(f"rollout.kv_cache_gib is {self.kv_cache_gib}, but must be > 0; null sizes it by itself")
 
     def sampling(self, stop_token_ids: tuple[int, ...]) -> SamplingParams:
-        """The sampling of training rollouts."""
+        """The sampling of training rollouts, with the tokenizer's end tokens."""
         return SamplingParams(
             temperature=self.temperature,
             top_p=self.top_p,
             top_k=self.top_k,
             min_p=self.min_p,
             max_tokens=self.max_completion_length,
-            stop_token_ids=stop_token_ids,
+            stop_token_ids=() if self.ignore_eos else stop_token_ids,
         )
 
 

@@ -1,0 +1,39 @@
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spmdrl.dataflow.stages.advantage import share_without_signal
+from spmdrl.dataflow.stages.generation import row_seed
+from spmdrl.dataflow.stages.rows import token_rows
+from spmdrl.types import Batch
+
+RUNS = st.lists(st.integers(0, 99), min_size=1, max_size=6)
+
+
+@given(st.lists(st.tuples(RUNS, RUNS), min_size=1, max_size=8))
+@settings(max_examples=50, deadline=None)
+def test_token_rows_hold_prompt_then_response_of_each_row(pairs):
+    batch = Batch.of_rows(range(len(pairs)))
+    batch.put_lists("prompt_ids", [prompt for prompt, _ in pairs], torch.int64)
+    batch.put_lists("response_ids", [response for _, response in pairs], torch.int64)
+    batch.put_lists("advantages", [[0.5] * len(response) for _, response in pairs], torch.float32)
+    rows = token_rows(batch, ["advantages"])
+    bounds = rows.offsets.tolist()
+    got = [rows.tokens_T[a:b].tolist() for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+    assert got == [prompt + response for prompt, response in pairs]
+    assert rows.prompt_lengths_B.tolist() == [len(prompt) for prompt, _ in pairs]
+    assert rows.response["advantages"].numel() == rows.num_response_tokens
+
+
+def test_groups_whose_usable_rewards_are_equal_carry_no_signal():
+    nan = float("nan")
+    rewards = torch.tensor([1.0, 1.0, 0.0, 1.0, nan, 0.5, nan, nan])
+    groups = torch.tensor([0, 0, 1, 1, 2, 2, 3, 3])
+    assert share_without_signal(rewards, groups) == 0.75
+
+
+def test_seeds_differ_between_rows_steps_and_runs_and_fit_63_bits():
+    seeds = {row_seed(seed, step, row) for seed in range(3) for step in range(5) for row in range(20)}
+    assert len(seeds) == 300
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert row_seed(1, 2, 3) == row_seed(1, 2, 3)
