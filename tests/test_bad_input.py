@@ -53,7 +53,12 @@ REWARDS = {
     "dies": "import os\n\ndef fn(completions, **columns):\n    os._exit(3)\n",
     "nonsense": "def fn(completions, **columns):\n    return ['good'] * len(completions)\n",
 }
-REASONS = {"raises": "no such column", "hangs": "reward.timeout_seconds = 1.0", "dies": "lost in this call", "nonsense": "a str"}
+REASONS = {
+    "raises": "no such column",
+    "hangs": "reward.timeout_seconds = 1.0",
+    "dies": "lost in this call",
+    "nonsense": "a str",
+}
 
 
 @pytest.mark.ranks

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -22,7 +21,7 @@ from spmdrl.job.actor import Actor, ModelSource, build_trainer, prepare_model
 from spmdrl.job.building import build_held_out
 from spmdrl.job.checked import CheckedRun, check_run
 from spmdrl.job.held_out import HeldOut
-from spmdrl.job.run import Run
+from spmdrl.job.run import Run, put_earlier_run_aside
 from spmdrl.resources.collectives import sum_over
 from spmdrl.resources.mesh import build_update_mesh
 from spmdrl.resources.world import World, open_world
@@ -38,15 +37,16 @@ def main(loaded: LoadedConfig[Config]) -> int:
     if checked.config.sft.max_steps < 1:
         raise ConfigError("sft.max_steps is 0, so the sft verb has nothing to do; set it to the number of steps")
     with open_world(checked.config.resources.device, checked.config.resources.timeout_seconds) as world:
+        put_earlier_run_aside(checked.config, world)
         train_supervised(checked, world)
     return 0
 
 
-def train_supervised(checked: CheckedRun, world: World, title: str = "sft") -> Path | None:
-    """Run the supervised steps of a run, going on where they stopped; returns the newest checkpoint. Collective."""
+def train_supervised(checked: CheckedRun, world: World, title: str = "sft") -> None:
+    """Run the supervised steps of a run, going on where they stopped. Collective."""
     config = checked.config
     run = Run(config, world, num_steps=config.sft.max_steps, resolved_config=checked.resolved_config, title=title)
-    with ExitStack() as stack:
+    with run.told_of_failure(), ExitStack() as stack:
         with start_up():
             source = ModelSource.of(prepare_model(config, world))
             tokenizer = ModelTokenizer(source.folder)
@@ -60,7 +60,6 @@ def train_supervised(checked: CheckedRun, world: World, title: str = "sft") -> P
             held_out = build_held_out(checked, run, actor, tokenizer, stack)
         _train(run, actor, prompts, tokenizer, held_out)
         run.finish("done", **held_out.summary())
-    return run.last_checkpoint
 
 
 def _train(run: Run, actor: Actor, prompts: PromptSource, tokenizer: ModelTokenizer, held_out: HeldOut) -> None:

@@ -21,7 +21,7 @@ from spmdrl.job.actor import Actor, ModelSource, build_generator, build_trainer,
 from spmdrl.job.building import Rollouts, StageParts, build_evaluator, build_stages, build_switching, check_positions
 from spmdrl.job.checked import CheckedRun, check_run
 from spmdrl.job.held_out import HeldOut
-from spmdrl.job.run import Run
+from spmdrl.job.run import Run, finished_model, put_earlier_run_aside
 from spmdrl.job.samples_report import SamplesReport
 from spmdrl.job.switching import Switching
 from spmdrl.resources.mesh import build_update_mesh
@@ -37,12 +37,13 @@ def main(loaded: LoadedConfig[Config]) -> int:
     if checked.config.debug.deterministic:
         make_deterministic()
     with open_world(checked.config.resources.device, checked.config.resources.timeout_seconds) as world:
+        put_earlier_run_aside(checked.config, world)
         checked = warm_started(checked, world)
         run = Run(
             checked.config, world, num_steps=checked.config.train.max_steps, resolved_config=checked.resolved_config,
             started=started,
         )  # fmt: skip
-        with ExitStack() as stack:
+        with run.told_of_failure(), ExitStack() as stack:
             with start_up():
                 training = build(checked, run, stack)
             try:
@@ -115,9 +116,11 @@ def warm_started(checked: CheckedRun, world: World) -> CheckedRun:
         checkpoint=replace(config.checkpoint, interval=0),
         resume="auto",
     )
-    newest = train_supervised(replace(checked, config=inner, eval_rows=[]), world, title="warm start")
-    assert newest is not None, f"the warm start left no checkpoint in {folder}"
-    return replace(checked, config=replace(config, model=replace(config.model, path=str(newest / "model"), make=None)))
+    if finished_model(folder) is None:
+        train_supervised(replace(checked, config=inner, eval_rows=[]), world, title="warm start")
+    model = finished_model(folder)
+    assert model is not None, f"the warm start left no checkpoint in {folder}"
+    return replace(checked, config=replace(config, model=replace(config.model, path=str(model), make=None)))
 
 
 def build(checked: CheckedRun, run: Run, stack: ExitStack) -> Training:

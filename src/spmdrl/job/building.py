@@ -32,12 +32,12 @@ from spmdrl.types import WorkerState
 
 def check_positions(source: ModelSource, prompts: PromptSource, config: Config) -> None:
     """Refuse responses that would run past the positions that the model was made for."""
-    longest, most = prompts.longest, source.decoder.max_positions
-    if longest + config.rollout.max_completion_length > most:
+    longest, answer, most = prompts.longest, config.rollout.max_completion_length, source.decoder.max_positions
+    if longest + answer > most:
         raise ValueError(
-            f"the longest prompt has {longest} tokens; with rollout.max_completion_length "
-            f"{config.rollout.max_completion_length} it needs {longest + config.rollout.max_completion_length} positions, "
-            f"but the model has {most} positions; lower rollout.max_completion_length or data.max_prompt_length"
+            f"the longest prompt has {longest} tokens; with rollout.max_completion_length {answer} it needs "
+            f"{longest + answer} positions, but the model has {most} positions; lower rollout.max_completion_length "
+            "or data.max_prompt_length"
         )
 
 

@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
 from spmdrl.config import Config
 from spmdrl.engines.training.checkpoint import CheckpointStore
-from spmdrl.job.actor import CHECKPOINTS, MODEL
+from spmdrl.job.actor import CHECKPOINTS, MODEL, newest_model
 from spmdrl.observability.console import Console
 from spmdrl.observability.log import MetricsLog, SamplesLog
 from spmdrl.observability.metrics import Recorder, encode, merge
 from spmdrl.observability.report import write_report
-from spmdrl.observability.summary import software_versions, write_summary
+from spmdrl.observability.summary import read_summary, software_versions, write_summary
 from spmdrl.observability.timeline import Timeline, timeline_file
 from spmdrl.resources.collectives import barrier, gather_bytes
 from spmdrl.resources.memory import MemoryLedger
@@ -64,7 +65,6 @@ class Run:
         self._started = time.perf_counter() if started is None else started
         self._step_started = self._started
         if world.is_main:
-            start_anew(self.folder, config.resume, self.console)
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / RESOLVED_CONFIG).write_text(resolved_config)
             devices = f"{world.size} x {world.device.kind}"
@@ -182,12 +182,28 @@ class Run:
         snapshot = ledger.snapshot(stage)
         self.timeline.memory(step, stage, snapshot.device, host=snapshot.host)
 
+    @contextmanager
+    def told_of_failure(self) -> Iterator[None]:
+        """What ends this block early is written into summary and report, and goes on to the caller."""
+        try:
+            yield
+        except BaseException as failure:
+            if self.world.is_main:
+                words = str(failure).splitlines()[:1]
+                write_summary(self.folder, verdict="failed", error=": ".join([type(failure).__name__, *words]))
+                write_report(self.folder)
+            raise
+
     def finish(self, verdict: str, **fields: object) -> None:
         """Close the logs, and write summary and report from the main rank. Collective."""
         self.timeline.close()
+        # The report reads every rank's timeline, and other ranks may read the summary next.
         barrier()
-        if not self.world.is_main:
-            return
+        if self.world.is_main:
+            self._write_outcome(verdict, fields)
+        barrier()
+
+    def _write_outcome(self, verdict: str, fields: dict[str, object]) -> None:
         assert self._metrics_log is not None and self.samples_log is not None
         self._metrics_log.close()
         self.samples_log.close()
@@ -199,14 +215,15 @@ class Run:
             "reward_last": self.metrics.get("reward"),
             "accuracy_before": self.accuracy_before,
             "accuracy_before_interval": self.accuracy_before_interval,
-            "accuracy_after": None,
             "seconds": time.perf_counter() - self._started,
             "checkpoint": str(self.last_checkpoint / MODEL) if self.last_checkpoint else None,
             "report": str(report),
         }
-        write_summary(self.folder, **{**summary, **fields})
+        # What an earlier part of a resumed run has found out stays.
+        known = {name: value for name, value in (summary | fields).items() if value is not None}
+        write_summary(self.folder, **known)
         write_report(self.folder)
-        self.console.summary({**summary, **fields})
+        self.console.summary(read_summary(self.folder))
 
     def _identity(self) -> dict[str, object]:
         """What must not change between the parts of one run, or its steps would mean something else."""
@@ -254,12 +271,20 @@ class Run:
         barrier()
 
 
-def start_anew(folder: Path, resume: str, console: Console) -> None:
-    """With `resume=never`, put what an earlier run left in the folder out of the way; nothing is deleted."""
-    if resume != "never" or not folder.exists():
+def finished_model(folder: Path) -> Path | None:
+    """The model that a run left in its folder, or None if it didn't come to its end."""
+    return newest_model(folder) if read_summary(folder).get("verdict") == "done" else None
+
+
+def put_earlier_run_aside(config: Config, world: World) -> None:
+    """With `resume=never`, move what an earlier run left in the folder; nothing is deleted. Collective."""
+    folder = config.run.folder
+    if config.resume != "never":
         return
-    number = 1
-    while (aside := folder.with_name(f"{folder.name}.{number}")).exists():
-        number += 1
-    folder.rename(aside)
-    console.note(f"resume=never: the earlier run was moved to {aside}")
+    if world.is_main and folder.exists():
+        number = 1
+        while (aside := folder.with_name(f"{folder.name}.{number}")).exists():
+            number += 1
+        folder.rename(aside)
+        Console().note(f"resume=never: the earlier run was moved to {aside}")
+    barrier()

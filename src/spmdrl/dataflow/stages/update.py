@@ -52,7 +52,8 @@ class UpdateStage:
         columns = sorted(learner.columns_for_loss(self.plan.num_updates))
         batch = samples.take(self.state, {"prompt_ids", "response_ids", *columns})
         # A mini-batch is a range of prompts, so it holds the same rows on any number of ranks.
-        part_B = batch.rows * self.plan.updates_per_epoch // samples.num_rows
+        num_groups = samples.num_rows // samples.group_size
+        part_B = batch.rows // samples.group_size * self.plan.updates_per_epoch // num_groups
         for _ in range(self.plan.epochs):
             for part in range(self.plan.updates_per_epoch):
                 chosen = batch.select((part_B == part).nonzero().squeeze(1))

@@ -142,7 +142,7 @@ class RolloutConfig:
     min_p: float = 0.0
     """Tokens less likely than this times the likeliest one are dropped."""
     ignore_eos: bool = False
-    """Whether a response goes on after an end token, so that all have max_completion_length; for measuring fixed work."""
+    """Whether responses go on after an end token, all to max_completion_length; for measuring fixed work."""
     engine: Literal["auto", "native", "vllm"] = "auto"
     """Which engine generates; auto is vLLM where it is installed and there is an accelerator, else the native one."""
     gpu_memory_utilization: float = 0.6
