@@ -1,0 +1,61 @@
+"""What a run consists of follows from the algorithm's columns."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from spmdrl.algorithms.table import build_algorithm
+from spmdrl.config import load_config
+from spmdrl.configfile import ConfigError
+from spmdrl.job.checked import check_run, states_of
+from spmdrl.types import WorkerState as State
+
+MODEL = ["model.make={}", "data.train=synthetic://addition?count=10"]
+
+
+def states(*overrides: str) -> list[State]:
+    config = load_config([], [*MODEL, *overrides]).value
+    return list(states_of(config, build_algorithm(config.algo)))
+
+
+def test_no_pass_that_the_algorithm_does_not_need():
+    assert states() == [State.GENERATION, State.REWARD, State.ADVANTAGE, State.UPDATE]
+
+
+def test_more_updates_a_step_bring_the_old_logprobs_and_a_kl_term_the_reference():
+    assert State.OLD_LOGPROBS in states("train.updates_per_step=2")
+    assert State.OLD_LOGPROBS in states("train.epochs_per_step=2")
+    assert State.REFERENCE in states("algo.kl_coef=0.1")
+    in_reward = states("algo.kl_coef=0.1", "algo.kl_in=reward")
+    assert in_reward.index(State.REFERENCE) < in_reward.index(State.ADVANTAGE)
+
+
+def test_the_configs_of_the_repository_are_right():
+    root = Path(__file__).parents[2]
+    files = sorted((root / "configs").rglob("*.yaml"))
+    assert len(files) >= 4
+    for path in files:
+        data = [] if path.name == "quickstart.yaml" else ["data.train=synthetic://addition?count=10"]
+        check_run(load_config([path], data), "train")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["train.updates_per_step=64"], "updates_per_step is 64.*prompts_per_step = 32"),
+        (["rollout.temperature=0"], "rollout.temperature is 0"),
+        (["debug.rollouts_from=x", "data.eval=synthetic://addition?count=5&split=test"], "set data.eval to null"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused(overrides, words):
+    with pytest.raises(ConfigError, match=words):
+        check_run(load_config([], [*MODEL, *overrides]), "train")
+
+
+def test_aliases_of_other_trainers_mean_the_same():
+    loaded = load_config([], [*MODEL, "learning_rate=1e-5", "beta=0.2", "max_new_tokens=64"])
+    assert loaded.value.optim.lr == 1e-5
+    assert loaded.value.algo.kl_coef == 0.2
+    assert loaded.value.rollout.max_completion_length == 64

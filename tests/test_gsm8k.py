@@ -1,0 +1,44 @@
+"""The whole of GSM8K's training file through reading, tokenizing and the reward children."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from spmdrl.dataflow.samples.prompts import PromptSource
+from spmdrl.dataflow.samples.rows import DataConfig, read_rows
+from spmdrl.engines.models.make_config import MakeConfig
+from spmdrl.engines.models.making import make_model_folder
+from spmdrl.engines.models.tokenizer import ModelTokenizer
+from spmdrl.engines.reward.pool import RewardConfig, RewardPool
+
+CALL = 500
+
+
+@pytest.mark.real_data
+def test_every_reference_solution_scores_one_on_its_own_question(tmp_path):
+    path = os.environ.get("SPMDRL_GSM8K")
+    if not path:
+        pytest.skip("SPMDRL_GSM8K names no GSM8K file")
+    num_lines = len(Path(path).read_text(encoding="utf-8").splitlines())
+    config = DataConfig(train=path, max_prompt_length=4096)
+    sources = read_rows(config.train, config, needs_answer=True)
+    make_model_folder(tmp_path / "model", MakeConfig(hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=1), 0)
+    tokenizer = ModelTokenizer(tmp_path / "model")
+    source = PromptSource(sources, tokenizer.raw, config, seed=0)
+    prompts = list(source.all())
+    assert len(prompts) == len(source) == num_lines and not source.skipped
+    assert all(len(prompt.prompt_ids) == len(prompt.text) for prompt in prompts), "one token a character"
+    with RewardPool(RewardConfig(functions=("math",))) as pool:
+        keys = []
+        for start in range(0, num_lines, CALL):
+            part = prompts[start : start + CALL]
+            solutions = [str(prompt.answer) for prompt in part]
+            ids = [tokenizer.encode_completion(solution) for solution in solutions]
+            columns = {"answer": [prompt.answer for prompt in part]}
+            pool.submit(start, [prompt.original for prompt in part], solutions, ids, columns)
+            keys.append(start)
+        rewards = [reward for result in pool.collect(keys) for reward in result.rewards]
+    assert rewards == [1.0] * num_lines
