@@ -150,3 +150,18 @@ def test_a_checkpoint_is_evaluated_and_answers_prompts(tmp_path):
     assert len((tmp_path / "eval" / "eval.jsonl").read_text().splitlines()) == 5 * 4
     job = finished(run_job("generate", config, *from_run, f"run.dir={tmp_path / 'answers'}"))
     assert len([line for line in job.stdout.splitlines() if '"response"' in line]) == 5
+
+
+@pytest.mark.slow
+def test_leaving_out_rows_without_advantage_gives_the_same_weights(tmp_path):
+    config, dump = tiny_config(tmp_path), tmp_path / "rollouts"
+    reward = tmp_path / "first_digit.py"
+    reward.write_text("def fn(completions, **columns):\n    return [float(text[:1] < '5') for text in completions]\n")
+    settings = [f"reward.functions=[{reward}:fn]", "rollout.num_generations=2", "train.max_steps=2"]
+    finished(run_job("train", config, *settings, f"run.dir={tmp_path / 'skip'}", f"debug.rollouts_to={dump}"))
+    replay = [f"debug.rollouts_from={dump}", "train.skip_zero_advantage=false"]
+    finished(run_job("train", config, *settings, f"run.dir={tmp_path / 'all'}", *replay))
+    skipped, whole = metrics_of(tmp_path / "skip"), metrics_of(tmp_path / "all")
+    assert 0 < skipped[0]["update/rows"] < whole[0]["update/rows"] == 16
+    for name in ("loss", "grad_norm"):
+        assert skipped[1][name] == pytest.approx(whole[1][name], rel=1e-5)

@@ -112,6 +112,12 @@ def test_the_reference_is_asked_for_only_with_a_kl_term():
     assert "ref_logprobs" not in in_reward.columns_for_loss(1)
 
 
+def test_rows_without_advantage_may_be_left_out_unless_a_kl_term_gives_them_a_gradient():
+    assert Grpo(AlgoConfig()).needs_signal()
+    assert Grpo(AlgoConfig(kl_coef=0.1, kl_in="reward")).needs_signal()
+    assert not Grpo(AlgoConfig(kl_coef=0.1)).needs_signal()
+
+
 def test_the_kl_term_is_added_to_the_loss_or_taken_off_the_reward():
     logprobs, reference = torch.tensor([-1.0]), torch.tensor([-1.5])
     in_loss = Grpo(AlgoConfig(kl_coef=0.1, kl_estimator="k1")).loss(terms(logprobs, ref_logprobs=reference))

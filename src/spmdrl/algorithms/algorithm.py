@@ -60,6 +60,10 @@ class Algorithm(Protocol):
         """Columns that `loss` needs when a batch is used for `num_updates` optimizer steps."""
         ...
 
+    def needs_signal(self) -> bool:
+        """Whether a row whose advantage is 0 has no gradient, so that an update may leave it out."""
+        ...
+
     def token_kl(self, logprobs_R: Tensor, ref_logprobs_R: Tensor) -> Tensor:
         """The estimate of KL(policy || reference) at each response token [R]."""
         ...

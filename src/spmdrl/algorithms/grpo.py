@@ -37,6 +37,9 @@ class Grpo:
             columns.add("ref_logprobs")
         return frozenset(columns)
 
+    def needs_signal(self) -> bool:
+        return self.config.kl_coef == 0 or self.config.kl_in == "reward"
+
     def token_kl(self, logprobs_R: Tensor, ref_logprobs_R: Tensor) -> Tensor:
         return kl_estimate(logprobs_R, ref_logprobs_R, self.config.kl_estimator)
 

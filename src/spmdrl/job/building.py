@@ -125,8 +125,9 @@ def build_stages(checked: CheckedRun, run: Run, parts: StageParts) -> Stages:
         ScoreStage(state, parts.trainer) for state in (WorkerState.OLD_LOGPROBS,) if state in checked.needs
     ]
     plan = UpdatePlan(
-        config.train.epochs_per_step, config.train.updates_per_step, config.rollout.max_completion_length
-    )
+        config.train.epochs_per_step, config.train.updates_per_step, config.rollout.max_completion_length,
+        config.train.skip_zero_advantage,
+    )  # fmt: skip
     return Stages(
         generation=generation, without_actor=without_actor, with_actor=with_actor, advantage=AdvantageStage(recorder),
         update=UpdateStage(parts.trainer, plan, recorder), timeline=run.timeline, at_end=parts.switching.note_memory,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -23,6 +23,7 @@ class Learner(Protocol):
     def columns_for_loss(self, num_updates: int) -> frozenset[str]: ...
     def loss(self, terms: TokenTerms) -> TokenLoss: ...
     def token_weights(self, lengths_B: Tensor, scope: LossScope) -> Tensor: ...
+    def needs_signal(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class UpdatePlan:
     epochs: int
     updates_per_epoch: int
     max_completion_length: int
+    skip_zero_advantage: bool
 
     @property
     def num_updates(self) -> int:
@@ -62,15 +64,21 @@ class UpdateStage:
 
     def _one_update(self, batch: Batch, columns: list[str], learner: Learner) -> None:
         lengths_B = batch.lengths("response_ids")
-        num_tokens, num_rows = sum_over(torch.tensor([int(lengths_B.sum()), len(batch)])).tolist()
+        has_signal_B = rows_with_signal(batch)
+        counts = [int(lengths_B.sum()), len(batch), int(has_signal_B.sum())]
+        num_tokens, num_rows, num_with_signal = sum_over(torch.tensor(counts)).tolist()
         if num_rows == 0:
             # Every row of this part was dropped, on all ranks alike.
             self.recorder.maximum("update/skipped", 1.0)
             return
+        # The weights count all rows, those that are left out below too: the gradient stays the same.
         scope = LossScope(num_tokens, num_rows, self.plan.max_completion_length)
-        rows = token_rows(batch, columns)
-        rows = replace(rows, response={**rows.response, "weights": learner.token_weights(lengths_B, scope)})
-        self._report(self.engine.update(rows, loss_of(learner)))
+        batch.put_ragged("weights", learner.token_weights(lengths_B, scope), batch.offsets("response_ids"))
+        # Where no row has a signal the optimizer still makes its step, as momentum asks for one.
+        if self.plan.skip_zero_advantage and learner.needs_signal() and num_with_signal > 0:
+            batch = batch.select(has_signal_B.nonzero().squeeze(1))
+        self.recorder.total("update/rows", len(batch))
+        self._report(self.engine.update(token_rows(batch, [*columns, "weights"]), loss_of(learner)))
 
     def _report(self, result: UpdateResult) -> None:
         """Numbers that every rank holds alike."""
@@ -80,6 +88,13 @@ class UpdateStage:
         self.recorder.maximum("update/skipped", float(result.skipped))
         for name, (total, count) in result.metrics.items():
             self.recorder.mean(name, total / max(count, 1.0))
+
+
+def rows_with_signal(batch: Batch) -> Tensor:
+    """Which rows [B] have an advantage other than 0 at some token."""
+    row_R = torch.arange(len(batch)).repeat_interleave(batch.lengths("advantages"))
+    strength_B = torch.zeros(len(batch)).index_add_(0, row_R, batch.values("advantages").abs())
+    return strength_B > 0
 
 
 def loss_of(learner: Learner):

@@ -53,6 +53,8 @@ class TrainingConfig:
     """optimizer steps that a step's samples are split into"""
     epochs_per_step: int = 1
     """times that each sample of a step is trained on"""
+    skip_zero_advantage: bool = True
+    """leave out rows whose advantage is 0 where they have no gradient; entropy and mismatch are of the rest"""
     max_tokens_per_microbatch: int | None = None
     """tokens that go through the model at once, prompts included; null means 16384, a longer row runs alone"""
 
