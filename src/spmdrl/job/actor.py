@@ -160,6 +160,7 @@ def load_for_generation(engine: GenerationEngine, source: ModelSource) -> None:
     """Fill a generation engine from the source's files, without a trainer."""
     files = WeightFiles(source.folder)
     names = sorted(engine.weight_shapes())
+    engine.wake_weights()
     engine.load_weights((name, files.read(whole_slice(name, files.shape(name)))) for name in names)
     engine.wake_cache()
 

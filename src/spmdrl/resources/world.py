@@ -58,11 +58,11 @@ def open_world(device: str = "auto", timeout_seconds: float = 1800.0) -> Iterato
     world = World(launch, find_device(device, launch.local_rank))
     world.device.select()
     keep_to_loopback(launch)
-    timeout = timedelta(seconds=timeout_seconds)
+    backend, timeout = world.device.backend, timedelta(seconds=timeout_seconds)
     if launch.world_size == 1:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     else:
-        dist.init_process_group(world.device.backend, rank=launch.rank, world_size=launch.world_size, timeout=timeout)
+        dist.init_process_group(backend, rank=launch.rank, world_size=launch.world_size, timeout=timeout)
     try:
         yield world
     finally:
