@@ -82,6 +82,7 @@ def our_steps(arguments: argparse.Namespace) -> list[dict[str, float]]:
             "rollout.max_running_rows": arguments.prompts_per_step * arguments.num_generations,
             "reward.functions": "[exact]",
             "train.max_steps": arguments.steps,
+            "train.skip_zero_advantage": "false",
             "run.dir": folder,
             "resources.device": "auto",
             "checkpoint.interval": 0,

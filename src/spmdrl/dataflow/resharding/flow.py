@@ -32,6 +32,9 @@ class ReshardStats:
     swapped_bytes: int = 0
 
 
+# Giving back the pages of a small model costs more, in faults when they are used again, than the memory is worth.
+LEAST_BYTES_TO_RELEASE = 64 << 20
+
 State = Literal["update", "generation", "returning"]
 
 
@@ -78,7 +81,7 @@ class ReshardingFlow:
         self._ledger.set("gradients", "device", 0)
         swapped = self._swap.to_host("optimizer", version=self._trainer.update_count)
         received, freed = self._move_weights()
-        self._give_back_memory()
+        self._give_back_memory(swapped + freed)
         self._generator.wake_cache()
         self._generator.version = self._trainer.update_count
         self._account_generator()
@@ -95,11 +98,12 @@ class ReshardingFlow:
         """Puts the generator to sleep and starts bringing the training state back in the background."""
         self._expect("generation")
         started = time.perf_counter()
+        held = sum(self._generator.memory_bytes().values())
         self._generator.sleep()
         if self._filling is not None:
             self._filling.forget_storage()
         self._account_generator()
-        self._give_back_memory()
+        self._give_back_memory(held)
         self._swap.start_return("update_weights")
         self._swap.start_return("optimizer")
         self._state = "returning"
@@ -132,7 +136,7 @@ class ReshardingFlow:
             self._reference.reshard()
             freed = self._swap.to_host("reference_weights", version=0)
             self._reference.weights_on_device = False
-            self._give_back_memory()
+            self._give_back_memory(freed)
         return ReshardStats(time.perf_counter() - started, swapped_bytes=freed)
 
     def weights_changed(self) -> None:
@@ -173,12 +177,12 @@ class ReshardingFlow:
         self._ledger.set("generation_weights", "device", held.get("generation_weights", 0))
         self._ledger.set("kv_cache", "device", held.get("kv_cache", 0))
 
-    def _give_back_memory(self) -> None:
+    def _give_back_memory(self, freed_bytes: int) -> None:
         """Freed bytes must leave this process's allocator before another one (the KV cache's, say) asks for them."""
-        if self._world.device.is_cpu:
-            release_to_system()
-        else:
+        if not self._world.device.is_cpu:
             self._world.device.empty_cache()
+        elif freed_bytes >= LEAST_BYTES_TO_RELEASE:
+            release_to_system()
 
     def _expect(self, state: State) -> None:
         if self._state != state:

@@ -16,6 +16,7 @@ from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.training.logprobs import logprobs_and_entropy
 from spmdrl.engines.training.microbatch import (
     DEFAULT_TOKENS_PER_MICROBATCH,
+    DEFAULT_TOKENS_PER_MICROBATCH_ON_CPU,
     RowCost,
     dummy_rows,
     plan_microbatches,
@@ -56,7 +57,7 @@ class TrainingConfig:
     skip_zero_advantage: bool = True
     """leave out rows whose advantage is 0 where they have no gradient; entropy and mismatch are of the rest"""
     max_tokens_per_microbatch: int | None = None
-    """tokens that go through the model at once, prompts included; null means 16384, a longer row runs alone"""
+    """tokens that go through the model at once, prompts included; null: 16384, on CPU 4096; a longer row runs alone"""
 
     def __post_init__(self) -> None:
         for name in ("max_steps", "updates_per_step", "epochs_per_step", "max_tokens_per_microbatch"):
@@ -69,9 +70,10 @@ class TrainingConfig:
         """Optimizer steps of the whole run."""
         return self.max_steps * self.updates_per_step * self.epochs_per_step
 
-    @property
-    def tokens_per_microbatch(self) -> int:
-        return self.max_tokens_per_microbatch or DEFAULT_TOKENS_PER_MICROBATCH
+    def tokens_per_microbatch(self, device: Device) -> int:
+        """The budget of one micro-batch on this kind of device."""
+        default = DEFAULT_TOKENS_PER_MICROBATCH_ON_CPU if device.is_cpu else DEFAULT_TOKENS_PER_MICROBATCH
+        return self.max_tokens_per_microbatch or default
 
 
 @dataclass(frozen=True)
@@ -239,7 +241,7 @@ class TrainingEngine:
     def _plan(self, rows: TokenRows) -> list[list[int]]:
         return plan_microbatches(
             rows.lengths_B.tolist(),
-            max_tokens=self.training.tokens_per_microbatch,
+            max_tokens=self.training.tokens_per_microbatch(self.device),
             cost=self._row_cost,
             agree=lambda count: int(max_over(torch.tensor([count]), self.mesh.data_group)),
         )
