@@ -74,8 +74,8 @@ def metrics_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def untimed(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Metrics without what a clock measured."""
-    clocked = ("time/", "perf/", "checkpoint/")
+    """Metrics without what a clock or the operating system measured."""
+    clocked = ("time/", "perf/", "checkpoint/", "mem/")
     return [
         {name: value for name, value in step.items() if not name.startswith(clocked) or name == "perf/tokens"}
         for step in metrics
