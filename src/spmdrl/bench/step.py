@@ -1,7 +1,8 @@
 """One training step's stages, beside those of another trainer run in turn.
 
-Fixed work: every response has exactly --length tokens. The other trainer is any command that prints one JSON line a
-step with `ete`, `gen`, `update` (seconds) and `tok_s` (tokens per second and device); give the same sizes to both.
+Fixed work: every response has exactly --length tokens, unless --natural-stops lets it end sooner. The other trainer is
+any command that prints one JSON line a step with `ete`, `gen`, `update` (seconds) and `tok_s` (tokens per second and
+device); give the same sizes to both.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompts-per-step", type=int, default=32)
     parser.add_argument("--num-generations", type=int, default=8)
     parser.add_argument("--length", type=int, default=64, help="tokens of every response")
+    parser.add_argument("--natural-stops", action="store_true", help="responses may end before --length")
     parser.add_argument("--steps", type=int, default=4, help="steps of each run, the first of which is not counted")
     parser.add_argument("--ranks", type=int, default=2, help="ranks on this machine")
     parser.add_argument("--rounds", type=int, default=1, help="how often the two run in turn")
@@ -50,7 +52,8 @@ def run(arguments: argparse.Namespace) -> BenchTable:
     rows = [_row(name, ours, peer) for name in ("step", "generation", "update")]
     rows.append(_row("tokens_per_second_per_device", ours, peer))
     columns = ("quantity", "spmdrl", "peer", "peer / spmdrl") if peer else ("quantity", "spmdrl")
-    sizes = f"{arguments.prompts_per_step} prompts x {arguments.num_generations} responses x {arguments.length} tokens"
+    length = f"{'up to ' if arguments.natural_stops else ''}{arguments.length} tokens"
+    sizes = f"{arguments.prompts_per_step} prompts x {arguments.num_generations} responses x {length}"
     return BenchTable(
         title=f"bench step: {sizes}, {arguments.ranks} ranks, medians over {len(ours)} steps",
         columns=columns,
@@ -78,7 +81,7 @@ def our_steps(arguments: argparse.Namespace) -> list[dict[str, float]]:
             "rollout.prompts_per_step": arguments.prompts_per_step,
             "rollout.num_generations": arguments.num_generations,
             "rollout.max_completion_length": arguments.length,
-            "rollout.ignore_eos": "true",
+            "rollout.ignore_eos": str(not arguments.natural_stops).lower(),
             "rollout.max_running_rows": arguments.prompts_per_step * arguments.num_generations,
             "reward.functions": "[exact]",
             "train.max_steps": arguments.steps,
