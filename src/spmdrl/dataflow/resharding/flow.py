@@ -139,12 +139,6 @@ class ReshardingFlow:
             self._give_back_memory(freed)
         return ReshardStats(time.perf_counter() - started, swapped_bytes=freed)
 
-    def weights_changed(self) -> None:
-        """Says that trainer state changed other than by an update: a checkpoint was loaded, say."""
-        self._expect("update")
-        self._swap.forget_copy("update_weights")
-        self._swap.forget_copy("optimizer")
-
     def account(self) -> None:
         """Enters what the trainer holds now into the ledger; the optimizer's state appears with the first update."""
         if self._state == "update":
