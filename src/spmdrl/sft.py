@@ -15,14 +15,13 @@ from spmdrl.config import Config
 from spmdrl.configfile import ConfigError, LoadedConfig, start_up
 from spmdrl.dataflow.samples.prompts import Prompt, PromptSource
 from spmdrl.engines.models.tokenizer import ModelTokenizer
-from spmdrl.engines.training.engine import UpdateResult
+from spmdrl.engines.training.engine import TrainingEngine, UpdateResult
 from spmdrl.engines.training.rows import LossTerms, MicroBatch, Scores, TokenRows
 from spmdrl.job.actor import Actor, ModelSource, build_trainer, prepare_model
 from spmdrl.job.building import build_held_out
 from spmdrl.job.checked import CheckedRun, check_run
 from spmdrl.job.held_out import HeldOut
 from spmdrl.job.run import Run, put_earlier_run_aside
-from spmdrl.resources.collectives import sum_over
 from spmdrl.resources.mesh import build_update_mesh
 from spmdrl.resources.world import World, open_world
 from spmdrl.types import offsets_of
@@ -64,13 +63,14 @@ def train_supervised(checked: CheckedRun, world: World, title: str = "sft") -> N
 
 def _train(run: Run, actor: Actor, prompts: PromptSource, tokenizer: ModelTokenizer, held_out: HeldOut) -> None:
     """The supervised loop. Collective over all ranks."""
-    sft, world = run.config.sft, run.world
+    sft = run.config.sft
     watch = AnswerWatch(sft.stop_at_probability)
     held_out.before()
     for step in run.remaining_steps():
-        chosen = prompts.take(step - 1, sft.rows_per_step)[world.rank :: world.size]
+        rows_axis = actor.trainer.mesh.data
+        chosen = prompts.take(step - 1, sft.rows_per_step)[rows_axis.rank :: rows_axis.size]
         with run.timeline.stage("update", step):
-            result = actor.trainer.update(*supervised_batch(chosen, tokenizer))
+            result = actor.trainer.update(*supervised_batch(chosen, tokenizer, actor.trainer))
         run.is_finished = watch.sees(answer_probability(result))
         _report(run, result, chosen)
         held_out.when_due(step)
@@ -105,11 +105,11 @@ class AnswerWatch:
         return self.goal is not None and sum(self.recent) / STEPS_OF_AVERAGE >= self.goal
 
 
-def supervised_batch(prompts: Sequence[Prompt], tokenizer: ModelTokenizer):
+def supervised_batch(prompts: Sequence[Prompt], tokenizer: ModelTokenizer, trainer: TrainingEngine):
     """Rows of prompt and answer, and their loss, the token mean over all ranks' answers. Collective."""
     completions = [tokenizer.encode_completion(completion_of(prompt)) for prompt in prompts]
     rows = rows_of([prompt.prompt_ids for prompt in prompts], completions)
-    num_tokens = int(sum_over(torch.tensor([rows.num_response_tokens])))
+    (num_tokens,) = trainer.sum_over_rows([rows.num_response_tokens])
     return rows, lambda scores, micro: token_mean_loss(scores, micro, num_tokens)
 
 

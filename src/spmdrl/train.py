@@ -12,6 +12,7 @@ from spmdrl.config import Config
 from spmdrl.configfile import ConfigError, LoadedConfig, start_up
 from spmdrl.dataflow.samples.dock import TransferDock
 from spmdrl.dataflow.samples.prompts import Prompt, PromptSource
+from spmdrl.dataflow.samples.sharing import RowGroups
 from spmdrl.dataflow.samples.transport import open_transport
 from spmdrl.dataflow.stages.reward import RewardFailure
 from spmdrl.dataflow.stages.stages import Stages
@@ -144,7 +145,9 @@ def build(checked: CheckedRun, run: Run, stack: ExitStack) -> Training:
     run.resume(actor)
 
     switching = build_switching(run, actor, generator, reference, stack)
-    dock = stack.enter_context(TransferDock(world, checked.needs, open_transport(world, config.dock)))
+    dock = stack.enter_context(
+        TransferDock(world, checked.needs, open_transport(world, config.dock), row_groups=RowGroups.of(mesh))
+    )
     pool = stack.enter_context(RewardPool(config.reward))
     evaluator = build_evaluator(checked, run, generator, pool, tokenizer)
     rollouts = Rollouts(config, generator, world)

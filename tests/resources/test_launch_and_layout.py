@@ -1,3 +1,5 @@
+import re
+
 import pytest
 
 from spmdrl.resources.launch import read_launch_environment
@@ -68,3 +70,25 @@ def test_generation_shards_other_than_whole_weights_are_refused():
         check_generation_layout(GenerationLayout(2), 4)
     with pytest.raises(ValueError, match="tensor 3 does not divide the job's 4 ranks"):
         check_generation_layout(GenerationLayout(3), 4)
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        (UpdateLayout(tensor=3), "resources.update.tensor 3 does not divide the job's 8 ranks"),
+        (UpdateLayout(pipeline=2, tensor=3), "pipeline 2 x tensor 3 = 6 does not divide the job's 8 ranks"),
+        (UpdateLayout(shard=2, tensor=2, context=4), "shard 2 x context 4 x tensor 2 = 16 ranks, but the job has 8"),
+        (UpdateLayout(data=2, expert=3), "resources.update.expert 3 must divide shard 4 x context 1 = 4"),
+        (UpdateLayout(data=4, shard=2, expert=0), "resources.update.expert is 0, but a degree counts ranks"),
+    ],
+)
+def test_a_layout_that_cannot_be_had_is_refused_with_the_numbers(layout, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        fit_update_layout(layout, 8)
+
+
+def test_what_the_other_axes_leave_goes_to_the_shards():
+    fitted = fit_update_layout(UpdateLayout(pipeline=2, tensor=2, expert=4), 16)
+    assert (fitted.shard, fitted.num_row_groups, fitted.expert_shard) == (4, 4, 1)
+    assert fit_update_layout(UpdateLayout(data=2, context=2, expert=2), 8).expert_shard == 2
+    assert str(fitted) == "pipeline 2 x shard 4 x tensor 2 x expert 4 x 1f1b"

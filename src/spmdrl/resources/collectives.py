@@ -55,14 +55,19 @@ def gather_bytes(payload: bytes, group: Group = None) -> list[bytes]:
     return [part.numpy().tobytes() for part in gather_ragged(values, group)]
 
 
-def broadcast_bytes(payload: bytes | None, src: int = 0) -> bytes:
-    """Rank `src`'s bytes, on every rank. Collective over the world."""
-    if group_size() == 1:
+def broadcast_bytes(payload: bytes | None, src: int = 0, group: Group = None) -> bytes:
+    """The bytes of global rank `src`, on every rank of the group. Collective."""
+    if group_size(group) == 1:
         assert payload is not None, "the source rank must bring the bytes"
         return payload
-    is_source = dist.get_rank() == src
-    assert payload is not None or not is_source, "the source rank must bring the bytes"
-    return gather_bytes(payload or b"" if is_source else b"")[src]
+    size = torch.tensor([len(payload) if payload is not None else -1])
+    dist.broadcast(size, src, group=group)
+    assert size >= 0, "the source rank must bring the bytes"
+    content = torch.empty(int(size), dtype=torch.uint8)
+    if payload and dist.get_rank() == src:
+        content = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+    dist.broadcast(content, src, group=group)
+    return content.numpy().tobytes()
 
 
 def barrier(group: Group = None) -> None:

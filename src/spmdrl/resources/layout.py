@@ -2,18 +2,62 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Literal
+
+ContextKind = Literal["ring", "ulysses"]
+PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"]
+
+# Degrees whose product is the number of ranks; `expert` is carved out of data x shard x context.
+_FACTORS = ("pipeline", "data", "shard", "context", "tensor")
 
 
 @dataclass(frozen=True)
 class UpdateLayout:
-    """Degrees of the update shards. `data` replicates, `shard` is FSDP2 (ZeRO-3); 0 means: what is left."""
+    """Degrees of the update shards: pipeline x data x shard x context x tensor ranks, outermost first."""
 
     data: int = 1
-    """replicas of the sharded model; gradients are averaged over them"""
+    """replicas of the sharded model; gradients are summed over them"""
     shard: int = 0
-    """ranks that share one copy of weights, gradients and optimizer state; 0 takes all ranks that are left"""
+    """ranks over which FSDP2 (ZeRO-3) spreads weights, gradients and optimizer state; 0 takes all ranks left"""
+    pipeline: int = 1
+    """ranks among which the layers are dealt out"""
+    context: int = 1
+    """ranks that share the tokens of each row"""
+    tensor: int = 1
+    """ranks that share each matrix; between blocks they share the tokens (sequence parallel)"""
+    expert: int = 1
+    """ranks that share the experts, taken out of data x shard x context"""
+    context_kind: ContextKind = "ring"
+    """ring: keys and values go around; ulysses: tokens are exchanged for heads"""
+    pipeline_schedule: PipelineSchedule = "1f1b"
+    """order of forward and backward passes; interleaved, zero_bubble and zbv hold several chunks of layers a rank"""
+    pipeline_chunks: int = 1
+    """chunks of layers that each pipeline rank holds (VPP)"""
+
+    @property
+    def num_ranks(self) -> int:
+        return self.pipeline * self.data * self.shard * self.context * self.tensor
+
+    @property
+    def num_row_groups(self) -> int:
+        """Groups of ranks among which the rows of a batch are split."""
+        return self.data * self.shard
+
+    @property
+    def expert_shard(self) -> int:
+        """Ranks over which FSDP2 spreads one expert's weights, within one replica where the experts leave room."""
+        return max(1, self.shard * self.context // self.expert)
+
+    def __str__(self) -> str:
+        """The axes that are in use, such as `shard 2 x tensor 2`."""
+        names = (*_FACTORS, "expert")
+        parts = [f"{name} {getattr(self, name)}" for name in names if getattr(self, name) != 1]
+        if self.context > 1:
+            parts.append(self.context_kind)
+        if self.pipeline > 1:
+            parts.append(self.pipeline_schedule + (f" {self.pipeline_chunks}" if self.pipeline_chunks > 1 else ""))
+        return " x ".join(parts) or "1"
 
 
 @dataclass(frozen=True)
@@ -43,29 +87,52 @@ def fit_update_layout(layout: UpdateLayout, world_size: int) -> UpdateLayout:
 
     Raises ValueError with the numbers, the relation and a way out.
     """
-    _check_degrees("resources.update", layout)
-    if layout.data < 1:
-        raise ValueError(f"resources.update.data is {layout.data}, but a layout has at least 1 replica; set it to 1")
+    _check_degrees("resources.update", layout, may_be_open=("shard",))
     if layout.shard == 0:
-        if world_size % layout.data:
-            raise ValueError(
-                f"resources.update.data {layout.data} does not divide the job's {world_size} ranks; "
-                f"set it to one of {_divisors(world_size)}"
-            )
-        return UpdateLayout(layout.data, world_size // layout.data)
-    needed = layout.data * layout.shard
-    if needed != world_size:
+        layout = _fill_shard(layout, world_size)
+    if layout.num_ranks != world_size:
+        product = " x ".join(f"{name} {getattr(layout, name)}" for name in _FACTORS if getattr(layout, name) != 1)
         raise ValueError(
-            f"update layout needs data {layout.data} x shard {layout.shard} = {needed} ranks, but the job has "
-            f"{world_size}; start {needed} ranks, or set resources.update.shard to 0 (all that are left)"
+            f"update layout needs {product or 'shard 1'} = {layout.num_ranks} ranks, but the job has {world_size}; "
+            f"start {layout.num_ranks} ranks, or set resources.update.shard to 0 (all that are left)"
         )
+    _check_expert(layout)
     return layout
+
+
+def _fill_shard(layout: UpdateLayout, world_size: int) -> UpdateLayout:
+    others = replace(layout, shard=1).num_ranks
+    if world_size % others == 0:
+        return replace(layout, shard=world_size // others)
+    used = [name for name in _FACTORS if name != "shard" and getattr(layout, name) > 1]
+    if len(used) == 1:
+        raise ValueError(
+            f"resources.update.{used[0]} {others} does not divide the job's {world_size} ranks; "
+            f"set it to one of {_divisors(world_size)}"
+        )
+    product = " x ".join(f"{name} {getattr(layout, name)}" for name in used)
+    raise ValueError(
+        f"resources.update: {product} = {others} does not divide the job's {world_size} ranks; lower one of them so "
+        f"that the product is one of {_divisors(world_size)}"
+    )
+
+
+def _check_expert(layout: UpdateLayout) -> None:
+    inside, whole = layout.shard * layout.context, layout.data * layout.shard * layout.context
+    fits = inside % layout.expert == 0 or (layout.expert % inside == 0 and whole % layout.expert == 0)
+    if not fits:
+        usable = [n for n in _divisors(whole) if inside % n == 0 or n % inside == 0]
+        raise ValueError(
+            f"resources.update.expert {layout.expert} must divide shard {layout.shard} x context {layout.context} = "
+            f"{inside}, or be a multiple of it that divides data x shard x context = {whole}; "
+            f"set it to one of {usable}"
+        )
 
 
 def check_generation_layout(layout: GenerationLayout, world_size: int) -> None:
     """Refuse generation degrees that the engines or the job can't have."""
     _check_degrees("resources.generation", layout)
-    if layout.tensor < 1 or world_size % layout.tensor:
+    if world_size % layout.tensor:
         raise ValueError(
             f"resources.generation.tensor {layout.tensor} does not divide the job's {world_size} ranks; "
             f"set it to one of {_divisors(world_size)}"
@@ -76,10 +143,11 @@ def check_generation_layout(layout: GenerationLayout, world_size: int) -> None:
         )
 
 
-def _check_degrees(key: str, layout: UpdateLayout | GenerationLayout) -> None:
+def _check_degrees(key: str, layout: UpdateLayout | GenerationLayout, may_be_open: tuple[str, ...] = ()) -> None:
     for item in fields(layout):
         degree = getattr(layout, item.name)
-        if degree < 0:
+        least = 0 if item.name in may_be_open else 1
+        if isinstance(degree, int) and degree < least:
             raise ValueError(f"{key}.{item.name} is {degree}, but a degree counts ranks; set it to 1 or more")
 
 

@@ -1,4 +1,8 @@
-"""The device mesh of the update layout, with the groups that engines talk over."""
+"""The device mesh of the update layout: the axes that engines talk over.
+
+Ranks are numbered with the tensor axis innermost, then context, shard, data and pipeline, so that the axes that talk
+most stay inside a node.
+"""
 
 from __future__ import annotations
 
@@ -12,41 +16,96 @@ from spmdrl.resources.layout import UpdateLayout
 
 
 @dataclass(frozen=True)
+class Axis:
+    """One axis of a layout, as this rank sees it."""
+
+    name: str
+    size: int
+    rank: int
+    """this rank's place on the axis"""
+    group: dist.ProcessGroup | None
+    """the ranks along the axis; None where there is but one"""
+    ranks: tuple[int, ...]
+    """their global ranks, by place"""
+
+
+@dataclass(frozen=True)
 class UpdateMesh:
-    """Axes of the update layout. Both `data` and `shard` split the rows of a batch."""
+    """Axes of the update layout. Rows of a batch are split over `data`; the other axes share the same rows."""
 
     layout: UpdateLayout
-    data_shard: DeviceMesh
-    """what `fully_shard` takes: 1-D (shard), or 2-D (data, shard) where weights are replicated too"""
     rank: int
+    pipeline: Axis
+    data: Axis
+    """data x shard: every rank with rows of its own"""
+    context: Axis
+    tensor: Axis
+    expert: Axis
+    model: Axis
+    """pipeline x context x tensor: the ranks that work on the same rows"""
+    dense_shards: DeviceMesh
+    """what `fully_shard` takes for all weights but the experts': (shard x context), after (data) if there is one"""
+    expert_shards: DeviceMesh
+    """what it takes for the experts' weights: what the expert axis leaves of data x shard x context"""
 
     @property
-    def data_size(self) -> int:
-        """Ranks among which the rows of a batch are split."""
-        return self.layout.data * self.layout.shard
+    def leaders(self) -> tuple[int, ...]:
+        """The first rank of each group of ranks that work on the same rows."""
+        return tuple(place * self.context.size * self.tensor.size for place in range(self.data.size))
 
     @property
-    def data_rank(self) -> int:
-        return self.rank
+    def replica(self) -> int:
+        """Which copy of the dense weights this rank belongs to."""
+        return self.data.rank // self.layout.shard
 
     @property
-    def data_group(self) -> dist.ProcessGroup | None:
-        """The group over which rows are split: the whole world."""
-        return None
-
-    @property
-    def shard_size(self) -> int:
-        return self.layout.shard
-
-    @property
-    def shard_rank(self) -> int:
-        return self.rank % self.layout.shard
+    def expert_replica(self) -> int:
+        """Which copy of the experts' weights this rank belongs to."""
+        flat = self.data.rank * self.context.size + self.context.rank
+        return flat // (self.layout.expert * self.layout.expert_shard)
 
 
 def build_update_mesh(layout: UpdateLayout, device: Device, rank: int) -> UpdateMesh:
     """Build the mesh of a fitted layout. Collective over all ranks."""
-    if layout.data == 1:
-        mesh = init_device_mesh(device.kind, (layout.shard,), mesh_dim_names=("shard",))
-    else:
-        mesh = init_device_mesh(device.kind, (layout.data, layout.shard), mesh_dim_names=("data", "shard"))
-    return UpdateMesh(layout, mesh, rank)
+    mesh = _mesh(
+        device,
+        pipeline=layout.pipeline,
+        data=layout.data * layout.shard,
+        context=layout.context,
+        tensor=layout.tensor,
+    )
+    dense = _mesh(
+        device, pipeline=layout.pipeline, replica=layout.data, shard=layout.shard * layout.context, tensor=layout.tensor
+    )
+    num_expert_replicas = layout.data * layout.shard * layout.context // (layout.expert * layout.expert_shard)
+    experts = _mesh(
+        device,
+        pipeline=layout.pipeline,
+        replica=num_expert_replicas,
+        shard=layout.expert_shard,
+        expert=layout.expert,
+        tensor=layout.tensor,
+    )
+    return UpdateMesh(
+        layout=layout,
+        rank=rank,
+        pipeline=_axis(mesh["pipeline"], "pipeline"),
+        data=_axis(mesh["data"], "data"),
+        context=_axis(mesh["context"], "context"),
+        tensor=_axis(mesh["tensor"], "tensor"),
+        expert=_axis(experts["expert"], "expert"),
+        model=_axis(mesh["pipeline", "context", "tensor"]._flatten("model"), "model"),
+        dense_shards=dense["replica", "shard"] if layout.data > 1 else dense["shard"],
+        expert_shards=experts["replica", "shard"] if num_expert_replicas > 1 else experts["shard"],
+    )
+
+
+def _mesh(device: Device, **sizes: int) -> DeviceMesh:
+    """A mesh over all ranks with these axes, outermost first."""
+    return init_device_mesh(device.kind, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+def _axis(mesh: DeviceMesh, name: str) -> Axis:
+    size = mesh.size()
+    ranks = tuple(mesh.mesh.flatten().tolist())
+    return Axis(name, size, mesh.get_local_rank(), mesh.get_group() if size > 1 else None, ranks)

@@ -9,6 +9,7 @@ import torch
 
 from spmdrl.dataflow.samples.assign import TokenCost
 from spmdrl.dataflow.samples.samples import Accounting, DockParts, Samples
+from spmdrl.dataflow.samples.sharing import RowGroups
 from spmdrl.dataflow.samples.transport import Transport
 from spmdrl.dataflow.samples.volume import Volume
 from spmdrl.resources.collectives import barrier
@@ -29,11 +30,12 @@ class TransferDock:
         needs_by_state: Mapping[WorkerState, Iterable[str]],
         transport: Transport,
         cost: TokenCost | None = None,
+        row_groups: RowGroups | None = None,
     ):
         if WorkerState.UPDATE not in needs_by_state:
             raise ValueError("the dock's states lack the update, so no row could ever be trained; add what it reads")
         needs = {state: frozenset(names) for state, names in needs_by_state.items()}
-        self._parts = DockParts(world, needs, transport, cost or TokenCost())
+        self._parts = DockParts(world, needs, transport, cost or TokenCost(), row_groups)
         self._open: Samples | None = None
 
     @property

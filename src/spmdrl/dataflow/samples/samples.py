@@ -21,6 +21,7 @@ from spmdrl.dataflow.samples.metadata import (
     unpack_news,
 )
 from spmdrl.dataflow.samples.schema import check_column, check_columns, columns_mask, empty_batch, length_column
+from spmdrl.dataflow.samples.sharing import SHARED_STATES, RowGroups
 from spmdrl.dataflow.samples.transport import Transport
 from spmdrl.resources.collectives import barrier, gather_ragged
 from spmdrl.resources.world import World
@@ -45,11 +46,17 @@ class DockParts:
     needs_by_state: Mapping[WorkerState, frozenset[str]]
     transport: Transport
     cost: TokenCost
+    row_groups: RowGroups | None = None
+    """ranks that work on the same rows in the states of training engines; None: each rank on its own"""
 
     @property
     def takers(self) -> list[Taker]:
         """Every rank, with its node."""
         return [Taker(rank, self.world.launch.node_of(rank)) for rank in range(self.world.size)]
+
+    def sharing(self, state: WorkerState) -> RowGroups | None:
+        """How ranks share the rows of this state, if they do."""
+        return self.row_groups if state in SHARED_STATES else None
 
 
 class Samples:
@@ -116,7 +123,10 @@ class Samples:
         return self._claim(WorkerState.GENERATION, shares).tolist()
 
     def take(self, state: WorkerState, names: Iterable[str]) -> Batch:
-        """Claim all rows that are ready for `state`, and return this rank's share of them with the named columns."""
+        """Claim all rows that are ready for `state`, and return this rank's share of them with the named columns.
+
+        Where ranks work on the same rows, the first of them takes and the others get what it took.
+        """
         names = sorted(names)
         controller = self._controllers[state]
         undeclared = set(names) - controller.needs
@@ -128,8 +138,14 @@ class Samples:
         rows = controller.ready_rows()
         costs = self._dock.cost.of(self._num_tokens()[rows])
         homes = controller.homes[rows]
-        shares = assign_rows(rows.tolist(), homes.tolist(), costs.tolist(), self._dock.takers)
-        return self._fetch(self._claim(state, shares), names)
+        groups = self._dock.sharing(state)
+        takers = [taker for taker in self._dock.takers if groups is None or taker.rank in groups.leaders]
+        dealt = assign_rows(rows.tolist(), homes.tolist(), costs.tolist(), takers)
+        shares: list[list[int]] = [[] for _ in self._dock.takers]
+        for taker, mine in zip(takers, dealt, strict=True):
+            shares[taker.rank] = mine
+        batch = self._fetch(self._claim(state, shares), names)
+        return batch if groups is None else groups.share(batch)
 
     def take_generated(self, state: WorkerState) -> list[int]:
         """Claim all rows that are ready for `state`, each rank those that it generated, and move nothing."""
@@ -147,8 +163,14 @@ class Samples:
         return row in self._controllers[WorkerState.UPDATE].rows_with(RowStatus.CONSUMED)
 
     def put(self, state: WorkerState, batch: Batch) -> None:
-        """Store columns that `state` made of rows that this rank took, each in the row's home."""
+        """Store columns that `state` made of rows that this rank took, each in the row's home.
+
+        Where ranks work on the same rows, the rank that took them stores for all.
+        """
         check_columns(batch, state)
+        groups = self._dock.sharing(state)
+        if groups is not None and not groups.is_leader:
+            return
         host = Batch(batch.rows.cpu(), batch.data.detach().to("cpu"))
         rows = host.rows.numpy()
         strangers = rows[~np.isin(rows, self._mine.get(state, ()))]

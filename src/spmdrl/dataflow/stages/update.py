@@ -13,7 +13,6 @@ from spmdrl.dataflow.stages.rows import token_rows
 from spmdrl.engines.training.engine import TrainingEngine, UpdateResult
 from spmdrl.engines.training.rows import LossTerms, MicroBatch, Scores
 from spmdrl.observability.metrics import Recorder
-from spmdrl.resources.collectives import sum_over
 from spmdrl.types import Batch, LossScope, TokenLoss, TokenTerms, WorkerState
 
 
@@ -66,7 +65,7 @@ class UpdateStage:
         lengths_B = batch.lengths("response_ids")
         has_signal_B = rows_with_signal(batch)
         counts = [int(lengths_B.sum()), len(batch), int(has_signal_B.sum())]
-        num_tokens, num_rows, num_with_signal = sum_over(torch.tensor(counts)).tolist()
+        num_tokens, num_rows, num_with_signal = self.engine.sum_over_rows(counts)
         if num_rows == 0:
             # Every row of this part was dropped, on all ranks alike.
             self.recorder.maximum("update/skipped", 1.0)
@@ -77,7 +76,7 @@ class UpdateStage:
         # Where no row has a signal the optimizer still makes its step, as momentum asks for one.
         if self.plan.skip_zero_advantage and learner.needs_signal() and num_with_signal > 0:
             batch = batch.select(has_signal_B.nonzero().squeeze(1))
-        self.recorder.total("update/rows", len(batch))
+        self.recorder.total("update/rows", len(batch) if self.engine.mesh.model.rank == 0 else 0)
         self._report(self.engine.update(token_rows(batch, [*columns, "weights"]), loss_of(learner)))
 
     def _report(self, result: UpdateResult) -> None:
@@ -101,9 +100,7 @@ def loss_of(learner: Learner):
     """The engine's loss function: the learner's token losses, weighted, with what is reported of them."""
 
     def loss(scores: Scores, micro: MicroBatch) -> LossTerms:
-        terms = TokenTerms(
-            scores.logprobs_R, scores.entropy_R, micro.response, micro.row_of_response_R, micro.num_rows
-        )
+        terms = TokenTerms(scores.logprobs_R, scores.entropy_R, micro.response, micro.row_of_response_R, micro.num_rows)
         token_loss = learner.loss(terms)
         reported = {**token_loss.metrics, **mismatch(scores.logprobs_R.detach(), micro.response["rollout_logprobs"])}
         count = torch.tensor(float(scores.logprobs_R.numel()))

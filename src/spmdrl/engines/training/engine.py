@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from spmdrl.engines.models.attention import PackedCausalAttention
 from spmdrl.engines.models.decoder import DecoderConfig
+from spmdrl.engines.training.axis_collectives import max_across, sum_across
 from spmdrl.engines.training.logprobs import logprobs_and_entropy
 from spmdrl.engines.training.microbatch import (
     DEFAULT_TOKENS_PER_MICROBATCH,
@@ -38,7 +39,7 @@ from spmdrl.engines.training.parallelize import (
     whole_tensor,
 )
 from spmdrl.engines.training.rows import LossFunction, LossTerms, MicroBatch, Scores, TokenRows, to_microbatch
-from spmdrl.resources.collectives import gather_bytes, max_over
+from spmdrl.resources.collectives import gather_bytes
 from spmdrl.resources.device import Device
 from spmdrl.resources.mesh import UpdateMesh
 from spmdrl.types import WeightSlice
@@ -238,12 +239,16 @@ class TrainingEngine:
                 f"cannot {action}: the update weights are away on the host; bring them back to the device first"
             )
 
+    def sum_over_rows(self, counts: Sequence[int]) -> list[int]:
+        """Sums of host numbers over the groups of ranks that have rows of their own. Collective over the data axes."""
+        return sum_across(torch.tensor(counts), self.mesh.data).tolist()
+
     def _plan(self, rows: TokenRows) -> list[list[int]]:
         return plan_microbatches(
             rows.lengths_B.tolist(),
             max_tokens=self.training.tokens_per_microbatch(self.device),
             cost=self._row_cost,
-            agree=lambda count: int(max_over(torch.tensor([count]), self.mesh.data_group)),
+            agree=lambda count: int(max_across(torch.tensor([count]), self.mesh.data)),
         )
 
     def _forward(self, rows: TokenRows) -> tuple[Scores, MicroBatch]:
@@ -317,9 +322,9 @@ class _Totals:
         Bytes rather than a sum of vectors: a rank that ran only dummies doesn't know the metrics' names.
         """
         payload = json.dumps([local_squared_norm, _summed(tally.entries())]).encode()
-        answers = [json.loads(answer) for answer in gather_bytes(payload, mesh.data_group)]
+        answers = [json.loads(answer) for answer in gather_bytes(payload)]
         # Every replica holds the same gradients, so each square arrives once a replica.
-        num_replicas = mesh.data_size // mesh.shard_size
+        num_replicas = mesh.layout.data
         grad_norm = math.sqrt(sum(square for square, _ in answers) / num_replicas)
         sums = _summed((name, *pair) for _, pairs in answers for name, pair in pairs.items())
         loss, _ = sums.pop("")

@@ -41,7 +41,7 @@ def build_sharded_decoder(
     """
     with torch.device("meta"):
         decoder = Decoder(config).to(parameter_dtype)
-    if mesh.data_size > 1 or parameter_dtype != compute_dtype:
+    if mesh.dense_shards.size() > 1 or parameter_dtype != compute_dtype:
         shard_modules(decoder, mesh, MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32))
     return decoder.to_empty(device=device)
 
@@ -52,7 +52,7 @@ def shard_modules(decoder: Decoder, mesh: UpdateMesh, policy: MixedPrecisionPoli
     The root is resharded after forward as well, so that between two calls a rank holds nothing but its shards.
     """
     for module in (*decoder.layers, decoder):
-        fully_shard(module, mesh=mesh.data_shard, mp_policy=policy, reshard_after_forward=True)
+        fully_shard(module, mesh=mesh.dense_shards, mp_policy=policy, reshard_after_forward=True)
         assert isinstance(module, FSDPModule)
         # Shares of the loss add up over ranks, so gradients must too: a plain sum is exact for any number of ranks.
         module.set_force_sum_reduction_for_comms(True)

@@ -32,7 +32,7 @@ def trainer_state(engine: TrainingEngine) -> dict[str, Shard]:
     Over all ranks each slice stands in exactly one rank's answer; replicas beyond the first have nothing to add.
     """
     engine.check_weights_present("save the trainer's state")
-    if engine.mesh.data_rank >= engine.mesh.shard_size:
+    if engine.mesh.replica > 0:
         return {}
     state: dict[str, Shard] = {}
     means = engine.optimizer_state()
@@ -41,7 +41,7 @@ def trainer_state(engine: TrainingEngine) -> dict[str, Shard]:
             state[f"weight/{name}"] = shard
             for kind, tensor in means.get(name, {}).items():
                 state[f"{kind}/{name}"] = Shard(tensor, shard.slice, shard.global_shape)
-    if engine.mesh.data_rank == 0:
+    if engine.mesh.rank == 0:
         state[_key("step", STEP)] = Shard(torch.tensor(engine.step_count), STEP, ())
     return state
 

@@ -1,0 +1,52 @@
+"""Ranks that work on the same rows: one takes for its group, and all of the group get what it took."""
+
+import pytest
+
+from spmdrl.dataflow.samples.dock import TransferDock
+from spmdrl.dataflow.samples.schema import needs_by_state
+from spmdrl.dataflow.samples.sharing import RowGroups
+from spmdrl.dataflow.samples.transport import DockConfig, open_transport
+from spmdrl.resources.layout import UpdateLayout
+from spmdrl.resources.mesh import build_update_mesh
+from spmdrl.resources.world import World
+from spmdrl.types import WorkerState, offsets_of
+from tests.dataflow.samples import flow
+from tests.support.ranks import run_ranks
+
+
+def _scored_and_trained_rows(world: World):
+    """A step on 2 groups of 2 ranks, in which every rank puts the column that its group scored."""
+    mesh = build_update_mesh(UpdateLayout(shard=2, tensor=2), world.device, world.rank)
+    needs = needs_by_state({"advantages", "rollout_logprobs", "old_logprobs"})
+    transport = open_transport(world, DockConfig(20.0))
+    with TransferDock(world, needs, transport, row_groups=RowGroups.of(mesh)) as dock:
+        samples = dock.open_batch(0, flow.NUM_ROWS, flow.GROUP_SIZE)
+        samples.put_prompts(flow.make_prompts())
+        flow.generate(samples, samples.deal_generation())
+        flow.reward(samples)
+        state = WorkerState.OLD_LOGPROBS
+        taken = samples.take(state, {"prompt_ids", "response_ids"})
+        scored = taken.select(range(len(taken)), [])
+        lengths_B = taken.lengths("response_ids")
+        values_R = (scored.rows * -0.5).repeat_interleave(lengths_B).float()
+        scored.put_ragged("old_logprobs", values_R, offsets_of(lengths_B))
+        samples.put(state, scored)
+        samples.commit(state)
+        flow.credit(samples)
+        batch = samples.take(WorkerState.UPDATE, {"response_ids", "old_logprobs"})
+        samples.commit(WorkerState.UPDATE)
+        accounting = dock.close_batch(samples)
+    seen = [set(values) for values in batch.to_lists("old_logprobs")]
+    return taken.rows.tolist(), batch.rows.tolist(), seen, accounting.num_trained
+
+
+@pytest.mark.ranks
+def test_ranks_of_one_group_get_the_same_rows_and_each_row_has_one_group():
+    answers = run_ranks(4, _scored_and_trained_rows)
+    assert answers[0] == answers[1] and answers[2] == answers[3]
+    for which in (0, 1):
+        assert sorted(answers[0][which] + answers[2][which]) == list(range(flow.NUM_ROWS))
+        assert min(len(answers[0][which]), len(answers[2][which])) > 0
+    for _, rows, seen, num_trained in answers:
+        assert seen == [{row * -0.5} for row in rows]
+        assert num_trained == flow.NUM_ROWS
