@@ -11,9 +11,7 @@ from torch import Tensor
 EPSILON = 1e-4
 
 
-def group_relative_advantages(
-    rewards_B: Tensor, groups_B: Tensor, scale: Literal["group", "batch", "none"]
-) -> Tensor:
+def group_relative_advantages(rewards_B: Tensor, groups_B: Tensor, scale: Literal["group", "batch", "none"]) -> Tensor:
     """Reward minus its group's mean, over the standard deviation that `scale` names.
 
     NaN rewards are left out of every statistic and stay NaN. Standard deviations are unbiased; a group

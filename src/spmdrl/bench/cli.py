@@ -1,4 +1,4 @@
-"""`spmdrl bench NAME`: one module a bench, a table on the screen, `--json FILE` for machines."""
+"""`spmdrl bench NAME`: one module a bench, a table on the screen, `--json` for machines."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from spmdrl.bench import step
+from spmdrl.bench import layouts, step, training
 from spmdrl.bench.table import BenchTable
 
 
@@ -21,7 +21,8 @@ class Bench(Protocol):
     def run(self, arguments: argparse.Namespace) -> BenchTable: ...
 
 
-BENCHES: dict[str, Bench] = {"step": step}
+BENCHES: dict[str, Bench] = {"layouts": layouts, "step": step, "training": training}
+ON_SCREEN = Path("-")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -32,10 +33,14 @@ def main(argv: Sequence[str]) -> int:
         layout = argparse.RawTextHelpFormatter
         sub = names.add_parser(name, help=summary, description=bench.__doc__, formatter_class=layout)
         bench.add_arguments(sub)
-        sub.add_argument("--json", type=Path, metavar="FILE", help="also write the rows to FILE")
+        json_help = "also write the rows to FILE, or print them instead of the table where no FILE is given"
+        sub.add_argument("--json", type=Path, nargs="?", const=ON_SCREEN, metavar="FILE", help=json_help)
     arguments = parser.parse_args(argv)
     table = BENCHES[arguments.name].run(arguments)
-    table.print(sys.stdout)
-    if arguments.json is not None:
-        table.write_json(arguments.json)
-    return 0
+    if arguments.json == ON_SCREEN:
+        sys.stdout.write(table.to_json())
+    else:
+        table.print(sys.stdout)
+        if arguments.json is not None:
+            arguments.json.write_text(table.to_json())
+    return 0 if table.passed else 1

@@ -170,6 +170,4 @@ def build_resharding(
     reference: TrainingEngine | None, ledger: MemoryLedger,
 ) -> ReshardingFlow:  # fmt: skip
     """The switch between update and generation. Its host memory on CPU is an unnamed file in the run's folder."""
-    return ReshardingFlow(
-        world, trainer, generator, reference, config.reshard, ledger, config.run.folder
-    )
+    return ReshardingFlow(world, trainer, generator, reference, config.reshard, ledger, config.run.folder)

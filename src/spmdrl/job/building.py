@@ -66,9 +66,7 @@ def build_evaluator(
     )  # fmt: skip
 
 
-def build_held_out(
-    checked: CheckedRun, run: Run, actor: Actor, tokenizer: ModelTokenizer, stack: ExitStack
-) -> HeldOut:
+def build_held_out(checked: CheckedRun, run: Run, actor: Actor, tokenizer: ModelTokenizer, stack: ExitStack) -> HeldOut:
     """Evaluations of an actor that has no generation engine of its own."""
     generator = build_generator(run.config, actor.source, run.world)
     switching = build_switching(run, actor, generator, None, stack)
@@ -121,9 +119,7 @@ def build_stages(checked: CheckedRun, run: Run, parts: StageParts) -> Stages:
     without_actor: list[RewardStage | ScoreStage] = [reward]
     if parts.reference is not None:
         without_actor.append(ScoreStage(WorkerState.REFERENCE, parts.reference, parts.switching.reference_present))
-    with_actor = [
-        ScoreStage(state, parts.trainer) for state in (WorkerState.OLD_LOGPROBS,) if state in checked.needs
-    ]
+    with_actor = [ScoreStage(state, parts.trainer) for state in (WorkerState.OLD_LOGPROBS,) if state in checked.needs]
     plan = UpdatePlan(
         config.train.epochs_per_step, config.train.updates_per_step, config.rollout.max_completion_length,
         config.train.skip_zero_advantage,

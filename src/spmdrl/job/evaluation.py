@@ -131,5 +131,3 @@ def evaluation_sampling(config: Config, stop_token_ids: tuple[int, ...]) -> Samp
 def write_records(path: Path, records: Sequence[dict[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
-
-

@@ -33,9 +33,7 @@ class SamplesReport:
             return
         rows = [number * samples.num_rows // wanted for number in range(wanted)]
         batch = samples.read(rows, COLUMNS)
-        self._run.samples_log.write(
-            self._record(samples, batch, position, prompts) for position in range(len(batch))
-        )
+        self._run.samples_log.write(self._record(samples, batch, position, prompts) for position in range(len(batch)))
 
     def _record(self, samples: Samples, batch: Batch, position: int, prompts: Sequence[Prompt]) -> SampleRecord:
         one = batch.select([position])

@@ -22,7 +22,7 @@ def load_decoder(folder: Path) -> Decoder:
     decoder = Decoder(read_config(folder))
     files = WeightFiles(folder)
     with torch.no_grad():
-        for name, weight in decoder.named_parameters():
+        for name, weight in decoder.state_dict().items():
             weight.copy_(files.read(whole(name, tuple(weight.shape))))
     return decoder
 

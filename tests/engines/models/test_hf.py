@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -11,8 +12,10 @@ import pytest
 import torch
 
 from spmdrl.engines.models.decoder import DecoderConfig
-from spmdrl.engines.models.hf import ModelConfig, hf_config_dict, read_config, resolve_model_folder
+from spmdrl.engines.models.hf import ModelConfig, hf_config_dict, parameter_shapes, read_config, resolve_model_folder
 from spmdrl.engines.models.make_config import MakeConfig
+from spmdrl.engines.models.moe import MoeConfig
+from spmdrl.engines.models.rope import YarnScaling
 
 QWEN2 = {
     "model_type": "qwen2",
@@ -59,11 +62,14 @@ def test_a_written_config_reads_back_as_itself(model_type: str, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "mamba"}, "model_type 'mamba' is not supported; supported are qwen3, qwen2, llama"),
+        ({"model_type": "mamba"}, "model_type 'mamba' is not supported; supported are llama, qwen2, qwen3, qwen3_moe"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; supported is 'silu'"),
         ({"mlp_bias": True}, "mlp_bias True is not supported"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling of kind 'linear'"),
-        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "rope_parameters of kind 'llama3'"),
+        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "rope_parameters of kind 'longrope'"),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "factor is None, but must be a number"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0, "low_freq_factor": 1.0}}, "rope_scaling.low_freq_factor 1.0"),
+        ({"rope_scaling": {"type": "yarn", "factor": 0.5}}, "factor 0.5 and original_max_position_embeddings 32768"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5"),
         ({"use_sliding_window": True}, "window of 32768 tokens in 3 of 24 layers"),
         (
@@ -87,6 +93,118 @@ def test_what_the_decoder_cannot_do_is_refused_by_name(change: dict[str, Any], m
 )
 def test_settings_without_effect_here_are_accepted(change: dict[str, Any], tmp_path: Path) -> None:
     assert config_of(tmp_path, QWEN2 | change) == config_of(tmp_path, QWEN2)
+
+
+# As published, without entries that say nothing about the decoder.
+DEEPSEEK = {
+    "model_type": "deepseek_v3",
+    "attention_bias": False,
+    "first_k_dense_replace": 3,
+    "hidden_act": "silu",
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163840,
+    "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1,
+    "n_group": 8,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 61,
+    "num_key_value_heads": 128,
+    "num_nextn_predict_layers": 1,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": {
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 40,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+        "type": "yarn",
+    },
+    "rope_theta": 10000,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "tie_word_embeddings": False,
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "v_head_dim": 128,
+    "vocab_size": 129280,
+}
+
+
+def test_the_published_deepseek_v3_config_is_read_without_the_layers_for_further_tokens(tmp_path: Path) -> None:
+    config = config_of(tmp_path, DEEPSEEK)
+    assert config.moe == MoeConfig(
+        num_experts=256,
+        experts_per_token=8,
+        intermediate_size=2048,
+        scoring="sigmoid",
+        normalize=True,
+        weight_scale=2.5,
+        num_groups=8,
+        groups_per_token=4,
+        num_shared_experts=1,
+        dense_layers=(0, 1, 2),
+    )
+    assert config.rope_scaling == YarnScaling(factor=40.0, original_positions=4096, mscale=1.0, mscale_all_dim=1.0)
+    assert (config.head_size, config.value_head_size, config.rotary_size) == (192, 128, 64)
+    shapes = parameter_shapes(config)
+    assert 670e9 < sum(math.prod(shape) for shape in shapes.values()) < 672e9
+    assert not any(name.startswith("model.layers.61.") for name in shapes)
+    assert config_of(tmp_path, hf_config_dict(config, torch.bfloat16)) == config
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"scoring_func": "softmax"}, "scoring_func 'softmax' is not supported; supported is 'sigmoid'"),
+        ({"topk_method": "greedy"}, "topk_method 'greedy' is not supported; supported is 'noaux_tc'"),
+        ({"moe_layer_freq": 2}, "moe_layer_freq 2 is not supported; supported is 1"),
+        ({"kv_lora_rank": None}, "kv_lora_rank is None, but must be a whole number >= 1"),
+        ({"n_shared_experts": 0}, "n_shared_experts is 0, but must be a whole number >= 1"),
+        ({"first_k_dense_replace": 61}, "first_k_dense_replace 61 leaves none of the 61 layers sparse"),
+        ({"num_key_value_heads": 64}, "each of the 128 heads, of size 192, but num_key_value_heads is 64"),
+        ({"qk_rope_head_dim": 63}, "qk_rope_head_dim 63 is odd"),
+        ({"norm_topk_prob": "yes"}, "norm_topk_prob is 'yes', but must be true or false"),
+        ({"routed_scaling_factor": 0}, "routed_scaling_factor is 0, but must be a number above 0"),
+    ],
+)
+def test_what_a_deepseek_cannot_do_is_refused_by_name(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        config_of(tmp_path, DEEPSEEK | change)
+
+
+def test_a_missing_query_rank_is_not_taken_for_a_plain_projection(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="q_lora_rank is missing"):
+        config_of(tmp_path, {key: value for key, value in DEEPSEEK.items() if key != "q_lora_rank"})
+
+
+SPARSE = QWEN2 | {
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 96,
+    "decoder_sparse_step": 2,
+    "mlp_only_layers": [1, 5, 6],
+}
+
+
+def test_a_qwen3_moe_is_sparse_where_step_and_list_leave_it(tmp_path: Path) -> None:
+    config = config_of(tmp_path, SPARSE)
+    assert config.moe is not None
+    assert [i for i in range(24) if i not in config.moe.dense_layers] == [3, *range(7, 24, 2)]
+    with pytest.raises(ValueError, match="decoder_sparse_step 25 leave none of the 24 layers sparse"):
+        config_of(tmp_path, SPARSE | {"decoder_sparse_step": 25})
+    with pytest.raises(ValueError, match="in 24 of 24 layers"):
+        config_of(tmp_path, SPARSE | {"use_sliding_window": True})
 
 
 def test_a_folder_without_a_readable_config_is_named(tmp_path: Path) -> None:

@@ -136,3 +136,48 @@ def test_random_weights_depend_on_seed_and_name_only() -> None:
     box = WeightSlice(name, (3, 0), (9, 5))
     assert torch.equal(first.read(box), first(name)[3:9, :5])
     assert set(first("model.norm.weight").tolist()) == {1.0}
+
+
+SPARSE = decoder_config(
+    MakeConfig(family="qwen3_moe", hidden_size=32, num_layers=1, num_experts=5, moe_intermediate_size=3)
+)
+STACKED = "model.layers.0.mlp.experts.up_proj"
+
+
+@pytest.fixture(scope="module")
+def sparse(tmp_path_factory: pytest.TempPathFactory) -> WeightFiles:
+    folder = tmp_path_factory.mktemp("sparse")
+    weights = random_weights(SPARSE, seed=0)
+    write_weights(folder, ((name, weights(name)) for name in weights.names), max_shard_bytes=500)
+    return WeightFiles(folder)
+
+
+def test_stacked_experts_lie_one_by_one_in_files(sparse: WeightFiles) -> None:
+    weights = random_weights(SPARSE, seed=0)
+    assert sparse.names == weights.names
+    assert sparse.shape(STACKED) == weights.shape(STACKED) == (5, 3, 32)
+    assert torch.equal(sparse.read(whole(STACKED, (5, 3, 32))), weights(STACKED))
+    of_one = sparse.read(whole("model.layers.0.mlp.experts.4.up_proj.weight", (3, 32)))
+    assert torch.equal(of_one, weights(STACKED)[4])
+
+
+@given(*(st.tuples(st.integers(0, size), st.integers(0, size)) for size in (5, 3, 32)))
+def test_any_box_of_stacked_experts_can_be_read_and_made(
+    sparse: WeightFiles, experts: tuple[int, int], rows: tuple[int, int], columns: tuple[int, int]
+) -> None:
+    weights = random_weights(SPARSE, seed=0)
+    bounds = [sorted(pair) for pair in (experts, rows, columns)]
+    wanted = WeightSlice(STACKED, tuple(start for start, _ in bounds), tuple(stop for _, stop in bounds))
+    expected = weights(STACKED)[tuple(slice(*pair) for pair in bounds)]
+    for source in (sparse, weights):
+        read = source.read(wanted)
+        assert read.shape == expected.shape and torch.equal(read, expected)
+
+
+def test_a_box_beyond_the_experts_and_a_left_out_expert_are_named(sparse: WeightFiles, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"experts.up_proj in .* has shape \(5, 3, 32\), but elements"):
+        sparse.read(whole(STACKED, (6, 3, 32)))
+    prefix = "model.layers.0.mlp.experts"
+    write_weights(tmp_path, [(f"{prefix}.{expert}.up_proj.weight", torch.ones(2)) for expert in (0, 2)])
+    with pytest.raises(ValueError, match="experts.1.up_proj.weight is missing beside 2 other experts"):
+        WeightFiles(tmp_path)

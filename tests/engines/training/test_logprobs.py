@@ -1,12 +1,18 @@
 from __future__ import annotations
 
+import resource
+
 import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from spmdrl.engines.training.logprobs import logprobs_and_entropy
+from spmdrl.engines.training.logprobs import VocabularyPart, logprobs_and_entropy
+from spmdrl.resources.layout import UpdateLayout
+from spmdrl.resources.mesh import build_update_mesh
+from spmdrl.resources.world import World
+from tests.support.ranks import run_ranks
 
 NUM_ROWS, WIDTH, VOCAB = 21, 6, 40
 CHUNK_BYTES = 5 * VOCAB * 4
@@ -111,3 +117,61 @@ def test_no_more_than_a_chunk_of_logits_is_ever_held():
     chunked = largest_logits(lambda h, w, t: logprobs_and_entropy(h, w, t, chunk_bytes=CHUNK_BYTES))
     assert 0 < chunked <= CHUNK_BYTES
     assert largest_logits(lambda h, w, t: reference(h, w, t, 1.0)) == NUM_ROWS * VOCAB * 4
+
+
+# Beyond 32 MiB glibc gives freed memory back, so that what stays resident is what is held.
+BIG_CHUNK_BYTES = 100 * 150_000 * 4
+
+
+def _peaks_of_more_and_more_rows(world: World) -> list[int]:
+    """Most resident bytes of this fresh process after forward and backward over 0, 2 and 8 chunks of 100 rows."""
+    vocab_size, width = 150_000, 32
+    head_weight_VD = torch.randn(vocab_size, width).requires_grad_()
+    head_weight_VD.grad = torch.zeros_like(head_weight_VD)
+    peaks = []
+    for num_rows in (0, 200, 800):
+        hidden_RD = torch.randn(num_rows, width).requires_grad_()
+        targets_R = torch.randint(0, vocab_size, (num_rows,))
+        logprobs_R, _ = logprobs_and_entropy(hidden_RD, head_weight_VD, targets_R, chunk_bytes=BIG_CHUNK_BYTES)
+        logprobs_R.sum().backward()
+        peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+    return peaks
+
+
+@pytest.mark.ranks
+def test_memory_does_not_grow_with_tokens_times_a_real_vocabulary():
+    [(before, few, many)] = run_ranks(1, _peaks_of_more_and_more_rows)
+    # All float32 logits of the further rows would take six chunks.
+    assert many - few < BIG_CHUNK_BYTES / 2, (before, few, many)
+    assert few - before < 5 * BIG_CHUNK_BYTES, (before, few, many)
+
+
+def _rated_by_parts(world: World):
+    axis = build_update_mesh(UpdateLayout(shard=1, tensor=world.size), world.device, world.rank).tensor
+    hidden_RD, head_weight_VD, targets_R = inputs()
+    vocabulary = VocabularyPart.of(VOCAB, axis)
+    head_weight_VD = head_weight_VD[vocabulary.start : vocabulary.stop].clone().requires_grad_()
+    hidden_RD.requires_grad_()
+    logprobs_R, entropy_R = logprobs_and_entropy(
+        hidden_RD, head_weight_VD, targets_R, temperature=0.7, vocabulary=vocabulary, chunk_bytes=CHUNK_BYTES
+    )
+    (logprobs_R.sum() + 0.5 * entropy_R.sum()).backward()
+    return logprobs_R.detach(), entropy_R.detach(), hidden_RD.grad, head_weight_VD.grad
+
+
+@pytest.mark.ranks
+def test_parts_of_a_vocabulary_rate_as_the_whole_does():
+    hidden_RD, head_weight_VD, targets_R = (
+        tensor.double() if tensor.is_floating_point() else tensor for tensor in inputs()
+    )
+    hidden_RD.requires_grad_()
+    head_weight_VD.requires_grad_()
+    expected = reference(hidden_RD, head_weight_VD, targets_R, 0.7)
+    (expected[0].sum() + 0.5 * expected[1].sum()).backward()
+    answers = run_ranks(3, _rated_by_parts)
+    for outputs in answers:
+        for output, exact in zip(outputs[:2], expected, strict=True):
+            torch.testing.assert_close(output.double(), exact, rtol=2e-5, atol=2e-6)
+    close = {"rtol": 2e-5, "atol": 5e-6}
+    torch.testing.assert_close(sum(outputs[2] for outputs in answers).double(), hidden_RD.grad, **close)
+    torch.testing.assert_close(torch.cat([outputs[3] for outputs in answers]).double(), head_weight_VD.grad, **close)

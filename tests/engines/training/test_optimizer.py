@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from spmdrl.engines.training.optimizer import OptimConfig, clip_gradients, learning_rate, squared_norm
-from spmdrl.engines.training.parallelize import rows_held
+from spmdrl.engines.training.sharded_model import rows_held
 
 
 def rates(config: OptimConfig, num_steps: int) -> list[float]:

@@ -91,9 +91,4 @@ def relative_difference(left: Tensor, right: Tensor) -> float:
 
 def whole_weights(engine: TrainingEngine) -> dict[str, Tensor]:
     """Copies of the weights, gathered where they are sharded. Collective."""
-    return {name: _whole(parameter).clone() for name, parameter in engine.decoder.named_parameters()}
-
-
-def _whole(parameter: Tensor) -> Tensor:
-    gather = getattr(parameter, "full_tensor", None)
-    return (gather() if gather is not None else parameter).detach()
+    return {name: weight.clone() for name, weight in engine.whole_weights(torch.float32)}

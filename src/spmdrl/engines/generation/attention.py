@@ -1,7 +1,7 @@
 """Attention over the paged cache: whole prompts when a group starts, one token a row afterwards.
 
 Shape letters: `T` packed tokens, `B` rows, `C` blocks of a table, `S` cached positions, `H` query heads, `J` key and
-value heads, `K` head size.
+value heads, `K` head size of queries and keys, `V` head size of values.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class PromptAttention:
         self._places_T = places_T
         self._attend = PackedCausalAttention(offsets)
 
-    def __call__(self, layer: int, q_THK: Tensor, k_TJK: Tensor, v_TJK: Tensor) -> Tensor:
-        self._cache.write(layer, self._places_T, k_TJK, v_TJK)
-        return self._attend(layer, q_THK, k_TJK, v_TJK)
+    def __call__(self, layer: int, q_THK: Tensor, k_TJK: Tensor, v_TJV: Tensor) -> Tensor:
+        self._cache.write(layer, self._places_T, k_TJK, v_TJV)
+        return self._attend(layer, q_THK, k_TJK, v_TJV)
 
 
 @dataclass(frozen=True)
@@ -67,19 +67,19 @@ class DecodeAttention:
         index = slice(None) if len(rows) == len(lengths) else torch.tensor(rows, device=device)
         return _Bucket(index, torch.tensor(padded, device=device), mask_BS[:, None, None, :])
 
-    def __call__(self, layer: int, q_BHK: Tensor, k_BJK: Tensor, v_BJK: Tensor) -> Tensor:
-        self._cache.write(layer, self._places_B, k_BJK, v_BJK)
-        out_BHK = torch.empty_like(q_BHK)
+    def __call__(self, layer: int, q_BHK: Tensor, k_BJK: Tensor, v_BJV: Tensor) -> Tensor:
+        self._cache.write(layer, self._places_B, k_BJK, v_BJV)
+        out_BHV = q_BHK.new_empty(*q_BHK.shape[:2], v_BJV.shape[-1])
         for bucket in self._buckets:
-            keys_BSJK, values_BSJK = self._cache.read(layer, bucket.tables_BC)
-            out_BHK[bucket.rows] = F.scaled_dot_product_attention(
+            keys_BSJK, values_BSJV = self._cache.read(layer, bucket.tables_BC)
+            out_BHV[bucket.rows] = F.scaled_dot_product_attention(
                 q_BHK[bucket.rows].unsqueeze(2),
                 keys_BSJK.transpose(1, 2),
-                values_BSJK.transpose(1, 2),
+                values_BSJV.transpose(1, 2),
                 attn_mask=bucket.mask_B11S,
                 enable_gqa=q_BHK.shape[1] != k_BJK.shape[1],
             ).squeeze(2)
-        return out_BHK
+        return out_BHV
 
 
 def _padded_width(num_blocks: int) -> int:

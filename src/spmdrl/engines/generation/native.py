@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spmdrl.engines.generation.attention import DecodeAttention, PromptAttention
+from spmdrl.engines.generation.choices import ChoiceRecorder, RowChoices
 from spmdrl.engines.generation.paged import SCRATCH_BLOCK, BlockPool, CacheShape, PagedCache
 from spmdrl.engines.generation.protocol import Request, Response, RolloutConfig
 from spmdrl.engines.generation.sampling import RowSampling, draw
@@ -34,7 +35,16 @@ class NativeEngine:
 
     wants_iterator: ClassVar[bool] = False
 
-    def __init__(self, config: DecoderConfig, rollout: RolloutConfig, device: torch.device, dtype: torch.dtype):
+    def __init__(
+        self,
+        config: DecoderConfig,
+        rollout: RolloutConfig,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        recorder: ChoiceRecorder | None = None,
+    ):
+        """With a recorder, which only sparse models can have, responses bring the experts that their tokens went to."""
         if rollout.engine_kwargs:
             raise ValueError(
                 f"rollout.engine_kwargs has {sorted(rollout.engine_kwargs)}, but the native engine takes none; "
@@ -43,11 +53,19 @@ class NativeEngine:
         self.version = 0
         self._config = config
         self._rollout = rollout
+        self._recorder = recorder
         self._device = device
         with torch.device("meta"):
             self._decoder = Decoder(config)
         self._weights = FreeableWeights(self._decoder, device, dtype)
-        shape = CacheShape(config.num_layers, rollout.block_size, config.num_kv_heads, config.head_size, dtype)
+        shape = CacheShape(
+            num_layers=config.num_layers,
+            block_size=rollout.block_size,
+            num_kv_heads=config.num_kv_heads,
+            head_size=config.head_size,
+            value_head_size=config.value_head_size,
+            dtype=dtype,
+        )
         self._cache = PagedCache(shape, device)
         self._pool = BlockPool()
         self._scheduler = self._new_scheduler()
@@ -165,6 +183,9 @@ class NativeEngine:
         for admission in admissions:
             logits_V = admission.group.prompt_logits_V
             assert logits_V is not None, f"the prompt of rows {admission.group.request.rows} was never run"
+            if admission.group.prompt_choices_TLC is not None:
+                for row in admission.rows:
+                    row.choices = RowChoices(admission.group.prompt_choices_TLC)
             responses += self._draw(admission.rows, logits_V.expand(len(admission.rows), -1))
         return responses
 
@@ -173,6 +194,12 @@ class NativeEngine:
         for pack in pack_prompts(groups, _MAX_PROMPT_TOKENS):
             for group, logits_V in zip(pack, self._prompt_logits(pack), strict=True):
                 group.prompt_logits_V = logits_V
+            if self._recorder is not None:
+                taken_TLC = self._recorder.take()
+                for group in pack:
+                    length = len(group.request.prompt_ids)
+                    # Cloned, because a view would keep the choices of the whole pack.
+                    group.prompt_choices_TLC, taken_TLC = taken_TLC[:length].clone(), taken_TLC[length:]
 
     def _prompt_logits(self, groups: list[Group]) -> Tensor:
         """Logits [G, V] of the last position of each prompt."""
@@ -198,6 +225,7 @@ class NativeEngine:
             self._tensor(positions),
             attend,
             lambda hidden_TD, head_VD: F.linear(hidden_TD[last_G], head_VD),
+            self._recorder,
         )
         return logits_GV[: len(groups)].float()
 
@@ -215,7 +243,13 @@ class NativeEngine:
             self._tensor(lengths) - 1,
             DecodeAttention(self._cache, tables, lengths),
             F.linear,
+            self._recorder,
         )
+        if self._recorder is not None:
+            # Unbound tokens are views: a step's choices live until its last row ends.
+            for row, token_LC in zip(rows, self._recorder.take(), strict=False):
+                assert row.choices is not None, f"row {row.row} runs without its prompt's choices"
+                row.choices.feed(token_LC)
         return self._draw(rows, logits_BV[: len(rows)].float())
 
     def _draw(self, rows: list[Row], logits_BV: Tensor) -> list[Response]:

@@ -3,7 +3,8 @@
 A row's positions live in blocks of `block_size` tokens, listed in its block table. The rows of a group share their
 prompt's blocks; a row copies the last, partly filled one before it writes into it.
 
-Shape letters: `T` packed tokens, `B` rows, `C` blocks of a table, `J` key and value heads, `K` head size.
+Shape letters: `T` packed tokens, `B` rows, `C` blocks of a table, `J` key and value heads, `K` head size of
+keys, `V` head size of values.
 """
 
 from __future__ import annotations
@@ -69,52 +70,58 @@ class CacheShape:
     block_size: int
     num_kv_heads: int
     head_size: int
+    value_head_size: int
     dtype: torch.dtype
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one block, keys and values of all layers."""
-        return 2 * self.num_layers * self.block_size * self.num_kv_heads * self.head_size * self.dtype.itemsize
+        token_size = self.num_kv_heads * (self.head_size + self.value_head_size)
+        return self.num_layers * self.block_size * token_size * self.dtype.itemsize
 
 
 class PagedCache:
-    """Keys and values of every layer in blocks, in one storage that can be freed and taken back."""
+    """Keys and values of every layer in blocks, in two storages that can be freed and taken back."""
 
     def __init__(self, shape: CacheShape, device: torch.device):
         self.shape = shape
         self.device = device
-        self._store: Tensor | None = None
+        # Keys and values apart, since their heads may differ in size; each [layers, blocks, block size, heads, size].
+        self._stores: tuple[Tensor, ...] = ()
         self._keys: tuple[Tensor, ...] = ()
         self._values: tuple[Tensor, ...] = ()
 
     @property
     def num_blocks(self) -> int:
-        return 0 if self._store is None else self._store.shape[2]
+        return self._stores[0].shape[1] if self._stores else 0
 
     @property
     def num_bytes(self) -> int:
-        return 0 if self._store is None else self._store.untyped_storage().nbytes()
+        return sum(store.untyped_storage().nbytes() for store in self._stores)
 
     def resize(self, num_blocks: int) -> None:
         """Hold `num_blocks` blocks, keeping what the first ones hold; at 0 the storage is freed."""
-        old, sizes = self._store, self.shape
-        self._store, self._keys, self._values = None, (), ()
+        old, sizes = self._stores, self.shape
+        self._stores, self._keys, self._values = (), (), ()
         if not num_blocks:
             return
+        common = (sizes.num_layers, num_blocks, sizes.block_size, sizes.num_kv_heads)
         # Zeros, because masked attention multiplies what was never written by 0, and a NaN would survive that.
-        shape = (2, sizes.num_layers, num_blocks, sizes.block_size, sizes.num_kv_heads, sizes.head_size)
-        self._store = torch.zeros(shape, dtype=sizes.dtype, device=self.device)
-        if old is not None:
-            self._store[:, :, : old.shape[2]] = old
-        self._keys, self._values = self._store[0].unbind(), self._store[1].unbind()
+        self._stores = tuple(
+            torch.zeros((*common, size), dtype=sizes.dtype, device=self.device)
+            for size in (sizes.head_size, sizes.value_head_size)
+        )
+        for store, old_store in zip(self._stores, old, strict=False):
+            store[:, : old_store.shape[1]] = old_store
+        self._keys, self._values = (store.unbind() for store in self._stores)
 
-    def write(self, layer: int, places_T: Tensor, k_TJK: Tensor, v_TJK: Tensor) -> None:
+    def write(self, layer: int, places_T: Tensor, k_TJK: Tensor, v_TJV: Tensor) -> None:
         """Put keys and values at `places_T`, counted in tokens: block number x block size + place in the block."""
         self._keys[layer].flatten(0, 1).index_copy_(0, places_T, k_TJK)
-        self._values[layer].flatten(0, 1).index_copy_(0, places_T, v_TJK)
+        self._values[layer].flatten(0, 1).index_copy_(0, places_T, v_TJV)
 
     def read(self, layer: int, tables_BC: Tensor) -> tuple[Tensor, Tensor]:
-        """Copy out the keys and values [B, C x block_size, J, K] of the rows with these block tables."""
+        """Copy out the keys [B, C x block_size, J, K], and the values alike, of the rows with these block tables."""
         num_rows, num_table_blocks = tables_BC.shape
         blocks = tables_BC.flatten()
 
@@ -126,7 +133,8 @@ class PagedCache:
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy whole blocks in every layer."""
-        assert self._store is not None, "the KV cache sleeps"
+        assert self._stores, "the KV cache sleeps"
         source_index = torch.tensor(sources, device=self.device)
         target_index = torch.tensor(targets, device=self.device)
-        self._store.index_copy_(2, target_index, self._store.index_select(2, source_index))
+        for store in self._stores:
+            store.index_copy_(1, target_index, store.index_select(1, source_index))

@@ -71,6 +71,9 @@ class Response:
     finish: Finish
     versions: tuple[int, ...]
     """The policy version that each token was drawn with."""
+    choices: Tensor | None = field(default=None, compare=False)
+    """int16, flat: of each token fed (the prompt's and all of `token_ids` but the last), its experts in each sparse
+    layer; None where they aren't recorded."""
 
 
 class GenerationEngine(Protocol):

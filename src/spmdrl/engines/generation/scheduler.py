@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from spmdrl.engines.generation.choices import RowChoices
 from spmdrl.engines.generation.paged import BlockPool
 from spmdrl.engines.generation.protocol import Finish, Request, Response
 
@@ -32,6 +33,8 @@ class Row:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    choices: RowChoices | None = None
+    """Where the tokens fed so far went, if that is recorded."""
 
     @property
     def length(self) -> int:
@@ -47,7 +50,8 @@ class Row:
         return "length" if len(self.token_ids) >= sampling.max_tokens else None
 
     def response(self, finish: Finish) -> Response:
-        return Response(self.row, tuple(self.token_ids), tuple(self.logprobs), finish, tuple(self.versions))
+        choices = None if self.choices is None else self.choices.packed()
+        return Response(self.row, tuple(self.token_ids), tuple(self.logprobs), finish, tuple(self.versions), choices)
 
 
 @dataclass(eq=False)
@@ -60,6 +64,8 @@ class Group:
     """Held by the group from its first admission to its last."""
     prompt_logits_V: Tensor | None = None
     """What the prompt's last position predicts; whoever runs the prompt leaves it here for the rows admitted later."""
+    prompt_choices_TLC: Tensor | None = None
+    """Where the prompt's tokens went, if that is recorded; left here likewise."""
 
     @property
     def num_waiting(self) -> int:

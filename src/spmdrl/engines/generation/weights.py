@@ -10,17 +10,20 @@ _ALIGNMENT_BYTES = 256
 
 
 class FreeableWeights:
-    """All parameters of a module built on the meta device, in one storage on `device` while awake.
+    """All parameters and buffers of a module built on the meta device, in one storage on `device` while awake.
 
     The Parameter objects stay the same over sleeps. A module whose weights sleep must not run: that is a segmentation
     fault, not an exception.
     """
 
     def __init__(self, module: nn.Module, device: torch.device, dtype: torch.dtype):
-        self.shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+        """Hold parameters in `dtype`; buffers keep their own, which they were given for a reason."""
         self._module = module.requires_grad_(False)
         self._device = device
-        self._dtype = dtype
+        parameters = dict(module.named_parameters())
+        weights = module.state_dict()
+        self.shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
+        self._dtypes = {name: dtype if name in parameters else weight.dtype for name, weight in weights.items()}
         self._flat: Tensor | None = None
 
     @property
@@ -29,12 +32,12 @@ class FreeableWeights:
         return 0 if self._flat is None else self._flat.untyped_storage().nbytes()
 
     def wake(self) -> dict[str, Tensor]:
-        """Allocate the storage, uninitialised, unless it is there; returns the parameters by name."""
+        """Allocate the storage, uninitialised, unless it is there; returns the weights by name."""
         if self._flat is None:
             self._flat = self._bind()
         elif not self.num_bytes:
-            self._flat.untyped_storage().resize_(self._flat.numel() * self._flat.itemsize)
-        return {name: parameter.detach() for name, parameter in self._module.named_parameters()}
+            self._flat.untyped_storage().resize_(self._flat.numel())
+        return self._module.state_dict()
 
     def sleep(self) -> None:
         """Free the storage, whoever still refers to it."""
@@ -42,11 +45,10 @@ class FreeableWeights:
             self._flat.untyped_storage().resize_(0)
 
     def _bind(self) -> Tensor:
-        step = _ALIGNMENT_BYTES // self._dtype.itemsize
-        sizes = [torch.Size(shape).numel() for shape in self.shapes.values()]
-        padded = [-(-size // step) * step for size in sizes]
-        flat = torch.empty(sum(padded), dtype=self._dtype, device=self._device)
-        chunks = zip(self.shapes.items(), torch.split(flat, padded), sizes, strict=True)
-        views = {name: chunk[:size].view(shape) for (name, shape), chunk, size in chunks}
+        nbytes = [torch.Size(shape).numel() * self._dtypes[name].itemsize for name, shape in self.shapes.items()]
+        padded = [-(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for size in nbytes]
+        flat = torch.empty(sum(padded), dtype=torch.uint8, device=self._device)
+        chunks = zip(self.shapes.items(), flat.split(padded), nbytes, strict=True)
+        views = {name: chunk[:size].view(self._dtypes[name]).view(shape) for (name, shape), chunk, size in chunks}
         self._module.load_state_dict(views, assign=True)
         return flat

@@ -1,4 +1,4 @@
-"""The dense decoder family (Qwen3, Qwen2, Llama) on packed tokens, as plain modules with transformers' names.
+"""The decoder families (Llama, Qwen2, Qwen3, dense or sparse, DeepSeek-V3) on packed tokens, as plain modules.
 
 The caller supplies attention (`Attend`) and what is done with the head (`head`), so one definition serves training,
 where rows are packed, and generation, where keys and values live in a paged cache.
@@ -11,11 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+
+from spmdrl.engines.models.latent import LatentAttention, LatentConfig
+from spmdrl.engines.models.layers import Attend, FeedForward, RMSNorm
+from spmdrl.engines.models.moe import MoeConfig, Route, SparseFeedForward
+from spmdrl.engines.models.rope import RopeScaling, Rotation
 
 R = TypeVar("R")
 
@@ -25,13 +28,13 @@ class DecoderConfig:
     """What the decoder needs of a Hugging Face config.json."""
 
     model_type: str
-    """qwen3, qwen2 or llama."""
+    """llama, qwen2, qwen3, qwen3_moe or deepseek_v3."""
     vocab_size: int
     """Rows of the embedding and of the head."""
     hidden_size: int
     """Model width D."""
     intermediate_size: int
-    """Width of the gated feed-forward layer."""
+    """Width of the gated feed-forward of dense layers."""
     num_layers: int
     """Decoder layers."""
     num_heads: int
@@ -39,7 +42,7 @@ class DecoderConfig:
     num_kv_heads: int
     """Key and value heads J; each serves H / J query heads."""
     head_size: int
-    """Head size K; H x K need not be D."""
+    """Head size K of queries and keys; H x K need not be D."""
     rms_eps: float
     """Added to the mean square inside each RMSNorm."""
     rope_theta: float
@@ -52,6 +55,14 @@ class DecoderConfig:
     """Whether the head is the embedding; then there is no lm_head.weight."""
     max_positions: int
     """Longest row that the model was made for."""
+    mlp_bias: bool = False
+    """Whether the projections of dense feed-forward layers have biases."""
+    rope_scaling: RopeScaling | None = None
+    """How the rotary frequencies are stretched to longer rows."""
+    moe: MoeConfig | None = None
+    """The sparse layers, where there are any."""
+    latent: LatentConfig | None = None
+    """Multi-head latent attention instead of the usual projections."""
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -59,51 +70,29 @@ class DecoderConfig:
                 f"num_attention_heads {self.num_heads} is not a multiple of num_key_value_heads {self.num_kv_heads}; "
                 "each key head serves the same number of query heads"
             )
-        if self.head_size % 2:
+        if self.latent is None and self.head_size % 2:
             raise ValueError(f"head_dim {self.head_size} is odd, but the rotary embedding turns pairs; make it even")
+        if self.latent is not None and (self.num_kv_heads, self.head_size) != (self.num_heads, self.latent.head_size):
+            raise ValueError(
+                f"latent attention has keys of its own for each of the {self.num_heads} heads, of size "
+                f"{self.latent.head_size}, but num_key_value_heads is {self.num_kv_heads} and the head size "
+                f"{self.head_size}"
+            )
 
     @property
     def output_bias(self) -> bool:
         """Whether the attention's output projection has a bias: in Qwen2 it never does."""
         return self.attention_bias and self.model_type != "qwen2"
 
+    @property
+    def rotary_size(self) -> int:
+        """The part of each query and key that is rotated."""
+        return self.head_size if self.latent is None else self.latent.rotary_size
 
-class Attend(Protocol):
-    """Causal attention of one layer's packed queries over whatever keys and values the caller keeps."""
-
-    def __call__(self, layer: int, q_THK: Tensor, k_TJK: Tensor, v_TJK: Tensor) -> Tensor:
-        """Return the attended values [T, H, K]; queries and keys arrive normalized and rotated."""
-        ...
-
-
-# A plain class, because FSDP's mixed precision casts every float tensor that it finds in a layer's arguments to
-# bfloat16, also inside tuples and dataclasses, and neighbouring positions would merge.
-class Rotation:
-    """Rotary embedding of packed positions (RoFormer, arXiv:2104.09864, eq. 34), half-split, in float32."""
-
-    def __init__(self, positions_T: Tensor, head_size: int, theta: float):
-        exponents = torch.arange(0, head_size, 2, device=positions_T.device, dtype=torch.float32) / head_size
-        angles = positions_T.to(torch.float32)[:, None, None] * (1.0 / theta**exponents)
-        self.cos, self.sin = angles.cos(), angles.sin()  # each [T, 1, K / 2]
-
-    def apply(self, heads: Tensor) -> Tensor:
-        """Rotate queries [T, H, K] or keys [T, J, K]; computed in float32, returned in their dtype."""
-        first, second = heads.to(torch.float32).chunk(2, dim=-1)
-        turned = torch.cat((first * self.cos - second * self.sin, second * self.cos + first * self.sin), dim=-1)
-        return turned.to(heads.dtype)
-
-
-class RMSNorm(nn.Module):
-    """Root mean square normalization over the last dim (arXiv:1910.07467, eq. 4), computed in float32."""
-
-    def __init__(self, size: int, eps: float):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, values: Tensor) -> Tensor:
-        normed = F.rms_norm(values.to(torch.float32), values.shape[-1:], eps=self.eps)
-        return self.weight * normed.to(values.dtype)
+    @property
+    def value_head_size(self) -> int:
+        """Head size V of the values."""
+        return self.head_size if self.latent is None else self.latent.value_size
 
 
 class SelfAttention(nn.Module):
@@ -132,73 +121,116 @@ class SelfAttention(nn.Module):
         return self.o_proj(attended_THK.flatten(-2))
 
 
-class FeedForward(nn.Module):
-    """SwiGLU feed-forward layer (arXiv:2002.05202, eq. 6)."""
-
-    def __init__(self, config: DecoderConfig):
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-
-    def forward(self, hidden_TD: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(hidden_TD)) * self.up_proj(hidden_TD))
-
-
 class DecoderLayer(nn.Module):
     """One pre-norm block: attention, then feed-forward, each added to its input."""
 
     def __init__(self, config: DecoderConfig, layer: int):
         super().__init__()
-        self.self_attn = SelfAttention(config, layer)
-        self.mlp = FeedForward(config)
+        self.self_attn = _attention(config, layer)
+        self.mlp = _feed_forward(config, layer)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_eps)
 
-    def forward(self, hidden_TD: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
+    def forward(self, hidden_TD: Tensor, rotation: Rotation, attend: Attend, route: Route | None = None) -> Tensor:
         hidden_TD = hidden_TD + self.self_attn(self.input_layernorm(hidden_TD), rotation, attend)
-        return hidden_TD + self.mlp(self.post_attention_layernorm(hidden_TD))
+        normed_TD = self.post_attention_layernorm(hidden_TD)
+        is_sparse = isinstance(self.mlp, SparseFeedForward)
+        return hidden_TD + (self.mlp(normed_TD, route) if is_sparse else self.mlp(normed_TD))
+
+
+def _attention(config: DecoderConfig, layer: int) -> SelfAttention | LatentAttention:
+    if config.latent is None:
+        return SelfAttention(config, layer)
+    return LatentAttention(
+        config.latent,
+        layer,
+        hidden_size=config.hidden_size,
+        num_heads=config.num_heads,
+        bias=config.attention_bias,
+    )
+
+
+def _feed_forward(config: DecoderConfig, layer: int) -> FeedForward | SparseFeedForward:
+    if config.moe is None or layer in config.moe.dense_layers:
+        return FeedForward(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+    return SparseFeedForward(config.hidden_size, config.moe, layer)
+
+
+@dataclass(frozen=True)
+class LayerSpan:
+    """The part of a decoder that one module holds: layers [first, stop), and what stands before and after them."""
+
+    first: int
+    """First layer held."""
+    stop: int
+    """One past the last layer held."""
+    embeds: bool
+    """Whether the embedding is held, so that token ids come in rather than hidden states."""
+    heads: bool
+    """Whether the final norm and the head are held."""
+
+
+def whole_span(config: DecoderConfig) -> LayerSpan:
+    """All of the decoder."""
+    return LayerSpan(0, config.num_layers, embeds=True, heads=True)
 
 
 class Backbone(nn.Module):
     """Everything below the head, kept as one module because transformers' names begin with `model.`."""
 
-    def __init__(self, config: DecoderConfig):
+    def __init__(self, config: DecoderConfig, span: LayerSpan):
         super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(config, layer) for layer in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_eps)
+        # A tied head without the first layers keeps an embedding of its own, under the same name.
+        has_embedding = span.embeds or (span.heads and config.tied_head)
+        self.embeds = span.embeds
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if has_embedding else None
+        # By number rather than in a list, so that a weight's name doesn't depend on the span.
+        self.layers = nn.ModuleDict({str(i): DecoderLayer(config, i) for i in range(span.first, span.stop)})
+        self.norm = RMSNorm(config.hidden_size, config.rms_eps) if span.heads else None
 
-    def forward(self, tokens_T: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
-        hidden_TD = self.embed_tokens(tokens_T)
-        for layer in self.layers:
-            hidden_TD = layer(hidden_TD, rotation, attend)
-        return self.norm(hidden_TD)
+    def forward(self, inputs: Tensor, rotation: Rotation, attend: Attend, route: Route | None) -> Tensor:
+        hidden_TD = self.embed_tokens(inputs) if self.embeds else inputs
+        for layer in self.layers.values():
+            hidden_TD = layer(hidden_TD, rotation, attend, route)
+        return hidden_TD if self.norm is None else self.norm(hidden_TD)
 
 
 class Decoder(nn.Module):
-    """A causal language model on packed tokens; parameters are named as transformers names them.
+    """A causal language model on packed tokens, or a span of its layers; weights are named as transformers names them.
 
-    Build it under `torch.device("meta")` and load weights after: the initial values mean nothing.
+    Only the experts' weights are stacked, one tensor for all experts of a layer. Build it under `torch.device("meta")`
+    and load weights after: the initial values mean nothing.
     """
 
-    def __init__(self, config: DecoderConfig):
+    def __init__(self, config: DecoderConfig, span: LayerSpan | None = None):
         super().__init__()
         self.config = config
-        self.model = Backbone(config)
-        self.lm_head = None if config.tied_head else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.span = whole_span(config) if span is None else span
+        self.model = Backbone(config, self.span)
+        has_own_head = self.span.heads and not config.tied_head
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False) if has_own_head else None
 
     @property
-    def layers(self) -> nn.ModuleList:
-        return self.model.layers
+    def layers(self) -> list[DecoderLayer]:
+        """The layers held, in order."""
+        return list(self.model.layers.values())
 
-    def forward(self, tokens_T: Tensor, positions_T: Tensor, attend: Attend, head: Callable[[Tensor, Tensor], R]) -> R:
-        """Run the layers and the final norm, then return head(hidden_TD, head_weight_VD).
+    def forward(
+        self,
+        inputs: Tensor,
+        positions_T: Tensor,
+        attend: Attend,
+        head: Callable[[Tensor, Tensor], R],
+        route: Route | None = None,
+    ) -> R | Tensor:
+        """Run the layers held; where they end in the head, return head(hidden_TD, head_weight_VD), else the hidden.
 
-        The head is called inside forward so that sharding hooks see the use of its weight. Positions count from 0
-        in each row.
+        `inputs` are token ids [T] where the span embeds, else hidden states. Positions count from 0 in each row. The
+        head is called inside forward so that sharding hooks see the use of its weight.
         """
-        rotation = Rotation(positions_T, self.config.head_size, self.config.rope_theta)
-        hidden_TD = self.model(tokens_T, rotation, attend)
-        head_weight_VD = self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
-        return head(hidden_TD, head_weight_VD)
+        config = self.config
+        rotation = Rotation(positions_T, config.rotary_size, config.rope_theta, config.rope_scaling)
+        hidden_TD = self.model(inputs, rotation, attend, route)
+        if not self.span.heads:
+            return hidden_TD
+        return head(hidden_TD, (self.model.embed_tokens if self.lm_head is None else self.lm_head).weight)

@@ -12,11 +12,11 @@ from typing import Any, Literal
 import torch
 
 from spmdrl.engines.models.decoder import Decoder, DecoderConfig
+from spmdrl.engines.models.hf_families import FAMILIES, Family
+from spmdrl.engines.models.hf_rope import read_rope, write_rope
+from spmdrl.engines.models.hf_values import flag, number, only, whole_number
 from spmdrl.engines.models.make_config import MakeConfig
 
-_ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM"}
-_DEFAULT_ROPE_THETA = 10000.0
-_QWEN3_HEAD_SIZE = 128
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
@@ -99,9 +99,10 @@ def hf_config_dict(config: DecoderConfig, dtype: torch.dtype) -> dict[str, Any]:
 
     It holds no token ids: those are the tokenizer's, and stand in generation_config.json.
     """
+    family = FAMILIES[config.model_type]
     dtype_name = str(dtype).removeprefix("torch.")
     content: dict[str, Any] = {
-        "architectures": [_ARCHITECTURES[config.model_type]],
+        "architectures": [family.architecture],
         "model_type": config.model_type,
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
@@ -109,88 +110,79 @@ def hf_config_dict(config: DecoderConfig, dtype: torch.dtype) -> dict[str, Any]:
         "num_hidden_layers": config.num_layers,
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_size,
         "hidden_act": "silu",
         "max_position_embeddings": config.max_positions,
         "rms_norm_eps": config.rms_eps,
         "tie_word_embeddings": config.tied_head,
         "attention_dropout": 0.0,
-        # Both spellings of these two: readers from before and after transformers 5 are in use.
-        "rope_theta": config.rope_theta,
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
         "dtype": dtype_name,
+        # Read by transformers before 5.
         "torch_dtype": dtype_name,
     }
-    if config.model_type != "qwen2":
+    if config.latent is None:
+        content["head_dim"] = config.head_size
+    if family.has_attention_bias is None:
         content["attention_bias"] = config.attention_bias
-    return content
+    return content | write_rope(config.rope_theta, config.rope_scaling) | family.write(config)
 
 
 def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-    """Shape of each weight by transformers' name, in the decoder's order."""
+    """Shape of each weight by name, in the decoder's order: parameters, and buffers that are weights too.
+
+    The names are transformers' own, but for the experts of a layer, which are stacked.
+    """
     with torch.device("meta"):
         decoder = Decoder(config)
-    return {name: tuple(weight.shape) for name, weight in decoder.named_parameters()}
+    return {name: tuple(weight.shape) for name, weight in decoder.state_dict().items()}
 
 
 def _decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
     model_type = raw.get("model_type")
-    if model_type not in _ARCHITECTURES:
-        raise ValueError(f"model_type {model_type!r} is not supported; supported are {', '.join(_ARCHITECTURES)}")
-    _refuse_unsupported(raw)
-    hidden_size, num_heads = _required_int(raw, "hidden_size"), _required_int(raw, "num_attention_heads")
-    default_head_size = _QWEN3_HEAD_SIZE if model_type == "qwen3" else hidden_size // num_heads
+    if model_type not in FAMILIES:
+        raise ValueError(f"model_type {model_type!r} is not supported; supported are {', '.join(FAMILIES)}")
+    family = FAMILIES[model_type]
+    _refuse_unsupported(raw, family)
+    hidden_size, num_heads = whole_number(raw, "hidden_size"), whole_number(raw, "num_attention_heads")
+    latent = family.read_latent(raw)
+    default_head_size = family.default_head_size or hidden_size // num_heads
+    attention_bias = flag(raw, "attention_bias", default=False)
+    theta, scaling = read_rope(raw)
     return DecoderConfig(
         model_type=model_type,
-        vocab_size=_required_int(raw, "vocab_size"),
+        vocab_size=whole_number(raw, "vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=_required_int(raw, "intermediate_size"),
-        num_layers=_required_int(raw, "num_hidden_layers"),
+        intermediate_size=whole_number(raw, "intermediate_size"),
+        num_layers=whole_number(raw, "num_hidden_layers"),
         num_heads=num_heads,
-        num_kv_heads=raw.get("num_key_value_heads") or num_heads,
-        head_size=raw.get("head_dim") or default_head_size,
-        rms_eps=float(raw.get("rms_norm_eps", 1e-6)),
-        rope_theta=_rope_theta(raw),
-        qk_norm=model_type == "qwen3",
-        attention_bias=model_type == "qwen2" or bool(raw.get("attention_bias", False)),
-        tied_head=bool(raw.get("tie_word_embeddings", False)),
-        max_positions=_required_int(raw, "max_position_embeddings"),
+        num_kv_heads=whole_number(raw, "num_key_value_heads", num_heads),
+        head_size=latent.head_size if latent else whole_number(raw, "head_dim", default_head_size),
+        rms_eps=number(raw, "rms_norm_eps", 1e-6),
+        rope_theta=theta,
+        qk_norm=family.has_qk_norm,
+        attention_bias=attention_bias if family.has_attention_bias is None else family.has_attention_bias,
+        tied_head=flag(raw, "tie_word_embeddings", default=False),
+        max_positions=whole_number(raw, "max_position_embeddings"),
+        mlp_bias=flag(raw, "mlp_bias", default=False),
+        rope_scaling=scaling,
+        moe=family.read_moe(raw),
+        latent=latent,
     )
 
 
-def _required_int(raw: Mapping[str, Any], key: str) -> int:
-    value = raw.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{key} is {value!r}, but must be a whole number >= 1")
-    return value
-
-
-def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
-    if (activation := raw.get("hidden_act", "silu")) != "silu":
-        raise ValueError(f"hidden_act {activation!r} is not supported; supported is 'silu'")
-    if raw.get("mlp_bias"):
-        raise ValueError(f"mlp_bias {raw['mlp_bias']!r} is not supported; supported is false")
+def _refuse_unsupported(raw: Mapping[str, Any], family: Family) -> None:
+    only(raw, "hidden_act", "silu")
+    if not family.has_mlp_bias:
+        only(raw, "mlp_bias", False)
     if raw.get("quantization_config"):
         method = raw["quantization_config"].get("quant_method")
         raise ValueError(f"quantization_config {method!r} is not supported; give the model's unquantized weights")
     if raw.get("use_sliding_window"):
         num_layers = raw.get("num_hidden_layers", 0)
-        kinds = raw.get("layer_types") or ["sliding_attention"] * max(0, num_layers - raw.get("max_window_layers", 0))
+        # A qwen3_moe has windows in all layers, whatever max_window_layers says.
+        first = 0 if raw["model_type"] == "qwen3_moe" else raw.get("max_window_layers", 0)
+        kinds = raw.get("layer_types") or ["sliding_attention"] * max(0, num_layers - first)
         if "sliding_attention" in kinds:
             raise ValueError(
                 f"use_sliding_window is true with a window of {raw.get('sliding_window')} tokens in "
                 f"{kinds.count('sliding_attention')} of {num_layers} layers; supported is full attention in all layers"
             )
-
-
-def _rope_theta(raw: Mapping[str, Any]) -> float:
-    """Base of the rotary frequencies, from `rope_parameters` or from the older `rope_theta` and `rope_scaling`."""
-    for key in ("rope_parameters", "rope_scaling"):
-        rope = raw.get(key) or {}
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        if kind != "default":
-            raise ValueError(f"{key} of kind {kind!r} is not supported; supported is 'default' (no scaling)")
-        if (part := rope.get("partial_rotary_factor", 1.0)) != 1.0:
-            raise ValueError(f"{key}.partial_rotary_factor {part} is not supported; supported is 1.0")
-    inside = (raw.get("rope_parameters") or {}).get("rope_theta")
-    return float(inside if inside is not None else raw.get("rope_theta", _DEFAULT_ROPE_THETA))

@@ -3,46 +3,150 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
+
+from spmdrl.engines.models.latent import LatentConfig
+from spmdrl.engines.models.moe import MoeConfig
 
 PRINTABLE_CHARS = "".join(map(chr, range(32, 127))) + "\n"
+
+_SPARSE_SIZES = ("num_experts", "experts_per_token", "moe_intermediate_size", "num_dense_layers")
+_DEEPSEEK_SIZES = (
+    "num_shared_experts",
+    "num_expert_groups",
+    "groups_per_token",
+    "query_rank",
+    "key_value_rank",
+    "rotary_size",
+    "value_size",
+)
 
 
 @dataclass(frozen=True)
 class MakeConfig:
-    """A Qwen3 decoder over single characters; the defaults give about 0.8M parameters."""
+    """A decoder over single characters; the defaults give a Qwen3 of about 0.8M parameters.
 
+    Sizes that only some families have are None in the others; there None takes the default that is told.
+    """
+
+    family: Literal["qwen3", "qwen3_moe", "deepseek_v3"] = "qwen3"
+    """qwen3 is dense, qwen3_moe has sparse layers, and deepseek_v3 latent attention too."""
     hidden_size: int = 128
     """Model width."""
     num_layers: int = 4
     """Decoder layers."""
     num_heads: int = 4
-    """Query heads; their size is hidden_size / num_heads."""
+    """Query heads; their size is hidden_size / num_heads, in deepseek_v3 before the rotated part."""
     num_kv_heads: int = 2
-    """Key and value heads; each serves num_heads / num_kv_heads query heads."""
+    """Key and value heads; each serves num_heads / num_kv_heads query heads. In deepseek_v3 every head has its own."""
     intermediate_size: int = 384
-    """Width of the gated feed-forward layer."""
+    """Width of the gated feed-forward of dense layers."""
     max_positions: int = 1024
     """Longest row, prompt and response together, in tokens."""
     tied_head: bool = True
     """Whether the head shares the embedding's weights."""
     chars: str = PRINTABLE_CHARS
     """The tokenizer's characters, one token each; any other becomes <unk>."""
+    num_experts: int | None = None
+    """Experts of each sparse layer; 8 by default."""
+    experts_per_token: int | None = None
+    """Experts that each token is sent to; 2 by default."""
+    moe_intermediate_size: int | None = None
+    """Width of one expert; intermediate_size / experts_per_token by default."""
+    num_dense_layers: int | None = None
+    """First layers that are dense; by default none in qwen3_moe and 1 in deepseek_v3."""
+    num_shared_experts: int | None = None
+    """Experts that every token goes through in deepseek_v3; 1 by default."""
+    num_expert_groups: int | None = None
+    """Groups of experts in deepseek_v3; 1 by default."""
+    groups_per_token: int | None = None
+    """Groups that each token chooses among in deepseek_v3; all by default."""
+    query_rank: int | None = None
+    """Size of the vector that a token's queries are made of in deepseek_v3; None has none."""
+    key_value_rank: int | None = None
+    """Size of the vector that a token's keys and values are made of in deepseek_v3; hidden_size / 2 by default."""
+    rotary_size: int | None = None
+    """The rotated part of each query and key in deepseek_v3; half of hidden_size / num_heads, made even, by default."""
+    value_size: int | None = None
+    """Head size of the values in deepseek_v3; hidden_size / num_heads by default."""
 
     def __post_init__(self) -> None:
-        sizes = ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "intermediate_size", "max_positions")
-        for name in sizes:
-            if getattr(self, name) < 1:
-                raise ValueError(f"model.make.{name} is {getattr(self, name)}, but must be >= 1")
+        if self.family not in ("qwen3", "qwen3_moe", "deepseek_v3"):
+            raise ValueError(f"model.make.family is {self.family!r}, but must be qwen3, qwen3_moe or deepseek_v3")
+        self._check_given_sizes()
         if self.hidden_size % (2 * self.num_heads):
             raise ValueError(
                 f"model.make.hidden_size {self.hidden_size} must be a multiple of 2 x model.make.num_heads = "
                 f"{2 * self.num_heads}, so that every head has an even size; change one of them"
             )
-        if self.num_heads % self.num_kv_heads:
+        if self.num_heads % self.num_kv_heads and self.family != "deepseek_v3":
             raise ValueError(
                 f"model.make.num_heads {self.num_heads} must be a multiple of model.make.num_kv_heads "
                 f"{self.num_kv_heads}; change one of them"
             )
+        try:
+            moe, _ = self.moe, self.latent
+        except ValueError as error:
+            raise ValueError(f"the sizes of model.make don't fit together: {error}") from None
+        if moe is not None and len(moe.dense_layers) >= self.num_layers:
+            raise ValueError(
+                f"model.make.num_dense_layers {len(moe.dense_layers)} leaves none of model.make.num_layers "
+                f"{self.num_layers} sparse; change one of them, or set model.make.family to qwen3"
+            )
         repeated = sorted({char for char in self.chars if self.chars.count(char) > 1})
         if not self.chars or repeated:
             raise ValueError(f"model.make.chars must hold each character once, but repeats {repeated} or is empty")
+
+    @property
+    def head_size(self) -> int:
+        """Head size, in deepseek_v3 that of the part that isn't rotated."""
+        return self.hidden_size // self.num_heads
+
+    @property
+    def moe(self) -> MoeConfig | None:
+        """The sparse layers, where the family has them."""
+        if self.family == "qwen3":
+            return None
+        is_deepseek = self.family == "deepseek_v3"
+        experts_per_token = self.experts_per_token or 2
+        num_groups = self.num_expert_groups or 1
+        num_dense = int(is_deepseek) if self.num_dense_layers is None else self.num_dense_layers
+        return MoeConfig(
+            num_experts=self.num_experts or 8,
+            experts_per_token=experts_per_token,
+            intermediate_size=self.moe_intermediate_size or max(1, self.intermediate_size // experts_per_token),
+            scoring="sigmoid" if is_deepseek else "softmax",
+            normalize=True,
+            num_groups=num_groups,
+            groups_per_token=self.groups_per_token or num_groups,
+            num_shared_experts=(self.num_shared_experts or 1) if is_deepseek else 0,
+            dense_layers=tuple(range(num_dense)),
+        )
+
+    @property
+    def latent(self) -> LatentConfig | None:
+        """The latent attention, where the family has it."""
+        if self.family != "deepseek_v3":
+            return None
+        return LatentConfig(
+            query_rank=self.query_rank,
+            key_value_rank=self.key_value_rank or max(1, self.hidden_size // 2),
+            plain_size=self.head_size,
+            rotary_size=self.rotary_size or max(2, self.head_size // 4 * 2),
+            value_size=self.value_size or self.head_size,
+        )
+
+    def _check_given_sizes(self) -> None:
+        """Every size is at least 1, and none is given that the family hasn't."""
+        sizes = ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "intermediate_size", "max_positions")
+        for name in (*sizes, *_SPARSE_SIZES, *_DEEPSEEK_SIZES):
+            value, least = getattr(self, name), int(name != "num_dense_layers")
+            if value is not None and value < least:
+                raise ValueError(f"model.make.{name} is {value}, but must be >= {least}")
+        foreign = {"qwen3": _SPARSE_SIZES + _DEEPSEEK_SIZES, "qwen3_moe": _DEEPSEEK_SIZES}.get(self.family, ())
+        for name in foreign:
+            if getattr(self, name) is not None:
+                raise ValueError(
+                    f"model.make.{name} is {getattr(self, name)}, but a {self.family} has no such size; remove it or "
+                    f"set model.make.family to {'deepseek_v3' if name in _DEEPSEEK_SIZES else 'qwen3_moe'}"
+                )

@@ -21,21 +21,24 @@ _SPECIAL_IDS = {f"{token[1:-1]}_token_id": number for number, token in enumerate
 
 def decoder_config(make: MakeConfig) -> DecoderConfig:
     """The decoder that `make` asks for; its vocabulary is the special tokens and then the characters."""
+    latent = make.latent
     return DecoderConfig(
-        model_type="qwen3",
+        model_type=make.family,
         vocab_size=len(_SPECIAL_TOKENS) + len(make.chars),
         hidden_size=make.hidden_size,
         intermediate_size=make.intermediate_size,
         num_layers=make.num_layers,
         num_heads=make.num_heads,
-        num_kv_heads=make.num_kv_heads,
-        head_size=make.hidden_size // make.num_heads,
+        num_kv_heads=make.num_kv_heads if latent is None else make.num_heads,
+        head_size=make.head_size if latent is None else latent.head_size,
         rms_eps=1e-6,
         rope_theta=10000.0,
-        qk_norm=True,
+        qk_norm=latent is None,
         attention_bias=False,
         tied_head=make.tied_head,
         max_positions=make.max_positions,
+        moe=make.moe,
+        latent=latent,
     )
 
 

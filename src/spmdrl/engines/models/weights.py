@@ -1,4 +1,8 @@
-"""Weights by transformers' names: safetensors files in and out, and random ones to start from."""
+"""Weights by the decoder's names: safetensors files of the Hugging Face layout in and out.
+
+Those are transformers' names, but that the decoder stacks the experts of a layer, which files hold one by one. Random
+weights to start from are made here too.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,8 @@ from torch import Tensor
 
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf import parameter_shapes
-from spmdrl.types import WeightSlice
+from spmdrl.engines.models.stacked import count_experts, expert_name, is_of_one_expert, is_stacked, unstack
+from spmdrl.types import WeightSlice, whole_slice
 
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
@@ -40,35 +45,54 @@ class WeightFiles:
             self._file_of = _read_index(self.folder / _INDEX_FILE)
         else:
             raise ValueError(f"{folder} holds neither {_SINGLE_FILE} nor {_INDEX_FILE}; give a folder with safetensors")
+        self._num_experts = count_experts(self._file_of)
 
     @property
     def names(self) -> list[str]:
-        return sorted(self._file_of)
+        """All weights there, by the decoder's names."""
+        return sorted([name for name in self._file_of if not is_of_one_expert(name)] + list(self._num_experts))
 
     def shape(self, name: str) -> tuple[int, ...]:
+        if name in self._num_experts:
+            return (self._num_experts[name], *self.shape(expert_name(name, 0)))
         return tuple(self._stored(name).get_shape())
 
     def read(self, wanted: WeightSlice) -> Tensor:
         """Read one slice into a new CPU tensor of the stored dtype; raises ValueError for what the files don't hold."""
+        if wanted.name not in self._num_experts:
+            return self._read(wanted)
+        self._check_fits(wanted)
+        # At least one is read, for its dtype.
+        experts = range(wanted.starts[0], wanted.stops[0]) or range(1)
+        of_one = [
+            WeightSlice(expert_name(wanted.name, expert), wanted.starts[1:], wanted.stops[1:]) for expert in experts
+        ]
+        first = self._read(of_one[0])
+        stacked = first.new_empty(wanted.shape)
+        for out, part in zip(stacked, of_one, strict=False):
+            out.copy_(first if part is of_one[0] else self._read(part))
+        return stacked
+
+    def _read(self, wanted: WeightSlice) -> Tensor:
+        self._check_fits(wanted)
         stored = self._stored(wanted.name)
-        shape = tuple(stored.get_shape())
-        fits = len(shape) == len(wanted.stops) and all(
-            stop <= size for stop, size in zip(wanted.stops, shape, strict=True)
-        )
-        if not fits:
+        if 0 in wanted.shape:
+            # safetensors refuses empty slices, which uneven shards do have.
+            whole = stored[tuple(slice(0, min(1, size)) for size in stored.get_shape())]
+            return whole.new_empty(wanted.shape)
+        return stored[tuple(slice(start, stop) for start, stop in zip(wanted.starts, wanted.stops, strict=True))]
+
+    def _check_fits(self, wanted: WeightSlice) -> None:
+        shape = self.shape(wanted.name)
+        if len(shape) != len(wanted.stops) or any(stop > size for stop, size in zip(wanted.stops, shape, strict=True)):
             raise ValueError(
                 f"{wanted.name} in {self.folder} has shape {shape}, but elements {wanted.starts} to "
                 f"{wanted.stops} are wanted of it; do config.json and the weights belong together?"
             )
-        if 0 in wanted.shape:
-            # safetensors refuses empty slices, which uneven shards do have.
-            whole = stored[tuple(slice(0, min(1, size)) for size in shape)]
-            return whole.new_empty(wanted.shape)
-        return stored[tuple(slice(start, stop) for start, stop in zip(wanted.starts, wanted.stops, strict=True))]
 
     def _stored(self, name: str) -> Any:
         if name not in self._file_of:
-            nearest = difflib.get_close_matches(name, self._file_of, n=1)
+            nearest = difflib.get_close_matches(name, self.names, n=1)
             hint = f"; the nearest name there is {nearest[0]}" if nearest else ""
             raise ValueError(f"{self.folder} holds no weight {name}{hint}; do config.json and weights belong together?")
         return self._open(self._file_of[name]).get_slice(name)
@@ -100,15 +124,16 @@ def write_weights(
 ) -> None:
     """Write weights in the Hugging Face layout: model.safetensors, or numbered files and an index.
 
-    Each tensor is copied as it comes, so the giver may reuse its storage for the next; at most one file's worth is
-    held. Files get their final names last. Raises ValueError where `folder` already holds weights.
+    Stacked experts are written one by one. Each tensor is copied as it comes, so the giver may reuse its storage for
+    the next; at most one file's worth is held. Files get their final names last. Raises ValueError where `folder`
+    already holds weights.
     """
     folder = Path(folder)
     if present := sorted(path.name for path in folder.glob("*.safetensors*")):
         raise ValueError(f"{folder} already holds weights ({present[0]}); write to a fresh folder")
     names_of_shard: list[list[str]] = []
     total_bytes = 0
-    for shard in _in_shards(weights, max_shard_bytes):
+    for shard in _in_shards(unstack(weights), max_shard_bytes):
         save_file(shard, _partial_file(folder, len(names_of_shard)), metadata={"format": "pt"})
         names_of_shard.append(list(shard))
         total_bytes += sum(weight.nbytes for weight in shard.values())
@@ -152,6 +177,7 @@ class RandomWeights:
 
     Matrices are normal with variance 1 / fan-in, those that write to the residual stream smaller by the square root
     of their number (GPT-2's rule); embeddings have a deviation of 0.02; norms are 1 and biases 0.
+    Each expert has a name of its own, as in files.
     """
 
     def __init__(self, config: DecoderConfig, seed: int):
@@ -167,19 +193,27 @@ class RandomWeights:
         return self._shapes[name]
 
     def __call__(self, name: str) -> Tensor:
-        shape = self._shapes[name]
+        return self.read(whole_slice(name, self._shapes[name]))
+
+    def read(self, wanted: WeightSlice) -> Tensor:
+        """One slice, as `WeightFiles.read` gives it; of stacked experts no others are made."""
+        if not is_stacked(wanted.name):
+            box = tuple(slice(start, stop) for start, stop in zip(wanted.starts, wanted.stops, strict=True))
+            return self._whole(wanted.name, self._shapes[wanted.name])[box].clone()
+        box = tuple(slice(start, stop) for start, stop in zip(wanted.starts[1:], wanted.stops[1:], strict=True))
+        stacked = torch.empty(wanted.shape)
+        for out, expert in zip(stacked, range(wanted.starts[0], wanted.stops[0]), strict=True):
+            out.copy_(self._whole(expert_name(wanted.name, expert), self._shapes[wanted.name][1:])[box])
+        return stacked
+
+    def _whole(self, name: str, shape: tuple[int, ...]) -> Tensor:
         if name.endswith("norm.weight"):
             return torch.ones(shape)
-        if name.endswith(".bias"):
+        if name.endswith("bias"):
             return torch.zeros(shape)
         digest = hashlib.sha256(f"{self._seed}:{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
         return torch.randn(shape, generator=generator) * self._deviation(name, fan_in=shape[-1])
-
-    def read(self, wanted: WeightSlice) -> Tensor:
-        """One slice, as `WeightFiles.read` gives it."""
-        box = tuple(slice(start, stop) for start, stop in zip(wanted.starts, wanted.stops, strict=True))
-        return self(wanted.name)[box].clone()
 
     def _deviation(self, name: str, *, fan_in: int) -> float:
         if name.endswith(("embed_tokens.weight", "lm_head.weight")):

@@ -1,6 +1,6 @@
 """Checkpoints as folders that are either complete or not there.
 
-    write aside, fsync -> manifest with a sha256 a file, fsync -> rename to step_N -> fsync of the parent
+write aside, fsync -> manifest with a sha256 a file, fsync -> rename to step_N -> fsync of the parent
 """
 
 from __future__ import annotations

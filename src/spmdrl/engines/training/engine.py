@@ -1,25 +1,21 @@
-"""The training engine: scores rows and updates weights, sharded over the data axes of the update layout."""
+"""The training engine: scores rows and updates weights, under any update layout."""
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Literal, Protocol, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from spmdrl.engines.models.attention import PackedCausalAttention
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.training.axis_collectives import max_across, sum_across
-from spmdrl.engines.training.logprobs import logprobs_and_entropy
+from spmdrl.engines.training.gradient_sync import sum_tensor_gradients
 from spmdrl.engines.training.microbatch import (
     DEFAULT_TOKENS_PER_MICROBATCH,
     DEFAULT_TOKENS_PER_MICROBATCH_ON_CPU,
     RowCost,
-    dummy_rows,
     plan_microbatches,
 )
 from spmdrl.engines.training.optimizer import (
@@ -27,22 +23,21 @@ from spmdrl.engines.training.optimizer import (
     build_optimizer,
     clip_gradients,
     learning_rate,
-    local_gradients,
     squared_norm,
 )
-from spmdrl.engines.training.parallelize import (
-    FSDPModule,
-    Shard,
-    build_sharded_decoder,
-    local_tensor,
-    shard_of,
-    whole_tensor,
-)
-from spmdrl.engines.training.rows import LossFunction, LossTerms, MicroBatch, Scores, TokenRows, to_microbatch
-from spmdrl.resources.collectives import gather_bytes
+from spmdrl.engines.training.parallelize import Precision, build_sharded_model
+from spmdrl.engines.training.passes import Passes, Work
+from spmdrl.engines.training.pipeline_parallel import sum_tied_gradients
+from spmdrl.engines.training.router_statistics import RouterStatistics, largest_bias
+from spmdrl.engines.training.routing import RoutingConfig, RoutingScope
+from spmdrl.engines.training.rows import LossFunction, Rating, Scores, TokenRows, Values
+from spmdrl.engines.training.sharded_model import Shard, local_gradients, local_tensor
+from spmdrl.engines.training.totals import Tally, Totals
 from spmdrl.resources.device import Device
 from spmdrl.resources.mesh import UpdateMesh
 from spmdrl.types import WeightSlice
+
+Recompute = Literal["none", "full"]
 
 
 @dataclass(frozen=True)
@@ -57,10 +52,19 @@ class TrainingConfig:
     """times that each sample of a step is trained on"""
     skip_zero_advantage: bool = True
     """leave out rows whose advantage is 0 where they have no gradient; entropy and mismatch are of the rest"""
+    activation_checkpointing: Recompute = "none"
+    """full: keep only each layer's input for backward and run the layer again; less memory, a third more work"""
+    routing: RoutingConfig = field(default_factory=RoutingConfig)
+    """what is done about the choices of routers, in models with experts"""
     max_tokens_per_microbatch: int | None = None
     """tokens that go through the model at once, prompts included; null: 16384, on CPU 4096; a longer row runs alone"""
 
     def __post_init__(self) -> None:
+        if self.activation_checkpointing not in get_args(Recompute):
+            raise ValueError(
+                f"train.activation_checkpointing is {self.activation_checkpointing!r}, but must be one of "
+                f"{', '.join(get_args(Recompute))}"
+            )
         for name in ("max_steps", "updates_per_step", "epochs_per_step", "max_tokens_per_microbatch"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -93,6 +97,17 @@ class UpdateResult:
     """Whether loss or gradient was not finite, so that weights and optimizer were left as they were."""
 
 
+@dataclass(frozen=True)
+class Accumulated:
+    """What rows left behind besides gradients."""
+
+    tally: Tally | None
+    """What their micro-batches reported; None where another rank reports the same ones."""
+    router: RouterStatistics | None
+    """What this rank's routers did; None in a dense model."""
+    num_microbatches: int
+
+
 class WeightSource(Protocol):
     """Where weights are read from."""
 
@@ -105,7 +120,8 @@ class TrainingEngine:
     """One model's update shards and their optimizer.
 
     A loss function is handed in with each update, so the engine knows no algorithm. Weights are allocated when the
-    engine is built and mean nothing until `load`.
+    engine is built and mean nothing until `load`. All ranks of one data rank (its pipeline, context and tensor axes)
+    are given the same rows, and get the same answers.
     """
 
     def __init__(
@@ -119,11 +135,13 @@ class TrainingEngine:
         frozen: bool = False,
         temperature: float = 1.0,
         compute_dtype: torch.dtype | None = None,
+        rating: Rating = "logprobs",
     ):
         """Build the shards. Collective over the mesh.
 
         A frozen engine only scores; it has no optimizer and keeps its weights in the dtype that it computes in. The
-        others keep float32 weights. `compute_dtype` is the device's own unless given.
+        others keep float32 weights. `compute_dtype` is the device's own unless given. `rating` is what the head says
+        of rows: log-probs (a policy), a value a response token (a critic) or a value a row (a reward model).
         """
         if not temperature > 0:
             raise ValueError(f"temperature is {temperature}, but log-probabilities divide by it; use one above 0")
@@ -135,14 +153,17 @@ class TrainingEngine:
         """False while a swap holds the weights on the host; computing then raises RuntimeError."""
         self.step_count = 0
         """Optimizer steps made so far; skipped ones don't count."""
-        self.decoder = build_sharded_decoder(
+        self.model = build_sharded_model(
             config,
             mesh,
+            Precision(parameters=compute_dtype if frozen else torch.float32, compute=compute_dtype),
             device=device.torch_device,
-            parameter_dtype=compute_dtype if frozen else torch.float32,
-            compute_dtype=compute_dtype,
-        ).requires_grad_(not frozen)
-        self.optimizer = None if frozen else build_optimizer(optim, self.decoder.parameters(), device)
+            recompute=training.activation_checkpointing == "full" and not frozen,
+        )
+        for _, parameter in self.model.named_parameters():
+            parameter.requires_grad_(not frozen)
+        self.optimizer = None if frozen else build_optimizer(optim, self._parameters(), device)
+        self._passes = Passes(self.model, device, temperature=temperature, rating=rating, dtype=compute_dtype)
         self._row_cost = RowCost.of_model(config)
 
     def load(self, source: WeightSource) -> None:
@@ -153,48 +174,102 @@ class TrainingEngine:
                 shard.tensor.copy_(source.read(shard.slice))
 
     def score(self, rows: TokenRows) -> Scores:
-        """Rate the response tokens without a gradient; host tensors in row order. Collective over the data axes."""
-        self.check_weights_present("score")
-        logprobs_R = torch.empty(rows.num_response_tokens, dtype=torch.float32)
-        entropy_R = torch.empty_like(logprobs_R)
-        for members in self._plan(rows):
-            with torch.no_grad():
-                scores, _ = self._forward(rows.select(members) if members else dummy_rows())
-            if members:
-                index = rows.response_index(members)
-                logprobs_R[index] = scores.logprobs_R.to("cpu")
-                entropy_R[index] = scores.entropy_R.to("cpu")
-        return Scores(logprobs_R, entropy_R)
+        """Rate the response tokens without a gradient; host tensors in row order. Collective over the mesh."""
+        logprobs_R = torch.zeros(rows.num_response_tokens, dtype=torch.float32)
+        entropy_R = torch.zeros_like(logprobs_R)
+
+        def see(work: Work, scores: Scores) -> None:
+            index = rows.response_index(work.members)
+            logprobs_R[index] = scores.logprobs_R.to("cpu")
+            entropy_R[index] = scores.entropy_R.to("cpu")
+
+        self._evaluate("score", rows, see)
+        return Scores(*(sum_across(values_R, self.mesh.pipeline) for values_R in (logprobs_R, entropy_R)))
+
+    def values(self, rows: TokenRows) -> Tensor:
+        """What a value head says of rows, on the host: [R], or [B] of a reward model. Collective over the mesh."""
+        by_token = self._passes.rating == "token_values"
+        values = torch.zeros(rows.num_response_tokens if by_token else len(rows), dtype=torch.float32)
+
+        def see(work: Work, found: Values) -> None:
+            values[rows.response_index(work.members) if by_token else work.members] = found.values.to("cpu")
+
+        self._evaluate("rate", rows, see)
+        return sum_across(values, self.mesh.pipeline)
 
     def update(self, rows: TokenRows, loss: LossFunction) -> UpdateResult:
-        """Make one optimizer step over this rank's rows and its peers'. Collective over the data axes.
+        """Make one optimizer step over this rank's rows and its peers'. Collective over the mesh.
 
         A loss or gradient that is not finite, on any rank, makes all ranks skip the step. Gradients are gone
         afterwards. Raises ValueError, on every rank, where no rank has rows.
         """
+        try:
+            return self.step(self.accumulate(rows, loss))
+        finally:
+            self.drop_gradients()
+
+    def accumulate(self, rows: TokenRows, loss: LossFunction) -> Accumulated:
+        """Add the gradient of these rows to the weights'. Collective over the mesh; see `update`."""
         self.check_weights_present("update")
         if self.optimizer is None:
             raise RuntimeError("this engine is frozen, so it has no optimizer to update with; build it unfrozen")
         plan = self._plan(rows)
         if not plan:
             raise ValueError("an update needs rows on at least one data rank, but there are none; skip the update")
-        try:
-            tally = _Tally()
-            for members in plan:
-                self._accumulate(rows, members, loss, tally)
-            return self._step(self.optimizer, tally, num_microbatches=len(plan))
-        finally:
-            self.optimizer.zero_grad(set_to_none=True)
+        tally = Tally()
+
+        def finish(work: Work, ratings: Scores | Values) -> Tensor:
+            if not work.members:
+                return sum(0.0 * values.sum() for values in ratings.tensors)
+            terms = loss(ratings, work.micro)
+            tally.add(terms)
+            return terms.loss
+
+        works = list(self._passes.prepare(rows, plan, self._routing_scope(rows)))
+        self._passes.train(works, finish)
+        self._sum_copies()
+        router = None
+        if self.config.moe is not None:
+            router = RouterStatistics(self.config, self.training.routing, self.device.torch_device)
+            for work in works:
+                router.add(work.route)
+        return Accumulated(tally if self._passes.has_ratings else None, router, len(plan))
+
+    def step(self, accumulated: Accumulated) -> UpdateResult:
+        """Agree on loss, norm and metrics, and step if they are finite. Collective over the mesh."""
+        assert self.optimizer is not None, "a frozen engine makes no steps"
+        gradients = self.named_gradients()
+        squares = squared_norm([shard.tensor for shard in gradients.values() if shard.is_first])
+        total = Totals.gathered(accumulated.tally, squares)
+        lr = learning_rate(self.optim, self.step_count, num_steps=self.training.num_updates)
+        if total.is_finite:
+            local = [shard.tensor for shard in gradients.values()]
+            clip_gradients(local, norm=total.grad_norm, max_norm=self.optim.max_grad_norm)
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+            self.optimizer.step()
+            self.step_count += 1
+        metrics = total.metrics | self._balance_experts(accumulated.router, is_skipped=not total.is_finite)
+        return UpdateResult(
+            total.loss, total.grad_norm, lr, metrics, accumulated.num_microbatches, skipped=not total.is_finite
+        )
 
     def named_shards(self) -> dict[str, Shard]:
         """The weights that this rank holds, by name."""
-        return {name: shard_of(name, parameter) for name, parameter in self.decoder.named_parameters()}
+        return self.model.named_shards()
+
+    def named_gradients(self) -> dict[str, Shard]:
+        """The gradients that are there, cut as the weights are."""
+        return {
+            name: self.model.shard_of(name, parameter.grad)
+            for name, parameter in self.model.named_parameters()
+            if parameter.grad is not None
+        }
 
     def whole_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Yield each weight whole, good until the next one. Collective: every rank takes all of them."""
         self.check_weights_present("gather weights")
-        for name, parameter in self.decoder.named_parameters():
-            yield name, whole_tensor(parameter).to(dtype)
+        yield from self.model.gather_whole(self.named_shards(), dtype)
 
     @property
     def update_count(self) -> int:
@@ -203,9 +278,7 @@ class TrainingEngine:
 
     def reshard(self) -> None:
         """Leave nothing on the device but this rank's shards."""
-        for module in self.decoder.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        self.model.reshard()
 
     def drop_gradients(self) -> None:
         """Free what is left of gradients; updates do so themselves."""
@@ -222,7 +295,7 @@ class TrainingEngine:
             return {}
         return {
             name: {kind: local_tensor(self.optimizer.state[parameter][kind]) for kind in ("exp_avg", "exp_avg_sq")}
-            for name, parameter in self.decoder.named_parameters()
+            for name, parameter in self.model.named_parameters()
         }
 
     def set_step_count(self, step_count: int) -> None:
@@ -243,97 +316,48 @@ class TrainingEngine:
         """Sums of host numbers over the groups of ranks that have rows of their own. Collective over the data axes."""
         return sum_across(torch.tensor(counts), self.mesh.data).tolist()
 
+    def _parameters(self) -> list[nn.Parameter]:
+        return [parameter for _, parameter in self.model.named_parameters()]
+
     def _plan(self, rows: TokenRows) -> list[list[int]]:
+        # Ranks that share a row's tokens together take as many times the budget.
         return plan_microbatches(
             rows.lengths_B.tolist(),
-            max_tokens=self.training.tokens_per_microbatch(self.device),
+            max_tokens=self.training.tokens_per_microbatch(self.device) * self.mesh.context.size,
             cost=self._row_cost,
             agree=lambda count: int(max_across(torch.tensor([count]), self.mesh.data)),
         )
 
-    def _forward(self, rows: TokenRows) -> tuple[Scores, MicroBatch]:
-        micro = to_microbatch(rows, self.device.torch_device)
+    def _evaluate(self, action: str, rows: TokenRows, see: Callable[[Work, Any], None]) -> None:
+        self.check_weights_present(action)
+        if plan := self._plan(rows):
+            self._passes.evaluate(self._passes.prepare(rows, plan), see)
 
-        # A tuple, because FSDP looks for tensors with gradients in what forward returns.
-        def head(hidden_TD: Tensor, head_weight_VD: Tensor) -> tuple[Tensor, Tensor]:
-            return logprobs_and_entropy(
-                hidden_TD[micro.predicting_R], head_weight_VD, micro.targets_R, temperature=self.temperature
-            )
+    def _routing_scope(self, rows: TokenRows) -> RoutingScope | None:
+        """What the routers of one update share. Collective over the data axes."""
+        if self.config.moe is None:
+            return None
+        (num_rows,) = self.sum_over_rows([len(rows)])
+        return RoutingScope(self.config, self.training.routing, num_rows, self.mesh.context, self.mesh.tensor)
 
-        attend = PackedCausalAttention(rows.offsets)
-        logprobs_R, entropy_R = self.decoder(micro.tokens_T, micro.positions_T, attend, head)
-        return Scores(logprobs_R, entropy_R), micro
+    def _balance_experts(self, router: RouterStatistics | None, *, is_skipped: bool) -> dict[str, tuple[float, float]]:
+        """Correct the routers' biases after a step, and report the loads. Collective over the mesh."""
+        if router is None:
+            return {}
+        totals = router.totals(self.mesh)
+        metrics = totals.metrics()
+        if self.config.moe is not None and self.config.moe.scoring == "sigmoid":
+            if self.training.routing.bias_update_rate and not is_skipped:
+                for decoder in self.model.decoders:
+                    totals.update_bias(decoder)
+            device = self.device.torch_device
+            metrics["router/bias_abs_max"] = largest_bias(self.model.decoders, self.mesh, device)
+        return {name: (value, 1.0) for name, value in metrics.items()}
 
-    def _accumulate(self, rows: TokenRows, members: list[int], loss: LossFunction, tally: _Tally) -> None:
-        """Add one micro-batch's gradient. Collective over the data axes."""
-        scores, micro = self._forward(rows.select(members) if members else dummy_rows())
-        if members:
-            terms = loss(scores, micro)
-            tally.add(terms)
-            terms.loss.backward()
-        else:
-            (0.0 * (scores.logprobs_R.sum() + scores.entropy_R.sum())).backward()
-
-    def _step(self, optimizer: torch.optim.AdamW, tally: _Tally, *, num_microbatches: int) -> UpdateResult:
-        """Agree on loss, norm and metrics, and step if they are finite. Collective over the data axes."""
-        gradients = local_gradients(self.decoder.parameters())
-        total = _Totals.gathered(tally, squared_norm(gradients), self.mesh)
-        lr = learning_rate(self.optim, self.step_count, num_steps=self.training.num_updates)
-        skipped = not (math.isfinite(total.loss) and math.isfinite(total.grad_norm))
-        if not skipped:
-            clip_gradients(gradients, norm=total.grad_norm, max_norm=self.optim.max_grad_norm)
-            for group in optimizer.param_groups:
-                group["lr"] = lr
-            optimizer.step()
-            self.step_count += 1
-        return UpdateResult(total.loss, total.grad_norm, lr, total.metrics, num_microbatches, skipped)
-
-
-@dataclass
-class _Tally:
-    """Loss terms of this rank's micro-batches, left on the device until all are done."""
-
-    terms: list[LossTerms] = field(default_factory=list)
-
-    def add(self, terms: LossTerms) -> None:
-        metrics = {name: (total.detach(), count.detach()) for name, (total, count) in terms.metrics.items()}
-        self.terms.append(LossTerms(terms.loss.detach(), metrics))
-
-    def entries(self) -> Iterator[tuple[str, float, float]]:
-        """(name, sum, count) of every micro-batch; the loss goes under the empty name."""
-        for terms in self.terms:
-            yield "", float(terms.loss), 0.0
-            for name, (total, count) in terms.metrics.items():
-                yield name, float(total), float(count)
-
-
-@dataclass(frozen=True)
-class _Totals:
-    """Sums over the data ranks, from which every rank draws the same conclusion."""
-
-    loss: float
-    grad_norm: float
-    metrics: dict[str, tuple[float, float]]
-
-    @classmethod
-    def gathered(cls, tally: _Tally, local_squared_norm: float, mesh: UpdateMesh) -> _Totals:
-        """Add up in rank order, so that every rank gets the same bits. Collective over the data axes.
-
-        Bytes rather than a sum of vectors: a rank that ran only dummies doesn't know the metrics' names.
-        """
-        payload = json.dumps([local_squared_norm, _summed(tally.entries())]).encode()
-        answers = [json.loads(answer) for answer in gather_bytes(payload)]
-        # Every replica holds the same gradients, so each square arrives once a replica.
-        num_replicas = mesh.layout.data
-        grad_norm = math.sqrt(sum(square for square, _ in answers) / num_replicas)
-        sums = _summed((name, *pair) for _, pairs in answers for name, pair in pairs.items())
-        loss, _ = sums.pop("")
-        return cls(loss, grad_norm, sums)
-
-
-def _summed(entries: Iterable[tuple[str, float, float]]) -> dict[str, tuple[float, float]]:
-    sums: dict[str, tuple[float, float]] = {}
-    for name, total, count in entries:
-        old_total, old_count = sums.get(name, (0.0, 0.0))
-        sums[name] = (old_total + total, old_count + count)
-    return sums
+    def _sum_copies(self) -> None:
+        """Complete the gradients of weights that several ranks hold, of which each has found a part. Collective."""
+        for number, decoder in self.model.stages.items():
+            gradients = local_gradients(decoder.named_parameters())
+            sum_tensor_gradients(gradients, self.model.parts[number], self.mesh.tensor)
+        if self.config.tied_head and self.mesh.pipeline.size > 1:
+            sum_tied_gradients(self.model.tied_gradients(), self.mesh.pipeline)

@@ -10,7 +10,6 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from spmdrl.engines.training.parallelize import local_tensor
 from spmdrl.resources.device import Device
 
 # Kinds of device on which torch's fused AdamW runs; the others take its loop over tensors.
@@ -65,10 +64,20 @@ def learning_rate(config: OptimConfig, step: int, *, num_steps: int) -> float:
 def build_optimizer(config: OptimConfig, parameters: Iterable[nn.Parameter], device: Device) -> torch.optim.AdamW:
     """AdamW with its state allocated at once, so that memory and checkpoints are the same before and after a step."""
     fused = device.kind in FUSED_ADAMW
+    # The fused kernel takes sharded and plain tensors, but not in one call.
+    sharded: list[nn.Parameter] = []
+    plain: list[nn.Parameter] = []
+    for parameter in parameters:
+        (plain if type(parameter.data) is Tensor else sharded).append(parameter)
     optimizer = torch.optim.AdamW(
-        parameters, lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay, fused=fused
+        [{"params": group} for group in (sharded, plain) if group],
+        lr=config.lr,
+        betas=config.betas,
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        fused=fused,
     )
-    for parameter in optimizer.param_groups[0]["params"]:
+    for parameter in (*sharded, *plain):
         optimizer.state[parameter] = {
             # Where torch itself would put it: the fused kernel reads the step on the device.
             "step": torch.zeros((), dtype=torch.float32, device=device.torch_device if fused else "cpu"),
@@ -78,14 +87,9 @@ def build_optimizer(config: OptimConfig, parameters: Iterable[nn.Parameter], dev
     return optimizer
 
 
-def local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    """The local storage of every gradient that is there."""
-    return [local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None]
-
-
 def squared_norm(gradients: Sequence[Tensor]) -> float:
     """The squared 2-norm of local gradients; over the ranks of one replica these add up to the global one."""
-    return float(torch.nn.utils.get_total_norm(gradients)) ** 2
+    return float(torch.nn.utils.get_total_norm(gradients)) ** 2 if gradients else 0.0
 
 
 def clip_gradients(gradients: Sequence[Tensor], *, norm: float, max_norm: float) -> None:

@@ -1,92 +1,123 @@
-"""Puts FSDP2 around a plain decoder, from outside, and says which slice of each weight a rank then holds."""
+"""Builds this rank's part of a decoder: parallelism is put around plain modules from outside, in one fixed order.
+
+Pipeline (which layers), expert and tensor (which slices of each weight), recomputation, then FSDP2 over what is left.
+"""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as ShardPlacement
+from torch.utils.checkpoint import checkpoint
 
 from spmdrl.engines.models.decoder import Decoder, DecoderConfig
+from spmdrl.engines.models.moe import Experts
+from spmdrl.engines.training.context_parallel import check_context_parallel
+from spmdrl.engines.training.expert_parallel import apply_expert_parallel, check_expert_parallel
+from spmdrl.engines.training.parts import Parts
+from spmdrl.engines.training.pipeline_layout import check_pipeline, layer_spans, stage_numbers
+from spmdrl.engines.training.sharded_model import ShardedModel
+from spmdrl.engines.training.tensor_parallel import apply_tensor_parallel, check_tensor_parallel
+from spmdrl.resources.layout import UpdateLayout
 from spmdrl.resources.mesh import UpdateMesh
-from spmdrl.types import WeightSlice
 
 
 @dataclass(frozen=True)
-class Shard:
-    """A rank's part of one named tensor; it may be empty."""
+class Precision:
+    """What weights are kept in, and what layers compute in; gradients are reduced in float32."""
 
-    tensor: Tensor
-    """The local storage itself, not a copy."""
-    slice: WeightSlice
-    """Which box of the whole tensor it holds."""
-    global_shape: tuple[int, ...]
+    parameters: torch.dtype
+    compute: torch.dtype
 
 
-def build_sharded_decoder(
-    config: DecoderConfig,
-    mesh: UpdateMesh,
-    *,
-    device: torch.device,
-    parameter_dtype: torch.dtype,
-    compute_dtype: torch.dtype,
-) -> Decoder:
-    """Build a decoder whose weights are this rank's shards, allocated but not yet filled. Collective over the mesh.
+def check_layout(config: DecoderConfig, layout: UpdateLayout) -> None:
+    """Raise ValueError where a model can't be trained under a fitted layout; each rank can tell by itself."""
+    check_pipeline(config, layout)
+    if config.tied_head and layout.pipeline > 1 and layout.pipeline_schedule == "zbv":
+        raise ValueError(
+            "resources.update.pipeline_schedule is zbv, whose first rank also holds the head, but this model's head is "
+            "its embedding, of which a rank holds one copy; set pipeline_schedule to zero_bubble or interleaved"
+        )
+    check_tensor_parallel(config, layout.tensor)
+    check_context_parallel(config, tensor=layout.tensor, context=layout.context, kind=layout.context_kind)
+    check_expert_parallel(config, layout.expert)
 
-    The decoder is made on the meta device, so no rank ever holds the whole model. It stays a plain module where one
-    rank holds all of it and computes in the dtype of its parameters.
+
+def build_sharded_model(
+    config: DecoderConfig, mesh: UpdateMesh, precision: Precision, *, device: torch.device, recompute: bool
+) -> ShardedModel:
+    """Build a model whose weights are this rank's shards, allocated but not yet filled. Collective over the mesh.
+
+    Decoders are made on the meta device, so no rank ever holds the whole model. They stay plain modules where the
+    data axes have one rank and layers compute in the dtype of their weights.
     """
-    with torch.device("meta"):
-        decoder = Decoder(config).to(parameter_dtype)
-    if mesh.dense_shards.size() > 1 or parameter_dtype != compute_dtype:
-        shard_modules(decoder, mesh, MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32))
-    return decoder.to_empty(device=device)
+    spans = layer_spans(config.num_layers, mesh.pipeline.size * mesh.layout.pipeline_chunks)
+    stages: dict[int, Decoder] = {}
+    parts: dict[int, Parts] = {}
+    for number in stage_numbers(mesh.pipeline, mesh.layout):
+        with torch.device("meta"):
+            decoder = Decoder(config, spans[number])
+        _cast_parameters(decoder, precision.parameters)
+        parts[number] = Parts.of(decoder)
+        apply_expert_parallel(decoder, mesh.expert, parts[number])
+        apply_tensor_parallel(decoder, mesh.tensor, parts[number])
+        if recompute:
+            recompute_layers(decoder)
+        shard_modules(decoder, mesh, precision)
+        stages[number] = decoder.to_empty(device=device)
+    return ShardedModel(config, stages, parts, mesh)
 
 
-def shard_modules(decoder: Decoder, mesh: UpdateMesh, policy: MixedPrecisionPolicy) -> None:
-    """Shard each layer, then what is left in the root; gradients are summed over the data ranks, not averaged.
+def _cast_parameters(decoder: Decoder, dtype: torch.dtype) -> None:
+    """Buffers stay in the dtype that they were made in: a router's correction is added in float32."""
+    for module in decoder.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            setattr(module, name, nn.Parameter(parameter.to(dtype), requires_grad=parameter.requires_grad))
+
+
+def recompute_layers(decoder: Decoder) -> None:
+    """Keep only each layer's input for backward, and run the layer again there (arXiv:1604.06174)."""
+    for layer in decoder.layers:
+        # On the instance, below the hooks: FSDP gathers the layer's weights before either run.
+        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+
+
+def shard_modules(decoder: Decoder, mesh: UpdateMesh, precision: Precision) -> None:
+    """Shard the experts, each layer, then what is left in the root; gradients are summed over ranks, not averaged.
 
     The root is resharded after forward as well, so that between two calls a rank holds nothing but its shards.
     """
+    casts = precision.parameters != precision.compute
+    sharded = mesh.dense_shards.size() > 1
+    if not (sharded or casts):
+        return
+    policy = MixedPrecisionPolicy(param_dtype=precision.compute, reduce_dtype=torch.float32)
+    options = {"mp_policy": policy, "reshard_after_forward": True}
+    lone: set[nn.Parameter] = set()
+    if mesh.expert.size > 1:
+        for experts in (module for module in decoder.modules() if isinstance(module, Experts)):
+            if mesh.expert_shards.size() == 1 and not casts:
+                # No other rank holds these experts: they stay plain, and nothing of them is copied.
+                lone.update(experts.parameters())
+                continue
+            placement = functools.partial(_expert_placement, num_ranks=mesh.layout.expert_shard)
+            _sum_gradients(fully_shard(experts, mesh=mesh.expert_shards, shard_placement_fn=placement, **options))
     for module in (*decoder.layers, decoder):
-        fully_shard(module, mesh=mesh.dense_shards, mp_policy=policy, reshard_after_forward=True)
-        assert isinstance(module, FSDPModule)
-        # Shares of the loss add up over ranks, so gradients must too: a plain sum is exact for any number of ranks.
-        module.set_force_sum_reduction_for_comms(True)
-        module.set_gradient_divide_factor(1.0)
+        _sum_gradients(fully_shard(module, mesh=mesh.dense_shards, ignored_params=lone or None, **options))
 
 
-def local_tensor(tensor: Tensor) -> Tensor:
-    """The storage that this rank holds of a tensor, sharded or plain, without its graph."""
-    with torch.no_grad():
-        return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+def _sum_gradients(module: nn.Module) -> None:
+    assert isinstance(module, FSDPModule)
+    # Shares of the loss add up over ranks, so gradients must too: a plain sum is exact for any number of ranks.
+    module.set_force_sum_reduction_for_comms(True)
+    module.set_gradient_divide_factor(1.0)
 
 
-def shard_of(name: str, parameter: Tensor) -> Shard:
-    """The part of a named tensor that this rank holds: all of a plain one, dim-0 rows of a sharded one."""
-    local, shape = local_tensor(parameter), tuple(parameter.shape)
-    start, stop = (0, shape[0])
-    if isinstance(parameter, DTensor):
-        for axis, placement in enumerate(parameter.placements):
-            if placement.is_shard():
-                assert placement == ShardPlacement(0), (name, placement)
-                mesh = parameter.device_mesh
-                start, stop = rows_held(shape[0], mesh.size(axis), mesh.get_local_rank(axis))
-    assert local.shape == (stop - start, *shape[1:]), (name, tuple(local.shape), start, stop, shape)
-    zeros = (0,) * (len(shape) - 1)
-    return Shard(local, WeightSlice(name, (start, *zeros), (stop, *shape[1:])), shape)
-
-
-def rows_held(num_rows: int, num_ranks: int, rank: int) -> tuple[int, int]:
-    """The half-open interval of rows that FSDP2 gives a rank: chunks rounded up, so the last may be short or empty."""
-    chunk = -(-num_rows // num_ranks)
-    return min(rank * chunk, num_rows), min((rank + 1) * chunk, num_rows)
-
-
-def whole_tensor(tensor: Tensor) -> Tensor:
-    """All of a named tensor on this rank's device. Collective over the mesh where it is sharded."""
-    with torch.no_grad():
-        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+def _expert_placement(parameter: nn.Parameter, *, num_ranks: int) -> ShardPlacement:
+    """Cut by experts where each rank gets as many, else by the next dim where that divides."""
+    dims = [dim for dim in (0, 1) if parameter.shape[dim] % num_ranks == 0]
+    return ShardPlacement(dims[0] if dims else 0)

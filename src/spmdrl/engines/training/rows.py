@@ -7,11 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from spmdrl.types import gather_ragged_rows, offsets_of
+
+Rating = Literal["logprobs", "token_values", "row_values"]
+"""What a head says: the log-prob of each response token, a value before each of them, or one at each row's end."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,8 @@ class TokenRows:
     """Values per response token, packed over rows [R]."""
     dense: dict[str, Tensor] = field(default_factory=dict)
     """Values per row [B]."""
+    experts_TLC: Tensor | None = None
+    """Experts that each token is to use in each sparse layer, -1 where the router chooses."""
 
     def __post_init__(self) -> None:
         num_rows, num_tokens = self.offsets.numel() - 1, self.tokens_T.numel()
@@ -68,6 +74,14 @@ class TokenRows:
     def num_response_tokens(self) -> int:
         return int(self.lengths_B.sum() - self.prompt_lengths_B.sum())
 
+    def rated_places(self, rating: Rating) -> Tensor:
+        """The packed token before each response token [R], or the last one of each row [B]."""
+        if rating == "row_values":
+            return self.offsets[1:] - 1
+        bounds = self.response_offsets
+        shift_B = self.offsets[:-1] + self.prompt_lengths_B - 1 - bounds[:-1]
+        return torch.arange(int(bounds[-1])) + shift_B.repeat_interleave(bounds.diff())
+
     def select(self, rows: Sequence[int]) -> TokenRows:
         """Copy the rows at these positions, in that order."""
         index = torch.as_tensor(rows, dtype=torch.int64)
@@ -79,6 +93,9 @@ class TokenRows:
             prompt_lengths_B=self.prompt_lengths_B[index],
             response={name: gather_ragged_rows(values, bounds, index)[0] for name, values in self.response.items()},
             dense={name: values[index] for name, values in self.dense.items()},
+            experts_TLC=(
+                None if self.experts_TLC is None else gather_ragged_rows(self.experts_TLC, self.offsets, index)[0]
+            ),
         )
 
     def response_index(self, rows: Sequence[int]) -> Tensor:
@@ -127,7 +144,7 @@ def to_microbatch(rows: TokenRows, device: torch.device) -> MicroBatch:
         dense={name: values.to(device) for name, values in rows.dense.items()},
         row_of_response_R=row_of_token_T[is_response_T].to(device),
         positions_T=positions_T.to(device),
-        predicting_R=(is_response_T.nonzero().flatten() - 1).to(device),
+        predicting_R=rows.rated_places("logprobs").to(device),
     )
 
 
@@ -140,6 +157,21 @@ class Scores:
     entropy_R: Tensor
     """Entropy in nats of the distribution that each response token was drawn from, float32."""
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.logprobs_R, self.entropy_R
+
+
+@dataclass(frozen=True)
+class Values:
+    """What a value head says, float32: of each response token before it comes [R], or of each whole row [B]."""
+
+    values: Tensor
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.values,)
+
 
 @dataclass(frozen=True)
 class LossTerms:
@@ -151,4 +183,5 @@ class LossTerms:
     """Name to (sum, count), scalars that add up over micro-batches and ranks."""
 
 
-LossFunction = Callable[[Scores, MicroBatch], LossTerms]
+LossFunction = Callable[[Any, MicroBatch], LossTerms]
+"""From `Scores`, or `Values` where the head is a value head, and the rows that they are of."""

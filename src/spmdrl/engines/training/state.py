@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from spmdrl.engines.training.engine import TrainingEngine
-from spmdrl.engines.training.parallelize import Shard
+from spmdrl.engines.training.sharded_model import Shard
 from spmdrl.types import WeightSlice
 
 STEP = WeightSlice("step", (), ())
@@ -29,15 +29,13 @@ ReadSlice = Callable[[str, WeightSlice], Tensor]
 def trainer_state(engine: TrainingEngine) -> dict[str, Shard]:
     """Master weights, AdamW's means and its step count, under `kind/name`: the storage itself, not copies.
 
-    Over all ranks each slice stands in exactly one rank's answer; replicas beyond the first have nothing to add.
+    Over all ranks each slice stands in exactly one rank's answer; copies beyond the first add nothing.
     """
     engine.check_weights_present("save the trainer's state")
-    if engine.mesh.replica > 0:
-        return {}
     state: dict[str, Shard] = {}
     means = engine.optimizer_state()
     for name, shard in engine.named_shards().items():
-        if shard.slice.num_elements:
+        if shard.is_first and shard.slice.num_elements:
             state[f"weight/{name}"] = shard
             for kind, tensor in means.get(name, {}).items():
                 state[f"{kind}/{name}"] = Shard(tensor, shard.slice, shard.global_shape)

@@ -1,0 +1,160 @@
+"""What a careful user writes in plain PyTorch around a transformers model: the training bench's comparator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from spmdrl.engines.training.optimizer import OptimConfig
+from spmdrl.engines.training.rows import TokenRows
+from spmdrl.resources.device import Device
+
+_NO_TARGET = -100
+# Rows of a rectangle of similar ones are at least this part as long as its longest.
+_SIMILAR_SHARE = 0.8
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """A rectangle of tokens, one row or several beside each other in each of its rows."""
+
+    tokens_BL: Tensor
+    labels_BL: Tensor
+    """The next token where it is to be learned, else -100."""
+    arguments: dict[str, Tensor]
+    """What tells the model where rows end."""
+
+
+@dataclass(frozen=True)
+class Batching:
+    """One way to lay rows out and to take their loss."""
+
+    batches: Callable[[TokenRows, int, torch.device], list[TokenBatch]]
+    loss: Callable[[Any, TokenBatch], Tensor]
+    """The loss summed over a batch's targets."""
+
+
+class PlainTrainer:
+    """A transformers model, fused AdamW and clipping; float32 weights, autocast where the device computes in less."""
+
+    def __init__(self, folder: Path, optim: OptimConfig, device: Device):
+        # Imported here because it takes seconds.
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
+        self.model = model.to(device.torch_device).train()
+        self.max_grad_norm = optim.max_grad_norm
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(),
+            lr=optim.lr,
+            betas=optim.betas,
+            eps=optim.eps,
+            weight_decay=optim.weight_decay,
+            fused=True,
+        )
+        is_lower = device.compute_dtype != torch.float32
+        self._autocast = torch.autocast(device.kind, dtype=device.compute_dtype if is_lower else None, enabled=is_lower)
+
+    def step(self, batches: Sequence[TokenBatch], loss: Callable[[Any, TokenBatch], Tensor], num_targets: int) -> float:
+        """Make one optimizer step over all batches, and return the mean loss."""
+        total = 0.0
+        for batch in batches:
+            with self._autocast:
+                share = loss(self.model, batch) / num_targets
+            share.backward()
+            total += float(share.detach())
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return total
+
+
+def padded_batches(rows: TokenRows, max_tokens: int, device: torch.device) -> list[TokenBatch]:
+    """Rows sorted by length, as many in a rectangle as keep it, padding included, within the budget."""
+    return [_padded(rows, group, device) for group in _rectangles(rows, max_tokens, least_share=0.0)]
+
+
+def similar_batches(rows: TokenRows, max_tokens: int, device: torch.device) -> list[TokenBatch]:
+    """The same, with more rectangles of rows whose lengths differ little: less padding, smaller products."""
+    return [_padded(rows, group, device) for group in _rectangles(rows, max_tokens, least_share=_SIMILAR_SHARE)]
+
+
+def _rectangles(rows: TokenRows, max_tokens: int, *, least_share: float) -> list[list[int]]:
+    groups: list[list[int]] = []
+    lengths = rows.lengths_B.tolist()
+    for row in sorted(range(len(rows)), key=lambda row: -lengths[row]):
+        longest = lengths[groups[-1][0]] if groups else 0
+        if not groups or (len(groups[-1]) + 1) * longest > max_tokens or lengths[row] < least_share * longest:
+            groups.append([])
+        groups[-1].append(row)
+    return groups
+
+
+def _padded(rows: TokenRows, group: list[int], device: torch.device) -> TokenBatch:
+    tokens, labels = zip(*(_tokens_and_labels(rows, row) for row in group), strict=True)
+    pad = torch.nn.utils.rnn.pad_sequence
+    lengths_B = rows.lengths_B[group]
+    mask_BL = torch.arange(int(lengths_B.max())) < lengths_B[:, None]
+    return TokenBatch(
+        pad(list(tokens), batch_first=True).to(device),
+        pad(list(labels), batch_first=True, padding_value=_NO_TARGET).to(device),
+        {"attention_mask": mask_BL.to(torch.int64).to(device)},
+    )
+
+
+def packed_batches(rows: TokenRows, max_tokens: int, device: torch.device) -> list[TokenBatch]:
+    """Rows end to end within the budget; positions that restart make transformers' mask one block a row."""
+    groups: list[list[int]] = []
+    lengths = rows.lengths_B.tolist()
+    for row in sorted(range(len(rows)), key=lambda row: -lengths[row]):
+        fitting = [group for group in groups if sum(lengths[k] for k in group) + lengths[row] <= max_tokens]
+        if not fitting:
+            groups.append([])
+        (fitting or groups[-1:])[0].append(row)
+    return [_packed(rows, group, device) for group in groups]
+
+
+def _packed(rows: TokenRows, group: list[int], device: torch.device) -> TokenBatch:
+    tokens, labels = zip(*(_tokens_and_labels(rows, row) for row in group), strict=True)
+    positions = [torch.arange(len(row)) for row in tokens]
+    tokens_BL, labels_BL, positions_BL = (
+        torch.cat(list(parts))[None].to(device) for parts in (tokens, labels, positions)
+    )
+    return TokenBatch(tokens_BL, labels_BL, {"position_ids": positions_BL})
+
+
+def _tokens_and_labels(rows: TokenRows, row: int) -> tuple[Tensor, Tensor]:
+    start, stop = rows.offsets[row : row + 2].tolist()
+    tokens = rows.tokens_T[start:stop]
+    labels = F.pad(tokens[1:], (0, 1), value=_NO_TARGET)
+    labels[: int(rows.prompt_lengths_B[row]) - 1] = _NO_TARGET
+    return tokens, labels
+
+
+def loss_of_all_logits(model: Any, batch: TokenBatch) -> Tensor:
+    """Logits everywhere, and the loss where there are targets: what most training scripts do."""
+    logits = model(batch.tokens_BL, use_cache=False, **batch.arguments).logits
+    targets = batch.labels_BL.flatten()
+    return F.cross_entropy(logits.float().flatten(0, 1), targets, ignore_index=_NO_TARGET, reduction="sum")
+
+
+def loss_of_target_logits(model: Any, batch: TokenBatch) -> Tensor:
+    """Logits only where there are targets."""
+    hidden = model.model(batch.tokens_BL, use_cache=False, **batch.arguments).last_hidden_state
+    has_target_BL = batch.labels_BL != _NO_TARGET
+    logits = model.lm_head(hidden[has_target_BL])
+    return F.cross_entropy(logits.float(), batch.labels_BL[has_target_BL], reduction="sum")
+
+
+BATCHINGS: dict[str, Batching] = {
+    "padded": Batching(padded_batches, loss_of_all_logits),
+    "padded, target logits": Batching(padded_batches, loss_of_target_logits),
+    "similar, target logits": Batching(similar_batches, loss_of_target_logits),
+    "packed, target logits": Batching(packed_batches, loss_of_target_logits),
+}

@@ -1,0 +1,218 @@
+"""The update of one rank beside plain PyTorch on the same transformers model, rows and token budget, run in turn.
+
+Each contender makes forward, backward and the optimizer's step over the same rows of log-normal lengths, with the same
+loss, the mean over response tokens. Plain PyTorch tries several ways of batching, and its best is the comparator.
+The matmul rate is that of one large product measured in the same run, in the dtype that the contenders compute in.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from spmdrl.bench.plain_training import BATCHINGS, PlainTrainer
+from spmdrl.bench.table import BenchTable
+from spmdrl.engines.models.decoder import DecoderConfig
+from spmdrl.engines.models.hf import hf_config_dict, read_config
+from spmdrl.engines.models.weights import WeightFiles, random_weights, write_weights
+from spmdrl.engines.training.engine import TrainingConfig, TrainingEngine
+from spmdrl.engines.training.microbatch import RowCost
+from spmdrl.engines.training.optimizer import OptimConfig
+from spmdrl.engines.training.rows import LossTerms, MicroBatch, Scores, TokenRows
+from spmdrl.resources.device import Device
+from spmdrl.resources.layout import UpdateLayout, fit_update_layout
+from spmdrl.resources.mesh import build_update_mesh
+from spmdrl.resources.world import World, open_world
+from spmdrl.types import offsets_of
+
+OURS = "spmdrl"
+MADE_MODEL = DecoderConfig(
+    model_type="qwen3",
+    vocab_size=8192,
+    hidden_size=512,
+    intermediate_size=1536,
+    num_layers=8,
+    num_heads=8,
+    num_kv_heads=4,
+    head_size=64,
+    rms_eps=1e-6,
+    rope_theta=10000.0,
+    qk_norm=True,
+    attention_bias=False,
+    tied_head=True,
+    max_positions=32768,
+)
+"""What --model stands for when it isn't given: 30M parameters."""
+# Tokens of prompt in a row, as a share of the row.
+PROMPT_SHARE = (0.1, 0.5)
+MATMUL_SIZE_ON_CPU, MATMUL_SIZE = 1536, 8192
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", type=Path, help="Hugging Face folder; a random Qwen3 of 30M parameters unless given")
+    parser.add_argument("--rows", type=int, default=32, help="rows of one step")
+    parser.add_argument("--mean-length", type=float, default=192.0, help="mean tokens of a row")
+    parser.add_argument("--spread", type=float, default=0.7, help="standard deviation of the lengths' logarithms")
+    parser.add_argument("--longest", type=int, default=2048, help="tokens of the longest row")
+    parser.add_argument("--max-tokens", type=int, help="tokens of one micro-batch; the engine's default unless given")
+    parser.add_argument("--rounds", type=int, default=3, help="steps that are counted, after one of warm-up")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or npu")
+
+
+def run(arguments: argparse.Namespace) -> BenchTable:
+    """Run all in turn, and compare medians. Raises ValueError where their losses differ."""
+    with open_world(arguments.device) as world, _model_folder(arguments.model) as folder:
+        config = read_config(folder)
+        rows = make_rows(config.vocab_size, arguments)
+        steps, max_tokens = _contenders(folder, config, rows, world, arguments.max_tokens)
+        measured = _measure(steps, world.device, arguments.rounds)
+    losses, seconds, flops_per_second = measured.losses, measured.seconds, measured.matmul_flops_per_second
+    _check_same_loss(losses)
+    flops = useful_flops(config, rows)
+    medians = {name: statistics.median(taken) for name, taken in seconds.items()}
+    lengths = rows.lengths_B.tolist()
+    table_rows = [
+        {
+            "trainer": name,
+            "seconds": median,
+            "tokens_per_s": sum(lengths) / median,
+            "matmul_share": flops / median / flops_per_second,
+            "times_ours": median / medians[OURS],
+            "loss": losses[name],
+        }
+        for name, median in medians.items()
+    ]
+    best = min((name for name in medians if name != OURS), key=lambda name: medians[name])
+    return BenchTable(
+        title=f"bench training: {len(lengths)} rows of {min(lengths)} to {max(lengths)} tokens, {sum(lengths)} in all, "
+        f"micro-batches of at most {max_tokens}",
+        columns=tuple(table_rows[0]),
+        rows=table_rows,
+        notes=(
+            f"{medians[best] / medians[OURS]:.2f} times as fast as {best}, the best of plain PyTorch; "
+            f"medians over {arguments.rounds} steps run in turn",
+            f"{flops / 1e12:.3g} useful TFLOP a step; one large product runs at {flops_per_second / 1e12:.3g} TFLOP/s "
+            f"with {torch.get_num_threads()} CPU threads",
+        ),
+        details={"seconds": seconds, "best_peer": best, "ratio": medians[best] / medians[OURS], "flops": flops},
+    )
+
+
+@contextmanager
+def _model_folder(given: Path | None) -> Iterator[Path]:
+    """The folder given, or a temporary one with a random model."""
+    if given is not None:
+        yield given
+        return
+    with tempfile.TemporaryDirectory(prefix="spmdrl-bench-") as name:
+        folder = Path(name)
+        weights = random_weights(MADE_MODEL, seed=0)
+        (folder / "config.json").write_text(json.dumps(hf_config_dict(MADE_MODEL, torch.float32)))
+        write_weights(folder, ((weight, weights(weight)) for weight in weights.names))
+        yield folder
+
+
+def make_rows(vocab_size: int, arguments: argparse.Namespace) -> TokenRows:
+    """Rows of random tokens with log-normal lengths, the same on every machine."""
+    generator = torch.Generator().manual_seed(0)
+    # The mean of a log-normal variable is exp(location + spread**2 / 2).
+    location = math.log(arguments.mean_length) - arguments.spread**2 / 2
+    logarithms_B = location + arguments.spread * torch.randn(arguments.rows, generator=generator)
+    lengths_B = logarithms_B.exp().round().to(torch.int64).clamp(2, arguments.longest)
+    least, most = PROMPT_SHARE
+    shares_B = least + (most - least) * torch.rand(arguments.rows, generator=generator)
+    return TokenRows(
+        tokens_T=torch.randint(vocab_size, (int(lengths_B.sum()),), generator=generator),
+        offsets=offsets_of(lengths_B),
+        prompt_lengths_B=(lengths_B * shares_B).to(torch.int64).clamp(min=1),
+    )
+
+
+def _contenders(
+    folder: Path, config: DecoderConfig, rows: TokenRows, world: World, max_tokens: int | None
+) -> tuple[dict[str, Callable[[], float]], int]:
+    """Each contender's step, which returns its loss, and the token budget of all."""
+    training = TrainingConfig(max_tokens_per_microbatch=max_tokens)
+    budget = training.tokens_per_microbatch(world.device)
+    optim = OptimConfig()
+    mesh = build_update_mesh(fit_update_layout(UpdateLayout(), world.size), world.device, world.rank)
+    engine = TrainingEngine(config, training, optim, mesh, world.device)
+    engine.load(WeightFiles(folder))
+    plain = PlainTrainer(folder, optim, world.device)
+    num_targets = rows.num_response_tokens
+
+    def mean_loss(scores: Scores, micro: MicroBatch) -> LossTerms:
+        return LossTerms(-scores.logprobs_R.sum() / num_targets, {})
+
+    steps: dict[str, Callable[[], float]] = {OURS: lambda: engine.update(rows, mean_loss).loss}
+    for name, batching in BATCHINGS.items():
+        batches = batching.batches(rows, budget, world.device.torch_device)
+        steps[name] = lambda batches=batches, batching=batching: plain.step(batches, batching.loss, num_targets)
+    return steps, budget
+
+
+@dataclass(frozen=True)
+class _Measured:
+    losses: dict[str, float]
+    """Of each contender's first step."""
+    seconds: dict[str, list[float]]
+    """Of its later ones."""
+    matmul_flops_per_second: float
+    """The best of all rounds."""
+
+
+def _measure(steps: dict[str, Callable[[], float]], device: Device, rounds: int) -> _Measured:
+    """Run all contenders in turn, and a large product after each round, so that all see the same machine."""
+    losses = {name: step() for name, step in steps.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    rates = []
+    for _ in range(rounds):
+        for name, step in steps.items():
+            device.synchronize()
+            start = time.perf_counter()
+            step()
+            device.synchronize()
+            seconds[name].append(time.perf_counter() - start)
+        rates.append(matmul_rate(device))
+    return _Measured(losses, seconds, max(rates))
+
+
+def _check_same_loss(losses: dict[str, float]) -> None:
+    # Plain PyTorch's contenders share a model, so each begins a step after the one before.
+    if max(losses.values()) - min(losses.values()) > 0.01 * abs(losses[OURS]):
+        raise ValueError(f"the contenders' losses differ, so they don't do the same work: {losses}")
+
+
+def useful_flops(config: DecoderConfig, rows: TokenRows) -> float:
+    """Floating-point operations that a step can't do without: forward once, backward twice, nothing padded.
+
+    The head is needed at response tokens only.
+    """
+    cost = RowCost.of_model(config)
+    forward = sum(cost.of(length) for length in rows.lengths_B.tolist())
+    forward -= (rows.tokens_T.numel() - rows.num_response_tokens) * config.vocab_size * config.hidden_size
+    return 3 * 2 * forward
+
+
+def matmul_rate(device: Device) -> float:
+    """Floating-point operations a second of one large product, the best of several."""
+    size = MATMUL_SIZE_ON_CPU if device.is_cpu else MATMUL_SIZE
+    left, right = (torch.randn(size, size, dtype=device.compute_dtype, device=device.torch_device) for _ in range(2))
+    best = math.inf
+    for _ in range(8):
+        device.synchronize()
+        start = time.perf_counter()
+        torch.mm(left, right)
+        device.synchronize()
+        best = min(best, time.perf_counter() - start)
+    return 2 * size**3 / best

@@ -1,0 +1,149 @@
+"""What is particular to each model family in config.json: sparse layers, latent attention, biases and defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from spmdrl.engines.models.decoder import DecoderConfig
+from spmdrl.engines.models.hf_values import flag, number, only, whole_number
+from spmdrl.engines.models.latent import LatentConfig
+from spmdrl.engines.models.moe import MoeConfig
+
+
+@dataclass(frozen=True)
+class Family:
+    """How one model_type differs from the others in config.json."""
+
+    architecture: str
+    """transformers' class."""
+    has_qk_norm: bool = False
+    """Whether queries and keys are normalized per head."""
+    default_head_size: int | None = None
+    """Head size where head_dim isn't given; None is hidden_size / num_attention_heads."""
+    has_attention_bias: bool | None = None
+    """Whether attention projections have biases; None lets attention_bias say so."""
+    has_mlp_bias: bool = False
+    """Whether mlp_bias may be true."""
+    read_moe: Callable[[Mapping[str, Any]], MoeConfig | None] = lambda raw: None
+    """Reads the sparse layers."""
+    read_latent: Callable[[Mapping[str, Any]], LatentConfig | None] = lambda raw: None
+    """Reads the latent attention."""
+    write: Callable[[DecoderConfig], dict[str, Any]] = lambda config: {}
+    """The entries that only this family has."""
+
+
+def _read_qwen3_moe(raw: Mapping[str, Any]) -> MoeConfig | None:
+    num_layers = whole_number(raw, "num_hidden_layers")
+    step = whole_number(raw, "decoder_sparse_step", 1)
+    dense = set(raw.get("mlp_only_layers") or ()) | {i for i in range(num_layers) if (i + 1) % step}
+    dense_layers = tuple(i for i in range(num_layers) if i in dense)
+    if len(dense_layers) == num_layers:
+        raise ValueError(
+            f"mlp_only_layers {raw.get('mlp_only_layers')} and decoder_sparse_step {step} leave none of the "
+            f"{num_layers} layers sparse; such a model is a qwen3"
+        )
+    return MoeConfig(
+        num_experts=_num_experts(raw, "num_experts"),
+        experts_per_token=whole_number(raw, "num_experts_per_tok"),
+        intermediate_size=whole_number(raw, "moe_intermediate_size"),
+        normalize=flag(raw, "norm_topk_prob", default=False),
+        dense_layers=dense_layers,
+    )
+
+
+def _write_qwen3_moe(config: DecoderConfig) -> dict[str, Any]:
+    assert config.moe is not None, "a qwen3_moe has sparse layers"
+    return {
+        "num_experts": config.moe.num_experts,
+        "num_experts_per_tok": config.moe.experts_per_token,
+        "moe_intermediate_size": config.moe.intermediate_size,
+        "norm_topk_prob": config.moe.normalize,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": list(config.moe.dense_layers),
+    }
+
+
+def _read_deepseek_moe(raw: Mapping[str, Any]) -> MoeConfig | None:
+    only(raw, "scoring_func", "sigmoid")
+    only(raw, "topk_method", "noaux_tc")
+    only(raw, "moe_layer_freq", 1)
+    num_layers = whole_number(raw, "num_hidden_layers")
+    num_dense = whole_number(raw, "first_k_dense_replace", least=0)
+    num_groups = whole_number(raw, "n_group", 1)
+    if num_dense >= num_layers:
+        raise ValueError(
+            f"first_k_dense_replace {num_dense} leaves none of the {num_layers} layers sparse; it must be lower"
+        )
+    return MoeConfig(
+        num_experts=_num_experts(raw, "n_routed_experts"),
+        experts_per_token=whole_number(raw, "num_experts_per_tok"),
+        intermediate_size=whole_number(raw, "moe_intermediate_size"),
+        scoring="sigmoid",
+        normalize=flag(raw, "norm_topk_prob", default=True),
+        weight_scale=number(raw, "routed_scaling_factor"),
+        num_groups=num_groups,
+        groups_per_token=whole_number(raw, "topk_group", num_groups),
+        num_shared_experts=whole_number(raw, "n_shared_experts"),
+        dense_layers=tuple(range(num_dense)),
+    )
+
+
+def _read_deepseek_latent(raw: Mapping[str, Any]) -> LatentConfig | None:
+    if "q_lora_rank" not in raw:
+        raise ValueError("q_lora_rank is missing, but must be a whole number >= 1, or null for a plain q_proj")
+    return LatentConfig(
+        query_rank=None if raw["q_lora_rank"] is None else whole_number(raw, "q_lora_rank"),
+        key_value_rank=whole_number(raw, "kv_lora_rank"),
+        plain_size=whole_number(raw, "qk_nope_head_dim"),
+        rotary_size=whole_number(raw, "qk_rope_head_dim"),
+        value_size=whole_number(raw, "v_head_dim"),
+        rotates_neighbours=flag(raw, "rope_interleave", default=True),
+    )
+
+
+def _write_deepseek(config: DecoderConfig) -> dict[str, Any]:
+    moe, latent = config.moe, config.latent
+    assert moe is not None and latent is not None, "a deepseek_v3 has sparse layers and latent attention"
+    return {
+        "n_routed_experts": moe.num_experts,
+        "num_experts_per_tok": moe.experts_per_token,
+        "moe_intermediate_size": moe.intermediate_size,
+        "n_shared_experts": moe.num_shared_experts,
+        "n_group": moe.num_groups,
+        "topk_group": moe.groups_per_token,
+        "norm_topk_prob": moe.normalize,
+        "routed_scaling_factor": moe.weight_scale,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "moe_layer_freq": 1,
+        "first_k_dense_replace": len(moe.dense_layers),
+        "q_lora_rank": latent.query_rank,
+        "kv_lora_rank": latent.key_value_rank,
+        "qk_nope_head_dim": latent.plain_size,
+        "qk_rope_head_dim": latent.rotary_size,
+        "v_head_dim": latent.value_size,
+        "rope_interleave": latent.rotates_neighbours,
+        # The layers that predict further tokens aren't part of the decoder, nor of what it writes.
+        "num_nextn_predict_layers": 0,
+    }
+
+
+def _num_experts(raw: Mapping[str, Any], key: str) -> int:
+    """The number of experts under the family's key, or under transformers' common one."""
+    return whole_number(raw, key if raw.get(key) is not None else "num_local_experts")
+
+
+FAMILIES = {
+    "llama": Family("LlamaForCausalLM", has_mlp_bias=True, write=lambda config: {"mlp_bias": config.mlp_bias}),
+    "qwen2": Family("Qwen2ForCausalLM", has_attention_bias=True),
+    "qwen3": Family("Qwen3ForCausalLM", has_qk_norm=True, default_head_size=128),
+    "qwen3_moe": Family("Qwen3MoeForCausalLM", has_qk_norm=True, read_moe=_read_qwen3_moe, write=_write_qwen3_moe),
+    "deepseek_v3": Family(
+        "DeepseekV3ForCausalLM",
+        read_moe=_read_deepseek_moe,
+        read_latent=_read_deepseek_latent,
+        write=_write_deepseek,
+    ),
+}

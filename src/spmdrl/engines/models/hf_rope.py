@@ -1,0 +1,101 @@
+"""Rotary frequencies in config.json: the base, and llama3 or yarn scaling, in transformers' old and new spelling."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from spmdrl.engines.models.hf_values import flag, number, only, whole_number
+from spmdrl.engines.models.rope import Llama3Scaling, RopeScaling, YarnScaling
+
+_DEFAULT_THETA = 10000.0
+_COMMON_KEYS = {"type", "rope_type", "rope_theta", "partial_rotary_factor"}
+_KEYS_OF_KIND = {
+    "default": set(),
+    "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
+    "yarn": {
+        "factor",
+        "original_max_position_embeddings",
+        "beta_fast",
+        "beta_slow",
+        "truncate",
+        "attention_factor",
+        "mscale",
+        "mscale_all_dim",
+    },
+}
+
+
+def read_rope(raw: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
+    """The base of the frequencies and how they are scaled; raises ValueError for any other kind of scaling."""
+    # transformers lets the older key win where both are given.
+    key = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
+    rope = raw.get(key) or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in _KEYS_OF_KIND:
+        supported = ", ".join(map(repr, _KEYS_OF_KIND))
+        raise ValueError(f"{key} of kind {kind!r} is not supported; supported are {supported}")
+    for name in rope:
+        if name not in _COMMON_KEYS | _KEYS_OF_KIND[kind]:
+            names = ", ".join(sorted(_KEYS_OF_KIND[kind])) or "no more than rope_theta"
+            raise ValueError(f"{key}.{name} {rope[name]!r} is not supported; supported with {kind!r}: {names}")
+    only(rope, "partial_rotary_factor", 1.0)
+    only(raw, "partial_rotary_factor", 1.0)
+    theta = number(rope, "rope_theta", number(raw, "rope_theta", _DEFAULT_THETA))
+    return theta, _scaling(kind, rope, raw)
+
+
+def write_rope(theta: float, scaling: RopeScaling | None) -> dict[str, Any]:
+    """The entries of config.json, for readers from before and after transformers 5."""
+    if scaling is None:
+        return {"rope_theta": theta, "rope_parameters": {"rope_type": "default", "rope_theta": theta}}
+    if isinstance(scaling, Llama3Scaling):
+        rope: dict[str, Any] = {
+            "rope_type": "llama3",
+            "factor": scaling.factor,
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+            "original_max_position_embeddings": scaling.original_positions,
+        }
+    else:
+        optional = {name: getattr(scaling, name) for name in ("attention_factor", "mscale", "mscale_all_dim")}
+        rope = {
+            "rope_type": "yarn",
+            "factor": scaling.factor,
+            "original_max_position_embeddings": scaling.original_positions,
+            "beta_fast": scaling.beta_fast,
+            "beta_slow": scaling.beta_slow,
+            "truncate": scaling.truncate,
+            **{name: value for name, value in optional.items() if value is not None},
+        }
+    return {"rope_theta": theta, "rope_scaling": rope, "rope_parameters": {**rope, "rope_theta": theta}}
+
+
+def _scaling(kind: str, rope: Mapping[str, Any], raw: Mapping[str, Any]) -> RopeScaling | None:
+    if kind == "default":
+        return None
+    max_positions = whole_number(raw, "max_position_embeddings")
+    # In transformers' order: beside the scaling, inside it, and else no row is longer than before.
+    inside = whole_number(rope, "original_max_position_embeddings", max_positions)
+    original = whole_number(raw, "original_max_position_embeddings", inside)
+    if kind == "llama3":
+        return Llama3Scaling(
+            factor=number(rope, "factor"),
+            low_freq_factor=number(rope, "low_freq_factor"),
+            high_freq_factor=number(rope, "high_freq_factor"),
+            original_positions=original,
+        )
+    return YarnScaling(
+        factor=number(rope, "factor", max_positions / original),
+        original_positions=original,
+        beta_fast=number(rope, "beta_fast", 32.0),
+        beta_slow=number(rope, "beta_slow", 1.0),
+        truncate=flag(rope, "truncate", default=True),
+        attention_factor=_optional(rope, "attention_factor"),
+        mscale=_optional(rope, "mscale"),
+        mscale_all_dim=_optional(rope, "mscale_all_dim"),
+    )
+
+
+def _optional(rope: Mapping[str, Any], key: str) -> float | None:
+    return None if rope.get(key) is None else number(rope, key)

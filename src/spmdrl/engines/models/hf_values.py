@@ -1,0 +1,43 @@
+"""Values of a raw config.json, checked one by one; what is wrong is named with its key and value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def whole_number(raw: Mapping[str, Any], key: str, default: int | None = None, *, least: int = 1) -> int:
+    """A whole number >= `least`; a missing or null one is the default, or an error where there is none."""
+    value = raw.get(key)
+    if value is None and default is not None:
+        return default
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{key} is {value!r}, but must be a whole number >= {least}")
+    return value
+
+
+def number(raw: Mapping[str, Any], key: str, default: float | None = None) -> float:
+    """A number above 0; a missing or null one is the default, or an error where there is none."""
+    value = raw.get(key)
+    if value is None and default is not None:
+        return default
+    if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+        raise ValueError(f"{key} is {value!r}, but must be a number above 0")
+    return float(value)
+
+
+def flag(raw: Mapping[str, Any], key: str, *, default: bool) -> bool:
+    """true or false; a missing or null one is the default."""
+    value = raw.get(key)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise ValueError(f"{key} is {value!r}, but must be true or false")
+    return value
+
+
+def only(raw: Mapping[str, Any], key: str, supported: object) -> None:
+    """Refuse any given value but the supported one."""
+    value = raw.get(key, supported)
+    if value is not None and value != supported:
+        raise ValueError(f"{key} {value!r} is not supported; supported is {supported!r}")

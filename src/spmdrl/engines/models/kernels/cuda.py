@@ -1,0 +1,87 @@
+"""Operations on CUDA: torch's fused ones, and liger-kernel's where it is installed."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+
+from spmdrl.engines.models.kernels import plain
+from spmdrl.engines.models.kernels.grouped import grouped_mm_linear, grouped_mm_takes
+from spmdrl.engines.models.kernels.packed import PackedRows
+from spmdrl.engines.models.kernels.padded import pad_values, padded_attention
+
+try:
+    from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+    from liger_kernel.ops.swiglu import LigerSiLUMulFunction
+except ImportError:
+    LigerRMSNormFunction = LigerSiLUMulFunction = None
+
+_HALF = (torch.bfloat16, torch.float16)
+# What flash attention asks of devices and heads.
+_FLASH_CAPABILITY = (8, 0)
+_FLASH_LARGEST_HEAD = 256
+_FLASH_HEAD_MULTIPLE = 8
+# torch's grouped matrix product asks for the same devices, and for bfloat16.
+_GROUPED_CAPABILITY = (8, 0)
+# Torch 2.10 has a flag for causal masks and repeats no key heads; later releases have a window and a flag for them.
+_VARLEN_PARAMETERS = inspect.signature(varlen_attn).parameters
+_CAUSAL: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in _VARLEN_PARAMETERS else {"is_causal": True}
+_VARLEN_SHARES_KEYS = "enable_gqa" in _VARLEN_PARAMETERS
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    if x.dtype != weight.dtype:
+        return plain.rms_norm(x, weight, eps)
+    if LigerRMSNormFunction is not None:
+        # Out of place, because the residual stream reads the same gradient.
+        return LigerRMSNormFunction.apply(x, weight, eps, 0.0, "llama", False)
+    return F.rms_norm(x, x.shape[-1:], weight, eps)
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    if LigerSiLUMulFunction is not None and gate.numel():
+        return LigerSiLUMulFunction.apply(gate, up)
+    return plain.swiglu(gate, up)
+
+
+def grouped_linear(rows_RD: Tensor, weights_EOD: Tensor, counts_E: Tensor) -> Tensor:
+    capable = torch.cuda.get_device_capability(rows_RD.device) >= _GROUPED_CAPABILITY
+    if rows_RD.dtype == torch.bfloat16 and capable and grouped_mm_takes(rows_RD, weights_EOD):
+        return grouped_mm_linear(rows_RD, weights_EOD, counts_E)
+    return plain.grouped_linear(rows_RD, weights_EOD, counts_E)
+
+
+def add_matmul(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    if a.dtype in _HALF and a.dtype == b.dtype:
+        return torch.addmm(out, a.T, b, out_dtype=out.dtype, out=out)
+    return plain.add_matmul(out, a, b)
+
+
+def packed_attention(q_THK: Tensor, k_TJK: Tensor, v_TJV: Tensor, rows: PackedRows) -> Tensor:
+    if not rows.lengths or not _flash_can(q_THK):
+        return padded_attention(q_THK, k_TJK, v_TJV, rows.padded(q_THK.device))
+    value_size = v_TJV.shape[-1]
+    v_TJK = pad_values(k_TJK, v_TJV)
+    options = dict(_CAUSAL)
+    if (share := q_THK.shape[1] // k_TJK.shape[1]) > 1:
+        if _VARLEN_SHARES_KEYS:
+            options["enable_gqa"] = True
+        else:
+            k_TJK, v_TJK = k_TJK.repeat_interleave(share, dim=1), v_TJK.repeat_interleave(share, dim=1)
+    ends = rows.cumulative(q_THK.device)
+    return varlen_attn(q_THK, k_TJK, v_TJK, ends, ends, rows.longest, rows.longest, **options)[..., :value_size]
+
+
+def _flash_can(q_THK: Tensor) -> bool:
+    head_size = q_THK.shape[-1]
+    return (
+        q_THK.dtype in _HALF
+        and head_size <= _FLASH_LARGEST_HEAD
+        and head_size % _FLASH_HEAD_MULTIPLE == 0
+        and torch.cuda.get_device_capability(q_THK.device) >= _FLASH_CAPABILITY
+    )

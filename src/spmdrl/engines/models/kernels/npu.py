@@ -1,0 +1,110 @@
+"""Operations on Ascend NPUs, by torch_npu's fused operators; the only file that calls them."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spmdrl.engines.models.kernels import plain
+from spmdrl.engines.models.kernels.packed import PackedRows
+from spmdrl.engines.models.kernels.padded import nothing_attended, pad_values
+
+_HALF = (torch.bfloat16, torch.float16)
+# npu_fusion_attention's sparse mode 3 is the causal mask of each row, which it reads from one triangle of this size.
+_CAUSAL_MODE = 3
+_TRIANGLE_SIZE = 2048
+# npu_grouped_matmul's words: one output tensor, groups along the rows (0) or along the summed dim (2), sizes as counts.
+_ONE_OUTPUT = 3
+_GROUPS_OF_ROWS, _GROUPS_OF_SUMMANDS = 0, 2
+_COUNTS = 1
+
+
+@cache
+def _operators() -> Any:
+    # An optional back end: importing it without its toolkit fails, and takes torch along.
+    import torch_npu
+
+    return torch_npu
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    if x.dtype != weight.dtype:
+        return plain.rms_norm(x, weight, eps)
+    normed, _ = _operators().npu_rms_norm(x, weight, epsilon=eps)
+    return normed
+
+
+def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    # The operator takes [1, T, H, K] with whole cosines and sines, and computes in the dtype that it is given.
+    cos, sin = (torch.cat((half, half), dim=-1).unsqueeze(0) for half in (cos, sin))
+    turned = _operators().npu_rotary_mul(heads.to(torch.float32).unsqueeze(0), cos, sin)
+    return turned.squeeze(0).to(heads.dtype)
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    return _operators().npu_swiglu(torch.cat((gate, up), dim=-1), dim=-1)
+
+
+def grouped_linear(rows_RD: Tensor, weights_EOD: Tensor, counts_E: Tensor) -> Tensor:
+    if not len(rows_RD):
+        return plain.grouped_linear(rows_RD, weights_EOD, counts_E)
+    return _GroupedLinear.apply(rows_RD, weights_EOD, counts_E.to(rows_RD.device, torch.int64))
+
+
+# The operator has no gradient of its own.
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows_RD: Tensor, weights_EOD: Tensor, counts_E: Tensor) -> Tensor:
+        ctx.save_for_backward(rows_RD, weights_EOD, counts_E)
+        return _grouped_matmul(rows_RD, weights_EOD.transpose(1, 2), counts_E, _GROUPS_OF_ROWS)
+
+    @staticmethod
+    def backward(ctx: Any, gradient_RO: Tensor) -> tuple[Tensor | None, ...]:
+        rows_RD, weights_EOD, counts_E = ctx.saved_tensors
+        gradient_RO = gradient_RO.contiguous()
+        by_rows_RD = _grouped_matmul(gradient_RO, weights_EOD, counts_E, _GROUPS_OF_ROWS)
+        by_weights_EOD = _grouped_matmul(gradient_RO.T, rows_RD, counts_E, _GROUPS_OF_SUMMANDS)
+        # What the operator leaves in the place of an expert without rows isn't documented.
+        return by_rows_RD, by_weights_EOD.masked_fill_((counts_E == 0)[:, None, None], 0), None
+
+
+def _grouped_matmul(x: Tensor, weight: Tensor, counts_E: Tensor, group_type: int) -> Tensor:
+    results = _operators().npu_grouped_matmul(
+        [x], [weight], group_list=counts_E, split_item=_ONE_OUTPUT, group_type=group_type, group_list_type=_COUNTS
+    )
+    return results[0]
+
+
+def add_matmul(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    if not (a.dtype in _HALF and a.dtype == b.dtype and a.numel() and b.numel()):
+        return plain.add_matmul(out, a, b)
+    # torch_npu's name begins with an underscore; MindSpeed's operator of the same name is built on the side.
+    _operators()._npu_matmul_add_fp32(a, b, out)
+    return out
+
+
+def packed_attention(q_THK: Tensor, k_TJK: Tensor, v_TJV: Tensor, rows: PackedRows) -> Tensor:
+    if not rows.lengths:
+        return nothing_attended(q_THK, k_TJK, v_TJV)
+    row_ends = rows.offsets[1:]
+    attended, *_ = _operators().npu_fusion_attention(
+        q_THK,
+        k_TJK,
+        pad_values(k_TJK, v_TJV),
+        q_THK.shape[1],
+        "TND",
+        atten_mask=_triangle(q_THK.device),
+        scale=q_THK.shape[-1] ** -0.5,
+        actual_seq_qlen=row_ends,
+        actual_seq_kvlen=row_ends,
+        sparse_mode=_CAUSAL_MODE,
+    )
+    return attended[..., : v_TJV.shape[-1]]
+
+
+@cache
+def _triangle(device: torch.device) -> Tensor:
+    return torch.ones(_TRIANGLE_SIZE, _TRIANGLE_SIZE, dtype=torch.bool, device=device).triu(1)

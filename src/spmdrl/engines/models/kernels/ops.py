@@ -1,0 +1,48 @@
+"""The operations by name; each runs the implementation that the table has for its tensors' device.
+
+Shape letters: `T` packed tokens, `H` query heads, `J` key and value heads, `K` head size, `V` head size of values,
+`R` rows, `E` experts, `D` inputs and `O` outputs of a linear layer, `M` and `N` dims of a matrix.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from spmdrl.engines.models.kernels.packed import PackedRows
+from spmdrl.engines.models.kernels.table import implementation
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root mean square normalization over the last dim (arXiv:1910.07467, eq. 4), computed in float32, in x's dtype."""
+    return implementation("rms_norm", x)(x, weight, eps)
+
+
+def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of [T, H, K], half-split, in float32; cosines and sines are float32 [T, 1, K / 2]."""
+    return implementation("rotate", heads)(heads, cos, sin)
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up (arXiv:2002.05202, eq. 6)."""
+    return implementation("swiglu", gate)(gate, up)
+
+
+def grouped_linear(rows_RD: Tensor, weights_EOD: Tensor, counts_E: Tensor) -> Tensor:
+    """Apply each expert's linear layer to its own rows, which lie sorted by expert; returns [R, O].
+
+    `counts_E` int64 adds up to R and may hold zeros; every expert's weight gets a gradient.
+    """
+    return implementation("grouped_linear", rows_RD)(rows_RD, weights_EOD, counts_E)
+
+
+def add_matmul(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """Add a.T @ b, of a [T, M] and b [T, N], to the float32 `out` [M, N] in place; returns `out`. No gradient."""
+    return implementation("add_matmul", out)(out, a, b)
+
+
+def packed_attention(q_THK: Tensor, k_TJK: Tensor, v_TJV: Tensor, rows: PackedRows) -> Tensor:
+    """Causal attention inside each row and none across rows, scaled by 1 / sqrt(K); returns [T, H, V].
+
+    J divides H. Values may have a smaller head size than keys.
+    """
+    return implementation("packed_attention", q_THK)(q_THK, k_TJK, v_TJV, rows)

@@ -1,0 +1,49 @@
+"""Each operation in plain PyTorch: what the others are tested against, and what devices without their own run.
+
+Shape letters: `T` packed tokens, `H` query heads, `J` key and value heads, `K` head size, `V` head size of values,
+`R` rows sorted by expert, `E` experts, `D` inputs and `O` outputs of a linear layer.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from spmdrl.engines.models.kernels.packed import PackedRows
+from spmdrl.engines.models.kernels.padded import nothing_attended
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    normed = F.rms_norm(x.to(torch.float32), x.shape[-1:], eps=eps)
+    return weight * normed.to(x.dtype)
+
+
+def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = heads.to(torch.float32).chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(heads.dtype)
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up
+
+
+def grouped_linear(rows_RD: Tensor, weights_EOD: Tensor, counts_E: Tensor) -> Tensor:
+    groups = zip(rows_RD.split(counts_E.tolist()), weights_EOD.unbind(), strict=True)
+    return torch.cat([F.linear(rows, weight) for rows, weight in groups])
+
+
+def add_matmul(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    return out.add_(a.to(out.dtype).T @ b.to(out.dtype))
+
+
+def packed_attention(q_THK: Tensor, k_TJK: Tensor, v_TJV: Tensor, rows: PackedRows) -> Tensor:
+    share = q_THK.shape[1] // k_TJK.shape[1]
+    attended = [nothing_attended(q_THK[:0], k_TJK[:0], v_TJV[:0])]
+    for q, k, v in zip(*(heads.split(rows.lengths) for heads in (q_THK, k_TJK, v_TJV)), strict=True):
+        k, v = k.repeat_interleave(share, dim=1), v.repeat_interleave(share, dim=1)
+        scores_HTT = torch.einsum("qhk,thk->hqt", q, k).to(torch.float32) * q.shape[-1] ** -0.5
+        later = torch.ones(len(q), len(q), dtype=torch.bool, device=q.device).triu(1)
+        weights_HTT = torch.softmax(scores_HTT.masked_fill(later, -torch.inf), dim=-1).to(v.dtype)
+        attended.append(torch.einsum("hqt,thv->qhv", weights_HTT, v))
+    return torch.cat(attended)

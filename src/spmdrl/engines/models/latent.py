@@ -1,0 +1,99 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1; in V3 unchanged).
+
+Keys and values of all heads are made of one small vector a token, and so are queries where `query_rank` is given. Of
+each key, a part is rotated, and that part is the same in all heads.
+
+Shape letters: `T` packed tokens, `D` model width, `H` heads, `K` head size of queries and keys, `V` head size of
+values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from spmdrl.engines.models.layers import Attend, RMSNorm
+from spmdrl.engines.models.rope import Rotation
+
+# transformers' DeepSeek norms of the compressed vectors have this, whatever rms_norm_eps says.
+_LATENT_EPS = 1e-6
+
+
+@dataclass(frozen=True)
+class LatentConfig:
+    """Sizes of multi-head latent attention."""
+
+    query_rank: int | None
+    """Size of the vector that a token's queries are made of; None makes them of the hidden state directly."""
+    key_value_rank: int
+    """Size of the vector that a token's keys and values are made of."""
+    plain_size: int
+    """The part of each query and key that isn't rotated."""
+    rotary_size: int
+    """The part of each query and key that is rotated; even."""
+    value_size: int
+    """Head size V of the values."""
+    rotates_neighbours: bool = True
+    """Whether the rotation turns pairs of neighbours (as DeepSeek's weights want it), or dims half a part away."""
+
+    def __post_init__(self) -> None:
+        if self.rotary_size % 2:
+            raise ValueError(
+                f"qk_rope_head_dim {self.rotary_size} is odd, but the rotary embedding turns pairs; make it even"
+            )
+
+    @property
+    def head_size(self) -> int:
+        """Head size K of queries and keys."""
+        return self.plain_size + self.rotary_size
+
+
+class LatentAttention(nn.Module):
+    """Compression, expansion and rotation around the caller's attention, with transformers' names."""
+
+    def __init__(self, config: LatentConfig, layer: int, *, hidden_size: int, num_heads: int, bias: bool):
+        super().__init__()
+        self.config = config
+        self.layer = layer
+        query_size = num_heads * config.head_size
+        if config.query_rank is None:
+            self.q_proj = nn.Linear(hidden_size, query_size, bias=False)
+        else:
+            self.q_a_proj = nn.Linear(hidden_size, config.query_rank, bias=bias)
+            self.q_a_layernorm = RMSNorm(config.query_rank, _LATENT_EPS)
+            self.q_b_proj = nn.Linear(config.query_rank, query_size, bias=False)
+        self.kv_a_proj_with_mqa = nn.Linear(hidden_size, config.key_value_rank + config.rotary_size, bias=bias)
+        self.kv_a_layernorm = RMSNorm(config.key_value_rank, _LATENT_EPS)
+        expanded_size = num_heads * (config.plain_size + config.value_size)
+        self.kv_b_proj = nn.Linear(config.key_value_rank, expanded_size, bias=False)
+        self.o_proj = nn.Linear(num_heads * config.value_size, hidden_size, bias=bias)
+
+    def forward(self, hidden_TD: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
+        q_THK = self._queries(hidden_TD, rotation)
+        k_THK, v_THV = self._keys_and_values(hidden_TD, rotation)
+        return self.o_proj(attend(self.layer, q_THK, k_THK, v_THV).flatten(-2))
+
+    def _queries(self, hidden_TD: Tensor, rotation: Rotation) -> Tensor:
+        if self.config.query_rank is None:
+            queries = self.q_proj(hidden_TD)
+        else:
+            queries = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden_TD)))
+        sizes = [self.config.plain_size, self.config.rotary_size]
+        plain, rotary = queries.unflatten(-1, (-1, self.config.head_size)).split(sizes, dim=-1)
+        q_THK = torch.cat((plain, self._rotate(rotary, rotation)), dim=-1)
+        factor = rotation.latent_softmax_factor
+        return q_THK if factor == 1 else q_THK * factor
+
+    def _keys_and_values(self, hidden_TD: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
+        sizes = [self.config.key_value_rank, self.config.rotary_size]
+        compressed, rotary = self.kv_a_proj_with_mqa(hidden_TD).split(sizes, dim=-1)
+        sizes = [self.config.plain_size, self.config.value_size]
+        expanded = self.kv_b_proj(self.kv_a_layernorm(compressed)).unflatten(-1, (-1, sum(sizes)))
+        plain, v_THV = expanded.split(sizes, dim=-1)
+        turned = self._rotate(rotary[:, None], rotation).expand(-1, plain.shape[1], -1)
+        return torch.cat((plain, turned), dim=-1), v_THV
+
+    def _rotate(self, heads: Tensor, rotation: Rotation) -> Tensor:
+        return rotation.apply_to_pairs(heads) if self.config.rotates_neighbours else rotation.apply(heads)

@@ -1,0 +1,50 @@
+"""What every decoder layer is built of: the norm, the gated feed-forward, and the attention that the caller supplies.
+
+Shape letters: `T` packed tokens, `D` model width, `H` query heads, `J` key and value heads, `K` head size of queries
+and keys, `V` head size of values.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from spmdrl.engines.models.kernels import ops
+
+
+class Attend(Protocol):
+    """Causal attention of one layer's packed queries over whatever keys and values the caller keeps."""
+
+    def __call__(self, layer: int, q_THK: Tensor, k_TJK: Tensor, v_TJV: Tensor) -> Tensor:
+        """Return the attended values [T, H, V]; queries and keys arrive normalized and rotated.
+
+        The softmax scale is always 1 / sqrt(K): a model with another one multiplies its queries.
+        """
+        ...
+
+
+class RMSNorm(nn.Module):
+    """Root mean square normalization over the last dim (arXiv:1910.07467, eq. 4), computed in float32."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, values: Tensor) -> Tensor:
+        return ops.rms_norm(values, self.weight, self.eps)
+
+
+class FeedForward(nn.Module):
+    """SwiGLU feed-forward layer (arXiv:2002.05202, eq. 6)."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, *, bias: bool = False):
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
+
+    def forward(self, hidden_TD: Tensor) -> Tensor:
+        return self.down_proj(ops.swiglu(self.gate_proj(hidden_TD), self.up_proj(hidden_TD)))

@@ -1,0 +1,214 @@
+"""The sparse feed-forward layer: a router sends each token to a few of many experts (Qwen3-MoE, DeepSeek-V3).
+
+How tokens reach the experts is a `Dispatch`: here, in this process; replaced from outside where experts are spread over
+ranks. Which experts they reach can be recorded, replayed or judged by a `Route`.
+
+Shape letters: `T` packed tokens, `D` model width, `E` experts, `C` chosen experts of a token, `I` width of an expert,
+`R` rows that experts work on, one for each token and chosen expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from spmdrl.engines.models.kernels import ops
+from spmdrl.engines.models.layers import FeedForward
+
+
+@dataclass(frozen=True)
+class MoeConfig:
+    """Sizes and rules of the sparse layers."""
+
+    num_experts: int
+    """Experts E of each sparse layer."""
+    experts_per_token: int
+    """Experts C that each token is sent to."""
+    intermediate_size: int
+    """Width I of one expert."""
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    """How the router's products become affinities; sigmoid brings a correction bias that only the choice sees."""
+    normalize: bool = False
+    """Whether the weights of a token's experts add up to 1 before `weight_scale`."""
+    weight_scale: float = 1.0
+    """What the weights are multiplied by."""
+    num_groups: int = 1
+    """Groups of neighbouring experts; a token chooses among the experts of its best groups only."""
+    groups_per_token: int = 1
+    """Groups that each token chooses among; a group's rank is the sum of its best two experts."""
+    num_shared_experts: int = 0
+    """Experts that every token goes through; together they are one feed-forward of this many times the width."""
+    dense_layers: tuple[int, ...] = ()
+    """Layers that have a dense feed-forward instead."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.experts_per_token <= self.num_experts:
+            raise ValueError(
+                f"num_experts_per_tok is {self.experts_per_token}, but must be between 1 and the "
+                f"{self.num_experts} experts"
+            )
+        if not 1 <= self.groups_per_token <= self.num_groups or self.num_experts % self.num_groups:
+            raise ValueError(
+                f"{self.num_experts} experts in n_group {self.num_groups} groups of which topk_group "
+                f"{self.groups_per_token} are chosen: the groups must be equal and at least topk_group"
+            )
+        group_size = self.num_experts // self.num_groups
+        if self.is_group_limited and (group_size < 2 or self.groups_per_token * group_size < self.experts_per_token):
+            raise ValueError(
+                f"topk_group {self.groups_per_token} groups of {group_size} experts can't give num_experts_per_tok "
+                f"{self.experts_per_token} experts a token, of groups of at least 2; raise topk_group or lower n_group"
+            )
+
+    @property
+    def is_group_limited(self) -> bool:
+        return self.groups_per_token < self.num_groups
+
+
+class Route(Protocol):
+    """Sees, and may replace, what the router of each sparse layer found."""
+
+    def __call__(self, layer: int, scores_TE: Tensor, chosen_TC: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the affinities and the experts to use; it may record, replay, or attach a loss to the affinities."""
+        ...
+
+
+Compute = Callable[[Tensor, Tensor], Tensor]
+"""From rows [R, D] sorted by expert and the number of rows of each expert [E] to the experts' outputs [R, D]."""
+
+
+class Dispatch(Protocol):
+    """Brings tokens to their experts and the weighted outputs back."""
+
+    def __call__(
+        self, hidden_TD: Tensor, chosen_TC: Tensor, weights_TC: Tensor, num_experts: int, compute: Compute
+    ) -> Tensor:
+        """Return the weighted sum [T, D] of each token's experts; `compute` is called once, for the experts held."""
+        ...
+
+
+# Each row has one place, so both directions of both passes are gathers: no scatter-add, no order of summation.
+class _ToExperts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden_TD: Tensor, order_R: Tensor, place_TC: Tensor) -> Tensor:
+        ctx.save_for_backward(place_TC)
+        return hidden_TD.index_select(0, order_R // place_TC.shape[1])
+
+    @staticmethod
+    def backward(ctx: Any, gradient_RD: Tensor) -> tuple[Tensor, None, None]:
+        (place_TC,) = ctx.saved_tensors
+        return gradient_RD.index_select(0, place_TC.flatten()).unflatten(0, place_TC.shape).sum(1), None, None
+
+
+class _FromExperts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows_RD: Tensor, order_R: Tensor, place_TC: Tensor) -> Tensor:
+        ctx.save_for_backward(order_R)
+        return rows_RD.index_select(0, place_TC.flatten()).unflatten(0, place_TC.shape)
+
+    @staticmethod
+    def backward(ctx: Any, gradient_TCD: Tensor) -> tuple[Tensor, None, None]:
+        (order_R,) = ctx.saved_tensors
+        return gradient_TCD.flatten(0, 1).index_select(0, order_R), None, None
+
+
+class LocalDispatch:
+    """All experts are here: tokens are only sorted by expert; a `Dispatch`."""
+
+    def __call__(
+        self, hidden_TD: Tensor, chosen_TC: Tensor, weights_TC: Tensor, num_experts: int, compute: Compute
+    ) -> Tensor:
+        expert_R = chosen_TC.flatten()
+        order_R = expert_R.argsort(stable=True)
+        places = torch.arange(len(order_R), device=order_R.device)
+        place_TC = torch.empty_like(order_R).scatter_(0, order_R, places).view_as(chosen_TC)
+        # Not bincount, which waits for the device.
+        counts_E = expert_R.new_zeros(num_experts).scatter_add_(0, expert_R, torch.ones_like(expert_R))
+        rows_RD = compute(_ToExperts.apply(hidden_TD, order_R, place_TC), counts_E)
+        outputs_TCD = _FromExperts.apply(rows_RD, order_R, place_TC)
+        return torch.bmm(weights_TC[:, None].to(outputs_TCD.dtype), outputs_TCD).squeeze(1)
+
+
+class Router(nn.Module):
+    """Affinities of tokens to experts, and the choice among them, in float32."""
+
+    e_score_correction_bias: Tensor | None
+
+    def __init__(self, hidden_size: int, config: MoeConfig):
+        super().__init__()
+        self.config = config
+        self.weight = nn.Parameter(torch.empty(config.num_experts, hidden_size))
+        bias_E = torch.zeros(config.num_experts, dtype=torch.float32) if config.scoring == "sigmoid" else None
+        self.register_buffer("e_score_correction_bias", bias_E)
+
+    def forward(self, hidden_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the affinities [T, E] and the chosen experts [T, C]."""
+        products_TE = F.linear(hidden_TD.to(torch.float32), self.weight.to(torch.float32))
+        scores_TE = products_TE.softmax(-1) if self.config.scoring == "softmax" else products_TE.sigmoid()
+        return scores_TE, self._choose(scores_TE.detach())
+
+    def weigh(self, scores_TE: Tensor, chosen_TC: Tensor) -> Tensor:
+        """The weights [T, C] of the chosen experts; their gradient goes to the affinities."""
+        weights_TC = scores_TE.gather(1, chosen_TC)
+        if self.config.normalize:
+            weights_TC = weights_TC / (weights_TC.sum(-1, keepdim=True) + 1e-20)
+        return weights_TC * self.config.weight_scale
+
+    def _choose(self, scores_TE: Tensor) -> Tensor:
+        """The best experts by affinity and bias, within each token's best groups (arXiv:2412.19437, eq. 16)."""
+        if self.e_score_correction_bias is not None:
+            scores_TE = scores_TE + self.e_score_correction_bias
+        if self.config.is_group_limited:
+            by_group = scores_TE.unflatten(-1, (self.config.num_groups, -1))
+            group_scores = by_group.topk(2, dim=-1).values.sum(-1)
+            best_groups = group_scores.topk(self.config.groups_per_token, dim=-1).indices
+            is_left_out = torch.ones_like(group_scores, dtype=torch.bool).scatter_(-1, best_groups, value=False)
+            scores_TE = by_group.masked_fill(is_left_out[..., None], float("-inf")).flatten(-2)
+        return scores_TE.topk(self.config.experts_per_token, dim=-1).indices
+
+
+class Experts(nn.Module):
+    """The weights of all experts of a layer, stacked; files hold them one expert at a time."""
+
+    dispatch: Dispatch
+
+    def __init__(self, hidden_size: int, config: MoeConfig):
+        super().__init__()
+        num_experts, width = config.num_experts, config.intermediate_size
+        self.num_experts = num_experts
+        """Experts of the layer, wherever they are held."""
+        self.gate_proj = nn.Parameter(torch.empty(num_experts, width, hidden_size))
+        self.up_proj = nn.Parameter(torch.empty(num_experts, width, hidden_size))
+        self.down_proj = nn.Parameter(torch.empty(num_experts, hidden_size, width))
+        self.dispatch = LocalDispatch()
+
+    def forward(self, hidden_TD: Tensor, chosen_TC: Tensor, weights_TC: Tensor) -> Tensor:
+        return self.dispatch(hidden_TD, chosen_TC, weights_TC, self.num_experts, self._compute)
+
+    def _compute(self, rows_RD: Tensor, counts_E: Tensor) -> Tensor:
+        gate_RI = ops.grouped_linear(rows_RD, self.gate_proj, counts_E)
+        up_RI = ops.grouped_linear(rows_RD, self.up_proj, counts_E)
+        return ops.grouped_linear(ops.swiglu(gate_RI, up_RI), self.down_proj, counts_E)
+
+
+class SparseFeedForward(nn.Module):
+    """The experts that each token chooses and, where there are any, those that all tokens share."""
+
+    def __init__(self, hidden_size: int, config: MoeConfig, layer: int):
+        super().__init__()
+        self.layer = layer
+        self.gate = Router(hidden_size, config)
+        self.experts = Experts(hidden_size, config)
+        shared_size = config.num_shared_experts * config.intermediate_size
+        self.shared_experts = FeedForward(hidden_size, shared_size) if shared_size else None
+
+    def forward(self, hidden_TD: Tensor, route: Route | None = None) -> Tensor:
+        scores_TE, chosen_TC = self.gate(hidden_TD)
+        if route is not None:
+            scores_TE, chosen_TC = route(self.layer, scores_TE, chosen_TC)
+        out_TD = self.experts(hidden_TD, chosen_TC, self.gate.weigh(scores_TE, chosen_TC))
+        return out_TD if self.shared_experts is None else out_TD + self.shared_experts(hidden_TD)

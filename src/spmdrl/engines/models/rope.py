@@ -1,0 +1,157 @@
+"""Rotary position embedding (RoFormer, arXiv:2104.09864) and the two ways in which models stretch it to longer rows.
+
+Shape letters: `T` packed tokens, `H` heads, `K` head size.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from spmdrl.engines.models.kernels import ops
+
+
+@dataclass(frozen=True)
+class Llama3Scaling:
+    """Llama 3.1's stretching: slow frequencies are divided by `factor`, fast ones kept, those between interpolated."""
+
+    factor: float
+    """What slow frequencies are divided by."""
+    low_freq_factor: float
+    """Frequencies that turn at most this often in `original_positions` are slow."""
+    high_freq_factor: float
+    """Frequencies that turn at least this often in `original_positions` are fast."""
+    original_positions: int
+    """Longest row before the stretching."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.low_freq_factor < self.high_freq_factor:
+            raise ValueError(
+                f"low_freq_factor {self.low_freq_factor} must be above 0 and below high_freq_factor "
+                f"{self.high_freq_factor} in llama3 rope scaling"
+            )
+        _check_stretch(self.factor, self.original_positions)
+
+    @property
+    def amplitude(self) -> float:
+        """What queries and keys are multiplied by with the rotation."""
+        return 1.0
+
+    @property
+    def latent_softmax_factor(self) -> float:
+        """What latent attention multiplies its softmax scale by."""
+        return 1.0
+
+    def stretch(self, frequencies: Tensor, theta: float) -> Tensor:
+        """Divide by the factor where the frequencies [K / 2] are slow, whatever their base."""
+        turns = self.original_positions * frequencies / (2 * math.pi)
+        kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        return _blend(frequencies, kept.clamp(0, 1), self.factor)
+
+
+@dataclass(frozen=True)
+class YarnScaling:
+    """YaRN (arXiv:2309.00071, section 3.2), with DeepSeek's `mscale` (its attention temperature)."""
+
+    factor: float
+    """What slow frequencies are divided by."""
+    original_positions: int
+    """Longest row before the stretching."""
+    beta_fast: float = 32.0
+    """Frequencies that turn at least this often in `original_positions` are kept."""
+    beta_slow: float = 1.0
+    """Frequencies that turn at most this often in `original_positions` are divided by the whole factor."""
+    truncate: bool = True
+    """Whether the bounds between them are rounded outwards to whole dims."""
+    attention_factor: float | None = None
+    """Amplitude of the rotation; where not given, it follows from `factor` and the two below."""
+    mscale: float | None = None
+    """Growth of the amplitude with log(factor); counts only beside `mscale_all_dim`."""
+    mscale_all_dim: float | None = None
+    """The part of that growth which latent attention applies to all dims, through the softmax scale."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.beta_slow <= self.beta_fast:
+            raise ValueError(
+                f"beta_slow {self.beta_slow} must be above 0 and at most beta_fast {self.beta_fast} in yarn rope "
+                "scaling"
+            )
+        _check_stretch(self.factor, self.original_positions)
+
+    @property
+    def amplitude(self) -> float:
+        """What queries and keys are multiplied by with the rotation."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return self._temperature(self.mscale) / self._temperature(self.mscale_all_dim)
+        return self._temperature(1.0)
+
+    @property
+    def latent_softmax_factor(self) -> float:
+        """What latent attention multiplies its softmax scale by."""
+        return self._temperature(self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
+
+    def stretch(self, frequencies: Tensor, theta: float) -> Tensor:
+        """Divide by the factor where the frequencies [K / 2] of base `theta` are slow."""
+        num_frequencies = len(frequencies)
+        low, high = (self._place_that_turns(beta, num_frequencies, theta) for beta in (self.beta_fast, self.beta_slow))
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, 2 * num_frequencies - 1)
+        places = torch.arange(num_frequencies, dtype=torch.float32, device=frequencies.device)
+        kept = 1 - ((places - low) / (high - low if high != low else 0.001)).clamp(0, 1)
+        return _blend(frequencies, kept, self.factor)
+
+    def _place_that_turns(self, num_turns: float, num_frequencies: int, theta: float) -> float:
+        """Which frequency, counted from the fastest, turns this often in `original_positions`."""
+        return num_frequencies * math.log(self.original_positions / (num_turns * 2 * math.pi)) / math.log(theta)
+
+    def _temperature(self, mscale: float) -> float:
+        return 0.1 * mscale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+
+
+RopeScaling = Llama3Scaling | YarnScaling
+
+
+# A plain class, because FSDP's mixed precision casts every float tensor that it finds in a layer's arguments to
+# bfloat16, also inside tuples and dataclasses, and neighbouring positions would merge.
+class Rotation:
+    """Rotary embedding of packed positions (RoFormer, eq. 34), half-split, in float32."""
+
+    def __init__(self, positions_T: Tensor, size: int, theta: float, scaling: RopeScaling | None = None):
+        """Rotate vectors of `size`: a head, or the part of it that turns."""
+        exponents = torch.arange(0, size, 2, device=positions_T.device, dtype=torch.float32) / size
+        frequencies = 1.0 / theta**exponents
+        amplitude = 1.0
+        self.latent_softmax_factor = 1.0
+        """What latent attention multiplies its softmax scale by."""
+        if scaling is not None:
+            frequencies, amplitude = scaling.stretch(frequencies, theta), scaling.amplitude
+            self.latent_softmax_factor = scaling.latent_softmax_factor
+        angles = positions_T.to(torch.float32)[:, None, None] * frequencies
+        self.cos, self.sin = angles.cos() * amplitude, angles.sin() * amplitude  # each [T, 1, K / 2]
+
+    def apply(self, heads: Tensor) -> Tensor:
+        """Rotate heads [T, H, K]; computed in float32, returned in their dtype."""
+        return ops.rotate(heads, self.cos, self.sin)
+
+    def apply_to_pairs(self, heads: Tensor) -> Tensor:
+        """Rotate heads whose pairs are neighbours; the result is half-split, which changes no product of two."""
+        return self.apply(torch.cat((heads[..., 0::2], heads[..., 1::2]), dim=-1))
+
+
+def _blend(frequencies: Tensor, kept: Tensor, factor: float) -> Tensor:
+    """The share `kept` of each frequency as it is, and the rest of it divided by the factor."""
+    return frequencies * kept + frequencies / factor * (1 - kept)
+
+
+def _check_stretch(factor: float, original_positions: int) -> None:
+    if factor < 1 or original_positions < 1:
+        raise ValueError(
+            f"rope scaling has factor {factor} and original_max_position_embeddings {original_positions}, "
+            "but both must be >= 1"
+        )

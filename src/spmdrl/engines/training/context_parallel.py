@@ -1,0 +1,94 @@
+"""Attention for the tokens that one context rank computes: packed, by ring, or by exchanging tokens for heads.
+
+Shape letters: `C` context ranks, `T` tokens of one, `A` of all, `H` query heads, `h` those that one rank attends for,
+`J` key and value heads, `K` head size of queries and keys, `V` of values.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from spmdrl.engines.models.attention import PackedCausalAttention
+from spmdrl.engines.models.decoder import DecoderConfig
+from spmdrl.engines.models.layers import Attend
+from spmdrl.engines.training.axis_collectives import exchange_rows
+from spmdrl.engines.training.placement import Placement
+from spmdrl.engines.training.ring_attention import RingAttention
+from spmdrl.resources.layout import ContextKind
+from spmdrl.resources.mesh import Axis
+
+
+def check_context_parallel(config: DecoderConfig, *, tensor: int, context: int, kind: ContextKind) -> None:
+    """Refuse a context axis that the model's heads can't be dealt out to; a ring takes any model."""
+    if kind == "ring" or context == 1:
+        return
+    num_heads, num_kv_heads = config.num_heads // tensor, max(1, config.num_kv_heads // tensor)
+    fitting = [degree for degree in range(1, num_heads + 1) if _heads_fit(num_heads, num_kv_heads, degree)]
+    if context not in fitting:
+        raise ValueError(
+            f"resources.update.context {context} with resources.update.context_kind ulysses deals out heads, but each "
+            f"tensor rank has {num_heads} query heads ({config.num_heads} / resources.update.tensor {tensor}) and "
+            f"{num_kv_heads} key and value heads; context must divide the first, and the second must be a multiple or "
+            f"a divisor of it: set resources.update.context to one of {fitting}, or context_kind to ring"
+        )
+
+
+def _heads_fit(num_heads: int, num_kv_heads: int, context: int) -> bool:
+    return num_heads % context == 0 and (num_kv_heads % context == 0 or context % num_kv_heads == 0)
+
+
+def attention_of(placement: Placement, device: torch.device) -> Attend:
+    """The attention of one micro-batch's placed tokens."""
+    context = placement.context
+    if placement.kind == "ring" and context.size > 1:
+        chunk_lengths_B = (placement.offsets.diff() // (2 * context.size)).tolist()
+        return WithoutPadding(RingAttention(chunk_lengths_B, context, device), 2 * sum(chunk_lengths_B))
+    inside_rows = WithoutPadding(PackedCausalAttention(placement.offsets), int(placement.offsets[-1]))
+    return inside_rows if context.size == 1 else UlyssesAttention(inside_rows, context)
+
+
+class WithoutPadding:
+    """Leaves out the tokens behind the rows: they attend to nothing and get zeros."""
+
+    def __init__(self, attend: Attend, num_tokens: int):
+        self._attend, self._num_tokens = attend, num_tokens
+
+    def __call__(self, layer: int, q_THK: Tensor, k_TJK: Tensor, v_TJV: Tensor) -> Tensor:
+        num_padding = q_THK.shape[0] - self._num_tokens
+        if num_padding == 0:
+            return self._attend(layer, q_THK, k_TJK, v_TJV)
+        attended = self._attend(layer, *(heads[: self._num_tokens] for heads in (q_THK, k_TJK, v_TJV)))
+        return F.pad(attended, (0, 0, 0, 0, 0, num_padding))
+
+
+class UlyssesAttention:
+    """Attention of all tokens for a share of the heads, between two all-to-alls (DeepSpeed-Ulysses, arXiv:2309.14509).
+
+    Each context rank brings equally many consecutive tokens. Collective over the axis, forward and backward.
+    """
+
+    def __init__(self, attend: Attend, context: Axis):
+        """`attend` is the attention of the tokens of all ranks."""
+        self._attend, self._context = attend, context
+
+    def __call__(self, layer: int, q_THK: Tensor, k_TJK: Tensor, v_TJV: Tensor) -> Tensor:
+        size = self._context.size
+        # With fewer key heads than ranks, ranks whose query heads share a key head all get it.
+        repeats = max(1, size // k_TJK.shape[1])
+        if repeats > 1:
+            k_TJK, v_TJV = k_TJK.repeat_interleave(repeats, dim=1), v_TJV.repeat_interleave(repeats, dim=1)
+        by_rank = [heads.unflatten(1, (size, -1)) for heads in (q_THK, k_TJK, v_TJV)]
+        # One exchange for all three: [T, C, heads of one rank x head size] side by side.
+        joined = torch.cat([heads.flatten(2) for heads in by_rank], dim=-1)
+        parts = self._exchange(joined.transpose(0, 1)).split([heads[0, 0].numel() for heads in by_rank], dim=-1)
+        q, k, v = (part.unflatten(-1, heads.shape[2:]) for part, heads in zip(parts, by_rank, strict=True))
+        attended_AhV = self._attend(layer, q, k, v)
+        attended_CThV = self._exchange(attended_AhV.unflatten(0, (size, -1))).unflatten(0, (size, -1))
+        return attended_CThV.transpose(0, 1).flatten(1, 2)
+
+    def _exchange(self, parts: Tensor) -> Tensor:
+        """Send parts[c] [T, ...] to rank c; return what comes, joined in rank order."""
+        counts = [parts.shape[1]] * self._context.size
+        return exchange_rows(parts.flatten(0, 1), counts, counts, self._context)

@@ -1,0 +1,182 @@
+"""Spreads the experts of each sparse layer over the expert axis and sends tokens to them all-to-all, from outside.
+
+A token travels once to each rank that holds any of its experts, with their weights; that rank adds the weighted outputs
+up, and one row comes back. All sums are over sorted copies, so that they have one order.
+
+Shape letters: `T` tokens of this rank, `C` chosen experts of a token, `E` experts held here, `S` ranks of the axis,
+`D` model width, `N` rows and `M` copies of them, `R` rows that arrive, `P` pairs of such a row and an expert held here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from spmdrl.engines.models.decoder import Decoder, DecoderConfig
+from spmdrl.engines.models.moe import Compute, Experts
+from spmdrl.engines.training.axis_collectives import exchange_counts, exchange_rows
+from spmdrl.engines.training.parts import Parts
+from spmdrl.resources.mesh import Axis
+
+
+def check_expert_parallel(config: DecoderConfig, expert: int) -> None:
+    """Raise ValueError where a model's experts can't be spread over so many ranks."""
+    if expert == 1:
+        return
+    if config.moe is None:
+        raise ValueError(f"resources.update.expert is {expert}, but the model has no experts; set it to 1")
+    num_experts = config.moe.num_experts
+    if num_experts % expert:
+        usable = [degree for degree in range(1, num_experts + 1) if num_experts % degree == 0]
+        raise ValueError(
+            f"resources.update.expert is {expert}, but it must divide the model's {num_experts} experts; "
+            f"set it to one of {usable}"
+        )
+
+
+def apply_expert_parallel(decoder: Decoder, axis: Axis, parts: Parts) -> None:
+    """Leave a decoder on the meta device only this rank's experts; names stay, `parts` follows.
+
+    Collective from then on: the axis's ranks run it together, each with tokens of its own.
+    """
+    if axis.size == 1:
+        return
+    for module_name, experts in decoder.named_modules():
+        if isinstance(experts, Experts):
+            num_held = experts.num_experts // axis.size
+            for name, _ in list(experts.named_parameters()):
+                parts.cut(decoder, f"{module_name}.{name}", 0, axis.rank * num_held, (axis.rank + 1) * num_held)
+            experts.dispatch = AllToAllDispatch(axis)
+
+
+class AllToAllDispatch:
+    """Rank k of the axis holds the k-th run of experts, and tokens go there and back; a `Dispatch`.
+
+    No rank leaves anything out where it has no tokens or no rows arrive: the others wait for it in both passes, and its
+    experts need gradients.
+    """
+
+    def __init__(self, axis: Axis):
+        self.axis = axis
+
+    def __call__(
+        self, hidden_TD: Tensor, chosen_TC: Tensor, weights_TC: Tensor, num_experts: int, compute: Compute
+    ) -> Tensor:
+        """Collective over the axis."""
+        axis, num_held = self.axis, num_experts // self.axis.size
+        travels_TS = chosen_TC.new_zeros(len(chosen_TC), axis.size, dtype=torch.bool)
+        travels_TS.scatter_(1, chosen_TC // num_held, value=True)
+        trip = _Trip.agreed(chosen_TC, travels_TS, num_held, axis)
+
+        rank_TS = torch.arange(axis.size, device=chosen_TC.device).expand_as(travels_TS)
+        sent = RowCopies.by_key(rank_TS, travels_TS, sum(trip.send_counts))
+        # Weights ride along in the dtype in which they are multiplied.
+        message_TX = torch.cat((hidden_TD, weights_TC.to(hidden_TD.dtype)), dim=1)
+        arrived_RX = exchange_rows(sent.spread(message_TX), trip.send_counts, trip.receive_counts, axis)
+        hidden_RD, weights_RC = arrived_RX.split((hidden_TD.shape[1], chosen_TC.shape[1]), dim=1)
+
+        chosen_MC = chosen_TC.to(torch.int32).index_select(0, sent.row_M)
+        chosen_RC = exchange_rows(chosen_MC, trip.send_counts, trip.receive_counts, axis) - axis.rank * num_held
+        pairs = RowCopies.by_key(chosen_RC, (chosen_RC >= 0) & (chosen_RC < num_held), trip.num_pairs)
+        outputs_PD = compute(pairs.spread(hidden_RD), trip.counts_E)
+        weights_P = weights_RC.flatten().index_select(0, pairs.cell_M)
+        back_MD = exchange_rows(pairs.add_up(outputs_PD, weights_P), trip.receive_counts, trip.send_counts, axis)
+        return sent.add_up(back_MD)
+
+
+@dataclass(frozen=True)
+class _Trip:
+    """How many rows go where, agreed on by the ranks of the axis."""
+
+    send_counts: list[int]
+    """Rows that this rank sends to each rank."""
+    receive_counts: list[int]
+    """Rows that it gets from each rank."""
+    num_pairs: int
+    """Rows that its experts then work on."""
+    counts_E: Tensor
+    """How many of them each held expert works on; on the device."""
+
+    @classmethod
+    def agreed(cls, chosen_TC: Tensor, travels_TS: Tensor, num_held: int, axis: Axis) -> _Trip:
+        """Exchange the counts. Collective over the axis; waits for the device once."""
+        chosen = chosen_TC.flatten()
+        pairs_SE = chosen.new_zeros(axis.size * num_held).scatter_add_(0, chosen, torch.ones_like(chosen))
+        send_S = travels_TS.sum(0)
+        received = exchange_counts(torch.cat((send_S[:, None], pairs_SE.view(axis.size, num_held)), dim=1), axis)
+        counts_E = received[:, 1:].sum(0)
+        *rows, num_pairs = torch.cat((send_S, received[:, 0], counts_E.sum(0, keepdim=True))).tolist()
+        return cls(rows[: axis.size], rows[axis.size :], num_pairs, counts_E)
+
+
+@dataclass(frozen=True)
+class RowCopies:
+    """M copies of N rows, sorted by a key: rows are spread into copies, and copies are added up into rows."""
+
+    cell_M: Tensor
+    """The flat index of each copy's key in the [N, K] keys."""
+    row_M: Tensor
+    """The row that each copy is of."""
+    copy_M: Tensor
+    """The copies in the order of their rows."""
+    start_N: Tensor
+    """Where the copies of each row begin in `copy_M`."""
+
+    @classmethod
+    def by_key(cls, key_NK: Tensor, is_copied_NK: Tensor, num_copies: int) -> RowCopies:
+        """A copy for each of the `num_copies` keys marked, in stable order of the keys; waits for no device."""
+        num_per_row = is_copied_NK.sum(1)
+        # Sorted to the end rather than picked by a mask, which would have to ask the device for their number.
+        left_out = torch.iinfo(key_NK.dtype).max
+        cell_M = key_NK.masked_fill(~is_copied_NK, left_out).flatten().argsort(stable=True)[:num_copies]
+        return cls(cell_M, cell_M // key_NK.shape[1], cell_M.argsort(), num_per_row.cumsum(0) - num_per_row)
+
+    def spread(self, rows_ND: Tensor) -> Tensor:
+        """The copies [M, D]; backward adds their gradients up."""
+        return _Spread.apply(rows_ND, self.row_M, self.copy_M, self.start_N)
+
+    def add_up(self, copies_MD: Tensor, weights_M: Tensor | None = None) -> Tensor:
+        """The (weighted) sum [N, D] of each row's copies, 0 where there are none."""
+        return _AddUp.apply(copies_MD, weights_M, self.row_M, self.copy_M, self.start_N)
+
+
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows_ND: Tensor, row_M: Tensor, copy_M: Tensor, start_N: Tensor) -> Tensor:
+        ctx.save_for_backward(copy_M, start_N)
+        return rows_ND.index_select(0, row_M)
+
+    @staticmethod
+    def backward(ctx: Any, gradient_MD: Tensor) -> tuple[Tensor, None, None, None]:
+        copy_M, start_N = ctx.saved_tensors
+        return _sums(gradient_MD, None, copy_M, start_N), None, None, None
+
+
+class _AddUp(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, copies_MD: Tensor, weights_M: Tensor | None, row_M: Tensor, copy_M: Tensor, start_N: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(row_M, *(() if weights_M is None else (copies_MD, weights_M)))
+        return _sums(copies_MD, weights_M, copy_M, start_N)
+
+    @staticmethod
+    def backward(ctx: Any, gradient_ND: Tensor) -> tuple[Tensor | None, ...]:
+        row_M, *weighted = ctx.saved_tensors
+        gradient_MD = gradient_ND.index_select(0, row_M)
+        if not weighted:
+            return gradient_MD, None, None, None, None
+        copies_MD, weights_M = weighted
+        by_weights_M = torch.bmm(gradient_MD[:, None], copies_MD[:, :, None]).flatten()
+        return gradient_MD * weights_M[:, None], by_weights_M, None, None, None
+
+
+def _sums(copies_MD: Tensor, weights_M: Tensor | None, copy_M: Tensor, start_N: Tensor) -> Tensor:
+    """The (weighted) sum of each row's copies."""
+    by_row_M = None if weights_M is None else weights_M.index_select(0, copy_M)
+    # One pass without intermediate products, in the order of the copies: that of index_add isn't fixed on GPUs.
+    return F.embedding_bag(copy_M, copies_MD.contiguous(), start_N, mode="sum", per_sample_weights=by_row_M)

@@ -1,0 +1,158 @@
+"""Ring attention over the context axis: queries stay, keys and values go around (arXiv:2310.01889).
+
+Each row is cut into 2C chunks, and rank c of C holds chunks c and 2C - 1 - c, so that a causal mask leaves all ranks
+the same work (the zigzag order of Llama 3's training, arXiv:2407.21783, section 3.3.2). A rank then sees, of the keys
+of rank j,
+
+    its own (j = c): those of its two chunks, causally;
+    an earlier rank's (j < c): chunk j from all its queries, chunk 2C - 1 - j from none;
+    a later rank's (j > c): both chunks from the queries of chunk 2C - 1 - c, and none from those of chunk c,
+
+which is as much work for every j but its own.
+
+Shape letters: `T` this rank's tokens, `H` query heads, `J` key and value heads, `K` head size of queries and keys, `V`
+of values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from spmdrl.engines.training.axis_collectives import RingShift
+from spmdrl.engines.training.block_attention import Inputs, attend_rows, attend_rows_backward
+from spmdrl.engines.training.row_pairs import Places, RowPairs, as_places
+from spmdrl.resources.mesh import Axis
+from spmdrl.types import offsets_of
+
+
+@dataclass(frozen=True)
+class RingBlock:
+    """Which of this rank's queries see which of another rank's keys, and how."""
+
+    queries: Places
+    keys: Places
+    pairs: RowPairs
+
+
+@dataclass(frozen=True)
+class RingPlan:
+    """The three cases, by the place of the rank that the keys come from."""
+
+    own: RingBlock
+    earlier: RingBlock
+    later: RingBlock
+
+    def block(self, rank: int, source: int) -> RingBlock:
+        """What `rank` computes with the keys of `source`."""
+        return self.own if source == rank else self.earlier if source < rank else self.later
+
+
+def plan_ring(chunk_lengths_B: Sequence[int], device: torch.device) -> RingPlan:
+    """The plan of rows of which each rank holds two chunks of these lengths, one row after the other."""
+    chunks, rows = list(chunk_lengths_B), [2 * length for length in chunk_lengths_B]
+    every = slice(0, sum(rows))
+    first, second = _chunk_places(chunks, device, which=0), _chunk_places(chunks, device, which=1)
+    return RingPlan(
+        own=RingBlock(every, every, RowPairs(rows, rows, is_causal=True, device=device)),
+        earlier=RingBlock(every, first, RowPairs(rows, chunks, is_causal=False, device=device)),
+        later=RingBlock(second, every, RowPairs(chunks, rows, is_causal=False, device=device)),
+    )
+
+
+def _chunk_places(chunk_lengths_B: Sequence[int], device: torch.device, *, which: int) -> Places:
+    """Where the first (0) or second (1) chunks of all rows stand."""
+    lengths, offsets = torch.tensor(chunk_lengths_B, dtype=torch.int64), offsets_of(chunk_lengths_B)
+    shift = (offsets[:-1] + which * lengths).repeat_interleave(lengths)
+    return as_places(torch.arange(int(offsets[-1])) + shift, device)
+
+
+class RingAttention:
+    """Causal attention inside rows cut over the context axis; an `Attend` of one micro-batch's chunks on this rank.
+
+    Collective over the axis, forward and backward.
+    """
+
+    def __init__(self, chunk_lengths_B: Sequence[int], context: Axis, device: torch.device):
+        assert context.size > 1, context
+        self._plan, self._context = plan_ring(chunk_lengths_B, device), context
+
+    def __call__(self, layer: int, q_THK: Tensor, k_TJK: Tensor, v_TJV: Tensor) -> Tensor:
+        return _Ring.apply(q_THK, k_TJK, v_TJV, self._plan, self._context)
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q_THK: Tensor, k_TJK: Tensor, v_TJV: Tensor, plan: RingPlan, context: Axis) -> Tensor:
+        out_THV, lse_TH = _ring_forward((q_THK, k_TJK, v_TJV), plan, context)
+        ctx.save_for_backward(q_THK, k_TJK, v_TJV, out_THV, lse_TH)
+        ctx.plan, ctx.context = plan, context
+        return out_THV
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, by_out_THV: Tensor) -> tuple[Tensor | None, ...]:
+        q_THK, k_TJK, v_TJV, out_THV, lse_TH = ctx.saved_tensors
+        whole = (out_THV, lse_TH)
+        return *_ring_backward(by_out_THV, (q_THK, k_TJK, v_TJV), whole, ctx.plan, ctx.context), None, None
+
+
+def _ring_forward(inputs: Inputs, plan: RingPlan, context: Axis) -> tuple[Tensor, Tensor]:
+    """Output in the queries' dtype, and logsumexp, over the keys of all ranks."""
+    q_THK, *keys_values = inputs
+    out_THV, lse_TH = torch.empty(0), torch.empty(0)
+    for step in range(context.size):
+        # The next keys travel while these are worked on.
+        arriving = RingShift(keys_values, context) if step + 1 < context.size else None
+        block = plan.block(context.rank, (context.rank - step) % context.size)
+        k, v = (x[block.keys] for x in keys_values)
+        out, lse = attend_rows((q_THK[block.queries], k, v), block.pairs)
+        if step == 0:
+            out_THV, lse_TH = out.to(torch.promote_types(out.dtype, torch.float32)), lse
+        else:
+            _join(out_THV, lse_TH, block.queries, out, lse)
+        if arriving is not None:
+            keys_values = arriving.wait()
+    return out_THV.to(q_THK.dtype), lse_TH
+
+
+def _join(out_THV: Tensor, lse_TH: Tensor, queries: Places, out: Tensor, lse: Tensor) -> None:
+    """Take more keys' output and logsumexp into those of some queries, in place."""
+    lse_so_far = lse_TH[queries]
+    # exp(b) / (exp(a) + exp(b)), without overflow.
+    share = torch.sigmoid(lse - lse_so_far)[..., None]
+    out_THV[queries] = torch.lerp(out_THV[queries], out.to(out_THV.dtype), share)
+    lse_TH[queries] = torch.logaddexp(lse_so_far, lse)
+
+
+def _ring_backward(
+    by_out_THV: Tensor, inputs: Inputs, whole: tuple[Tensor, Tensor], plan: RingPlan, context: Axis
+) -> Inputs:
+    """Gradients of the own queries, keys and values; those of keys and values gather on their way around."""
+    q_THK, *keys_values = inputs
+    by_q_THK = torch.zeros_like(q_THK, dtype=torch.promote_types(q_THK.dtype, torch.float32))
+    sums = [torch.zeros_like(x, dtype=by_q_THK.dtype) for x in keys_values]
+    sums_arriving = None
+    for step in range(context.size):
+        arriving = RingShift(keys_values, context) if step + 1 < context.size else None
+        block = plan.block(context.rank, (context.rank - step) % context.size)
+        out, lse, by_out, q = (x[block.queries] for x in (*whole, by_out_THV, q_THK))
+        k, v = (x[block.keys] for x in keys_values)
+        by_q, by_k, by_v = attend_rows_backward(by_out, (q, k, v), (out, lse), block.pairs)
+        by_q_THK[block.queries] += by_q
+        if sums_arriving is not None:
+            sums = sums_arriving.wait()
+        for total, part in zip(sums, (by_k, by_v), strict=True):
+            total[block.keys] += part
+        # They follow their keys, and after the last step go home.
+        sums_arriving = RingShift(sums, context)
+        if arriving is not None:
+            keys_values = arriving.wait()
+    assert sums_arriving is not None
+    by_k, by_v = (total.to(x.dtype) for total, x in zip(sums_arriving.wait(), inputs[1:], strict=True))
+    return by_q_THK.to(q_THK.dtype), by_k, by_v

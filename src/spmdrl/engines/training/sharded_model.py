@@ -1,0 +1,140 @@
+"""The part of a model that one rank holds for training: its stages, and which slice of which weight each tensor is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from spmdrl.engines.models.decoder import Decoder, DecoderConfig
+from spmdrl.engines.models.hf import parameter_shapes
+from spmdrl.engines.training.gradient_sync import is_first
+from spmdrl.engines.training.parts import Parts
+from spmdrl.resources.collectives import sum_over
+from spmdrl.resources.mesh import UpdateMesh
+from spmdrl.types import WeightSlice
+
+_EMBEDDING = "model.embed_tokens.weight"
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A rank's part of one named tensor; it may be empty."""
+
+    tensor: Tensor
+    """The local storage itself, not a copy."""
+    slice: WeightSlice
+    """Which box of the whole tensor it holds."""
+    global_shape: tuple[int, ...]
+    is_first: bool = True
+    """Whether no other rank counts as the holder of these elements: over all ranks, first shards tile the tensor."""
+
+
+class ShardedModel:
+    """The decoder stages of one rank, cut and sharded as the layout says, under the names of the whole model."""
+
+    def __init__(self, config: DecoderConfig, stages: dict[int, Decoder], parts: dict[int, Parts], mesh: UpdateMesh):
+        self.config = config
+        self.stages = stages
+        """By stage number; with one pipeline rank and one chunk, the whole decoder is stage 0."""
+        self.mesh = mesh
+        self.parts = parts
+        """What each stage holds before FSDP2 shards it."""
+        self._part_of = {name: held for held in parts.values() for name in held.slices}
+        self._buffers = {name for decoder in stages.values() for name, _ in decoder.named_buffers()}
+        # The stage with the embedding counts as the holder of a tied head.
+        self._copies = {_EMBEDDING} if any(_is_tied_copy(decoder) for decoder in stages.values()) else set()
+
+    @property
+    def decoders(self) -> list[Decoder]:
+        return list(self.stages.values())
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for decoder in self.decoders:
+            yield from decoder.named_parameters()
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Parameters, then the buffers that belong to the weights."""
+        yield from self.named_parameters()
+        for decoder in self.decoders:
+            yield from decoder.named_buffers()
+
+    def named_shards(self) -> dict[str, Shard]:
+        return {name: self.shard_of(name, weight) for name, weight in self.named_weights()}
+
+    def shard_of(self, name: str, tensor: Tensor) -> Shard:
+        """The part that this rank holds of a weight, or of a gradient or mean that is cut like it."""
+        parts = self._part_of[name]
+        local, box = local_tensor(tensor), parts.slices[name]
+        first = is_first(name, self.mesh.tensor, parts) and name not in self._copies
+        if isinstance(tensor, DTensor):
+            for axis, placement in enumerate(tensor.placements):
+                size, rank = tensor.device_mesh.size(axis), tensor.device_mesh.get_local_rank(axis)
+                if placement.is_shard():
+                    box = _narrowed(box, placement.dim, rows_held(box.shape[placement.dim], size, rank))
+                else:
+                    first = first and rank == 0
+        elif name in self._buffers:
+            first = first and self.mesh.data.rank == 0 and self.mesh.context.rank == 0
+        assert local.shape == box.shape, (name, tuple(local.shape), box)
+        return Shard(local, box, parts.shapes[name], first)
+
+    def gather_whole(self, shards: Mapping[str, Shard], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """Yield each tensor whole, good until the next one. Collective over all ranks: each takes all of them.
+
+        The shards are weights, or gradients under the weights' names; those that some rank lacks count as 0.
+        """
+        device = next(iter(self.named_weights()))[1].device
+        for name, shape in parameter_shapes(self.config).items():
+            # Sums of bits with zeros keep every bit; of numbers, they would lose the sign of -0.
+            bits = torch.zeros(shape, dtype=torch.int32, device=device)
+            shard = shards.get(name)
+            if shard is not None and shard.is_first and shard.slice.num_elements:
+                whole = WeightSlice(name, (0,) * len(shape), shape)
+                bits[shard.slice.index_within(whole)] = shard.tensor.detach().to(torch.float32).view(torch.int32)
+            yield name, sum_over(bits).view(torch.float32).to(dtype)
+
+    def tied_gradients(self) -> list[Tensor]:
+        """What this rank stores of the gradients of a tied weight: of the embedding, or of the head's copy of it."""
+        held = [decoder.model.embed_tokens for decoder in self.decoders]
+        return [local_tensor(module.weight.grad) for module in held if module is not None]
+
+    def reshard(self) -> None:
+        """Leave nothing on the device but this rank's shards."""
+        for decoder in self.decoders:
+            for module in decoder.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+
+
+def _is_tied_copy(decoder: Decoder) -> bool:
+    """Whether the stage holds an embedding for its head alone."""
+    return decoder.config.tied_head and decoder.span.heads and not decoder.span.embeds
+
+
+def _narrowed(box: WeightSlice, dim: int, held: tuple[int, int]) -> WeightSlice:
+    """The part of a box that begins and ends at these places of one dim, counted within the box."""
+    starts, stops = list(box.starts), list(box.stops)
+    starts[dim], stops[dim] = box.starts[dim] + held[0], box.starts[dim] + held[1]
+    return WeightSlice(box.name, tuple(starts), tuple(stops))
+
+
+def rows_held(num_rows: int, num_ranks: int, rank: int) -> tuple[int, int]:
+    """The half-open interval of rows that FSDP2 gives a rank: chunks rounded up, so the last may be short or empty."""
+    chunk = -(-num_rows // num_ranks)
+    return min(rank * chunk, num_rows), min((rank + 1) * chunk, num_rows)
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """The storage that this rank holds of a tensor, sharded or plain, without its graph."""
+    with torch.no_grad():
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def local_gradients(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Tensor]:
+    """The local storage of every gradient that is there."""
+    return {name: local_tensor(weight.grad) for name, weight in parameters if weight.grad is not None}

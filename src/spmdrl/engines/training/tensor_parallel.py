@@ -1,0 +1,149 @@
+"""Cuts a decoder's matrices over the tensor axis, and its tokens between blocks (sequence parallel), from outside.
+
+Megatron-LM's scheme (arXiv:1909.08053, section 3; arXiv:2205.05198, section 4.2): attention and feed-forward layers
+gather the tokens, compute their own heads or columns, and scatter the sums of their outputs; everything between them
+sees an equal share of the tokens. A weight that isn't cut gets a part of its gradient on each rank, to be summed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from spmdrl.engines.models.decoder import Decoder, DecoderConfig
+from spmdrl.engines.training.axis_collectives import gather_rows, scatter_row_sums
+from spmdrl.engines.training.logprobs import VocabularyPart
+from spmdrl.engines.training.parts import Parts, TensorCopies
+from spmdrl.resources.mesh import Axis
+
+# Projections whose outputs are cut, with their biases; those that read them are cut by inputs, and their outputs add
+# up. MLA's down projections are shared by all heads and stay whole.
+_CUT_BY_OUTPUTS = ("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj")
+_CUT_BY_INPUTS = ("o_proj", "down_proj")
+_OF_KEY_HEADS = ("k_proj", "v_proj")
+_VOCABULARIES = ("embed_tokens", "lm_head")
+
+
+def check_tensor_parallel(config: DecoderConfig, tensor: int) -> None:
+    """Raise ValueError where a model can't be cut over so many ranks; every rank can tell without asking others."""
+    complaint = _complaint(config, tensor)
+    if complaint:
+        usable = [degree for degree in range(1, config.num_heads + 1) if not _complaint(config, degree)]
+        raise ValueError(f"resources.update.tensor is {tensor}, but {complaint}; set it to one of {usable}")
+
+
+def _complaint(config: DecoderConfig, tensor: int) -> str | None:
+    """What stands against this degree, or None."""
+    for name, width in _widths(config).items():
+        if width % tensor:
+            return f"it must divide the model's {name} {width}"
+    if config.num_kv_heads % tensor and tensor % config.num_kv_heads:
+        return f"it must divide the model's num_key_value_heads {config.num_kv_heads} or be a multiple of it"
+    if -(-config.vocab_size // tensor) * (tensor - 1) >= config.vocab_size:
+        return f"it gives some rank no part of the model's vocab_size {config.vocab_size}"
+    return None
+
+
+def _widths(config: DecoderConfig) -> dict[str, int]:
+    """What is cut in equal parts, by its name in config.json."""
+    widths = {"num_attention_heads": config.num_heads}
+    if config.moe is None or config.moe.dense_layers:
+        widths["intermediate_size"] = config.intermediate_size
+    if config.moe is not None:
+        widths["moe_intermediate_size"] = config.moe.intermediate_size
+    return widths
+
+
+def apply_tensor_parallel(decoder: Decoder, axis: Axis, parts: Parts) -> None:
+    """Make a decoder on the meta device compute this rank's part; names stay, shapes shrink, `parts` follows.
+
+    Its tokens must be a multiple of the axis's size. Collective from then on: the axis's ranks run it together.
+    """
+    if axis.size == 1:
+        return
+    vocabulary = VocabularyPart.of(decoder.config.vocab_size, axis)
+    for name in parts.shapes:
+        _cut(decoder, name, axis, parts)
+        _share_bias(decoder, name, axis)
+    if "model.embed_tokens.weight" in parts.shapes:
+        decoder.model.embed_tokens = _EmbeddingPart(decoder.model.embed_tokens.weight, vocabulary)
+    for layer in decoder.layers:
+        for block in (layer.self_attn, layer.mlp):
+            _share_tokens(block, axis)
+
+
+def _cut(decoder: Decoder, name: str, axis: Axis, parts: Parts) -> None:
+    """Cut one weight, if it is of those that are."""
+    *_, module, kind = name.split(".")
+    if module in _VOCABULARIES:
+        part = VocabularyPart.of(parts.shapes[name][0], axis)
+        parts.cut(decoder, name, 0, part.start, part.stop)
+        parts.tensor_copies[name] = TensorCopies(axis.size, axis.rank)
+        return
+    dim = _cut_dim(module, kind)
+    if dim is None:
+        return
+    config = decoder.config
+    distinct = min(axis.size, config.num_kv_heads) if module in _OF_KEY_HEADS else axis.size
+    index = axis.rank * distinct // axis.size
+    length = parts.slices[name].shape[dim] // distinct
+    parts.cut(decoder, name, dim, index * length, (index + 1) * length)
+    parts.tensor_copies[name] = TensorCopies(distinct, index)
+
+
+def _cut_dim(module: str, kind: str) -> int | None:
+    """The dim along which a projection's weight or bias is cut, or an experts' stack, which has experts in front."""
+    projection, first = (kind, 1) if module == "experts" else (module, 0)
+    if projection in _CUT_BY_OUTPUTS:
+        return first
+    return first + 1 if projection in _CUT_BY_INPUTS and kind != "bias" else None
+
+
+def _share_tokens(block: nn.Module, axis: Axis) -> None:
+    """Let a block whose outputs are parts of sums take and give this rank's share of the tokens."""
+
+    def gather(block: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        return gather_rows(inputs[0], axis), *inputs[1:]
+
+    def scatter(block: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
+        return scatter_row_sums(output, axis)
+
+    block.register_forward_pre_hook(gather)
+    block.register_forward_hook(scatter)
+
+
+def _share_bias(decoder: Decoder, name: str, axis: Axis) -> None:
+    """Let the bias of a projection whose outputs are summed count once, if it is one."""
+    path, _, kind = name.rpartition(".")
+    parent, _, projection = path.rpartition(".")
+    if projection in _CUT_BY_INPUTS and kind == "bias":
+        shared = _SharedBiasLinear(decoder.get_submodule(path), axis.size)
+        setattr(decoder.get_submodule(parent), projection, shared)
+
+
+class _SharedBiasLinear(nn.Module):
+    """A projection whose outputs are summed over ranks, each of which adds its share of the bias."""
+
+    def __init__(self, linear: nn.Linear, num_ranks: int):
+        super().__init__()
+        self.weight, self.bias = linear.weight, linear.bias
+        self.num_ranks = num_ranks
+
+    def forward(self, values: Tensor) -> Tensor:
+        return F.linear(values, self.weight, self.bias / self.num_ranks)
+
+
+class _EmbeddingPart(nn.Module):
+    """The embedding of this rank's part of the vocabulary; the sum over ranks has every token's, in equal shares."""
+
+    def __init__(self, weight: nn.Parameter, vocabulary: VocabularyPart):
+        super().__init__()
+        self.weight = weight
+        self.vocabulary = vocabulary
+
+    def forward(self, tokens_T: Tensor) -> Tensor:
+        places_T, here_T = self.vocabulary.local(tokens_T)
+        found_TD = F.embedding(places_T, self.weight) * here_T[:, None]
+        return scatter_row_sums(found_TD, self.vocabulary.axis)

@@ -1,0 +1,32 @@
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spmdrl.engines.models.kernels.padded import group_rows, plan_blocks
+from spmdrl.types import offsets_of
+
+lengths_of_rows = st.lists(st.integers(0, 400), max_size=40)
+
+
+@given(lengths_of_rows)
+def test_every_row_with_tokens_is_in_exactly_one_group(lengths: list[int]) -> None:
+    grouped = sorted(row for group in group_rows(lengths) for row in group)
+    assert grouped == [row for row, length in enumerate(lengths) if length]
+
+
+@given(lengths_of_rows)
+def test_rows_of_a_group_have_similar_lengths(lengths: list[int]) -> None:
+    for group in group_rows(lengths):
+        longest, shortest = max(lengths[row] for row in group), min(lengths[row] for row in group)
+        assert longest - shortest <= max(16, longest // 16)
+
+
+@given(lengths_of_rows)
+def test_every_token_has_one_slot_and_comes_back_from_it(lengths: list[int]) -> None:
+    plan = plan_blocks(offsets_of(lengths).tolist())
+    num_tokens = sum(lengths)
+    assert torch.equal(plan.token_of_slot[plan.slot_of_token], torch.arange(num_tokens))
+    assert len(plan.token_of_slot) == num_tokens + len(plan.padded_slots)
+    assert not set(plan.slot_of_token.tolist()) & set(plan.padded_slots.tolist())

@@ -1,0 +1,212 @@
+"""Every family against transformers' own random model: logits, gradients, greedy tokens, and files both ways."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    LlamaConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from spmdrl.engines.generation.native import NativeEngine
+from spmdrl.engines.generation.protocol import Request, RolloutConfig, SamplingParams
+from spmdrl.engines.models.hf import hf_config_dict, parameter_shapes, read_config
+from spmdrl.engines.models.weights import WeightFiles, write_weights
+from tests.engines.models.support import load_decoder, packed_logits, random_rows, whole
+
+VOCABULARY = 61
+LENGTHS = [5, 1, 23, 12]
+THETA = 5000.0
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": THETA,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+YARN = {"rope_type": "yarn", "rope_theta": THETA, "factor": 4.0, "original_max_position_embeddings": 32}
+SPARSE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": None,
+    "kv_lora_rank": 10,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 12,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+}
+GROUPED = {"n_group": 4, "topk_group": 2, "n_shared_experts": 2, "q_lora_rank": 9, "routed_scaling_factor": 1.7}
+DEEPSEEK_YARN = {**YARN, "mscale": 0.7, "mscale_all_dim": 1.0, "beta_fast": 8.0, "beta_slow": 1.0}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A transformers config class and what differs from the common sizes."""
+
+    config_class: Any
+    extra: dict[str, Any]
+    tied: bool = False
+
+
+CASES = {
+    "llama": Case(LlamaConfig, {"head_dim": 16, "rms_norm_eps": 1e-5}),
+    "llama3-rope": Case(LlamaConfig, {"rope_parameters": LLAMA3, "attention_bias": True, "mlp_bias": True}),
+    "llama-yarn": Case(LlamaConfig, {"rope_parameters": YARN}, tied=True),
+    "llama-yarn-factor": Case(LlamaConfig, {"rope_parameters": {**YARN, "attention_factor": 0.8, "truncate": False}}),
+    "qwen2-tied": Case(Qwen2Config, {}, tied=True),
+    "qwen2-untied": Case(Qwen2Config, {}),
+    "qwen3": Case(Qwen3Config, {"head_dim": 16, "attention_bias": True}, tied=True),
+    "qwen3-yarn": Case(Qwen3Config, {"head_dim": 16, "rope_parameters": YARN}),
+    "qwen3-moe": Case(Qwen3MoeConfig, {**SPARSE, "head_dim": 16, "norm_topk_prob": True, "mlp_only_layers": [1]}),
+    "qwen3-moe-step": Case(Qwen3MoeConfig, {**SPARSE, "decoder_sparse_step": 2}, tied=True),
+    "deepseek": Case(DeepseekV3Config, LATENT),
+    "deepseek-groups": Case(DeepseekV3Config, {**LATENT, **GROUPED, "attention_bias": True}, tied=True),
+    "deepseek-yarn": Case(DeepseekV3Config, {**LATENT, **GROUPED, "rope_parameters": DEEPSEEK_YARN}),
+    "deepseek-halves": Case(
+        DeepseekV3Config, {**LATENT, "rope_interleave": False, "norm_topk_prob": False, "first_k_dense_replace": 0}
+    ),
+}
+every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+
+
+def tiny_model(case: Case) -> PreTrainedModel:
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "rope_parameters": {"rope_type": "default", "rope_theta": THETA},
+        "initializer_range": 0.2,
+        "tie_word_embeddings": case.tied,
+    }
+    config = case.config_class(**{**sizes, **case.extra})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    with torch.no_grad():
+        for name, weight in model.state_dict().items():
+            # Norms and biases start constant, which would hide that one of them is missing.
+            if weight.dim() == 1:
+                weight.add_(0.3 * torch.randn_like(weight))
+            assert weight.std() > 0, f"{name} is constant"
+    return model.eval()
+
+
+def mean_loss(logits: list[Tensor], rows: list[Tensor]) -> Tensor:
+    targets = torch.cat([row[1:] for row in rows])
+    return F.cross_entropy(torch.cat([row_logits[:-1] for row_logits in logits]), targets)
+
+
+def gradients_of(model: PreTrainedModel) -> dict[str, Tensor]:
+    """transformers' gradients by the decoder's names."""
+    gradients = {}
+    for name, weight in model.named_parameters():
+        if name.endswith("experts.gate_up_proj"):
+            prefix = name.removesuffix("gate_up_proj")
+            gradients[f"{prefix}gate_proj"], gradients[f"{prefix}up_proj"] = weight.grad.chunk(2, dim=1)
+        else:
+            gradients[name] = weight.grad
+    return gradients
+
+
+def assert_same_logits(theirs: PreTrainedModel, folder: Path) -> None:
+    rows = random_rows(LENGTHS, VOCABULARY)
+    with torch.no_grad():
+        for row, mine in zip(rows, packed_logits(load_decoder(folder), rows), strict=True):
+            assert (theirs(row[None]).logits[0] - mine).abs().max() < 1e-4
+
+
+@every_case
+def test_logits_and_gradients_of_packed_rows_have_parity_with_transformers(case: Case, tmp_path: Path) -> None:
+    theirs = tiny_model(case)
+    theirs.save_pretrained(tmp_path)
+    ours = load_decoder(tmp_path)
+    rows = random_rows(LENGTHS, VOCABULARY)
+
+    their_logits = [theirs(row[None]).logits[0] for row in rows]
+    our_logits = packed_logits(ours, rows)
+    for mine, reference in zip(our_logits, their_logits, strict=True):
+        assert (mine - reference).abs().max() < 1e-4
+
+    mean_loss(their_logits, rows).backward()
+    mean_loss(our_logits, rows).backward()
+    weights = dict(ours.named_parameters())
+    references = gradients_of(theirs)
+    assert set(references) == set(weights)
+    # Key biases move attention only through the rotation, so their gradients can vanish beside their rounding.
+    scale = max(float(reference.norm()) for reference in references.values())
+    for name, weight in weights.items():
+        reference = references[name]
+        assert (weight.grad - reference).norm() <= 1e-4 * max(float(reference.norm()), 1e-3 * scale), name
+
+
+@every_case
+def test_greedy_tokens_of_the_native_engine_have_parity_with_transformers(case: Case, tmp_path: Path) -> None:
+    theirs = tiny_model(case)
+    theirs.save_pretrained(tmp_path)
+    engine = NativeEngine(read_config(tmp_path), RolloutConfig(block_size=4), torch.device("cpu"), torch.float32)
+    files = WeightFiles(tmp_path)
+    engine.load_weights((name, files.read(whole(name, shape))) for name, shape in engine.weight_shapes().items())
+    engine.wake_cache()
+    prompts = random_rows([3, 7, 14], VOCABULARY, seed=1)
+    sampling = SamplingParams(temperature=0.0, max_tokens=20)
+    engine.submit([Request((i,), tuple(prompt.tolist()), (i,), sampling) for i, prompt in enumerate(prompts)])
+    found = {}
+    while engine.num_unfinished:
+        found.update({response.row: list(response.token_ids) for response in engine.step()})
+    for row, prompt in enumerate(prompts):
+        tokens = prompt
+        for _ in range(20):
+            with torch.no_grad():
+                tokens = torch.cat((tokens, theirs(tokens[None]).logits[0, -1:].argmax(-1)))
+        assert found[row] == tokens[len(prompt) :].tolist()
+
+
+@every_case
+@pytest.mark.parametrize("max_shard_bytes", [10**9, 20_000], ids=["one-file", "sharded"])
+def test_what_we_write_has_parity_in_transformers(case: Case, max_shard_bytes: int, tmp_path: Path) -> None:
+    source, copy = tmp_path / "source", tmp_path / "copy"
+    tiny_model(case).save_pretrained(source)
+    copy.mkdir()
+    config, decoder = read_config(source), load_decoder(source)
+    (copy / "config.json").write_text(json.dumps(hf_config_dict(config, torch.float32)))
+    write_weights(copy, decoder.state_dict().items(), max_shard_bytes)
+    assert (copy / "model.safetensors.index.json").exists() == (max_shard_bytes == 20_000)
+    assert read_config(copy) == config
+    theirs, report = AutoModelForCausalLM.from_pretrained(copy, output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    assert_same_logits(theirs.eval(), source)
+
+
+@every_case
+@pytest.mark.parametrize("max_shard_size", ["1GB", "20KB"])
+def test_what_transformers_writes_has_parity_here(case: Case, max_shard_size: str, tmp_path: Path) -> None:
+    theirs = tiny_model(case)
+    theirs.save_pretrained(tmp_path, max_shard_size=max_shard_size)
+    shapes = parameter_shapes(read_config(tmp_path))
+    files = WeightFiles(tmp_path)
+    assert files.names == sorted(shapes)
+    assert {name: files.shape(name) for name in files.names} == shapes
+    assert_same_logits(theirs, tmp_path)

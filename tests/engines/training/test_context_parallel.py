@@ -1,0 +1,163 @@
+"""Ring and Ulysses attention on gloo ranks against one process, and which models the latter takes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from spmdrl.engines.models.attention import PackedCausalAttention
+from spmdrl.engines.models.decoder import Decoder, DecoderConfig
+from spmdrl.engines.training.context_parallel import attention_of, check_context_parallel
+from spmdrl.engines.training.local_tokens import LocalTokens, local_tokens
+from spmdrl.engines.training.placement import Placement, place_tokens, placed_size
+from spmdrl.engines.training.rows import TokenRows, to_microbatch
+from spmdrl.resources.layout import ContextKind
+from spmdrl.resources.mesh import Axis
+from spmdrl.resources.world import World
+from spmdrl.types import offsets_of
+from tests.support.ranks import run_ranks
+
+CPU = torch.device("cpu")
+CONFIG = DecoderConfig(
+    model_type="qwen3",
+    vocab_size=17,
+    hidden_size=8,
+    intermediate_size=13,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_size=4,
+    rms_eps=1e-6,
+    rope_theta=10000.0,
+    qk_norm=True,
+    attention_bias=False,
+    tied_head=False,
+    max_positions=64,
+)
+LENGTHS = {"mixed": [1, 70, 13, 1, 33, 34, 2], "one": [37], "short": [1, 1], "equal": [16, 16, 16]}
+HEADS = {"all": (4, 4), "grouped": (8, 4), "one key head": (4, 1)}
+# What rows, with which heads.
+CASES = [("mixed", "all"), ("mixed", "grouped"), ("mixed", "one key head")]
+CASES += [("one", "grouped"), ("short", "one key head"), ("equal", "all")]
+
+
+def _relative_error(ours: Tensor, theirs: Tensor) -> float:
+    # Rows of one token have no gradient to queries and keys.
+    return float((ours - theirs).norm() / theirs.norm().clamp(min=1.0))
+
+
+def _own(values_T: Tensor, placement: Placement) -> Tensor:
+    """A rank's part of packed values, with garbage at padding."""
+    source_t = placement.source_P[placement.own_t]
+    own = values_T[source_t.clamp(min=0)]
+    own[source_t < 0] = 3.0
+    return own
+
+
+def _whole(own_t: Tensor, placement: Placement) -> Tensor:
+    """The packed values of which each rank brings its own."""
+    source_t = placement.source_P[placement.own_t]
+    whole_T = own_t.new_zeros((len(placement.place_T), *own_t.shape[1:]))
+    whole_T[source_t[source_t >= 0]] = own_t[source_t >= 0]
+    dist.all_reduce(whole_T)
+    return whole_T
+
+
+def _attention_errors(axis: Axis, kind: ContextKind, lengths: list[int], heads: tuple[int, int]) -> dict[str, float]:
+    """Relative errors of output and input gradients, of all ranks together."""
+    torch.manual_seed(0)
+    offsets = offsets_of(lengths)
+    shapes = ((heads[0], 8), (heads[1], 8), (heads[1], 6))
+    whole = [torch.randn(sum(lengths), *shape, requires_grad=True) for shape in shapes]
+    weight = torch.randn(sum(lengths), heads[0], 6)
+    expected = PackedCausalAttention(offsets)(0, *whole)
+    gradients = torch.autograd.grad((expected * weight).sum(), whole)
+
+    num_tokens = placed_size(offsets, axis.size, kind, 2) + 2 * axis.size
+    placement = place_tokens(offsets, axis, kind, multiple=2, num_tokens=num_tokens)
+    own = [_own(x.detach(), placement).requires_grad_() for x in whole]
+    real = placement.source_P[placement.own_t] >= 0
+    attended = attention_of(placement, CPU)(0, *own)
+    parts = torch.autograd.grad((attended * _own(weight, placement))[real].sum(), own)
+    errors = {}
+    for name, ours, theirs in zip(("out", "q", "k", "v"), (attended, *parts), (expected, *gradients), strict=True):
+        errors[name] = _relative_error(_whole(ours.detach(), placement), theirs.detach())
+    errors["gradients at padding"] = sum(float(part[~real].abs().sum()) for part in parts)
+    return errors
+
+
+def _scores(local: LocalTokens, decoder: Decoder) -> Tensor:
+    def head(hidden_tD: Tensor, head_VD: Tensor) -> Tensor:
+        logprobs_pV = torch.log_softmax(hidden_tD[local.predicting_p] @ head_VD.T, dim=-1)
+        return logprobs_pV.gather(1, local.targets_p[:, None]).squeeze(1)
+
+    return local.scores_to_R(decoder(local.tokens_t, local.positions_t, local.attend, head))
+
+
+def _decoder_errors(axis: Axis, kind: ContextKind, lengths: list[int]) -> dict[str, float]:
+    """Relative errors of all scores, and of weight gradients summed over the ranks."""
+    torch.manual_seed(1)
+    prompts_B = torch.tensor([1 + length // 3 for length in lengths])
+    rows = TokenRows(torch.randint(17, (sum(lengths),)), offsets_of(lengths), prompts_B)
+    weights_R = torch.randn(rows.num_response_tokens)
+    decoder = Decoder(CONFIG)
+    micro = to_microbatch(rows, CPU)
+    alone = place_tokens(rows.offsets, Axis("context", 1, 0, None, (axis.rank,)), kind)
+    expected_R = _scores(local_tokens(alone, rows, micro), decoder)
+    gradients = torch.autograd.grad((weights_R * expected_R).sum(), list(decoder.parameters()))
+
+    scores_R = _scores(local_tokens(place_tokens(rows.offsets, axis, kind), rows, micro), decoder)
+    errors = {"scores": _relative_error(scores_R.detach(), expected_R.detach())}
+    shares = torch.autograd.grad((weights_R * scores_R).sum(), list(decoder.parameters()))
+    for (name, _), share, gradient in zip(decoder.named_parameters(), shares, gradients, strict=True):
+        dist.all_reduce(share)
+        errors[name] = _relative_error(share, gradient)
+    return errors
+
+
+def _all_errors(world: World) -> dict[str, float]:
+    axis = Axis("context", world.size, world.rank, dist.group.WORLD, tuple(range(world.size)))
+    errors = {}
+    for kind in ("ring", "ulysses"):
+        for rows, heads in CASES:
+            for what, error in _attention_errors(axis, kind, LENGTHS[rows], HEADS[heads]).items():
+                errors[f"{kind}, {rows} rows, {heads} heads: {what}"] = error
+        for what, error in _decoder_errors(axis, kind, [1, 12, 5, 2, 30]).items():
+            errors[f"{kind}, decoder: {what}"] = error
+    return errors
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_context_ranks_compute_what_one_process_computes(world_size: int) -> None:
+    for rank, errors in enumerate(run_ranks(world_size, _all_errors)):
+        # Not `error > bound`: a NaN must show too.
+        wrong = {name: error for name, error in errors.items() if not error < 1e-5}
+        assert not wrong, (rank, wrong)
+
+
+def test_a_ring_takes_any_number_of_heads() -> None:
+    check_context_parallel(CONFIG, tensor=4, context=7, kind="ring")
+
+
+@pytest.mark.parametrize(("tensor", "context"), [(1, 1), (1, 2), (1, 4), (2, 2), (4, 1)])
+def test_ulysses_deals_out_heads_that_divide(tensor: int, context: int) -> None:
+    check_context_parallel(CONFIG, tensor=tensor, context=context, kind="ulysses")
+
+
+@pytest.mark.parametrize(("tensor", "context", "fitting"), [(1, 3, "[1, 2, 4]"), (2, 4, "[1, 2]"), (4, 2, "[1]")])
+def test_ulysses_refuses_heads_that_do_not_divide_with_a_way_out(tensor: int, context: int, fitting: str) -> None:
+    with pytest.raises(ValueError, match="resources.update.context ") as refused:
+        check_context_parallel(CONFIG, tensor=tensor, context=context, kind="ulysses")
+    assert f"one of {fitting}, or context_kind to ring" in str(refused.value)
+
+
+def test_ulysses_wants_key_heads_that_can_be_shared_evenly() -> None:
+    config = replace(CONFIG, num_heads=12, num_kv_heads=3)
+    check_context_parallel(config, tensor=1, context=6, kind="ulysses")
+    with pytest.raises(ValueError, match="3 key and value heads"):
+        check_context_parallel(config, tensor=1, context=2, kind="ulysses")

@@ -1,0 +1,141 @@
+"""Experts spread over ranks against all experts in one place: on paper, then on gloo ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from spmdrl.engines.models.decoder import Decoder, DecoderConfig
+from spmdrl.engines.models.moe import MoeConfig, SparseFeedForward
+from spmdrl.engines.training.expert_parallel import apply_expert_parallel, check_expert_parallel
+from spmdrl.engines.training.parts import Parts
+from spmdrl.resources.layout import UpdateLayout
+from spmdrl.resources.mesh import Axis, build_update_mesh
+from spmdrl.resources.world import World
+from spmdrl.types import WeightSlice
+from tests.support.ranks import run_ranks
+
+NUM_EXPERTS, WIDTH = 8, 8
+SPARSE = DecoderConfig(
+    model_type="qwen3_moe",
+    vocab_size=11,
+    hidden_size=WIDTH,
+    intermediate_size=8,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=2,
+    head_size=4,
+    rms_eps=1e-6,
+    rope_theta=10000.0,
+    qk_norm=True,
+    attention_bias=False,
+    tied_head=True,
+    max_positions=64,
+    moe=MoeConfig(num_experts=NUM_EXPERTS, experts_per_token=3, intermediate_size=4, normalize=True, dense_layers=(0,)),
+)
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}
+WEIGHTS = ("gate_proj", "up_proj", "down_proj")
+
+# Experts of each rank's tokens. `one_rank`: all go to the first experts, so that other ranks get no rows; `no_tokens`:
+# rank 1 has none of its own; `spread`: wherever the router sends them.
+CASES = ("spread", "one_rank", "no_tokens")
+RUNS = [(case, recompute) for case in CASES for recompute in (False, True)]
+
+
+class Chosen:
+    """A route with given experts."""
+
+    def __init__(self, chosen_TC: Tensor):
+        self.chosen_TC = chosen_TC
+
+    def __call__(self, layer: int, scores_TE: Tensor, chosen_TC: Tensor) -> tuple[Tensor, Tensor]:
+        return scores_TE, self.chosen_TC
+
+
+def axis_of(size: int, rank: int) -> Axis:
+    return Axis("expert", size, rank, None, tuple(range(size)))
+
+
+def decoder_for(axis: Axis) -> tuple[Decoder, Parts]:
+    with torch.device("meta"):
+        decoder = Decoder(SPARSE)
+    parts = Parts.of(decoder)
+    apply_expert_parallel(decoder, axis, parts)
+    return decoder, parts
+
+
+def sparse_layer(axis: Axis) -> SparseFeedForward:
+    """The sparse layer with this rank's slices of weights that are the same on any number of ranks."""
+    decoder, parts = decoder_for(axis)
+    decoder.to_empty(device="cpu")
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in decoder.named_parameters():
+        whole = 0.3 * torch.randn(parts.shapes[name], generator=generator)
+        held = parts.slices[name]
+        box = tuple(slice(start, stop) for start, stop in zip(held.starts, held.stops, strict=True))
+        parameter.data.copy_(whole[box])
+    assert isinstance(decoder.layers[1].mlp, SparseFeedForward)
+    return decoder.layers[1].mlp
+
+
+def tokens_of(rank: int, case: str) -> Tensor:
+    num_tokens = 0 if case == "no_tokens" and rank == 1 else 5 + rank
+    return torch.randn(num_tokens, WIDTH, generator=torch.Generator().manual_seed(rank))
+
+
+def run(layer: nn.Module, tokens: Tensor, case: str, *, recompute: bool) -> list[Tensor]:
+    """Output, gradient of the tokens and gradient of the router of a loss over these tokens."""
+    tokens = tokens.clone().requires_grad_()
+    # Experts 0 to 2 for all tokens, the others for none.
+    route = Chosen(torch.tensor([[2, 0, 1]]).expand(len(tokens), -1)) if case == "one_rank" else None
+    out = checkpoint(layer, tokens, route, use_reentrant=False) if recompute else layer(tokens, route)
+    (out * torch.linspace(0.1, 0.2, WIDTH)).square().sum().backward()
+    return [out.detach(), tokens.grad, layer.gate.weight.grad]
+
+
+def run_spread(world: World, case: str, recompute: bool) -> tuple[list[Tensor], list[Tensor]]:
+    mesh = build_update_mesh(UpdateLayout(shard=world.size, expert=world.size), world.device, world.rank)
+    layer = sparse_layer(mesh.expert)
+    results = run(layer, tokens_of(world.rank, case), case, recompute=recompute)
+    return results, [getattr(layer.experts, name).grad for name in WEIGHTS]
+
+
+def run_all_cases(world: World) -> list[tuple[list[Tensor], list[Tensor]]]:
+    return [run_spread(world, case, recompute) for case, recompute in RUNS]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_spread_experts_equal_experts_in_one_place(num_ranks):
+    ranks = run_ranks(num_ranks, run_all_cases)
+    for number, (case, _) in enumerate(RUNS):
+        layer = sparse_layer(axis_of(1, 0))
+        counts = [len(tokens_of(rank, case)) for rank in range(num_ranks)]
+        whole = run(layer, torch.cat([tokens_of(rank, case) for rank in range(num_ranks)]), case, recompute=False)
+        outputs, inputs = whole[0].split(counts), whole[1].split(counts)
+        for rank, results in enumerate(ranks):
+            (output, by_input, _), by_experts = results[number]
+            torch.testing.assert_close(output, outputs[rank], **CLOSE)
+            torch.testing.assert_close(by_input, inputs[rank], **CLOSE)
+            for name, gradient in zip(WEIGHTS, by_experts, strict=True):
+                expected = getattr(layer.experts, name).grad.chunk(num_ranks)[rank]
+                torch.testing.assert_close(gradient, expected, **CLOSE)
+        by_router = sum(results[number][0][2] for results in ranks)
+        torch.testing.assert_close(by_router, whole[2], **CLOSE)
+
+
+def test_each_rank_keeps_its_run_of_experts():
+    for rank in range(4):
+        decoder, parts = decoder_for(axis_of(4, rank))
+        name = "model.layers.1.mlp.experts.down_proj"
+        assert decoder.get_parameter(name).shape == (2, WIDTH, 4)
+        assert parts.slices[name] == WeightSlice(name, (2 * rank, 0, 0), (2 * rank + 2, WIDTH, 4))
+        assert parts.slices["model.layers.1.mlp.gate.weight"].shape == (NUM_EXPERTS, WIDTH)
+
+
+def test_degrees_that_do_not_divide_the_experts_are_refused():
+    check_expert_parallel(SPARSE, 4)
+    with pytest.raises(ValueError, match=r"resources.update.expert is 3.*8 experts.*\[1, 2, 4, 8\]"):
+        check_expert_parallel(SPARSE, 3)
