@@ -47,6 +47,26 @@ def test_one_two_and_four_ranks_train_alike_on_the_same_rollouts(tmp_path):
 
 @pytest.mark.ranks
 @pytest.mark.slow
+@pytest.mark.parametrize("layout", ["context=2", "tensor=2 pipeline=2"])
+def test_every_axis_trains_as_one_rank_does_and_leaves_a_checkpoint_for_any_layout(tmp_path, layout):
+    config, dump = tiny_config(tmp_path), tmp_path / "rollouts"
+    finished(run_job("train", config, f"run.dir={tmp_path / 'one'}", f"debug.rollouts_to={dump}", "train.max_steps=2"))
+    settings = [f"resources.update.{degree}" for degree in layout.split()]
+    ranks = 2 ** len(settings)
+    folder = tmp_path / "spread"
+    replay = [f"debug.rollouts_from={dump}", "checkpoint.interval=2"]
+    finished(run_job("train", config, f"run.dir={folder}", *replay, "train.max_steps=2", *settings, ranks=ranks))
+    expected, found = metrics_of(tmp_path / "one"), metrics_of(folder)
+    for step in (0, 1):
+        for name in ("loss", "grad_norm", "entropy"):
+            assert found[step][name] == pytest.approx(expected[step][name], rel=1e-5), (step, name)
+    # Generated anew, from weights that travel from the shards of each axis to whole ones, in another layout.
+    resumed = finished(run_job("train", config, f"run.dir={folder}", "train.max_steps=3", "reshard.verify=true"))
+    assert "resumed from" in resumed.stdout and metrics_of(folder)[-1]["step"] == 3
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_bits_on_two_ranks(tmp_path):
     config = tiny_config(tmp_path)
     folders = [tmp_path / "one", tmp_path / "two"]

@@ -21,6 +21,7 @@ from spmdrl.engines.reward.pool import RewardPool
 from spmdrl.job.actor import Actor, ModelSource, build_generator, build_trainer, prepare_model
 from spmdrl.job.building import Rollouts, StageParts, build_evaluator, build_stages, build_switching, check_positions
 from spmdrl.job.checked import CheckedRun, check_run
+from spmdrl.job.fitting import check_model_fits
 from spmdrl.job.held_out import HeldOut
 from spmdrl.job.run import Run, finished_model, put_earlier_run_aside
 from spmdrl.job.samples_report import SamplesReport
@@ -131,6 +132,7 @@ def build(checked: CheckedRun, run: Run, stack: ExitStack) -> Training:
     tokenizer = ModelTokenizer(source.folder)
     prompts = PromptSource(checked.train_rows, tokenizer.raw, config.data, config.seed)
     check_positions(source, prompts, config)
+    check_model_fits(config, source.decoder, checked.layout)
     mesh = build_update_mesh(checked.layout, world.device, world.rank)
 
     num_steps, temperature = config.train.max_steps, config.rollout.temperature

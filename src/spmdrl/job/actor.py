@@ -9,6 +9,7 @@ from pathlib import Path
 
 from spmdrl.config import Config
 from spmdrl.dataflow.resharding.flow import ReshardingFlow
+from spmdrl.engines.generation.choices import ChoiceRecorder
 from spmdrl.engines.generation.protocol import GenerationEngine
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf import hf_config_dict, read_config, resolve_model_folder
@@ -145,7 +146,14 @@ def generation_engine_name(config: Config, device_kind: str) -> str:
 def build_generator(config: Config, source: ModelSource, world: World) -> GenerationEngine:
     """The generation engine of this rank, asleep."""
     dtype = config.model.compute_dtype(world.device.kind)
+    replays = config.train.routing.replay == "rollout"
     if generation_engine_name(config, world.device.kind) == "vllm":
+        if replays:
+            raise ValueError(
+                f"train.routing.replay is rollout, but rollout.engine {config.rollout.engine} means vLLM here, which "
+                "doesn't tell the experts that tokens went to; set rollout.engine to native or train.routing.replay "
+                "to none"
+            )
         # vLLM is an optional back end, and its import takes tens of seconds.
         from spmdrl.engines.generation.vllm import VllmEngine
 
@@ -153,7 +161,9 @@ def build_generator(config: Config, source: ModelSource, world: World) -> Genera
     # Imported here so that a run with vLLM doesn't need it.
     from spmdrl.engines.generation.native import NativeEngine
 
-    return NativeEngine(source.decoder, config.rollout, world.device.torch_device, dtype)
+    # A run that only answers may have a dense model with any training options.
+    recorder = ChoiceRecorder() if replays and source.decoder.moe is not None else None
+    return NativeEngine(source.decoder, config.rollout, world.device.torch_device, dtype, recorder=recorder)
 
 
 def load_for_generation(engine: GenerationEngine, source: ModelSource) -> None:

@@ -12,8 +12,10 @@ from spmdrl.config import Config
 from spmdrl.configfile import LoadedConfig, resolved_yaml, start_up
 from spmdrl.dataflow.samples.rows import SourceRows, read_rows
 from spmdrl.dataflow.samples.schema import needs_by_state
+from spmdrl.dataflow.stages.rows import replayed_columns
 from spmdrl.engines.reward.functions import needs_answer
 from spmdrl.engines.reward.pool import RewardPool
+from spmdrl.job.fitting import check_model_fits, decoder_at_hand
 from spmdrl.resources.launch import read_launch_environment
 from spmdrl.resources.layout import UpdateLayout, check_generation_layout, fit_update_layout
 from spmdrl.types import WorkerState
@@ -42,6 +44,8 @@ def check_run(loaded: LoadedConfig[Config], verb: Verb) -> CheckedRun:
         launch = read_launch_environment(os.environ)
         layout = fit_update_layout(config.resources.update, launch.world_size)
         check_generation_layout(config.resources.generation, launch.world_size)
+        if verb in ("train", "sft", "check") and (decoder := decoder_at_hand(config)) is not None:
+            check_model_fits(config, decoder, layout)
         algorithm = build_algorithm(config.algo)
         needs = states_of(config, algorithm)
         if verb in ("train", "check"):
@@ -62,9 +66,10 @@ def check_run(loaded: LoadedConfig[Config], verb: Verb) -> CheckedRun:
 def states_of(config: Config, algorithm: Algorithm) -> dict[WorkerState, frozenset[str]]:
     """The worker states that the algorithm's columns ask for. Raises ValueError for a column that nobody makes."""
     num_updates = config.train.updates_per_step * config.train.epochs_per_step
-    reads = {"prompt_ids", "response_ids", *algorithm.columns_for_loss(num_updates)}
+    replayed = replayed_columns(config.train.routing)
+    reads = {"prompt_ids", "response_ids", *algorithm.columns_for_loss(num_updates), *replayed}
     credit = {"reward", "response_ids", *algorithm.columns_for_credit()}
-    return needs_by_state(reads, {WorkerState.ADVANTAGE: credit})
+    return needs_by_state(reads, {WorkerState.ADVANTAGE: credit, WorkerState.OLD_LOGPROBS: replayed})
 
 
 def check_sizes(config: Config) -> None:
@@ -86,4 +91,10 @@ def check_sizes(config: Config) -> None:
         raise ValueError(
             "debug.rollouts_from replays recorded responses, but evaluations need a model that answers; "
             "set data.eval to null"
+        )
+    if train.routing.replay == "rollout" and (config.debug.rollouts_from or config.debug.rollouts_to):
+        key = "rollouts_from" if config.debug.rollouts_from else "rollouts_to"
+        raise ValueError(
+            f"train.routing.replay is rollout, but the files of debug.{key} hold no experts; set train.routing.replay "
+            f"to none or leave out debug.{key}"
         )

@@ -1,6 +1,7 @@
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.engines.training.tiny import CONFIG
 
 from spmdrl.dataflow.stages.advantage import share_without_signal
 from spmdrl.dataflow.stages.generation import row_seed
@@ -17,7 +18,7 @@ def test_token_rows_hold_prompt_then_response_of_each_row(pairs):
     batch.put_lists("prompt_ids", [prompt for prompt, _ in pairs], torch.int64)
     batch.put_lists("response_ids", [response for _, response in pairs], torch.int64)
     batch.put_lists("advantages", [[0.5] * len(response) for _, response in pairs], torch.float32)
-    rows = token_rows(batch, ["advantages"])
+    rows = token_rows(batch, CONFIG, ["advantages"])
     bounds = rows.offsets.tolist()
     got = [rows.tokens_T[a:b].tolist() for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
     assert got == [prompt + response for prompt, response in pairs]

@@ -53,6 +53,15 @@ def agree_on_plan(
     return AgreedPlan(plan, shapes, dtypes, wire_dtype)
 
 
+def agree_on_shapes(held: Shapes) -> dict[str, tuple[int, ...]]:
+    """Shapes of the whole weights that any rank holds a part of, in one order. Collective over the world."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for payload in gather_bytes(json.dumps(dict(held)).encode()):
+        for name, shape in json.loads(payload).items():
+            shapes.setdefault(name, tuple(shape))
+    return shapes
+
+
 def check_same_version(update_count: int) -> None:
     """Raises RuntimeError unless all ranks have done as many updates. Collective over the world."""
     most, minus_least = max_over(torch.tensor([update_count, -update_count])).tolist()

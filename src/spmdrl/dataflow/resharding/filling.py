@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from spmdrl.dataflow.resharding.agreement import agree_on_plan
+from spmdrl.dataflow.resharding.agreement import agree_on_plan, agree_on_shapes
 from spmdrl.dataflow.resharding.checksum import ChecksumRecord
 from spmdrl.dataflow.resharding.gather import BucketGatherer, ReshardConfig
 from spmdrl.dataflow.resharding.plan import Shapes, whole_slices
@@ -32,7 +32,9 @@ class GeneratorFilling:
     ):
         """`storage` is what the generator's `wake_weights` returned, empty if it wants an iterator."""
         self._world = world
-        shapes = {name: tuple(shard.global_shape) for name, shard in shards.items()}
+        # A pipeline rank holds some of the layers only.
+        shapes = agree_on_shapes({name: tuple(shard.global_shape) for name, shard in shards.items()})
+        trained = next(iter(shards.values())).tensor
         _check_shapes(generator.weight_shapes(), shapes)
         # In the trainer's order, so that shards can leave while later weights still move.
         wanted_names = [name for name in shapes if name in generator.weight_shapes()]
@@ -41,7 +43,7 @@ class GeneratorFilling:
         self._agreed = agree_on_plan(
             [shard.slice for shard in shards.values()],
             # A generator that takes whole weights casts them itself.
-            {box: storage.get(name, shards[name].tensor).dtype for name, box in self._targets.items()},
+            {box: storage.get(name, trained).dtype for name, box in self._targets.items()},
             shapes,
             config.bucket_bytes,
             ranks_per_node=world.launch.local_world_size,

@@ -54,6 +54,8 @@ RULES: tuple[ColumnRule, ...] = (
     _per_response_token("versions", torch.int64, WorkerState.GENERATION, "prompt_ids"),
     # 1: the response ended with a stop token; 0: it was cut at the length limit.
     _rule("finished", torch.int64, WorkerState.GENERATION, "prompt_ids"),
+    # Of each token but the row's last, its experts in each sparse layer; there only where routing is replayed.
+    _rule("routed_experts", torch.int16, WorkerState.GENERATION, "prompt_ids", ragged=True),
     _rule("reward", torch.float32, WorkerState.REWARD, _TOKENS),
     _rule("reward_verdict", torch.int64, WorkerState.REWARD, _TOKENS),
     # One value a reward function, in the order of the configuration.

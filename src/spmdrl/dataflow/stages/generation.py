@@ -12,10 +12,11 @@ import torch
 
 from spmdrl.dataflow.samples.dock import Samples
 from spmdrl.dataflow.samples.prompts import Prompt
+from spmdrl.dataflow.stages.rows import ROUTED_EXPERTS
 from spmdrl.engines.generation.protocol import GenerationEngine, Request, Response, SamplingParams
 from spmdrl.engines.generation.replay import record_rollouts, rollout_file
 from spmdrl.observability.metrics import Recorder
-from spmdrl.types import Batch, WorkerState
+from spmdrl.types import Batch, WorkerState, offsets_of
 
 
 @dataclass(frozen=True)
@@ -125,4 +126,8 @@ def columns_of(responses: Sequence[Response]) -> Batch:
     batch.put_lists("versions", [response.versions for response in responses], torch.int64)
     finished = [int(response.finish == "stop") for response in responses]
     batch.put_dense("finished", torch.tensor(finished, dtype=torch.int64))
+    choices = [response.choices for response in responses if response.choices is not None]
+    if choices:
+        assert len(choices) == len(responses), f"{len(choices)} of {len(responses)} responses bring their experts"
+        batch.put_ragged(ROUTED_EXPERTS, torch.cat(choices), offsets_of([part.numel() for part in choices]))
     return batch

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 from spmdrl.dataflow.samples.dock import Samples
-from spmdrl.dataflow.stages.rows import token_rows
+from spmdrl.dataflow.stages.rows import replayed_columns, token_rows
 from spmdrl.engines.training.engine import TrainingEngine
 from spmdrl.types import Batch, WorkerState
 
@@ -24,11 +24,14 @@ class ScoreStage:
         self.column = COLUMN_OF_STATE[state]
         self.engine = engine
         self.presence = presence
+        # The reference is a model of its own, whose routers never saw these tokens.
+        is_policy = state is WorkerState.OLD_LOGPROBS
+        self._replayed = replayed_columns(engine.training.routing) if is_policy else frozenset()
 
     def __call__(self, samples: Samples) -> None:
-        batch = samples.take(self.state, {"prompt_ids", "response_ids"})
+        batch = samples.take(self.state, {"prompt_ids", "response_ids", *self._replayed})
         with self.presence():
-            scores = self.engine.score(token_rows(batch))
+            scores = self.engine.score(token_rows(batch, self.engine.config))
         scored = Batch(batch.rows)
         scored.put_ragged(self.column, scores.logprobs_R.float().cpu(), batch.offsets("response_ids"))
         samples.put(self.state, scored)

@@ -7,8 +7,12 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from spmdrl.engines.models.decoder import DecoderConfig
+from spmdrl.engines.training.routing import RoutingConfig, experts_of_rows
 from spmdrl.engines.training.rows import TokenRows
 from spmdrl.types import Batch, offsets_of
+
+ROUTED_EXPERTS = "routed_experts"
 
 
 def join_ragged(batch: Batch, first: str, second: str) -> tuple[Tensor, Tensor]:
@@ -27,8 +31,21 @@ def _positions(starts_B: Tensor, lengths_B: Tensor) -> Tensor:
     return starts_B.repeat_interleave(lengths_B) + within
 
 
-def token_rows(batch: Batch, response_columns: Iterable[str] = ()) -> TokenRows:
-    """Prompt and response of each row as one run, with the named columns for each response token."""
+def replayed_columns(routing: RoutingConfig) -> frozenset[str]:
+    """What a pass over the policy's own rows reads so that tokens go to the experts that generation chose."""
+    return frozenset({ROUTED_EXPERTS} if routing.replay == "rollout" else ())
+
+
+def token_rows(batch: Batch, model: DecoderConfig, response_columns: Iterable[str] = ()) -> TokenRows:
+    """Prompt and response of each row as one run, with the named columns for each response token.
+
+    Where the batch has the experts of its tokens, the rows have them too, as `model` uses them.
+    """
     tokens_T, offsets = join_ragged(batch, "prompt_ids", "response_ids")
     response = {name: batch.values(name) for name in response_columns}
-    return TokenRows(tokens_T, offsets, batch.lengths("prompt_ids"), response=response, dense={})
+    experts_TLC = None
+    if ROUTED_EXPERTS in batch:
+        experts_TLC = experts_of_rows(batch.values(ROUTED_EXPERTS), offsets.diff(), model)
+    return TokenRows(
+        tokens_T, offsets, batch.lengths("prompt_ids"), response=response, dense={}, experts_TLC=experts_TLC
+    )

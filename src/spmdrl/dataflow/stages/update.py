@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.dataflow.samples.dock import Samples
-from spmdrl.dataflow.stages.rows import token_rows
+from spmdrl.dataflow.stages.rows import replayed_columns, token_rows
 from spmdrl.engines.training.engine import TrainingEngine, UpdateResult
 from spmdrl.engines.training.rows import LossTerms, MicroBatch, Scores
 from spmdrl.observability.metrics import Recorder
@@ -51,7 +51,8 @@ class UpdateStage:
 
     def __call__(self, samples: Samples, learner: Learner) -> None:
         columns = sorted(learner.columns_for_loss(self.plan.num_updates))
-        batch = samples.take(self.state, {"prompt_ids", "response_ids", *columns})
+        replayed = replayed_columns(self.engine.training.routing)
+        batch = samples.take(self.state, {"prompt_ids", "response_ids", *columns, *replayed})
         # A mini-batch is a range of prompts, so it holds the same rows on any number of ranks.
         num_groups = samples.num_rows // samples.group_size
         part_B = batch.rows // samples.group_size * self.plan.updates_per_epoch // num_groups
@@ -77,7 +78,8 @@ class UpdateStage:
         if self.plan.skip_zero_advantage and learner.needs_signal() and num_with_signal > 0:
             batch = batch.select(has_signal_B.nonzero().squeeze(1))
         self.recorder.total("update/rows", len(batch) if self.engine.mesh.model.rank == 0 else 0)
-        self._report(self.engine.update(token_rows(batch, [*columns, "weights"]), loss_of(learner)))
+        rows = token_rows(batch, self.engine.config, [*columns, "weights"])
+        self._report(self.engine.update(rows, loss_of(learner)))
 
     def _report(self, result: UpdateResult) -> None:
         """Numbers that every rank holds alike."""

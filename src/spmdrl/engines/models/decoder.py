@@ -10,8 +10,8 @@ Shape letters: `T` packed tokens, `D` model width, `H` query heads, `J` key and 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, replace
+from typing import Literal, TypeVar
 
 from torch import Tensor, nn
 
@@ -63,8 +63,15 @@ class DecoderConfig:
     """The sparse layers, where there are any."""
     latent: LatentConfig | None = None
     """Multi-head latent attention instead of the usual projections."""
+    head: Literal["vocab", "value"] = "vocab"
+    """vocab: a language model's logits, from lm_head or the embedding; value: one number a token, from score."""
 
     def __post_init__(self) -> None:
+        if self.head == "value" and self.tied_head:
+            raise ValueError(
+                "head is value, but tied_head says that the head is the embedding; make a value model of a language "
+                "model's config by with_value_head()"
+            )
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_attention_heads {self.num_heads} is not a multiple of num_key_value_heads {self.num_kv_heads}; "
@@ -78,6 +85,15 @@ class DecoderConfig:
                 f"{self.latent.head_size}, but num_key_value_heads is {self.num_kv_heads} and the head size "
                 f"{self.head_size}"
             )
+
+    def with_value_head(self) -> DecoderConfig:
+        """The same decoder as a critic or reward model; its embedding is tied to nothing."""
+        return replace(self, head="value", tied_head=False)
+
+    @property
+    def num_outputs(self) -> int:
+        """Rows of the head's weight: what it says of each token."""
+        return self.vocab_size if self.head == "vocab" else 1
 
     @property
     def output_bias(self) -> bool:
@@ -196,10 +212,11 @@ class Backbone(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A causal language model on packed tokens, or a span of its layers; weights are named as transformers names them.
+    """A decoder on packed tokens, or a span of its layers, under a language model's head or a value head.
 
-    Only the experts' weights are stacked, one tensor for all experts of a layer. Build it under `torch.device("meta")`
-    and load weights after: the initial values mean nothing.
+    Weights are named as transformers names them, a value model's as in its ForSequenceClassification classes; only the
+    experts' weights are stacked, one tensor for all experts of a layer. Build it under `torch.device("meta")` and load
+    weights after: the initial values mean nothing.
     """
 
     def __init__(self, config: DecoderConfig, span: LayerSpan | None = None):
@@ -207,8 +224,11 @@ class Decoder(nn.Module):
         self.config = config
         self.span = whole_span(config) if span is None else span
         self.model = Backbone(config, self.span)
-        has_own_head = self.span.heads and not config.tied_head
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False) if has_own_head else None
+        own_head = None
+        if self.span.heads and not config.tied_head:
+            own_head = nn.Linear(config.hidden_size, config.num_outputs, bias=False)
+        self.lm_head = own_head if config.head == "vocab" else None
+        self.score = own_head if config.head == "value" else None
 
     @property
     def layers(self) -> list[DecoderLayer]:
@@ -233,4 +253,4 @@ class Decoder(nn.Module):
         hidden_TD = self.model(inputs, rotation, attend, route)
         if not self.span.heads:
             return hidden_TD
-        return head(hidden_TD, (self.model.embed_tokens if self.lm_head is None else self.lm_head).weight)
+        return head(hidden_TD, (self.lm_head or self.score or self.model.embed_tokens).weight)

@@ -13,6 +13,7 @@ import torch
 
 from spmdrl.engines.models.decoder import Decoder, DecoderConfig
 from spmdrl.engines.models.hf_families import FAMILIES, Family
+from spmdrl.engines.models.hf_head import read_head, write_head
 from spmdrl.engines.models.hf_rope import read_rope, write_rope
 from spmdrl.engines.models.hf_values import flag, number, only, whole_number
 from spmdrl.engines.models.make_config import MakeConfig
@@ -102,7 +103,7 @@ def hf_config_dict(config: DecoderConfig, dtype: torch.dtype) -> dict[str, Any]:
     family = FAMILIES[config.model_type]
     dtype_name = str(dtype).removeprefix("torch.")
     content: dict[str, Any] = {
-        "architectures": [family.architecture],
+        **write_head(family.architecture, config.head),
         "model_type": config.model_type,
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
@@ -147,6 +148,7 @@ def _decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
     default_head_size = family.default_head_size or hidden_size // num_heads
     attention_bias = flag(raw, "attention_bias", default=False)
     theta, scaling = read_rope(raw)
+    head = read_head(raw)
     return DecoderConfig(
         model_type=model_type,
         vocab_size=whole_number(raw, "vocab_size"),
@@ -160,12 +162,14 @@ def _decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
         rope_theta=theta,
         qk_norm=family.has_qk_norm,
         attention_bias=attention_bias if family.has_attention_bias is None else family.has_attention_bias,
-        tied_head=flag(raw, "tie_word_embeddings", default=False),
+        # transformers writes the flag for value models too, which have nothing to tie.
+        tied_head=head == "vocab" and flag(raw, "tie_word_embeddings", default=False),
         max_positions=whole_number(raw, "max_position_embeddings"),
         mlp_bias=flag(raw, "mlp_bias", default=False),
         rope_scaling=scaling,
         moe=family.read_moe(raw),
         latent=latent,
+        head=head,
     )
 
 

@@ -13,7 +13,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -28,6 +28,15 @@ from spmdrl.types import WeightSlice, whole_slice
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
 _EMBEDDING_STD = 0.02
+_VALUE_HEAD = "score.weight"
+
+
+class WeightSource(Protocol):
+    """Where weights are read from."""
+
+    def read(self, wanted: WeightSlice, /) -> Tensor:
+        """Return the values of one box of a named weight."""
+        ...
 
 
 class WeightFiles:
@@ -59,6 +68,8 @@ class WeightFiles:
 
     def read(self, wanted: WeightSlice) -> Tensor:
         """Read one slice into a new CPU tensor of the stored dtype; raises ValueError for what the files don't hold."""
+        if wanted.name == _VALUE_HEAD:
+            self._check_value_head_has_no_bias()
         if wanted.name not in self._num_experts:
             return self._read(wanted)
         self._check_fits(wanted)
@@ -88,6 +99,14 @@ class WeightFiles:
             raise ValueError(
                 f"{wanted.name} in {self.folder} has shape {shape}, but elements {wanted.starts} to "
                 f"{wanted.stops} are wanted of it; do config.json and the weights belong together?"
+            )
+
+    def _check_value_head_has_no_bias(self) -> None:
+        """transformers' token classifiers have one; left out, all values would be off by it."""
+        if "score.bias" in self._file_of and (bias := self._stored("score.bias")[:]).any():
+            raise ValueError(
+                f"score.bias in {self.folder} is {bias.tolist()}, but a value head has no bias; start it anew "
+                "(with_new_head), or give a model whose score.bias is 0"
             )
 
     def _stored(self, name: str) -> Any:
@@ -176,7 +195,7 @@ class RandomWeights:
     """Initial float32 weights, each a function of the seed and its name alone, so that every rank makes the same.
 
     Matrices are normal with variance 1 / fan-in, those that write to the residual stream smaller by the square root
-    of their number (GPT-2's rule); embeddings have a deviation of 0.02; norms are 1 and biases 0.
+    of their number (GPT-2's rule); embeddings and heads deviate by 0.02; norms are 1 and biases 0.
     Each expert has a name of its own, as in files.
     """
 
@@ -216,7 +235,7 @@ class RandomWeights:
         return torch.randn(shape, generator=generator) * self._deviation(name, fan_in=shape[-1])
 
     def _deviation(self, name: str, *, fan_in: int) -> float:
-        if name.endswith(("embed_tokens.weight", "lm_head.weight")):
+        if name.endswith(("embed_tokens.weight", "lm_head.weight", _VALUE_HEAD)):
             return _EMBEDDING_STD
         if name.endswith(("o_proj.weight", "down_proj.weight")):
             return 1.0 / math.sqrt(fan_in * self._num_residual_writes)
@@ -226,3 +245,21 @@ class RandomWeights:
 def random_weights(config: DecoderConfig, seed: int) -> RandomWeights:
     """Weights to start from: call the result with a name, or read slices of it as of `WeightFiles`."""
     return RandomWeights(config, seed)
+
+
+class _NewHead:
+    """A value head of zeros over another model's weights."""
+
+    def __init__(self, source: WeightSource):
+        self._source = source
+
+    def read(self, wanted: WeightSlice, /) -> Tensor:
+        return torch.zeros(wanted.shape) if wanted.name == _VALUE_HEAD else self._source.read(wanted)
+
+
+def with_new_head(source: WeightSource) -> WeightSource:
+    """The weights of a value model that starts from a language model's, or from a value model's but for its head.
+
+    The head is zero, so that every value is 0 until it is trained.
+    """
+    return _NewHead(source)

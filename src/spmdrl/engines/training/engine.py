@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from spmdrl.engines.models.decoder import DecoderConfig
+from spmdrl.engines.models.weights import WeightSource
 from spmdrl.engines.training.axis_collectives import max_across, sum_across
 from spmdrl.engines.training.gradient_sync import sum_tensor_gradients
 from spmdrl.engines.training.microbatch import (
@@ -25,7 +26,7 @@ from spmdrl.engines.training.optimizer import (
     learning_rate,
     squared_norm,
 )
-from spmdrl.engines.training.parallelize import Precision, build_sharded_model
+from spmdrl.engines.training.parallelize import Precision, build_sharded_model, check_layout
 from spmdrl.engines.training.passes import Passes, Work
 from spmdrl.engines.training.pipeline_parallel import sum_tied_gradients
 from spmdrl.engines.training.router_statistics import RouterStatistics, largest_bias
@@ -35,7 +36,6 @@ from spmdrl.engines.training.sharded_model import Shard, local_gradients, local_
 from spmdrl.engines.training.totals import Tally, Totals
 from spmdrl.resources.device import Device
 from spmdrl.resources.mesh import UpdateMesh
-from spmdrl.types import WeightSlice
 
 Recompute = Literal["none", "full"]
 
@@ -108,14 +108,6 @@ class Accumulated:
     num_microbatches: int
 
 
-class WeightSource(Protocol):
-    """Where weights are read from."""
-
-    def read(self, wanted: WeightSlice, /) -> Tensor:
-        """Return the values of one box of a named weight."""
-        ...
-
-
 class TrainingEngine:
     """One model's update shards and their optimizer.
 
@@ -142,9 +134,12 @@ class TrainingEngine:
         A frozen engine only scores; it has no optimizer and keeps its weights in the dtype that it computes in. The
         others keep float32 weights. `compute_dtype` is the device's own unless given. `rating` is what the head says
         of rows: log-probs (a policy), a value a response token (a critic) or a value a row (a reward model).
+        Raises ValueError where the model has another head.
         """
+        _check_head(config, rating)
         if not temperature > 0:
             raise ValueError(f"temperature is {temperature}, but log-probabilities divide by it; use one above 0")
+        check_layout(config, mesh.layout)
         compute_dtype = compute_dtype or device.compute_dtype
         self.config, self.training, self.optim = config, training, optim
         self.mesh, self.device, self.temperature = mesh, device, temperature
@@ -331,7 +326,8 @@ class TrainingEngine:
     def _evaluate(self, action: str, rows: TokenRows, see: Callable[[Work, Any], None]) -> None:
         self.check_weights_present(action)
         if plan := self._plan(rows):
-            self._passes.evaluate(self._passes.prepare(rows, plan), see)
+            scope = self._routing_scope(rows) if rows.experts_TLC is not None else None
+            self._passes.evaluate(self._passes.prepare(rows, plan, scope), see)
 
     def _routing_scope(self, rows: TokenRows) -> RoutingScope | None:
         """What the routers of one update share. Collective over the data axes."""
@@ -361,3 +357,12 @@ class TrainingEngine:
             sum_tensor_gradients(gradients, self.model.parts[number], self.mesh.tensor)
         if self.config.tied_head and self.mesh.pipeline.size > 1:
             sum_tied_gradients(self.model.tied_gradients(), self.mesh.pipeline)
+
+
+def _check_head(config: DecoderConfig, rating: Rating) -> None:
+    needed = "vocab" if rating == "logprobs" else "value"
+    if config.head != needed:
+        raise ValueError(
+            f"rating {rating} needs a {needed} head, but the model's is a {config.head} head; give a model folder with "
+            "the right head, or start a value head on a language model (DecoderConfig.with_value_head, with_new_head)"
+        )

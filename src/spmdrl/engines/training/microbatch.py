@@ -39,7 +39,7 @@ class RowCost:
         if config.moe is not None:
             per_token += num_sparse * _sparse_weights(config.hidden_size, config.moe)
         return cls(
-            per_token=per_token + config.vocab_size * config.hidden_size,
+            per_token=per_token + config.num_outputs * config.hidden_size,
             per_token_squared=config.num_layers * config.num_heads * (config.head_size + config.value_head_size) / 2,
         )
 

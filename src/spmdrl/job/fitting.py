@@ -1,0 +1,37 @@
+"""Whether a model can be trained under the layout and options of a run; every rank can tell without the others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from spmdrl.config import Config
+from spmdrl.engines.models.decoder import DecoderConfig
+from spmdrl.engines.models.hf import read_config
+from spmdrl.engines.models.making import decoder_config
+from spmdrl.engines.training.parallelize import check_layout
+from spmdrl.engines.training.routing import check_routing
+from spmdrl.resources.layout import UpdateLayout
+
+# Their backward passes come in two halves, each of which would run every layer again.
+_SPLIT_BACKWARD = ("zero_bubble", "zbv")
+
+
+def check_model_fits(config: Config, decoder: DecoderConfig, layout: UpdateLayout) -> None:
+    """Raise ValueError with the numbers, the relation and a way out."""
+    check_layout(decoder, layout)
+    check_routing(config.train.routing, decoder)
+    recomputes = config.train.activation_checkpointing != "none"
+    if recomputes and layout.pipeline > 1 and layout.pipeline_schedule in _SPLIT_BACKWARD:
+        raise ValueError(
+            f"resources.update.pipeline_schedule is {layout.pipeline_schedule}, which splits backward in two, and "
+            f"train.activation_checkpointing is {config.train.activation_checkpointing}, so that every layer would be "
+            "run again many times; set pipeline_schedule to 1f1b or interleaved, or activation_checkpointing to none"
+        )
+
+
+def decoder_at_hand(config: Config) -> DecoderConfig | None:
+    """The decoder of `model.make` or of a local model folder; None where it has to be fetched first."""
+    if config.model.make is not None:
+        return decoder_config(config.model.make)
+    folder = Path(config.model.path or "").expanduser()
+    return read_config(folder) if (folder / "config.json").is_file() else None
