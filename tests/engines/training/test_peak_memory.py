@@ -34,10 +34,10 @@ LARGE = replace(
 )
 
 
-# FSDP2 gathers the embedding, the final norm and the head together, and they are more than a layer.
+# What stands outside of the layers: embedding, final norm and head, each more than a layer.
 BLOCK = 4 * (2 * LARGE.vocab_size + 1) * LARGE.hidden_size
 # A layer that is gathered ahead, activations, and what the allocator keeps.
-ALLOWANCE = 32 * MIB
+ALLOWANCE = 64 * MIB
 
 
 @dataclass(frozen=True)
@@ -100,6 +100,6 @@ def test_no_rank_exceeds_its_share_and_one_unsharded_block(tmp_path: Path, monke
         weights, gradients, optimizer = found.weights, found.weights, 2 * found.weights
         # Pages of the files stay mapped while they are read: those of this rank's slices, and some beside them.
         assert found.load < 2 * weights + optimizer + BLOCK
-        # The block's weights and its unreduced gradient, and the copy of it that gloo reduces in.
-        assert found.update < weights + gradients + optimizer + 3 * BLOCK + ALLOWANCE
+        # One block, its weights and its unreduced gradient.
+        assert found.update < weights + gradients + optimizer + 2 * BLOCK
         assert found.after < weights + optimizer + ALLOWANCE

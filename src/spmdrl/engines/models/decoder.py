@@ -211,6 +211,13 @@ class Backbone(nn.Module):
         return hidden_TD if self.norm is None else self.norm(hidden_TD)
 
 
+class OwnHead(nn.Linear):
+    """A head's weight that is not the embedding's; what is done with it is the caller's."""
+
+    def forward(self, hidden_TD: Tensor, head: Callable[[Tensor, Tensor], R]) -> R:
+        return head(hidden_TD, self.weight)
+
+
 class Decoder(nn.Module):
     """A decoder on packed tokens, or a span of its layers, under a language model's head or a value head.
 
@@ -226,7 +233,7 @@ class Decoder(nn.Module):
         self.model = Backbone(config, self.span)
         own_head = None
         if self.span.heads and not config.tied_head:
-            own_head = nn.Linear(config.hidden_size, config.num_outputs, bias=False)
+            own_head = OwnHead(config.hidden_size, config.num_outputs, bias=False)
         self.lm_head = own_head if config.head == "vocab" else None
         self.score = own_head if config.head == "value" else None
 
@@ -246,11 +253,12 @@ class Decoder(nn.Module):
         """Run the layers held; where they end in the head, return head(hidden_TD, head_weight_VD), else the hidden.
 
         `inputs` are token ids [T] where the span embeds, else hidden states. Positions count from 0 in each row. The
-        head is called inside forward so that sharding hooks see the use of its weight.
+        head is called inside the forward of the weight's module, so that sharding hooks see the use of the weight.
         """
         config = self.config
         rotation = Rotation(positions_T, config.rotary_size, config.rope_theta, config.rope_scaling)
         hidden_TD = self.model(inputs, rotation, attend, route)
         if not self.span.heads:
             return hidden_TD
-        return head(hidden_TD, (self.lm_head or self.score or self.model.embed_tokens).weight)
+        own_head = self.lm_head or self.score
+        return head(hidden_TD, self.model.embed_tokens.weight) if own_head is None else own_head(hidden_TD, head)

@@ -87,7 +87,7 @@ def recompute_layers(decoder: Decoder) -> None:
 
 
 def shard_modules(decoder: Decoder, mesh: UpdateMesh, precision: Precision) -> None:
-    """Shard the experts, each layer, then what is left in the root; gradients are summed over ranks, not averaged.
+    """Shard the experts, embedding, layers and head, then what is left; gradients are summed over ranks, not averaged.
 
     The root is resharded after forward as well, so that between two calls a rank holds nothing but its shards.
     """
@@ -106,8 +106,18 @@ def shard_modules(decoder: Decoder, mesh: UpdateMesh, precision: Precision) -> N
                 continue
             placement = functools.partial(_expert_placement, num_ranks=mesh.layout.expert_shard)
             _sum_gradients(fully_shard(experts, mesh=mesh.expert_shards, shard_placement_fn=placement, **options))
-    for module in (*decoder.layers, decoder):
+    for module in (*_vocabulary_modules(decoder), *decoder.layers, decoder):
         _sum_gradients(fully_shard(module, mesh=mesh.dense_shards, ignored_params=lone or None, **options))
+    if not decoder.config.tied_head and decoder.model.embed_tokens is not None:
+        # Its backward adds up gradients by token, for which it needs no weights.
+        decoder.model.embed_tokens.set_unshard_in_backward(False)
+
+
+def _vocabulary_modules(decoder: Decoder) -> list[nn.Module]:
+    """The embedding and the head, each gathered on its own while it is used; a tied weight stays with the root."""
+    if decoder.config.tied_head:
+        return []
+    return [module for module in (decoder.model.embed_tokens, decoder.lm_head, decoder.score) if module is not None]
 
 
 def _sum_gradients(module: nn.Module) -> None:
