@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from spmdrl.engines.generation.native import NativeEngine
+from spmdrl.engines.generation.protocol import RolloutConfig
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf import hf_config_dict, parameter_shapes, read_config
 from spmdrl.engines.models.weights import RandomWeights, WeightFiles, WeightSource, with_new_head, write_weights
@@ -21,7 +23,7 @@ from spmdrl.resources.layout import UpdateLayout, fit_update_layout
 from spmdrl.resources.mesh import build_update_mesh
 from spmdrl.resources.world import World
 from spmdrl.types import offsets_of, whole_slice
-from tests.engines.training.tiny import CONFIG, OPTIM, make_rows, relative_difference
+from tests.engines.training.tiny import CONFIG, OPTIM, make_engine, make_rows, relative_difference
 from tests.support.ranks import run_ranks
 
 # Of a policy whose head is its embedding; 12 can be cut in two.
@@ -145,6 +147,16 @@ def test_a_bias_that_would_be_left_out_is_refused(world, tmp_path):
     with pytest.raises(ValueError, match=r"score.bias in .* is \[0.5\]"):
         value_engine(world, "token_values", WeightFiles(tmp_path), config=config)
     value_engine(world, "token_values", with_new_head(WeightFiles(tmp_path)), config=config)
+
+
+def test_a_head_that_does_not_fit_the_question_is_told_so(world):
+    critic = value_engine(world, "token_values", RandomWeights(VALUE_CONFIG, seed=0))
+    with pytest.raises(RuntimeError, match="has a value head, which gives no log-probs"):
+        critic.score(make_rows())
+    with pytest.raises(RuntimeError, match="is a policy, which has no value head"):
+        make_engine(world).values(make_rows())
+    with pytest.raises(ValueError, match="a value head, which says no tokens"):
+        NativeEngine(VALUE_CONFIG, RolloutConfig(), torch.device("cpu"), torch.float32)
 
 
 def test_a_critic_starts_from_a_language_model_at_zero_and_learns(world):

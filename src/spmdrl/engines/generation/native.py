@@ -50,6 +50,8 @@ class NativeEngine:
                 f"rollout.engine_kwargs has {sorted(rollout.engine_kwargs)}, but the native engine takes none; "
                 "empty it or set rollout.engine to vllm"
             )
+        if config.head != "vocab":
+            raise ValueError("the model has a value head, which says no tokens; set model.path to a language model")
         self.version = 0
         self._config = config
         self._rollout = rollout

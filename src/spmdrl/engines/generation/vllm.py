@@ -18,6 +18,7 @@ from torch import Tensor
 
 from spmdrl.engines.generation.protocol import Finish, Request, Response, RolloutConfig, SamplingParams
 from spmdrl.engines.models.hf import parameter_shapes, read_config
+from spmdrl.engines.models.stacked import unstack
 
 # vLLM accepts neither more log-prob modes nor a mode per request: the whole engine has one of these two.
 _FILTERED, _UNSCALED = "processed_logprobs", "raw_logprobs"
@@ -109,7 +110,7 @@ class VllmEngine:
         return {}
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
+        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": unstack(weights)})
         # Cached prefixes were computed with the old weights.
         self._llm.reset_prefix_cache()
 
@@ -130,7 +131,8 @@ class VllmEngine:
         """What the weights and the KV cache take by their sizes: vLLM doesn't tell them apart."""
         num_weights = sum(math.prod(shape) for shape in self.weight_shapes().values())
         cache = self._llm.llm_engine.vllm_config.cache_config
-        position_size = 2 * self._config.num_layers * self._config.num_kv_heads * self._config.head_size
+        head_sizes = self._config.head_size + self._config.value_head_size
+        position_size = self._config.num_layers * self._config.num_kv_heads * head_sizes
         cache_size = (cache.num_gpu_blocks or 0) * cache.block_size * position_size
         return {
             "generation_weights": num_weights * self._dtype.itemsize * (self._weights_awake or not self._can_sleep),

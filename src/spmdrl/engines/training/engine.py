@@ -170,6 +170,8 @@ class TrainingEngine:
 
     def score(self, rows: TokenRows) -> Scores:
         """Rate the response tokens without a gradient; host tensors in row order. Collective over the mesh."""
+        if self._passes.rating != "logprobs":
+            raise RuntimeError("this engine has a value head, which gives no log-probs; call values, or build a policy")
         logprobs_R = torch.zeros(rows.num_response_tokens, dtype=torch.float32)
         entropy_R = torch.zeros_like(logprobs_R)
 
@@ -183,6 +185,8 @@ class TrainingEngine:
 
     def values(self, rows: TokenRows) -> Tensor:
         """What a value head says of rows, on the host: [R], or [B] of a reward model. Collective over the mesh."""
+        if self._passes.rating == "logprobs":
+            raise RuntimeError("this engine is a policy, which has no value head; call score, or build a critic")
         by_token = self._passes.rating == "token_values"
         values = torch.zeros(rows.num_response_tokens if by_token else len(rows), dtype=torch.float32)
 
