@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spmdrl.engines.models.attention import PackedCausalAttention
-from spmdrl.engines.models.decoder import Decoder, DecoderConfig
+from spmdrl.engines.models.decoder import Decoder
 from spmdrl.engines.training.context_parallel import attention_of, check_context_parallel
 from spmdrl.engines.training.local_tokens import LocalTokens, local_tokens
 from spmdrl.engines.training.placement import Placement, place_tokens, placed_size
@@ -19,25 +19,10 @@ from spmdrl.resources.layout import ContextKind
 from spmdrl.resources.mesh import Axis
 from spmdrl.resources.world import World
 from spmdrl.types import offsets_of
+from tests.engines.training.tiny import CONFIG
 from tests.support.ranks import run_ranks
 
 CPU = torch.device("cpu")
-CONFIG = DecoderConfig(
-    model_type="qwen3",
-    vocab_size=17,
-    hidden_size=8,
-    intermediate_size=13,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_size=4,
-    rms_eps=1e-6,
-    rope_theta=10000.0,
-    qk_norm=True,
-    attention_bias=False,
-    tied_head=False,
-    max_positions=64,
-)
 LENGTHS = {"mixed": [1, 70, 13, 1, 33, 34, 2], "one": [37], "short": [1, 1], "equal": [16, 16, 16]}
 HEADS = {"all": (4, 4), "grouped": (8, 4), "one key head": (4, 1)}
 # What rows, with which heads.

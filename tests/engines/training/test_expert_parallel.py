@@ -7,34 +7,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from spmdrl.engines.models.decoder import Decoder, DecoderConfig
-from spmdrl.engines.models.moe import MoeConfig, SparseFeedForward
+from spmdrl.engines.models.decoder import Decoder
+from spmdrl.engines.models.moe import SparseFeedForward
 from spmdrl.engines.training.expert_parallel import apply_expert_parallel, check_expert_parallel
 from spmdrl.engines.training.parts import Parts
 from spmdrl.resources.layout import UpdateLayout
 from spmdrl.resources.mesh import Axis, build_update_mesh
 from spmdrl.resources.world import World
 from spmdrl.types import WeightSlice
+from tests.engines.training.tiny import SPARSE, axis_of, fill
 from tests.support.ranks import run_ranks
 
-NUM_EXPERTS, WIDTH = 8, 8
-SPARSE = DecoderConfig(
-    model_type="qwen3_moe",
-    vocab_size=11,
-    hidden_size=WIDTH,
-    intermediate_size=8,
-    num_layers=2,
-    num_heads=2,
-    num_kv_heads=2,
-    head_size=4,
-    rms_eps=1e-6,
-    rope_theta=10000.0,
-    qk_norm=True,
-    attention_bias=False,
-    tied_head=True,
-    max_positions=64,
-    moe=MoeConfig(num_experts=NUM_EXPERTS, experts_per_token=3, intermediate_size=4, normalize=True, dense_layers=(0,)),
-)
+NUM_EXPERTS, WIDTH = SPARSE.moe.num_experts, SPARSE.hidden_size
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 WEIGHTS = ("gate_proj", "up_proj", "down_proj")
 
@@ -54,10 +38,6 @@ class Chosen:
         return scores_TE, self.chosen_TC
 
 
-def axis_of(size: int, rank: int) -> Axis:
-    return Axis("expert", size, rank, None, tuple(range(size)))
-
-
 def decoder_for(axis: Axis) -> tuple[Decoder, Parts]:
     with torch.device("meta"):
         decoder = Decoder(SPARSE)
@@ -68,16 +48,9 @@ def decoder_for(axis: Axis) -> tuple[Decoder, Parts]:
 
 def sparse_layer(axis: Axis) -> SparseFeedForward:
     """The sparse layer with this rank's slices of weights that are the same on any number of ranks."""
-    decoder, parts = decoder_for(axis)
-    decoder.to_empty(device="cpu")
-    generator = torch.Generator().manual_seed(0)
-    for name, parameter in decoder.named_parameters():
-        whole = 0.3 * torch.randn(parts.shapes[name], generator=generator)
-        held = parts.slices[name]
-        box = tuple(slice(start, stop) for start, stop in zip(held.starts, held.stops, strict=True))
-        parameter.data.copy_(whole[box])
-    assert isinstance(decoder.layers[1].mlp, SparseFeedForward)
-    return decoder.layers[1].mlp
+    layer = fill(*decoder_for(axis)).layers[1].mlp
+    assert isinstance(layer, SparseFeedForward)
+    return layer
 
 
 def tokens_of(rank: int, case: str) -> Tensor:
@@ -111,7 +84,7 @@ def run_all_cases(world: World) -> list[tuple[list[Tensor], list[Tensor]]]:
 def test_spread_experts_equal_experts_in_one_place(num_ranks):
     ranks = run_ranks(num_ranks, run_all_cases)
     for number, (case, _) in enumerate(RUNS):
-        layer = sparse_layer(axis_of(1, 0))
+        layer = sparse_layer(axis_of("expert"))
         counts = [len(tokens_of(rank, case)) for rank in range(num_ranks)]
         whole = run(layer, torch.cat([tokens_of(rank, case) for rank in range(num_ranks)]), case, recompute=False)
         outputs, inputs = whole[0].split(counts), whole[1].split(counts)
@@ -128,7 +101,7 @@ def test_spread_experts_equal_experts_in_one_place(num_ranks):
 
 def test_each_rank_keeps_its_run_of_experts():
     for rank in range(4):
-        decoder, parts = decoder_for(axis_of(4, rank))
+        decoder, parts = decoder_for(axis_of("expert", 4, rank))
         name = "model.layers.1.mlp.experts.down_proj"
         assert decoder.get_parameter(name).shape == (2, WIDTH, 4)
         assert parts.slices[name] == WeightSlice(name, (2 * rank, 0, 0), (2 * rank + 2, WIDTH, 4))

@@ -10,9 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from spmdrl.engines.models.attention import PackedCausalAttention
 from spmdrl.engines.models.decoder import Decoder, DecoderConfig
-from spmdrl.engines.models.latent import LatentConfig
 from spmdrl.engines.models.moe import MoeConfig
 from spmdrl.engines.training.logprobs import logprobs_and_entropy
 from spmdrl.engines.training.pipeline_layout import layer_spans, stage_numbers, stage_ranks
@@ -20,36 +18,18 @@ from spmdrl.engines.training.pipeline_parallel import PipelineRunner, sum_tied_g
 from spmdrl.resources.layout import UpdateLayout
 from spmdrl.resources.mesh import UpdateMesh, build_update_mesh
 from spmdrl.resources.world import World
+from tests.engines.training.tiny import CONFIG, LATENT, packed
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
 
-DENSE = DecoderConfig(
-    model_type="qwen3",
-    vocab_size=17,
-    hidden_size=8,
-    intermediate_size=12,
-    num_layers=5,
-    num_heads=4,
-    num_kv_heads=2,
-    head_size=4,
-    rms_eps=1e-6,
-    rope_theta=10000.0,
-    qk_norm=True,
-    attention_bias=True,
-    tied_head=False,
-    max_positions=64,
-)
+DENSE = replace(CONFIG, intermediate_size=12, num_layers=5, attention_bias=True)
 TIED = replace(DENSE, tied_head=True)
 DEEP = replace(DENSE, num_layers=9)
 # Latent attention and experts bring autograd functions of other kinds.
 SPARSE = replace(
-    DENSE,
-    num_kv_heads=4,
-    head_size=6,
-    qk_norm=False,
-    attention_bias=False,
-    latent=LatentConfig(query_rank=5, key_value_rank=3, plain_size=4, rotary_size=2, value_size=3),
+    LATENT,
+    num_layers=5,
     moe=MoeConfig(num_experts=4, experts_per_token=2, intermediate_size=8, num_shared_experts=1, dense_layers=(0,)),
 )
 SCHEDULES = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero_bubble", 2), ("zero_bubble", 1), ("zbv", 2))
@@ -87,9 +67,7 @@ class Batch:
         tokens_T = torch.randint(0, self.config.vocab_size, (NUM_TOKENS,), generator=generator)
         weights_T = torch.rand(NUM_TOKENS, generator=generator)
         first = 3 + microbatch
-        lengths = (first, NUM_TOKENS - first)
-        positions_T = torch.cat([torch.arange(length) for length in lengths])
-        attend = PackedCausalAttention(torch.tensor([0, *lengths]).cumsum(0))
+        positions_T, attend = packed((first, NUM_TOKENS - first))
 
         def head(hidden_TD: Tensor, weight_VD: Tensor) -> Tensor:
             logprobs_T, entropy_T = logprobs_and_entropy(hidden_TD, weight_VD, tokens_T.roll(-1))

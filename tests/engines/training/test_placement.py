@@ -11,8 +11,8 @@ from spmdrl.engines.models.attention import PackedCausalAttention
 from spmdrl.engines.training.local_tokens import local_tokens, own_predictions
 from spmdrl.engines.training.placement import Placement, place_tokens, placed_size
 from spmdrl.engines.training.rows import TokenRows, to_microbatch
-from spmdrl.resources.mesh import Axis
 from spmdrl.types import offsets_of
+from tests.engines.training.tiny import axis_of
 
 lengths_of_rows = st.lists(st.integers(1, 40), min_size=1, max_size=8)
 kinds = st.sampled_from(["ring", "ulysses"])
@@ -20,14 +20,9 @@ sizes = st.sampled_from([1, 2, 3, 4])
 multiples = st.sampled_from([1, 2, 3])
 
 
-def context_axis(size: int, rank: int) -> Axis:
-    """An axis that nobody talks over."""
-    return Axis("context", size, rank, None, tuple(range(size)))
-
-
 def placements(lengths: list[int], size: int, kind: str, **options: int) -> list[Placement]:
     """Each rank's."""
-    return [place_tokens(offsets_of(lengths), context_axis(size, rank), kind, **options) for rank in range(size)]
+    return [place_tokens(offsets_of(lengths), axis_of("context", size, rank), kind, **options) for rank in range(size)]
 
 
 def random_rows(lengths: list[int], seed: int = 0) -> TokenRows:
@@ -112,7 +107,7 @@ def test_every_response_token_is_predicted_once_by_the_token_before_it(
 def test_one_rank_computes_the_packed_tokens_themselves() -> None:
     rows = random_rows([3, 9, 1])
     micro = to_microbatch(rows, torch.device("cpu"))
-    local = local_tokens(place_tokens(rows.offsets, context_axis(1, 0), "ring"), rows, micro)
+    local = local_tokens(place_tokens(rows.offsets, axis_of("context"), "ring"), rows, micro)
     assert local.tokens_t is micro.tokens_T and local.positions_t is micro.positions_T
     values = torch.arange(rows.num_response_tokens)
     assert local.scores_to_R(values) is values
@@ -124,7 +119,7 @@ def test_one_rank_computes_the_packed_tokens_themselves() -> None:
 def test_padding_behind_the_rows_changes_no_attention(lengths: list[int], num_padding: int) -> None:
     num_tokens = sum(lengths)
     rows = random_rows(lengths)
-    placement = place_tokens(rows.offsets, context_axis(1, 0), "ring", num_tokens=num_tokens + num_padding)
+    placement = place_tokens(rows.offsets, axis_of("context"), "ring", num_tokens=num_tokens + num_padding)
     local = local_tokens(placement, rows, to_microbatch(rows, torch.device("cpu")))
     inputs = [torch.randn(num_tokens + num_padding, heads, 4) for heads in (4, 2, 2)]
     expected = PackedCausalAttention(rows.offsets)(0, *(heads[:num_tokens] for heads in inputs))
@@ -134,4 +129,4 @@ def test_padding_behind_the_rows_changes_no_attention(lengths: list[int], num_pa
 
 def test_a_size_that_rows_do_not_fit_is_a_mistake() -> None:
     with pytest.raises(AssertionError):
-        place_tokens(offsets_of([5, 6]), context_axis(2, 0), "ring", num_tokens=12)
+        place_tokens(offsets_of([5, 6]), axis_of("context", 2, 0), "ring", num_tokens=12)

@@ -23,24 +23,13 @@ from spmdrl.engines.training.routing import (
 from spmdrl.resources.layout import UpdateLayout
 from spmdrl.resources.mesh import Axis, build_update_mesh
 from spmdrl.resources.world import World
+from tests.engines.training.tiny import SPARSE, axis_of
 from tests.support.ranks import run_ranks
 
-NUM_EXPERTS, CHOICES, WIDTH = 6, 2, 8
-MODEL = DecoderConfig(
-    model_type="qwen3_moe",
-    vocab_size=11,
-    hidden_size=WIDTH,
-    intermediate_size=8,
+NUM_EXPERTS, CHOICES, WIDTH = 6, 2, SPARSE.hidden_size
+MODEL = replace(
+    SPARSE,
     num_layers=3,
-    num_heads=2,
-    num_kv_heads=2,
-    head_size=4,
-    rms_eps=1e-6,
-    rope_theta=10000.0,
-    qk_norm=True,
-    attention_bias=False,
-    tied_head=True,
-    max_positions=64,
     moe=MoeConfig(num_experts=NUM_EXPERTS, experts_per_token=CHOICES, intermediate_size=4, dense_layers=(0,)),
 )
 SIGMOID = replace(MODEL, model_type="deepseek_v3", moe=replace(MODEL.moe, scoring="sigmoid"))
@@ -48,10 +37,6 @@ LAYER = 1
 LENGTHS = (3, 6, 4, 1)
 NUM_ROWS = len(LENGTHS)
 ROUTING = RoutingConfig(aux_loss_coefficient=0.3)
-
-
-def axis_of(name: str, size: int = 1) -> Axis:
-    return Axis(name, size, 0, None, tuple(range(size)))
 
 
 def scope_of(config: DecoderConfig = MODEL, context: Axis | None = None, num_tensor_ranks: int = 1) -> RoutingScope:

@@ -8,9 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from spmdrl.engines.models.attention import PackedCausalAttention
 from spmdrl.engines.models.decoder import Decoder, DecoderConfig
-from spmdrl.engines.models.latent import LatentConfig
 from spmdrl.engines.models.moe import MoeConfig
 from spmdrl.engines.training.gradient_sync import is_first, sum_tensor_gradients
 from spmdrl.engines.training.heads import LogprobHead, ValueHead
@@ -20,35 +18,19 @@ from spmdrl.engines.training.tensor_parallel import apply_tensor_parallel, check
 from spmdrl.resources.layout import UpdateLayout
 from spmdrl.resources.mesh import Axis, build_update_mesh
 from spmdrl.resources.world import World
+from tests.engines.training.tiny import CONFIG, LATENT, axis_of, fill, packed, part_of
 from tests.support.ranks import run_ranks
 
 # 17 tokens divide by nothing; on 4 ranks each of the 2 key heads is held twice.
-DENSE = DecoderConfig(
-    model_type="llama",
-    vocab_size=17,
-    hidden_size=8,
-    intermediate_size=12,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_size=4,
-    rms_eps=1e-6,
-    rope_theta=10000.0,
-    qk_norm=True,
-    attention_bias=True,
-    tied_head=False,
-    max_positions=64,
-    mlp_bias=True,
-)
+DENSE = replace(CONFIG, model_type="llama", intermediate_size=12, attention_bias=True, mlp_bias=True)
 TIED = replace(DENSE, tied_head=True, attention_bias=False)
 SPARSE = replace(DENSE, moe=MoeConfig(num_experts=5, experts_per_token=2, intermediate_size=8, normalize=True))
 # All of DeepSeek-V3: latent attention, a dense layer, then one with groups of experts and a shared one.
-LATENT = replace(
-    DENSE,
-    num_kv_heads=4,
-    head_size=6,
-    qk_norm=False,
-    latent=LatentConfig(query_rank=5, key_value_rank=3, plain_size=4, rotary_size=2, value_size=3),
+DEEPSEEK = replace(
+    LATENT,
+    model_type="llama",
+    attention_bias=True,
+    mlp_bias=True,
     moe=MoeConfig(
         num_experts=6,
         experts_per_token=2,
@@ -64,28 +46,12 @@ LENGTHS = (5, 7, 4)
 TEMPERATURE = 0.7
 
 
-def axis_of(size: int, rank: int) -> Axis:
-    return Axis("tensor", size, rank, None, tuple(range(size)))
-
-
 def cut_decoder(config: DecoderConfig, axis: Axis) -> tuple[Decoder, Parts]:
     with torch.device("meta"):
         decoder = Decoder(config)
     parts = Parts.of(decoder)
     apply_tensor_parallel(decoder, axis, parts)
     return decoder, parts
-
-
-def fill(decoder: Decoder, parts: Parts) -> Decoder:
-    """Give a decoder its slices of weights that depend on nothing but their names' order."""
-    decoder.to_empty(device="cpu")
-    generator = torch.Generator().manual_seed(0)
-    whole = {name: torch.randn(shape, generator=generator) * 0.3 for name, shape in sorted(parts.shapes.items())}
-    with torch.no_grad():
-        for name, held in decoder.state_dict().items():
-            box = parts.slices[name]
-            held.copy_(whole[name][tuple(slice(*ends) for ends in zip(box.starts, box.stops, strict=True))])
-    return decoder
 
 
 class Balance:
@@ -103,14 +69,13 @@ def rate(decoder: Decoder, axis: Axis) -> dict[str, Tensor]:
     """Log-probs, entropies and the gradient of a loss of both, before any sum over the axis."""
     generator = torch.Generator().manual_seed(1)
     tokens_T = torch.randint(0, decoder.config.vocab_size, (sum(LENGTHS),), generator=generator)
-    positions_T = torch.cat([torch.arange(length) for length in LENGTHS])
-    offsets = torch.tensor([0, *LENGTHS]).cumsum(0)
+    positions_T, attend = packed(LENGTHS)
     places_P = (positions_T[1:] > 0).nonzero().flatten()
     head = LogprobHead(
         places_P, tokens_T[places_P + 1], VocabularyPart.of(decoder.config.vocab_size, axis), TEMPERATURE
     )
     balance = Balance()
-    logprobs_P, entropy_P = decoder(tokens_T, positions_T, PackedCausalAttention(offsets), head, balance)
+    logprobs_P, entropy_P = decoder(tokens_T, positions_T, attend, head, balance)
     pulls_P = torch.randn(len(places_P), generator=generator)
     loss = (pulls_P * logprobs_P).sum() - 0.3 * (pulls_P.flip(0) * entropy_P).sum()
     # Each rank routes all tokens, so the auxiliary loss must be shared out.
@@ -132,9 +97,9 @@ def _rated_in_parts(world: World, config: DecoderConfig):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("config", "num_ranks"), [(DENSE, 4), (TIED, 2), (SPARSE, 2), (LATENT, 4)])
+@pytest.mark.parametrize(("config", "num_ranks"), [(DENSE, 4), (TIED, 2), (SPARSE, 2), (DEEPSEEK, 4)])
 def test_a_cut_decoder_computes_what_the_whole_one_does(config, num_ranks):
-    alone = axis_of(1, 0)
+    alone = axis_of("tensor")
     whole = fill(*cut_decoder(config, alone))
     outputs = rate(whole, alone)
     gradients = gradients_of(whole)
@@ -143,24 +108,24 @@ def test_a_cut_decoder_computes_what_the_whole_one_does(config, num_ranks):
             torch.testing.assert_close(outputs_here[name], expected, rtol=1e-5, atol=1e-5, msg=name)
         assert set(gradients_here) == set(gradients)
         for name, (box, gradient) in gradients_here.items():
-            expected = gradients[name][tuple(slice(*ends) for ends in zip(box.starts, box.stops, strict=True))]
+            expected = part_of(gradients[name], box)
             assert gradients[name].any(), name
             torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-5, msg=name)
 
 
-@pytest.mark.parametrize("config", [DENSE, TIED, SPARSE, LATENT])
+@pytest.mark.parametrize("config", [DENSE, TIED, SPARSE, DEEPSEEK])
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_first_holders_hold_every_element_once(config, num_ranks):
     held = {}
     for rank in range(num_ranks):
-        axis = axis_of(num_ranks, rank)
+        axis = axis_of("tensor", num_ranks, rank)
         decoder, parts = cut_decoder(config, axis)
         for name, tensor in decoder.state_dict().items():
             box = parts.slices[name]
             assert tuple(tensor.shape) == box.shape and tensor.is_meta
             count = held.setdefault(name, torch.zeros(parts.shapes[name]))
             if is_first(name, axis, parts):
-                count[tuple(slice(*ends) for ends in zip(box.starts, box.stops, strict=True))] += 1
+                part_of(count, box).add_(1)
     assert all(bool((count == 1).all()) for count in held.values())
     with torch.device("meta"):
         assert list(held) == list(Decoder(config).state_dict())
@@ -171,7 +136,7 @@ def test_first_holders_hold_every_element_once(config, num_ranks):
     [
         (DENSE, 3, "num_attention_heads 4"),
         (replace(DENSE, intermediate_size=13), 2, "intermediate_size 13"),
-        (replace(LATENT, intermediate_size=13), 2, "intermediate_size 13"),
+        (replace(DEEPSEEK, intermediate_size=13), 2, "intermediate_size 13"),
         (replace(DENSE, num_heads=12, num_kv_heads=4), 6, "num_key_value_heads 4"),
         (replace(DENSE, vocab_size=9), 4, "vocab_size 9"),
         (replace(SPARSE, num_heads=16, num_kv_heads=8), 16, "moe_intermediate_size 8"),

@@ -1,17 +1,24 @@
-"""A tiny model, rows for it and a loss, alike in every process."""
+"""Tiny models, rows for them, weights and a loss, alike in every process."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from spmdrl.engines.models.attention import PackedCausalAttention
 from spmdrl.engines.models.decoder import Decoder, DecoderConfig
+from spmdrl.engines.models.latent import LatentConfig
+from spmdrl.engines.models.moe import MoeConfig
 from spmdrl.engines.training.engine import OptimConfig, TrainingConfig, TrainingEngine
+from spmdrl.engines.training.parts import Parts
 from spmdrl.engines.training.rows import LossTerms, MicroBatch, Scores, TokenRows
 from spmdrl.resources.layout import UpdateLayout, fit_update_layout
-from spmdrl.resources.mesh import build_update_mesh
+from spmdrl.resources.mesh import Axis, build_update_mesh
 from spmdrl.resources.world import World
-from spmdrl.types import WeightSlice, offsets_of
+from spmdrl.types import WeightSlice, offsets_of, whole_slice
 
 # 17 and 13 divide by nothing, and 4 rows of a head norm over 3 ranks leave the last one empty.
 CONFIG = DecoderConfig(
@@ -30,6 +37,25 @@ CONFIG = DecoderConfig(
     tied_head=False,
     max_positions=64,
 )
+# The same with latent attention, and a feed-forward that can be cut.
+LATENT = replace(
+    CONFIG,
+    intermediate_size=12,
+    num_kv_heads=4,
+    head_size=6,
+    qk_norm=False,
+    latent=LatentConfig(query_rank=5, key_value_rank=3, plain_size=4, rotary_size=2, value_size=3),
+)
+# A dense layer, then one with experts.
+SPARSE = replace(
+    CONFIG,
+    model_type="qwen3_moe",
+    vocab_size=11,
+    intermediate_size=8,
+    num_heads=2,
+    tied_head=True,
+    moe=MoeConfig(num_experts=8, experts_per_token=3, intermediate_size=4, normalize=True, dense_layers=(0,)),
+)
 # A large eps keeps Adam from turning the rounding of near-zero gradients into whole steps.
 OPTIM = OptimConfig(lr=1e-2, eps=1e-4, max_grad_norm=0.5, warmup_steps=2)
 
@@ -47,8 +73,33 @@ class SeededWeights:
         }
 
     def read(self, wanted: WeightSlice) -> Tensor:
-        bounds = zip(wanted.starts, wanted.stops, strict=True)
-        return self.tensors[wanted.name][tuple(slice(start, stop) for start, stop in bounds)]
+        return part_of(self.tensors[wanted.name], wanted)
+
+
+def part_of(whole: Tensor, box: WeightSlice) -> Tensor:
+    """The view of a whole tensor that a slice of it says."""
+    return whole[box.index_within(whole_slice(box.name, tuple(whole.shape)))]
+
+
+def fill(decoder: Decoder, parts: Parts) -> Decoder:
+    """Give a decoder its slices of weights that depend on nothing but their names' order."""
+    decoder.to_empty(device="cpu")
+    generator = torch.Generator().manual_seed(0)
+    whole = {name: torch.randn(shape, generator=generator) * 0.3 for name, shape in sorted(parts.shapes.items())}
+    with torch.no_grad():
+        for name, held in decoder.state_dict().items():
+            held.copy_(part_of(whole[name], parts.slices[name]))
+    return decoder
+
+
+def axis_of(name: str, size: int = 1, rank: int = 0) -> Axis:
+    """An axis on paper, over which nothing can be sent."""
+    return Axis(name, size, rank, None, tuple(range(size)))
+
+
+def packed(lengths: Sequence[int]) -> tuple[Tensor, PackedCausalAttention]:
+    """Positions [T] of rows of these lengths, one after the other, and causal attention within each."""
+    return torch.cat([torch.arange(length) for length in lengths]), PackedCausalAttention(offsets_of(lengths))
 
 
 def make_engine(

@@ -7,33 +7,24 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.weights import WeightSource
 from spmdrl.engines.training.axis_collectives import max_across, sum_across
-from spmdrl.engines.training.gradient_sync import sum_tensor_gradients
 from spmdrl.engines.training.microbatch import (
     DEFAULT_TOKENS_PER_MICROBATCH,
     DEFAULT_TOKENS_PER_MICROBATCH_ON_CPU,
     RowCost,
     plan_microbatches,
 )
-from spmdrl.engines.training.optimizer import (
-    OptimConfig,
-    build_optimizer,
-    clip_gradients,
-    learning_rate,
-    squared_norm,
-)
+from spmdrl.engines.training.optimizer import OptimConfig
 from spmdrl.engines.training.parallelize import Precision, build_sharded_model, check_layout
 from spmdrl.engines.training.passes import Passes, Work
-from spmdrl.engines.training.pipeline_parallel import sum_tied_gradients
-from spmdrl.engines.training.router_statistics import RouterStatistics, largest_bias
 from spmdrl.engines.training.routing import RoutingConfig, RoutingScope
 from spmdrl.engines.training.rows import LossFunction, Rating, Scores, TokenRows, Values
-from spmdrl.engines.training.sharded_model import Shard, local_gradients, local_tensor
-from spmdrl.engines.training.totals import Tally, Totals
+from spmdrl.engines.training.sharded_model import Shard
+from spmdrl.engines.training.updater import Accumulated, Updater, UpdateResult
 from spmdrl.resources.device import Device
 from spmdrl.resources.mesh import UpdateMesh
 
@@ -81,33 +72,6 @@ class TrainingConfig:
         return self.max_tokens_per_microbatch or default
 
 
-@dataclass(frozen=True)
-class UpdateResult:
-    """What one optimizer step did, the same on every data rank."""
-
-    loss: float
-    grad_norm: float
-    """2-norm of the whole gradient, before clipping."""
-    lr: float
-    metrics: dict[str, tuple[float, float]]
-    """Name to (sum, count) over all micro-batches and data ranks."""
-    num_microbatches: int
-    """Micro-batches that each data rank ran."""
-    skipped: bool
-    """Whether loss or gradient was not finite, so that weights and optimizer were left as they were."""
-
-
-@dataclass(frozen=True)
-class Accumulated:
-    """What rows left behind besides gradients."""
-
-    tally: Tally | None
-    """What their micro-batches reported; None where another rank reports the same ones."""
-    router: RouterStatistics | None
-    """What this rank's routers did; None in a dense model."""
-    num_microbatches: int
-
-
 class TrainingEngine:
     """One model's update shards and their optimizer.
 
@@ -146,8 +110,6 @@ class TrainingEngine:
         self.compute_dtype = compute_dtype
         self.weights_on_device = True
         """False while a swap holds the weights on the host; computing then raises RuntimeError."""
-        self.step_count = 0
-        """Optimizer steps made so far; skipped ones don't count."""
         self.model = build_sharded_model(
             config,
             mesh,
@@ -157,8 +119,11 @@ class TrainingEngine:
         )
         for _, parameter in self.model.named_parameters():
             parameter.requires_grad_(not frozen)
-        self.optimizer = None if frozen else build_optimizer(optim, self._parameters(), device)
         self._passes = Passes(self.model, device, temperature=temperature, rating=rating, dtype=compute_dtype)
+        self._updater: Updater | None = None
+        if not frozen:
+            num_updates = training.num_updates
+            self._updater = Updater(self._passes, optim, num_updates=num_updates, routing=training.routing)
         self._row_cost = RowCost.of_model(config)
 
     def load(self, source: WeightSource) -> None:
@@ -210,48 +175,18 @@ class TrainingEngine:
     def accumulate(self, rows: TokenRows, loss: LossFunction) -> Accumulated:
         """Add the gradient of these rows to the weights'. Collective over the mesh; see `update`."""
         self.check_weights_present("update")
-        if self.optimizer is None:
+        if self._updater is None:
             raise RuntimeError("this engine is frozen, so it has no optimizer to update with; build it unfrozen")
         plan = self._plan(rows)
         if not plan:
             raise ValueError("an update needs rows on at least one data rank, but there are none; skip the update")
-        tally = Tally()
-
-        def finish(work: Work, ratings: Scores | Values) -> Tensor:
-            if not work.members:
-                return sum(0.0 * values.sum() for values in ratings.tensors)
-            terms = loss(ratings, work.micro)
-            tally.add(terms)
-            return terms.loss
-
         works = list(self._passes.prepare(rows, plan, self._routing_scope(rows)))
-        self._passes.train(works, finish)
-        self._sum_copies()
-        router = None
-        if self.config.moe is not None:
-            router = RouterStatistics(self.config, self.training.routing, self.device.torch_device)
-            for work in works:
-                router.add(work.route)
-        return Accumulated(tally if self._passes.has_ratings else None, router, len(plan))
+        return self._updater.accumulate(works, loss)
 
     def step(self, accumulated: Accumulated) -> UpdateResult:
         """Agree on loss, norm and metrics, and step if they are finite. Collective over the mesh."""
-        assert self.optimizer is not None, "a frozen engine makes no steps"
-        gradients = self.named_gradients()
-        squares = squared_norm([shard.tensor for shard in gradients.values() if shard.is_first])
-        total = Totals.gathered(accumulated.tally, squares)
-        lr = learning_rate(self.optim, self.step_count, num_steps=self.training.num_updates)
-        if total.is_finite:
-            local = [shard.tensor for shard in gradients.values()]
-            clip_gradients(local, norm=total.grad_norm, max_norm=self.optim.max_grad_norm)
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr
-            self.optimizer.step()
-            self.step_count += 1
-        metrics = total.metrics | self._balance_experts(accumulated.router, is_skipped=not total.is_finite)
-        return UpdateResult(
-            total.loss, total.grad_norm, lr, metrics, accumulated.num_microbatches, skipped=not total.is_finite
-        )
+        assert self._updater is not None, "a frozen engine makes no steps"
+        return self._updater.step(accumulated)
 
     def named_shards(self) -> dict[str, Shard]:
         """The weights that this rank holds, by name."""
@@ -259,16 +194,22 @@ class TrainingEngine:
 
     def named_gradients(self) -> dict[str, Shard]:
         """The gradients that are there, cut as the weights are."""
-        return {
-            name: self.model.shard_of(name, parameter.grad)
-            for name, parameter in self.model.named_parameters()
-            if parameter.grad is not None
-        }
+        return self.model.named_gradients()
 
     def whole_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Yield each weight whole, good until the next one. Collective: every rank takes all of them."""
         self.check_weights_present("gather weights")
         yield from self.model.gather_whole(self.named_shards(), dtype)
+
+    @property
+    def optimizer(self) -> torch.optim.AdamW | None:
+        """AdamW over this rank's shards; a frozen engine has none."""
+        return None if self._updater is None else self._updater.optimizer
+
+    @property
+    def step_count(self) -> int:
+        """Optimizer steps made so far; skipped ones don't count."""
+        return 0 if self._updater is None else self._updater.step_count
 
     @property
     def update_count(self) -> int:
@@ -281,8 +222,8 @@ class TrainingEngine:
 
     def drop_gradients(self) -> None:
         """Free what is left of gradients; updates do so themselves."""
-        if self.optimizer is not None:
-            self.optimizer.zero_grad(set_to_none=True)
+        if self._updater is not None:
+            self._updater.drop_gradients()
 
     def optimizer_tensors(self) -> list[Tensor]:
         """AdamW's means, local parts, in the order of the parameters; the step counts are too small to count."""
@@ -290,19 +231,12 @@ class TrainingEngine:
 
     def optimizer_state(self) -> dict[str, dict[str, Tensor]]:
         """Local exp_avg and exp_avg_sq by parameter name, cut as `named_shards` are."""
-        if self.optimizer is None:
-            return {}
-        return {
-            name: {kind: local_tensor(self.optimizer.state[parameter][kind]) for kind in ("exp_avg", "exp_avg_sq")}
-            for name, parameter in self.model.named_parameters()
-        }
+        return {} if self._updater is None else self._updater.means()
 
     def set_step_count(self, step_count: int) -> None:
         """Go on counting optimizer steps from here, in the schedule and in AdamW's bias correction."""
-        assert self.optimizer is not None, "a frozen engine makes no steps"
-        self.step_count = step_count
-        for state in self.optimizer.state.values():
-            state["step"].fill_(step_count)
+        assert self._updater is not None, "a frozen engine makes no steps"
+        self._updater.set_step_count(step_count)
 
     def check_weights_present(self, action: str) -> None:
         """Raise RuntimeError while a swap holds the weights: reading freed storage would end the process."""
@@ -314,9 +248,6 @@ class TrainingEngine:
     def sum_over_rows(self, counts: Sequence[int]) -> list[int]:
         """Sums of host numbers over the groups of ranks that have rows of their own. Collective over the data axes."""
         return sum_across(torch.tensor(counts), self.mesh.data).tolist()
-
-    def _parameters(self) -> list[nn.Parameter]:
-        return [parameter for _, parameter in self.model.named_parameters()]
 
     def _plan(self, rows: TokenRows) -> list[list[int]]:
         # Ranks that share a row's tokens together take as many times the budget.
@@ -339,28 +270,6 @@ class TrainingEngine:
             return None
         (num_rows,) = self.sum_over_rows([len(rows)])
         return RoutingScope(self.config, self.training.routing, num_rows, self.mesh.context, self.mesh.tensor)
-
-    def _balance_experts(self, router: RouterStatistics | None, *, is_skipped: bool) -> dict[str, tuple[float, float]]:
-        """Correct the routers' biases after a step, and report the loads. Collective over the mesh."""
-        if router is None:
-            return {}
-        totals = router.totals(self.mesh)
-        metrics = totals.metrics()
-        if self.config.moe is not None and self.config.moe.scoring == "sigmoid":
-            if self.training.routing.bias_update_rate and not is_skipped:
-                for decoder in self.model.decoders:
-                    totals.update_bias(decoder)
-            device = self.device.torch_device
-            metrics["router/bias_abs_max"] = largest_bias(self.model.decoders, self.mesh, device)
-        return {name: (value, 1.0) for name, value in metrics.items()}
-
-    def _sum_copies(self) -> None:
-        """Complete the gradients of weights that several ranks hold, of which each has found a part. Collective."""
-        for number, decoder in self.model.stages.items():
-            gradients = local_gradients(decoder.named_parameters())
-            sum_tensor_gradients(gradients, self.model.parts[number], self.mesh.tensor)
-        if self.config.tied_head and self.mesh.pipeline.size > 1:
-            sum_tied_gradients(self.model.tied_gradients(), self.mesh.pipeline)
 
 
 def _check_head(config: DecoderConfig, rating: Rating) -> None:

@@ -41,9 +41,9 @@ class Passes:
 
     def __init__(self, model: ShardedModel, device: Device, *, temperature: float, rating: Rating, dtype: torch.dtype):
         """`dtype` is that of the hidden states that pipeline stages hand on."""
-        self._model = model
+        self.model = model
         self._mesh = model.mesh
-        self._device = device
+        self.device = device
         self._temperature = temperature
         self.rating = rating
         self._dtype = dtype
@@ -55,7 +55,7 @@ class Passes:
     @property
     def has_ratings(self) -> bool:
         """Whether this rank is to report what the micro-batches gave: it holds the head, and speaks for its copies."""
-        holds_head = any(decoder.span.heads for decoder in self._model.decoders)
+        holds_head = any(decoder.span.heads for decoder in self.model.decoders)
         return holds_head and self._mesh.tensor.rank == 0 and self._mesh.context.rank == 0
 
     def prepare(
@@ -69,7 +69,7 @@ class Passes:
         size = max(self._placed_size(rows, members) for members in plan) if self._pipeline and plan else None
         for members in plan:
             chosen = _rows_of(rows, members)
-            micro = to_microbatch(chosen, self._device.torch_device)
+            micro = to_microbatch(chosen, self.device.torch_device)
             placement = place_tokens(
                 chosen.offsets, self._mesh.context, self._mesh.layout.context_kind,
                 multiple=self._mesh.tensor.size, num_tokens=size,
@@ -88,7 +88,7 @@ class Passes:
         with torch.no_grad():
             if self._pipeline is None:
                 for work in works:
-                    self._run(self._model.stages[0], None, work, finish)
+                    self._run(self.model.stages[0], None, work, finish)
             else:
                 self._through_pipeline(self._pipeline.evaluate, list(works), finish)
 
@@ -96,7 +96,7 @@ class Passes:
         """Add every micro-batch's gradient to the weights'. Collective over the mesh."""
         if self._pipeline is None:
             for work in works:
-                self._run(self._model.stages[0], None, work, finish).backward()
+                self._run(self.model.stages[0], None, work, finish).backward()
         else:
             self._through_pipeline(self._pipeline.train, list(works), finish)
 
@@ -105,7 +105,7 @@ class Passes:
             return self._run(stage, inputs, works[microbatch], finish)
 
         num_tokens = works[0].local.tokens_t.numel() // self._mesh.tensor.size
-        run(len(works), (num_tokens, self._model.config.hidden_size), self._dtype, compute)
+        run(len(works), (num_tokens, self.model.config.hidden_size), self._dtype, compute)
 
     def _run(self, stage: Decoder, inputs: Tensor | None, work: Work, finish: Finish) -> Tensor:
         """One stage's forward: hidden states for the next stage, or the scalar that the last one ends in."""

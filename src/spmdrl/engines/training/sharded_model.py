@@ -66,6 +66,14 @@ class ShardedModel:
     def named_shards(self) -> dict[str, Shard]:
         return {name: self.shard_of(name, weight) for name, weight in self.named_weights()}
 
+    def named_gradients(self) -> dict[str, Shard]:
+        """The gradients that are there, cut as the weights are."""
+        return {
+            name: self.shard_of(name, parameter.grad)
+            for name, parameter in self.named_parameters()
+            if parameter.grad is not None
+        }
+
     def shard_of(self, name: str, tensor: Tensor) -> Shard:
         """The part that this rank holds of a weight, or of a gradient or mean that is cut like it."""
         parts = self._part_of[name]
