@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -93,6 +94,26 @@ def test_a_run_killed_in_the_middle_of_a_step_ends_with_the_same_weights(tmp_pat
     assert weights_digest(killed, 12) == weights_digest(whole, 12)
 
 
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks_after", [2, 1])
+def test_rollouts_that_were_kept_are_trained_on_after_a_crash(tmp_path, ranks_after):
+    config, folder = tiny_config(tmp_path), tmp_path / "run"
+    settings = [f"run.dir={folder}", "checkpoint.interval=1", "checkpoint.keep_rollouts=true"]
+    finished(run_job("train", config, *settings, ranks=2))
+    whole, digest = metrics_of(folder), weights_digest(folder, 3)
+    # As if the job had died in the last update.
+    shutil.rmtree(folder / "checkpoints" / "step_000003")
+    resumed = finished(run_job("train", config, *settings, ranks=ranks_after))
+    assert "resumed from" in resumed.stdout and "step 3 goes on with the rollouts in" in resumed.stdout
+    again = metrics_of(folder)
+    assert "generation/tokens" in whole[-1] and "generation/tokens" not in again[-1]
+    for name in ("loss", "grad_norm", "reward"):
+        assert again[-1][name] == pytest.approx(whole[-1][name], rel=1e-5)
+    if ranks_after == 2:
+        assert weights_digest(folder, 3) == digest
+
+
 def kill_after_step(command: list[str], folder: Path, *, step: int) -> None:
     """Start a job in a session of its own, and kill every process of it once `step` is logged."""
     job = subprocess.Popen(
@@ -155,7 +176,10 @@ def test_a_run_with_everything_on_ends_with_a_model_that_transformers_opens(tmp_
     stored = load_file(Path(summary["checkpoint"]) / "model.safetensors")
     assert torch.equal(model.model.norm.weight, stored["model.norm.weight"])
     assert AutoTokenizer.from_pretrained(summary["checkpoint"])("1+2=")["input_ids"]
+    assert summary["sample_flow"]["num_response_items"] == 6
+    assert steps[1]["dock/put_bytes/ref_logprobs/process"] > 0
     report = Path(summary["report"]).read_text()
+    assert "Eq. 4: through each warehouse" in report
     assert "<svg" in report and "http://" not in report.replace("http://www.w3.org", "")
 
 

@@ -13,7 +13,6 @@ from spmdrl.configfile import ConfigError, LoadedConfig, start_up
 from spmdrl.dataflow.samples.dock import TransferDock
 from spmdrl.dataflow.samples.prompts import Prompt, PromptSource
 from spmdrl.dataflow.samples.sharing import RowGroups
-from spmdrl.dataflow.samples.transport import open_transport
 from spmdrl.dataflow.stages.reward import RewardFailure
 from spmdrl.dataflow.stages.stages import Stages
 from spmdrl.engines.models.tokenizer import ModelTokenizer
@@ -23,8 +22,9 @@ from spmdrl.job.building import Rollouts, StageParts, build_evaluator, build_sta
 from spmdrl.job.checked import CheckedRun, check_run
 from spmdrl.job.fitting import check_model_fits
 from spmdrl.job.held_out import HeldOut
+from spmdrl.job.kept_rollouts import KeptRollouts
 from spmdrl.job.run import Run, finished_model, put_earlier_run_aside
-from spmdrl.job.samples_report import SamplesReport
+from spmdrl.job.samples_report import SamplesReport, write_estimates
 from spmdrl.job.switching import Switching
 from spmdrl.resources.mesh import build_update_mesh
 from spmdrl.resources.world import World, make_deterministic, open_world
@@ -68,6 +68,7 @@ class Training:
     switching: Switching
     stages: Stages
     held_out: HeldOut
+    kept_rollouts: KeptRollouts
     report: SamplesReport
     rollouts: Rollouts
 
@@ -81,14 +82,16 @@ def loop(training: Training) -> None:
         prompts = training.prompts.take(step - 1, rollout.prompts_per_step)
         samples = training.dock.open_batch(step, len(prompts) * rollout.num_generations, rollout.num_generations)
         samples.put_prompts(prompt_columns(prompts))
-        training.rollouts.begin_step(step)
-        switching.to_generation(step)
-        stages.generate(samples, prompts)
-        training.rollouts.end_step(step)
-        switching.start_return(step)
+        if not training.kept_rollouts.take_up(samples):
+            training.rollouts.begin_step(step)
+            switching.to_generation(step)
+            stages.generate(samples, prompts)
+            training.rollouts.end_step(step)
+            switching.start_return(step)
         for stage in stages.without_actor:
             stage(samples)
         switching.to_update(step)
+        training.kept_rollouts.keep(samples)
         for stage in stages.with_actor:
             stage(samples)
         stages.credit(samples, algorithm)
@@ -102,7 +105,7 @@ def loop(training: Training) -> None:
 def prompt_columns(prompts: list[Prompt]) -> Batch:
     """The prompts as the dock takes them, one row each."""
     batch = Batch.of_rows(range(len(prompts)))
-    batch.put_lists("prompt_ids", [prompt.prompt_ids for prompt in prompts], torch.int64)
+    batch.put_lists("prompt_ids", [prompt.prompt_ids for prompt in prompts], torch.int32)
     return batch
 
 
@@ -148,11 +151,18 @@ def build(checked: CheckedRun, run: Run, stack: ExitStack) -> Training:
 
     switching = build_switching(run, actor, generator, reference, stack)
     dock = stack.enter_context(
-        TransferDock(world, checked.needs, open_transport(world, config.dock), row_groups=RowGroups.of(mesh))
+        TransferDock(
+            world,
+            checked.needs,
+            config.dock,
+            seed=config.seed,
+            row_groups=RowGroups.of(mesh, world.device.torch_device),
+        )
     )
     pool = stack.enter_context(RewardPool(config.reward))
     evaluator = build_evaluator(checked, run, generator, pool, tokenizer)
     rollouts = Rollouts(config, generator, world)
+    write_estimates(run, checked.needs)
     return Training(
         run=run,
         checked=checked,
@@ -162,6 +172,7 @@ def build(checked: CheckedRun, run: Run, stack: ExitStack) -> Training:
         switching=switching,
         stages=build_stages(checked, run, StageParts(trainer, reference, rollouts, pool, tokenizer, switching)),
         held_out=HeldOut(evaluator, switching, run),
+        kept_rollouts=KeptRollouts(run),
         report=SamplesReport(run, dock, tokenizer.decode),
         rollouts=rollouts,
     )

@@ -94,7 +94,7 @@ def generated() -> tuple[Batch, Weights]:
     sampling = SamplingParams(max_tokens=6, stop_token_ids=tuple(range(10)))
     responses = run(engine, [request(prompt, [row], sampling) for row, prompt in enumerate(prompts)])
     batch = columns_of([responses[row] for row in range(len(prompts))])
-    batch.put_lists("prompt_ids", prompts, torch.int64)
+    batch.put_lists("prompt_ids", prompts, torch.int32)
     ones = torch.ones_like(batch.values("rollout_logprobs"))
     batch.put_ragged("advantages", ones, batch.offsets("response_ids"))
     return batch, weights

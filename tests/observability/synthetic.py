@@ -53,6 +53,7 @@ def write_run(run_dir: Path, *, num_steps: int, num_ranks: int, samples_per_step
         versions={"python": "3.11.7", "torch": "2.13.0", "spmdrl": "0.1.0"},
         checkpoint=run_dir / "checkpoints" / f"step_{num_steps:06d}" / "model",
         report=run_dir / "report.html",
+        sample_flow={"num_prompts": 4, "num_warehouses": 2, "eq1_gib": 0.001, "eq2_gib": 0.003, "eq4_gib": 0.0015},
     )
     return run_dir
 
@@ -78,6 +79,10 @@ def _metrics(step: int, num_steps: int, chance: random.Random) -> dict[str, floa
         "dock/bytes_process": 1e6 * chance.uniform(0.9, 1.1),
         "dock/bytes_node": 4e5 * chance.uniform(0.9, 1.1),
         "dock/bytes_cross_node": 2e4,
+        "dock/put_bytes/response_ids/process": 6e5,
+        "dock/get_bytes/response_ids/node": 4e5,
+        "dock/get_bytes/advantages/cross_node": 2e4,
+        "dock/metadata_bytes": 512.0,
         "reshard/bytes": 3.9e6,
         "reshard/seconds": 0.1 * chance.uniform(0.9, 1.3),
         "dock/dropped": 0.0,

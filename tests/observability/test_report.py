@@ -62,6 +62,17 @@ def test_the_page_shows_every_part(small_run: Path):
     assert '<span class="origin"># configs/debug/quickstart.yaml:2</span>' in text
 
 
+def test_the_page_has_bytes_by_column_and_link_beside_the_papers_estimates(small_run: Path):
+    text = write_report(small_run).read_text()
+    lines = [re.findall(r"<td>(.*?)</td>", line) for line in re.findall(r"<tr>(.*?)</tr>", text)]
+    # Of 12 steps, the heaviest column first; no column was put over the other links.
+    assert ["response_ids", "6.9 MiB", "4.6 MiB", "", "11 MiB"] in lines
+    assert ["all columns", "6.9 MiB", "4.6 MiB", "234 KiB", "12 MiB"] in lines
+    measured = {line[0][:5]: line[1:] for line in lines if line and line[0].startswith("Eq.")}
+    assert measured["Eq. 1"] == ["0.001", f"{6e5 / 2**30:.4g}", f"{6e2 / 2**30 * 1e6:.4g}"]
+    assert measured["Eq. 4"][1] == f"{(1.02e6 + 512) / 2 / 2**30:.4g}"
+
+
 def test_hostile_text_stays_text(small_run: Path):
     page = _Page(text := write_report(small_run).read_text())
     assert text.count("</script>") == page.tags.count("script") == 3
@@ -102,10 +113,12 @@ def test_an_empty_folder_has_a_report_that_says_it_is_unfinished(tmp_path: Path)
 def test_odd_values_break_no_chart(tmp_path: Path):
     lines = [
         '{"step": 1, "reward": "NaN", "loss": 1e308}', '{"step": 2, "reward": "Infinity", "loss": -1e308}',
-        '{"step": 3, "reward": 5e-324}', '{"step": 4, "reward": null, "kl": [1], "x": true}', '{"step": "5"}', "[1]",
+        '{"step": 3, "reward": 5e-324}', '{"step": 4, "reward": null, "kl": [1], "x": true}',
+        '{"step": 6, "dock/put_bytes/reward/node": "NaN", "dock/get_bytes/reward/node": 3}', '{"step": "5"}', "[1]",
     ]  # fmt: skip
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
     (tmp_path / "samples.jsonl").write_text('{"step": 1, "row": NaN, "prompt": [1], "reward": "NaN", "parts": 3}\n{}')
+    (tmp_path / "summary.json").write_text('{"sample_flow": {"eq1_gib": 0, "eq2_gib": "NaN", "num_warehouses": 0}}')
     text = write_report(tmp_path).read_text()
     assert "Loss or gradient not finite" in text and not re.search(r'(cx|cy|x1|y1|d)="[^"]*(nan|inf)', text)
 

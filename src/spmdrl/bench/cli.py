@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from spmdrl.bench import layouts, step, training
+from spmdrl.bench import layouts, metadata, step, table1, training
 from spmdrl.bench.table import BenchTable
 
 
@@ -21,7 +21,13 @@ class Bench(Protocol):
     def run(self, arguments: argparse.Namespace) -> BenchTable: ...
 
 
-BENCHES: dict[str, Bench] = {"layouts": layouts, "step": step, "training": training}
+BENCHES: dict[str, Bench] = {
+    "layouts": layouts,
+    "metadata": metadata,
+    "step": step,
+    "table1": table1,
+    "training": training,
+}
 ON_SCREEN = Path("-")
 
 

@@ -134,7 +134,7 @@ class Run:
                 record = {
                     "step": step,
                     "is_finished": self.is_finished,
-                    "identity": self._identity(),
+                    "identity": self.identity(),
                     "first_metrics": self.first_metrics,
                     "accuracy_before": self.accuracy_before,
                     "accuracy_before_interval": self.accuracy_before_interval,
@@ -225,7 +225,7 @@ class Run:
         write_report(self.folder)
         self.console.summary(read_summary(self.folder))
 
-    def _identity(self) -> dict[str, object]:
+    def identity(self) -> dict[str, object]:
         """What must not change between the parts of one run, or its steps would mean something else."""
         config = self.config
         return {
@@ -239,7 +239,7 @@ class Run:
     def _check_same_run(self, identity: dict[str, object], folder: Path) -> None:
         differences = [
             f"{key} was {identity.get(key)!r} and is {value!r}"
-            for key, value in self._identity().items()
+            for key, value in self.identity().items()
             if identity.get(key) != value
         ]
         if differences:

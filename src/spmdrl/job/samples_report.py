@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import asdict
 
+from spmdrl.config import Config
 from spmdrl.dataflow.samples.dock import Accounting, Samples, TransferDock
 from spmdrl.dataflow.samples.prompts import Prompt
-from spmdrl.dataflow.samples.volume import Link
+from spmdrl.dataflow.samples.volume import FlowShape, Link, replay_buffer_gib, request_gib, warehouse_gib
 from spmdrl.dataflow.stages.reward import DecodeTokens
 from spmdrl.engines.reward.verdict import Verdict
 from spmdrl.job.run import Run
 from spmdrl.observability.log import SampleRecord
-from spmdrl.types import Batch
+from spmdrl.observability.summary import write_summary
+from spmdrl.types import Batch, WorkerState
 
 COLUMNS = ("response_ids", "reward", "reward_parts", "reward_verdict", "versions")
 
@@ -68,9 +71,39 @@ class SamplesReport:
         recorder = self._run.recorder
         recorder.mean("dock/trained", accounting.num_trained)
         recorder.mean("dock/dropped", sum(accounting.num_dropped.values()))
+        recorder.mean("dock/pending", accounting.num_pending)
         volume = self._dock.volume
         moved = volume.since(self._volume)
         self._volume = volume.copy()
         for link in Link:
             recorder.total(f"dock/bytes_{link.value}", moved.payload_bytes(link))
+            for column, num_bytes in moved.put_bytes[link].items():
+                recorder.total(f"dock/put_bytes/{column}/{link.value}", num_bytes)
+            for column, num_bytes in moved.get_bytes[link].items():
+                recorder.total(f"dock/get_bytes/{column}/{link.value}", num_bytes)
         recorder.total("dock/metadata_bytes", moved.metadata_bytes)
+        recorder.total("dock/held_bytes", self._dock.held_bytes)
+
+
+def estimates_of(config: Config, states: Collection[WorkerState], num_warehouses: int) -> dict[str, float]:
+    """Sizes of a run's sample flow in the paper's terms, and its Eq. 1, 2 and 4 in GiB a step (arXiv:2507.19017)."""
+    flow = FlowShape.of_states(
+        states,
+        num_prompts=config.rollout.prompts_per_step,
+        responses_each=config.rollout.num_generations,
+        max_prompt_length=config.data.max_prompt_length,
+        max_response_length=config.rollout.max_completion_length,
+    )
+    return asdict(flow) | {
+        "num_controllers": len(states),
+        "num_warehouses": num_warehouses,
+        "eq1_gib": request_gib(flow),
+        "eq2_gib": replay_buffer_gib(flow),
+        "eq4_gib": warehouse_gib(flow, num_controllers=len(states), num_warehouses=num_warehouses),
+    }
+
+
+def write_estimates(run: Run, states: Collection[WorkerState]) -> None:
+    """Put the paper's estimates into the run's summary, where the report finds them beside what was measured."""
+    if run.world.is_main:
+        write_summary(run.folder, sample_flow=estimates_of(run.config, states, run.world.launch.num_nodes))

@@ -14,6 +14,7 @@ from spmdrl.observability.jsonl import write_atomic
 from spmdrl.observability.report_charts import Chart, chart_data, chart_figure
 from spmdrl.observability.report_curves import learning_charts, other_charts, speed_charts, traffic_charts
 from spmdrl.observability.report_data import RunData, read_run
+from spmdrl.observability.report_flow import sample_flow
 from spmdrl.observability.report_html import embedded_json, escape, section
 from spmdrl.observability.report_samples import sample_section
 from spmdrl.observability.report_sections import comparison, configuration, header, health
@@ -67,7 +68,7 @@ def _page(runs: Sequence[RunData]) -> str:
         section("time", "Time", gantt(first.timeline), _chart_grid(speed_charts(runs), charts)),
         section("memory", "Memory by owner", memory_by_owner(first.timeline)),
         sample_section(first.samples),
-        section("data", "Bytes moved", _chart_grid(traffic_charts(runs), charts)),
+        section("data", "Bytes moved", _chart_grid(traffic_charts(runs), charts), sample_flow(first)),
         health(first),
         section("more", "All other metrics", _folded(_chart_grid(other_charts(runs), charts))),
         configuration(first),

@@ -66,7 +66,8 @@ def other_charts(runs: Sequence[RunData]) -> list[Chart]:
     """Every metric of the first run that no other section shows, under its own name."""
     known = {metric for _, _, metric in (*LEARNING, *SPEED)} | set(LINKS.values())
     known |= {"reward_std", "reshard/bytes", "reshard/seconds"}
-    rest = [name for name in runs[0].metric_names if name not in known and not name.startswith(("time/", "eval/"))]
+    elsewhere = ("time/", "eval/", "dock/put_bytes/", "dock/get_bytes/")
+    rest = [name for name in runs[0].metric_names if name not in known and not name.startswith(elsewhere)]
     return _filled([_metric_chart(runs, name, "", name) for name in rest])
 
 

@@ -55,19 +55,41 @@ def gather_bytes(payload: bytes, group: Group = None) -> list[bytes]:
     return [part.numpy().tobytes() for part in gather_ragged(values, group)]
 
 
+def broadcast_ragged(
+    values: Tensor | None, src: int = 0, group: Group = None, device: torch.device | None = None
+) -> Tensor:
+    """The bytes (1-D uint8, on the host) of global rank `src`, on every rank of the group. Collective.
+
+    They travel through `device`, so by the links between accelerators where it is one.
+    """
+    if group_size(group) == 1:
+        assert values is not None, "the source rank must bring the bytes"
+        return values
+    is_source = dist.get_rank() == src
+    size = torch.tensor([values.numel() if is_source and values is not None else -1])
+    dist.broadcast(size, src, group=group)
+    assert size >= 0, "the source rank must bring the bytes"
+    content = (
+        values.to(device)
+        if is_source and values is not None
+        else torch.empty(int(size), dtype=torch.uint8, device=device)
+    )
+    if int(size):
+        dist.broadcast(content, src, group=group)
+    return content.cpu()
+
+
 def broadcast_bytes(payload: bytes | None, src: int = 0, group: Group = None) -> bytes:
     """The bytes of global rank `src`, on every rank of the group. Collective."""
     if group_size(group) == 1:
         assert payload is not None, "the source rank must bring the bytes"
         return payload
-    size = torch.tensor([len(payload) if payload is not None else -1])
-    dist.broadcast(size, src, group=group)
-    assert size >= 0, "the source rank must bring the bytes"
-    content = torch.empty(int(size), dtype=torch.uint8)
-    if payload and dist.get_rank() == src:
-        content = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-    dist.broadcast(content, src, group=group)
-    return content.numpy().tobytes()
+    values = (
+        None
+        if payload is None
+        else torch.frombuffer(bytearray(payload) or bytearray(1), dtype=torch.uint8)[: len(payload)]
+    )
+    return broadcast_ragged(values, src, group).numpy().tobytes()
 
 
 def barrier(group: Group = None) -> None:

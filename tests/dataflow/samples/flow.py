@@ -7,21 +7,23 @@ import torch
 from spmdrl.dataflow.samples.dock import TransferDock
 from spmdrl.dataflow.samples.samples import Samples
 from spmdrl.dataflow.samples.schema import needs_by_state
-from spmdrl.dataflow.samples.transport import DockConfig, open_transport
+from spmdrl.dataflow.samples.transport import DockConfig
+from spmdrl.resources.device import find_device
+from spmdrl.resources.launch import LaunchEnvironment
 from spmdrl.resources.world import World
 from spmdrl.types import Batch, WorkerState, offsets_of
 
 NUM_ROWS, GROUP_SIZE = 24, 4
+ONE_RANK = World(LaunchEnvironment(), find_device("cpu", 0))
 
 
-def open_dock(world: World, timeout_seconds: float = 20.0) -> TransferDock:
-    needs = needs_by_state({"advantages", "rollout_logprobs"})
-    return TransferDock(world, needs, open_transport(world, DockConfig(timeout_seconds)))
+def open_dock(world: World, config: DockConfig | None = None) -> TransferDock:
+    return TransferDock(world, needs_by_state({"advantages", "rollout_logprobs"}), config or DockConfig(20.0))
 
 
 def make_prompts() -> Batch:
     prompts = Batch.of_rows(range(NUM_ROWS // GROUP_SIZE))
-    prompts.put_lists("prompt_ids", [[group] * (group % 3 + 1) for group in range(len(prompts))], torch.int64)
+    prompts.put_lists("prompt_ids", [[group] * (group % 3 + 1) for group in range(len(prompts))], torch.int32)
     return prompts
 
 
@@ -29,17 +31,21 @@ def response_of(row: int) -> list[int]:
     return [1000 * row + token for token in range(row * 7 % 11 + 1)]
 
 
+def put_group(samples: Samples, group: list[int]) -> None:
+    """Put the responses of these rows."""
+    batch = Batch.of_rows(group)
+    responses = [response_of(row) for row in group]
+    batch.put_lists("response_ids", responses, torch.int32)
+    batch.put_lists("rollout_logprobs", [[-0.5] * len(tokens) for tokens in responses], torch.float32)
+    batch.put_lists("versions", [[3] * len(tokens) for tokens in responses], torch.int32)
+    batch.put_dense("finished", torch.ones(len(group), dtype=torch.int32))
+    samples.put(WorkerState.GENERATION, batch)
+
+
 def generate(samples: Samples, rows: list[int]) -> None:
     """Put the responses group by group, as they would finish."""
     for start in range(0, len(rows), samples.group_size):
-        group = rows[start : start + samples.group_size]
-        batch = Batch.of_rows(group)
-        responses = [response_of(row) for row in group]
-        batch.put_lists("response_ids", responses, torch.int64)
-        batch.put_lists("rollout_logprobs", [[-0.5] * len(tokens) for tokens in responses], torch.float32)
-        batch.put_lists("versions", [[3] * len(tokens) for tokens in responses], torch.int64)
-        batch.put_dense("finished", torch.ones(len(group), dtype=torch.int64))
-        samples.put(WorkerState.GENERATION, batch)
+        put_group(samples, rows[start : start + samples.group_size])
     samples.commit(WorkerState.GENERATION)
 
 
@@ -47,7 +53,7 @@ def reward(samples: Samples) -> list[int]:
     rows = samples.take_generated(WorkerState.REWARD)
     batch = Batch.of_rows(rows)
     batch.put_dense("reward", torch.tensor([float(row) for row in rows], dtype=torch.float32))
-    batch.put_dense("reward_verdict", torch.zeros(len(rows), dtype=torch.int64))
+    batch.put_dense("reward_verdict", torch.zeros(len(rows), dtype=torch.int32))
     samples.put(WorkerState.REWARD, batch)
     samples.commit(WorkerState.REWARD)
     return rows

@@ -5,8 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spmdrl.dataflow.samples.catalogue import Catalogue
 from spmdrl.dataflow.samples.controller import Controller, RowStatus
-from spmdrl.dataflow.samples.metadata import RowDrop, RowMetadata, pack_news, unpack_news
+from spmdrl.dataflow.samples.metadata import RowMetadata
 from spmdrl.dataflow.samples.schema import columns_mask
 from spmdrl.types import WorkerState
 
@@ -16,50 +17,41 @@ NEEDS = frozenset({"response_ids", "reward"})
 row_sets = st.sets(st.integers(0, NUM_ROWS - 1))
 
 
-def news(rows, name: str, home: int = 0) -> RowMetadata:
+def news(rows, name: str) -> RowMetadata:
     index = np.array(sorted(rows), dtype=np.int64)
     lengths = {name: index + 1} if name == "response_ids" else {}
-    return RowMetadata(index, np.full_like(index, home), columns_mask([name]), lengths)
+    return RowMetadata(index, np.zeros_like(index), columns_mask([name]), lengths)
 
 
-def make_controller(group_size: int = 1) -> Controller:
-    return Controller(WorkerState.ADVANTAGE, NEEDS, num_rows=NUM_ROWS, group_size=group_size)
+def make_controller(group_size: int = 1) -> tuple[Controller, Catalogue]:
+    catalogue = Catalogue(NUM_ROWS, group_size)
+    return Controller(WorkerState.ADVANTAGE, NEEDS, catalogue), catalogue
+
+
+def with_ready_rows(rows, group_size: int = 1) -> tuple[Controller, Catalogue]:
+    controller, catalogue = make_controller(group_size)
+    for name in sorted(NEEDS):
+        catalogue.observe(news(rows, name))
+    return controller, catalogue
 
 
 @given(row_sets, row_sets)
 def test_a_row_is_ready_when_all_its_columns_are_there(responses, rewards):
-    controller = make_controller()
-    controller.observe(news(responses, "response_ids"))
-    controller.observe(news(rewards, "reward"))
+    controller, catalogue = make_controller()
+    catalogue.observe(news(responses, "response_ids"))
+    assert controller.ready_rows().size == 0
+    catalogue.observe(news(rewards, "reward"))
     assert controller.ready_rows().tolist() == sorted(responses & rewards)
-
-
-@given(st.lists(st.tuples(st.sampled_from(["response_ids", "reward"]), row_sets), max_size=8), st.randoms())
-def test_the_order_of_news_makes_no_difference(entries, random):
-    seen: set[tuple[str, int]] = set()
-    fresh = []
-    for name, rows in entries:
-        fresh.append(news({row for row in rows if (name, row) not in seen}, name))
-        seen |= {(name, row) for row in rows}
-    one, other = make_controller(), make_controller()
-    for entry in fresh:
-        one.observe(entry)
-    random.shuffle(fresh)
-    for entry in fresh:
-        other.observe(entry)
-    assert one.ready_rows().tolist() == other.ready_rows().tolist()
-    assert one.lengths("response_ids").tolist() == other.lengths("response_ids").tolist()
-    assert one.homes.tolist() == other.homes.tolist()
 
 
 @given(st.lists(st.tuples(row_sets, st.integers(0, NUM_ROWS)), max_size=8))
 def test_no_row_is_claimed_twice(rounds):
-    controller, claimed, announced = make_controller(), [], set()
+    (controller, catalogue), claimed, announced = make_controller(), [], set()
     for rows, count in rounds:
         rows = rows - announced
         announced |= rows
-        controller.observe(news(rows, "response_ids"))
-        controller.observe(news(rows, "reward"))
+        catalogue.observe(news(rows, "response_ids"))
+        catalogue.observe(news(rows, "reward"))
         batch = controller.ready_rows()[:count]
         controller.claim(batch)
         claimed += batch.tolist()
@@ -67,62 +59,71 @@ def test_no_row_is_claimed_twice(rounds):
     assert set(claimed) <= announced
 
 
+def test_an_answer_is_kept_until_something_changes():
+    controller, catalogue = with_ready_rows({1, 2, 3})
+    assert controller.ready_rows() is controller.ready_rows()
+    assert controller.ready_rows(by_group=True) is controller.ready_rows(by_group=True)
+    catalogue.drop([3], "late")
+    assert controller.ready_rows().tolist() == [1, 2]
+    controller.claim([1])
+    assert controller.ready_rows().tolist() == [2]
+    controller.release([1])
+    assert controller.ready_rows().tolist() == controller.ready_rows(by_group=True).tolist() == [1, 2]
+    with pytest.raises(ValueError, match="read-only"):
+        controller.ready_rows()[0] = 5
+
+
 def test_a_claim_of_a_row_that_is_not_ready_says_what_it_waits_for_and_claims_nothing():
-    controller = make_controller()
-    controller.observe(news(range(NUM_ROWS), "response_ids"))
-    controller.observe(news({0}, "reward"))
+    controller, catalogue = make_controller()
+    catalogue.observe(news(range(NUM_ROWS - 1), "response_ids"))
+    catalogue.observe(news({0}, "reward"))
     with pytest.raises(ValueError, match="row 1: it waits for columns reward before advantage"):
         controller.claim([0, 1])
+    assert controller.missing_columns(NUM_ROWS - 1) == ["response_ids", "reward"]
     controller.claim([0])
     with pytest.raises(ValueError, match="row 0: it is claimed for advantage"):
         controller.claim([0])
+    with pytest.raises(ValueError, match="row 2 is named twice"):
+        controller.claim([2, 2])
 
 
-def test_only_claimed_rows_are_consumed():
-    controller = make_controller()
-    controller.observe(news({3}, "response_ids"))
-    controller.observe(news({3}, "reward"))
-    with pytest.raises(ValueError, match="waiting, not claimed"):
+def test_only_claimed_rows_are_consumed_or_released():
+    controller, _ = with_ready_rows({3, 4})
+    with pytest.raises(ValueError, match="consume row 3: it is waiting, not claimed"):
         controller.consume([3])
-    controller.claim([3])
+    controller.claim([3, 4])
     controller.consume([3])
+    controller.release([4])
+    with pytest.raises(ValueError, match="release row 3: it is consumed, not claimed"):
+        controller.release([3])
     assert controller.rows_with(RowStatus.CONSUMED).tolist() == [3]
+    assert controller.ready_rows().tolist() == [4]
+
+
+@pytest.mark.parametrize("drop_first", [True, False])
+def test_a_row_that_is_dropped_while_it_is_claimed_may_still_be_consumed(drop_first):
+    controller, catalogue = with_ready_rows({3, 4, 5})
+    controller.claim([3, 4])
+    steps = [lambda: catalogue.drop([3, 4, 5], "late"), lambda: controller.consume([3])]
+    for step in steps if drop_first else reversed(steps):
+        step()
+    assert controller.describe(3) == "is consumed for advantage"
+    assert controller.rows_with(RowStatus.CLAIMED).tolist() == [4]
+    controller.release([4])
     assert controller.ready_rows().size == 0
+    assert controller.rows_with(RowStatus.DROPPED).tolist() == [4, 5]
+    assert controller.describe(4) == "is dropped for advantage"
+    assert 3 not in controller.rows_with(RowStatus.WAITING)
 
 
-@given(row_sets, row_sets)
-def test_groups_come_whole_and_do_not_wait_for_dropped_rows(rows, dropped):
-    controller = make_controller(group_size=4)
-    controller.observe(news(rows, "response_ids"))
-    controller.observe(news(rows, "reward"))
-    controller.drop(sorted(dropped))
+@given(row_sets, row_sets, row_sets)
+def test_groups_come_whole_and_do_not_wait_for_dropped_rows(rows, dropped, claimed):
+    controller, catalogue = with_ready_rows(rows, group_size=4)
+    claimed &= rows
+    controller.claim(sorted(claimed))
+    catalogue.drop(sorted(dropped), "late")
     ready = set(controller.ready_rows(by_group=True).tolist())
     for start in range(0, NUM_ROWS, 4):
         group = set(range(start, start + 4))
-        whole = group <= rows | dropped
+        whole = group <= (rows | dropped) - claimed
         assert ready & group == (group & rows - dropped if whole else set())
-
-
-def test_contradicting_news_are_refused():
-    controller = make_controller()
-    controller.observe(news({1, 2}, "reward"))
-    with pytest.raises(ValueError, match="of row 2 are announced twice"):
-        controller.observe(news({2, 5}, "reward"))
-    with pytest.raises(ValueError, match="row 1 moves from warehouse 0"):
-        controller.observe(news({1}, "response_ids", home=1))
-    with pytest.raises(ValueError, match="outside of the batch"):
-        controller.observe(news({NUM_ROWS}, "reward"))
-
-
-@given(st.lists(st.tuples(st.sampled_from(["response_ids", "reward", "drop"]), row_sets), max_size=5))
-def test_news_survive_packing(entries):
-    sent = [
-        RowDrop(np.array(sorted(rows), dtype=np.int64), "zu lang \N{SNOWMAN}") if name == "drop" else news(rows, name)
-        for name, rows in entries
-    ]
-    received = unpack_news(pack_news(sent))
-    assert [type(entry) for entry in received] == [type(entry) for entry in sent]
-    for before, after in zip(sent, received, strict=True):
-        assert before.pack().tolist() == after.pack().tolist()
-        if isinstance(before, RowDrop):
-            assert before.reason == after.reason

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.rpc import internal
 
 from spmdrl.dataflow.samples.guard import AllowListUnpickler, install_guard
-from spmdrl.dataflow.samples.transport import remote_get, remote_put
+from spmdrl.dataflow.samples.remote import remote_get, remote_put
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,7 @@ import pytest
 from spmdrl.dataflow.samples.dock import TransferDock
 from spmdrl.dataflow.samples.schema import needs_by_state
 from spmdrl.dataflow.samples.sharing import RowGroups
-from spmdrl.dataflow.samples.transport import DockConfig, open_transport
+from spmdrl.dataflow.samples.transport import DockConfig
 from spmdrl.resources.layout import UpdateLayout
 from spmdrl.resources.mesh import build_update_mesh
 from spmdrl.resources.world import World
@@ -18,8 +18,8 @@ def _scored_and_trained_rows(world: World):
     """A step on 2 groups of 2 ranks, in which every rank puts the column that its group scored."""
     mesh = build_update_mesh(UpdateLayout(shard=2, tensor=2), world.device, world.rank)
     needs = needs_by_state({"advantages", "rollout_logprobs", "old_logprobs"})
-    transport = open_transport(world, DockConfig(20.0))
-    with TransferDock(world, needs, transport, row_groups=RowGroups.of(mesh)) as dock:
+    groups = RowGroups.of(mesh, world.device.torch_device)
+    with TransferDock(world, needs, DockConfig(20.0), row_groups=groups) as dock:
         samples = dock.open_batch(0, flow.NUM_ROWS, flow.GROUP_SIZE)
         samples.put_prompts(flow.make_prompts())
         flow.generate(samples, samples.deal_generation())
@@ -41,8 +41,10 @@ def _scored_and_trained_rows(world: World):
 
 
 @pytest.mark.ranks
-def test_ranks_of_one_group_get_the_same_rows_and_each_row_has_one_group():
-    answers = run_ranks(4, _scored_and_trained_rows)
+@pytest.mark.parametrize("ranks_per_node", [4, 1])
+def test_ranks_of_one_group_get_the_same_rows_and_each_row_has_one_group(ranks_per_node):
+    """A group's ranks run on one node, which reads in place, or on two, where the first rank shares."""
+    answers = run_ranks(4, _scored_and_trained_rows, ranks_per_node=ranks_per_node)
     assert answers[0] == answers[1] and answers[2] == answers[3]
     for which in (0, 1):
         assert sorted(answers[0][which] + answers[2][which]) == list(range(flow.NUM_ROWS))

@@ -1,22 +1,59 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spmdrl.dataflow.samples.metadata import RowDrop
+from spmdrl.dataflow.samples.pool import Pool, host_pool
+from spmdrl.dataflow.samples.volume import Link, Volume
 from spmdrl.dataflow.samples.warehouse import Warehouse
-from spmdrl.dataflow.samples.wire import flatten, unflatten
 from spmdrl.types import Batch
+
+
+@contextmanager
+def opened(kind: str) -> Iterator[Warehouse]:
+    """A warehouse in private memory, or in memory that a node's ranks share."""
+    if kind == "private":
+        yield Warehouse()
+        return
+    with shared_by(1) as (warehouse,):
+        yield warehouse
+
+
+@contextmanager
+def shared_by(num_ranks: int) -> Iterator[list[Warehouse]]:
+    """One node's warehouse as each of its ranks sees it."""
+    host = host_pool(num_ranks, 1 << 24)
+    warehouses = [Warehouse(Pool(host.address, rank)) for rank in range(num_ranks)]
+    host.forget_names()
+    for warehouse in warehouses:
+        warehouse.begin(0)
+        warehouse.open(1000)
+    try:
+        yield warehouses
+    finally:
+        for warehouse in warehouses:
+            warehouse.close()
+
+
+@pytest.fixture(params=["private", "shared"])
+def warehouse(request):
+    with opened(request.param) as found:
+        yield found
 
 
 def make_batch(rows) -> Batch:
     """Rows whose values follow from the row number; row r has r % 4 response tokens."""
     rows = list(rows)
     batch = Batch.of_rows(rows)
-    batch.put_lists("response_ids", [[100 * row + token for token in range(row % 4)] for row in rows], torch.int64)
+    batch.put_lists("response_ids", [[100 * row + token for token in range(row % 4)] for row in rows], torch.int32)
     batch.put_dense("reward", torch.tensor([row / 2 for row in rows], dtype=torch.float32))
     return batch
 
@@ -30,20 +67,18 @@ def same(one: Batch, other: Batch) -> bool:
     )
 
 
-@given(st.data())
-def test_rows_put_in_any_chunks_come_back_in_the_asked_order(data):
+@pytest.mark.parametrize("kind", ["private", "shared"])
+@given(data=st.data())
+def test_rows_put_in_any_chunks_come_back_in_the_asked_order(kind, data):
     rows = data.draw(st.permutations(range(12)))
     cuts = sorted(data.draw(st.sets(st.integers(1, 11))))
-    warehouse = Warehouse()
-    for start, stop in zip([0, *cuts], [*cuts, 12], strict=True):
-        warehouse.put(make_batch(rows[start:stop]))
     asked = data.draw(st.lists(st.sampled_from(range(12)), unique=True))
-    assert same(warehouse.get(asked, ["reward", "response_ids"]), make_batch(asked))
-
-
-@given(st.lists(st.integers(0, 1000), unique=True))
-def test_a_batch_survives_the_wire(rows):
-    assert same(unflatten(flatten(make_batch(rows))), make_batch(rows))
+    with opened(kind) as warehouse:
+        for start, stop in zip([0, *cuts], [*cuts, 12], strict=True):
+            warehouse.put(make_batch(rows[start:stop]))
+        volume = Volume()
+        assert same(warehouse.get(asked, ["reward", "response_ids"], volume), make_batch(asked))
+        assert volume.payload_bytes(Link.PROCESS) == (make_batch(asked).num_bytes() if asked else 0)
 
 
 @given(st.lists(st.integers(0, 9), unique=True, min_size=1), st.data())
@@ -56,8 +91,7 @@ def test_selected_and_joined_rows_keep_their_values(rows, data):
     assert same(Batch.concatenate(parts), whole)
 
 
-def test_a_missing_column_is_named_with_its_row():
-    warehouse = Warehouse()
+def test_a_missing_column_is_named_with_its_row(warehouse):
     warehouse.put(make_batch([1, 2]))
     with pytest.raises(KeyError, match=r"row 3 \(and 1 more rows\) has no column 'reward'"):
         warehouse.get([1, 3, 40], ["reward"])
@@ -65,8 +99,7 @@ def test_a_missing_column_is_named_with_its_row():
         warehouse.get([1], ["advantages"])
 
 
-def test_memory_goes_with_the_last_row_of_a_chunk():
-    warehouse = Warehouse()
+def test_memory_goes_with_the_last_row_of_a_chunk(warehouse):
     warehouse.put(make_batch([0, 1, 2]))
     held = warehouse.num_bytes
     assert held == make_batch([0, 1, 2]).num_bytes()
@@ -78,8 +111,7 @@ def test_memory_goes_with_the_last_row_of_a_chunk():
     assert warehouse.num_bytes == 0
 
 
-def test_a_column_put_again_replaces_the_first():
-    warehouse = Warehouse()
+def test_a_column_put_again_replaces_the_first(warehouse):
     warehouse.put(make_batch([0, 1]))
     newer = Batch.of_rows([1])
     newer.put_dense("reward", torch.tensor([9.0]))
@@ -87,22 +119,21 @@ def test_a_column_put_again_replaces_the_first():
     assert warehouse.get([0, 1], ["reward"]).dense("reward").tolist() == [0.0, 9.0]
 
 
-def test_several_rows_may_share_one_stored_value():
+def test_several_rows_may_share_one_stored_value(warehouse):
     prompts = Batch.of_rows([0, 1])
-    prompts.put_lists("prompt_ids", [[1, 2], [3]], torch.int64)
-    warehouse = Warehouse()
+    prompts.put_lists("prompt_ids", [[1, 2], [3]], torch.int32)
     warehouse.put(prompts, positions=[0, 0, 1, 1], rows=[4, 5, 6, 7])
     assert warehouse.num_bytes == prompts.num_bytes()
     assert warehouse.get([7, 4, 5], ["prompt_ids"]).to_lists("prompt_ids") == [[3], [1, 2], [1, 2]]
 
 
-def test_no_rows_come_back_with_their_columns():
-    empty = Warehouse().get([], ["response_ids", "reward"])
+def test_no_rows_come_back_with_their_columns(warehouse):
+    empty = warehouse.get([], ["response_ids", "reward"])
     assert len(empty) == 0 and empty.names == ["response_ids", "reward"]
 
 
-def test_threads_put_and_get_at_once():
-    warehouse, errors = Warehouse(), []
+def test_threads_put_and_get_at_once(warehouse):
+    errors: list[BaseException] = []
 
     def work(first: int) -> None:
         try:
@@ -124,19 +155,54 @@ def test_threads_put_and_get_at_once():
     assert same(warehouse.get(kept, ["response_ids", "reward"]), make_batch(kept))
 
 
-@pytest.mark.parametrize(
-    ("position", "tensor", "message"),
-    [
-        (0, torch.tensor([7, 2, 0]), "same version"),
-        (0, torch.tensor([1, 2, 1, 99, 0]), "came with it"),
-        (1, torch.tensor([-1, 5]), "numbers >= 0"),
-        (3, torch.tensor([0, 9, 1]), "don't cut"),
-        (4, torch.zeros(3), "shape"),
-        (4, torch.zeros(2, dtype=torch.int64), "schema says"),
-    ],
-)
-def test_garbled_tensors_are_refused(position, tensor, message):
-    tensors = flatten(make_batch([2, 3]))
-    tensors[position] = tensor
-    with pytest.raises(ValueError, match=message):
-        unflatten(tensors)
+def test_a_ranks_rows_are_read_in_place_by_its_neighbour():
+    with shared_by(2) as (first, second):
+        first.put(make_batch(range(8)))
+        second.put(make_batch(range(8, 12)))
+        whole = second.get(range(8), ["reward", "response_ids"])
+        assert same(whole, make_batch(range(8)))
+        again = second.get(range(8), ["response_ids"])
+        assert again.values("response_ids").data_ptr() == whole.values("response_ids").data_ptr(), "no copy was made"
+        part = second.get(range(2, 5), ["reward", "response_ids"])
+        assert same(part, make_batch(range(2, 5)))
+        assert (
+            part.values("response_ids").untyped_storage().data_ptr()
+            == whole.values("response_ids").untyped_storage().data_ptr()
+        )
+        volume = Volume()
+        mixed = second.get([9, 3, 8, 0], ["reward", "response_ids"], volume)
+        assert same(mixed, make_batch([9, 3, 8, 0]))
+        assert volume.get_bytes[Link.NODE]["reward"] == volume.get_bytes[Link.PROCESS]["reward"] == 8
+        # Rows 3 and 0 have 3 tokens of 4 bytes, rows 9 and 8 have 1; each row has an offset of 8 bytes.
+        assert volume.get_bytes[Link.NODE]["response_ids"] == 28
+        assert volume.get_bytes[Link.PROCESS]["response_ids"] == 20
+        del whole, again, part
+
+
+def test_memory_of_dropped_rows_is_used_again_and_the_next_batch_starts_empty():
+    with shared_by(2) as (first, second):
+        for epoch in range(1, 40):
+            big = Batch.of_rows(range(4))
+            big.put_lists("response_ids", [[row] * 100_000 for row in range(4)], torch.int32)
+            first.put(big)
+            assert second.get([3], ["response_ids"]).values("response_ids")[-1] == 3
+            for warehouse in (first, second):
+                warehouse.drop(range(4))
+                warehouse.begin(epoch)
+                warehouse.open(1000)
+            with pytest.raises(KeyError):
+                second.get([3], ["response_ids"])
+        assert first.num_bytes == second.num_bytes == 0
+
+
+def test_what_is_told_is_heard_by_the_whole_node_in_order():
+    drops = [RowDrop(np.array([row]), "late") for row in range(3)]
+    with shared_by(2) as (first, second):
+        for drop in drops:
+            first.tell([drop])
+        assert [entry.rows.tolist() for entry in second.heard(0)] == [[0], [1], [2]]
+        assert [entry.rows.tolist() for entry in second.heard(2)] == [[2]]
+        assert len(first.heard(0)) == 3
+        first.begin(1)
+        first.open(1000)
+        assert first.heard(0) == []

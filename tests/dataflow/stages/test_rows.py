@@ -15,10 +15,11 @@ RUNS = st.lists(st.integers(0, 99), min_size=1, max_size=6)
 @settings(max_examples=50, deadline=None)
 def test_token_rows_hold_prompt_then_response_of_each_row(pairs):
     batch = Batch.of_rows(range(len(pairs)))
-    batch.put_lists("prompt_ids", [prompt for prompt, _ in pairs], torch.int64)
-    batch.put_lists("response_ids", [response for _, response in pairs], torch.int64)
+    batch.put_lists("prompt_ids", [prompt for prompt, _ in pairs], torch.int32)
+    batch.put_lists("response_ids", [response for _, response in pairs], torch.int32)
     batch.put_lists("advantages", [[0.5] * len(response) for _, response in pairs], torch.float32)
     rows = token_rows(batch, CONFIG, ["advantages"])
+    assert rows.tokens_T.dtype == torch.int64, "what engines index with"
     bounds = rows.offsets.tolist()
     got = [rows.tokens_T[a:b].tolist() for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
     assert got == [prompt + response for prompt, response in pairs]

@@ -7,10 +7,12 @@ from types import TracebackType
 
 import torch
 
-from spmdrl.dataflow.samples.assign import TokenCost
-from spmdrl.dataflow.samples.samples import Accounting, DockParts, Samples
+from spmdrl.dataflow.samples.balance import TokenCost
+from spmdrl.dataflow.samples.dealing import DockParts
+from spmdrl.dataflow.samples.row_lives import Accounting
+from spmdrl.dataflow.samples.samples import Samples
 from spmdrl.dataflow.samples.sharing import RowGroups
-from spmdrl.dataflow.samples.transport import Transport
+from spmdrl.dataflow.samples.transport import DockConfig, Transport
 from spmdrl.dataflow.samples.volume import Volume
 from spmdrl.resources.collectives import barrier
 from spmdrl.resources.world import World
@@ -18,7 +20,7 @@ from spmdrl.types import WorkerState
 
 
 class TransferDock:
-    """Opens and closes batches of samples, one at a time.
+    """Opens and closes batches of samples, one at a time. Building it is collective over all ranks.
 
     As a context manager it leaves in order, or without waiting after an error.
     `needs_by_state` names the columns that each worker state of the run reads, the update's included.
@@ -28,20 +30,30 @@ class TransferDock:
         self,
         world: World,
         needs_by_state: Mapping[WorkerState, Iterable[str]],
-        transport: Transport,
+        config: DockConfig,
+        *,
+        seed: int = 0,
         cost: TokenCost | None = None,
         row_groups: RowGroups | None = None,
     ):
         if WorkerState.UPDATE not in needs_by_state:
             raise ValueError("the dock's states lack the update, so no row could ever be trained; add what it reads")
         needs = {state: frozenset(names) for state, names in needs_by_state.items()}
-        self._parts = DockParts(world, needs, transport, cost or TokenCost(), row_groups)
+        transport = Transport(world, config)
+        self._parts = DockParts(world, needs, transport, config, cost or TokenCost(), seed, row_groups)
         self._open: Samples | None = None
+        self._epoch = 0
+        transport.warehouse.begin(self._epoch)
 
     @property
     def volume(self) -> Volume:
-        """Bytes that this rank has moved so far, by link."""
+        """Bytes that this rank has moved so far, by link and column."""
         return self._parts.transport.volume
+
+    @property
+    def held_bytes(self) -> int:
+        """Host memory that this rank's rows take."""
+        return self._parts.transport.warehouse.held_bytes
 
     def open_batch(self, step: int, num_rows: int, group_size: int) -> Samples:
         """Samples of a step: `num_rows` rows in groups of `group_size` responses to one prompt."""
@@ -53,12 +65,18 @@ class TransferDock:
     def close_batch(self, samples: Samples) -> Accounting:
         """Check that each row was trained or dropped, then forget them all. Collective over all ranks.
 
-        A row that is neither is a RuntimeError that says what it waits for.
+        A row that is neither is a RuntimeError that says what it waits for. Batches that were taken are void then.
         """
         assert samples is self._open, f"step {samples.step} isn't the open batch"
         accounting = samples.account()
-        self._parts.transport.drop(torch.arange(samples.num_rows))
-        # A fast rank must not store rows of the next step before a slow one has dropped those of this step.
+        warehouse = self._parts.transport.warehouse
+        # A slow rank may still read rows that this one no longer needs.
+        barrier()
+        warehouse.drop(torch.arange(samples.num_rows))
+        warehouse.trim()
+        self._epoch += 1
+        warehouse.begin(self._epoch)
+        # A fast rank must not store rows of the next batch where a slow one has not begun it.
         barrier()
         self._open = None
         return accounting

@@ -2,68 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from spmdrl.dataflow.samples.assign import Taker, TokenCost, assign_rows
-from spmdrl.dataflow.samples.controller import Controller, RowStatus
+from spmdrl.dataflow.samples.balance import homes_of_groups
+from spmdrl.dataflow.samples.controller import RowStatus
+from spmdrl.dataflow.samples.dealing import Dealer, DockParts, Shares
+from spmdrl.dataflow.samples.keeping import read_columns, read_lives, write_columns, write_lives
 from spmdrl.dataflow.samples.metadata import (
     Integers,
     News,
     RowDrop,
     RowMetadata,
     announced_lengths,
+    joined,
     pack_news,
     unpack_news,
 )
-from spmdrl.dataflow.samples.schema import check_column, check_columns, columns_mask, empty_batch, length_column
-from spmdrl.dataflow.samples.sharing import SHARED_STATES, RowGroups
-from spmdrl.dataflow.samples.transport import Transport
+from spmdrl.dataflow.samples.payload import Payload
+from spmdrl.dataflow.samples.row_lives import Accounting, RowLives, restored
+from spmdrl.dataflow.samples.schema import (
+    check_column,
+    check_columns,
+    columns_mask,
+    length_column,
+)
+from spmdrl.dataflow.samples.stream import Stream, StreamParts
 from spmdrl.resources.collectives import barrier, gather_ragged
-from spmdrl.resources.world import World
 from spmdrl.types import Batch, WorkerState
-
-
-@dataclass(frozen=True)
-class Accounting:
-    """What became of the rows of a closed batch; every row is in exactly one place."""
-
-    step: int
-    num_trained: int
-    num_dropped: Mapping[str, int]
-    """Rows by the reason for which they were dropped."""
-
-
-@dataclass(frozen=True)
-class DockParts:
-    """What the samples of every step use."""
-
-    world: World
-    needs_by_state: Mapping[WorkerState, frozenset[str]]
-    transport: Transport
-    cost: TokenCost
-    row_groups: RowGroups | None = None
-    """ranks that work on the same rows in the states of training engines; None: each rank on its own"""
-
-    @property
-    def takers(self) -> list[Taker]:
-        """Every rank, with its node."""
-        return [Taker(rank, self.world.launch.node_of(rank)) for rank in range(self.world.size)]
-
-    def sharing(self, state: WorkerState) -> RowGroups | None:
-        """How ranks share the rows of this state, if they do."""
-        return self.row_groups if state in SHARED_STATES else None
 
 
 class Samples:
     """The rows of one step. Row r is response r % group_size of prompt r // group_size.
 
-    Its methods decide alike on every rank, so every rank calls them in the same order; only `put` and `mark_dropped`
-    are a rank's own business, and others learn of them at the next `commit`.
+    Its methods decide alike on every rank, so every rank calls them in the same order; only `put`, `mark_dropped`,
+    `read` and what a stream takes are a rank's own business, and all learn of them at the next `commit`.
     """
 
     def __init__(self, dock: DockParts, step: int, num_rows: int, group_size: int):
@@ -71,20 +48,22 @@ class Samples:
         self.num_rows = num_rows
         self.group_size = group_size
         self._dock = dock
-        self._controllers = {
-            state: Controller(state, needs, num_rows=num_rows, group_size=group_size)
-            for state, needs in dock.needs_by_state.items()
-        }
+        self._lives = RowLives(dock.needs_by_state, step=step, num_rows=num_rows, group_size=group_size)
+        self._dealer = Dealer(dock, step, group_size)
+        self._payload = Payload(dock.transport, dock.world, self._lives.catalogue)
+        dock.transport.warehouse.open(num_rows)
+        self._shares: dict[WorkerState, Shares] = {}
         self._mine: dict[WorkerState, Integers] = {}
-        self._generated: list[list[int]] = []
         self._news: list[News] = []
-        self._dropped: dict[int, str] = {}
-        self._prompts_are_stored = False
+        self._streams: dict[WorkerState, Stream] = {}
+
+    # Rows are born
 
     def put_prompts(self, prompts: Batch) -> None:
         """Store the prompts, one row each in prompt order, the same on every rank. Nothing is communicated.
 
-        Groups are dealt over nodes in equal consecutive parts; a warehouse keeps a prompt once for its whole group.
+        Groups are dealt over nodes in equal parts. With locality, each rank keeps the prompts, which it has anyway,
+        and they never travel; else each home does.
         """
         num_groups = self.num_rows // self.group_size
         if len(prompts) != num_groups:
@@ -96,76 +75,85 @@ class Samples:
             check_column(prompts, name)
         rows = np.arange(self.num_rows)
         groups = rows // self.group_size
-        homes = groups * self._dock.world.launch.num_nodes // num_groups
-        self._store_own_prompts(prompts, groups, homes)
+        dock = self._dock
+        homes = homes_of_groups(
+            num_groups, dock.world.num_nodes, seed=dock.seed, step=self.step, locality=dock.config.locality
+        )[groups]  # fmt: skip
         columns = columns_mask(prompts.names)
         lengths = {name: prompts.lengths(name).numpy()[groups] for name in announced_lengths(columns)}
-        self._observe(RowMetadata(rows, homes, columns, lengths))
+        self._lives.observe([RowMetadata(rows, homes, columns, lengths)])
+        if dock.config.locality:
+            self._payload.keep_prompts(prompts, groups)
+        else:
+            self._payload.store_own_prompts(prompts, groups, homes)
 
     def deal_generation(self) -> list[int]:
         """The rows, in whole groups, that this rank generates: ranks of a group's home node share its groups evenly."""
-        controller = self._controllers[WorkerState.GENERATION]
-        rows = controller.ready_rows(by_group=True)
-        lengths = controller.lengths("prompt_ids")[rows]
-        # Equal numbers of rows first, since responses cost most; then equal prompt lengths.
-        costs = lengths + lengths.sum() + 1
-        homes = controller.homes[rows]
-        shares: list[list[int]] = [[] for _ in self._dock.takers]
-        for node in np.unique(homes).tolist():
-            takers = [taker for taker in self._dock.takers if taker.node == node]
-            here = homes == node
-            dealt = assign_rows(
-                rows[here].tolist(), homes[here].tolist(), costs[here].tolist(), takers, self.group_size
-            )
-            for taker, mine in zip(takers, dealt, strict=True):
-                shares[taker.rank] = mine
-        self._generated = shares
-        return self._claim(WorkerState.GENERATION, shares).tolist()
+        state = WorkerState.GENERATION
+        rows = self._lives.controller(state).ready_rows(by_group=True)
+        shares = self._dealer.deal_generation(rows, self._lives.catalogue)
+        return self._claim(state, shares).tolist()
+
+    # States take and put
 
     def take(self, state: WorkerState, names: Iterable[str]) -> Batch:
         """Claim all rows that are ready for `state`, and return this rank's share of them with the named columns.
 
-        Where ranks work on the same rows, the first of them takes and the others get what it took.
+        Where ranks work on the same rows, the first of them takes and the others get what it took. The batch may be a
+        view of stored rows: nobody may change it, and it holds until the batch of this step is closed.
+        Collective where rows cross nodes.
         """
-        names = sorted(names)
-        controller = self._controllers[state]
-        undeclared = set(names) - controller.needs
-        if undeclared:
-            raise ValueError(
-                f"{state.value} takes {sorted(undeclared)}, which its controller doesn't wait for; it waits for "
-                f"{sorted(controller.needs)}: add them to what the state needs"
-            )
-        rows = controller.ready_rows()
-        costs = self._dock.cost.of(self._num_tokens()[rows])
-        homes = controller.homes[rows]
+        names = self._checked(state, names)
+        shares = self._dealer.deal(state, self._lives.controller(state).ready_rows(), self._lives.catalogue)
+        own = self._claim(state, shares)
         groups = self._dock.sharing(state)
-        takers = [taker for taker in self._dock.takers if groups is None or taker.rank in groups.leaders]
-        dealt = assign_rows(rows.tolist(), homes.tolist(), costs.tolist(), takers)
-        shares: list[list[int]] = [[] for _ in self._dock.takers]
-        for taker, mine in zip(takers, dealt, strict=True):
-            shares[taker.rank] = mine
-        batch = self._fetch(self._claim(state, shares), names)
-        return batch if groups is None else groups.share(batch)
+        if groups is None:
+            return self._payload.exchange(own, shares, names)
+        rows = shares.get(groups.leader, own)
+        if self._payload.all_read_in_place(groups.members.ranks, rows):
+            return self._payload.exchange(rows, shares, names)
+        batch = self._payload.exchange(own, shares, names)
+        return groups.share(batch if groups.is_leader else None)
+
+    def open_stream(self, state: WorkerState, names: Iterable[str]) -> Stream:
+        """Take rows of `state` one portion at a time, as they become ready; end it with `close`, then `commit`.
+
+        All rows that the state may still get are dealt now, whole groups to a rank, so that timing decides nothing.
+        """
+        names = self._checked(state, names)
+        catalogue, controller = self._lives.catalogue, self._lives.controller(state)
+        rows = np.flatnonzero(catalogue.homes >= 0)
+        rows = rows[np.isin(rows, controller.rows_with(RowStatus.WAITING))]
+        shares = self._dealer.deal(state, rows, catalogue, by_group=True)
+        self._shares[state] = shares
+        groups = self._dock.sharing(state)
+        own = shares.get(self._dock.world.rank if groups is None else groups.leader, np.empty(0, dtype=np.int64))
+
+        def fetch(taken: Integers) -> Batch:
+            self._mine[state] = np.union1d(self._mine.get(state, taken), taken)
+            return self._payload.get(taken, names)
+
+        listener, timeout = self._payload.listener(own), self._dock.config.timeout_seconds
+        parts = StreamParts(listener, fetch, self._owner, groups, timeout)
+        self._streams[state] = Stream(state, own, controller.needs, catalogue, parts)
+        return self._streams[state]
 
     def take_generated(self, state: WorkerState) -> list[int]:
         """Claim all rows that are ready for `state`, each rank those that it generated, and move nothing."""
-        assert self._generated, f"{state.value} takes what ranks generated, but nothing was dealt for generation yet"
-        ready = set(self._controllers[state].ready_rows().tolist())
-        shares = [[row for row in share if row in ready] for share in self._generated]
-        return self._claim(state, shares).tolist()
+        generated = self._shares.get(WorkerState.GENERATION)
+        assert generated is not None, f"{state.value} takes what ranks generated, but nothing was dealt for generation"
+        ready = self._lives.controller(state).ready_rows()
+        return self._claim(state, {rank: rows[np.isin(rows, ready)] for rank, rows in generated.items()}).tolist()
 
     def read(self, rows: Sequence[int], names: Iterable[str]) -> Batch:
         """Look at columns of some rows without claiming them: for a report, say. Only this rank takes part."""
-        return self._fetch(np.asarray(rows, dtype=np.int64), sorted(names))
-
-    def is_trained(self, row: int) -> bool:
-        """Whether the update has used this row."""
-        return row in self._controllers[WorkerState.UPDATE].rows_with(RowStatus.CONSUMED)
+        return self._payload.get(np.asarray(rows, dtype=np.int64), sorted(names))
 
     def put(self, state: WorkerState, batch: Batch) -> None:
         """Store columns that `state` made of rows that this rank took, each in the row's home.
 
-        Where ranks work on the same rows, the rank that took them stores for all.
+        Where ranks work on the same rows, the rank that took them stores for all. Tensors of the batch may be taken
+        over: they must not change any more.
         """
         check_columns(batch, state)
         groups = self._dock.sharing(state)
@@ -177,104 +165,119 @@ class Samples:
         if strangers.size:
             rank = self._dock.world.rank
             raise ValueError(f"rank {rank} puts {state.value} columns of row {strangers[0]}, which it didn't take")
-        self._check_lengths(host)
-        homes = self._controllers[state].homes[rows]
-        for home in np.unique(homes).tolist():
-            here = np.flatnonzero(homes == home)
-            self._dock.transport.put(home, host if here.size == rows.size else host.select(torch.from_numpy(here)))
+        self._check_lengths(host, state)
+        self._payload.put(host)
         columns = columns_mask(host.names)
         lengths = {name: host.lengths(name).numpy() for name in announced_lengths(columns)}
-        self._news.append(RowMetadata(rows, homes, columns, lengths))
+        self._tell(RowMetadata(rows, self._homes[rows], columns, lengths))
 
     def mark_dropped(self, rows: Sequence[int], reason: str) -> None:
-        """Take rows out of the batch from the next `commit` on; of several ranks' reasons the first rank's counts."""
+        """Take rows out of the batch from the next `commit` on; of several reasons the first in the alphabet counts."""
         if len(rows):
-            self._news.append(RowDrop(np.asarray(rows, dtype=np.int64), reason))
+            self._tell(RowDrop(np.asarray(rows, dtype=np.int64), reason))
 
     def commit(self, state: WorkerState) -> None:
         """Tell all ranks what was put and dropped, and end the claims of `state`. Collective over all ranks."""
-        packed = torch.from_numpy(pack_news(self._news))
+        packed = torch.from_numpy(pack_news(joined(self._news)))
         self._news.clear()
         gathered = gather_ragged(packed)
-        self._prompts_are_stored = True
-        self._dock.transport.volume.metadata_bytes += 8 * (sum(part.numel() for part in gathered) - packed.numel())
-        controller = self._controllers[state]
-        controller.consume(controller.rows_with(RowStatus.CLAIMED))
-        for part in gathered:
-            for entry in unpack_news(part.numpy()):
-                self._observe(entry)
+        self._payload.settle()
+        received = sum(part.numel() for part in gathered) - packed.numel()
+        self._dock.transport.volume.metadata_bytes += received * packed.element_size()
+        self._lives.finish(state)
+        self._lives.observe(entry for part in gathered for entry in unpack_news(part.numpy(), self.num_rows))
+        if self._streams.pop(state, None) is not None:
+            # What streams took, they took before others knew that it was ready; now all do.
+            rows = np.concatenate([*self._shares[state].values(), np.empty(0, dtype=np.int64)])
+            self._lives.claim(state, rows[np.isin(rows, self._lives.controller(state).ready_rows())])
+            self._lives.finish(state)
+
+    # Rows are kept over a restart
+
+    def write_to(self, folder: Path) -> list[Path]:
+        """Write all that this batch holds, between two states; returns this rank's files. Every rank calls it."""
+        world, paths = self._dock.world, []
+        if world.is_main:
+            paths.append(write_lives(folder, self._lives.snapshot()))
+        if world.local_rank == 0:
+            paths.append(write_columns(folder, world.node, self._payload.columns_here()))
+        return paths
+
+    def read_from(self, folder: Path) -> None:
+        """Take back what `write_to` wrote, on any number of nodes, once the prompts were put. Collective.
+
+        A folder of another step, or of another number of rows or states, is a ValueError.
+        """
+        saved = read_lives(folder)
+        expected = [self.step, self.num_rows, self.group_size]
+        if saved["batch"].tolist() != expected:
+            raise ValueError(
+                f"{folder} holds step, rows and responses a prompt {saved['batch'].tolist()}, but they are {expected}"
+            )
+        world, homes = self._dock.world, self._homes
+        self._lives = restored(self._dock.needs_by_state, saved, homes)
+        self._payload.catalogue = self._lives.catalogue
+        # Who generated them is gone; rows that are left to be rewarded go to nobody in particular.
+        self._shares.setdefault(WorkerState.GENERATION, {})
+        if world.local_rank == 0:
+            prompts = self._payload.everywhere
+            for batch in read_columns(folder, np.flatnonzero(homes == world.node)):
+                if batch.names[0] not in prompts:
+                    self._payload.put(batch)
+        # The node's other ranks read what its first rank has stored now.
+        barrier()
+
+    # What is known
 
     def lengths(self, name: str) -> Tensor:
         """Row lengths [num_rows] of a ragged column, from metadata; 0 where it isn't there."""
-        return torch.from_numpy(self._controllers[WorkerState.UPDATE].lengths(name).clip(min=0))
+        return torch.from_numpy(self._lives.catalogue.lengths(name).clip(min=0))
+
+    def is_trained(self, row: int) -> bool:
+        """Whether the update has used this row."""
+        return row in self._lives.controller(WorkerState.UPDATE).rows_with(RowStatus.CONSUMED)
 
     def account(self) -> Accounting:
         """Where every row ended; one that was neither trained nor dropped is a RuntimeError."""
-        controller = self._controllers[WorkerState.UPDATE]
-        trained = controller.rows_with(RowStatus.CONSUMED)
-        accounted = np.concatenate([trained, controller.rows_with(RowStatus.DROPPED)])
-        lost = np.setdiff1d(np.arange(self.num_rows), accounted)
-        if lost.size:
-            raise RuntimeError(
-                f"step {self.step}: {lost.size} of {self.num_rows} rows were neither trained nor dropped; "
-                f"row {lost[0]} {controller.describe(lost[0])}"
+        return self._lives.settled()
+
+    @property
+    def _homes(self) -> Integers:
+        return self._lives.catalogue.homes
+
+    def _owner(self, state: WorkerState, row: int) -> int | None:
+        return next((rank for rank, rows in self._shares.get(state, {}).items() if row in rows), None)
+
+    def _checked(self, state: WorkerState, names: Iterable[str]) -> list[str]:
+        names = sorted(names)
+        needs = self._lives.controller(state).needs
+        undeclared = set(names) - needs
+        if undeclared:
+            raise ValueError(
+                f"{state.value} takes {sorted(undeclared)}, which its controller doesn't wait for; it waits for "
+                f"{sorted(needs)}: add them to what the state needs"
             )
-        reasons = [self._dropped[row] for row in sorted(self._dropped)]
-        return Accounting(self.step, trained.size, {reason: reasons.count(reason) for reason in dict.fromkeys(reasons)})
+        return names
 
-    def _store_own_prompts(self, prompts: Batch, groups: Integers, homes: Integers) -> None:
-        warehouse = self._dock.transport.own_warehouse
-        own_rows = np.flatnonzero(homes == self._dock.world.node)
-        if warehouse is None or not own_rows.size:
-            return
-        own_groups = np.unique(groups[own_rows])
-        kept = prompts.select(torch.from_numpy(own_groups))
-        warehouse.put(kept, positions=groups[own_rows] - own_groups[0], rows=own_rows)
-
-    def _observe(self, entry: News) -> None:
-        for controller in self._controllers.values():
-            if isinstance(entry, RowDrop):
-                controller.drop(entry.rows)
-            else:
-                controller.observe(entry)
-        if isinstance(entry, RowDrop):
-            for row in entry.rows.tolist():
-                self._dropped.setdefault(row, entry.reason)
-
-    def _claim(self, state: WorkerState, shares: list[list[int]]) -> Integers:
+    def _claim(self, state: WorkerState, shares: Shares) -> Integers:
         """Claim every rank's share here too, and return this rank's."""
-        self._controllers[state].claim([row for share in shares for row in share])
-        mine = np.asarray(shares[self._dock.world.rank] if shares else [], dtype=np.int64)
-        self._mine[state] = np.union1d(self._mine.get(state, mine), mine)
-        return mine
+        self._lives.claim(state, np.concatenate([*shares.values(), np.empty(0, dtype=np.int64)]))
+        self._shares[state] = shares
+        own = shares.get(self._dock.world.rank, np.empty(0, dtype=np.int64))
+        self._mine[state] = np.union1d(self._mine.get(state, own), own)
+        return own
 
-    def _fetch(self, rows: Integers, names: list[str]) -> Batch:
-        if not self._prompts_are_stored:
-            # Until the first commit, another rank's warehouse may still be without this step's prompts.
-            barrier()
-            self._prompts_are_stored = True
-        if not rows.size:
-            return empty_batch(names)
-        homes = self._controllers[WorkerState.UPDATE].homes[rows]
-        parts = [
-            self._dock.transport.get(home, torch.from_numpy(rows[homes == home]), names)
-            for home in np.unique(homes).tolist()
-        ]
-        if len(parts) == 1:
-            return parts[0]
-        joined = Batch.concatenate(parts)
-        return joined.select(joined.rows.argsort())
+    def _tell(self, entry: News) -> None:
+        self._news.append(entry)
+        self._payload.tell(entry)
 
-    def _num_tokens(self) -> Integers:
-        return (self.lengths("prompt_ids") + self.lengths("response_ids")).numpy()
-
-    def _check_lengths(self, batch: Batch) -> None:
+    def _check_lengths(self, batch: Batch, state: WorkerState) -> None:
         """Refuse a column whose rows aren't as long as those of the column that it goes with."""
         for name in batch.names:
             if not batch.is_ragged(name) or length_column(name) == name:
                 continue
             other = length_column(name)
-            expected = batch.lengths(other) if other in batch else self.lengths(other)[batch.rows]
+            expected = batch.lengths(other) if other in batch else self._known_lengths(other, state)[batch.rows]
             wrong = (batch.lengths(name) != expected).nonzero().flatten()
             if wrong.numel():
                 at = int(wrong[0])
@@ -282,3 +285,8 @@ class Samples:
                     f"column {name!r} has {int(batch.lengths(name)[at])} values in row {int(batch.rows[at])}, but "
                     f"{other!r} has {int(expected[at])}; put one value for each of its tokens"
                 )
+
+    def _known_lengths(self, name: str, state: WorkerState) -> Tensor:
+        """Row lengths as far as this rank knows them: a stream hears of rows before all ranks do."""
+        stream = self._streams.get(state)
+        return self.lengths(name) if stream is None else torch.from_numpy(stream.lengths(name))

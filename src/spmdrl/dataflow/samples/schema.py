@@ -47,17 +47,18 @@ def _per_response_token(name: str, dtype: torch.dtype, made_by: WorkerState, nee
 
 _TOKENS = "prompt_ids response_ids"
 
+# Token ids are int32, half the bytes of what engines index with: no vocabulary has 2^31 tokens.
 RULES: tuple[ColumnRule, ...] = (
-    _rule("prompt_ids", torch.int64, None, ragged=True),
-    _rule("response_ids", torch.int64, WorkerState.GENERATION, "prompt_ids", ragged=True),
+    _rule("prompt_ids", torch.int32, None, ragged=True),
+    _rule("response_ids", torch.int32, WorkerState.GENERATION, "prompt_ids", ragged=True),
     _per_response_token("rollout_logprobs", torch.float32, WorkerState.GENERATION, "prompt_ids"),
-    _per_response_token("versions", torch.int64, WorkerState.GENERATION, "prompt_ids"),
+    _per_response_token("versions", torch.int32, WorkerState.GENERATION, "prompt_ids"),
     # 1: the response ended with a stop token; 0: it was cut at the length limit.
-    _rule("finished", torch.int64, WorkerState.GENERATION, "prompt_ids"),
+    _rule("finished", torch.int32, WorkerState.GENERATION, "prompt_ids"),
     # Of each token but the row's last, its experts in each sparse layer; there only where routing is replayed.
     _rule("routed_experts", torch.int16, WorkerState.GENERATION, "prompt_ids", ragged=True),
     _rule("reward", torch.float32, WorkerState.REWARD, _TOKENS),
-    _rule("reward_verdict", torch.int64, WorkerState.REWARD, _TOKENS),
+    _rule("reward_verdict", torch.int32, WorkerState.REWARD, _TOKENS),
     # One value a reward function, in the order of the configuration.
     _rule("reward_parts", torch.float32, WorkerState.REWARD, _TOKENS, ragged=True),
     _per_response_token("ref_logprobs", torch.float32, WorkerState.REFERENCE, _TOKENS),

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from safetensors.torch import load, save
+import torch
 
-from spmdrl.dataflow.samples.wire import flatten, unflatten
-from spmdrl.resources.collectives import broadcast_bytes
+from spmdrl.dataflow.samples.frame import pack, read_frame
+from spmdrl.resources.collectives import broadcast_ragged
 from spmdrl.resources.mesh import Axis, UpdateMesh
 from spmdrl.types import Batch, WorkerState
 
@@ -23,21 +23,27 @@ class RowGroups:
     """the rank of each group that takes rows and puts columns"""
     members: Axis
     """this rank's group, its leader first"""
+    device: torch.device = torch.device("cpu")
+    """where shared rows travel: between accelerators, by their own links"""
 
     @classmethod
-    def of(cls, mesh: UpdateMesh) -> RowGroups:
-        return cls(mesh.leaders, mesh.model)
+    def of(cls, mesh: UpdateMesh, device: torch.device) -> RowGroups:
+        return cls(mesh.leaders, mesh.model, device)
 
     @property
     def is_leader(self) -> bool:
         return self.members.rank == 0
 
-    def share(self, batch: Batch) -> Batch:
+    @property
+    def leader(self) -> int:
+        """The rank that takes rows for this rank."""
+        return self.members.ranks[0]
+
+    def share(self, batch: Batch | None) -> Batch:
         """The leader's batch, on every rank of the group. Collective over the group."""
         if self.members.size == 1:
+            assert batch is not None, "the one rank of a group is its leader"
             return batch
-        payload = (
-            save({f"{place:03}": tensor for place, tensor in enumerate(flatten(batch))}) if self.is_leader else None
-        )
-        tensors = load(broadcast_bytes(payload, self.members.ranks[0], self.members.group))
-        return unflatten([tensors[key] for key in sorted(tensors)])
+        frame = None if batch is None else pack(batch)
+        shared = broadcast_ragged(frame, self.leader, self.members.group, self.device)
+        return read_frame(shared) if batch is None else batch

@@ -1,9 +1,14 @@
-"""Bytes that the sample flow moves, by link, and the paper's estimates for the same run (arXiv:2507.19017)."""
+"""Bytes that the sample flow moves, by link and column, and the paper's estimates of them (arXiv:2507.19017)."""
 
 from __future__ import annotations
 
 import enum
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+
+from spmdrl.dataflow.samples.schema import RULES
+from spmdrl.types import Batch, WorkerState
 
 
 class Link(enum.Enum):
@@ -14,16 +19,37 @@ class Link(enum.Enum):
     CROSS_NODE = "cross_node"
 
 
+def column_bytes(batch: Batch) -> dict[str, int]:
+    """Bytes of each column: its values, and its offsets where it is ragged."""
+    return {
+        name: batch.values(name).nbytes + batch.offsets(name).nbytes
+        if batch.is_ragged(name)
+        else batch.dense(name).nbytes
+        for name in batch.names
+    }
+
+
+def _no_bytes() -> dict[Link, Counter[str]]:
+    return {link: Counter() for link in Link}
+
+
 @dataclass
 class Volume:
-    """Counts payload bytes by link, and the bytes of metadata that this rank received."""
+    """Counts the payload bytes that this rank puts and gets, and the bytes of metadata that it receives."""
 
-    put_bytes: dict[Link, int] = field(default_factory=lambda: dict.fromkeys(Link, 0))
-    get_bytes: dict[Link, int] = field(default_factory=lambda: dict.fromkeys(Link, 0))
+    put_bytes: dict[Link, Counter[str]] = field(default_factory=_no_bytes)
+    """By link, then by column; a column that wasn't put over a link isn't there."""
+    get_bytes: dict[Link, Counter[str]] = field(default_factory=_no_bytes)
     metadata_bytes: int = 0
 
+    def count_put(self, link: Link, bytes_by_column: Mapping[str, int]) -> None:
+        self.put_bytes[link].update(bytes_by_column)
+
+    def count_get(self, link: Link, bytes_by_column: Mapping[str, int]) -> None:
+        self.get_bytes[link].update(bytes_by_column)
+
     def payload_bytes(self, link: Link) -> int:
-        return self.put_bytes[link] + self.get_bytes[link]
+        return self.put_bytes[link].total() + self.get_bytes[link].total()
 
     def since(self, earlier: Volume) -> Volume:
         """What was moved after `earlier`, a copy taken before."""
@@ -34,7 +60,11 @@ class Volume:
         )
 
     def copy(self) -> Volume:
-        return Volume(dict(self.put_bytes), dict(self.get_bytes), self.metadata_bytes)
+        return Volume(
+            {link: count.copy() for link, count in self.put_bytes.items()},
+            {link: count.copy() for link, count in self.get_bytes.items()},
+            self.metadata_bytes,
+        )
 
 
 @dataclass(frozen=True)
@@ -55,6 +85,22 @@ class FlowShape:
     """Scalars a sample, such as its index and length (M)."""
     item_bytes: int = 4
     """Bytes of one value (B)."""
+
+    @classmethod
+    def of_states(
+        cls, states: Iterable[WorkerState], *, num_prompts: int, responses_each: int,
+        max_prompt_length: int, max_response_length: int,
+    ) -> FlowShape:  # fmt: skip
+        """The shape of a flow with these worker states: n and M are the columns that they make.
+
+        Besides its scalar columns, a row has its index and its response's length. Columns of other lengths, such as
+        routed experts, aren't in the paper's equations.
+        """
+        makers = set(states)
+        made = [rule for rule in RULES if rule.made_by in makers]
+        num_items = sum("response_ids" in (rule.name, rule.length_of) for rule in made)
+        num_scalars = 2 + sum(not rule.column.ragged for rule in made)
+        return cls(num_prompts, responses_each, max_prompt_length, max_response_length, num_items, num_scalars)
 
     @property
     def _row_items_gib(self) -> float:

@@ -121,11 +121,11 @@ class GenerationStage:
 def columns_of(responses: Sequence[Response]) -> Batch:
     """The generation state's columns of finished responses."""
     batch = Batch.of_rows(response.row for response in responses)
-    batch.put_lists("response_ids", [response.token_ids for response in responses], torch.int64)
+    batch.put_lists("response_ids", [response.token_ids for response in responses], torch.int32)
     batch.put_lists("rollout_logprobs", [response.logprobs for response in responses], torch.float32)
-    batch.put_lists("versions", [response.versions for response in responses], torch.int64)
+    batch.put_lists("versions", [response.versions for response in responses], torch.int32)
     finished = [int(response.finish == "stop") for response in responses]
-    batch.put_dense("finished", torch.tensor(finished, dtype=torch.int64))
+    batch.put_dense("finished", torch.tensor(finished, dtype=torch.int32))
     choices = [response.choices for response in responses if response.choices is not None]
     if choices:
         assert len(choices) == len(responses), f"{len(choices)} of {len(responses)} responses bring their experts"

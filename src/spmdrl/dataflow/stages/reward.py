@@ -100,5 +100,5 @@ def columns_of(scored: list[tuple[tuple[int, ...], RewardResult]]) -> Batch:
         for row in zip(*result.parts.values(), strict=True)
     ]
     batch.put_lists("reward_parts", parts, torch.float32)
-    batch.put_dense("reward_verdict", torch.tensor(verdicts, dtype=torch.int64))
+    batch.put_dense("reward_verdict", torch.tensor(verdicts, dtype=torch.int32))
     return batch

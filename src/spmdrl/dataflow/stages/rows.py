@@ -46,6 +46,7 @@ def token_rows(batch: Batch, model: DecoderConfig, response_columns: Iterable[st
     experts_TLC = None
     if ROUTED_EXPERTS in batch:
         experts_TLC = experts_of_rows(batch.values(ROUTED_EXPERTS), offsets.diff(), model)
+    # The dock's token ids are int32; embeddings and losses index with int64.
     return TokenRows(
-        tokens_T, offsets, batch.lengths("prompt_ids"), response=response, dense={}, experts_TLC=experts_TLC
+        tokens_T.long(), offsets, batch.lengths("prompt_ids"), response=response, dense={}, experts_TLC=experts_TLC
     )

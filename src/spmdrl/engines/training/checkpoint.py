@@ -29,6 +29,8 @@ class CheckpointConfig:
     """how many of the newest are kept"""
     keep_every: int | None = None
     """checkpoints whose step is a multiple of this are kept for good; null keeps none"""
+    keep_rollouts: bool = False
+    """keep a step's rewarded rollouts, so that a job that dies in its update, after a checkpoint, has them again"""
 
     def __post_init__(self) -> None:
         if self.interval < 0:

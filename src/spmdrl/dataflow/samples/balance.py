@@ -1,0 +1,204 @@
+"""Who works on which rows: pure functions of metadata, which every rank evaluates alike.
+
+All is integers, so that no rounding can make two ranks or platforms disagree. Shape letters: `B` rows, `G` groups,
+`U` units (rows that stay together, the costliest first), `S` seats (takers, in an order that changes with the step).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from spmdrl.dataflow.samples.crossing import Integers, Seats, Units, nodes_of_units
+from spmdrl.dataflow.samples.evening import even_out, split_by
+
+SLACK_PERCENT = 5
+"""What the heaviest taker may carry above the mean before rows leave their node."""
+
+# Constants of splitmix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014).
+_GOLDEN_GAMMA = 0x9E3779B97F4A7C15
+_MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+_64_BITS = 2**64 - 1
+
+
+@dataclass(frozen=True)
+class Taker:
+    """A rank that takes rows, and its node."""
+
+    rank: int
+    node: int
+
+
+@dataclass(frozen=True)
+class TokenCost:
+    """Work of a row of L tokens: linear * L + quadratic * L^2, in arbitrary integer units.
+
+    A decoder layer of width D costs about 24 D^2 operations a token in its matrix products and 2 L D in causal
+    attention, so linear : quadratic = 12 D : 1; the default is D = 1024.
+    """
+
+    linear: int = 12 * 1024
+    quadratic: int = 1
+
+    def of(self, lengths_B: Integers) -> Integers:
+        return self.linear * lengths_B + self.quadratic * lengths_B * lengths_B
+
+
+@dataclass(frozen=True)
+class RowLoads:
+    """Rows to deal, in any order, with their home nodes, their work in any unit, and their tokens; each is [B]."""
+
+    rows: Integers
+    homes: Integers
+    costs: Integers
+    lengths: Integers
+
+
+def assign_rows(
+    loads: RowLoads,
+    takers: Sequence[Taker],
+    *,
+    seed: int,
+    step: int,
+    group_size: int | None = None,
+    locality: bool = True,
+) -> list[Integers]:
+    """Deal rows over takers, each row once; returns ascending rows a taker, in the order of `takers`.
+
+    A unit is a row, or with `group_size` the rows of a group (row // group_size). The heaviest taker carries at most
+    `SLACK_PERCENT` above the mean wherever no unit costs more than that percentage of the mean, and mostly where some
+    do. Under this condition little leaves its node: its surplus over what its takers may carry, which no deal can
+    avoid, rounded up to whole units; and what has no taker at home. Without `locality`, homes don't count. (seed,
+    step) decides between equal takers, so that no rank always gets the longest row.
+    """
+    if not takers:
+        raise ValueError(f"{loads.rows.size} rows have no taker; name at least one rank that takes them")
+    if not loads.rows.size:
+        return [loads.rows] * len(takers)
+    if not locality:
+        takers, homes = _on_one_node(takers, loads.homes)
+        loads = replace(loads, homes=homes)
+    seats = _seat(takers, seed=seed, step=step)
+    rows, unit_of_row, units = _units(loads, seats, group_size)
+    limit = _limit(units.costs, len(takers))
+    nodes = nodes_of_units(units, seats, limit=limit)
+    seat_of_unit, carried = _longest_first(units.costs, nodes, seats)
+    seat_of_unit = even_out(seat_of_unit, units.costs, carried, nodes_S=seats.nodes, limit=limit)
+    return split_by(seats.takers[seat_of_unit][unit_of_row], len(takers), values=rows)
+
+
+def deal_groups(
+    homes_G: Integers, lengths_G: Integers, takers: Sequence[Taker], *, seed: int, step: int, locality: bool = True
+) -> list[Integers]:
+    """Deal whole groups for generation: ascending positions of groups a taker, in the order of `takers`.
+
+    The takers of a group's home node share its groups evenly: equal numbers first, since responses cost most, then
+    equal prompt lengths. A group without a taker at home goes to the node with the fewest groups a taker. Without
+    `locality`, homes don't count.
+    """
+    if not takers:
+        raise ValueError(f"{homes_G.size} groups have no taker; name at least one rank that generates")
+    if not homes_G.size:
+        return [homes_G] * len(takers)
+    if not locality:
+        takers, homes_G = _on_one_node(takers, homes_G)
+    seats = _seat(takers, seed=seed, step=step)
+    order_U = np.argsort(-lengths_G, kind="stable")
+    lengths_U = lengths_G[order_U]
+    units = Units(lengths_U + (lengths_G.sum() + 1), lengths_U, seats.number_nodes(homes_G[order_U]))
+    # Nobody carries more than all, so that all stay at home.
+    nodes = nodes_of_units(units, seats, limit=int(units.costs.sum()))
+    seat_of_unit, _ = _longest_first(units.costs, nodes, seats)
+    taker_of_group = np.empty_like(order_U)
+    taker_of_group[order_U] = seats.takers[seat_of_unit]
+    return split_by(taker_of_group, len(takers))
+
+
+def homes_of_groups(num_groups: int, num_nodes: int, *, seed: int, step: int, locality: bool = True) -> Integers:
+    """The home node of each group [G]: equal consecutive parts, whose remainder goes to other nodes each step.
+
+    Without `locality`, groups go round the nodes in turn, as the paper stores them.
+    """
+    groups = np.arange(num_groups, dtype=np.int64)
+    if not locality:
+        return groups % num_nodes
+    part, remainder = divmod(num_groups, num_nodes)
+    nodes = np.arange(num_nodes, dtype=np.int64)
+    has_one_more = (nodes - _scramble(seed, step)) % num_nodes < remainder
+    return np.repeat(nodes, part + has_one_more)
+
+
+def _scramble(*counters: int) -> int:
+    """An integer in [0, 2^62) that depends on all counters: splitmix64 of each in turn."""
+    bits = 0
+    for counter in counters:
+        bits = (bits + counter * _GOLDEN_GAMMA + _GOLDEN_GAMMA) & _64_BITS
+        bits = ((bits ^ (bits >> 30)) * _MULTIPLIERS[0]) & _64_BITS
+        bits = ((bits ^ (bits >> 27)) * _MULTIPLIERS[1]) & _64_BITS
+        bits ^= bits >> 31
+    return bits >> 2
+
+
+def _on_one_node(takers: Sequence[Taker], homes: Integers) -> tuple[list[Taker], Integers]:
+    """The same, had the job a single node."""
+    return [Taker(taker.rank, 0) for taker in takers], np.zeros_like(homes)
+
+
+def _seat(takers: Sequence[Taker], *, seed: int, step: int) -> Seats:
+    """Order takers by a hash of (seed, step, rank), and number the nodes from 0 in order of their first seat."""
+    order = sorted(range(len(takers)), key=lambda number: (_scramble(seed, step, takers[number].rank), number))
+    numbers: dict[int, int] = {}
+    nodes = [numbers.setdefault(takers[number].node, len(numbers)) for number in order]
+    return Seats(np.array(order), np.array(nodes), numbers)
+
+
+def _units(loads: RowLoads, seats: Seats, group_size: int | None) -> tuple[Integers, Integers, Units]:
+    """Ascending rows, the unit of each, and the units."""
+    rows, homes, costs, tokens = loads.rows, loads.homes, loads.costs, loads.lengths
+    if not (rows[1:] > rows[:-1]).all():
+        order = np.argsort(rows, kind="stable")
+        rows, homes, costs, tokens = rows[order], homes[order], costs[order], tokens[order]
+    units_in_row_order = np.arange(rows.size)
+    if group_size:
+        groups = rows // group_size
+        is_first = np.concatenate([[True], groups[1:] != groups[:-1]])
+        split = np.flatnonzero(~is_first[1:] & (homes[1:] != homes[:-1]))
+        assert not split.size, f"group {groups[split[0]]} lives on nodes {homes[split[0]]} and {homes[split[0] + 1]}"
+        starts = np.flatnonzero(is_first)
+        units_in_row_order = np.cumsum(is_first) - 1
+        homes, costs, tokens = homes[starts], np.add.reduceat(costs, starts), np.add.reduceat(tokens, starts)
+    order = np.argsort(-costs, kind="stable")
+    place = np.empty_like(order)
+    place[order] = np.arange(order.size)
+    return rows, place[units_in_row_order], Units(costs[order], tokens[order], seats.number_nodes(homes[order]))
+
+
+def _limit(costs_U: Integers, num_takers: int) -> int:
+    """What the heaviest taker may carry: the mean and its slack, or more where no deal of these units can do with it.
+
+    Of the k * num_takers + 1 costliest units, some taker carries at least k + 1.
+    """
+    sums = np.concatenate([[0], costs_U.cumsum()])
+    total = int(sums[-1])
+    ends = np.arange(1, costs_U.size + 1, num_takers)
+    unavoidable = int((sums[ends] - sums[ends - 1 - np.arange(ends.size)]).max())
+    return max(total * (100 + SLACK_PERCENT) // (100 * num_takers), -(-total // num_takers), unavoidable)
+
+
+def _longest_first(costs_U: Integers, nodes_U: Integers, seats: Seats) -> tuple[Integers, list[int]]:
+    """Give each unit, the costliest first, to the lightest seat of its node; returns seats of units, loads of seats."""
+    bits = len(seats.takers).bit_length()
+    mask = (1 << bits) - 1
+    # load and seat in one integer, so that a heap compares them at once; ascending numbers are a heap already
+    heaps: list[list[int]] = [[] for _ in range(seats.num_nodes)]
+    for seat, node in enumerate(seats.nodes.tolist()):
+        heaps[node].append(seat)
+    lightest = [
+        heapq.heapreplace(heap := heaps[node], heap[0] + (cost << bits))
+        for cost, node in zip(costs_U.tolist(), nodes_U.tolist(), strict=True)
+    ]
+    loads = sorted((load & mask, load >> bits) for heap in heaps for load in heap)
+    return np.array([load & mask for load in lightest]), [load for _, load in loads]

@@ -1,0 +1,113 @@
+"""Decides which node works on what: its own units, but for what its takers may not carry.
+
+Shape letters: `U` units (rows that stay together), the costliest first; `S` seats (takers in this step's order).
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Integers = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Seats:
+    """Takers in the order in which they come first in this step."""
+
+    takers: Integers
+    """their places in the caller's order"""
+    nodes: Integers
+    """numbers of their nodes, from 0"""
+    node_numbers: dict[int, int]
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.node_numbers)
+
+    def number_nodes(self, homes: Integers) -> Integers:
+        """Numbers of home nodes; -1 where a home has no taker."""
+        table = np.full(1 + max(int(homes.max()), *self.node_numbers), -1)
+        table[list(self.node_numbers)] = list(self.node_numbers.values())
+        return table[homes]
+
+
+@dataclass(frozen=True)
+class Units:
+    """What is dealt in one piece, the costliest first and of equals the first row first; each is [U]."""
+
+    costs: Integers
+    tokens: Integers
+    homes: Integers
+    """numbers of home nodes; -1 where there is no taker"""
+
+
+def nodes_of_units(units: Units, seats: Seats, *, limit: int) -> Integers:
+    """The node that works on each unit: its home, but for what has no taker there and what these may not carry.
+
+    `limit` is what one taker may carry. Other nodes get it, the one with the least load a taker first.
+    """
+    nodes = units.homes.copy()
+    at_home = nodes >= 0
+    loads = np.zeros(seats.num_nodes, dtype=np.int64)
+    np.add.at(loads, nodes[at_home], units.costs[at_home])
+    sizes = np.bincount(seats.nodes)
+    excess = (loads - sizes * limit).tolist()
+    receivers = _Receivers(loads.tolist(), sizes.tolist())
+    for unit in np.flatnonzero(~at_home).tolist():
+        nodes[unit] = receivers.give(int(units.costs[unit]))
+    for home in range(seats.num_nodes):
+        if excess[home] > 0:
+            _shed(units, nodes, receivers, home=home, excess=excess[home], limit=limit)
+    return nodes
+
+
+class _Receivers:
+    """Nodes by load a taker, the lightest first."""
+
+    def __init__(self, loads: list[int], sizes: list[int]):
+        self._loads, self._sizes = loads, sizes
+        # Loads a taker, times a common number, so that they are integers.
+        common = math.lcm(*sizes)
+        self._weights = [common // size for size in sizes]
+        self._heap = [(loads[node] * self._weights[node], node) for node in range(len(loads))]
+        heapq.heapify(self._heap)
+
+    def give(self, cost: int) -> int:
+        """Load the lightest node; returns it."""
+        node = self._heap[0][1]
+        self._loads[node] += cost
+        heapq.heapreplace(self._heap, (self._loads[node] * self._weights[node], node))
+        return node
+
+    def can_take(self, cost: int, limit: int) -> bool:
+        """Whether the lightest node's takers may carry this too."""
+        node = self._heap[0][1]
+        return self._loads[node] + cost <= self._sizes[node] * limit
+
+
+def _shed(units: Units, nodes: Integers, receivers: _Receivers, *, home: int, excess: int, limit: int) -> None:
+    """Move units worth `excess`, rounded up to a unit, from their home to light nodes, as far as these can take them.
+
+    Those with the most cost a token go first, as they cost the least bytes, as long as they fit into the excess; then
+    the cheapest of the others, which is worth all that is left.
+    """
+    mine = np.flatnonzero(units.homes == home)
+    worth = units.costs[mine] // np.maximum(units.tokens[mine], 1)
+    too_large: list[tuple[int, int]] = []
+    for unit in mine[np.argsort(-worth, kind="stable")].tolist():
+        cost = int(units.costs[unit])
+        if cost > excess:
+            too_large.append((cost, unit))
+        elif receivers.can_take(cost, limit):
+            nodes[unit] = receivers.give(cost)
+            excess -= cost
+            if not excess:
+                return
+    cost, unit = min(too_large, default=(0, -1))
+    if cost and receivers.can_take(cost, limit):
+        nodes[unit] = receivers.give(cost)

@@ -1,0 +1,98 @@
+"""Who takes which rows of a step's batch: what the pure functions of balance are asked, for each worker state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from spmdrl.dataflow.samples.balance import RowLoads, Taker, TokenCost, assign_rows, deal_groups
+from spmdrl.dataflow.samples.catalogue import Catalogue
+from spmdrl.dataflow.samples.metadata import Integers
+from spmdrl.dataflow.samples.sharing import SHARED_STATES, RowGroups
+from spmdrl.dataflow.samples.transport import DockConfig, Transport
+from spmdrl.resources.world import World
+from spmdrl.types import WorkerState
+
+Shares = Mapping[int, Integers]
+"""The rows of each rank that has some."""
+
+
+@dataclass(frozen=True)
+class DockParts:
+    """What the samples of every step use."""
+
+    world: World
+    needs_by_state: Mapping[WorkerState, frozenset[str]]
+    transport: Transport
+    config: DockConfig
+    cost: TokenCost
+    seed: int
+    row_groups: RowGroups | None = None
+    """ranks that work on the same rows in the states of training engines; None: each rank on its own"""
+
+    def takers(self, state: WorkerState) -> list[Taker]:
+        """The ranks that take rows for a state, with their nodes."""
+        groups, launch = self.sharing(state), self.world.launch
+        ranks = range(self.world.size) if groups is None else groups.leaders
+        return [Taker(rank, launch.node_of(rank)) for rank in ranks]
+
+    def sharing(self, state: WorkerState) -> RowGroups | None:
+        """How ranks share the rows of this state, if they do."""
+        return self.row_groups if state in SHARED_STATES else None
+
+
+@dataclass(frozen=True)
+class _Deal:
+    """Who takes which of some rows; kept for the next state that takes the same ones."""
+
+    rows: Integers
+    lengths: Integers
+    shares: Shares
+
+
+class Dealer:
+    """Deals the rows of one batch; the same on every rank, as it depends on metadata, seed and step only."""
+
+    def __init__(self, dock: DockParts, step: int, group_size: int):
+        self._dock = dock
+        self._step = step
+        self._group_size = group_size
+        self._deals: dict[tuple[tuple[Taker, ...], bool], _Deal] = {}
+
+    def deal_generation(self, rows: Integers, catalogue: Catalogue) -> Shares:
+        """Rows of whole groups, ascending, for the ranks that generate them."""
+        takers = self._dock.takers(WorkerState.GENERATION)
+        first = rows[:: self._group_size]
+        dealt = deal_groups(
+            catalogue.homes[first],
+            catalogue.lengths("prompt_ids")[first],
+            takers,
+            seed=self._dock.seed,
+            step=self._step,
+            locality=self._dock.config.locality,
+        )
+        within = np.arange(self._group_size)
+        return {taker.rank: (first[groups, None] + within).ravel() for taker, groups in zip(takers, dealt, strict=True)}
+
+    def deal(self, state: WorkerState, rows: Integers, catalogue: Catalogue, *, by_group: bool = False) -> Shares:
+        """Rows for the ranks that take them for a state; `by_group`: whole groups to a rank."""
+        lengths = (catalogue.lengths("prompt_ids").clip(min=0) + catalogue.lengths("response_ids").clip(min=0))[rows]
+        takers = self._dock.takers(state)
+        key = (tuple(takers), by_group)
+        known = self._deals.get(key)
+        # States that take the same rows get the same shares, and a large batch takes a second to deal.
+        if known is not None and np.array_equal(known.rows, rows) and np.array_equal(known.lengths, lengths):
+            return known.shares
+        dealt = assign_rows(
+            RowLoads(rows, catalogue.homes[rows], self._dock.cost.of(lengths), lengths),
+            takers,
+            seed=self._dock.seed,
+            step=self._step,
+            group_size=self._group_size if by_group else None,
+            locality=self._dock.config.locality,
+        )
+        shares = {taker.rank: mine for taker, mine in zip(takers, dealt, strict=True)}
+        self._deals[key] = _Deal(rows, lengths, shares)
+        return shares

@@ -1,0 +1,104 @@
+"""The exchange at a stage boundary: rows go from their home nodes to the ranks that took them, point to point.
+
+Every rank knows from metadata who takes which rows and how long they are, so sender and receiver agree on each
+message and its size without a word.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from spmdrl.dataflow.samples.frame import bytes_of_batch, frame_bytes, read_frame, write_frame
+from spmdrl.resources.launch import LaunchEnvironment
+from spmdrl.types import Batch
+
+Integers = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Rows that one rank sends to another."""
+
+    sender: int
+    receiver: int
+    rows: Integers
+
+
+def transfers(shares: Mapping[int, Integers], homes: Integers, launch: LaunchEnvironment) -> list[Transfer]:
+    """What must cross nodes so that each rank of `shares` gets its rows; `homes` is by row.
+
+    Any rank of the home node can read the rows, so a node's messages are spread over its ranks.
+    """
+    out = []
+    for receiver, rows in shares.items():
+        row_homes = homes[rows]
+        for home in np.unique(row_homes[row_homes != launch.node_of(receiver)]).tolist():
+            sender = launch.first_rank_of(home) + receiver % launch.local_world_size
+            out.append(Transfer(sender, receiver, rows[row_homes == home]))
+    return out
+
+
+class Exchange:
+    """This rank's part in exchanges. `names` and `num_values` must be the same on sender and receiver."""
+
+    def __init__(self, rank: int, timeout_seconds: float):
+        self._rank = rank
+        self._timeout_seconds = timeout_seconds
+
+    def run(
+        self,
+        moves: Sequence[Transfer],
+        read: Callable[[Integers], Batch],
+        num_values: Callable[[Integers], Mapping[str, int]],
+    ) -> list[Batch]:
+        """Send and receive; returns what came, in the order of `moves`. Collective over the ranks of `moves`.
+
+        `read` gives the columns of rows that live on this node, `num_values` how many values they have, by column.
+        A message that doesn't come within the deadline is a TimeoutError, a lost rank a ConnectionError; both name
+        the rows.
+        """
+        pending, frames, kept = [], [], []
+        for move in moves:
+            if move.receiver == self._rank:
+                frame = torch.empty(frame_bytes(move.rows.size, num_values(move.rows)), dtype=torch.uint8)
+                frames.append(frame)
+                pending.append((move, dist.irecv(frame, src=move.sender)))
+        for move in moves:
+            if move.sender == self._rank:
+                batch = read(move.rows)
+                frame = torch.empty(bytes_of_batch(batch), dtype=torch.uint8)
+                write_frame(batch, frame)
+                # The memory must stay until the message is out.
+                kept.append(frame)
+                pending.append((move, dist.isend(frame, dst=move.receiver)))
+        deadline = time.monotonic() + self._timeout_seconds
+        for move, work in pending:
+            self._wait(move, work, deadline)
+        return [read_frame(frame) for frame in frames]
+
+    def _wait(self, move: Transfer, work: dist.Work | None, deadline: float) -> None:
+        assert work is not None, "every rank of the job is in the world's group"
+        left = max(deadline - time.monotonic(), 0.001)
+        try:
+            work.wait(timedelta(seconds=left))
+        except RuntimeError as error:
+            other = move.sender if move.receiver == self._rank else move.receiver
+            what = (
+                f"rank {self._rank} exchanges {move.rows.size} rows ({move.rows[0]}..{move.rows[-1]}) with rank {other}"
+            )
+            if "Timed out" in str(error):
+                raise TimeoutError(
+                    f"{what}, which didn't answer within dock.timeout_seconds = {self._timeout_seconds:g}; that rank "
+                    "hangs or is overloaded: look at its log, or raise the limit"
+                ) from error
+            raise ConnectionError(
+                f"{what}, but the connection failed ({error}); that rank has probably died: look at its log"
+            ) from error

@@ -1,0 +1,223 @@
+"""A batch as one run of bytes, the form in which it lies in shared memory and travels between nodes.
+
+A frame is an int64 header (format, number of rows, number of columns, then each column's schema number and number of
+values, in schema order), then the rows, the offsets and the values, each starting at a multiple of 64 bytes. Columns
+that have their lengths from one column share one offsets array. Header and schema settle where everything lies, so a
+frame holds no position that could lead astray, and no pickled object.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from spmdrl.dataflow.samples.schema import RULES, check_column, column_number, length_column
+from spmdrl.types import Batch
+
+ALIGNMENT = 64
+"""bytes: a cache line, and a multiple of every dtype's size"""
+
+_FORMAT = int.from_bytes(b"spmdrl\x00\x02", "little")
+_WORD = 8
+_FIXED_WORDS = 3
+
+_DTYPES = tuple(rule.column.dtype for rule in RULES)
+_ITEM_BYTES = tuple(dtype.itemsize for dtype in _DTYPES)
+_LENGTHS_OF = tuple(column_number(length_column(rule.name)) if rule.column.ragged else None for rule in RULES)
+"""for each ragged column, the number of the column whose lengths it has; None for a dense one"""
+
+
+class FrameError(ValueError):
+    """Bytes that are no frame of this schema."""
+
+
+class _Layout(NamedTuple):
+    """Where the parts of a frame begin, in bytes; columns and lengths go by schema numbers."""
+
+    rows: int
+    offsets: dict[int, int]
+    values: dict[int, int]
+    num_bytes: int
+
+
+class _Content(NamedTuple):
+    """A batch's tensors by schema numbers, columns in schema order; offsets by the column whose lengths they are."""
+
+    values: dict[int, Tensor]
+    offsets: dict[int, Tensor]
+
+
+def frame_bytes(num_rows: int, num_values: Mapping[str, int]) -> int:
+    """The size of a frame of so many rows whose columns have these numbers of values (a dense one: `num_rows`)."""
+    return _layout(num_rows, _by_number(num_values)).num_bytes
+
+
+def bytes_of_batch(batch: Batch) -> int:
+    """The size of the batch's frame."""
+    columns = [batch.values(name) if batch.is_ragged(name) else batch.dense(name) for name in batch.names]
+    return frame_bytes(len(batch), {name: values.numel() for name, values in zip(batch.names, columns, strict=True)})
+
+
+def pack(batch: Batch) -> Tensor:
+    """The batch's frame in memory of its own, on the host."""
+    frame = torch.empty(bytes_of_batch(batch), dtype=torch.uint8)
+    write_frame(batch, frame)
+    return frame
+
+
+def write_frame(batch: Batch, out_N: Tensor) -> None:
+    """Copy the batch into memory of exactly its frame's size; columns that break the schema are a ValueError."""
+    content = _content(batch)
+    num_values = {number: values.numel() for number, values in content.values.items()}
+    layout = _layout(len(batch), num_values)
+    if out_N.shape != (layout.num_bytes,) or out_N.dtype != torch.uint8:
+        raise ValueError(
+            f"a frame of {layout.num_bytes} bytes doesn't fit {out_N.dtype} {tuple(out_N.shape)}; "
+            "allocate uint8 memory of bytes_of_batch(batch)"
+        )
+    memory = out_N.numpy()
+    table = [word for entry in num_values.items() for word in entry]
+    struct.pack_into(f"={_FIXED_WORDS + len(table)}q", memory.data, 0, _FORMAT, len(batch), len(num_values), *table)
+    _store(memory, layout.rows, batch.rows)
+    for lengths, start in layout.offsets.items():
+        _store(memory, start, content.offsets[lengths])
+    for number, start in layout.values.items():
+        _store(memory, start, content.values[number])
+
+
+def read_frame(frame_N: Tensor, *, trusted: bool = False) -> Batch:
+    """The batch in a frame, as views of its memory; anything that is no frame of this schema is a FrameError.
+
+    `trusted`: this code wrote the frame, so rows and offsets aren't looked through.
+    """
+    num_rows, num_values = _read_header(frame_N)
+    layout = _layout(num_rows, num_values)
+    if layout.num_bytes != frame_N.numel():
+        raise FrameError(f"a frame of {frame_N.numel()} bytes announces {layout.num_bytes}")
+    views = {dtype: frame_N.view(dtype) for dtype in {torch.int64, *(_DTYPES[number] for number in num_values)}}
+    words = views[torch.int64]
+    batch = Batch(_part(words, layout.rows, num_rows))
+    if not trusted:
+        _check_rows(batch.rows)
+    offsets = {lengths: _part(words, start, num_rows + 1) for lengths, start in layout.offsets.items()}
+    ends = {lengths: _checked_end(lengths, part, trusted) for lengths, part in offsets.items()}
+    for number, start in layout.values.items():
+        rule, count, lengths = RULES[number], num_values[number], _LENGTHS_OF[number]
+        values = _part(views[rule.column.dtype], start, count)
+        if lengths is None:
+            batch.put_dense(rule.name, values)
+        else:
+            _check_count(number, count, ends[lengths])
+            batch.put_ragged(rule.name, values, offsets[lengths])
+    return batch
+
+
+def _layout(num_rows: int, num_values: Mapping[int, int]) -> _Layout:
+    """Lay out columns that are given in schema order. Plain integers: no count is too large to be compared."""
+    rows = _aligned(_WORD * (_FIXED_WORDS + 2 * len(num_values)))
+    end = rows + _aligned(_WORD * num_rows)
+    offsets: dict[int, int] = {}
+    for number in num_values:
+        lengths = _LENGTHS_OF[number]
+        if lengths is not None and lengths not in offsets:
+            offsets[lengths], end = end, end + _aligned(_WORD * (num_rows + 1))
+    values: dict[int, int] = {}
+    for number, count in num_values.items():
+        values[number], end = end, end + _aligned(_ITEM_BYTES[number] * count)
+    return _Layout(rows, offsets, values, end)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def _by_number(num_values: Mapping[str, int]) -> dict[int, int]:
+    return dict(sorted((column_number(name), count) for name, count in num_values.items()))
+
+
+def _content(batch: Batch) -> _Content:
+    """What to write, after a check against the schema: columns that share offsets must have equal ones."""
+    content, ends = _Content({}, {}), {}
+    for number, name in sorted((column_number(name), name) for name in batch.names):
+        lengths, is_ragged = _LENGTHS_OF[number], batch.is_ragged(name)
+        values = batch.values(name) if is_ragged else batch.dense(name)
+        if values.dtype != _DTYPES[number] or is_ragged != (lengths is not None):
+            check_column(batch, name)
+        content.values[number] = values
+        if lengths is None:
+            continue
+        offsets = batch.offsets(name)
+        known = content.offsets.setdefault(lengths, offsets)
+        if lengths not in ends:
+            ends[lengths] = _checked_end(lengths, offsets, trusted=False)
+        if known is not offsets and not torch.equal(known, offsets):
+            raise ValueError(
+                f"column {name!r} has other row lengths than the columns beside it, but the schema says that all of "
+                f"them have those of {RULES[lengths].name!r}; put it with one value for each of that column's"
+            )
+        _check_count(number, values.numel(), ends[lengths])
+    return content
+
+
+def _store(memory: NDArray[np.uint8], start: int, part: Tensor) -> None:
+    source = part.numpy()
+    memory[start : start + source.nbytes].view(source.dtype)[:] = source
+
+
+def _read_header(frame_N: Tensor) -> tuple[int, dict[int, int]]:
+    """The number of rows, and each column's number of values; sizes aren't compared with the frame's yet."""
+    if frame_N.dtype != torch.uint8 or frame_N.ndim != 1 or not frame_N.is_contiguous() or frame_N.device.type != "cpu":
+        raise FrameError(f"a frame is a run of bytes on the host, not {frame_N.dtype} {tuple(frame_N.shape)}")
+    size = frame_N.numel()
+    if size < ALIGNMENT or size % ALIGNMENT or frame_N.storage_offset() % _WORD:
+        raise FrameError(f"{size} bytes from byte {frame_N.storage_offset()} of their memory are no whole frame")
+    words = frame_N.numpy().view(np.int64)
+    kind, num_rows, num_columns = words[:_FIXED_WORDS].tolist()
+    if kind != _FORMAT:
+        raise FrameError(f"a frame begins with {_FORMAT:#x}, not {kind:#x}; do all ranks run the same version?")
+    if num_rows < 0 or not 0 <= num_columns <= min(len(RULES), (words.size - _FIXED_WORDS) // 2):
+        raise FrameError(f"{size} bytes don't hold the {num_rows} rows of {num_columns} columns that they announce")
+    table = words[_FIXED_WORDS : _FIXED_WORDS + 2 * num_columns].tolist()
+    _check_table(num_rows, table[::2], table[1::2])
+    return num_rows, dict(zip(table[::2], table[1::2], strict=True))
+
+
+def _check_table(num_rows: int, numbers: list[int], num_values: list[int]) -> None:
+    before = -1
+    for number, count in zip(numbers, num_values, strict=True):
+        if not before < number < len(RULES):
+            raise FrameError(f"columns {numbers} of a frame must ascend and be numbers of {len(RULES)} columns")
+        if count < 0 or (_LENGTHS_OF[number] is None and count != num_rows):
+            raise FrameError(f"column {RULES[number].name!r} announces {count} values in {num_rows} rows")
+        before = number
+
+
+def _part(view: Tensor, start: int, count: int) -> Tensor:
+    """`count` values from byte `start` on of a frame that is viewed with their dtype."""
+    first = start // view.itemsize
+    return view[first : first + count]
+
+
+def _check_rows(rows: Tensor) -> None:
+    if rows.numel() and int(rows.min()) < 0:
+        raise FrameError(f"a frame has row {int(rows.min())}, but rows count from 0")
+
+
+def _check_count(number: int, num_values: int, end: int) -> None:
+    if num_values != end:
+        raise FrameError(f"offsets of column {RULES[number].name!r} end at {end}, but it has {num_values} values")
+
+
+def _checked_end(lengths: int, offsets: Tensor, trusted: bool) -> int:
+    """The last of the offsets of this column's lengths, after a check that they cut values into rows."""
+    bounds = offsets.numpy()
+    # Compared, not subtracted: a difference of two int64 may overflow.
+    if bounds[0] != 0 or (not trusted and bool((bounds[1:] < bounds[:-1]).any())):
+        raise FrameError(f"offsets of column {RULES[lengths].name!r} must begin with 0 and never fall")
+    return int(bounds[-1])

@@ -1,0 +1,156 @@
+"""Requests to warehouses of other nodes, by TensorPipe RPC with a deadline: single reads, news, and foreign puts.
+
+What travels is ids and frames: the closed list at the end of this file is all that another process may run here.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed.rpc as rpc
+from torch import Tensor
+
+from spmdrl.dataflow.samples.frame import pack, read_frame
+from spmdrl.dataflow.samples.guard import install_guard
+from spmdrl.dataflow.samples.interface import listen_privately
+from spmdrl.dataflow.samples.metadata import News, pack_news, unpack_news
+from spmdrl.dataflow.samples.schema import RULES, column_number
+from spmdrl.dataflow.samples.warehouse import Warehouse
+from spmdrl.resources.launch import LaunchEnvironment
+from spmdrl.types import Batch
+
+# TensorPipe finds out that two processes share a kernel and then takes a shortcut past the network between them.
+PLAIN_TCP = {"_transports": ["uv"], "_channels": ["mpt_uv", "basic"]}
+
+
+class RemoteWarehouses:
+    """The warehouses of other nodes. Opening and a graceful `leave` are collective over all ranks."""
+
+    def __init__(self, own: Warehouse, launch: LaunchEnvironment, timeout_seconds: float, *, plain_tcp: bool = False):
+        self._own = own
+        self._launch = launch
+        self._timeout_seconds = timeout_seconds
+        self._failed = False
+        global _hosted
+        _hosted = own
+        listen_privately(launch)
+        install_guard([remote_put, remote_get, remote_news])
+        extra = PLAIN_TCP if plain_tcp else {}
+        options = rpc.TensorPipeRpcBackendOptions(rpc_timeout=timeout_seconds, init_method="env://", **extra)
+        with warnings.catch_warnings():
+            # PyTorch's own start-up of RPC calls a collective in a way that PyTorch deprecates.
+            warnings.filterwarnings("ignore", message="You are using a Backend")
+            rpc.init_rpc(
+                _worker_name(launch.rank), rank=launch.rank, world_size=launch.world_size, rpc_backend_options=options
+            )
+        self._joined = True
+
+    def put(self, warehouse: int, batch: Batch) -> None:
+        what = f"to store {_columns_of_rows(batch.names, batch.rows)} in"
+        self._call(warehouse, what, remote_put, pack(batch))
+
+    def get(self, warehouse: int, rows: Tensor, names: Sequence[str]) -> Batch:
+        """The named columns of the rows, in this order; a missing one is a KeyError that names row and column."""
+        columns = torch.tensor([column_number(name) for name in names], dtype=torch.int64)
+        (frame,) = self._call(warehouse, f"for {_columns_of_rows(names, rows)} from", remote_get, rows, columns)
+        return read_frame(frame)
+
+    def heard(self, warehouse: int, epoch: int, start: int) -> tuple[list[News], int]:
+        """What was told on that node in batch `epoch` from number `start` on, and the number of what comes next."""
+        request = torch.tensor([epoch, start], dtype=torch.int64)
+        (words,) = self._call(warehouse, f"for news of batch {epoch} from", remote_news, request)
+        news = unpack_news(words.numpy(), self._own.num_rows)
+        return news, start + len(news)
+
+    def leave(self, *, graceful: bool) -> None:
+        """Leave RPC; after a failed request, or if not `graceful`, without waiting for others."""
+        global _hosted
+        try:
+            if self._joined:
+                rpc.shutdown(graceful=graceful and not self._failed, timeout=self._timeout_seconds)
+        finally:
+            self._joined = False
+            _hosted = None
+
+    def _call(self, warehouse: int, what: str, function: Callable[..., Any], *tensors: Tensor) -> list[Tensor]:
+        """Run one of the remote functions at a warehouse; raises TimeoutError or ConnectionError when it can't."""
+        host = self._launch.first_rank_of(warehouse)
+        started = time.perf_counter()
+        try:
+            answer = rpc.rpc_sync(_worker_name(host), function, tensors, timeout=self._timeout_seconds)
+        except RuntimeError as error:
+            self._failed = True
+            waited = f"rank {self._launch.rank} waited {time.perf_counter() - started:.1f} s"
+            who = f"{waited} {what} warehouse {warehouse} (rank {host})"
+            raise _explained(who, error, self._timeout_seconds) from error
+        refusal, text, tensors = answer
+        if refusal:
+            raise _REFUSALS[refusal](f"warehouse {warehouse} (rank {host}), asked by rank {self._launch.rank}: {text}")
+        return list(tensors)
+
+
+# Remote functions: the closed list of what another process may run here. They see ids and frames only, and answer
+# (kind of refusal, text, tensors), so that no exception object travels.
+
+_hosted: Warehouse | None = None
+_REFUSALS: dict[str, type[Exception]] = {"KeyError": KeyError, "ValueError": ValueError}
+
+
+def remote_put(frame: Tensor) -> tuple[str, str, list[Tensor]]:
+    """Store the batch of this frame."""
+    return _answered(lambda warehouse: warehouse.put(read_frame(frame)))
+
+
+def remote_get(rows: Tensor, columns: Tensor) -> tuple[str, str, list[Tensor]]:
+    """The columns with these schema numbers of these rows, as a frame."""
+
+    def get(warehouse: Warehouse) -> list[Tensor]:
+        numbers = columns.tolist()
+        if any(not 0 <= number < len(RULES) for number in numbers):
+            raise ValueError(f"asked for column numbers {numbers}, but the schema has {len(RULES)} columns")
+        return [pack(warehouse.get(rows, [RULES[number].name for number in numbers]))]
+
+    return _answered(get)
+
+
+def remote_news(request: Tensor) -> tuple[str, str, list[Tensor]]:
+    """What was told on this node: the request is the batch's number and the number of the first news wanted."""
+
+    def news(warehouse: Warehouse) -> list[Tensor]:
+        epoch, start = request.tolist()
+        heard = warehouse.heard(max(start, 0)) if epoch == warehouse.epoch else []
+        return [torch.from_numpy(np.ascontiguousarray(pack_news(heard)))]
+
+    return _answered(news)
+
+
+def _answered(work: Callable[[Warehouse], list[Tensor] | None]) -> tuple[str, str, list[Tensor]]:
+    if _hosted is None:
+        return "ValueError", "no warehouse lives in this process", []
+    try:
+        return "", "", work(_hosted) or []
+    except (KeyError, ValueError) as error:
+        return "KeyError" if isinstance(error, KeyError) else "ValueError", str(error.args[0]), []
+
+
+def _worker_name(rank: int) -> str:
+    return f"dock{rank}"
+
+
+def _columns_of_rows(names: Sequence[str], rows: Tensor) -> str:
+    span = f"rows {int(rows.min())}..{int(rows.max())} ({rows.numel()} of them)" if rows.numel() else "no rows"
+    return f"columns {', '.join(names)} of {span}"
+
+
+def _explained(who: str, error: RuntimeError, timeout_seconds: float) -> OSError:
+    if "RPCErr:1:" in str(error):
+        return TimeoutError(
+            f"{who}, which didn't answer within dock.timeout_seconds = {timeout_seconds:g}; that rank hangs or is "
+            "overloaded: look at its log, or raise the limit"
+        )
+    return ConnectionError(f"{who}, but the connection failed ({error}); that rank has probably died: look at its log")

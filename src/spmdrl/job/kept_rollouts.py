@@ -1,0 +1,57 @@
+"""A step's rollouts on disk: a job that dies after generation takes them up instead of generating again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from spmdrl.dataflow.samples.samples import Samples
+from spmdrl.engines.training.checkpoint import CheckpointConfig, CheckpointStore
+from spmdrl.job.run import Run
+
+ROLLOUTS = "rollouts"
+IDENTITY = "identity.json"
+
+
+class KeptRollouts:
+    """Keeps the rows of the running step beside the checkpoint that they come from (`checkpoint.keep_rollouts`)."""
+
+    def __init__(self, run: Run):
+        self._run = run
+        self._is_on = run.config.checkpoint.keep_rollouts
+        self._store = CheckpointStore(
+            run.folder / ROLLOUTS, CheckpointConfig(keep_last=1), is_main=run.world.is_main
+        )  # fmt: skip
+
+    def take_up(self, samples: Samples) -> bool:
+        """Fill the batch with the rows that an interrupted run kept of this step, if it did. Collective."""
+        if not self._is_on or samples.step != self._run.start_step + 1:
+            return False
+        folder = self._store.folder_of(samples.step)
+        if samples.step not in self._store.steps() or self._store.damage_of(folder) is not None:
+            return False
+        if json.loads((folder / IDENTITY).read_text()) != self._run.identity():
+            return False
+        samples.read_from(folder)
+        self._run.console.note(f"step {samples.step} goes on with the rollouts in {folder}")
+        return True
+
+    def keep(self, samples: Samples) -> None:
+        """Write the batch where a resumed run would begin with this step. Collective.
+
+        A failure costs no more than the rollouts of a job that dies in this step.
+        """
+        if not self._is_on or samples.step - 1 not in (0, *self._run.store.steps()):
+            return
+
+        def write(folder: Path) -> list[Path]:
+            paths = samples.write_to(folder)
+            if self._run.world.is_main:
+                (folder / IDENTITY).write_text(json.dumps(self._run.identity()))
+                paths.append(folder / IDENTITY)
+            return paths
+
+        with self._run.timeline.stage("keep_rollouts", samples.step):
+            result = self._store.save(samples.step, write)
+        if result.folder is None:
+            self._run.console.note(f"rollouts of step {samples.step} were NOT kept, the run goes on: {result.error}")

@@ -1,0 +1,98 @@
+"""The report's account of the sample flow: bytes by column and link over the run, and the paper's estimates for it."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from spmdrl.observability.jsonl import number
+from spmdrl.observability.report_curves import LINKS
+from spmdrl.observability.report_data import RunData
+from spmdrl.observability.report_html import escape, table, value_text
+from spmdrl.observability.units import bytes_text
+
+# (shown as, how the metrics of its columns and links begin)
+OPERATIONS = {"put": "dock/put_bytes/", "got": "dock/get_bytes/"}
+METADATA = "dock/metadata_bytes"
+GIB = 1024**3
+
+Way = tuple[str, str]
+"""Operation and link, as they are shown."""
+Moved = Counter[tuple[str, Way]]
+"""Bytes by column and way."""
+
+
+def sample_flow(run: RunData) -> str:
+    """Tables of what the run's steps moved in all, and of what they moved beside the paper's equations."""
+    moved = moved_bytes(run)
+    if not moved:
+        return ""
+    steps = max(1, sum(any(name in values for name in LINKS.values()) for values in run.metrics.values()))
+    metadata = _total(run, METADATA)
+    note = f"Sample bytes of {steps} steps by column and link; besides, {bytes_text(metadata)} of metadata."
+    estimates = run.summary.get("sample_flow")
+    beside = _beside_estimates(estimates, moved, metadata, steps) if isinstance(estimates, Mapping) else ""
+    return f'<p class="note">{escape(note)}</p>{_by_column(moved)}{beside}'
+
+
+def moved_bytes(run: RunData) -> Moved:
+    """Sum over all steps; the names are dock/{put,get}_bytes/COLUMN/LINK."""
+    link_of = {metric.removeprefix("dock/bytes_"): link for link, metric in LINKS.items()}
+    moved: Moved = Counter()
+    for name in run.metric_names:
+        for operation, prefix in OPERATIONS.items():
+            column, _, link = name.removeprefix(prefix).partition("/")
+            if name.startswith(prefix) and link in link_of:
+                moved[column, (operation, link_of[link])] += _total(run, name)
+    return moved
+
+
+def _total(run: RunData, metric: str) -> int:
+    return round(sum(value for _, value in run.points(metric) if math.isfinite(value)))
+
+
+def _by_column(moved: Moved) -> str:
+    """A line for each column, the heaviest first, and one for all of them."""
+    used = {way for _, way in moved}
+    ways = [way for link in LINKS for operation in OPERATIONS if (way := (operation, link)) in used]
+    totals: Counter[str] = Counter()
+    for (column, _), amount in moved.items():
+        totals[column] += amount
+    heaviest_first = sorted(totals, key=lambda column: (-totals[column], column))
+    lines = {column: [moved[column, way] for way in ways] for column in heaviest_first}
+    lines["all columns"] = [sum(amounts) for amounts in zip(*lines.values(), strict=True)]
+    head = ["column", *(f"{operation}, {link}" for operation, link in ways), "moved"]
+    return table(
+        head,
+        [
+            [name, *(bytes_text(amount) if amount else "" for amount in (*amounts, sum(amounts)))]
+            for name, amounts in lines.items()
+        ],
+    )
+
+
+def _beside_estimates(estimates: Mapping[str, Any], moved: Moved, metadata: int, steps: int) -> str:
+    """A step's mean bytes beside Eq. 1, 2 and 4, which count every prompt and response at its greatest length."""
+    known = {name: amount for name, value in estimates.items() if (amount := number(value)) is not None}
+    warehouses = max(known.get("num_warehouses", 1.0), 1.0)
+    put = sum(amount for (_, (operation, _)), amount in moved.items() if operation == "put")
+    payload = sum(moved.values())
+    rows: Sequence[tuple[str, str, float]] = (
+        ("Eq. 1: one request for the whole batch; measured: all that was put", "eq1_gib", put),
+        ("Eq. 2: all requests to one central buffer; measured: all payload", "eq2_gib", payload),
+        ("Eq. 4: through each warehouse; measured: payload and metadata", "eq4_gib", (payload + metadata) / warehouses),
+    )
+    lines = [
+        (what, value_text(known[name]), value_text(measured / steps / GIB), _ratio(measured / steps / GIB, known[name]))
+        for what, name, measured in rows
+        if name in known
+    ]
+    sizes = ", ".join(f"{name} {value_text(amount)}" for name, amount in known.items() if not name.startswith("eq"))
+    note = f'<p class="note">The paper&#x27;s estimates pad every row to the greatest lengths: {escape(sizes)}.</p>'
+    return note + table(("a step", "estimate, GiB", "measured, GiB", "measured / estimate"), lines) if lines else ""
+
+
+def _ratio(measured: float, estimate: float) -> str:
+    return value_text(measured / estimate) if estimate > 0 else ""

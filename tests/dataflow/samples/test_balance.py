@@ -1,0 +1,286 @@
+from __future__ import annotations
+
+import time
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spmdrl.dataflow.samples.balance import RowLoads, Taker, TokenCost, assign_rows, deal_groups, homes_of_groups
+from spmdrl.engines.training.microbatch import RowCost, fewest_microbatches
+
+GROUP_SIZE = 3
+COST = TokenCost()
+
+
+def loads_of(homes, costs, rows=None) -> RowLoads:
+    rows = range(len(homes)) if rows is None else rows
+    return RowLoads(*(np.array(list(values), dtype=np.int64) for values in (rows, homes, costs, costs)))
+
+
+def responses(num_rows, num_nodes, *, seed, skew=0.0, longest=4096) -> RowLoads:
+    """Log-normal lengths in groups of 8; with `skew`, later nodes have longer ones."""
+    homes = homes_of_groups(num_rows // 8, num_nodes, seed=seed, step=0).repeat(8)
+    factors = 1 + skew * np.linspace(-1, 1, num_nodes)
+    lengths = np.random.default_rng(seed).lognormal(6.0, 0.8, num_rows) * factors[homes]
+    lengths = lengths.clip(1, longest).astype(np.int64)
+    return RowLoads(np.arange(num_rows), homes, COST.of(lengths), lengths)
+
+
+def nodes_of(num_takers, num_nodes):
+    return [Taker(rank, rank * num_nodes // num_takers) for rank in range(num_takers)]
+
+
+def carried(shares, values) -> np.ndarray:
+    return np.array([values[share].sum() for share in shares])
+
+
+def is_foreign(shares, loads, takers) -> np.ndarray:
+    """Whether each row is worked on by another node than its home."""
+    foreign = np.zeros(loads.rows.size, dtype=bool)
+    for taker, share in zip(takers, shares, strict=True):
+        foreign[share] = loads.homes[share] != taker.node
+    return foreign
+
+
+def surplus_by_node(loads, takers) -> np.ndarray:
+    """What leaves each node in any deal whose heaviest taker is 5% above the mean: the load above what it may carry."""
+    nodes = range(1 + max(taker.node for taker in takers))
+    load = np.array([loads.costs[loads.homes == node].sum() for node in nodes])
+    sizes = np.array([sum(taker.node == node for taker in takers) for node in nodes])
+    return np.maximum(load - sizes * loads.costs.sum() * 1.05 / len(takers), 0)
+
+
+@st.composite
+def problems(draw):
+    num_nodes = draw(st.integers(1, 3))
+    takers = [Taker(rank, rank // 2) for rank in range(2 * num_nodes)]
+    num_groups = draw(st.integers(0, 8))
+    # The last home may have no taker.
+    group_homes = draw(st.lists(st.integers(0, num_nodes), min_size=num_groups, max_size=num_groups))
+    homes = [home for home in group_homes for _ in range(GROUP_SIZE)]
+    costs = draw(st.lists(st.integers(1, 1000), min_size=len(homes), max_size=len(homes)))
+    return loads_of(homes, costs), takers
+
+
+@st.composite
+def fine_problems(draw):
+    """Many rows, none above 5% of the mean load, unevenly over nodes of several sizes."""
+    sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
+    takers = [Taker(rank, node) for rank, node in enumerate(np.repeat(np.arange(len(sizes)), sizes).tolist())]
+    random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    shares_of_nodes = random.dirichlet(np.ones(len(sizes)))
+    num_rows = draw(st.integers(40, 80)) * len(takers)
+    lengths = random.integers(100, 150, num_rows)
+    homes = random.choice(len(sizes), num_rows, p=shares_of_nodes)
+    return RowLoads(np.arange(num_rows), homes, COST.of(lengths), lengths), takers
+
+
+@given(problems(), st.sampled_from([None, GROUP_SIZE]), st.booleans(), st.integers(0, 2**64))
+def test_every_row_is_assigned_exactly_once_and_groups_stay_whole(problem, group_size, locality, seed):
+    loads, takers = problem
+    shares = assign_rows(loads, takers, seed=seed, step=3, group_size=group_size, locality=locality)
+    assert len(shares) == len(takers)
+    assert sorted(row for share in shares for row in share) == loads.rows.tolist()
+    assert all((np.diff(share) > 0).all() for share in shares)
+    if group_size:
+        groups = [set((share // group_size).tolist()) for share in shares]
+        assert sum(map(len, groups)) == len(set().union(*groups))
+
+
+@given(problems(), st.randoms(), st.sampled_from([None, GROUP_SIZE]))
+def test_the_order_in_which_rows_and_takers_are_named_makes_no_difference(problem, random, group_size):
+    loads, takers = problem
+    order, numbers = list(range(loads.rows.size)), list(range(len(takers)))
+    random.shuffle(order)
+    random.shuffle(numbers)
+    shuffled = RowLoads(loads.rows[order], loads.homes[order], loads.costs[order], loads.lengths[order])
+    shares = assign_rows(loads, takers, seed=5, step=1, group_size=group_size)
+    again = assign_rows(shuffled, [takers[number] for number in numbers], seed=5, step=1, group_size=group_size)
+    assert [share.tolist() for share in again] == [shares[number].tolist() for number in numbers]
+
+
+@given(problems(), st.booleans())
+def test_no_taker_carries_more_than_the_mean_its_slack_and_one_row(problem, locality):
+    loads, takers = problem
+    shares = assign_rows(loads, takers, seed=0, step=0, locality=locality)
+    heaviest = carried(shares, loads.costs).max()
+    assert heaviest <= loads.costs.sum() / len(takers) * 1.05 + max(loads.costs, default=0)
+
+
+@given(fine_problems(), st.booleans())
+def test_the_heaviest_taker_is_within_its_slack_when_no_row_is_larger_than_that(problem, locality):
+    loads, takers = problem
+    shares = assign_rows(loads, takers, seed=0, step=0, locality=locality)
+    assert carried(shares, loads.costs).max() <= loads.costs.sum() * 1.05 / len(takers)
+
+
+@given(fine_problems())
+def test_a_node_gives_away_its_surplus_and_a_row_or_so_for_each_taker(problem):
+    loads, takers = problem
+    shares = assign_rows(loads, takers, seed=0, step=0)
+    foreign = is_foreign(shares, loads, takers)
+    for node, surplus in enumerate(surplus_by_node(loads, takers)):
+        gone = loads.costs[foreign & (loads.homes == node)].sum()
+        num_takers = sum(taker.node == node for taker in takers)
+        assert surplus <= gone <= surplus + (1 + num_takers) * loads.costs.max() * (gone > 0)
+
+
+@pytest.mark.parametrize("group_size", [None, 8])
+@pytest.mark.parametrize("num_takers", [32, 128])
+def test_little_more_than_the_surplus_of_uneven_nodes_is_moved(num_takers, group_size):
+    loads, takers = responses(8192, 16, seed=1, skew=0.5), nodes_of(num_takers, 16)
+    shares = assign_rows(loads, takers, seed=0, step=0, group_size=group_size)
+    assert carried(shares, loads.costs).max() <= loads.costs.sum() * 1.05 / num_takers
+    foreign = is_foreign(shares, loads, takers)
+    surplus = surplus_by_node(loads, takers)
+    mean_unit = loads.costs.mean() * (group_size or 1)
+    assert loads.costs[foreign].sum() <= surplus.sum() + 16 * 0.6 * mean_unit
+    # Those that move are the long ones, so they are fewer tokens than their share of the cost.
+    if group_size is None:
+        assert loads.lengths[foreign].sum() / loads.lengths.sum() < 0.9 * surplus.sum() / loads.costs.sum()
+
+
+@given(st.integers(1, 3), st.integers(1, 4), st.integers(1, 5))
+def test_rows_stay_at_home_when_nodes_carry_the_same(num_nodes, ranks_per_node, rows_per_rank):
+    takers = [Taker(rank, rank // ranks_per_node) for rank in range(num_nodes * ranks_per_node)]
+    loads = loads_of([row % num_nodes for row in range(len(takers) * rows_per_rank)], [7] * len(takers) * rows_per_rank)
+    shares = assign_rows(loads, takers, seed=0, step=0)
+    assert not is_foreign(shares, loads, takers).any()
+    assert {len(share) for share in shares} == {rows_per_rank}
+
+
+def test_rows_cross_nodes_only_as_far_as_balance_needs():
+    shares = assign_rows(loads_of([0] * 8 + [1] * 2, [10] * 10), [Taker(0, 0), Taker(1, 1)], seed=0, step=0)
+    assert [len(share) for share in shares] == [5, 5]
+    assert {8, 9} <= set(shares[1].tolist())
+
+
+def test_rows_stay_at_home_while_one_row_outweighs_whatever_they_could_even_out():
+    shares = assign_rows(loads_of([0, 1, 1, 1], [100, 10, 20, 30]), [Taker(0, 0), Taker(1, 1)], seed=0, step=0)
+    assert [share.tolist() for share in shares] == [[0], [1, 2, 3]]
+
+
+def test_an_exchange_evens_out_what_longest_first_leaves_uneven():
+    # Longest first ends at 3 + 2 + 2 and 3 + 2; all that is even is 3 + 3 and 2 + 2 + 2.
+    shares = assign_rows(loads_of([0] * 5, [3, 3, 2, 2, 2]), [Taker(0, 0), Taker(1, 0)], seed=0, step=0)
+    assert sorted(share.tolist() for share in shares) == [[0, 1], [2, 3, 4]]
+
+
+def test_without_locality_homes_make_no_difference():
+    loads, takers = responses(512, 4, seed=2, skew=0.5), nodes_of(8, 4)
+    elsewhere = RowLoads(loads.rows, loads.homes[::-1], loads.costs, loads.lengths)
+    shares, again = (assign_rows(rows, takers, seed=0, step=0, locality=False) for rows in (loads, elsewhere))
+    assert [share.tolist() for share in shares] == [share.tolist() for share in again]
+    assert carried(shares, loads.costs).max() < loads.costs.sum() * 1.01 / 8
+
+
+def test_rows_without_a_taker_at_home_go_to_the_lightest_node():
+    shares = assign_rows(loads_of([0, 3, 3], [5, 1, 1]), [Taker(0, 0), Taker(1, 1)], seed=0, step=0)
+    assert [share.tolist() for share in shares] == [[0], [1, 2]]
+
+
+def test_each_rank_is_sometimes_the_one_with_the_longest_row():
+    loads, takers = loads_of([0] * 8, [100, *[10] * 7]), nodes_of(4, 1)
+    owners = Counter()
+    for step in range(200):
+        shares = assign_rows(loads, takers, seed=11, step=step)
+        owners[next(rank for rank, share in enumerate(shares) if 0 in share)] += 1
+    assert min(owners[rank] for rank in range(4)) > 25
+
+
+def test_a_deal_is_the_same_on_every_platform():
+    loads, takers = (
+        loads_of([0, 0, 0, 0, 0, 0, 1, 1], [9, 9, 9, 4, 4, 1, 5, 5]),
+        [Taker(rank, rank // 2) for rank in range(4)],
+    )
+    shares = assign_rows(loads, takers, seed=2**63 + 1, step=7)
+    assert [share.tolist() for share in shares] == [[2], [1, 4], [0, 3], [5, 6, 7]]
+
+
+@pytest.mark.parametrize("num_takers", [2, 8])
+@pytest.mark.parametrize("num_nodes", [1, 2])
+@pytest.mark.parametrize("max_tokens", [4096, 16384])
+def test_takers_need_equal_numbers_of_micro_batches_or_one_more(num_takers, num_nodes, max_tokens):
+    takers, num_equal = nodes_of(num_takers, num_nodes), 0
+    for seed in range(10):
+        loads = responses(64 * num_takers, num_nodes, seed=seed)
+        shares = assign_rows(loads, takers, seed=seed, step=0)
+        counts = [
+            len(fewest_microbatches(loads.lengths[share].tolist(), max_tokens=max_tokens, cost=RowCost(12288, 1)))
+            for share in shares
+        ]
+        assert max(counts) - min(counts) <= 1
+        num_equal += max(counts) == min(counts)
+    # Across nodes takers may differ by their slack, which is half a micro-batch where a taker has ten.
+    assert num_equal >= (7 if num_nodes == 1 else 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("group_size", [None, 8])
+def test_half_a_million_rows_are_dealt_over_a_thousand_takers_in_two_seconds(group_size):
+    loads, takers = responses(524_288, 128, seed=0, skew=0.3), nodes_of(1024, 128)
+    start = time.perf_counter()
+    shares = assign_rows(loads, takers, seed=0, step=0, group_size=group_size)
+    assert time.perf_counter() - start < 2
+    assert carried(shares, loads.costs).max() <= loads.costs.sum() * 1.05 / 1024
+
+
+def test_no_taker_at_all_is_refused():
+    with pytest.raises(ValueError, match="1 rows have no taker"):
+        assign_rows(loads_of([0], [1]), [], seed=0, step=0)
+    with pytest.raises(ValueError, match="1 groups have no taker"):
+        deal_groups(np.array([0]), np.array([5]), [], seed=0, step=0)
+
+
+def test_a_group_on_two_nodes_is_refused():
+    with pytest.raises(AssertionError, match="group 1 lives on nodes 0 and 1"):
+        assign_rows(loads_of([0, 0, 0, 1], [1] * 4), nodes_of(2, 2), seed=0, step=0, group_size=2)
+
+
+def test_a_long_row_costs_more_than_its_tokens_in_short_rows():
+    long, short = COST.of(np.array([8192, 4096]))
+    assert long > 2 * short
+
+
+@given(st.integers(0, 40), st.integers(1, 6), st.integers(0, 2**64), st.integers(0, 100), st.booleans())
+def test_nodes_get_equal_numbers_of_groups(num_groups, num_nodes, seed, step, locality):
+    homes = homes_of_groups(num_groups, num_nodes, seed=seed, step=step, locality=locality)
+    counts = np.bincount(homes, minlength=num_nodes)
+    assert homes.size == num_groups
+    assert len(counts) == num_nodes
+    assert counts.max() - counts.min() <= 1
+    if locality:
+        assert (np.diff(homes) >= 0).all()
+    else:
+        assert homes.tolist() == [group % num_nodes for group in range(num_groups)]
+
+
+def test_the_group_that_is_left_over_goes_to_every_node_in_some_step():
+    larger = {int(np.bincount(homes_of_groups(9, 4, seed=3, step=step)).argmax()) for step in range(50)}
+    assert larger == {0, 1, 2, 3}
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 50)), max_size=40), st.integers(0, 100))
+def test_ranks_of_a_node_generate_equally_many_of_its_groups_with_equal_prompts(groups, step):
+    homes, lengths = (np.array([group[part] for group in groups], dtype=np.int64) for part in (0, 1))
+    takers = [Taker(rank, rank // 2) for rank in range(6)]
+    shares = deal_groups(homes, lengths, takers, seed=1, step=step)
+    assert sorted(np.concatenate(shares).tolist()) == list(range(len(groups)))
+    assert all((homes[share] == taker.node).all() for taker, share in zip(takers, shares, strict=True))
+    for first, second in zip(shares[::2], shares[1::2], strict=True):
+        assert abs(first.size - second.size) <= 1
+        if first.size == second.size:
+            assert abs(lengths[first].sum() - lengths[second].sum()) <= 50
+
+
+def test_without_locality_groups_go_to_any_rank():
+    shares = deal_groups(np.zeros(8, dtype=np.int64), np.full(8, 5), nodes_of(4, 2), seed=0, step=0, locality=False)
+    assert [share.size for share in shares] == [2, 2, 2, 2]
+
+
+def test_groups_without_a_taker_at_home_go_to_the_node_with_the_fewest_groups():
+    shares = deal_groups(np.array([0, 0, 5, 5]), np.array([9, 1, 1, 1]), nodes_of(2, 2), seed=0, step=0)
+    assert [share.tolist() for share in shares] == [[0, 1], [2, 3]]

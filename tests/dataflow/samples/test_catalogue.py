@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spmdrl.dataflow.samples.catalogue import Catalogue
+from spmdrl.dataflow.samples.metadata import RowDrop, RowMetadata, Stored
+from spmdrl.dataflow.samples.pool import Place
+from spmdrl.dataflow.samples.schema import columns_mask
+
+NUM_ROWS, GROUP_SIZE = 12, 4
+row_sets = st.sets(st.integers(0, NUM_ROWS - 1))
+COLUMNS = ["response_ids", "reward", "rollout_logprobs"]
+
+
+def news(rows, name: str, home: int = 0) -> RowMetadata:
+    index = np.array(sorted(rows), dtype=np.int64)
+    lengths = {name: index + 1} if name == "response_ids" else {}
+    return RowMetadata(index, np.full_like(index, home), columns_mask([name]), lengths)
+
+
+def facts_of(entries) -> list:
+    """Each entry as a fact that contradicts none before it."""
+    facts, seen = [], set()
+    for name, rows in entries:
+        if name in COLUMNS:
+            facts.append(news({row for row in rows if (name, row) not in seen}, name))
+            seen |= {(name, row) for row in rows}
+        else:
+            facts.append(RowDrop(np.array(list(rows), dtype=np.int64), name))
+    return facts
+
+
+def known(catalogue: Catalogue) -> tuple:
+    dropped = np.flatnonzero(catalogue.is_dropped)
+    return (
+        catalogue.homes.tolist(),
+        catalogue.columns.tolist(),
+        catalogue.lengths("rollout_logprobs").tolist(),
+        {reason: rows.tolist() for reason, rows in catalogue.rows_by_reason().items() if rows.size},
+        catalogue.num_dropped(dropped),
+    )
+
+
+@given(st.lists(st.tuples(st.sampled_from([*COLUMNS, "late", "broken"]), row_sets), max_size=8), st.randoms())
+def test_the_order_of_facts_makes_no_difference(entries, random):
+    facts = facts_of(entries)
+    one, other = Catalogue(NUM_ROWS), Catalogue(NUM_ROWS)
+    for fact in facts:
+        one.observe(fact)
+    random.shuffle(facts)
+    for fact in facts:
+        other.observe(fact)
+    assert known(one) == known(other)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["late", "broken"]), row_sets), max_size=5))
+def test_a_dropped_row_has_one_reason(entries):
+    catalogue = Catalogue(NUM_ROWS)
+    for fact in facts_of(entries):
+        catalogue.observe(fact)
+    dropped = set().union(*(rows for _, rows in entries))
+    assert set(np.flatnonzero(catalogue.is_dropped).tolist()) == dropped
+    broken = set().union(*(rows for reason, rows in entries if reason == "broken"))
+    expected = {"broken": len(broken), "late": len(dropped - broken)}
+    assert catalogue.num_dropped(np.array(sorted(dropped), dtype=np.int64)) == {k: n for k, n in expected.items() if n}
+
+
+def test_lengths_are_there_with_their_column():
+    catalogue = Catalogue(3)
+    catalogue.observe(news({0, 2}, "response_ids"))
+    catalogue.observe(news({2}, "rollout_logprobs"))
+    assert catalogue.lengths("response_ids").tolist() == [1, -1, 3]
+    assert catalogue.lengths("rollout_logprobs").tolist() == [-1, -1, 3]
+
+
+def lengths_of(length: int) -> RowMetadata:
+    return RowMetadata(
+        np.array([3]), np.array([0]), columns_mask(["response_ids"]), {"response_ids": np.array([length])}
+    )
+
+
+@pytest.mark.parametrize(
+    ("fact", "message"),
+    [
+        (news({2, 5}, "reward"), "columns .'reward'. of row 2 are announced twice"),
+        (RowMetadata(np.array([7, 8, 7]), np.zeros(3), columns_mask(["reward"]), {}), "of row 7 are announced twice"),
+        (news({1}, "response_ids", home=1), "row 1 moves from warehouse 0"),
+        (news({NUM_ROWS}, "reward"), "outside of the batch"),
+        (news({-1}, "reward"), "outside of the batch"),
+        (news({3}, "reward", home=1), r"group 0 live in warehouses \[-1, 0, 0, 1\]"),
+        (news({8}, "reward", home=-2), "can't live in warehouse -2"),
+        (lengths_of(-1), "aren't within"),
+        (lengths_of(2**31), "aren't within"),
+        (RowDrop(np.array([3, 99]), "late"), "outside of the batch"),
+        (Stored(np.array([3, 4]), 1, Place(0, 0, 8)), "place of 2 rows was told to all ranks"),
+    ],
+)
+def test_facts_that_contradict_are_refused_and_leave_no_trace(fact, message):
+    catalogue = Catalogue(NUM_ROWS, GROUP_SIZE)
+    catalogue.observe(news({1, 2}, "reward"))
+    before, version = known(catalogue), catalogue.version
+    with pytest.raises(ValueError, match=message):
+        catalogue.observe(fact)
+    assert known(catalogue) == before and catalogue.version == version
+
+
+def test_rows_named_twice_and_broken_groups_are_refused():
+    with pytest.raises(ValueError, match="row 3 is named twice among 3 rows"):
+        Catalogue(NUM_ROWS).checked([3, 1, 3])
+    with pytest.raises(ValueError, match="groups of 5"):
+        Catalogue(NUM_ROWS, 5)
