@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import pytest
 
 # Set before torch is imported: many small ranks share few cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Read when torch is imported, also by the process that ranks are forked from.
+os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -19,10 +22,29 @@ def named_memory() -> set[str]:
     return {path.name for path in SHARED_MEMORY.iterdir()} if SHARED_MEMORY.is_dir() else set()
 
 
-def children() -> set[int]:
-    """This process's children that still run; with them would go whatever ports they hold."""
-    listed = Path(f"/proc/self/task/{os.getpid()}/children")
-    return {int(pid) for pid in listed.read_text().split()} if listed.exists() else set()
+def children_of(pid: int) -> set[int]:
+    listed = Path(f"/proc/{pid}/task/{pid}/children")
+    try:
+        return {int(child) for child in listed.read_text().split()}
+    except OSError:
+        return set()
+
+
+def running_below() -> set[int]:
+    """Processes that tests started and that still run; with them would go whatever ports they hold."""
+    found = set()
+    for child in children_of(os.getpid()):
+        # Python keeps two helpers: one that tracks resources, and one that ranks are forked from.
+        found |= children_of(child) if _is_helper(child) else {child}
+    return found
+
+
+def _is_helper(pid: int) -> bool:
+    try:
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+    return b"resource_tracker" in command or b"multiprocessing.forkserver" in command
 
 
 @pytest.fixture(autouse=True)
@@ -31,15 +53,12 @@ def nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     if request.node.get_closest_marker("ranks") is None:
         yield
         return
-    memory, processes = named_memory(), children()
+    memory, processes = named_memory(), running_below()
     yield
     left = named_memory() - memory
     assert not left, f"shared memory is left behind: {sorted(left)}"
-    running = {pid for pid in children() - processes if not _is_resource_tracker(pid)}
-    assert not running, f"processes are left behind: {sorted(running)}"
-
-
-def _is_resource_tracker(pid: int) -> bool:
-    """Python starts one helper for all processes that it spawns, and keeps it."""
-    command = Path(f"/proc/{pid}/cmdline")
-    return command.exists() and b"resource_tracker" in command.read_bytes()
+    deadline = time.monotonic() + 5
+    while running := running_below() - processes:
+        # A process that was killed is gone once its parent has taken notice.
+        assert time.monotonic() < deadline, f"processes are left behind: {sorted(running)}"
+        time.sleep(0.01)

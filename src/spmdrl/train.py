@@ -12,7 +12,7 @@ from spmdrl.config import Config
 from spmdrl.configfile import ConfigError, LoadedConfig, start_up
 from spmdrl.dataflow.samples.dock import TransferDock
 from spmdrl.dataflow.samples.prompts import Prompt, PromptSource
-from spmdrl.dataflow.samples.sharing import RowGroups
+from spmdrl.dataflow.samples.sharing import groups_of_training
 from spmdrl.dataflow.stages.reward import RewardFailure
 from spmdrl.dataflow.stages.stages import Stages
 from spmdrl.engines.models.tokenizer import ModelTokenizer
@@ -156,7 +156,7 @@ def build(checked: CheckedRun, run: Run, stack: ExitStack) -> Training:
             checked.needs,
             config.dock,
             seed=config.seed,
-            row_groups=RowGroups.of(mesh, world.device.torch_device),
+            row_groups=groups_of_training(mesh, world.device.torch_device),
         )
     )
     pool = stack.enter_context(RewardPool(config.reward))

@@ -78,12 +78,14 @@ class Batch:
     """Rows of packed columns, never padded.
 
     A dense column is a tensor [B]. A ragged column is (values [T], offsets [B + 1]): row b holds
-    `values[offsets[b]:offsets[b + 1]]`. Everything lives in one TensorDict, ragged columns as nested ones.
+    `values[offsets[b]:offsets[b + 1]]`. The values of all columns live in one TensorDict; offsets stay on the host.
     """
 
-    def __init__(self, rows: Tensor, data: TensorDict | None = None):
+    def __init__(self, rows: Tensor, data: TensorDict | None = None, offsets: Mapping[str, Tensor] | None = None):
+        """`data` holds values by column; of those in `offsets`, packed ones."""
         self.rows = rows
         self.data = data if data is not None else TensorDict({}, batch_size=[])
+        self._offsets = dict(offsets or {})
 
     @classmethod
     def of_rows(cls, rows: Iterable[int]) -> Batch:
@@ -100,15 +102,17 @@ class Batch:
         return name in self.data.keys()
 
     def is_ragged(self, name: str) -> bool:
-        return isinstance(self.data.get(name), TensorDict)
+        return name in self._offsets
 
     def put_dense(self, name: str, values_B: Tensor) -> None:
         assert values_B.shape == (len(self),), (name, tuple(values_B.shape), len(self))
         self.data[name] = values_B
+        self._offsets.pop(name, None)
 
     def put_ragged(self, name: str, values_T: Tensor, offsets: Tensor) -> None:
         assert offsets.shape == (len(self) + 1,), (name, tuple(offsets.shape), len(self))
-        self.data[name] = TensorDict({"values": values_T, "offsets": offsets}, batch_size=[])
+        self.data[name] = values_T
+        self._offsets[name] = offsets
 
     def put_lists(self, name: str, lists_B: Sequence[Sequence[float]], dtype: torch.dtype) -> None:
         """Pack one Python list a row into a ragged column."""
@@ -116,19 +120,32 @@ class Batch:
         flat = [value for values in lists_B for value in values]
         self.put_ragged(name, torch.tensor(flat, dtype=dtype), offsets)
 
+    def update(self, other: Batch) -> None:
+        """Take over the columns of a batch of the same rows."""
+        assert self.rows.shape == other.rows.shape, (self.rows.shape, other.rows.shape)
+        self.data.update(other.data)
+        self._offsets.update(other._offsets)
+
+    def on_host(self) -> Batch:
+        """The same batch with all tensors on the host and without gradients; itself, if it is such a batch."""
+        leaves = [self.rows, *(self.data[name] for name in self.names)]
+        if all(leaf.device.type == "cpu" and not leaf.requires_grad for leaf in leaves):
+            return self
+        return Batch(self.rows.cpu(), self.data.detach().to("cpu"), self._offsets)
+
     def dense(self, name: str) -> Tensor:
         """The column's values [B]."""
-        values = self.data[name]
-        assert isinstance(values, Tensor), f"{name} is a ragged column"
-        return values
+        assert name not in self._offsets, f"{name} is a ragged column"
+        return self.data[name]
 
     def values(self, name: str) -> Tensor:
         """A ragged column's packed values [T]."""
-        return self.data[name, "values"]
+        assert name in self._offsets, f"{name} is a dense column"
+        return self.data[name]
 
     def offsets(self, name: str) -> Tensor:
         """A ragged column's offsets [B + 1]."""
-        return self.data[name, "offsets"]
+        return self._offsets[name]
 
     def lengths(self, name: str) -> Tensor:
         """A ragged column's row lengths [B]."""
@@ -152,7 +169,8 @@ class Batch:
 
     def num_bytes(self) -> int:
         """Bytes of all columns' tensors, offsets included, row indexes not."""
-        return sum(leaf.nbytes for leaf in self.data.values(True, True) if isinstance(leaf, Tensor))
+        values = sum(self.data[name].nbytes for name in self.names)
+        return values + sum(offsets.nbytes for offsets in self._offsets.values())
 
     @staticmethod
     def concatenate(batches: Sequence[Batch]) -> Batch:

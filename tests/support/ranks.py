@@ -1,4 +1,7 @@
-"""Starts fresh gloo ranks on this host, runs one function in each, and brings the results back in rank order."""
+"""Starts fresh gloo ranks on this host, runs one function in each, and brings the results back in rank order.
+
+Ranks are forked from one process that has imported what takes long and done nothing else, so they start at once.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,7 @@ import os
 import pickle
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -61,28 +63,20 @@ def _environment(rank: int, world_size: int, ranks_per_node: int, port: int) -> 
 
 
 def _start(environment: dict[str, str], function: Callable, args: tuple) -> tuple[BaseProcess, Connection]:
-    spawn = multiprocessing.get_context("spawn")
-    ours, theirs = spawn.Pipe(duplex=False)
-    process = spawn.Process(target=_rank_main, args=(theirs, function, args))
-    with _environ(environment):
-        process.start()
+    server = multiprocessing.get_context("forkserver")
+    # Not this package: the server could find another copy of it than the one that is tested.
+    server.set_forkserver_preload(
+        ["torch", "torch.distributed.rpc", "torch.distributed.fsdp", "tensordict", "safetensors"]
+    )
+    ours, theirs = server.Pipe(duplex=False)
+    process = server.Process(target=_rank_main, args=(environment, theirs, function, args))
+    process.start()
     theirs.close()
     return process, ours
 
 
-@contextmanager
-def _environ(changes: dict[str, str]) -> Iterator[None]:
-    """Change this process's environment while a child starts: it must find OMP_NUM_THREADS before it imports torch."""
-    before = dict(os.environ)
-    os.environ.update(changes)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-
-
-def _rank_main(pipe: Connection, function: Callable, args: tuple) -> None:
+def _rank_main(environment: dict[str, str], pipe: Connection, function: Callable, args: tuple) -> None:
+    os.environ.update(environment)
     try:
         from spmdrl.resources.world import open_world
 

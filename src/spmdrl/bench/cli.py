@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from spmdrl.bench import layouts, metadata, step, table1, training
+from spmdrl.bench import layouts, metadata, nodes, samples, step, table1, training
 from spmdrl.bench.table import BenchTable
 
 
@@ -24,6 +24,8 @@ class Bench(Protocol):
 BENCHES: dict[str, Bench] = {
     "layouts": layouts,
     "metadata": metadata,
+    "nodes": nodes,
+    "samples": samples,
     "step": step,
     "table1": table1,
     "training": training,

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from spmdrl.dataflow.samples.frame import bytes_of_batch, read_frame, write_frame
+from spmdrl.dataflow.samples.frame import OutgoingFrame, read_frame
 from spmdrl.dataflow.samples.pool import (
     JOURNAL_BYTES,
     Place,
@@ -62,13 +62,14 @@ def pools(num_writers: int, create: Callable[[], SharedFile] | None = None) -> l
 def store(pool: Pool, values: list[float]) -> Place:
     batch = Batch.of_rows(range(len(values)))
     batch.put_dense("reward", torch.tensor(values))
-    place = pool.allocate(bytes_of_batch(batch))
-    write_frame(batch, pool.view(place))
+    frame = OutgoingFrame(batch)
+    place = pool.allocate(frame.num_bytes)
+    frame.write(pool.view(place))
     return place
 
 
 def rewards(pool: Pool, place: Place) -> list[float]:
-    return read_frame(pool.view(place), trusted=True).dense("reward").tolist()
+    return read_frame(pool.view(place)).dense("reward").tolist()
 
 
 def paths(host: PoolHost) -> list[str]:

@@ -4,7 +4,7 @@ import pytest
 
 from spmdrl.dataflow.samples.dock import TransferDock
 from spmdrl.dataflow.samples.schema import needs_by_state
-from spmdrl.dataflow.samples.sharing import RowGroups
+from spmdrl.dataflow.samples.sharing import groups_of_training
 from spmdrl.dataflow.samples.transport import DockConfig
 from spmdrl.resources.layout import UpdateLayout
 from spmdrl.resources.mesh import build_update_mesh
@@ -18,7 +18,7 @@ def _scored_and_trained_rows(world: World):
     """A step on 2 groups of 2 ranks, in which every rank puts the column that its group scored."""
     mesh = build_update_mesh(UpdateLayout(shard=2, tensor=2), world.device, world.rank)
     needs = needs_by_state({"advantages", "rollout_logprobs", "old_logprobs"})
-    groups = RowGroups.of(mesh, world.device.torch_device)
+    groups = groups_of_training(mesh, world.device.torch_device)
     with TransferDock(world, needs, DockConfig(20.0), row_groups=groups) as dock:
         samples = dock.open_batch(0, flow.NUM_ROWS, flow.GROUP_SIZE)
         samples.put_prompts(flow.make_prompts())

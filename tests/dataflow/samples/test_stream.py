@@ -10,7 +10,7 @@ import torch
 from spmdrl.dataflow.samples.dock import TransferDock
 from spmdrl.dataflow.samples.samples import Samples
 from spmdrl.dataflow.samples.schema import needs_by_state
-from spmdrl.dataflow.samples.sharing import RowGroups
+from spmdrl.dataflow.samples.sharing import groups_of_training
 from spmdrl.dataflow.samples.transport import DockConfig
 from spmdrl.resources.layout import UpdateLayout
 from spmdrl.resources.mesh import build_update_mesh
@@ -23,7 +23,7 @@ STATE = WorkerState.OLD_LOGPROBS
 NAMES = {"prompt_ids", "response_ids"}
 
 
-def open_dock(world: World, timeout_seconds: float = 20.0, groups: RowGroups | None = None) -> TransferDock:
+def open_dock(world: World, timeout_seconds: float = 20.0, groups: dict | None = None) -> TransferDock:
     needs = needs_by_state({"advantages", "rollout_logprobs", "old_logprobs"})
     return TransferDock(world, needs, DockConfig(timeout_seconds), row_groups=groups)
 
@@ -109,7 +109,7 @@ def _streamed_steps(world: World, tensor: int) -> list[dict]:
     groups = None
     if tensor > 1:
         mesh = build_update_mesh(UpdateLayout(shard=world.size // tensor, tensor=tensor), world.device, world.rank)
-        groups = RowGroups.of(mesh, world.device.torch_device)
+        groups = groups_of_training(mesh, world.device.torch_device)
     dock = open_dock(world, groups=groups)
     with dock:
         return [_streamed_step(dock, world.rank == slow_rank) for slow_rank in (0, world.size - 1)]

@@ -15,8 +15,10 @@ import numpy as np
 from spmdrl.dataflow.samples.crossing import Integers, Seats, Units, nodes_of_units
 from spmdrl.dataflow.samples.evening import even_out, split_by
 
-SLACK_PERCENT = 5
+SLACK_PERCENT = 2
 """What the heaviest taker may carry above the mean before rows leave their node."""
+GROUP_SLACK_PERCENT = 5
+"""The same where whole groups are dealt: there are fewer of them to choose from."""
 
 # Constants of splitmix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014).
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15
@@ -69,8 +71,8 @@ def assign_rows(
     """Deal rows over takers, each row once; returns ascending rows a taker, in the order of `takers`.
 
     A unit is a row, or with `group_size` the rows of a group (row // group_size). The heaviest taker carries at most
-    `SLACK_PERCENT` above the mean wherever no unit costs more than that percentage of the mean, and mostly where some
-    do. Under this condition little leaves its node: its surplus over what its takers may carry, which no deal can
+    `SLACK_PERCENT` (groups: `GROUP_SLACK_PERCENT`) above the mean wherever no unit costs more than that percentage of
+    the mean, and mostly where some do. Under this condition little leaves its node: its surplus over what its takers may carry, which no deal can
     avoid, rounded up to whole units; and what has no taker at home. Without `locality`, homes don't count. (seed,
     step) decides between equal takers, so that no rank always gets the longest row.
     """
@@ -83,7 +85,7 @@ def assign_rows(
         loads = replace(loads, homes=homes)
     seats = _seat(takers, seed=seed, step=step)
     rows, unit_of_row, units = _units(loads, seats, group_size)
-    limit = _limit(units.costs, len(takers))
+    limit = _limit(units.costs, len(takers), GROUP_SLACK_PERCENT if group_size else SLACK_PERCENT)
     nodes = nodes_of_units(units, seats, limit=limit)
     seat_of_unit, carried = _longest_first(units.costs, nodes, seats)
     seat_of_unit = even_out(seat_of_unit, units.costs, carried, nodes_S=seats.nodes, limit=limit)
@@ -176,7 +178,7 @@ def _units(loads: RowLoads, seats: Seats, group_size: int | None) -> tuple[Integ
     return rows, place[units_in_row_order], Units(costs[order], tokens[order], seats.number_nodes(homes[order]))
 
 
-def _limit(costs_U: Integers, num_takers: int) -> int:
+def _limit(costs_U: Integers, num_takers: int, slack_percent: int) -> int:
     """What the heaviest taker may carry: the mean and its slack, or more where no deal of these units can do with it.
 
     Of the k * num_takers + 1 costliest units, some taker carries at least k + 1.
@@ -185,7 +187,7 @@ def _limit(costs_U: Integers, num_takers: int) -> int:
     total = int(sums[-1])
     ends = np.arange(1, costs_U.size + 1, num_takers)
     unavoidable = int((sums[ends] - sums[ends - 1 - np.arange(ends.size)]).max())
-    return max(total * (100 + SLACK_PERCENT) // (100 * num_takers), -(-total // num_takers), unavoidable)
+    return max(total * (100 + slack_percent) // (100 * num_takers), -(-total // num_takers), unavoidable)
 
 
 def _longest_first(costs_U: Integers, nodes_U: Integers, seats: Seats) -> tuple[Integers, list[int]]:

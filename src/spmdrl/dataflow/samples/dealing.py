@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from spmdrl.dataflow.samples.balance import RowLoads, Taker, TokenCost, assign_rows, deal_groups
 from spmdrl.dataflow.samples.catalogue import Catalogue
 from spmdrl.dataflow.samples.metadata import Integers
-from spmdrl.dataflow.samples.sharing import SHARED_STATES, RowGroups
+from spmdrl.dataflow.samples.sharing import RowGroups
 from spmdrl.dataflow.samples.transport import DockConfig, Transport
 from spmdrl.resources.world import World
 from spmdrl.types import WorkerState
@@ -29,18 +29,14 @@ class DockParts:
     config: DockConfig
     cost: TokenCost
     seed: int
-    row_groups: RowGroups | None = None
-    """ranks that work on the same rows in the states of training engines; None: each rank on its own"""
+    row_groups: Mapping[WorkerState, RowGroups] = field(default_factory=dict)
+    """in which states ranks work on the same rows; in others, each rank works on its own"""
 
     def takers(self, state: WorkerState) -> list[Taker]:
         """The ranks that take rows for a state, with their nodes."""
-        groups, launch = self.sharing(state), self.world.launch
+        groups, launch = self.row_groups.get(state), self.world.launch
         ranks = range(self.world.size) if groups is None else groups.leaders
         return [Taker(rank, launch.node_of(rank)) for rank in ranks]
-
-    def sharing(self, state: WorkerState) -> RowGroups | None:
-        """How ranks share the rows of this state, if they do."""
-        return self.row_groups if state in SHARED_STATES else None
 
 
 @dataclass(frozen=True)

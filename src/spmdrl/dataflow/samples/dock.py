@@ -23,7 +23,8 @@ class TransferDock:
     """Opens and closes batches of samples, one at a time. Building it is collective over all ranks.
 
     As a context manager it leaves in order, or without waiting after an error.
-    `needs_by_state` names the columns that each worker state of the run reads, the update's included.
+    `needs_by_state` names the columns that each worker state of the run reads, the update's included; `row_groups` says
+    in which states ranks work on the same rows.
     """
 
     def __init__(
@@ -34,13 +35,13 @@ class TransferDock:
         *,
         seed: int = 0,
         cost: TokenCost | None = None,
-        row_groups: RowGroups | None = None,
+        row_groups: Mapping[WorkerState, RowGroups] | None = None,
     ):
         if WorkerState.UPDATE not in needs_by_state:
             raise ValueError("the dock's states lack the update, so no row could ever be trained; add what it reads")
         needs = {state: frozenset(names) for state, names in needs_by_state.items()}
         transport = Transport(world, config)
-        self._parts = DockParts(world, needs, transport, config, cost or TokenCost(), seed, row_groups)
+        self._parts = DockParts(world, needs, transport, config, cost or TokenCost(), seed, row_groups or {})
         self._open: Samples | None = None
         self._epoch = 0
         transport.warehouse.begin(self._epoch)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from spmdrl.dataflow.samples.frame import bytes_of_batch, frame_bytes, read_frame, write_frame
+from spmdrl.dataflow.samples.frame import frame_bytes, pack, read_frame
 from spmdrl.resources.launch import LaunchEnvironment
 from spmdrl.types import Batch
 
@@ -73,9 +73,7 @@ class Exchange:
                 pending.append((move, dist.irecv(frame, src=move.sender)))
         for move in moves:
             if move.sender == self._rank:
-                batch = read(move.rows)
-                frame = torch.empty(bytes_of_batch(batch), dtype=torch.uint8)
-                write_frame(batch, frame)
+                frame = pack(read(move.rows))
                 # The memory must stay until the message is out.
                 kept.append(frame)
                 pending.append((move, dist.isend(frame, dst=move.receiver)))

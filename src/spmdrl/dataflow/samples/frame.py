@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,6 +30,8 @@ _FIXED_WORDS = 3
 
 _DTYPES = tuple(rule.column.dtype for rule in RULES)
 _ITEM_BYTES = tuple(dtype.itemsize for dtype in _DTYPES)
+_NUMPY_DTYPES: tuple[np.dtype[Any], ...] = tuple(torch.empty(0, dtype=dtype).numpy().dtype for dtype in _DTYPES)
+_INT64 = np.dtype(np.int64)
 _LENGTHS_OF = tuple(column_number(length_column(rule.name)) if rule.column.ragged else None for rule in RULES)
 """for each ragged column, the number of the column whose lengths it has; None for a dense one"""
 
@@ -46,76 +49,116 @@ class _Layout(NamedTuple):
     num_bytes: int
 
 
-class _Content(NamedTuple):
-    """A batch's tensors by schema numbers, columns in schema order; offsets by the column whose lengths they are."""
-
-    values: dict[int, Tensor]
-    offsets: dict[int, Tensor]
-
-
 def frame_bytes(num_rows: int, num_values: Mapping[str, int]) -> int:
     """The size of a frame of so many rows whose columns have these numbers of values (a dense one: `num_rows`)."""
     return _layout(num_rows, _by_number(num_values)).num_bytes
 
 
-def bytes_of_batch(batch: Batch) -> int:
-    """The size of the batch's frame."""
-    columns = [batch.values(name) if batch.is_ragged(name) else batch.dense(name) for name in batch.names]
-    return frame_bytes(len(batch), {name: values.numel() for name, values in zip(batch.names, columns, strict=True)})
+class OutgoingFrame:
+    """A batch that is about to be written. Columns that break the schema are a ValueError."""
+
+    def __init__(self, batch: Batch):
+        """Check against the schema; columns with the same row lengths must have equal offsets, which are kept once."""
+        self._rows = batch.rows
+        self._values: dict[int, Tensor] = {}
+        self._offsets: dict[int, Tensor] = {}
+        ends: dict[int, int] = {}
+        for number, name in sorted((column_number(name), name) for name in batch.names):
+            lengths, is_ragged = _LENGTHS_OF[number], batch.is_ragged(name)
+            values = batch.values(name) if is_ragged else batch.dense(name)
+            if values.dtype != _DTYPES[number] or is_ragged != (lengths is not None):
+                check_column(batch, name)
+            self._values[number] = values
+            if lengths is None:
+                continue
+            if lengths not in ends:
+                ends[lengths] = _checked_end(lengths, batch.offsets(name).numpy(), trusted=False)
+            self._share_offsets(name, lengths, batch.offsets(name))
+            _check_count(number, values.numel(), ends[lengths])
+        self._layout = _layout(len(batch), {number: values.numel() for number, values in self._values.items()})
+
+    @property
+    def num_bytes(self) -> int:
+        return self._layout.num_bytes
+
+    def write(self, out_N: Tensor) -> None:
+        """Copy the batch into memory of exactly the frame's size."""
+        if out_N.shape != (self.num_bytes,) or out_N.dtype != torch.uint8:
+            raise ValueError(f"a frame of {self.num_bytes} bytes doesn't fit {out_N.dtype} {tuple(out_N.shape)}")
+        memory, layout = out_N.numpy(), self._layout
+        table = [word for number, values in self._values.items() for word in (number, values.numel())]
+        head = (_FORMAT, self._rows.numel(), len(self._values))
+        struct.pack_into(f"={_FIXED_WORDS + len(table)}q", memory.data, 0, *head, *table)
+        _store(memory, layout.rows, self._rows)
+        for lengths, start in layout.offsets.items():
+            _store(memory, start, self._offsets[lengths])
+        for number, start in layout.values.items():
+            _store(memory, start, self._values[number])
+
+    def _share_offsets(self, name: str, lengths: int, offsets: Tensor) -> None:
+        known = self._offsets.setdefault(lengths, offsets)
+        if known is not offsets and not torch.equal(known, offsets):
+            raise ValueError(
+                f"column {name!r} has other row lengths than the columns beside it, but the schema says that all of "
+                f"them have those of {RULES[lengths].name!r}; put it with one value for each of that column's"
+            )
 
 
 def pack(batch: Batch) -> Tensor:
     """The batch's frame in memory of its own, on the host."""
-    frame = torch.empty(bytes_of_batch(batch), dtype=torch.uint8)
-    write_frame(batch, frame)
+    outgoing = OutgoingFrame(batch)
+    frame = torch.empty(outgoing.num_bytes, dtype=torch.uint8)
+    outgoing.write(frame)
     return frame
 
 
-def write_frame(batch: Batch, out_N: Tensor) -> None:
-    """Copy the batch into memory of exactly its frame's size; columns that break the schema are a ValueError."""
-    content = _content(batch)
-    num_values = {number: values.numel() for number, values in content.values.items()}
-    layout = _layout(len(batch), num_values)
-    if out_N.shape != (layout.num_bytes,) or out_N.dtype != torch.uint8:
-        raise ValueError(
-            f"a frame of {layout.num_bytes} bytes doesn't fit {out_N.dtype} {tuple(out_N.shape)}; "
-            "allocate uint8 memory of bytes_of_batch(batch)"
-        )
-    memory = out_N.numpy()
-    table = [word for entry in num_values.items() for word in entry]
-    struct.pack_into(f"={_FIXED_WORDS + len(table)}q", memory.data, 0, _FORMAT, len(batch), len(num_values), *table)
-    _store(memory, layout.rows, batch.rows)
-    for lengths, start in layout.offsets.items():
-        _store(memory, start, content.offsets[lengths])
-    for number, start in layout.values.items():
-        _store(memory, start, content.values[number])
+@dataclass(frozen=True)
+class Arrays:
+    """A frame's content, as views of its memory."""
+
+    rows: NDArray[np.int64]
+    values: Mapping[str, NDArray[Any]]
+    """by column, packed where it is ragged"""
+    offsets: Mapping[str, NDArray[np.int64]]
+    """of ragged columns; those with the same row lengths share an array"""
 
 
-def read_frame(frame_N: Tensor, *, trusted: bool = False) -> Batch:
-    """The batch in a frame, as views of its memory; anything that is no frame of this schema is a FrameError.
+def read_frame(frame_N: Tensor) -> Batch:
+    """The batch in a frame, as views of its memory; anything that is no frame of this schema is a FrameError."""
+    arrays = read_arrays(frame_N)
+    batch = Batch(torch.from_numpy(arrays.rows))
+    shared = {id(offsets): torch.from_numpy(offsets) for offsets in arrays.offsets.values()}
+    for name, values in arrays.values.items():
+        if name in arrays.offsets:
+            batch.put_ragged(name, torch.from_numpy(values), shared[id(arrays.offsets[name])])
+        else:
+            batch.put_dense(name, torch.from_numpy(values))
+    return batch
+
+
+def read_arrays(frame_N: Tensor, *, trusted: bool = False) -> Arrays:
+    """What is in a frame, as views of its memory; anything that is no frame of this schema is a FrameError.
 
     `trusted`: this code wrote the frame, so rows and offsets aren't looked through.
     """
     num_rows, num_values = _read_header(frame_N)
     layout = _layout(num_rows, num_values)
-    if layout.num_bytes != frame_N.numel():
-        raise FrameError(f"a frame of {frame_N.numel()} bytes announces {layout.num_bytes}")
-    views = {dtype: frame_N.view(dtype) for dtype in {torch.int64, *(_DTYPES[number] for number in num_values)}}
-    words = views[torch.int64]
-    batch = Batch(_part(words, layout.rows, num_rows))
+    memory = frame_N.numpy()
+    if layout.num_bytes != memory.size:
+        raise FrameError(f"a frame of {memory.size} bytes announces {layout.num_bytes}")
+    rows = _part(memory, layout.rows, num_rows, _INT64)
     if not trusted:
-        _check_rows(batch.rows)
-    offsets = {lengths: _part(words, start, num_rows + 1) for lengths, start in layout.offsets.items()}
-    ends = {lengths: _checked_end(lengths, part, trusted) for lengths, part in offsets.items()}
+        _check_rows(rows)
+    shared = {lengths: _part(memory, start, num_rows + 1, _INT64) for lengths, start in layout.offsets.items()}
+    ends = {lengths: _checked_end(lengths, part, trusted) for lengths, part in shared.items()}
+    values, offsets = {}, {}
     for number, start in layout.values.items():
-        rule, count, lengths = RULES[number], num_values[number], _LENGTHS_OF[number]
-        values = _part(views[rule.column.dtype], start, count)
-        if lengths is None:
-            batch.put_dense(rule.name, values)
-        else:
+        name, count, lengths = RULES[number].name, num_values[number], _LENGTHS_OF[number]
+        values[name] = _part(memory, start, count, _NUMPY_DTYPES[number])
+        if lengths is not None:
             _check_count(number, count, ends[lengths])
-            batch.put_ragged(rule.name, values, offsets[lengths])
-    return batch
+            offsets[name] = shared[lengths]
+    return Arrays(rows, values, offsets)
 
 
 def _layout(num_rows: int, num_values: Mapping[int, int]) -> _Layout:
@@ -139,30 +182,6 @@ def _aligned(num_bytes: int) -> int:
 
 def _by_number(num_values: Mapping[str, int]) -> dict[int, int]:
     return dict(sorted((column_number(name), count) for name, count in num_values.items()))
-
-
-def _content(batch: Batch) -> _Content:
-    """What to write, after a check against the schema: columns that share offsets must have equal ones."""
-    content, ends = _Content({}, {}), {}
-    for number, name in sorted((column_number(name), name) for name in batch.names):
-        lengths, is_ragged = _LENGTHS_OF[number], batch.is_ragged(name)
-        values = batch.values(name) if is_ragged else batch.dense(name)
-        if values.dtype != _DTYPES[number] or is_ragged != (lengths is not None):
-            check_column(batch, name)
-        content.values[number] = values
-        if lengths is None:
-            continue
-        offsets = batch.offsets(name)
-        known = content.offsets.setdefault(lengths, offsets)
-        if lengths not in ends:
-            ends[lengths] = _checked_end(lengths, offsets, trusted=False)
-        if known is not offsets and not torch.equal(known, offsets):
-            raise ValueError(
-                f"column {name!r} has other row lengths than the columns beside it, but the schema says that all of "
-                f"them have those of {RULES[lengths].name!r}; put it with one value for each of that column's"
-            )
-        _check_count(number, values.numel(), ends[lengths])
-    return content
 
 
 def _store(memory: NDArray[np.uint8], start: int, part: Tensor) -> None:
@@ -198,15 +217,14 @@ def _check_table(num_rows: int, numbers: list[int], num_values: list[int]) -> No
         before = number
 
 
-def _part(view: Tensor, start: int, count: int) -> Tensor:
-    """`count` values from byte `start` on of a frame that is viewed with their dtype."""
-    first = start // view.itemsize
-    return view[first : first + count]
+def _part(memory: NDArray[np.uint8], start: int, count: int, dtype: np.dtype[Any]) -> NDArray[Any]:
+    """`count` values from byte `start` on."""
+    return memory[start : start + count * dtype.itemsize].view(dtype)
 
 
-def _check_rows(rows: Tensor) -> None:
-    if rows.numel() and int(rows.min()) < 0:
-        raise FrameError(f"a frame has row {int(rows.min())}, but rows count from 0")
+def _check_rows(rows: NDArray[np.int64]) -> None:
+    if rows.size and rows.min() < 0:
+        raise FrameError(f"a frame has row {rows.min()}, but rows count from 0")
 
 
 def _check_count(number: int, num_values: int, end: int) -> None:
@@ -214,9 +232,8 @@ def _check_count(number: int, num_values: int, end: int) -> None:
         raise FrameError(f"offsets of column {RULES[number].name!r} end at {end}, but it has {num_values} values")
 
 
-def _checked_end(lengths: int, offsets: Tensor, trusted: bool) -> int:
+def _checked_end(lengths: int, bounds: NDArray[np.int64], trusted: bool) -> int:
     """The last of the offsets of this column's lengths, after a check that they cut values into rows."""
-    bounds = offsets.numpy()
     # Compared, not subtracted: a difference of two int64 may overflow.
     if bounds[0] != 0 or (not trusted and bool((bounds[1:] < bounds[:-1]).any())):
         raise FrameError(f"offsets of column {RULES[lengths].name!r} must begin with 0 and never fall")

@@ -143,6 +143,9 @@ def pack_integers(values: Integers) -> Integers:
     """Integers below 2^31 in size, in whichever form is shortest."""
     if not values.size:
         return _words(0)
+    if values[-1] - values[0] == values.size - 1 and (values[1:] > values[:-1]).all():
+        run = int(values[0]) << _BITS_OF_RUN | values.size
+        return _words(_RUNS | 1 << _BITS_OF_CODE, run)
     low = int(values.min())
     width = _BYTES_FOR[((int(values.max()) - low).bit_length() + 7) // 8]
     num_words = -(-values.size * width // 8)

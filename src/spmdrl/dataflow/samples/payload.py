@@ -9,7 +9,7 @@ import torch
 
 from spmdrl.dataflow.samples.catalogue import Catalogue
 from spmdrl.dataflow.samples.exchange import transfers
-from spmdrl.dataflow.samples.metadata import Integers, News
+from spmdrl.dataflow.samples.metadata import Integers, News, RowDrop, RowMetadata
 from spmdrl.dataflow.samples.schema import columns_mask, empty_batch, names_of_mask, rule_of
 from spmdrl.dataflow.samples.transport import Transport
 from spmdrl.resources.collectives import barrier
@@ -42,16 +42,19 @@ class Payload:
             kept = prompts.select(torch.from_numpy(own_groups))
             self._transport.warehouse.put(kept, rows=own_rows, positions=positions)
 
-    def put(self, batch: Batch) -> None:
-        """Store columns in the homes of their rows; the tensors may be taken over."""
+    def put(self, batch: Batch, entry: RowMetadata | None = None) -> None:
+        """Store columns in the homes of their rows, which are told so; the tensors may be taken over."""
         homes = self.catalogue.homes[batch.rows.numpy()]
-        for home in np.unique(homes).tolist():
+        for home in sorted(set(homes.tolist())):
             here = np.flatnonzero(homes == home)
-            self._transport.put(home, batch if here.size == homes.size else batch.select(torch.from_numpy(here)))
+            part = batch if here.size == homes.size else batch.select(torch.from_numpy(here))
+            # All homes hear of all rows: what they hear of others does no harm.
+            self._transport.put(home, part, [] if entry is None else [entry])
 
-    def tell(self, entry: News) -> None:
-        """Let the ranks of this node know at once."""
-        self._transport.warehouse.tell([entry])
+    def tell(self, drop: RowDrop) -> None:
+        """Let the homes of rows know at once that nobody will train on them."""
+        for home in sorted(set(self.catalogue.homes[drop.rows].tolist())):
+            self._transport.tell(home, [drop])
 
     def get(self, rows: Integers, names: list[str]) -> Batch:
         """The columns of any rows, by requests to other nodes where they live there, in row order."""
@@ -111,7 +114,7 @@ class Payload:
         """Add the columns that needn't travel to rows that came from elsewhere."""
         kept = [name for name in names if name in self.everywhere]
         if kept:
-            batch.data.update(self._transport.warehouse.get(batch.rows.numpy(), kept).data)
+            batch.update(self._transport.warehouse.get(batch.rows.numpy(), kept))
         return batch
 
     def _num_values(self, rows: Integers, names: list[str]) -> dict[str, int]:

@@ -39,7 +39,7 @@ class RemoteWarehouses:
         global _hosted
         _hosted = own
         listen_privately(launch)
-        install_guard([remote_put, remote_get, remote_news])
+        install_guard([remote_put, remote_get, remote_tell, remote_news])
         extra = PLAIN_TCP if plain_tcp else {}
         options = rpc.TensorPipeRpcBackendOptions(rpc_timeout=timeout_seconds, init_method="env://", **extra)
         with warnings.catch_warnings():
@@ -50,9 +50,13 @@ class RemoteWarehouses:
             )
         self._joined = True
 
-    def put(self, warehouse: int, batch: Batch) -> None:
+    def put(self, warehouse: int, batch: Batch, tell: Sequence[News]) -> None:
+        """Store rows, and tell that node of them."""
         what = f"to store {_columns_of_rows(batch.names, batch.rows)} in"
-        self._call(warehouse, what, remote_put, pack(batch))
+        self._call(warehouse, what, remote_put, pack(batch), _words_of(tell))
+
+    def tell(self, warehouse: int, news: Sequence[News]) -> None:
+        self._call(warehouse, "to tell news to", remote_tell, _words_of(news))
 
     def get(self, warehouse: int, rows: Tensor, names: Sequence[str]) -> Batch:
         """The named columns of the rows, in this order; a missing one is a KeyError that names row and column."""
@@ -101,9 +105,25 @@ _hosted: Warehouse | None = None
 _REFUSALS: dict[str, type[Exception]] = {"KeyError": KeyError, "ValueError": ValueError}
 
 
-def remote_put(frame: Tensor) -> tuple[str, str, list[Tensor]]:
-    """Store the batch of this frame."""
-    return _answered(lambda warehouse: warehouse.put(read_frame(frame)))
+def remote_put(frame: Tensor, words: Tensor) -> tuple[str, str, list[Tensor]]:
+    """Store the batch of this frame, and tell the node these news."""
+
+    def put(warehouse: Warehouse) -> list[Tensor]:
+        warehouse.put(read_frame(frame))
+        warehouse.tell_packed(words.numpy())
+        return []
+
+    return _answered(put)
+
+
+def remote_tell(words: Tensor) -> tuple[str, str, list[Tensor]]:
+    """Tell the node these news."""
+
+    def tell(warehouse: Warehouse) -> list[Tensor]:
+        warehouse.tell_packed(words.numpy())
+        return []
+
+    return _answered(tell)
 
 
 def remote_get(rows: Tensor, columns: Tensor) -> tuple[str, str, list[Tensor]]:
@@ -124,16 +144,20 @@ def remote_news(request: Tensor) -> tuple[str, str, list[Tensor]]:
     def news(warehouse: Warehouse) -> list[Tensor]:
         epoch, start = request.tolist()
         heard = warehouse.heard(max(start, 0)) if epoch == warehouse.epoch else []
-        return [torch.from_numpy(np.ascontiguousarray(pack_news(heard)))]
+        return [_words_of(heard)]
 
     return _answered(news)
 
 
-def _answered(work: Callable[[Warehouse], list[Tensor] | None]) -> tuple[str, str, list[Tensor]]:
+def _words_of(news: Sequence[News]) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(pack_news(news)))
+
+
+def _answered(work: Callable[[Warehouse], list[Tensor]]) -> tuple[str, str, list[Tensor]]:
     if _hosted is None:
         return "ValueError", "no warehouse lives in this process", []
     try:
-        return "", "", work(_hosted) or []
+        return "", "", work(_hosted)
     except (KeyError, ValueError) as error:
         return "KeyError" if isinstance(error, KeyError) else "ValueError", str(error.args[0]), []
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from spmdrl.dataflow.samples.balance import homes_of_groups
@@ -53,7 +54,7 @@ class Samples:
         self._payload = Payload(dock.transport, dock.world, self._lives.catalogue)
         dock.transport.warehouse.open(num_rows)
         self._shares: dict[WorkerState, Shares] = {}
-        self._mine: dict[WorkerState, Integers] = {}
+        self._mine: dict[WorkerState, NDArray[np.bool_]] = {}
         self._news: list[News] = []
         self._streams: dict[WorkerState, Stream] = {}
 
@@ -106,7 +107,7 @@ class Samples:
         names = self._checked(state, names)
         shares = self._dealer.deal(state, self._lives.controller(state).ready_rows(), self._lives.catalogue)
         own = self._claim(state, shares)
-        groups = self._dock.sharing(state)
+        groups = self._dock.row_groups.get(state)
         if groups is None:
             return self._payload.exchange(own, shares, names)
         rows = shares.get(groups.leader, own)
@@ -126,15 +127,16 @@ class Samples:
         rows = rows[np.isin(rows, controller.rows_with(RowStatus.WAITING))]
         shares = self._dealer.deal(state, rows, catalogue, by_group=True)
         self._shares[state] = shares
-        groups = self._dock.sharing(state)
+        groups = self._dock.row_groups.get(state)
         own = shares.get(self._dock.world.rank if groups is None else groups.leader, np.empty(0, dtype=np.int64))
 
         def fetch(taken: Integers) -> Batch:
-            self._mine[state] = np.union1d(self._mine.get(state, taken), taken)
+            self._note_mine(state, taken)
             return self._payload.get(taken, names)
 
         listener, timeout = self._payload.listener(own), self._dock.config.timeout_seconds
-        parts = StreamParts(listener, fetch, self._owner, groups, timeout)
+        in_place = groups is not None and self._payload.all_read_in_place(groups.members.ranks, own)
+        parts = StreamParts(listener, fetch, self._owner, timeout, groups, in_place)
         self._streams[state] = Stream(state, own, controller.needs, catalogue, parts)
         return self._streams[state]
 
@@ -156,25 +158,29 @@ class Samples:
         over: they must not change any more.
         """
         check_columns(batch, state)
-        groups = self._dock.sharing(state)
+        groups = self._dock.row_groups.get(state)
         if groups is not None and not groups.is_leader:
             return
-        host = Batch(batch.rows.cpu(), batch.data.detach().to("cpu"))
+        host = batch.on_host()
         rows = host.rows.numpy()
-        strangers = rows[~np.isin(rows, self._mine.get(state, ()))]
+        mine = self._mine.get(state)
+        strangers = rows if mine is None else rows[~mine[rows]]
         if strangers.size:
             rank = self._dock.world.rank
             raise ValueError(f"rank {rank} puts {state.value} columns of row {strangers[0]}, which it didn't take")
         self._check_lengths(host, state)
-        self._payload.put(host)
         columns = columns_mask(host.names)
         lengths = {name: host.lengths(name).numpy() for name in announced_lengths(columns)}
-        self._tell(RowMetadata(rows, self._homes[rows], columns, lengths))
+        entry = RowMetadata(rows, self._homes[rows], columns, lengths)
+        self._payload.put(host, entry)
+        self._news.append(entry)
 
     def mark_dropped(self, rows: Sequence[int], reason: str) -> None:
         """Take rows out of the batch from the next `commit` on; of several reasons the first in the alphabet counts."""
         if len(rows):
-            self._tell(RowDrop(np.asarray(rows, dtype=np.int64), reason))
+            drop = RowDrop(np.asarray(rows, dtype=np.int64), reason)
+            self._payload.tell(drop)
+            self._news.append(drop)
 
     def commit(self, state: WorkerState) -> None:
         """Tell all ranks what was put and dropped, and end the claims of `state`. Collective over all ranks."""
@@ -264,12 +270,11 @@ class Samples:
         self._lives.claim(state, np.concatenate([*shares.values(), np.empty(0, dtype=np.int64)]))
         self._shares[state] = shares
         own = shares.get(self._dock.world.rank, np.empty(0, dtype=np.int64))
-        self._mine[state] = np.union1d(self._mine.get(state, own), own)
+        self._note_mine(state, own)
         return own
 
-    def _tell(self, entry: News) -> None:
-        self._news.append(entry)
-        self._payload.tell(entry)
+    def _note_mine(self, state: WorkerState, rows: Integers) -> None:
+        self._mine.setdefault(state, np.zeros(self.num_rows, dtype=bool))[rows] = True
 
     def _check_lengths(self, batch: Batch, state: WorkerState) -> None:
         """Refuse a column whose rows aren't as long as those of the column that it goes with."""
@@ -277,16 +282,20 @@ class Samples:
             if not batch.is_ragged(name) or length_column(name) == name:
                 continue
             other = length_column(name)
-            expected = batch.lengths(other) if other in batch else self._known_lengths(other, state)[batch.rows]
-            wrong = (batch.lengths(name) != expected).nonzero().flatten()
-            if wrong.numel():
-                at = int(wrong[0])
+            if other in batch and batch.offsets(name) is batch.offsets(other):
+                continue
+            lengths, rows = np.diff(batch.offsets(name).numpy()), batch.rows.numpy()
+            expected = (
+                np.diff(batch.offsets(other).numpy()) if other in batch else self._known_lengths(other, state)[rows]
+            )
+            if not np.array_equal(lengths, expected):
+                at = int((lengths != expected).argmax())
                 raise ValueError(
-                    f"column {name!r} has {int(batch.lengths(name)[at])} values in row {int(batch.rows[at])}, but "
-                    f"{other!r} has {int(expected[at])}; put one value for each of its tokens"
+                    f"column {name!r} has {lengths[at]} values in row {rows[at]}, but {other!r} has {expected[at]}; "
+                    "put one value for each of its tokens"
                 )
 
-    def _known_lengths(self, name: str, state: WorkerState) -> Tensor:
+    def _known_lengths(self, name: str, state: WorkerState) -> Integers:
         """Row lengths as far as this rank knows them: a stream hears of rows before all ranks do."""
         stream = self._streams.get(state)
-        return self.lengths(name) if stream is None else torch.from_numpy(stream.lengths(name))
+        return self._lives.catalogue.lengths(name).clip(min=0) if stream is None else stream.lengths(name)

@@ -11,13 +11,13 @@ from spmdrl.resources.collectives import broadcast_ragged
 from spmdrl.resources.mesh import Axis, UpdateMesh
 from spmdrl.types import Batch, WorkerState
 
-SHARED_STATES = frozenset({WorkerState.REFERENCE, WorkerState.OLD_LOGPROBS, WorkerState.UPDATE})
+TRAINING_STATES = (WorkerState.REFERENCE, WorkerState.OLD_LOGPROBS, WorkerState.UPDATE)
 """What training engines work on: all ranks that share one copy's layers, tokens or matrices need the same rows."""
 
 
 @dataclass(frozen=True)
 class RowGroups:
-    """How the ranks of the update layout are grouped by the rows that they work on."""
+    """How ranks are grouped by the rows that they work on."""
 
     leaders: tuple[int, ...]
     """the rank of each group that takes rows and puts columns"""
@@ -25,10 +25,6 @@ class RowGroups:
     """this rank's group, its leader first"""
     device: torch.device = torch.device("cpu")
     """where shared rows travel: between accelerators, by their own links"""
-
-    @classmethod
-    def of(cls, mesh: UpdateMesh, device: torch.device) -> RowGroups:
-        return cls(mesh.leaders, mesh.model, device)
 
     @property
     def is_leader(self) -> bool:
@@ -47,3 +43,8 @@ class RowGroups:
         frame = None if batch is None else pack(batch)
         shared = broadcast_ragged(frame, self.leader, self.members.group, self.device)
         return read_frame(shared) if batch is None else batch
+
+
+def groups_of_training(mesh: UpdateMesh, device: torch.device) -> dict[WorkerState, RowGroups]:
+    """The groups of an update layout, for all states that training engines work in."""
+    return dict.fromkeys(TRAINING_STATES, RowGroups(mesh.leaders, mesh.model, device))

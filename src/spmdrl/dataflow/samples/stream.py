@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from spmdrl.dataflow.samples.catalogue import Catalogue
@@ -30,8 +31,10 @@ class StreamParts:
     fetch: Callable[[Integers], Batch]
     owner: Callable[[WorkerState, int], int | None]
     """the rank that took a row for a state"""
-    groups: RowGroups | None
     timeout_seconds: float
+    groups: RowGroups | None = None
+    in_place: bool = False
+    """whether all ranks of the group read the rows where they are, so that only their numbers must be shared"""
 
 
 class Stream:
@@ -45,6 +48,8 @@ class Stream:
         self.state = state
         self.taken: Integers = np.empty(0, dtype=np.int64)
         self._left = rows
+        self._is_gone = np.zeros(known.num_rows, dtype=bool)
+        """taken or dropped"""
         self._needs = columns_mask(needs)
         self._columns = known.columns.copy()
         self._lengths = {name: known.lengths(name).clip(min=0) for name in ("prompt_ids", "response_ids")}
@@ -62,12 +67,16 @@ class Stream:
         rows, missing columns and who makes them.
         """
         groups = self._parts.groups
-        if groups is None or groups.is_leader:
-            batch = self._parts.fetch(self._next(max_rows, max_tokens))
-            return batch if groups is None else groups.share(batch)
-        batch = groups.share(None)
-        self._mark_taken(batch.rows.numpy())
-        return batch
+        if groups is None:
+            return self._parts.fetch(self._next(max_rows, max_tokens))
+        batch = None
+        if groups.is_leader:
+            rows = self._next(max_rows, max_tokens)
+            batch = Batch(torch.from_numpy(rows)) if self._parts.in_place else self._parts.fetch(rows)
+        batch = groups.share(batch)
+        if not groups.is_leader:
+            self._mark_taken(batch.rows.numpy())
+        return self._parts.fetch(batch.rows.numpy()) if self._parts.in_place else batch
 
     def lengths(self, name: str) -> Integers:
         """Row lengths [num_rows] of prompts or responses, as far as they are known here; 0 where they aren't."""
@@ -105,7 +114,8 @@ class Stream:
 
     def _mark_taken(self, rows: Integers) -> None:
         self.taken = np.concatenate([self.taken, rows])
-        self._left = self._left[~np.isin(self._left, rows)]
+        self._is_gone[rows] = True
+        self._left = self._left[~self._is_gone[self._left]]
 
     def _ready(self) -> NDArray[np.bool_]:
         return (self._columns[self._left] & self._needs) == self._needs
@@ -117,7 +127,8 @@ class Stream:
                 for name in self._lengths.keys() & entry.lengths.keys():
                     self._lengths[name][entry.rows] = entry.lengths[name]
             elif isinstance(entry, RowDrop):
-                self._left = self._left[~np.isin(self._left, entry.rows)]
+                self._is_gone[entry.rows] = True
+                self._left = self._left[~self._is_gone[self._left]]
 
     def _reason(self) -> str:
         """What is waited for: rows, columns, and the ranks that make them."""

@@ -59,14 +59,21 @@ class Transport:
             else None
         )  # fmt: skip
 
-    def put(self, home: int, batch: Batch) -> None:
-        """Store rows in their home; tensors may be taken over, and then must not change."""
+    def put(self, home: int, batch: Batch, tell: Sequence[News] = ()) -> None:
+        """Store rows in their home, and tell it of them; tensors may be taken over, and then must not change."""
         if home == self._node:
-            self.warehouse.put(batch)
+            self.warehouse.put(batch, tell=tell)
         else:
-            self._others(home).put(home, batch)
+            self._others(home).put(home, batch, tell)
         link = Link.PROCESS if home == self._node else Link.CROSS_NODE
         self.volume.count_put(link, column_bytes(batch))
+
+    def tell(self, home: int, news: Sequence[News]) -> None:
+        """Let the ranks of a node know at once."""
+        if home == self._node:
+            self.warehouse.tell(news)
+        else:
+            self._others(home).tell(home, news)
 
     def get(self, home: int, rows: Integers, names: Sequence[str]) -> Batch:
         """Columns of rows that live in one warehouse, by a request where it is another node's."""

@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from spmdrl.dataflow.samples.frame import bytes_of_batch, read_frame, write_frame
+from spmdrl.dataflow.samples.frame import Arrays, OutgoingFrame, read_arrays
 from spmdrl.dataflow.samples.journal import Journal
 from spmdrl.dataflow.samples.metadata import News, Stored, pack_news, unpack_news
 from spmdrl.dataflow.samples.pool import Place, Pool
-from spmdrl.dataflow.samples.schema import columns_mask, empty_batch
-from spmdrl.dataflow.samples.shelves import Chunk, Found, Shelves, collect
-from spmdrl.dataflow.samples.volume import Link, Volume, column_bytes
+from spmdrl.dataflow.samples.schema import columns_mask, empty_batch, names_of_mask
+from spmdrl.dataflow.samples.shelves import Chunk, Placement, Shelves, collect
+from spmdrl.dataflow.samples.volume import Link, Volume
 from spmdrl.types import Batch
 
 Integers = NDArray[np.int64]
@@ -38,6 +39,7 @@ class Warehouse:
         self._lock = threading.RLock()
         self._shelves = Shelves()
         self._news: list[News] = []
+        self._early: list[Integers] = []
         self._epoch = 0
         self.num_rows = 0
         """how many rows the batch has; 0 until it is opened here"""
@@ -56,32 +58,42 @@ class Warehouse:
                 self._journal.begin(epoch)
 
     def open(self, num_rows: int) -> None:
-        """Start on the batch; from here on this rank hears what others of the node tell."""
-        self.num_rows = num_rows
+        """Start on the batch; from here on this rank hears what others tell."""
+        with self._lock:
+            self.num_rows = num_rows
+            early, self._early = self._early, []
+            for words in early:
+                self.tell_packed(words)
 
-    def put(self, batch: Batch, rows: ArrayLike | None = None, positions: ArrayLike | None = None) -> None:
+    def put(
+        self, batch: Batch, rows: ArrayLike | None = None, positions: ArrayLike | None = None,
+        tell: Sequence[News] = (),
+    ) -> None:  # fmt: skip
         """Store rows; tensors of the batch are taken over where no other rank needs them, and may not change then.
 
-        `rows` and `positions` together store several rows at one position.
+        `rows` and `positions` together store several rows at one position. A row that has one of the columns already
+        is a ValueError. `tell` is told to the node along with it.
         """
         if not len(batch) or not batch.names:
             return
+        index = np.asarray(batch.rows if rows is None else rows, dtype=np.int64)
+        if self._pool is None or self._journal is None:
+            self.keep(batch, index, positions)
+            self.tell(tell)
+            return
+        frame = OutgoingFrame(batch)
         with self._lock:
-            if self._pool is None or self._journal is None:
-                self._let_go(self._shelves.add(Chunk(batch), rows, positions))
-                return
-            place = self._pool.allocate(bytes_of_batch(batch))
-            memory = self._pool.view(place)
-            write_frame(batch, memory)
-            self._let_go(self._shelves.add(Chunk(read_frame(memory, trusted=True), place), rows, positions))
-            index = np.asarray(batch.rows if rows is None else rows, dtype=np.int64)
+            place = self._pool.allocate(frame.num_bytes)
+            frame.write(self._pool.view(place))
             where = None if positions is None else np.asarray(positions, dtype=np.int64)
-            self._journal.append(pack_news([Stored(index, columns_mask(batch.names), place, where)]))
+            stored = Stored(index, columns_mask(batch.names), place, where)
+            self._add(stored, len(batch))
+            self._journal.append(pack_news([stored, *tell]))
 
-    def keep(self, batch: Batch, rows: ArrayLike, positions: ArrayLike) -> None:
-        """Store what every rank of the node has anyway, for this rank's own use."""
+    def keep(self, batch: Batch, rows: ArrayLike, positions: ArrayLike | None) -> None:
+        """Store rows for this rank alone; the tensors are taken over."""
         with self._lock:
-            self._shelves.add(Chunk(batch), rows, positions)
+            self._shelves.add(Chunk(len(batch), batch.names, partial(_arrays_of, batch)), rows, positions)
 
     def tell(self, news: Sequence[News]) -> None:
         """Let the node's ranks know at once."""
@@ -90,6 +102,18 @@ class Warehouse:
                 self._news += news
             else:
                 self._journal.append(pack_news(news))
+
+    def tell_packed(self, words: Integers) -> None:
+        """Let the node's ranks know what another node tells; words that are no news of this batch are a ValueError."""
+        with self._lock:
+            if not self.num_rows:
+                # The other node began this batch first; how many rows it may tell of is known once it is open here.
+                self._early.append(words)
+                return
+            news = unpack_news(words, self.num_rows)
+            if any(isinstance(entry, Stored) for entry in news):
+                raise ValueError("another node tells where rows lie in this node's memory, which only this node knows")
+            self.tell(news)
 
     def heard(self, start: int) -> list[News]:
         """What was told on this node since the batch began, from number `start` on, this rank's own included."""
@@ -104,17 +128,10 @@ class Warehouse:
             return empty_batch(names)
         with self._lock:
             self._listen()
-            found = {name: self._shelves.find(name, index) for name in names}
-        batch = collect(found, index)
+            found = self._shelves.find(names, index)
         if volume is not None:
-            self._count(found, batch, volume)
-        return batch
-
-    def rows_with(self, name: str) -> Integers:
-        """Which rows have the column here, ascending."""
-        with self._lock:
-            self._listen()
-            return self._shelves.rows_with(name)
+            self._count(found, volume)
+        return collect(found, index)
 
     def drop(self, rows: ArrayLike | Tensor) -> None:
         """Forget the rows. Memory is free again when the last row of a chunk goes."""
@@ -132,7 +149,7 @@ class Warehouse:
     def num_bytes(self) -> int:
         """Bytes of all rows that are held and indexed here."""
         with self._lock:
-            return sum(chunk.batch.num_bytes() for chunk in self._shelves.chunks)
+            return sum(chunk.num_bytes for chunk in self._shelves.chunks)
 
     @property
     def held_bytes(self) -> int:
@@ -154,8 +171,15 @@ class Warehouse:
                 if not isinstance(entry, Stored):
                     self._news.append(entry)
                 elif writer != self._pool.writer:
-                    memory = self._pool.view(Place(*entry.place))
-                    self._shelves.add(Chunk(read_frame(memory, trusted=True), entry.place), entry.rows, entry.positions)
+                    self._add(entry, entry.rows.size if entry.positions is None else int(entry.positions.max()) + 1)
+
+    def _add(self, stored: Stored, num_rows: int) -> None:
+        """Index a frame of this node, which is read when a row of it is wanted first."""
+        assert self._pool is not None, "only ranks that share memory have frames in it"
+        memory = self._pool.view(stored.place)
+        names = sorted(names_of_mask(stored.columns))
+        chunk = Chunk(num_rows, names, partial(read_arrays, memory, trusted=True), stored.place)
+        self._shelves.add(chunk, stored.rows, stored.positions)
 
     def _let_go(self, chunks: Iterable[Chunk]) -> None:
         for chunk in chunks:
@@ -163,30 +187,23 @@ class Warehouse:
             if self._pool is not None and isinstance(place, Place) and place.writer == self._pool.writer:
                 self._pool.free(place)
 
-    def _link_of(self, chunk: Chunk) -> Link:
-        is_own = self._pool is None or chunk.origin is None or chunk.origin.writer == self._pool.writer
-        return Link.PROCESS if is_own else Link.NODE
+    def _is_own(self, chunk: Chunk) -> bool:
+        return self._pool is None or chunk.origin is None or chunk.origin.writer == self._pool.writer
 
-    def _count(self, found_by_name: dict[str, Found], batch: Batch, volume: Volume) -> None:
-        """Count what was read by whether this rank or another one of its node stored it."""
-        by_link: dict[Link, dict[str, int]] = {}
-        sizes = column_bytes(batch)
-        for name, found in found_by_name.items():
-            links = {number: self._link_of(chunk) for number, chunk in found.chunks.items()}
-            if len(set(links.values())) == 1:
-                by_link.setdefault(next(iter(links.values())), {})[name] = sizes[name]
+    def _count(self, found: Iterable[Placement], volume: Volume) -> None:
+        """Count what is read by whether this rank or another one of its node stored it."""
+        for placement in found:
+            own = [number for number, chunk in placement.chunks.items() if self._is_own(chunk)]
+            if len(own) in (0, len(placement.chunks)):
+                volume.count_get(Link.PROCESS if own else Link.NODE, placement.num_bytes())
                 continue
-            is_own = np.array([links[number] is Link.PROCESS for number in found.numbers.tolist()])
-            for link, here in ((Link.PROCESS, is_own), (Link.NODE, ~is_own)):
-                by_link.setdefault(link, {})[name] = bytes_of_rows(batch, name, here)
-        for link, bytes_by_column in by_link.items():
-            volume.count_get(link, bytes_by_column)
+            is_own = np.isin(placement.numbers, own)
+            volume.count_get(Link.PROCESS, placement.num_bytes(is_own))
+            volume.count_get(Link.NODE, placement.num_bytes(~is_own))
 
 
-def bytes_of_rows(batch: Batch, name: str, mask_B: NDArray[np.bool_]) -> int:
-    """Bytes of one column in some of the rows, one offset a row included."""
-    if not batch.is_ragged(name):
-        return int(mask_B.sum()) * batch.dense(name).element_size()
-    offsets = batch.offsets(name)
-    num_values = int(np.diff(offsets.numpy())[mask_B].sum())
-    return num_values * batch.values(name).element_size() + int(mask_B.sum()) * offsets.element_size()
+def _arrays_of(batch: Batch) -> Arrays:
+    """The arrays of a batch that is kept as it is."""
+    offsets = {name: batch.offsets(name).numpy() for name in batch.names if batch.is_ragged(name)}
+    values = {name: (batch.values(name) if name in offsets else batch.dense(name)).numpy() for name in batch.names}
+    return Arrays(batch.rows.numpy(), values, offsets)
