@@ -60,7 +60,7 @@ def is_foreign(shares, loads, takers) -> np.ndarray:
 
 
 def surplus_by_node(loads, takers, group_size=None) -> np.ndarray:
-    """What leaves each node in any deal whose heaviest taker carries no more than its slack above the mean: the load above what it may carry."""
+    """What leaves each node whose takers may carry no more than their slack: the load above that."""
     nodes = range(1 + max(taker.node for taker in takers))
     load = np.array([loads.costs[loads.homes == node].sum() for node in nodes])
     sizes = np.array([sum(taker.node == node for taker in takers) for node in nodes])

@@ -72,9 +72,9 @@ def assign_rows(
 
     A unit is a row, or with `group_size` the rows of a group (row // group_size). The heaviest taker carries at most
     `SLACK_PERCENT` (groups: `GROUP_SLACK_PERCENT`) above the mean wherever no unit costs more than that percentage of
-    the mean, and mostly where some do. Under this condition little leaves its node: its surplus over what its takers may carry, which no deal can
-    avoid, rounded up to whole units; and what has no taker at home. Without `locality`, homes don't count. (seed,
-    step) decides between equal takers, so that no rank always gets the longest row.
+    it, and mostly where some do. Under this condition little leaves its node: its surplus over what its takers may
+    carry, which no deal can avoid, rounded up to whole units; and what has no taker at home. Without `locality`, homes
+    don't count. (seed, step) decides between equal takers, so that no rank always gets the longest row.
     """
     if not takers:
         raise ValueError(f"{loads.rows.size} rows have no taker; name at least one rank that takes them")
