@@ -48,11 +48,8 @@ def _is_helper(pid: int) -> bool:
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
-    """After a test that starts ranks, kills included, no named shared memory and no process of it is left."""
-    if request.node.get_closest_marker("ranks") is None:
-        yield
-        return
+def nothing_is_left_behind() -> Iterator[None]:
+    """After a test, kills included, no named shared memory and no process of it is left."""
     memory, processes = named_memory(), running_below()
     yield
     left = named_memory() - memory

@@ -17,18 +17,12 @@ from typing import TypeVar
 import numpy as np
 
 from spmdrl.bench.table import BenchTable
-from spmdrl.dataflow.samples.balance import (
-    RowLoads,
-    Taker,
-    TokenCost,
-    assign_rows,
-    deal_groups,
-    homes_of_groups,
-)
 from spmdrl.dataflow.samples.controller import Controller
+from spmdrl.dataflow.samples.dealing import Dealer, DealRules
 from spmdrl.dataflow.samples.metadata import Integers, RowMetadata, announced_lengths, pack_news, unpack_news
 from spmdrl.dataflow.samples.row_lives import RowLives
 from spmdrl.dataflow.samples.schema import columns_mask, needs_by_state
+from spmdrl.resources.launch import LaunchEnvironment
 from spmdrl.types import WorkerState
 
 SEED = 0
@@ -76,8 +70,13 @@ class Job:
         return self.num_nodes * self.ranks_per_node
 
     @property
-    def takers(self) -> list[Taker]:
-        return [Taker(rank, rank // self.ranks_per_node) for rank in range(self.num_ranks)]
+    def rules(self) -> DealRules:
+        """Those of the last rank."""
+        last = self.num_ranks - 1
+        launch = LaunchEnvironment(
+            last, self.num_ranks, last % self.ranks_per_node, self.ranks_per_node, self.num_nodes - 1, self.num_nodes
+        )
+        return DealRules(launch, SEED)
 
 
 @dataclass(frozen=True)
@@ -162,25 +161,23 @@ def measured_step(job: Job, stages: Sequence[Stage], step: int) -> list[Cost]:
     """One rank's work on metadata in one step, state by state."""
     random = np.random.default_rng((SEED, step))
     rows = np.arange(job.num_rows)
-    homes_G = homes_of_groups(job.num_rows // job.group_size, job.num_nodes, seed=SEED, step=step)
+    homes_G = job.rules.homes(job.num_rows // job.group_size, step)
     homes = np.repeat(homes_G, job.group_size)
     prompts_G = random.integers(32, MAX_PROMPT_LENGTH, homes_G.size)
     responses = random.lognormal(6.5, 0.8, job.num_rows).astype(np.int64).clip(1, MAX_RESPONSE_LENGTH)
     lives = RowLives(NEEDS, step=step, num_rows=job.num_rows, group_size=job.group_size)
     prompts = np.repeat(prompts_G, job.group_size)
     lives.observe([RowMetadata(rows, homes, columns_mask(["prompt_ids"]), {"prompt_ids": prompts})])
-    player = _Player(job, lives, step, responses, homes_G, prompts_G)
+    player = _Player(job, lives, step, responses)
     return [player.play(stage) for stage in stages]
 
 
 class _Player:
     """Plays the last rank."""
 
-    def __init__(
-        self, job: Job, lives: RowLives, step: int, responses: Integers, homes_G: Integers, prompts_G: Integers
-    ):
-        self._job, self._lives, self._step = job, lives, step
-        self._responses, self._homes_G, self._prompts_G = responses, homes_G, prompts_G
+    def __init__(self, job: Job, lives: RowLives, step: int, responses: Integers):
+        self._job, self._lives, self._responses = job, lives, responses
+        self._dealer = Dealer(job.rules, step, job.group_size)
         self._generated: list[Integers] = []
 
     def play(self, stage: Stage) -> Cost:
@@ -199,17 +196,11 @@ class _Player:
 
     def _deal(self, stage: Stage, ready: Integers) -> list[Integers]:
         """Every rank's rows."""
-        takers, seed, step = self._job.takers, SEED, self._step
         if stage.state is WorkerState.GENERATION:
-            groups = deal_groups(self._homes_G, self._prompts_G, takers, seed=seed, step=step)
-            members = np.arange(self._job.group_size)
-            self._generated = [(mine[:, None] * members.size + members).reshape(-1) for mine in groups]
+            self._generated = list(self._dealer.deal_generation(ready, self._lives.catalogue).values())
         if stage.whole_groups:
             return self._generated
-        catalogue = self._lives.catalogue
-        lengths = (catalogue.lengths("prompt_ids") + catalogue.lengths("response_ids"))[ready]
-        loads = RowLoads(ready, catalogue.homes[ready], TokenCost().of(lengths), lengths)
-        return assign_rows(loads, takers, seed=seed, step=step)
+        return list(self._dealer.deal(stage.state, ready, self._lives.catalogue).values())
 
     def _pack(self, stage: Stage, share: Integers) -> Integers:
         columns = columns_mask(stage.makes)

@@ -7,12 +7,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from spmdrl.dataflow.samples.balance import RowLoads, Taker, TokenCost, assign_rows, deal_groups
+from spmdrl.dataflow.samples.balance import RowLoads, Taker, TokenCost, assign_rows, deal_groups, homes_of_groups
 from spmdrl.dataflow.samples.catalogue import Catalogue
 from spmdrl.dataflow.samples.metadata import Integers
 from spmdrl.dataflow.samples.sharing import RowGroups
-from spmdrl.dataflow.samples.transport import DockConfig, Transport
-from spmdrl.resources.world import World
+from spmdrl.resources.launch import LaunchEnvironment
 from spmdrl.types import WorkerState
 
 Shares = Mapping[int, Integers]
@@ -20,23 +19,25 @@ Shares = Mapping[int, Integers]
 
 
 @dataclass(frozen=True)
-class DockParts:
-    """What the samples of every step use."""
+class DealRules:
+    """What deals of every step go by, besides metadata."""
 
-    world: World
-    needs_by_state: Mapping[WorkerState, frozenset[str]]
-    transport: Transport
-    config: DockConfig
-    cost: TokenCost
+    launch: LaunchEnvironment
     seed: int
+    cost: TokenCost = field(default_factory=TokenCost)
+    locality: bool = True
     row_groups: Mapping[WorkerState, RowGroups] = field(default_factory=dict)
     """in which states ranks work on the same rows; in others, each rank works on its own"""
 
     def takers(self, state: WorkerState) -> list[Taker]:
         """The ranks that take rows for a state, with their nodes."""
-        groups, launch = self.row_groups.get(state), self.world.launch
-        ranks = range(self.world.size) if groups is None else groups.leaders
+        groups, launch = self.row_groups.get(state), self.launch
+        ranks = range(launch.world_size) if groups is None else groups.leaders
         return [Taker(rank, launch.node_of(rank)) for rank in ranks]
+
+    def homes(self, num_groups: int, step: int) -> Integers:
+        """The home node of each group [G] of a step."""
+        return homes_of_groups(num_groups, self.launch.num_nodes, seed=self.seed, step=step, locality=self.locality)
 
 
 @dataclass(frozen=True)
@@ -51,23 +52,23 @@ class _Deal:
 class Dealer:
     """Deals the rows of one batch; the same on every rank, as it depends on metadata, seed and step only."""
 
-    def __init__(self, dock: DockParts, step: int, group_size: int):
-        self._dock = dock
+    def __init__(self, rules: DealRules, step: int, group_size: int):
+        self._rules = rules
         self._step = step
         self._group_size = group_size
         self._deals: dict[tuple[tuple[Taker, ...], bool], _Deal] = {}
 
     def deal_generation(self, rows: Integers, catalogue: Catalogue) -> Shares:
         """Rows of whole groups, ascending, for the ranks that generate them."""
-        takers = self._dock.takers(WorkerState.GENERATION)
+        takers = self._rules.takers(WorkerState.GENERATION)
         first = rows[:: self._group_size]
         dealt = deal_groups(
             catalogue.homes[first],
             catalogue.lengths("prompt_ids")[first],
             takers,
-            seed=self._dock.seed,
+            seed=self._rules.seed,
             step=self._step,
-            locality=self._dock.config.locality,
+            locality=self._rules.locality,
         )
         within = np.arange(self._group_size)
         return {taker.rank: (first[groups, None] + within).ravel() for taker, groups in zip(takers, dealt, strict=True)}
@@ -75,19 +76,19 @@ class Dealer:
     def deal(self, state: WorkerState, rows: Integers, catalogue: Catalogue, *, by_group: bool = False) -> Shares:
         """Rows for the ranks that take them for a state; `by_group`: whole groups to a rank."""
         lengths = (catalogue.lengths("prompt_ids").clip(min=0) + catalogue.lengths("response_ids").clip(min=0))[rows]
-        takers = self._dock.takers(state)
+        takers = self._rules.takers(state)
         key = (tuple(takers), by_group)
         known = self._deals.get(key)
         # States that take the same rows get the same shares, and a large batch takes a second to deal.
         if known is not None and np.array_equal(known.rows, rows) and np.array_equal(known.lengths, lengths):
             return known.shares
         dealt = assign_rows(
-            RowLoads(rows, catalogue.homes[rows], self._dock.cost.of(lengths), lengths),
+            RowLoads(rows, catalogue.homes[rows], self._rules.cost.of(lengths), lengths),
             takers,
-            seed=self._dock.seed,
+            seed=self._rules.seed,
             step=self._step,
             group_size=self._group_size if by_group else None,
-            locality=self._dock.config.locality,
+            locality=self._rules.locality,
         )
         shares = {taker.rank: mine for taker, mine in zip(takers, dealt, strict=True)}
         self._deals[key] = _Deal(rows, lengths, shares)

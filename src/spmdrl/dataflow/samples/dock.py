@@ -8,9 +8,9 @@ from types import TracebackType
 import torch
 
 from spmdrl.dataflow.samples.balance import TokenCost
-from spmdrl.dataflow.samples.dealing import DockParts
+from spmdrl.dataflow.samples.dealing import DealRules
 from spmdrl.dataflow.samples.row_lives import Accounting
-from spmdrl.dataflow.samples.samples import Samples
+from spmdrl.dataflow.samples.samples import DockParts, Samples
 from spmdrl.dataflow.samples.sharing import RowGroups
 from spmdrl.dataflow.samples.transport import DockConfig, Transport
 from spmdrl.dataflow.samples.volume import Volume
@@ -41,7 +41,8 @@ class TransferDock:
             raise ValueError("the dock's states lack the update, so no row could ever be trained; add what it reads")
         needs = {state: frozenset(names) for state, names in needs_by_state.items()}
         transport = Transport(world, config)
-        self._parts = DockParts(world, needs, transport, config, cost or TokenCost(), seed, row_groups or {})
+        rules = DealRules(world.launch, seed, cost or TokenCost(), config.locality, row_groups or {})
+        self._parts = DockParts(world, needs, transport, rules, config.timeout_seconds)
         self._open: Samples | None = None
         self._epoch = 0
         transport.warehouse.begin(self._epoch)

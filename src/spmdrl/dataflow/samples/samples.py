@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -10,9 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from spmdrl.dataflow.samples.balance import homes_of_groups
 from spmdrl.dataflow.samples.controller import RowStatus
-from spmdrl.dataflow.samples.dealing import Dealer, DockParts, Shares
+from spmdrl.dataflow.samples.dealing import Dealer, DealRules, Shares
 from spmdrl.dataflow.samples.keeping import read_columns, read_lives, write_columns, write_lives
 from spmdrl.dataflow.samples.metadata import (
     Integers,
@@ -33,8 +33,22 @@ from spmdrl.dataflow.samples.schema import (
     length_column,
 )
 from spmdrl.dataflow.samples.stream import Stream, StreamParts
+from spmdrl.dataflow.samples.transport import Transport
 from spmdrl.resources.collectives import barrier, gather_ragged
+from spmdrl.resources.world import World
 from spmdrl.types import Batch, WorkerState
+
+
+@dataclass(frozen=True)
+class DockParts:
+    """What the samples of every step use."""
+
+    world: World
+    needs_by_state: Mapping[WorkerState, frozenset[str]]
+    transport: Transport
+    rules: DealRules
+    timeout_seconds: float
+    """how long a stream waits"""
 
 
 class Samples:
@@ -50,7 +64,7 @@ class Samples:
         self.group_size = group_size
         self._dock = dock
         self._lives = RowLives(dock.needs_by_state, step=step, num_rows=num_rows, group_size=group_size)
-        self._dealer = Dealer(dock, step, group_size)
+        self._dealer = Dealer(dock.rules, step, group_size)
         self._payload = Payload(dock.transport, dock.world, self._lives.catalogue)
         dock.transport.warehouse.open(num_rows)
         self._shares: dict[WorkerState, Shares] = {}
@@ -76,14 +90,11 @@ class Samples:
             check_column(prompts, name)
         rows = np.arange(self.num_rows)
         groups = rows // self.group_size
-        dock = self._dock
-        homes = homes_of_groups(
-            num_groups, dock.world.num_nodes, seed=dock.seed, step=self.step, locality=dock.config.locality
-        )[groups]  # fmt: skip
+        homes = self._dock.rules.homes(num_groups, self.step)[groups]
         columns = columns_mask(prompts.names)
         lengths = {name: prompts.lengths(name).numpy()[groups] for name in announced_lengths(columns)}
         self._lives.observe([RowMetadata(rows, homes, columns, lengths)])
-        if dock.config.locality:
+        if self._dock.rules.locality:
             self._payload.keep_prompts(prompts, groups)
         else:
             self._payload.store_own_prompts(prompts, groups, homes)
@@ -107,7 +118,7 @@ class Samples:
         names = self._checked(state, names)
         shares = self._dealer.deal(state, self._lives.controller(state).ready_rows(), self._lives.catalogue)
         own = self._claim(state, shares)
-        groups = self._dock.row_groups.get(state)
+        groups = self._dock.rules.row_groups.get(state)
         if groups is None:
             return self._payload.exchange(own, shares, names)
         rows = shares.get(groups.leader, own)
@@ -127,14 +138,14 @@ class Samples:
         rows = rows[np.isin(rows, controller.rows_with(RowStatus.WAITING))]
         shares = self._dealer.deal(state, rows, catalogue, by_group=True)
         self._shares[state] = shares
-        groups = self._dock.row_groups.get(state)
+        groups = self._dock.rules.row_groups.get(state)
         own = shares.get(self._dock.world.rank if groups is None else groups.leader, np.empty(0, dtype=np.int64))
 
         def fetch(taken: Integers) -> Batch:
             self._note_mine(state, taken)
             return self._payload.get(taken, names)
 
-        listener, timeout = self._payload.listener(own), self._dock.config.timeout_seconds
+        listener, timeout = self._payload.listener(own), self._dock.timeout_seconds
         in_place = groups is not None and self._payload.all_read_in_place(groups.members.ranks, own)
         parts = StreamParts(listener, fetch, self._owner, timeout, groups, in_place)
         self._streams[state] = Stream(state, own, controller.needs, catalogue, parts)
@@ -158,7 +169,7 @@ class Samples:
         over: they must not change any more.
         """
         check_columns(batch, state)
-        groups = self._dock.row_groups.get(state)
+        groups = self._dock.rules.row_groups.get(state)
         if groups is not None and not groups.is_leader:
             return
         host = batch.on_host()
