@@ -9,9 +9,14 @@ import enum
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from tensordict import TensorDict
 from torch import Tensor
+
+Integers = NDArray[np.int64]
+"""Metadata on the host: row numbers, homes, lengths."""
 
 
 class WorkerState(enum.Enum):

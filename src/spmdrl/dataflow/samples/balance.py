@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from spmdrl.dataflow.samples.crossing import Integers, Seats, Units, nodes_of_units
+from spmdrl.dataflow.samples.crossing import Seats, Units, nodes_of_units
 from spmdrl.dataflow.samples.evening import even_out, split_by
+from spmdrl.types import Integers
 
 SLACK_PERCENT = 2
 """What the heaviest taker may carry above the mean before rows leave their node."""

@@ -12,9 +12,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from spmdrl.dataflow.samples.catalogue import Catalogue
-from spmdrl.dataflow.samples.metadata import Integers
 from spmdrl.dataflow.samples.schema import columns_mask, names_of_mask
-from spmdrl.types import WorkerState
+from spmdrl.types import Integers, WorkerState
 
 
 class RowStatus(enum.IntEnum):

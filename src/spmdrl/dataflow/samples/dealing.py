@@ -9,10 +9,9 @@ import numpy as np
 
 from spmdrl.dataflow.samples.balance import RowLoads, Taker, TokenCost, assign_rows, deal_groups, homes_of_groups
 from spmdrl.dataflow.samples.catalogue import Catalogue
-from spmdrl.dataflow.samples.metadata import Integers
 from spmdrl.dataflow.samples.sharing import RowGroups
 from spmdrl.resources.launch import LaunchEnvironment
-from spmdrl.types import WorkerState
+from spmdrl.types import Integers, WorkerState
 
 Shares = Mapping[int, Integers]
 """The rows of each rank that has some."""

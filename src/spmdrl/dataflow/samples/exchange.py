@@ -14,13 +14,11 @@ from datetime import timedelta
 import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
+from torch import Tensor
 
 from spmdrl.dataflow.samples.frame import frame_bytes, pack, read_frame
 from spmdrl.resources.launch import LaunchEnvironment
-from spmdrl.types import Batch
-
-Integers = NDArray[np.int64]
+from spmdrl.types import Batch, Integers
 
 
 @dataclass(frozen=True)
@@ -69,7 +67,7 @@ class Exchange:
         for move in moves:
             if move.receiver == self._rank:
                 frame = torch.empty(frame_bytes(move.rows.size, num_values(move.rows)), dtype=torch.uint8)
-                frames.append(frame)
+                frames.append((move, frame))
                 pending.append((move, dist.irecv(frame, src=move.sender)))
         for move in moves:
             if move.sender == self._rank:
@@ -80,7 +78,7 @@ class Exchange:
         deadline = time.monotonic() + self._timeout_seconds
         for move, work in pending:
             self._wait(move, work, deadline)
-        return [read_frame(frame) for frame in frames]
+        return [_read(move, frame) for move, frame in frames]
 
     def _wait(self, move: Transfer, work: dist.Work | None, deadline: float) -> None:
         assert work is not None, "every rank of the job is in the world's group"
@@ -100,3 +98,12 @@ class Exchange:
             raise ConnectionError(
                 f"{what}, but the connection failed ({error}); that rank has probably died: look at its log"
             ) from error
+
+
+def _read(move: Transfer, frame: Tensor) -> Batch:
+    batch = read_frame(frame)
+    if not np.array_equal(batch.rows.numpy(), move.rows):
+        raise ValueError(
+            f"rank {move.sender} sent rows {batch.rows[:4].tolist()}..., but {move.rows[:4].tolist()}... are due"
+        )
+    return batch

@@ -11,11 +11,10 @@ from __future__ import annotations
 import threading
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from spmdrl.dataflow.samples.pool import JOURNAL_BYTES, Pool
-
-Integers = NDArray[np.int64]
+from spmdrl.types import Integers
 
 _HALF_WORDS = JOURNAL_BYTES // 8 // 2
 _EPOCH_UNIT = 1 << 32

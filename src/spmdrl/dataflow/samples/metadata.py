@@ -12,12 +12,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from spmdrl.dataflow.samples.pool import Place
 from spmdrl.dataflow.samples.schema import RULES, length_column, names_of_mask, rule_of
-
-Integers = NDArray[np.int64]
+from spmdrl.types import Integers
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from spmdrl.dataflow.samples.catalogue import Catalogue
 from spmdrl.dataflow.samples.controller import Controller, RowStatus
-from spmdrl.dataflow.samples.metadata import Integers, News, RowMetadata, announced_lengths, joined
+from spmdrl.dataflow.samples.metadata import News, RowMetadata, announced_lengths, joined
 from spmdrl.dataflow.samples.schema import RULES, columns_mask, names_of_mask
-from spmdrl.types import WorkerState
+from spmdrl.types import Integers, WorkerState
 
 Arrays = dict[str, NDArray[np.generic]]
 

@@ -15,7 +15,6 @@ from spmdrl.dataflow.samples.controller import RowStatus
 from spmdrl.dataflow.samples.dealing import Dealer, DealRules, Shares
 from spmdrl.dataflow.samples.keeping import read_columns, read_lives, write_columns, write_lives
 from spmdrl.dataflow.samples.metadata import (
-    Integers,
     News,
     RowDrop,
     RowMetadata,
@@ -36,7 +35,7 @@ from spmdrl.dataflow.samples.stream import Stream, StreamParts
 from spmdrl.dataflow.samples.transport import Transport
 from spmdrl.resources.collectives import barrier, gather_ragged
 from spmdrl.resources.world import World
-from spmdrl.types import Batch, WorkerState
+from spmdrl.types import Batch, Integers, WorkerState
 
 
 @dataclass(frozen=True)

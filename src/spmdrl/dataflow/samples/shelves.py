@@ -14,9 +14,7 @@ from torch import Tensor
 
 from spmdrl.dataflow.samples.frame import Arrays
 from spmdrl.dataflow.samples.schema import length_column
-from spmdrl.types import Batch
-
-Integers = NDArray[np.int64]
+from spmdrl.types import Batch, Integers
 
 _ABSENT = -1
 _OFFSET_BYTES = 8

@@ -14,9 +14,7 @@ from spmdrl.dataflow.samples.catalogue import Catalogue
 from spmdrl.dataflow.samples.metadata import News, RowDrop, RowMetadata
 from spmdrl.dataflow.samples.schema import columns_mask, names_of_mask, rule_of
 from spmdrl.dataflow.samples.sharing import RowGroups
-from spmdrl.types import Batch, WorkerState
-
-Integers = NDArray[np.int64]
+from spmdrl.types import Batch, Integers, WorkerState
 
 # How long a waiting reader sleeps between two looks: it grows from the first figure to the second.
 _SHORTEST_NAP_SECONDS, _LONGEST_NAP_SECONDS = 50e-6, 2e-3

@@ -6,9 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from spmdrl.dataflow.samples.exchange import Exchange, Transfer
 from spmdrl.dataflow.samples.metadata import News
@@ -18,9 +16,7 @@ from spmdrl.dataflow.samples.volume import Link, Volume, column_bytes
 from spmdrl.dataflow.samples.warehouse import Warehouse
 from spmdrl.resources.collectives import barrier, gather_bytes
 from spmdrl.resources.world import World
-from spmdrl.types import Batch
-
-Integers = NDArray[np.int64]
+from spmdrl.types import Batch, Integers
 
 
 @dataclass(frozen=True)

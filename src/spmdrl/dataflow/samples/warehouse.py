@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from spmdrl.dataflow.samples.frame import Arrays, OutgoingFrame, read_arrays
@@ -21,9 +21,7 @@ from spmdrl.dataflow.samples.pool import Place, Pool
 from spmdrl.dataflow.samples.schema import columns_mask, empty_batch, names_of_mask
 from spmdrl.dataflow.samples.shelves import Chunk, Placement, Shelves, collect
 from spmdrl.dataflow.samples.volume import Link, Volume
-from spmdrl.types import Batch
-
-Integers = NDArray[np.int64]
+from spmdrl.types import Batch, Integers
 
 
 class Warehouse:
