@@ -67,8 +67,6 @@ def test_an_answer_is_kept_until_something_changes():
     assert controller.ready_rows().tolist() == [1, 2]
     controller.claim([1])
     assert controller.ready_rows().tolist() == [2]
-    controller.release([1])
-    assert controller.ready_rows().tolist() == controller.ready_rows(by_group=True).tolist() == [1, 2]
     with pytest.raises(ValueError, match="read-only"):
         controller.ready_rows()[0] = 5
 
@@ -87,17 +85,16 @@ def test_a_claim_of_a_row_that_is_not_ready_says_what_it_waits_for_and_claims_no
         controller.claim([2, 2])
 
 
-def test_only_claimed_rows_are_consumed_or_released():
+def test_only_claimed_rows_are_consumed():
     controller, _ = with_ready_rows({3, 4})
     with pytest.raises(ValueError, match="consume row 3: it is waiting, not claimed"):
         controller.consume([3])
     controller.claim([3, 4])
     controller.consume([3])
-    controller.release([4])
-    with pytest.raises(ValueError, match="release row 3: it is consumed, not claimed"):
-        controller.release([3])
+    with pytest.raises(ValueError, match="consume row 3: it is consumed, not claimed"):
+        controller.consume([4, 3])
     assert controller.rows_with(RowStatus.CONSUMED).tolist() == [3]
-    assert controller.ready_rows().tolist() == [4]
+    assert controller.rows_with(RowStatus.CLAIMED).tolist() == [4]
 
 
 @pytest.mark.parametrize("drop_first", [True, False])
@@ -109,10 +106,8 @@ def test_a_row_that_is_dropped_while_it_is_claimed_may_still_be_consumed(drop_fi
         step()
     assert controller.describe(3) == "is consumed for advantage"
     assert controller.rows_with(RowStatus.CLAIMED).tolist() == [4]
-    controller.release([4])
     assert controller.ready_rows().size == 0
-    assert controller.rows_with(RowStatus.DROPPED).tolist() == [4, 5]
-    assert controller.describe(4) == "is dropped for advantage"
+    assert controller.rows_with(RowStatus.DROPPED).tolist() == [5]
     assert 3 not in controller.rows_with(RowStatus.WAITING)
 
 

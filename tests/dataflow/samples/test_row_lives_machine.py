@@ -188,16 +188,6 @@ class Nodes(RuleBasedStateMachine):
                 self.tell_columns(node, rows, MADE[state])
                 self.half_made.add(state)
 
-    @rule(seed=seeds)
-    def release(self, seed: int) -> None:
-        random = Random(seed)
-        state = self.a_busy_state(random)
-        rows = [row for row in self.unmade(state) if random.random() < 0.5]
-        for replica in self.replicas:
-            replica.controller(state).release(rows)
-        for row in rows:
-            del self.truth.claimed[state][row]
-
     def commit_a_state(self, random: Random) -> None:
         """End a state's claims: what it couldn't make of its rows is dropped, the rest is its for good."""
         state = self.a_busy_state(random)

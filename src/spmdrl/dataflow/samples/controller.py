@@ -28,8 +28,8 @@ class RowStatus(enum.IntEnum):
 class Controller:
     """Knows, for one worker state, which rows are usable: absent -> ready -> claimed -> consumed.
 
-    A claim may be released (claimed -> ready). A row that is dropped while it is claimed may still be consumed, so
-    that it makes no difference which of the two is heard of first.
+    A row that is dropped while it is claimed may still be consumed, so that it makes no difference which of the two is
+    heard of first.
     """
 
     def __init__(self, state: WorkerState, needs: frozenset[str], catalogue: Catalogue):
@@ -67,11 +67,7 @@ class Controller:
 
     def consume(self, rows: ArrayLike) -> None:
         """claimed -> consumed. Rows that weren't claimed are a ValueError, and then nothing is consumed."""
-        self._hold(self._claimed(rows, "consume"), RowStatus.CONSUMED)
-
-    def release(self, rows: ArrayLike) -> None:
-        """claimed -> ready. Rows that weren't claimed are a ValueError, and then nothing is released."""
-        self._hold(self._claimed(rows, "release"), RowStatus.WAITING)
+        self._hold(self._claimed(rows), RowStatus.CONSUMED)
 
     def resume(self, rows: ArrayLike) -> None:
         """Start where a saved controller stood, which had consumed these rows."""
@@ -122,13 +118,13 @@ class Controller:
         size = self._catalogue.group_size
         return settled.reshape(-1, size).all(axis=1).repeat(size)
 
-    def _claimed(self, rows: ArrayLike, verb: str) -> Integers:
+    def _claimed(self, rows: ArrayLike) -> Integers:
         index = self._catalogue.checked(rows)
         claimed = self._held[index] == RowStatus.CLAIMED
         if not claimed.all():
             row = int(index[claimed.argmin()])
             status = self.status(row).name.lower()
-            raise ValueError(f"{self.state.value} can't {verb} row {row}: it is {status}, not claimed")
+            raise ValueError(f"{self.state.value} can't consume row {row}: it is {status}, not claimed")
         return index
 
     def _hold(self, rows: Integers, status: RowStatus) -> None:
