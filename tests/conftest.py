@@ -8,11 +8,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 # Set before torch is imported: many small ranks share few cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Read when torch is imported, also by the process that ranks are forked from.
 os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+
+# A busy machine may take its time for an example; what hangs is found by other means.
+settings.register_profile("any machine", deadline=None)
+settings.load_profile("any machine")
 
 SHARED_MEMORY = Path("/dev/shm")
 

@@ -7,11 +7,11 @@ own portions. A model in plain sets says what must come out.
 from __future__ import annotations
 
 import copy
+import os
 from dataclasses import dataclass, field
 from random import Random
 
 import numpy as np
-import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -300,18 +300,13 @@ class Nodes(RuleBasedStateMachine):
         assert accounts[0].num_trained == len(ROWS) - len(self.truth.dropped.keys() - self.truth.trained())
 
 
-def run_sequences(count: int) -> None:
-    checks = [HealthCheck.too_slow, HealthCheck.filter_too_much]
+def test_no_row_is_lost_doubled_or_split_in_random_sequences():
+    """A thousand sequences, or as many as SPMDRL_SEQUENCES says."""
     few_steps = settings(
-        max_examples=count, stateful_step_count=8, deadline=None, database=None, suppress_health_check=checks
+        max_examples=int(os.environ.get("SPMDRL_SEQUENCES", "1000")),
+        stateful_step_count=8,
+        deadline=None,
+        database=None,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
     )
     run_state_machine_as_test(Nodes, settings=few_steps)
-
-
-def test_no_row_is_lost_doubled_or_split_in_random_sequences():
-    run_sequences(1000)
-
-
-@pytest.mark.slow
-def test_no_row_is_lost_doubled_or_split_in_ten_thousand_sequences():
-    run_sequences(10_000)
