@@ -8,7 +8,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from spmdrl.bench import layouts, metadata, nodes, samples, step, table1, training
+from spmdrl.bench import (
+    layouts,
+    memory,
+    metadata,
+    nodes,
+    redundancy,
+    resharding,
+    samples,
+    step,
+    table1,
+    training,
+)
 from spmdrl.bench.table import BenchTable
 
 
@@ -23,8 +34,11 @@ class Bench(Protocol):
 
 BENCHES: dict[str, Bench] = {
     "layouts": layouts,
+    "memory": memory,
     "metadata": metadata,
     "nodes": nodes,
+    "redundancy": redundancy,
+    "resharding": resharding,
     "samples": samples,
     "step": step,
     "table1": table1,

@@ -37,6 +37,7 @@ class Switching:
         with self._run.timeline.stage("resharding", step):
             stats = self._flow.to_update()
         self._count(stats)
+        self._note_return(step, stats)
         self.note_memory(step, "to_update")
 
     @contextmanager
@@ -59,6 +60,13 @@ class Switching:
         else:
             recorder.maximum(f"mem/{stage}_peak_gib", device.take_peak_bytes() / 2**30)
             recorder.maximum("mem/total_gib", memory[1] / 2**30)
+
+    def _note_return(self, step: int, stats: ReshardStats) -> None:
+        """Put the copy back to the device on the timeline, beside the stages that ran meanwhile."""
+        copied = stats.returned
+        if copied is not None:
+            self._run.timeline.background("return", step, start=copied.start, end=copied.end)
+            self._run.recorder.mean("reshard/return_hidden_share", stats.hidden_share, copied.end - copied.start)
 
     def _count(self, stats: ReshardStats) -> None:
         self._run.recorder.total("reshard/bytes", stats.received_bytes)

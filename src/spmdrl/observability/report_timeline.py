@@ -13,6 +13,7 @@ from spmdrl.observability.units import byte_unit, bytes_text
 
 WIDTH, LEFT, RIGHT = 940, 64, 12
 ROW_HEIGHT, AXIS_HEIGHT = 20, 22
+BACKGROUND_HEIGHT = 4
 MEMORY_HEIGHT, LABEL_HEIGHT = 230, 74
 MAX_RANKS = 32
 MAX_SPANS = 1500
@@ -115,12 +116,15 @@ def _gantt_svg(spans: Sequence[Span], stages: Sequence[str]) -> str:
         parts.append(f'<text class="ty" x="{LEFT - 6}" y="{(row + 0.5) * ROW_HEIGHT:.1f}">rank {rank}</text>')
     row_of = {rank: row for row, rank in enumerate(ranks)}
     color_of = {stage: color_class(index) for index, stage in enumerate(stages)}
-    for span in spans:
+    for span in sorted(spans, key=lambda span: span.background):
         x, width = LEFT + (span.start - origin) * scale, max(0.5, span.seconds * scale)
         broken = " broken" if span.error else ""
+        # What ran beside the stages is a strip at their foot.
+        bar_height = BACKGROUND_HEIGHT if span.background else ROW_HEIGHT - 4
+        y = (row_of[span.rank] + 1) * ROW_HEIGHT - 2 - bar_height
         parts.append(
-            f'<rect class="bar {color_of[span.stage]}{broken}" x="{x:.1f}" y="{row_of[span.rank] * ROW_HEIGHT + 2}" '
-            f'width="{width:.1f}" height="{ROW_HEIGHT - 4}">{_span_title(span)}</rect>'
+            f'<rect class="bar {color_of[span.stage]}{broken}" x="{x:.1f}" y="{y}" '
+            f'width="{width:.1f}" height="{bar_height}">{_span_title(span)}</rect>'
         )
     return _svg(height, "stages of each rank over time", parts)
 

@@ -22,6 +22,8 @@ class Span:
     start: float
     end: float
     error: str = ""
+    background: bool = False
+    """whether it ran beside the stages, in none of their seconds"""
 
     @property
     def seconds(self) -> float:
@@ -75,6 +77,10 @@ class Timeline:
         finally:
             self._finish(Span(self.rank, step, name, start, self._now(), error))
 
+    def background(self, name: str, step: int, *, start: float, end: float) -> None:
+        """Write what ran beside the stages of `step`, from `start` to `end` by `time.perf_counter`."""
+        self._write(Span(self.rank, step, name, self._epoch + start, self._epoch + end, background=True))
+
     def memory(
         self, step: int, stage: str, device: Mapping[str, int], *, host: Mapping[str, int] | None = None
     ) -> None:
@@ -101,8 +107,12 @@ class Timeline:
         seconds[span.stage] = seconds.get(span.stage, 0.0) + span.seconds
         for old in sorted(self._seconds)[:-2]:
             del self._seconds[old]
+        self._write(span)
+
+    def _write(self, span: Span) -> None:
         line = {"rank": span.rank, "step": span.step, "stage": span.stage, "start": span.start, "end": span.end}
-        self._writer.write(line | ({"error": span.error} if span.error else {}))
+        error = {"error": span.error} if span.error else {}
+        self._writer.write(line | error | ({"background": True} if span.background else {}))
 
 
 def read_timeline(folder: Path) -> TimelineRecords:
@@ -138,8 +148,8 @@ def write_perfetto(folder: Path, out: Path) -> None:
 def _stage_event(span: Span, origin: float) -> dict[str, Any]:
     arguments = {"step": span.step} | ({"error": span.error} if span.error else {})
     start, duration = (span.start - origin) * 1e6, span.seconds * 1e6
-    return {"name": span.stage, "cat": "stage", "ph": "X", "pid": span.rank, "tid": 0, "ts": start, "dur": duration,
-            "args": arguments}  # fmt: skip
+    return {"name": span.stage, "cat": "stage", "ph": "X", "pid": span.rank, "tid": int(span.background), "ts": start,
+            "dur": duration, "args": arguments}  # fmt: skip
 
 
 def _memory_event(snapshot: MemorySnapshot, origin: float) -> dict[str, Any]:
@@ -153,7 +163,8 @@ def _record_of(line: Mapping[str, Any]) -> Span | MemorySnapshot | None:
         return None
     start, end, moment = (number(line.get(key)) for key in ("start", "end", "time"))
     if start is not None and end is not None:
-        return Span(rank, step, stage, start, max(start, end), str(line.get("error", "")))
+        background = line.get("background") is True
+        return Span(rank, step, stage, start, max(start, end), str(line.get("error", "")), background)
     if moment is not None:
         device, host = _bytes_by_owner(line.get("memory")), _bytes_by_owner(line.get("host"))
         return MemorySnapshot(rank, step, stage, moment, device, host)

@@ -11,8 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from spmdrl.dataflow.resharding.plan import fsdp_slices, whole_slices
+from spmdrl.dataflow.resharding.plan import whole_slices
 from spmdrl.types import WeightSlice
+from tests.dataflow.resharding.tables import fsdp_slices
 
 
 @dataclass(frozen=True)
@@ -95,9 +96,15 @@ class SmallGenerator:
 
     wants_iterator = False
 
-    def __init__(self, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype = torch.float32):
+    def __init__(
+        self,
+        shapes: dict[str, tuple[int, ...]],
+        dtype: torch.dtype = torch.float32,
+        dtypes: dict[str, torch.dtype] | None = None,
+    ):
+        """`dtypes` are those of weights that aren't kept in `dtype`."""
         self.shapes = shapes
-        self.dtype = dtype
+        self.dtypes = dict.fromkeys(shapes, dtype) | (dtypes or {})
         self.version = -1
         self.weights: dict[str, Tensor] = {}
         self.cache: Tensor | None = None
@@ -106,7 +113,7 @@ class SmallGenerator:
         return self.shapes
 
     def wake_weights(self) -> dict[str, Tensor]:
-        self.weights = {name: torch.full(shape, -7.0, dtype=self.dtype) for name, shape in self.shapes.items()}
+        self.weights = {name: torch.full(shape, -7.0, dtype=self.dtypes[name]) for name, shape in self.shapes.items()}
         return self.weights
 
     def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
@@ -134,4 +141,4 @@ class StreamedGenerator(SmallGenerator):
         return {}
 
     def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
-        self.weights = {name: tensor.to(self.dtype, copy=True) for name, tensor in weights}
+        self.weights = {name: tensor.to(self.dtypes[name], copy=True) for name, tensor in weights}

@@ -147,11 +147,17 @@ def test_reference_weights_are_copied_out_once_and_come_back_when_needed(tmp_pat
     assert all(map(torch.equal, before, reference.state_bytes()))
 
 
-def switch_sharded(world: World, directory: str, shard_size: int, executor: str, dtype: torch.dtype) -> dict:
+# Of odd element counts, so that what comes after one of them would be misaligned if it came right behind it.
+WIDE = {"0.inner.bias": torch.float32, "1.scale": torch.float64, "1.outer.weight": torch.float32}
+
+
+def switch_sharded(
+    world: World, directory: str, shard_size: int, executor: str, dtype: torch.dtype, wide: dict[str, torch.dtype]
+) -> dict:
     """Three cycles of training and switching with sharded weights; what the checks in the parent need."""
     mesh = init_device_mesh("cpu", (world.size // shard_size, shard_size), mesh_dim_names=("data", "shard"))
     trainer, plain = (SmallTrainer(make_model(), mesh) for _ in range(2))
-    generator = SmallGenerator(shapes_of(trainer), dtype)
+    generator = SmallGenerator(shapes_of(trainer), dtype, wide)
     config = {"bucket_bytes": 256, "executor": executor, "verify": True}
     flow, ledger = make_flow(world, trainer, generator, directory, **config)
     result = {"received": [], "equal": [], "version": []}
@@ -159,7 +165,8 @@ def switch_sharded(world: World, directory: str, shard_size: int, executor: str,
         expected = whole_weights(trainer)
         result["received"].append(flow.to_generation().received_bytes)
         result["version"].append(generator.version)
-        result["equal"] += [torch.equal(generator.weights[name], w.to(dtype)) for name, w in expected.items()]
+        for name, weight in expected.items():
+            result["equal"].append(torch.equal(generator.weights[name], weight.to(generator.dtypes[name])))
         flow.start_return()
         flow.to_update()
         x = torch.full((2, 5), 1.0 + step + world.rank)
@@ -167,24 +174,29 @@ def switch_sharded(world: World, directory: str, shard_size: int, executor: str,
         plain.drop_gradients()
     result["state"] = all(map(torch.equal, trainer.state_bytes(), plain.state_bytes()))
     result["peak"] = ledger.peak("bucket")
-    whole = sum(weight.numel() for weight in whole_weights(trainer).values())
-    held = sum(shard.tensor.numel() for shard in trainer.named_shards().values())
-    result["least"] = (whole - held) * dtype.itemsize
+    result["least"] = sum(
+        (weight.numel() - trainer.named_shards()[name].tensor.numel()) * generator.dtypes[name].itemsize
+        for name, weight in whole_weights(trainer).items()
+    )
     flow.close()
     return result
 
 
-def switch_with_both_executors(world: World, directory: str, shard_size: int) -> list[dict]:
-    return [
-        switch_sharded(world, directory, shard_size, "exact", torch.float32),
-        switch_sharded(world, directory, shard_size, "allgather", torch.bfloat16),
-    ]
+def switch_with_both_executors(
+    world: World, directory: str, shard_size: int, dtype: torch.dtype, wide: dict[str, torch.dtype]
+) -> list[dict]:
+    return [switch_sharded(world, directory, shard_size, executor, dtype, wide) for executor in ("exact", "allgather")]
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_sharded_weights_arrive_whole_and_training_goes_on(tmp_path, world_size):
-    for exact, allgather in run_ranks(world_size, switch_with_both_executors, str(tmp_path), 2):
+@pytest.mark.parametrize(
+    ("world_size", "shard_size", "dtype", "wide"),
+    [(2, 2, torch.float32, {}), (4, 2, torch.float32, {}), (4, 4, torch.bfloat16, WIDE)],
+    ids=["2 shards", "2 replicas of 2 shards", "4 shards to mixed dtypes"],
+)
+def test_sharded_weights_arrive_whole_and_training_goes_on(tmp_path, world_size, shard_size, dtype, wide):
+    ranks = run_ranks(world_size, switch_with_both_executors, str(tmp_path), shard_size, dtype, wide)
+    for exact, allgather in ranks:
         for result in (exact, allgather):
             assert all(result["equal"]) and result["state"]
             assert result["version"] == [0, 1, 2]

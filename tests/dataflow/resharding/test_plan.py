@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 
 from spmdrl.dataflow.resharding.cells import cut
 from spmdrl.dataflow.resharding.plan import (
-    fsdp_slices,
     least_bytes,
     plan_resharding,
     redundant_bytes,
     whole_slices,
 )
 from spmdrl.types import WeightSlice
+from tests.dataflow.resharding.tables import fsdp_slices
 
 names = st.sampled_from(["embed", "layer.0", "layer.1", "norm"])
 shapes_drawn = st.dictionaries(
@@ -55,11 +55,18 @@ def elements(boxes) -> list[tuple]:
     return [(box.name, index) for box in boxes for index in itertools.product(*map(range, box.starts, box.stops))]
 
 
+ELEMENT_BYTES = {"embed": 2, "layer.0": 4, "layer.1": 2, "norm": 8}
+
+
+def num_bytes(boxes) -> int:
+    return sum(ELEMENT_BYTES[box.name] * box.num_elements for box in boxes)
+
+
 @settings(max_examples=40, deadline=None)
 @given(layouts(), st.integers(128, 4096), st.sampled_from([None, 1, 2, 4]))
 def test_every_generation_weight_is_received_exactly_once(layout, bucket_bytes, ranks_per_node):
     source, target, shapes = layout
-    plan = plan_resharding(source, target, shapes, bucket_bytes, 4, ranks_per_node=ranks_per_node)
+    plan = plan_resharding(source, target, shapes, bucket_bytes, ELEMENT_BYTES, ranks_per_node=ranks_per_node)
     for rank in target:
         block = plan.block_of(rank)
         received = [t for bucket in block.buckets for t in plan.transfers(bucket) if t.receiver == rank]
@@ -70,29 +77,29 @@ def test_every_generation_weight_is_received_exactly_once(layout, bucket_bytes, 
         assert all(held[t.sender].issuperset(elements([t.box])) for t in received)
         mine = held[rank]
         assert not mine.intersection(elements(t.box for t in received)), "a rank was sent what it holds"
-        assert least_bytes(plan)[rank] == 4 * len(set(elements(target[rank])) - mine)
+        lacking = set(elements(target[rank])) - mine
+        assert least_bytes(plan)[rank] == sum(ELEMENT_BYTES[name] for name, _ in lacking)
 
 
 @settings(max_examples=40, deadline=None)
 @given(layouts(), st.integers(128, 1024))
 def test_buckets_stay_within_their_bytes_and_the_plan_is_a_function_of_its_input(layout, bucket_bytes):
     source, target, shapes = layout
-    plan = plan_resharding(source, target, shapes, bucket_bytes, 4)
+    plan = plan_resharding(source, target, shapes, bucket_bytes, ELEMENT_BYTES)
     shuffled = {rank: list(reversed(source[rank])) for rank in reversed(source)}
-    assert plan == plan_resharding(shuffled, target, shapes, bucket_bytes, 4)
+    assert plan == plan_resharding(shuffled, target, shapes, bucket_bytes, ELEMENT_BYTES)
     order = list(shapes)
     for block in plan.blocks:
         for bucket in block.buckets:
             moved = dict.fromkeys(block.ranks, 0)
             contributed = dict.fromkeys(block.ranks, 0)
             for piece in bucket.pieces:
-                num_bytes = 4 * piece.box.num_elements
                 for rank in piece.wanters:
-                    moved[rank] += num_bytes
+                    moved[rank] += num_bytes([piece.box])
                 if piece.is_missing:
-                    contributed[piece.contributor] += num_bytes
+                    contributed[piece.contributor] += num_bytes([piece.box])
             for transfer in plan.transfers(bucket):
-                moved[transfer.sender] += 4 * transfer.box.num_elements
+                moved[transfer.sender] += num_bytes([transfer.box])
             busiest = max(max(moved.values()), len(block.ranks) * max(contributed.values()))
             assert bucket.num_bytes == busiest <= bucket_bytes
         sequence = [order.index(piece.box.name) for bucket in block.buckets for piece in bucket.pieces]
@@ -146,6 +153,14 @@ def test_a_weight_larger_than_a_bucket_keeps_all_its_holders_busy():
     plan = plan_resharding(source, target, shapes, 512, 4)
     assert len(plan.blocks[0].buckets) > 2
     assert all({piece.contributor for piece in bucket.pieces} == {0, 1, 2, 3} for bucket in plan.blocks[0].buckets)
+
+
+def test_one_wide_weight_leaves_the_others_their_size():
+    shapes = {"w": (8,), "bias": (4,)}
+    source = {rank: fsdp_slices(shapes, 2, rank) for rank in range(2)}
+    target = {rank: whole_slices(shapes) for rank in range(2)}
+    plan = plan_resharding(source, target, shapes, 1 << 20, {"w": 2, "bias": 4})
+    assert least_bytes(plan) == {0: 4 * 2 + 2 * 4, 1: 4 * 2 + 2 * 4}
 
 
 def test_a_gap_in_the_source_is_named():

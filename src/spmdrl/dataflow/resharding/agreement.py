@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,9 +20,7 @@ class AgreedPlan:
     plan: ReshardPlan
     shapes: Shapes
     dtypes: Mapping[str, torch.dtype]
-    """the generator's, by weight"""
-    wire_dtype: torch.dtype
-    """what travels: the narrowest dtype that loses nothing for any of the generator's"""
+    """the generator's, by weight; weights travel in them"""
 
 
 def agree_on_plan(
@@ -48,9 +45,9 @@ def agree_on_plan(
             dtype = _dtype(text)
             if dtypes.setdefault(name, dtype) != dtype:
                 raise ValueError(f"rank {rank} wants {name} as {dtype}, another as {dtypes[name]}; use one dtype")
-    wire_dtype = functools.reduce(torch.promote_types, dtypes.values())
-    plan = plan_resharding(source, target, shapes, bucket_bytes, wire_dtype.itemsize, ranks_per_node=ranks_per_node)
-    return AgreedPlan(plan, shapes, dtypes, wire_dtype)
+    element_bytes = {name: dtype.itemsize for name, dtype in dtypes.items()}
+    plan = plan_resharding(source, target, shapes, bucket_bytes, element_bytes, ranks_per_node=ranks_per_node)
+    return AgreedPlan(plan, shapes, dtypes)
 
 
 def agree_on_shapes(held: Shapes) -> dict[str, tuple[int, ...]]:
@@ -69,6 +66,17 @@ def check_same_version(update_count: int) -> None:
         raise RuntimeError(
             f"this rank's weights are {update_count} updates old, but ranks range from {-minus_least} to {most}; "
             "a rank skipped an update or loaded another checkpoint"
+        )
+
+
+def refuse_together(what: str, faults: Sequence[str]) -> None:
+    """Raises RuntimeError on every rank if any found faults. Collective over the world."""
+    worst = int(max_over(torch.tensor([len(faults)])))
+    if worst:
+        here = "; ".join(faults[:3]) or "none on this rank"
+        raise RuntimeError(
+            f"{what}: {worst} faults on the worst rank ({len(faults)} here: {here}); nothing was generated with these "
+            "weights, restart from the last checkpoint"
         )
 
 

@@ -6,7 +6,7 @@ A bucket is bounded by what it costs its busiest rank, under either executor, so
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from spmdrl.dataflow.resharding.cells import Cell, cut
@@ -65,7 +65,8 @@ class Bucket:
 class BucketFilling:
     """Fills the buckets of one block, piece by piece in model order."""
 
-    def __init__(self, ranks: range, bucket_bytes: int, element_bytes: int, ranks_per_node: int):
+    def __init__(self, ranks: range, bucket_bytes: int, element_bytes: Mapping[str, int], ranks_per_node: int):
+        """`element_bytes` gives each weight's element size on the wire."""
         self._ranks = ranks
         self._limit = bucket_bytes
         self._element_bytes = element_bytes
@@ -129,7 +130,7 @@ class BucketFilling:
         return Piece(box, tuple(cell.holders), tuple(cell.wanters), number)
 
     def _load_of(self, piece: Piece) -> _Load:
-        num_bytes = piece.box.num_elements * self._element_bytes
+        num_bytes = piece.box.num_elements * self._element_bytes[piece.box.name]
         load = _Load(len(self._ranks))
         # What a rank copies from itself needs no buffer, but counts, so that a bucket stays the grain of the swap.
         load.moved = dict.fromkeys(piece.wanters, num_bytes)

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from spmdrl.dataflow.resharding.agreement import agree_on_plan, agree_on_shapes
-from spmdrl.dataflow.resharding.checksum import ChecksumRecord
+from spmdrl.dataflow.resharding.agreement import agree_on_plan, agree_on_shapes, refuse_together
+from spmdrl.dataflow.resharding.checksum import SwitchRecord
 from spmdrl.dataflow.resharding.gather import BucketGatherer, ReshardConfig
 from spmdrl.dataflow.resharding.plan import Shapes, whole_slices
 from spmdrl.dataflow.resharding.protocols import Generator, Shard
@@ -52,42 +52,45 @@ class GeneratorFilling:
             self._agreed.plan,
             world.rank,
             executor=config.executor,
-            dtype=self._agreed.wire_dtype,
+            dtypes=self._agreed.dtypes,
             device=world.device.torch_device,
         )
         self._buckets = self._gatherer.block.buckets
         self._pieces = [piece for bucket in self._buckets for piece in bucket.pieces]
-        self._verify = config.verify
-        self._record: ChecksumRecord | None = None
+        self._record = SwitchRecord(self._pieces, self._agreed.dtypes, rank=world.rank, verify=config.verify)
         self._wanted: SlicedWeights | None = None
 
     @property
     def buffer_bytes(self) -> int:
         return self._gatherer.buffer_bytes
 
-    def run(self, shards: Mapping[str, Shard], storage: Mapping[str, Tensor], *, sent: Sent) -> int:
-        """Fills the generator and returns the bytes received; the buffer is released. Collective over the world."""
+    def run(self, shards: Mapping[str, Shard], storage: Mapping[str, Tensor], *, version: int, sent: Sent) -> int:
+        """Fills the generator with weights of this version and returns the bytes received. Collective over the world.
+
+        The buffer is released. Raises RuntimeError on every rank where a generator doesn't take what it wants; whether
+        it arrived is for `check` to say.
+        """
+        refuse_together("a generator shows other storage than it wants filled", self._storage_faults(storage))
         held = SlicedWeights({shard.slice: shard.tensor for shard in shards.values()})
-        if self._verify:
-            self._record = ChecksumRecord(self._pieces, self._agreed.shapes, self._agreed.dtypes)
+        self._record.begin(version)
         try:
             if self._generator.wants_iterator:
-                received = self._stream(held, sent)
-            else:
-                received = self._fill_in_place(held, storage, sent)
+                return self._stream(held, sent)
+            return self._fill_in_place(held, storage, sent)
         finally:
             self._gatherer.release()
-        if self._verify:
-            self.compare()
-        return received
 
-    def compare(self) -> None:
-        """Raises RuntimeError unless the generator's weights still are what was sent. Collective over the world."""
-        if self._record is None:
-            raise RuntimeError("no checksums were kept; set reshard.verify to true")
+    def check(self, version: int) -> None:
+        """Raises RuntimeError on every rank unless all generators hold what was sent, at this version.
+
+        Collective over the world.
+        """
         if self._wanted is not None:
-            self._record.add_received(self._pieces, self._wanted, self._world.rank)
-        self._record.compare(self._gatherer.group)
+            self._record.add_received(self._pieces, self._wanted)
+        versions = {"the last switch was": self._record.version, "the generator is": self._generator.version}
+        stale = [f"{what} at version {has}, the trainer {version}" for what, has in versions.items() if has != version]
+        differences = self._record.differences(self._gatherer.group)
+        refuse_together("generation weights differ from the trainer's", [*stale, *differences])
 
     def forget_storage(self) -> None:
         """Drops the references to the generator's storage, which it is about to free."""
@@ -99,12 +102,12 @@ class GeneratorFilling:
 
     def _stream(self, held: SlicedWeights, sent: Sent) -> int:
         received: list[int] = []
-        self._generator.load_weights(self._whole_weights(held, sent, received))
-        if len(received) < len(self._buckets):
-            raise RuntimeError(
-                f"the generation engine stopped after {len(received)} of {len(self._buckets)} buckets of weights; "
-                "load_weights must use up its iterator"
-            )
+        weights = self._whole_weights(held, sent, received)
+        self._generator.load_weights(weights)
+        # Other ranks wait for the buckets that an engine didn't ask for.
+        left = [name for name, _ in weights]
+        faults = [f"{name} wasn't taken; load_weights must use up its iterator" for name in left]
+        refuse_together("a generation engine stopped before it had all weights", faults)
         return sum(received)
 
     def _whole_weights(self, held: SlicedWeights, sent: Sent, received: list[int]) -> Iterator[tuple[str, Tensor]]:
@@ -116,17 +119,24 @@ class GeneratorFilling:
                     arriving[name] = self._new_whole(name)
             wanted = SlicedWeights({self._targets[name]: tensor for name, tensor in arriving.items()})
             received.append(self._gather(index, held, wanted, sent))
-            if self._record is not None:
-                self._record.add_received(bucket.pieces, wanted, self._world.rank)
+            self._record.add_received(bucket.pieces, wanted)
             for name in bucket.finished:
                 yield name, arriving.pop(name)
 
     def _gather(self, index: int, held: SlicedWeights, wanted: SlicedWeights, sent: Sent) -> int:
         num_bytes = self._gatherer.gather_bucket(index, held, wanted)
-        if self._record is not None:
-            self._record.add_sent(self._buckets[index].pieces, held, self._world.rank)
+        self._record.add_sent(self._buckets[index].pieces, held)
         sent(self._buckets[index].finished)
         return num_bytes
+
+    def _storage_faults(self, storage: Mapping[str, Tensor]) -> list[str]:
+        """Weights whose storage isn't shown as it is wanted, or is shown and never filled."""
+        if self._generator.wants_iterator:
+            return []
+        shown = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in storage.items()}
+        wanted = {name: (box.shape, self._agreed.dtypes[name]) for name, box in self._targets.items()}
+        differing = [name for name in {**wanted, **shown} if shown.get(name) != wanted.get(name)]
+        return [f"{name}: shown {shown.get(name)}, wanted {wanted.get(name)}" for name in differing]
 
     def _new_whole(self, name: str) -> Tensor:
         device = self._world.device.torch_device

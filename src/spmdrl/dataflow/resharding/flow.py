@@ -8,6 +8,7 @@ Source: MindSpeed RL (arXiv:2507.19017), "Allgather-Swap Technique", Figure 5.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -15,10 +16,11 @@ from typing import Literal
 from torch import Tensor
 
 from spmdrl.dataflow.resharding.agreement import check_same_version
-from spmdrl.dataflow.resharding.filling import GeneratorFilling
+from spmdrl.dataflow.resharding.filling import GeneratorFilling, Sent
 from spmdrl.dataflow.resharding.gather import ReshardConfig
+from spmdrl.dataflow.resharding.host import CopyTimes, make_host_store
 from spmdrl.dataflow.resharding.protocols import Generator, Trainer
-from spmdrl.dataflow.resharding.swap import Swap
+from spmdrl.dataflow.resharding.swap import Leaving, MakeStore, Swap
 from spmdrl.resources.memory import MemoryLedger, release_to_system
 from spmdrl.resources.world import World
 
@@ -30,6 +32,10 @@ class ReshardStats:
     seconds: float
     received_bytes: int = 0
     swapped_bytes: int = 0
+    returned: CopyTimes | None = None
+    """when the training state was copied back, of the verb that waited for it"""
+    hidden_share: float = 0.0
+    """of the time of that copy: what passed before the verb was called"""
 
 
 # Giving back the pages of a small model costs more, in faults when they are used again, than the memory is worth.
@@ -50,6 +56,8 @@ class ReshardingFlow:
         config: ReshardConfig,
         ledger: MemoryLedger,
         directory: Path,
+        *,
+        make_store: MakeStore = make_host_store,
     ):
         """`directory` takes the temporary files of a CPU's host side; `reference` is frozen, or None without one."""
         self._world = world
@@ -60,7 +68,7 @@ class ReshardingFlow:
         self._ledger = ledger
         self._state: State = "update"
         self._filling: GeneratorFilling | None = None
-        self._swap = Swap(world.device, ledger, directory)
+        self._swap = Swap(world.device, ledger, directory, make_store=make_store)
         self._swap.add_group("update_weights", lambda: _local_tensors(trainer))
         self._swap.add_group("optimizer", lambda: {str(i): t for i, t in enumerate(trainer.optimizer_tensors())})
         if reference is not None:
@@ -69,8 +77,8 @@ class ReshardingFlow:
     def to_generation(self) -> ReshardStats:
         """Fills and wakes the generator, and frees the training state. Collective over the world.
 
-        Bucket by bucket, so the device holds at its peak about the larger of the two states and a bucket. Raises
-        RuntimeError when `reshard.verify` finds weights changed on the way.
+        Bucket by bucket, so the device holds at its peak about the larger of the two states and a bucket. Raises what
+        `check_generation_weights` raises.
         """
         self._expect("update")
         started = time.perf_counter()
@@ -80,19 +88,27 @@ class ReshardingFlow:
         self._trainer.drop_gradients()
         self._ledger.set("gradients", "device", 0)
         swapped = self._swap.to_host("optimizer", version=self._trainer.update_count)
+        self._give_back_memory(swapped)
         received, freed = self._move_weights()
-        self._give_back_memory(swapped + freed)
+        self._give_back_memory(freed)
         self._generator.wake_cache()
         self._generator.version = self._trainer.update_count
         self._account_generator()
         self._state = "generation"
+        self.check_generation_weights()
+        if self._config.verify:
+            # Sums over all elements leave their temporary memory with the allocator.
+            self._give_back_memory(swapped + freed)
         return ReshardStats(time.perf_counter() - started, received, swapped + freed)
 
     def check_generation_weights(self) -> None:
-        """Compares the generator's weights with what was sent; needs `reshard.verify`. Collective over the world."""
+        """Raises RuntimeError on every rank unless each generator holds what the trainer sent, at its update count.
+
+        Spots of every piece are compared; with `reshard.verify`, all elements. Collective over the world.
+        """
         self._expect("generation")
         assert self._filling is not None
-        self._filling.compare()
+        self._filling.check(self._trainer.update_count)
 
     def start_return(self) -> ReshardStats:
         """Puts the generator to sleep and starts bringing the training state back in the background."""
@@ -117,17 +133,23 @@ class ReshardingFlow:
         if self._state == "generation":
             self.start_return()
         self._expect("returning")
-        returned = self._swap.finish_return("update_weights") + self._swap.finish_return("optimizer")
+        weights, optimizer = self._swap.finish_return("update_weights"), self._swap.finish_return("optimizer")
+        copied = weights.copied.joined(optimizer.copied)
         self._trainer.weights_on_device = True
         self._state = "update"
-        return ReshardStats(time.perf_counter() - started, swapped_bytes=returned)
+        return ReshardStats(
+            time.perf_counter() - started,
+            swapped_bytes=weights.num_bytes + optimizer.num_bytes,
+            returned=copied,
+            hidden_share=copied.share_before(started),
+        )
 
     def bring_reference(self) -> ReshardStats:
         """Brings the frozen reference weights to the device, if they aren't there."""
         started, returned = time.perf_counter(), 0
         if self._reference is not None and not self._swap.is_on_device("reference_weights"):
             self._swap.start_return("reference_weights")
-            returned = self._swap.finish_return("reference_weights")
+            returned = self._swap.finish_return("reference_weights").num_bytes
             self._reference.weights_on_device = True
         return ReshardStats(time.perf_counter() - started, swapped_bytes=returned)
 
@@ -142,7 +164,9 @@ class ReshardingFlow:
         return ReshardStats(time.perf_counter() - started, swapped_bytes=freed)
 
     def account(self) -> None:
-        """Enters what the trainer holds now into the ledger; the optimizer's state appears with the first update."""
+        """Enters what is held now into the ledger: optimizer state appears with the first update, a cache may grow."""
+        if self._state == "generation":
+            self._account_generator()
         if self._state == "update":
             self._swap.account("update_weights")
             self._swap.account("optimizer")
@@ -163,10 +187,27 @@ class ReshardingFlow:
         shards = self._trainer.named_shards()
         self._trainer.weights_on_device = False
         self._ledger.set("bucket", "device", self._filling.buffer_bytes)
-        received = self._filling.run(shards, storage, sent=leaving.move)
+        received = self._filling.run(shards, storage, version=self._trainer.update_count, sent=self._releasing(leaving))
         freed = leaving.finish()
         self._ledger.set("bucket", "device", 0)
         return received, freed
+
+    def _releasing(self, leaving: Leaving) -> Sent:
+        """Moves weights out once they were sent.
+
+        A CPU's freed memory goes back to the system in between, or it would be held beside what the generator fills.
+        """
+        held = self._ledger.bytes_of("update_weights")
+
+        def move(names: Iterable[str]) -> None:
+            nonlocal held
+            leaving.move(names)
+            left = self._ledger.bytes_of("update_weights")
+            if self._world.device.is_cpu and held - left >= LEAST_BYTES_TO_RELEASE:
+                release_to_system()
+                held = left
+
+        return move
 
     def _account_generator(self) -> None:
         held = self._generator.memory_bytes()

@@ -1,13 +1,15 @@
 """Moves one bucket of update shards into the generation engine's storage: the executors behind the plan.
 
-`exact` sends each rank only what it lacks (all-to-all with uneven splits). `allgather` is the paper's: the bucket's
-shards are all-gathered into one temporary buffer, from which each rank selects and copies (MindSpeed RL,
-arXiv:2507.19017, Figure 5, steps 1, 2 and 4; step 3, the swap, is elsewhere).
+`exact` sends each rank only what it lacks: from storage to storage where pieces are contiguous and in the wire's dtype,
+otherwise through a temporary buffer. `allgather` is the paper's: the bucket's shards are all-gathered into the buffer,
+from which each rank selects and copies (MindSpeed RL, arXiv:2507.19017, Figure 5, steps 1, 2 and 4; step 3, the swap,
+is elsewhere).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -15,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from spmdrl.dataflow.resharding.buckets import Bucket
+from spmdrl.dataflow.resharding.buckets import Piece, Transfer
 from spmdrl.dataflow.resharding.plan import Block, ReshardPlan
 from spmdrl.dataflow.resharding.slices import SlicedWeights
 from spmdrl.types import WeightSlice
@@ -46,53 +48,60 @@ class ReshardConfig:
 
 @dataclass(frozen=True)
 class _Exchange:
-    """One rank's part in one bucket; the outer tuples go by position in the block."""
+    """One rank's part in the pieces of a bucket that travel in one dtype."""
 
+    dtype: torch.dtype
     copies: tuple[WeightSlice, ...]
-    sends: tuple[tuple[WeightSlice, ...], ...]
-    receives: tuple[tuple[WeightSlice, ...], ...]
+    sends: tuple[Transfer, ...]
+    receives: tuple[Transfer, ...]
     contributions: tuple[tuple[WeightSlice, ...], ...]
+    """by position in the block"""
     segment_numel: int
-
-    @property
-    def num_sent(self) -> int:
-        return _numel(box for boxes in self.sends for box in boxes)
-
-    @property
-    def num_received(self) -> int:
-        return _numel(box for boxes in self.receives for box in boxes)
+    """elements that the busiest rank contributes"""
 
 
 class BucketGatherer:
-    """Runs the buckets of one rank's block through one reused buffer. Making it is collective over the world."""
+    """Runs the buckets of one rank's block through one reused buffer. Making it is collective over the world.
 
-    def __init__(self, plan: ReshardPlan, rank: int, *, executor: Executor, dtype: torch.dtype, device: torch.device):
-        """`dtype` is that in which weights travel; they are cast to it when sent."""
+    What travels in different dtypes takes turns in the buffer, so that all of it is aligned without gaps.
+    """
+
+    def __init__(
+        self,
+        plan: ReshardPlan,
+        rank: int,
+        *,
+        executor: Executor,
+        dtypes: Mapping[str, torch.dtype],
+        device: torch.device,
+    ):
+        """`dtypes` are those in which weights travel; they are cast to them when sent."""
         self.block = plan.block_of(rank)
         self.group = _open_group(plan, rank)
         self._rank = rank
         self._position = self.block.ranks.index(rank)
         self._executor = executor
-        self._dtype = dtype
         self._device = device
-        self._exchanges = [_exchange_of(plan, self.block, bucket, rank) for bucket in self.block.buckets]
+        self._exchanges = [
+            [
+                _exchange_of(plan, self.block, rank, dtype, pieces)
+                for dtype, pieces in _by_dtype(bucket.pieces, dtypes).items()
+            ]
+            for bucket in self.block.buckets
+        ]
         self._buffer: Tensor | None = None
+        if len(self.block.ranks) > 1:
+            # Back ends that connect in a group's first call need all of its ranks there; a bucket may leave some out.
+            dist.all_reduce(torch.zeros(1, device=device), group=self.group)
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of the temporary buffer: the largest need of any bucket on this rank."""
-        return max(map(self._buffer_numel, self._exchanges), default=0) * self._dtype.itemsize
+        """Bytes of the temporary buffer: the largest need of any bucket on this rank, if no piece can do without."""
+        return max(map(self._bytes_of, itertools.chain.from_iterable(self._exchanges)), default=0)
 
     def gather_bucket(self, index: int, held: SlicedWeights, wanted: SlicedWeights) -> int:
         """Fills `wanted` with the bucket's pieces and returns the bytes received. Collective over the block."""
-        exchange = self._exchanges[index]
-        for box in exchange.copies:
-            wanted.view(box).copy_(held.view(box))
-        if exchange.segment_numel == 0:
-            return 0
-        if self._executor == "allgather":
-            return self._all_gather(exchange, held, wanted)
-        return self._all_to_all(exchange, held, wanted)
+        return sum(self._run(exchange, held, wanted) for exchange in self._exchanges[index])
 
     def release(self) -> None:
         """Frees the temporary buffer; the next bucket allocates it anew."""
@@ -100,60 +109,99 @@ class BucketGatherer:
             self._buffer.untyped_storage().resize_(0)
             self._buffer = None
 
-    def _all_to_all(self, exchange: _Exchange, held: SlicedWeights, wanted: SlicedWeights) -> int:
-        buffer = self._reserve()
-        sent = buffer[: exchange.num_sent]
-        received = buffer[exchange.num_sent : exchange.num_sent + exchange.num_received]
-        _pack(sent, (box for boxes in exchange.sends for box in boxes), held)
-        dist.all_to_all_single(
-            received,
-            sent,
-            [_numel(boxes) for boxes in exchange.receives],
-            [_numel(boxes) for boxes in exchange.sends],
-            group=self.group,
-        )
-        _unpack(received, [box for boxes in exchange.receives for box in boxes], wanted)
-        return received.numel() * received.element_size()
+    def _run(self, exchange: _Exchange, held: SlicedWeights, wanted: SlicedWeights) -> int:
+        for box in exchange.copies:
+            wanted.view(box).copy_(held.view(box))
+        if exchange.segment_numel == 0:
+            return 0
+        if self._executor == "allgather":
+            return self._all_gather(exchange, held, wanted)
+        return self._send_and_receive(exchange, held, wanted)
+
+    def _send_and_receive(self, exchange: _Exchange, held: SlicedWeights, wanted: SlicedWeights) -> int:
+        slots = _Slots(exchange.dtype, lambda: self._reserve(exchange))
+        arriving = [(transfer, wanted.view(transfer.box)) for transfer in exchange.receives]
+        messages = [(transfer, place, slots.beside(place)) for transfer, place in arriving]
+        # A piece is packed once, however many ranks it goes to.
+        boxes = {transfer.box for transfer in exchange.sends}
+        leaving = {box: slots.filled_with(held.view(box)) for box in boxes}
+        operations = [dist.P2POp(dist.irecv, message, t.sender, self.group) for t, _, message in messages]
+        operations += [dist.P2POp(dist.isend, leaving[t.box], t.receiver, self.group) for t in exchange.sends]
+        for work in dist.batch_isend_irecv(operations) if operations else ():
+            work.wait()
+        for _, place, message in messages:
+            if message is not place:
+                place.copy_(message)
+        return sum(message.nbytes for _, _, message in messages)
 
     def _all_gather(self, exchange: _Exchange, held: SlicedWeights, wanted: SlicedWeights) -> int:
         numel = exchange.segment_numel
-        segments = self._reserve()[: len(self.block.ranks) * numel].view(-1, numel)
+        segments = self._reserve(exchange).view(-1, numel)
         mine = segments[self._position]
         _pack(mine, exchange.contributions[self._position], held)
         _all_gather_flat(segments.view(-1), mine, group=self.group)
-        missing = {box for boxes in exchange.receives for box in boxes}
+        missing = {transfer.box for transfer in exchange.receives}
         for segment, boxes in zip(segments, exchange.contributions, strict=True):
             _unpack(segment, boxes, wanted, only=missing)
         return (len(self.block.ranks) - 1) * numel * segments.element_size()
 
-    def _buffer_numel(self, exchange: _Exchange) -> int:
+    def _bytes_of(self, exchange: _Exchange) -> int:
         if self._executor == "allgather":
-            return len(self.block.ranks) * exchange.segment_numel
-        return exchange.num_sent + exchange.num_received
+            return len(self.block.ranks) * exchange.segment_numel * exchange.dtype.itemsize
+        packed = _numel({transfer.box for transfer in exchange.sends})
+        return (packed + _numel(transfer.box for transfer in exchange.receives)) * exchange.dtype.itemsize
 
-    def _reserve(self) -> Tensor:
+    def _reserve(self, exchange: _Exchange) -> Tensor:
+        """The part of the buffer that an exchange needs, in its dtype."""
         if self._buffer is None:
-            numel = self.buffer_bytes // self._dtype.itemsize
-            self._buffer = torch.empty(numel, dtype=self._dtype, device=self._device)
-        return self._buffer
+            self._buffer = torch.empty(self.buffer_bytes, dtype=torch.uint8, device=self._device)
+        return self._buffer[: self._bytes_of(exchange)].view(exchange.dtype)
 
 
-def _exchange_of(plan: ReshardPlan, block: Block, bucket: Bucket, rank: int) -> _Exchange:
-    """Both ends of a transfer list it in the order of the bucket's pieces, so boxes need no labels on the wire."""
-    sends: list[list[WeightSlice]] = [[] for _ in block.ranks]
-    receives: list[list[WeightSlice]] = [[] for _ in block.ranks]
+class _Slots:
+    """Parts of the buffer, side by side, for the pieces of one exchange that can't travel from storage to storage."""
+
+    def __init__(self, dtype: torch.dtype, reserve: Callable[[], Tensor]):
+        self._dtype = dtype
+        self._reserve = reserve
+        self._used = 0
+
+    def beside(self, tensor: Tensor) -> Tensor:
+        """The tensor itself if it can travel as it is, otherwise as many elements of the buffer, in its shape."""
+        if tensor.dtype == self._dtype and tensor.is_contiguous():
+            return tensor
+        start, self._used = self._used, self._used + tensor.numel()
+        return self._reserve()[start : self._used].view(tensor.shape)
+
+    def filled_with(self, tensor: Tensor) -> Tensor:
+        """What travels in the tensor's place."""
+        slot = self.beside(tensor)
+        return tensor if slot is tensor else slot.copy_(tensor)
+
+
+def _by_dtype(pieces: Iterable[Piece], dtypes: Mapping[str, torch.dtype]) -> dict[torch.dtype, list[Piece]]:
+    """Pieces by the dtype in which they travel, in an order that all ranks share."""
+    groups: dict[torch.dtype, list[Piece]] = {}
+    for piece in pieces:
+        groups.setdefault(dtypes[piece.box.name], []).append(piece)
+    return groups
+
+
+def _exchange_of(plan: ReshardPlan, block: Block, rank: int, dtype: torch.dtype, pieces: Sequence[Piece]) -> _Exchange:
+    """Both ends of a transfer list it in the order of the pieces, so boxes need no labels on the wire."""
+    transfers = [transfer for piece in pieces for transfer in piece.transfers(plan.ranks_per_node)]
     contributions: list[list[WeightSlice]] = [[] for _ in block.ranks]
-    for transfer in plan.transfers(bucket):
-        if transfer.sender == rank:
-            sends[block.ranks.index(transfer.receiver)].append(transfer.box)
-        elif transfer.receiver == rank:
-            receives[block.ranks.index(transfer.sender)].append(transfer.box)
-    for piece in bucket.pieces:
+    for piece in pieces:
         if piece.is_missing:
             contributions[block.ranks.index(piece.contributor)].append(piece.box)
-    copies = [piece.box for piece in bucket.pieces if rank in piece.holders and rank in piece.wanters]
-    segment_numel = max(map(_numel, contributions))
-    return _Exchange(tuple(copies), _frozen(sends), _frozen(receives), _frozen(contributions), segment_numel)
+    return _Exchange(
+        dtype,
+        copies=tuple(piece.box for piece in pieces if rank in piece.holders and rank in piece.wanters),
+        sends=tuple(transfer for transfer in transfers if transfer.sender == rank),
+        receives=tuple(transfer for transfer in transfers if transfer.receiver == rank),
+        contributions=tuple(map(tuple, contributions)),
+        segment_numel=max(map(_numel, contributions)),
+    )
 
 
 def _open_group(plan: ReshardPlan, rank: int) -> dist.ProcessGroup | None:
@@ -185,7 +233,3 @@ def _unpack(
 
 def _numel(boxes: Iterable[WeightSlice]) -> int:
     return sum(box.num_elements for box in boxes)
-
-
-def _frozen(lists: list[list[WeightSlice]]) -> tuple[tuple[WeightSlice, ...], ...]:
-    return tuple(map(tuple, lists))

@@ -10,6 +10,7 @@ import errno
 import os
 import tempfile
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +30,22 @@ class Span:
     num_bytes: int
 
 
+@dataclass(frozen=True)
+class CopyTimes:
+    """When a copy began and ended, in seconds of `time.perf_counter`."""
+
+    start: float
+    end: float
+
+    def joined(self, other: CopyTimes) -> CopyTimes:
+        return CopyTimes(min(self.start, other.start), max(self.end, other.end))
+
+    def share_before(self, moment: float) -> float:
+        """The share of the copy's time that had passed at a moment."""
+        passed = min(self.end, moment) - self.start
+        return max(0.0, passed / (self.end - self.start)) if self.end > self.start else 1.0
+
+
 class Ticket(Protocol):
     """A copy under way."""
 
@@ -36,7 +53,13 @@ class Ticket(Protocol):
 
     def wait(self) -> None:
         """Returns when the copy has ended, or raises what it failed with."""
-        ...
+
+
+class ReturnTicket(Ticket, Protocol):
+    """A copy from the host under way."""
+
+    def times(self) -> CopyTimes:
+        """When it ran; waits until the copy has really ended."""
 
 
 class HostStore(Protocol):
@@ -50,7 +73,7 @@ class HostStore(Protocol):
         """Copies storages out; they may be freed once the ticket is done."""
         ...
 
-    def read(self, spans: Sequence[Span]) -> Ticket:
+    def read(self, spans: Sequence[Span]) -> ReturnTicket:
         """Brings storages back to size and content in the background; they may be used after the ticket's wait."""
         ...
 
@@ -90,7 +113,7 @@ class FileStore:
                 rest = rest[written:]
         return _Done()
 
-    def read(self, spans: Sequence[Span]) -> Ticket:
+    def read(self, spans: Sequence[Span]) -> ReturnTicket:
         return _ReadingThread(self._file.fileno(), spans)
 
     def close(self) -> None:
@@ -121,6 +144,7 @@ class _ReadingThread:
         self._file = file
         self._spans = spans
         self._error: BaseException | None = None
+        self._start = self._end = time.perf_counter()
         self._thread = threading.Thread(target=self._run, name="swap-return")
         self._thread.start()
 
@@ -132,6 +156,9 @@ class _ReadingThread:
         if self._error is not None:
             raise self._error
 
+    def times(self) -> CopyTimes:
+        return CopyTimes(self._start, self._end)
+
     def _run(self) -> None:
         try:
             for span in self._spans:
@@ -139,6 +166,7 @@ class _ReadingThread:
                 self._fill(span)
         except BaseException as error:  # Raised again by wait, in the thread that asked.
             self._error = error
+        self._end = time.perf_counter()
 
     def _fill(self, span: Span) -> None:
         rest = _memory_of(span)
@@ -176,7 +204,7 @@ class PinnedStore:
     def write(self, spans: Sequence[Span]) -> Ticket:
         return self._copy(spans, returning=False)
 
-    def read(self, spans: Sequence[Span]) -> Ticket:
+    def read(self, spans: Sequence[Span]) -> ReturnTicket:
         for span in spans:
             span.storage.resize_(span.num_bytes)
         return self._copy(spans, returning=True)
@@ -185,29 +213,37 @@ class PinnedStore:
         self._stream.synchronize()
         self._pinned = torch.empty(0, dtype=torch.uint8)
 
-    def _copy(self, spans: Sequence[Span], *, returning: bool) -> Ticket:
+    def _copy(self, spans: Sequence[Span], *, returning: bool) -> ReturnTicket:
         module = self._device.module
         # Kernels queued so far may still write these weights, or use the memory that the allocator just handed out.
         self._stream.wait_stream(module.current_stream())
         with module.stream(self._stream):
+            begun, copied = module.Event(enable_timing=True), module.Event(enable_timing=True)
+            begun.record(self._stream)
             for span in spans:
                 on_host = self._pinned[span.offset : span.offset + span.num_bytes]
                 on_device = _bytes_tensor(span.storage)
                 to, source = (on_device, on_host) if returning else (on_host, on_device)
                 to.copy_(source, non_blocking=True)
-            copied = module.Event()
             copied.record(self._stream)
-        return _EventTicket(self._device, copied)
+        return _EventTicket(self._device, begun, copied)
 
 
 class _EventTicket:
-    def __init__(self, device: Device, event: torch.Event):
+    def __init__(self, device: Device, begun: torch.Event, copied: torch.Event):
         self._device = device
-        self._event = event
+        self._begun = begun
+        self._copied = copied
+        self._queued = time.perf_counter()
 
     def is_done(self) -> bool:
-        return self._event.query()
+        return self._copied.query()
 
     def wait(self) -> None:
         # Ordering the device is enough: who takes the freed memory, or reads what came back, is queued behind this.
-        self._device.module.current_stream().wait_event(self._event)
+        self._device.module.current_stream().wait_event(self._copied)
+
+    def times(self) -> CopyTimes:
+        self._copied.synchronize()
+        # The device tells durations only; a return is queued when nothing else is.
+        return CopyTimes(self._queued, self._queued + self._begun.elapsed_time(self._copied) / 1e3)

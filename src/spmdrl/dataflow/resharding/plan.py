@@ -32,11 +32,16 @@ class ReshardPlan:
     """Every block's buckets."""
 
     blocks: tuple[Block, ...]
-    element_bytes: int
+    element_bytes: Mapping[str, int]
+    """by weight, an element's size on the wire"""
     ranks_per_node: int
 
     def block_of(self, rank: int) -> Block:
         return next(block for block in self.blocks if rank in block.ranks)
+
+    def num_bytes(self, box: WeightSlice) -> int:
+        """Bytes of a box on the wire."""
+        return box.num_elements * self.element_bytes[box.name]
 
     def transfers(self, bucket: Bucket) -> Iterator[Transfer]:
         """All transfers of a bucket, in the order of its pieces."""
@@ -48,16 +53,18 @@ def plan_resharding(
     target: SlicesByRank,
     shapes: Shapes,
     bucket_bytes: int,
-    element_bytes: int,
+    element_bytes: int | Mapping[str, int],
     *,
     ranks_per_node: int | None = None,
 ) -> ReshardPlan:
     """Plans how the slices that ranks hold (`source`) become those that they want (`target`).
 
-    `shapes` gives the whole weights in model order; `element_bytes` is an element's size on the wire. Without
-    `ranks_per_node` all ranks count as one node. Raises ValueError for slices outside their weight, for wanted elements
-    that no rank holds, and for buckets that can't take a single element.
+    `shapes` gives the whole weights in model order; `element_bytes` is an element's size on the wire, of all weights or
+    by weight. Without `ranks_per_node` all ranks count as one node. Raises ValueError for slices outside their weight,
+    for wanted elements that no rank holds, and for buckets that can't take a single element.
     """
+    if isinstance(element_bytes, int):
+        element_bytes = dict.fromkeys(shapes, element_bytes)
     num_ranks = 1 + max((*source, *target), default=0)
     held, wanted = _by_name(source, shapes), _by_name(target, shapes)
     size = _block_size(held, wanted, num_ranks)
@@ -71,18 +78,6 @@ def plan_resharding(
     return ReshardPlan(tuple(blocks), element_bytes, ranks_per_node or num_ranks)
 
 
-def fsdp_slices(shapes: Shapes, shard_size: int, rank: int) -> list[WeightSlice]:
-    """The slices of shard rank `rank`: dim 0 cut as `torch.chunk` does, so last shards may be short or empty."""
-    slices = []
-    for name, shape in shapes.items():
-        if not shape:
-            raise ValueError(f"{name} is a scalar; only weights with at least one dim can be sharded along dim 0")
-        rows = -(-shape[0] // shard_size)
-        start, stop = min(rank * rows, shape[0]), min((rank + 1) * rows, shape[0])
-        slices.append(WeightSlice(name, (start, *[0] * (len(shape) - 1)), (stop, *shape[1:])))
-    return slices
-
-
 def whole_slices(shapes: Shapes) -> list[WeightSlice]:
     """One slice a weight, holding all of it."""
     return [WeightSlice(name, (0,) * len(shape), tuple(shape)) for name, shape in shapes.items()]
@@ -94,7 +89,22 @@ def least_bytes(plan: ReshardPlan) -> dict[int, int]:
     for block in plan.blocks:
         for bucket in block.buckets:
             for transfer in plan.transfers(bucket):
-                received[transfer.receiver] += transfer.box.num_elements * plan.element_bytes
+                received[transfer.receiver] += plan.num_bytes(transfer.box)
+    return received
+
+
+def allgather_bytes(plan: ReshardPlan) -> dict[int, int]:
+    """By rank, the bytes that it receives where each bucket is all-gathered in segments as long as the longest."""
+    received = {}
+    for block in plan.blocks:
+        total = 0
+        for bucket in block.buckets:
+            segments = dict.fromkeys(block.ranks, 0)
+            for piece in bucket.pieces:
+                if piece.is_missing:
+                    segments[piece.contributor] += plan.num_bytes(piece.box)
+            total += (len(segments) - 1) * max(segments.values())
+        received.update(dict.fromkeys(block.ranks, total))
     return received
 
 
@@ -106,7 +116,9 @@ def redundant_bytes(
     generation_data_size: int,
     generation_expert_size: int,
 ) -> float:
-    """Bytes that naive resharding leaves unused on all devices: R = GDP x (TW / UTP + EW / GEP).
+    """Bytes that naive resharding leaves unused: R = GDP x (TW / UTP + EW / GEP).
+
+    That is on all devices where generation isn't tensor-parallel, and a replica's share where it is.
 
     Source: MindSpeed RL (arXiv:2507.19017), Eq. 3. TW and EW are the sizes of the tensor- and expert-parallel weights.
     """

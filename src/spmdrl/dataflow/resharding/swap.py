@@ -15,12 +15,21 @@ from typing import Literal
 
 from torch import Tensor
 
-from spmdrl.dataflow.resharding.host import HostStore, Span, Ticket, make_host_store
+from spmdrl.dataflow.resharding.host import CopyTimes, HostStore, ReturnTicket, Span, Ticket, make_host_store
 from spmdrl.resources.device import Device
 from spmdrl.resources.memory import MemoryLedger, Owner
 
 TensorsByName = Callable[[], Mapping[str, Tensor]]
+MakeStore = Callable[[Device, Path], HostStore]
 _ALIGNMENT = 512
+
+
+@dataclass(frozen=True)
+class Returned:
+    """A group that is back."""
+
+    num_bytes: int
+    copied: CopyTimes
 
 
 @dataclass
@@ -33,7 +42,7 @@ class _Group:
     state: Literal["device", "leaving", "host", "returning"] = "device"
     spans: list[Span] = field(default_factory=list)
     """the storages while the group isn't wholly on the device; held no longer, as their owner may replace them there"""
-    returning: Ticket | None = None
+    returning: ReturnTicket | None = None
     copied_version: int | None = None
     copied_storages: list[tuple[int, int]] = field(default_factory=list)
     """(address, bytes) of what the host has a copy of, as it is on the device"""
@@ -42,17 +51,20 @@ class _Group:
 class Swap:
     """Named groups of tensors that leave the device together and come back together."""
 
-    def __init__(self, device: Device, ledger: MemoryLedger, directory: Path):
+    def __init__(
+        self, device: Device, ledger: MemoryLedger, directory: Path, *, make_store: MakeStore = make_host_store
+    ):
         """`directory` takes the unlinked temporary files of a CPU's host side; accelerators don't use it."""
         self._device = device
         self._ledger = ledger
         self._directory = directory
+        self._make_store = make_store
         self._groups: dict[str, _Group] = {}
 
     def add_group(self, owner: Owner, tensors: TensorsByName) -> None:
         """Adds a group; `tensors` is asked at each leaving, since optimizer state appears only with the first step."""
         assert owner not in self._groups, owner
-        self._groups[owner] = _Group(owner, tensors, make_host_store(self._device, self._directory))
+        self._groups[owner] = _Group(owner, tensors, self._make_store(self._device, self._directory))
         self.account(owner)
 
     def account(self, owner: Owner) -> None:
@@ -89,8 +101,8 @@ class Swap:
         # All of it may be on the device from here on.
         self._ledger.set(owner, "device", sum(span.num_bytes for span in group.spans))
 
-    def finish_return(self, owner: Owner) -> int:
-        """Waits until a group is back and returns its bytes."""
+    def finish_return(self, owner: Owner) -> Returned:
+        """Waits until a group is back."""
         group = self._groups[owner]
         if group.returning is None:
             raise RuntimeError(f"{owner} isn't returning: it is in state {group.state!r}; call start_return first")
@@ -98,7 +110,7 @@ class Swap:
         ticket.wait()
         group.copied_storages = _addresses(group.spans)
         group.spans, group.state = [], "device"
-        return sum(num_bytes for _, num_bytes in group.copied_storages)
+        return Returned(sum(num_bytes for _, num_bytes in group.copied_storages), ticket.times())
 
     def forget_copy(self, owner: Owner) -> None:
         """Has the group copied at its next leaving, whatever its version: it changed without one."""

@@ -1,0 +1,229 @@
+"""A rank of the memory bench, run by a launcher: one step with the swap or without it, watched while it runs."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from spmdrl.dataflow.resharding.filling import GeneratorFilling
+from spmdrl.dataflow.resharding.flow import ReshardingFlow
+from spmdrl.dataflow.resharding.gather import ReshardConfig
+from spmdrl.dataflow.resharding.swap import storage_bytes
+from spmdrl.engines.generation.native import NativeEngine
+from spmdrl.engines.generation.protocol import Request, RolloutConfig, SamplingParams
+from spmdrl.engines.models.decoder import DecoderConfig
+from spmdrl.engines.models.weights import random_weights
+from spmdrl.engines.training.engine import TrainingConfig, TrainingEngine
+from spmdrl.engines.training.optimizer import OptimConfig
+from spmdrl.engines.training.rows import LossTerms, MicroBatch, Scores, TokenRows
+from spmdrl.resources.layout import UpdateLayout
+from spmdrl.resources.memory import MemoryLedger, release_to_system, resident_bytes
+from spmdrl.resources.mesh import build_update_mesh
+from spmdrl.resources.world import World, open_world
+from spmdrl.types import offsets_of
+
+RESULT_FILE, SETTINGS_FILE = "result.json", "settings.json"
+TIMEOUT_SECONDS = 120.0
+_SECONDS_BETWEEN_LOOKS = 0.01
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What both runs do."""
+
+    num_layers: int
+    num_rows: int
+    """responses that a rank generates, and rows of its update"""
+    length: int
+    """tokens of a prompt, and of its response"""
+    swap: bool
+
+    @property
+    def model(self) -> DecoderConfig:
+        """A Qwen3 of 6.3M parameters, and 6.9M a layer."""
+        return DecoderConfig(
+            model_type="qwen3", vocab_size=8192, hidden_size=768, intermediate_size=2304, num_layers=self.num_layers,
+            num_heads=12, num_kv_heads=4, head_size=64, rms_eps=1e-6, rope_theta=10000.0, qk_norm=True,
+            attention_bias=False, tied_head=True, max_positions=2 * self.length,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Look:
+    """What one rank held at one moment: resident bytes beyond those of an idle rank, and its ledger of the device."""
+
+    seconds: float
+    resident: int
+    ledger: dict[str, int]
+
+
+class Flow(Protocol):
+    """A way to switch between update and generation."""
+
+    def to_generation(self) -> object: ...
+    def start_return(self) -> object: ...
+    def to_update(self) -> object: ...
+    def account(self) -> None: ...
+
+
+class StayingFlow:
+    """A switch without the swap: the generator is filled beside the training state, which stays on the device."""
+
+    def __init__(self, world: World, trainer: TrainingEngine, generator: NativeEngine, ledger: MemoryLedger):
+        self._world = world
+        self._trainer = trainer
+        self._generator = generator
+        self._ledger = ledger
+        self._config = ReshardConfig()
+        self._filling: GeneratorFilling | None = None
+
+    def to_generation(self) -> None:
+        self._trainer.reshard()
+        self._trainer.drop_gradients()
+        storage, shards = self._generator.wake_weights(), self._trainer.named_shards()
+        if self._filling is None:
+            self._filling = GeneratorFilling(self._world, shards, self._generator, storage, self._config)
+        self._ledger.set("bucket", "device", self._filling.buffer_bytes)
+        self._filling.run(shards, storage, version=self._trainer.update_count, sent=lambda names: None)
+        self._ledger.set("bucket", "device", 0)
+        self._generator.wake_cache()
+        self.account()
+
+    def start_return(self) -> None:
+        self._generator.sleep()
+        if self._filling is not None:
+            self._filling.forget_storage()
+        release_to_system()
+        self.account()
+
+    def to_update(self) -> None:
+        """Nothing has to come back."""
+
+    def account(self) -> None:
+        shards = [shard.tensor for shard in self._trainer.named_shards().values()]
+        self._ledger.set("update_weights", "device", storage_bytes(shards))
+        self._ledger.set("optimizer", "device", storage_bytes(self._trainer.optimizer_tensors()))
+        held = self._generator.memory_bytes()
+        self._ledger.set("generation_weights", "device", held["generation_weights"])
+        self._ledger.set("kv_cache", "device", held["kv_cache"])
+
+
+class Watch:
+    """Looks at this rank's memory from a thread of its own, phase by phase."""
+
+    def __init__(self, ledger: MemoryLedger, idle_bytes: int):
+        self.phases: dict[str, list[Look]] = {}
+        self._ledger = ledger
+        self._idle_bytes = idle_bytes
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Look on while the block runs, and once more at its end."""
+        looks, ended, started = self.phases.setdefault(name, []), threading.Event(), time.perf_counter()
+
+        def look() -> None:
+            device = dict(self._ledger.snapshot(name).device)
+            looks.append(Look(time.perf_counter() - started, resident_bytes() - self._idle_bytes, device))
+
+        def look_on() -> None:
+            while not ended.wait(_SECONDS_BETWEEN_LOOKS):
+                look()
+
+        look()
+        thread = threading.Thread(target=look_on)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+        look()
+
+
+class Step:
+    """The parts of one step on one rank. Its verbs are collective."""
+
+    def __init__(self, world: World, settings: Settings, folder: Path):
+        model = settings.model
+        mesh = build_update_mesh(UpdateLayout(shard=world.size), world.device, world.rank)
+        self._settings = settings
+        self._trainer = TrainingEngine(model, TrainingConfig(), OptimConfig(lr=1e-4), mesh, world.device)
+        self._trainer.load(random_weights(model, 0))
+        self._generator = NativeEngine(model, RolloutConfig(), world.device.torch_device, torch.float32)
+        self.ledger = MemoryLedger()
+        self.flow: Flow = StayingFlow(world, self._trainer, self._generator, self.ledger)
+        if settings.swap:
+            self.flow = ReshardingFlow(
+                world, self._trainer, self._generator, None, ReshardConfig(), self.ledger, folder
+            )
+
+    def update(self) -> None:
+        num_rows, length = self._settings.num_rows, 2 * self._settings.length
+        tokens_T = torch.arange(num_rows * length) % self._settings.model.vocab_size
+        rows = TokenRows(tokens_T, offsets_of([length] * num_rows), torch.full((num_rows,), self._settings.length))
+        self._trainer.update(rows, _likelihood)
+        self._trainer.drop_gradients()
+        release_to_system()
+        self.flow.account()
+
+    def generate(self) -> None:
+        length, numbers = self._settings.length, range(self._settings.num_rows)
+        sampling = SamplingParams(max_tokens=length)
+        prompts = [tuple(range(number, number + length)) for number in numbers]
+        self._generator.submit([Request((number,), prompts[number], (number,), sampling) for number in numbers])
+        self.flow.account()
+        while self._generator.num_unfinished:
+            self._generator.step()
+
+    def come_back(self) -> None:
+        self.flow.start_return()
+        self.flow.to_update()
+
+
+def _likelihood(scores: Scores, micro: MicroBatch) -> LossTerms:
+    return LossTerms(-scores.logprobs_R.mean(), {})
+
+
+def watch_step(world: World, settings: Settings, folder: Path) -> dict[str, list[Look]]:
+    """What this rank held in each phase of a step, after a first one that is not counted. Collective."""
+    idle = resident_bytes()
+    step = Step(world, settings, folder)
+    watch = Watch(step.ledger, idle)
+    phases = {
+        "update": step.update,
+        "switch": step.flow.to_generation,
+        "generation": step.generate,
+        "return": step.come_back,
+        "next update": step.update,
+    }
+    for work in phases.values():
+        work()
+    for name, work in phases.items():
+        with watch.phase(name):
+            work()
+    return watch.phases
+
+
+def main() -> None:
+    """Run the step that the folder's settings tell; rank 0 writes what it held."""
+    torch.set_num_threads(1)
+    folder = Path(sys.argv[1])
+    settings = Settings(**json.loads((folder / SETTINGS_FILE).read_text()))
+    with open_world("cpu", TIMEOUT_SECONDS) as world:
+        phases = watch_step(world, settings, folder)
+        if world.is_main:
+            looks = {name: [asdict(look) for look in looks] for name, looks in phases.items()}
+            (folder / RESULT_FILE).write_text(json.dumps(looks))
+
+
+if __name__ == "__main__":
+    main()

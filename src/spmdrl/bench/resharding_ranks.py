@@ -1,0 +1,249 @@
+"""A rank of the resharding bench: fills whole generation weights in several ways in turn, then switches for real.
+
+Started by a launcher with its task as JSON in its argument; the first rank writes what all of them measured.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from spmdrl.dataflow.resharding.agreement import AgreedPlan, agree_on_plan
+from spmdrl.dataflow.resharding.flow import ReshardingFlow
+from spmdrl.dataflow.resharding.gather import BucketGatherer, Executor, ReshardConfig
+from spmdrl.dataflow.resharding.plan import least_bytes
+from spmdrl.dataflow.resharding.slices import SlicedWeights
+from spmdrl.engines.generation.native import NativeEngine
+from spmdrl.engines.generation.protocol import RolloutConfig
+from spmdrl.engines.models.decoder import DecoderConfig
+from spmdrl.engines.models.weights import random_weights
+from spmdrl.engines.training.engine import TrainingConfig, TrainingEngine
+from spmdrl.engines.training.optimizer import OptimConfig
+from spmdrl.resources.collectives import barrier, gather_bytes
+from spmdrl.resources.layout import UpdateLayout, fit_update_layout
+from spmdrl.resources.memory import OWNERS, MemoryLedger, Owner, Place, release_to_system, resident_bytes
+from spmdrl.resources.mesh import build_update_mesh
+from spmdrl.resources.world import World, open_world
+from spmdrl.types import whole_slice
+
+EXECUTORS: tuple[Executor, ...] = ("exact", "allgather")
+FULL_TENSOR = "full_tensor"
+"""What others do: each parameter whole on every rank, then copied."""
+WAYS = (*EXECUTORS, FULL_TENSOR)
+_TIMEOUT_SECONDS = 300.0
+
+
+@dataclass(frozen=True)
+class ReshardTask:
+    """What every rank is told."""
+
+    model: DecoderConfig
+    layout: UpdateLayout
+    dtype: str
+    """of the generation weights"""
+    bucket_bytes: int
+    rounds: int
+    folder: str
+    """takes the swapped state and the result"""
+
+    @classmethod
+    def from_json(cls, text: str) -> ReshardTask:
+        values = json.loads(text)
+        parts = {"model": DecoderConfig(**values["model"]), "layout": UpdateLayout(**values["layout"])}
+        return cls(**{**values, **parts})
+
+    @property
+    def result_path(self) -> Path:
+        return Path(self.folder) / "result.json"
+
+
+@dataclass
+class Measured:
+    """What one rank saw; lists go by round."""
+
+    least_bytes: int = 0
+    """what no way can receive less than"""
+    buffer_bytes: dict[str, int] = field(default_factory=dict)
+    """by executor: what it may take at most"""
+    received_bytes: dict[str, int] = field(default_factory=dict)
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    temporary_bytes: dict[str, list[int]] = field(default_factory=dict)
+    """growth of resident memory at its peak, by way"""
+    switch_seconds: list[float] = field(default_factory=list)
+    update_bytes: int = 0
+    generation_bytes: int = 0
+    peak_bytes: list[int] = field(default_factory=list)
+    """of a whole switch, by ledger"""
+    peak_resident_bytes: list[int] = field(default_factory=list)
+    """the same by resident memory, without what the process holds besides the two states"""
+
+
+class _PeakLedger(MemoryLedger):
+    """Also knows the most that all owners had on the device together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 0
+
+    @property
+    def total(self) -> int:
+        return sum(self.bytes_of(owner) for owner in OWNERS)
+
+    def set(self, owner: Owner, place: Place, num_bytes: int) -> None:
+        super().set(owner, place, num_bytes)
+        self.most = max(self.most, self.total)
+
+
+class _ResidentPeak:
+    """The most resident memory since it was made; Linux keeps count."""
+
+    def __init__(self) -> None:
+        release_to_system()
+        Path("/proc/self/clear_refs").write_text("5")
+        self.before = resident_bytes()
+
+    def growth(self) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        most = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+        return max(0, most - self.before)
+
+
+class ReshardBench:
+    """A trainer and a generator of one model. All methods are collective over all ranks."""
+
+    def __init__(self, world: World, task: ReshardTask):
+        self._world, self._task = world, task
+        layout = fit_update_layout(task.layout, world.size)
+        mesh = build_update_mesh(layout, world.device, world.rank)
+        self._trainer = TrainingEngine(task.model, TrainingConfig(), OptimConfig(), mesh, world.device)
+        self._trainer.load(random_weights(task.model, seed=0))
+        # Once: none of the ways is to be measured with it.
+        self._shards = self._trainer.named_shards()
+        self._tensor_mesh = None if mesh.tensor.group is None else DeviceMesh.from_group(mesh.tensor.group, "cpu")
+        device, dtype = world.device.torch_device, getattr(torch, task.dtype)
+        self._generator = NativeEngine(task.model, RolloutConfig(), device, dtype)
+
+    def measure(self) -> Measured:
+        found = Measured()
+        self._compare_ways(found)
+        self._generator.wake_cache()
+        self._generator.sleep()
+        self._switch(found)
+        return found
+
+    def _compare_ways(self, found: Measured) -> None:
+        storage = self._generator.wake_weights()
+        agreed = self._agree(storage)
+        found.least_bytes = least_bytes(agreed.plan)[self._world.rank]
+        ways: dict[str, Callable[[], int]] = {FULL_TENSOR: functools.partial(self._copy_whole, storage)}
+        for executor in EXECUTORS:
+            gatherer = BucketGatherer(
+                agreed.plan,
+                self._world.rank,
+                executor=executor,
+                dtypes=agreed.dtypes,
+                device=self._world.device.torch_device,
+            )
+            found.buffer_bytes[executor] = gatherer.buffer_bytes
+            ways[executor] = functools.partial(self._gather, gatherer, storage)
+            for tensor in storage.values():
+                tensor.fill_(-1)
+            ways[executor]()
+            self._check(storage, executor)
+        for _ in range(self._task.rounds):
+            for way in WAYS:
+                barrier()
+                resident, started = _ResidentPeak(), time.perf_counter()
+                found.received_bytes[way] = ways[way]()
+                barrier()
+                found.seconds.setdefault(way, []).append(time.perf_counter() - started)
+                found.temporary_bytes.setdefault(way, []).append(resident.growth())
+
+    def _agree(self, storage: dict[str, Tensor]) -> AgreedPlan:
+        wanted = {whole_slice(name, tensor.shape): tensor.dtype for name, tensor in storage.items()}
+        return agree_on_plan(
+            [shard.slice for shard in self._shards.values()],
+            wanted,
+            {name: shard.global_shape for name, shard in self._shards.items()},
+            self._task.bucket_bytes,
+            ranks_per_node=self._world.launch.local_world_size,
+        )
+
+    def _gather(self, gatherer: BucketGatherer, storage: dict[str, Tensor]) -> int:
+        held = SlicedWeights({shard.slice: shard.tensor for shard in self._shards.values()})
+        wanted = SlicedWeights({whole_slice(name, tensor.shape): tensor for name, tensor in storage.items()})
+        received = [gatherer.gather_bucket(i, held, wanted) for i in range(len(gatherer.block.buckets))]
+        gatherer.release()
+        return sum(received)
+
+    def _copy_whole(self, storage: dict[str, Tensor]) -> int:
+        """Fills the storage from whole parameters; the bytes received."""
+        received = 0
+        for name, whole in self._whole_weights():
+            received += whole.nbytes - self._shards[name].tensor.nbytes
+            storage[name].copy_(whole)
+        return received
+
+    @torch.no_grad()
+    def _whole_weights(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self._trainer.model.named_parameters():
+            assert isinstance(parameter, DTensor), name
+            part = parameter.full_tensor()
+            shape = self._shards[name].global_shape
+            cut = [dim for dim, size in enumerate(shape) if part.shape[dim] != size]
+            if cut and self._tensor_mesh is not None:
+                part = DTensor.from_local(part, self._tensor_mesh, [Shard(cut[0])], run_check=False).full_tensor()
+            yield name, part
+
+    def _check(self, storage: dict[str, Tensor], executor: Executor) -> None:
+        for name, whole in self._whole_weights():
+            assert torch.equal(storage[name], whole.to(storage[name].dtype)), f"{executor} changed {name}"
+
+    def _switch(self, found: Measured) -> None:
+        ledger = _PeakLedger()
+        folder = Path(self._task.folder) / str(self._world.rank)
+        config = ReshardConfig(bucket_bytes=self._task.bucket_bytes)
+        flow = ReshardingFlow(self._world, self._trainer, self._generator, None, config, ledger, folder)
+        for _ in range(self._task.rounds):
+            flow.account()
+            ledger.most = found.update_bytes = ledger.total
+            barrier()
+            resident, started = _ResidentPeak(), time.perf_counter()
+            flow.to_generation()
+            barrier()
+            found.switch_seconds.append(time.perf_counter() - started)
+            found.peak_resident_bytes.append(resident.growth() + found.update_bytes)
+            found.peak_bytes.append(ledger.most)
+            found.generation_bytes = ledger.total
+            flow.start_return()
+            flow.to_update()
+        flow.close()
+
+
+def measure_on_ranks(world: World, task: ReshardTask) -> list[Measured]:
+    """What every rank measured, on every rank. Collective over all ranks."""
+    own = json.dumps(asdict(ReshardBench(world, task).measure())).encode()
+    return [Measured(**json.loads(found)) for found in gather_bytes(own)]
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    task = ReshardTask.from_json(sys.argv[1])
+    with open_world("cpu", _TIMEOUT_SECONDS) as world:
+        found = measure_on_ranks(world, task)
+        if world.is_main:
+            task.result_path.write_text(json.dumps([asdict(rank) for rank in found]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""Slices on paper are those that the training engine's shards have, and those that a generator needs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from spmdrl.dataflow.resharding.layouts import (
+    GenerationDegrees,
+    generation_slices,
+    parameter_table,
+    update_slices,
+)
+from spmdrl.engines.models.decoder import Decoder
+from spmdrl.engines.training.expert_parallel import apply_expert_parallel
+from spmdrl.engines.training.parallelize import Precision, build_sharded_model
+from spmdrl.engines.training.parts import Parts
+from spmdrl.engines.training.tensor_parallel import apply_tensor_parallel
+from spmdrl.resources.layout import UpdateLayout, fit_update_layout
+from spmdrl.resources.mesh import build_update_mesh
+from spmdrl.resources.world import World
+from spmdrl.types import WeightSlice
+from tests.dataflow.resharding.tables import MODELS
+from tests.engines.training.tiny import axis_of
+from tests.support.ranks import run_ranks
+
+FLOAT32 = Precision(torch.float32, torch.float32)
+TWO_RANKS = [
+    *((model, UpdateLayout(shard=2)) for model in MODELS),
+    ("dense", UpdateLayout(data=2)),
+    ("dense", UpdateLayout(pipeline=2)),
+    ("mla", UpdateLayout(pipeline=2, pipeline_schedule="zbv", pipeline_chunks=2)),
+    ("moe", UpdateLayout(tensor=2)),
+    ("mla", UpdateLayout(expert=2)),
+]
+FOUR_RANKS = [
+    ("dense", UpdateLayout(pipeline=2, tensor=2)),
+    ("dense", UpdateLayout(pipeline=2, pipeline_schedule="interleaved", pipeline_chunks=2)),
+    ("dense", UpdateLayout(data=2, context=2)),
+    ("moe", UpdateLayout(shard=4)),
+    # Two key heads on four ranks.
+    ("moe", UpdateLayout(tensor=4)),
+    ("moe", UpdateLayout(data=2, shard=2, expert=2)),
+    ("moe", UpdateLayout(shard=2, context=2, expert=2)),
+    ("moe", UpdateLayout(shard=2, tensor=2, expert=2)),
+    ("moe", UpdateLayout(data=4, expert=4)),
+    ("mla", UpdateLayout(data=2, tensor=2, expert=2)),
+    ("mla", UpdateLayout(pipeline=2, shard=2, expert=2)),
+    ("mla", UpdateLayout(shard=4, expert=2)),
+]
+THREE_RANKS = [
+    ("dense", UpdateLayout(tensor=3)),
+    ("dense", UpdateLayout(pipeline=3)),
+    ("moe", UpdateLayout(shard=3, expert=3)),
+    ("mla", UpdateLayout(tensor=3)),
+]
+
+Case = tuple[str, UpdateLayout]
+
+
+def config_of(case: Case):
+    """A model with a layer more than the layout has stages."""
+    model, layout = case
+    return replace(MODELS[model], num_layers=max(2, layout.pipeline * layout.pipeline_chunks + 1))
+
+
+def held_slices(world: World, cases: list[Case]) -> list[dict[str, WeightSlice]]:
+    """What the engine's shards say on this rank, case by case."""
+    out = []
+    for model, layout in cases:
+        mesh = build_update_mesh(fit_update_layout(layout, world.size), world.device, world.rank)
+        config = config_of((model, layout))
+        sharded = build_sharded_model(config, mesh, FLOAT32, device=torch.device("cpu"), recompute=False)
+        out.append({name: shard.slice for name, shard in sharded.named_shards().items()})
+    return out
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("num_ranks", "cases"), [(2, TWO_RANKS), (3, THREE_RANKS), (4, FOUR_RANKS)])
+def test_update_slices_are_what_the_training_engine_holds(num_ranks, cases):
+    for rank, held_by_case in enumerate(run_ranks(num_ranks, held_slices, cases)):
+        for (model, layout), held in zip(cases, held_by_case, strict=True):
+            table = parameter_table(config_of((model, layout)))
+            planned = update_slices(table, fit_update_layout(layout, num_ranks), rank)
+            assert {box.name: box for box in planned} == held, (model, str(layout), rank)
+
+
+@pytest.mark.parametrize(("model", "tensor"), [("dense", 6), ("dense", 12), ("moe", 8), ("mla", 6)])
+def test_tensor_cuts_are_the_engines_where_key_heads_are_split_or_shared(model, tensor):
+    table = parameter_table(MODELS[model])
+    for rank in range(tensor):
+        with torch.device("meta"):
+            decoder = Decoder(MODELS[model])
+        parts = Parts.of(decoder)
+        apply_tensor_parallel(decoder, axis_of("tensor", tensor, rank), parts)
+        planned = update_slices(table, UpdateLayout(shard=1, tensor=tensor), rank)
+        assert {box.name: box for box in planned} == parts.slices
+
+
+@pytest.mark.parametrize(("model", "expert"), [("moe", 6), ("moe", 12), ("mla", 6)])
+def test_expert_cuts_are_the_engines(model, expert):
+    table = parameter_table(MODELS[model])
+    for rank in range(expert):
+        with torch.device("meta"):
+            decoder = Decoder(MODELS[model])
+        parts = Parts.of(decoder)
+        apply_expert_parallel(decoder, axis_of("expert", expert, rank), parts)
+        planned = update_slices(table, UpdateLayout(data=expert, shard=1, expert=expert), rank)
+        assert {box.name: box for box in planned} == parts.slices
+
+
+def generated(model: str, degrees: GenerationDegrees, rank: int) -> dict[str, WeightSlice]:
+    return {box.name: box for box in generation_slices(parameter_table(MODELS[model]), degrees, rank)}
+
+
+def test_generation_ranks_have_the_key_heads_of_their_query_heads_and_the_last_may_have_none():
+    # Threes of 12 query heads, in pairs on 6 key heads, so that neighbours share a key head.
+    keys, tokens = [], []
+    for rank in range(5):
+        held = generated("dense", GenerationDegrees(tensor=5), rank)
+        box = held["model.layers.1.self_attn.v_proj.weight"]
+        keys.append((box.starts[0] // 2, box.stops[0] // 2))
+        tokens.append(held["model.embed_tokens.weight"].shape[0])
+    assert keys == [(0, 2), (1, 3), (3, 5), (4, 6), (6, 6)]
+    assert tokens == [10, 10, 10, 10, 7]
+
+
+def test_generation_experts_are_whole_where_they_are_dealt_out_and_cut_like_matrices_where_not():
+    name = "model.layers.1.mlp.experts.down_proj"
+    dealt = [generated("moe", GenerationDegrees(data=2, tensor=2, expert=4), rank)[name] for rank in range(4)]
+    assert [(box.starts[0], box.stops[0]) for box in dealt] == [(0, 3), (3, 6), (6, 9), (9, 12)]
+    assert {box.shape for box in dealt} == {(3, 5, 8)}
+    assert generated("moe", GenerationDegrees(data=2, tensor=2), 3)[name].shape == (12, 5, 4)
+
+
+def test_an_expert_degree_that_does_not_divide_the_ranks_is_refused():
+    with pytest.raises(
+        ValueError, match=r"generation expert 3 does not divide data 2 x tensor 2 = 4 ranks.*divisor of 4"
+    ):
+        GenerationDegrees(data=2, tensor=2, expert=3)
