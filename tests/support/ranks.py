@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import Any, Literal
 
 from torch.distributed import TCPStore
 
@@ -21,18 +21,24 @@ HOST = "127.0.0.1"
 
 
 def run_ranks(
-    world_size: int, function: Callable, *args: Any, timeout: float = 60, ranks_per_node: int | None = None
+    world_size: int,
+    function: Callable,
+    *args: Any,
+    timeout: float = 60,
+    ranks_per_node: int | None = None,
+    start_method: Literal["forkserver", "spawn"] = "forkserver",
 ) -> list[Any]:
     """Call `function(world, *args)` on each rank and return the picklable results in rank order.
 
     `function` must be importable (a module's top level). The first rank that fails ends all of them, and its traceback
     is raised as a RuntimeError; ranks that take longer than `timeout` seconds in all are killed with a TimeoutError.
-    `ranks_per_node` pretends that the ranks live on several nodes.
+    `ranks_per_node` pretends that the ranks live on several nodes. `start_method`: "spawn" where the C library must
+    read this process's environment anew.
     """
     # The parent holds the rendezvous store itself, as torchrun's agent does, so the port is bound before it is told.
     store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
     ranks = [
-        _start(_environment(rank, world_size, ranks_per_node or world_size, store.port), function, args)
+        _start(_environment(rank, world_size, ranks_per_node or world_size, store.port), start_method, function, args)
         for rank in range(world_size)
     ]
     grace_seconds = 0.0
@@ -62,8 +68,8 @@ def _environment(rank: int, world_size: int, ranks_per_node: int, port: int) -> 
     return {name: str(number) for name, number in numbers.items()} | texts
 
 
-def _start(environment: dict[str, str], function: Callable, args: tuple) -> tuple[BaseProcess, Connection]:
-    server = multiprocessing.get_context("forkserver")
+def _start(environment: dict[str, str], method: str, function: Callable, args: tuple) -> tuple[BaseProcess, Connection]:
+    server = multiprocessing.get_context(method)
     # Not this package: the server could find another copy of it than the one that is tested.
     server.set_forkserver_preload(
         ["torch", "torch.distributed.rpc", "torch.distributed.fsdp", "tensordict", "safetensors"]

@@ -91,7 +91,7 @@ def test_no_rank_exceeds_its_share_and_one_unsharded_block(tmp_path: Path, monke
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(MIB // 4))
     run_ranks(1, _write_weights, tmp_path)
     try:
-        ranks = run_ranks(NUM_RANKS, _measure, tmp_path, timeout=300)
+        ranks = run_ranks(NUM_RANKS, _measure, tmp_path, timeout=300, start_method="spawn")
     finally:
         # Almost 1 GB, which pytest would keep.
         shutil.rmtree(tmp_path)
