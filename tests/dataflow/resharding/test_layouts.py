@@ -14,10 +14,10 @@ from spmdrl.dataflow.resharding.layouts import (
     update_slices,
 )
 from spmdrl.engines.models.decoder import Decoder
-from spmdrl.engines.training.expert_parallel import apply_expert_parallel
+from spmdrl.engines.parallel.expert_parallel import apply_expert_parallel
+from spmdrl.engines.parallel.parts import Parts
+from spmdrl.engines.parallel.tensor_parallel import apply_tensor_parallel
 from spmdrl.engines.training.parallelize import Precision, build_sharded_model
-from spmdrl.engines.training.parts import Parts
-from spmdrl.engines.training.tensor_parallel import apply_tensor_parallel
 from spmdrl.resources.layout import UpdateLayout, fit_update_layout
 from spmdrl.resources.mesh import build_update_mesh
 from spmdrl.resources.world import World

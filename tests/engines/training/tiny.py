@@ -12,8 +12,8 @@ from spmdrl.engines.models.attention import PackedCausalAttention
 from spmdrl.engines.models.decoder import Decoder, DecoderConfig
 from spmdrl.engines.models.latent import LatentConfig
 from spmdrl.engines.models.moe import MoeConfig
+from spmdrl.engines.parallel.parts import Parts
 from spmdrl.engines.training.engine import OptimConfig, TrainingConfig, TrainingEngine
-from spmdrl.engines.training.parts import Parts
 from spmdrl.engines.training.rows import LossTerms, MicroBatch, Scores, TokenRows
 from spmdrl.resources.layout import UpdateLayout, fit_update_layout
 from spmdrl.resources.mesh import Axis, build_update_mesh

@@ -13,7 +13,7 @@ from torch import Tensor
 from spmdrl.engines.models.attention import PackedCausalAttention
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.layers import Attend
-from spmdrl.engines.training.axis_collectives import exchange_rows
+from spmdrl.engines.parallel.axis_collectives import exchange_rows
 from spmdrl.engines.training.placement import Placement
 from spmdrl.engines.training.ring_attention import RingAttention
 from spmdrl.resources.layout import ContextKind

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.weights import WeightSource
-from spmdrl.engines.training.axis_collectives import max_across, sum_across
+from spmdrl.engines.parallel.axis_collectives import max_across, sum_across
 from spmdrl.engines.training.microbatch import (
     DEFAULT_TOKENS_PER_MICROBATCH,
     DEFAULT_TOKENS_PER_MICROBATCH_ON_CPU,

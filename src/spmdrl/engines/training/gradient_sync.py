@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from spmdrl.engines.training.axis_collectives import sum_across
-from spmdrl.engines.training.parts import Parts
+from spmdrl.engines.parallel.axis_collectives import sum_across
+from spmdrl.engines.parallel.parts import Parts
 from spmdrl.resources.mesh import Axis
 
 SUM_BYTES = 64 << 20

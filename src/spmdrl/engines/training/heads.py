@@ -16,8 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spmdrl.engines.training.axis_collectives import gather_own_gradient, gather_rows
-from spmdrl.engines.training.logprobs import VocabularyPart, logprobs_and_entropy
+from spmdrl.engines.parallel.axis_collectives import gather_own_gradient, gather_rows
+from spmdrl.engines.parallel.vocabulary import VocabularyPart
+from spmdrl.engines.training.logprobs import logprobs_and_entropy
 from spmdrl.resources.mesh import Axis
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.engines.models.layers import Attend
-from spmdrl.engines.training.axis_collectives import gather_own_gradient
+from spmdrl.engines.parallel.axis_collectives import gather_own_gradient
 from spmdrl.engines.training.context_parallel import attention_of
 from spmdrl.engines.training.placement import Placement
 from spmdrl.engines.training.rows import MicroBatch, Rating, TokenRows

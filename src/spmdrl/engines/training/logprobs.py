@@ -9,7 +9,6 @@ Shape letters: `R` rows of hidden states (one a target), `D` model width, `V` vo
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,35 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spmdrl.engines.models.kernels import ops
-from spmdrl.engines.training.axis_collectives import max_across, sum_across
+from spmdrl.engines.parallel.axis_collectives import max_across, sum_across
+from spmdrl.engines.parallel.vocabulary import VocabularyPart
 from spmdrl.resources.mesh import Axis
 
 LOGITS_CHUNK_BYTES = 128 << 20
 """Size of one float32 [C, V] tensor; about three of them live at a time."""
-
-
-@dataclass(frozen=True)
-class VocabularyPart:
-    """The tokens whose rows of the embedding and of the head this rank holds."""
-
-    start: int
-    stop: int
-    widest: int
-    """Tokens of the largest part; the last one may be smaller."""
-    axis: Axis
-    """The ranks that hold the parts."""
-
-    @classmethod
-    def of(cls, vocab_size: int, axis: Axis) -> VocabularyPart:
-        """The part of a rank of the tensor axis: chunks rounded up, as FSDP2 cuts rows."""
-        widest = -(-vocab_size // axis.size)
-        start, stop = (min(place * widest, vocab_size) for place in (axis.rank, axis.rank + 1))
-        return cls(start, stop, widest, axis)
-
-    def local(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Each token's place in this part, and whether it is in it at all; other parts' tokens are put at place 0."""
-        here = (tokens >= self.start) & (tokens < self.stop)
-        return torch.where(here, tokens - self.start, 0), here
 
 
 def logprobs_and_entropy(

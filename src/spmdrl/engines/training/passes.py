@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from spmdrl.engines.models.decoder import Decoder
+from spmdrl.engines.parallel.vocabulary import VocabularyPart
 from spmdrl.engines.training.heads import LogprobHead, TokenHead, ValueHead
 from spmdrl.engines.training.local_tokens import LocalTokens, local_tokens
-from spmdrl.engines.training.logprobs import VocabularyPart
 from spmdrl.engines.training.microbatch import dummy_rows
 from spmdrl.engines.training.pipeline_parallel import PipelineRunner
 from spmdrl.engines.training.placement import place_tokens, placed_size

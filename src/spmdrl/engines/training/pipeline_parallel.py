@@ -27,7 +27,7 @@ from torch.distributed.pipelining import (
 from torch.distributed.tensor import DTensor
 
 from spmdrl.engines.models.decoder import Decoder
-from spmdrl.engines.training.axis_collectives import sum_across
+from spmdrl.engines.parallel.axis_collectives import sum_across
 from spmdrl.engines.training.pipeline_layout import (
     forward_order,
     layer_spans,

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from spmdrl.engines.training.axis_collectives import RingShift
+from spmdrl.engines.parallel.axis_collectives import RingShift
 from spmdrl.engines.training.block_attention import Inputs, attend_rows, attend_rows_backward
 from spmdrl.engines.training.row_pairs import Places, RowPairs, as_places
 from spmdrl.resources.mesh import Axis

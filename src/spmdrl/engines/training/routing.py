@@ -18,7 +18,7 @@ from torch import Tensor
 
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.moe import MoeConfig
-from spmdrl.engines.training.axis_collectives import sum_across
+from spmdrl.engines.parallel.axis_collectives import sum_across
 from spmdrl.resources.mesh import Axis
 
 

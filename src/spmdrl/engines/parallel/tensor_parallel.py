@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spmdrl.engines.models.decoder import Decoder, DecoderConfig
-from spmdrl.engines.training.axis_collectives import gather_rows, scatter_row_sums
-from spmdrl.engines.training.logprobs import VocabularyPart
-from spmdrl.engines.training.parts import Parts, TensorCopies
+from spmdrl.engines.parallel.axis_collectives import gather_rows, scatter_row_sums
+from spmdrl.engines.parallel.parts import Parts, TensorCopies
+from spmdrl.engines.parallel.vocabulary import VocabularyPart
 from spmdrl.resources.mesh import Axis
 
 # Projections whose outputs are cut, with their biases; those that read them are cut by inputs, and their outputs add

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from spmdrl.engines.models.decoder import Decoder, DecoderConfig
 from spmdrl.engines.models.moe import Compute, Experts
-from spmdrl.engines.training.axis_collectives import exchange_counts, exchange_rows
-from spmdrl.engines.training.parts import Parts
+from spmdrl.engines.parallel.axis_collectives import exchange_counts, exchange_rows
+from spmdrl.engines.parallel.parts import Parts
 from spmdrl.resources.mesh import Axis
 
 

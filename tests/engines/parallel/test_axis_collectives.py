@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from spmdrl.engines.training import axis_collectives as along
+from spmdrl.engines.parallel import axis_collectives as along
 from spmdrl.resources.layout import UpdateLayout
 from spmdrl.resources.mesh import build_update_mesh
 from spmdrl.resources.world import World

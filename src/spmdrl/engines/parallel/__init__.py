@@ -1,0 +1,1 @@
+"""Cuts plain modules over ranks from outside: tensors, experts, and the collectives between them."""
