@@ -64,12 +64,36 @@ def test_an_impossible_update_layout_is_refused_with_a_way_out(layout, message):
         fit_update_layout(layout, 4)
 
 
-def test_generation_shards_other_than_whole_weights_are_refused():
-    check_generation_layout(GenerationLayout(1), 4)
-    with pytest.raises(ValueError, match="resources.generation.tensor is 2.*set it to 1"):
-        check_generation_layout(GenerationLayout(2), 4)
-    with pytest.raises(ValueError, match="tensor 3 does not divide the job's 4 ranks"):
-        check_generation_layout(GenerationLayout(3), 4)
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        (GenerationLayout(3), "tensor 3 does not divide the job's 8 ranks; set it to one of .1, 2, 4, 8."),
+        (GenerationLayout(4, expert=2), "expert 2 must be a multiple of tensor 4.*set it to one of .1, 4, 8."),
+        (GenerationLayout(expert=3), "expert 3 must be a multiple of tensor 1 that divides the job's 8 ranks"),
+        (GenerationLayout(2, tensor_stride=3), "tensor_stride 3 x tensor 2 = 6 does not divide the job's 8 ranks"),
+        (GenerationLayout(0), "resources.generation.tensor is 0"),
+    ],
+)
+def test_an_impossible_generation_layout_is_refused_with_a_way_out(layout, message):
+    check_generation_layout(GenerationLayout(2, expert=4), 8)
+    with pytest.raises(ValueError, match=message):
+        check_generation_layout(layout, 8)
+
+
+@pytest.mark.parametrize(
+    ("layout", "replicas", "expert_places"),
+    [
+        (GenerationLayout(2), [(0, 1), (2, 3), (4, 5), (6, 7)], [0] * 8),
+        (GenerationLayout(2, expert=4), [(0, 1), (2, 3), (4, 5), (6, 7)], [0, 1, 2, 3, 0, 1, 2, 3]),
+        (GenerationLayout(2, expert=2, tensor_stride=2), [(0, 2), (1, 3), (4, 6), (5, 7)], [0, 0, 1, 1, 0, 0, 1, 1]),
+        (GenerationLayout(expert=8), [(rank,) for rank in range(8)], list(range(8))),
+    ],
+)
+def test_generation_ranks_have_their_places(layout, replicas, expert_places):
+    ranks = sorted(range(8), key=layout.place)
+    assert [tuple(ranks[i : i + layout.tensor]) for i in range(0, 8, layout.tensor)] == replicas
+    assert [layout.place(rank)[1] for rank in replicas[1]] == list(range(layout.tensor))
+    assert [layout.expert_place(rank) for rank in range(8)] == expert_places
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,28 @@ class GenerationLayout:
     """Degrees of the generation shards; the ranks that are left generate side by side."""
 
     tensor: int = 1
-    """ranks that share one generation engine"""
+    """ranks that share each matrix, and with it one generation engine"""
+    expert: int = 1
+    """ranks that share the experts, each holding whole ones; 1 cuts experts like other matrices"""
+    tensor_stride: int = 0
+    """distance between the ranks that share a matrix; 0 takes the one that leaves most slices where they are"""
+
+    def place(self, rank: int) -> tuple[int, int]:
+        """The replica that a rank belongs to, and its place among the ranks that share each matrix."""
+        stride = self.tensor_stride or 1
+        outer, inner = divmod(rank, stride * self.tensor)
+        place, beside = divmod(inner, stride)
+        return outer * stride + beside, place
+
+    def expert_place(self, rank: int) -> int:
+        """A rank's place among those that share the experts."""
+        replica, place = self.place(rank)
+        return replica * self.tensor % self.expert + place if self.expert > 1 else 0
+
+    def __str__(self) -> str:
+        """The degrees that are in use, such as `tensor 2 x expert 4`."""
+        parts = [f"{name} {getattr(self, name)}" for name in ("tensor", "expert") if getattr(self, name) != 1]
+        return " x ".join(parts) or "1"
 
 
 @dataclass(frozen=True)
@@ -130,16 +151,24 @@ def _check_expert(layout: UpdateLayout) -> None:
 
 
 def check_generation_layout(layout: GenerationLayout, world_size: int) -> None:
-    """Refuse generation degrees that the engines or the job can't have."""
-    _check_degrees("resources.generation", layout)
+    """Refuse generation degrees that don't fit each other or the job. Raises ValueError."""
+    _check_degrees("resources.generation", layout, may_be_open=("tensor_stride",))
     if world_size % layout.tensor:
         raise ValueError(
             f"resources.generation.tensor {layout.tensor} does not divide the job's {world_size} ranks; "
             f"set it to one of {_divisors(world_size)}"
         )
-    if layout.tensor != 1:
+    if layout.expert > 1 and (layout.expert % layout.tensor or world_size % layout.expert):
+        usable = [1, *(n for n in _divisors(world_size) if n % layout.tensor == 0 and n > 1)]
         raise ValueError(
-            f"resources.generation.tensor is {layout.tensor}, but each rank generates with whole weights; set it to 1"
+            f"resources.generation.expert {layout.expert} must be a multiple of tensor {layout.tensor} that divides "
+            f"the job's {world_size} ranks, or 1; set it to one of {usable}"
+        )
+    span = layout.tensor_stride * layout.tensor
+    if span and world_size % span:
+        raise ValueError(
+            f"resources.generation: tensor_stride {layout.tensor_stride} x tensor {layout.tensor} = {span} does not "
+            f"divide the job's {world_size} ranks; set tensor_stride to 0 or 1"
         )
 
 

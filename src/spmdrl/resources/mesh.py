@@ -1,6 +1,6 @@
-"""The device mesh of the update layout: the axes that engines talk over.
+"""The meshes of the update and the generation layout: the axes that engines talk over.
 
-Ranks are numbered with the tensor axis innermost, then context, shard, data and pipeline, so that the axes that talk
+Of the update layout, ranks are numbered with the tensor axis innermost, then context, shard, data and pipeline, so that the axes that talk
 most stay inside a node.
 """
 
@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from spmdrl.resources.device import Device
-from spmdrl.resources.layout import UpdateLayout
+from spmdrl.resources.layout import GenerationLayout, UpdateLayout
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,48 @@ class UpdateMesh:
         """Which copy of the experts' weights this rank belongs to."""
         flat = self.data.rank * self.context.size + self.context.rank
         return flat // (self.layout.expert * self.layout.expert_shard)
+
+
+@dataclass(frozen=True)
+class GenerationMesh:
+    """Axes of the generation layout. Each replica answers prompts of its own; its ranks do so in lockstep."""
+
+    layout: GenerationLayout
+    rank: int
+    replicas: tuple[tuple[int, ...], ...]
+    """the ranks of each replica, by their place on its tensor axis"""
+    tensor: Axis
+    """the ranks that share each matrix: this rank's replica"""
+    expert: Axis
+    """the replicas that share the experts, each by its rank at this rank's place on the tensor axis"""
+
+    @property
+    def replica(self) -> int:
+        """Which replica this rank belongs to."""
+        return self.layout.place(self.rank)[0]
+
+    @property
+    def leaders(self) -> tuple[int, ...]:
+        """The first rank of each replica."""
+        return tuple(ranks[0] for ranks in self.replicas)
+
+
+def build_generation_mesh(layout: GenerationLayout, device: Device, world_size: int, rank: int) -> GenerationMesh:
+    """Build the mesh of a checked layout. Collective over all ranks."""
+    ranks = sorted(range(world_size), key=layout.place)
+    replicas = [tuple(ranks[first : first + layout.tensor]) for first in range(0, world_size, layout.tensor)]
+    num_sharing = max(1, layout.expert // layout.tensor)
+    places = torch.tensor(replicas).view(-1, num_sharing, layout.tensor)
+    mesh = DeviceMesh(device.kind, places, mesh_dim_names=("replicas", "expert", "tensor"))
+    return GenerationMesh(
+        layout, rank, tuple(replicas), tensor=_axis(mesh["tensor"], "tensor"), expert=_axis(mesh["expert"], "expert")
+    )
+
+
+def lone_generation_mesh(rank: int = 0) -> GenerationMesh:
+    """The mesh of a rank that generates with whole weights, beside whatever others do."""
+    tensor, expert = Axis("tensor", 1, 0, None, (rank,)), Axis("expert", 1, 0, None, (rank,))
+    return GenerationMesh(GenerationLayout(), rank, ((rank,),), tensor, expert)
 
 
 def build_update_mesh(layout: UpdateLayout, device: Device, rank: int) -> UpdateMesh:
