@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-from spmdrl.dataflow.resharding.filling import GeneratorFilling
+from spmdrl.dataflow.resharding.filling import GeneratorFilling, Watcher
 from spmdrl.dataflow.resharding.flow import ReshardingFlow
 from spmdrl.dataflow.resharding.gather import ReshardConfig
 from spmdrl.dataflow.resharding.swap import storage_bytes
@@ -93,7 +93,8 @@ class StayingFlow:
         if self._filling is None:
             self._filling = GeneratorFilling(self._world, shards, self._generator, storage, self._config)
         self._ledger.set("bucket", "device", self._filling.buffer_bytes)
-        self._filling.run(shards, storage, version=self._trainer.update_count, sent=lambda names: None)
+        nobody = Watcher(woken=lambda names: None, sent=lambda names: None)
+        self._filling.run(shards, storage, version=self._trainer.update_count, watcher=nobody)
         self._ledger.set("bucket", "device", 0)
         self._generator.wake_cache()
         self.account()

@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass
 from spmdrl.bench.table import BenchTable
 from spmdrl.dataflow.resharding.gather import ReshardConfig
 from spmdrl.dataflow.resharding.layouts import (
-    GenerationDegrees,
     WeightRule,
+    fitted_stride,
     generation_slices,
     parameter_table,
     update_slices,
@@ -22,10 +22,11 @@ from spmdrl.dataflow.resharding.layouts import (
 from spmdrl.dataflow.resharding.plan import allgather_bytes, least_bytes, plan_resharding, redundant_bytes
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.moe import MoeConfig
-from spmdrl.resources.layout import UpdateLayout
+from spmdrl.resources.layout import GenerationLayout, UpdateLayout
 from spmdrl.types import WeightSlice
 
 BFLOAT16_BYTES = 2
+DEVICES_PER_NODE = 8
 GB, GIB = 1e9, 2**30
 
 # Sizes as their public config.json files have them.
@@ -73,11 +74,16 @@ class Case:
     """In the paper's words for layouts."""
     config: DecoderConfig
     update: UpdateLayout
-    generation: GenerationDegrees
+    generation: GenerationLayout
     paper: str | None
     """What the paper prints of it."""
     remark: str
     """How that and our figures go together."""
+
+    @property
+    def generation_data(self) -> int:
+        """Replicas that generate."""
+        return self.update.num_ranks // self.generation.tensor
 
 
 CASES = (
@@ -86,7 +92,7 @@ CASES = (
         "TP8DP2 -> TP4DP4",
         QWEN25_32B,
         UpdateLayout(data=2, shard=1, tensor=8),
-        GenerationDegrees(data=4, tensor=4),
+        GenerationLayout(tensor=4),
         paper="8 GB a device",
         remark="The paper's figure is the bracket, TW / UTP. GDP times it is less than all devices have, because GDP "
         "counts them only where each generates alone, as in Figure 3; here they are GDP x GTP = 16.",
@@ -96,7 +102,7 @@ CASES = (
         "TP2EP2DP2 -> TP1EP4DP4",
         QWEN3_30B_A3B,
         UpdateLayout(data=2, shard=1, tensor=2, expert=2),
-        GenerationDegrees(data=4, expert=4),
+        GenerationLayout(expert=4),
         paper="over 60 GB",
         remark="The paper names no layout beside its figure; this one is Figure 3's, which it speaks of there. The "
         "figure follows if it is of all devices together, in GB of 10^9 bytes.",
@@ -106,7 +112,7 @@ CASES = (
         "TP2EP8DP8 -> TP1EP16DP16",
         QWEN3_30B_A3B,
         UpdateLayout(data=8, shard=1, tensor=2, expert=8),
-        GenerationDegrees(data=16, expert=16),
+        GenerationLayout(expert=16),
         paper=None,
         remark="The same on as many devices as the paper's comparison of frameworks takes; this layout is ours. The "
         "experts' part stays, the other grows with the replicas.",
@@ -131,7 +137,11 @@ class Figures:
     """Left unused by naive resharding, on all devices."""
     unused_by_device: int
     exact_by_device: int
-    """Received where each device receives what it lacks: the least possible."""
+    """Received where each device receives what it lacks: the least possible for ranks in this order."""
+    fitted_by_device: int
+    """The same with the ranks of each engine as far apart as leaves most slices where they are."""
+    tensor_stride: int
+    """That distance."""
     allgather_by_device: int
     """Received where each bucket is all-gathered."""
 
@@ -153,7 +163,8 @@ def run(arguments: argparse.Namespace) -> BenchTable:
             "Unused is what update weights keep occupied on a device if nothing is swapped: all of a weight that is "
             "gathered into a new buffer, and what isn't selected of one that is used where it lies.",
             "Exact and all-gather are received on the device that receives most; exact is the least possible for ranks "
-            "in this order.",
+            "in this order. Fitted is exact with the ranks of an engine so far apart that most slices stay where they "
+            "are, within a node of 8 devices; a job takes that distance unless it is told another.",
             *(_working(case, found) for case, found in figures),
         ),
         details={"cases": [{"model": case.model, "switch": case.switch, **asdict(found)} for case, found in figures]},
@@ -169,6 +180,8 @@ def _row(case: Case, found: Figures) -> dict[str, object]:
         "unused a device": found.unused_by_device / GB,
         "paper": case.paper,
         "exact a device": found.exact_by_device / GB,
+        "fitted a device": found.fitted_by_device / GB,
+        "stride": found.tensor_stride,
         "all-gather a device": found.allgather_by_device / GB,
     }
 
@@ -192,7 +205,7 @@ def _working(case: Case, found: Figures) -> str:
     expert_part = f"{found.expert_weights / GB:.2f} / {generation.expert}"
     by_device = f"{found.unused_by_device / GB:.2f} GB ({found.unused_by_device / GIB:.2f} GiB)"
     return (
-        f"{case.model} {case.switch}: R = GDP x (TW / UTP + EW / GEP) = {generation.data} x ({tensor_part} + "
+        f"{case.model} {case.switch}: R = GDP x (TW / UTP + EW / GEP) = {case.generation_data} x ({tensor_part} + "
         f"{expert_part}) = {found.equation_3 / GB:.1f} GB ({found.equation_3 / GIB:.1f} GiB). By the plan, "
         f"{found.devices} devices leave {by_device} unused each, {found.unused / GB:.1f} GB in all. {case.remark}"
     )
@@ -201,11 +214,13 @@ def _working(case: Case, found: Figures) -> str:
 def figures_of(case: Case) -> Figures:
     """Derive the slices and the plan of a case, and count."""
     table = parameter_table(case.config)
-    ranks = range(case.generation.num_ranks)
-    assert case.update.num_ranks == len(ranks), case
+    ranks = range(case.update.num_ranks)
     held = {rank: update_slices(table, case.update, rank) for rank in ranks}
     wanted = {rank: generation_slices(table, case.generation, rank) for rank in ranks}
     plan = plan_resharding(held, wanted, table.shapes, ReshardConfig().bucket_bytes, BFLOAT16_BYTES)
+    fitted = fitted_stride(table, case.update, case.generation, DEVICES_PER_NODE)
+    fitted_wanted = {rank: generation_slices(table, fitted, rank) for rank in ranks}
+    fitted_plan = plan_resharding(held, fitted_wanted, table.shapes, ReshardConfig().bucket_bytes, BFLOAT16_BYTES)
     unused = [unused_bytes(held[rank], wanted[rank]) for rank in ranks]
     rules = table.rules.values()
     tensor_weights = _num_bytes(rule for rule in rules if rule.tensor is not None and not rule.is_expert)
@@ -219,12 +234,14 @@ def figures_of(case: Case) -> Figures:
             tensor_weights,
             expert_weights,
             update_tensor_size=case.update.tensor,
-            generation_data_size=case.generation.data,
+            generation_data_size=case.generation_data,
             generation_expert_size=case.generation.expert,
         ),
         unused=sum(unused),
         unused_by_device=max(unused),
         exact_by_device=max(least_bytes(plan).values()),
+        fitted_by_device=max(least_bytes(fitted_plan).values()),
+        tensor_stride=fitted.tensor_stride,
         allgather_by_device=max(allgather_bytes(plan).values()),
     )
 

@@ -1,7 +1,7 @@
 """The meshes of the update and the generation layout: the axes that engines talk over.
 
-Of the update layout, ranks are numbered with the tensor axis innermost, then context, shard, data and pipeline, so that the axes that talk
-most stay inside a node.
+Of the update layout, ranks are numbered with the tensor axis innermost, then context, shard, data and pipeline, so that
+the axes that talk most stay inside a node.
 """
 
 from __future__ import annotations
@@ -83,6 +83,11 @@ class GenerationMesh:
     def replica(self) -> int:
         """Which replica this rank belongs to."""
         return self.layout.place(self.rank)[0]
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this rank is the first of its replica, which speaks for it."""
+        return self.tensor.rank == 0
 
     @property
     def leaders(self) -> tuple[int, ...]:

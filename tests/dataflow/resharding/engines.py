@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -107,14 +107,26 @@ class SmallGenerator:
         self.dtypes = dict.fromkeys(shapes, dtype) | (dtypes or {})
         self.version = -1
         self.weights: dict[str, Tensor] = {}
+        self.borrowed: set[str] = set()
         self.cache: Tensor | None = None
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         return self.shapes
 
-    def wake_weights(self) -> dict[str, Tensor]:
-        self.weights = {name: torch.full(shape, -7.0, dtype=self.dtypes[name]) for name, shape in self.shapes.items()}
+    def weight_slices(self) -> dict[str, WeightSlice]:
+        return {box.name: box for box in whole_slices(self.shapes)}
+
+    def wake_weights(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
+        """All at once, whichever are named."""
+        if not self.weights:
+            self.weights = {
+                name: torch.full(shape, -7.0, dtype=self.dtypes[name]) for name, shape in self.shapes.items()
+            }
         return self.weights
+
+    def borrow_weights(self, weights: Mapping[str, Tensor]) -> None:
+        self.weights.update(weights)
+        self.borrowed = set(weights)
 
     def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         raise AssertionError("this generator shows its storage")
@@ -123,11 +135,11 @@ class SmallGenerator:
         self.cache = torch.zeros(64)
 
     def sleep(self) -> None:
-        self.weights, self.cache = {}, None
+        self.weights, self.borrowed, self.cache = {}, set(), None
 
     def memory_bytes(self) -> dict[str, int]:
         return {
-            "generation_weights": sum(tensor.nbytes for tensor in self.weights.values()),
+            "generation_weights": sum(t.nbytes for name, t in self.weights.items() if name not in self.borrowed),
             "kv_cache": 0 if self.cache is None else self.cache.nbytes,
         }
 
@@ -137,7 +149,7 @@ class StreamedGenerator(SmallGenerator):
 
     wants_iterator = True
 
-    def wake_weights(self) -> dict[str, Tensor]:
+    def wake_weights(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
         return {}
 
     def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:

@@ -6,13 +6,13 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
-from spmdrl.dataflow.resharding.layouts import GenerationDegrees, ParameterTable, parameter_table
+from spmdrl.dataflow.resharding.layouts import ParameterTable, parameter_table
 from spmdrl.dataflow.resharding.plan import Shapes
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.latent import LatentConfig
 from spmdrl.engines.models.moe import MoeConfig
 from spmdrl.engines.training.parallelize import check_layout
-from spmdrl.resources.layout import UpdateLayout, fit_update_layout
+from spmdrl.resources.layout import GenerationLayout, UpdateLayout, fit_update_layout
 from spmdrl.types import WeightSlice
 
 # 47 tokens and a width of 5 divide by nothing; on 12 tensor ranks, two have the same one of 6 key heads.
@@ -104,11 +104,14 @@ def update_layouts(model: str, num_ranks: int) -> Iterator[UpdateLayout]:
             yield fitted
 
 
-def generation_degrees(model: str, num_ranks: int) -> Iterator[GenerationDegrees]:
+def generation_layouts(model: str, num_ranks: int) -> Iterator[GenerationLayout]:
     """Every generation layout of so many ranks, also those that don't divide the model's sizes."""
     divisors = _divisors(num_ranks)
     for tensor, expert in itertools.product(divisors, divisors if MODELS[model].moe else [1]):
-        yield GenerationDegrees(num_ranks // tensor, tensor, expert)
+        # Neighbours share a matrix, or ranks that are as far apart as can be.
+        strides = {1, num_ranks // tensor if tensor > 1 else 1}
+        if expert == 1 or expert % tensor == 0:
+            yield from (GenerationLayout(tensor, expert, stride) for stride in sorted(strides))
 
 
 def _divisors(number: int) -> list[int]:

@@ -56,12 +56,16 @@ def test_one_rank_fills_the_generator_and_returns_as_it_was(tmp_path, streamed):
     before, expected = trainer.state_bytes(), whole_weights(trainer)
 
     stats = flow.to_generation()
-    assert stats.received_bytes == 0 and stats.swapped_bytes == weight_bytes + optimizer_bytes
+    # The one rank holds what the generator wants: it is lent, unless the engine takes copies.
+    lent_bytes = 0 if streamed else weight_bytes
+    assert stats.received_bytes == 0 and stats.swapped_bytes == weight_bytes + optimizer_bytes - lent_bytes
     assert all(torch.equal(generator.weights[name], weight) for name, weight in expected.items())
     assert generator.version == 1 and not trainer.weights_on_device
     out = ledger.snapshot("generation")
-    assert [out.device[owner] for owner in ("update_weights", "optimizer", "gradients", "bucket")] == [0, 0, 0, 0]
-    assert out.device["generation_weights"] == weight_bytes and out.device["kv_cache"] == 256
+    assert [out.device[owner] for owner in ("optimizer", "gradients", "bucket", "kv_cache")] == [0, 0, 0, 256]
+    assert out.device["update_weights"] == lent_bytes
+    assert out.device["generation_weights"] == weight_bytes - lent_bytes
+    assert all(tensor.untyped_storage().nbytes() for tensor in generator.weights.values())
     assert all(p.grad is None for p in trainer.model.parameters())
 
     flow.start_return()
@@ -108,6 +112,26 @@ def test_a_changed_generation_weight_is_found_and_named(tmp_path):
             flow.check_generation_weights()
         row.copy_(kept)
     flow.check_generation_weights()
+
+
+def test_what_is_lent_is_read_in_place_and_never_freed(tmp_path):
+    trainer = SmallTrainer(make_model())
+    shapes = shapes_of(trainer)
+    cast, kept = "0.inner.weight", "1.inner.weight"
+    generator = SmallGenerator(shapes, dtypes={cast: torch.bfloat16})
+    flow, _ = make_flow(one_rank(), trainer, generator, tmp_path)
+    for step in range(3):
+        flow.to_generation()
+        shards = trainer.named_shards()
+        assert generator.weights[kept].data_ptr() == shards[kept].tensor.data_ptr()
+        assert generator.weights[cast].data_ptr() != shards[cast].tensor.data_ptr()
+        assert [name for name, shard in shards.items() if not shard.tensor.untyped_storage().nbytes()] == [cast]
+        flow.start_return()
+        assert shards[kept].tensor.isfinite().all()
+        flow.to_update()
+        before = shards[kept].tensor.clone()
+        trainer.train(torch.full((2, 5), float(step)))
+        assert not torch.equal(before, trainer.named_shards()[kept].tensor)
 
 
 def test_verbs_out_of_order_are_refused(tmp_path):

@@ -8,18 +8,20 @@ import pytest
 import torch
 
 from spmdrl.dataflow.resharding.layouts import (
-    GenerationDegrees,
+    fitted_stride,
     generation_slices,
     parameter_table,
     update_slices,
 )
+from spmdrl.engines.generation.native import NativeEngine
+from spmdrl.engines.generation.protocol import RolloutConfig
 from spmdrl.engines.models.decoder import Decoder
 from spmdrl.engines.parallel.expert_parallel import apply_expert_parallel
 from spmdrl.engines.parallel.parts import Parts
 from spmdrl.engines.parallel.tensor_parallel import apply_tensor_parallel
 from spmdrl.engines.training.parallelize import Precision, build_sharded_model
-from spmdrl.resources.layout import UpdateLayout, fit_update_layout
-from spmdrl.resources.mesh import build_update_mesh
+from spmdrl.resources.layout import GenerationLayout, UpdateLayout, fit_update_layout
+from spmdrl.resources.mesh import GenerationMesh, build_update_mesh
 from spmdrl.resources.world import World
 from spmdrl.types import WeightSlice
 from tests.dataflow.resharding.tables import MODELS
@@ -111,15 +113,15 @@ def test_expert_cuts_are_the_engines(model, expert):
         assert {box.name: box for box in planned} == parts.slices
 
 
-def generated(model: str, degrees: GenerationDegrees, rank: int) -> dict[str, WeightSlice]:
-    return {box.name: box for box in generation_slices(parameter_table(MODELS[model]), degrees, rank)}
+def generated(model: str, layout: GenerationLayout, rank: int) -> dict[str, WeightSlice]:
+    return {box.name: box for box in generation_slices(parameter_table(MODELS[model]), layout, rank)}
 
 
 def test_generation_ranks_have_the_key_heads_of_their_query_heads_and_the_last_may_have_none():
     # Threes of 12 query heads, in pairs on 6 key heads, so that neighbours share a key head.
     keys, tokens = [], []
     for rank in range(5):
-        held = generated("dense", GenerationDegrees(tensor=5), rank)
+        held = generated("dense", GenerationLayout(tensor=5), rank)
         box = held["model.layers.1.self_attn.v_proj.weight"]
         keys.append((box.starts[0] // 2, box.stops[0] // 2))
         tokens.append(held["model.embed_tokens.weight"].shape[0])
@@ -129,14 +131,54 @@ def test_generation_ranks_have_the_key_heads_of_their_query_heads_and_the_last_m
 
 def test_generation_experts_are_whole_where_they_are_dealt_out_and_cut_like_matrices_where_not():
     name = "model.layers.1.mlp.experts.down_proj"
-    dealt = [generated("moe", GenerationDegrees(data=2, tensor=2, expert=4), rank)[name] for rank in range(4)]
+    dealt = [generated("moe", GenerationLayout(tensor=2, expert=4), rank)[name] for rank in range(4)]
     assert [(box.starts[0], box.stops[0]) for box in dealt] == [(0, 3), (3, 6), (6, 9), (9, 12)]
     assert {box.shape for box in dealt} == {(3, 5, 8)}
-    assert generated("moe", GenerationDegrees(data=2, tensor=2), 3)[name].shape == (12, 5, 4)
+    assert generated("moe", GenerationLayout(tensor=2), 3)[name].shape == (12, 5, 4)
 
 
-def test_an_expert_degree_that_does_not_divide_the_ranks_is_refused():
-    with pytest.raises(
-        ValueError, match=r"generation expert 3 does not divide data 2 x tensor 2 = 4 ranks.*divisor of 4"
-    ):
-        GenerationDegrees(data=2, tensor=2, expert=3)
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        ("dense", GenerationLayout(2)),
+        ("dense", GenerationLayout(2, tensor_stride=2)),
+        ("moe", GenerationLayout(4)),
+        ("moe", GenerationLayout(expert=4)),
+        ("moe", GenerationLayout(2, expert=4)),
+        ("moe", GenerationLayout(2, expert=4, tensor_stride=2)),
+        ("mla", GenerationLayout(2, expert=2)),
+    ],
+)
+def test_generation_slices_are_those_that_the_engine_wants(model, layout):
+    ranks = sorted(range(8), key=layout.place)
+    replicas = tuple(tuple(ranks[first : first + layout.tensor]) for first in range(0, 8, layout.tensor))
+    num_sharing = max(1, layout.expert // layout.tensor)
+    for rank in range(8):
+        replica, place = layout.place(rank)
+        mesh = GenerationMesh(
+            layout,
+            rank,
+            replicas,
+            tensor=axis_of("tensor", layout.tensor, place),
+            expert=axis_of("expert", num_sharing, replica % num_sharing),
+        )
+        engine = NativeEngine(MODELS[model], RolloutConfig(), torch.device("cpu"), torch.float32, mesh=mesh)
+        assert generated(model, layout, rank) == engine.weight_slices()
+
+
+@pytest.mark.parametrize(
+    ("update", "generation", "ranks_per_node", "stride"),
+    [
+        # Two ranks have what one wants: every other rank forms an engine.
+        (UpdateLayout(shard=1, tensor=8), GenerationLayout(4), 8, 2),
+        (UpdateLayout(shard=1, data=2, tensor=4), GenerationLayout(2), 8, 2),
+        # An engine of every other rank would not fit on a node.
+        (UpdateLayout(shard=1, tensor=8), GenerationLayout(4), 4, 1),
+        (UpdateLayout(shard=1, data=2, tensor=4), GenerationLayout(4), 8, 1),
+        (UpdateLayout(shard=1, tensor=8), GenerationLayout(), 8, 1),
+        (UpdateLayout(shard=1, tensor=8), GenerationLayout(4, tensor_stride=1), 8, 1),
+    ],
+)
+def test_engines_are_made_of_ranks_that_hold_most_of_their_slices(update, generation, ranks_per_node, stride):
+    table = parameter_table(replace(MODELS["dense"], num_heads=8, num_kv_heads=8, intermediate_size=16))
+    assert fitted_stride(table, update, generation, ranks_per_node).tensor_stride == stride

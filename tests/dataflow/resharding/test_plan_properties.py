@@ -16,7 +16,7 @@ import pytest
 from spmdrl.dataflow.resharding.layouts import generation_slices, update_slices
 from spmdrl.dataflow.resharding.plan import ReshardPlan, least_bytes, plan_resharding
 from spmdrl.types import WeightSlice
-from tests.dataflow.resharding.tables import MODELS, deep_table, generation_degrees, update_layouts
+from tests.dataflow.resharding.tables import MODELS, deep_table, generation_layouts, update_layouts
 
 ELEMENT_BYTES = 2
 # A few hundred elements over 16 ranks: each plan has several buckets, and large weights are cut.
@@ -67,7 +67,7 @@ def sides(model: str, num_ranks: int) -> tuple[list[Side], list[Side]]:
     ranks = range(num_ranks)
     held = [[update_slices(table, layout, rank) for rank in ranks] for layout in update_layouts(model, num_ranks)]
     wanted = [
-        [generation_slices(table, degrees, rank) for rank in ranks] for degrees in generation_degrees(model, num_ranks)
+        [generation_slices(table, degrees, rank) for rank in ranks] for degrees in generation_layouts(model, num_ranks)
     ]
     return _distinct(model, held), _distinct(model, wanted)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 
@@ -64,8 +64,8 @@ class DamagedGenerator(SmallGenerator):
 class ForgetfulGenerator(SmallGenerator):
     """Shows no storage for one of its weights."""
 
-    def wake_weights(self) -> dict[str, Tensor]:
-        return {name: tensor for name, tensor in super().wake_weights().items() if name != NAME}
+    def wake_weights(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
+        return {name: tensor for name, tensor in super().wake_weights(names).items() if name != NAME}
 
 
 class UnversionedGenerator(SmallGenerator):

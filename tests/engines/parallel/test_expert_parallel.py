@@ -109,6 +109,6 @@ def test_each_rank_keeps_its_run_of_experts():
 
 
 def test_degrees_that_do_not_divide_the_experts_are_refused():
-    check_expert_parallel(SPARSE, 4)
-    with pytest.raises(ValueError, match=r"resources.update.expert is 3.*8 experts.*\[1, 2, 4, 8\]"):
-        check_expert_parallel(SPARSE, 3)
+    check_expert_parallel(SPARSE, 4, "resources.generation.expert")
+    with pytest.raises(ValueError, match=r"resources.generation.expert is 3.*8 experts.*\[1, 2, 4, 8\]"):
+        check_expert_parallel(SPARSE, 3, "resources.generation.expert")

@@ -143,12 +143,14 @@ def test_first_holders_hold_every_element_once(config, num_ranks):
     ],
 )
 def test_what_does_not_divide_is_refused_with_the_degrees_that_do(config, tensor, complaint):
-    with pytest.raises(ValueError, match=rf"resources.update.tensor is {tensor}, but .*{complaint}.*; set") as refusal:
-        check_tensor_parallel(config, tensor)
+    with pytest.raises(
+        ValueError, match=rf"resources.generation.tensor is {tensor}, but .*{complaint}.*; set"
+    ) as refusal:
+        check_tensor_parallel(config, tensor, "resources.generation.tensor")
     usable = str(refusal.value).split("one of ")[1].strip("[]").split(", ")
     assert usable[0] == "1"
     for degree in map(int, usable):
-        check_tensor_parallel(config, degree)
+        check_tensor_parallel(config, degree, "resources.generation.tensor")
 
 
 def _valued_in_parts(world: World):

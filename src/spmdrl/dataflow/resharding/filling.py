@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from spmdrl.dataflow.resharding.agreement import agree_on_plan, agree_on_shapes, refuse_together
 from spmdrl.dataflow.resharding.checksum import SwitchRecord
-from spmdrl.dataflow.resharding.gather import BucketGatherer, ReshardConfig
-from spmdrl.dataflow.resharding.plan import Shapes, whole_slices
+from spmdrl.dataflow.resharding.gather import BucketGatherer, Received, ReshardConfig
+from spmdrl.dataflow.resharding.plan import Shapes, lendable
 from spmdrl.dataflow.resharding.protocols import Generator, Shard
 from spmdrl.dataflow.resharding.slices import SlicedWeights
 from spmdrl.resources.world import World
 
-Sent = Callable[[Iterable[str]], None]
-"""told the weights whose shards were sent for the last time"""
+Names = Callable[[Iterable[str]], None]
+
+
+@dataclass(frozen=True)
+class Watcher:
+    """What is told of weights while a generator is filled."""
+
+    woken: Names
+    """weights that have their memory in the generator now"""
+    sent: Names
+    """weights whose shards were sent for the last time"""
 
 
 class GeneratorFilling:
@@ -30,15 +40,15 @@ class GeneratorFilling:
         storage: Mapping[str, Tensor],
         config: ReshardConfig,
     ):
-        """`storage` is what the generator's `wake_weights` returned, empty if it wants an iterator."""
+        """`storage` is what the generator's `wake_weights` returns, empty if it wants an iterator."""
         self._world = world
         # A pipeline rank holds some of the layers only.
         shapes = agree_on_shapes({name: tuple(shard.global_shape) for name, shard in shards.items()})
         trained = next(iter(shards.values())).tensor
         _check_shapes(generator.weight_shapes(), shapes)
         # In the trainer's order, so that shards can leave while later weights still move.
-        wanted_names = [name for name in shapes if name in generator.weight_shapes()]
-        self._targets = {box.name: box for box in whole_slices({name: shapes[name] for name in wanted_names})}
+        slices = generator.weight_slices()
+        self._targets = {name: slices[name] for name in shapes if name in slices}
         self._generator = generator
         self._agreed = agree_on_plan(
             [shard.slice for shard in shards.values()],
@@ -64,8 +74,22 @@ class GeneratorFilling:
     def buffer_bytes(self) -> int:
         return self._gatherer.buffer_bytes
 
-    def run(self, shards: Mapping[str, Shard], storage: Mapping[str, Tensor], *, version: int, sent: Sent) -> int:
-        """Fills the generator with weights of this version and returns the bytes received. Collective over the world.
+    def lent(self, shards: Mapping[str, Shard], storage: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Shards that are what the generator wants of their weights, in its dtype: it may read them where they lie.
+
+        Nobody writes to them meanwhile: the trainer refuses to compute until the generator sleeps.
+        """
+        names = lendable([shard.slice for shard in shards.values()], list(self._targets.values()))
+        return {
+            name: shards[name].tensor
+            for name in names
+            if name in storage and shards[name].tensor.dtype == storage[name].dtype and _is_alone(shards[name].tensor)
+        }
+
+    def run(
+        self, shards: Mapping[str, Shard], storage: Mapping[str, Tensor], *, version: int, watcher: Watcher
+    ) -> Received:
+        """Fills the generator with weights of this version. Collective over the world.
 
         The buffer is released. Raises RuntimeError on every rank where a generator doesn't take what it wants; whether
         it arrived is for `check` to say.
@@ -75,8 +99,8 @@ class GeneratorFilling:
         self._record.begin(version)
         try:
             if self._generator.wants_iterator:
-                return self._stream(held, sent)
-            return self._fill_in_place(held, storage, sent)
+                return self._stream(held, watcher)
+            return self._fill_in_place(held, storage, watcher)
         finally:
             self._gatherer.release()
 
@@ -96,21 +120,31 @@ class GeneratorFilling:
         """Drops the references to the generator's storage, which it is about to free."""
         self._wanted = None
 
-    def _fill_in_place(self, held: SlicedWeights, storage: Mapping[str, Tensor], sent: Sent) -> int:
+    def _fill_in_place(self, held: SlicedWeights, storage: Mapping[str, Tensor], watcher: Watcher) -> Received:
         self._wanted = SlicedWeights({box: storage[name] for name, box in self._targets.items()})
-        return sum(self._gather(index, held, self._wanted, sent) for index in range(len(self._buckets)))
+        received = Received()
+        for index, bucket in enumerate(self._buckets):
+            names = {piece.box.name for piece in bucket.pieces if self._world.rank in piece.wanters}
+            self._generator.wake_weights(names)
+            watcher.woken(names)
+            received += self._gather(index, held, self._wanted, watcher)
+        # Slices without elements are in no bucket.
+        self._generator.wake_weights()
+        return received
 
-    def _stream(self, held: SlicedWeights, sent: Sent) -> int:
-        received: list[int] = []
-        weights = self._whole_weights(held, sent, received)
+    def _stream(self, held: SlicedWeights, watcher: Watcher) -> Received:
+        received: list[Received] = []
+        weights = self._whole_weights(held, watcher, received)
         self._generator.load_weights(weights)
         # Other ranks wait for the buckets that an engine didn't ask for.
         left = [name for name, _ in weights]
         faults = [f"{name} wasn't taken; load_weights must use up its iterator" for name in left]
         refuse_together("a generation engine stopped before it had all weights", faults)
-        return sum(received)
+        return sum(received, Received())
 
-    def _whole_weights(self, held: SlicedWeights, sent: Sent, received: list[int]) -> Iterator[tuple[str, Tensor]]:
+    def _whole_weights(
+        self, held: SlicedWeights, watcher: Watcher, received: list[Received]
+    ) -> Iterator[tuple[str, Tensor]]:
         """Whole weights as their last bucket arrives; a weight is dropped here once the engine asks for the next."""
         arriving: dict[str, Tensor] = {}
         for index, bucket in enumerate(self._buckets):
@@ -118,16 +152,16 @@ class GeneratorFilling:
                 if name not in arriving:
                     arriving[name] = self._new_whole(name)
             wanted = SlicedWeights({self._targets[name]: tensor for name, tensor in arriving.items()})
-            received.append(self._gather(index, held, wanted, sent))
+            received.append(self._gather(index, held, wanted, watcher))
             self._record.add_received(bucket.pieces, wanted)
             for name in bucket.finished:
                 yield name, arriving.pop(name)
 
-    def _gather(self, index: int, held: SlicedWeights, wanted: SlicedWeights, sent: Sent) -> int:
-        num_bytes = self._gatherer.gather_bucket(index, held, wanted)
+    def _gather(self, index: int, held: SlicedWeights, wanted: SlicedWeights, watcher: Watcher) -> Received:
+        received = self._gatherer.gather_bucket(index, held, wanted)
         self._record.add_sent(self._buckets[index].pieces, held)
-        sent(self._buckets[index].finished)
-        return num_bytes
+        watcher.sent(self._buckets[index].finished)
+        return received
 
     def _storage_faults(self, storage: Mapping[str, Tensor]) -> list[str]:
         """Weights whose storage isn't shown as it is wanted, or is shown and never filled."""
@@ -155,3 +189,8 @@ def _check_shapes(wanted: Shapes, held: Shapes) -> None:
             f"the generation engine wants {len(differing)} weights that the training engine doesn't hold so: "
             f"{'; '.join(differing[:3])}; both engines must be built from one model.path"
         )
+
+
+def _is_alone(tensor: Tensor) -> bool:
+    """Whether a tensor is all of its storage, in order."""
+    return tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes

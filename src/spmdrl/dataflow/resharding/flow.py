@@ -16,8 +16,8 @@ from typing import Literal
 from torch import Tensor
 
 from spmdrl.dataflow.resharding.agreement import check_same_version
-from spmdrl.dataflow.resharding.filling import GeneratorFilling, Sent
-from spmdrl.dataflow.resharding.gather import ReshardConfig
+from spmdrl.dataflow.resharding.filling import GeneratorFilling, Names, Watcher
+from spmdrl.dataflow.resharding.gather import Received, ReshardConfig
 from spmdrl.dataflow.resharding.host import CopyTimes, make_host_store
 from spmdrl.dataflow.resharding.protocols import Generator, Trainer
 from spmdrl.dataflow.resharding.swap import Leaving, MakeStore, Swap
@@ -31,6 +31,10 @@ class ReshardStats:
 
     seconds: float
     received_bytes: int = 0
+    cross_node_bytes: int = 0
+    """of the bytes received: what came from other nodes"""
+    move_seconds: float = 0.0
+    """of the seconds: those in which weights moved, and left behind the moving"""
     swapped_bytes: int = 0
     returned: CopyTimes | None = None
     """when the training state was copied back, of the verb that waited for it"""
@@ -89,7 +93,9 @@ class ReshardingFlow:
         self._ledger.set("gradients", "device", 0)
         swapped = self._swap.to_host("optimizer", version=self._trainer.update_count)
         self._give_back_memory(swapped)
+        moving = time.perf_counter()
         received, freed = self._move_weights()
+        move_seconds = time.perf_counter() - moving
         self._give_back_memory(freed)
         self._generator.wake_cache()
         self._generator.version = self._trainer.update_count
@@ -99,7 +105,13 @@ class ReshardingFlow:
         if self._config.verify:
             # Sums over all elements leave their temporary memory with the allocator.
             self._give_back_memory(swapped + freed)
-        return ReshardStats(time.perf_counter() - started, received, swapped + freed)
+        return ReshardStats(
+            time.perf_counter() - started,
+            received_bytes=received.total,
+            cross_node_bytes=received.cross_node,
+            move_seconds=move_seconds,
+            swapped_bytes=swapped + freed,
+        )
 
     def check_generation_weights(self) -> None:
         """Raises RuntimeError on every rank unless each generator holds what the trainer sent, at its update count.
@@ -175,24 +187,30 @@ class ReshardingFlow:
         """Waits for what is under way and drops the host copies."""
         self._swap.close()
 
-    def _move_weights(self) -> tuple[int, int]:
-        """Fills the generator while the update weights leave; returns the bytes received and the bytes freed."""
-        storage = self._generator.wake_weights()
-        self._account_generator()
+    def _move_weights(self) -> tuple[Received, int]:
+        """Fills the generator while the update weights leave; returns what was received and the bytes freed.
+
+        A weight's memory in the generator is taken when its first slice is due. Where a shard is the very slice that
+        the generator wants, it is lent and stays.
+        """
+        storage, shards = self._generator.wake_weights(()), self._trainer.named_shards()
         if self._filling is None:
-            self._filling = GeneratorFilling(
-                self._world, self._trainer.named_shards(), self._generator, storage, self._config
-            )
-        leaving = self._swap.leave("update_weights", version=self._trainer.update_count)
-        shards = self._trainer.named_shards()
+            self._filling = GeneratorFilling(self._world, shards, self._generator, storage, self._config)
+        lent = self._filling.lent(shards, storage)
+        if lent:
+            self._generator.borrow_weights(lent)
+            storage = self._generator.wake_weights(())
+        self._account_generator()
+        leaving = self._swap.leave("update_weights", version=self._trainer.update_count, staying=lent)
         self._trainer.weights_on_device = False
         self._ledger.set("bucket", "device", self._filling.buffer_bytes)
-        received = self._filling.run(shards, storage, version=self._trainer.update_count, sent=self._releasing(leaving))
+        watcher = Watcher(woken=lambda names: self._account_generator(), sent=self._releasing(leaving))
+        received = self._filling.run(shards, storage, version=self._trainer.update_count, watcher=watcher)
         freed = leaving.finish()
         self._ledger.set("bucket", "device", 0)
         return received, freed
 
-    def _releasing(self, leaving: Leaving) -> Sent:
+    def _releasing(self, leaving: Leaving) -> Names:
         """Moves weights out once they were sent.
 
         A CPU's freed memory goes back to the system in between, or it would be held beside what the generator fills.

@@ -47,6 +47,21 @@ class ReshardConfig:
 
 
 @dataclass(frozen=True)
+class Received:
+    """Bytes that a rank received from others."""
+
+    same_node: int = 0
+    cross_node: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.same_node + self.cross_node
+
+    def __add__(self, other: Received) -> Received:
+        return Received(self.same_node + other.same_node, self.cross_node + other.cross_node)
+
+
+@dataclass(frozen=True)
 class _Exchange:
     """One rank's part in the pieces of a bucket that travel in one dtype."""
 
@@ -79,6 +94,7 @@ class BucketGatherer:
         self.block = plan.block_of(rank)
         self.group = _open_group(plan, rank)
         self._rank = rank
+        self._ranks_per_node = plan.ranks_per_node
         self._position = self.block.ranks.index(rank)
         self._executor = executor
         self._device = device
@@ -99,9 +115,9 @@ class BucketGatherer:
         """Bytes of the temporary buffer: the largest need of any bucket on this rank, if no piece can do without."""
         return max(map(self._bytes_of, itertools.chain.from_iterable(self._exchanges)), default=0)
 
-    def gather_bucket(self, index: int, held: SlicedWeights, wanted: SlicedWeights) -> int:
-        """Fills `wanted` with the bucket's pieces and returns the bytes received. Collective over the block."""
-        return sum(self._run(exchange, held, wanted) for exchange in self._exchanges[index])
+    def gather_bucket(self, index: int, held: SlicedWeights, wanted: SlicedWeights) -> Received:
+        """Fills `wanted` with the bucket's pieces and returns what came from others. Collective over the block."""
+        return sum((self._run(exchange, held, wanted) for exchange in self._exchanges[index]), Received())
 
     def release(self) -> None:
         """Frees the temporary buffer; the next bucket allocates it anew."""
@@ -109,16 +125,19 @@ class BucketGatherer:
             self._buffer.untyped_storage().resize_(0)
             self._buffer = None
 
-    def _run(self, exchange: _Exchange, held: SlicedWeights, wanted: SlicedWeights) -> int:
+    def _run(self, exchange: _Exchange, held: SlicedWeights, wanted: SlicedWeights) -> Received:
         for box in exchange.copies:
-            wanted.view(box).copy_(held.view(box))
+            source, place = held.view(box), wanted.view(box)
+            # What is lent is there already.
+            if source.data_ptr() != place.data_ptr():
+                place.copy_(source)
         if exchange.segment_numel == 0:
-            return 0
+            return Received()
         if self._executor == "allgather":
             return self._all_gather(exchange, held, wanted)
         return self._send_and_receive(exchange, held, wanted)
 
-    def _send_and_receive(self, exchange: _Exchange, held: SlicedWeights, wanted: SlicedWeights) -> int:
+    def _send_and_receive(self, exchange: _Exchange, held: SlicedWeights, wanted: SlicedWeights) -> Received:
         slots = _Slots(exchange.dtype, lambda: self._reserve(exchange))
         arriving = [(transfer, wanted.view(transfer.box)) for transfer in exchange.receives]
         messages = [(transfer, place, slots.beside(place)) for transfer, place in arriving]
@@ -132,9 +151,9 @@ class BucketGatherer:
         for _, place, message in messages:
             if message is not place:
                 place.copy_(message)
-        return sum(message.nbytes for _, _, message in messages)
+        return self._received([(transfer.sender, message.nbytes) for transfer, _, message in messages])
 
-    def _all_gather(self, exchange: _Exchange, held: SlicedWeights, wanted: SlicedWeights) -> int:
+    def _all_gather(self, exchange: _Exchange, held: SlicedWeights, wanted: SlicedWeights) -> Received:
         numel = exchange.segment_numel
         segments = self._reserve(exchange).view(-1, numel)
         mine = segments[self._position]
@@ -143,7 +162,13 @@ class BucketGatherer:
         missing = {transfer.box for transfer in exchange.receives}
         for segment, boxes in zip(segments, exchange.contributions, strict=True):
             _unpack(segment, boxes, wanted, only=missing)
-        return (len(self.block.ranks) - 1) * numel * segments.element_size()
+        return self._received([(rank, mine.nbytes) for rank in self.block.ranks if rank != self._rank])
+
+    def _received(self, parts: Iterable[tuple[int, int]]) -> Received:
+        """The sum of (sender, bytes) by link."""
+        parts, node = list(parts), self._rank // self._ranks_per_node
+        same = sum(num_bytes for sender, num_bytes in parts if sender // self._ranks_per_node == node)
+        return Received(same, sum(num_bytes for _, num_bytes in parts) - same)
 
     def _bytes_of(self, exchange: _Exchange) -> int:
         if self._executor == "allgather":

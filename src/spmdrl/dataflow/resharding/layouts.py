@@ -6,38 +6,16 @@ training engine does it: layers over the pipeline, experts, the tensor axis, and
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 
 from spmdrl.engines.models.decoder import Decoder, DecoderConfig, LayerSpan
 from spmdrl.engines.training.pipeline_layout import layer_spans, stage_ranks
 from spmdrl.engines.training.sharded_model import rows_held
-from spmdrl.resources.layout import UpdateLayout
+from spmdrl.resources.layout import GenerationLayout, UpdateLayout
 from spmdrl.types import WeightSlice
-
-
-@dataclass(frozen=True)
-class GenerationDegrees:
-    """Degrees of generation shards: data x tensor ranks, outermost first."""
-
-    data: int = 1
-    """replicas of the generation engine"""
-    tensor: int = 1
-    """ranks that share each matrix"""
-    expert: int = 1
-    """ranks that share the experts, taken out of data x tensor; where it isn't 1, ranks hold experts whole"""
-
-    def __post_init__(self) -> None:
-        if self.num_ranks % self.expert:
-            raise ValueError(
-                f"generation expert {self.expert} does not divide data {self.data} x tensor {self.tensor} = "
-                f"{self.num_ranks} ranks; set it to a divisor of {self.num_ranks}, or to 1 to cut experts like matrices"
-            )
-
-    @property
-    def num_ranks(self) -> int:
-        return self.data * self.tensor
 
 
 @dataclass(frozen=True)
@@ -127,18 +105,47 @@ def update_slices(table: ParameterTable, layout: UpdateLayout, rank: int) -> lis
     return slices
 
 
-def generation_slices(table: ParameterTable, degrees: GenerationDegrees, rank: int) -> list[WeightSlice]:
+def generation_slices(table: ParameterTable, layout: GenerationLayout, rank: int) -> list[WeightSlice]:
     """What a rank wants to generate with, in the table's order; degrees that don't divide leave last ranks less."""
     slices = []
+    _, place = layout.place(rank)
     for name, rule in table.rules.items():
         box = _Box(rule.shape)
-        if rule.is_expert and degrees.expert > 1:
-            box.cut(0, rows_held(rule.shape[0], degrees.expert, rank % degrees.expert))
+        if rule.is_expert and layout.expert > 1:
+            box.cut(0, rows_held(rule.shape[0], layout.expert, layout.expert_place(rank)))
         elif rule.tensor is not None:
-            place = rank % degrees.tensor
-            box.cut(rule.tensor.dim, rule.tensor.interval(rule.shape[rule.tensor.dim], degrees.tensor, place))
+            box.cut(rule.tensor.dim, rule.tensor.interval(rule.shape[rule.tensor.dim], layout.tensor, place))
         slices.append(box.named(name))
     return slices
+
+
+def fitted_stride(
+    table: ParameterTable, update: UpdateLayout, generation: GenerationLayout, ranks_per_node: int
+) -> GenerationLayout:
+    """The generation layout with a distance between the ranks of an engine, where that was left open.
+
+    It is the one at which all ranks together hold most of what they will want, of those that keep an engine on as few
+    nodes as neighbouring ranks would. `update` is a fitted layout.
+    """
+    if generation.tensor_stride:
+        return generation
+    num_ranks, tensor = update.num_ranks, generation.tensor
+    held = [{box.name: box for box in update_slices(table, update, rank)} for rank in range(num_ranks)]
+    strides = [1]
+    if tensor > 1:
+        strides += [n for n in range(2, ranks_per_node // tensor + 1) if ranks_per_node % (n * tensor) == 0]
+
+    def kept(stride: int) -> int:
+        layout = replace(generation, tensor_stride=stride)
+        return sum(_num_shared(held[rank], generation_slices(table, layout, rank)) for rank in range(num_ranks))
+
+    return replace(generation, tensor_stride=max(strides, key=kept))
+
+
+def _num_shared(held: Mapping[str, WeightSlice], wanted: Iterable[WeightSlice]) -> int:
+    """Elements that are both held and wanted."""
+    shared = (held[box.name].intersect(box) for box in wanted if box.name in held)
+    return sum(box.num_elements for box in shared if box is not None)
 
 
 class _Box:

@@ -83,6 +83,11 @@ def whole_slices(shapes: Shapes) -> list[WeightSlice]:
     return [WeightSlice(name, (0,) * len(shape), tuple(shape)) for name, shape in shapes.items()]
 
 
+def lendable(held: Sequence[WeightSlice], wanted: Sequence[WeightSlice]) -> frozenset[str]:
+    """Weights of which a rank holds exactly the box that it wants, and that have elements."""
+    return frozenset(box.name for box in set(held).intersection(wanted) if box.num_elements)
+
+
 def least_bytes(plan: ReshardPlan) -> dict[int, int]:
     """By rank, the bytes that it wants and doesn't hold: no executor can receive less."""
     received = {rank: 0 for block in plan.blocks for rank in block.ranks}

@@ -43,6 +43,8 @@ class _Group:
     spans: list[Span] = field(default_factory=list)
     """the storages while the group isn't wholly on the device; held no longer, as their owner may replace them there"""
     returning: ReturnTicket | None = None
+    staying_bytes: int = 0
+    """of tensors that stay on the device while the others are out"""
     copied_version: int | None = None
     copied_storages: list[tuple[int, int]] = field(default_factory=list)
     """(address, bytes) of what the host has a copy of, as it is on the device"""
@@ -76,8 +78,8 @@ class Swap:
     def is_on_device(self, owner: Owner) -> bool:
         return self._groups[owner].state == "device"
 
-    def leave(self, owner: Owner, *, version: int | None = None) -> Leaving:
-        """Starts moving a group out, part by part.
+    def leave(self, owner: Owner, *, version: int | None = None, staying: Iterable[str] = ()) -> Leaving:
+        """Starts moving a group out, part by part, but for the tensors that are `staying`, by name.
 
         With the `version` of the last leaving the copy on the host still holds and only storage is freed. Raises
         RuntimeError unless the group is on the device, OSError when the host has no room; then nothing was freed.
@@ -85,7 +87,11 @@ class Swap:
         group = self._groups[owner]
         if group.state != "device":
             raise RuntimeError(f"{owner} can't leave the device: its state is {group.state!r}; finish its return first")
-        return Leaving(group, _on_device(group.tensors(), self._device), self._ledger, version)
+        tensors = _on_device(group.tensors(), self._device)
+        kept = {tensors[name].untyped_storage().data_ptr() for name in staying if name in tensors}
+        going = {n: tensor for n, tensor in tensors.items() if tensor.untyped_storage().data_ptr() not in kept}
+        group.staying_bytes = storage_bytes(tensor for name, tensor in tensors.items() if name not in going)
+        return Leaving(group, going, self._ledger, version)
 
     def to_host(self, owner: Owner, *, version: int | None = None) -> int:
         """Moves a whole group out and returns the bytes freed; see `leave`."""
@@ -99,7 +105,7 @@ class Swap:
         group.state = "returning"
         group.returning = group.store.read(group.spans)
         # All of it may be on the device from here on.
-        self._ledger.set(owner, "device", sum(span.num_bytes for span in group.spans))
+        self._ledger.set(owner, "device", group.staying_bytes + sum(span.num_bytes for span in group.spans))
 
     def finish_return(self, owner: Owner) -> Returned:
         """Waits until a group is back."""
@@ -109,7 +115,7 @@ class Swap:
         ticket, group.returning = group.returning, None
         ticket.wait()
         group.copied_storages = _addresses(group.spans)
-        group.spans, group.state = [], "device"
+        group.spans, group.state, group.staying_bytes = [], "device", 0
         return Returned(sum(num_bytes for _, num_bytes in group.copied_storages), ticket.times())
 
     def forget_copy(self, owner: Owner) -> None:
@@ -187,8 +193,9 @@ class Leaving:
         self._free_copied(wait=True)
         spans, self._group.spans = self._group.spans, []
         self._group.store.read([span for span in spans if span.storage.nbytes() != span.num_bytes]).wait()
-        self._group.state = "device"
-        self._ledger.set(self._group.owner, "device", sum(span.num_bytes for span in spans))
+        held = self._group.staying_bytes + sum(span.num_bytes for span in spans)
+        self._ledger.set(self._group.owner, "device", held)
+        self._group.state, self._group.staying_bytes = "device", 0
 
     def _free_copied(self, *, wait: bool) -> None:
         while self._copying and (wait or self._copying[0][0].is_done()):
@@ -196,7 +203,7 @@ class Leaving:
             ticket.wait()
             _free(spans)
         on_device = sum(span.storage.nbytes() for span in self._group.spans)
-        self._ledger.set(self._group.owner, "device", on_device)
+        self._ledger.set(self._group.owner, "device", self._group.staying_bytes + on_device)
 
 
 def _on_device(tensors: Mapping[str, Tensor], device: Device) -> dict[str, Tensor]:

@@ -1,37 +1,41 @@
 """The native engine: the trainer's own decoder over a paged KV cache, in this process.
 
 Each step admits waiting groups, runs their prompts packed in one forward (each prompt once, whatever the size of its
-group), then decodes one token of every running row in one more forward.
+group), then decodes one token of every running row in one more forward. The ranks of a replica do so in lockstep: they
+take the same requests, and every rank has all logits and draws the same tokens.
 
-Shape letters: `G` prompts, `B` rows, `T` packed tokens, `V` vocabulary, `D` model width.
+Shape letters: `B` rows, `V` vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from spmdrl.engines.generation.attention import DecodeAttention, PromptAttention
 from spmdrl.engines.generation.choices import ChoiceRecorder, RowChoices
-from spmdrl.engines.generation.paged import SCRATCH_BLOCK, BlockPool, CacheShape, PagedCache
+from spmdrl.engines.generation.forward import CachedDecoder, pack_prompts
+from spmdrl.engines.generation.lockstep import Lockstep
+from spmdrl.engines.generation.paged import BlockPool
 from spmdrl.engines.generation.protocol import Request, Response, RolloutConfig
 from spmdrl.engines.generation.sampling import RowSampling, draw
 from spmdrl.engines.generation.scheduler import Admission, Group, Row, Scheduler
-from spmdrl.engines.generation.weights import FreeableWeights
-from spmdrl.engines.models.decoder import Decoder, DecoderConfig
+from spmdrl.engines.models.decoder import DecoderConfig
+from spmdrl.engines.parallel.axis_collectives import max_across
+from spmdrl.resources.mesh import GenerationMesh, lone_generation_mesh
+from spmdrl.types import WeightSlice, whole_slice
 
-# A CPU matrix product gives each of its rows the same bits whatever their number, from 4 rows on.
-_LEAST_ROWS = 4
 # Bounds the activations of one prompt forward; a longer prompt runs alone.
 _MAX_PROMPT_TOKENS = 8192
 
 
 class NativeEngine:
-    """Continuous batching on one device, with whole weights; a `GenerationEngine`."""
+    """Continuous batching on one replica's ranks; a `GenerationEngine`.
+
+    Its ranks submit the same requests, and step together; so do the replicas that share experts.
+    """
 
     wants_iterator: ClassVar[bool] = False
 
@@ -42,9 +46,13 @@ class NativeEngine:
         device: torch.device,
         dtype: torch.dtype,
         *,
+        mesh: GenerationMesh | None = None,
         recorder: ChoiceRecorder | None = None,
     ):
-        """With a recorder, which only sparse models can have, responses bring the experts that their tokens went to."""
+        """Without a mesh the rank has whole weights.
+
+        With a recorder, which only sparse models can have, responses bring the experts that their tokens went to.
+        """
         if rollout.engine_kwargs:
             raise ValueError(
                 f"rollout.engine_kwargs has {sorted(rollout.engine_kwargs)}, but the native engine takes none; "
@@ -55,26 +63,25 @@ class NativeEngine:
         self.version = 0
         self._config = config
         self._rollout = rollout
-        self._recorder = recorder
         self._device = device
-        with torch.device("meta"):
-            self._decoder = Decoder(config)
-        self._weights = FreeableWeights(self._decoder, device, dtype)
-        shape = CacheShape(
-            num_layers=config.num_layers,
-            block_size=rollout.block_size,
-            num_kv_heads=config.num_kv_heads,
-            head_size=config.head_size,
-            value_head_size=config.value_head_size,
-            dtype=dtype,
+        self._mesh = lone_generation_mesh() if mesh is None else mesh
+        self._lockstep = Lockstep(self._mesh.expert, device)
+        self._forward = CachedDecoder(
+            config, self._mesh, device, dtype, block_size=rollout.block_size, recorder=recorder
         )
-        self._cache = PagedCache(shape, device)
+        self._cache = self._forward.cache
+        self._weights = self._forward.weights
         self._pool = BlockPool()
         self._scheduler = self._new_scheduler()
+        self._others_work = False
 
     @property
     def num_unfinished(self) -> int:
         return self._scheduler.num_unfinished
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.num_unfinished) or self._others_work
 
     @property
     def _cache_grows(self) -> bool:
@@ -88,37 +95,48 @@ class NativeEngine:
         if self._cache_grows:
             self._grow_cache(self._scheduler.blocks_wanted(requests))
         self._scheduler.submit(requests)
+        self._note_work()
 
     @torch.inference_mode()
     def step(self) -> list[Response]:
         self._require_awake("generate")
         responses = self._start_rows(self._scheduler.admit())
-        if self._scheduler.running:
+        if self._scheduler.running or not self._lockstep.is_alone:
             responses += self._decode()
+        self._note_work()
         return responses
 
     def abort(self) -> list[Response]:
-        return self._scheduler.abort()
+        responses = self._scheduler.abort()
+        self._note_work()
+        return responses
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        return dict(self._weights.shapes)
+        return dict(self._forward.parts.shapes)
 
-    def wake_weights(self) -> dict[str, Tensor]:
-        return self._weights.wake()
+    def weight_slices(self) -> dict[str, WeightSlice]:
+        return dict(self._forward.parts.slices)
+
+    def wake_weights(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
+        return self._weights.wake(names)
+
+    def borrow_weights(self, weights: Mapping[str, Tensor]) -> None:
+        self._weights.borrow(weights)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        own = self.wake_weights()
+        own, shapes = self.wake_weights(), self.weight_shapes()
         missing = set(own)
         for name, tensor in weights:
-            if name not in own or tensor.shape != own[name].shape:
+            if name not in own or tensor.shape != shapes[name]:
                 raise ValueError(f"weight {name} of shape {tuple(tensor.shape)} isn't one of this model's")
-            own[name].copy_(tensor)
+            part = self._forward.parts.slices[name]
+            own[name].copy_(tensor[part.index_within(whole_slice(name, tensor.shape))])
             missing.discard(name)
         if missing:
             raise ValueError(f"{len(missing)} of {len(own)} weights weren't given, such as {min(missing)}")
 
     def wake_cache(self) -> None:
-        if not self._weights.num_bytes:
+        if not self._weights.are_awake:
             raise RuntimeError("the KV cache can't wake before the weights, which take their memory first")
         if self._cache.num_blocks:
             return
@@ -140,7 +158,7 @@ class NativeEngine:
         return Scheduler(self._pool, self._rollout.block_size, self._rollout.max_running_rows)
 
     def _require_awake(self, action: str) -> None:
-        if not (self._weights.num_bytes and self._cache.num_blocks):
+        if not (self._weights.are_awake and self._cache.num_blocks):
             raise RuntimeError(f"a sleeping engine can't {action}; call wake_weights, fill them, then wake_cache")
 
     def _check_positions(self, request: Request) -> None:
@@ -163,7 +181,9 @@ class NativeEngine:
             free_bytes, total_bytes = backend.mem_get_info(self._device)
             budget_bytes = share * total_bytes - (total_bytes - free_bytes)
             source = f"rollout.gpu_memory_utilization {share} of {total_bytes} bytes, of which {free_bytes} are free,"
-        num_blocks = int(budget_bytes // self._cache.shape.block_bytes)
+        # As many on each rank of a replica, whose schedulers decide alike.
+        budget = torch.tensor(int(budget_bytes // self._cache.shape.block_bytes), device=self._device)
+        num_blocks = -int(max_across(-budget, self._mesh.tensor))
         if num_blocks < 2:
             raise ValueError(
                 f"{source} leaves {int(budget_bytes)} bytes for the KV cache, but 2 blocks take "
@@ -177,6 +197,10 @@ class NativeEngine:
             num_blocks = max(num_blocks, self._cache.num_blocks * 5 // 4)
             self._cache.resize(num_blocks)
             self._pool.grow(num_blocks)
+
+    def _note_work(self) -> None:
+        """Find out whether replicas that share experts have rows to step for. Collective over them."""
+        self._others_work = self._lockstep.most(self.num_unfinished) != [0]
 
     def _start_rows(self, admissions: list[Admission]) -> list[Response]:
         """Run the prompts of new groups and draw the first token of each admitted row."""
@@ -192,44 +216,11 @@ class NativeEngine:
         return responses
 
     def _run_prompts(self, groups: list[Group]) -> None:
-        """Fill the blocks of these groups' prompts and leave their last logits in the groups."""
-        for pack in pack_prompts(groups, _MAX_PROMPT_TOKENS):
-            for group, logits_V in zip(pack, self._prompt_logits(pack), strict=True):
-                group.prompt_logits_V = logits_V
-            if self._recorder is not None:
-                taken_TLC = self._recorder.take()
-                for group in pack:
-                    length = len(group.request.prompt_ids)
-                    # Cloned, because a view would keep the choices of the whole pack.
-                    group.prompt_choices_TLC, taken_TLC = taken_TLC[:length].clone(), taken_TLC[length:]
-
-    def _prompt_logits(self, groups: list[Group]) -> Tensor:
-        """Logits [G, V] of the last position of each prompt."""
-        size = self._rollout.block_size
-        tokens = [token for group in groups for token in group.request.prompt_ids]
-        lengths = [len(group.request.prompt_ids) for group in groups]
-        positions = [position for length in lengths for position in range(length)]
-        places = [
-            group.prompt_blocks[position // size] * size + position % size
-            for group, length in zip(groups, lengths, strict=True)
-            for position in range(length)
-        ]
-        last = [sum(lengths[: index + 1]) - 1 for index in range(len(lengths))]
-        lacking = max(_LEAST_ROWS - len(tokens), 0)
-        if lacking:
-            tokens, positions = tokens + [0] * lacking, positions + list(range(lacking))
-            places, lengths = places + [SCRATCH_BLOCK * size] * lacking, [*lengths, lacking]
-        offsets = F.pad(torch.tensor(lengths).cumsum(0), (1, 0))
-        attend = PromptAttention(self._cache, self._tensor(places), offsets)
-        last_G = self._tensor(last + [last[-1]] * (_LEAST_ROWS - len(last)))
-        logits_GV: Tensor = self._decoder(
-            self._tensor(tokens),
-            self._tensor(positions),
-            attend,
-            lambda hidden_TD, head_VD: F.linear(hidden_TD[last_G], head_VD),
-            self._recorder,
-        )
-        return logits_GV[: len(groups)].float()
+        """Run these prompts, and as many empty forwards as replicas that share experts run more."""
+        packs = pack_prompts(groups, _MAX_PROMPT_TOKENS)
+        (num_packs,) = self._lockstep.most(len(packs))
+        for pack in [*packs, *[[]] * (num_packs - len(packs))]:
+            self._forward.run_prompts(pack)
 
     def _decode(self) -> list[Response]:
         """Feed the newest token of every running row and draw the next."""
@@ -237,22 +228,8 @@ class NativeEngine:
         if copies.sources:
             self._cache.copy_blocks(copies.sources, copies.targets)
         rows = list(self._scheduler.running.values())
-        lacking = max(_LEAST_ROWS - len(rows), 0)
-        lengths = [row.length for row in rows] + [1] * lacking
-        tables = [row.table for row in rows] + [[SCRATCH_BLOCK]] * lacking
-        logits_BV = self._decoder(
-            self._tensor([row.token_ids[-1] for row in rows] + [0] * lacking),
-            self._tensor(lengths) - 1,
-            DecodeAttention(self._cache, tables, lengths),
-            F.linear,
-            self._recorder,
-        )
-        if self._recorder is not None:
-            # Unbound tokens are views: a step's choices live until its last row ends.
-            for row, token_LC in zip(rows, self._recorder.take(), strict=False):
-                assert row.choices is not None, f"row {row.row} runs without its prompt's choices"
-                row.choices.feed(token_LC)
-        return self._draw(rows, logits_BV[: len(rows)].float())
+        logits_BV = self._forward.decode(rows)
+        return self._draw(rows, logits_BV) if rows else []
 
     def _draw(self, rows: list[Row], logits_BV: Tensor) -> list[Response]:
         """Draw one token of each row; returns the rows that it ended."""
@@ -272,16 +249,3 @@ class NativeEngine:
 
     def _tensor(self, values: list[int]) -> Tensor:
         return torch.tensor(values, device=self._device)
-
-
-def pack_prompts(groups: list[Group], max_tokens: int) -> list[list[Group]]:
-    """Split groups, in order, into packs whose prompts hold at most `max_tokens`; a longer prompt is a pack alone."""
-    packs: list[list[Group]] = []
-    num_tokens = 0
-    for group in groups:
-        num_tokens += len(group.request.prompt_ids)
-        if not packs or num_tokens > max_tokens:
-            packs.append([])
-            num_tokens = len(group.request.prompt_ids)
-        packs[-1].append(group)
-    return packs

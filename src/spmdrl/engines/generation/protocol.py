@@ -3,16 +3,19 @@
     asleep --wake_weights--> weights to be filled --wake_cache--> awake --sleep--> asleep
 
 An engine starts asleep. Awake, it takes groups of rows by `submit`, and each `step` returns the rows that ended in it.
+Where several ranks are one engine, all of them call it alike, with the same requests, and get the same responses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from spmdrl.types import WeightSlice
 
 Finish = Literal["stop", "length", "aborted"]
 
@@ -97,16 +100,32 @@ class GenerationEngine(Protocol):
         """Rows submitted and not yet returned."""
         ...
 
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` must be called again: rows are unfinished here, or on ranks that this engine computes with."""
+        ...
+
     def abort(self) -> list[Response]:
         """Return everything unfinished with its tokens so far, and forget it."""
         ...
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of each weight that it wants, by Hugging Face name."""
+        """Shape of each whole weight that it wants all or some of, by the decoder's name."""
         ...
 
-    def wake_weights(self) -> dict[str, Tensor]:
-        """Allocate the weights, uninitialised, and return them by name to be filled; empty if `wants_iterator`."""
+    def weight_slices(self) -> dict[str, WeightSlice]:
+        """Which box of each of them it wants on this rank."""
+        ...
+
+    def wake_weights(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
+        """Allocate these weights, or all, uninitialised, and return all slices by name; empty if `wants_iterator`.
+
+        Those that weren't named and are still asleep have no storage.
+        """
+        ...
+
+    def borrow_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Read these slices where they lie, until it sleeps, instead of taking memory; not if `wants_iterator`."""
         ...
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:

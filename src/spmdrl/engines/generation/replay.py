@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from spmdrl.engines.generation.protocol import Finish, Request, Response
+from spmdrl.types import WeightSlice
 
 _FINISHES: tuple[Finish, ...] = get_args(Finish)
 
@@ -112,6 +113,10 @@ class ReplayEngine:
             )
         return response
 
+    @property
+    def has_work(self) -> bool:
+        return bool(self._pending)
+
     def step(self) -> list[Response]:
         self._require_awake()
         responses = list(self._pending.values())
@@ -127,8 +132,14 @@ class ReplayEngine:
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         return {}
 
-    def wake_weights(self) -> dict[str, Tensor]:
+    def weight_slices(self) -> dict[str, WeightSlice]:
         return {}
+
+    def wake_weights(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
+        return {}
+
+    def borrow_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Leave them: recorded answers don't depend on weights."""
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Take the weights and drop them: recorded answers don't depend on them."""

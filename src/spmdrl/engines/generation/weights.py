@@ -1,16 +1,15 @@
-"""The engine's own copy of a module's weights: one storage that can be freed and taken back."""
+"""The engine's own copy of a module's weights: storages that can be freed and taken back one by one, or borrowed."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
 
-# Each weight starts at a multiple of this many bytes, as if it had been allocated alone.
-_ALIGNMENT_BYTES = 256
-
 
 class FreeableWeights:
-    """All parameters and buffers of a module built on the meta device, in one storage on `device` while awake.
+    """All parameters and buffers of a module built on the meta device, each in a storage of its own while it is awake.
 
     The Parameter objects stay the same over sleeps. A module whose weights sleep must not run: that is a segmentation
     fault, not an exception.
@@ -19,36 +18,56 @@ class FreeableWeights:
     def __init__(self, module: nn.Module, device: torch.device, dtype: torch.dtype):
         """Hold parameters in `dtype`; buffers keep their own, which they were given for a reason."""
         self._module = module.requires_grad_(False)
-        self._device = device
         parameters = dict(module.named_parameters())
         weights = module.state_dict()
         self.shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
-        self._dtypes = {name: dtype if name in parameters else weight.dtype for name, weight in weights.items()}
-        self._flat: Tensor | None = None
+        dtypes = {name: dtype if name in parameters else weight.dtype for name, weight in weights.items()}
+        self._own: dict[str, Tensor] = {}
+        for name, shape in self.shapes.items():
+            self._own[name] = torch.empty(shape, dtype=dtypes[name], device=device)
+            self._own[name].untyped_storage().resize_(0)
+        self._borrowed: dict[str, Tensor] = {}
+        self._asleep = set(self.shapes)
+        # Detached: buffers become these very tensors, which borrowing points elsewhere.
+        module.load_state_dict({name: weight.detach() for name, weight in self._own.items()}, assign=True)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes on the device now."""
-        return 0 if self._flat is None else self._flat.untyped_storage().nbytes()
+        """Bytes on the device now, without what is borrowed."""
+        return sum(weight.untyped_storage().nbytes() for weight in self._own.values())
 
-    def wake(self) -> dict[str, Tensor]:
-        """Allocate the storage, uninitialised, unless it is there; returns the weights by name."""
-        if self._flat is None:
-            self._flat = self._bind()
-        elif not self.num_bytes:
-            self._flat.untyped_storage().resize_(self._flat.numel())
-        return self._module.state_dict()
+    @property
+    def are_awake(self) -> bool:
+        """Whether every weight has its storage."""
+        return not self._asleep
+
+    def wake(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
+        """Allocate these weights, or all, uninitialised, where they aren't there; returns all weights by name."""
+        for name in self._asleep.intersection(self._own if names is None else names):
+            self._own[name].untyped_storage().resize_(self._own[name].nbytes)
+            self._asleep.remove(name)
+        return self._own | self._borrowed
+
+    def borrow(self, weights: Mapping[str, Tensor]) -> None:
+        """Use these tensors in place of own storage until the next sleep; they are only read."""
+        for name, weight in weights.items():
+            own = self._own[name]
+            assert (weight.shape, weight.dtype) == (own.shape, own.dtype), (name, weight.shape, weight.dtype)
+            own.untyped_storage().resize_(0)
+            self._borrowed[name] = weight.detach()
+            self._asleep.discard(name)
+        self._point(self._borrowed)
 
     def sleep(self) -> None:
-        """Free the storage, whoever still refers to it."""
-        if self._flat is not None:
-            self._flat.untyped_storage().resize_(0)
+        """Free the storages, whoever still refers to them, and give back what was borrowed."""
+        self._point({name: self._own[name] for name in self._borrowed})
+        self._borrowed = {}
+        for weight in self._own.values():
+            weight.untyped_storage().resize_(0)
+        self._asleep = set(self._own)
 
-    def _bind(self) -> Tensor:
-        nbytes = [torch.Size(shape).numel() * self._dtypes[name].itemsize for name, shape in self.shapes.items()]
-        padded = [-(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for size in nbytes]
-        flat = torch.empty(sum(padded), dtype=torch.uint8, device=self._device)
-        chunks = zip(self.shapes.items(), flat.split(padded), nbytes, strict=True)
-        views = {name: chunk[:size].view(self._dtypes[name]).view(shape) for (name, shape), chunk, size in chunks}
-        self._module.load_state_dict(views, assign=True)
-        return flat
+    def _point(self, weights: Mapping[str, Tensor]) -> None:
+        """Have the module's parameters and buffers read from these tensors."""
+        held = dict(self._module.named_parameters()) | dict(self._module.named_buffers())
+        for name, weight in weights.items():
+            held[name].data = weight

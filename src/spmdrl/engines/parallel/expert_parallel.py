@@ -23,54 +23,62 @@ from spmdrl.engines.parallel.parts import Parts
 from spmdrl.resources.mesh import Axis
 
 
-def check_expert_parallel(config: DecoderConfig, expert: int) -> None:
-    """Raise ValueError where a model's experts can't be spread over so many ranks."""
+def check_expert_parallel(config: DecoderConfig, expert: int, key: str) -> None:
+    """Raise ValueError, which names the degree by its config key, where experts can't be spread over so many ranks."""
     if expert == 1:
         return
     if config.moe is None:
-        raise ValueError(f"resources.update.expert is {expert}, but the model has no experts; set it to 1")
+        raise ValueError(f"{key} is {expert}, but the model has no experts; set it to 1")
     num_experts = config.moe.num_experts
     if num_experts % expert:
         usable = [degree for degree in range(1, num_experts + 1) if num_experts % degree == 0]
         raise ValueError(
-            f"resources.update.expert is {expert}, but it must divide the model's {num_experts} experts; "
-            f"set it to one of {usable}"
+            f"{key} is {expert}, but it must divide the model's {num_experts} experts; set it to one of {usable}"
         )
 
 
-def apply_expert_parallel(decoder: Decoder, axis: Axis, parts: Parts) -> None:
+def apply_expert_parallel(decoder: Decoder, axis: Axis, parts: Parts, *, column: Axis | None = None) -> None:
     """Leave a decoder on the meta device only this rank's experts; names stay, `parts` follows.
 
-    Collective from then on: the axis's ranks run it together, each with tokens of its own.
+    Collective from then on: the axis's ranks run it together, each with tokens of its own. Ranks of the `column` axis,
+    if there is one, have the same tokens and the experts between them: runs of experts go round its ranks, and their
+    outputs are to be added up.
     """
-    if axis.size == 1:
+    columns, place = (1, 0) if column is None else (column.size, column.rank)
+    if axis.size * columns == 1:
         return
     for module_name, experts in decoder.named_modules():
         if isinstance(experts, Experts):
-            num_held = experts.num_experts // axis.size
+            num_held = experts.num_experts // (axis.size * columns)
+            first = (axis.rank * columns + place) * num_held
             for name, _ in list(experts.named_parameters()):
-                parts.cut(decoder, f"{module_name}.{name}", 0, axis.rank * num_held, (axis.rank + 1) * num_held)
-            experts.dispatch = AllToAllDispatch(axis)
+                parts.cut(decoder, f"{module_name}.{name}", 0, first, first + num_held)
+            experts.dispatch = AllToAllDispatch(axis, columns, place)
 
 
 class AllToAllDispatch:
-    """Rank k of the axis holds the k-th run of experts, and tokens go there and back; a `Dispatch`.
+    """Sends tokens to the ranks of the axis that hold their experts, and outputs back; a `Dispatch`.
 
-    No rank leaves anything out where it has no tokens or no rows arrive: the others wait for it in both passes, and its
-    experts need gradients.
+    Run number k of experts is at place k // columns of the axis, on its ranks of column k % columns. Experts of other
+    columns are left out. No rank leaves anything out where it has no tokens or no rows arrive: the others wait for it
+    in both passes, and its experts need gradients.
     """
 
-    def __init__(self, axis: Axis):
+    def __init__(self, axis: Axis, columns: int = 1, column: int = 0):
         self.axis = axis
+        self.columns = columns
+        self.column = column
 
     def __call__(
         self, hidden_TD: Tensor, chosen_TC: Tensor, weights_TC: Tensor, num_experts: int, compute: Compute
     ) -> Tensor:
         """Collective over the axis."""
-        axis, num_held = self.axis, num_experts // self.axis.size
-        travels_TS = chosen_TC.new_zeros(len(chosen_TC), axis.size, dtype=torch.bool)
-        travels_TS.scatter_(1, chosen_TC // num_held, value=True)
-        trip = _Trip.agreed(chosen_TC, travels_TS, num_held, axis)
+        axis, num_held = self.axis, num_experts // (self.axis.size * self.columns)
+        run_TC = chosen_TC // num_held
+        here_TC = run_TC % self.columns == self.column
+        place_TC = run_TC // self.columns
+        travels_TS = _marked(place_TC, here_TC, axis.size)
+        trip = _Trip.agreed(place_TC * num_held + chosen_TC % num_held, here_TC, travels_TS, num_held, axis)
 
         rank_TS = torch.arange(axis.size, device=chosen_TC.device).expand_as(travels_TS)
         sent = RowCopies.by_key(rank_TS, travels_TS, sum(trip.send_counts))
@@ -80,12 +88,19 @@ class AllToAllDispatch:
         hidden_RD, weights_RC = arrived_RX.split((hidden_TD.shape[1], chosen_TC.shape[1]), dim=1)
 
         chosen_MC = chosen_TC.to(torch.int32).index_select(0, sent.row_M)
-        chosen_RC = exchange_rows(chosen_MC, trip.send_counts, trip.receive_counts, axis) - axis.rank * num_held
+        first_held = (axis.rank * self.columns + self.column) * num_held
+        chosen_RC = exchange_rows(chosen_MC, trip.send_counts, trip.receive_counts, axis) - first_held
         pairs = RowCopies.by_key(chosen_RC, (chosen_RC >= 0) & (chosen_RC < num_held), trip.num_pairs)
         outputs_PD = compute(pairs.spread(hidden_RD), trip.counts_E)
         weights_P = weights_RC.flatten().index_select(0, pairs.cell_M)
         back_MD = exchange_rows(pairs.add_up(outputs_PD, weights_P), trip.receive_counts, trip.send_counts, axis)
         return sent.add_up(back_MD)
+
+
+def _marked(place_TC: Tensor, here_TC: Tensor, num_places: int) -> Tensor:
+    """Whether any choice [T, C] that counts here is of a place [T, S]."""
+    counts_TS = place_TC.new_zeros(len(place_TC), num_places)
+    return counts_TS.scatter_add_(1, place_TC, here_TC.to(counts_TS.dtype)) > 0
 
 
 @dataclass(frozen=True)
@@ -102,10 +117,14 @@ class _Trip:
     """How many of them each held expert works on; on the device."""
 
     @classmethod
-    def agreed(cls, chosen_TC: Tensor, travels_TS: Tensor, num_held: int, axis: Axis) -> _Trip:
-        """Exchange the counts. Collective over the axis; waits for the device once."""
-        chosen = chosen_TC.flatten()
-        pairs_SE = chosen.new_zeros(axis.size * num_held).scatter_add_(0, chosen, torch.ones_like(chosen))
+    def agreed(cls, expert_TC: Tensor, here_TC: Tensor, travels_TS: Tensor, num_held: int, axis: Axis) -> _Trip:
+        """Exchange the counts. Collective over the axis; waits for the device once.
+
+        `expert_TC` numbers the column's experts; only choices that are `here_TC` count.
+        """
+        chosen = expert_TC.flatten()
+        pairs_SE = chosen.new_zeros(axis.size * num_held)
+        pairs_SE.scatter_add_(0, chosen, here_TC.flatten().to(chosen.dtype))
         send_S = travels_TS.sum(0)
         received = exchange_counts(torch.cat((send_S[:, None], pairs_SE.view(axis.size, num_held)), dim=1), axis)
         counts_E = received[:, 1:].sum(0)

@@ -1,8 +1,10 @@
-"""Cuts a decoder's matrices over the tensor axis, and its tokens between blocks (sequence parallel), from outside.
+"""Cuts a decoder's matrices over the tensor axis, and in training its tokens between blocks, from outside.
 
-Megatron-LM's scheme (arXiv:1909.08053, section 3; arXiv:2205.05198, section 4.2): attention and feed-forward layers
-gather the tokens, compute their own heads or columns, and scatter the sums of their outputs; everything between them
-sees an equal share of the tokens. A weight that isn't cut gets a part of its gradient on each rank, to be summed.
+Megatron-LM's scheme (arXiv:1909.08053, section 3): attention and feed-forward layers compute their own heads or
+columns, and the sums of their outputs are the layer's. In training, layers gather the tokens and scatter those sums, so
+that everything between them sees an equal share of the tokens (sequence parallel; arXiv:2205.05198, section 4.2). A
+weight that isn't cut then gets a part of its gradient on each rank, to be summed. In generation, where a step has few
+tokens, all ranks have all of them.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spmdrl.engines.models.decoder import Decoder, DecoderConfig
-from spmdrl.engines.parallel.axis_collectives import gather_rows, scatter_row_sums
+from spmdrl.engines.parallel.axis_collectives import gather_rows, scatter_row_sums, sum_across
 from spmdrl.engines.parallel.parts import Parts, TensorCopies
 from spmdrl.engines.parallel.vocabulary import VocabularyPart
 from spmdrl.resources.mesh import Axis
@@ -26,12 +28,15 @@ _OF_KEY_HEADS = ("k_proj", "v_proj")
 _VOCABULARIES = ("embed_tokens", "lm_head")
 
 
-def check_tensor_parallel(config: DecoderConfig, tensor: int) -> None:
-    """Raise ValueError where a model can't be cut over so many ranks; every rank can tell without asking others."""
+def check_tensor_parallel(config: DecoderConfig, tensor: int, key: str) -> None:
+    """Raise ValueError, which names the degree by its config key, where a model can't be cut over so many ranks.
+
+    Every rank can tell without asking others.
+    """
     complaint = _complaint(config, tensor)
     if complaint:
         usable = [degree for degree in range(1, config.num_heads + 1) if not _complaint(config, degree)]
-        raise ValueError(f"resources.update.tensor is {tensor}, but {complaint}; set it to one of {usable}")
+        raise ValueError(f"{key} is {tensor}, but {complaint}; set it to one of {usable}")
 
 
 def _complaint(config: DecoderConfig, tensor: int) -> str | None:
@@ -56,22 +61,30 @@ def _widths(config: DecoderConfig) -> dict[str, int]:
     return widths
 
 
-def apply_tensor_parallel(decoder: Decoder, axis: Axis, parts: Parts) -> None:
+def apply_tensor_parallel(
+    decoder: Decoder, axis: Axis, parts: Parts, *, shares_tokens: bool = True, cuts_experts: bool = True
+) -> None:
     """Make a decoder on the meta device compute this rank's part; names stay, shapes shrink, `parts` follows.
 
-    Its tokens must be a multiple of the axis's size. Collective from then on: the axis's ranks run it together.
+    Where it `shares_tokens`, their number must be a multiple of the axis's size; without, it has no gradients. Experts
+    that aren't cut add up like parts: each must be held once. Collective from then on: the ranks run it together.
     """
     if axis.size == 1:
         return
     vocabulary = VocabularyPart.of(decoder.config.vocab_size, axis)
     for name in parts.shapes:
-        _cut(decoder, name, axis, parts)
+        if cuts_experts or not _is_of_experts(name):
+            _cut(decoder, name, axis, parts)
         _share_bias(decoder, name, axis)
     if "model.embed_tokens.weight" in parts.shapes:
-        decoder.model.embed_tokens = _EmbeddingPart(decoder.model.embed_tokens.weight, vocabulary)
+        decoder.model.embed_tokens = _EmbeddingPart(decoder.model.embed_tokens.weight, vocabulary, shares_tokens)
     for layer in decoder.layers:
         for block in (layer.self_attn, layer.mlp):
-            _share_tokens(block, axis)
+            (_share_tokens if shares_tokens else _sum_outputs)(block, axis)
+
+
+def _is_of_experts(name: str) -> bool:
+    return name.split(".")[-2] == "experts"
 
 
 def _cut(decoder: Decoder, name: str, axis: Axis, parts: Parts) -> None:
@@ -114,6 +127,15 @@ def _share_tokens(block: nn.Module, axis: Axis) -> None:
     block.register_forward_hook(scatter)
 
 
+def _sum_outputs(block: nn.Module, axis: Axis) -> None:
+    """Let a block whose outputs are parts of sums give the sums of all tokens."""
+
+    def add_up(block: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
+        return sum_across(output, axis)
+
+    block.register_forward_hook(add_up)
+
+
 def _share_bias(decoder: Decoder, name: str, axis: Axis) -> None:
     """Let the bias of a projection whose outputs are summed count once, if it is one."""
     path, _, kind = name.rpartition(".")
@@ -136,14 +158,17 @@ class _SharedBiasLinear(nn.Module):
 
 
 class _EmbeddingPart(nn.Module):
-    """The embedding of this rank's part of the vocabulary; the sum over ranks has every token's, in equal shares."""
+    """The embedding of this rank's part of the vocabulary; the sum over ranks has every token's."""
 
-    def __init__(self, weight: nn.Parameter, vocabulary: VocabularyPart):
+    def __init__(self, weight: nn.Parameter, vocabulary: VocabularyPart, shares_tokens: bool):
         super().__init__()
         self.weight = weight
         self.vocabulary = vocabulary
+        self.shares_tokens = shares_tokens
 
     def forward(self, tokens_T: Tensor) -> Tensor:
+        """Hidden states of all tokens, or of this rank's equal share of them."""
         places_T, here_T = self.vocabulary.local(tokens_T)
         found_TD = F.embedding(places_T, self.weight) * here_T[:, None]
-        return scatter_row_sums(found_TD, self.vocabulary.axis)
+        add_up = scatter_row_sums if self.shares_tokens else sum_across
+        return add_up(found_TD, self.vocabulary.axis)

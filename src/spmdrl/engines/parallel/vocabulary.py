@@ -18,6 +18,8 @@ class VocabularyPart:
     stop: int
     widest: int
     """Tokens of the largest part; the last one may be smaller."""
+    size: int
+    """Tokens of the whole vocabulary."""
     axis: Axis
     """The ranks that hold the parts."""
 
@@ -26,7 +28,7 @@ class VocabularyPart:
         """The part of a rank of the tensor axis: chunks rounded up, as FSDP2 cuts rows."""
         widest = -(-vocab_size // axis.size)
         start, stop = (min(place * widest, vocab_size) for place in (axis.rank, axis.rank + 1))
-        return cls(start, stop, widest, axis)
+        return cls(start, stop, widest, vocab_size, axis)
 
     def local(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Each token's place in this part, and whether it is in it at all; other parts' tokens are put at place 0."""

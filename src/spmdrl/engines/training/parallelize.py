@@ -42,9 +42,9 @@ def check_layout(config: DecoderConfig, layout: UpdateLayout) -> None:
             "resources.update.pipeline_schedule is zbv, whose first rank also holds the head, but this model's head is "
             "its embedding, of which a rank holds one copy; set pipeline_schedule to zero_bubble or interleaved"
         )
-    check_tensor_parallel(config, layout.tensor)
+    check_tensor_parallel(config, layout.tensor, "resources.update.tensor")
     check_context_parallel(config, tensor=layout.tensor, context=layout.context, kind=layout.context_kind)
-    check_expert_parallel(config, layout.expert)
+    check_expert_parallel(config, layout.expert, "resources.update.expert")
 
 
 def build_sharded_model(

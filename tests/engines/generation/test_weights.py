@@ -1,0 +1,63 @@
+"""Storages that are freed, taken back one by one, and borrowed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from spmdrl.engines.generation.weights import FreeableWeights
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+        self.register_buffer("scale", torch.empty(2))
+
+    def forward(self, values: Tensor) -> Tensor:
+        return self.linear(values) * self.scale
+
+
+@pytest.fixture
+def held() -> tuple[Scaled, FreeableWeights]:
+    with torch.device("meta"):
+        module = Scaled()
+    return module, FreeableWeights(module, torch.device("cpu"), torch.float32)
+
+
+def fill(weights: FreeableWeights) -> None:
+    for name, value in {"linear.weight": 1.0, "linear.bias": 2.0, "scale": 3.0}.items():
+        weights.wake()[name].fill_(value)
+
+
+def test_weights_wake_one_by_one(held):
+    module, weights = held
+    assert weights.num_bytes == 0 and not weights.are_awake
+    weights.wake(["scale"])
+    assert weights.num_bytes == 8 and not weights.are_awake
+    weights.wake(["linear.bias", "scale"]), weights.wake(["linear.weight"])
+    assert weights.num_bytes == 40 and weights.are_awake
+    parameter = module.linear.weight
+    for _ in range(2):
+        fill(weights)
+        assert module(torch.ones(3)).tolist() == [15.0, 15.0] and module.linear.weight is parameter
+        weights.sleep()
+        assert weights.num_bytes == 0
+
+
+@pytest.mark.parametrize("name", ["linear.weight", "scale"])
+def test_what_is_borrowed_is_read_where_it_lies_and_left_alone(held, name):
+    module, weights = held
+    fill(weights)
+    lender = torch.full((2, 3) if name == "linear.weight" else (2,), 10.0)
+    for value in (10.0, 20.0):
+        lender.fill_(value)
+        weights.borrow({name: lender})
+        assert weights.wake()[name].data_ptr() == lender.data_ptr() and weights.num_bytes == 40 - lender.nbytes
+        expected = (3 * value + 2) * 3 if name == "linear.weight" else 5 * value
+        assert weights.are_awake and module(torch.ones(3)).tolist() == [expected, expected]
+        weights.sleep()
+        assert lender.tolist() == torch.full_like(lender, value).tolist()
+        fill(weights)
+        assert module(torch.ones(3)).tolist() == [15.0, 15.0]
