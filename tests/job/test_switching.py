@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 import torch
+from tests.dataflow.resharding.engines import SmallGenerator, SmallTrainer, make_model
 from tests.support.ranks import run_ranks
+from torch.distributed.device_mesh import init_device_mesh
 
 from spmdrl.dataflow.resharding.flow import ReshardingFlow
 from spmdrl.dataflow.resharding.gather import ReshardConfig
@@ -17,6 +20,9 @@ from spmdrl.engines.models.weights import random_weights
 from spmdrl.engines.training.engine import TrainingConfig, TrainingEngine
 from spmdrl.engines.training.optimizer import OptimConfig
 from spmdrl.engines.training.rows import LossTerms, TokenRows
+from spmdrl.job.switching import Switching
+from spmdrl.observability.metrics import Recorder, encode, merge
+from spmdrl.observability.timeline import Timeline, TimelineRecords, read_timeline
 from spmdrl.resources.layout import UpdateLayout
 from spmdrl.resources.memory import MemoryLedger, release_to_system, resident_bytes
 from spmdrl.resources.mesh import build_update_mesh
@@ -80,10 +86,103 @@ def test_update_state_is_off_the_device_and_out_of_resident_memory_during_genera
     for seen in run_ranks(num_ranks, switch_and_measure, str(tmp_path), timeout=120):
         assert seen["update"]["update_weights"] + seen["update"]["optimizer"] == pytest.approx(seen["state"], rel=0.01)
         assert seen["state"] > 550 * MIB / num_ranks
-        assert [seen["generation"][owner] for owner in AWAY] == [0, 0, 0]
+        # One rank's weights are those that generation wants, and lent.
+        lent = seen["update"]["update_weights"] if num_ranks == 1 else 0
+        assert [seen["generation"][owner] for owner in AWAY] == [lent, 0, 0]
         generation = seen["generation"]["generation_weights"] + seen["generation"]["kv_cache"]
-        assert generation > 190 * MIB
+        assert generation + lent > 190 * MIB
         # What left, less what generation took in its place.
-        assert seen["freed"] == pytest.approx(seen["state"] - generation, abs=0.05 * seen["state"])
+        assert seen["freed"] == pytest.approx(seen["state"] - lent - generation, abs=0.05 * seen["state"])
         assert seen["same"], "weights and optimizer come back bit for bit"
         assert seen["goes_on"] and seen["back"] == seen["update"]
+
+
+@dataclass(frozen=True)
+class SmallRun:
+    """What switching asks of a run."""
+
+    world: World
+    timeline: Timeline
+    recorder: Recorder = field(default_factory=Recorder)
+
+
+def switch_with_a_reference(world: World, directory: str) -> bytes:
+    """One step of switches; the metrics' payload."""
+    mesh = init_device_mesh("cpu", (world.size,))
+    trainer, reference = SmallTrainer(make_model(), mesh), SmallTrainer(make_model(seed=1), mesh)
+    trainer.train(torch.ones(2, 5))
+    generator = SmallGenerator({name: shard.global_shape for name, shard in trainer.named_shards().items()})
+    run = SmallRun(world, Timeline(Path(directory) / f"{world.rank}.jsonl", world.rank))
+    ledger = MemoryLedger()
+    host = Path(directory) / "host" / str(world.rank)
+    flow = ReshardingFlow(world, trainer, generator, reference, ReshardConfig(), ledger, host)
+    switching = Switching(flow, ledger, run)
+    switching.to_generation(1)
+    switching.start_return(1)
+    with run.timeline.stage("reference", 1), switching.reference_present():
+        pass
+    switching.note_memory(1, "reference")
+    switching.to_update(1)
+    flow.close()
+    run.timeline.close()
+    return encode(run.recorder.drain())
+
+
+@pytest.fixture(scope="module")
+def switched(tmp_path_factory) -> tuple[dict[str, float], TimelineRecords]:
+    """Metrics and timeline of 4 ranks on 2 nodes."""
+    folder = tmp_path_factory.mktemp("switched")
+    metrics = merge(run_ranks(4, switch_with_a_reference, str(folder), ranks_per_node=2))
+    return metrics, read_timeline(folder)
+
+
+@pytest.mark.ranks
+def test_a_switch_tells_the_bytes_of_each_link(switched):
+    metrics, records = switched
+    # Every rank lacks three quarters of the 4-byte weights, two of which live on the other node.
+    whole = 4 * sum(p.numel() for p in make_model().parameters())
+    moved: dict[str, int] = {}
+    for span in records.spans:
+        for one in span.moved:
+            assert one.seconds > 0 and one.gb_per_second > 0
+            moved[f"{span.stage} {one.link}"] = moved.get(f"{span.stage} {one.link}", 0) + one.num_bytes
+    assert moved["resharding node"] + moved["resharding cross_node"] == 3 * whole == metrics["reshard/bytes"]
+    assert moved["resharding cross_node"] == metrics["reshard/cross_node_bytes"]
+    assert moved["resharding cross_node"] == pytest.approx(2 * whole, rel=0.1)
+    # Padding and the step counts of AdamW come on top of weights and two means of them.
+    assert moved["resharding to_host"] == moved["return from_host"] >= 3 * whole
+    assert moved["reference from_host"] >= whole
+    swapped = ("resharding to_host", "return from_host", "reference from_host")
+    assert metrics["reshard/swapped_bytes"] == sum(moved[name] for name in swapped)
+    assert len(moved) == 5
+
+
+@pytest.mark.ranks
+def test_the_rates_of_a_switch_are_bytes_in_the_seconds_of_their_ranks(switched):
+    metrics, records = switched
+    names = {"to_host": "to_host_gb_per_second", "from_host": "from_host_gb_per_second"}
+    for link, name in names.items():
+        moved = [one for span in records.spans for one in span.moved if one.link == link]
+        rate = sum(one.num_bytes for one in moved) / sum(one.seconds for one in moved) / 1e9
+        assert metrics[f"reshard/{name}"] == pytest.approx(rate)
+    received = [[one for one in span.moved if one.link in ("node", "cross_node")] for span in records.spans]
+    seconds = [moved[0].seconds for moved in received if moved]
+    assert len(seconds) == 4 and metrics["reshard/seconds"] == max(seconds)
+    assert metrics["reshard/gb_per_second"] == pytest.approx(metrics["reshard/bytes"] / sum(seconds) / 1e9)
+
+
+@pytest.mark.ranks
+def test_each_boundary_tells_the_most_that_was_held_since_the_one_before(switched):
+    _, records = switched
+    # This rank has no weight alone, so it lends none to its generator.
+    mine = {snapshot.held.stage: snapshot.held for snapshot in records.snapshots if snapshot.rank == 1}
+    assert list(mine) == ["to_generation", "start_return", "reference", "to_update"]
+    switch, returning, reference, update = mine.values()
+    assert switch.device["update_weights"] == switch.device["bucket"] == switch.device["optimizer"] == 0
+    assert switch.peaks["update_weights"] == update.device["update_weights"] > 0
+    assert switch.peaks["bucket"] > 0 and switch.peaks["optimizer"] == update.device["optimizer"] > 0
+    assert max(switch.peaks.values()) <= switch.peak <= sum(switch.peaks.values())
+    assert returning.peaks["generation_weights"] == switch.device["generation_weights"] > 0
+    assert returning.peaks["bucket"] == returning.device["generation_weights"] == 0
+    assert reference.device["reference_weights"] == 0 < reference.peaks["reference_weights"]
+    assert reference.peaks["generation_weights"] == update.peaks["reference_weights"] == 0

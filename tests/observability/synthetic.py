@@ -84,7 +84,12 @@ def _metrics(step: int, num_steps: int, chance: random.Random) -> dict[str, floa
         "dock/get_bytes/advantages/cross_node": 2e4,
         "dock/metadata_bytes": 512.0,
         "reshard/bytes": 3.9e6,
+        "reshard/cross_node_bytes": 1.3e6,
         "reshard/seconds": 0.1 * chance.uniform(0.9, 1.3),
+        "reshard/gb_per_second": 4.2 * chance.uniform(0.9, 1.1),
+        "reshard/to_host_gb_per_second": 21 * chance.uniform(0.9, 1.1),
+        "reshard/from_host_gb_per_second": 24 * chance.uniform(0.9, 1.1),
+        "reshard/swapped_bytes": 24e9,
         "dock/dropped": 0.0,
         "reward/errors/timeout": float(step % 23 == 0),
         **{f"time/{stage}": seconds * chance.uniform(0.9, 1.2) for stage, seconds in STAGES.items()},
@@ -115,11 +120,23 @@ def _write_timeline(path: Path, rank: int, num_steps: int, chance: random.Random
         begin = now
         for stage, seconds in STAGES.items():
             start, now = now, now + seconds * chance.uniform(0.8, 1.1) * (3 if step % 37 == 5 else 1)
-            lines.append({"rank": rank, "step": step, "stage": stage, "start": start, "end": now})
+            moved = {"moved": _moved(rank)} if stage == "resharding" else {}
+            lines.append({"rank": rank, "step": step, "stage": stage, "start": start, "end": now} | moved)
             memory, host = _memory(stage)
-            lines.append({"rank": rank, "step": step, "stage": stage, "time": now, "memory": memory, "host": host})
+            peaks = memory | ({"update_weights": 4 * GIB, "bucket": GIB} if stage == "resharding" else {})
+            lines.append({"rank": rank, "step": step, "stage": stage, "time": now, "memory": memory, "host": host,
+                          "peaks": peaks, "peak": sum(memory.values()) + peaks.get("bucket", 0)})  # fmt: skip
         now = max(now, begin + sum(STAGES.values()) * 1.1 * (3 if step % 37 == 5 else 1))
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def _moved(rank: int) -> list[dict[str, object]]:
+    """Each rank is slower than the one before."""
+    return [
+        {"link": "cross_node", "bytes": GIB, "seconds": 0.2 + 0.2 * rank},
+        {"link": "node", "bytes": 2 * GIB, "seconds": 0.2 + 0.2 * rank},
+        {"link": "to_host", "bytes": 12 * GIB, "seconds": 0.4},
+    ]
 
 
 def _memory(stage: str) -> tuple[dict[str, int], dict[str, int]]:

@@ -20,7 +20,7 @@ from spmdrl.observability.log import (
     read_metrics,
 )
 from spmdrl.observability.summary import read_summary, software_versions, write_summary
-from spmdrl.observability.timeline import Timeline, read_timeline, timeline_file, write_perfetto
+from spmdrl.observability.timeline import HeldMemory, Moved, Timeline, read_timeline, timeline_file, write_perfetto
 
 
 @given(st.floats())
@@ -94,7 +94,7 @@ def test_the_timeline_keeps_stages_also_of_a_step_that_raises(tmp_path: Path):
         pass
     with pytest.raises(KeyError), timeline.stage("update", 1):
         raise KeyError("x")
-    timeline.memory(1, "update", {"optimizer": 7}, host={"kv_cache": 0})
+    timeline.memory(1, HeldMemory("update", {"optimizer": 7}, {"kv_cache": 0}, {"optimizer": 9}, 11))
     assert set(timeline.stage_seconds(1)) == {"generation", "update"}
     # Not closed: every line must be on disk already.
     records = read_timeline(tmp_path / "timeline")
@@ -102,8 +102,49 @@ def test_the_timeline_keeps_stages_also_of_a_step_that_raises(tmp_path: Path):
         (3, "generation", ""), (3, "update", "KeyError"),
     ]  # fmt: skip
     assert records.spans[0].end <= records.spans[1].start
-    assert records.snapshots[0].device == {"optimizer": 7} and records.snapshots[0].host == {"kv_cache": 0}
+    assert records.snapshots[0].held == HeldMemory("update", {"optimizer": 7}, {"kv_cache": 0}, {"optimizer": 9}, 11)
     timeline.close()
+
+
+def test_a_stage_keeps_what_was_moved_in_it_over_which_link(tmp_path: Path):
+    timeline = Timeline(timeline_file(tmp_path, 0), 0)
+    with timeline.stage("resharding", 1):
+        timeline.note_moved(Moved("node", 3 * 10**9, 2.0))
+        with timeline.stage("inner", 1):
+            timeline.note_moved(Moved("cross_node", 5, 0.0))
+        timeline.note_moved(Moved("to_host", 10**9, 0.5))
+    with timeline.stage("update", 1):
+        pass
+    timeline.background("return", 1, start=0.0, end=4.0, moved=[Moved("from_host", 10**9, 4.0)])
+    with pytest.raises(AssertionError, match="outside any stage"):
+        timeline.note_moved(Moved("node", 1, 1.0))
+    timeline.close()
+    moved = {span.stage: span.moved for span in read_timeline(tmp_path / "timeline").spans}
+    assert moved == {
+        "resharding": (Moved("node", 3 * 10**9, 2.0), Moved("to_host", 10**9, 0.5)),
+        "inner": (Moved("cross_node", 5, 0.0),),
+        "update": (),
+        "return": (Moved("from_host", 10**9, 4.0),),
+    }
+    assert [one.gb_per_second for one in (*moved["resharding"], *moved["inner"])] == [1.5, 2.0, 0.0]
+    assert '"gb_per_second": 1.5' in timeline_file(tmp_path, 0).read_text()
+
+
+def test_timelines_without_peaks_or_bytes_and_with_odd_ones_are_read(tmp_path: Path):
+    span, memory = (
+        '{"rank": 0, "step": 1, "stage": "s", "start": 1, "end": 2',
+        '{"rank": 0, "step": 1, "stage": "s", "time": 1',
+    )
+    lines = [
+        span + "}", span + ', "moved": 3}', span + ', "moved": [1, {"link": 2}, {"link": "node", "bytes": 7}]}',
+        span + ', "moved": [{"link": "node", "bytes": 7, "seconds": "NaN"}]}',
+        span + ', "moved": [{"link": "node", "bytes": 7, "seconds": 1}]}',
+        memory + ', "memory": {"optimizer": 7}}', memory + ', "memory": {}, "peaks": [], "peak": "x"}',
+    ]  # fmt: skip
+    (tmp_path / "rank.jsonl").write_text("\n".join(lines))
+    records = read_timeline(tmp_path)
+    assert [span.moved for span in records.spans] == [(), (), (), (), (Moved("node", 7, 1.0),)]
+    assert [one.held for one in records.snapshots] == [HeldMemory("s", {"optimizer": 7}, {}), HeldMemory("s", {}, {})]
 
 
 def test_stage_seconds_add_up_and_old_steps_are_forgotten(tmp_path: Path):
@@ -123,14 +164,20 @@ def test_a_perfetto_trace_has_every_stage_and_snapshot(tmp_path: Path):
     for rank in (0, 1):
         timeline = Timeline(timeline_file(tmp_path, rank), rank)
         with timeline.stage("update", 5):
-            pass
-        timeline.memory(5, "update", {"optimizer": 7})
+            timeline.note_moved(Moved("to_host", 10**9, 0.5))
+        timeline.memory(5, HeldMemory("update", {"optimizer": 7}, {}))
+        timeline.memory(5, HeldMemory("update", {"optimizer": 7}, {}, {"optimizer": 8}, 9))
         timeline.close()
     write_perfetto(tmp_path / "timeline", tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    assert [(event["pid"], event["name"]) for event in events if event["ph"] == "X"] == [(0, "update"), (1, "update")]
-    assert all(event["ts"] >= 0 and event["dur"] >= 0 for event in events if event["ph"] == "X")
-    assert [event["args"] for event in events if event["ph"] == "C"] == [{"optimizer": 7}] * 2
+    stages = [event for event in events if event["ph"] == "X"]
+    assert [(event["pid"], event["name"]) for event in stages] == [(0, "update"), (1, "update")]
+    moved = {"to_host_bytes": 10**9, "to_host_seconds": 0.5, "to_host_gb_per_second": 2.0}
+    assert [event["args"] for event in stages] == [{"step": 5} | moved] * 2
+    assert all(event["ts"] >= 0 and event["dur"] >= 0 for event in stages)
+    counters = [(event["name"], event["args"]) for event in events if event["ph"] == "C"]
+    held, peaks = ("device memory", {"optimizer": 7}), ("device memory peak", {"optimizer": 8, "all owners": 9})
+    assert counters == [held, held, peaks] * 2
 
 
 def test_the_summary_keeps_earlier_fields_and_always_has_the_promised_ones(tmp_path: Path):

@@ -18,6 +18,7 @@ from spmdrl.observability.report_samples import fitting
 from tests.observability.synthetic import HOSTILE, write_run
 
 MAX_BYTES = 5_000_000
+NEW = ("moved", "peaks", "peak")
 
 
 class _Page(HTMLParser):
@@ -71,6 +72,34 @@ def test_the_page_has_bytes_by_column_and_link_beside_the_papers_estimates(small
     measured = {line[0][:5]: line[1:] for line in lines if line and line[0].startswith("Eq.")}
     assert measured["Eq. 1"] == ["0.001", f"{6e5 / 2**30:.4g}", f"{6e2 / 2**30 * 1e6:.4g}"]
     assert measured["Eq. 4"][1] == f"{(1.02e6 + 512) / 2 / 2**30:.4g}"
+
+
+def test_the_page_has_what_resharding_moved_by_link_and_the_peaks_at_each_boundary(small_run: Path):
+    text = write_report(small_run).read_text()
+    lines = [re.findall(r"<td>(.*?)</td>", line) for line in re.findall(r"<tr>(.*?)</tr>", text)]
+    # 12 steps of 2 ranks; the second takes twice as long as the first.
+    rate = 2**30 / 1e9
+    assert ["across nodes", "24 GiB", "2.0 GiB", f"{rate / 0.3:.4g}", f"{rate / 0.4:.4g} (rank 1)"] in lines
+    assert ["same node", "48 GiB", "4.0 GiB", f"{2 * rate / 0.3:.4g}", f"{2 * rate / 0.4:.4g} (rank 1)"] in lines
+    assert ["to the host", "288 GiB", "24 GiB", f"{30 * rate:.4g}", f"{30 * rate:.4g} (rank 0)"] in lines
+    assert "resharding, step 12, rank 1: " in text and "; to the host: 12 GiB at 32.21 GB/s" in text
+    owners = re.search(r"<tr><th>until the end of</th>(.*?)</tr>", text)
+    shown = re.findall("<th>(.*?)</th>", owners[1])
+    [resharding] = [dict(zip(shown, line[1:], strict=True)) for line in lines if line and line[0] == "resharding"]
+    assert {owner: peak for owner, peak in resharding.items() if peak} == {
+        "generation_weights": "8.0 GiB", "kv_cache": "12 GiB", "update_weights": "4.0 GiB", "bucket": "1.0 GiB",
+        "all together": "21 GiB",
+    }  # fmt: skip
+
+
+def test_a_run_whose_files_have_no_peaks_and_moved_nothing_has_no_such_tables(tmp_path: Path):
+    run = write_run(tmp_path / "run", num_steps=3, num_ranks=1)
+    path = run / "timeline" / "rank_00000.jsonl"
+    old = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps({k: v for k, v in line.items() if k not in NEW}) + "\n" for line in old))
+    text = write_report(run).read_text()
+    assert "On the device" in text and "kv_cache" in text
+    assert "Peaks on the device" not in text and "Resharding by link" not in text
 
 
 def test_hostile_text_stays_text(small_run: Path):

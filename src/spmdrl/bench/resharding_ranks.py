@@ -31,7 +31,7 @@ from spmdrl.engines.training.engine import TrainingConfig, TrainingEngine
 from spmdrl.engines.training.optimizer import OptimConfig
 from spmdrl.resources.collectives import barrier, gather_bytes
 from spmdrl.resources.layout import UpdateLayout, fit_update_layout
-from spmdrl.resources.memory import OWNERS, MemoryLedger, Owner, Place, release_to_system, resident_bytes
+from spmdrl.resources.memory import MemoryLedger, release_to_system, resident_bytes
 from spmdrl.resources.mesh import build_update_mesh
 from spmdrl.resources.world import World, open_world
 from spmdrl.types import whole_slice
@@ -86,22 +86,6 @@ class Measured:
     """of a whole switch, by ledger"""
     peak_resident_bytes: list[int] = field(default_factory=list)
     """the same by resident memory, without what the process holds besides the two states"""
-
-
-class _PeakLedger(MemoryLedger):
-    """Also knows the most that all owners had on the device together."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.most = 0
-
-    @property
-    def total(self) -> int:
-        return sum(self.bytes_of(owner) for owner in OWNERS)
-
-    def set(self, owner: Owner, place: Place, num_bytes: int) -> None:
-        super().set(owner, place, num_bytes)
-        self.most = max(self.most, self.total)
 
 
 class _ResidentPeak:
@@ -182,7 +166,7 @@ class ReshardBench:
     def _gather(self, gatherer: BucketGatherer, storage: dict[str, Tensor]) -> int:
         held = SlicedWeights({shard.slice: shard.tensor for shard in self._shards.values()})
         wanted = SlicedWeights({whole_slice(name, tensor.shape): tensor for name, tensor in storage.items()})
-        received = [gatherer.gather_bucket(i, held, wanted) for i in range(len(gatherer.block.buckets))]
+        received = [gatherer.gather_bucket(i, held, wanted).total for i in range(len(gatherer.block.buckets))]
         gatherer.release()
         return sum(received)
 
@@ -210,21 +194,22 @@ class ReshardBench:
             assert torch.equal(storage[name], whole.to(storage[name].dtype)), f"{executor} changed {name}"
 
     def _switch(self, found: Measured) -> None:
-        ledger = _PeakLedger()
+        ledger = MemoryLedger()
         folder = Path(self._task.folder) / str(self._world.rank)
         config = ReshardConfig(bucket_bytes=self._task.bucket_bytes)
         flow = ReshardingFlow(self._world, self._trainer, self._generator, None, config, ledger, folder)
         for _ in range(self._task.rounds):
             flow.account()
-            ledger.most = found.update_bytes = ledger.total
+            found.update_bytes = ledger.snapshot("update").device_bytes
             barrier()
             resident, started = _ResidentPeak(), time.perf_counter()
             flow.to_generation()
             barrier()
             found.switch_seconds.append(time.perf_counter() - started)
             found.peak_resident_bytes.append(resident.growth() + found.update_bytes)
-            found.peak_bytes.append(ledger.most)
-            found.generation_bytes = ledger.total
+            held = ledger.snapshot("to_generation")
+            found.peak_bytes.append(held.peak)
+            found.generation_bytes = held.device_bytes
             flow.start_return()
             flow.to_update()
         flow.close()

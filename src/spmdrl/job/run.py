@@ -19,7 +19,6 @@ from spmdrl.observability.report import write_report
 from spmdrl.observability.summary import read_summary, software_versions, write_summary
 from spmdrl.observability.timeline import Timeline, timeline_file
 from spmdrl.resources.collectives import barrier, gather_bytes
-from spmdrl.resources.memory import MemoryLedger
 from spmdrl.resources.world import World
 
 RESOLVED_CONFIG = "config.resolved.yaml"
@@ -176,11 +175,6 @@ class Run:
     def _note_first(self, step: int) -> None:
         if not self.first_metrics and "reward" in self.metrics:
             self.first_metrics = {"step": step, "reward": self.metrics["reward"]}
-
-    def write_memory(self, step: int, stage: str, ledger: MemoryLedger) -> None:
-        """Put the ledger's bytes at a stage's end on the timeline."""
-        snapshot = ledger.snapshot(stage)
-        self.timeline.memory(step, stage, snapshot.device, host=snapshot.host)
 
     @contextmanager
     def told_of_failure(self) -> Iterator[None]:

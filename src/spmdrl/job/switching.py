@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from spmdrl.dataflow.resharding.flow import ReshardingFlow, ReshardStats
 from spmdrl.job.run import Run
+from spmdrl.observability.timeline import Moved
 from spmdrl.resources.memory import MemoryLedger, resident_bytes
 
 
@@ -22,28 +23,30 @@ class Switching:
         """Move the slices that generation lacks, and free the update state."""
         with self._run.timeline.stage("resharding", step):
             stats = self._flow.to_generation()
-        self._count(stats)
+            self._note_received(stats)
+            # Copies out go on in all of the switch: the optimizer's first, then the weights' as they are sent.
+            self._note_swapped(Moved("to_host", stats.copied_bytes, stats.seconds))
         self.note_memory(step, "to_generation")
 
     def start_return(self, step: int) -> None:
         """Put generation to sleep; the update state comes back while the next stages run."""
         with self._run.timeline.stage("resharding", step):
-            stats = self._flow.start_return()
-        self._count(stats)
+            self._flow.start_return()
         self.note_memory(step, "start_return")
 
     def to_update(self, step: int) -> None:
         """Wait until the update state is back."""
         with self._run.timeline.stage("resharding", step):
             stats = self._flow.to_update()
-        self._count(stats)
         self._note_return(step, stats)
         self.note_memory(step, "to_update")
 
     @contextmanager
     def reference_present(self) -> Iterator[None]:
-        """The reference weights are on the device inside this block."""
-        self._flow.bring_reference()
+        """The reference weights are on the device inside this block, which is part of a stage."""
+        stats = self._flow.bring_reference()
+        # On leaving they are only freed, since the host keeps its copy.
+        self._note_swapped(Moved("from_host", stats.swapped_bytes, stats.seconds))
         try:
             yield
         finally:
@@ -52,7 +55,7 @@ class Switching:
     def note_memory(self, step: int, stage: str) -> None:
         """Write the ledger at a boundary, and record what the whole process holds."""
         self._flow.account()
-        self._run.write_memory(step, stage, self._ledger)
+        self._run.timeline.memory(step, self._ledger.snapshot(stage))
         device, recorder = self._run.world.device, self._run.recorder
         memory = device.memory_bytes()
         if memory is None:
@@ -65,9 +68,32 @@ class Switching:
         """Put the copy back to the device on the timeline, beside the stages that ran meanwhile."""
         copied = stats.returned
         if copied is not None:
-            self._run.timeline.background("return", step, start=copied.start, end=copied.end)
-            self._run.recorder.mean("reshard/return_hidden_share", stats.hidden_share, copied.end - copied.start)
+            moved = Moved("from_host", stats.swapped_bytes, copied.end - copied.start)
+            self._run.timeline.background("return", step, start=copied.start, end=copied.end, moved=[moved])
+            self._run.recorder.mean("reshard/return_hidden_share", stats.hidden_share, moved.seconds)
+            self._count_swapped(moved)
 
-    def _count(self, stats: ReshardStats) -> None:
-        self._run.recorder.total("reshard/bytes", stats.received_bytes)
-        self._run.recorder.total("reshard/swapped_bytes", stats.swapped_bytes)
+    def _note_received(self, stats: ReshardStats) -> None:
+        """Put what came from other ranks on the timeline and into the metrics; its links share the seconds."""
+        received = Moved("node", stats.received_bytes - stats.cross_node_bytes, stats.move_seconds)
+        crossed = Moved("cross_node", stats.cross_node_bytes, stats.move_seconds)
+        for moved in (received, crossed):
+            if moved.num_bytes:
+                self._run.timeline.note_moved(moved)
+        recorder = self._run.recorder
+        recorder.total("reshard/bytes", stats.received_bytes)
+        recorder.total("reshard/cross_node_bytes", stats.cross_node_bytes)
+        recorder.maximum("reshard/seconds", stats.move_seconds)
+        if stats.received_bytes:
+            # Weighted by seconds, the mean over ranks is all their bytes in all their seconds.
+            rate = received.gb_per_second + crossed.gb_per_second
+            recorder.mean("reshard/gb_per_second", rate, stats.move_seconds)
+
+    def _note_swapped(self, moved: Moved) -> None:
+        if moved.num_bytes:
+            self._run.timeline.note_moved(moved)
+            self._count_swapped(moved)
+
+    def _count_swapped(self, moved: Moved) -> None:
+        self._run.recorder.total("reshard/swapped_bytes", moved.num_bytes)
+        self._run.recorder.mean(f"reshard/{moved.link}_gb_per_second", moved.gb_per_second, moved.seconds)

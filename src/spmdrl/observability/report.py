@@ -16,6 +16,7 @@ from spmdrl.observability.report_curves import learning_charts, other_charts, sp
 from spmdrl.observability.report_data import RunData, read_run
 from spmdrl.observability.report_flow import sample_flow
 from spmdrl.observability.report_html import embedded_json, escape, section
+from spmdrl.observability.report_resharding import moved_by_link
 from spmdrl.observability.report_samples import sample_section
 from spmdrl.observability.report_sections import comparison, configuration, header, health
 from spmdrl.observability.report_timeline import gantt, memory_by_owner
@@ -68,7 +69,13 @@ def _page(runs: Sequence[RunData]) -> str:
         section("time", "Time", gantt(first.timeline), _chart_grid(speed_charts(runs), charts)),
         section("memory", "Memory by owner", memory_by_owner(first.timeline)),
         sample_section(first.samples),
-        section("data", "Bytes moved", _chart_grid(traffic_charts(runs), charts), sample_flow(first)),
+        section(
+            "data",
+            "Bytes moved",
+            _chart_grid(traffic_charts(runs), charts),
+            sample_flow(first),
+            moved_by_link(first.timeline),
+        ),
         health(first),
         section("more", "All other metrics", _folded(_chart_grid(other_charts(runs), charts))),
         configuration(first),

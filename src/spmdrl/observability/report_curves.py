@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from spmdrl.observability.report_charts import Chart, Series, has_values
@@ -33,6 +33,12 @@ LINKS = {
     "same node": "dock/bytes_node",
     "across nodes": "dock/bytes_cross_node",
 }
+RESHARDING = {"all": "reshard/bytes", "across nodes": "reshard/cross_node_bytes"}
+RESHARDING_RATES = {
+    "between ranks": "reshard/gb_per_second",
+    "to the host": "reshard/to_host_gb_per_second",
+    "from the host": "reshard/from_host_gb_per_second",
+}
 
 
 def learning_charts(runs: Sequence[RunData]) -> list[Chart]:
@@ -54,18 +60,22 @@ def speed_charts(runs: Sequence[RunData]) -> list[Chart]:
 
 
 def traffic_charts(runs: Sequence[RunData]) -> list[Chart]:
-    """Sample bytes by link, resharding bytes and seconds."""
+    """Sample and resharding bytes of the first run, the time in which weights moved, and the rates."""
     first = runs[0]
-    links = [Series(label, first.points(name), color=color) for color, (label, name) in enumerate(LINKS.items())]
-    reshard = _labelled(runs, "reshard/bytes")
-    seconds = _metric_chart(runs, "Resharding time", "s", "reshard/seconds")
-    return _filled([_byte_chart("Sample bytes by link", links), _byte_chart("Resharding bytes", reshard), seconds])
+    return _filled(
+        [
+            _byte_chart("Sample bytes by link", _named(first, LINKS)),
+            _byte_chart("Weights received from other ranks", _named(first, RESHARDING)),
+            _metric_chart(runs, "Moving the weights", "s, slowest rank", "reshard/seconds"),
+            Chart("Resharding rates", _named(first, RESHARDING_RATES), "GB/s, mean of ranks"),
+        ]
+    )
 
 
 def other_charts(runs: Sequence[RunData]) -> list[Chart]:
     """Every metric of the first run that no other section shows, under its own name."""
-    known = {metric for _, _, metric in (*LEARNING, *SPEED)} | set(LINKS.values())
-    known |= {"reward_std", "reshard/bytes", "reshard/seconds"}
+    known = {metric for _, _, metric in (*LEARNING, *SPEED)} | {"reward_std", "reshard/seconds"}
+    known |= {*LINKS.values(), *RESHARDING.values(), *RESHARDING_RATES.values()}
     elsewhere = ("time/", "eval/", "dock/put_bytes/", "dock/get_bytes/")
     rest = [name for name in runs[0].metric_names if name not in known and not name.startswith(elsewhere)]
     return _filled([_metric_chart(runs, name, "", name) for name in rest])
@@ -77,6 +87,11 @@ def _metric_chart(runs: Sequence[RunData], title: str, unit: str, metric: str) -
 
 def _labelled(runs: Sequence[RunData], metric: str) -> list[Series]:
     return [Series(run.name, run.points(metric), _band(run, metric), color=color) for color, run in enumerate(runs)]
+
+
+def _named(run: RunData, metrics: Mapping[str, str]) -> list[Series]:
+    """Metrics of one run under these labels."""
+    return [Series(label, run.points(name), color=color) for color, (label, name) in enumerate(metrics.items())]
 
 
 def _eval_charts(runs: Sequence[RunData]) -> list[Chart]:

@@ -20,7 +20,7 @@ GIB = 1024**3
 
 Way = tuple[str, str]
 """Operation and link, as they are shown."""
-Moved = Counter[tuple[str, Way]]
+BytesByColumn = Counter[tuple[str, Way]]
 """Bytes by column and way."""
 
 
@@ -37,10 +37,10 @@ def sample_flow(run: RunData) -> str:
     return f'<p class="note">{escape(note)}</p>{_by_column(moved)}{beside}'
 
 
-def moved_bytes(run: RunData) -> Moved:
+def moved_bytes(run: RunData) -> BytesByColumn:
     """Sum over all steps; the names are dock/{put,get}_bytes/COLUMN/LINK."""
     link_of = {metric.removeprefix("dock/bytes_"): link for link, metric in LINKS.items()}
-    moved: Moved = Counter()
+    moved: BytesByColumn = Counter()
     for name in run.metric_names:
         for operation, prefix in OPERATIONS.items():
             column, _, link = name.removeprefix(prefix).partition("/")
@@ -53,7 +53,7 @@ def _total(run: RunData, metric: str) -> int:
     return round(sum(value for _, value in run.points(metric) if math.isfinite(value)))
 
 
-def _by_column(moved: Moved) -> str:
+def _by_column(moved: BytesByColumn) -> str:
     """A line for each column, the heaviest first, and one for all of them."""
     used = {way for _, way in moved}
     ways = [way for link in LINKS for operation in OPERATIONS if (way := (operation, link)) in used]
@@ -73,7 +73,7 @@ def _by_column(moved: Moved) -> str:
     )
 
 
-def _beside_estimates(estimates: Mapping[str, Any], moved: Moved, metadata: int, steps: int) -> str:
+def _beside_estimates(estimates: Mapping[str, Any], moved: BytesByColumn, metadata: int, steps: int) -> str:
     """A step's mean bytes beside Eq. 1, 2 and 4, which count every prompt and response at its greatest length."""
     known = {name: amount for name, value in estimates.items() if (amount := number(value)) is not None}
     warehouses = max(known.get("num_warehouses", 1.0), 1.0)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from spmdrl.observability.report_charts import ticks
-from spmdrl.observability.report_html import choices, color_class, escape, legend
+from spmdrl.observability.report_html import choices, color_class, escape, legend, table, value_text
+from spmdrl.observability.report_resharding import link_text
 from spmdrl.observability.timeline import MemorySnapshot, Span, TimelineRecords
 from spmdrl.observability.units import byte_unit, bytes_text
 
@@ -70,17 +72,33 @@ def memory_by_owner(records: TimelineRecords) -> str:
     """Bytes by owner at the stage boundaries of the rank with the highest peak, on the device and on the host."""
     if not records.snapshots:
         return ""
-    rank = max(records.snapshots, key=lambda snapshot: sum(snapshot.device.values())).rank
+    rank = max(records.snapshots, key=lambda snapshot: max(snapshot.held.peak, snapshot.held.device_bytes)).rank
     mine = [snapshot for snapshot in records.snapshots if snapshot.rank == rank]
-    held = [(owner, size) for one in mine for place in (one.device, one.host) for owner, size in place.items()]
-    owners = list(dict.fromkeys(owner for owner, size in held if size))
+    places = [place for one in mine for place in (one.held.device, one.held.host, one.held.peaks)]
+    owners = list(dict.fromkeys(owner for place in places for owner, size in place.items() if size))
     views = []
     for steps in step_ranges(records):
         chosen = [snapshot for snapshot in mine if snapshot.step in steps.steps]
         if chosen:
             views.append((steps.title, _memory_figures(chosen, owners)))
     note = f'<p class="note">Rank {rank}, the one with the highest peak on its device.</p>'
-    return note + legend(enumerate(owners)) + choices("memory", views) if views else ""
+    shown = note + legend(enumerate(owners)) + choices("memory", views)
+    return shown + _peaks_table(mine, owners) if views else ""
+
+
+def _peaks_table(snapshots: Sequence[MemorySnapshot], owners: Sequence[str]) -> str:
+    """The most since the boundary before, by the stage that ended, of all steps."""
+    lengths = Counter(snapshot.step for snapshot in snapshots)
+    # The order is that of a whole step: an evaluation before it, say, has few of the stages.
+    known = [one.held for one in sorted(snapshots, key=lambda one: -lengths[one.step]) if one.held.peaks]
+    used = [owner for owner in owners if any(one.peaks.get(owner) for one in known)]
+    rows = []
+    for stage in dict.fromkeys(one.stage for one in known):
+        ended = [one for one in known if one.stage == stage]
+        peaks = [max(one.peaks.get(owner, 0) for one in ended) for owner in used]
+        rows.append([stage, *(bytes_text(peak) if peak else "" for peak in (*peaks, max(one.peak for one in ended)))])
+    title = "<h3>Peaks on the device since the boundary before, the highest of all steps</h3>"
+    return title + table(("until the end of", *used, "all together"), rows) if used else ""
 
 
 def _range_text(steps: Sequence[int]) -> str:
@@ -131,7 +149,12 @@ def _gantt_svg(spans: Sequence[Span], stages: Sequence[str]) -> str:
 
 def _span_title(span: Span) -> str:
     failed = f", ended by {span.error}" if span.error else ""
-    return f"<title>{escape(f'{span.stage}, step {span.step}, rank {span.rank}: {span.seconds:.3g} s{failed}')}</title>"
+    moved = "".join(
+        f"; {link_text(one.link)}: {bytes_text(one.num_bytes)} at {value_text(one.gb_per_second)} GB/s"
+        for one in span.moved
+    )
+    told = f"{span.stage}, step {span.step}, rank {span.rank}: {span.seconds:.3g} s{moved}{failed}"
+    return f"<title>{escape(told)}</title>"
 
 
 def _time_axis(whole: float, scale: float, height: int) -> str:
@@ -145,9 +168,9 @@ def _time_axis(whole: float, scale: float, height: int) -> str:
 
 
 def _memory_figures(snapshots: Sequence[MemorySnapshot], owners: Sequence[str]) -> str:
-    device = [snapshot.device for snapshot in snapshots]
-    host = [snapshot.host for snapshot in snapshots]
-    labels = [f"{snapshot.step} {snapshot.stage}" for snapshot in snapshots]
+    device = [snapshot.held.device for snapshot in snapshots]
+    host = [snapshot.held.host for snapshot in snapshots]
+    labels = [f"{snapshot.step} {snapshot.held.stage}" for snapshot in snapshots]
     return "".join(
         f"<h3>{place}</h3>" + _memory_svg(list(zip(labels, held, strict=True)), owners)
         for place, held in (("On the device", device), ("On the host", host))
@@ -155,7 +178,7 @@ def _memory_figures(snapshots: Sequence[MemorySnapshot], owners: Sequence[str]) 
     )
 
 
-def _memory_svg(bars: Sequence[tuple[str, dict[str, int]]], owners: Sequence[str]) -> str:
+def _memory_svg(bars: Sequence[tuple[str, Mapping[str, int]]], owners: Sequence[str]) -> str:
     peak = max(max(sum(held.values()) for _, held in bars), 1)
     unit_scale, unit = byte_unit(peak)
     scale = (MEMORY_HEIGHT - 10) / peak
@@ -173,7 +196,7 @@ def _memory_svg(bars: Sequence[tuple[str, dict[str, int]]], owners: Sequence[str
     return _svg(MEMORY_HEIGHT + LABEL_HEIGHT, "memory by owner", parts)
 
 
-def _stacked_bar(held: dict[str, int], owners: Sequence[str], *, x: float, width: float, scale: float) -> str:
+def _stacked_bar(held: Mapping[str, int], owners: Sequence[str], *, x: float, width: float, scale: float) -> str:
     parts, top = [], float(MEMORY_HEIGHT)
     for index, owner in enumerate(owners):
         height = held.get(owner, 0) * scale

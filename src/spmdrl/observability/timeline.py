@@ -1,15 +1,30 @@
-"""Which stage each rank was in, and what memory it held: one JSONL file a rank, also as a Perfetto trace."""
+"""Which stage each rank was in, what it moved and what memory it held: a JSONL file a rank, and a Perfetto trace."""
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from spmdrl.observability.jsonl import JsonlWriter, number, read_jsonl, to_json, write_atomic
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Bytes that went over one link, and the seconds in which they went, beside whatever else went then."""
+
+    link: str
+    num_bytes: int
+    seconds: float
+
+    @property
+    def gb_per_second(self) -> float:
+        """In 1e9 bytes, as links are rated."""
+        return self.num_bytes / self.seconds / 1e9 if self.seconds > 0 else 0.0
 
 
 @dataclass(frozen=True)
@@ -24,6 +39,7 @@ class Span:
     error: str = ""
     background: bool = False
     """whether it ran beside the stages, in none of their seconds"""
+    moved: tuple[Moved, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -31,15 +47,30 @@ class Span:
 
 
 @dataclass(frozen=True)
+class HeldMemory:
+    """Bytes by owner when a stage ended, and the most on the device since the boundary before."""
+
+    stage: str
+    device: Mapping[str, int]
+    host: Mapping[str, int]
+    peaks: Mapping[str, int] = field(default_factory=dict)
+    """of each owner by itself; empty in files that have none"""
+    peak: int = 0
+    """of all owners together, which is less than the sum of their peaks where they took turns"""
+
+    @property
+    def device_bytes(self) -> int:
+        return sum(self.device.values())
+
+
+@dataclass(frozen=True)
 class MemorySnapshot:
-    """Bytes by owner that one rank held at a stage boundary, on its device and on the host."""
+    """What one rank held at a stage boundary; `time` is seconds since the epoch."""
 
     rank: int
     step: int
-    stage: str
     time: float
-    device: dict[str, int]
-    host: dict[str, int]
+    held: HeldMemory
 
 
 @dataclass(frozen=True)
@@ -64,29 +95,38 @@ class Timeline:
         # Wall time places ranks beside each other; the monotonic clock measures, so that no clock change bends a stage.
         self._epoch = time.time() - time.perf_counter()
         self._seconds: dict[int, dict[str, float]] = {}
+        self._moved_in_open_stages: list[list[Moved]] = []
 
     @contextmanager
     def stage(self, name: str, step: int) -> Iterator[None]:
         """Time the block as stage `name` of `step`; a block that raises is written too, with the error's name."""
-        start, error = self._now(), ""
+        start, error, moved = self._now(), "", list[Moved]()
+        self._moved_in_open_stages.append(moved)
         try:
             yield
         except BaseException as raised:
             error = type(raised).__name__
             raise
         finally:
-            self._finish(Span(self.rank, step, name, start, self._now(), error))
+            self._moved_in_open_stages.pop()
+            self._finish(Span(self.rank, step, name, start, self._now(), error, moved=tuple(moved)))
 
-    def background(self, name: str, step: int, *, start: float, end: float) -> None:
+    def note_moved(self, moved: Moved) -> None:
+        """Add to what the innermost open stage moved."""
+        assert self._moved_in_open_stages, f"{moved} was moved outside any stage"
+        self._moved_in_open_stages[-1].append(moved)
+
+    def background(self, name: str, step: int, *, start: float, end: float, moved: Sequence[Moved] = ()) -> None:
         """Write what ran beside the stages of `step`, from `start` to `end` by `time.perf_counter`."""
-        self._write(Span(self.rank, step, name, self._epoch + start, self._epoch + end, background=True))
+        begun, ended = self._epoch + start, self._epoch + end
+        self._write(Span(self.rank, step, name, begun, ended, background=True, moved=tuple(moved)))
 
-    def memory(
-        self, step: int, stage: str, device: Mapping[str, int], *, host: Mapping[str, int] | None = None
-    ) -> None:
-        """Write the bytes by owner held on the device (and, if told, on the host) when `stage` ended."""
-        line = {"rank": self.rank, "step": step, "stage": stage, "time": self._now(), "memory": dict(device)}
-        self._writer.write(line | ({"host": dict(host)} if host else {}))
+    def memory(self, step: int, held: HeldMemory) -> None:
+        """Write what this rank holds now that a stage of `step` ended."""
+        line = {"rank": self.rank, "step": step, "stage": held.stage, "time": self._now(), "memory": dict(held.device)}
+        host = {"host": dict(held.host)} if held.host else {}
+        peaks = {"peaks": dict(held.peaks), "peak": held.peak} if held.peaks else {}
+        self._writer.write(line | host | peaks)
 
     def stage_seconds(self, step: int) -> dict[str, float]:
         """Seconds of this rank by stage in `step`; only the two newest steps are remembered."""
@@ -112,7 +152,8 @@ class Timeline:
     def _write(self, span: Span) -> None:
         line = {"rank": span.rank, "step": span.step, "stage": span.stage, "start": span.start, "end": span.end}
         error = {"error": span.error} if span.error else {}
-        self._writer.write(line | error | ({"background": True} if span.background else {}))
+        moved = {"moved": [_moved_line(one) for one in span.moved]} if span.moved else {}
+        self._writer.write(line | error | ({"background": True} if span.background else {}) | moved)
 
 
 def read_timeline(folder: Path) -> TimelineRecords:
@@ -141,20 +182,27 @@ def write_perfetto(folder: Path, out: Path) -> None:
         {"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}} for rank in ranks
     ]
     events += [_stage_event(span, origin) for span in records.spans]
-    events += [_memory_event(snapshot, origin) for snapshot in records.snapshots]
+    events += [event for snapshot in records.snapshots for event in _memory_events(snapshot, origin)]
     write_atomic(Path(out), to_json({"displayTimeUnit": "ms", "traceEvents": events}))
 
 
 def _stage_event(span: Span, origin: float) -> dict[str, Any]:
-    arguments = {"step": span.step} | ({"error": span.error} if span.error else {})
+    arguments: dict[str, Any] = {"step": span.step} | ({"error": span.error} if span.error else {})
+    for one in span.moved:
+        values = {"bytes": one.num_bytes, "seconds": one.seconds, "gb_per_second": one.gb_per_second}
+        arguments |= {f"{one.link}_{name}": value for name, value in values.items()}
     start, duration = (span.start - origin) * 1e6, span.seconds * 1e6
     return {"name": span.stage, "cat": "stage", "ph": "X", "pid": span.rank, "tid": int(span.background), "ts": start,
             "dur": duration, "args": arguments}  # fmt: skip
 
 
-def _memory_event(snapshot: MemorySnapshot, origin: float) -> dict[str, Any]:
-    micros = (snapshot.time - origin) * 1e6
-    return {"name": "device memory", "ph": "C", "pid": snapshot.rank, "ts": micros, "args": snapshot.device}
+def _memory_events(snapshot: MemorySnapshot, origin: float) -> Iterator[dict[str, Any]]:
+    """Counters of what was held and, where it is known, of the peaks since the boundary before."""
+    held, micros = snapshot.held, (snapshot.time - origin) * 1e6
+    event = {"ph": "C", "pid": snapshot.rank, "ts": micros}
+    yield event | {"name": "device memory", "args": held.device}
+    if held.peaks:
+        yield event | {"name": "device memory peak", "args": {**held.peaks, "all owners": held.peak}}
 
 
 def _record_of(line: Mapping[str, Any]) -> Span | MemorySnapshot | None:
@@ -163,12 +211,30 @@ def _record_of(line: Mapping[str, Any]) -> Span | MemorySnapshot | None:
         return None
     start, end, moment = (number(line.get(key)) for key in ("start", "end", "time"))
     if start is not None and end is not None:
-        background = line.get("background") is True
-        return Span(rank, step, stage, start, max(start, end), str(line.get("error", "")), background)
+        background, moved = line.get("background") is True, _moved_of(line.get("moved"))
+        return Span(rank, step, stage, start, max(start, end), str(line.get("error", "")), background, moved)
     if moment is not None:
-        device, host = _bytes_by_owner(line.get("memory")), _bytes_by_owner(line.get("host"))
-        return MemorySnapshot(rank, step, stage, moment, device, host)
+        device, host, peaks = (_bytes_by_owner(line.get(key)) for key in ("memory", "host", "peaks"))
+        peak = line.get("peak")
+        return MemorySnapshot(
+            rank, step, moment, HeldMemory(stage, device, host, peaks, peak if isinstance(peak, int) else 0)
+        )
     return None
+
+
+def _moved_line(moved: Moved) -> dict[str, Any]:
+    rate = moved.gb_per_second
+    return {"link": moved.link, "bytes": moved.num_bytes, "seconds": moved.seconds, "gb_per_second": rate}
+
+
+def _moved_of(value: object) -> tuple[Moved, ...]:
+    lines = [line for line in value if isinstance(line, Mapping)] if isinstance(value, list) else []
+    read = [(line.get("link"), line.get("bytes"), number(line.get("seconds"))) for line in lines]
+    return tuple(
+        Moved(link, size, seconds)
+        for link, size, seconds in read
+        if isinstance(link, str) and isinstance(size, int) and seconds is not None and math.isfinite(seconds)
+    )
 
 
 def _bytes_by_owner(value: object) -> dict[str, int]:

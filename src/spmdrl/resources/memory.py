@@ -7,9 +7,9 @@ import functools
 import os
 import resource
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Literal, get_args
+
+from spmdrl.observability.timeline import HeldMemory
 
 Owner = Literal[
     "update_weights", "gradients", "optimizer", "reference_weights", "generation_weights", "kv_cache", "bucket"
@@ -19,30 +19,25 @@ OWNERS: tuple[Owner, ...] = get_args(Owner)
 PLACES: tuple[Place, ...] = get_args(Place)
 
 
-@dataclass(frozen=True)
-class LedgerSnapshot:
-    """The bytes of every owner at one stage boundary, for the timeline."""
-
-    stage: str
-    device: Mapping[str, int]
-    host: Mapping[str, int]
-
-
 class MemoryLedger:
     """Bytes by owner and place, kept by those who allocate and free; its peaks are of device bytes."""
 
     def __init__(self) -> None:
         self._bytes: dict[tuple[Owner, Place], int] = {(owner, place): 0 for owner in OWNERS for place in PLACES}
-        self._peaks: dict[Owner, int] = dict.fromkeys(OWNERS, 0)
+        self._peaks: dict[str, int] = dict.fromkeys(OWNERS, 0)
+        self._device_bytes = 0
+        self._device_peak = 0
 
     def set(self, owner: Owner, place: Place, num_bytes: int) -> None:
         """Records that `owner` now holds `num_bytes` at `place`."""
         if (owner, place) not in self._bytes:
             raise ValueError(f"the ledger has no {owner!r} on {place!r}; owners are {OWNERS}, places {PLACES}")
         assert num_bytes >= 0, (owner, place, num_bytes)
-        self._bytes[owner, place] = num_bytes
         if place == "device":
+            self._device_bytes += num_bytes - self._bytes[owner, place]
+            self._device_peak = max(self._device_peak, self._device_bytes)
             self._peaks[owner] = max(self._peaks[owner], num_bytes)
+        self._bytes[owner, place] = num_bytes
 
     def add(self, owner: Owner, place: Place, num_bytes: int) -> None:
         """Adds `num_bytes` (negative: subtracts) to what `owner` holds at `place`."""
@@ -52,14 +47,16 @@ class MemoryLedger:
         return self._bytes[owner, place]
 
     def peak(self, owner: Owner) -> int:
-        """The most device bytes that `owner` has held so far."""
+        """The most device bytes that `owner` has held since the last snapshot."""
         return self._peaks[owner]
 
-    def snapshot(self, stage: str) -> LedgerSnapshot:
-        """Freezes the present bytes under the name of a stage."""
+    def snapshot(self, stage: str) -> HeldMemory:
+        """Freezes present bytes and peaks under the name of the stage that ends; from here on, peaks count anew."""
         device: dict[str, int] = {owner: self._bytes[owner, "device"] for owner in OWNERS}
         host: dict[str, int] = {owner: self._bytes[owner, "host"] for owner in OWNERS}
-        return LedgerSnapshot(stage, device, host)
+        peaks, peak = self._peaks, self._device_peak
+        self._peaks, self._device_peak = device.copy(), self._device_bytes
+        return HeldMemory(stage, device, host, peaks, peak)
 
 
 def resident_bytes() -> int:

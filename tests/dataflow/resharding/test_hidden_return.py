@@ -73,9 +73,6 @@ class SmallRun:
     def __post_init__(self) -> None:
         self.timeline = Timeline(self.folder / "rank.jsonl", rank=0)
 
-    def write_memory(self, step: int, stage: str, ledger: MemoryLedger) -> None:
-        self.timeline.memory(step, stage, ledger.snapshot(stage).device)
-
 
 def compute(seconds: float) -> None:
     """Keeps this thread at work, as a stage does."""

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from spmdrl.dataflow.resharding.swap import Swap
+from spmdrl.dataflow.resharding.swap import Left, Swap
 from spmdrl.resources.device import Device
 from spmdrl.resources.memory import MemoryLedger, release_to_system, resident_bytes
 
@@ -31,7 +31,7 @@ def test_weights_survive_a_round_trip_bit_for_bit(tmp_path):
     swap, ledger = make_swap(tmp_path, tensors)
     held = ledger.bytes_of("update_weights")
     assert held == sum(tensor.untyped_storage().nbytes() for tensor in tensors.values())
-    assert swap.to_host("update_weights") == held
+    assert swap.to_host("update_weights") == Left(held, copied_bytes=held)
     assert ledger.bytes_of("update_weights") == 0 and ledger.bytes_of("update_weights", "host") >= held
     assert all(tensor.untyped_storage().nbytes() == 0 for tensor in tensors.values())
     bring_back(swap)
@@ -50,7 +50,7 @@ def test_views_of_one_storage_leave_with_the_last_of_them(tmp_path):
     assert flat.untyped_storage().nbytes() == 48 and tensors["alone"].untyped_storage().nbytes() == 0
     leaving.move(["other", "unknown"])
     assert flat.untyped_storage().nbytes() == 0
-    assert leaving.finish() == 48 + 12
+    assert leaving.finish() == Left(48 + 12, copied_bytes=48 + 12)
     bring_back(swap)
     assert flat.tolist() == list(range(12)) and tensors["alone"].tolist() == [1, 1, 1]
 

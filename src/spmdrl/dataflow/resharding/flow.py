@@ -20,7 +20,7 @@ from spmdrl.dataflow.resharding.filling import GeneratorFilling, Names, Watcher
 from spmdrl.dataflow.resharding.gather import Received, ReshardConfig
 from spmdrl.dataflow.resharding.host import CopyTimes, make_host_store
 from spmdrl.dataflow.resharding.protocols import Generator, Trainer
-from spmdrl.dataflow.resharding.swap import Leaving, MakeStore, Swap
+from spmdrl.dataflow.resharding.swap import Leaving, Left, MakeStore, Swap
 from spmdrl.resources.memory import MemoryLedger, release_to_system
 from spmdrl.resources.world import World
 
@@ -36,6 +36,9 @@ class ReshardStats:
     move_seconds: float = 0.0
     """of the seconds: those in which weights moved, and left behind the moving"""
     swapped_bytes: int = 0
+    """freed on the device, or brought back to it"""
+    copied_bytes: int = 0
+    """of the bytes freed: those that the host had no copy of yet"""
     returned: CopyTimes | None = None
     """when the training state was copied back, of the verb that waited for it"""
     hidden_share: float = 0.0
@@ -91,12 +94,12 @@ class ReshardingFlow:
         self._trainer.reshard()
         self._trainer.drop_gradients()
         self._ledger.set("gradients", "device", 0)
-        swapped = self._swap.to_host("optimizer", version=self._trainer.update_count)
-        self._give_back_memory(swapped)
+        optimizer = self._swap.to_host("optimizer", version=self._trainer.update_count)
+        self._give_back_memory(optimizer.freed_bytes)
         moving = time.perf_counter()
-        received, freed = self._move_weights()
+        received, weights = self._move_weights()
         move_seconds = time.perf_counter() - moving
-        self._give_back_memory(freed)
+        self._give_back_memory(weights.freed_bytes)
         self._generator.wake_cache()
         self._generator.version = self._trainer.update_count
         self._account_generator()
@@ -104,13 +107,14 @@ class ReshardingFlow:
         self.check_generation_weights()
         if self._config.verify:
             # Sums over all elements leave their temporary memory with the allocator.
-            self._give_back_memory(swapped + freed)
+            self._give_back_memory(LEAST_BYTES_TO_RELEASE)
         return ReshardStats(
             time.perf_counter() - started,
             received_bytes=received.total,
             cross_node_bytes=received.cross_node,
             move_seconds=move_seconds,
-            swapped_bytes=swapped + freed,
+            swapped_bytes=optimizer.freed_bytes + weights.freed_bytes,
+            copied_bytes=optimizer.copied_bytes + weights.copied_bytes,
         )
 
     def check_generation_weights(self) -> None:
@@ -170,7 +174,7 @@ class ReshardingFlow:
         started, freed = time.perf_counter(), 0
         if self._reference is not None and self._swap.is_on_device("reference_weights"):
             self._reference.reshard()
-            freed = self._swap.to_host("reference_weights", version=0)
+            freed = self._swap.to_host("reference_weights", version=0).freed_bytes
             self._reference.weights_on_device = False
             self._give_back_memory(freed)
         return ReshardStats(time.perf_counter() - started, swapped_bytes=freed)
@@ -187,8 +191,8 @@ class ReshardingFlow:
         """Waits for what is under way and drops the host copies."""
         self._swap.close()
 
-    def _move_weights(self) -> tuple[Received, int]:
-        """Fills the generator while the update weights leave; returns what was received and the bytes freed.
+    def _move_weights(self) -> tuple[Received, Left]:
+        """Fills the generator while the update weights leave; returns what was received and what left.
 
         A weight's memory in the generator is taken when its first slice is due. Where a shard is the very slice that
         the generator wants, it is lent and stays.
@@ -206,9 +210,9 @@ class ReshardingFlow:
         self._ledger.set("bucket", "device", self._filling.buffer_bytes)
         watcher = Watcher(woken=lambda names: self._account_generator(), sent=self._releasing(leaving))
         received = self._filling.run(shards, storage, version=self._trainer.update_count, watcher=watcher)
-        freed = leaving.finish()
+        left = leaving.finish()
         self._ledger.set("bucket", "device", 0)
-        return received, freed
+        return received, left
 
     def _releasing(self, leaving: Leaving) -> Names:
         """Moves weights out once they were sent.

@@ -32,6 +32,15 @@ class Returned:
     copied: CopyTimes
 
 
+@dataclass(frozen=True)
+class Left:
+    """A group, or all of it that was to go, that has left the device."""
+
+    freed_bytes: int
+    copied_bytes: int
+    """Of these: what the host didn't have a copy of yet."""
+
+
 @dataclass
 class _Group:
     """One owner's tensors and where their storages are."""
@@ -93,8 +102,8 @@ class Swap:
         group.staying_bytes = storage_bytes(tensor for name, tensor in tensors.items() if name not in going)
         return Leaving(group, going, self._ledger, version)
 
-    def to_host(self, owner: Owner, *, version: int | None = None) -> int:
-        """Moves a whole group out and returns the bytes freed; see `leave`."""
+    def to_host(self, owner: Owner, *, version: int | None = None) -> Left:
+        """Moves a whole group out; see `leave`."""
         return self.leave(owner, version=version).finish()
 
     def start_return(self, owner: Owner) -> None:
@@ -162,12 +171,13 @@ class Leaving:
             self._copying.append((self._write(ready), ready))
         self._free_copied(wait=False)
 
-    def finish(self) -> int:
-        """Moves what is left, waits for all copies and returns the bytes freed."""
+    def finish(self) -> Left:
+        """Moves what is left and waits for all copies."""
         self.move([name for names in self._waiting.values() for name in names])
         self._free_copied(wait=True)
         self._group.state, self._group.copied_version = "host", self._version
-        return sum(span.num_bytes for span in self._group.spans)
+        freed = sum(span.num_bytes for span in self._group.spans)
+        return Left(freed, copied_bytes=0 if self._is_copied else freed)
 
     def _span_without(self, name: str) -> Span | None:
         """The span that can go once `name` needs it no more; None while others do, or if it has gone."""
