@@ -100,7 +100,7 @@ def test_a_run_killed_in_the_middle_of_a_step_ends_with_the_same_weights(tmp_pat
 def test_rollouts_that_were_kept_are_trained_on_after_a_crash(tmp_path, ranks_after):
     config, folder = tiny_config(tmp_path), tmp_path / "run"
     settings = [f"run.dir={folder}", "checkpoint.interval=1", "checkpoint.keep_rollouts=true"]
-    finished(run_job("train", config, *settings, ranks=2))
+    finished(run_job("train", config, *settings, "resources.generation.tensor=2", ranks=2))
     whole, digest = metrics_of(folder), weights_digest(folder, 3)
     # As if the job had died in the last update.
     shutil.rmtree(folder / "checkpoints" / "step_000003")

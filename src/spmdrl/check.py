@@ -13,10 +13,12 @@ from spmdrl.resources.launch import read_launch_environment
 def main(loaded: LoadedConfig[Config]) -> int:
     """Print the resolved config, the layout and the stages; train nothing."""
     checked = check_run(loaded, "check")
-    if read_launch_environment(os.environ).rank != 0:
+    launch, generation = read_launch_environment(os.environ), checked.config.resources.generation
+    if launch.rank != 0:
         return 0
     print(checked.resolved_config, end="")
-    print(f"# update layout: data {checked.layout.data} x shard {checked.layout.shard}")
+    print(f"# update layout: {checked.layout}")
+    print(f"# generation layout: {generation}, replicas: {launch.world_size // generation.tensor}")
     print(f"# worker states: {' -> '.join(state.value for state in checked.needs)}")
     for source in (*checked.train_rows, *checked.eval_rows):
         print(f"# {source.summary}")

@@ -7,9 +7,11 @@ from spmdrl.configfile import LoadedConfig, start_up
 from spmdrl.dataflow.samples.prompts import PromptSource
 from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.engines.reward.pool import RewardPool
-from spmdrl.job.actor import ModelSource, build_generator, load_for_generation, prepare_model
+from spmdrl.job.actor import ModelSource, prepare_model
 from spmdrl.job.checked import CheckedRun, check_run
 from spmdrl.job.evaluation import Evaluation, Evaluator, evaluation_sampling, write_records
+from spmdrl.job.fitting import check_generation_fits
+from spmdrl.job.replica import build_replica, load_for_generation
 from spmdrl.observability.console import Console
 from spmdrl.observability.summary import write_summary
 from spmdrl.resources.world import World, open_world
@@ -29,16 +31,16 @@ def main(loaded: LoadedConfig[Config]) -> int:
 def _evaluate(checked: CheckedRun, world: World) -> Evaluation:
     config = checked.config
     source = ModelSource.of(prepare_model(config, world))
+    check_generation_fits(config, source.decoder)
     tokenizer = ModelTokenizer(source.folder)
     prompts = list(PromptSource(checked.eval_rows, tokenizer.raw, config.data, config.seed).all())
-    engine = build_generator(config, source, world)
-    load_for_generation(engine, source)
+    replica = build_replica(config, source, world, config.resources.generation)
+    load_for_generation(replica.engine, source)
     sampling = evaluation_sampling(config, tokenizer.stop_token_ids)
     with RewardPool(config.reward) as pool:
         evaluator = Evaluator(
-            prompts, engine, pool, tokenizer.decode, config=config.eval, sampling=sampling, seed=config.seed,
-            world=world,
-        )  # fmt: skip
+            prompts, replica, pool, tokenizer.decode, config=config.eval, sampling=sampling, seed=config.seed
+        )
         return evaluator()
 
 

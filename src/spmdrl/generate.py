@@ -11,8 +11,10 @@ from spmdrl.dataflow.samples.prompts import PromptSource
 from spmdrl.dataflow.stages.generation import generate_groups, row_seed
 from spmdrl.engines.generation.protocol import Request
 from spmdrl.engines.models.tokenizer import ModelTokenizer
-from spmdrl.job.actor import ModelSource, build_generator, load_for_generation, prepare_model
+from spmdrl.job.actor import ModelSource, prepare_model
 from spmdrl.job.checked import CheckedRun, check_run
+from spmdrl.job.fitting import check_generation_fits
+from spmdrl.job.replica import build_replica, load_for_generation
 from spmdrl.resources.collectives import gather_bytes
 from spmdrl.resources.world import World, open_world
 
@@ -38,13 +40,14 @@ def generated_lines(checked: CheckedRun, world: World) -> list[str]:
     """One JSON object a response, in row order, on every rank. Collective."""
     config = checked.config
     source = ModelSource.of(prepare_model(config, world))
+    check_generation_fits(config, source.decoder)
     tokenizer = ModelTokenizer(source.folder)
     every = PromptSource(checked.eval_rows, tokenizer.raw, config.data, config.seed).all()
     prompts = list(itertools.islice(every, config.eval.max_rows))
-    engine = build_generator(config, source, world)
-    load_for_generation(engine, source)
+    replica = build_replica(config, source, world, config.resources.generation)
+    load_for_generation(replica.engine, source)
     size, sampling = config.eval.num_samples, config.rollout.sampling(tokenizer.stop_token_ids)
-    numbers = range(world.rank, len(prompts), world.size)
+    numbers = replica.share_of(len(prompts))
     requests = []
     for number in numbers:
         rows = tuple(range(number * size, (number + 1) * size))
@@ -53,8 +56,8 @@ def generated_lines(checked: CheckedRun, world: World) -> list[str]:
     own = [
         {"row": response.row, "prompt": group.prompt.text, "response": tokenizer.decode(response.token_ids),
          "finish": response.finish, "logprob": sum(response.logprobs)}
-        for group in generate_groups(engine, requests, [prompts[number] for number in numbers])
-        for response in group.responses
+        for group in generate_groups(replica.engine, requests, [prompts[number] for number in numbers])
+        for response in (group.responses if replica.mesh.is_leader else ())
     ]  # fmt: skip
     gathered = gather_bytes("\n".join(json.dumps(record) for record in own).encode())
     lines = [line for part in gathered for line in part.decode().splitlines()]

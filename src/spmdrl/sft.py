@@ -20,7 +20,7 @@ from spmdrl.engines.training.rows import LossTerms, MicroBatch, Scores, TokenRow
 from spmdrl.job.actor import Actor, ModelSource, build_trainer, prepare_model
 from spmdrl.job.building import build_held_out
 from spmdrl.job.checked import CheckedRun, check_run
-from spmdrl.job.fitting import check_model_fits
+from spmdrl.job.fitting import check_generation_fits, check_model_fits
 from spmdrl.job.held_out import HeldOut
 from spmdrl.job.run import Run, put_earlier_run_aside
 from spmdrl.resources.mesh import build_update_mesh
@@ -50,6 +50,7 @@ def train_supervised(checked: CheckedRun, world: World, title: str = "sft") -> N
         with start_up():
             source = ModelSource.of(prepare_model(config, world))
             check_model_fits(config, source.decoder, checked.layout)
+            check_generation_fits(config, source.decoder)
             tokenizer = ModelTokenizer(source.folder)
             prompts = PromptSource(checked.train_rows, tokenizer.raw, config.data, config.seed)
             mesh = build_update_mesh(checked.layout, world.device, world.rank)

@@ -12,15 +12,23 @@ from spmdrl.config import Config
 from spmdrl.configfile import ConfigError, LoadedConfig, start_up
 from spmdrl.dataflow.samples.dock import TransferDock
 from spmdrl.dataflow.samples.prompts import Prompt, PromptSource
-from spmdrl.dataflow.samples.sharing import groups_of_training
+from spmdrl.dataflow.samples.sharing import groups_of_generation, groups_of_training
 from spmdrl.dataflow.stages.reward import RewardFailure
 from spmdrl.dataflow.stages.stages import Stages
 from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.engines.reward.pool import RewardPool
-from spmdrl.job.actor import Actor, ModelSource, build_generator, build_trainer, prepare_model
-from spmdrl.job.building import Rollouts, StageParts, build_evaluator, build_stages, build_switching, check_positions
+from spmdrl.job.actor import Actor, ModelSource, build_trainer, prepare_model
+from spmdrl.job.building import (
+    Rollouts,
+    StageParts,
+    build_actors_replica,
+    build_evaluator,
+    build_stages,
+    build_switching,
+    check_positions,
+)
 from spmdrl.job.checked import CheckedRun, check_run
-from spmdrl.job.fitting import check_model_fits
+from spmdrl.job.fitting import check_generation_fits, check_model_fits
 from spmdrl.job.held_out import HeldOut
 from spmdrl.job.kept_rollouts import KeptRollouts
 from spmdrl.job.run import Run, finished_model, put_earlier_run_aside
@@ -136,6 +144,7 @@ def build(checked: CheckedRun, run: Run, stack: ExitStack) -> Training:
     prompts = PromptSource(checked.train_rows, tokenizer.raw, config.data, config.seed)
     check_positions(source, prompts, config)
     check_model_fits(config, source.decoder, checked.layout)
+    check_generation_fits(config, source.decoder)
     mesh = build_update_mesh(checked.layout, world.device, world.rank)
 
     num_steps, temperature = config.train.max_steps, config.rollout.temperature
@@ -145,23 +154,17 @@ def build(checked: CheckedRun, run: Run, stack: ExitStack) -> Training:
     reference = build_trainer(
         config, source, mesh, world, optim=config.optim, num_steps=num_steps, temperature=temperature, frozen=True
     ) if WorkerState.REFERENCE in checked.needs else None  # fmt: skip
-    generator = build_generator(config, source, world)
+    replica = build_actors_replica(checked, source, world)
     actor = Actor(trainer, source, world)
     run.resume(actor)
 
-    switching = build_switching(run, actor, generator, reference, stack)
-    dock = stack.enter_context(
-        TransferDock(
-            world,
-            checked.needs,
-            config.dock,
-            seed=config.seed,
-            row_groups=groups_of_training(mesh, world.device.torch_device),
-        )
-    )
+    switching = build_switching(run, actor, replica, reference, stack)
+    device = world.device.torch_device
+    row_groups = groups_of_training(mesh, device) | groups_of_generation(replica.mesh, device)
+    dock = stack.enter_context(TransferDock(world, checked.needs, config.dock, seed=config.seed, row_groups=row_groups))
     pool = stack.enter_context(RewardPool(config.reward))
-    evaluator = build_evaluator(checked, run, generator, pool, tokenizer)
-    rollouts = Rollouts(config, generator, world)
+    evaluator = build_evaluator(checked, replica, pool, tokenizer)
+    rollouts = Rollouts(config, replica)
     write_estimates(run, checked.needs)
     return Training(
         run=run,

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from spmdrl.config import Config
 from spmdrl.dataflow.resharding.flow import ReshardingFlow
-from spmdrl.engines.generation.choices import ChoiceRecorder
 from spmdrl.engines.generation.protocol import GenerationEngine
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf import hf_config_dict, read_config, resolve_model_folder
@@ -22,7 +21,6 @@ from spmdrl.resources.collectives import barrier
 from spmdrl.resources.memory import MemoryLedger
 from spmdrl.resources.mesh import UpdateMesh
 from spmdrl.resources.world import World
-from spmdrl.types import whole_slice
 
 # What makes a model folder usable beside its weights; copied as it is.
 TOKENIZER_FILES = (
@@ -129,50 +127,6 @@ def build_trainer(
     )
     engine.load(WeightFiles(source.folder))
     return engine
-
-
-def generation_engine_name(config: Config, device_kind: str) -> str:
-    """What `rollout.engine: auto` means here: vLLM where it is installed and there is an accelerator."""
-    if config.rollout.engine != "auto":
-        return config.rollout.engine
-    if device_kind == "cpu":
-        return "native"
-    # Imported here because only this question needs it.
-    from importlib.util import find_spec
-
-    return "vllm" if find_spec("vllm") is not None else "native"
-
-
-def build_generator(config: Config, source: ModelSource, world: World) -> GenerationEngine:
-    """The generation engine of this rank, asleep."""
-    dtype = config.model.compute_dtype(world.device.kind)
-    replays = config.train.routing.replay == "rollout"
-    if generation_engine_name(config, world.device.kind) == "vllm":
-        if replays:
-            raise ValueError(
-                f"train.routing.replay is rollout, but rollout.engine {config.rollout.engine} means vLLM here, which "
-                "doesn't tell the experts that tokens went to; set rollout.engine to native or train.routing.replay "
-                "to none"
-            )
-        # vLLM is an optional back end, and its import takes tens of seconds.
-        from spmdrl.engines.generation.vllm import VllmEngine
-
-        return VllmEngine(source.folder, config.rollout, world.device.torch_device, dtype)
-    # Imported here so that a run with vLLM doesn't need it.
-    from spmdrl.engines.generation.native import NativeEngine
-
-    # A run that only answers may have a dense model with any training options.
-    recorder = ChoiceRecorder() if replays and source.decoder.moe is not None else None
-    return NativeEngine(source.decoder, config.rollout, world.device.torch_device, dtype, recorder=recorder)
-
-
-def load_for_generation(engine: GenerationEngine, source: ModelSource) -> None:
-    """Fill a generation engine from the source's files, without a trainer."""
-    files = WeightFiles(source.folder)
-    names = sorted(engine.weight_shapes())
-    engine.wake_weights()
-    engine.load_weights((name, files.read(whole_slice(name, files.shape(name)))) for name in names)
-    engine.wake_cache()
 
 
 def build_resharding(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spmdrl.config import Config
+from spmdrl.dataflow.resharding.layouts import fitted_stride, parameter_table
 from spmdrl.dataflow.samples.prompts import PromptSource
 from spmdrl.dataflow.stages.advantage import AdvantageStage
 from spmdrl.dataflow.stages.generation import GenerationStage, RolloutRecorder
@@ -14,15 +15,15 @@ from spmdrl.dataflow.stages.inference import ScoreStage
 from spmdrl.dataflow.stages.reward import RewardStage
 from spmdrl.dataflow.stages.stages import Stages
 from spmdrl.dataflow.stages.update import UpdatePlan, UpdateStage
-from spmdrl.engines.generation.protocol import GenerationEngine
 from spmdrl.engines.generation.replay import ReplayEngine
 from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.engines.reward.pool import RewardPool
 from spmdrl.engines.training.engine import TrainingEngine
-from spmdrl.job.actor import Actor, ModelSource, build_generator, build_resharding
+from spmdrl.job.actor import Actor, ModelSource, build_resharding
 from spmdrl.job.checked import CheckedRun
 from spmdrl.job.evaluation import Evaluator, evaluation_sampling
 from spmdrl.job.held_out import HeldOut
+from spmdrl.job.replica import Replica, build_replica, generation_engine_name
 from spmdrl.job.run import Run
 from spmdrl.job.switching import Switching
 from spmdrl.resources.memory import MemoryLedger
@@ -41,18 +42,28 @@ def check_positions(source: ModelSource, prompts: PromptSource, config: Config) 
         )
 
 
+def build_actors_replica(checked: CheckedRun, source: ModelSource, world: World) -> Replica:
+    """The replica that generates with an actor's weights, so placed that it lacks few of them. Collective."""
+    config, layout = checked.config, checked.config.resources.generation
+    # vLLM takes consecutive ranks.
+    if generation_engine_name(config, world.device.kind) == "native":
+        table = parameter_table(source.decoder)
+        layout = fitted_stride(table, checked.layout, layout, world.launch.local_world_size)
+    return build_replica(config, source, world, layout)
+
+
 def build_switching(
-    run: Run, actor: Actor, generator: GenerationEngine, reference: TrainingEngine | None, stack: ExitStack
+    run: Run, actor: Actor, replica: Replica, reference: TrainingEngine | None, stack: ExitStack
 ) -> Switching:
     """The switch of this actor, closed with the stack."""
     ledger = MemoryLedger()
-    flow = build_resharding(run.config, run.world, actor.trainer, generator, reference, ledger)
+    flow = build_resharding(run.config, run.world, actor.trainer, replica.engine, reference, ledger)
     stack.callback(flow.close)
     return Switching(flow, ledger, run)
 
 
 def build_evaluator(
-    checked: CheckedRun, run: Run, generator: GenerationEngine, pool: RewardPool, tokenizer: ModelTokenizer
+    checked: CheckedRun, replica: Replica, pool: RewardPool, tokenizer: ModelTokenizer
 ) -> Evaluator | None:
     """What answers the held-out rows, or None where there are none."""
     if not checked.eval_rows:
@@ -60,30 +71,28 @@ def build_evaluator(
     config = checked.config
     prompts = list(PromptSource(checked.eval_rows, tokenizer.raw, config.data, config.seed).all())
     sampling = evaluation_sampling(config, tokenizer.stop_token_ids)
-    return Evaluator(
-        prompts, generator, pool, tokenizer.decode, config=config.eval, sampling=sampling, seed=config.seed,
-        world=run.world,
-    )  # fmt: skip
+    return Evaluator(prompts, replica, pool, tokenizer.decode, config=config.eval, sampling=sampling, seed=config.seed)
 
 
 def build_held_out(checked: CheckedRun, run: Run, actor: Actor, tokenizer: ModelTokenizer, stack: ExitStack) -> HeldOut:
     """Evaluations of an actor that has no generation engine of its own."""
-    generator = build_generator(run.config, actor.source, run.world)
-    switching = build_switching(run, actor, generator, None, stack)
+    replica = build_actors_replica(checked, actor.source, run.world)
+    switching = build_switching(run, actor, replica, None, stack)
     if not checked.eval_rows:
         return HeldOut(None, switching, run)
     pool = stack.enter_context(RewardPool(run.config.reward))
-    return HeldOut(build_evaluator(checked, run, generator, pool, tokenizer), switching, run)
+    return HeldOut(build_evaluator(checked, replica, pool, tokenizer), switching, run)
 
 
 class Rollouts:
-    """What answers the prompts of a step: the generation engine, or responses recorded before; and their recording."""
+    """What answers the prompts of a step: the replica, or responses recorded before; and their recording."""
 
-    def __init__(self, config: Config, generator: GenerationEngine, world: World):
-        debug = config.debug
+    def __init__(self, config: Config, replica: Replica):
+        debug, mesh = config.debug, replica.mesh
         self._replay = ReplayEngine(Path(debug.rollouts_from)) if debug.rollouts_from else None
-        self.engine: GenerationEngine = self._replay or generator
-        self.recorder = RolloutRecorder(Path(debug.rollouts_to), world.rank) if debug.rollouts_to else None
+        self.replica = Replica(self._replay or replica.engine, mesh)
+        records = debug.rollouts_to and mesh.is_leader
+        self.recorder = RolloutRecorder(Path(debug.rollouts_to), mesh.rank) if records else None
 
     def begin_step(self, step: int) -> None:
         if self._replay is not None:
@@ -112,10 +121,10 @@ def build_stages(checked: CheckedRun, run: Run, parts: StageParts) -> Stages:
     config, recorder = checked.config, run.recorder
     reward = RewardStage(parts.pool, config.reward, parts.tokenizer.decode, recorder)
     recording = [parts.rollouts.recorder] if parts.rollouts.recorder is not None else []
+    replica, sampling = parts.rollouts.replica, config.rollout.sampling(parts.tokenizer.stop_token_ids)
     generation = GenerationStage(
-        parts.rollouts.engine, config.rollout.sampling(parts.tokenizer.stop_token_ids), seed=config.seed,
-        listeners=[reward, *recording], recorder=recorder,
-    )  # fmt: skip
+        replica.engine, replica.mesh, sampling, seed=config.seed, listeners=[reward, *recording], recorder=recorder
+    )
     without_actor: list[RewardStage | ScoreStage] = [reward]
     if parts.reference is not None:
         without_actor.append(ScoreStage(WorkerState.REFERENCE, parts.reference, parts.switching.reference_present))

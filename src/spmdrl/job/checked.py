@@ -15,7 +15,7 @@ from spmdrl.dataflow.samples.schema import needs_by_state
 from spmdrl.dataflow.stages.rows import replayed_columns
 from spmdrl.engines.reward.functions import needs_answer
 from spmdrl.engines.reward.pool import RewardPool
-from spmdrl.job.fitting import check_model_fits, decoder_at_hand
+from spmdrl.job.fitting import check_generation_fits, check_model_fits, check_vllm, decoder_at_hand
 from spmdrl.resources.launch import read_launch_environment
 from spmdrl.resources.layout import UpdateLayout, check_generation_layout, fit_update_layout
 from spmdrl.types import WorkerState
@@ -44,14 +44,18 @@ def check_run(loaded: LoadedConfig[Config], verb: Verb) -> CheckedRun:
         launch = read_launch_environment(os.environ)
         layout = fit_update_layout(config.resources.update, launch.world_size)
         check_generation_layout(config.resources.generation, launch.world_size)
-        if verb in ("train", "sft", "check") and (decoder := decoder_at_hand(config)) is not None:
-            check_model_fits(config, decoder, layout)
+        is_trained = verb in ("train", "sft", "check")
+        if (decoder := decoder_at_hand(config)) is not None:
+            check_generation_fits(config, decoder)
+            if is_trained:
+                check_model_fits(config, decoder, layout)
+        if config.rollout.engine == "vllm":
+            check_vllm(config)
         algorithm = build_algorithm(config.algo)
         needs = states_of(config, algorithm)
         if verb in ("train", "check"):
             check_sizes(config)
         answers = needs_answer(config.reward.functions)
-        is_trained = verb in ("train", "sft", "check")
         train_rows = read_rows(
             config.data.train, config.data, needs_answer=answers or verb == "sft" or config.sft.max_steps > 0
         ) if is_trained else []  # fmt: skip

@@ -12,11 +12,11 @@ from spmdrl.config import Config, EvalConfig
 from spmdrl.dataflow.samples.prompts import Prompt
 from spmdrl.dataflow.stages.generation import FinishedGroup, generate_groups, row_seed
 from spmdrl.dataflow.stages.reward import DecodeTokens, submit_group
-from spmdrl.engines.generation.protocol import GenerationEngine, Request, SamplingParams
+from spmdrl.engines.generation.protocol import Request, SamplingParams
 from spmdrl.engines.reward.pool import RewardPool, RewardResult
+from spmdrl.job.replica import Replica
 from spmdrl.observability.statistics import Estimate, average_at_k, mean_pass_at_k, wilson
 from spmdrl.resources.collectives import gather_bytes
-from spmdrl.resources.world import World
 
 # Keeps the random numbers of evaluations apart from those of rollouts.
 EVALUATION_SEED_OFFSET = 1 << 40
@@ -49,20 +49,19 @@ def _shown(estimate: Estimate) -> str:
 
 
 class Evaluator:
-    """Answers held-out prompts with an engine that is awake. Calling it is collective over all ranks."""
+    """Answers held-out prompts with engines that are awake. Calling it is collective over all ranks."""
 
     def __init__(
-        self, prompts: Sequence[Prompt], engine: GenerationEngine, pool: RewardPool, decode: DecodeTokens, *,
-        config: EvalConfig, sampling: SamplingParams, seed: int, world: World,
+        self, prompts: Sequence[Prompt], replica: Replica, pool: RewardPool, decode: DecodeTokens, *,
+        config: EvalConfig, sampling: SamplingParams, seed: int,
     ):  # fmt: skip
         self.prompts = prompts[: config.max_rows]
-        self.engine = engine
+        self.replica = replica
         self.pool = pool
         self.decode = decode
         self.num_samples = config.num_samples
         self.sampling = sampling
         self.seed = seed
-        self.world = world
 
     def __call__(self) -> Evaluation:
         lines = [json.dumps(record) for record in self._own_records()]
@@ -71,11 +70,12 @@ class Evaluator:
         return evaluation_of(sorted(records, key=lambda record: record["row"]), self.num_samples)
 
     def _own_records(self) -> Iterator[dict[str, Any]]:
-        # Strided, so that a file sorted by difficulty or length is spread evenly.
-        numbers = range(self.world.rank, len(self.prompts), self.world.size)
+        numbers = self.replica.share_of(len(self.prompts))
         requests = [self._request(number) for number in numbers]
         groups: dict[tuple[int, int], FinishedGroup] = {}
-        for group in generate_groups(self.engine, requests, [self.prompts[number] for number in numbers]):
+        for group in generate_groups(self.replica.engine, requests, [self.prompts[number] for number in numbers]):
+            if not self.replica.mesh.is_leader:
+                continue
             key = (-1, group.responses[0].row)
             groups[key] = group
             submit_group(self.pool, key, group, self.decode)

@@ -1,4 +1,4 @@
-"""Whether a model can be trained under the layout and options of a run; every rank can tell without the others."""
+"""Whether a model can be trained and answer under the layouts and options of a run; each rank can tell by itself."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from spmdrl.config import Config
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf import read_config
 from spmdrl.engines.models.making import decoder_config
+from spmdrl.engines.parallel.expert_parallel import check_expert_parallel
+from spmdrl.engines.parallel.tensor_parallel import check_tensor_parallel
 from spmdrl.engines.training.parallelize import check_layout
 from spmdrl.engines.training.routing import check_routing
 from spmdrl.resources.layout import UpdateLayout
@@ -17,7 +19,7 @@ _SPLIT_BACKWARD = ("zero_bubble", "zbv")
 
 
 def check_model_fits(config: Config, decoder: DecoderConfig, layout: UpdateLayout) -> None:
-    """Raise ValueError with the numbers, the relation and a way out."""
+    """Refuse a model that can't be trained. Raises ValueError with the numbers, the relation and a way out."""
     check_layout(decoder, layout)
     check_routing(config.train.routing, decoder)
     recomputes = config.train.activation_checkpointing != "none"
@@ -26,6 +28,33 @@ def check_model_fits(config: Config, decoder: DecoderConfig, layout: UpdateLayou
             f"resources.update.pipeline_schedule is {layout.pipeline_schedule}, which splits backward in two, and "
             f"train.activation_checkpointing is {config.train.activation_checkpointing}, so that every layer would be "
             "run again many times; set pipeline_schedule to 1f1b or interleaved, or activation_checkpointing to none"
+        )
+
+
+def check_generation_fits(config: Config, decoder: DecoderConfig) -> None:
+    """Refuse a model that can't be cut as the generation layout asks. Raises ValueError."""
+    layout = config.resources.generation
+    check_tensor_parallel(decoder, layout.tensor, "resources.generation.tensor")
+    check_expert_parallel(decoder, layout.expert, "resources.generation.expert")
+
+
+def check_vllm(config: Config) -> None:
+    """Refuse what vLLM can't do here. Raises ValueError."""
+    layout, means = config.resources.generation, f"rollout.engine {config.rollout.engine} means vLLM here, which"
+    if layout.expert > 1:
+        raise ValueError(
+            f"resources.generation.expert is {layout.expert}, but {means} cuts experts like other matrices; set it to "
+            "1, or rollout.engine to native"
+        )
+    if layout.tensor_stride > 1:
+        raise ValueError(
+            f"resources.generation.tensor_stride is {layout.tensor_stride}, but {means} takes consecutive ranks; "
+            "set it to 0 or 1, or rollout.engine to native"
+        )
+    if config.train.routing.replay == "rollout":
+        raise ValueError(
+            f"train.routing.replay is rollout, but {means} doesn't tell the experts that tokens went to; set "
+            "rollout.engine to native or train.routing.replay to none"
         )
 
 

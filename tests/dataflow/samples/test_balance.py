@@ -35,7 +35,7 @@ def loads_of(homes, costs, rows=None) -> RowLoads:
 
 def responses(num_rows, num_nodes, *, seed, skew=0.0, longest=4096) -> RowLoads:
     """Log-normal lengths in groups of 8; with `skew`, later nodes have longer ones."""
-    homes = homes_of_groups(num_rows // 8, num_nodes, seed=seed, step=0).repeat(8)
+    homes = homes_of_groups(num_rows // 8, np.ones(num_nodes, dtype=int), seed=seed, step=0).repeat(8)
     factors = 1 + skew * np.linspace(-1, 1, num_nodes)
     lengths = np.random.default_rng(seed).lognormal(6.0, 0.8, num_rows) * factors[homes]
     lengths = lengths.clip(1, longest).astype(np.int64)
@@ -256,21 +256,28 @@ def test_a_long_row_costs_more_than_its_tokens_in_short_rows():
     assert long > 2 * short
 
 
-@given(st.integers(0, 40), st.integers(1, 6), st.integers(0, 2**64), st.integers(0, 100), st.booleans())
-def test_nodes_get_equal_numbers_of_groups(num_groups, num_nodes, seed, step, locality):
-    homes = homes_of_groups(num_groups, num_nodes, seed=seed, step=step, locality=locality)
-    counts = np.bincount(homes, minlength=num_nodes)
-    assert homes.size == num_groups
-    assert len(counts) == num_nodes
-    assert counts.max() - counts.min() <= 1
-    if locality:
-        assert (np.diff(homes) >= 0).all()
-    else:
-        assert homes.tolist() == [group % num_nodes for group in range(num_groups)]
+TAKERS_OF_NODES = st.lists(st.integers(0, 4), min_size=1, max_size=6).filter(any)
+
+
+@given(st.integers(0, 40), TAKERS_OF_NODES, st.integers(0, 2**64), st.integers(0, 100))
+def test_nodes_get_groups_by_the_number_of_their_takers(num_groups, takers, seed, step):
+    homes = homes_of_groups(num_groups, np.array(takers), seed=seed, step=step)
+    counts = np.bincount(homes, minlength=len(takers))
+    assert homes.size == num_groups and len(counts) == len(takers)
+    assert (np.diff(homes) >= 0).all()
+    for count, num_takers in zip(counts.tolist(), takers, strict=True):
+        exact = num_groups * num_takers / sum(takers)
+        assert count == 0 if num_takers == 0 else exact - 1 < count <= exact + 1
+    if len({*takers}) == 1:
+        assert counts.max() - counts.min() <= 1
+
+
+def test_without_locality_groups_go_round_all_nodes():
+    assert homes_of_groups(7, np.array([2, 0, 1]), seed=1, step=2, locality=False).tolist() == [0, 1, 2, 0, 1, 2, 0]
 
 
 def test_the_group_that_is_left_over_goes_to_every_node_in_some_step():
-    larger = {int(np.bincount(homes_of_groups(9, 4, seed=3, step=step)).argmax()) for step in range(50)}
+    larger = {int(np.bincount(homes_of_groups(9, np.array([2] * 4), seed=3, step=step)).argmax()) for step in range(50)}
     assert larger == {0, 1, 2, 3}
 
 

@@ -130,16 +130,16 @@ def fitted_stride(
     if generation.tensor_stride:
         return generation
     num_ranks, tensor = update.num_ranks, generation.tensor
+    strides = [n for n in range(2, ranks_per_node // tensor + 1) if ranks_per_node % (n * tensor) == 0]
+    if tensor == 1 or not strides:
+        return replace(generation, tensor_stride=1)
     held = [{box.name: box for box in update_slices(table, update, rank)} for rank in range(num_ranks)]
-    strides = [1]
-    if tensor > 1:
-        strides += [n for n in range(2, ranks_per_node // tensor + 1) if ranks_per_node % (n * tensor) == 0]
 
     def kept(stride: int) -> int:
         layout = replace(generation, tensor_stride=stride)
         return sum(_num_shared(held[rank], generation_slices(table, layout, rank)) for rank in range(num_ranks))
 
-    return replace(generation, tensor_stride=max(strides, key=kept))
+    return replace(generation, tensor_stride=max([1, *strides], key=kept))
 
 
 def _num_shared(held: Mapping[str, WeightSlice], wanted: Iterable[WeightSlice]) -> int:

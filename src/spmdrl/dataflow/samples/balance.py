@@ -1,7 +1,8 @@
 """Who works on which rows: pure functions of metadata, which every rank evaluates alike.
 
 All is integers, so that no rounding can make two ranks or platforms disagree. Shape letters: `B` rows, `G` groups,
-`U` units (rows that stay together, the costliest first), `S` seats (takers, in an order that changes with the step).
+`U` units (rows that stay together, the costliest first), `S` seats (takers, in an order that changes with the step),
+`N` nodes.
 """
 
 from __future__ import annotations
@@ -120,18 +121,19 @@ def deal_groups(
     return split_by(taker_of_group, len(takers))
 
 
-def homes_of_groups(num_groups: int, num_nodes: int, *, seed: int, step: int, locality: bool = True) -> Integers:
-    """The home node of each group [G]: equal consecutive parts, whose remainder goes to other nodes each step.
+def homes_of_groups(num_groups: int, takers_N: Integers, *, seed: int, step: int, locality: bool = True) -> Integers:
+    """The home node of each group [G]: consecutive parts, as large as the node has ranks that generate.
 
-    Without `locality`, groups go round the nodes in turn, as the paper stores them.
+    What remains goes to other such nodes each step. Without `locality`, groups go round all nodes in turn, as the paper
+    stores them.
     """
     groups = np.arange(num_groups, dtype=np.int64)
     if not locality:
-        return groups % num_nodes
-    part, remainder = divmod(num_groups, num_nodes)
-    nodes = np.arange(num_nodes, dtype=np.int64)
-    has_one_more = (nodes - _scramble(seed, step)) % num_nodes < remainder
-    return np.repeat(nodes, part + has_one_more)
+        return groups % takers_N.size
+    nodes = np.flatnonzero(takers_N)
+    parts = num_groups * takers_N[nodes] // takers_N.sum()
+    has_one_more = (np.arange(nodes.size) - _scramble(seed, step)) % nodes.size < num_groups - parts.sum()
+    return np.repeat(nodes, parts + has_one_more)
 
 
 def _scramble(*counters: int) -> int:

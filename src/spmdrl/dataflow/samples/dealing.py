@@ -36,7 +36,9 @@ class DealRules:
 
     def homes(self, num_groups: int, step: int) -> Integers:
         """The home node of each group [G] of a step."""
-        return homes_of_groups(num_groups, self.launch.num_nodes, seed=self.seed, step=step, locality=self.locality)
+        generating = [taker.node for taker in self.takers(WorkerState.GENERATION)]
+        takers_N = np.bincount(generating, minlength=self.launch.num_nodes)
+        return homes_of_groups(num_groups, takers_N, seed=self.seed, step=step, locality=self.locality)
 
 
 @dataclass(frozen=True)

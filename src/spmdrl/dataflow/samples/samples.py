@@ -99,11 +99,15 @@ class Samples:
             self._payload.store_own_prompts(prompts, groups, homes)
 
     def deal_generation(self) -> list[int]:
-        """The rows, in whole groups, that this rank generates: ranks of a group's home node share its groups evenly."""
+        """The rows, in whole groups, that this rank generates: takers on a group's home node share its groups evenly.
+
+        Where ranks generate together, all of them get the rows of the first, which alone puts what they make.
+        """
         state = WorkerState.GENERATION
         rows = self._lives.controller(state).ready_rows(by_group=True)
         shares = self._dealer.deal_generation(rows, self._lives.catalogue)
-        return self._claim(state, shares).tolist()
+        own, groups = self._claim(state, shares), self._dock.rules.row_groups.get(state)
+        return (own if groups is None else shares[groups.leader]).tolist()
 
     # States take and put
 
@@ -151,7 +155,7 @@ class Samples:
         return self._streams[state]
 
     def take_generated(self, state: WorkerState) -> list[int]:
-        """Claim all rows that are ready for `state`, each rank those that it generated, and move nothing."""
+        """Claim all rows that are ready for `state`, each rank those that it put as generated, and move nothing."""
         generated = self._shares.get(WorkerState.GENERATION)
         assert generated is not None, f"{state.value} takes what ranks generated, but nothing was dealt for generation"
         ready = self._lives.controller(state).ready_rows()

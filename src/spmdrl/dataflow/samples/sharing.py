@@ -8,7 +8,7 @@ import torch
 
 from spmdrl.dataflow.samples.frame import pack, read_frame
 from spmdrl.resources.collectives import broadcast_ragged
-from spmdrl.resources.mesh import Axis, UpdateMesh
+from spmdrl.resources.mesh import Axis, GenerationMesh, UpdateMesh
 from spmdrl.types import Batch, WorkerState
 
 TRAINING_STATES = (WorkerState.REFERENCE, WorkerState.OLD_LOGPROBS, WorkerState.UPDATE)
@@ -48,3 +48,8 @@ class RowGroups:
 def groups_of_training(mesh: UpdateMesh, device: torch.device) -> dict[WorkerState, RowGroups]:
     """The groups of an update layout, for all states that training engines work in."""
     return dict.fromkeys(TRAINING_STATES, RowGroups(mesh.leaders, mesh.model, device))
+
+
+def groups_of_generation(mesh: GenerationMesh, device: torch.device) -> dict[WorkerState, RowGroups]:
+    """The replicas of a generation layout, whose ranks answer the same prompts."""
+    return {WorkerState.GENERATION: RowGroups(mesh.leaders, mesh.tensor, device)}

@@ -16,6 +16,7 @@ from spmdrl.dataflow.stages.rows import ROUTED_EXPERTS
 from spmdrl.engines.generation.protocol import GenerationEngine, Request, Response, SamplingParams
 from spmdrl.engines.generation.replay import record_rollouts, rollout_file
 from spmdrl.observability.metrics import Recorder
+from spmdrl.resources.mesh import GenerationMesh
 from spmdrl.types import Batch, WorkerState, offsets_of
 
 
@@ -61,11 +62,14 @@ def row_seed(seed: int, step: int, row: int) -> int:
 def generate_groups(
     engine: GenerationEngine, requests: Sequence[Request], prompts: Sequence[Prompt]
 ) -> Iterator[FinishedGroup]:
-    """Run the engine over one request a prompt, and yield each group as its last response comes."""
+    """Run the engine over one request a prompt, and yield each group as its last response comes.
+
+    Collective over the ranks that the engine computes with: those of a replica bring the same requests.
+    """
     engine.submit(requests)
     request_of = {row: number for number, request in enumerate(requests) for row in request.rows}
     finished: list[dict[int, Response]] = [{} for _ in requests]
-    while engine.num_unfinished:
+    while engine.has_work:
         for response in engine.step():
             number = request_of[response.row]
             finished[number][response.row] = response
@@ -75,15 +79,19 @@ def generate_groups(
 
 
 class GenerationStage:
-    """Runs this rank's engine over the groups dealt to it. Collective: every rank calls it once a step."""
+    """Runs this rank's engine over the groups dealt to its replica. Collective: every rank calls it once a step.
+
+    The ranks of a replica get the same responses; the first of them speaks for all.
+    """
 
     state = WorkerState.GENERATION
 
     def __init__(
-        self, engine: GenerationEngine, sampling: SamplingParams, *, seed: int, listeners: Sequence[GroupListener],
-        recorder: Recorder,
+        self, engine: GenerationEngine, mesh: GenerationMesh, sampling: SamplingParams, *, seed: int,
+        listeners: Sequence[GroupListener], recorder: Recorder,
     ):  # fmt: skip
         self.engine = engine
+        self.mesh = mesh
         self.sampling = sampling
         self.seed = seed
         self.listeners = listeners
@@ -97,11 +105,15 @@ class GenerationStage:
             self._request(samples.step, group, prompt) for group, prompt in zip(groups, own_prompts, strict=True)
         ]
         for group in generate_groups(self.engine, requests, own_prompts):
-            samples.put(self.state, columns_of(group.responses))
-            self._report(group)
-            for listener in self.listeners:
-                listener.begin(samples.step, group)
+            if self.mesh.is_leader:
+                self._hand_on(samples, group)
         samples.commit(self.state)
+
+    def _hand_on(self, samples: Samples, group: FinishedGroup) -> None:
+        samples.put(self.state, columns_of(group.responses))
+        self._report(group)
+        for listener in self.listeners:
+            listener.begin(samples.step, group)
 
     def _request(self, step: int, group: tuple[int, ...], prompt: Prompt) -> Request:
         seeds = tuple(row_seed(self.seed, step, row) for row in group)

@@ -40,7 +40,7 @@ class RewardStage:
         submit_group(self.pool, key, group, self.decode)
 
     def __call__(self, samples: Samples) -> None:
-        """Wait for the rewards of the rows that this rank generated. Collective: every rank calls it once a step.
+        """Wait for the rewards that this rank began. Collective: every rank calls it once a step.
 
         Raises RuntimeError on every rank when more than `reward.max_error_rate` of the calls failed.
         """

@@ -1,0 +1,86 @@
+"""A replica: ranks that answer the same prompts together, each with a generation engine that holds its slices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from spmdrl.config import Config
+from spmdrl.engines.generation.choices import ChoiceRecorder
+from spmdrl.engines.generation.protocol import GenerationEngine
+from spmdrl.engines.models.weights import WeightFiles
+from spmdrl.job.actor import ModelSource
+from spmdrl.job.fitting import check_vllm
+from spmdrl.resources.layout import GenerationLayout
+from spmdrl.resources.mesh import GenerationMesh, build_generation_mesh
+from spmdrl.resources.world import World
+from spmdrl.types import whole_slice
+
+
+@dataclass(frozen=True)
+class Replica:
+    """This rank's generation engine, and the ranks that it generates with."""
+
+    engine: GenerationEngine
+    mesh: GenerationMesh
+
+    def share_of(self, num_prompts: int) -> range:
+        """The numbers of the prompts that this replica answers, the same on all of its ranks.
+
+        Strided, so that a file sorted by difficulty or length is spread evenly.
+        """
+        return range(self.mesh.replica, num_prompts, len(self.mesh.replicas))
+
+
+def build_replica(config: Config, source: ModelSource, world: World, layout: GenerationLayout) -> Replica:
+    """Build the mesh of a checked layout and this rank's engine, asleep. Collective over all ranks."""
+    is_vllm = generation_engine_name(config, world.device.kind) == "vllm"
+    if is_vllm:
+        check_vllm(config)
+    mesh = build_generation_mesh(layout, world.device, world.size, world.rank)
+    build = _vllm_engine if is_vllm else _native_engine
+    return Replica(build(config, source, world, mesh), mesh)
+
+
+def generation_engine_name(config: Config, device_kind: str) -> str:
+    """What `rollout.engine: auto` means here: vLLM where it is installed and there is an accelerator."""
+    if config.rollout.engine != "auto":
+        return config.rollout.engine
+    if device_kind == "cpu":
+        return "native"
+    # Imported here because only this question needs it.
+    from importlib.util import find_spec
+
+    return "vllm" if find_spec("vllm") is not None else "native"
+
+
+def _vllm_engine(config: Config, source: ModelSource, world: World, mesh: GenerationMesh) -> GenerationEngine:
+    # vLLM is an optional back end, and its import takes tens of seconds.
+    from spmdrl.engines.generation.vllm import VllmEngine
+
+    dtype = config.model.compute_dtype(world.device.kind)
+    return VllmEngine(source.folder, config.rollout, world.device.torch_device, dtype, tensor=mesh.tensor.size)
+
+
+def _native_engine(config: Config, source: ModelSource, world: World, mesh: GenerationMesh) -> GenerationEngine:
+    # Imported here so that a run with vLLM doesn't need it.
+    from spmdrl.engines.generation.native import NativeEngine
+
+    dtype = config.model.compute_dtype(world.device.kind)
+    # A run that only answers may have a dense model with any training options.
+    records = config.train.routing.replay == "rollout" and source.decoder.moe is not None
+    recorder = ChoiceRecorder() if records else None
+    return NativeEngine(source.decoder, config.rollout, world.device.torch_device, dtype, mesh=mesh, recorder=recorder)
+
+
+def load_for_generation(engine: GenerationEngine, source: ModelSource) -> None:
+    """Fill a generation engine from the source's files, without a trainer."""
+    files = WeightFiles(source.folder)
+    if engine.wants_iterator:
+        names = sorted(engine.weight_shapes())
+        engine.wake_weights()
+        engine.load_weights((name, files.read(whole_slice(name, files.shape(name)))) for name in names)
+    else:
+        storage = engine.wake_weights()
+        for name, wanted in engine.weight_slices().items():
+            storage[name].copy_(files.read(wanted))
+    engine.wake_cache()

@@ -1,0 +1,55 @@
+"""Replicas of several ranks: rows to generate are dealt to replicas, and their first ranks speak for them."""
+
+import pytest
+
+from spmdrl.dataflow.samples.dock import TransferDock
+from spmdrl.dataflow.samples.schema import needs_by_state
+from spmdrl.dataflow.samples.sharing import groups_of_generation, groups_of_training
+from spmdrl.dataflow.samples.transport import DockConfig
+from spmdrl.dataflow.samples.volume import Link
+from spmdrl.resources.layout import GenerationLayout, UpdateLayout
+from spmdrl.resources.mesh import build_generation_mesh, build_update_mesh
+from spmdrl.resources.world import World
+from tests.dataflow.samples import flow
+from tests.support.ranks import run_ranks
+
+
+def _step(world: World, update: UpdateLayout, generation: GenerationLayout):
+    """A step in which every rank of a replica puts all that its replica made."""
+    device = world.device.torch_device
+    training = groups_of_training(build_update_mesh(update, world.device, world.rank), device)
+    mesh = build_generation_mesh(generation, world.device, world.size, world.rank)
+    groups = training | groups_of_generation(mesh, device)
+    needs = needs_by_state({"advantages", "rollout_logprobs"})
+    with TransferDock(world, needs, DockConfig(20.0), row_groups=groups) as dock:
+        done = flow.run_step(dock, 0)
+        put_over_nodes = dock.volume.put_bytes[Link.CROSS_NODE]["response_ids"]
+    return mesh.leaders, done, put_over_nodes
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("ranks", "update", "generation", "ranks_per_node"),
+    [
+        (2, UpdateLayout(shard=2), GenerationLayout(2), 2),
+        (4, UpdateLayout(shard=4), GenerationLayout(2), 4),
+        (4, UpdateLayout(shard=2, tensor=2), GenerationLayout(2, tensor_stride=2), 2),
+        (4, UpdateLayout(shard=4), GenerationLayout(2), 1),
+        (4, UpdateLayout(shard=2, tensor=2), GenerationLayout(4), 2),
+    ],
+    ids=["one replica", "two replicas", "strided over nodes", "nodes without a first rank", "one replica of two nodes"],
+)
+def test_each_row_is_generated_by_one_replica_and_put_by_its_first_rank(ranks, update, generation, ranks_per_node):
+    answers = run_ranks(ranks, _step, update, generation, ranks_per_node=ranks_per_node)
+    leaders = answers[0][0]
+    assert len(leaders) == ranks // generation.tensor
+    shares = [answers[leader][1]["generated"] for leader in leaders]
+    assert sorted(sum(shares, [])) == list(range(flow.NUM_ROWS))
+    assert max(map(len, shares)) - min(map(len, shares)) <= flow.GROUP_SIZE
+    for rank, (_, done, put_over_nodes) in enumerate(answers):
+        replica = generation.place(rank)[0]
+        assert done["generated"] == shares[replica]
+        assert done["rewarded"] == (done["generated"] if rank in leaders else [])
+        assert done["num_trained"] == flow.NUM_ROWS and all(done["lengths"])
+        # Rows live where the first ranks of replicas are.
+        assert put_over_nodes == 0

@@ -1,0 +1,101 @@
+"""The generation state on replicas of several ranks, with the real dock and native engine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tests.engines.generation.support import TINY, prompt_of
+from tests.support.ranks import run_ranks
+
+from spmdrl.dataflow.samples.dock import TransferDock
+from spmdrl.dataflow.samples.prompts import Prompt
+from spmdrl.dataflow.samples.schema import needs_by_state
+from spmdrl.dataflow.samples.sharing import groups_of_generation
+from spmdrl.dataflow.samples.transport import DockConfig
+from spmdrl.dataflow.stages.generation import FinishedGroup, GenerationStage
+from spmdrl.engines.generation.native import NativeEngine
+from spmdrl.engines.generation.protocol import RolloutConfig, SamplingParams
+from spmdrl.engines.models.decoder import DecoderConfig
+from spmdrl.engines.models.moe import MoeConfig
+from spmdrl.engines.models.weights import random_weights
+from spmdrl.observability.metrics import Recorder, encode, merge
+from spmdrl.resources.collectives import gather_bytes
+from spmdrl.resources.layout import GenerationLayout
+from spmdrl.resources.mesh import build_generation_mesh
+from spmdrl.resources.world import World
+from spmdrl.types import Batch
+
+NUM_PROMPTS, GROUP_SIZE = 5, 2
+SPARSE = replace(
+    TINY, model_type="qwen3_moe", moe=MoeConfig(num_experts=8, experts_per_token=2, intermediate_size=16)
+)  # fmt: skip
+COLUMNS = ("response_ids", "rollout_logprobs", "versions", "finished")
+
+
+class Heard:
+    """A listener that keeps the rows it was told of."""
+
+    def __init__(self):
+        self.rows: list[int] = []
+
+    def begin(self, step: int, group: FinishedGroup) -> None:
+        self.rows += [response.row for response in group.responses]
+
+
+def prompts() -> list[Prompt]:
+    ids = [prompt_of(2 + 3 * number) for number in range(NUM_PROMPTS)]
+    return [Prompt(str(number), prompt_ids, "", None, {}, "") for number, prompt_ids in enumerate(ids)]
+
+
+def generate(world: World, config: DecoderConfig, layout: GenerationLayout) -> tuple[dict, list[int], dict]:
+    """The samples as this rank sees them, the rows that its listener heard of, and the metrics of all ranks."""
+    device = world.device.torch_device
+    mesh = build_generation_mesh(layout, world.device, world.size, world.rank)
+    engine = NativeEngine(config, RolloutConfig(block_size=4), device, torch.float32, mesh=mesh)
+    weights = random_weights(config, 0)
+    engine.load_weights((name, 4 * weights(name)) for name in engine.weight_shapes())
+    engine.wake_cache()
+    heard, recorder = Heard(), Recorder()
+    sampling = SamplingParams(max_tokens=6, stop_token_ids=tuple(range(10)))
+    stage = GenerationStage(engine, mesh, sampling, seed=3, listeners=[heard], recorder=recorder)
+    needs = needs_by_state({"advantages", "rollout_logprobs"})
+    dock = TransferDock(world, needs, DockConfig(20.0), row_groups=groups_of_generation(mesh, device))
+    num_rows = NUM_PROMPTS * GROUP_SIZE
+    samples = dock.open_batch(1, num_rows, GROUP_SIZE)
+    columns = Batch.of_rows(range(NUM_PROMPTS))
+    columns.put_lists("prompt_ids", [prompt.prompt_ids for prompt in prompts()], torch.int32)
+    samples.put_prompts(columns)
+    stage(samples, prompts())
+    seen = samples.read(range(num_rows), COLUMNS)
+    rows = {name: seen.to_lists(name) if seen.is_ragged(name) else seen.dense(name).tolist() for name in COLUMNS}
+    dock.close()
+    return rows, heard.rows, merge(gather_bytes(encode(recorder.drain())))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("ranks", "config", "layout"),
+    [
+        (2, TINY, GenerationLayout(2)),
+        (4, TINY, GenerationLayout(2, tensor_stride=2)),
+        (2, SPARSE, GenerationLayout(2)),
+        (2, SPARSE, GenerationLayout(expert=2)),
+        (4, SPARSE, GenerationLayout(2, expert=4)),
+    ],
+    ids=["dense", "strided", "experts cut", "experts spread", "experts spread over replicas"],
+)
+def test_replicas_of_several_ranks_answer_as_one_rank_does(ranks, config, layout):
+    ((expected, heard, metrics),) = run_ranks(1, generate, config, GenerationLayout())
+    assert sorted(heard) == list(range(NUM_PROMPTS * GROUP_SIZE))
+    assert len({*map(tuple, expected["response_ids"])}) > NUM_PROMPTS, "rows must differ for an order to show"
+    answers = run_ranks(ranks, generate, config, layout)
+    for rank, (rows, own, totals) in enumerate(answers):
+        for name in COLUMNS:
+            assert rows[name] == (answers[0][0] if name == "rollout_logprobs" else expected)[name], (rank, name)
+        assert bool(own) == (layout.place(rank)[1] == 0)
+        assert totals["generation/tokens"] == metrics["generation/tokens"]
+    assert sorted(row for _, own, _ in answers for row in own) == sorted(heard), "each row is told of once"
+    for found, row in zip(answers[0][0]["rollout_logprobs"], expected["rollout_logprobs"], strict=True):
+        assert found == pytest.approx(row, abs=1e-4)
