@@ -25,7 +25,7 @@ from spmdrl.resources.layout import UpdateLayout, fit_update_layout
 
 _LONGEST_RUN_SECONDS = 600.0
 _MIB = 1 << 20
-MOST_BYTES_VS_LEAST, MOST_TEMPORARY_VS_BUCKET = 1.02, 1.0
+MOST_BYTES_VS_LEAST, MOST_TEMPORARY_VS_BUCKET, MOST_PEAK_VS_LARGER = 1.02, 1.0, 1.1
 
 Found = Mapping[UpdateLayout, Sequence[Measured]]
 """what each rank measured, by layout"""
@@ -69,7 +69,8 @@ def run(arguments: argparse.Namespace) -> BenchTable:
             "measured": [{"layout": str(layout), "ranks": list(map(asdict, ranks))} for layout, ranks in found.items()],
         },
         passed=ratios["exact_bytes_vs_least"] <= MOST_BYTES_VS_LEAST
-        and ratios["exact_temporary_vs_bucket"] <= MOST_TEMPORARY_VS_BUCKET,
+        and ratios["exact_temporary_vs_bucket"] <= MOST_TEMPORARY_VS_BUCKET
+        and ratios["switch_peak_vs_larger_state"] <= MOST_PEAK_VS_LARGER,
     )
 
 
