@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 import signal
@@ -23,6 +22,7 @@ from tests.support.jobs import (
     summary_of,
     tiny_config,
     untimed,
+    weights_digest,
 )
 
 
@@ -145,11 +145,6 @@ def metrics_of_started(folder: Path) -> list[str]:
     return (folder / "metrics.jsonl").read_text().splitlines()
 
 
-def weights_digest(folder: Path, step: int) -> str:
-    path = folder / "checkpoints" / f"step_{step:06d}" / "model" / "model.safetensors"
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
 @pytest.mark.slow
 def test_a_run_with_everything_on_ends_with_a_model_that_transformers_opens(tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -194,6 +189,7 @@ def test_a_checkpoint_is_evaluated_and_answers_prompts(tmp_path):
     assert len((tmp_path / "eval" / "eval.jsonl").read_text().splitlines()) == 5 * 4
     job = finished(run_job("generate", config, *from_run, f"run.dir={tmp_path / 'answers'}"))
     assert len([line for line in job.stdout.splitlines() if '"response"' in line]) == 5
+    assert "generated 5/5 rows | " in job.stderr
 
 
 @pytest.mark.slow

@@ -91,6 +91,9 @@ class DebugConfig:
 
     deterministic: bool = False
     """refuse nondeterministic kernels"""
+    batch_invariant: bool = False
+    """compute each row's log-probs to the same last bit whatever the batch, when generating and in training, on CPUs in
+    float32 on one thread; a difference ends the run, and no pass over old log-probs is needed"""
     rollouts_to: str | None = None
     """folder into which every step's responses are recorded"""
     rollouts_from: str | None = None
@@ -166,6 +169,8 @@ ALIASES = {
     "epsilon": "algo.clip_ratio_low",
     "epsilon_high": "algo.clip_ratio_high",
     "delta": "algo.clip_ratio_c",
+    "use_tis": "algo.rollout_is",
+    "tis_imp_ratio_cap": "algo.rollout_is_clip",
     "ppo_epochs": "train.epochs_per_step",
     "num_iterations": "train.epochs_per_step",
     "max_tokens_per_gpu": "train.max_tokens_per_microbatch",

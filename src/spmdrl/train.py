@@ -10,11 +10,14 @@ import torch
 
 from spmdrl.config import Config
 from spmdrl.configfile import ConfigError, LoadedConfig, start_up
+from spmdrl.dataflow.samples.carried import CarriedGroups
 from spmdrl.dataflow.samples.dock import TransferDock
 from spmdrl.dataflow.samples.prompts import Prompt, PromptSource
 from spmdrl.dataflow.samples.sharing import groups_of_generation, groups_of_training
 from spmdrl.dataflow.stages.reward import RewardFailure
+from spmdrl.dataflow.stages.shown import ShownRows
 from spmdrl.dataflow.stages.stages import Stages
+from spmdrl.engines.models.kernels.table import compute_batch_invariantly
 from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.engines.reward.pool import RewardPool
 from spmdrl.job.actor import Actor, ModelSource, build_trainer, prepare_model
@@ -22,6 +25,7 @@ from spmdrl.job.building import (
     Rollouts,
     StageParts,
     build_actors_replica,
+    build_carried,
     build_evaluator,
     build_stages,
     build_switching,
@@ -33,6 +37,7 @@ from spmdrl.job.held_out import HeldOut
 from spmdrl.job.kept_rollouts import KeptRollouts
 from spmdrl.job.run import Run, finished_model, put_earlier_run_aside
 from spmdrl.job.samples_report import SamplesReport, write_estimates
+from spmdrl.job.savable import Savable, Together
 from spmdrl.job.switching import Switching
 from spmdrl.resources.mesh import build_update_mesh
 from spmdrl.resources.world import World, make_deterministic, open_world
@@ -46,6 +51,8 @@ def main(loaded: LoadedConfig[Config]) -> int:
     checked = check_run(loaded, verb="train")
     if checked.config.debug.deterministic:
         make_deterministic()
+    if checked.config.debug.batch_invariant:
+        compute_batch_invariantly()
     with open_world(checked.config.resources.device, checked.config.resources.timeout_seconds) as world:
         put_earlier_run_aside(checked.config, world)
         checked = warm_started(checked, world)
@@ -70,8 +77,10 @@ class Training:
 
     run: Run
     checked: CheckedRun
-    actor: Actor
+    state: Savable
+    """what checkpoints hold: the actor, and what was carried over"""
     prompts: PromptSource
+    carried: CarriedGroups
     dock: TransferDock
     switching: Switching
     stages: Stages
@@ -87,9 +96,10 @@ def loop(training: Training) -> None:
     algorithm, rollout = training.checked.algorithm, training.checked.config.rollout
     training.held_out.before()
     for step in run.remaining_steps():
-        prompts = training.prompts.take(step - 1, rollout.prompts_per_step)
+        groups = training.carried.of_step(step)
+        prompts = [training.prompts.at(serial) for serial in groups.serials]
         samples = training.dock.open_batch(step, len(prompts) * rollout.num_generations, rollout.num_generations)
-        samples.put_prompts(prompt_columns(prompts))
+        samples.put_prompts(prompt_columns(prompts), groups.holders)
         if not training.kept_rollouts.take_up(samples):
             training.rollouts.begin_step(step)
             switching.to_generation(step)
@@ -107,7 +117,7 @@ def loop(training: Training) -> None:
         training.report.write(samples, prompts)
         training.report.count(training.dock.close_batch(samples))
         training.held_out.when_due(step)
-        run.finish_step(step, training.actor)
+        run.finish_step(step, training.state)
 
 
 def prompt_columns(prompts: list[Prompt]) -> Batch:
@@ -155,8 +165,9 @@ def build(checked: CheckedRun, run: Run, stack: ExitStack) -> Training:
         config, source, mesh, world, optim=config.optim, num_steps=num_steps, temperature=temperature, frozen=True
     ) if WorkerState.REFERENCE in checked.needs else None  # fmt: skip
     replica = build_actors_replica(checked, source, world)
-    actor = Actor(trainer, source, world)
-    run.resume(actor)
+    actor, carried = Actor(trainer, source, world), build_carried(config, replica)
+    state = Together(actor, carried)
+    run.resume(state)
 
     switching = build_switching(run, actor, replica, reference, stack)
     device = world.device.torch_device
@@ -165,17 +176,20 @@ def build(checked: CheckedRun, run: Run, stack: ExitStack) -> Training:
     pool = stack.enter_context(RewardPool(config.reward))
     evaluator = build_evaluator(checked, replica, pool, tokenizer)
     rollouts = Rollouts(config, replica)
+    shown = ShownRows(config.log.samples_per_step)
     write_estimates(run, checked.needs)
+    parts = StageParts(trainer, reference, rollouts, carried, pool, tokenizer, switching, shown)
     return Training(
         run=run,
         checked=checked,
-        actor=actor,
+        state=state,
         prompts=prompts,
+        carried=carried,
         dock=dock,
         switching=switching,
-        stages=build_stages(checked, run, StageParts(trainer, reference, rollouts, pool, tokenizer, switching)),
+        stages=build_stages(checked, run, parts),
         held_out=HeldOut(evaluator, switching, run),
-        kept_rollouts=KeptRollouts(run),
-        report=SamplesReport(run, dock, tokenizer.decode),
+        kept_rollouts=KeptRollouts(run, carried),
+        report=SamplesReport(run, dock, shown, tokenizer.decode),
         rollouts=rollouts,
     )

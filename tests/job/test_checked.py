@@ -32,6 +32,13 @@ def test_more_updates_a_step_bring_the_old_logprobs_and_a_kl_term_the_reference(
     assert in_reward.index(State.REFERENCE) < in_reward.index(State.ADVANTAGE)
 
 
+def test_log_probs_that_agree_to_the_bit_need_no_second_pass():
+    exact = "debug.batch_invariant=true"
+    assert State.OLD_LOGPROBS not in states("train.updates_per_step=2", exact)
+    # What was begun in an earlier step has that step's log-probs.
+    assert State.OLD_LOGPROBS in states("train.updates_per_step=2", exact, "rollout.partial_max_rounds=2")
+
+
 def test_the_configs_of_the_repository_are_right():
     root = Path(__file__).parents[2]
     files = sorted((root / "configs").rglob("*.yaml"))
@@ -45,7 +52,18 @@ def test_the_configs_of_the_repository_are_right():
     ("overrides", "words"),
     [
         (["train.updates_per_step=64"], "updates_per_step is 64.*prompts_per_step = 32"),
+        (
+            ["debug.batch_invariant=true", "rollout.engine=vllm", "model.dtype=bfloat16"],
+            "set model.dtype to float32, rollout.engine to native, or debug.batch_invariant to false",
+        ),
         (["rollout.temperature=0"], "rollout.temperature is 0"),
+        (
+            ["rollout.partial_max_rounds=2", "debug.rollouts_to=x"],
+            "set partial_max_rounds to 1 or leave out .*rollouts_to",
+        ),
+        (["rollout.partial_max_rounds=2", "rollout.engine=vllm"], "partial_max_rounds is 2, .* rollout.engine to native"),
+        (["rollout.partial_extra_prompts=4"], "partial_max_rounds is 1, .* raise partial_max_rounds"),
+        (["rollout.partial_max_rounds=2", "rollout.partial_extra_prompts=33"], "between 1 and .* = 32"),
         (["debug.rollouts_from=x", "data.eval=synthetic://addition?count=5&split=test"], "set data.eval to null"),
     ],
 )

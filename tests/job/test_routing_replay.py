@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from tests.engines.generation.support import TINY, prompt_of, request, run
@@ -15,6 +16,7 @@ from spmdrl.config import load_config
 from spmdrl.configfile import ConfigError
 from spmdrl.dataflow.stages.generation import columns_of
 from spmdrl.dataflow.stages.rows import ROUTED_EXPERTS, token_rows
+from spmdrl.dataflow.stages.shown import ShownRows
 from spmdrl.dataflow.stages.update import UpdatePlan, UpdateStage
 from spmdrl.engines.generation.choices import ChoiceRecorder
 from spmdrl.engines.generation.native import NativeEngine
@@ -57,7 +59,7 @@ class Taken:
     """Samples of one step, all taken by one rank."""
 
     def __init__(self, batch: Batch):
-        self.batch, self.num_rows, self.group_size = batch, len(batch), 1
+        self.batch, self.rows_of_step, self.group_size, self.step = batch, np.arange(len(batch)), 1, 1
 
     def take(self, state, names):
         return self.batch.select(range(len(self.batch)), names)
@@ -118,7 +120,7 @@ def trainer_with(world: World, weights: Weights, replay: str) -> TrainingEngine:
 
 def logprobs_in_update(world: World, batch: Batch, weights: Weights, replay: str) -> Tensor:
     engine, learner = trainer_with(world, weights, replay), Watching()
-    UpdateStage(engine, UpdatePlan(1, 1, 6, False), Recorder())(Taken(batch), learner)
+    UpdateStage(engine, UpdatePlan(1, 1, 6, False), Recorder(), ShownRows(0))(Taken(batch), learner)
     return learner.logprobs_R
 
 

@@ -7,7 +7,7 @@ import math
 import random
 from pathlib import Path
 
-from spmdrl.observability.log import MetricsLog, SampleRecord, SamplesLog
+from spmdrl.observability.log import MetricsLog, SampleRecord, SamplesLog, SampleToken
 from spmdrl.observability.summary import write_summary
 from spmdrl.observability.timeline import timeline_file
 
@@ -63,6 +63,8 @@ def _metrics(step: int, num_steps: int, chance: random.Random) -> dict[str, floa
     metrics = {
         "reward": 0.2 + 0.7 * (1 - math.exp(-3 * progress)) + chance.gauss(0, 0.03),
         "reward_std": 0.35 - 0.2 * progress,
+        "reward_p10": 0.1 * progress,
+        "reward_p90": 0.4 + 0.6 * progress,
         "rewards/exact/mean": 0.2 + 0.6 * progress,
         "frac_reward_zero_std": 0.1 + 0.6 * progress,
         "completions/mean_length": 40 + 8 * math.sin(6 * progress) + chance.gauss(0, 1),
@@ -71,6 +73,9 @@ def _metrics(step: int, num_steps: int, chance: random.Random) -> dict[str, floa
         "kl": 0.02 * progress,
         "mismatch/abs_mean": 2e-7 * chance.uniform(0.8, 1.2),
         "mismatch/abs_max": 2e-6 * chance.uniform(0.8, 1.2),
+        "off_policy/mean": 0.25,
+        "off_policy/lag_0": 900.0,
+        "off_policy/lag_1": 300.0,
         "loss": chance.gauss(0, 0.01),
         "grad_norm": chance.lognormvariate(-1, 0.4),
         "lr": 1e-6 * min(1.0, step / 10),
@@ -109,6 +114,7 @@ def _sample(step: int, row: int, chance: random.Random) -> SampleRecord:
         step=step, row=row, prompt=f"What is 12 + {row}?", response=response, answer=str(12 + row),
         reward=float(right), parts={"exact": float(right), "format": 0.5}, verdict="scored" if right else "wrong",
         advantage=chance.gauss(0, 1), mismatch=2e-7, version=step - 1,
+        tokens=[SampleToken(text, chance.gauss(0, 1), 2e-7) for text in response[:200].split(" ")],
     )  # fmt: skip
 
 

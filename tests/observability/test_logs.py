@@ -198,5 +198,5 @@ def test_a_missing_or_broken_summary_is_empty(tmp_path: Path):
 def _sample(step: int, response: str) -> SampleRecord:
     return SampleRecord(
         step=step, row=0, prompt="p", response=response, answer="a", reward=1.0, parts={"exact": 1.0},
-        verdict="scored", advantage=None, mismatch=None, version=0,
+        verdict="scored", advantage=None, mismatch=None, version=0, tokens=[],
     )  # fmt: skip

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -75,12 +77,18 @@ def metrics_of(folder: Path) -> list[dict[str, Any]]:
 
 def untimed(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Metrics without what a clock or the operating system measured."""
-    clocked = ("time/", "perf/", "checkpoint/", "mem/")
+    clocked = re.compile("(time|perf|checkpoint|mem)/|reshard/.*(seconds|per_second|hidden_share)$")
     return [
-        {name: value for name, value in step.items() if not name.startswith(clocked) or name == "perf/tokens"}
+        {name: value for name, value in step.items() if not clocked.match(name) or name == "perf/tokens"}
         for step in metrics
     ]
 
 
 def summary_of(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "summary.json").read_text())
+
+
+def weights_digest(folder: Path, step: int) -> str:
+    """The sha256 of the weights in a checkpoint."""
+    path = folder / "checkpoints" / f"step_{step:06d}" / "model" / "model.safetensors"
+    return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -10,6 +10,7 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
+from spmdrl.algorithms.correction import CorrectionRule, RolloutIs, correction_rule
 from spmdrl.types import CreditInputs, LossScope, TokenLoss, TokenTerms
 
 
@@ -37,6 +38,11 @@ class AlgoConfig:
     """one probability ratio a token, or the geometric mean over a row's tokens (GSPO)"""
     loss_agg: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = "token-mean"
     """how token losses become one number"""
+    rollout_is: RolloutIs = "none"
+    """how tokens are weighted by trainer's / generator's probability: tis caps it at C; icepop drops tokens outside
+    [alpha, beta]; seq-mask-tis drops rows whose geometric mean lies outside [alpha, beta], and caps the others at C"""
+    rollout_is_clip: float | tuple[float, ...] | None = None
+    """C of tis (null: 2.0), [alpha, beta] of icepop (0.5, 5.0) or [alpha, beta, C] of seq-mask-tis (0.5, 5.0, 2.0)"""
 
     def __post_init__(self) -> None:
         if self.kl_coef < 0:
@@ -47,6 +53,12 @@ class AlgoConfig:
             raise ValueError(f"algo.clip_ratio_high is {self.clip_ratio_high}, but must be >= 0; 0.2 is usual")
         if self.clip_ratio_c is not None and self.clip_ratio_c <= 1:
             raise ValueError(f"algo.clip_ratio_c is {self.clip_ratio_c}, but must be > 1 (3 is usual), or null for off")
+        correction_rule(self.rollout_is, self.rollout_is_clip)
+
+    @property
+    def correction(self) -> CorrectionRule | None:
+        """What `rollout_is` and `rollout_is_clip` say."""
+        return correction_rule(self.rollout_is, self.rollout_is_clip)
 
 
 class Algorithm(Protocol):

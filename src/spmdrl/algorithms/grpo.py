@@ -30,7 +30,9 @@ class Grpo:
         return frozenset({"ref_logprobs", "rollout_logprobs"}) if uses_reference else frozenset()
 
     def columns_for_loss(self, num_updates: int) -> frozenset[str]:
-        columns = {"advantages", "rollout_logprobs"}
+        columns = {"advantages"}
+        if self.config.correction is not None:
+            columns.add("rollout_logprobs")
         if num_updates > 1:
             columns.add("old_logprobs")
         if self.config.kl_coef > 0 and self.config.kl_in == "loss":
@@ -61,6 +63,11 @@ class Grpo:
         loss_R = clipped_policy_loss(log_ratio_R, advantages_R, clip)
         low_R, high_R = clipped_tokens(log_ratio_R, advantages_R, clip)
         metrics = {"entropy": terms.entropy_R, "clip_ratio/low_mean": low_R, "clip_ratio/high_mean": high_R}
+        if config.correction is not None:
+            off_policy_R = old_logprobs_R - columns["rollout_logprobs"]
+            correction = config.correction(off_policy_R, terms.row_of_token_R, terms.num_rows)
+            loss_R = correction.weights_R * loss_R
+            metrics |= correction.metrics
         if "ref_logprobs" in columns:
             kl_R = self.token_kl(terms.logprobs_R, columns["ref_logprobs"])
             loss_R = loss_R + config.kl_coef * kl_R

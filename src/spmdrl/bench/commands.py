@@ -1,4 +1,4 @@
-"""Runs a bench's command to its end, and leaves no process of it behind, not even a daemon that it started."""
+"""Runs a bench's commands, and leaves no process of them behind, not even a daemon that they started."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import IO, Any
 
 _MARK = "SPMDRL_BENCH_COMMAND"
 _LAST_WORDS = 3000
@@ -21,23 +22,76 @@ _LAST_WORDS = 3000
 
 def run_to_end(command: Sequence[str], environment: Mapping[str, str], limit_seconds: float) -> None:
     """Run a command with some more variables. Raises RuntimeError with its last words if it fails or takes too long."""
+    with tempfile.TemporaryFile() as log:
+        with _started(command, environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log) as process:
+            try:
+                code: object = process.wait(limit_seconds)
+            except subprocess.TimeoutExpired:
+                code = f"nothing within {limit_seconds:g} s"
+        if code:
+            raise RuntimeError(f"{shlex.join(command)} ended with {code}:\n{_last_words(log)}")
+
+
+class Answering:
+    """A command that answers each line that it is given with a line of its own."""
+
+    def __init__(self, process: subprocess.Popen[bytes], log: IO[bytes], limit_seconds: float):
+        self._process = process
+        self._log = log
+        self._limit_seconds = limit_seconds
+
+    def ask(self, line: str) -> str:
+        """Give it a line and wait for its answer. Raises RuntimeError with its last words if none comes in time."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(f"{line}\n".encode())
+            self._process.stdin.flush()
+        return self.answer()
+
+    def answer(self) -> str:
+        """Wait for a line that needs no asking. Raises RuntimeError with its last words if none comes in time."""
+        assert self._process.stdout is not None
+        # What ends the process ends the wait, as its pipe closes.
+        alarm = threading.Timer(self._limit_seconds, self._process.kill)
+        alarm.start()
+        try:
+            line = self._process.stdout.readline()
+        finally:
+            alarm.cancel()
+        if not line:
+            command = shlex.join(map(str, self._process.args))
+            raise RuntimeError(f"{command} gave no answer:\n{_last_words(self._log)}")
+        return line.decode()
+
+
+@contextlib.contextmanager
+def answering(command: Sequence[str], environment: Mapping[str, str], limit_seconds: float) -> Iterator[Answering]:
+    """Start a command with some more variables, and end it on the way out; each answer may take `limit_seconds`."""
+    with (
+        tempfile.TemporaryFile() as log,
+        _started(command, environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log) as process,
+    ):
+        yield Answering(process, log, limit_seconds)
+
+
+@contextlib.contextmanager
+def _started(
+    command: Sequence[str], environment: Mapping[str, str], **streams: Any
+) -> Iterator[subprocess.Popen[bytes]]:
     # Whatever the command starts inherits the mark, also where it leaves the command's session.
     mark = uuid.uuid4().hex
     variables = {**os.environ, **environment, _MARK: mark}
-    with tempfile.TemporaryFile() as log, sigterm_as_exit():
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=variables, start_new_session=True
-        )
+    with sigterm_as_exit():
+        process = subprocess.Popen(command, env=variables, start_new_session=True, **streams)
         try:
-            code: object = process.wait(limit_seconds)
-        except subprocess.TimeoutExpired:
-            code = f"nothing within {limit_seconds:g} s"
+            yield process
         finally:
             _end(process, mark)
-        if code:
-            log.seek(0)
-            words = log.read().decode(errors="replace")[-_LAST_WORDS:]
-            raise RuntimeError(f"{shlex.join(command)} ended with {code}:\n{words}")
+
+
+def _last_words(log: IO[bytes]) -> str:
+    log.seek(0)
+    return log.read().decode(errors="replace")[-_LAST_WORDS:]
 
 
 @contextlib.contextmanager

@@ -8,19 +8,23 @@ from pathlib import Path
 
 from spmdrl.config import Config
 from spmdrl.dataflow.resharding.layouts import fitted_stride, parameter_table
+from spmdrl.dataflow.samples.carried import CarriedGroups
 from spmdrl.dataflow.samples.prompts import PromptSource
+from spmdrl.dataflow.samples.rounds import RoundRules
 from spmdrl.dataflow.stages.advantage import AdvantageStage
 from spmdrl.dataflow.stages.generation import GenerationStage, RolloutRecorder
 from spmdrl.dataflow.stages.inference import ScoreStage
 from spmdrl.dataflow.stages.reward import RewardStage
+from spmdrl.dataflow.stages.shown import ShownRows
 from spmdrl.dataflow.stages.stages import Stages
 from spmdrl.dataflow.stages.update import UpdatePlan, UpdateStage
+from spmdrl.engines.generation.lockstep import Lockstep
 from spmdrl.engines.generation.replay import ReplayEngine
 from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.engines.reward.pool import RewardPool
 from spmdrl.engines.training.engine import TrainingEngine
 from spmdrl.job.actor import Actor, ModelSource, build_resharding
-from spmdrl.job.checked import CheckedRun
+from spmdrl.job.checked import CheckedRun, agreement_of
 from spmdrl.job.evaluation import Evaluator, evaluation_sampling
 from spmdrl.job.held_out import HeldOut
 from spmdrl.job.replica import Replica, build_replica, generation_engine_name
@@ -84,6 +88,15 @@ def build_held_out(checked: CheckedRun, run: Run, actor: Actor, tokenizer: Model
     return HeldOut(build_evaluator(checked, replica, pool, tokenizer), switching, run)
 
 
+def build_carried(config: Config, replica: Replica) -> CarriedGroups:
+    """What holds the groups that a step begins and a later one finishes; empty so far."""
+    rollout = config.rollout
+    rules = RoundRules(
+        rollout.prompts_per_step, rollout.extra_prompts, rollout.partial_max_rounds, num_steps=config.train.max_steps
+    )
+    return CarriedGroups(rules, replica.mesh)
+
+
 class Rollouts:
     """What answers the prompts of a step: the replica, or responses recorded before; and their recording."""
 
@@ -111,9 +124,11 @@ class StageParts:
     trainer: TrainingEngine
     reference: TrainingEngine | None
     rollouts: Rollouts
+    carried: CarriedGroups
     pool: RewardPool
     tokenizer: ModelTokenizer
     switching: Switching
+    shown: ShownRows
 
 
 def build_stages(checked: CheckedRun, run: Run, parts: StageParts) -> Stages:
@@ -122,18 +137,21 @@ def build_stages(checked: CheckedRun, run: Run, parts: StageParts) -> Stages:
     reward = RewardStage(parts.pool, config.reward, parts.tokenizer.decode, recorder)
     recording = [parts.rollouts.recorder] if parts.rollouts.recorder is not None else []
     replica, sampling = parts.rollouts.replica, config.rollout.sampling(parts.tokenizer.stop_token_ids)
+    lockstep = Lockstep(replica.mesh.expert, run.world.device.torch_device)
     generation = GenerationStage(
-        replica.engine, replica.mesh, sampling, seed=config.seed, listeners=[reward, *recording], recorder=recorder
-    )
+        replica.engine, replica.mesh, sampling, carried=parts.carried, lockstep=lockstep, seed=config.seed,
+        listeners=[reward, *recording], recorder=recorder,
+    )  # fmt: skip
     without_actor: list[RewardStage | ScoreStage] = [reward]
     if parts.reference is not None:
         without_actor.append(ScoreStage(WorkerState.REFERENCE, parts.reference, parts.switching.reference_present))
     with_actor = [ScoreStage(state, parts.trainer) for state in (WorkerState.OLD_LOGPROBS,) if state in checked.needs]
     plan = UpdatePlan(
         config.train.epochs_per_step, config.train.updates_per_step, config.rollout.max_completion_length,
-        config.train.skip_zero_advantage,
+        config.train.skip_zero_advantage, agreement_of(config),
     )  # fmt: skip
     return Stages(
         generation=generation, without_actor=without_actor, with_actor=with_actor, advantage=AdvantageStage(recorder),
-        update=UpdateStage(parts.trainer, plan, recorder), timeline=run.timeline, at_end=parts.switching.note_memory,
+        update=UpdateStage(parts.trainer, plan, recorder, parts.shown), timeline=run.timeline,
+        at_end=parts.switching.note_memory,
     )  # fmt: skip

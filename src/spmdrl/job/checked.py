@@ -12,10 +12,18 @@ from spmdrl.config import Config
 from spmdrl.configfile import LoadedConfig, resolved_yaml, start_up
 from spmdrl.dataflow.samples.rows import SourceRows, read_rows
 from spmdrl.dataflow.samples.schema import needs_by_state
+from spmdrl.dataflow.stages.parity import Agreement, update_columns
 from spmdrl.dataflow.stages.rows import replayed_columns
 from spmdrl.engines.reward.functions import needs_answer
 from spmdrl.engines.reward.pool import RewardPool
-from spmdrl.job.fitting import check_generation_fits, check_model_fits, check_vllm, decoder_at_hand
+from spmdrl.job.fitting import (
+    check_batch_invariant,
+    check_generation_fits,
+    check_model_fits,
+    check_vllm,
+    decoder_at_hand,
+)
+from spmdrl.resources.device import find_device
 from spmdrl.resources.launch import read_launch_environment
 from spmdrl.resources.layout import UpdateLayout, check_generation_layout, fit_update_layout
 from spmdrl.types import WorkerState
@@ -49,6 +57,8 @@ def check_run(loaded: LoadedConfig[Config], verb: Verb) -> CheckedRun:
             check_generation_fits(config, decoder)
             if is_trained:
                 check_model_fits(config, decoder, layout)
+        if config.debug.batch_invariant:
+            check_batch_invariant(config, layout, find_device(config.resources.device, launch.local_rank).kind)
         if config.rollout.engine == "vllm":
             check_vllm(config)
         algorithm = build_algorithm(config.algo)
@@ -71,9 +81,18 @@ def states_of(config: Config, algorithm: Algorithm) -> dict[WorkerState, frozens
     """The worker states that the algorithm's columns ask for. Raises ValueError for a column that nobody makes."""
     num_updates = config.train.updates_per_step * config.train.epochs_per_step
     replayed = replayed_columns(config.train.routing)
-    reads = {"prompt_ids", "response_ids", *algorithm.columns_for_loss(num_updates), *replayed}
+    columns = update_columns(algorithm.columns_for_loss(num_updates), agreement_of(config))
+    reads = {"prompt_ids", "response_ids", *columns, *replayed}
     credit = {"reward", "response_ids", *algorithm.columns_for_credit()}
     return needs_by_state(reads, {WorkerState.ADVANTAGE: credit, WorkerState.OLD_LOGPROBS: replayed})
+
+
+def agreement_of(config: Config) -> Agreement:
+    """What the update may rely on between generator and trainer."""
+    if not config.debug.batch_invariant:
+        return "measured"
+    # A response begun in an earlier step has log-probs of that step's weights.
+    return "used" if config.rollout.partial_max_rounds == 1 else "checked"
 
 
 def check_sizes(config: Config) -> None:
@@ -95,6 +114,12 @@ def check_sizes(config: Config) -> None:
         raise ValueError(
             "debug.rollouts_from replays recorded responses, but evaluations need a model that answers; "
             "set data.eval to null"
+        )
+    if rollout.partial_max_rounds > 1 and (config.debug.rollouts_from or config.debug.rollouts_to):
+        key = "rollouts_from" if config.debug.rollouts_from else "rollouts_to"
+        raise ValueError(
+            f"rollout.partial_max_rounds is {rollout.partial_max_rounds}, but debug.{key} is about steps whose "
+            f"responses are all of that step; set partial_max_rounds to 1 or leave out debug.{key}"
         )
     if train.routing.replay == "rollout" and (config.debug.rollouts_from or config.debug.rollouts_to):
         key = "rollouts_from" if config.debug.rollouts_from else "rollouts_to"

@@ -10,7 +10,8 @@ from typing import Any
 
 from spmdrl.config import Config, EvalConfig
 from spmdrl.dataflow.samples.prompts import Prompt
-from spmdrl.dataflow.stages.generation import FinishedGroup, generate_groups, row_seed
+from spmdrl.dataflow.stages.generation import FinishedGroup, generate_groups
+from spmdrl.dataflow.stages.partial import row_seed
 from spmdrl.dataflow.stages.reward import DecodeTokens, submit_group
 from spmdrl.engines.generation.protocol import Request, SamplingParams
 from spmdrl.engines.reward.pool import RewardPool, RewardResult
@@ -124,7 +125,10 @@ def evaluation_sampling(config: Config, stop_token_ids: tuple[int, ...]) -> Samp
     """Greedy for one answer a prompt; otherwise plain sampling at `eval.temperature`."""
     temperature = 0.0 if config.eval.num_samples == 1 else config.eval.temperature
     return SamplingParams(
-        temperature=temperature, max_tokens=config.rollout.max_completion_length, stop_token_ids=stop_token_ids
+        temperature=temperature,
+        max_tokens=config.rollout.max_completion_length,
+        stop_token_ids=stop_token_ids,
+        stop_strings=config.rollout.stop,
     )
 
 

@@ -51,10 +51,39 @@ def check_vllm(config: Config) -> None:
             f"resources.generation.tensor_stride is {layout.tensor_stride}, but {means} takes consecutive ranks; "
             "set it to 0 or 1, or rollout.engine to native"
         )
+    if config.rollout.partial_max_rounds > 1:
+        raise ValueError(
+            f"rollout.partial_max_rounds is {config.rollout.partial_max_rounds}, but {means} starts every response "
+            "anew; set it to 1, or rollout.engine to native"
+        )
     if config.train.routing.replay == "rollout":
         raise ValueError(
             f"train.routing.replay is rollout, but {means} doesn't tell the experts that tokens went to; set "
             "rollout.engine to native or train.routing.replay to none"
+        )
+
+
+def check_batch_invariant(config: Config, layout: UpdateLayout, device_kind: str) -> None:
+    """Refuse what generator and trainer can't compute to the same last bit. Raises ValueError with all reasons."""
+    generation = config.resources.generation
+    wanted: dict[str, tuple[object, object]] = {
+        "resources.device": (device_kind, "cpu"),
+        "model.dtype": (config.model.dtype, "float32"),
+        "rollout.engine": (config.rollout.engine, "native"),
+        "resources.update.tensor": (layout.tensor, 1),
+        "resources.update.context": (layout.context, 1),
+        "resources.update.expert": (layout.expert, 1),
+        "resources.generation.tensor": (generation.tensor, 1),
+        "resources.generation.expert": (generation.expert, 1),
+    }
+    # Nothing but CPUs has auto mean float32 and the native engine.
+    wrong = {key: pair for key, pair in wanted.items() if pair[0] not in (pair[1], "auto")}
+    if wrong:
+        said = ", ".join(f"{key} is {value}" for key, (value, _) in wrong.items())
+        way_out = ", ".join(f"{key} to {value}" for key, (_, value) in wrong.items())
+        raise ValueError(
+            f"debug.batch_invariant is true, but {said}: sums over ranks, other dtypes and other engines round "
+            f"otherwise; set {way_out}, or debug.batch_invariant to false"
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from spmdrl.dataflow.samples.carried import CarriedGroups
 from spmdrl.dataflow.samples.samples import Samples
 from spmdrl.engines.training.checkpoint import CheckpointConfig, CheckpointStore
 from spmdrl.job.run import Run
@@ -14,10 +15,14 @@ IDENTITY = "identity.json"
 
 
 class KeptRollouts:
-    """Keeps the rows of the running step beside the checkpoint that they come from (`checkpoint.keep_rollouts`)."""
+    """Keeps the rows of the running step beside the checkpoint that they come from (`checkpoint.keep_rollouts`).
 
-    def __init__(self, run: Run):
+    Of the groups that the step deferred, they are what is carried over.
+    """
+
+    def __init__(self, run: Run, carried: CarriedGroups):
         self._run = run
+        self._carried = carried
         self._is_on = run.config.checkpoint.keep_rollouts
         self._store = CheckpointStore(
             run.folder / ROLLOUTS, CheckpointConfig(keep_last=1), is_main=run.world.is_main
@@ -33,6 +38,7 @@ class KeptRollouts:
         if json.loads((folder / IDENTITY).read_text()) != self._run.identity():
             return False
         samples.read_from(folder)
+        self._carried.read_from(folder)
         self._run.console.note(f"step {samples.step} goes on with the rollouts in {folder}")
         return True
 
@@ -45,7 +51,7 @@ class KeptRollouts:
             return
 
         def write(folder: Path) -> list[Path]:
-            paths = samples.write_to(folder)
+            paths = [*samples.write_to(folder), *self._carried.write_to(folder)]
             if self._run.world.is_main:
                 (folder / IDENTITY).write_text(json.dumps(self._run.identity()))
                 paths.append(folder / IDENTITY)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from spmdrl.config import Config
 from spmdrl.engines.generation.choices import ChoiceRecorder
 from spmdrl.engines.generation.protocol import GenerationEngine
+from spmdrl.engines.generation.stop_strings import Decode
+from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.engines.models.weights import WeightFiles
 from spmdrl.job.actor import ModelSource
 from spmdrl.job.fitting import check_vllm
@@ -58,7 +60,8 @@ def _vllm_engine(config: Config, source: ModelSource, world: World, mesh: Genera
     from spmdrl.engines.generation.vllm import VllmEngine
 
     dtype = config.model.compute_dtype(world.device.kind)
-    return VllmEngine(source.folder, config.rollout, world.device.torch_device, dtype, tensor=mesh.tensor.size)
+    device, decode = world.device.torch_device, _decode_for_stops(config, source)
+    return VllmEngine(source.folder, config.rollout, device, dtype, tensor=mesh.tensor.size, decode=decode)
 
 
 def _native_engine(config: Config, source: ModelSource, world: World, mesh: GenerationMesh) -> GenerationEngine:
@@ -69,7 +72,13 @@ def _native_engine(config: Config, source: ModelSource, world: World, mesh: Gene
     # A run that only answers may have a dense model with any training options.
     records = config.train.routing.replay == "rollout" and source.decoder.moe is not None
     recorder = ChoiceRecorder() if records else None
-    return NativeEngine(source.decoder, config.rollout, world.device.torch_device, dtype, mesh=mesh, recorder=recorder)
+    device, decode = world.device.torch_device, _decode_for_stops(config, source)
+    return NativeEngine(source.decoder, config.rollout, device, dtype, mesh=mesh, recorder=recorder, decode=decode)
+
+
+def _decode_for_stops(config: Config, source: ModelSource) -> Decode | None:
+    """What turns tokens into text where some text ends a response."""
+    return ModelTokenizer(source.folder).decode if config.rollout.stop else None
 
 
 def load_for_generation(engine: GenerationEngine, source: ModelSource) -> None:

@@ -7,11 +7,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
 
 from spmdrl.config import Config
 from spmdrl.engines.training.checkpoint import CheckpointStore
 from spmdrl.job.actor import CHECKPOINTS, MODEL, newest_model
+from spmdrl.job.savable import Savable
 from spmdrl.observability.console import Console
 from spmdrl.observability.log import MetricsLog, SamplesLog
 from spmdrl.observability.metrics import Recorder, encode, merge
@@ -23,18 +23,6 @@ from spmdrl.resources.world import World
 
 RESOLVED_CONFIG = "config.resolved.yaml"
 RUN_FILE = "run.json"
-
-
-class Savable(Protocol):
-    """What a checkpoint is made of."""
-
-    def write_to(self, folder: Path) -> list[Path]:
-        """Write this rank's files below `folder` and return their paths. Collective."""
-        ...
-
-    def read_from(self, folder: Path) -> None:
-        """Take the state back. Collective."""
-        ...
 
 
 class Run:

@@ -11,31 +11,32 @@ from spmdrl.dataflow.samples.dock import Accounting, Samples, TransferDock
 from spmdrl.dataflow.samples.prompts import Prompt
 from spmdrl.dataflow.samples.volume import FlowShape, Link, replay_buffer_gib, request_gib, warehouse_gib
 from spmdrl.dataflow.stages.reward import DecodeTokens
+from spmdrl.dataflow.stages.shown import ShownRows
 from spmdrl.engines.reward.verdict import Verdict
 from spmdrl.job.run import Run
-from spmdrl.observability.log import SampleRecord
+from spmdrl.observability.log import SampleRecord, SampleToken
 from spmdrl.observability.summary import write_summary
 from spmdrl.types import Batch, WorkerState
 
-COLUMNS = ("response_ids", "reward", "reward_parts", "reward_verdict", "versions")
+COLUMNS = ("response_ids", "reward", "reward_parts", "reward_verdict", "rollout_logprobs", "versions")
 
 
 class SamplesReport:
     """Writes samples from the main rank, and records each rank's traffic."""
 
-    def __init__(self, run: Run, dock: TransferDock, decode: DecodeTokens):
+    def __init__(self, run: Run, dock: TransferDock, shown: ShownRows, decode: DecodeTokens):
         self._run = run
         self._dock = dock
+        self._shown = shown
         self._decode = decode
+        self._texts: dict[int, str] = {}
         self._volume = dock.volume.copy()
 
     def write(self, samples: Samples, prompts: Sequence[Prompt]) -> None:
         """Write `log.samples_per_step` rows, spread over the step's prompts."""
-        wanted = min(self._run.config.log.samples_per_step, samples.num_rows)
-        if self._run.samples_log is None or wanted == 0:
+        if self._run.samples_log is None or not self._shown.rows:
             return
-        rows = [number * samples.num_rows // wanted for number in range(wanted)]
-        batch = samples.read(rows, COLUMNS)
+        batch = samples.read(self._shown.rows, COLUMNS)
         self._run.samples_log.write(self._record(samples, batch, position, prompts) for position in range(len(batch)))
 
     def _record(self, samples: Samples, batch: Batch, position: int, prompts: Sequence[Prompt]) -> SampleRecord:
@@ -46,6 +47,7 @@ class SamplesReport:
         names = self._run.config.reward.names
         parts = dict(zip(names, one.to_lists("reward_parts")[0], strict=True))
         versions = one.to_lists("versions")[0]
+        tokens = self._tokens(samples, one)
         return SampleRecord(
             step=samples.step,
             row=row,
@@ -55,22 +57,37 @@ class SamplesReport:
             reward=None if math.isnan(reward) else reward,
             parts={name: value for name, value in parts.items() if not math.isnan(value)},
             verdict=Verdict(int(one.dense("reward_verdict"))).name.lower(),
-            advantage=self._advantage(samples, row),
-            mismatch=None,
-            version=int(versions[0]) if versions else None,
+            advantage=_mean([token.advantage for token in tokens]),
+            mismatch=_mean([token.mismatch and abs(token.mismatch) for token in tokens]),
+            version=int(versions[-1]) if versions else None,
+            tokens=tokens,
         )
 
-    def _advantage(self, samples: Samples, row: int) -> float | None:
-        """The row's advantage, which all its tokens share; a dropped row has none."""
-        if not samples.is_trained(row):
-            return None
-        return float(samples.read([row], ["advantages"]).values("advantages")[0])
+    def _tokens(self, samples: Samples, one: Batch) -> list[SampleToken]:
+        """The row's tokens with what the update knows of them; a dropped row has no advantages."""
+        row = int(one.rows)
+        ids, generated = (one.to_lists(name)[0] for name in ("response_ids", "rollout_logprobs"))
+        unknown: list[float | None] = [None] * len(ids)
+        is_trained = samples.is_trained(row)
+        advantages = samples.read([row], ["advantages"]).to_lists("advantages")[0] if is_trained else unknown
+        trained = self._shown.logprobs(row) or unknown
+        return [
+            SampleToken(self._text(int(token)), advantage, None if known is None else logprob - known)
+            for token, advantage, logprob, known in zip(ids, advantages, generated, trained, strict=True)
+        ]
+
+    def _text(self, token: int) -> str:
+        """What one token reads as by itself: of a character that it is a part of, a replacement."""
+        if token not in self._texts:
+            self._texts[token] = self._decode([token])
+        return self._texts[token]
 
     def count(self, accounting: Accounting) -> None:
         """Record where the step's rows ended, and the bytes that this rank moved."""
         recorder = self._run.recorder
         recorder.mean("dock/trained", accounting.num_trained)
         recorder.mean("dock/dropped", sum(accounting.num_dropped.values()))
+        recorder.mean("dock/deferred", accounting.num_deferred)
         recorder.mean("dock/pending", accounting.num_pending)
         volume = self._dock.volume
         moved = volume.since(self._volume)
@@ -83,6 +100,11 @@ class SamplesReport:
                 recorder.total(f"dock/get_bytes/{column}/{link.value}", num_bytes)
         recorder.total("dock/metadata_bytes", moved.metadata_bytes)
         recorder.total("dock/held_bytes", self._dock.held_bytes)
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return math.fsum(known) / len(known) if known else None
 
 
 def estimates_of(config: Config, states: Collection[WorkerState], num_warehouses: int) -> dict[str, float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -147,6 +147,16 @@ def read_metrics(run_dir: Path) -> Iterator[tuple[int, dict[str, float]]]:
 
 
 @dataclass(frozen=True)
+class SampleToken:
+    """One token of a response."""
+
+    text: str
+    advantage: float | None
+    mismatch: float | None
+    """The generator's log-prob less the trainer's before the update; None where the update left the row out."""
+
+
+@dataclass(frozen=True)
 class SampleRecord:
     """One response as a person wants to read it."""
 
@@ -160,10 +170,12 @@ class SampleRecord:
     """Reward by function."""
     verdict: str
     advantage: float | None
+    """Mean over the response's tokens."""
     mismatch: float | None
     """Mean absolute difference of the trainer's and the generator's log-probs over the response's tokens."""
     version: int | None
-    """Policy version that wrote the response."""
+    """Policy version that wrote the response's last token."""
+    tokens: list[SampleToken]
 
 
 class SamplesLog:
@@ -174,7 +186,8 @@ class SamplesLog:
 
     def write(self, samples: Iterable[SampleRecord]) -> None:
         for sample in samples:
-            self._writer.write(asdict(sample))
+            tokens = [(token.text, token.advantage, token.mismatch) for token in sample.tokens]
+            self._writer.write(asdict(replace(sample, tokens=[])) | {"tokens": tokens})
 
     def truncate_after(self, step: int) -> None:
         """Forget the samples of steps above `step`."""

@@ -13,13 +13,15 @@ from spmdrl.observability.units import byte_unit
 
 # (title, unit, metric) of the curves that tell whether a run learns and stays sound.
 LEARNING = (
-    ("Reward", "mean and standard deviation", "reward"),
+    ("Reward", "mean, 10th to 90th percentile", "reward"),
     ("Response length", "tokens, mean", "completions/mean_length"),
     ("Cut at the length limit", "fraction of responses", "completions/clipped_ratio"),
     ("Prompts without advantage", "fraction of prompts", "frac_reward_zero_std"),
     ("Entropy", "nats a token", "entropy"),
     ("KL to the reference", "nats a token", "kl"),
-    ("Mismatch of rollout and trainer", "log-prob difference", "mismatch/abs_mean"),
+    ("Mismatch of rollout and trainer", "log-prob difference, mean", "mismatch/abs_mean"),
+    ("Largest mismatch", "log-prob difference", "mismatch/abs_max"),
+    ("Age of the tokens", "policy versions, mean", "off_policy/mean"),
     ("Gradient norm", "", "grad_norm"),
     ("Loss", "", "loss"),
     ("Learning rate", "", "lr"),
@@ -28,6 +30,7 @@ SPEED = (
     ("Seconds a step", "s", "time/step"),
     ("Throughput", "tokens/s", "perf/tokens_per_second"),
 )
+LAGS = "off_policy/lag_"
 LINKS = {
     "same process": "dock/bytes_process",
     "same node": "dock/bytes_node",
@@ -44,7 +47,7 @@ RESHARDING_RATES = {
 def learning_charts(runs: Sequence[RunData]) -> list[Chart]:
     """Reward, evaluation, and what shows trouble early."""
     charts = [_metric_chart(runs, title, unit, metric) for title, unit, metric in LEARNING]
-    return _filled(charts[:1] + _eval_charts(runs) + charts[1:])
+    return _filled(charts[:1] + _eval_charts(runs) + charts[1:] + [_lag_chart(runs[0])])
 
 
 def speed_charts(runs: Sequence[RunData]) -> list[Chart]:
@@ -75,8 +78,9 @@ def traffic_charts(runs: Sequence[RunData]) -> list[Chart]:
 def other_charts(runs: Sequence[RunData]) -> list[Chart]:
     """Every metric of the first run that no other section shows, under its own name."""
     known = {metric for _, _, metric in (*LEARNING, *SPEED)} | {"reward_std", "reshard/seconds"}
+    known |= {"reward_p10", "reward_p90"}
     known |= {*LINKS.values(), *RESHARDING.values(), *RESHARDING_RATES.values()}
-    elsewhere = ("time/", "eval/", "dock/put_bytes/", "dock/get_bytes/")
+    elsewhere = (LAGS, "time/", "eval/", "dock/put_bytes/", "dock/get_bytes/")
     rest = [name for name in runs[0].metric_names if name not in known and not name.startswith(elsewhere)]
     return _filled([_metric_chart(runs, name, "", name) for name in rest])
 
@@ -101,17 +105,21 @@ def _eval_charts(runs: Sequence[RunData]) -> list[Chart]:
 
 
 def _band(run: RunData, metric: str) -> list[tuple[float, float, float]]:
-    """Mean and standard deviation for the reward, an interval where NAME_low and NAME_high were written."""
+    """From the 10th to the 90th percentile of the reward; elsewhere an interval where it was written."""
+    ends = ("reward_p10", "reward_p90") if metric == "reward" else (f"{metric}_low", f"{metric}_high")
     band = []
     for step, values in run.metrics.items():
-        if metric not in values:
-            continue
-        value = values[metric]
-        spread = values.get("reward_std", math.nan) if metric == "reward" else math.nan
-        low = values.get(f"{metric}_low", value - spread)
-        high = values.get(f"{metric}_high", value + spread)
-        band.append((float(step), low, high))
+        if metric in values:
+            low, high = (values.get(name, math.nan) for name in ends)
+            band.append((float(step), low, high))
     return [edge for edge in band if all(map(math.isfinite, edge))]
+
+
+def _lag_chart(run: RunData) -> Chart:
+    """How many tokens of each step were as many policy versions old; empty where all were new."""
+    lags = sorted(int(name.removeprefix(LAGS)) for name in run.metric_names if name.startswith(LAGS))
+    labels = {f"{lag} versions": f"{LAGS}{lag}" for lag in lags} if lags != [0] else {}
+    return Chart("Tokens by age", _named(run, labels), "tokens")
 
 
 def _byte_chart(title: str, series: Sequence[Series]) -> Chart:

@@ -11,6 +11,7 @@ from spmdrl.observability.report_html import embedded_json, section
 
 MAX_BYTES = 1_800_000
 MAX_CHARACTERS = 3000
+MAX_TOKENS = 500
 INTEGERS = ("step", "row", "version")
 NUMBERS = ("reward", "advantage", "mismatch")
 TEXTS = ("prompt", "response", "answer", "verdict")
@@ -71,8 +72,16 @@ def _shown(record: Mapping[str, Any]) -> dict[str, Any]:
     shown: dict[str, Any] = {name: record.get(name) if isinstance(record.get(name), int) else None for name in INTEGERS}
     shown |= {name: _short(record.get(name)) for name in TEXTS}
     shown |= {name: _digits(record.get(name)) for name in NUMBERS}
+    shown["tokens"] = _tokens(record.get("tokens"))
     shown["parts"] = {str(name): _digits(value) for name, value in parts.items()} if isinstance(parts, dict) else {}
     return shown
+
+
+def _tokens(tokens: object) -> list[list[Any]]:
+    """The first tokens as [text, advantage, mismatch]; what isn't one is left out."""
+    known = tokens if isinstance(tokens, list) else []
+    triples = [token for token in known[:MAX_TOKENS] if isinstance(token, list) and len(token) == 3]
+    return [[_short(text), _digits(advantage), _digits(mismatch)] for text, advantage, mismatch in triples]
 
 
 def _short(value: object) -> str:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from spmdrl.dataflow.samples.metadata import RowDrop, RowMetadata, announced_lengths
-from spmdrl.dataflow.samples.row_lives import RowLives, restored
+from spmdrl.dataflow.samples.row_lives import DEFERRED, RowLives, restored
 from spmdrl.dataflow.samples.schema import columns_mask, needs_by_state
 from spmdrl.types import WorkerState
 
@@ -58,6 +58,21 @@ def test_every_row_is_trained_dropped_or_pending():
     assert lives.trained_rows().tolist() == [0, 4, 5]
     assert lives.dropped_rows().tolist() == [1, 2, 3]
     assert lives.pending_rows().tolist() == [6, 7]
+
+
+def test_deferred_rows_leave_the_batch_and_are_counted_apart():
+    lives = born()
+    run_state(lives, WorkerState.GENERATION, "response_ids", "finished", rows=[0, 1, 2, 3])
+    lives.observe([RowDrop(np.array([4, 5, 6, 7]), DEFERRED), RowDrop(np.array([3]), "no reward")])
+    run_state(lives, WorkerState.REWARD, "reward", "reward_verdict", rows=[0, 1, 2])
+    run_state(lives, WorkerState.ADVANTAGE, "advantages", rows=[0, 1, 2])
+    run_state(lives, WorkerState.UPDATE, rows=[0, 1, 2])
+    account = lives.settled()
+    assert (account.num_trained, account.num_deferred, account.num_pending) == (3, 4, 0)
+    assert account.num_dropped == {"no reward": 1}
+    assert lives.deferred_rows().tolist() == [4, 5, 6, 7] and lives.dropped_rows().tolist() == [3]
+    kept = restored(NEEDS, lives.snapshot(), lives.catalogue.homes)
+    assert kept.account() == account
 
 
 def test_a_batch_settles_only_without_pending_rows():

@@ -9,12 +9,15 @@ import torch
 from tests.engines.generation.support import TINY, prompt_of
 from tests.support.ranks import run_ranks
 
+from spmdrl.dataflow.samples.carried import CarriedGroups
 from spmdrl.dataflow.samples.dock import TransferDock
 from spmdrl.dataflow.samples.prompts import Prompt
+from spmdrl.dataflow.samples.rounds import RoundRules
 from spmdrl.dataflow.samples.schema import needs_by_state
 from spmdrl.dataflow.samples.sharing import groups_of_generation
 from spmdrl.dataflow.samples.transport import DockConfig
 from spmdrl.dataflow.stages.generation import FinishedGroup, GenerationStage
+from spmdrl.engines.generation.lockstep import Lockstep
 from spmdrl.engines.generation.native import NativeEngine
 from spmdrl.engines.generation.protocol import RolloutConfig, SamplingParams
 from spmdrl.engines.models.decoder import DecoderConfig
@@ -59,7 +62,10 @@ def generate(world: World, config: DecoderConfig, layout: GenerationLayout) -> t
     engine.wake_cache()
     heard, recorder = Heard(), Recorder()
     sampling = SamplingParams(max_tokens=6, stop_token_ids=tuple(range(10)))
-    stage = GenerationStage(engine, mesh, sampling, seed=3, listeners=[heard], recorder=recorder)
+    stage = GenerationStage(
+        engine, mesh, sampling, carried=CarriedGroups(RoundRules(NUM_PROMPTS), mesh),
+        lockstep=Lockstep(mesh.expert, device), seed=3, listeners=[heard], recorder=recorder,
+    )  # fmt: skip
     needs = needs_by_state({"advantages", "rollout_logprobs"})
     dock = TransferDock(world, needs, DockConfig(20.0), row_groups=groups_of_generation(mesh, device))
     num_rows = NUM_PROMPTS * GROUP_SIZE

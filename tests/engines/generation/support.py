@@ -8,6 +8,7 @@ import torch
 
 from spmdrl.engines.generation.native import NativeEngine
 from spmdrl.engines.generation.protocol import GenerationEngine, Request, Response, RolloutConfig, SamplingParams
+from spmdrl.engines.generation.stop_strings import Decode
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.weights import random_weights
 
@@ -29,9 +30,9 @@ TINY = DecoderConfig(
 )
 
 
-def make_engine(rollout: RolloutConfig, config: DecoderConfig = TINY) -> NativeEngine:
+def make_engine(rollout: RolloutConfig, config: DecoderConfig = TINY, decode: Decode | None = None) -> NativeEngine:
     """An engine that sleeps."""
-    return NativeEngine(config, rollout, torch.device("cpu"), torch.float32)
+    return NativeEngine(config, rollout, torch.device("cpu"), torch.float32, decode=decode)
 
 
 def wake(engine: NativeEngine, seed: int = 0) -> NativeEngine:

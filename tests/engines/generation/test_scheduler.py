@@ -1,131 +1,163 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from spmdrl.engines.generation.paged import BlockPool
-from spmdrl.engines.generation.protocol import Request, SamplingParams
-from spmdrl.engines.generation.scheduler import Row, Scheduler
+from spmdrl.engines.generation.protocol import PartialResponse, Request, SamplingParams
+from spmdrl.engines.generation.rows import Admission, Row, groups_of
+from spmdrl.engines.generation.scheduler import Scheduler, SchedulerLimits
 
 STOP = 9
 
 
-def group(first_row: int, num_rows: int, prompt_length: int, max_tokens: int) -> Request:
+def group(first_row: int, num_rows: int, prompt: int | tuple[int, ...], max_tokens: int) -> Request:
     rows = tuple(range(first_row, first_row + num_rows))
     sampling = SamplingParams(max_tokens=max_tokens, stop_token_ids=(STOP,))
-    return Request(rows, (1,) * prompt_length, rows, sampling)
+    return Request(rows, (1,) * prompt if isinstance(prompt, int) else prompt, rows, sampling)
+
+
+def scheduler_of(pool: BlockPool, block_size: int, slots: int, prefill: int = 100, shares: bool = True) -> Scheduler:
+    return Scheduler(pool, SchedulerLimits(block_size, slots, prefill, shares))
 
 
 def give_token(scheduler: Scheduler, row: Row, token: int) -> bool:
     """Append a token as the engine does; returns whether the row ended."""
     row.token_ids.append(token)
+    row.logprobs.append(-1.0)
+    row.versions.append(0)
     if row.finish:
         scheduler.finish(row)
     return row.finish is not None
 
 
-def test_blocks_are_given_once_and_come_back():
-    pool = BlockPool(4)
-    taken = [pool.take() for _ in range(3)]
-    assert sorted(taken) == [1, 2, 3] and pool.num_free == 0
-    pool.share(taken[:1])
-    pool.release(taken)
-    assert pool.num_free == 2 and not pool.is_shared(taken[0])
-    pool.release(taken[:1])
-    assert pool.num_free == 3
+def start(scheduler: Scheduler, token: int = 1) -> list[Admission]:
+    """Admit, and give each row that starts a token."""
+    admissions = scheduler.admit().admissions
+    for row in [row for admission in admissions for row in admission.rows]:
+        give_token(scheduler, row, token)
+    return admissions
 
 
-def test_a_pool_that_grows_keeps_what_is_taken():
-    pool = BlockPool(2)
-    block = pool.take()
-    pool.grow(5)
-    assert pool.num_free == 3
-    assert block not in [pool.take() for _ in range(3)]
-
-
-requests_strategy = st.lists(st.tuples(st.integers(1, 5), st.integers(1, 9), st.integers(1, 7)), min_size=1, max_size=6)
-
-
-@settings(deadline=None, max_examples=100)
-@given(
-    shapes=requests_strategy,
-    block_size=st.integers(1, 5),
-    slots=st.integers(1, 6),
-    spare=st.integers(0, 12),
-    data=st.data(),
-)
-def test_every_row_runs_once_owns_what_it_writes_and_all_blocks_come_back(shapes, block_size, slots, spare, data):
-    starts = [sum(shape[0] for shape in shapes[:index]) for index in range(len(shapes))]
-    requests = [group(start, *shape) for start, shape in zip(starts, shapes, strict=True)]
-    pool = BlockPool()
-    scheduler = Scheduler(pool, block_size, slots)
-    least = max(Scheduler(BlockPool(), block_size, 1).blocks_wanted([request]) for request in requests)
-    pool.grow(least + spare)
-    scheduler.submit(requests)
-    ended: list[int] = []
-    prompts_run = 0
-    while scheduler.num_unfinished:
-        admissions = scheduler.admit()
-        prompts_run += sum(admission.runs_prompt for admission in admissions)
-        for row in [row for admission in admissions for row in admission.rows]:
-            assert len(row.table) * block_size >= len(row.request.prompt_ids)
-            if give_token(scheduler, row, data.draw(st.sampled_from([1, STOP]))):
-                ended.append(row.row)
-        assert len(scheduler.running) <= slots
-        copies = scheduler.make_room()
-        assert not set(copies.targets) & set(copies.sources)
-        written = [row.table[(row.length - 1) // block_size] for row in scheduler.running.values()]
-        assert len(set(written)) == len(written) and not any(map(pool.is_shared, written))
-        assert pool.num_free >= sum(row.num_reserved for row in scheduler.running.values())
+def test_without_blocks_the_newest_row_is_preempted_and_starts_again_with_its_tokens():
+    pool = BlockPool(6)
+    scheduler = scheduler_of(pool, block_size=2, slots=4, shares=False)
+    scheduler.submit([group(0, 1, 2, 9), group(1, 1, 2, 9)])
+    start(scheduler)
+    assert list(scheduler.running) == [0, 1]
+    for _ in range(3):
+        scheduler.make_room()
         for row in list(scheduler.running.values()):
-            if give_token(scheduler, row, data.draw(st.sampled_from([1, 1, STOP]))):
-                ended.append(row.row)
-    assert sorted(ended) == [row for request in requests for row in request.rows]
-    assert prompts_run == len(requests)
-    assert pool.num_free == pool.num_blocks - 1 and scheduler.num_committed_blocks == 1
+            give_token(scheduler, row, 2)
+    assert list(scheduler.running) == [0]
+    [older] = scheduler.running.values()
+    assert not scheduler.admit().chunks
+    while len(older.token_ids) < 9:
+        scheduler.make_room()
+        give_token(scheduler, older, 2)
+    admitted = scheduler.admit()
+    [chunk], [again] = admitted.chunks, admitted.admissions
+    assert (chunk.start, chunk.stop, chunk.is_last) == (0, 5, True)
+    assert chunk.group.token_ids == (1, 1, 1, 2, 2) and again.rows[0].row == 1
 
 
-@settings(deadline=None, max_examples=50)
-@given(shapes=requests_strategy, block_size=st.integers(1, 5), slots=st.integers(1, 6))
-def test_the_wanted_blocks_let_the_longest_rows_run_at_once(shapes, block_size, slots):
-    starts = [sum(shape[0] for shape in shapes[:index]) for index in range(len(shapes))]
-    requests = [group(start, *shape) for start, shape in zip(starts, shapes, strict=True)]
-    pool = BlockPool()
-    scheduler = Scheduler(pool, block_size, slots)
-    pool.grow(scheduler.blocks_wanted(requests))
-    scheduler.submit(requests)
-    if sum(shape[0] for shape in shapes) <= slots:
-        assert sum(len(admission.rows) for admission in scheduler.admit()) == sum(shape[0] for shape in shapes)
-    else:
-        assert scheduler.admit()
+def test_a_long_prompt_comes_in_chunks_and_later_ones_wait_for_it():
+    scheduler = scheduler_of(BlockPool(20), block_size=4, slots=4, prefill=5)
+    scheduler.submit([group(0, 1, 3, 4), group(1, 1, (2,) * 11, 4), group(2, 1, (3, 3), 4)])
+    seen = []
+    for _ in range(3):
+        admitted = scheduler.admit()
+        chunks = [(chunk.group.rows[0].row, chunk.start, chunk.stop) for chunk in admitted.chunks]
+        seen.append((chunks, [admission.rows[0].row for admission in admitted.admissions]))
+        for row in scheduler.running.values():
+            row.token_ids.append(1)
+    assert seen == [([(0, 0, 3), (1, 0, 2)], [0]), ([(1, 2, 7)], []), ([(1, 7, 11), (2, 0, 1)], [1])]
+
+
+def test_groups_share_the_full_blocks_of_equal_tokens_and_compute_the_rest():
+    scheduler = scheduler_of(pool := BlockPool(30), block_size=2, slots=9)
+    scheduler.submit(
+        [group(0, 2, (1, 2, 3, 4, 5), 3), group(2, 1, (1, 2, 3, 4, 6, 7), 3), group(3, 1, (1, 3, 3, 4), 3)]
+    )
+    chunks = scheduler.admit().chunks
+    assert [(chunk.start, chunk.stop) for chunk in chunks] == [(0, 5), (4, 6), (0, 4)]
+    assert chunks[0].group.table[:2] == chunks[1].group.table[:2]
+    scheduler.make_room()
+    scheduler.abort()
+    assert pool.num_free == 29
+
+
+def test_a_last_token_is_always_computed_even_if_all_blocks_are_known():
+    scheduler = scheduler_of(BlockPool(30), block_size=2, slots=9)
+    scheduler.submit([group(0, 1, (1, 2, 3, 4), 3), group(1, 1, (1, 2, 3, 4), 3)])
+    assert [(chunk.start, chunk.stop) for chunk in scheduler.admit().chunks] == [(0, 4), (2, 4)]
+
+
+def test_prefixes_are_known_after_their_rows_ended_until_they_are_forgotten():
+    scheduler = scheduler_of(BlockPool(30), block_size=2, slots=9)
+    starts = []
+    for first_row in range(3):
+        scheduler.submit([group(first_row, 1, (1, 2, 3, 4, 5), 1)])
+        starts.append(scheduler.admit().chunks[0].start)
+        give_token(scheduler, scheduler.running[first_row], 1)
+        if first_row == 1:
+            scheduler.forget_prefixes()
+    assert starts == [0, 4, 0]
+
+
+def test_a_prompt_half_computed_under_other_weights_is_computed_anew():
+    scheduler = scheduler_of(BlockPool(30), block_size=2, slots=9, prefill=3)
+    scheduler.submit([group(0, 1, (1, 2, 3, 4, 5), 3)])
+    assert scheduler.admit().chunks[0].stop == 3
+    scheduler.forget_prefixes()
+    assert [(chunk.start, chunk.stop) for chunk in scheduler.admit().chunks] == [(0, 3)]
+
+
+def test_a_row_goes_on_from_the_tokens_that_it_brings():
+    scheduler = scheduler_of(BlockPool(30), block_size=2, slots=9)
+    brought = PartialResponse((4, 5), (-0.5, -0.25), (7, 8))
+    request = group(0, 3, (1, 2, 3), 4)
+    partial = (PartialResponse((), (), ()), brought, PartialResponse((), (), ()))
+    request = Request(request.rows, request.prompt_ids, request.seeds, request.sampling, partial)
+    assert [[row.row for row in part.rows] for part in groups_of(request)] == [[1], [0, 2]]
+    scheduler.submit([request])
+    start(scheduler, token=6)
+    [resumed, *_] = scheduler.abort()
+    assert (resumed.row, resumed.token_ids, resumed.versions) == (1, (4, 5, 6), (7, 8, 0))
+    assert resumed.logprobs == (-0.5, -0.25, -1.0)
+
+
+def test_a_row_that_has_ended_is_refused():
+    request = group(3, 1, 4, 2)
+    ended = PartialResponse((1, 1), (-1.0, -1.0), (0, 0))
+    scheduler = scheduler_of(BlockPool(30), block_size=2, slots=9)
+    with pytest.raises(ValueError, match=r"row 3 has ended \(length\)"):
+        scheduler.submit([Request((3,), (1,), (3,), request.sampling, (ended,))])
+    assert scheduler.num_unfinished == 0
 
 
 def test_abort_returns_running_and_waiting_rows_and_frees_all():
     pool = BlockPool(13)
-    scheduler = Scheduler(pool, 4, max_running_rows=3)
+    scheduler = scheduler_of(pool, 4, slots=3)
     scheduler.submit([group(0, 2, 6, 8), group(2, 4, 5, 8)])
-    for admission in scheduler.admit():
-        for row in admission.rows:
-            give_token(scheduler, row, 1)
+    start(scheduler)
     scheduler.make_room()
     responses = scheduler.abort()
     assert [len(response.token_ids) for response in responses] == [1, 1, 1, 0, 0, 0]
     assert {response.finish for response in responses} == {"aborted"}
-    assert scheduler.num_unfinished == 0 and pool.num_free == 12 and scheduler.num_committed_blocks == 1
+    assert scheduler.num_unfinished == 0 and pool.num_free == 12
 
 
 def test_a_row_that_never_fits_is_refused_with_the_numbers():
-    scheduler = Scheduler(BlockPool(4), block_size=4, max_running_rows=2)
+    scheduler = scheduler_of(BlockPool(4), block_size=4, slots=2)
     with pytest.raises(
-        ValueError, match=r"row 7 can need 5 KV blocks \(9 prompt \+ 8 new tokens in blocks of 4\).* has 3"
+        ValueError, match=r"row 7 can need 4 KV blocks \(9 prompt \+ 8 new tokens in blocks of 4\).* has 3"
     ):
         scheduler.submit([group(0, 1, 1, 1), group(7, 1, 9, 8)])
     assert scheduler.num_unfinished == 0
 
 
 def test_a_row_cannot_be_submitted_twice():
-    scheduler = Scheduler(BlockPool(20), block_size=4, max_running_rows=2)
+    scheduler = scheduler_of(BlockPool(20), block_size=4, slots=2)
     scheduler.submit([group(0, 2, 3, 3)])
     with pytest.raises(ValueError, match="row 1 is submitted twice"):
         scheduler.submit([group(1, 1, 3, 3)])

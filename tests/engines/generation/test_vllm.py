@@ -1,14 +1,20 @@
-"""What the vLLM engine decides before it calls vLLM; the engine itself needs vLLM and isn't run here."""
+"""What the vLLM engine decides before it calls vLLM; the engine itself is in test_vllm_engine.py."""
 
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 import pytest
 
 import spmdrl.engines.generation.vllm  # noqa: F401
 from spmdrl.engines.generation.protocol import RolloutConfig, SamplingParams
-from spmdrl.engines.generation.vllm import gives_unfiltered, logprobs_mode
+from spmdrl.engines.generation.vllm_cpu import check_sizes, default_cache_bytes
+from spmdrl.engines.generation.vllm_logprobs import gives_unfiltered, logprobs_mode
+from spmdrl.engines.models.make_config import MakeConfig
+from spmdrl.engines.models.making import decoder_config
+
+SPARSE = decoder_config(MakeConfig(family="qwen3_moe", hidden_size=128, num_heads=4, moe_intermediate_size=64))
 
 
 def test_importing_the_engine_does_not_import_vllm():
@@ -38,3 +44,18 @@ def test_requests_of_another_kind_than_the_training_rollouts_are_told_apart():
     assert not gives_unfiltered("processed_logprobs", SamplingParams(top_k=5))
     assert not gives_unfiltered("raw_logprobs", SamplingParams(temperature=0.5))
     assert gives_unfiltered("raw_logprobs", SamplingParams(temperature=0))
+
+
+def test_sizes_that_the_cpu_build_has_no_kernel_for_are_refused():
+    check_sizes(SPARSE, 2, [32, 64])
+    with pytest.raises(ValueError, match="head size is 32, but vLLM's attention on CPU has"):
+        check_sizes(SPARSE, 1, [64, 128])
+    with pytest.raises(ValueError, match="an expert is 64 wide and cut in 4"):
+        check_sizes(SPARSE, 4, [32, 64])
+
+
+def test_the_cache_on_cpu_holds_the_rows_that_run_at_once_within_a_gibibyte():
+    config = replace(SPARSE, max_positions=129)
+    assert default_cache_bytes(config, 10, max_running_rows=4) == 4 * 2 * 128 * 10
+    assert default_cache_bytes(config, 1 << 20, max_running_rows=100) == 1 << 30
+    assert default_cache_bytes(config, 1 << 25, max_running_rows=100) == 2 * 128 << 25

@@ -121,6 +121,29 @@ def deal_groups(
     return split_by(taker_of_group, len(takers))
 
 
+def deal_new_groups(
+    taker_of_group: Integers, lengths_G: Integers, takers: Sequence[Taker], *, seed: int, step: int
+) -> list[Integers]:
+    """Deal groups of which some have a taker already (its position in `takers`, -1 where there is none).
+
+    The others go, the longest prompt first, to whoever has the fewest groups, then the fewest prompt tokens. Returns
+    ascending positions of groups a taker, in the order of `takers`.
+    """
+    seats = _seat(takers, seed=seed, step=step)
+    taken = taker_of_group >= 0
+    counts = np.bincount(taker_of_group[taken], minlength=len(takers)).tolist()
+    tokens = np.bincount(taker_of_group[taken], weights=lengths_G[taken], minlength=len(takers)).tolist()
+    heap = [(counts[taker], int(tokens[taker]), seat, taker) for seat, taker in enumerate(seats.takers.tolist())]
+    heapq.heapify(heap)
+    out = taker_of_group.copy()
+    new = np.flatnonzero(~taken)
+    for group in new[np.argsort(-lengths_G[new], kind="stable")].tolist():
+        count, length, seat, taker = heap[0]
+        heapq.heapreplace(heap, (count + 1, length + int(lengths_G[group]), seat, taker))
+        out[group] = taker
+    return split_by(out, len(takers))
+
+
 def homes_of_groups(num_groups: int, takers_N: Integers, *, seed: int, step: int, locality: bool = True) -> Integers:
     """The home node of each group [G]: consecutive parts, as large as the node has ranks that generate.
 

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from spmdrl.dataflow.samples.balance import RowLoads, Taker, TokenCost, assign_rows, deal_groups, homes_of_groups
+from spmdrl.dataflow.samples.balance import (
+    RowLoads,
+    Taker,
+    TokenCost,
+    assign_rows,
+    deal_groups,
+    deal_new_groups,
+    homes_of_groups,
+)
 from spmdrl.dataflow.samples.catalogue import Catalogue
 from spmdrl.dataflow.samples.sharing import RowGroups
 from spmdrl.resources.launch import LaunchEnvironment
@@ -58,19 +66,41 @@ class Dealer:
         self._step = step
         self._group_size = group_size
         self._deals: dict[tuple[tuple[Taker, ...], bool], _Deal] = {}
+        self._carried: list[Integers] | None = None
+
+    def deal_homes(self, lengths_G: Integers, holders: Sequence[int]) -> Integers:
+        """The home node of each group [G]; the first groups were begun before, on the ranks `holders`, which keep them.
+
+        With locality they live where they are generated.
+        """
+        if not holders:
+            return self._rules.homes(lengths_G.size, self._step)
+        takers = self._rules.takers(WorkerState.GENERATION)
+        places = {taker.rank: place for place, taker in enumerate(takers)}
+        taker_of_group = np.full(lengths_G.size, -1, dtype=np.int64)
+        taker_of_group[: len(holders)] = [places[rank] for rank in holders]
+        self._carried = deal_new_groups(taker_of_group, lengths_G, takers, seed=self._rules.seed, step=self._step)
+        if not self._rules.locality:
+            return self._rules.homes(lengths_G.size, self._step)
+        homes = np.empty_like(taker_of_group)
+        for taker, groups in zip(takers, self._carried, strict=True):
+            homes[groups] = taker.node
+        return homes
 
     def deal_generation(self, rows: Integers, catalogue: Catalogue) -> Shares:
         """Rows of whole groups, ascending, for the ranks that generate them."""
         takers = self._rules.takers(WorkerState.GENERATION)
         first = rows[:: self._group_size]
-        dealt = deal_groups(
-            catalogue.homes[first],
-            catalogue.lengths("prompt_ids")[first],
-            takers,
-            seed=self._rules.seed,
-            step=self._step,
-            locality=self._rules.locality,
-        )
+        dealt = self._carried
+        if dealt is None:
+            dealt = deal_groups(
+                catalogue.homes[first],
+                catalogue.lengths("prompt_ids")[first],
+                takers,
+                seed=self._rules.seed,
+                step=self._step,
+                locality=self._rules.locality,
+            )
         within = np.arange(self._group_size)
         return {taker.rank: (first[groups, None] + within).ravel() for taker, groups in zip(takers, dealt, strict=True)}
 

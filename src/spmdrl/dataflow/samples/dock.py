@@ -65,9 +65,9 @@ class TransferDock:
         return self._open
 
     def close_batch(self, samples: Samples) -> Accounting:
-        """Check that each row was trained or dropped, then forget them all. Collective over all ranks.
+        """Check that each row was trained, dropped or deferred, then forget them all. Collective over all ranks.
 
-        A row that is neither is a RuntimeError that says what it waits for. Batches that were taken are void then.
+        A row that is none of them is a RuntimeError that says what it waits for. Batches that were taken are void then.
         """
         assert samples is self._open, f"step {samples.step} isn't the open batch"
         accounting = samples.account()

@@ -135,7 +135,11 @@ class PromptSource:
     def take(self, step: int, num_prompts: int) -> list[Prompt]:
         """The prompts of a step, counted from 0: positions step * num_prompts and on over the concatenated epochs."""
         start = step * num_prompts
-        return [self._prompt(*self._order.at(position)) for position in range(start, start + num_prompts)]
+        return [self.at(position) for position in range(start, start + num_prompts)]
+
+    def at(self, position: int) -> Prompt:
+        """The prompt at a position of the concatenated epochs."""
+        return self._prompt(*self._order.at(position))
 
     def all(self) -> Iterator[Prompt]:
         """Every prompt once, in the order of the files."""

@@ -17,6 +17,9 @@ from spmdrl.types import Integers, WorkerState
 
 Arrays = dict[str, NDArray[np.generic]]
 
+DEFERRED = "deferred"
+"""What takes a row out of its batch, as a drop does, though it isn't lost: it goes on in the batch of a later step."""
+
 
 @dataclass(frozen=True)
 class Accounting:
@@ -26,14 +29,16 @@ class Accounting:
     num_trained: int
     num_dropped: Mapping[str, int]
     """Rows by the reason for which they were dropped."""
+    num_deferred: int
+    """Rows that go on in a later step."""
     num_pending: int
 
 
 class RowLives:
     """Where every row of a step's batch stands for every worker state. It communicates with nobody.
 
-    A row that the update consumed is trained, and stays so; another one that somebody dropped is dropped; the rest
-    is pending.
+    A row that the update consumed is trained, and stays so; another one that somebody dropped is dropped, or deferred
+    if it was for that reason; the rest is pending.
     """
 
     def __init__(
@@ -66,10 +71,16 @@ class RowLives:
     def dropped_rows(self) -> Integers:
         is_dropped = self.catalogue.is_dropped
         is_dropped[self.trained_rows()] = False
+        is_dropped[self.deferred_rows()] = False
         return np.flatnonzero(is_dropped)
 
+    def deferred_rows(self) -> Integers:
+        """Rows that go on in a later step, ascending."""
+        deferred = self.catalogue.rows_by_reason().get(DEFERRED, np.empty(0, dtype=np.int64))
+        return deferred[~np.isin(deferred, self.trained_rows())]
+
     def pending_rows(self) -> Integers:
-        """Rows that are neither trained nor dropped, ascending."""
+        """Rows that are neither trained, dropped nor deferred, ascending."""
         is_settled = self.catalogue.is_dropped
         is_settled[self.trained_rows()] = True
         return np.flatnonzero(~is_settled)
@@ -77,7 +88,9 @@ class RowLives:
     def account(self) -> Accounting:
         """Where every row stands now."""
         dropped = self.catalogue.num_dropped(self.dropped_rows())
-        return Accounting(self.step, self.trained_rows().size, dropped, self.pending_rows().size)
+        return Accounting(
+            self.step, self.trained_rows().size, dropped, self.deferred_rows().size, self.pending_rows().size
+        )
 
     def settled(self) -> Accounting:
         """Where every row ended; one that is still pending is a RuntimeError that says what it waits for."""

@@ -24,7 +24,7 @@ from spmdrl.dataflow.samples.metadata import (
     unpack_news,
 )
 from spmdrl.dataflow.samples.payload import Payload
-from spmdrl.dataflow.samples.row_lives import Accounting, RowLives, restored
+from spmdrl.dataflow.samples.row_lives import DEFERRED, Accounting, RowLives, restored
 from spmdrl.dataflow.samples.schema import (
     check_column,
     check_columns,
@@ -73,11 +73,12 @@ class Samples:
 
     # Rows are born
 
-    def put_prompts(self, prompts: Batch) -> None:
+    def put_prompts(self, prompts: Batch, holders: Sequence[int] = ()) -> None:
         """Store the prompts, one row each in prompt order, the same on every rank. Nothing is communicated.
 
         Groups are dealt over nodes in equal parts. With locality, each rank keeps the prompts, which it has anyway,
-        and they never travel; else each home does.
+        and they never travel; else each home does. The first groups may have been begun in an earlier step, on the
+        ranks `holders`, which go on with them.
         """
         num_groups = self.num_rows // self.group_size
         if len(prompts) != num_groups:
@@ -89,7 +90,7 @@ class Samples:
             check_column(prompts, name)
         rows = np.arange(self.num_rows)
         groups = rows // self.group_size
-        homes = self._dock.rules.homes(num_groups, self.step)[groups]
+        homes = self._dealer.deal_homes(prompts.lengths("prompt_ids").numpy(), holders)[groups]
         columns = columns_mask(prompts.names)
         lengths = {name: prompts.lengths(name).numpy()[groups] for name in announced_lengths(columns)}
         self._lives.observe([RowMetadata(rows, homes, columns, lengths)])
@@ -189,6 +190,10 @@ class Samples:
         self._payload.put(host, entry)
         self._news.append(entry)
 
+    def mark_deferred(self, rows: Sequence[int]) -> None:
+        """Take rows out of the batch from the next `commit` on, as they go on in a later step's."""
+        self.mark_dropped(rows, DEFERRED)
+
     def mark_dropped(self, rows: Sequence[int], reason: str) -> None:
         """Take rows out of the batch from the next `commit` on; of several reasons the first in the alphabet counts."""
         if len(rows):
@@ -253,12 +258,22 @@ class Samples:
         """Row lengths [num_rows] of a ragged column, from metadata; 0 where it isn't there."""
         return torch.from_numpy(self._lives.catalogue.lengths(name).clip(min=0))
 
+    @property
+    def rows_of_step(self) -> Integers:
+        """The rows that this step is to train on, ascending: all but the deferred ones."""
+        rows = np.arange(self.num_rows)
+        return rows[~np.isin(rows, self._lives.deferred_rows())]
+
+    def generation_shares(self) -> Shares:
+        """The rows that each rank was dealt to generate."""
+        return self._shares[WorkerState.GENERATION]
+
     def is_trained(self, row: int) -> bool:
         """Whether the update has used this row."""
         return row in self._lives.controller(WorkerState.UPDATE).rows_with(RowStatus.CONSUMED)
 
     def account(self) -> Accounting:
-        """Where every row ended; one that was neither trained nor dropped is a RuntimeError."""
+        """Where every row ended; one that was neither trained, dropped nor deferred is a RuntimeError."""
         return self._lives.settled()
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -57,6 +58,8 @@ class AdvantageStage:
         if usable.numel():
             self.recorder.mean("reward", float(usable.mean()))
             self.recorder.mean("reward_std", float(usable.std()) if usable.numel() > 1 else 0.0)
+            for percent in (10, 90):
+                self.recorder.mean(f"reward_p{percent}", float(np.percentile(usable.numpy(), percent)))
         self.recorder.mean("frac_reward_zero_std", share_without_signal(rewards_B, groups_B))
 
 

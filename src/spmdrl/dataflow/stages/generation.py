@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-import torch
-
+from spmdrl.dataflow.samples.carried import CarriedGroups
 from spmdrl.dataflow.samples.dock import Samples
 from spmdrl.dataflow.samples.prompts import Prompt
-from spmdrl.dataflow.stages.rows import ROUTED_EXPERTS
+from spmdrl.dataflow.samples.rounds import CarriedGroup, Quota, quotas
+from spmdrl.dataflow.stages.partial import (
+    OwnGroup,
+    columns_of,
+    is_whole,
+    nothing_yet,
+    packed,
+    seeds_of_group,
+    unpacked,
+)
+from spmdrl.engines.generation.lockstep import Lockstep
 from spmdrl.engines.generation.protocol import GenerationEngine, Request, Response, SamplingParams
 from spmdrl.engines.generation.replay import record_rollouts, rollout_file
 from spmdrl.observability.metrics import Recorder
 from spmdrl.resources.mesh import GenerationMesh
-from spmdrl.types import Batch, WorkerState, offsets_of
+from spmdrl.types import Batch, WorkerState
 
 
 @dataclass(frozen=True)
@@ -53,10 +61,30 @@ class RolloutRecorder:
         self._groups.clear()
 
 
-def row_seed(seed: int, step: int, row: int) -> int:
-    """The 63-bit sampling seed of a row: the same on any number of ranks, and after a resume."""
-    digest = hashlib.blake2b(f"{seed}/{step}/{row}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
+def run_requests(
+    engine: GenerationEngine, requests: Sequence[Request], is_enough: Callable[[], bool] | None = None
+) -> Iterator[tuple[int, list[Response]]]:
+    """Run the engine, and yield each request's number and responses, in row order, as the last of them comes.
+
+    Once `is_enough` says so before one of the engine's steps, what is unfinished is aborted and comes with the tokens
+    that it has. Collective over the ranks that the engine computes with: those of a replica bring the same requests.
+    """
+    engine.submit(requests)
+    request_of = {row: number for number, request in enumerate(requests) for row in request.rows}
+    ended: list[dict[int, Response]] = [{} for _ in requests]
+
+    def complete(responses: list[Response]) -> Iterator[tuple[int, list[Response]]]:
+        for response in responses:
+            number = request_of[response.row]
+            ended[number][response.row] = response
+            rows = requests[number].rows
+            if len(ended[number]) == len(rows):
+                yield number, [ended[number][row] for row in rows]
+
+    while engine.has_work and not (is_enough is not None and is_enough()):
+        yield from complete(engine.step())
+    if engine.has_work:
+        yield from complete(engine.abort())
 
 
 def generate_groups(
@@ -66,48 +94,90 @@ def generate_groups(
 
     Collective over the ranks that the engine computes with: those of a replica bring the same requests.
     """
-    engine.submit(requests)
-    request_of = {row: number for number, request in enumerate(requests) for row in request.rows}
-    finished: list[dict[int, Response]] = [{} for _ in requests]
-    while engine.has_work:
-        for response in engine.step():
-            number = request_of[response.row]
-            finished[number][response.row] = response
-            rows = requests[number].rows
-            if len(finished[number]) == len(rows):
-                yield FinishedGroup(prompts[number], tuple(finished[number][row] for row in rows))
+    for number, responses in run_requests(engine, requests):
+        yield FinishedGroup(prompts[number], tuple(responses))
 
 
 class GenerationStage:
     """Runs this rank's engine over the groups dealt to its replica. Collective: every rank calls it once a step.
 
-    The ranks of a replica get the same responses; the first of them speaks for all.
+    The ranks of a replica get the same responses; the first of them speaks for all. Where a step works on more groups
+    than it trains, each replica stops when it has its quota, and carries the rest over.
     """
 
     state = WorkerState.GENERATION
 
     def __init__(
-        self, engine: GenerationEngine, mesh: GenerationMesh, sampling: SamplingParams, *, seed: int,
-        listeners: Sequence[GroupListener], recorder: Recorder,
+        self, engine: GenerationEngine, mesh: GenerationMesh, sampling: SamplingParams, *, carried: CarriedGroups,
+        lockstep: Lockstep, seed: int, listeners: Sequence[GroupListener], recorder: Recorder,
     ):  # fmt: skip
+        """`lockstep` joins the replicas that step together."""
         self.engine = engine
         self.mesh = mesh
         self.sampling = sampling
+        self.carried = carried
+        self.lockstep = lockstep
         self.seed = seed
         self.listeners = listeners
         self.recorder = recorder
 
     def __call__(self, samples: Samples, prompts: Sequence[Prompt]) -> None:
-        rows, size = samples.deal_generation(), samples.group_size
-        groups = [tuple(rows[start : start + size]) for start in range(0, len(rows), size)]
-        own_prompts = [prompts[group[0] // size] for group in groups]
-        requests = [
-            self._request(samples.step, group, prompt) for group, prompt in zip(groups, own_prompts, strict=True)
-        ]
-        for group in generate_groups(self.engine, requests, own_prompts):
+        own = self._own_groups(samples, prompts)
+        quota = self._quota(samples)
+        left: dict[int, Batch] = {}
+        stops_early = samples.num_rows > self.carried.rules.num_wanted * samples.group_size
+        for group, responses in self._answers(own, self._all_have(quota) if stops_early else None):
             if self.mesh.is_leader:
-                self._hand_on(samples, group)
+                num_begun = sum(len(response.token_ids) for response in group.begun)
+                num_tokens = sum(len(response.token_ids) for response in responses)
+                self.recorder.total("generation/tokens", num_tokens - num_begun)
+            if is_whole(responses) and quota.admit(is_last_round=group.round >= self.carried.rules.max_rounds):
+                if self.mesh.is_leader:
+                    self._hand_on(samples, FinishedGroup(group.prompt, responses))
+            else:
+                left[group.serial] = packed(responses)
+                if self.mesh.is_leader:
+                    samples.mark_deferred(group.rows)
         samples.commit(self.state)
+        self._carry_over(samples, left)
+
+    def _own_groups(self, samples: Samples, prompts: Sequence[Prompt]) -> list[OwnGroup]:
+        rows, size, groups = samples.deal_generation(), samples.group_size, self.carried.of_step(samples.step)
+        serials, rounds, own = groups.serials, groups.rounds, []
+        for start in range(0, len(rows), size):
+            number, members = rows[start] // size, rows[start : start + size]
+            is_carried = number < len(groups.carried)
+            begun = unpacked(self.carried.responses(serials[number]), members) if is_carried else nothing_yet(members)
+            seeds = seeds_of_group(self.seed, serials[number], self.carried.rules.num_wanted, size)
+            own.append(OwnGroup(serials[number], rounds[number], prompts[number], seeds, begun))
+        return own
+
+    def _quota(self, samples: Samples) -> Quota:
+        """How many of its groups this rank's replica is to finish."""
+        rounds, shares = self.carried.of_step(samples.step).rounds, samples.generation_shares()
+        dealt = [[rounds[row // samples.group_size] for row in _first_rows(samples, rank)] for rank in shares]
+        place = list(shares).index(self.mesh.tensor.ranks[0])
+        num_last = sum(round_ >= self.carried.rules.max_rounds for round_ in dealt[place])
+        return Quota(quotas(dealt, self.carried.rules)[place], num_last)
+
+    def _all_have(self, quota: Quota) -> Callable[[], bool]:
+        """Whether all replicas that step together have their quota: they can stop together only."""
+        return lambda: self.lockstep.most(int(not quota.is_met)) == [0]
+
+    def _answers(
+        self, own: Sequence[OwnGroup], is_enough: Callable[[], bool] | None
+    ) -> Iterator[tuple[OwnGroup, tuple[Response, ...]]]:
+        """Each group with its responses, as the last of them comes; those that were whole before come first."""
+        asked, requests = [], []
+        for group in own:
+            request = group.request(self.sampling)
+            if request is None:
+                yield group, group.begun
+            else:
+                asked.append(group)
+                requests.append(request)
+        for number, responses in run_requests(self.engine, requests, is_enough):
+            yield asked[number], asked[number].answered(responses)
 
     def _hand_on(self, samples: Samples, group: FinishedGroup) -> None:
         samples.put(self.state, columns_of(group.responses))
@@ -115,14 +185,25 @@ class GenerationStage:
         for listener in self.listeners:
             listener.begin(samples.step, group)
 
-    def _request(self, step: int, group: tuple[int, ...], prompt: Prompt) -> Request:
-        seeds = tuple(row_seed(self.seed, step, row) for row in group)
-        return Request(rows=group, prompt_ids=tuple(prompt.prompt_ids), seeds=seeds, sampling=self.sampling)
+    def _carry_over(self, samples: Samples, left: dict[int, Batch]) -> None:
+        """Remember, on every rank alike, which groups go on and where."""
+        groups, size = self.carried.of_step(samples.step), samples.group_size
+        serials, rounds = groups.serials, groups.rounds
+        trained = set((samples.rows_of_step[::size] // size).tolist())
+        holders = {row // size: rank for rank in samples.generation_shares() for row in _first_rows(samples, rank)}
+        assert len(trained) == self.carried.rules.num_wanted, (len(trained), self.carried.rules)
+        self.carried.carry(
+            [
+                CarriedGroup(serials[number], rounds[number], holders[number])
+                for number in range(len(serials))
+                if number not in trained
+            ],
+            left,
+        )
 
     def _report(self, group: FinishedGroup) -> None:
         for response in group.responses:
             length = len(response.token_ids)
-            self.recorder.total("generation/tokens", length)
             self.recorder.total("perf/tokens", len(group.prompt.prompt_ids) + length)
             self.recorder.mean("completions/mean_length", length)
             self.recorder.minimum("completions/min_length", length)
@@ -130,16 +211,6 @@ class GenerationStage:
             self.recorder.mean("completions/clipped_ratio", float(response.finish == "length"))
 
 
-def columns_of(responses: Sequence[Response]) -> Batch:
-    """The generation state's columns of finished responses."""
-    batch = Batch.of_rows(response.row for response in responses)
-    batch.put_lists("response_ids", [response.token_ids for response in responses], torch.int32)
-    batch.put_lists("rollout_logprobs", [response.logprobs for response in responses], torch.float32)
-    batch.put_lists("versions", [response.versions for response in responses], torch.int32)
-    finished = [int(response.finish == "stop") for response in responses]
-    batch.put_dense("finished", torch.tensor(finished, dtype=torch.int32))
-    choices = [response.choices for response in responses if response.choices is not None]
-    if choices:
-        assert len(choices) == len(responses), f"{len(choices)} of {len(responses)} responses bring their experts"
-        batch.put_ragged(ROUTED_EXPERTS, torch.cat(choices), offsets_of([part.numel() for part in choices]))
-    return batch
+def _first_rows(samples: Samples, rank: int) -> list[int]:
+    """The first row of each group that a rank was dealt."""
+    return samples.generation_shares()[rank][:: samples.group_size].tolist()

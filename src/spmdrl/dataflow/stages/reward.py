@@ -50,7 +50,7 @@ class RewardStage:
         self._begun.clear()
         samples.put(self.state, columns_of(scored))
         self._report(scored)
-        self._check_error_rate([result for _, result in scored], samples.num_rows)
+        self._check_error_rate([result for _, result in scored], samples.rows_of_step.size)
         samples.commit(self.state)
 
     def _report(self, scored: list[tuple[tuple[int, ...], RewardResult]]) -> None:

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from spmdrl.dataflow.samples.dock import Samples
+from spmdrl.dataflow.stages.parity import (
+    OLD_LOGPROBS,
+    Agreement,
+    check_agreement,
+    mismatch,
+    record_lags,
+    update_columns,
+)
 from spmdrl.dataflow.stages.rows import replayed_columns, token_rows
+from spmdrl.dataflow.stages.shown import SHOWN, ShownRows
 from spmdrl.engines.training.engine import TrainingEngine, UpdateResult
 from spmdrl.engines.training.rows import LossTerms, MicroBatch, Scores
 from spmdrl.observability.metrics import Recorder
@@ -33,6 +43,7 @@ class UpdatePlan:
     updates_per_epoch: int
     max_completion_length: int
     skip_zero_advantage: bool
+    agreement: Agreement = "measured"
 
     @property
     def num_updates(self) -> int:
@@ -44,51 +55,79 @@ class UpdateStage:
 
     state = WorkerState.UPDATE
 
-    def __init__(self, engine: TrainingEngine, plan: UpdatePlan, recorder: Recorder):
+    def __init__(self, engine: TrainingEngine, plan: UpdatePlan, recorder: Recorder, shown: ShownRows):
         self.engine = engine
         self.plan = plan
         self.recorder = recorder
+        self.shown = shown
 
     def __call__(self, samples: Samples, learner: Learner) -> None:
-        columns = sorted(learner.columns_for_loss(self.plan.num_updates))
+        for_loss = learner.columns_for_loss(self.plan.num_updates)
+        columns = sorted(update_columns(for_loss, self.plan.agreement))
+        stands_in = OLD_LOGPROBS in for_loss - set(columns)
         replayed = replayed_columns(self.engine.training.routing)
         batch = samples.take(self.state, {"prompt_ids", "response_ids", *columns, *replayed})
+        version = self.engine.update_count
+        if self._is_first_of_copy:
+            record_lags(self.recorder, batch.values("versions"), version)
+        self.shown.begin_step(samples.rows_of_step)
         # A mini-batch is a range of prompts, so it holds the same rows on any number of ranks.
-        num_groups = samples.num_rows // samples.group_size
-        part_B = batch.rows // samples.group_size * self.plan.updates_per_epoch // num_groups
-        for _ in range(self.plan.epochs):
+        groups = torch.from_numpy(samples.rows_of_step[:: samples.group_size] // samples.group_size)
+        place_B = torch.searchsorted(groups, batch.rows // samples.group_size)
+        part_B = place_B * self.plan.updates_per_epoch // len(groups)
+        for epoch in range(self.plan.epochs):
             for part in range(self.plan.updates_per_epoch):
                 chosen = batch.select((part_B == part).nonzero().squeeze(1))
-                self._one_update(chosen, columns, learner)
+                if stands_in:
+                    chosen.put_ragged(OLD_LOGPROBS, chosen.values("rollout_logprobs"), chosen.offsets("response_ids"))
+                old = "column" if OLD_LOGPROBS in columns else "own" if epoch == part == 0 else "unknown"
+                loss = Measured(learner, version, old, self.shown if epoch == 0 else None)
+                result = self._one_update(chosen, sorted({*columns, *for_loss}), loss)
+                if result is not None and self.plan.agreement != "measured":
+                    check_agreement(result.maxima.get("mismatch/abs_max", 0.0), samples.step)
+        self.shown.gather()
         samples.commit(self.state)
 
-    def _one_update(self, batch: Batch, columns: list[str], learner: Learner) -> None:
+    def _one_update(self, batch: Batch, columns: list[str], loss: Measured) -> UpdateResult | None:
+        """One optimizer step, unless every row of this part was dropped, on all ranks alike."""
+        learner = loss.learner
         lengths_B = batch.lengths("response_ids")
         has_signal_B = rows_with_signal(batch)
         counts = [int(lengths_B.sum()), len(batch), int(has_signal_B.sum())]
         num_tokens, num_rows, num_with_signal = self.engine.sum_over_rows(counts)
         if num_rows == 0:
-            # Every row of this part was dropped, on all ranks alike.
             self.recorder.maximum("update/skipped", 1.0)
-            return
+            return None
         # The weights count all rows, those that are left out below too: the gradient stays the same.
         scope = LossScope(num_tokens, num_rows, self.plan.max_completion_length)
         batch.put_ragged("weights", learner.token_weights(lengths_B, scope), batch.offsets("response_ids"))
+        self.shown.mark(batch)
         # Where no row has a signal the optimizer still makes its step, as momentum asks for one.
         if self.plan.skip_zero_advantage and learner.needs_signal() and num_with_signal > 0:
             batch = batch.select(has_signal_B.nonzero().squeeze(1))
-        self.recorder.total("update/rows", len(batch) if self.engine.mesh.model.rank == 0 else 0)
-        rows = token_rows(batch, self.engine.config, [*columns, "weights"])
-        self._report(self.engine.update(rows, loss_of(learner)))
+        self.recorder.total("update/rows", len(batch) if self._is_first_of_copy else 0)
+        rows = token_rows(batch, self.engine.config, [*columns, "weights", SHOWN])
+        result = self.engine.update(rows, loss)
+        self._report(result)
+        return result
+
+    @property
+    def _is_first_of_copy(self) -> bool:
+        """Whether this rank is the one that counts the rows which several ranks work on."""
+        return self.engine.mesh.model.rank == 0
 
     def _report(self, result: UpdateResult) -> None:
-        """Numbers that every rank holds alike."""
+        """Numbers that every rank holds alike; of no tokens at all nothing is said."""
         self.recorder.mean("loss", result.loss)
         self.recorder.mean("grad_norm", result.grad_norm)
         self.recorder.mean("lr", result.lr)
         self.recorder.maximum("update/skipped", float(result.skipped))
         for name, (total, count) in result.metrics.items():
-            self.recorder.mean(name, total / max(count, 1.0))
+            if count:
+                self.recorder.mean(name, total / count)
+        for name, largest in result.maxima.items():
+            if largest != -math.inf:
+                self.recorder.maximum(name, largest)
 
 
 def rows_with_signal(batch: Batch) -> Tensor:
@@ -98,21 +137,29 @@ def rows_with_signal(batch: Batch) -> Tensor:
     return strength_B > 0
 
 
-def loss_of(learner: Learner):
-    """The engine's loss function: the learner's token losses, weighted, with what is reported of them."""
+@dataclass(frozen=True)
+class Measured:
+    """The engine's loss function: the learner's token losses, weighted, and what is reported of them."""
 
-    def loss(scores: Scores, micro: MicroBatch) -> LossTerms:
-        terms = TokenTerms(scores.logprobs_R, scores.entropy_R, micro.response, micro.row_of_response_R, micro.num_rows)
-        token_loss = learner.loss(terms)
-        reported = {**token_loss.metrics, **mismatch(scores.logprobs_R.detach(), micro.response["rollout_logprobs"])}
+    learner: Learner
+    version: int
+    """the policy version that the step began with"""
+    old: Literal["column", "own", "unknown"]
+    """where the trainer's log-probs under that version are: in a column, in what this update finds, or nowhere"""
+    shown: ShownRows | None
+    """who keeps them of some rows"""
+
+    def __call__(self, scores: Scores, micro: MicroBatch) -> LossTerms:
+        columns = micro.response
+        terms = TokenTerms(scores.logprobs_R, scores.entropy_R, columns, micro.row_of_response_R, micro.num_rows)
+        token_loss = self.learner.loss(terms)
         count = torch.tensor(float(scores.logprobs_R.numel()))
-        metrics = {name: (values_R.detach().sum(), count) for name, values_R in reported.items()}
-        return LossTerms((token_loss.loss_R * micro.response["weights"]).sum(), metrics)
-
-    return loss
-
-
-def mismatch(logprobs_R: Tensor, rollout_logprobs_R: Tensor) -> dict[str, Tensor]:
-    """How far the generator's log-probs lie from the trainer's, a token."""
-    difference_R = rollout_logprobs_R - logprobs_R
-    return {"mismatch/kl": difference_R, "mismatch/abs_mean": difference_R.abs()}
+        metrics = {name: (values_R.detach().sum(), count) for name, values_R in token_loss.metrics.items()}
+        weighted = (token_loss.loss_R * columns["weights"]).sum()
+        if self.old == "unknown":
+            return LossTerms(weighted, metrics)
+        old_R = columns[OLD_LOGPROBS] if self.old == "column" else scores.logprobs_R.detach()
+        if self.shown is not None:
+            self.shown.see(columns[SHOWN], old_R)
+        means, maxima = mismatch(old_R, columns, self.version)
+        return LossTerms(weighted, metrics | means, maxima)

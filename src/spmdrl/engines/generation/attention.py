@@ -1,7 +1,7 @@
-"""Attention over the paged cache: whole prompts when a group starts, one token a row afterwards.
+"""Attention of one new token a row over the paged cache.
 
-Shape letters: `T` packed tokens, `B` rows, `C` blocks of a table, `S` cached positions, `H` query heads, `J` key and
-value heads, `K` head size of queries and keys, `V` head size of values.
+Shape letters: `B` rows, `C` blocks of a table, `S` cached positions, `H` query heads, `J` key and
+value heads, `G` query heads that share one, `K` head size of queries and keys, `V` head size of values.
 """
 
 from __future__ import annotations
@@ -10,24 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from spmdrl.engines.generation.paged import SCRATCH_BLOCK, PagedCache
-from spmdrl.engines.models.attention import PackedCausalAttention
-
-
-class PromptAttention:
-    """Attend inside packed prompts and leave their keys and values in the cache; an `Attend`."""
-
-    def __init__(self, cache: PagedCache, places_T: Tensor, offsets: Tensor):
-        self._cache = cache
-        self._places_T = places_T
-        self._attend = PackedCausalAttention(offsets)
-
-    def __call__(self, layer: int, q_THK: Tensor, k_TJK: Tensor, v_TJV: Tensor) -> Tensor:
-        self._cache.write(layer, self._places_T, k_TJK, v_TJV)
-        return self._attend(layer, q_THK, k_TJK, v_TJV)
+from spmdrl.engines.models.kernels import ops
 
 
 @dataclass(frozen=True)
@@ -35,8 +21,9 @@ class _Bucket:
     """Rows whose block tables are padded to the same length."""
 
     rows: Tensor | slice
-    tables_BC: Tensor
-    mask_B11S: Tensor
+    head_blocks_BJC: Tensor
+    bias_B11S: Tensor
+    """Added to the scores: -inf behind a row's end."""
 
 
 class DecodeAttention:
@@ -53,7 +40,7 @@ class DecodeAttention:
             table[(length - 1) // size] * size + (length - 1) % size
             for table, length in zip(tables, lengths, strict=True)
         ]
-        self._places_B = torch.tensor(places, device=cache.device)
+        self._head_places = cache.head_places(torch.tensor(places, device=cache.device))
         by_width: dict[int, list[int]] = {}
         for row, length in enumerate(lengths):
             by_width.setdefault(_padded_width(-(-length // size)), []).append(row)
@@ -63,23 +50,25 @@ class DecodeAttention:
         device, size = self._cache.device, self._cache.shape.block_size
         padded = [[*tables[row][:width], *[SCRATCH_BLOCK] * (width - len(tables[row]))] for row in rows]
         lengths_B1 = torch.tensor([[lengths[row]] for row in rows], device=device)
-        mask_BS = torch.arange(width * size, device=device) < lengths_B1
+        is_behind_BS = torch.arange(width * size, device=device) >= lengths_B1
+        # Not as a mask of booleans, which every layer's attention would turn into this.
+        bias_BS = torch.zeros(is_behind_BS.shape, dtype=self._cache.shape.dtype, device=device)
+        bias_BS.masked_fill_(is_behind_BS, -torch.inf)
         index = slice(None) if len(rows) == len(lengths) else torch.tensor(rows, device=device)
-        return _Bucket(index, torch.tensor(padded, device=device), mask_BS[:, None, None, :])
+        head_blocks_BJC = self._cache.head_blocks(torch.tensor(padded, device=device))
+        return _Bucket(index, head_blocks_BJC, bias_BS[:, None, None, :])
 
     def __call__(self, layer: int, q_BHK: Tensor, k_BJK: Tensor, v_BJV: Tensor) -> Tensor:
-        self._cache.write(layer, self._places_B, k_BJK, v_BJV)
-        out_BHV = q_BHK.new_empty(*q_BHK.shape[:2], v_BJV.shape[-1])
+        self._cache.write_heads(layer, self._head_places, k_BJK, v_BJV)
+        # Query heads that share a key head are its queries, so that it is read once for all of them.
+        q_BJGK = q_BHK.unflatten(1, (k_BJK.shape[1], -1))
+        out_BJGV = q_BJGK.new_empty(*q_BJGK.shape[:3], v_BJV.shape[-1])
         for bucket in self._buckets:
-            keys_BSJK, values_BSJV = self._cache.read(layer, bucket.tables_BC)
-            out_BHV[bucket.rows] = F.scaled_dot_product_attention(
-                q_BHK[bucket.rows].unsqueeze(2),
-                keys_BSJK.transpose(1, 2),
-                values_BSJV.transpose(1, 2),
-                attn_mask=bucket.mask_B11S,
-                enable_gqa=q_BHK.shape[1] != k_BJK.shape[1],
-            ).squeeze(2)
-        return out_BHV
+            keys_BSJK, values_BSJV = self._cache.read_heads(layer, bucket.head_blocks_BJC)
+            out_BJGV[bucket.rows] = ops.masked_attention(
+                q_BJGK[bucket.rows], keys_BSJK.transpose(1, 2), values_BSJV.transpose(1, 2), bucket.bias_B11S
+            )
+        return out_BJGV.flatten(1, 2)
 
 
 def _padded_width(num_blocks: int) -> int:

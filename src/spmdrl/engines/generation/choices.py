@@ -1,7 +1,7 @@
 """Which experts each token went to while it was generated, kept so that training can send it there again.
 
-A token is fed once: the prompt's tokens for the whole group, then each response token but the last. What is kept of a
-row is therefore one token short of it (R3, arXiv:2510.11370).
+The prompt's tokens are fed for the whole group, then each response token but the last. What is kept of a row is
+therefore one token short of it (R3, arXiv:2510.11370).
 
 Shape letters: `T` tokens fed in one forward, `L` sparse layers, `C` chosen experts of a token.
 """
@@ -35,18 +35,26 @@ class ChoiceRecorder:
 class RowChoices:
     """The choices of one row's tokens, in the order in which they are fed."""
 
-    def __init__(self, prompt_TLC: Tensor):
-        """The prompt's choices are shared by the rows of its group: nothing may change them."""
-        self._prompt_TLC = prompt_TLC
-        self._response: list[Tensor] = []
+    def __init__(self, first: Tensor):
+        """Start with those of some tokens [T, ...], which rows share: nothing may change them."""
+        self._first = first
+        self._later: list[Tensor] = []
 
     def feed(self, token_LC: Tensor) -> None:
         """Take in the choices of the newest token fed."""
-        self._response.append(token_LC)
+        self._later.append(token_LC)
+
+    def continued(self, fed_TLC: Tensor) -> RowChoices:
+        """The same, and behind it the choices of those of the `fed_TLC` tokens, all from the first, that are new.
+
+        Tokens fed a second time keep what was chosen when they were drawn from.
+        """
+        num_known = len(self._first) + len(self._later)
+        return RowChoices(torch.cat((self.packed().view(num_known, -1), fed_TLC[num_known:].flatten(1))))
 
     def packed(self) -> Tensor:
         """All choices so far, flat: of each token fed, its experts in each sparse layer."""
-        rows = [self._prompt_TLC]
-        if self._response:
-            rows.append(torch.stack(self._response))
-        return torch.cat(rows).flatten()
+        parts = [self._first.flatten()]
+        if self._later:
+            parts.append(torch.stack(self._later).flatten())
+        return torch.cat(parts)

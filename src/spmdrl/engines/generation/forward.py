@@ -3,21 +3,23 @@
 Under tensor parallelism a rank has some of the heads, columns and tokens of the vocabulary, and all logits in the end;
 with experts spread over ranks, tokens go to them and come back.
 
-Shape letters: `G` prompts, `B` rows, `T` packed tokens, `V` vocabulary, `D` model width, `S` ranks of the tensor axis.
+Shape letters: `G` groups, `B` rows, `T` packed tokens, `V` vocabulary, `D` model width, `S` ranks of the tensor axis.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spmdrl.engines.generation.attention import DecodeAttention, PromptAttention
+from spmdrl.engines.generation.attention import DecodeAttention
 from spmdrl.engines.generation.choices import ChoiceRecorder
 from spmdrl.engines.generation.paged import SCRATCH_BLOCK, CacheShape, PagedCache
-from spmdrl.engines.generation.scheduler import Group, Row
+from spmdrl.engines.generation.prefill_attention import PrefillAttention, Span
+from spmdrl.engines.generation.rows import Chunk, Row
 from spmdrl.engines.generation.weights import FreeableWeights
 from spmdrl.engines.models.decoder import Decoder, DecoderConfig
 from spmdrl.engines.parallel.axis_collectives import gather_rows
@@ -69,21 +71,22 @@ class CachedDecoder:
         self._recorder = recorder
         self._vocabulary = VocabularyPart.of(config.vocab_size, mesh.tensor)
 
-    def run_prompts(self, groups: Sequence[Group]) -> None:
-        """Fill the blocks of these groups' prompts and leave their last logits in the groups; none still runs."""
-        logits_GV = self._prompt_logits(groups)
-        for group, logits_V in zip(groups, logits_GV, strict=True):
-            group.prompt_logits_V = logits_V
+    def prefill(self, chunks: Sequence[Chunk]) -> None:
+        """Fill the blocks of these chunks and leave the last logits in the groups that they end; none still runs."""
+        logits_GV = self._chunk_logits(chunks)
+        for chunk, logits_V in zip([chunk for chunk in chunks if chunk.is_last], logits_GV, strict=True):
+            chunk.group.logits_V = logits_V
         if self._recorder is not None:
             taken_TLC = self._recorder.take()
-            for group in groups:
-                length = len(group.request.prompt_ids)
+            for chunk in chunks:
                 # Cloned, because a view would keep the choices of the whole pack.
-                group.prompt_choices_TLC, taken_TLC = taken_TLC[:length].clone(), taken_TLC[length:]
+                chunk.group.choices.append(taken_TLC[: chunk.num_tokens].clone())
+                taken_TLC = taken_TLC[chunk.num_tokens :]
 
     def decode(self, rows: Sequence[Row]) -> Tensor:
         """Feed the newest token of every row and return the logits [B, V] of the next, float32; none still runs."""
-        lacking = max(_LEAST_ROWS - len(rows), 0)
+        # A multiple, because a CPU's silu rounds elements that don't fill a whole vector otherwise than the rest.
+        lacking = -len(rows) % _LEAST_ROWS if rows else _LEAST_ROWS
         lengths = [row.length for row in rows] + [1] * lacking
         tables = [row.table for row in rows] + [[SCRATCH_BLOCK]] * lacking
         logits_BV = self._decoder(
@@ -100,32 +103,24 @@ class CachedDecoder:
                 row.choices.feed(token_LC)
         return logits_BV[: len(rows)].float()
 
-    def _prompt_logits(self, groups: Sequence[Group]) -> Tensor:
-        """Logits [G, V] of the last position of each prompt."""
-        size = self.cache.shape.block_size
-        tokens = [token for group in groups for token in group.request.prompt_ids]
-        lengths = [len(group.request.prompt_ids) for group in groups]
-        positions = [position for length in lengths for position in range(length)]
-        places = [
-            group.prompt_blocks[position // size] * size + position % size
-            for group, length in zip(groups, lengths, strict=True)
-            for position in range(length)
-        ]
-        last = [sum(lengths[: index + 1]) - 1 for index in range(len(lengths))]
+    def _chunk_logits(self, chunks: Sequence[Chunk]) -> Tensor:
+        """Logits [G, V] of the last position of each group that ends with its chunk."""
+        tokens = [token for chunk in chunks for token in chunk.group.token_ids[chunk.start : chunk.stop]]
+        spans = [Span(chunk.group.table, chunk.start, chunk.stop) for chunk in chunks]
         lacking = max(_LEAST_ROWS - len(tokens), 0)
         if lacking:
-            tokens, positions = tokens + [0] * lacking, positions + list(range(lacking))
-            places, lengths = places + [SCRATCH_BLOCK * size] * lacking, [*lengths, lacking]
-        offsets = F.pad(torch.tensor(lengths).cumsum(0), (1, 0))
+            tokens, spans = tokens + [0] * lacking, [*spans, Span([SCRATCH_BLOCK] * lacking, 0, lacking)]
+        stops = itertools.accumulate(chunk.num_tokens for chunk in chunks)
+        last = [stop - 1 for chunk, stop in zip(chunks, stops, strict=True) if chunk.is_last]
         last_G = self._tensor(last + [0] * (_LEAST_ROWS - len(last)))
         logits_GV: Tensor = self._decoder(
             self._tensor(tokens),
-            self._tensor(positions),
-            PromptAttention(self.cache, self._tensor(places), offsets),
+            self._tensor([position for span in spans for position in range(span.start, span.stop)]),
+            PrefillAttention(self.cache, spans),
             lambda hidden_TD, head_VD: self._logits(hidden_TD[last_G], head_VD),
             self._recorder,
         )
-        return logits_GV[: len(groups)].float()
+        return logits_GV[: len(last)].float()
 
     def _logits(self, hidden_BD: Tensor, head_VD: Tensor) -> Tensor:
         """All logits [B, V], the same bits on every rank of the tensor axis."""
@@ -139,16 +134,3 @@ class CachedDecoder:
 
     def _tensor(self, values: list[int]) -> Tensor:
         return torch.tensor(values, device=self._device)
-
-
-def pack_prompts(groups: Sequence[Group], max_tokens: int) -> list[list[Group]]:
-    """Split groups, in order, into packs whose prompts hold at most `max_tokens`; a longer prompt is a pack alone."""
-    packs: list[list[Group]] = []
-    num_tokens = 0
-    for group in groups:
-        num_tokens += len(group.request.prompt_ids)
-        if not packs or num_tokens > max_tokens:
-            packs.append([])
-            num_tokens = len(group.request.prompt_ids)
-        packs[-1].append(group)
-    return packs

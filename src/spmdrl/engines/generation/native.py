@@ -1,8 +1,8 @@
 """The native engine: the trainer's own decoder over a paged KV cache, in this process.
 
-Each step admits waiting groups, runs their prompts packed in one forward (each prompt once, whatever the size of its
-group), then decodes one token of every running row in one more forward. The ranks of a replica do so in lockstep: they
-take the same requests, and every rank has all logits and draws the same tokens.
+Each step admits waiting groups and runs the next chunks of what they start from, packed in one forward (a prompt once,
+whatever the size of its group), then decodes one token of every running row in one more forward. The ranks of a replica
+do so in lockstep: they take the same requests, and every rank has all logits and draws the same tokens.
 
 Shape letters: `B` rows, `V` vocabulary.
 """
@@ -15,20 +15,19 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from spmdrl.engines.generation.choices import ChoiceRecorder, RowChoices
-from spmdrl.engines.generation.forward import CachedDecoder, pack_prompts
+from spmdrl.engines.generation.cache_size import affordable_blocks
+from spmdrl.engines.generation.choices import ChoiceRecorder
+from spmdrl.engines.generation.forward import CachedDecoder
 from spmdrl.engines.generation.lockstep import Lockstep
 from spmdrl.engines.generation.paged import BlockPool
-from spmdrl.engines.generation.protocol import Request, Response, RolloutConfig
+from spmdrl.engines.generation.protocol import Finish, Request, Response, RolloutConfig
+from spmdrl.engines.generation.rows import Row
 from spmdrl.engines.generation.sampling import RowSampling, draw
-from spmdrl.engines.generation.scheduler import Admission, Group, Row, Scheduler
+from spmdrl.engines.generation.scheduler import Admitted, Scheduler, SchedulerLimits
+from spmdrl.engines.generation.stop_strings import Decode, completes_stop_string
 from spmdrl.engines.models.decoder import DecoderConfig
-from spmdrl.engines.parallel.axis_collectives import max_across
 from spmdrl.resources.mesh import GenerationMesh, lone_generation_mesh
 from spmdrl.types import WeightSlice, whole_slice
-
-# Bounds the activations of one prompt forward; a longer prompt runs alone.
-_MAX_PROMPT_TOKENS = 8192
 
 
 class NativeEngine:
@@ -48,10 +47,12 @@ class NativeEngine:
         *,
         mesh: GenerationMesh | None = None,
         recorder: ChoiceRecorder | None = None,
+        decode: Decode | None = None,
     ):
         """Without a mesh the rank has whole weights.
 
         With a recorder, which only sparse models can have, responses bring the experts that their tokens went to.
+        Stop strings need `decode`, the text of tokens.
         """
         if rollout.engine_kwargs:
             raise ValueError(
@@ -60,7 +61,7 @@ class NativeEngine:
             )
         if config.head != "vocab":
             raise ValueError("the model has a value head, which says no tokens; set model.path to a language model")
-        self.version = 0
+        self._version = 0
         self._config = config
         self._rollout = rollout
         self._device = device
@@ -71,9 +72,25 @@ class NativeEngine:
         )
         self._cache = self._forward.cache
         self._weights = self._forward.weights
+        self._decode_text = decode
+        # A recorder must see every token fed, so none may be taken from others' blocks.
+        self._limits = SchedulerLimits(
+            rollout.block_size, rollout.max_running_rows, rollout.max_prefill_tokens, shares_prefixes=recorder is None
+        )
         self._pool = BlockPool()
-        self._scheduler = self._new_scheduler()
+        self._scheduler = Scheduler(self._pool, self._limits)
+        self._most_blocks = 0
+        self._is_mid_step = False
         self._others_work = False
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    @version.setter
+    def version(self, version: int) -> None:
+        self._version = version
+        self._scheduler.forget_prefixes()
 
     @property
     def num_unfinished(self) -> int:
@@ -92,22 +109,34 @@ class NativeEngine:
         self._require_awake("take requests")
         for request in requests:
             self._check_positions(request)
+            if request.sampling.stop_strings and self._decode_text is None:
+                raise ValueError(
+                    f"rows {list(request.rows)} have stop strings {list(request.sampling.stop_strings)}, but the "
+                    "engine was built without the text of tokens; give it decode"
+                )
         if self._cache_grows:
-            self._grow_cache(self._scheduler.blocks_wanted(requests))
+            self._grow_cache(min(self._scheduler.blocks_wanted(requests), self._most_blocks))
         self._scheduler.submit(requests)
         self._note_work()
 
     @torch.inference_mode()
     def step(self) -> list[Response]:
         self._require_awake("generate")
+        self._is_mid_step = True
         responses = self._start_rows(self._scheduler.admit())
         if self._scheduler.running or not self._lockstep.is_alone:
             responses += self._decode()
+        self._is_mid_step = False
         self._note_work()
         return responses
 
     def abort(self) -> list[Response]:
         responses = self._scheduler.abort()
+        if self._is_mid_step:
+            # What a step that failed left in the cache may not even be finite.
+            num_blocks = self._cache.num_blocks
+            self._cache.resize(0)
+            self._open_cache(num_blocks)
         self._note_work()
         return responses
 
@@ -118,9 +147,12 @@ class NativeEngine:
         return dict(self._forward.parts.slices)
 
     def wake_weights(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
+        # Whoever asks for the weights may change them.
+        self._scheduler.forget_prefixes()
         return self._weights.wake(names)
 
     def borrow_weights(self, weights: Mapping[str, Tensor]) -> None:
+        self._scheduler.forget_prefixes()
         self._weights.borrow(weights)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -140,10 +172,9 @@ class NativeEngine:
             raise RuntimeError("the KV cache can't wake before the weights, which take their memory first")
         if self._cache.num_blocks:
             return
-        num_blocks = 1 if self._cache_grows else self._affordable_blocks()
-        self._cache.resize(num_blocks)
-        self._pool = BlockPool(num_blocks)
-        self._scheduler = self._new_scheduler()
+        block_bytes = self._cache.shape.block_bytes
+        self._most_blocks = affordable_blocks(self._rollout, block_bytes, self._device, self._mesh.tensor)
+        self._open_cache(1 if self._cache_grows else self._most_blocks)
 
     def sleep(self) -> None:
         if self.num_unfinished:
@@ -154,12 +185,11 @@ class NativeEngine:
     def memory_bytes(self) -> dict[str, int]:
         return {"generation_weights": self._weights.num_bytes, "kv_cache": self._cache.num_bytes}
 
-    def _new_scheduler(self) -> Scheduler:
-        return Scheduler(self._pool, self._rollout.block_size, self._rollout.max_running_rows)
-
     def _require_awake(self, action: str) -> None:
         if not (self._weights.are_awake and self._cache.num_blocks):
             raise RuntimeError(f"a sleeping engine can't {action}; call wake_weights, fill them, then wake_cache")
+        if self._is_mid_step:
+            raise RuntimeError(f"the engine can't {action}: its last step failed; abort gives back what it was doing")
 
     def _check_positions(self, request: Request) -> None:
         num_prompt, num_new = len(request.prompt_ids), request.sampling.max_tokens
@@ -170,31 +200,17 @@ class NativeEngine:
                 "lower data.max_prompt_length or rollout.max_completion_length"
             )
 
-    def _affordable_blocks(self) -> int:
-        """Blocks that the configured size, or the configured share of the device's memory, has room for."""
-        gib, share = self._rollout.kv_cache_gib, self._rollout.gpu_memory_utilization
-        if gib is not None:
-            budget_bytes, source = gib * 2**30, f"rollout.kv_cache_gib {gib}"
-        else:
-            backend = torch.get_device_module(self._device)
-            backend.empty_cache()
-            free_bytes, total_bytes = backend.mem_get_info(self._device)
-            budget_bytes = share * total_bytes - (total_bytes - free_bytes)
-            source = f"rollout.gpu_memory_utilization {share} of {total_bytes} bytes, of which {free_bytes} are free,"
-        # As many on each rank of a replica, whose schedulers decide alike.
-        budget = torch.tensor(int(budget_bytes // self._cache.shape.block_bytes), device=self._device)
-        num_blocks = -int(max_across(-budget, self._mesh.tensor))
-        if num_blocks < 2:
-            raise ValueError(
-                f"{source} leaves {int(budget_bytes)} bytes for the KV cache, but 2 blocks take "
-                f"{2 * self._cache.shape.block_bytes}; raise it or lower rollout.block_size"
-            )
-        return num_blocks
+    def _open_cache(self, num_blocks: int) -> None:
+        """Allocate an empty cache, and schedule anew."""
+        self._cache.resize(num_blocks)
+        self._pool = BlockPool(num_blocks)
+        self._scheduler = Scheduler(self._pool, self._limits)
+        self._is_mid_step = False
 
     def _grow_cache(self, num_blocks: int) -> None:
         if num_blocks > self._cache.num_blocks:
             # By a quarter at least: growing copies, and requests may come one at a time.
-            num_blocks = max(num_blocks, self._cache.num_blocks * 5 // 4)
+            num_blocks = min(max(num_blocks, self._cache.num_blocks * 5 // 4), self._most_blocks)
             self._cache.resize(num_blocks)
             self._pool.grow(num_blocks)
 
@@ -202,25 +218,19 @@ class NativeEngine:
         """Find out whether replicas that share experts have rows to step for. Collective over them."""
         self._others_work = self._lockstep.most(self.num_unfinished) != [0]
 
-    def _start_rows(self, admissions: list[Admission]) -> list[Response]:
-        """Run the prompts of new groups and draw the first token of each admitted row."""
-        responses = []
-        self._run_prompts([admission.group for admission in admissions if admission.runs_prompt])
-        for admission in admissions:
-            logits_V = admission.group.prompt_logits_V
-            assert logits_V is not None, f"the prompt of rows {admission.group.request.rows} was never run"
-            if admission.group.prompt_choices_TLC is not None:
-                for row in admission.rows:
-                    row.choices = RowChoices(admission.group.prompt_choices_TLC)
-            responses += self._draw(admission.rows, logits_V.expand(len(admission.rows), -1))
-        return responses
-
-    def _run_prompts(self, groups: list[Group]) -> None:
-        """Run these prompts, and as many empty forwards as replicas that share experts run more."""
-        packs = pack_prompts(groups, _MAX_PROMPT_TOKENS)
-        (num_packs,) = self._lockstep.most(len(packs))
-        for pack in [*packs, *[[]] * (num_packs - len(packs))]:
-            self._forward.run_prompts(pack)
+    def _start_rows(self, admitted: Admitted) -> list[Response]:
+        """Run the chunks, then draw the next token of each row that starts."""
+        # Replicas that share experts all run a forward where one does.
+        if any(self._lockstep.most(len(admitted.chunks))):
+            self._forward.prefill(admitted.chunks)
+        rows, logits = [], []
+        for admission in admitted.admissions:
+            logits_V = admission.group.logits_V
+            assert logits_V is not None, f"what rows {[row.row for row in admission.rows]} start from was never run"
+            admission.take_choices()
+            rows += admission.rows
+            logits.append(logits_V.expand(len(admission.rows), -1))
+        return self._draw(rows, torch.cat(logits)) if rows else []
 
     def _decode(self) -> list[Response]:
         """Feed the newest token of every running row and draw the next."""
@@ -242,10 +252,20 @@ class NativeEngine:
             row.token_ids.append(token)
             row.logprobs.append(logprob)
             row.versions.append(self.version)
-            if row.finish:
+            finish = self._finish(row)
+            if finish is not None:
                 self._scheduler.finish(row)
-                responses.append(row.response(row.finish))
+                responses.append(row.response(finish))
         return responses
+
+    def _finish(self, row: Row) -> Finish | None:
+        """Why the row ends with its newest token, or None if it goes on."""
+        finish, stop_strings = row.finish, row.request.sampling.stop_strings
+        if finish != "stop" and stop_strings:
+            assert self._decode_text is not None, f"row {row.row} has stop strings, which submit refuses"
+            if completes_stop_string(row.token_ids, stop_strings, self._decode_text):
+                return "stop"
+        return finish
 
     def _tensor(self, values: list[int]) -> Tensor:
         return torch.tensor(values, device=self._device)

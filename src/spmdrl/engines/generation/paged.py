@@ -9,6 +9,7 @@ keys, `V` head size of values.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -20,46 +21,84 @@ SCRATCH_BLOCK = 0
 
 
 class BlockPool:
-    """Who holds which block: numbers only. Block 0 is the scratch block, always taken."""
+    """Who holds which block: numbers only. Block 0 is the scratch block, always taken.
+
+    A block that nobody holds is free; one whose content was remembered idles, and is handed out only when no other is
+    left, longest idle first. Until then it can be shared again.
+    """
 
     def __init__(self, num_blocks: int = 1):
         self.num_blocks = 1
         self._free: list[int] = []
+        self._idle: OrderedDict[int, None] = OrderedDict()
+        self._remembered: set[int] = set()
         self._holders: list[int] = [1]
+        self._fills: list[int] = [0]
         self.grow(num_blocks)
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        """Blocks that can be taken, the idle ones included."""
+        return len(self._free) + len(self._idle)
 
     def grow(self, num_blocks: int) -> None:
         """Add free blocks until there are `num_blocks`, the scratch block included."""
         # The lowest number is handed out first, which keeps what is in use together.
         self._free[:0] = range(num_blocks - 1, self.num_blocks - 1, -1)
         self._holders.extend([0] * (num_blocks - self.num_blocks))
+        self._fills.extend([0] * (num_blocks - self.num_blocks))
         self.num_blocks = max(self.num_blocks, num_blocks)
 
     def take(self) -> int:
-        assert self._free, f"all {self.num_blocks} blocks are taken, although they were reserved before"
-        block = self._free.pop()
+        assert self.num_free, f"all {self.num_blocks} blocks are taken"
+        if self._free:
+            block = self._free.pop()
+        else:
+            block, _ = self._idle.popitem(last=False)
+            self._remembered.remove(block)
         self._holders[block] = 1
+        self._fills[block] += 1
         return block
 
     def share(self, blocks: Iterable[int]) -> None:
         for block in blocks:
-            assert self._holders[block] > 0, f"block {block} is free and can't be shared"
+            assert self._holders[block] > 0 or block in self._idle, f"block {block} is free and can't be shared"
+            self._idle.pop(block, None)
             self._holders[block] += 1
 
     def is_shared(self, block: int) -> bool:
         return self._holders[block] > 1
 
-    def release(self, blocks: Iterable[int]) -> None:
+    def is_held(self, block: int) -> bool:
+        return self._holders[block] > 0
+
+    def release(self, blocks: Sequence[int]) -> None:
         """Drop one holder of each block; a block without holders is free."""
-        for block in blocks:
+        # Last blocks first: of those that idle, a prefix is of use without what follows it, but not the other way.
+        for block in reversed(blocks):
             assert self._holders[block] > 0 and block != SCRATCH_BLOCK, f"block {block} is released too often"
             self._holders[block] -= 1
             if not self._holders[block]:
-                self._free.append(block)
+                if block in self._remembered:
+                    self._idle[block] = None
+                else:
+                    self._free.append(block)
+
+    def remember(self, block: int) -> int:
+        """Let a held block idle when it is released; returns its `fill_of`, by which it is known."""
+        assert self._holders[block] > 0, f"block {block} is free and holds nothing to remember"
+        self._remembered.add(block)
+        return self._fills[block]
+
+    def fill_of(self, block: int) -> int:
+        """How often the block was taken: as long as that stays the same, so does what it was filled with."""
+        return self._fills[block]
+
+    def forget(self) -> None:
+        """Let nothing idle any more."""
+        self._free.extend(self._idle)
+        self._idle.clear()
+        self._remembered.clear()
 
 
 @dataclass(frozen=True)
@@ -86,10 +125,13 @@ class PagedCache:
     def __init__(self, shape: CacheShape, device: torch.device):
         self.shape = shape
         self.device = device
-        # Keys and values apart, since their heads may differ in size; each [layers, blocks, block size, heads, size].
+        # Keys and values apart, since their heads may differ in size; each [layers, blocks, heads, block size, size].
+        self._heads_J = torch.arange(shape.num_kv_heads, device=device)
         self._stores: tuple[Tensor, ...] = ()
         self._keys: tuple[Tensor, ...] = ()
         self._values: tuple[Tensor, ...] = ()
+        # Kept between reads: on a CPU, touching fresh pages takes several times as long as the copy.
+        self._workspaces: list[Tensor] = []
 
     @property
     def num_blocks(self) -> int:
@@ -103,9 +145,10 @@ class PagedCache:
         """Hold `num_blocks` blocks, keeping what the first ones hold; at 0 the storage is freed."""
         old, sizes = self._stores, self.shape
         self._stores, self._keys, self._values = (), (), ()
+        self._workspaces = [torch.empty(0, dtype=sizes.dtype, device=self.device) for _ in range(2)]
         if not num_blocks:
             return
-        common = (sizes.num_layers, num_blocks, sizes.block_size, sizes.num_kv_heads)
+        common = (sizes.num_layers, num_blocks, sizes.num_kv_heads, sizes.block_size)
         # Zeros, because masked attention multiplies what was never written by 0, and a NaN would survive that.
         self._stores = tuple(
             torch.zeros((*common, size), dtype=sizes.dtype, device=self.device)
@@ -117,19 +160,49 @@ class PagedCache:
 
     def write(self, layer: int, places_T: Tensor, k_TJK: Tensor, v_TJV: Tensor) -> None:
         """Put keys and values at `places_T`, counted in tokens: block number x block size + place in the block."""
-        self._keys[layer].flatten(0, 1).index_copy_(0, places_T, k_TJK)
-        self._values[layer].flatten(0, 1).index_copy_(0, places_T, v_TJV)
+        self.write_heads(layer, self.head_places(places_T), k_TJK, v_TJV)
+
+    def head_places(self, places_T: Tensor) -> Tensor:
+        """Where the heads [T x J] of these places lie in a layer; the same in all layers."""
+        size, num_heads = self.shape.block_size, self.shape.num_kv_heads
+        blocks_T = places_T.div(size, rounding_mode="floor")
+        # Of head j, place p of block b is the one numbered (b x J + j) x block size + p.
+        firsts_T = blocks_T * (size * (num_heads - 1)) + places_T
+        return (firsts_T[:, None] + self._heads_J * size).flatten()
+
+    def write_heads(self, layer: int, head_places: Tensor, k_TJK: Tensor, v_TJV: Tensor) -> None:
+        """Put keys and values where `head_places` says."""
+        self._keys[layer].flatten(0, 2).index_copy_(0, head_places, k_TJK.flatten(0, 1))
+        self._values[layer].flatten(0, 2).index_copy_(0, head_places, v_TJV.flatten(0, 1))
 
     def read(self, layer: int, tables_BC: Tensor) -> tuple[Tensor, Tensor]:
-        """Copy out the keys [B, C x block_size, J, K], and the values alike, of the rows with these block tables."""
-        num_rows, num_table_blocks = tables_BC.shape
-        blocks = tables_BC.flatten()
+        """Copy out the keys [B, C x block_size, J, K], and the values alike, of the rows with these block tables.
 
-        def gather(stored: Tensor) -> Tensor:
-            rows = stored.index_select(0, blocks)
-            return rows.view(num_rows, num_table_blocks * self.shape.block_size, *stored.shape[2:])
+        Each head's positions lie together in memory, as attention reads them. The next read overwrites them.
+        """
+        return self.read_heads(layer, self.head_blocks(tables_BC))
 
-        return gather(self._keys[layer]), gather(self._values[layer])
+    def head_blocks(self, tables_BC: Tensor) -> Tensor:
+        """Where the blocks of each head [B, J, C] lie in a layer; the same in all layers."""
+        return tables_BC[:, None, :] * self.shape.num_kv_heads + self._heads_J[:, None]
+
+    def read_heads(self, layer: int, head_blocks_BJC: Tensor) -> tuple[Tensor, Tensor]:
+        """Copy out keys and values from where `head_blocks_BJC` says, as `read` does."""
+        keys, values = (
+            self._gather(number, store[layer], head_blocks_BJC)
+            for number, store in enumerate((self._keys, self._values))
+        )
+        return keys, values
+
+    def _gather(self, number: int, stored: Tensor, head_blocks_BJC: Tensor) -> Tensor:
+        """Copy blocks into the workspace of this number; returns them as a view of it."""
+        num_rows, num_heads, _ = head_blocks_BJC.shape
+        numel = head_blocks_BJC.numel() * stored[0, 0].numel()
+        if self._workspaces[number].numel() < numel:
+            self._workspaces[number] = stored.new_empty(numel)
+        out = self._workspaces[number][:numel].view(-1, *stored.shape[2:])
+        torch.index_select(stored.flatten(0, 1), 0, head_blocks_BJC.flatten(), out=out)
+        return out.view(num_rows, num_heads, -1, stored.shape[-1]).transpose(1, 2)
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy whole blocks in every layer."""

@@ -36,11 +36,35 @@ class SamplingParams:
     """Most tokens of a response, the stop token included."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end a response; they are part of it."""
+    stop_strings: tuple[str, ...] = ()
+    """Texts that end a response with the token that completes one; it is part of it, with whatever else it says."""
 
     def __post_init__(self) -> None:
         check_sampling(self, "sampling")
         if self.max_tokens < 1:
             raise ValueError(f"sampling.max_tokens is {self.max_tokens}, but must be >= 1")
+        if not all(self.stop_strings):
+            raise ValueError("sampling.stop_strings has an empty text, which every response would end with; drop it")
+
+
+@dataclass(frozen=True)
+class PartialResponse:
+    """What a row has already, so that its answer goes on where it was aborted; without tokens, it starts."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    """Of the tokens, as in `Response`."""
+    versions: tuple[int, ...]
+    """The policy version that each token was drawn with."""
+    choices: Tensor | None = field(default=None, compare=False)
+    """As in `Response`; where the engine records them and these are None, it records those of its own weights."""
+
+    def __post_init__(self) -> None:
+        if not len(self.token_ids) == len(self.logprobs) == len(self.versions):
+            raise ValueError(
+                f"a partial response has {len(self.token_ids)} tokens, {len(self.logprobs)} log-probs and "
+                f"{len(self.versions)} versions; give one of each a token"
+            )
 
 
 @dataclass(frozen=True)
@@ -52,11 +76,23 @@ class Request:
     seeds: tuple[int, ...]
     """One 63-bit integer a row: with the position it fixes the row's random numbers."""
     sampling: SamplingParams
+    partial: tuple[PartialResponse, ...] | None = None
+    """What each row has already. It counts towards max_tokens and comes back as the head of the response; with the
+    same seeds and weights, the row goes on as if it had never stopped."""
+
+    @property
+    def given(self) -> tuple[PartialResponse, ...]:
+        """What each row has already, nothing included."""
+        return self.partial or (PartialResponse((), (), ()),) * len(self.rows)
 
     def __post_init__(self) -> None:
         if not self.rows or len(self.rows) != len(self.seeds):
             raise ValueError(
                 f"a request has {len(self.rows)} rows and {len(self.seeds)} seeds; give at least one row, a seed each"
+            )
+        if self.partial is not None and len(self.partial) != len(self.rows):
+            raise ValueError(
+                f"a request has {len(self.rows)} rows and {len(self.partial)} partial responses; give one a row or None"
             )
         if not self.prompt_ids:
             raise ValueError(f"rows {list(self.rows)} have an empty prompt; give it a token, such as a start token")
@@ -88,11 +124,14 @@ class GenerationEngine(Protocol):
     """Policy version of the weights held; the resharding flow sets it."""
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queue the requests; ValueError for a row that can never fit."""
+        """Queue the requests, all or none; ValueError for a row that can never fit or has ended already."""
         ...
 
     def step(self) -> list[Response]:
-        """Run one engine iteration and return the rows that finished in it."""
+        """Run one engine iteration and return the rows that finished in it.
+
+        Where it raises, `abort` is what can be called next: it returns all tokens up to the failed step.
+        """
         ...
 
     @property
@@ -153,6 +192,12 @@ class RolloutConfig:
     """Prompts of a step; times num_generations it is the samples of a step."""
     num_generations: int = 8
     """Responses a prompt."""
+    partial_max_rounds: int = 1
+    """Steps over which responses may be generated: those that a step doesn't wait for go on in the next ones, and are
+    finished in this many; 1 finishes all in their own step."""
+    partial_extra_prompts: int | None = None
+    """Prompts that a step works on beyond prompts_per_step where responses may take several steps, so that it needn't
+    wait for the longest ones; null is half of prompts_per_step."""
     max_completion_length: int = 256
     """Most tokens of a response."""
     temperature: float = 1.0
@@ -165,24 +210,38 @@ class RolloutConfig:
     """Tokens less likely than this times the likeliest one are dropped."""
     ignore_eos: bool = False
     """Whether responses go on after an end token, all to max_completion_length; for measuring fixed work."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a response with the token that completes one; the response keeps it."""
     engine: Literal["auto", "native", "vllm"] = "auto"
     """Which engine generates; auto is vLLM where it is installed and there is an accelerator, else the native one."""
     gpu_memory_utilization: float = 0.6
-    """Share of an accelerator's memory in use once the KV cache is there, by whomever; the rest is for activations."""
+    """Share of an accelerator's memory in use once the KV cache is there, by whomever; the rest is for activations.
+    On a CPU, the share of the host's free memory that the KV caches of its ranks may take."""
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
     """Passed through to vLLM's constructor."""
     max_running_rows: int = 256
     """Rows decoded at once on a rank."""
+    max_prefill_tokens: int = 8192
+    """Prompt tokens that the native engine runs in one step, beside decoding; longer prompts take several steps."""
     block_size: int = 16
     """Tokens in one KV block of the native engine."""
     kv_cache_gib: float | None = None
-    """The native engine's KV cache; null: what max_running_rows need on CPU, gpu_memory_utilization elsewhere."""
+    """The native engine's KV cache; null: as gpu_memory_utilization says, on a CPU no more than max_running_rows need.
+    Where the rows need more, some wait, and running ones may have to be computed again."""
 
     def __post_init__(self) -> None:
         check_sampling(self, "rollout")
-        for name in ("prompts_per_step", "num_generations", "max_completion_length", "max_running_rows", "block_size"):
+        for name in (
+            "prompts_per_step", "num_generations", "partial_max_rounds", "max_completion_length", "max_running_rows",
+            "max_prefill_tokens", "block_size",
+        ):  # fmt: skip
             if getattr(self, name) < 1:
                 raise ValueError(f"rollout.{name} is {getattr(self, name)}, but must be >= 1")
+        self._check_partial()
+        if not all(self.stop):
+            raise ValueError("rollout.stop has an empty text, which every response would end with; drop it")
+        if self.stop and self.ignore_eos:
+            raise ValueError(f"rollout.stop is {list(self.stop)}, but rollout.ignore_eos lets nothing end; drop one")
         if self.engine not in ("auto", "native", "vllm"):
             raise ValueError(f"rollout.engine is {self.engine!r}, but must be auto, native or vllm")
         if not 0 < self.gpu_memory_utilization <= 1:
@@ -191,6 +250,14 @@ class RolloutConfig:
             )
         if self.kv_cache_gib is not None and self.kv_cache_gib <= 0:
             raise ValueError(f"rollout.kv_cache_gib is {self.kv_cache_gib}, but must be > 0; null sizes it by itself")
+
+    @property
+    def extra_prompts(self) -> int:
+        """Prompts that a step works on beyond those that it trains."""
+        if self.partial_max_rounds == 1:
+            return 0
+        half = max(1, self.prompts_per_step // 2)
+        return half if self.partial_extra_prompts is None else self.partial_extra_prompts
 
     def sampling(self, stop_token_ids: tuple[int, ...]) -> SamplingParams:
         """The sampling of training rollouts, with the tokenizer's end tokens."""
@@ -201,7 +268,21 @@ class RolloutConfig:
             min_p=self.min_p,
             max_tokens=self.max_completion_length,
             stop_token_ids=() if self.ignore_eos else stop_token_ids,
+            stop_strings=self.stop,
         )
+
+    def _check_partial(self) -> None:
+        extra = self.partial_extra_prompts
+        if extra is not None and self.partial_max_rounds == 1:
+            raise ValueError(
+                f"rollout.partial_extra_prompts is {extra}, but rollout.partial_max_rounds is 1, so that every "
+                "response is finished in its own step; raise partial_max_rounds, or leave partial_extra_prompts null"
+            )
+        if extra is not None and not 1 <= extra <= self.prompts_per_step:
+            raise ValueError(
+                f"rollout.partial_extra_prompts is {extra}, but must be between 1 and rollout.prompts_per_step = "
+                f"{self.prompts_per_step}: a step couldn't train more that are in their last round"
+            )
 
 
 def check_sampling(sampling: SamplingParams | RolloutConfig, prefix: str) -> None:

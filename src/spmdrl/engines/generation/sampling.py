@@ -63,13 +63,16 @@ def draw(logits_BV: Tensor, positions_B: Tensor, rows: RowSampling) -> Drawn:
     At temperature 0 the token is the likeliest one and the log-prob is that of temperature 1.
     """
     greedy_B = rows.temperature_B == 0
-    logprobs_BV = (logits_BV / rows.temperature_B.masked_fill(greedy_B, 1)[:, None]).log_softmax(-1)
-    weights_BV = logprobs_BV.exp()
+    scaled_BV = logits_BV / rows.temperature_B.masked_fill(greedy_B, 1)[:, None]
+    # In the steps in which training computes log-probs, which log_softmax rounds otherwise.
+    scaled_BV = scaled_BV - scaled_BV.amax(-1, keepdim=True)
+    weights_BV = scaled_BV.exp()
+    log_sum_B = weights_BV.sum(-1).log()
     if rows.has_filters:
         weights_BV = keep_likely(weights_BV, rows)
     sampled_B = invert_cdf(weights_BV, uniforms(rows.seeds_B, positions_B))
     tokens_B = torch.where(greedy_B, logits_BV.argmax(-1), sampled_B)
-    return Drawn(tokens_B, logprobs_BV.gather(-1, tokens_B[:, None]).squeeze(-1))
+    return Drawn(tokens_B, scaled_BV.gather(-1, tokens_B[:, None]).squeeze(-1) - log_sum_B)
 
 
 def keep_likely(probs_BV: Tensor, rows: RowSampling) -> Tensor:
@@ -96,7 +99,9 @@ def invert_cdf(weights_BV: Tensor, uniforms_B: Tensor) -> Tensor:
     total_B = cumulated_BV[:, -1]
     # Rounding may lift uniform x total to the total itself, beyond the last token.
     target_B = torch.minimum(uniforms_B * total_B, torch.nextafter(total_B, torch.zeros_like(total_B)))
-    return torch.searchsorted(cumulated_BV, target_B[:, None], right=True).squeeze(-1)
+    found_B = torch.searchsorted(cumulated_BV, target_B[:, None], right=True).squeeze(-1)
+    # NaN lies beyond all: whoever draws from broken logits is to say so, rather than fail at an index.
+    return found_B.clamp(max=weights_BV.shape[-1] - 1)
 
 
 def uniforms(seeds_B: Tensor, positions_B: Tensor) -> Tensor:

@@ -1,89 +1,54 @@
-"""Continuous batching: which rows run, and which blocks of the KV cache they may use.
+"""Continuous batching: which rows run, and which blocks of the KV cache they use.
 
     waiting --admit--> running --finish--> gone
+       ^                  |
+       +-----preempt------+
 
-Rows are admitted in the order in which they were submitted, while row slots and blocks suffice. An admitted row has all
-the blocks that its longest answer can need reserved, so that it never starves and is never preempted; it takes them
-one by one as it grows, and gives all back at once when it ends.
+Rows start in the order in which they were submitted, while row slots and blocks suffice. What a row starts from is run
+in chunks, `max_prefill_tokens` a step; then the row takes blocks as it grows. When they run out, the newest running row
+goes back to the head of the queue with its tokens, which are run again when it starts anew. So the running rows are
+always the oldest ones, in order; the oldest is never preempted, and no row starves.
+
+Ranks that are one engine decide alike: nothing here depends on anything but the calls.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from torch import Tensor
-
-from spmdrl.engines.generation.choices import RowChoices
 from spmdrl.engines.generation.paged import BlockPool
-from spmdrl.engines.generation.protocol import Finish, Request, Response
-
-
-@dataclass(eq=False)
-class Row:
-    """A running row: its block table and what it has so far."""
-
-    row: int
-    seed: int
-    request: Request
-    table: list[int]
-    num_reserved: int
-    """Blocks that it may still take."""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    choices: RowChoices | None = None
-    """Where the tokens fed so far went, if that is recorded."""
-
-    @property
-    def length(self) -> int:
-        """Positions of the prompt and of all its tokens, the newest included."""
-        return len(self.request.prompt_ids) + len(self.token_ids)
-
-    @property
-    def finish(self) -> Finish | None:
-        """Why the row ends with its newest token, or None if it goes on."""
-        sampling = self.request.sampling
-        if self.token_ids and self.token_ids[-1] in sampling.stop_token_ids:
-            return "stop"
-        return "length" if len(self.token_ids) >= sampling.max_tokens else None
-
-    def response(self, finish: Finish) -> Response:
-        choices = None if self.choices is None else self.choices.packed()
-        return Response(self.row, tuple(self.token_ids), tuple(self.logprobs), finish, tuple(self.versions), choices)
-
-
-@dataclass(eq=False)
-class Group:
-    """A request of which some rows are still to be admitted."""
-
-    request: Request
-    num_admitted: int = 0
-    prompt_blocks: list[int] = field(default_factory=list)
-    """Held by the group from its first admission to its last."""
-    prompt_logits_V: Tensor | None = None
-    """What the prompt's last position predicts; whoever runs the prompt leaves it here for the rows admitted later."""
-    prompt_choices_TLC: Tensor | None = None
-    """Where the prompt's tokens went, if that is recorded; left here likewise."""
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self.request.rows) - self.num_admitted
+from spmdrl.engines.generation.prefixes import PrefixCache
+from spmdrl.engines.generation.protocol import Request, Response
+from spmdrl.engines.generation.rows import Admission, Chunk, Group, Row, groups_of
 
 
 @dataclass(frozen=True)
-class Admission:
-    """Rows of one group that start now; `runs_prompt` when they are its first."""
+class SchedulerLimits:
+    """What one engine step may hold."""
 
-    group: Group
-    rows: list[Row]
-    runs_prompt: bool
+    block_size: int
+    """Tokens in a block."""
+    max_running_rows: int
+    """Rows decoded at once."""
+    max_prefill_tokens: int
+    """Tokens in the chunks of one step."""
+    shares_prefixes: bool = True
+    """Whether groups share full blocks of equal tokens."""
+
+
+@dataclass(frozen=True)
+class Admitted:
+    """The chunks to run now, then the rows that start."""
+
+    chunks: list[Chunk]
+    admissions: list[Admission]
 
 
 @dataclass(frozen=True)
 class BlockCopies:
-    """Blocks to be copied before anything is written, pair by pair."""
+    """Blocks to be copied, pair by pair, all read before any is written."""
 
     sources: list[int]
     targets: list[int]
@@ -92,79 +57,97 @@ class BlockCopies:
 class Scheduler:
     """The waiting and the running rows of one engine, over the blocks of one pool."""
 
-    def __init__(self, pool: BlockPool, block_size: int, max_running_rows: int):
+    def __init__(self, pool: BlockPool, limits: SchedulerLimits):
         self.running: dict[int, Row] = {}
+        """By number, oldest first."""
         self._pool = pool
-        self._block_size = block_size
-        self._max_running_rows = max_running_rows
+        self._limits = limits
+        self._prefixes = PrefixCache(pool, limits.block_size)
         self._waiting: deque[Group] = deque()
         self._unfinished: set[int] = set()
-        self._num_reserved = 0
 
     @property
     def num_unfinished(self) -> int:
         return len(self._unfinished)
 
-    @property
-    def num_committed_blocks(self) -> int:
-        """Blocks taken or reserved, the scratch block included."""
-        return self._pool.num_blocks - self._pool.num_free + self._num_reserved
-
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queue the requests, all or none; ValueError for rows that are here already or can never fit."""
+        """Queue the requests, all or none; ValueError for rows that are here already, have ended or can never fit."""
         seen = set(self._unfinished)
-        for request in requests:
-            self._check_fits(request)
-            for row in request.rows:
-                if row in seen:
-                    raise ValueError(f"row {row} is submitted twice; wait for its response or abort it first")
-                seen.add(row)
-        self._waiting.extend(Group(request) for request in requests)
+        groups = [group for request in requests for group in groups_of(request)]
+        for row in [row for group in groups for row in group.rows]:
+            self._check_fits(row)
+            if row.row in seen:
+                raise ValueError(f"row {row.row} is submitted twice; wait for its response or abort it first")
+            if row.finish is not None:
+                raise ValueError(
+                    f"row {row.row} has ended ({row.finish}) with the tokens that it brings; submit others"
+                )
+            seen.add(row.row)
+        self._waiting.extend(groups)
         self._unfinished = seen
 
     def blocks_wanted(self, requests: Sequence[Request]) -> int:
         """Pool size with which `requests`, joining what is here, run as many rows at once as there are slots."""
-        queue = [*(group.request for group in self._waiting), *requests]
-        least = max((self._needed_blocks(request, 1) for request in queue), default=0)
-        queue.sort(key=self._own_blocks, reverse=True)
-        num_slots, wanted = self._max_running_rows - len(self.running), 0
-        for request in queue:
-            num_rows = min(num_slots, len(request.rows))
-            wanted += self._needed_blocks(request, num_rows) if num_rows else 0
+        queue = [*self._waiting, *(group for request in requests for group in groups_of(request))]
+        least = max((self._most_blocks(group.request) for group in queue), default=0)
+        queue.sort(key=self._growth, reverse=True)
+        num_slots = self._limits.max_running_rows - len(self.running)
+        wanted = self._pool.num_blocks - self._pool.num_free
+        # One more each, as a row may have to copy the block that it shares with its siblings.
+        wanted += sum(self._most_blocks(row.request) + 1 - len(row.table) for row in self.running.values())
+        for group in queue:
+            num_rows = min(num_slots, len(group.rows))
+            wanted += self._num_blocks(group.length) + num_rows * self._growth(group) if num_rows else 0
             num_slots -= num_rows
-        return max(1 + least, self.num_committed_blocks + wanted)
+        return max(1 + least, wanted)
 
-    def admit(self) -> list[Admission]:
-        """Start waiting rows, first come first served, until the next one lacks a slot or blocks."""
-        admissions = []
-        while self._waiting:
+    def admit(self) -> Admitted:
+        """Start waiting rows, first come first served, until the next one lacks a slot, blocks or its last chunk."""
+        admitted, num_tokens = Admitted([], []), self._limits.max_prefill_tokens
+        while self._waiting and len(self.running) < self._limits.max_running_rows:
             group = self._waiting[0]
-            runs_prompt = not group.num_admitted
-            rows = self._admit_rows(group)
-            if rows:
-                admissions.append(Admission(group, rows, runs_prompt))
-            if group.num_waiting:
+            if not self._hold(group):
                 break
-            # From here on the prompt's blocks belong to the rows alone.
-            self._pool.release(group.prompt_blocks)
+            if group.num_computed < group.length:
+                if not num_tokens:
+                    break
+                admitted.chunks.append(self._next_chunk(group, num_tokens))
+                num_tokens -= admitted.chunks[-1].num_tokens
+                if group.num_computed < group.length:
+                    break
+            rows = self._start_rows(group)
+            if rows:
+                admitted.admissions.append(Admission(group, rows))
+            if len(rows) < len(group.rows):
+                del group.rows[: len(rows)]
+                break
+            # From here on its blocks belong to the rows alone; its chunk, still to be run, only writes into them.
+            self._pool.release(group.table)
             self._waiting.popleft()
-        assert self.running or not self._waiting, (
-            f"nothing runs and nothing starts: {self.num_committed_blocks} of {self._pool.num_blocks} blocks are held"
+        assert self.running or admitted.chunks or not self._waiting, (
+            f"nothing runs and nothing starts: {self._pool.num_free} of {self._pool.num_blocks} blocks are free"
         )
-        return admissions
+        return admitted
 
     def make_room(self) -> BlockCopies:
-        """Give each running row a block of its own for its newest position; returns the copies that this takes."""
-        copies = BlockCopies([], [])
-        for row in self.running.values():
-            index = (row.length - 1) // self._block_size
-            if index == len(row.table):
-                row.table.append(self._take_reserved(row))
-            elif self._pool.is_shared(row.table[index]):
-                shared, row.table[index] = row.table[index], self._take_reserved(row)
-                copies.sources.append(shared)
-                copies.targets.append(row.table[index])
-                self._pool.release([shared])
+        """Give each running row a block of its own for its newest position; returns the copies that this takes.
+
+        Where blocks run out, the newest rows no longer run afterwards.
+        """
+        copies, size = BlockCopies([], []), self._limits.block_size
+        for row in list(self.running.values()):
+            index = (row.length - 1) // size
+            # Checked again after each block that is freed: a holder less may make the row's own block its own.
+            while row.row in self.running and (index == len(row.table) or self._pool.is_shared(row.table[index])):
+                if not self._pool.num_free:
+                    self._free_newest()
+                elif index == len(row.table):
+                    row.table.append(self._pool.take())
+                else:
+                    copies.sources.append(row.table[index])
+                    row.table[index] = self._pool.take()
+                    copies.targets.append(row.table[index])
+                    self._pool.release(copies.sources[-1:])
         return copies
 
     def finish(self, row: Row) -> None:
@@ -172,68 +155,120 @@ class Scheduler:
         del self.running[row.row]
         self._unfinished.remove(row.row)
         self._pool.release(row.table)
-        self._num_reserved -= row.num_reserved
 
     def abort(self) -> list[Response]:
         """Forget all rows; returns them with their tokens so far."""
-        responses = []
+        rows = [*self.running.values(), *(row for group in self._waiting for row in group.rows)]
+        for group in self._waiting:
+            self._let_go(group)
         for row in list(self.running.values()):
             self.finish(row)
-            responses.append(row.response("aborted"))
-        for group in self._waiting:
-            self._pool.release(group.prompt_blocks)
-            waiting_rows = group.request.rows[group.num_admitted :]
-            responses.extend(Response(row, (), (), "aborted", ()) for row in waiting_rows)
         self._waiting.clear()
         self._unfinished.clear()
-        return responses
+        return [row.response("aborted") for row in rows]
 
-    def _admit_rows(self, group: Group) -> list[Row]:
-        request, own_blocks = group.request, self._own_blocks(group.request)
-        num_prompt_blocks = 0 if group.num_admitted else self._prompt_blocks(request)
-        num_available = self._pool.num_blocks - self.num_committed_blocks - num_prompt_blocks
-        num_slots = self._max_running_rows - len(self.running)
-        num_rows = min(group.num_waiting, num_slots, num_available // own_blocks if own_blocks else num_slots)
-        if num_rows <= 0 or num_available < 0:
-            return []
-        group.prompt_blocks.extend(self._pool.take() for _ in range(num_prompt_blocks))
-        members = range(group.num_admitted, group.num_admitted + num_rows)
-        group.num_admitted += num_rows
-        return [self._start_row(group, member, own_blocks) for member in members]
+    def forget_prefixes(self) -> None:
+        """Compute anew what no row has started from yet: the weights are others, or the cache is."""
+        for group in self._waiting:
+            self._let_go(group)
+        self._prefixes.clear()
 
-    def _start_row(self, group: Group, member: int, own_blocks: int) -> Row:
-        request = group.request
-        self._pool.share(group.prompt_blocks)
-        self._num_reserved += own_blocks
-        row = Row(request.rows[member], request.seeds[member], request, list(group.prompt_blocks), own_blocks)
-        self.running[row.row] = row
-        return row
+    def _hold(self, group: Group) -> bool:
+        """Give the group blocks for all that it starts from, as far as none are known; False where they don't suffice.
 
-    def _take_reserved(self, row: Row) -> int:
-        assert row.num_reserved > 0, f"row {row.row} of length {row.length} outgrows its reserved blocks"
-        row.num_reserved -= 1
-        self._num_reserved -= 1
-        return self._pool.take()
+        As long as something runs, each running row that may still grow, and the one to start, must find a block more.
+        """
+        if group.table:
+            return True
+        known = self._prefixes.find(group.token_ids) if self._limits.shares_prefixes else []
+        num_new = self._num_blocks(group.length) - len(known)
+        while True:
+            wanted = num_new + sum(not self._pool.is_held(block) for block in known)
+            if self.running:
+                wanted += self._num_growing() + self._first_blocks(group)
+            if self._pool.num_free >= wanted:
+                break
+            if self.running or not self._free_waiting_group():
+                return False
+        self._pool.share(known)
+        group.table = [*known, *(self._pool.take() for _ in range(num_new))]
+        group.num_computed = len(known) * self._limits.block_size
+        return True
 
-    def _prompt_blocks(self, request: Request) -> int:
-        return -(-len(request.prompt_ids) // self._block_size)
+    def _next_chunk(self, group: Group, num_tokens: int) -> Chunk:
+        """The group's next chunk; from now on its blocks may be shared, by groups whose chunks run behind it."""
+        start = group.num_computed
+        group.num_computed = min(start + num_tokens, group.length)
+        if self._limits.shares_prefixes:
+            self._prefixes.add(group.token_ids, group.table, group.num_computed)
+        return Chunk(group, start, group.num_computed)
 
-    def _own_blocks(self, request: Request) -> int:
-        """Most blocks a row takes beside the whole ones of its prompt; its last token is never fed, so never kept."""
-        num_positions = len(request.prompt_ids) + request.sampling.max_tokens - 1
-        if num_positions == len(request.prompt_ids):
+    def _start_rows(self, group: Group) -> list[Row]:
+        """Start as many rows of the group as have a slot and find a block or two each; one if nothing runs."""
+        num_rows = min(len(group.rows), self._limits.max_running_rows - len(self.running))
+        if first_blocks := self._first_blocks(group):
+            num_rows = min(num_rows, max(0, self._pool.num_free - self._num_growing()) // first_blocks)
+        if not self.running:
+            num_rows = max(num_rows, 1)
+        rows = group.rows[:num_rows]
+        for row in rows:
+            self._pool.share(group.table)
+            row.table = list(group.table)
+            self.running[row.row] = row
+        return rows
+
+    def _free_newest(self) -> None:
+        """Free blocks at the cost of whoever came last."""
+        if self._free_waiting_group():
+            return
+        assert len(self.running) > 1, f"all {self._pool.num_blocks} blocks don't hold one row, which was checked before"
+        _, row = self.running.popitem()
+        self._pool.release(row.table)
+        row.table = []
+        self._waiting.appendleft(Group([row]))
+
+    def _free_waiting_group(self) -> bool:
+        """Take its blocks from the last waiting group that has any; False where none has."""
+        for group in reversed(self._waiting):
+            if group.table:
+                self._let_go(group)
+                return True
+        return False
+
+    def _let_go(self, group: Group) -> None:
+        self._pool.release(group.table)
+        group.table, group.num_computed, group.logits_V, group.choices = [], 0, None, []
+
+    def _num_growing(self) -> int:
+        return sum(len(row.table) < self._most_blocks(row.request) for row in self.running.values())
+
+    def _first_blocks(self, group: Group) -> int:
+        """Blocks that one more running row of the group should find: one for now, one to grow into."""
+        return min(2, self._growth(group))
+
+    def _growth(self, group: Group) -> int:
+        """Most blocks that a row takes beside the whole ones that it starts from."""
+        num_positions = self._num_positions(group.request)
+        if num_positions == group.length:
             return 0
-        return -(-num_positions // self._block_size) - len(request.prompt_ids) // self._block_size
+        return self._num_blocks(num_positions) - group.length // self._limits.block_size
 
-    def _needed_blocks(self, request: Request, num_rows: int) -> int:
-        return self._prompt_blocks(request) + num_rows * self._own_blocks(request)
+    def _num_positions(self, request: Request) -> int:
+        """Most positions of a row; its last token is never fed, so never kept."""
+        return len(request.prompt_ids) + request.sampling.max_tokens - 1
 
-    def _check_fits(self, request: Request) -> None:
-        needed, usable = self._needed_blocks(request, 1), self._pool.num_blocks - 1
+    def _most_blocks(self, request: Request) -> int:
+        return self._num_blocks(self._num_positions(request))
+
+    def _num_blocks(self, num_positions: int) -> int:
+        return -(-num_positions // self._limits.block_size)
+
+    def _check_fits(self, row: Row) -> None:
+        needed, usable = self._most_blocks(row.request), self._pool.num_blocks - 1
         if needed > usable:
             raise ValueError(
-                f"row {request.rows[0]} can need {needed} KV blocks ({len(request.prompt_ids)} prompt + "
-                f"{request.sampling.max_tokens} new tokens in blocks of {self._block_size}), but the cache has "
-                f"{usable}; "
+                f"row {row.row} can need {needed} KV blocks ({len(row.request.prompt_ids)} prompt + "
+                f"{row.request.sampling.max_tokens} new tokens in blocks of {self._limits.block_size}), but the cache "
+                f"has {usable}; "
                 "raise rollout.kv_cache_gib or rollout.gpu_memory_utilization, or lower rollout.max_completion_length"
             )

@@ -6,7 +6,7 @@ Ranks of a tensor group schedule the same requests alike; other ranks know nothi
 
 from __future__ import annotations
 
-import contextlib
+import gc
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,18 +19,18 @@ from torch import Tensor
 
 from spmdrl.engines.generation import vllm_cpu
 from spmdrl.engines.generation.protocol import Finish, Request, Response, RolloutConfig, SamplingParams
+from spmdrl.engines.generation.stop_strings import Decode, completes_stop_string
+from spmdrl.engines.generation.vllm_launch import launch_variables
+from spmdrl.engines.generation.vllm_logprobs import gives_unfiltered, logprobs_mode
 from spmdrl.engines.models.hf import parameter_shapes, read_config
 from spmdrl.engines.models.stacked import unstack
 from spmdrl.resources.launch import read_launch_environment
 from spmdrl.types import WeightSlice, whole_slice
 
-# vLLM accepts neither more log-prob modes nor a mode per request: the whole engine has one of these two.
-_FILTERED, _UNSCALED = "processed_logprobs", "raw_logprobs"
-
 
 @dataclass
 class _Row:
-    """A row that vLLM works on, with what it gave so far."""
+    """A row that vLLM works on, with what it has so far."""
 
     request: Request
     token_ids: list[int] = field(default_factory=list)
@@ -44,55 +44,34 @@ class VllmEngine:
     wants_iterator: ClassVar[bool] = True
 
     def __init__(
-        self, model_folder: Path, rollout: RolloutConfig, device: torch.device, dtype: torch.dtype, *, tensor: int = 1
-    ):
-        """Load the model from `model_folder`, cut over `tensor` consecutive ranks, then sleep. Collective over all ranks.
+        self, model_folder: Path, rollout: RolloutConfig, device: torch.device, dtype: torch.dtype, *,
+        tensor: int = 1, decode: Decode | None = None,
+    ):  # fmt: skip
+        """Load the model of `model_folder`, cut over `tensor` consecutive ranks, then sleep. Collective over the world.
 
-        Raises ValueError for what vLLM can't compute here.
+        Stop strings need `decode`. Raises ValueError for what vLLM can't compute here.
         """
         self.version = 0
         self._config = read_config(model_folder)
         self._dtype = dtype
         self._tensor = tensor
+        self._decode_text = decode
         self._on_cpu = device.type == "cpu"
         self._logprobs_mode = logprobs_mode(rollout)
         self._rows: dict[int, _Row] = {}
         self._weights_awake = self._cache_awake = False
-        # Set before the import, which is here as vllm is an extra: the engine core stays in this process, nothing is
-        # reported to vLLM's makers, and the screen is the job's.
+        # Set before the import, here as vllm is an extra: no process beside this one, no usage report, a quiet screen.
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         import vllm.sampling_params
 
         self._vllm = vllm
-        arguments: dict[str, Any] = {
-            "model": str(model_folder),
-            "dtype": str(dtype).removeprefix("torch."),
-            "tensor_parallel_size": tensor,
-            "distributed_executor_backend": "external_launcher",
-            "gpu_memory_utilization": rollout.gpu_memory_utilization,
-            "max_num_seqs": rollout.max_running_rows,
-            "enable_sleep_mode": not self._on_cpu,
-            "enable_prefix_caching": True,
-            "skip_tokenizer_init": True,
-            "use_tqdm_on_load": False,
-            "logprobs_mode": self._logprobs_mode,
-        }
-        if rollout.kv_cache_gib is not None:
-            arguments["kv_cache_memory_bytes"] = int(rollout.kv_cache_gib * 2**30)
-        elif self._on_cpu:
-            arguments["kv_cache_memory_bytes"] = vllm_cpu.default_cache_bytes(
-                self._config, self._position_bytes, rollout.max_running_rows
-            )
         if self._on_cpu:
-            vllm_cpu.check_sizes(self._config, tensor, _head_sizes_on_cpu())
-            # Compiling takes longer than the small models of a CPU run need.
-            arguments["enforce_eager"] = True
-        with _launch_variables():
-            self._llm = vllm.LLM(**(arguments | rollout.engine_kwargs))
-        # An engine that is dropped would take the job's process group with it.
-        self._llm.llm_engine.engine_core._finalizer.detach()
+            self._prepare_cpu()
+        with launch_variables():
+            self._llm = vllm.LLM(**(self._arguments(model_folder, rollout) | rollout.engine_kwargs))
+        self._let_go()
         self._packs_experts = self._on_cpu and self._reload_leaves_experts()
         self._discard()
 
@@ -107,24 +86,30 @@ class VllmEngine:
     def submit(self, requests: Sequence[Request]) -> None:
         self._require_awake()
         for request in requests:
-            for row, seed in zip(request.rows, request.seeds, strict=True):
+            if request.sampling.stop_strings and self._decode_text is None:
+                raise ValueError(
+                    f"rows {list(request.rows)} have stop strings; build the engine with a decode function"
+                )
+            for row, seed, given in zip(request.rows, request.seeds, request.given, strict=True):
                 if row in self._rows:
                     raise ValueError(f"row {row} is submitted twice; wait for its response or abort it first")
-                prompt = self._vllm.TokensPrompt(prompt_token_ids=list(request.prompt_ids))
+                prompt = self._vllm.TokensPrompt(prompt_token_ids=[*request.prompt_ids, *given.token_ids])
+                sampling = self._sampling(request.sampling, seed, num_given=len(given.token_ids))
                 # One request a row, because each has its own seed; the prefix cache shares the prompt.
-                self._llm.llm_engine.add_request(str(row), prompt, self._sampling(request.sampling, seed))
-                self._rows[row] = _Row(request)
+                self._llm.llm_engine.add_request(str(row), prompt, sampling)
+                self._rows[row] = _Row(request, list(given.token_ids), list(given.logprobs), list(given.versions))
 
     def step(self) -> list[Response]:
         self._require_awake()
-        if not self._rows:
-            return []
-        responses = []
-        for output in self._llm.llm_engine.step():
+        responses: list[Response] = []
+        for output in self._llm.llm_engine.step() if self._rows else ():
             row, completion = int(output.request_id), output.outputs[0]
             self._note(self._rows[row], completion)
             if output.finished:
                 responses.append(self._response(row, completion.finish_reason))
+            elif self._says_stop(self._rows[row]):
+                self._llm.llm_engine.abort_request([str(row)])
+                responses.append(self._response(row, "stop"))
         return responses
 
     def abort(self) -> list[Response]:
@@ -151,7 +136,8 @@ class VllmEngine:
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         if self._rows:
             raise RuntimeError(f"{len(self._rows)} rows are unfinished; step until they end, or abort them first")
-        self._reload(weights_iterator=unstack(_complete(weights, self.weight_shapes())))
+        source = {"weights_iterator": unstack(_complete(weights, self.weight_shapes()))}
+        self._llm.collective_rpc("reload_weights", kwargs=source)
         if self._on_cpu:
             self._llm.apply_model(lambda model: vllm_cpu.pack_again(model, experts=self._packs_experts))
         # Cached prefixes were computed with the old weights.
@@ -172,13 +158,16 @@ class VllmEngine:
             self._discard()
 
     def memory_bytes(self) -> dict[str, int]:
-        """What this rank's weights and KV cache take by their sizes: vLLM doesn't tell them apart."""
+        """What this rank's weights and KV cache take by their sizes; on CPU always, as vLLM can't sleep there."""
         num_weights = sum(math.prod(shape) for shape in self.weight_shapes().values())
         cache = self._llm.llm_engine.vllm_config.cache_config
         cache_bytes = (cache.num_gpu_blocks or 0) * cache.block_size * self._position_bytes
         return {
-            "generation_weights": num_weights // self._tensor * self._dtype.itemsize * self._holds(self._weights_awake),
-            "kv_cache": cache_bytes * self._holds(self._cache_awake),
+            "generation_weights": num_weights
+            // self._tensor
+            * self._dtype.itemsize
+            * (self._weights_awake or self._on_cpu),
+            "kv_cache": cache_bytes * (self._cache_awake or self._on_cpu),
         }
 
     @property
@@ -192,19 +181,12 @@ class VllmEngine:
             size = max(1, config.num_kv_heads // self._tensor) * (config.head_size + config.value_head_size)
         return config.num_layers * size * self._dtype.itemsize
 
-    def _holds(self, awake: bool) -> bool:
-        """Whether memory is held: a CPU's always is, as vLLM's sleep does nothing there."""
-        return awake or self._on_cpu
-
-    def _reload(self, **source: Any) -> None:
-        self._llm.collective_rpc("reload_weights", kwargs=source)
-
     def _reload_leaves_experts(self) -> bool:
         """Whether experts aren't packed by a reload: then those of the model's own files differ from before it."""
         [before] = self._llm.apply_model(vllm_cpu.first_expert_weights)
         if before is None:
             return False
-        self._reload()
+        self._llm.collective_rpc("reload_weights")
         [after] = self._llm.apply_model(vllm_cpu.first_expert_weights)
         return not torch.equal(before, after)
 
@@ -214,34 +196,85 @@ class VllmEngine:
             self._llm.sleep(level=2)
         self._weights_awake = self._cache_awake = False
 
+    def _arguments(self, model_folder: Path, rollout: RolloutConfig) -> dict[str, Any]:
+        """What vLLM is built with, beside the user's own arguments."""
+        arguments: dict[str, Any] = {
+            "model": str(model_folder),
+            "dtype": str(self._dtype).removeprefix("torch."),
+            "tensor_parallel_size": self._tensor,
+            "distributed_executor_backend": "external_launcher",
+            "gpu_memory_utilization": rollout.gpu_memory_utilization,
+            "max_num_seqs": rollout.max_running_rows,
+            "enable_sleep_mode": not self._on_cpu,
+            "enable_prefix_caching": True,
+            "skip_tokenizer_init": True,
+            "use_tqdm_on_load": False,
+            "logprobs_mode": self._logprobs_mode,
+        }
+        cache_bytes = None if rollout.kv_cache_gib is None else int(rollout.kv_cache_gib * 2**30)
+        if self._on_cpu:
+            rows = rollout.max_running_rows
+            cache_bytes = cache_bytes or vllm_cpu.default_cache_bytes(self._config, self._position_bytes, rows)
+            # Compiling takes longer than the small models of a CPU run need.
+            arguments["enforce_eager"] = True
+        if cache_bytes is not None:
+            arguments["kv_cache_memory_bytes"] = cache_bytes
+        return arguments
+
+    def _let_go(self) -> None:
+        """Undo what would outlive the engine or end with it."""
+        from vllm.distributed.parallel_state import get_tp_group
+
+        # Its shared memory has a name, so a job that is killed would leave it behind; here nothing is sent through it.
+        get_tp_group().mq_broadcaster = None
+        # A dropped engine would take the job's process group with it; versions without this leave the group alone.
+        if finalizer := getattr(self._llm.llm_engine.engine_core, "_finalizer", None):
+            finalizer.detach()
+        # vLLM exempts from collection all that there is, so a dropped engine would stay in memory.
+        gc.unfreeze()
+
+    def _prepare_cpu(self) -> None:
+        from vllm.distributed import parallel_state
+        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+        vllm_cpu.check_sizes(self._config, self._tensor, CPUAttentionBackend.get_supported_head_sizes())
+        # Ranks that name their group differently talk through torch.distributed. The other way is shared memory of a
+        # fixed name, which two jobs on a host would mix up, and which a job leaves behind.
+        parallel_state._group_name_counter["tp"] = read_launch_environment(os.environ).rank
+
     def _require_awake(self) -> None:
         if not self._cache_awake:
             raise RuntimeError("a sleeping engine can't generate; call wake_weights, load_weights, then wake_cache")
 
-    def _sampling(self, sampling: SamplingParams, seed: int) -> Any:
+    def _sampling(self, sampling: SamplingParams, seed: int, *, num_given: int) -> Any:
+        """What vLLM takes; its random numbers start anew with each request, so a row that goes on gets another seed."""
         return self._vllm.SamplingParams(
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
             min_p=sampling.min_p,
-            max_tokens=sampling.max_tokens,
+            max_tokens=sampling.max_tokens - num_given,
             stop_token_ids=list(sampling.stop_token_ids),
             ignore_eos=True,
-            seed=seed,
+            seed=(seed + num_given) % (1 << 63),
             logprobs=0,
             detokenize=False,
-            output_kind=self._vllm.sampling_params.RequestOutputKind.CUMULATIVE,
+            output_kind=self._vllm.sampling_params.RequestOutputKind.DELTA,
         )
 
     def _note(self, row: _Row, completion: Any) -> None:
-        """Take over the tokens that are new in a cumulative output."""
-        new = slice(len(row.token_ids), len(completion.token_ids))
+        """Take over the tokens of one output, which holds those of its step only."""
         exact = gives_unfiltered(self._logprobs_mode, row.request.sampling)
-        for token, candidates in zip(completion.token_ids[new], completion.logprobs[new], strict=True):
+        for token, candidates in zip(completion.token_ids, completion.logprobs, strict=True):
             row.token_ids.append(token)
             # Better no number than one of another distribution.
             row.logprobs.append(candidates[token].logprob if exact else math.nan)
             row.versions.append(self.version)
+
+    def _says_stop(self, row: _Row) -> bool:
+        """Whether the newest token completes a stop string, which vLLM, without a tokenizer, can't see."""
+        strings, decode = row.request.sampling.stop_strings, self._decode_text
+        return bool(strings) and decode is not None and completes_stop_string(row.token_ids, strings, decode)
 
     def _response(self, row: int, finish: Finish) -> Response:
         done = self._rows.pop(row)
@@ -260,46 +293,3 @@ def _complete(
         yield name, weight
     if missing:
         raise ValueError(f"{len(missing)} of {len(shapes)} weights weren't given, such as {min(missing)}")
-
-
-@contextlib.contextmanager
-def _launch_variables() -> Iterator[None]:
-    """Tell vLLM who this process is where the launcher left that open: a job of one rank needs no launcher."""
-    launch = read_launch_environment(os.environ)
-    told = {"RANK": str(launch.rank), "LOCAL_RANK": str(launch.local_rank)}
-    lacking = {name: value for name, value in told.items() if name not in os.environ}
-    os.environ.update(lacking)
-    try:
-        yield
-    finally:
-        for name in lacking:
-            del os.environ[name]
-
-
-def _head_sizes_on_cpu() -> list[int]:
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-
-    return CPUAttentionBackend.get_supported_head_sizes()
-
-
-def logprobs_mode(rollout: RolloutConfig) -> str:
-    """vLLM's mode in which training rollouts get log-probs scaled by the temperature but not filtered.
-
-    Raises ValueError for filters at a temperature other than 1: vLLM's modes scale and filter, or do neither.
-    """
-    sampling = rollout.sampling(())
-    for mode in (_FILTERED, _UNSCALED):
-        if gives_unfiltered(mode, sampling):
-            return mode
-    raise ValueError(
-        f"rollout.temperature is {rollout.temperature} with rollout.top_p {rollout.top_p}, top_k {rollout.top_k}, "
-        f"min_p {rollout.min_p}: vLLM can't tell log-probs that are scaled but not filtered; set the temperature to 1, "
-        "turn the filters off, or set rollout.engine to native"
-    )
-
-
-def gives_unfiltered(mode: str, sampling: SamplingParams) -> bool:
-    """Whether vLLM's log-probs in this mode are those of the distribution scaled by the temperature, not filtered."""
-    if mode == _UNSCALED:
-        return sampling.temperature in (0, 1)
-    return sampling.temperature == 0 or (sampling.top_p == 1 and sampling.top_k == 0 and sampling.min_p == 0)

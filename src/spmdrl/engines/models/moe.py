@@ -148,7 +148,7 @@ class Router(nn.Module):
     def forward(self, hidden_TD: Tensor) -> tuple[Tensor, Tensor]:
         """Return the affinities [T, E] and the chosen experts [T, C]."""
         products_TE = F.linear(hidden_TD.to(torch.float32), self.weight.to(torch.float32))
-        scores_TE = products_TE.softmax(-1) if self.config.scoring == "softmax" else products_TE.sigmoid()
+        scores_TE = products_TE.softmax(-1) if self.config.scoring == "softmax" else ops.sigmoid(products_TE)
         return scores_TE, self._choose(scores_TE.detach())
 
     def weigh(self, scores_TE: Tensor, chosen_TC: Tensor) -> Tensor:

@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from spmdrl.engines.models.kernels import ops
+from spmdrl.engines.models.kernels.invariant import linear
 from spmdrl.engines.parallel.axis_collectives import max_across, sum_across
 from spmdrl.engines.parallel.vocabulary import VocabularyPart
 from spmdrl.resources.mesh import Axis
@@ -108,7 +108,7 @@ def _chunks(num_rows: int, vocab_size: int, chunk_bytes: int) -> Iterator[slice]
 
 
 def _logits(hidden_CD: Tensor, head_weight_VD: Tensor, temperature: float) -> Tensor:
-    return F.linear(hidden_CD, head_weight_VD).to(torch.float32).div_(temperature)
+    return linear(hidden_CD, head_weight_VD).to(torch.float32).div_(temperature)
 
 
 def _rate(logits_CV: Tensor, targets_C: Tensor, vocabulary: VocabularyPart) -> tuple[Tensor, Tensor, Tensor]:

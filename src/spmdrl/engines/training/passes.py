@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.engines.models.decoder import Decoder
+from spmdrl.engines.models.kernels.invariant import LEAST_ROWS
 from spmdrl.engines.parallel.vocabulary import VocabularyPart
 from spmdrl.engines.training.heads import LogprobHead, TokenHead, ValueHead
 from spmdrl.engines.training.local_tokens import LocalTokens, local_tokens
@@ -66,13 +67,13 @@ class Passes:
     ) -> Iterator[Work]:
         """Move micro-batches to the device, one by one as they are asked for; with a scope, their routing is kept."""
         # Pipeline stages hand on hidden states of one shape.
-        size = max(self._placed_size(rows, members) for members in plan) if self._pipeline and plan else None
+        size = max(self._placed_size(_rows_of(rows, members)) for members in plan) if self._pipeline and plan else None
         for members in plan:
             chosen = _rows_of(rows, members)
             micro = to_microbatch(chosen, self.device.torch_device)
             placement = place_tokens(
                 chosen.offsets, self._mesh.context, self._mesh.layout.context_kind,
-                multiple=self._mesh.tensor.size, num_tokens=size,
+                multiple=self._mesh.tensor.size, num_tokens=size or self._placed_size(chosen),
             )  # fmt: skip
             local = local_tokens(placement, chosen, micro, self.rating)
             route = None if scope is None else _recording_route(scope, chosen, local, is_real=bool(members))
@@ -123,10 +124,12 @@ class Passes:
             return LogprobHead(work.local.predicting_p, work.local.targets_p, self._vocabulary, self._temperature)
         return ValueHead(work.local.predicting_p, self._mesh.tensor)
 
-    def _placed_size(self, rows: TokenRows, members: list[int]) -> int:
+    def _placed_size(self, rows: TokenRows) -> int:
+        """No fewer places than a CPU's matrix product needs to round a token as it does among many."""
         layout = self._mesh.layout
-        offsets = _rows_of(rows, members).offsets
-        return placed_size(offsets, layout.context, layout.context_kind, layout.tensor)
+        unit = layout.context * layout.tensor
+        fewest = placed_size(rows.offsets, layout.context, layout.context_kind, layout.tensor)
+        return max(fewest, -(-LEAST_ROWS // unit) * unit)
 
 
 def _recording_route(scope: RoutingScope, rows: TokenRows, local: LocalTokens, *, is_real: bool) -> RecordingRoute:

@@ -181,6 +181,8 @@ class LossTerms:
     """Scalar with a graph; weights such as 1 / total tokens are already inside."""
     metrics: dict[str, tuple[Tensor, Tensor]]
     """Name to (sum, count), scalars that add up over micro-batches and ranks."""
+    maxima: dict[str, Tensor] = field(default_factory=dict)
+    """Name to a scalar of which the largest over micro-batches and ranks counts."""
 
 
 LossFunction = Callable[[Any, MicroBatch], LossTerms]

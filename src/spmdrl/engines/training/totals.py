@@ -1,4 +1,4 @@
-"""Adds up what micro-batches reported, over all ranks, so that every rank draws the same conclusions."""
+"""Joins what micro-batches reported, over all ranks, so that every rank draws the same conclusions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ class Tally:
 
     def add(self, terms: LossTerms) -> None:
         metrics = {name: (total.detach(), count.detach()) for name, (total, count) in terms.metrics.items()}
-        self.terms.append(LossTerms(terms.loss.detach(), metrics))
+        maxima = {name: value.detach() for name, value in terms.maxima.items()}
+        self.terms.append(LossTerms(terms.loss.detach(), metrics, maxima))
 
     def entries(self) -> Iterator[tuple[str, float, float]]:
         """(name, sum, count) of every micro-batch; the loss goes under the empty name."""
@@ -28,14 +29,21 @@ class Tally:
             for name, (total, count) in terms.metrics.items():
                 yield name, float(total), float(count)
 
+    def peaks(self) -> Iterator[tuple[str, float]]:
+        """(name, value) of every micro-batch, of what the largest counts."""
+        for terms in self.terms:
+            for name, value in terms.maxima.items():
+                yield name, float(value)
+
 
 @dataclass(frozen=True)
 class Totals:
-    """Sums over all ranks."""
+    """Sums and maxima over all ranks."""
 
     loss: float
     grad_norm: float
     metrics: dict[str, tuple[float, float]]
+    maxima: dict[str, float]
 
     @classmethod
     def gathered(cls, tally: Tally | None, squared_norm: float) -> Totals:
@@ -45,11 +53,13 @@ class Totals:
         rank counts as the holder of. Bytes rather than a sum of vectors: a rank that ran only dummies doesn't know
         the metrics' names.
         """
-        payload = json.dumps([squared_norm, _summed(tally.entries()) if tally is not None else {}]).encode()
+        own = tally or Tally()
+        payload = json.dumps([squared_norm, _summed(own.entries()), _largest(own.peaks())]).encode()
         answers = [json.loads(answer) for answer in gather_bytes(payload)]
-        sums = _summed((name, *pair) for _, pairs in answers for name, pair in pairs.items())
+        sums = _summed((name, *pair) for _, pairs, _ in answers for name, pair in pairs.items())
+        peaks = _largest(peak for *_, maxima in answers for peak in maxima.items())
         loss, _ = sums.pop("", (0.0, 0.0))
-        return cls(loss, math.sqrt(sum(square for square, _ in answers)), sums)
+        return cls(loss, math.sqrt(sum(square for square, *_ in answers)), sums, peaks)
 
     @property
     def is_finite(self) -> bool:
@@ -62,3 +72,12 @@ def _summed(entries: Iterable[tuple[str, float, float]]) -> dict[str, tuple[floa
         old_total, old_count = sums.get(name, (0.0, 0.0))
         sums[name] = (old_total + total, old_count + count)
     return sums
+
+
+def _largest(peaks: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """The largest value of each name; a NaN among them is not lost."""
+    largest: dict[str, float] = {}
+    for name, value in peaks:
+        known = largest.get(name, -math.inf)
+        largest[name] = value if math.isnan(value) or value > known else known
+    return largest

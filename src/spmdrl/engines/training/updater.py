@@ -33,6 +33,8 @@ class UpdateResult:
     lr: float
     metrics: dict[str, tuple[float, float]]
     """Name to (sum, count) over all micro-batches and data ranks."""
+    maxima: dict[str, float]
+    """Name to the largest over all micro-batches and data ranks."""
     num_microbatches: int
     """Micro-batches that each data rank ran."""
     skipped: bool
@@ -87,8 +89,9 @@ class Updater:
             self._apply(gradients, norm=total.grad_norm, lr=lr)
         metrics = total.metrics | self._balance_experts(accumulated.router, is_skipped=not total.is_finite)
         return UpdateResult(
-            total.loss, total.grad_norm, lr, metrics, accumulated.num_microbatches, skipped=not total.is_finite
-        )
+            total.loss, total.grad_norm, lr, metrics, total.maxima, accumulated.num_microbatches,
+            skipped=not total.is_finite,
+        )  # fmt: skip
 
     def drop_gradients(self) -> None:
         """Free what is left of gradients."""

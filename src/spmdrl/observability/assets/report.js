@@ -82,7 +82,24 @@
       texts.append(column);
     }
     card.append(facts, texts);
+    if (sample.tokens.length) card.append(tokenList(sample.tokens));
     return card;
+  }
+
+  // Each token in turn, the darker the further the two log-probs lie apart, in steps of ten.
+  function tokenList(tokens) {
+    const box = make("details", "tokens");
+    box.append(make("summary", "", "tokens: advantage and mismatch"));
+    const line = make("div");
+    for (const [text, advantage, mismatch] of tokens) {
+      const distance = Math.abs(mismatch || 0);
+      const depth = distance ? Math.max(0, Math.min(5, Math.ceil(Math.log10(distance)) + 6)) : 0;
+      const piece = make("span", "depth-" + depth, text);
+      piece.title = "advantage " + (advantage ?? "unknown") + ", mismatch " + (mismatch ?? "unknown");
+      line.append(piece);
+    }
+    box.append(line);
+    return box;
   }
 
   function sampleViewer() {

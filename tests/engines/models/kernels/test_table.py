@@ -38,6 +38,11 @@ def counts(*of_expert: int) -> Callable[[torch.device], tuple[object, ...]]:
     return lambda device: (torch.tensor(of_expert, device=device),)
 
 
+def seen(*lengths: int) -> Callable[[torch.device], tuple[object, ...]]:
+    """All queries of each row see its first keys, of 9."""
+    return lambda device: ((torch.arange(9) < torch.tensor(lengths)[:, None])[:, None, None].to(device),)
+
+
 CASES: dict[str, list[Case]] = {
     "rms_norm": [Case(((5, 16), (16,)), lambda device: (1e-6,)), Case(((5, 3, 16), (16,)), lambda device: (1e-5,))],
     "rotate": [Case(((12, 3, 8),), angles)],
@@ -46,6 +51,11 @@ CASES: dict[str, list[Case]] = {
         Case(((9, 16), (4, 8, 16)), counts(3, 0, 5, 1)),
         Case(((9, 13), (2, 7, 13)), counts(9, 0)),
         Case(((0, 16), (3, 8, 16)), counts(0, 0, 0)),
+    ],
+    "sigmoid": [Case(((7, 24),))],
+    "masked_attention": [
+        Case(((2, 4, 3, 16), (2, 4, 9, 16), (2, 4, 9, 16)), seen(4, 9)),
+        Case(((2, 4, 3, 16), (2, 2, 9, 16), (2, 2, 9, 8)), seen(9, 1)),
     ],
     "packed_attention": [
         Case(((12, 4, 16), (12, 4, 16), (12, 4, 16)), rows_of(12)),

@@ -1,7 +1,8 @@
 """The operations by name; each runs the implementation that the table has for its tensors' device.
 
 Shape letters: `T` packed tokens, `H` query heads, `J` key and value heads, `K` head size, `V` head size of values,
-`R` rows, `E` experts, `D` inputs and `O` outputs of a linear layer, `M` and `N` dims of a matrix.
+`N` rows, `Q` queries of a row, `S` key positions, `R` rows, `E` experts, `D` inputs and `O` outputs of a linear layer,
+`M` and `N` dims of a matrix.
 """
 
 from __future__ import annotations
@@ -27,6 +28,11 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return implementation("swiglu", gate)(gate, up)
 
 
+def sigmoid(x: Tensor) -> Tensor:
+    """1 / (1 + exp(-x))."""
+    return implementation("sigmoid", x)(x)
+
+
 def grouped_linear(rows_RD: Tensor, weights_EOD: Tensor, counts_E: Tensor) -> Tensor:
     """Apply each expert's linear layer to its own rows, which lie sorted by expert; returns [R, O].
 
@@ -46,3 +52,12 @@ def packed_attention(q_THK: Tensor, k_TJK: Tensor, v_TJV: Tensor, rows: PackedRo
     J divides H. Values may have a smaller head size than keys.
     """
     return implementation("packed_attention", q_THK)(q_THK, k_TJK, v_TJV, rows)
+
+
+def masked_attention(q_NHQK: Tensor, k_NJSK: Tensor, v_NJSV: Tensor, mask: Tensor) -> Tensor:
+    """Attention to the keys for which the mask, which broadcasts to [N, 1, Q, S], is true; returns [N, H, Q, V].
+
+    A mask of numbers has 0 for true and -inf for false, and is added to the scores.
+    Scaled by 1 / sqrt(K). J divides H. Every query sees at least one of the first keys.
+    """
+    return implementation("masked_attention", q_NHQK)(q_NHQK, k_NJSK, v_NJSV, mask)

@@ -1,7 +1,8 @@
 """Each operation in plain PyTorch: what the others are tested against, and what devices without their own run.
 
 Shape letters: `T` packed tokens, `H` query heads, `J` key and value heads, `K` head size, `V` head size of values,
-`R` rows sorted by expert, `E` experts, `D` inputs and `O` outputs of a linear layer.
+`N` rows, `Q` queries of a row, `S` key positions, `R` rows sorted by expert, `E` experts, `D` inputs and `O` outputs of
+a linear layer.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spmdrl.engines.models.kernels.packed import PackedRows
-from spmdrl.engines.models.kernels.padded import nothing_attended
+from spmdrl.engines.models.kernels.padded import nothing_attended, pad_values
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -26,6 +27,10 @@ def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    return x.sigmoid()
 
 
 def grouped_linear(rows_RD: Tensor, weights_EOD: Tensor, counts_E: Tensor) -> Tensor:
@@ -47,3 +52,12 @@ def packed_attention(q_THK: Tensor, k_TJK: Tensor, v_TJV: Tensor, rows: PackedRo
         weights_HTT = torch.softmax(scores_HTT.masked_fill(later, -torch.inf), dim=-1).to(v.dtype)
         attended.append(torch.einsum("hqt,thv->qhv", weights_HTT, v))
     return torch.cat(attended)
+
+
+def masked_attention(q_NHQK: Tensor, k_NJSK: Tensor, v_NJSV: Tensor, mask: Tensor) -> Tensor:
+    # Fast kernels want one head size; padded values only add columns.
+    values = pad_values(k_NJSK, v_NJSV)
+    out = F.scaled_dot_product_attention(
+        q_NHQK, k_NJSK, values, attn_mask=mask, enable_gqa=q_NHQK.shape[1] != k_NJSK.shape[1]
+    )
+    return out[..., : v_NJSV.shape[-1]]

@@ -1,0 +1,129 @@
+"""Groups that one step begins and a later one goes on with, while no batch is open that could hold them.
+
+begun --finish or last round--> trained in that step        begun --deferred--> carried --next step--> begun
+
+Their responses stay on the ranks that generate them, so that nothing travels; every rank knows where each group is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from spmdrl.dataflow.samples.rounds import CarriedGroup, RoundRules, StepGroups, groups_of_step
+from spmdrl.resources.mesh import GenerationMesh
+from spmdrl.types import Batch
+
+FOLDER = "carried"
+FINISH = "finish"
+"""The dense column that every group's responses have: how each of them ended, or that it goes on."""
+_GROUPS = "groups.json"
+_RESPONSES = "rank_*.safetensors"
+
+
+class CarriedGroups:
+    """What every rank knows of the carried groups, and the responses of those that this rank goes on with.
+
+    The ranks of a replica hold the same; the first of them writes it.
+    """
+
+    def __init__(self, rules: RoundRules, mesh: GenerationMesh):
+        self.rules = rules
+        self.known: tuple[CarriedGroup, ...] = ()
+        """ascending by serial"""
+        self._mesh = mesh
+        self._responses: dict[int, Batch] = {}
+
+    def of_step(self, step: int) -> StepGroups:
+        """The groups of the next step, the same on every rank."""
+        return groups_of_step(self.known, step, self.rules)
+
+    def responses(self, serial: int) -> Batch:
+        """What a group of this rank has so far, one row a response in order."""
+        return self._responses[serial]
+
+    def carry(self, known: Sequence[CarriedGroup], responses: Mapping[int, Batch]) -> None:
+        """Carry these groups over in place of those before; `responses`, by serial, are those that this rank holds."""
+        own = {group.serial for group in known if group.holder == self._leader}
+        assert own == responses.keys(), f"this rank holds {sorted(responses)}, but is to go on with {sorted(own)}"
+        self.known, self._responses = tuple(known), dict(responses)
+
+    def write_to(self, folder: Path) -> list[Path]:
+        """Write all of it, where there is any, below `folder`; returns this rank's files."""
+        folder, paths = folder / FOLDER, []
+        if not self.known:
+            return []
+        folder.mkdir(parents=True, exist_ok=True)
+        if self._mesh.rank == 0:
+            record = {"leaders": self._mesh.leaders, "groups": [asdict(group) for group in self.known]}
+            (folder / _GROUPS).write_text(json.dumps(record))
+            paths.append(folder / _GROUPS)
+        if self._mesh.is_leader and self._responses:
+            path = folder / _RESPONSES.replace("*", f"{self._mesh.rank:05d}")
+            save_file({key: value for item in self._responses.items() for key, value in _tensors(*item)}, path)
+            paths.append(path)
+        return paths
+
+    def read_from(self, folder: Path) -> None:
+        """Take back what was written, on any number of ranks; the same replicas go on with the same groups."""
+        folder = folder / FOLDER
+        if not (folder / _GROUPS).is_file():
+            self.carry([], {})
+            return
+        record = json.loads((folder / _GROUPS).read_text())
+        known = [CarriedGroup(**group) for group in record["groups"]]
+        leaders = self._mesh.leaders
+        if record["leaders"] != list(leaders):
+            known = [
+                CarriedGroup(group.serial, group.rounds, leaders[number % len(leaders)])
+                for number, group in enumerate(known)
+            ]
+        own = [group.serial for group in known if group.holder == self._leader]
+        self.carry(known, _read_responses(folder, own))
+
+    @property
+    def _leader(self) -> int:
+        return self._mesh.tensor.ranks[0]
+
+
+def _tensors(serial: int, batch: Batch) -> Iterator[tuple[str, Tensor]]:
+    """The columns of a group's responses, by names that begin with its serial."""
+    for name in batch.names:
+        ragged = batch.is_ragged(name)
+        yield f"{serial}/{name}/values", (batch.values(name) if ragged else batch.dense(name)).contiguous()
+        if ragged:
+            yield f"{serial}/{name}/offsets", batch.offsets(name).contiguous()
+
+
+def _read_responses(folder: Path, serials: Sequence[int]) -> dict[int, Batch]:
+    """The responses of these groups, whoever wrote them."""
+    out: dict[int, Batch] = {}
+    for path in sorted(folder.glob(_RESPONSES)) if serials else ():
+        with safe_open(path, framework="pt") as file:
+            keys = file.keys()
+            here = {int(key.partition("/")[0]) for key in keys}
+            out |= {serial: _read_group(file, serial, keys) for serial in serials if serial in here}
+    missing = set(serials) - out.keys()
+    if missing:
+        raise ValueError(f"{folder} lacks the responses of prompts {sorted(missing)}; a rank's file is missing")
+    return out
+
+
+def _read_group(file: Any, serial: int, keys: Collection[str]) -> Batch:
+    batch = Batch.of_rows(range(len(file.get_tensor(f"{serial}/{FINISH}/values"))))
+    for key in keys:
+        if key.startswith(f"{serial}/") and key.endswith("/values"):
+            name, values = key.split("/")[1], file.get_tensor(key)
+            offsets = key.removesuffix("values") + "offsets"
+            if offsets in keys:
+                batch.put_ragged(name, values, file.get_tensor(offsets))
+            else:
+                batch.put_dense(name, values)
+    return batch

@@ -1,0 +1,63 @@
+"""The rows of a step that a report shows, and the trainer's log-probs of their tokens.
+
+Shape letters: `R` packed response tokens of some rows.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from spmdrl.resources.collectives import gather_ragged
+from spmdrl.types import Batch, Integers
+
+SHOWN = "shown"
+"""A column for one update: of each response token its row where the row is shown, else -1."""
+
+
+class ShownRows:
+    """Keeps what the first update of a step finds of a few rows, spread evenly over the step's prompts."""
+
+    def __init__(self, wanted: int):
+        self._wanted = wanted
+        self._rows = torch.empty(0, dtype=torch.int64)
+        self._seen: list[tuple[Tensor, Tensor]] = []
+        self._logprobs: dict[int, list[float]] = {}
+
+    @property
+    def rows(self) -> list[int]:
+        return self._rows.tolist()
+
+    def begin_step(self, rows: Integers) -> None:
+        """Forget the step before, and choose among this one's rows."""
+        wanted = min(self._wanted, rows.size)
+        self._rows = torch.from_numpy(rows[[number * rows.size // wanted for number in range(wanted)]])
+        self._logprobs.clear()
+
+    def mark(self, batch: Batch) -> None:
+        """Add the column that tells which tokens are shown."""
+        row_B = batch.rows.where(torch.isin(batch.rows, self._rows), -1)
+        offsets = batch.offsets("response_ids")
+        batch.put_ragged(SHOWN, row_B.repeat_interleave(offsets.diff()), offsets)
+
+    def see(self, row_R: Tensor, logprobs_R: Tensor) -> None:
+        """Keep log-probs of tokens; they stay on the device, which needn't be waited for."""
+        self._seen.append((row_R, logprobs_R))
+
+    def gather(self) -> None:
+        """Bring together what all ranks saw; ranks that saw the same rows saw the same. Collective over all ranks."""
+        if not len(self._rows):
+            return
+        none = (torch.empty(0, dtype=torch.int64), torch.empty(0))
+        row_R, logprobs_R = (torch.cat(parts).cpu() for parts in zip(*[none, *self._seen_on_host()], strict=True))
+        self._seen.clear()
+        for rows, values in zip(gather_ragged(row_R), gather_ragged(logprobs_R), strict=True):
+            for row in rows.unique().tolist():
+                self._logprobs[row] = values[rows == row].tolist()
+
+    def logprobs(self, row: int) -> list[float] | None:
+        """The trainer's log-probs of a row's tokens before the update; None where the update left the row out."""
+        return self._logprobs.get(row)
+
+    def _seen_on_host(self) -> list[tuple[Tensor, Tensor]]:
+        return [(row_R[row_R >= 0].cpu(), logprobs_R[row_R >= 0].cpu()) for row_R, logprobs_R in self._seen]

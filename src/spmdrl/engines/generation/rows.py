@@ -1,0 +1,128 @@
+"""What the native engine knows of a row while it works on it, and of rows that start from the same tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from spmdrl.engines.generation.choices import RowChoices
+from spmdrl.engines.generation.protocol import Finish, Request, Response
+
+
+@dataclass(eq=False)
+class Row:
+    """A row: what it has so far and, while it runs, its block table."""
+
+    row: int
+    seed: int
+    request: Request
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    table: list[int] = field(default_factory=list)
+    choices: RowChoices | None = None
+    """Where the tokens fed so far went, if that is recorded."""
+
+    @classmethod
+    def of_member(cls, request: Request, member: int) -> Row:
+        """A row of the request, with what it brings along."""
+        row = cls(request.rows[member], request.seeds[member], request)
+        partial = request.partial[member] if request.partial else None
+        if partial is not None and partial.token_ids:
+            row.token_ids, row.logprobs = list(partial.token_ids), list(partial.logprobs)
+            row.versions = list(partial.versions)
+            if partial.choices is not None:
+                row.choices = RowChoices(partial.choices.view(row.length - 1, -1))
+        return row
+
+    @property
+    def length(self) -> int:
+        """Positions of the prompt and of all its tokens, the newest included."""
+        return len(self.request.prompt_ids) + len(self.token_ids)
+
+    @property
+    def finish(self) -> Finish | None:
+        """Why the row ends with its newest token, whatever its text, or None if it goes on."""
+        sampling = self.request.sampling
+        if self.token_ids and self.token_ids[-1] in sampling.stop_token_ids:
+            return "stop"
+        return "length" if len(self.token_ids) >= sampling.max_tokens else None
+
+    def response(self, finish: Finish) -> Response:
+        choices = None if self.choices is None else self.choices.packed()
+        return Response(self.row, tuple(self.token_ids), tuple(self.logprobs), finish, tuple(self.versions), choices)
+
+
+@dataclass(eq=False)
+class Group:
+    """Waiting rows that start from the same tokens, which are computed once for all of them.
+
+    They are a request's rows without tokens, or one row that has tokens already.
+    """
+
+    rows: list[Row]
+    """Those that still wait, in order."""
+    table: list[int] = field(default_factory=list)
+    """Blocks of all the tokens, held from the first chunk until the last row has started; empty before."""
+    num_computed: int = 0
+    """Leading tokens whose keys and values are cached or come with this step's chunks."""
+    logits_V: Tensor | None = None
+    """What the last token predicts; whoever runs the last chunk leaves it here."""
+    choices: list[Tensor] = field(default_factory=list)
+    """Where the tokens of each chunk went [T, L, C], if that is recorded; left here likewise."""
+
+    @property
+    def request(self) -> Request:
+        return self.rows[0].request
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Prompt and tokens that any of the rows starts from."""
+        return (*self.request.prompt_ids, *self.rows[0].token_ids)
+
+    @property
+    def length(self) -> int:
+        return self.rows[0].length
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens [start, stop) of a group, to be run behind those before them."""
+
+    group: Group
+    start: int
+    stop: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def is_last(self) -> bool:
+        return self.stop == self.group.length
+
+
+@dataclass(frozen=True)
+class Admission:
+    """Rows of one group that start once its last chunk has run."""
+
+    group: Group
+    rows: list[Row]
+
+    def take_choices(self) -> None:
+        """Tell the rows where the tokens went that they start from, if that is recorded."""
+        if self.group.choices:
+            fed_TLC = torch.cat(self.group.choices)
+            self.group.choices[:] = [fed_TLC]
+            for row in self.rows:
+                row.choices = RowChoices(fed_TLC) if row.choices is None else row.choices.continued(fed_TLC)
+
+
+def groups_of(request: Request) -> list[Group]:
+    """The rows that have tokens each by itself, then the others together."""
+    rows = [Row.of_member(request, member) for member in range(len(request.rows))]
+    groups = [Group([row]) for row in rows if row.token_ids]
+    fresh = [row for row in rows if not row.token_ids]
+    return [*groups, Group(fresh)] if fresh else groups

@@ -1,0 +1,31 @@
+"""Which of vLLM's log-probs are those of the distribution scaled by the temperature, not filtered."""
+
+from __future__ import annotations
+
+from spmdrl.engines.generation.protocol import RolloutConfig, SamplingParams
+
+# vLLM accepts neither more log-prob modes nor a mode per request: the whole engine has one of these two.
+_FILTERED, _UNSCALED = "processed_logprobs", "raw_logprobs"
+
+
+def logprobs_mode(rollout: RolloutConfig) -> str:
+    """vLLM's mode in which training rollouts get log-probs scaled by the temperature but not filtered.
+
+    Raises ValueError for filters at a temperature other than 1: vLLM's modes scale and filter, or do neither.
+    """
+    sampling = rollout.sampling(())
+    for mode in (_FILTERED, _UNSCALED):
+        if gives_unfiltered(mode, sampling):
+            return mode
+    raise ValueError(
+        f"rollout.temperature is {rollout.temperature} with rollout.top_p {rollout.top_p}, top_k {rollout.top_k}, "
+        f"min_p {rollout.min_p}: vLLM can't tell log-probs that are scaled but not filtered; set the temperature to 1, "
+        "turn the filters off, or set rollout.engine to native"
+    )
+
+
+def gives_unfiltered(mode: str, sampling: SamplingParams) -> bool:
+    """Whether vLLM's log-probs in this mode are those of the distribution scaled by the temperature, not filtered."""
+    if mode == _UNSCALED:
+        return sampling.temperature in (0, 1)
+    return sampling.temperature == 0 or (sampling.top_p == 1 and sampling.top_k == 0 and sampling.min_p == 0)

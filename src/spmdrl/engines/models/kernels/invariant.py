@@ -1,0 +1,137 @@
+"""Operations on a CPU whose result for a row has the same bits whatever else is computed beside it.
+
+So a token's log-prob is the same when a batch of other rows decodes beside it, when its row is scored in one piece,
+and in the update. What that takes, in float32 on one thread:
+
+- a matrix product rounds each row alike from LEAST_ROWS rows on, and otherwise with fewer: fewer are padded;
+- silu and sigmoid round the last elements of a tensor otherwise than the rest, their parts exp, + and / don't;
+- attention meets the keys in blocks at fixed positions, each as wide as the others, and a block that is masked
+  whole changes no bit of what the ones before it gave.
+
+Only forward passes are so: gradients are right to rounding, as they are elsewhere.
+
+Shape letters: `T` packed tokens, `N` rows, `Q` queries of a row, `S` key positions, `H` query heads, `J` key and value
+heads, `K` head size of queries and keys, `V` head size of values, `R` rows sorted by expert, `E` experts, `D` inputs
+and `O` outputs of a linear layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from spmdrl.engines.models.kernels import plain
+from spmdrl.engines.models.kernels.packed import PackedRows
+from spmdrl.engines.models.kernels.padded import nothing_attended
+
+LEAST_ROWS = 4
+KEY_BLOCK = 64
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    return 1 / (1 + (-x).exp())
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    # gate / (1 + inf) is the right 0 where exp overflows; its gradient isn't, but no gate is near -88.
+    return gate / (1 + (-gate).exp()) * up
+
+
+def linear(rows_RD: Tensor, weight_OD: Tensor) -> Tensor:
+    """F.linear of any number of rows."""
+    lacking = LEAST_ROWS - len(rows_RD)
+    if lacking <= 0 or not len(rows_RD):
+        return F.linear(rows_RD, weight_OD)
+    return F.linear(F.pad(rows_RD, (0, 0, 0, lacking)), weight_OD)[: len(rows_RD)]
+
+
+def grouped_linear(rows_RD: Tensor, weights_EOD: Tensor, counts_E: Tensor) -> Tensor:
+    groups = zip(rows_RD.split(counts_E.tolist()), weights_EOD.unbind(), strict=True)
+    return torch.cat([linear(rows, weight) for rows, weight in groups])
+
+
+def masked_attention(q_NHQK: Tensor, k_NJSK: Tensor, v_NJSV: Tensor, mask: Tensor) -> Tensor:
+    return _Attention.apply(q_NHQK, k_NJSK, v_NJSV, mask)
+
+
+def packed_attention(q_THK: Tensor, k_TJK: Tensor, v_TJV: Tensor, rows: PackedRows) -> Tensor:
+    # Row by row: rows of equal length together would give the same bits, sooner.
+    attended = [nothing_attended(q_THK[:0], k_TJK[:0], v_TJV[:0])]
+    for q, k, v in zip(*(heads.split(rows.lengths) for heads in (q_THK, k_TJK, v_TJV)), strict=True):
+        q_1HQK, k_1JSK, v_1JSV = (heads.transpose(0, 1)[None] for heads in (q, k, v))
+        mask_QS = torch.ones(len(q), len(q), dtype=torch.bool, device=q.device).tril()
+        attended.append(masked_attention(q_1HQK, k_1JSK, v_1JSV, mask_QS)[0].transpose(0, 1))
+    return torch.cat(attended)
+
+
+class _Attention(torch.autograd.Function):
+    """Forward by blocks; backward through torch's own attention, which gives the same result to rounding."""
+
+    @staticmethod
+    def forward(ctx: Any, q_NHQK: Tensor, k_NJSK: Tensor, v_NJSV: Tensor, mask: Tensor) -> Tensor:
+        ctx.save_for_backward(q_NHQK, k_NJSK, v_NJSV, mask)
+        return attend_by_blocks(q_NHQK, k_NJSK, v_NJSV, mask)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        *heads, mask = ctx.saved_tensors
+        inputs = [values.detach().requires_grad_() for values in heads]
+        with torch.enable_grad():
+            out = plain.masked_attention(inputs[0], inputs[1], inputs[2], mask)
+        return *torch.autograd.grad(out, inputs, gradient), None
+
+
+def attend_by_blocks(q_NHQK: Tensor, k_NJSK: Tensor, v_NJSV: Tensor, mask: Tensor) -> Tensor:
+    """Attention with a running softmax over blocks of keys (Milakov and Gimelshein 2018, Algorithm 3); no gradient.
+
+    Each query has at least one key in the first block that the mask, which broadcasts to [N, 1, Q, S], lets it see.
+    """
+    mask = mask if mask.dtype == torch.bool else mask == 0
+    num_rows, num_heads, num_queries, head_size = q_NHQK.shape
+    num_kv_heads, value_size = k_NJSK.shape[1], v_NJSV.shape[-1]
+    share = num_heads // num_kv_heads
+    # All queries of a key head are the rows of one product, [NJ, share x Q, K].
+    queries = q_NHQK.reshape(num_rows * num_kv_heads, share * num_queries, head_size)
+    queries = F.pad(queries, (0, 0, 0, max(LEAST_ROWS - share * num_queries, 0)))
+    mask = mask.expand(num_rows, 1, num_queries, -1)
+    largest = queries.new_full((*queries.shape[:2], 1), -torch.inf)
+    total, out = torch.zeros_like(largest), queries.new_zeros(*queries.shape[:2], value_size)
+    for start in range(0, k_NJSK.shape[2], KEY_BLOCK):
+        keys, values = (_block(heads, start) for heads in (k_NJSK, v_NJSV))
+        scores = torch.bmm(queries, keys.transpose(1, 2)) * head_size**-0.5
+        scores.masked_fill_(_hidden(mask, start, num_kv_heads, share, scores.shape[1]), -torch.inf)
+        new_largest = torch.maximum(largest, scores.amax(-1, keepdim=True))
+        weights, shrink = (scores - new_largest).exp(), (largest - new_largest).exp()
+        total = total * shrink + weights.sum(-1, keepdim=True)
+        out = out * shrink + torch.bmm(weights, values)
+        largest = new_largest
+    return (out / total)[:, : share * num_queries].reshape(num_rows, num_heads, num_queries, value_size)
+
+
+def _block(heads_NJSK: Tensor, start: int) -> Tensor:
+    """The block of keys or values that begins at `start` [N x J, KEY_BLOCK, K], filled up with zeros."""
+    block = heads_NJSK[:, :, start : start + KEY_BLOCK]
+    return F.pad(block, (0, 0, 0, KEY_BLOCK - block.shape[2])).flatten(0, 1).contiguous()
+
+
+def _hidden(mask_N1QS: Tensor, start: int, num_kv_heads: int, share: int, num_padded: int) -> Tensor:
+    """Which keys of the block each query must not see [N x J, padded share x Q, KEY_BLOCK]."""
+    hidden = ~mask_N1QS[..., start : start + KEY_BLOCK]
+    hidden = F.pad(hidden, (0, KEY_BLOCK - hidden.shape[-1]), value=True)
+    hidden = hidden.repeat(1, 1, share, 1)
+    # Queries that only pad see everything: what they give is cut off, but it must not be NaN.
+    hidden = F.pad(hidden, (0, 0, 0, num_padded - hidden.shape[2]), value=False)
+    return hidden.expand(-1, num_kv_heads, -1, -1).flatten(0, 1)
+
+
+OPERATIONS: dict[str, Callable[..., Any]] = {
+    "swiglu": swiglu,
+    "sigmoid": sigmoid,
+    "grouped_linear": grouped_linear,
+    "masked_attention": masked_attention,
+    "packed_attention": packed_attention,
+}

@@ -1,0 +1,34 @@
+"""What a checkpoint is made of."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+
+class Savable(Protocol):
+    """A part of a run that is written down and taken back."""
+
+    def write_to(self, folder: Path) -> list[Path]:
+        """Write this rank's files below `folder` and return their paths. Collective."""
+        ...
+
+    def read_from(self, folder: Path) -> None:
+        """Take the state back. Collective."""
+        ...
+
+
+class Together:
+    """Several parts, kept in one checkpoint."""
+
+    def __init__(self, *parts: Savable):
+        self._parts = parts
+
+    def write_to(self, folder: Path) -> list[Path]:
+        """Write this rank's files of all parts. Collective."""
+        return [path for part in self._parts for path in part.write_to(folder)]
+
+    def read_from(self, folder: Path) -> None:
+        """Take all parts back. Collective."""
+        for part in self._parts:
+            part.read_from(folder)

@@ -1,0 +1,98 @@
+"""Carried groups are written and read back, by the same replicas or by others."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from spmdrl.dataflow.samples.carried import FINISH, CarriedGroups
+from spmdrl.dataflow.samples.rounds import CarriedGroup, RoundRules
+from spmdrl.resources.layout import GenerationLayout
+from spmdrl.resources.mesh import Axis, GenerationMesh
+from spmdrl.types import Batch
+
+RULES = RoundRules(num_wanted=4, num_extra=4, max_rounds=3)
+KNOWN = [CarriedGroup(serial, 1 + serial % 2, (0, 2)[serial % 2]) for serial in (3, 4, 5, 9)]
+
+
+def mesh_of(rank: int, num_ranks: int, tensor: int) -> GenerationMesh:
+    """Replicas of consecutive ranks, which don't talk."""
+    replicas = tuple(tuple(range(first, first + tensor)) for first in range(0, num_ranks, tensor))
+    own, place = replicas[rank // tensor], rank % tensor
+    layout = GenerationLayout(tensor=tensor, tensor_stride=1)
+    return GenerationMesh(
+        layout, rank, replicas, Axis("tensor", tensor, place, None, own), Axis("expert", 1, 0, None, (rank,))
+    )
+
+
+def responses_of(serial: int) -> Batch:
+    """Three responses, of which some have no token yet."""
+    batch = Batch.of_rows(range(3))
+    batch.put_lists("response_ids", [[serial] * (serial + member) for member in (-3, 0, 1)], torch.int32)
+    batch.put_lists("rollout_logprobs", [[-0.1 * serial] * (serial + member) for member in (-3, 0, 1)], torch.float32)
+    batch.put_dense(FINISH, torch.tensor([2, 0, serial % 2], dtype=torch.int32))
+    return batch
+
+
+def same(one: Batch, other: Batch) -> bool:
+    assert one.names == other.names and one.rows.equal(other.rows)
+    return all(
+        one.values(name).equal(other.values(name)) and one.offsets(name).equal(other.offsets(name))
+        if one.is_ragged(name)
+        else one.dense(name).equal(other.dense(name))
+        for name in one.names
+    )
+
+
+def carried_on(rank: int, num_ranks: int, tensor: int) -> CarriedGroups:
+    return CarriedGroups(RULES, mesh_of(rank, num_ranks, tensor))
+
+
+def write_all(folder) -> list[str]:
+    """What 4 ranks in replicas of 2 write."""
+    paths = []
+    for rank in range(4):
+        carried = carried_on(rank, 4, 2)
+        own = [group.serial for group in KNOWN if group.holder == rank // 2 * 2]
+        carried.carry(KNOWN, {serial: responses_of(serial) for serial in own})
+        paths += carried.write_to(folder)
+    return sorted(path.relative_to(folder).as_posix() for path in paths)
+
+
+def test_the_same_replicas_go_on_with_the_same_groups(tmp_path):
+    names = ["carried/groups.json", "carried/rank_00000.safetensors", "carried/rank_00002.safetensors"]
+    assert write_all(tmp_path) == names
+    for rank in range(4):
+        carried = carried_on(rank, 4, 2)
+        carried.read_from(tmp_path)
+        assert carried.known == tuple(KNOWN)
+        for group in KNOWN:
+            if group.holder == rank // 2 * 2:
+                assert same(carried.responses(group.serial), responses_of(group.serial))
+
+
+@pytest.mark.parametrize(("num_ranks", "tensor"), [(1, 1), (2, 1), (3, 1), (4, 4)])
+def test_other_replicas_share_the_groups_out(tmp_path, num_ranks, tensor):
+    write_all(tmp_path)
+    all_carried = [carried_on(rank, num_ranks, tensor) for rank in range(num_ranks)]
+    for carried in all_carried:
+        carried.read_from(tmp_path)
+        assert carried.known == all_carried[0].known
+        assert [(group.serial, group.rounds) for group in carried.known] == [(g.serial, g.rounds) for g in KNOWN]
+    for group in all_carried[0].known:
+        assert same(all_carried[group.holder].responses(group.serial), responses_of(group.serial))
+
+
+def test_without_carried_groups_nothing_is_written_and_nothing_taken_back(tmp_path):
+    carried = carried_on(0, 1, 1)
+    assert carried.write_to(tmp_path) == [] and not any(tmp_path.iterdir())
+    carried.carry([CarriedGroup(0, 1, 0)], {0: responses_of(3)})
+    carried.read_from(tmp_path)
+    assert carried.known == ()
+
+
+def test_a_file_that_is_missing_is_named(tmp_path):
+    write_all(tmp_path)
+    (tmp_path / "carried" / "rank_00002.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"lacks the responses of prompts \[3, 5, 9\]"):
+        carried_on(0, 1, 1).read_from(tmp_path)

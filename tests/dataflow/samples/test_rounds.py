@@ -1,0 +1,103 @@
+"""Groups that may take several steps: whatever is finished when, each step trains as many, each group in time."""
+
+from __future__ import annotations
+
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spmdrl.dataflow.samples.balance import Taker, deal_new_groups
+from spmdrl.dataflow.samples.rounds import CarriedGroup, Quota, RoundRules, StepGroups, groups_of_step, quotas
+
+RULES = st.integers(1, 9).flatmap(
+    lambda wanted: st.builds(
+        RoundRules, st.just(wanted), st.integers(0, wanted), st.integers(2, 4), num_steps=st.integers(1, 7)
+    )
+)
+
+
+def deal(groups: StepGroups, num_takers: int, step: int) -> list[list[int]]:
+    holder_of_group = np.array([*groups.holders, *[-1] * len(groups.new_serials)], dtype=np.int64)
+    lengths_G = np.array([1 + serial * 7 % 5 for serial in groups.serials])
+    takers = [Taker(rank, 0) for rank in range(num_takers)]
+    return [own.tolist() for own in deal_new_groups(holder_of_group, lengths_G, takers, seed=1, step=step)]
+
+
+def answer(rounds: list[int], number: int, rules: RoundRules, random: Random) -> tuple[list[int], list[int]]:
+    """One taker's groups become whole in any order, until it has its quota: those trained, and those left."""
+    quota = Quota(number, sum(round_ >= rules.max_rounds for round_ in rounds))
+    trained, left, order = [], [], random.sample(range(len(rounds)), len(rounds))
+    for place in order:
+        if not quota.is_met and quota.admit(is_last_round=rounds[place] >= rules.max_rounds):
+            trained.append(place)
+        else:
+            left.append(place)
+    assert quota.is_met
+    return trained, left
+
+
+@given(rules=RULES, num_takers=st.integers(1, 5), seed=st.integers(0, 1000))
+def test_each_step_trains_as_many_groups_and_each_group_is_trained_once_within_its_rounds(rules, num_takers, seed):
+    random, carried, trained = Random(seed), [], []
+    for step in range(1, rules.num_steps + 1):
+        groups = groups_of_step(carried, step, rules)
+        serials, rounds = groups.serials, groups.rounds
+        assert serials == sorted(serials) and len(serials) <= rules.num_wanted + rules.num_extra
+        shares = deal(groups, num_takers, step)
+        numbers = quotas([[rounds[group] for group in own] for own in shares], rules)
+        assert sum(numbers) == rules.num_wanted
+        left = []
+        for taker, (own, number) in enumerate(zip(shares, numbers, strict=True)):
+            assert {groups.holders[group] for group in own if group < len(carried)} <= {taker}
+            now, later = answer([rounds[group] for group in own], number, rules, random)
+            trained += [serials[own[place]] for place in now]
+            left += [CarriedGroup(serials[own[place]], rounds[own[place]], taker) for place in later]
+        assert all(group.rounds < rules.max_rounds for group in left)
+        carried = sorted(left, key=lambda group: group.serial)
+    assert not carried and sorted(trained) == list(range(rules.num_steps * rules.num_wanted))
+
+
+@given(num_groups=st.integers(2, 40), num_takers=st.integers(1, 6), step=st.integers(1, 50))
+def test_new_groups_make_the_numbers_of_all_takers_equal(num_groups, num_takers, step):
+    carried = [CarriedGroup(serial, 1, serial % num_takers) for serial in range(num_groups // 3)]
+    shares = deal(StepGroups(tuple(carried), range(len(carried), num_groups)), num_takers, step)
+    assert sorted(group for own in shares for group in own) == list(range(num_groups))
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def test_groups_in_their_last_round_keep_their_places():
+    quota = Quota(2, 1)
+    assert quota.admit(is_last_round=False), "one place is free"
+    assert not quota.admit(is_last_round=False), "the other is kept"
+    assert not quota.is_met
+    assert quota.admit(is_last_round=True) and quota.is_met
+
+
+def test_what_is_left_over_is_shared_equally():
+    rules = RoundRules(num_wanted=4, num_extra=4, max_rounds=3)
+    assert quotas([[1, 1, 1, 1], [2, 1, 1, 1]], rules) == [2, 2]
+    assert quotas([[3, 3, 3, 1], [1, 1, 1, 1]], rules) == [3, 1]
+
+
+def test_nothing_is_begun_that_the_run_could_not_train():
+    rules = RoundRules(num_wanted=4, num_extra=2, max_rounds=3, num_steps=3)
+    assert groups_of_step([], 1, rules).serials == [0, 1, 2, 3, 4, 5]
+    carried = [CarriedGroup(2, 1, 0), CarriedGroup(5, 1, 0)]
+    assert groups_of_step(carried, 2, rules).serials == [2, 5, 6, 7, 8, 9]
+    assert groups_of_step(carried, 3, rules).serials == [2, 5, 10, 11]
+    assert groups_of_step(carried, 3, RoundRules(4, 2, 3, num_steps=9)).serials == [2, 5, 10, 11, 12, 13]
+
+
+def test_fewer_rounds_than_groups_have_behind_them_finish_all_at_once():
+    rules = RoundRules(num_wanted=2)
+    groups = groups_of_step([CarriedGroup(1, 2, 0)], 2, rules)
+    assert (groups.serials, groups.rounds) == ([1, 3], [3, 1])
+    assert quotas([groups.rounds], rules) == [2]
+
+
+def test_a_quota_that_could_not_hold_all_last_rounds_is_refused():
+    with pytest.raises(AssertionError):
+        quotas([[2, 2, 2]], RoundRules(num_wanted=2, num_extra=2, max_rounds=2))

@@ -1,0 +1,179 @@
+"""Responses over several steps, with the real dock and native engine: the tokens of a decode that never stopped."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from tests.engines.generation.support import TINY, prompt_of
+from tests.support.ranks import run_ranks
+
+from spmdrl.dataflow.samples.carried import CarriedGroups
+from spmdrl.dataflow.samples.dock import TransferDock
+from spmdrl.dataflow.samples.prompts import Prompt
+from spmdrl.dataflow.samples.rounds import RoundRules
+from spmdrl.dataflow.samples.sharing import groups_of_generation
+from spmdrl.dataflow.samples.transport import DockConfig
+from spmdrl.dataflow.stages.generation import GenerationStage
+from spmdrl.engines.generation.choices import ChoiceRecorder
+from spmdrl.engines.generation.lockstep import Lockstep
+from spmdrl.engines.generation.native import NativeEngine
+from spmdrl.engines.generation.protocol import RolloutConfig, SamplingParams
+from spmdrl.engines.models.decoder import DecoderConfig
+from spmdrl.engines.models.moe import MoeConfig
+from spmdrl.engines.models.weights import random_weights
+from spmdrl.observability.metrics import Recorder, encode, merge
+from spmdrl.resources.collectives import gather_bytes
+from spmdrl.resources.layout import GenerationLayout
+from spmdrl.resources.mesh import GenerationMesh, build_generation_mesh
+from spmdrl.resources.world import World
+from spmdrl.types import Batch, WorkerState
+
+WANTED, GROUP_SIZE, NUM_STEPS = 4, 2, 5
+AT_ONCE = RoundRules(WANTED, num_steps=NUM_STEPS)
+PARTIAL = RoundRules(WANTED, num_extra=4, max_rounds=3, num_steps=NUM_STEPS)
+SPARSE = replace(
+    TINY, model_type="qwen3_moe", moe=MoeConfig(num_experts=8, experts_per_token=2, intermediate_size=16)
+)  # fmt: skip
+COLUMNS = ("response_ids", "rollout_logprobs", "versions", "finished")
+SAMPLED = SamplingParams(max_tokens=40, stop_token_ids=(1, 2, 3))
+GREEDY = replace(SAMPLED, temperature=0.0)
+
+
+def prompt(serial: int) -> Prompt:
+    return Prompt(str(serial), prompt_of(2 + 3 * serial), "", None, {}, "")
+
+
+def build_engine(world: World, config: DecoderConfig, mesh: GenerationMesh) -> NativeEngine:
+    recorder = ChoiceRecorder() if config.moe is not None else None
+    rollout = RolloutConfig(block_size=4)
+    engine = NativeEngine(
+        config, rollout, world.device.torch_device, torch.float32, mesh=mesh, recorder=recorder
+    )  # fmt: skip
+    weights = random_weights(config, 0)
+    engine.load_weights((name, 4 * weights(name)) for name in engine.weight_shapes())
+    engine.wake_cache()
+    return engine
+
+
+class Run:
+    """Generation alone, step after step under weights that don't change, though their version does."""
+
+    def __init__(
+        self, world: World, config: DecoderConfig, layout: GenerationLayout, rules: RoundRules, sampling: SamplingParams
+    ):
+        device = world.device.torch_device
+        self.mesh = build_generation_mesh(layout, world.device, world.size, world.rank)
+        self.engine = build_engine(world, config, self.mesh)
+        self.carried = CarriedGroups(rules, self.mesh)
+        self.recorder = Recorder()
+        self.stage = GenerationStage(
+            self.engine, self.mesh, sampling, carried=self.carried, lockstep=Lockstep(self.mesh.expert, device), seed=3,
+            listeners=[], recorder=self.recorder,
+        )  # fmt: skip
+        self.columns = [*COLUMNS, *(["routed_experts"] if config.moe is not None else [])]
+        needs = {WorkerState.GENERATION: {"prompt_ids"}, WorkerState.UPDATE: set(self.columns)}
+        self.dock = TransferDock(world, needs, DockConfig(20.0), row_groups=groups_of_generation(self.mesh, device))
+        self.deferred: list[int] = []
+        self.trained_in: dict[int, int] = {}
+        self.rows: dict[tuple[int, int], dict[str, list]] = {}
+        """by serial and member, what every rank sees of the rows that were trained"""
+
+    def steps(self, first: int, last: int) -> None:
+        for step in range(first, last + 1):
+            self.engine.version = step
+            groups = self.carried.of_step(step)
+            prompts = [prompt(serial) for serial in groups.serials]
+            samples = self.dock.open_batch(step, len(prompts) * GROUP_SIZE, GROUP_SIZE)
+            columns = Batch.of_rows(range(len(prompts)))
+            columns.put_lists("prompt_ids", [prompt.prompt_ids for prompt in prompts], torch.int32)
+            samples.put_prompts(columns, groups.holders)
+            self.stage(samples, prompts)
+            seen = samples.read(samples.rows_of_step, self.columns)
+            lists = {
+                name: seen.to_lists(name) if seen.is_ragged(name) else seen.dense(name).tolist() for name in seen.names
+            }
+            for place, row in enumerate(seen.rows.tolist()):
+                serial = groups.serials[row // GROUP_SIZE]
+                self.trained_in[serial] = step
+                self.rows[serial, row % GROUP_SIZE] = {name: values[place] for name, values in lists.items()}
+            samples.take(WorkerState.UPDATE, self.columns)
+            samples.commit(WorkerState.UPDATE)
+            accounting = self.dock.close_batch(samples)
+            assert accounting.num_trained == WANTED * GROUP_SIZE and not accounting.num_dropped
+            assert accounting.num_trained + accounting.num_deferred == len(prompts) * GROUP_SIZE
+            self.deferred.append(accounting.num_deferred)
+
+
+def generate(world: World, config, layout, rules, sampling) -> tuple[dict, dict, list, float]:
+    run = Run(world, config, layout, rules, sampling)
+    run.steps(1, NUM_STEPS)
+    run.dock.close()
+    metrics = merge(gather_bytes(encode(run.recorder.drain())))
+    return run.rows, run.trained_in, run.deferred, metrics["generation/tokens"]
+
+
+def generate_and_restart(world: World, folder: Path) -> tuple[dict, list]:
+    """Two steps, then a new run that takes up what they carried over."""
+    sampled = (TINY, GenerationLayout(), PARTIAL, SAMPLED)
+    first = Run(world, *sampled)
+    first.steps(1, 2)
+    first.carried.write_to(folder)
+    first.dock.close()
+    return first.rows, first.deferred
+
+
+def go_on(world: World, folder: Path) -> tuple[dict, list]:
+    run = Run(world, TINY, GenerationLayout(), PARTIAL, SAMPLED)
+    run.carried.read_from(folder)
+    run.steps(3, NUM_STEPS)
+    run.dock.close()
+    return run.rows, run.deferred
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("ranks", "config", "layout", "sampling", "ranks_per_node"),
+    [
+        (1, TINY, GenerationLayout(), GREEDY, None),
+        (1, TINY, GenerationLayout(), SAMPLED, None),
+        (2, TINY, GenerationLayout(), SAMPLED, None),
+        (2, TINY, GenerationLayout(), SAMPLED, 1),
+        (2, TINY, GenerationLayout(2), SAMPLED, None),
+        (1, SPARSE, GenerationLayout(), SAMPLED, None),
+        (2, SPARSE, GenerationLayout(expert=2), SAMPLED, None),
+    ],
+    ids=["greedy", "one rank", "two replicas", "two nodes", "one of two ranks", "experts recorded", "experts spread"],
+)
+def test_responses_over_several_steps_are_those_of_one_step(ranks, config, layout, sampling, ranks_per_node):
+    ((expected, _, _, num_tokens),) = run_ranks(1, generate, config, GenerationLayout(), AT_ONCE, sampling)
+    several = run_ranks(ranks, generate, config, layout, PARTIAL, sampling, ranks_per_node=ranks_per_node)
+    for found, trained_in, deferred, num_drawn in several:
+        assert found.keys() == expected.keys() and num_drawn == num_tokens, "nothing is generated twice or in vain"
+        assert deferred == [4 * GROUP_SIZE] * (NUM_STEPS - 1) + [0]
+        for key, row in found.items():
+            for name in row.keys() - {"versions", "rollout_logprobs"}:
+                assert row[name] == expected[key][name], (key, name)
+            assert row["rollout_logprobs"] == pytest.approx(expected[key]["rollout_logprobs"], abs=1e-3)
+            versions, last = row["versions"], trained_in[key[0]]
+            assert versions == sorted(versions) and len(versions) == len(row["response_ids"])
+            assert last - PARTIAL.max_rounds < min(versions) and max(versions) <= last
+        assert max(len(set(row["versions"])) for row in found.values()) == PARTIAL.max_rounds, "no row took all rounds"
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("ranks_after", [2, 1])
+def test_what_was_carried_over_goes_on_after_a_restart(tmp_path, ranks_after):
+    whole = run_ranks(2, generate, TINY, GenerationLayout(), PARTIAL, SAMPLED)
+    before = run_ranks(2, generate_and_restart, tmp_path)
+    after = run_ranks(ranks_after, go_on, tmp_path)
+    for rank in range(ranks_after):
+        rows, _, deferred, _ = whole[rank]
+        (first, first_deferred), (second, second_deferred) = before[rank], after[rank]
+        assert first_deferred + second_deferred == deferred
+        found, names = first | second, COLUMNS if ranks_after == 2 else ("response_ids", "finished")
+        assert found.keys() == rows.keys()
+        for key, row in rows.items():
+            assert all(found[key][name] == row[name] for name in names), key

@@ -1,0 +1,105 @@
+"""Tiny models of each family, prompts of which some begin alike, and ways to run them through the native engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from spmdrl.engines.generation.choices import ChoiceRecorder
+from spmdrl.engines.generation.native import NativeEngine
+from spmdrl.engines.generation.protocol import Request, Response, RolloutConfig, SamplingParams
+from spmdrl.engines.models.decoder import DecoderConfig
+from spmdrl.engines.models.make_config import MakeConfig
+from spmdrl.engines.models.making import decoder_config
+from spmdrl.engines.models.weights import random_weights
+from spmdrl.resources.mesh import GenerationMesh
+from tests.engines.generation.support import TINY, prompt_of, request, run
+
+SIZES = {"hidden_size": 32, "num_layers": 2, "intermediate_size": 48, "max_positions": 128}
+FAMILIES = {
+    "llama": replace(TINY, model_type="llama", qk_norm=False),
+    "qwen2": replace(TINY, model_type="qwen2", qk_norm=False, attention_bias=True),
+    "qwen3": TINY,
+    "qwen3_moe": decoder_config(MakeConfig(family="qwen3_moe", num_dense_layers=1, **SIZES)),
+    "deepseek_v3": decoder_config(MakeConfig(family="deepseek_v3", value_size=6, query_rank=8, **SIZES)),
+}
+BLOCK_SIZE = 4
+GREEDY = SamplingParams(temperature=0, max_tokens=14)
+# Three begin alike, one of them with all of another.
+PROMPTS = [prompt_of(9), (*prompt_of(9), *prompt_of(4)), prompt_of(1), (*prompt_of(9), *prompt_of(33)), prompt_of(23)]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A way to run the same rows."""
+
+    rollout: dict[str, int]
+    is_tight: bool = False
+    """Whether the cache holds little more than the longest row."""
+    one_by_one: bool = False
+    """Whether requests come last first, one a step."""
+
+
+SCHEDULES = {
+    "at once": Schedule({}),
+    "few slots": Schedule({"max_running_rows": 3}),
+    "small chunks": Schedule({"max_prefill_tokens": 3}),
+    "late arrivals": Schedule({"max_prefill_tokens": 16}, one_by_one=True),
+    "preempted": Schedule({"max_prefill_tokens": 50}, is_tight=True),
+    "all of it": Schedule({"max_prefill_tokens": 7, "max_running_rows": 8}, is_tight=True, one_by_one=True),
+}
+
+
+def weights_of(config: DecoderConfig) -> dict[str, Tensor]:
+    weights = random_weights(config, seed=0)
+    # Larger than the usual initial weights, so that the next token depends on the earlier ones.
+    return {name: 4 * weights(name) for name in weights.names}
+
+
+def engine_of(
+    config: DecoderConfig,
+    schedule: Schedule,
+    mesh: GenerationMesh | None = None,
+    recorder: ChoiceRecorder | None = None,
+) -> NativeEngine:
+    engine = NativeEngine(
+        config, rollout_of(config, schedule, 1 if mesh is None else mesh.tensor.size), torch.device("cpu"),
+        torch.float32, mesh=mesh, recorder=recorder,
+    )  # fmt: skip
+    engine.load_weights(weights_of(config).items())
+    engine.wake_cache()
+    return engine
+
+
+def rollout_of(config: DecoderConfig, schedule: Schedule, tensor: int) -> RolloutConfig:
+    gib = None
+    if schedule.is_tight:
+        num_heads = config.num_kv_heads // tensor
+        token_bytes = 4 * config.num_layers * num_heads * (config.head_size + config.value_head_size)
+        num_blocks = 1 + -(-(max(map(len, PROMPTS)) + GREEDY.max_tokens - 1) // BLOCK_SIZE) + 3
+        gib = num_blocks * BLOCK_SIZE * token_bytes / 2**30
+    return RolloutConfig(block_size=BLOCK_SIZE, kv_cache_gib=gib, **schedule.rollout)
+
+
+def requests_with(sampling: SamplingParams) -> list[Request]:
+    return [request(prompt, [2 * number, 2 * number + 1], sampling) for number, prompt in enumerate(PROMPTS)]
+
+
+def responses_of(engine: NativeEngine, schedule: Schedule, requests: Sequence[Request]) -> dict[int, Response]:
+    if not schedule.one_by_one:
+        return run(engine, requests)
+    responses = []
+    for joining in requests[::-1]:
+        engine.submit([joining])
+        responses += engine.step()
+    while engine.has_work:
+        responses += engine.step()
+    assert len(responses) == 2 * len(requests)
+    return {response.row: response for response in responses}
+
+
+def tokens_in(responses: dict[int, Response]) -> dict[int, tuple[int, ...]]:
+    return {row: responses[row].token_ids for row in sorted(responses)}

@@ -1,0 +1,69 @@
+"""A chunk attends to what is cached before it, and rounds alike however rows are cut and whatever is beside them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from spmdrl.engines.generation.paged import CacheShape, PagedCache
+from spmdrl.engines.generation.prefill_attention import PrefillAttention, Span
+from spmdrl.engines.models.attention import PackedCausalAttention
+from spmdrl.types import offsets_of
+
+LENGTHS = [1, 5, 32, 33, 100, 7, 70]
+
+
+class Rows:
+    """Rows of random queries, keys and values, and blocks for them in a cache."""
+
+    def __init__(self, num_heads: int, num_kv_heads: int, head_size: int, value_size: int, block_size: int):
+        shape = CacheShape(1, block_size, num_kv_heads, head_size, value_size, torch.float32)
+        self.cache = PagedCache(shape, torch.device("cpu"))
+        self.tables, num_blocks = [], 1
+        for length in LENGTHS:
+            stop = num_blocks + -(-length // block_size)
+            self.tables.append(list(range(num_blocks, stop))[::-1])
+            num_blocks = stop
+        self.cache.resize(num_blocks)
+        generator = torch.Generator().manual_seed(0)
+        sizes = ((num_heads, head_size), (num_kv_heads, head_size), (num_kv_heads, value_size))
+        self.heads = [torch.randn(sum(LENGTHS), *size, generator=generator) for size in sizes]
+        self.offsets = offsets_of(LENGTHS).tolist()
+
+    def attend(self, *spans: tuple[int, int, int]) -> list[Tensor]:
+        """What these spans (row, start, stop), run in one forward, get."""
+        index = [self.offsets[row] + place for row, start, stop in spans for place in range(start, stop)]
+        attend = PrefillAttention(self.cache, [Span(self.tables[row], start, stop) for row, start, stop in spans])
+        out = attend(0, *(heads[index] for heads in self.heads))
+        return list(out.split([stop - start for _, start, stop in spans]))
+
+    def alone(self, cut: int) -> list[Tensor]:
+        """What each row gets when it runs alone, in two chunks."""
+        rows = []
+        for row, length in enumerate(LENGTHS):
+            bounds = sorted({0, min(cut, length), length})
+            rows.append(torch.cat([self.attend((row, *pair))[0] for pair in zip(bounds[:-1], bounds[1:], strict=True)]))
+        return rows
+
+
+@pytest.mark.parametrize("heads", [(4, 2, 16, 16), (6, 6, 12, 6), (8, 1, 64, 64)], ids=str)
+@pytest.mark.parametrize("block_size", [4, 5, 16])
+def test_whole_rows_and_chunks_get_the_same_bits(heads: tuple[int, int, int, int], block_size: int) -> None:
+    rows = Rows(*heads, block_size)
+    together = rows.attend(*((row, 0, length) for row, length in enumerate(LENGTHS)))
+    expected = PackedCausalAttention(offsets_of(LENGTHS))(0, *rows.heads).split(LENGTHS)
+    for own, reference in zip(together, expected, strict=True):
+        torch.testing.assert_close(own, reference, atol=1e-5, rtol=1e-5)
+    for cut in (0, 3, 32, 47, 64, 99):
+        assert all(map(torch.equal, rows.alone(cut), together))
+
+
+def test_a_row_reads_what_another_writes_in_the_same_forward() -> None:
+    rows = Rows(4, 2, 16, 16, block_size=4)
+    longest = LENGTHS.index(max(LENGTHS))
+    [whole] = rows.attend((longest, 0, 100))
+    rows.cache.resize(0)
+    rows.cache.resize(100)
+    first, second = rows.attend((longest, 0, 60), (longest, 60, 100))
+    assert torch.equal(torch.cat((first, second)), whole)

@@ -1,0 +1,149 @@
+"""Any requests, in any cache that holds the longest row: every row finds its context, in turn, and no block is lost."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spmdrl.engines.generation.paged import BlockPool
+from spmdrl.engines.generation.protocol import Request
+from spmdrl.engines.generation.rows import Row
+from spmdrl.engines.generation.scheduler import Scheduler, SchedulerLimits
+from tests.engines.generation.test_scheduler import STOP, give_token, group, scheduler_of
+
+
+class Engine:
+    """Steps a scheduler over a cache of which each place holds the tokens up to its own: its whole context."""
+
+    def __init__(self, pool: BlockPool, scheduler: Scheduler, limits: SchedulerLimits, draw):
+        self.pool, self.scheduler, self.limits, self.draw = pool, scheduler, limits, draw
+        self.places: dict[tuple[int, int], tuple[int, ...]] = {}
+        self.ended: list[int] = []
+        self.num_prefilled = self.num_preempted = 0
+
+    def step(self) -> None:
+        admitted = self.scheduler.admit()
+        assert sum(chunk.num_tokens for chunk in admitted.chunks) <= self.limits.max_prefill_tokens
+        for chunk in admitted.chunks:
+            assert chunk.num_tokens > 0
+            for place in range(chunk.start, chunk.stop):
+                self.write(chunk.group.table, place, chunk.group.token_ids)
+        for chunk in admitted.chunks:
+            self.check(chunk.group.table, chunk.group.token_ids[: chunk.stop])
+            self.num_prefilled += chunk.num_tokens
+        for admission in admitted.admissions:
+            for row in admission.rows:
+                self.check(row.table, tokens_of(row))
+                self.take_token(row)
+        assert len(self.scheduler.running) <= self.limits.max_running_rows
+        self.decode()
+
+    def decode(self) -> None:
+        before = list(self.scheduler.running)
+        copies = self.scheduler.make_room()
+        assert len(set(copies.targets)) == len(copies.targets)
+        size = self.limits.block_size
+        read = [[self.places.get((source, place)) for place in range(size)] for source in copies.sources]
+        for target, contexts in zip(copies.targets, read, strict=True):
+            self.places |= {(target, place): context for place, context in enumerate(contexts) if context is not None}
+        rows = list(self.scheduler.running.values())
+        # Those that no longer run are the newest.
+        assert [row.row for row in rows] == before[: len(rows)]
+        self.num_preempted += len(before) - len(rows)
+        written = [row.table[(row.length - 1) // size] for row in rows]
+        assert len(set(written)) == len(written) and not any(map(self.pool.is_shared, written))
+        for row in rows:
+            self.write(row.table, row.length - 1, tokens_of(row))
+        for row in rows:
+            self.check(row.table, tokens_of(row))
+            self.take_token(row)
+
+    def write(self, table: list[int], place: int, tokens: tuple[int, ...]) -> None:
+        size = self.limits.block_size
+        self.places[table[place // size], place % size] = tokens[: place + 1]
+
+    def check(self, table: list[int], tokens: tuple[int, ...]) -> None:
+        size = self.limits.block_size
+        for place in range(len(tokens)):
+            assert self.places[table[place // size], place % size] == tokens[: place + 1]
+
+    def take_token(self, row: Row) -> None:
+        if give_token(self.scheduler, row, self.draw()):
+            self.ended.append(row.row)
+
+
+def tokens_of(row: Row) -> tuple[int, ...]:
+    return (*row.request.prompt_ids, *row.token_ids)
+
+
+prompt_strategy = st.lists(st.integers(1, 2), min_size=1, max_size=9).map(tuple)
+shapes_strategy = st.lists(st.tuples(st.integers(1, 5), prompt_strategy, st.integers(1, 7)), min_size=1, max_size=6)
+
+
+def requests_of(shapes) -> list[Request]:
+    starts = [sum(shape[0] for shape in shapes[:index]) for index in range(len(shapes))]
+    return [group(start, *shape) for start, shape in zip(starts, shapes, strict=True)]
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    shapes=shapes_strategy,
+    late=st.integers(0, 3),
+    block_size=st.integers(1, 5),
+    slots=st.integers(1, 6),
+    prefill=st.integers(1, 12),
+    shares=st.booleans(),
+    spare=st.integers(0, 8),
+    data=st.data(),
+)
+def test_rows_find_their_context_end_in_turn_and_leak_no_block(
+    shapes, late, block_size, slots, prefill, shares, spare, data
+):
+    requests, limits, pool = requests_of(shapes), SchedulerLimits(block_size, slots, prefill, shares), BlockPool()
+    # Room for the longest row alone.
+    pool.grow(1 + max(-(-(len(shape[1]) + shape[2] - 1) // block_size) for shape in shapes) + spare)
+    scheduler = Scheduler(pool, limits)
+    is_ample = pool.num_blocks >= scheduler.blocks_wanted(requests) and slots >= sum(shape[0] for shape in shapes)
+    engine = Engine(pool, scheduler, limits, lambda: data.draw(st.sampled_from([1, 1, 2, STOP])))
+    later = requests[len(requests) - min(late, len(requests) - 1) :]
+    scheduler.submit(requests[: len(requests) - len(later)])
+    order = [row for request in requests for row in request.rows]
+    num_prompt_tokens = sum(len(request.prompt_ids) for request in requests)
+    for step in range(4 * len(order) * (10 + num_prompt_tokens)):
+        if later and step % 3 == 2:
+            scheduler.submit([later.pop(0)])
+        if not scheduler.num_unfinished:
+            if not later:
+                break
+            continue
+        oldest = min(set(order) - set(engine.ended), key=order.index)
+        before = (progress_of(scheduler, oldest), engine.num_prefilled)
+        engine.step()
+        # First come, first served: whatever runs is older than whatever waits, and the oldest gets on in each step.
+        running = [order.index(row) for row in scheduler.running]
+        waiting = [order.index(row.row) for waits in scheduler._waiting for row in waits.rows]
+        assert running == sorted(running) and max(running, default=-1) < min(waiting, default=len(order))
+        assert oldest in engine.ended or before != (progress_of(scheduler, oldest), engine.num_prefilled)
+    assert sorted(engine.ended) == order
+    assert pool.num_free == pool.num_blocks - 1
+    if is_ample:
+        assert engine.num_prefilled <= num_prompt_tokens and not engine.num_preempted
+
+
+def progress_of(scheduler: Scheduler, row: int) -> int:
+    """Tokens that the row has, or -1 while it waits."""
+    return len(scheduler.running[row].token_ids) if row in scheduler.running else -1
+
+
+@settings(deadline=None, max_examples=50)
+@given(shapes=shapes_strategy, block_size=st.integers(1, 5), slots=st.integers(1, 6))
+def test_the_wanted_blocks_let_the_longest_rows_run_at_once(shapes, block_size, slots):
+    requests, pool = requests_of(shapes), BlockPool()
+    scheduler = scheduler_of(pool, block_size, slots)
+    pool.grow(scheduler.blocks_wanted(requests))
+    scheduler.submit(requests)
+    num_started = sum(len(admission.rows) for admission in scheduler.admit().admissions)
+    if sum(shape[0] for shape in shapes) <= slots:
+        assert num_started == sum(shape[0] for shape in shapes)
+    else:
+        assert num_started

@@ -1,0 +1,110 @@
+"""The same bits for a row, whatever is computed beside it."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from spmdrl.engines.models.kernels import invariant, plain
+from spmdrl.engines.models.kernels.packed import PackedRows
+from spmdrl.types import offsets_of
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def heads_of(length: int, *, kv_heads: int = 2, head_size: int = 16, seed: int = 0):
+    generator = torch.Generator().manual_seed(seed)
+    sizes = (4, head_size), (kv_heads, head_size), (kv_heads, head_size)
+    return [torch.randn(length, *size, generator=generator) for size in sizes]
+
+
+@pytest.mark.parametrize(("kv_heads", "head_size"), [(4, 8), (2, 16), (1, 64), (2, 24)])
+def test_a_query_has_the_bits_of_its_whole_row_alone_and_beside_others(kv_heads, head_size):
+    lengths = [1, 3, 63, 64, 65, 130, 200]
+    rows = [
+        heads_of(length, kv_heads=kv_heads, head_size=head_size, seed=number) for number, length in enumerate(lengths)
+    ]
+    whole = [invariant.packed_attention(*row, PackedRows(offsets_of([len(row[0])]))) for row in rows]
+    packed = [torch.cat(parts) for parts in zip(*rows, strict=True)]
+    together = invariant.packed_attention(*packed, PackedRows(offsets_of(lengths)))
+    assert torch.equal(torch.cat(whole), together)
+    # As in decoding: the last query of each row, all rows padded to one length, of zeros or of other rows' leftovers.
+    for padded_length, filler in itertools.product((200, 256, 321), (0.0, 3.0)):
+        q_NHQK = torch.stack([row[0][-1:].transpose(0, 1) for row in rows])
+        k_NJSK, v_NJSV = (
+            torch.stack(
+                [F.pad(row[i].transpose(0, 1), (0, 0, 0, padded_length - len(row[i])), value=filler) for row in rows]
+            )
+            for i in (1, 2)
+        )
+        mask = (torch.arange(padded_length) < torch.tensor(lengths)[:, None])[:, None, None]
+        decoded = invariant.masked_attention(q_NHQK, k_NJSK, v_NJSV, mask)
+        for one, row in zip(decoded, whole, strict=True):
+            assert torch.equal(one[:, 0], row[-1])
+
+
+@pytest.mark.parametrize("tile", [1, 5, 32, 64])
+def test_a_row_cut_in_chunks_has_the_bits_of_the_whole(tile):
+    length = 150
+    q, k, v = heads_of(length)
+    whole = invariant.packed_attention(q, k, v, PackedRows(offsets_of([length])))
+    keys, values = k.transpose(0, 1)[None], v.transpose(0, 1)[None]
+    for start in range(0, length, tile):
+        stop = min(start + tile, length)
+        mask = torch.arange(length) <= torch.arange(start, stop)[:, None]
+        part = invariant.masked_attention(q[start:stop].transpose(0, 1)[None], keys, values, mask)
+        assert torch.equal(part[0].transpose(0, 1), whole[start:stop])
+
+
+def test_attention_and_its_gradient_are_those_of_torch():
+    lengths = [5, 70, 1]
+    packed = [torch.cat(parts) for parts in zip(*(heads_of(length, seed=length) for length in lengths), strict=True)]
+    results = []
+    for attention in (invariant.packed_attention, plain.packed_attention):
+        inputs = [heads.clone().requires_grad_() for heads in packed]
+        out = attention(*inputs, PackedRows(offsets_of(lengths)))
+        out.square().sum().backward()
+        results.append([out.detach(), *(heads.grad for heads in inputs)])
+    for mine, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("width", [4, 13, 86, 128])
+def test_gates_have_the_same_bits_in_any_batch(width):
+    gate, up = torch.randn(2, 300, width, generator=torch.Generator().manual_seed(1)) * 4
+    whole, sigmoid = invariant.swiglu(gate, up), invariant.sigmoid(gate)
+    for start, stop in ((0, 1), (3, 5), (7, 60), (290, 300)):
+        part = slice(start, stop)
+        assert torch.equal(invariant.swiglu(gate[part].clone(), up[part].clone()), whole[part])
+        assert torch.equal(invariant.sigmoid(gate[part].clone()), sigmoid[part])
+    torch.testing.assert_close(whole, plain.swiglu(gate, up), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(sigmoid, gate.sigmoid(), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("inputs", [8, 32, 64, 100])
+@pytest.mark.parametrize("outputs", [13, 32, 86, 512])
+def test_linear_layers_have_the_same_bits_for_any_number_of_rows(inputs, outputs):
+    generator = torch.Generator().manual_seed(2)
+    x, weight = torch.randn(400, inputs, generator=generator), torch.randn(outputs, inputs, generator=generator)
+    whole = invariant.linear(x, weight)
+    for num_rows, start in itertools.product((1, 2, 3, 4, 5, 9, 33, 256), (0, 3)):
+        part = slice(start, start + num_rows)
+        assert torch.equal(invariant.linear(x[part].clone(), weight), whole[part]), (num_rows, start)
+    assert invariant.linear(x[:0], weight).shape == (0, outputs)
+
+
+def test_experts_give_a_token_the_same_bits_whoever_else_comes():
+    generator = torch.Generator().manual_seed(3)
+    x, weights = torch.randn(60, 32, generator=generator), torch.randn(4, 24, 32, generator=generator)
+    whole = invariant.grouped_linear(x, weights, torch.tensor([20, 0, 39, 1]))
+    alone = invariant.grouped_linear(x[[5, 25]], weights, torch.tensor([1, 0, 1, 0]))
+    assert torch.equal(alone, whole[[5, 25]])

@@ -1,0 +1,98 @@
+"""Generator and trainer compute a token's log-prob to the same last bit, whatever is computed beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from spmdrl.engines.generation.native import NativeEngine
+from spmdrl.engines.generation.protocol import Request, Response, RolloutConfig, SamplingParams
+from spmdrl.engines.models.decoder import Decoder, DecoderConfig
+from spmdrl.engines.models.kernels.table import compute_batch_invariantly
+from spmdrl.engines.training.engine import TrainingConfig, TrainingEngine
+from spmdrl.engines.training.rows import TokenRows
+from spmdrl.resources.layout import UpdateLayout, fit_update_layout
+from spmdrl.resources.mesh import build_update_mesh
+from spmdrl.resources.world import World
+from spmdrl.types import WeightSlice, offsets_of
+from tests.engines.training.tiny import CONFIG, LATENT, OPTIM, SPARSE, part_of
+from tests.support.ranks import run_ranks
+
+# An intermediate size that no vector register divides.
+DENSE = replace(
+    CONFIG, hidden_size=64, intermediate_size=100, vocab_size=211, num_heads=4, num_kv_heads=2, head_size=16,
+    max_positions=256,
+)  # fmt: skip
+MODELS = {
+    "dense": DENSE,
+    "sparse": replace(DENSE, moe=SPARSE.moe),
+    "latent": replace(LATENT, max_positions=256, vocab_size=101),
+}
+PROMPT_LENGTHS = (1, 2, 3, 31, 40, 65)
+
+
+class Weights:
+    def __init__(self, config: DecoderConfig):
+        generator = torch.Generator().manual_seed(0)
+        with torch.device("meta"):
+            shapes = {name: weight.shape for name, weight in Decoder(config).state_dict().items()}
+        self.tensors = {name: 0.3 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+    def read(self, wanted: WeightSlice) -> Tensor:
+        return part_of(self.tensors[wanted.name], wanted)
+
+
+def generated(config: DecoderConfig, weights: Weights, prompts: Sequence[tuple[int, ...]]) -> list[Response]:
+    """Two responses a prompt, of lengths that stop tokens make."""
+    engine = NativeEngine(config, RolloutConfig(), torch.device("cpu"), torch.float32)
+    engine.load_weights((name, weights.tensors[name]) for name in engine.weight_shapes())
+    engine.wake_cache()
+    sampling = SamplingParams(max_tokens=80, temperature=0.8, stop_token_ids=(0, 1, 2))
+    engine.submit(
+        [Request((2 * i, 2 * i + 1), prompt, (7 * i, 7 * i + 1), sampling) for i, prompt in enumerate(prompts)]
+    )
+    responses = {}
+    while engine.has_work:
+        responses.update((response.row, response) for response in engine.step())
+    return [responses[row] for row in sorted(responses)]
+
+
+def rows_of(prompts: Sequence[tuple[int, ...]], responses: Sequence[Response]) -> TokenRows:
+    tokens = [[*prompts[response.row // 2], *response.token_ids] for response in responses]
+    return TokenRows(
+        torch.tensor([token for row in tokens for token in row]),
+        offsets_of([len(row) for row in tokens]),
+        torch.tensor([len(prompts[response.row // 2]) for response in responses]),
+    )
+
+
+def check_same_bits(world: World, name: str) -> None:
+    compute_batch_invariantly()
+    config = MODELS[name]
+    generator = torch.Generator().manual_seed(1)
+    prompts = [tuple(torch.randint(3, config.vocab_size, (n,), generator=generator).tolist()) for n in PROMPT_LENGTHS]
+    weights = Weights(config)
+    mesh = build_update_mesh(fit_update_layout(UpdateLayout(), 1), world.device, 0)
+    training = TrainingConfig(max_tokens_per_microbatch=300)
+    trainer = TrainingEngine(config, training, OPTIM, mesh, world.device, temperature=0.8, compute_dtype=torch.float32)
+    trainer.load(weights)
+    responses = generated(config, weights, prompts)
+    lengths = [len(response.token_ids) for response in responses]
+    assert min(lengths) < 16 and max(lengths) > 64, lengths
+    together = trainer.score(rows_of(prompts, responses)).logprobs_R
+    assert torch.equal(together, torch.tensor([value for response in responses for value in response.logprobs]))
+    alone = [trainer.score(rows_of(prompts, [response])).logprobs_R for response in responses]
+    assert torch.equal(torch.cat(alone), together)
+    # A row of two tokens is fewer than a matrix product rounds alike.
+    first = replace(responses[0], token_ids=responses[0].token_ids[:1], logprobs=responses[0].logprobs[:1])
+    assert trainer.score(rows_of(prompts, [first])).logprobs_R[0] == together[0]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", MODELS)
+def test_generator_and_trainer_agree_to_the_last_bit(name):
+    run_ranks(1, check_same_bits, name)
