@@ -51,11 +51,6 @@ def check_vllm(config: Config) -> None:
             f"resources.generation.tensor_stride is {layout.tensor_stride}, but {means} takes consecutive ranks; "
             "set it to 0 or 1, or rollout.engine to native"
         )
-    if config.rollout.partial_max_rounds > 1:
-        raise ValueError(
-            f"rollout.partial_max_rounds is {config.rollout.partial_max_rounds}, but {means} starts every response "
-            "anew; set it to 1, or rollout.engine to native"
-        )
     if config.train.routing.replay == "rollout":
         raise ValueError(
             f"train.routing.replay is rollout, but {means} doesn't tell the experts that tokens went to; set "

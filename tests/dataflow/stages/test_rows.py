@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 from tests.engines.training.tiny import CONFIG
 
 from spmdrl.dataflow.stages.advantage import share_without_signal
-from spmdrl.dataflow.stages.partial import row_seed
+from spmdrl.dataflow.stages.partial import row_seed, seeds_of_group
 from spmdrl.dataflow.stages.rows import token_rows
 from spmdrl.types import Batch
 
@@ -39,3 +39,8 @@ def test_seeds_differ_between_rows_steps_and_runs_and_fit_63_bits():
     assert len(seeds) == 300
     assert all(0 <= seed < 2**63 for seed in seeds)
     assert row_seed(1, 2, 3) == row_seed(1, 2, 3)
+
+
+def test_a_group_has_the_seeds_of_the_step_that_would_train_it_at_once():
+    """Serial 13 of steps of 5 prompts is the fourth prompt of step 3."""
+    assert seeds_of_group(7, 13, num_wanted=5, size=2) == (row_seed(7, 3, 6), row_seed(7, 3, 7))

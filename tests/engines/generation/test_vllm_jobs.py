@@ -23,6 +23,7 @@ LAYOUTS = {
     "two ranks, data-parallel": (2, []),
     "two ranks, tensor-parallel": (2, ["resources.generation.tensor=2"]),
 }
+PARTIAL = ["rollout.partial_max_rounds=2", "rollout.partial_extra_prompts=16", "algo.rollout_is=tis"]
 
 
 def train_quickstart(folder: Path, ranks: int, options: list[str]) -> list[dict[str, Any]]:
@@ -61,3 +62,13 @@ def test_the_layout_changes_no_answer(metrics: dict[str, list[dict[str, Any]]], 
     for one, other in zip(metrics["one rank"], metrics[layout], strict=True):
         assert other["reward"] == pytest.approx(one["reward"], abs=0.02)
         assert other["completions/mean_length"] == pytest.approx(one["completions/mean_length"], abs=0.1)
+
+
+def test_responses_go_on_in_the_next_step(tmp_path: Path):
+    steps = train_quickstart(tmp_path, 1, PARTIAL)
+    assert len(steps) == STEPS
+    # A step whose rows were all drawn before has no token of its own weights.
+    mismatches = [step["mismatch/abs_max"] for step in steps if "mismatch/abs_max" in step]
+    assert mismatches and max(mismatches) < 1e-4
+    assert any(step["off_policy/max"] >= 1 for step in steps[1:])
+    assert any(step["dock/deferred"] > 0 for step in steps) and steps[-1]["dock/deferred"] == 0

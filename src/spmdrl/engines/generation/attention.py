@@ -6,6 +6,7 @@ value heads, `G` query heads that share one, `K` head size of queries and keys, 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,9 +19,9 @@ from spmdrl.engines.models.kernels import ops
 
 @dataclass(frozen=True)
 class _Bucket:
-    """Rows whose block tables are padded to the same length."""
+    """Rows beside each other whose block tables are padded to the same length."""
 
-    rows: Tensor | slice
+    rows: slice
     head_blocks_BJC: Tensor
     bias_B11S: Tensor
     """Added to the scores: -inf behind a row's end."""
@@ -33,7 +34,10 @@ class DecodeAttention:
     """
 
     def __init__(self, cache: PagedCache, tables: Sequence[Sequence[int]], lengths: Sequence[int]):
-        """Row b has `lengths[b]` positions in the blocks `tables[b]`, the new token's included."""
+        """Row b has `lengths[b]` positions in the blocks `tables[b]`, the new token's included.
+
+        Only rows beside each other share a bucket, so rows sorted by length take least time.
+        """
         self._cache = cache
         size = cache.shape.block_size
         places = [
@@ -41,34 +45,36 @@ class DecodeAttention:
             for table, length in zip(tables, lengths, strict=True)
         ]
         self._head_places = cache.head_places(torch.tensor(places, device=cache.device))
-        by_width: dict[int, list[int]] = {}
-        for row, length in enumerate(lengths):
-            by_width.setdefault(_padded_width(-(-length // size)), []).append(row)
-        self._buckets = [self._bucket(width, rows, tables, lengths) for width, rows in by_width.items()]
+        widths = [_padded_width(-(-length // size)) for length in lengths]
+        self._buckets: list[_Bucket] = []
+        start = 0
+        for width, members in itertools.groupby(widths):
+            rows = slice(start, start + len(list(members)))
+            self._buckets.append(self._bucket(width, rows, tables[rows], lengths[rows]))
+            start = rows.stop
 
-    def _bucket(self, width: int, rows: list[int], tables: Sequence[Sequence[int]], lengths: Sequence[int]) -> _Bucket:
+    def _bucket(self, width: int, rows: slice, tables_B: Sequence[Sequence[int]], lengths_B: Sequence[int]) -> _Bucket:
         device, size = self._cache.device, self._cache.shape.block_size
-        padded = [[*tables[row][:width], *[SCRATCH_BLOCK] * (width - len(tables[row]))] for row in rows]
-        lengths_B1 = torch.tensor([[lengths[row]] for row in rows], device=device)
-        is_behind_BS = torch.arange(width * size, device=device) >= lengths_B1
+        padded = [[*table[:width], *[SCRATCH_BLOCK] * (width - len(table))] for table in tables_B]
+        is_behind_BS = torch.arange(width * size, device=device) >= torch.tensor(lengths_B, device=device)[:, None]
         # Not as a mask of booleans, which every layer's attention would turn into this.
         bias_BS = torch.zeros(is_behind_BS.shape, dtype=self._cache.shape.dtype, device=device)
         bias_BS.masked_fill_(is_behind_BS, -torch.inf)
-        index = slice(None) if len(rows) == len(lengths) else torch.tensor(rows, device=device)
         head_blocks_BJC = self._cache.head_blocks(torch.tensor(padded, device=device))
-        return _Bucket(index, head_blocks_BJC, bias_BS[:, None, None, :])
+        return _Bucket(rows, head_blocks_BJC, bias_BS[:, None, None, :])
 
     def __call__(self, layer: int, q_BHK: Tensor, k_BJK: Tensor, v_BJV: Tensor) -> Tensor:
         self._cache.write_heads(layer, self._head_places, k_BJK, v_BJV)
         # Query heads that share a key head are its queries, so that it is read once for all of them.
         q_BJGK = q_BHK.unflatten(1, (k_BJK.shape[1], -1))
-        out_BJGV = q_BJGK.new_empty(*q_BJGK.shape[:3], v_BJV.shape[-1])
+        attended = []
         for bucket in self._buckets:
             keys_BSJK, values_BSJV = self._cache.read_heads(layer, bucket.head_blocks_BJC)
-            out_BJGV[bucket.rows] = ops.masked_attention(
+            attended_BJGV = ops.masked_attention(
                 q_BJGK[bucket.rows], keys_BSJK.transpose(1, 2), values_BSJV.transpose(1, 2), bucket.bias_B11S
             )
-        return out_BJGV.flatten(1, 2)
+            attended.append(attended_BJGV.flatten(1, 2))
+        return attended[0] if len(attended) == 1 else torch.cat(attended)
 
 
 def _padded_width(num_blocks: int) -> int:

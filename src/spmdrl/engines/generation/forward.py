@@ -87,10 +87,13 @@ class CachedDecoder:
         """Feed the newest token of every row and return the logits [B, V] of the next, float32; none still runs."""
         # A multiple, because a CPU's silu rounds elements that don't fill a whole vector otherwise than the rest.
         lacking = -len(rows) % _LEAST_ROWS if rows else _LEAST_ROWS
-        lengths = [row.length for row in rows] + [1] * lacking
-        tables = [row.table for row in rows] + [[SCRATCH_BLOCK]] * lacking
+        # Sorted, because attention takes rows of similar length together.
+        order = sorted(range(len(rows)), key=lambda index: rows[index].length)
+        fed = [rows[index] for index in order]
+        lengths = [1] * lacking + [row.length for row in fed]
+        tables = [[SCRATCH_BLOCK]] * lacking + [row.table for row in fed]
         logits_BV = self._decoder(
-            self._tensor([row.token_ids[-1] for row in rows] + [0] * lacking),
+            self._tensor([0] * lacking + [row.token_ids[-1] for row in fed]),
             self._tensor(lengths) - 1,
             DecodeAttention(self.cache, tables, lengths),
             self._logits,
@@ -98,10 +101,11 @@ class CachedDecoder:
         )
         if self._recorder is not None:
             # Unbound tokens are views: a step's choices live until its last row ends.
-            for row, token_LC in zip(rows, self._recorder.take(), strict=False):
+            for row, token_LC in zip(fed, self._recorder.take()[lacking:], strict=True):
                 assert row.choices is not None, f"row {row.row} runs without its prompt's choices"
                 row.choices.feed(token_LC)
-        return logits_BV[: len(rows)].float()
+        fed_B = torch.tensor(order, dtype=torch.int64, device=self._device)
+        return logits_BV[lacking + fed_B.argsort()].float()
 
     def _chunk_logits(self, chunks: Sequence[Chunk]) -> Tensor:
         """Logits [G, V] of the last position of each group that ends with its chunk."""

@@ -25,7 +25,7 @@ _MIX_SECOND = 0x94D049BB133111EB - (1 << 64)
 
 @dataclass(frozen=True)
 class RowSampling:
-    """Sampling parameters of a batch, one entry a row; `has_filters` tells whether any row filters."""
+    """Sampling parameters of a batch, one entry a row, and what none of its rows needs."""
 
     seeds_B: Tensor
     temperature_B: Tensor
@@ -33,10 +33,20 @@ class RowSampling:
     top_k_B: Tensor
     min_p_B: Tensor
     has_filters: bool
+    """Whether any row drops tokens."""
+    has_greedy: bool
+    """Whether any row takes the likeliest token."""
+    has_draws: bool
+    """Whether any row draws its token."""
 
     @classmethod
     def of_rows(cls, seeds: Sequence[int], sampling: Sequence[SamplingParams], device: torch.device) -> RowSampling:
+        # Rows of one rollout have the same parameters, as a rule the same object.
+        distinct = {id(params): params for params in sampling}.values()
+
         def column(name: str, dtype: torch.dtype) -> Tensor:
+            if len(distinct) == 1:
+                return torch.full((len(sampling),), getattr(sampling[0], name), dtype=dtype, device=device)
             return torch.tensor([getattr(params, name) for params in sampling], dtype=dtype, device=device)
 
         return cls(
@@ -45,7 +55,9 @@ class RowSampling:
             top_p_B=column("top_p", torch.float32),
             top_k_B=column("top_k", torch.int64),
             min_p_B=column("min_p", torch.float32),
-            has_filters=any(params.top_p < 1 or params.top_k > 0 or params.min_p > 0 for params in sampling),
+            has_filters=any(params.top_p < 1 or params.top_k > 0 or params.min_p > 0 for params in distinct),
+            has_greedy=any(params.temperature == 0 for params in distinct),
+            has_draws=any(params.temperature > 0 for params in distinct),
         )
 
 
@@ -63,16 +75,17 @@ def draw(logits_BV: Tensor, positions_B: Tensor, rows: RowSampling) -> Drawn:
     At temperature 0 the token is the likeliest one and the log-prob is that of temperature 1.
     """
     greedy_B = rows.temperature_B == 0
-    scaled_BV = logits_BV / rows.temperature_B.masked_fill(greedy_B, 1)[:, None]
-    # In the steps in which training computes log-probs, which log_softmax rounds otherwise.
-    scaled_BV = scaled_BV - scaled_BV.amax(-1, keepdim=True)
-    weights_BV = scaled_BV.exp()
-    log_sum_B = weights_BV.sum(-1).log()
-    if rows.has_filters:
-        weights_BV = keep_likely(weights_BV, rows)
-    sampled_B = invert_cdf(weights_BV, uniforms(rows.seeds_B, positions_B))
-    tokens_B = torch.where(greedy_B, logits_BV.argmax(-1), sampled_B)
-    return Drawn(tokens_B, scaled_BV.gather(-1, tokens_B[:, None]).squeeze(-1) - log_sum_B)
+    logprobs_BV = (logits_BV / rows.temperature_B.masked_fill(greedy_B, 1)[:, None]).log_softmax(-1)
+    if not rows.has_draws:
+        tokens_B = logits_BV.argmax(-1)
+    else:
+        weights_BV = logprobs_BV.exp()
+        if rows.has_filters:
+            weights_BV = keep_likely(weights_BV, rows)
+        tokens_B = invert_cdf(weights_BV, uniforms(rows.seeds_B, positions_B))
+        if rows.has_greedy:
+            tokens_B = torch.where(greedy_B, logits_BV.argmax(-1), tokens_B)
+    return Drawn(tokens_B, logprobs_BV.gather(-1, tokens_B[:, None]).squeeze(-1))
 
 
 def keep_likely(probs_BV: Tensor, rows: RowSampling) -> Tensor:
