@@ -11,7 +11,7 @@ from spmdrl.configfile import LoadedConfig, read_config
 from spmdrl.dataflow.resharding.gather import ReshardConfig
 from spmdrl.dataflow.samples.rows import DataConfig
 from spmdrl.dataflow.samples.transport import DockConfig
-from spmdrl.engines.generation.protocol import RolloutConfig
+from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.hf import ModelConfig
 from spmdrl.engines.reward.pool import RewardConfig
 from spmdrl.engines.training.checkpoint import CheckpointConfig

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from spmdrl.engines.generation.native import NativeEngine
-from spmdrl.engines.generation.protocol import Request, Response, RolloutConfig, SamplingParams
+from spmdrl.engines.generation.protocol import Request, Response, SamplingParams
+from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.decoder import Decoder, DecoderConfig
 from spmdrl.engines.models.kernels.table import compute_batch_invariantly
 from spmdrl.engines.training.engine import TrainingConfig, TrainingEngine

@@ -20,7 +20,8 @@ from spmdrl.dataflow.stages.shown import ShownRows
 from spmdrl.dataflow.stages.update import UpdatePlan, UpdateStage
 from spmdrl.engines.generation.choices import ChoiceRecorder
 from spmdrl.engines.generation.native import NativeEngine
-from spmdrl.engines.generation.protocol import RolloutConfig, SamplingParams
+from spmdrl.engines.generation.protocol import SamplingParams
+from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.moe import MoeConfig
 from spmdrl.engines.training.engine import OptimConfig, TrainingConfig, TrainingEngine
 from spmdrl.engines.training.routing import RoutingConfig

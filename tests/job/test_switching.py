@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from spmdrl.dataflow.resharding.flow import ReshardingFlow
 from spmdrl.dataflow.resharding.gather import ReshardConfig
 from spmdrl.engines.generation.native import NativeEngine
-from spmdrl.engines.generation.protocol import RolloutConfig
+from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.weights import random_weights
 from spmdrl.engines.training.engine import TrainingConfig, TrainingEngine

@@ -19,7 +19,8 @@ from spmdrl.dataflow.resharding.flow import ReshardingFlow
 from spmdrl.dataflow.resharding.gather import ReshardConfig
 from spmdrl.dataflow.resharding.swap import storage_bytes
 from spmdrl.engines.generation.native import NativeEngine
-from spmdrl.engines.generation.protocol import Request, RolloutConfig, SamplingParams
+from spmdrl.engines.generation.protocol import Request, SamplingParams
+from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.weights import random_weights
 from spmdrl.engines.training.engine import TrainingConfig, TrainingEngine

@@ -24,7 +24,7 @@ from spmdrl.dataflow.resharding.gather import BucketGatherer, Executor, ReshardC
 from spmdrl.dataflow.resharding.plan import least_bytes
 from spmdrl.dataflow.resharding.slices import SlicedWeights
 from spmdrl.engines.generation.native import NativeEngine
-from spmdrl.engines.generation.protocol import RolloutConfig
+from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.weights import random_weights
 from spmdrl.engines.training.engine import TrainingConfig, TrainingEngine

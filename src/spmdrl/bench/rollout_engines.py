@@ -15,7 +15,8 @@ from torch import Tensor
 
 from spmdrl.bench.rollout_work import Lengths, Work, answer, counted
 from spmdrl.engines.generation.native import NativeEngine
-from spmdrl.engines.generation.protocol import Request, RolloutConfig, SamplingParams
+from spmdrl.engines.generation.protocol import Request, SamplingParams
+from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.hf import read_config
 from spmdrl.engines.models.weights import WeightFiles
 from spmdrl.types import whole_slice

@@ -14,7 +14,7 @@ from spmdrl.dataflow.resharding.layouts import (
     update_slices,
 )
 from spmdrl.engines.generation.native import NativeEngine
-from spmdrl.engines.generation.protocol import RolloutConfig
+from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.decoder import Decoder
 from spmdrl.engines.parallel.expert_parallel import apply_expert_parallel
 from spmdrl.engines.parallel.parts import Parts

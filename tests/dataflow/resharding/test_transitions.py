@@ -15,7 +15,8 @@ from torch import Tensor
 from spmdrl.dataflow.resharding.flow import ReshardingFlow
 from spmdrl.dataflow.resharding.gather import Executor, ReshardConfig
 from spmdrl.engines.generation.native import NativeEngine
-from spmdrl.engines.generation.protocol import Request, RolloutConfig, SamplingParams
+from spmdrl.engines.generation.protocol import Request, SamplingParams
+from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.latent import LatentConfig
 from spmdrl.engines.models.moe import MoeConfig

@@ -19,7 +19,8 @@ from spmdrl.dataflow.samples.transport import DockConfig
 from spmdrl.dataflow.stages.generation import FinishedGroup, GenerationStage
 from spmdrl.engines.generation.lockstep import Lockstep
 from spmdrl.engines.generation.native import NativeEngine
-from spmdrl.engines.generation.protocol import RolloutConfig, SamplingParams
+from spmdrl.engines.generation.protocol import SamplingParams
+from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.moe import MoeConfig
 from spmdrl.engines.models.weights import random_weights

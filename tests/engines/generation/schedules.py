@@ -10,7 +10,8 @@ from torch import Tensor
 
 from spmdrl.engines.generation.choices import ChoiceRecorder
 from spmdrl.engines.generation.native import NativeEngine
-from spmdrl.engines.generation.protocol import Request, Response, RolloutConfig, SamplingParams
+from spmdrl.engines.generation.protocol import Request, Response, SamplingParams
+from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.make_config import MakeConfig
 from spmdrl.engines.models.making import decoder_config

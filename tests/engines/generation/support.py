@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from spmdrl.engines.generation.native import NativeEngine
-from spmdrl.engines.generation.protocol import GenerationEngine, Request, Response, RolloutConfig, SamplingParams
+from spmdrl.engines.generation.protocol import GenerationEngine, Request, Response, SamplingParams
+from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.generation.stop_strings import Decode
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.weights import random_weights

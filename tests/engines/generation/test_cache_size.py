@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from spmdrl.engines.generation.cache_size import affordable_blocks, free_host_bytes
-from spmdrl.engines.generation.protocol import RolloutConfig
+from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.resources.mesh import lone_generation_mesh
 
 CPU = torch.device("cpu")

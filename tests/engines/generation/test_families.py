@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from spmdrl.engines.generation.native import NativeEngine
-from spmdrl.engines.generation.protocol import RolloutConfig, SamplingParams
+from spmdrl.engines.generation.protocol import SamplingParams
+from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.attention import PackedCausalAttention
 from spmdrl.engines.models.decoder import Decoder, DecoderConfig
 from spmdrl.engines.models.make_config import MakeConfig

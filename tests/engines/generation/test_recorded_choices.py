@@ -10,7 +10,8 @@ from torch import Tensor
 
 from spmdrl.engines.generation.choices import ChoiceRecorder
 from spmdrl.engines.generation.native import NativeEngine
-from spmdrl.engines.generation.protocol import RolloutConfig, SamplingParams
+from spmdrl.engines.generation.protocol import SamplingParams
+from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.attention import PackedCausalAttention
 from spmdrl.engines.models.decoder import Decoder
 from spmdrl.engines.models.moe import MoeConfig

@@ -10,7 +10,8 @@ import torch
 
 from spmdrl.engines.generation.choices import ChoiceRecorder
 from spmdrl.engines.generation.native import NativeEngine
-from spmdrl.engines.generation.protocol import PartialResponse, Request, Response, RolloutConfig, SamplingParams
+from spmdrl.engines.generation.protocol import PartialResponse, Request, Response, SamplingParams
+from spmdrl.engines.generation.rollout_config import RolloutConfig
 from tests.engines.generation.schedules import FAMILIES, GREEDY, SCHEDULES, engine_of, requests_with, responses_of
 from tests.engines.generation.support import awake_engine, prompt_of, request, run, wake
 

@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spmdrl.engines.generation.protocol import RolloutConfig, SamplingParams
+from spmdrl.engines.generation.protocol import SamplingParams
+from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.generation.sampling import RowSampling, draw, invert_cdf, keep_likely, splitmix64, uniforms
 
 CPU = torch.device("cpu")

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from spmdrl.engines.generation.protocol import PartialResponse, Request, Response, RolloutConfig, SamplingParams
+from spmdrl.engines.generation.protocol import PartialResponse, Request, Response, SamplingParams
+from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.generation.vllm import VllmEngine
 from spmdrl.engines.models.make_config import MakeConfig
 from spmdrl.engines.models.making import make_model_folder

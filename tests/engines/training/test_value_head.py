@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.engines.generation.native import NativeEngine
-from spmdrl.engines.generation.protocol import RolloutConfig
+from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf import hf_config_dict, parameter_shapes, read_config
 from spmdrl.engines.models.weights import RandomWeights, WeightFiles, WeightSource, with_new_head, write_weights

@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from spmdrl.engines.generation.protocol import RolloutConfig
+from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.parallel.axis_collectives import max_across
 from spmdrl.resources.launch import read_launch_environment
 from spmdrl.resources.mesh import Axis

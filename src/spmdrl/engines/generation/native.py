@@ -20,7 +20,8 @@ from spmdrl.engines.generation.choices import ChoiceRecorder
 from spmdrl.engines.generation.forward import CachedDecoder
 from spmdrl.engines.generation.lockstep import Lockstep
 from spmdrl.engines.generation.paged import BlockPool
-from spmdrl.engines.generation.protocol import Finish, Request, Response, RolloutConfig
+from spmdrl.engines.generation.protocol import Finish, Request, Response
+from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.generation.rows import Row
 from spmdrl.engines.generation.sampling import RowSampling, draw
 from spmdrl.engines.generation.scheduler import Admitted, Scheduler, SchedulerLimits

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from spmdrl.engines.generation import vllm_cpu
-from spmdrl.engines.generation.protocol import Finish, Request, Response, RolloutConfig, SamplingParams
+from spmdrl.engines.generation.protocol import Finish, Request, Response, SamplingParams
+from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.generation.stop_strings import Decode, completes_stop_string
 from spmdrl.engines.generation.vllm_launch import launch_variables
 from spmdrl.engines.generation.vllm_logprobs import gives_unfiltered, logprobs_mode

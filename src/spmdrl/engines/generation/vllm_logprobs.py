@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from spmdrl.engines.generation.protocol import RolloutConfig, SamplingParams
+from spmdrl.engines.generation.protocol import SamplingParams
+from spmdrl.engines.generation.rollout_config import RolloutConfig
 
 # vLLM accepts neither more log-prob modes nor a mode per request: the whole engine has one of these two.
 _FILTERED, _UNSCALED = "processed_logprobs", "raw_logprobs"
