@@ -75,17 +75,20 @@ def draw(logits_BV: Tensor, positions_B: Tensor, rows: RowSampling) -> Drawn:
     At temperature 0 the token is the likeliest one and the log-prob is that of temperature 1.
     """
     greedy_B = rows.temperature_B == 0
-    logprobs_BV = (logits_BV / rows.temperature_B.masked_fill(greedy_B, 1)[:, None]).log_softmax(-1)
+    scaled_BV = logits_BV / rows.temperature_B.masked_fill(greedy_B, 1)[:, None]
+    # In the steps in which training computes log-probs, which log_softmax rounds otherwise.
+    scaled_BV = scaled_BV - scaled_BV.amax(-1, keepdim=True)
+    weights_BV = scaled_BV.exp()
+    log_sum_B = weights_BV.sum(-1).log()
     if not rows.has_draws:
         tokens_B = logits_BV.argmax(-1)
     else:
-        weights_BV = logprobs_BV.exp()
         if rows.has_filters:
             weights_BV = keep_likely(weights_BV, rows)
         tokens_B = invert_cdf(weights_BV, uniforms(rows.seeds_B, positions_B))
         if rows.has_greedy:
             tokens_B = torch.where(greedy_B, logits_BV.argmax(-1), tokens_B)
-    return Drawn(tokens_B, logprobs_BV.gather(-1, tokens_B[:, None]).squeeze(-1))
+    return Drawn(tokens_B, scaled_BV.gather(-1, tokens_B[:, None]).squeeze(-1) - log_sum_B)
 
 
 def keep_likely(probs_BV: Tensor, rows: RowSampling) -> Tensor:
