@@ -1,6 +1,7 @@
 """Replicas of several ranks: rows to generate are dealt to replicas, and their first ranks speak for them."""
 
 import pytest
+import torch
 
 from spmdrl.dataflow.samples.dock import TransferDock
 from spmdrl.dataflow.samples.schema import needs_by_state
@@ -10,6 +11,7 @@ from spmdrl.dataflow.samples.volume import Link
 from spmdrl.resources.layout import GenerationLayout, UpdateLayout
 from spmdrl.resources.mesh import build_generation_mesh, build_update_mesh
 from spmdrl.resources.world import World
+from spmdrl.types import Batch
 from tests.dataflow.samples import flow
 from tests.support.ranks import run_ranks
 
@@ -53,3 +55,20 @@ def test_each_row_is_generated_by_one_replica_and_put_by_its_first_rank(ranks, u
         assert done["num_trained"] == flow.NUM_ROWS and all(done["lengths"])
         # Rows live where the first ranks of replicas are.
         assert put_over_nodes == 0
+
+
+def _one_group(world: World) -> list[int]:
+    mesh = build_generation_mesh(GenerationLayout(2), world.device, world.size, world.rank)
+    groups = groups_of_generation(mesh, world.device.torch_device)
+    with TransferDock(world, needs_by_state({"rollout_logprobs"}), DockConfig(20.0), row_groups=groups) as dock:
+        samples = dock.open_batch(0, flow.GROUP_SIZE, flow.GROUP_SIZE)
+        prompt = Batch.of_rows([0])
+        prompt.put_lists("prompt_ids", [[1]], torch.int32)
+        samples.put_prompts(prompt)
+        return samples.deal_generation()
+
+
+@pytest.mark.ranks
+def test_a_replica_may_get_nothing():
+    group = list(range(flow.GROUP_SIZE))
+    assert sorted(run_ranks(4, _one_group)) == [[], [], group, group]

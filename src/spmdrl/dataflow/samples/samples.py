@@ -108,7 +108,7 @@ class Samples:
         rows = self._lives.controller(state).ready_rows(by_group=True)
         shares = self._dealer.deal_generation(rows, self._lives.catalogue)
         own, groups = self._claim(state, shares), self._dock.rules.row_groups.get(state)
-        return (own if groups is None else shares[groups.leader]).tolist()
+        return (own if groups is None else shares.get(groups.leader, own)).tolist()
 
     # States take and put
 
