@@ -92,7 +92,7 @@ def correction_rule(kind: RolloutIs, clip: float | tuple[float, ...] | None) -> 
 
 
 def truncated(log_ratio_R: Tensor, cap: float) -> Correction:
-    """min(ratio, C): truncated importance sampling (Ionides 2008, Eq. 3).
+    """min(ratio, C): truncated importance sampling (Ionides 2008, "Truncated Importance Sampling").
 
     For rollouts: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training".
     """
