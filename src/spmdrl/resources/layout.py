@@ -40,11 +40,6 @@ class UpdateLayout:
         return self.pipeline * self.data * self.shard * self.context * self.tensor
 
     @property
-    def num_row_groups(self) -> int:
-        """Groups of ranks among which the rows of a batch are split."""
-        return self.data * self.shard
-
-    @property
     def expert_shard(self) -> int:
         """Ranks over which FSDP2 spreads one expert's weights, within one replica where the experts leave room."""
         return max(1, self.shard * self.context // self.expert)

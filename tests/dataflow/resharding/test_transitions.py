@@ -149,28 +149,39 @@ def test_the_matrix_has_forty_transitions_and_more():
 @pytest.mark.parametrize("executor", ["exact", "allgather"])
 @pytest.mark.parametrize("transitions", ON_2_RANKS, ids=lambda some: some.model)
 def test_on_2_ranks(transitions, executor):
-    run_ranks(2, switch_between, transitions, executor)
+    check_answered(transitions, run_ranks(2, switch_between, transitions, executor))
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("transitions", ON_4_RANKS, ids=lambda some: some.model)
 def test_on_4_ranks(transitions):
-    run_ranks(4, switch_between, transitions, "exact", ranks_per_node=2)
+    check_answered(transitions, run_ranks(4, switch_between, transitions, "exact", ranks_per_node=2))
 
 
 @pytest.mark.ranks
 def test_on_6_ranks():
-    run_ranks(6, switch_between, ON_6_RANKS[0], "exact")
+    check_answered(ON_6_RANKS[0], run_ranks(6, switch_between, ON_6_RANKS[0], "exact"))
 
 
 @pytest.mark.ranks
 @pytest.mark.skipif("SPMDRL_MOST_RANKS" not in os.environ, reason="SPMDRL_MOST_RANKS=8 starts 8 ranks")
 @pytest.mark.parametrize("transitions", ON_8_RANKS, ids=lambda some: some.model)
 def test_on_8_ranks(transitions):
-    run_ranks(8, switch_between, transitions, "exact", timeout=300)
+    check_answered(transitions, run_ranks(8, switch_between, transitions, "exact", timeout=300))
 
 
-def switch_between(world: World, transitions: Transitions, executor: Executor) -> None:
+def check_answered(transitions: Transitions, ranks: list[list[set[int]]]) -> None:
+    """Every transition ended with answers to all rows of all replicas; what they say was compared on the ranks."""
+    assert [len(answered) for answered in ranks] == [len(transitions)] * len(ranks)
+    for number, answered in enumerate(zip(*ranks, strict=True)):
+        generation = transitions.generations[number % len(transitions.generations)]
+        requests = requests_of(*range(len(ranks) // generation.tensor))
+        assert set().union(*answered) == {row for request in requests for row in request.rows} != set()
+
+
+def switch_between(world: World, transitions: Transitions, executor: Executor) -> list[set[int]]:
+    """The rows that this rank answered after each transition, as one rank with whole weights answers them."""
+    answered = []
     config = MODELS[transitions.model]
     alone = NativeEngine(config, RolloutConfig(), torch.device("cpu"), torch.float32)
     with tempfile.TemporaryDirectory() as folder:
@@ -184,7 +195,9 @@ def switch_between(world: World, transitions: Transitions, executor: Executor) -
             for generation in transitions.generations:
                 check_generation_layout(generation, world.size)
                 generating = build_generation_mesh(generation, world.device, world.size, world.rank)
-                Switch(world, trainer, generating, config, executor, Path(folder)).check(whole, expected)
+                switch = Switch(world, trainer, generating, config, executor, Path(folder))
+                answered.append(switch.check(whole, expected))
+    return answered
 
 
 class StrongWeights:
@@ -210,7 +223,7 @@ class Switch:
         self.ledger = MemoryLedger()
         self.flow = ReshardingFlow(world, trainer, self.generator, None, reshard, self.ledger, folder)
 
-    def check(self, whole: dict[str, Tensor], expected: dict[int, tuple[int, ...]]) -> None:
+    def check(self, whole: dict[str, Tensor], expected: dict[int, tuple[int, ...]]) -> set[int]:
         for _ in range(2):
             self.flow.to_generation()
             slices = self.generator.weight_slices()
@@ -222,6 +235,7 @@ class Switch:
             self.flow.start_return()
             self.flow.to_update()
         self.flow.close()
+        return set(answered)
 
 
 def requests_of(*replicas: int) -> list[Request]:

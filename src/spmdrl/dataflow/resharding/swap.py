@@ -127,10 +127,6 @@ class Swap:
         group.spans, group.state, group.staying_bytes = [], "device", 0
         return Returned(sum(num_bytes for _, num_bytes in group.copied_storages), ticket.times())
 
-    def forget_copy(self, owner: Owner) -> None:
-        """Has the group copied at its next leaving, whatever its version: it changed without one."""
-        self._groups[owner].copied_version = None
-
     def close(self) -> None:
         """Waits for returns under way and drops the host copies."""
         for group in self._groups.values():
