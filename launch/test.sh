@@ -6,8 +6,10 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/environment.sh
 
 prepare_environment dev
-# Tests start up to four ranks.
-share_cores 4
+cores=$(getconf _NPROCESSORS_ONLN)
+# Tests start up to four ranks, which wait for each other half of the time.
+workers=$((cores > 8 ? cores / 4 : cores > 1 ? 2 : 1))
+share_cores $((4 * workers))
 
 failed=""
 check() {
@@ -22,5 +24,6 @@ if [ -n "$failed" ]; then
     printf '== FAILED, whatever the tests say now:%s\n' "$failed" >&2
 fi
 printf '== pytest\n'
-.venv/bin/pytest -m "not gpu" "$@"
+# Several workers, so that what they print and --pdb take "-n 0" behind this command.
+.venv/bin/pytest -m "not gpu" --numprocesses "$workers" --dist worksteal "$@"
 [ -z "$failed" ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import time
 from collections.abc import Iterator
@@ -25,6 +26,19 @@ SHARED_MEMORY = Path("/dev/shm")
 def named_memory() -> set[str]:
     """The files of shared memory that have a name, and so could outlive their processes."""
     return {path.name for path in SHARED_MEMORY.iterdir()} if SHARED_MEMORY.is_dir() else set()
+
+
+def memory_of_others() -> set[str]:
+    """The named shared memory that processes other than this one map."""
+    inodes = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            lines = maps.read_text().splitlines() if maps.parent.name != str(os.getpid()) else []
+        except OSError:  # The process ended, or isn't ours.
+            continue
+        inodes |= {int(line.split()[4]) for line in lines if f" {SHARED_MEMORY}/" in line}
+    # By inode: a semaphore gets its name after it is mapped under another one.
+    return {entry.name for entry in os.scandir(SHARED_MEMORY) if entry.inode() in inodes}
 
 
 def children_of(pid: int) -> set[int]:
@@ -52,15 +66,40 @@ def _is_helper(pid: int) -> bool:
     return b"resource_tracker" in command or b"multiprocessing.forkserver" in command
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Let the process that ranks are forked from import what it needs, while the first tests run without it."""
+    if any(item.get_closest_marker("ranks") for item in session.items):
+        from tests.support.ranks import start_server
+
+        start_server()
+
+
 @pytest.fixture(autouse=True)
-def nothing_is_left_behind() -> Iterator[None]:
+def room(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Other tests may run meanwhile, in other workers of pytest-xdist, unless this one is marked `alone`."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        yield
+        return
+    folder = tmp_path_factory.getbasetemp().parent
+    with open(folder / "door.lock", "w") as door, open(folder / "room.lock", "w") as inside:
+        # Who waits for an empty room holds the door, so that nobody else goes in before.
+        fcntl.flock(door, fcntl.LOCK_EX)
+        fcntl.flock(inside, fcntl.LOCK_EX if request.node.get_closest_marker("alone") else fcntl.LOCK_SH)
+        fcntl.flock(door, fcntl.LOCK_UN)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_behind(room: None) -> Iterator[None]:
     """After a test, kills included, no named shared memory and no process of it is left."""
     memory, processes = named_memory(), running_below()
     yield
-    left = named_memory() - memory
-    assert not left, f"shared memory is left behind: {sorted(left)}"
     deadline = time.monotonic() + 5
     while running := running_below() - processes:
         # A process that was killed is gone once its parent has taken notice.
         assert time.monotonic() < deadline, f"processes are left behind: {sorted(running)}"
+        time.sleep(0.01)
+    while (left := named_memory() - memory) and (left := left - memory_of_others()):
+        # What another worker has just made has a name before it is mapped.
+        assert time.monotonic() < deadline, f"shared memory is left behind: {sorted(left)}"
         time.sleep(0.01)

@@ -37,8 +37,10 @@ import socket, sys
 socket.create_connection((sys.argv[1], 4000)).sendall(bytes({SENT_BYTES}))
 """
 _HOLD = """
-import time
+import signal, time
 from spmdrl.bench.emulated_nodes import emulated_nodes
+# A shell's background jobs and what they start ignore it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 with emulated_nodes(2, 1e8):
     print("made", flush=True)
     time.sleep(60)
@@ -76,6 +78,7 @@ def test_bytes_between_nodes_take_as_long_as_their_link_says_and_are_counted():
 
 
 @needs_namespaces
+@pytest.mark.alone
 def test_nodes_leave_the_host_as_it_was_while_they_are_there():
     before = os.listdir("/sys/class/net")
     with emulated_nodes(2, 1e8):
@@ -103,6 +106,7 @@ def test_nodes_are_gone_after_a_signal(number: signal.Signals):
 
 
 @needs_namespaces
+@pytest.mark.alone
 def test_what_a_killed_process_left_is_removed_at_the_next_start_and_what_others_use_is_not():
     with _holder() as alive:
         with _holder() as killed:

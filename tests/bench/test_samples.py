@@ -125,7 +125,7 @@ def test_a_server_of_blobs_hears_nobody_without_its_token():
 needs_proc = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds daemons through /proc")
 LEAVES_A_DAEMON = """
 import subprocess, sys
-subprocess.Popen(["sleep", "61.25"], start_new_session=True)
+subprocess.Popen(["sleep", "61.2{code}"], start_new_session=True)
 sys.exit({code})
 """
 
@@ -141,7 +141,7 @@ def test_a_command_leaves_no_daemon_behind(code: int):
     command = [sys.executable, "-c", LEAVES_A_DAEMON.format(code=code)]
     with pytest.raises(RuntimeError, match="ended with 3") if code else nullcontext():
         run_to_end(command, {}, 20)
-    assert not _is_running("sleep 61.25")
+    assert not _is_running(f"sleep 61.2{code}")
 
 
 def test_a_command_that_takes_too_long_is_ended():

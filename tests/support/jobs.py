@@ -8,8 +8,17 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+
+from torch.distributed import TCPStore
+
+from tests.support.ranks import HOST, end, fork, rank_environment
 
 ROOT = Path(__file__).parents[2]
 
@@ -56,14 +65,63 @@ def job_command(verb: str, *arguments: str | Path, ranks: int = 1) -> list[str]:
     return [*launcher, "-m", "spmdrl", verb, *map(str, arguments)]
 
 
-def run_job(
-    verb: str, *arguments: str | Path, ranks: int = 1, timeout: float = 120, **extra: str
+def launch_job(
+    verb: str, *arguments: str | Path, ranks: int = 1, timeout: float = 120
 ) -> subprocess.CompletedProcess[str]:
-    """Run a verb to its end."""
+    """Run a verb to its end, started as users start it."""
     command = job_command(verb, *arguments, ranks=ranks)
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=timeout, env=environment(**extra), cwd=ROOT, check=False
+        command, capture_output=True, text=True, timeout=timeout, env=environment(), cwd=ROOT, check=False
     )
+
+
+def run_job(
+    verb: str, *arguments: str | Path, ranks: int = 1, timeout: float = 120
+) -> subprocess.CompletedProcess[str]:
+    """As `launch_job`, in forked processes: without the seconds in which Python and torchrun start."""
+    command = [verb, *map(str, arguments)]
+    store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+    launched = [rank_environment(rank, ranks, ranks, store.port) for rank in range(ranks)] if ranks > 1 else [{}]
+    with tempfile.TemporaryDirectory() as folder:
+        screens = [Path(folder) / "stdout", Path(folder) / "stderr"]
+        processes = [fork(_be_job, environment(**own), screens, command) for own in launched]
+        code = _code_of_all(processes, time.monotonic() + timeout)
+        return subprocess.CompletedProcess(command, code, *(screen.read_text() for screen in screens))
+
+
+def _be_job(own: dict[str, str], screens: Sequence[Path], command: list[str]) -> None:
+    """Do in this process what `python -m spmdrl` does in its own."""
+    for number, screen in enumerate(screens, 1):
+        file = os.open(screen, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(file, number)
+        os.close(file)
+    os.environ.clear()
+    os.environ.update(own)
+    os.chdir(ROOT)
+    from spmdrl.cli import main
+
+    raise SystemExit(main(command))
+
+
+def _code_of_all(processes: Sequence[BaseProcess], deadline: float) -> int:
+    """The exit code of the first process that fails, which ends the others as torchrun does, or 0."""
+    running = {process.sentinel: process for process in processes}
+    code = 0
+    try:
+        while running and not code:
+            ended = wait(list(running), timeout=max(0.0, deadline - time.monotonic()))
+            if not ended:
+                raise TimeoutError(f"{len(running)} of {len(processes)} ranks did not finish in time")
+            for sentinel in ended:
+                process = running.pop(sentinel)
+                process.join()
+                code = code or process.exitcode or 0
+    finally:
+        for process in running.values():
+            process.terminate()
+        for process in processes:
+            end(process, grace_seconds=10.0)
+    return code
 
 
 def finished(job: subprocess.CompletedProcess[str]) -> subprocess.CompletedProcess[str]:

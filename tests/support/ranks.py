@@ -1,23 +1,29 @@
 """Starts fresh gloo ranks on this host, runs one function in each, and brings the results back in rank order.
 
-Ranks are forked from one process that has imported what takes long and done nothing else, so they start at once.
+Ranks are forked from one process that has imported what takes long (see preloaded.py) and done nothing else, so they
+start at once.
 """
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import pickle
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any, Literal
 
+import pytest
 from torch.distributed import TCPStore
 
 HOST = "127.0.0.1"
+ROOT = Path(__file__).parents[2]
 
 
 def run_ranks(
@@ -38,7 +44,9 @@ def run_ranks(
     # The parent holds the rendezvous store itself, as torchrun's agent does, so the port is bound before it is told.
     store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
     ranks = [
-        _start(_environment(rank, world_size, ranks_per_node or world_size, store.port), start_method, function, args)
+        _start(
+            rank_environment(rank, world_size, ranks_per_node or world_size, store.port), start_method, function, args
+        )
         for rank in range(world_size)
     ]
     grace_seconds = 0.0
@@ -47,12 +55,13 @@ def run_ranks(
         grace_seconds = 10.0
     finally:
         for process, pipe in ranks:
-            _end(process, grace_seconds)
+            end(process, grace_seconds)
             pipe.close()
     return results
 
 
-def _environment(rank: int, world_size: int, ranks_per_node: int, port: int) -> dict[str, str]:
+def rank_environment(rank: int, world_size: int, ranks_per_node: int, port: int) -> dict[str, str]:
+    """What a launcher tells a rank."""
     node, local_rank = divmod(rank, ranks_per_node)
     numbers = {
         "RANK": rank,
@@ -69,16 +78,29 @@ def _environment(rank: int, world_size: int, ranks_per_node: int, port: int) -> 
 
 
 def _start(environment: dict[str, str], method: str, function: Callable, args: tuple) -> tuple[BaseProcess, Connection]:
-    server = multiprocessing.get_context(method)
-    # Not this package: the server could find another copy of it than the one that is tested.
-    server.set_forkserver_preload(
-        ["torch", "torch.distributed.rpc", "torch.distributed.fsdp", "tensordict", "safetensors"]
-    )
-    ours, theirs = server.Pipe(duplex=False)
-    process = server.Process(target=_rank_main, args=(environment, theirs, function, args))
-    process.start()
+    ours, theirs = multiprocessing.Pipe(duplex=False)
+    process = fork(_rank_main, environment, theirs, function, args, method=method)
     theirs.close()
     return process, ours
+
+
+def fork(function: Callable, *args: Any, method: Literal["forkserver", "spawn"] = "forkserver") -> BaseProcess:
+    """Start a process that calls a function."""
+    start_server()
+    process = multiprocessing.get_context(method).Process(target=function, args=args)
+    process.start()
+    return process
+
+
+@functools.cache
+def start_server() -> None:
+    """Start the process that others are forked from; it goes on importing while this one does something else."""
+    multiprocessing.set_forkserver_preload(["tests.support.preloaded"])
+    with pytest.MonkeyPatch.context() as patch:
+        # First on its path: the copy that is tested, whichever is installed.
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "src"), str(ROOT)]))
+        patch.setenv("OMP_NUM_THREADS", "1")
+        forkserver.ensure_running()
 
 
 def _rank_main(environment: dict[str, str], pipe: Connection, function: Callable, args: tuple) -> None:
@@ -122,7 +144,8 @@ def _receive(pipe: Connection, rank: int) -> Any:
     return value
 
 
-def _end(process: BaseProcess, grace_seconds: float) -> None:
+def end(process: BaseProcess, grace_seconds: float) -> None:
+    """Wait for a process, kill it if it takes longer, and forget it."""
     process.join(timeout=grace_seconds)
     if process.is_alive():
         process.kill()

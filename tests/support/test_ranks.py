@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 
 import pytest
 
+import spmdrl
 from spmdrl.resources.world import World
 from tests.support.ranks import run_ranks
 
@@ -13,6 +15,10 @@ pytestmark = pytest.mark.ranks
 
 def describe(world: World, word: str) -> tuple[str, int, int, int, str]:
     return word, world.rank, world.node, world.local_rank, os.environ["OMP_NUM_THREADS"]
+
+
+def whereabouts(world: World) -> tuple[str, bool]:
+    return spmdrl.__file__, "tests.support.preloaded" in sys.modules
 
 
 def fail_on_rank_1(world: World) -> None:
@@ -30,6 +36,10 @@ def die_on_rank_1(world: World) -> None:
 def test_results_come_back_in_rank_order_from_pretended_nodes():
     answers = run_ranks(4, describe, "word", ranks_per_node=2)
     assert answers == [("word", rank, rank // 2, rank % 2, "1") for rank in range(4)]
+
+
+def test_ranks_are_forked_with_the_copy_that_is_tested_imported_before():
+    assert run_ranks(1, whereabouts) == [(spmdrl.__file__, True)]
 
 
 def test_the_first_failure_ends_all_ranks_with_its_traceback():

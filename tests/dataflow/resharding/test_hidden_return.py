@@ -110,6 +110,7 @@ def overlap(one: StageSpan, other: StageSpan) -> float:
     return max(0.0, min(one.end, other.end) - max(one.start, other.start))
 
 
+@pytest.mark.alone
 def test_the_return_is_hidden_behind_the_stages_that_run_meanwhile(tmp_path):
     metrics, spans = step_with_stages(tmp_path, STAGES)
     (copy,) = [span for span in spans if span.background]
@@ -120,6 +121,7 @@ def test_the_return_is_hidden_behind_the_stages_that_run_meanwhile(tmp_path):
     assert "return, step 1, rank 0" in gantt(TimelineRecords(spans, []))
 
 
+@pytest.mark.alone
 def test_without_stages_in_between_the_return_is_waited_for(tmp_path):
     metrics, spans = step_with_stages(tmp_path, ())
     (copy,) = [span for span in spans if span.background]

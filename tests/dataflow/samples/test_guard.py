@@ -28,12 +28,19 @@ class Calls:
     def __init__(self, function, *args):
         self.call = (function, args)
 
+    def __repr__(self):
+        function, args = self.call
+        return f"{function.__name__}{args[1:] or args}"
+
     def __reduce__(self):
         return self.call
 
 
 class Sets:
     """Pickles as an allowed function whose attributes are then set."""
+
+    def __repr__(self):
+        return "Sets"
 
     def __reduce__(self):
         return getattr, (internal._InternalRPCPickler, "_tensor_receiver"), (None, {"__defaults__": (1,)})

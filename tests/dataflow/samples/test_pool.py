@@ -213,6 +213,7 @@ def make_pool(pipe: Connection, create: Callable[[], SharedFile]) -> None:
 
 
 @pytest.mark.ranks
+@pytest.mark.alone
 @pytest.mark.parametrize("create", [memory_file, temporary_file])
 def test_killed_processes_leave_no_file_and_no_memory(create):
     before = leftovers()
@@ -233,6 +234,7 @@ def test_killed_processes_leave_no_file_and_no_memory(create):
 
 
 @pytest.mark.ranks
+@pytest.mark.alone
 def test_a_host_killed_before_others_open_leaves_no_file():
     before = leftovers()
     with child(make_pool, memory_file) as (host, pipe):
