@@ -72,6 +72,7 @@ def test_news_survive_packing(sent):
 
 
 @given(st.lists(entries(), max_size=6))
+@example([RowDrop(integers([1, 2]), "no reward"), RowDrop(integers([2, 3]), "no reward")])
 def test_joined_news_say_the_same_of_every_row(sent):
     def said(news) -> list:
         out = []
@@ -82,10 +83,12 @@ def test_joined_news_say_the_same_of_every_row(sent):
                     out.append(("metadata", entry.columns, row, int(entry.homes[at]), str(lengths)))
                 elif isinstance(entry, RowDrop):
                     out.append(("drop", entry.reason, row))
-        return sorted(out)
+        return sorted(set(out))
 
     merged = joined(sent)
     assert said(merged) == said(sent)
+    drops = [entry.rows.tolist() for entry in merged if isinstance(entry, RowDrop)]
+    assert all(len(set(rows)) == len(rows) for rows in drops)
     masks = [entry.columns for entry in merged if isinstance(entry, RowMetadata)]
     assert len(masks) == len(set(masks))
 

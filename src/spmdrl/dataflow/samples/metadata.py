@@ -113,7 +113,8 @@ def announced_lengths(columns: int) -> tuple[str, ...]:
 def _join(entries: list[News]) -> News:
     rows = np.concatenate([entry.rows for entry in entries])
     if isinstance(entries[0], RowDrop):
-        return RowDrop(rows, entries[0].reason)
+        # A row may be dropped again before others hear of it.
+        return RowDrop(np.unique(rows), entries[0].reason)
     told = [entry for entry in entries if isinstance(entry, RowMetadata)]
     columns = told[0].columns
     lengths = {name: np.concatenate([entry.lengths[name] for entry in told]) for name in announced_lengths(columns)}
