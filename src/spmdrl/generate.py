@@ -1,78 +1,127 @@
-"""The `generate` verb: a model's answers to prompts, as JSON lines on the screen or in the run's folder."""
+"""The `generate` verb: a model's answers to prompts, as JSON lines on the screen and in the run's folder."""
 
 from __future__ import annotations
 
+import hashlib
 import itertools
-import json
+import sys
+from collections.abc import Sequence
 
 from spmdrl.config import Config
 from spmdrl.configfile import LoadedConfig, start_up
-from spmdrl.dataflow.samples.prompts import PromptSource
-from spmdrl.dataflow.stages.generation import FinishedGroup, generate_groups
+from spmdrl.dataflow.samples.prompts import Prompt, PromptSource
+from spmdrl.dataflow.stages.generation import run_requests
 from spmdrl.dataflow.stages.partial import row_seed
-from spmdrl.engines.generation.protocol import Request, Response
+from spmdrl.engines.generation.protocol import Request, Response, SamplingParams
 from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.job.actor import ModelSource, prepare_model
 from spmdrl.job.checked import CheckedRun, check_run
 from spmdrl.job.fitting import check_generation_fits
-from spmdrl.job.replica import build_replica, load_for_generation
+from spmdrl.job.kept_answers import KeptAnswers
+from spmdrl.job.replica import Replica, build_replica, load_for_generation
+from spmdrl.observability.console import Console
 from spmdrl.observability.progress import GenerationProgress
-from spmdrl.resources.collectives import gather_bytes
 from spmdrl.resources.world import World, open_world
 
 FILE = "generated.jsonl"
 
 
 def main(loaded: LoadedConfig[Config]) -> int:
-    """Answer the prompts of `data.eval` with `rollout`'s sampling, `eval.num_samples` times each."""
+    """Answer the prompts of `data.eval` with `rollout`'s sampling, `eval.num_samples` times each.
+
+    The same command again goes on with the answers of one that was interrupted.
+    """
     checked = check_run(loaded, verb="generate")
     with open_world(checked.config.resources.device, checked.config.resources.timeout_seconds) as world:
         with start_up():
-            lines = generated_lines(checked, world)
+            kept = keep_answers(checked, world)
+        lines = kept.gathered()
         if world.is_main:
             path = checked.config.run.folder / FILE
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text("".join(f"{line}\n" for line in lines))
+            unfinished = path.with_suffix(".tmp")
+            unfinished.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+            unfinished.replace(path)
             for line in lines:
                 print(line)
+        kept.drop()
     return 0
 
 
-def generated_lines(checked: CheckedRun, world: World) -> list[str]:
-    """One JSON object a response, in row order, on every rank. Collective."""
+def keep_answers(checked: CheckedRun, world: World) -> KeptAnswers:
+    """Answer all rows that no interrupted run has answered, and keep each as it ends. Collective."""
     config = checked.config
     source = ModelSource.of(prepare_model(config, world))
     check_generation_fits(config, source.decoder)
     tokenizer = ModelTokenizer(source.folder)
     every = PromptSource(checked.eval_rows, tokenizer.raw, config.data, config.seed).all()
     prompts = list(itertools.islice(every, config.eval.max_rows))
+    sampling = config.rollout.sampling(tokenizer.stop_token_ids)
+    kept = KeptAnswers(config.run.folder, _identity(config, source, prompts), world)
+    if config.resume == "never":
+        kept.put_aside()
+    done = kept.rows()
+    if done and world.is_main:
+        note = f"{kept.folder} has {len(done)} of {len(prompts) * config.eval.num_samples} rows; the rest is generated"
+        Console(stream=sys.stderr).note(note)
     replica = build_replica(config, source, world, config.resources.generation)
     load_for_generation(replica.engine, source)
-    size, sampling = config.eval.num_samples, config.rollout.sampling(tokenizer.stop_token_ids)
-    numbers = replica.share_of(len(prompts))
-    requests = []
-    for number in numbers:
-        rows = tuple(range(number * size, (number + 1) * size))
+    requests = _requests(config, prompts, replica, sampling, done)
+    progress = _progress(replica, requests) if world.is_main else None
+    for number, responses in run_requests(replica.engine, requests):
+        prompt = prompts[requests[number].rows[0] // config.eval.num_samples]
+        if replica.mesh.is_leader:
+            kept.add([_record(prompt, response, tokenizer) for response in responses])
+        if progress is not None:
+            progress.add(len(responses), sum(len(response.token_ids) for response in responses))
+    return kept
+
+
+def _requests(
+    config: Config, prompts: Sequence[Prompt], replica: Replica, sampling: SamplingParams, done: set[int]
+) -> list[Request]:
+    """What this replica is to answer: of its prompts, the rows that aren't done."""
+    size, requests = config.eval.num_samples, []
+    for number in replica.share_of(len(prompts)):
+        rows = tuple(row for row in range(number * size, (number + 1) * size) if row not in done)
         seeds = tuple(row_seed(config.seed, 0, row) for row in rows)
-        requests.append(Request(rows, prompts[number].prompt_ids, seeds, sampling))
-    own: list[str] = []
+        if rows:
+            requests.append(Request(rows, prompts[number].prompt_ids, seeds, sampling))
+    return requests
+
+
+def _progress(replica: Replica, requests: Sequence[Request]) -> GenerationProgress:
     # Other replicas aren't asked: they have as many rows, give or take a prompt.
     rows_told = "rows" if len(replica.mesh.replicas) == 1 else "rows of this replica"
-    progress = GenerationProgress(len(numbers) * size, rows_told) if world.is_main else None
-    for group in generate_groups(replica.engine, requests, [prompts[number] for number in numbers]):
-        if progress is not None:
-            progress.add(size, sum(len(response.token_ids) for response in group.responses))
-        if replica.mesh.is_leader:
-            own += [json.dumps(_record(group, response, tokenizer)) for response in group.responses]
-    gathered = gather_bytes("\n".join(own).encode())
-    lines = [line for part in gathered for line in part.decode().splitlines()]
-    return sorted(lines, key=lambda line: json.loads(line)["row"])
+    return GenerationProgress(sum(len(request.rows) for request in requests), rows_told)
 
 
-def _record(group: FinishedGroup, response: Response, tokenizer: ModelTokenizer) -> dict[str, object]:
+def _identity(config: Config, source: ModelSource, prompts: Sequence[Prompt]) -> dict[str, object]:
+    """What makes an answer another one."""
+    rollout = config.rollout
+    files = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(source.folder.iterdir())]
+    return {
+        "the model": f"{source.folder}, files {_digest(files)}",
+        "the prompts": f"{len(prompts)}, tokens {_digest([prompt.prompt_ids for prompt in prompts])}",
+        "seed": config.seed,
+        "eval.num_samples": config.eval.num_samples,
+        "rollout.temperature": rollout.temperature,
+        "rollout.top_p": rollout.top_p,
+        "rollout.top_k": rollout.top_k,
+        "rollout.min_p": rollout.min_p,
+        "rollout.max_completion_length": rollout.max_completion_length,
+        "rollout.stop": list(rollout.stop),
+        "rollout.ignore_eos": rollout.ignore_eos,
+    }
+
+
+def _digest(values: object) -> str:
+    return hashlib.sha256(repr(values).encode()).hexdigest()[:16]
+
+
+def _record(prompt: Prompt, response: Response, tokenizer: ModelTokenizer) -> dict[str, object]:
     return {
         "row": response.row,
-        "prompt": group.prompt.text,
+        "prompt": prompt.text,
         "response": tokenizer.decode(response.token_ids),
         "finish": response.finish,
         "logprob": sum(response.logprobs),

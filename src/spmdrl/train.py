@@ -169,7 +169,7 @@ def build(checked: CheckedRun, run: Run, stack: ExitStack) -> Training:
     state = Together(actor, carried)
     run.resume(state)
 
-    switching = build_switching(run, actor, replica, reference, stack)
+    switching = build_switching(run, actor, replica, reference, stack, prompts.at)
     device = world.device.torch_device
     row_groups = groups_of_training(mesh, device) | groups_of_generation(replica.mesh, device)
     dock = stack.enter_context(TransferDock(world, checked.needs, config.dock, seed=config.seed, row_groups=row_groups))

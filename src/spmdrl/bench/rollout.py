@@ -81,6 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt-length", type=int, default=32, help="mean tokens of a prompt")
     parser.add_argument("--limit", type=int, default=256, help="most tokens of a response, 4 times the mean")
     parser.add_argument("--rows-at-once", type=int, default=64, help="rows that an engine decodes together")
+    parser.add_argument("--compile", action="store_true", help="compile the native engine's decoding steps")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of each engine")
     parser.add_argument("--rounds", type=int, default=3, help="how often all run in turn")
     parser.add_argument("--limit-seconds", type=float, default=900.0, help="longest that one run may take")
@@ -127,7 +128,7 @@ def _prepare(folder: Path, model: str, arguments: argparse.Namespace) -> Work:
         limit=arguments.limit,
         vocab_size=read_config(target).vocab_size,
     )
-    work = make_work(size, rows_at_once=arguments.rows_at_once, threads=arguments.threads)
+    work = make_work(size, rows_at_once=arguments.rows_at_once, threads=arguments.threads, compiles=arguments.compile)
     work.save(folder)
     bench = folder / "modules" / "spmdrl" / "bench"
     bench.mkdir(parents=True)
@@ -200,7 +201,7 @@ def summarize(found: Mapping[str, Mapping[str, Runs]], arguments: argparse.Names
         for lengths in runs[NATIVE].by_lengths
         for row in _rows(model, lengths, runs)
     ]
-    at_once = f"{arguments.rows_at_once} rows at once"
+    at_once = f"{arguments.rows_at_once} rows at once" + (", native compiled" if arguments.compile else "")
     return BenchTable(
         title=f"bench rollout: {arguments.prompts} prompts x {arguments.group_size} responses of at most "
         f"{arguments.limit} tokens, {at_once}, {arguments.threads} threads, medians of {arguments.rounds} rounds",

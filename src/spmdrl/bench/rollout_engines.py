@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from spmdrl.engines.generation.native import NativeEngine
 from spmdrl.engines.generation.protocol import Request, SamplingParams
 from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.hf import read_config
+from spmdrl.engines.models.kernels import ops
 from spmdrl.engines.models.weights import WeightFiles
 from spmdrl.types import whole_slice
 
@@ -32,7 +34,8 @@ class Native:
     def __init__(self, folder: Path, work: Work):
         self._work = work
         config = read_config(folder)
-        self._engine = NativeEngine(config, RolloutConfig(max_running_rows=work.rows_at_once), _CPU, torch.float32)
+        rollout = RolloutConfig(max_running_rows=work.rows_at_once, compile=work.compiles)
+        self._engine = NativeEngine(config, rollout, _CPU, torch.float32)
         files = WeightFiles(folder)
         self._engine.load_weights((name, files.read(whole_slice(name, files.shape(name)))) for name in files.names)
         self._engine.wake_cache()
@@ -69,14 +72,15 @@ class Native:
 
 
 def _matmul_seconds(weights: Sequence[Tensor], num_rows: int) -> float:
-    """CPU seconds of one product with each weight in turn, as a forward has them, the best of several."""
+    """CPU seconds of one product with each weight in turn, in the layout for it, the best of several."""
     inputs = {weight.shape[1]: torch.randn(num_rows, weight.shape[1]) for weight in weights}
     best = float("inf")
     with torch.inference_mode():
+        products = [ops.blocked_linear(weight, None) or partial(F.linear, weight=weight) for weight in weights]
         for _ in range(_MATMUL_REPEATS):
             start = time.process_time()
-            for weight in weights:
-                F.linear(inputs[weight.shape[1]], weight)
+            for weight, product in zip(weights, products, strict=True):
+                product(inputs[weight.shape[1]])
             best = min(best, time.process_time() - start)
     return best
 

@@ -38,6 +38,8 @@ class Work:
     rows_at_once: int
     threads: int
     lengths: dict[str, Lengths]
+    compiles: bool = False
+    """whether the native engine compiles its decoding steps"""
 
     @property
     def num_rows(self) -> int:
@@ -70,7 +72,7 @@ class WorkSize:
     vocab_size: int
 
 
-def make_work(size: WorkSize, *, rows_at_once: int, threads: int) -> Work:
+def make_work(size: WorkSize, *, rows_at_once: int, threads: int, compiles: bool = False) -> Work:
     """Random prompts and three ways to end, whose responses hold about as many tokens in all."""
     rng = random.Random(0)  # noqa: S311 - the same on every machine, and no secret
     half, num_rows, mean = max(1, size.prompt_length // 2), size.num_prompts * size.group_size, size.limit / 4
@@ -87,7 +89,7 @@ def make_work(size: WorkSize, *, rows_at_once: int, threads: int) -> Work:
         # Random weights make every token about as likely, so that each draw ends a row with the same chance.
         "ragged": Lengths((size.limit,) * num_rows, tuple(range(max(1, round(size.vocab_size / mean))))),
     }
-    return Work(prompts, size.group_size, rows_at_once, threads, lengths)
+    return Work(prompts, size.group_size, rows_at_once, threads, lengths, compiles)
 
 
 @dataclass(frozen=True)

@@ -171,7 +171,7 @@ class StepRun:
         return batch
 
     def _reward(self) -> None:
-        """Rewards are computed as groups finish, so none is waited for."""
+        """Rewards are computed as responses end, so none is waited for."""
         batch = Batch.of_rows(self._samples.take_generated(WorkerState.REWARD))
         batch.put_dense("reward", batch.rows.float())
         batch.put_dense("reward_verdict", torch.zeros(len(batch), dtype=dtype_of("reward_verdict")))

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 from spmdrl.config import Config
 from spmdrl.dataflow.resharding.layouts import fitted_stride, parameter_table
+from spmdrl.dataflow.resharding.probe import Probe, default_tolerance, probe_rows
 from spmdrl.dataflow.samples.carried import CarriedGroups
-from spmdrl.dataflow.samples.prompts import PromptSource
+from spmdrl.dataflow.samples.prompts import Prompt, PromptSource
 from spmdrl.dataflow.samples.rounds import RoundRules
 from spmdrl.dataflow.stages.advantage import AdvantageStage
 from spmdrl.dataflow.stages.generation import GenerationStage, RolloutRecorder
@@ -34,6 +37,9 @@ from spmdrl.resources.memory import MemoryLedger
 from spmdrl.resources.world import World
 from spmdrl.types import WorkerState
 
+PromptAt = Callable[[int], Prompt]
+"""The prompt at a position of an endless sequence, alike on every rank."""
+
 
 def check_positions(source: ModelSource, prompts: PromptSource, config: Config) -> None:
     """Refuse responses that would run past the positions that the model was made for."""
@@ -57,13 +63,32 @@ def build_actors_replica(checked: CheckedRun, source: ModelSource, world: World)
 
 
 def build_switching(
-    run: Run, actor: Actor, replica: Replica, reference: TrainingEngine | None, stack: ExitStack
-) -> Switching:
-    """The switch of this actor, closed with the stack."""
+    run: Run, actor: Actor, replica: Replica, reference: TrainingEngine | None, stack: ExitStack,
+    prompt_at: PromptAt | None = None,
+) -> Switching:  # fmt: skip
+    """The switch of this actor, closed with the stack; probed where there are prompts to do so with."""
     ledger = MemoryLedger()
     flow = build_resharding(run.config, run.world, actor.trainer, replica.engine, reference, ledger)
     stack.callback(flow.close)
-    return Switching(flow, ledger, run)
+    probe = build_probe(run.config, actor, replica, prompt_at) if prompt_at is not None else None
+    return Switching(flow, ledger, run, probe)
+
+
+def build_probe(config: Config, actor: Actor, replica: Replica, prompt_at: PromptAt) -> Probe | None:
+    """What compares both sides on the prompts that a step begins with, or None with `reshard.probe_tokens: 0`."""
+    num_tokens, tolerance = config.reshard.probe_tokens, config.reshard.probe_tolerance
+    if num_tokens == 0:
+        return None
+    if tolerance is None:
+        tolerance = default_tolerance(actor.trainer.compute_dtype)
+    # An engine that rates prompts beside generating needs a position for a token after them.
+    longest = actor.source.decoder.max_positions - 1
+
+    def rows_of_step(step: int) -> list[list[int]]:
+        positions = count(max(step - 1, 0) * config.rollout.prompts_per_step)
+        return probe_rows((prompt_at(position).prompt_ids for position in positions), num_tokens, longest)
+
+    return Probe(actor.trainer, replica.engine, rows_of_step, tolerance=tolerance)
 
 
 def build_evaluator(
@@ -81,11 +106,16 @@ def build_evaluator(
 def build_held_out(checked: CheckedRun, run: Run, actor: Actor, tokenizer: ModelTokenizer, stack: ExitStack) -> HeldOut:
     """Evaluations of an actor that has no generation engine of its own."""
     replica = build_actors_replica(checked, actor.source, run.world)
-    switching = build_switching(run, actor, replica, None, stack)
     if not checked.eval_rows:
-        return HeldOut(None, switching, run)
+        return HeldOut(None, build_switching(run, actor, replica, None, stack), run)
     pool = stack.enter_context(RewardPool(run.config.reward))
-    return HeldOut(build_evaluator(checked, replica, pool, tokenizer), switching, run)
+    evaluator = build_evaluator(checked, replica, pool, tokenizer)
+    assert evaluator is not None, "there are held-out rows"
+    prompts = evaluator.prompts
+    switching = build_switching(
+        run, actor, replica, None, stack, prompt_at=lambda position: prompts[position % len(prompts)]
+    )
+    return HeldOut(evaluator, switching, run)
 
 
 def build_carried(config: Config, replica: Replica) -> CarriedGroups:

@@ -10,10 +10,10 @@ from typing import Any
 
 from spmdrl.config import Config, EvalConfig
 from spmdrl.dataflow.samples.prompts import Prompt
-from spmdrl.dataflow.stages.generation import FinishedGroup, generate_groups
+from spmdrl.dataflow.stages.generation import run_requests
 from spmdrl.dataflow.stages.partial import row_seed
-from spmdrl.dataflow.stages.reward import DecodeTokens, submit_group
-from spmdrl.engines.generation.protocol import Request, SamplingParams
+from spmdrl.dataflow.stages.scoring import DecodeTokens, EndedResponses, StreamedRewards
+from spmdrl.engines.generation.protocol import Request, Response, SamplingParams
 from spmdrl.engines.reward.pool import RewardPool, RewardResult
 from spmdrl.job.replica import Replica
 from spmdrl.observability.statistics import Estimate, average_at_k, mean_pass_at_k, wilson
@@ -58,7 +58,7 @@ class Evaluator:
     ):  # fmt: skip
         self.prompts = prompts[: config.max_rows]
         self.replica = replica
-        self.pool = pool
+        self.rewards = StreamedRewards(pool, decode)
         self.decode = decode
         self.num_samples = config.num_samples
         self.sampling = sampling
@@ -73,34 +73,43 @@ class Evaluator:
     def _own_records(self) -> Iterator[dict[str, Any]]:
         numbers = self.replica.share_of(len(self.prompts))
         requests = [self._request(number) for number in numbers]
-        groups: dict[tuple[int, int], FinishedGroup] = {}
-        for group in generate_groups(self.replica.engine, requests, [self.prompts[number] for number in numbers]):
-            if not self.replica.mesh.is_leader:
-                continue
-            key = (-1, group.responses[0].row)
-            groups[key] = group
-            submit_group(self.pool, key, group, self.decode)
-        for group, result in zip(groups.values(), self.pool.collect(list(groups)), strict=True):
-            yield from self._records(group, result)
+        answers: dict[int, dict[int, Response]] = {number: {} for number in numbers}
+        for place, responses in run_requests(self.replica.engine, requests):
+            number = numbers[place]
+            ended = {response.row % self.num_samples: response for response in responses}
+            answers[number] |= ended
+            if self.replica.mesh.is_leader:
+                self.rewards.begin(EndedResponses(_group(number), self.prompts[number], self.num_samples, ended))
+        if not self.replica.mesh.is_leader:
+            return
+        results = self.rewards.collect([_group(number) for number in numbers])
+        for (number, by_member), result in zip(answers.items(), results, strict=True):
+            responses = [by_member[member] for member in range(self.num_samples)]
+            yield from self._records(self.prompts[number], responses, result)
 
     def _request(self, number: int) -> Request:
         rows = tuple(range(number * self.num_samples, (number + 1) * self.num_samples))
         seeds = tuple(row_seed(self.seed, EVALUATION_SEED_OFFSET, row) for row in rows)
         return Request(rows, tuple(self.prompts[number].prompt_ids), seeds, self.sampling)
 
-    def _records(self, group: FinishedGroup, result: RewardResult) -> Iterator[dict[str, Any]]:
-        for position, response in enumerate(group.responses):
+    def _records(self, prompt: Prompt, responses: Sequence[Response], result: RewardResult) -> Iterator[dict[str, Any]]:
+        for position, response in enumerate(responses):
             yield {
                 "row": response.row,
-                "id": group.prompt.id,
-                "prompt": group.prompt.text,
-                "answer": group.prompt.answer,
+                "id": prompt.id,
+                "prompt": prompt.text,
+                "answer": prompt.answer,
                 "response": self.decode(response.token_ids),
                 "reward": result.rewards[position],
                 "verdict": result.verdicts[position].name.lower(),
                 "num_tokens": len(response.token_ids),
                 "finish": response.finish,
             }
+
+
+def _group(number: int) -> tuple[str, int]:
+    """The group of a held-out prompt, apart from those of a rollout whose rewards the pool may still hold."""
+    return "held out", number
 
 
 def evaluation_of(records: list[dict[str, Any]], num_samples: int) -> Evaluation:

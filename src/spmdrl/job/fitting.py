@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from spmdrl.config import Config
+from spmdrl.engines.generation.compiled import check_compiles
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf import read_config
 from spmdrl.engines.models.making import decoder_config
@@ -32,10 +33,12 @@ def check_model_fits(config: Config, decoder: DecoderConfig, layout: UpdateLayou
 
 
 def check_generation_fits(config: Config, decoder: DecoderConfig) -> None:
-    """Refuse a model that can't be cut as the generation layout asks. Raises ValueError."""
+    """Refuse a model that can't be cut, or compiled, as generation asks. Raises ValueError."""
     layout = config.resources.generation
     check_tensor_parallel(decoder, layout.tensor, "resources.generation.tensor")
     check_expert_parallel(decoder, layout.expert, "resources.generation.expert")
+    if config.rollout.compile:
+        check_compiles(decoder, layout)
 
 
 def check_vllm(config: Config) -> None:
@@ -51,6 +54,11 @@ def check_vllm(config: Config) -> None:
             f"resources.generation.tensor_stride is {layout.tensor_stride}, but {means} takes consecutive ranks; "
             "set it to 0 or 1, or rollout.engine to native"
         )
+    if config.rollout.compile:
+        raise ValueError(
+            f"rollout.compile is true, but {means} compiles as its own options say; set it to false, and what you want "
+            "in rollout.engine_kwargs, or rollout.engine to native"
+        )
     if config.train.routing.replay == "rollout":
         raise ValueError(
             f"train.routing.replay is rollout, but {means} doesn't tell the experts that tokens went to; set "
@@ -65,6 +73,7 @@ def check_batch_invariant(config: Config, layout: UpdateLayout, device_kind: str
         "resources.device": (device_kind, "cpu"),
         "model.dtype": (config.model.dtype, "float32"),
         "rollout.engine": (config.rollout.engine, "native"),
+        "rollout.compile": (config.rollout.compile, False),
         "resources.update.tensor": (layout.tensor, 1),
         "resources.update.context": (layout.context, 1),
         "resources.update.expert": (layout.expert, 1),

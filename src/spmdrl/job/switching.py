@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from spmdrl.dataflow.resharding.flow import ReshardingFlow, ReshardStats
+from spmdrl.dataflow.resharding.probe import Probe
 from spmdrl.job.run import Run
 from spmdrl.observability.timeline import Moved
 from spmdrl.resources.memory import MemoryLedger, resident_bytes
@@ -14,14 +15,16 @@ from spmdrl.resources.memory import MemoryLedger, resident_bytes
 class Switching:
     """Switches the actor between its update and its generation state. Its verbs are collective over all ranks."""
 
-    def __init__(self, flow: ReshardingFlow, ledger: MemoryLedger, run: Run):
+    def __init__(self, flow: ReshardingFlow, ledger: MemoryLedger, run: Run, probe: Probe | None = None):
+        """Without a probe, as with `reshard.probe_tokens: 0`, only what was moved is checked."""
         self._flow = flow
         self._ledger = ledger
         self._run = run
+        self._probe = probe
 
     def to_generation(self, step: int) -> None:
-        """Move the slices that generation lacks, and free the update state."""
-        with self._run.timeline.stage("resharding", step):
+        """Move the slices that generation lacks, free the update state, and probe the generator."""
+        with self._probed(step), self._run.timeline.stage("resharding", step):
             stats = self._flow.to_generation()
             self._note_received(stats)
             # Copies out go on in all of the switch: the optimizer's first, then the weights' as they are sent.
@@ -63,6 +66,18 @@ class Switching:
         else:
             recorder.maximum(f"mem/{stage}_peak_gib", device.take_peak_bytes() / 2**30)
             recorder.maximum("mem/total_gib", memory[1] / 2**30)
+
+    @contextmanager
+    def _probed(self, step: int) -> Iterator[None]:
+        """The trainer rates some rows before this block, and the generator, which it fills, after it."""
+        if self._probe is None:
+            yield
+            return
+        with self._run.timeline.stage("probe", step):
+            rated = self._probe.rate(step)
+        yield
+        with self._run.timeline.stage("probe", step):
+            self._run.recorder.maximum("mismatch/probe_abs_max", self._probe.check(rated))
 
     def _note_return(self, step: int, stats: ReshardStats) -> None:
         """Put the copy back to the device on the timeline, beside the stages that ran meanwhile."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -16,10 +17,11 @@ from spmdrl.dataflow.samples.rounds import RoundRules
 from spmdrl.dataflow.samples.schema import needs_by_state
 from spmdrl.dataflow.samples.sharing import groups_of_generation
 from spmdrl.dataflow.samples.transport import DockConfig
-from spmdrl.dataflow.stages.generation import FinishedGroup, GenerationStage
+from spmdrl.dataflow.stages.generation import GenerationStage
+from spmdrl.dataflow.stages.partial import OwnGroup
 from spmdrl.engines.generation.lockstep import Lockstep
 from spmdrl.engines.generation.native import NativeEngine
-from spmdrl.engines.generation.protocol import SamplingParams
+from spmdrl.engines.generation.protocol import Response, SamplingParams
 from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.moe import MoeConfig
@@ -44,8 +46,9 @@ class Heard:
     def __init__(self):
         self.rows: list[int] = []
 
-    def begin(self, step: int, group: FinishedGroup) -> None:
-        self.rows += [response.row for response in group.responses]
+    def ended(self, group: OwnGroup, responses: Sequence[Response]) -> None:
+        assert all(response.row in group.rows for response in responses)
+        self.rows += [response.row for response in responses]
 
 
 def prompts() -> list[Prompt]:

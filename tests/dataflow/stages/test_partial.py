@@ -1,4 +1,7 @@
-"""Responses over several steps, with the real dock and native engine: the tokens of a decode that never stopped."""
+"""Responses over several steps, with the real dock and native engine: the tokens of a decode that never stopped.
+
+Their rewards are begun in the step in which they end, which may be before the one that trains them.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.dataflow.stages import noted
 from tests.engines.generation.support import TINY, prompt_of
 from tests.support.ranks import run_ranks
 
@@ -17,6 +21,7 @@ from spmdrl.dataflow.samples.rounds import RoundRules
 from spmdrl.dataflow.samples.sharing import groups_of_generation
 from spmdrl.dataflow.samples.transport import DockConfig
 from spmdrl.dataflow.stages.generation import GenerationStage
+from spmdrl.dataflow.stages.reward import RewardStage
 from spmdrl.engines.generation.choices import ChoiceRecorder
 from spmdrl.engines.generation.lockstep import Lockstep
 from spmdrl.engines.generation.native import NativeEngine
@@ -25,6 +30,7 @@ from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.moe import MoeConfig
 from spmdrl.engines.models.weights import random_weights
+from spmdrl.engines.reward.pool import RewardConfig, RewardPool
 from spmdrl.observability.metrics import Recorder, encode, merge
 from spmdrl.resources.collectives import gather_bytes
 from spmdrl.resources.layout import GenerationLayout
@@ -38,9 +44,13 @@ PARTIAL = RoundRules(WANTED, num_extra=4, max_rounds=3, num_steps=NUM_STEPS)
 SPARSE = replace(
     TINY, model_type="qwen3_moe", moe=MoeConfig(num_experts=8, experts_per_token=2, intermediate_size=16)
 )  # fmt: skip
-COLUMNS = ("response_ids", "rollout_logprobs", "versions", "finished")
+COLUMNS = ("response_ids", "rollout_logprobs", "versions", "finished", "reward")
 SAMPLED = SamplingParams(max_tokens=40, stop_token_ids=(1, 2, 3))
 GREEDY = replace(SAMPLED, temperature=0.0)
+
+
+def text_of(token_ids) -> str:
+    return " ".join(map(str, token_ids))
 
 
 def prompt(serial: int) -> Prompt:
@@ -70,12 +80,20 @@ class Run:
         self.engine = build_engine(world, config, self.mesh)
         self.carried = CarriedGroups(rules, self.mesh)
         self.recorder = Recorder()
+        scoring = RewardConfig(("tests.dataflow.stages.noted:checksum",), isolation="inline")
+        self.reward = RewardStage(RewardPool(scoring), scoring, text_of, self.recorder)
+        noted.CALLS.clear()
+        self.num_scored: list[int] = []
+        """rows that this rank's reward function had seen at the end of each step"""
         self.stage = GenerationStage(
             self.engine, self.mesh, sampling, carried=self.carried, lockstep=Lockstep(self.mesh.expert, device), seed=3,
-            listeners=[], recorder=self.recorder,
+            listeners=[self.reward], recorder=self.recorder,
         )  # fmt: skip
         self.columns = [*COLUMNS, *(["routed_experts"] if config.moe is not None else [])]
-        needs = {WorkerState.GENERATION: {"prompt_ids"}, WorkerState.UPDATE: set(self.columns)}
+        needs = {
+            WorkerState.GENERATION: {"prompt_ids"}, WorkerState.REWARD: {"response_ids"},
+            WorkerState.UPDATE: set(self.columns),
+        }  # fmt: skip
         self.dock = TransferDock(world, needs, DockConfig(20.0), row_groups=groups_of_generation(self.mesh, device))
         self.deferred: list[int] = []
         self.trained_in: dict[int, int] = {}
@@ -92,6 +110,8 @@ class Run:
             columns.put_lists("prompt_ids", [prompt.prompt_ids for prompt in prompts], torch.int32)
             samples.put_prompts(columns, groups.holders)
             self.stage(samples, prompts)
+            self.reward(samples)
+            self.num_scored.append(sum(map(len, noted.CALLS)))
             seen = samples.read(samples.rows_of_step, self.columns)
             lists = {
                 name: seen.to_lists(name) if seen.is_ragged(name) else seen.dense(name).tolist() for name in seen.names
@@ -108,12 +128,13 @@ class Run:
             self.deferred.append(accounting.num_deferred)
 
 
-def generate(world: World, config, layout, rules, sampling) -> tuple[dict, dict, list, float]:
+def generate(world: World, config, layout, rules, sampling) -> tuple[dict, dict, list, dict]:
     run = Run(world, config, layout, rules, sampling)
     run.steps(1, NUM_STEPS)
     run.dock.close()
     metrics = merge(gather_bytes(encode(run.recorder.drain())))
-    return run.rows, run.trained_in, run.deferred, metrics["generation/tokens"]
+    totals = {"tokens": metrics["generation/tokens"], "scored": run.num_scored}
+    return run.rows, run.trained_in, run.deferred, totals
 
 
 def generate_and_restart(world: World, folder: Path) -> tuple[dict, list]:
@@ -149,12 +170,18 @@ def go_on(world: World, folder: Path) -> tuple[dict, list]:
     ids=["greedy", "one rank", "two replicas", "two nodes", "one of two ranks", "experts recorded", "experts spread"],
 )
 def test_responses_over_several_steps_are_those_of_one_step(ranks, config, layout, sampling, ranks_per_node):
-    ((expected, _, _, num_tokens),) = run_ranks(1, generate, config, GenerationLayout(), AT_ONCE, sampling)
+    ((expected, _, _, totals),) = run_ranks(1, generate, config, GenerationLayout(), AT_ONCE, sampling)
     several = run_ranks(ranks, generate, config, layout, PARTIAL, sampling, ranks_per_node=ranks_per_node)
-    for found, trained_in, deferred, num_drawn in several:
-        assert found.keys() == expected.keys() and num_drawn == num_tokens, "nothing is generated twice or in vain"
+    num_ahead = [
+        sum(scored) - step * WANTED * GROUP_SIZE
+        for step, scored in enumerate(zip(*(totals["scored"] for *_, totals in several), strict=True), 1)
+    ]
+    assert min(num_ahead) >= 0 and max(num_ahead) > 0 and num_ahead[-1] == 0, "each is scored once, some ahead"
+    for found, trained_in, deferred, drawn in several:
+        assert found.keys() == expected.keys() and drawn["tokens"] == totals["tokens"], "nothing is generated in vain"
         assert deferred == [4 * GROUP_SIZE] * (NUM_STEPS - 1) + [0]
         for key, row in found.items():
+            assert row["reward"] == noted.checksum([""], [row["response_ids"]])[0]
             for name in row.keys() - {"versions", "rollout_logprobs"}:
                 assert row[name] == expected[key][name], (key, name)
             assert row["rollout_logprobs"] == pytest.approx(expected[key]["rollout_logprobs"], abs=1e-3)
@@ -174,7 +201,7 @@ def test_what_was_carried_over_goes_on_after_a_restart(tmp_path, ranks_after):
         rows, _, deferred, _ = whole[rank]
         (first, first_deferred), (second, second_deferred) = before[rank], after[rank]
         assert first_deferred + second_deferred == deferred
-        found, names = first | second, COLUMNS if ranks_after == 2 else ("response_ids", "finished")
+        found, names = first | second, COLUMNS if ranks_after == 2 else ("response_ids", "finished", "reward")
         assert found.keys() == rows.keys()
         for key, row in rows.items():
             assert all(found[key][name] == row[name] for name in names), key

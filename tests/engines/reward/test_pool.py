@@ -225,6 +225,7 @@ def test_a_key_is_used_once_and_an_unknown_key_is_refused():
         ({"timeout_seconds": 0.0}, "reward.timeout_seconds is 0"),
         ({"max_error_rate": 2.0}, "reward.max_error_rate"),
         ({"workers": 0}, "reward.workers is 0"),
+        ({"call_level": "row"}, "reward.call_level is .row., but must be response or group"),
         ({"isolation": "thread"}, "reward.isolation"),
         ({"memory_limit_gib": 0.0}, "reward.memory_limit_gib"),
     ],

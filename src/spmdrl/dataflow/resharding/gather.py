@@ -38,12 +38,26 @@ class ReshardConfig:
     """exact: only the slices that a rank lacks; allgather: the paper's all-gather and select"""
     verify: bool = False
     """compare checksums of generation and update weights at each switch; costs a pass over the weights"""
+    probe_tokens: int = 32
+    """prompt tokens that trainer and generator both rate at each switch, before any is generated; 0 rates none"""
+    probe_tolerance: float | None = None
+    """most nats by which a log-prob of these may differ without ending the run; null: 0.01 in float32, 1 in 16 bits"""
 
     def __post_init__(self) -> None:
         if self.bucket_bytes < 1:
             raise ValueError(f"reshard.bucket_bytes is {self.bucket_bytes}, but must be >= 1; 64 MiB is {64 << 20}")
         if self.executor not in get_args(Executor):
             raise ValueError(f"reshard.executor is {self.executor!r}, but must be one of {get_args(Executor)}")
+        if self.probe_tokens < 0 or self.probe_tokens == 1:
+            raise ValueError(
+                f"reshard.probe_tokens is {self.probe_tokens}, but must be >= 2, as the first token of a row isn't "
+                "rated, or 0 for no probe"
+            )
+        if self.probe_tolerance is not None and not self.probe_tolerance >= 0:
+            raise ValueError(
+                f"reshard.probe_tolerance is {self.probe_tolerance}, but must be >= 0 nats, or null for what the dtype "
+                "needs"
+            )
 
 
 @dataclass(frozen=True)

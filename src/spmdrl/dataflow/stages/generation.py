@@ -1,9 +1,8 @@
-"""The generation state: prompts become responses, and each finished group goes on at once."""
+"""The generation state: prompts become responses, and each goes on as soon as it has ended."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -28,18 +27,15 @@ from spmdrl.resources.mesh import GenerationMesh
 from spmdrl.types import Batch, WorkerState
 
 
-@dataclass(frozen=True)
-class FinishedGroup:
-    """All responses to one prompt, in row order."""
+class ResponseListener(Protocol):
+    """Somebody who starts on responses as soon as they have come to their end."""
 
-    prompt: Prompt
-    responses: tuple[Response, ...]
+    def ended(self, group: OwnGroup, responses: Sequence[Response]) -> None:
+        """Hear of some responses of a group, which may be trained in a later step.
 
-
-class GroupListener(Protocol):
-    """Somebody who starts on a group as soon as its last response is there."""
-
-    def begin(self, step: int, group: FinishedGroup) -> None: ...
+        That step tells of them again, under its own rows: it may be that of a restarted run.
+        """
+        ...
 
 
 class RolloutRecorder:
@@ -48,54 +44,43 @@ class RolloutRecorder:
     def __init__(self, folder: Path, rank: int):
         self.folder = folder
         self.rank = rank
-        self._groups: list[FinishedGroup] = []
+        self._responses: list[Response] = []
+        self._prompts: dict[int, tuple[int, ...]] = {}
 
-    def begin(self, step: int, group: FinishedGroup) -> None:
-        self._groups.append(group)
+    def ended(self, group: OwnGroup, responses: Sequence[Response]) -> None:
+        self._responses += responses
+        self._prompts |= {response.row: group.prompt.prompt_ids for response in responses}
 
     def write(self, step: int) -> None:
         """Write what was generated in this step, and forget it."""
-        responses = [response for group in self._groups for response in group.responses]
-        prompts = {response.row: group.prompt.prompt_ids for group in self._groups for response in group.responses}
-        record_rollouts(rollout_file(self.folder, step, self.rank), responses, prompts)
-        self._groups.clear()
+        record_rollouts(rollout_file(self.folder, step, self.rank), self._responses, self._prompts)
+        self._responses.clear()
+        self._prompts.clear()
 
 
 def run_requests(
     engine: GenerationEngine, requests: Sequence[Request], is_enough: Callable[[], bool] | None = None
 ) -> Iterator[tuple[int, list[Response]]]:
-    """Run the engine, and yield each request's number and responses, in row order, as the last of them comes.
+    """Run the engine, and yield each request's number with those of its responses that ended in one engine step.
 
     Once `is_enough` says so before one of the engine's steps, what is unfinished is aborted and comes with the tokens
     that it has. Collective over the ranks that the engine computes with: those of a replica bring the same requests.
     """
     engine.submit(requests)
     request_of = {row: number for number, request in enumerate(requests) for row in request.rows}
-    ended: list[dict[int, Response]] = [{} for _ in requests]
 
-    def complete(responses: list[Response]) -> Iterator[tuple[int, list[Response]]]:
+    def by_request(responses: list[Response]) -> Iterator[tuple[int, list[Response]]]:
+        together: dict[int, list[Response]] = {}
         for response in responses:
             number = request_of[response.row]
-            ended[number][response.row] = response
-            rows = requests[number].rows
-            if len(ended[number]) == len(rows):
-                yield number, [ended[number][row] for row in rows]
+            # Taken out and put last: a request is where its last response is, so that groups are whole in that order.
+            together[number] = [*together.pop(number, []), response]
+        yield from together.items()
 
     while engine.has_work and not (is_enough is not None and is_enough()):
-        yield from complete(engine.step())
+        yield from by_request(engine.step())
     if engine.has_work:
-        yield from complete(engine.abort())
-
-
-def generate_groups(
-    engine: GenerationEngine, requests: Sequence[Request], prompts: Sequence[Prompt]
-) -> Iterator[FinishedGroup]:
-    """Run the engine over one request a prompt, and yield each group as its last response comes.
-
-    Collective over the ranks that the engine computes with: those of a replica bring the same requests.
-    """
-    for number, responses in run_requests(engine, requests):
-        yield FinishedGroup(prompts[number], tuple(responses))
+        yield from by_request(engine.abort())
 
 
 class GenerationStage:
@@ -109,7 +94,7 @@ class GenerationStage:
 
     def __init__(
         self, engine: GenerationEngine, mesh: GenerationMesh, sampling: SamplingParams, *, carried: CarriedGroups,
-        lockstep: Lockstep, seed: int, listeners: Sequence[GroupListener], recorder: Recorder,
+        lockstep: Lockstep, seed: int, listeners: Sequence[ResponseListener], recorder: Recorder,
     ):  # fmt: skip
         """`lockstep` joins the replicas that step together."""
         self.engine = engine
@@ -133,7 +118,8 @@ class GenerationStage:
                 self.recorder.total("generation/tokens", num_tokens - num_begun)
             if is_whole(responses) and quota.admit(is_last_round=group.round >= self.carried.rules.max_rounds):
                 if self.mesh.is_leader:
-                    self._hand_on(samples, FinishedGroup(group.prompt, responses))
+                    samples.put(self.state, columns_of(responses))
+                    self._report(group.prompt, responses)
             else:
                 left[group.serial] = packed(responses)
                 if self.mesh.is_leader:
@@ -170,20 +156,26 @@ class GenerationStage:
         """Each group with its responses, as the last of them comes; those that were whole before come first."""
         asked, requests = [], []
         for group in own:
+            self._tell(group, group.begun)
             request = group.request(self.sampling)
             if request is None:
                 yield group, group.begun
             else:
                 asked.append(group)
                 requests.append(request)
+        answers: list[list[Response]] = [[] for _ in asked]
         for number, responses in run_requests(self.engine, requests, is_enough):
-            yield asked[number], asked[number].answered(responses)
+            self._tell(asked[number], responses)
+            answers[number] += responses
+            if len(answers[number]) == len(requests[number].rows):
+                yield asked[number], asked[number].answered(answers[number])
 
-    def _hand_on(self, samples: Samples, group: FinishedGroup) -> None:
-        samples.put(self.state, columns_of(group.responses))
-        self._report(group)
-        for listener in self.listeners:
-            listener.begin(samples.step, group)
+    def _tell(self, group: OwnGroup, responses: Sequence[Response]) -> None:
+        """Tell the listeners which of these responses have come to their end."""
+        ended = [response for response in responses if response.finish != "aborted"]
+        if ended and self.mesh.is_leader:
+            for listener in self.listeners:
+                listener.ended(group, ended)
 
     def _carry_over(self, samples: Samples, left: dict[int, Batch]) -> None:
         """Remember, on every rank alike, which groups go on and where."""
@@ -201,10 +193,10 @@ class GenerationStage:
             left,
         )
 
-    def _report(self, group: FinishedGroup) -> None:
-        for response in group.responses:
+    def _report(self, prompt: Prompt, responses: Sequence[Response]) -> None:
+        for response in responses:
             length = len(response.token_ids)
-            self.recorder.total("perf/tokens", len(group.prompt.prompt_ids) + length)
+            self.recorder.total("perf/tokens", len(prompt.prompt_ids) + length)
             self.recorder.mean("completions/mean_length", length)
             self.recorder.minimum("completions/min_length", length)
             self.recorder.maximum("completions/max_length", length)

@@ -1,53 +1,54 @@
-"""The reward state: rewards start as groups finish, and are waited for here."""
+"""The reward state: rewards start as responses end, and are waited for here."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from spmdrl.dataflow.samples.dock import Samples
-from spmdrl.dataflow.stages.generation import FinishedGroup
+from spmdrl.dataflow.stages.partial import OwnGroup
+from spmdrl.dataflow.stages.scoring import DecodeTokens, EndedResponses, StreamedRewards
+from spmdrl.engines.generation.protocol import Response
 from spmdrl.engines.reward.pool import RewardConfig, RewardPool, RewardResult
 from spmdrl.engines.reward.verdict import Verdict
 from spmdrl.observability.metrics import Recorder
 from spmdrl.resources.collectives import gather_bytes, sum_over
 from spmdrl.types import Batch, WorkerState
 
-DecodeTokens = Callable[[Sequence[int]], str]
-
 # Verdicts that speak of the reward function, not of the answer.
 FAILURES = (Verdict.MALFORMED, Verdict.TIMED_OUT, Verdict.CRASHED)
 
 
 class RewardStage:
-    """Hands each finished group to the reward children, and later stores what came back."""
+    """Hands responses to the reward children as they end, and later stores what came back of those that are trained."""
 
     state = WorkerState.REWARD
 
     def __init__(self, pool: RewardPool, config: RewardConfig, decode: DecodeTokens, recorder: Recorder):
-        self.pool = pool
         self.config = config
-        self.decode = decode
         self.recorder = recorder
-        self._begun: dict[tuple[int, int], tuple[int, ...]] = {}
+        self._rewards = StreamedRewards(pool, decode)
+        self._groups: dict[int, OwnGroup] = {}
+        """those of this step with responses that ended, by their first row"""
 
-    def begin(self, step: int, group: FinishedGroup) -> None:
-        """Start on a group's rewards and return at once."""
-        rows = tuple(response.row for response in group.responses)
-        key = (step, rows[0])
-        self._begun[key] = rows
-        submit_group(self.pool, key, group, self.decode)
+    def ended(self, group: OwnGroup, responses: Sequence[Response]) -> None:
+        """Start on the rewards of responses and return at once; a carried group's are begun in the step they end in."""
+        self._groups[group.rows[0]] = group
+        by_member = {group.rows.index(response.row): response for response in responses}
+        self._rewards.begin(EndedResponses(group.serial, group.prompt, len(group.rows), by_member))
 
     def __call__(self, samples: Samples) -> None:
-        """Wait for the rewards that this rank began. Collective: every rank calls it once a step.
+        """Wait for the rewards of the rows that this rank generated. Collective: every rank calls it once a step.
 
         Raises RuntimeError on every rank when more than `reward.max_error_rate` of the calls failed.
         """
-        samples.take_generated(self.state)
-        results = self.pool.collect(list(self._begun))
-        scored = [(rows, result) for rows, result in zip(self._begun.values(), results, strict=True)]
-        self._begun.clear()
+        rows = samples.take_generated(self.state)
+        # Groups that go on in a later step aren't among them; their rewards wait in the pool.
+        groups = [self._groups[row] for row in rows[:: samples.group_size]]
+        self._groups.clear()
+        results = self._rewards.collect([group.serial for group in groups])
+        scored = [(group.rows, result) for group, result in zip(groups, results, strict=True)]
         samples.put(self.state, columns_of(scored))
         self._report(scored)
         self._check_error_rate([result for _, result in scored], samples.rows_of_step.size)
@@ -78,14 +79,6 @@ class RewardStage:
 
 class RewardFailure(ValueError):
     """Too many rewards failed for the rest to be trusted."""
-
-
-def submit_group(pool: RewardPool, key: tuple[int, int], group: FinishedGroup, decode: DecodeTokens) -> None:
-    """Ask the pool for the rewards of one prompt's responses."""
-    prompt, size = group.prompt, len(group.responses)
-    token_ids = [list(response.token_ids) for response in group.responses]
-    columns = {name: [value] * size for name, value in prompt.columns.items()}
-    pool.submit(key, [prompt.original] * size, [decode(ids) for ids in token_ids], token_ids, columns)
 
 
 def columns_of(scored: list[tuple[tuple[int, ...], RewardResult]]) -> Batch:

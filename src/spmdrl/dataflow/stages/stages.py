@@ -42,7 +42,7 @@ class Stages:
         self._at_end = at_end
 
     def generate(self, samples: Samples, prompts: Sequence[Prompt]) -> None:
-        """Answer the prompts; rewards start as groups finish. Collective."""
+        """Answer the prompts; rewards start as responses end. Collective."""
         with self._stage(self._generation.state, samples):
             self._generation(samples, prompts)
 

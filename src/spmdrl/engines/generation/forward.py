@@ -9,7 +9,7 @@ Shape letters: `G` groups, `B` rows, `T` packed tokens, `V` vocabulary, `D` mode
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -17,11 +17,17 @@ from torch import Tensor
 
 from spmdrl.engines.generation.attention import DecodeAttention
 from spmdrl.engines.generation.choices import ChoiceRecorder
+from spmdrl.engines.generation.compiled import CompiledStep, check_compiler, check_compiles
+from spmdrl.engines.generation.packed_weights import PackedWeights
 from spmdrl.engines.generation.paged import SCRATCH_BLOCK, CacheShape, PagedCache
 from spmdrl.engines.generation.prefill_attention import PrefillAttention, Span
+from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.generation.rows import Chunk, Row
-from spmdrl.engines.generation.weights import FreeableWeights
 from spmdrl.engines.models.decoder import Decoder, DecoderConfig
+from spmdrl.engines.models.kernels import ops
+from spmdrl.engines.models.kernels.packed import PackedRows
+from spmdrl.engines.models.layers import Attend
+from spmdrl.engines.models.moe import Route
 from spmdrl.engines.parallel.axis_collectives import gather_rows
 from spmdrl.engines.parallel.expert_parallel import apply_expert_parallel
 from spmdrl.engines.parallel.parts import Parts
@@ -45,8 +51,7 @@ class CachedDecoder:
         mesh: GenerationMesh,
         device: torch.device,
         dtype: torch.dtype,
-        *,
-        block_size: int,
+        rollout: RolloutConfig,
         recorder: ChoiceRecorder | None,
     ):
         with torch.device("meta"):
@@ -56,10 +61,10 @@ class CachedDecoder:
         if spreads:
             apply_expert_parallel(decoder, mesh.expert, self.parts, column=mesh.tensor)
         apply_tensor_parallel(decoder, mesh.tensor, self.parts, shares_tokens=False, cuts_experts=not spreads)
-        self.weights = FreeableWeights(decoder, device, dtype)
+        self.weights = PackedWeights(decoder, device, dtype)
         shape = CacheShape(
             num_layers=config.num_layers,
-            block_size=block_size,
+            block_size=rollout.block_size,
             num_kv_heads=config.num_kv_heads // min(config.num_kv_heads, mesh.tensor.size),
             head_size=config.head_size,
             value_head_size=config.value_head_size,
@@ -67,9 +72,17 @@ class CachedDecoder:
         )
         self.cache = PagedCache(shape, device)
         self._decoder = decoder
+        self._packs_weights = rollout.pack_weights
         self._device = device
         self._recorder = recorder
         self._vocabulary = VocabularyPart.of(config.vocab_size, mesh.tensor)
+        self._compiled: CompiledStep | None = None
+        if rollout.compile:
+            check_compiles(config, mesh.layout)
+            if device.type == "cpu":
+                check_compiler()
+            products = [product.packed for product in self.weights.products]
+            self._compiled = CompiledStep(decoder, self._logits, products)
 
     def prefill(self, chunks: Sequence[Chunk]) -> None:
         """Fill the blocks of these chunks and leave the last logits in the groups that they end; none still runs."""
@@ -92,20 +105,37 @@ class CachedDecoder:
         fed = [rows[index] for index in order]
         lengths = [1] * lacking + [row.length for row in fed]
         tables = [[SCRATCH_BLOCK]] * lacking + [row.table for row in fed]
-        logits_BV = self._decoder(
-            self._tensor([0] * lacking + [row.token_ids[-1] for row in fed]),
-            self._tensor(lengths) - 1,
+        logits_BV = self._step(
+            [0] * lacking + [row.token_ids[-1] for row in fed],
+            [length - 1 for length in lengths],
             DecodeAttention(self.cache, tables, lengths),
-            self._logits,
-            self._recorder,
         )
         if self._recorder is not None:
             # Unbound tokens are views: a step's choices live until its last row ends.
             for row, token_LC in zip(fed, self._recorder.take()[lacking:], strict=True):
                 assert row.choices is not None, f"row {row.row} runs without its prompt's choices"
                 row.choices.feed(token_LC)
-        fed_B = torch.tensor(order, dtype=torch.int64, device=self._device)
-        return logits_BV[lacking + fed_B.argsort()].float()
+        place_of = {index: place for place, index in enumerate(order, start=lacking)}
+        return logits_BV[self._tensor([place_of[index] for index in range(len(rows))])].float()
+
+    def score(self, rows: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Log-probs, float32, of the tokens of each row but its first, each given those before it; no cache is used."""
+        tokens = [token for row in rows for token in row]
+        padded = [*rows, [0] * max(_LEAST_ROWS - len(tokens), 0)]
+        offsets = torch.tensor([0, *itertools.accumulate(map(len, padded))])
+        packed = PackedRows(offsets)
+        logits_TV = self._run(
+            [token for row in padded for token in row],
+            [position for row in padded for position in range(len(row))],
+            lambda layer, q_THK, k_TJK, v_TJV: ops.packed_attention(q_THK, k_TJK, v_TJV, packed),
+            self._logits,
+            None,
+        ).float()
+        following_T1 = self._tensor([*tokens[1:], 0])[:, None]
+        # In the steps in which training computes log-probs, which log_softmax rounds otherwise.
+        logits_TV = logits_TV[: len(tokens)] - logits_TV[: len(tokens)].amax(-1, keepdim=True)
+        logprobs_T = logits_TV.gather(1, following_T1).squeeze(1) - logits_TV.exp().sum(-1).log()
+        return [logprobs[:-1] for logprobs in logprobs_T.split([len(row) for row in rows])]
 
     def _chunk_logits(self, chunks: Sequence[Chunk]) -> Tensor:
         """Logits [G, V] of the last position of each group that ends with its chunk."""
@@ -117,19 +147,43 @@ class CachedDecoder:
         stops = itertools.accumulate(chunk.num_tokens for chunk in chunks)
         last = [stop - 1 for chunk, stop in zip(chunks, stops, strict=True) if chunk.is_last]
         last_G = self._tensor(last + [0] * (_LEAST_ROWS - len(last)))
-        logits_GV: Tensor = self._decoder(
-            self._tensor(tokens),
-            self._tensor([position for span in spans for position in range(span.start, span.stop)]),
+        logits_GV = self._run(
+            tokens,
+            [position for span in spans for position in range(span.start, span.stop)],
             PrefillAttention(self.cache, spans),
-            lambda hidden_TD, head_VD: self._logits(hidden_TD[last_G], head_VD),
+            lambda hidden_TD: self._logits(hidden_TD[last_G]),
             self._recorder,
         )
         return logits_GV[: len(last)].float()
 
-    def _logits(self, hidden_BD: Tensor, head_VD: Tensor) -> Tensor:
+    def _step(self, tokens: list[int], positions: list[int], attend: Attend) -> Tensor:
+        """Logits of one token a row."""
+        if self._compiled is None:
+            return self._run(tokens, positions, attend, self._logits, self._recorder)
+        self._settle_weights()
+        return self._compiled(self._tensor(tokens), self._tensor(positions), attend)
+
+    def _run(
+        self,
+        tokens: list[int],
+        positions: list[int],
+        attend: Attend,
+        head: Callable[[Tensor], Tensor],
+        route: Route | None,
+    ) -> Tensor:
+        self._settle_weights()
+        return self._decoder(
+            self._tensor(tokens), self._tensor(positions), attend, lambda hidden_TD, _: head(hidden_TD), route
+        )
+
+    def _settle_weights(self) -> None:
+        if self._packs_weights:
+            self.weights.pack()
+
+    def _logits(self, hidden_BD: Tensor) -> Tensor:
         """All logits [B, V], the same bits on every rank of the tensor axis."""
         vocabulary = self._vocabulary
-        logits_BV = F.linear(hidden_BD, head_VD)
+        logits_BV = self.weights.logits(hidden_BD)
         if vocabulary.axis.size == 1:
             return logits_BV
         padded_BV = F.pad(logits_BV, (0, vocabulary.widest - logits_BV.shape[1]))
@@ -137,4 +191,4 @@ class CachedDecoder:
         return parts_SBV.transpose(0, 1).flatten(1)[:, : vocabulary.size]
 
     def _tensor(self, values: list[int]) -> Tensor:
-        return torch.tensor(values, device=self._device)
+        return torch.tensor(values, dtype=torch.int64, device=self._device)

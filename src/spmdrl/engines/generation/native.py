@@ -69,7 +69,12 @@ class NativeEngine:
         self._mesh = lone_generation_mesh() if mesh is None else mesh
         self._lockstep = Lockstep(self._mesh.expert, device)
         self._forward = CachedDecoder(
-            config, self._mesh, device, dtype, block_size=rollout.block_size, recorder=recorder
+            config,
+            self._mesh,
+            device,
+            dtype,
+            rollout,
+            recorder,
         )
         self._cache = self._forward.cache
         self._weights = self._forward.weights
@@ -140,6 +145,11 @@ class NativeEngine:
             self._open_cache(num_blocks)
         self._note_work()
         return responses
+
+    @torch.inference_mode()
+    def score(self, rows: Sequence[Sequence[int]]) -> list[Tensor]:
+        self._require_awake("score rows")
+        return self._forward.score(rows)
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         return dict(self._forward.parts.shapes)

@@ -134,6 +134,13 @@ class GenerationEngine(Protocol):
         """
         ...
 
+    def score(self, rows: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Log-probs, float32, of each row's tokens but the first, at temperature 1, computed anew with these weights.
+
+        Rows have at least 2 tokens, and fewer than the model has positions. Nothing may be unfinished.
+        """
+        ...
+
     @property
     def num_unfinished(self) -> int:
         """Rows submitted and not yet returned."""

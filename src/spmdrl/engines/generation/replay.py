@@ -129,6 +129,9 @@ class ReplayEngine:
         self._pending.clear()
         return [Response(row, (), (), "aborted", ()) for row in rows]
 
+    def score(self, rows: Sequence[Sequence[int]]) -> list[Tensor]:
+        raise RuntimeError("recorded answers come from no weights that could score rows; score them with the trainer")
+
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         return {}
 

@@ -49,6 +49,13 @@ class RolloutConfig:
     """Prompt tokens that the native engine runs in one step, beside decoding; longer prompts take several steps."""
     block_size: int = 16
     """Tokens in one KV block of the native engine."""
+    pack_weights: bool = True
+    """Whether the native engine, on a CPU, copies the weights of linear layers into a layout that is faster to read;
+    it matters for memory where one process trains and generates in the same dtype, which then needs no other copy."""
+    compile: bool = False
+    """Whether the native engine compiles its decoding step (torch.compile), once a run: dense models, whole weights on
+    each rank, a C++ compiler on a CPU. It takes half a minute or more, and pays most where models or batches are small;
+    what a row samples may then depend on what decodes beside it, by rounding."""
     kv_cache_gib: float | None = None
     """The native engine's KV cache; null: as gpu_memory_utilization says, on a CPU no more than max_running_rows need.
     Where the rows need more, some wait, and running ones may have to be computed again."""

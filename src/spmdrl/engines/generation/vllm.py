@@ -22,7 +22,7 @@ from spmdrl.engines.generation.protocol import Finish, Request, Response, Sampli
 from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.generation.stop_strings import Decode, completes_stop_string
 from spmdrl.engines.generation.vllm_launch import launch_variables
-from spmdrl.engines.generation.vllm_logprobs import gives_unfiltered, logprobs_mode
+from spmdrl.engines.generation.vllm_logprobs import gives_unfiltered, logprobs_mode, logprobs_of_prompt
 from spmdrl.engines.models.hf import parameter_shapes, read_config
 from spmdrl.engines.models.stacked import unstack
 from spmdrl.resources.launch import read_launch_environment
@@ -117,6 +117,16 @@ class VllmEngine:
         if self._rows:
             self._llm.llm_engine.abort_request([str(row) for row in self._rows])
         return [self._response(row, "aborted") for row in list(self._rows)]
+
+    def score(self, rows: Sequence[Sequence[int]]) -> list[Tensor]:
+        self._require_awake()
+        if self._rows:
+            raise RuntimeError(f"{len(self._rows)} rows are unfinished; step until they end, or abort them first")
+        # vLLM rates prompts beside generating, unscaled in any mode, and takes nothing of them from its prefix cache.
+        sampling = self._vllm.SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+        prompts = [self._vllm.TokensPrompt(prompt_token_ids=list(row)) for row in rows]
+        outputs = self._llm.generate(prompts, sampling, use_tqdm=False)
+        return [logprobs_of_prompt(row, output.prompt_logprobs) for row, output in zip(rows, outputs, strict=True)]
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         return parameter_shapes(self._config)

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
 from spmdrl.engines.generation.protocol import SamplingParams
 from spmdrl.engines.generation.rollout_config import RolloutConfig
 
@@ -30,3 +36,10 @@ def gives_unfiltered(mode: str, sampling: SamplingParams) -> bool:
     if mode == _UNSCALED:
         return sampling.temperature in (0, 1)
     return sampling.temperature == 0 or (sampling.top_p == 1 and sampling.top_k == 0 and sampling.min_p == 0)
+
+
+def logprobs_of_prompt(token_ids: Sequence[int], candidates: Sequence[Mapping[int, Any] | None]) -> Tensor:
+    """The log-probs of a prompt's tokens but the first, which vLLM tells beside other candidates' by position."""
+    told = [by_token[token].logprob for token, by_token in zip(token_ids, candidates, strict=True) if by_token]
+    assert len(told) == len(token_ids) - 1, f"vLLM rated {len(told)} tokens of a prompt of {len(token_ids)}"
+    return torch.tensor(told, dtype=torch.float32)

@@ -127,14 +127,15 @@ class SelfAttention(nn.Module):
         self.k_norm = RMSNorm(config.head_size, config.rms_eps) if config.qk_norm else None
 
     def forward(self, hidden_TD: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
-        heads = (-1, self.head_size)
-        q_THK = self.q_proj(hidden_TD).unflatten(-1, heads)
-        k_TJK = self.k_proj(hidden_TD).unflatten(-1, heads)
-        v_TJK = self.v_proj(hidden_TD).unflatten(-1, heads)
+        q_THK, k_TJK, v_TJK = (heads.unflatten(-1, (-1, self.head_size)) for heads in self.project(hidden_TD))
         if self.q_norm is not None and self.k_norm is not None:
             q_THK, k_TJK = self.q_norm(q_THK), self.k_norm(k_TJK)
         attended_THK = attend(self.layer, rotation.apply(q_THK), rotation.apply(k_TJK), v_TJK)
         return self.o_proj(attended_THK.flatten(-2))
+
+    def project(self, hidden_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, key and value projections of the same input; replaced from outside where one product gives all."""
+        return self.q_proj(hidden_TD), self.k_proj(hidden_TD), self.v_proj(hidden_TD)
 
 
 class DecoderLayer(nn.Module):

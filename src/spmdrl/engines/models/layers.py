@@ -47,4 +47,8 @@ class FeedForward(nn.Module):
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
 
     def forward(self, hidden_TD: Tensor) -> Tensor:
-        return self.down_proj(ops.swiglu(self.gate_proj(hidden_TD), self.up_proj(hidden_TD)))
+        return self.down_proj(ops.swiglu(*self.project(hidden_TD)))
+
+    def project(self, hidden_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """Gate and up projections of the same input; replaced from outside where one product gives both."""
+        return self.gate_proj(hidden_TD), self.up_proj(hidden_TD)

@@ -67,6 +67,20 @@ def combine(key: Hashable, scores: Mapping[str, FunctionScores], weights: Sequen
     return RewardResult(key, rewards, {name: part.values for name, part in scores.items()}, verdicts, error)
 
 
+def joined(key: Hashable, parts: Sequence[tuple[Sequence[int], RewardResult]]) -> RewardResult:
+    """One result for rows that several calls scored; each part says which of the rows it has, all in all 0 to n - 1."""
+    place = {row: (part, at) for part, (rows, _) in enumerate(parts) for at, row in enumerate(rows)}
+    places = [place[row] for row in range(len(place))]
+    results = [result for _, result in parts]
+    return RewardResult(
+        key,
+        [results[part].rewards[at] for part, at in places],
+        {name: [results[part].parts[name][at] for part, at in places] for name in results[0].parts},
+        [results[part].verdicts[at] for part, at in places],
+        next((result.error for result in results if result.error), None),
+    )
+
+
 def row_verdict(verdicts: Sequence[Verdict]) -> Verdict:
     """The verdict of a row from those of each function: an error outweighs None, None outweighs a value."""
     for outweighing in (Verdict.TIMED_OUT, Verdict.CRASHED, Verdict.MALFORMED, Verdict.LEFT_OUT):

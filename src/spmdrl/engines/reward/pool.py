@@ -17,6 +17,8 @@ from spmdrl.engines.reward.functions import function_names, load_functions, scor
 from spmdrl.engines.reward.process import PendingCall
 from spmdrl.engines.reward.supervisor import Supervisor
 
+CallLevel = Literal["response", "group"]
+
 
 @dataclass(frozen=True)
 class RewardConfig:
@@ -26,6 +28,9 @@ class RewardConfig:
     """Reward functions: exact, math, pkg.mod:fn or file.py:fn."""
     weights: tuple[float, ...] | None = None
     """The functions' weights in the sum that is the reward; null = 1 each."""
+    call_level: CallLevel = "response"
+    """response = responses are scored as they end, those to one prompt that end in one engine step in one call;
+    group = a call has all responses to one prompt, once the last has ended: for functions that compare them."""
     timeout_seconds: float = 15.0
     """A call that takes longer is killed, and its rows have no reward."""
     max_error_rate: float = 0.05
@@ -55,6 +60,8 @@ class RewardConfig:
             raise ValueError(f"reward.max_error_rate is {self.max_error_rate}, but must be between 0 and 1")
         if self.workers < 1:
             raise ValueError(f"reward.workers is {self.workers}, but must be >= 1")
+        if self.call_level not in ("response", "group"):
+            raise ValueError(f"reward.call_level is '{self.call_level}', but must be response or group")
         if self.isolation not in ("auto", "process", "inline"):
             raise ValueError(f"reward.isolation is '{self.isolation}', but must be auto, process or inline")
         if self.memory_limit_gib is not None and self.memory_limit_gib <= 0:
@@ -90,6 +97,7 @@ class RewardPool:
     """
 
     def __init__(self, config: RewardConfig, num_workers: int | None = None):
+        self.call_level = config.call_level
         self._names = config.names
         self._weights = config.weights or (1.0,) * len(config.functions)
         self._ids = itertools.count()

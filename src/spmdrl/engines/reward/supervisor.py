@@ -107,6 +107,8 @@ class Supervisor:
         for worker in self._workers:
             if worker.is_idle and self._pending:
                 worker.start(self._pending.popleft(), self._timeout_seconds)
+                # An idle worker's pipe is empty: most calls fit into it, and needn't wait for an event.
+                worker.send()
 
     def _exchange(self) -> None:
         """Wait for the next event or deadline, and read and write what can be."""

@@ -133,8 +133,8 @@ class TrainingEngine:
             if shard.slice.num_elements:
                 shard.tensor.copy_(source.read(shard.slice))
 
-    def score(self, rows: TokenRows) -> Scores:
-        """Rate the response tokens without a gradient; host tensors in row order. Collective over the mesh."""
+    def score(self, rows: TokenRows, *, temperature: float | None = None) -> Scores:
+        """Rate the response tokens, by default at the engine's temperature; on the host, in row order. Collective."""
         if self._passes.rating != "logprobs":
             raise RuntimeError("this engine has a value head, which gives no log-probs; call values, or build a policy")
         logprobs_R = torch.zeros(rows.num_response_tokens, dtype=torch.float32)
@@ -145,7 +145,7 @@ class TrainingEngine:
             logprobs_R[index] = scores.logprobs_R.to("cpu")
             entropy_R[index] = scores.entropy_R.to("cpu")
 
-        self._evaluate("score", rows, see)
+        self._evaluate("score", rows, see, temperature=temperature)
         return Scores(*(sum_across(values_R, self.mesh.pipeline) for values_R in (logprobs_R, entropy_R)))
 
     def values(self, rows: TokenRows) -> Tensor:
@@ -258,11 +258,13 @@ class TrainingEngine:
             agree=lambda count: int(max_across(torch.tensor([count]), self.mesh.data)),
         )
 
-    def _evaluate(self, action: str, rows: TokenRows, see: Callable[[Work, Any], None]) -> None:
+    def _evaluate(
+        self, action: str, rows: TokenRows, see: Callable[[Work, Any], None], *, temperature: float | None = None
+    ) -> None:
         self.check_weights_present(action)
         if plan := self._plan(rows):
             scope = self._routing_scope(rows) if rows.experts_TLC is not None else None
-            self._passes.evaluate(self._passes.prepare(rows, plan, scope), see)
+            self._passes.evaluate(self._passes.prepare(rows, plan, scope, temperature=temperature), see)
 
     def _routing_scope(self, rows: TokenRows) -> RoutingScope | None:
         """What the routers of one update share. Collective over the data axes."""

@@ -35,6 +35,7 @@ class Work:
     micro: MicroBatch
     local: LocalTokens
     route: RecordingRoute | None
+    temperature: float
 
 
 class Passes:
@@ -64,8 +65,14 @@ class Passes:
         rows: TokenRows,
         plan: Sequence[list[int]],
         scope: RoutingScope | None = None,
+        *,
+        temperature: float | None = None,
     ) -> Iterator[Work]:
-        """Move micro-batches to the device, one by one as they are asked for; with a scope, their routing is kept."""
+        """Move micro-batches to the device, one by one as they are asked for; with a scope, their routing is kept.
+
+        They are rated at the model's own temperature unless another is given.
+        """
+        temperature = self._temperature if temperature is None else temperature
         # Pipeline stages hand on hidden states of one shape.
         size = max(self._placed_size(_rows_of(rows, members)) for members in plan) if self._pipeline and plan else None
         for members in plan:
@@ -77,7 +84,7 @@ class Passes:
             )  # fmt: skip
             local = local_tokens(placement, chosen, micro, self.rating)
             route = None if scope is None else _recording_route(scope, chosen, local, is_real=bool(members))
-            yield Work(members, micro, local, route)
+            yield Work(members, micro, local, route, temperature)
 
     def evaluate(self, works: Iterable[Work], see: Callable[[Work, Scores | Values], None]) -> None:
         """Run forward without a gradient, and show the ratings where the head is held. Collective over the mesh."""
@@ -121,7 +128,7 @@ class Passes:
 
     def _head(self, work: Work) -> TokenHead:
         if self.rating == "logprobs":
-            return LogprobHead(work.local.predicting_p, work.local.targets_p, self._vocabulary, self._temperature)
+            return LogprobHead(work.local.predicting_p, work.local.targets_p, self._vocabulary, work.temperature)
         return ValueHead(work.local.predicting_p, self._mesh.tensor)
 
     def _placed_size(self, rows: TokenRows) -> int:

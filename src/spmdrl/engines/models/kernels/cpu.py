@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from spmdrl.engines.models.kernels import plain
+from spmdrl.engines.models.kernels.blocked import BlockedLinear, blocked_linear_takes
 from spmdrl.engines.models.kernels.grouped import grouped_mm_linear, grouped_mm_takes
 from spmdrl.engines.models.kernels.packed import PackedRows
 from spmdrl.engines.models.kernels.padded import padded_attention
@@ -15,6 +16,10 @@ def grouped_linear(rows_RD: Tensor, weights_EOD: Tensor, counts_E: Tensor) -> Te
     if grouped_mm_takes(rows_RD, weights_EOD):
         return grouped_mm_linear(rows_RD, weights_EOD, counts_E)
     return plain.grouped_linear(rows_RD, weights_EOD, counts_E)
+
+
+def blocked_linear(weight_OD: Tensor, bias_O: Tensor | None) -> BlockedLinear | None:
+    return BlockedLinear(weight_OD, bias_O) if blocked_linear_takes(weight_OD) else None
 
 
 def add_matmul(out: Tensor, a: Tensor, b: Tensor) -> Tensor:

@@ -132,6 +132,8 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "swiglu": swiglu,
     "sigmoid": sigmoid,
     "grouped_linear": grouped_linear,
+    # Training has F.linear.
+    "blocked_linear": plain.blocked_linear,
     "masked_attention": masked_attention,
     "packed_attention": packed_attention,
 }

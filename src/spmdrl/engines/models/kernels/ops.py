@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from spmdrl.engines.models.kernels.blocked import BlockedLinear
 from spmdrl.engines.models.kernels.packed import PackedRows
 from spmdrl.engines.models.kernels.table import implementation
 
@@ -39,6 +40,11 @@ def grouped_linear(rows_RD: Tensor, weights_EOD: Tensor, counts_E: Tensor) -> Te
     `counts_E` int64 adds up to R and may hold zeros; every expert's weight gets a gradient.
     """
     return implementation("grouped_linear", rows_RD)(rows_RD, weights_EOD, counts_E)
+
+
+def blocked_linear(weight_OD: Tensor, bias_O: Tensor | None) -> BlockedLinear | None:
+    """A linear layer with a copy of this weight that is faster than F.linear without gradients; None if none is."""
+    return implementation("blocked_linear", weight_OD)(weight_OD, bias_O)
 
 
 def add_matmul(out: Tensor, a: Tensor, b: Tensor) -> Tensor:

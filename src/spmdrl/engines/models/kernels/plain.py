@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from spmdrl.engines.models.kernels.blocked import BlockedLinear
 from spmdrl.engines.models.kernels.packed import PackedRows
 from spmdrl.engines.models.kernels.padded import nothing_attended, pad_values
 
@@ -36,6 +37,10 @@ def sigmoid(x: Tensor) -> Tensor:
 def grouped_linear(rows_RD: Tensor, weights_EOD: Tensor, counts_E: Tensor) -> Tensor:
     groups = zip(rows_RD.split(counts_E.tolist()), weights_EOD.unbind(), strict=True)
     return torch.cat([F.linear(rows, weight) for rows, weight in groups])
+
+
+def blocked_linear(weight_OD: Tensor, bias_O: Tensor | None) -> BlockedLinear | None:
+    return None
 
 
 def add_matmul(out: Tensor, a: Tensor, b: Tensor) -> Tensor:

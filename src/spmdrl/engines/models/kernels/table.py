@@ -17,6 +17,7 @@ TABLE: dict[str, dict[str, Callable[..., Any]]] = {
     "sigmoid": {"cpu": plain.sigmoid, "cuda": plain.sigmoid, "npu": plain.sigmoid},
     "masked_attention": {"cpu": plain.masked_attention, "cuda": plain.masked_attention, "npu": plain.masked_attention},
     "grouped_linear": {"cpu": cpu.grouped_linear, "cuda": cuda.grouped_linear, "npu": npu.grouped_linear},
+    "blocked_linear": {"cpu": cpu.blocked_linear, "cuda": plain.blocked_linear, "npu": plain.blocked_linear},
     "add_matmul": {"cpu": cpu.add_matmul, "cuda": cuda.add_matmul, "npu": npu.add_matmul},
     "packed_attention": {"cpu": cpu.packed_attention, "cuda": cuda.packed_attention, "npu": npu.packed_attention},
 }

@@ -1,0 +1,111 @@
+"""The probe of a switch: trainer and generator rate the same few tokens, before any is generated with the new weights.
+
+Checksums tell that slices arrived as they were sent; the probe tells that the generator computes with them what the
+trainer does. Shape letter: `R` rated tokens, all but the first of each row, packed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from spmdrl.engines.training.rows import Scores, TokenRows
+from spmdrl.resources.collectives import max_over
+from spmdrl.types import offsets_of
+
+Rows = Sequence[Sequence[int]]
+
+# Rounding reaches 1e-5 in float32 and some tenths in 16 bits, where unlikely tokens have coarse logits and experts may
+# change; weights in wrong places show as whole nats.
+_TOLERANCE_IN_FLOAT32 = 0.01
+_TOLERANCE_IN_16_BITS = 1.0
+
+
+class RatingTrainer(Protocol):
+    """What the probe asks of a training engine."""
+
+    def score(self, rows: TokenRows, *, temperature: float | None = None) -> Scores: ...
+
+
+class RatingGenerator(Protocol):
+    """What the probe asks of a generation engine."""
+
+    version: int
+
+    def score(self, rows: Rows) -> list[Tensor]: ...
+
+
+@dataclass(frozen=True)
+class Rated:
+    """Rows, and the log-probs that the trainer gives their tokens at temperature 1."""
+
+    rows: Rows
+    logprobs_R: Tensor
+
+
+class Probe:
+    """Has both sides rate the rows of a step; every rank, those of a replica together, rates them all."""
+
+    def __init__(
+        self,
+        trainer: RatingTrainer,
+        generator: RatingGenerator,
+        rows_of_step: Callable[[int], Rows],
+        *,
+        tolerance: float,
+    ):
+        """`rows_of_step` gives the same rows of at least two tokens on every rank; `tolerance` is in nats."""
+        self._trainer = trainer
+        self._generator = generator
+        self._rows_of_step = rows_of_step
+        self._tolerance = tolerance
+
+    def rate(self, step: int) -> Rated:
+        """What the trainer says, before the switch. Collective over the world."""
+        rows = self._rows_of_step(step)
+        tokens_T = torch.tensor([token for row in rows for token in row], dtype=torch.int64)
+        packed = TokenRows(tokens_T, offsets_of([len(row) for row in rows]), torch.ones(len(rows), dtype=torch.int64))
+        return Rated(rows, self._trainer.score(packed, temperature=1.0).logprobs_R)
+
+    def check(self, rated: Rated) -> float:
+        """The largest difference of a log-prob on any rank, after the switch. Collective over the world.
+
+        Raises RuntimeError on every rank where it is beyond the tolerance.
+        """
+        found_R = torch.cat(self._generator.score(rated.rows)).cpu()
+        distance_R = (found_R - rated.logprobs_R).abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
+        largest = float(max_over(distance_R.max()))
+        if largest > self._tolerance:
+            raise RuntimeError(
+                f"reshard.probe_tokens: the log-probs that trainer and generator give {len(distance_R)} tokens at "
+                f"policy version {self._generator.version} differ by up to {largest:.3g} nats, but "
+                f"reshard.probe_tolerance is {self._tolerance:g}; the generator computes with weights in wrong places, "
+                "or otherwise than the trainer. Nothing was generated with these weights: restart from the last "
+                "checkpoint, or raise reshard.probe_tolerance if the two engines are known to round so far apart"
+            )
+        return largest
+
+
+def default_tolerance(dtype: torch.dtype) -> float:
+    """How far log-probs may differ where both sides compute in this dtype, in nats."""
+    return _TOLERANCE_IN_FLOAT32 if dtype == torch.float32 else _TOLERANCE_IN_16_BITS
+
+
+def probe_rows(prompts: Iterable[Sequence[int]], num_tokens: int, longest: int) -> list[list[int]]:
+    """The first prompts, cut to `num_tokens` in all; each row has 2 to `longest` tokens.
+
+    A prompt of one token, after which nothing could be rated, is repeated.
+    """
+    rows: list[list[int]] = []
+    left = num_tokens
+    for prompt in prompts:
+        row = [*prompt, *prompt] if len(prompt) == 1 else list(prompt)
+        rows.append(row[: min(left, longest)])
+        left -= len(rows[-1])
+        if left < 2:
+            break
+    return rows

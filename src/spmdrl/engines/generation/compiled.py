@@ -1,0 +1,135 @@
+"""The decoding step of one rank as a single compiled graph (torch.compile), for steps bound by many small operations.
+
+Two things stay outside the graph, as operations that it calls: attention over the paged cache, and products with packed
+weights. All else is fused. The graph is compiled on first use, for any number of rows, and serves all weights to come.
+
+Shape letters: `B` rows, `H` query heads, `J` key and value heads, `K` head size of queries and keys, `V` head size of
+values, `D` and `O` inputs and outputs of a product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spmdrl.engines.models.decoder import Decoder, DecoderConfig
+from spmdrl.engines.models.layers import Attend
+from spmdrl.resources.mesh import GenerationLayout
+
+
+@dataclass(frozen=True)
+class _Outside:
+    """What the graph that runs now calls."""
+
+    attend: Attend
+    multiply: Callable[[int, Tensor], Tensor]
+
+
+_running: list[_Outside] = []
+
+
+def _attend(q_BHK: Tensor, k_BJK: Tensor, v_BJV: Tensor, layer: int) -> Tensor:
+    return _running[-1].attend(layer, q_BHK, k_BJK, v_BJV).contiguous()
+
+
+def _attend_shape(q_BHK: Tensor, k_BJK: Tensor, v_BJV: Tensor, layer: int) -> Tensor:
+    return q_BHK.new_empty(*q_BHK.shape[:2], v_BJV.shape[2])
+
+
+def _multiply(rows_BD: Tensor, product: int, width: int) -> Tensor:
+    return _running[-1].multiply(product, rows_BD)
+
+
+def _multiply_shape(rows_BD: Tensor, product: int, width: int) -> Tensor:
+    # Not len(rows_BD), which would tie the graph to their number.
+    return rows_BD.new_empty(rows_BD.shape[0], width)
+
+
+_LIBRARY = torch.library.Library("spmdrl", "DEF")
+_LIBRARY.define("attend(Tensor q, Tensor k, Tensor v, int layer) -> Tensor")
+_LIBRARY.define("multiply(Tensor rows, int product, int width) -> Tensor")
+_LIBRARY.impl("attend", _attend, "CompositeExplicitAutograd")
+_LIBRARY.impl("attend", _attend_shape, "Meta")
+_LIBRARY.impl("multiply", _multiply, "CompositeExplicitAutograd")
+_LIBRARY.impl("multiply", _multiply_shape, "Meta")
+
+
+def multiply_outside(rows_BD: Tensor, product: int, width: int) -> Tensor:
+    """Call product number `product` [B, O] from within a graph that is being compiled."""
+    return torch.ops.spmdrl.multiply(rows_BD, product, width)
+
+
+class CompiledStep:
+    """A decoder's step, compiled; used in inference mode, always in the same one of its weights' two layouts."""
+
+    def __init__(self, decoder: Decoder, logits: Callable[[Tensor], Tensor], products: Sequence[Callable[..., Tensor]]):
+        """`logits` is what the head says of hidden states; `products` are what `multiply_outside` calls by number."""
+
+        def step(tokens_B: Tensor, positions_B: Tensor) -> Tensor:
+            return decoder(tokens_B, positions_B, _attend_outside, lambda hidden_BD, _: logits(hidden_BD))
+
+        self._products = products
+        self._step = torch.compile(
+            _with_own_code(step), dynamic=True, fullgraph=True, options={"guard_filter_fn": _guards_kept}
+        )
+
+    def __call__(self, tokens_B: Tensor, positions_B: Tensor, attend: Attend) -> Tensor:
+        """Logits [B, V] of the rows' next tokens."""
+        for values_B in (tokens_B, positions_B):
+            # So that a graph tied to this number of rows is an error when it is made, rather than a wrong one later.
+            torch._dynamo.mark_dynamic(values_B, 0)
+        _running.append(_Outside(attend, lambda product, rows_BD: self._products[product](rows_BD)))
+        try:
+            return self._step(tokens_B, positions_B)
+        finally:
+            _running.pop()
+
+
+def check_compiles(config: DecoderConfig, layout: GenerationLayout) -> None:
+    """Raise ValueError, with a way out, where a decoder's steps can't be one graph."""
+    if config.moe is not None:
+        raise ValueError(
+            "rollout.compile is true, but the model is sparse, and the sizes of its experts' products depend on the "
+            "tokens; set rollout.compile to false"
+        )
+    if layout.tensor > 1:
+        raise ValueError(
+            f"rollout.compile is true, but resources.generation.tensor is {layout.tensor}, and a graph holds no "
+            "collectives; set one of them to false or 1"
+        )
+
+
+def check_compiler() -> None:
+    """Raise ValueError where this machine has no C++ compiler, which graphs on a CPU need."""
+    # Imported here because they take a second.
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler as error:
+        raise ValueError(
+            "rollout.compile is true, but no C++ compiler was found: install g++, name one in the environment's CXX, "
+            "or set rollout.compile to false"
+        ) from error
+
+
+def _attend_outside(layer: int, q_BHK: Tensor, k_BJK: Tensor, v_BJV: Tensor) -> Tensor:
+    return torch.ops.spmdrl.attend(q_BHK, k_BJK, v_BJV, layer)
+
+
+def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function as another code object, by which compiled graphs are told apart: engines share none."""
+    return FunctionType(
+        function.__code__.replace(), function.__globals__, function.__name__, None, function.__closure__
+    )
+
+
+def _guards_kept(guards: Sequence[Any]) -> list[bool]:
+    """Check sizes only: an engine's modules don't change, and checking them takes longer than what the graph saves."""
+    return [guard.guard_type == "SHAPE_ENV" for guard in guards]

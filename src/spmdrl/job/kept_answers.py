@@ -1,0 +1,121 @@
+"""Answers of `generate` on disk as they end: a job that dies loses none, and the same command again goes on with them.
+
+absent -> begun: a file for each replica, a line for each answer -> all there, gathered -> absent
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+from spmdrl.resources.collectives import barrier, gather_bytes
+from spmdrl.resources.world import World
+
+FOLDER = "generated.parts"
+_IDENTITY = "identity.json"
+_PARTS = "rank_*.jsonl"
+
+
+class KeptAnswers:
+    """The answers so far of one `generate`, JSON objects that have a `row`, in files that only grow.
+
+    Ranks needn't see each other's files. A rank that answers appends to its own.
+    """
+
+    def __init__(self, run_folder: Path, identity: Mapping[str, object], world: World):
+        """`identity` is what must not change between the parts of one `generate`; the main rank's holds. Collective."""
+        self.folder = run_folder / FOLDER
+        self._identity = json.loads(gather_bytes(json.dumps(identity).encode())[0])
+        self._world = world
+        self._file: BinaryIO | None = None
+
+    def put_aside(self) -> None:
+        """Move what an interrupted `generate` left out of the way; nothing is deleted. Collective."""
+        number = 1
+        while (aside := self.folder.with_name(f"{FOLDER}.{number}")).exists():
+            number += 1
+        # Where ranks see the same folder, one of them moves it.
+        with contextlib.suppress(FileNotFoundError):
+            self.folder.rename(aside)
+        barrier()
+
+    def rows(self) -> set[int]:
+        """The rows that need no answer any more. Collective.
+
+        Raises ValueError on every rank where the folder holds answers to something else.
+        """
+        differences = [item.decode() for item in gather_bytes(self._difference().encode()) if item]
+        if differences:
+            raise ValueError(
+                f"{self.folder} holds the answers of an interrupted `generate` with other settings: {differences[0]}; "
+                "give it the same ones to go on, another run.dir, or resume=never to start anew"
+            )
+        return set().union(*self._rows_by_rank())
+
+    def add(self, answers: Sequence[Mapping[str, object]]) -> None:
+        """Append answers to this rank's file, where they are whatever ends this process."""
+        if self._file is None:
+            self._file = self._opened()
+        self._file.write("".join(f"{json.dumps(answer)}\n" for answer in answers).encode())
+        self._file.flush()
+
+    def gathered(self) -> list[str]:
+        """All answers' lines in row order, on the main rank; the others get none. Collective."""
+        if self._file is not None:
+            self._file.close()
+        rows_by_rank = self._rows_by_rank()
+        # The main rank reads what it sees; of the rest, the first rank that sees a row brings it.
+        seen_before = set().union(*rows_by_rank[: self._world.rank])
+        brought = "".join(line for row, line in self._lines() if row not in seen_before) if self._world.rank else ""
+        gathered = gather_bytes(brought.encode())
+        if not self._world.is_main:
+            return []
+        lines = dict(self._lines())
+        for part in gathered:
+            lines |= {json.loads(line)["row"]: line for line in part.decode().splitlines(keepends=True)}
+        return [lines[row].rstrip("\n") for row in sorted(lines)]
+
+    def drop(self) -> None:
+        """Delete the files, once their answers are elsewhere. Collective."""
+        barrier()
+        if self._world.local_rank == 0:
+            # Another node may delete the same folder.
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _rows_by_rank(self) -> list[set[int]]:
+        """The rows that each rank sees."""
+        own = json.dumps([row for row, _ in self._lines()])
+        return [set(json.loads(part)) for part in gather_bytes(own.encode())]
+
+    def _lines(self) -> Iterator[tuple[int, str]]:
+        """Row and line of each whole answer; a killed rank may leave half a line at its file's end."""
+        for path in sorted(self.folder.glob(_PARTS)):
+            with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
+                yield from ((json.loads(line)["row"], line) for line in file if line.endswith("\n"))
+
+    def _difference(self) -> str:
+        path = self.folder / _IDENTITY
+        before = json.loads(path.read_text()) if path.is_file() else self._identity
+        return "; ".join(
+            f"{key} was {before.get(key)!r} and is {value!r}"
+            for key, value in self._identity.items()
+            if before.get(key) != value
+        )
+
+    def _opened(self) -> BinaryIO:
+        """This rank's file, without half a line at its end, beside a record of what is answered."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        identity = self.folder / _IDENTITY
+        if not identity.exists():
+            unfinished = self.folder / f"{_IDENTITY}.{self._world.rank}"
+            unfinished.write_text(json.dumps(self._identity))
+            unfinished.replace(identity)
+        path = self.folder / _PARTS.replace("*", f"{self._world.rank:05d}")
+        if path.exists():
+            os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
+        return path.open("ab")

@@ -1,0 +1,133 @@
+"""Rewards are asked for as responses end, each once, and come back for the right rows."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+
+import pytest
+from tests.dataflow.stages import noted
+from tests.engines.generation.support import awake_engine, prompt_of
+
+from spmdrl.dataflow.samples.prompts import Prompt
+from spmdrl.dataflow.stages.generation import run_requests
+from spmdrl.dataflow.stages.scoring import EndedResponses, StreamedRewards
+from spmdrl.engines.generation.protocol import Request, Response, SamplingParams
+from spmdrl.engines.reward.pool import RewardConfig, RewardPool
+from spmdrl.engines.reward.verdict import Verdict
+
+GROUP_SIZE = 4
+NOTED = ("tests.dataflow.stages.noted:checksum",)
+PROMPTS = [Prompt(str(number), prompt_of(3 + number), "", None, {}, "p") for number in range(3)]
+
+
+def text_of(token_ids) -> str:
+    return " ".join(map(str, token_ids))
+
+
+def score_of(response: Response) -> float:
+    return noted.checksum([""], [response.token_ids])[0]
+
+
+def ended(group: int, **texts: str) -> EndedResponses:
+    """Members by their letters, a to d."""
+    members = {
+        "abcd".index(letter): Response(0, tuple(text.encode()), (), "stop", ()) for letter, text in texts.items()
+    }
+    return EndedResponses(group, PROMPTS[0], GROUP_SIZE, members)
+
+
+def spelled(token_ids) -> str:
+    return bytes(token_ids).decode()
+
+
+@pytest.mark.parametrize("level", ["response", "group"])
+def test_a_generated_group_is_scored_as_its_responses_end_or_as_a_whole(level):
+    noted.CALLS.clear()
+    engine = awake_engine()
+    sampling = SamplingParams(max_tokens=30, stop_token_ids=tuple(range(8)))
+    requests = [
+        Request(tuple(range(first, first + GROUP_SIZE)), PROMPTS[number].prompt_ids, (5, 6, 7, 8), sampling)
+        for number, first in enumerate(range(0, len(PROMPTS) * GROUP_SIZE, GROUP_SIZE))
+    ]
+    answers: list[dict[int, Response]] = [{} for _ in PROMPTS]
+    early = 0
+    with RewardPool(RewardConfig(NOTED, isolation="inline", call_level=level)) as pool:
+        rewards = StreamedRewards(pool, text_of)
+        for number, responses in run_requests(engine, requests):
+            by_member = {response.row % GROUP_SIZE: response for response in responses}
+            answers[number] |= by_member
+            before = len(noted.CALLS)
+            rewards.begin(EndedResponses(number, PROMPTS[number], GROUP_SIZE, by_member))
+            is_whole = len(answers[number]) == GROUP_SIZE
+            if level == "group":
+                assert len(noted.CALLS) - before == is_whole
+            else:
+                assert noted.CALLS[before:] == [[text_of(by_member[member].token_ids) for member in sorted(by_member)]]
+            early += not is_whole
+        calls = list(noted.CALLS)
+        results = rewards.collect(range(len(PROMPTS)))
+    assert early > 0, "no response ended before the last of its group"
+    assert Counter(text for call in calls for text in call) == Counter(
+        text_of(response.token_ids) for by_member in answers for response in by_member.values()
+    )
+    for by_member, result in zip(answers, results, strict=True):
+        assert result.rewards == [score_of(by_member[member]) for member in range(GROUP_SIZE)]
+    if level == "group":
+        assert [len(call) for call in calls] == [GROUP_SIZE] * len(PROMPTS)
+
+
+def test_a_child_scores_a_response_while_the_rest_of_its_group_goes_on(tmp_path):
+    function, seen = tmp_path / "watched.py", tmp_path / "seen"
+    function.write_text(
+        "from pathlib import Path\n"
+        "def fn(completions, **columns):\n"
+        f"    Path({str(seen)!r}).write_text(completions[0])\n"
+        "    return [1.0] * len(completions)\n"
+    )
+    with RewardPool(RewardConfig((f"{function}:fn",), isolation="process")) as pool:
+        rewards = StreamedRewards(pool, spelled)
+        rewards.begin(ended(7, c="first"))
+        deadline = time.monotonic() + 20
+        while not (seen.exists() and seen.read_text()) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert seen.read_text() == "first"
+        rewards.begin(ended(7, a="second", b="third", d="fourth"))
+        assert rewards.collect([7])[0].rewards == [1.0] * GROUP_SIZE
+
+
+def test_members_keep_their_rewards_parts_and_verdicts_in_whatever_order_they_end(tmp_path):
+    function = tmp_path / "letters.py"
+    function.write_text(
+        "def first(completions, **columns):\n"
+        "    return [None if text == 'none' else float(ord(text[0]) - ord('a')) for text in completions]\n"
+        "def size(completions, **columns):\n"
+        "    return [float('inf') if text == 'bad' else float(len(text)) for text in completions]\n"
+    )
+    config = RewardConfig((f"{function}:first", f"{function}:size"), isolation="inline")
+    with RewardPool(config) as pool:
+        rewards = StreamedRewards(pool, spelled)
+        rewards.begin(ended(1, d="eee"))
+        rewards.begin(ended(2, a="c", b="c", c="c", d="c"))
+        rewards.begin(ended(1, c="none", a="bad"))
+        rewards.begin(ended(1, b="a"))
+        other, result = rewards.collect([2, 1])
+    assert other.rewards == [3.0] * GROUP_SIZE
+    assert result.rewards == [None, 1.0, None, 7.0]
+    assert result.parts == {"first": [1.0, 0.0, None, 4.0], "size": [None, 1.0, 4.0, 3.0]}
+    assert result.verdicts == [Verdict.MALFORMED, Verdict.SCORED, Verdict.LEFT_OUT, Verdict.SCORED]
+    assert "isn't finite" in result.error
+
+
+def test_a_response_that_is_spoken_of_again_is_scored_once_and_groups_wait_until_they_are_asked_for():
+    noted.CALLS.clear()
+    with RewardPool(RewardConfig(NOTED, isolation="inline")) as pool:
+        rewards = StreamedRewards(pool, spelled)
+        rewards.begin(ended(1, a="x", b="y"))
+        rewards.begin(ended(2, a="1", b="2", c="3", d="4"))
+        assert len(rewards.collect([2])[0].rewards) == GROUP_SIZE
+        # The next step tells of a carried group's ended responses, then of those that end in it.
+        rewards.begin(ended(1, a="x", b="y"))
+        rewards.begin(ended(1, a="x", c="z", d="w"))
+        assert len(rewards.collect([1])[0].rewards) == GROUP_SIZE
+    assert noted.CALLS == [["x", "y"], ["1", "2", "3", "4"], ["z", "w"]]

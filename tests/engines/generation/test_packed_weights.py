@@ -1,0 +1,86 @@
+"""Weights that lie packed while they are used: nothing stale is read, nothing is held twice, nothing is lost."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from spmdrl.engines.generation.native import NativeEngine
+from spmdrl.engines.generation.protocol import SamplingParams
+from spmdrl.engines.generation.rollout_config import RolloutConfig
+from spmdrl.engines.models.decoder import DecoderConfig
+from tests.engines.generation.schedules import FAMILIES, weights_of
+from tests.engines.generation.support import prompt_of, request, run
+
+GREEDY = SamplingParams(temperature=0, max_tokens=6)
+each_family = pytest.mark.parametrize("config", FAMILIES.values(), ids=FAMILIES)
+
+
+def made(config: DecoderConfig, *, packs: bool, scale: float = 1.0) -> NativeEngine:
+    engine = NativeEngine(config, RolloutConfig(pack_weights=packs), torch.device("cpu"), torch.float32)
+    fill(engine, config, scale)
+    return engine
+
+
+def fill(engine: NativeEngine, config: DecoderConfig, scale: float = 1.0) -> None:
+    engine.load_weights((name, scale * weight) for name, weight in weights_of(config).items())
+    engine.wake_cache()
+
+
+def answers(engine: NativeEngine) -> dict[int, tuple[int, ...]]:
+    requests = [request(prompt_of(length), [length], GREEDY) for length in (5, 9, 14)]
+    return {row: response.token_ids for row, response in run(engine, requests).items()}
+
+
+def weight_bytes(engine: NativeEngine) -> int:
+    return engine.memory_bytes()["generation_weights"]
+
+
+@each_family
+def test_packed_weights_say_the_same_and_take_no_more(config) -> None:
+    plain, packed = made(config, packs=False), made(config, packs=True)
+    assert answers(packed) == answers(plain)
+    # A tied head lies packed beside the embedding that it is.
+    twice = 4 * config.vocab_size * config.hidden_size if config.tied_head else 0
+    assert 0 <= weight_bytes(packed) - weight_bytes(plain) - twice < 0.02 * weight_bytes(plain)
+
+
+@each_family
+def test_packed_weights_come_back_when_they_are_asked_for(config) -> None:
+    engine = made(config, packs=True)
+    before = answers(engine)
+    held = {name: weight.clone() for name, weight in engine.wake_weights().items()}
+    expected = weights_of(config)
+    assert held.keys() == expected.keys() and all(held[name].equal(expected[name]) for name in held)
+    assert answers(engine) == before
+
+
+def test_new_weights_are_used_asleep_or_not() -> None:
+    config = FAMILIES["qwen3"]
+    expected = {scale: answers(made(config, packs=False, scale=scale)) for scale in (1.0, -1.0)}
+    assert expected[1.0] != expected[-1.0]
+    engine = made(config, packs=True)
+    for scale in (1.0, -1.0, 1.0):
+        engine.load_weights((name, scale * weight) for name, weight in weights_of(config).items())
+        assert answers(engine) == expected[scale]
+    for scale in (-1.0, 1.0):
+        engine.sleep()
+        assert weight_bytes(engine) == 0
+        fill(engine, config, scale)
+        assert answers(engine) == expected[scale]
+
+
+def test_borrowed_weights_are_packed_beside_their_lender() -> None:
+    config = FAMILIES["llama"]
+    lent = weights_of(config)
+    untouched = {name: weight.clone() for name, weight in lent.items()}
+    engine = NativeEngine(config, RolloutConfig(), torch.device("cpu"), torch.float32)
+    expected = answers(made(config, packs=False))
+    for _ in range(2):
+        engine.borrow_weights(lent)
+        engine.wake_cache()
+        assert weight_bytes(engine) == 0
+        assert answers(engine) == expected and weight_bytes(engine) > 0
+        assert all(lent[name].equal(untouched[name]) for name in lent)
+        engine.sleep()
+        assert weight_bytes(engine) == 0
