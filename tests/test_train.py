@@ -82,11 +82,14 @@ def test_the_same_seed_gives_the_same_bits_on_two_ranks(tmp_path):
 
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_a_run_killed_in_the_middle_of_a_step_ends_with_the_same_weights(tmp_path):
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_a_run_killed_in_the_middle_of_a_step_ends_with_the_same_weights(tmp_path, rounds):
     config = tiny_config(tmp_path)
     settings = ["train.max_steps=12", "checkpoint.interval=2", "log.backends=[console,jsonl]"]
+    settings.append(f"rollout.partial_max_rounds={rounds}")
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     finished(run_job("train", config, f"run.dir={whole}", *settings, ranks=2))
+    assert (metrics_of(whole)[6].get("dock/deferred", 0) > 0) == (rounds > 1)
     command = job_command("train", config, f"run.dir={killed}", *settings, ranks=2)
     kill_after_step(command, killed, step=5)
     resumed = finished(run_job("train", config, f"run.dir={killed}", *settings, ranks=2))

@@ -47,7 +47,7 @@ def test_splitmix64_gives_the_published_sequence():
 
 def test_uniforms_depend_on_seed_and_position_and_fill_the_unit_interval():
     seeds, positions = torch.meshgrid(torch.arange(200), torch.arange(200), indexing="ij")
-    numbers = uniforms(seeds.flatten(), positions.flatten())
+    numbers = uniforms(splitmix64(seeds.flatten()), positions.flatten())
     assert numbers.min() >= 0 and numbers.max() < 1
     assert abs(numbers.mean() - 0.5) < 0.005
     assert abs((numbers**2).mean() - 1 / 3) < 0.005

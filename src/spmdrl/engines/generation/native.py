@@ -17,15 +17,15 @@ from torch import Tensor
 
 from spmdrl.engines.generation.cache_size import affordable_blocks
 from spmdrl.engines.generation.choices import ChoiceRecorder
+from spmdrl.engines.generation.drawing import RowDrawer
 from spmdrl.engines.generation.forward import CachedDecoder
 from spmdrl.engines.generation.lockstep import Lockstep
 from spmdrl.engines.generation.paged import BlockPool
-from spmdrl.engines.generation.protocol import Finish, Request, Response
+from spmdrl.engines.generation.protocol import Request, Response
 from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.generation.rows import Row
-from spmdrl.engines.generation.sampling import RowSampling, draw
 from spmdrl.engines.generation.scheduler import Admitted, Scheduler, SchedulerLimits
-from spmdrl.engines.generation.stop_strings import Decode, completes_stop_string
+from spmdrl.engines.generation.stop_strings import Decode
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.resources.mesh import GenerationMesh, lone_generation_mesh
 from spmdrl.types import WeightSlice, whole_slice
@@ -78,7 +78,7 @@ class NativeEngine:
         )
         self._cache = self._forward.cache
         self._weights = self._forward.weights
-        self._decode_text = decode
+        self._drawer = RowDrawer(device, decode)
         # A recorder must see every token fed, so none may be taken from others' blocks.
         self._limits = SchedulerLimits(
             rollout.block_size, rollout.max_running_rows, rollout.max_prefill_tokens, shares_prefixes=recorder is None
@@ -115,7 +115,7 @@ class NativeEngine:
         self._require_awake("take requests")
         for request in requests:
             self._check_positions(request)
-            if request.sampling.stop_strings and self._decode_text is None:
+            if request.sampling.stop_strings and not self._drawer.reads_text:
                 raise ValueError(
                     f"rows {list(request.rows)} have stop strings {list(request.sampling.stop_strings)}, but the "
                     "engine was built without the text of tokens; give it decode"
@@ -192,6 +192,7 @@ class NativeEngine:
             raise RuntimeError(f"{self.num_unfinished} rows are unfinished; step until they end, or abort them first")
         self._cache.resize(0)
         self._weights.sleep()
+        self._drawer.forget()
 
     def memory_bytes(self) -> dict[str, int]:
         return {"generation_weights": self._weights.num_bytes, "kv_cache": self._cache.num_bytes}
@@ -254,29 +255,8 @@ class NativeEngine:
 
     def _draw(self, rows: list[Row], logits_BV: Tensor) -> list[Response]:
         """Draw one token of each row; returns the rows that it ended."""
-        sampling = RowSampling.of_rows([row.seed for row in rows], [row.request.sampling for row in rows], self._device)
-        drawn = draw(logits_BV, self._tensor([row.length for row in rows]), sampling)
-        if not drawn.logprobs_B.isfinite().all():
-            raise RuntimeError(f"the logits of policy version {self.version} aren't finite; its weights are broken")
         responses = []
-        for row, token, logprob in zip(rows, drawn.tokens_B.tolist(), drawn.logprobs_B.tolist(), strict=True):
-            row.token_ids.append(token)
-            row.logprobs.append(logprob)
-            row.versions.append(self.version)
-            finish = self._finish(row)
-            if finish is not None:
-                self._scheduler.finish(row)
-                responses.append(row.response(finish))
+        for row, finish in self._drawer(rows, logits_BV, self.version):
+            self._scheduler.finish(row)
+            responses.append(row.response(finish))
         return responses
-
-    def _finish(self, row: Row) -> Finish | None:
-        """Why the row ends with its newest token, or None if it goes on."""
-        finish, stop_strings = row.finish, row.request.sampling.stop_strings
-        if finish != "stop" and stop_strings:
-            assert self._decode_text is not None, f"row {row.row} has stop strings, which submit refuses"
-            if completes_stop_string(row.token_ids, stop_strings, self._decode_text):
-                return "stop"
-        return finish
-
-    def _tensor(self, values: list[int]) -> Tensor:
-        return torch.tensor(values, device=self._device)

@@ -27,11 +27,17 @@ _MIX_SECOND = 0x94D049BB133111EB - (1 << 64)
 class RowSampling:
     """Sampling parameters of a batch, one entry a row, and what none of its rows needs."""
 
-    seeds_B: Tensor
-    temperature_B: Tensor
+    streams_B: Tensor
+    """The rows' seeds, mixed; see `uniforms`."""
+    divisor_B1: Tensor
+    """The temperatures, but 1 where they are 0."""
+    greedy_B: Tensor
+    """Where they are 0."""
     top_p_B: Tensor
     top_k_B: Tensor
     min_p_B: Tensor
+    has_scaling: bool
+    """Whether any row's logits are divided by another number than 1."""
     has_filters: bool
     """Whether any row drops tokens."""
     has_greedy: bool
@@ -49,12 +55,16 @@ class RowSampling:
                 return torch.full((len(sampling),), getattr(sampling[0], name), dtype=dtype, device=device)
             return torch.tensor([getattr(params, name) for params in sampling], dtype=dtype, device=device)
 
+        temperature_B = column("temperature", torch.float32)
+        greedy_B = temperature_B == 0
         return cls(
-            seeds_B=torch.tensor(seeds, dtype=torch.int64, device=device),
-            temperature_B=column("temperature", torch.float32),
+            streams_B=splitmix64(torch.tensor(seeds, dtype=torch.int64, device=device)),
+            divisor_B1=temperature_B.masked_fill(greedy_B, 1)[:, None],
+            greedy_B=greedy_B,
             top_p_B=column("top_p", torch.float32),
             top_k_B=column("top_k", torch.int64),
             min_p_B=column("min_p", torch.float32),
+            has_scaling=any(params.temperature not in (0, 1) for params in distinct),
             has_filters=any(params.top_p < 1 or params.top_k > 0 or params.min_p > 0 for params in distinct),
             has_greedy=any(params.temperature == 0 for params in distinct),
             has_draws=any(params.temperature > 0 for params in distinct),
@@ -74,8 +84,7 @@ def draw(logits_BV: Tensor, positions_B: Tensor, rows: RowSampling) -> Drawn:
 
     At temperature 0 the token is the likeliest one and the log-prob is that of temperature 1.
     """
-    greedy_B = rows.temperature_B == 0
-    scaled_BV = logits_BV / rows.temperature_B.masked_fill(greedy_B, 1)[:, None]
+    scaled_BV = logits_BV / rows.divisor_B1 if rows.has_scaling else logits_BV
     # In the steps in which training computes log-probs, which log_softmax rounds otherwise.
     scaled_BV = scaled_BV - scaled_BV.amax(-1, keepdim=True)
     weights_BV = scaled_BV.exp()
@@ -85,9 +94,9 @@ def draw(logits_BV: Tensor, positions_B: Tensor, rows: RowSampling) -> Drawn:
     else:
         if rows.has_filters:
             weights_BV = keep_likely(weights_BV, rows)
-        tokens_B = invert_cdf(weights_BV, uniforms(rows.seeds_B, positions_B))
+        tokens_B = invert_cdf(weights_BV, uniforms(rows.streams_B, positions_B))
         if rows.has_greedy:
-            tokens_B = torch.where(greedy_B, logits_BV.argmax(-1), tokens_B)
+            tokens_B = torch.where(rows.greedy_B, logits_BV.argmax(-1), tokens_B)
     return Drawn(tokens_B, scaled_BV.gather(-1, tokens_B[:, None]).squeeze(-1) - log_sum_B)
 
 
@@ -120,10 +129,12 @@ def invert_cdf(weights_BV: Tensor, uniforms_B: Tensor) -> Tensor:
     return found_B.clamp(max=weights_BV.shape[-1] - 1)
 
 
-def uniforms(seeds_B: Tensor, positions_B: Tensor) -> Tensor:
-    """One float32 uniform number in [0, 1) a row, a pure function of its seed and position."""
-    # The seed is mixed first: otherwise seeds that differ by the gamma would share a shifted sequence.
-    bits_B = splitmix64(splitmix64(seeds_B) + positions_B * _GOLDEN_GAMMA)
+def uniforms(streams_B: Tensor, positions_B: Tensor) -> Tensor:
+    """One float32 uniform number in [0, 1) a row, a pure function of its stream and position.
+
+    A stream is `splitmix64` of a seed: seeds that differ by the gamma would otherwise share a shifted sequence.
+    """
+    bits_B = splitmix64(streams_B + positions_B * _GOLDEN_GAMMA)
     return logical_shift_right(bits_B, 40).to(torch.float32) * 2.0**-24
 
 

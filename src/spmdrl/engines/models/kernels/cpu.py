@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from spmdrl.engines.models.kernels import plain
@@ -9,6 +11,13 @@ from spmdrl.engines.models.kernels.blocked import BlockedLinear, blocked_linear_
 from spmdrl.engines.models.kernels.grouped import grouped_mm_linear, grouped_mm_takes
 from spmdrl.engines.models.kernels.packed import PackedRows
 from spmdrl.engines.models.kernels.padded import padded_attention
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    # The same bits in fewer operations, where nothing is rounded in between.
+    if x.dtype == weight.dtype == torch.float32:
+        return F.rms_norm(x, x.shape[-1:], weight, eps)
+    return plain.rms_norm(x, weight, eps)
 
 
 def grouped_linear(rows_RD: Tensor, weights_EOD: Tensor, counts_E: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 from spmdrl.engines.models.kernels import cpu, cuda, invariant, npu, plain
 
 TABLE: dict[str, dict[str, Callable[..., Any]]] = {
-    "rms_norm": {"cpu": plain.rms_norm, "cuda": cuda.rms_norm, "npu": npu.rms_norm},
+    "rms_norm": {"cpu": cpu.rms_norm, "cuda": cuda.rms_norm, "npu": npu.rms_norm},
     "rotate": {"cpu": plain.rotate, "cuda": plain.rotate, "npu": npu.rotate},
     "swiglu": {"cpu": plain.swiglu, "cuda": cuda.swiglu, "npu": npu.swiglu},
     "sigmoid": {"cpu": plain.sigmoid, "cuda": plain.sigmoid, "npu": plain.sigmoid},
