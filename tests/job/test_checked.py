@@ -10,6 +10,7 @@ from spmdrl.algorithms.table import build_algorithm
 from spmdrl.config import load_config
 from spmdrl.configfile import ConfigError
 from spmdrl.job.checked import check_run, states_of
+from spmdrl.job.fitting import check_vllm
 from spmdrl.types import WorkerState as State
 
 MODEL = ["model.make={}", "data.train=synthetic://addition?count=10"]
@@ -56,6 +57,11 @@ def test_the_configs_of_the_repository_are_right():
             ["debug.batch_invariant=true", "rollout.engine=vllm", "model.dtype=bfloat16"],
             "set model.dtype to float32, rollout.engine to native, or debug.batch_invariant to false",
         ),
+        (["debug.batch_invariant=true", "rollout.compile=true"], "set rollout.compile to false, or debug"),
+        (
+            ["model.make={family: qwen3_moe}", "rollout.compile=true"],
+            "rollout.compile is true, but the model is sparse.*set rollout.compile to false",
+        ),
         (["rollout.temperature=0"], "rollout.temperature is 0"),
         (
             ["rollout.partial_max_rounds=2", "debug.rollouts_to=x"],
@@ -69,6 +75,21 @@ def test_the_configs_of_the_repository_are_right():
 def test_settings_that_do_not_go_together_are_refused(overrides, words):
     with pytest.raises(ConfigError, match=words):
         check_run(load_config([], [*MODEL, *overrides]), "train")
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("rollout.compile=true", "rollout.engine_kwargs, or rollout.engine to native"),
+        ("resources.generation.expert=2", "cuts experts like other matrices"),
+        ("resources.generation.tensor_stride=2", "takes consecutive ranks"),
+        ("train.routing.replay=rollout", "doesn't tell the experts"),
+    ],
+)
+def test_what_vllm_cannot_do_is_refused(override, words):
+    config = load_config([], [*MODEL, "rollout.engine=vllm", override]).value
+    with pytest.raises(ValueError, match=words):
+        check_vllm(config)
 
 
 def test_aliases_of_other_trainers_mean_the_same():

@@ -73,7 +73,7 @@ def check_batch_invariant(config: Config, layout: UpdateLayout, device_kind: str
         "resources.device": (device_kind, "cpu"),
         "model.dtype": (config.model.dtype, "float32"),
         "rollout.engine": (config.rollout.engine, "native"),
-        "rollout.compile": (config.rollout.compile, False),
+        "rollout.compile": (str(config.rollout.compile).lower(), "false"),
         "resources.update.tensor": (layout.tensor, 1),
         "resources.update.context": (layout.context, 1),
         "resources.update.expert": (layout.expert, 1),
