@@ -47,7 +47,7 @@ class RolloutConfig:
     """Rows decoded at once on a rank."""
     max_prefill_tokens: int = 8192
     """Prompt tokens that the native engine runs in one step, beside decoding; longer prompts take several steps."""
-    block_size: int = 16
+    block_size: int = 32
     """Tokens in one KV block of the native engine."""
     pack_weights: bool = True
     """Whether the native engine, on a CPU, copies the weights of linear layers into a layout that is faster to read;
