@@ -34,7 +34,7 @@ def fill(engine: NativeEngine, scale: float = 1.0) -> NativeEngine:
 
 @pytest.mark.parametrize("packs", [True, False])
 def test_any_number_of_rows_and_new_weights(packs) -> None:
-    config = FAMILIES["qwen2"]
+    config = replace(FAMILIES["qwen2"], num_layers=1)
     plain, engine = made(config), made(config, compile=True, pack_weights=packs)
     for scale in (1.0, -1.0):
         fill(plain, scale), fill(engine, scale)
@@ -49,7 +49,8 @@ def test_any_number_of_rows_and_new_weights(packs) -> None:
 
 def test_engines_share_no_graph() -> None:
     """Neither of two models of different sizes in one process runs the other's."""
-    configs = [FAMILIES["llama"], replace(FAMILIES["llama"], intermediate_size=64, num_layers=1)]
+    llama = replace(FAMILIES["llama"], num_layers=1)
+    configs = [llama, replace(llama, intermediate_size=64)]
     engines = [fill(made(config, compile=True)) for config in configs]
     expected = [tokens_in(run(fill(made(config)), requests_with(GREEDY))) for config in configs]
     assert expected[0] != expected[1]
