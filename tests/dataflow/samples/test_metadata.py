@@ -127,9 +127,10 @@ def test_damaged_words_are_read_or_refused(sent, data):
     at = data.draw(st.integers(0, packed.size - 1))
     packed[at] ^= 1 << data.draw(st.integers(0, 62))
     try:
-        unpack_news(packed[: data.draw(st.integers(0, packed.size))], NUM_ROWS)
+        news = unpack_news(packed[: data.draw(st.integers(0, packed.size))], NUM_ROWS)
     except ValueError:
         return
+    assert sum(entry.rows.size for entry in news) <= NUM_ROWS * packed.size
 
 
 def test_words_that_are_never_written_are_refused():

@@ -1,8 +1,7 @@
 """Linear layers whose weight lies in blocks, as oneDNN's products on a CPU read it.
 
-With few rows a product is bound by reading the weight, and one in blocks streams through the caches in order: half the
-time with up to 16 rows, three quarters with 64. A row gets the same bits whatever is beside it, from 4 rows on, but not
-those of F.linear.
+With few rows a product is bound by reading the weight, and one in blocks streams through the caches in order. A row
+gets the same bits whatever is beside it, from 4 rows on, but not those of F.linear.
 
 Shape letters: `R` rows, `D` inputs and `O` outputs of a linear layer.
 """
