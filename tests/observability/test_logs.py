@@ -84,7 +84,7 @@ def test_unknown_backends_and_counts_are_refused_by_name():
 
 @pytest.mark.skipif(importlib.util.find_spec("wandb") is not None, reason="wandb is installed")
 def test_a_backend_that_is_not_installed_says_how_to_install_it(tmp_path: Path):
-    with pytest.raises(ImportError, match=r"pip install 'spmdrl\[wandb\]'"):
+    with pytest.raises(ImportError, match=r"pip install -e '.\[wandb\]'"):
         MetricsLog(tmp_path, ["wandb"])
 
 

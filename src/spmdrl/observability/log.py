@@ -216,5 +216,5 @@ def _import_backend(extra: str, module: str) -> Any:
     except ImportError as error:
         raise ImportError(
             f"log.backends names {extra}, which isn't installed ({error}); "
-            f"run `pip install 'spmdrl[{extra}]'` or take it out of log.backends"
+            f"run `pip install -e '.[{extra}]'` in the clone, or take it out of log.backends"
         ) from error

@@ -156,7 +156,7 @@ def test_parquet_rows_are_read_like_jsonl_or_name_what_to_install(tmp_path):
         import pyarrow.parquet
     except ImportError:
         path.write_bytes(b"PAR1")
-        with pytest.raises(ValueError, match=r"pip install 'spmdrl\[parquet\]'"):
+        with pytest.raises(ValueError, match=r"pip install -e '.\[parquet\]'"):
             rows_of(str(path))
         return
     messages = [{"role": "user", "content": "1+1="}]

@@ -116,7 +116,7 @@ def _read_parquet(path: str, file: Path) -> Iterator[Record | BadRow]:
         import pyarrow.parquet  # type: ignore[import-not-found]  # an optional back end
     except ImportError as error:
         raise ValueError(
-            f"reading {path} needs pyarrow; pip install 'spmdrl[parquet]', or convert it to JSONL"
+            f"reading {path} needs pyarrow; `pip install -e '.[parquet]'` in the clone, or convert it to JSONL"
         ) from error
     number = 0
     for batch in pyarrow.parquet.ParquetFile(file).iter_batches():
