@@ -13,6 +13,7 @@ from spmdrl.engines.generation.protocol import GenerationEngine
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf import hf_config_dict, read_config, resolve_model_folder
 from spmdrl.engines.models.making import make_model_folder
+from spmdrl.engines.models.tokenizer import TOKENIZER_FILES
 from spmdrl.engines.models.weights import WeightFiles, write_weights
 from spmdrl.engines.training.engine import TrainingEngine
 from spmdrl.engines.training.optimizer import OptimConfig
@@ -22,11 +23,6 @@ from spmdrl.resources.memory import MemoryLedger
 from spmdrl.resources.mesh import UpdateMesh
 from spmdrl.resources.world import World
 
-# What makes a model folder usable beside its weights; copied as it is.
-TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "merges.txt", "tokenizer.model", "chat_template.jinja", "generation_config.json",
-)  # fmt: skip
 CHECKPOINTS = "checkpoints"
 MODEL = "model"
 TRAINER = "trainer"

@@ -7,6 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+# What makes a model folder usable beside its weights; copied as it is.
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt", "tokenizer.model", "chat_template.jinja", "generation_config.json",
+)  # fmt: skip
+
 
 class ModelTokenizer:
     """Wraps the Hugging Face tokenizer of a model folder; `raw` is the tokenizer itself."""

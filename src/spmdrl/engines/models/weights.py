@@ -50,10 +50,8 @@ class WeightFiles:
         self._opened: dict[str, Any] = {}
         if (self.folder / _SINGLE_FILE).exists():
             self._file_of = dict.fromkeys(self._open(_SINGLE_FILE).keys(), _SINGLE_FILE)
-        elif (self.folder / _INDEX_FILE).exists():
-            self._file_of = _read_index(self.folder / _INDEX_FILE)
         else:
-            raise ValueError(f"{folder} holds neither {_SINGLE_FILE} nor {_INDEX_FILE}; give a folder with safetensors")
+            self._file_of = _read_index(self.folder)
         self._num_experts = count_experts(self._file_of)
 
     @property
@@ -126,14 +124,29 @@ class WeightFiles:
         return self._opened[file_name]
 
 
-def _read_index(path: Path) -> dict[str, str]:
+def weight_files_of(folder: Path) -> list[Path]:
+    """The safetensors files of a folder, in the order of their names; each is there. Raises ValueError otherwise."""
+    if (folder / _SINGLE_FILE).exists():
+        return [folder / _SINGLE_FILE]
+    paths = [folder / name for name in sorted(set(_read_index(folder).values()))]
+    if missing := [path.name for path in paths if not path.is_file()]:
+        raise ValueError(f"{folder} lacks {', '.join(missing[:3])} of {len(paths)} files; fetch it again")
+    return paths
+
+
+def _read_index(folder: Path) -> dict[str, str]:
+    path = folder / _INDEX_FILE
+    if not path.exists():
+        raise ValueError(f"{folder} holds neither {_SINGLE_FILE} nor {_INDEX_FILE}; give a folder with safetensors")
     try:
         file_of = dict(json.loads(path.read_text(encoding="utf-8"))["weight_map"])
     except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is not a safetensors index with a weight_map ({error}); fetch it again") from error
+    if not file_of:
+        raise ValueError(f"{path} names no weight; fetch it again")
     for file_name in set(file_of.values()):
         # The index may come from anywhere, and must not make us read outside its folder.
-        if not isinstance(file_name, str) or Path(file_name).name != file_name:
+        if not isinstance(file_name, str) or not file_name or Path(file_name).name != file_name:
             raise ValueError(f"{path} names {file_name!r}, but only plain names of files beside it are read")
     return file_of
 
