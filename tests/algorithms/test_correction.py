@@ -86,8 +86,8 @@ def test_later_updates_weigh_by_the_logprobs_that_the_step_began_with():
 
 def test_a_kl_term_is_not_weighted():
     columns = {"rollout_logprobs": torch.full((3,), -20.0), "ref_logprobs": torch.tensor([-1.5, -2.5, -1.0])}
-    masked = Grpo(AlgoConfig(rollout_is="icepop", kl_coef=0.1, kl_estimator="k1")).loss(terms(**columns))
-    np.testing.assert_allclose(masked.loss_R.detach().numpy(), [0.05, 0.05, 0.05], rtol=1e-5)
+    masked = Grpo(AlgoConfig(rollout_is="icepop", kl_coef=0.1, kl_estimator="k2")).loss(terms(**columns))
+    np.testing.assert_allclose(masked.loss_R.detach().numpy(), [0.0125, 0.0125, 0.0125], rtol=1e-5)
 
 
 def test_the_generators_logprobs_are_read_only_where_they_are_used():

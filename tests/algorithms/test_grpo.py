@@ -120,8 +120,8 @@ def test_rows_without_advantage_may_be_left_out_unless_a_kl_term_gives_them_a_gr
 
 def test_the_kl_term_is_added_to_the_loss_or_taken_off_the_reward():
     logprobs, reference = torch.tensor([-1.0]), torch.tensor([-1.5])
-    in_loss = Grpo(AlgoConfig(kl_coef=0.1, kl_estimator="k1")).loss(terms(logprobs, ref_logprobs=reference))
-    assert in_loss.loss_R.item() == pytest.approx(-1.0 + 0.1 * 0.5)
+    in_loss = Grpo(AlgoConfig(kl_coef=0.1, kl_estimator="k2")).loss(terms(logprobs, ref_logprobs=reference))
+    assert in_loss.loss_R.item() == pytest.approx(-1.0 + 0.1 * 0.125)
     in_reward = Grpo(AlgoConfig(kl_coef=0.1, kl_in="reward", scale_rewards="none"))
     inputs = CreditInputs(torch.tensor([1.0, 1.0]), torch.tensor([0, 0]), torch.tensor([2.0, 0.0]))
     np.testing.assert_allclose(in_reward.advantages(inputs).numpy(), [-0.1, 0.1], rtol=1e-6)
@@ -133,3 +133,22 @@ def test_the_kl_term_is_added_to_the_loss_or_taken_off_the_reward():
 def test_impossible_settings_are_refused_by_their_key(field, value):
     with pytest.raises(ValueError, match=f"algo.{field} is {value}"):
         AlgoConfig(**{field: value})
+
+
+def test_k1_in_the_loss_pulls_nowhere_and_is_refused():
+    with pytest.raises(ValueError, match=r"k1's gradient .* set algo.kl_estimator to k3 or k2, or"):
+        AlgoConfig(kl_coef=0.1, kl_in="loss", kl_estimator="k1")
+    AlgoConfig(kl_coef=0.1, kl_in="reward", kl_estimator="k1")
+    AlgoConfig(kl_coef=0.0, kl_in="loss", kl_estimator="k1")
+
+
+def test_the_expected_gradient_of_k1_in_the_loss_is_zero_and_of_k3_and_k2_is_not():
+    logits, reference = torch.tensor([0.3, -1.0, 0.8], requires_grad=True), torch.tensor([-1.1, -0.9, -1.4])
+    expected = {}
+    for estimator in ("k1", "k2", "k3"):
+        logprobs = logits.log_softmax(-1)
+        estimates = kl_estimate(logprobs, reference, estimator)
+        # Sampled tokens are constants: only the estimates carry gradient.
+        (expected[estimator],) = torch.autograd.grad((logprobs.exp().detach() * estimates).sum(), logits)
+    assert expected["k1"].abs().max() < 1e-7
+    assert expected["k2"].abs().max() > 0.1 and expected["k3"].abs().max() > 0.1

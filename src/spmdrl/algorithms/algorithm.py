@@ -25,7 +25,7 @@ class AlgoConfig:
     kl_in: Literal["loss", "reward"] = "loss"
     """whether the KL term is added to the loss of each token or taken off the reward of each row"""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """which estimator of the KL divergence (Schulman 2020, "Approximating KL Divergence")"""
+    """which estimator of the KL divergence (Schulman 2020, "Approximating KL Divergence"); k1 only in the reward"""
     clip_ratio_low: float = 0.2
     """the probability ratio is clipped below at 1 - this"""
     clip_ratio_high: float = 0.2
@@ -47,6 +47,12 @@ class AlgoConfig:
     def __post_init__(self) -> None:
         if self.kl_coef < 0:
             raise ValueError(f"algo.kl_coef is {self.kl_coef}, but it must be >= 0; 0 turns the KL term off")
+        if self.kl_coef > 0 and self.kl_in == "loss" and self.kl_estimator == "k1":
+            raise ValueError(
+                f"algo.kl_in is loss and algo.kl_estimator is k1 (algo.kl_coef {self.kl_coef}), but k1's gradient is "
+                "that of the log-prob alone, whose expectation is 0: nothing would be pulled back to the reference; "
+                "set algo.kl_estimator to k3 or k2, or algo.kl_in to reward"
+            )
         if not 0 <= self.clip_ratio_low < 1:
             raise ValueError(f"algo.clip_ratio_low is {self.clip_ratio_low}, but must be in [0, 1); 0.2 is usual")
         if self.clip_ratio_high < 0:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.algorithms.losses import sequence_log_ratio
+from spmdrl.algorithms.ratios import bounded_exp
 
 RolloutIs = Literal["none", "tis", "icepop", "seq-mask-tis"]
 
@@ -96,13 +97,13 @@ def truncated(log_ratio_R: Tensor, cap: float) -> Correction:
 
     For rollouts: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training".
     """
-    ratio_R = log_ratio_R.exp()
+    ratio_R = bounded_exp(log_ratio_R)
     return Correction(ratio_R.clamp(max=cap), ratio_R, (ratio_R > cap).to(ratio_R), torch.zeros_like(ratio_R))
 
 
 def masked_by_token(log_ratio_R: Tensor, low: float, high: float) -> Correction:
     """The ratio where it lies in [alpha, beta], else 0: IcePop (arXiv:2510.18855; arXiv:2512.16144, Eq. 1)."""
-    ratio_R = log_ratio_R.exp()
+    ratio_R = bounded_exp(log_ratio_R)
     kept_R = (ratio_R >= low) & (ratio_R <= high)
     return Correction(ratio_R.where(kept_R, 0.0), ratio_R, torch.zeros_like(ratio_R), (~kept_R).to(ratio_R))
 
@@ -115,12 +116,11 @@ def masked_by_sequence(
     A product over the row would drop long rows for being long, a mean doesn't (Li et al. 2025, "When Speed Kills
     Stability", part 3, Geometric Sequence Masking).
     """
-    sequence_R = sequence_log_ratio_R.exp()
+    sequence_R = bounded_exp(sequence_log_ratio_R)
     kept_R = (sequence_R >= low) & (sequence_R <= high)
     tokens = truncated(log_ratio_R, cap)
-    return Correction(
-        tokens.weights_R.where(kept_R, 0.0), tokens.ratio_R, tokens.clipped_R * kept_R, (~kept_R).to(tokens.ratio_R)
-    )
+    weights_R, clipped_R = tokens.weights_R.where(kept_R, 0.0), tokens.clipped_R.where(kept_R, 0.0)
+    return Correction(weights_R, tokens.ratio_R, clipped_R, (~kept_R).to(tokens.ratio_R))
 
 
 def _wrong_clip(kind: str, clip: float | tuple[float, ...] | None) -> ValueError:

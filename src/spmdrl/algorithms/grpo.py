@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from spmdrl.algorithms.advantages import group_relative_advantages
@@ -16,6 +17,7 @@ from spmdrl.algorithms.losses import (
     sequence_log_ratio,
     token_weights,
 )
+from spmdrl.algorithms.ratios import is_beyond_bound
 from spmdrl.types import CreditInputs, LossScope, TokenLoss, TokenTerms
 
 
@@ -63,15 +65,20 @@ class Grpo:
         loss_R = clipped_policy_loss(log_ratio_R, advantages_R, clip)
         low_R, high_R = clipped_tokens(log_ratio_R, advantages_R, clip)
         metrics = {"entropy": terms.entropy_R, "clip_ratio/low_mean": low_R, "clip_ratio/high_mean": high_R}
+        bounded_R = is_beyond_bound(log_ratio_R)
         if config.correction is not None:
             off_policy_R = old_logprobs_R - columns["rollout_logprobs"]
             correction = config.correction(off_policy_R, terms.row_of_token_R, terms.num_rows)
-            loss_R = correction.weights_R * loss_R
+            # Not a product alone: 0 times what isn't finite would be NaN.
+            loss_R = torch.where(correction.weights_R == 0, 0.0, correction.weights_R * loss_R)
             metrics |= correction.metrics
+            bounded_R = bounded_R | is_beyond_bound(off_policy_R)
         if "ref_logprobs" in columns:
             kl_R = self.token_kl(terms.logprobs_R, columns["ref_logprobs"])
             loss_R = loss_R + config.kl_coef * kl_R
             metrics["kl"] = kl_R
+            bounded_R = bounded_R | is_beyond_bound(columns["ref_logprobs"] - terms.logprobs_R)
+        metrics["clip_ratio/bounded_share"] = bounded_R.float()
         return TokenLoss(loss_R, metrics)
 
     def token_weights(self, lengths_B: Tensor, scope: LossScope) -> Tensor:

@@ -6,15 +6,18 @@ from typing import Literal
 
 from torch import Tensor
 
+from spmdrl.algorithms.ratios import bounded_exp
+
 
 def kl_estimate(logprobs_R: Tensor, ref_logprobs_R: Tensor, estimator: Literal["k1", "k2", "k3"]) -> Tensor:
     """One estimate a token, with r = reference probability / policy probability.
 
     k1 = -log r (unbiased, high variance), k2 = (log r)^2 / 2, k3 = (r - 1) - log r (unbiased, never negative).
+    k3's r is bounded; its -log r isn't, as nothing can overflow there.
     """
     log_ratio_R = ref_logprobs_R - logprobs_R
     if estimator == "k1":
         return -log_ratio_R
     if estimator == "k2":
         return log_ratio_R.square() / 2
-    return log_ratio_R.exp() - 1 - log_ratio_R
+    return bounded_exp(log_ratio_R) - 1 - log_ratio_R

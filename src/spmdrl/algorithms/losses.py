@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from spmdrl.algorithms.ratios import bounded_exp
 from spmdrl.types import LossScope
 
 LossAggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
@@ -24,7 +25,7 @@ class ClipRange:
 
 def clipped_policy_loss(log_ratio_R: Tensor, advantages_R: Tensor, clip: ClipRange) -> Tensor:
     """PPO's clipped objective, negated (Schulman et al. 2017, Eq. 7), with dual clip (Ye et al. 2020, Eq. 5)."""
-    ratio_R = log_ratio_R.exp()
+    ratio_R = bounded_exp(log_ratio_R)
     clipped_R = ratio_R.clamp(1 - clip.low, 1 + clip.high)
     loss_R = torch.maximum(-ratio_R * advantages_R, -clipped_R * advantages_R)
     if clip.dual is not None:
@@ -34,7 +35,7 @@ def clipped_policy_loss(log_ratio_R: Tensor, advantages_R: Tensor, clip: ClipRan
 
 def clipped_tokens(log_ratio_R: Tensor, advantages_R: Tensor, clip: ClipRange) -> tuple[Tensor, Tensor]:
     """Which tokens the low and the high bound hold back (1.0 or 0.0 each)."""
-    ratio_R = log_ratio_R.detach().exp()
+    ratio_R = bounded_exp(log_ratio_R.detach())
     low_R = (ratio_R < 1 - clip.low) & (advantages_R < 0)
     high_R = (ratio_R > 1 + clip.high) & (advantages_R > 0)
     return low_R.float(), high_R.float()

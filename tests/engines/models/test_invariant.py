@@ -108,3 +108,13 @@ def test_experts_give_a_token_the_same_bits_whoever_else_comes():
     whole = invariant.grouped_linear(x, weights, torch.tensor([20, 0, 39, 1]))
     alone = invariant.grouped_linear(x[[5, 25]], weights, torch.tensor([1, 0, 1, 0]))
     assert torch.equal(alone, whole[[5, 25]])
+
+
+def test_gates_whose_exp_would_overflow_have_values_and_gradients_as_in_float64():
+    gate = torch.tensor([-1e30, -1e4, -200.0, -89.0, -50.0, 0.0, 50.0, 200.0, 1e30], requires_grad=True)
+    for gated in (lambda x: invariant.swiglu(x, torch.full_like(x, 2.0)), invariant.sigmoid):
+        (gradient,) = torch.autograd.grad(gated(gate).sum(), gate)
+        wide = gate.detach().double().clamp(-700).requires_grad_()
+        (expected,) = torch.autograd.grad(gated(wide).sum(), wide)
+        torch.testing.assert_close(gated(gate).double(), gated(wide), rtol=1e-6, atol=1e-5)
+        torch.testing.assert_close(gradient.double(), expected, rtol=1e-6, atol=1e-5)

@@ -30,15 +30,20 @@ from spmdrl.engines.models.kernels.padded import nothing_attended
 
 LEAST_ROWS = 4
 KEY_BLOCK = 64
+# exp of more overflows float32, and its gradient is NaN then; 1 / (1 + exp(88)) is 6e-39, a 0 to whatever it is added.
+_LARGEST_EXPONENT = 88.0
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    return 1 / (1 + (-x).exp())
+    return 1 / _one_plus_exp(-x)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    # gate / (1 + inf) is the right 0 where exp overflows; its gradient isn't, but no gate is near -88.
-    return gate / (1 + (-gate).exp()) * up
+    return gate / _one_plus_exp(-gate) * up
+
+
+def _one_plus_exp(x: Tensor) -> Tensor:
+    return 1 + x.clamp(max=_LARGEST_EXPONENT).exp()
 
 
 def linear(rows_RD: Tensor, weight_OD: Tensor) -> Tensor:
