@@ -8,6 +8,7 @@ from spmdrl.dataflow.samples.prompts import PromptSource
 from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.engines.reward.pool import RewardPool
 from spmdrl.job.actor import ModelSource, prepare_model
+from spmdrl.job.building import warn_of_end_of_turn
 from spmdrl.job.checked import CheckedRun, check_run
 from spmdrl.job.evaluation import Evaluation, Evaluator, evaluation_sampling, write_records
 from spmdrl.job.fitting import check_generation_fits
@@ -33,7 +34,9 @@ def _evaluate(checked: CheckedRun, world: World) -> Evaluation:
     source = ModelSource.of(prepare_model(config, world))
     check_generation_fits(config, source.decoder)
     tokenizer = ModelTokenizer(source.folder)
-    prompts = list(PromptSource(checked.eval_rows, tokenizer.raw, config.data, config.seed).all())
+    rows = PromptSource(checked.eval_rows, tokenizer.raw, config.data, config.seed)
+    warn_of_end_of_turn(Console(enabled=world.is_main), tokenizer, rows)
+    prompts = list(rows.all())
     replica = build_replica(config, source, world, config.resources.generation)
     load_for_generation(replica.engine, source)
     sampling = evaluation_sampling(config, tokenizer.stop_token_ids)

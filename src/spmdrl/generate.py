@@ -15,6 +15,7 @@ from spmdrl.dataflow.stages.partial import row_seed
 from spmdrl.engines.generation.protocol import Request, Response, SamplingParams
 from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.job.actor import ModelSource, prepare_model
+from spmdrl.job.building import warn_of_end_of_turn
 from spmdrl.job.checked import CheckedRun, check_run
 from spmdrl.job.fitting import check_generation_fits
 from spmdrl.job.kept_answers import KeptAnswers
@@ -53,8 +54,9 @@ def keep_answers(checked: CheckedRun, world: World) -> KeptAnswers:
     source = ModelSource.of(prepare_model(config, world))
     check_generation_fits(config, source.decoder)
     tokenizer = ModelTokenizer(source.folder)
-    every = PromptSource(checked.eval_rows, tokenizer.raw, config.data, config.seed).all()
-    prompts = list(itertools.islice(every, config.eval.max_rows))
+    rows = PromptSource(checked.eval_rows, tokenizer.raw, config.data, config.seed)
+    warn_of_end_of_turn(Console(enabled=world.is_main, stream=sys.stderr), tokenizer, rows)
+    prompts = list(itertools.islice(rows.all(), config.eval.max_rows))
     sampling = config.rollout.sampling(tokenizer.stop_token_ids)
     kept = KeptAnswers(config.run.folder, _identity(config, source, prompts), world)
     if config.resume == "never":

@@ -18,7 +18,7 @@ from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.engines.training.engine import TrainingEngine, UpdateResult
 from spmdrl.engines.training.rows import LossTerms, MicroBatch, Scores, TokenRows
 from spmdrl.job.actor import Actor, ModelSource, build_trainer, prepare_model
-from spmdrl.job.building import build_held_out
+from spmdrl.job.building import build_held_out, warn_of_end_of_turn
 from spmdrl.job.checked import CheckedRun, check_run
 from spmdrl.job.fitting import check_generation_fits, check_model_fits
 from spmdrl.job.held_out import HeldOut
@@ -53,6 +53,7 @@ def train_supervised(checked: CheckedRun, world: World, title: str = "sft") -> N
             check_generation_fits(config, source.decoder)
             tokenizer = ModelTokenizer(source.folder)
             prompts = PromptSource(checked.train_rows, tokenizer.raw, config.data, config.seed)
+            warn_of_end_of_turn(run.console, tokenizer, prompts)
             mesh = build_update_mesh(checked.layout, world.device, world.rank)
             trainer = build_trainer(
                 config, source, mesh, world, optim=config.sft.optim, num_steps=config.sft.max_steps, temperature=1.0

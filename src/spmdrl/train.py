@@ -30,6 +30,7 @@ from spmdrl.job.building import (
     build_stages,
     build_switching,
     check_positions,
+    warn_of_end_of_turn,
 )
 from spmdrl.job.checked import CheckedRun, check_run
 from spmdrl.job.fitting import check_generation_fits, check_model_fits
@@ -153,6 +154,7 @@ def build(checked: CheckedRun, run: Run, stack: ExitStack) -> Training:
     tokenizer = ModelTokenizer(source.folder)
     prompts = PromptSource(checked.train_rows, tokenizer.raw, config.data, config.seed)
     check_positions(source, prompts, config)
+    warn_of_end_of_turn(run.console, tokenizer, prompts)
     check_model_fits(config, source.decoder, checked.layout)
     check_generation_fits(config, source.decoder)
     mesh = build_update_mesh(checked.layout, world.device, world.rank)

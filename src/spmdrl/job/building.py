@@ -33,6 +33,7 @@ from spmdrl.job.held_out import HeldOut
 from spmdrl.job.replica import Replica, build_replica, generation_engine_name
 from spmdrl.job.run import Run
 from spmdrl.job.switching import Switching
+from spmdrl.observability.console import Console
 from spmdrl.resources.memory import MemoryLedger
 from spmdrl.resources.world import World
 from spmdrl.types import WorkerState
@@ -50,6 +51,12 @@ def check_positions(source: ModelSource, prompts: PromptSource, config: Config) 
             f"{longest + answer} positions, but the model has {most} positions; lower rollout.max_completion_length "
             "or data.max_prompt_length"
         )
+
+
+def warn_of_end_of_turn(console: Console, tokenizer: ModelTokenizer, prompts: PromptSource) -> None:
+    """Print a warning where prompts come from a chat template whose end of turn doesn't end responses."""
+    if prompts.uses_template and (warning := tokenizer.end_of_turn_warning()):
+        console.note(warning)
 
 
 def build_actors_replica(checked: CheckedRun, source: ModelSource, world: World) -> Replica:

@@ -50,6 +50,8 @@ class TokenizedPrompts:
     texts: list[str]
     ids: np.ndarray
     offsets: np.ndarray
+    uses_template: bool
+    """Whether the chat template made any of the texts."""
 
     def prompt_ids(self, row: int) -> tuple[int, ...]:
         return tuple(self.ids[self.offsets[row] : self.offsets[row + 1]].tolist())
@@ -74,7 +76,8 @@ def tokenize_prompts(prompts: Sequence[str | Messages], tokenizer: Tokenizer, co
                 ids[row] = row_ids
     offsets = np.cumsum([0, *map(len, ids)], dtype=np.int64)
     flat = np.fromiter((token for row_ids in ids for token in row_ids), dtype=np.int32, count=int(offsets[-1]))
-    return TokenizedPrompts([text for text, _ in rendered], flat, offsets)
+    uses_template = any(from_template for _, from_template in rendered)
+    return TokenizedPrompts([text for text, _ in rendered], flat, offsets, uses_template)
 
 
 def _render(prompt: str | Messages, tokenizer: Tokenizer, config: DataConfig) -> tuple[str, bool]:
@@ -126,6 +129,11 @@ class PromptSource:
     def __len__(self) -> int:
         """Prompts in one epoch."""
         return self._order.epoch_size
+
+    @property
+    def uses_template(self) -> bool:
+        """Whether the chat template made any of the prompts."""
+        return any(part.prompts.uses_template for part in self._parts)
 
     @property
     def longest(self) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,21 @@ TOKENIZER_FILES = (
 )  # fmt: skip
 
 
+# A word that templates leave as it is, and that no template has of its own.
+_PROBE = "Tangerine"
+
+
+@dataclass(frozen=True)
+class StopToken:
+    """A token that ends a response, or would."""
+
+    token_id: int
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.text!r} ({self.token_id})"
+
+
 class ModelTokenizer:
     """Wraps the Hugging Face tokenizer of a model folder; `raw` is the tokenizer itself."""
 
@@ -21,8 +38,37 @@ class ModelTokenizer:
         # Imported here because it takes seconds, and only verbs that read text need it.
         from transformers import AutoTokenizer
 
+        self.folder = folder
         self.raw: Any = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
         self.stop_token_ids = stop_token_ids(folder, self.raw.eos_token_id)
+
+    @property
+    def stop_tokens(self) -> tuple[StopToken, ...]:
+        """The tokens that end a response, with their texts."""
+        return tuple(self._stop_token(token_id) for token_id in self.stop_token_ids)
+
+    def end_of_turn(self) -> StopToken | None:
+        """The special token that the chat template puts after an answer; None where there is no such token."""
+        turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _PROBE}]
+        # Templates may raise anything of their own, such as a demand for a system message.
+        with suppress(Exception):
+            rendered = self.raw.apply_chat_template(turns, tokenize=False, add_generation_prompt=False)
+            after = self.raw(rendered.rpartition(_PROBE)[2], add_special_tokens=False)["input_ids"]
+            special = [token_id for token_id in after if token_id in self.raw.added_tokens_decoder]
+            return self._stop_token(special[0]) if special else None
+        return None
+
+    def end_of_turn_warning(self) -> str | None:
+        """What is wrong where answers in the chat template end with a token that doesn't stop responses."""
+        end = self.end_of_turn()
+        if end is None or end.token_id in self.stop_token_ids:
+            return None
+        stops = ", ".join(map(str, self.stop_tokens))
+        ids = [*self.stop_token_ids, end.token_id]
+        return (
+            f"WARNING: the chat template ends answers with {end}, but responses stop at {stops} only and run on past "
+            f'their end; set "eos_token_id": {ids} in {self.folder / "generation_config.json"}'
+        )
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of a response, without special tokens."""
@@ -32,20 +78,39 @@ class ModelTokenizer:
         """The tokens of a whole response, ended by the first stop token."""
         return [*self.raw(text, add_special_tokens=False)["input_ids"], *self.stop_token_ids[:1]]
 
+    def _stop_token(self, token_id: int) -> StopToken:
+        return StopToken(token_id, self.raw.decode([token_id]))
+
 
 def stop_token_ids(folder: Path, eos_token_id: int | None) -> tuple[int, ...]:
-    """The tokenizer's end token, then those that generation_config.json adds; chat models have several.
+    """The tokenizer's end token, then those of generation_config.json or, where it names none, of config.json.
 
-    Raises ValueError where there is none, since no response could end.
+    Chat models have several. Raises ValueError where there is none, since no response could end.
     """
     found = [] if eos_token_id is None else [eos_token_id]
-    path = folder / "generation_config.json"
-    if path.is_file():
-        given = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-        found += given if isinstance(given, list) else [] if given is None else [given]
+    for name in ("generation_config.json", "config.json"):
+        if named := _end_tokens(folder / name):
+            found += named
+            break
     if not found:
         raise ValueError(
-            f"{folder} names no end token, in neither tokenizer_config.json nor generation_config.json; "
+            f"{folder} names no end token, in none of tokenizer_config.json, generation_config.json and config.json; "
             "add eos_token_id to generation_config.json"
         )
     return tuple(dict.fromkeys(found))
+
+
+def _end_tokens(path: Path) -> list[int]:
+    """`eos_token_id` of a JSON file, which is one id or a list; none where the file or the entry is missing."""
+    if not path.is_file():
+        return []
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not JSON: {error}; fetch it again") from None
+    given = content.get("eos_token_id") if isinstance(content, dict) else None
+    ids = given if isinstance(given, list) else [] if given is None else [given]
+    for token_id in ids:
+        if not isinstance(token_id, int) or isinstance(token_id, bool) or token_id < 0:
+            raise ValueError(f"{path}: eos_token_id is {given!r}, but must be a token id or a list of them")
+    return ids
