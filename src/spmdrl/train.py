@@ -167,7 +167,7 @@ def build(checked: CheckedRun, run: Run, stack: ExitStack) -> Training:
         config, source, mesh, world, optim=config.optim, num_steps=num_steps, temperature=temperature, frozen=True
     ) if WorkerState.REFERENCE in checked.needs else None  # fmt: skip
     replica = build_actors_replica(checked, source, world)
-    actor, carried = Actor(trainer, source, world), build_carried(config, replica)
+    actor, carried = Actor(trainer, source, world), build_carried(run, replica)
     state = Together(actor, carried)
     run.resume(state)
 

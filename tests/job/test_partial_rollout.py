@@ -18,7 +18,8 @@ LONG = [
 def test_a_run_that_dies_between_two_checkpoints_goes_on_to_the_bit(tmp_path):
     config, folder = tiny_config(tmp_path), tmp_path / "run"
     settings = [f"run.dir={folder}", *LONG, "checkpoint.keep_last=9"]
-    finished(run_job("train", config, *settings, ranks=2))
+    started = finished(run_job("train", config, *settings, ranks=2)).stdout
+    assert "which prompts a step trains depends on the number of replicas (2 here)" in started
     whole, digest = untimed(metrics_of(folder)), weights_digest(folder, 6)
     assert [step["dock/deferred"] for step in whole] == [32] * 5 + [0]
     assert [step["dock/trained"] + step["dock/dropped"] for step in whole] == [32] * 6

@@ -125,11 +125,20 @@ def build_held_out(checked: CheckedRun, run: Run, actor: Actor, tokenizer: Model
     return HeldOut(evaluator, switching, run)
 
 
-def build_carried(config: Config, replica: Replica) -> CarriedGroups:
+def build_carried(run: Run, replica: Replica) -> CarriedGroups:
     """What holds the groups that a step begins and a later one finishes; empty so far."""
-    rollout = config.rollout
+    rollout = run.config.rollout
+    if rollout.partial_max_rounds > 1:
+        run.console.note(
+            f"rollout.partial_max_rounds {rollout.partial_max_rounds}: which prompts a step trains depends on the "
+            f"number of replicas ({len(replica.mesh.leaders)} here); the same number repeats a run exactly, another "
+            "trains as many"
+        )
     rules = RoundRules(
-        rollout.prompts_per_step, rollout.extra_prompts, rollout.partial_max_rounds, num_steps=config.train.max_steps
+        rollout.prompts_per_step,
+        rollout.extra_prompts,
+        rollout.partial_max_rounds,
+        num_steps=run.config.train.max_steps,
     )
     return CarriedGroups(rules, replica.mesh)
 

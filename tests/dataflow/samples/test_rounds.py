@@ -101,3 +101,29 @@ def test_fewer_rounds_than_groups_have_behind_them_finish_all_at_once():
 def test_a_quota_that_could_not_hold_all_last_rounds_is_refused():
     with pytest.raises(AssertionError):
         quotas([[2, 2, 2]], RoundRules(num_wanted=2, num_extra=2, max_rounds=2))
+
+
+def shortest_trained(lengths: list[int], num_takers: int, rules: RoundRules) -> list[int]:
+    """The groups that a first step trains where a taker's groups become whole in the order of their lengths."""
+    groups = groups_of_step([], 1, rules)
+    shares = deal(groups, num_takers, step=1)
+    numbers = quotas([[1] * len(own) for own in shares], rules)
+    first = [sorted(own, key=lengths.__getitem__)[:number] for own, number in zip(shares, numbers, strict=True)]
+    return sorted(group for own in first for group in own)
+
+
+@given(st.lists(st.integers(1, 1000), min_size=12, max_size=12, unique=True), st.integers(1, 6))
+def test_the_same_replicas_train_the_same_groups_and_other_replicas_as_many(lengths, num_takers):
+    rules = RoundRules(num_wanted=8, num_extra=4, max_rounds=2)
+    trained = shortest_trained(lengths, num_takers, rules)
+    assert trained == shortest_trained(lengths, num_takers, rules)
+    assert len(set(trained)) == len(shortest_trained(lengths, 1, rules)) == 8
+
+
+def test_other_replicas_may_train_other_groups():
+    rules = RoundRules(num_wanted=8, num_extra=4, max_rounds=2)
+    on_two = deal(groups_of_step([], 1, rules), 2, step=1)
+    # One of two replicas has all the short groups, and its quota is half of them.
+    lengths = [group + 100 * (group in on_two[1]) for group in range(12)]
+    assert shortest_trained(lengths, 1, rules) != shortest_trained(lengths, 2, rules)
+    assert set(on_two[0]) <= set(shortest_trained(lengths, 1, rules))
