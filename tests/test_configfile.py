@@ -12,9 +12,14 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from spmdrl.configaliases import Alias
 from spmdrl.configfile import ConfigError, LoadedConfig, read_config, resolved_yaml, split_arguments, start_up
 
-ALIASES = {"learning_rate": "optim.lr", "model.name": "model.path", "n": "rollout.num_generations"}
+ALIASES = {
+    "learning_rate": Alias("optim.lr"),
+    "model.name": Alias("model.path"),
+    "n": Alias("rollout.num_generations"),
+}
 
 
 @dataclass(frozen=True)
@@ -65,7 +70,7 @@ class Root:
 
 
 def load(
-    folder: Path, text: str, *overrides: str, later: str | None = None, aliases: Mapping[str, str] = ALIASES
+    folder: Path, text: str, *overrides: str, later: str | None = None, aliases: Mapping[str, Alias] = ALIASES
 ) -> LoadedConfig[Root]:
     files = []
     for name, content in (("a.yaml", text), ("b.yaml", later)):

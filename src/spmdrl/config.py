@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from spmdrl.algorithms.algorithm import AlgoConfig
+from spmdrl.aliases import ALIASES
 from spmdrl.configfile import LoadedConfig, read_config
 from spmdrl.dataflow.resharding.gather import ReshardConfig
 from spmdrl.dataflow.samples.rows import DataConfig
@@ -140,47 +141,6 @@ class Config:
     """of everything random: data order, sampling, weights made by code"""
     resume: str = "auto"
     """auto: the newest checkpoint of the run's folder; never: start anew; else a step number or a checkpoint folder"""
-
-
-# Names that users of other trainers have in their fingers; the first word of a message says the canonical one.
-ALIASES = {
-    "model_name_or_path": "model.path",
-    "model.name": "model.path",
-    "train_files": "data.train",
-    "data.train_files": "data.train",
-    "dataset_name": "data.train",
-    "learning_rate": "optim.lr",
-    "optim.learning_rate": "optim.lr",
-    "grad_clip": "optim.max_grad_norm",
-    "max_grad_norm": "optim.max_grad_norm",
-    "train_batch_size": "rollout.prompts_per_step",
-    "num_prompts_per_step": "rollout.prompts_per_step",
-    "global_batch_size": "rollout.prompts_per_step",
-    "num_generations": "rollout.num_generations",
-    "rollout.n": "rollout.num_generations",
-    "group_size": "rollout.num_generations",
-    "n_samples_per_prompt": "rollout.num_generations",
-    "max_response_length": "rollout.max_completion_length",
-    "data.max_response_length": "rollout.max_completion_length",
-    "max_completion_length": "rollout.max_completion_length",
-    "max_new_tokens": "rollout.max_completion_length",
-    "beta": "algo.kl_coef",
-    "kl_loss_coef": "algo.kl_coef",
-    "epsilon": "algo.clip_ratio_low",
-    "epsilon_high": "algo.clip_ratio_high",
-    "delta": "algo.clip_ratio_c",
-    "use_tis": "algo.rollout_is",
-    "tis_imp_ratio_cap": "algo.rollout_is_clip",
-    "ppo_epochs": "train.epochs_per_step",
-    "num_iterations": "train.epochs_per_step",
-    "max_tokens_per_gpu": "train.max_tokens_per_microbatch",
-    "save_freq": "checkpoint.interval",
-    "save_steps": "checkpoint.interval",
-    "resume_mode": "resume",
-    "test_freq": "eval.interval",
-    "reward_funcs": "reward.functions",
-    "output_dir": "run.dir",
-}
 
 
 def load_config(files: Sequence[Path], overrides: Sequence[str]) -> LoadedConfig[Config]:

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from spmdrl.configvalues import FAILED, Conversion, describe, entries_of, joined, schema_keys, within
+from spmdrl.configaliases import Alias, Settings, Unconverted, convert_aliases, spellings_of
+from spmdrl.configvalues import FAILED, Conversion, default_of, describe, entries_of, joined, schema_keys, within
 from spmdrl.configyaml import Given, inline, leaves, plant, read_file, read_override, show
 
 T = TypeVar("T")
@@ -33,11 +34,11 @@ class LoadedConfig(Generic[T]):
     origin: Mapping[str, str]
     """dotted key -> 'file:line', 'command line' or 'default'"""
     aliases_used: Mapping[str, str]
-    """key as it was written -> its canonical key"""
+    """key as it was written -> its canonical key, or what it sets where a conversion lies between"""
 
 
 def read_config(
-    root_type: type[T], files: Sequence[Path], overrides: Sequence[str], aliases: Mapping[str, str]
+    root_type: type[T], files: Sequence[Path], overrides: Sequence[str], aliases: Mapping[str, Alias]
 ) -> LoadedConfig[T]:
     """Read `files` and then `overrides` (`key=value`, `--key=value` or `--key value`) as a `root_type`.
 
@@ -50,12 +51,21 @@ def read_config(
     # What a broken file would have given is not missing.
     are_files_whole = not problems
     sources.append(list(_override_leaves(overrides, problems)))
-    spellings = _spellings(aliases)
+    spellings = spellings_of(aliases)
     tree: dict[str, Given] = {}
     aliases_used: dict[str, str] = {}
+    unconverted: dict[tuple[str, ...], Unconverted] = {}
     for source in sources:
-        for parts, given in _canonical(source, keys, spellings, aliases_used, problems):
-            plant(tree, parts, given)
+        for leaf in _canonical(source, keys, spellings, problems):
+            plant(tree, leaf.parts, leaf.given)
+            unconverted.pop(leaf.parts, None)
+            if leaf.alias is not None and leaf.alias.convert is not None:
+                unconverted[leaf.parts] = Unconverted(leaf.spelling, leaf.alias, leaf.given)
+            elif leaf.alias is not None:
+                aliases_used[leaf.spelling] = leaf.alias.read_as
+    in_order = sorted(unconverted.values(), key=lambda entry: list(aliases.values()).index(entry.alias))
+    settings = Settings(tree, lambda key: default_of(root_type, key))
+    aliases_used |= convert_aliases(settings, in_order, problems)
     conversion = Conversion()
     value = conversion.section(root_type, tree, "")
     problems += conversion.problems
@@ -127,42 +137,42 @@ def _override_leaves(overrides: Sequence[str], problems: list[str]) -> Iterator[
     yield from latest.items()
 
 
-def _spellings(aliases: Mapping[str, str]) -> dict[str, str]:
-    spellings = {}
-    for alias, canonical in aliases.items():
-        section = canonical.rpartition(".")[0]
-        if "." not in alias:
-            spellings[joined(section, alias)] = canonical
-        spellings[alias] = canonical
-    return spellings
+@dataclass(frozen=True)
+class _Leaf:
+    """One written value under its canonical name, and the alias that it was written under."""
+
+    parts: tuple[str, ...]
+    given: Given
+    spelling: str
+    alias: Alias | None
 
 
 def _canonical(
     source: Sequence[tuple[tuple[str, ...], Given]],
     keys: Sequence[str],
-    spellings: Mapping[str, str],
-    aliases_used: dict[str, str],
+    spellings: Mapping[str, Alias],
     problems: list[str],
-) -> Iterator[tuple[tuple[str, ...], Given]]:
+) -> Iterator[_Leaf]:
     """The leaves of one source under canonical names; a key that it gives under two names is a problem."""
     written: dict[tuple[str, ...], str] = {}
     for parts, given in source:
         # At the top of a source, `optim.lr` is the same as lr below optim.
         full = (*parts[0].split("."), *parts[1:])
+        alias, spelling = None, ""
         for length in range(1, len(full) + 1):
             spelling = ".".join(full[:length])
             if spelling in spellings and spelling not in keys:
-                aliases_used[spelling] = spellings[spelling]
-                full = (*spellings[spelling].split("."), *full[length:])
+                alias = spellings[spelling]
+                full = (*alias.key.split("."), *full[length:])
                 break
         name = ".".join(parts)
         if full in written:
             problems.append(f"{given.origin}: {name} and {written[full]} are the same key; keep one")
         written.setdefault(full, f"{name} ({given.origin})")
-        yield full, given
+        yield _Leaf(full, given, spelling, alias)
 
 
-def _unknown_key(key: str, given: Given, keys: Sequence[str], spellings: Mapping[str, str]) -> str:
+def _unknown_key(key: str, given: Given, keys: Sequence[str], spellings: Mapping[str, Alias]) -> str:
     near = nearest_keys(key, keys, spellings)
     section = key.rpartition(".")[0]
     if near:
@@ -173,7 +183,7 @@ def _unknown_key(key: str, given: Given, keys: Sequence[str], spellings: Mapping
     return f"{given.origin}: unknown key {key} (= {show(given)}); {advice}"
 
 
-def nearest_keys(key: str, keys: Sequence[str], spellings: Mapping[str, str]) -> list[str]:
+def nearest_keys(key: str, keys: Sequence[str], spellings: Mapping[str, Alias]) -> list[str]:
     """The known keys that a misspelt key may mean: the same last name elsewhere first, then similar ones."""
     last = key.rpartition(".")[2]
     same = [name for name in keys if name.rpartition(".")[2] == last]
@@ -182,13 +192,17 @@ def nearest_keys(key: str, keys: Sequence[str], spellings: Mapping[str, str]) ->
     section = key.rpartition(".")[0]
     beside = [name for name in keys if within(name, section) and name != section]
     for known in (beside, [*keys, *spellings]):
-        by_last = {name.rpartition(".")[2]: spellings.get(name, name) for name in reversed(known)}
+        by_last = {name.rpartition(".")[2]: _key_of(name, spellings) for name in reversed(known)}
         match = difflib.get_close_matches(last, by_last, 1, 0.7)
         if match:
             return [by_last[match[0]]]
     # A wrong section may hide a right key; in a right section, its name would make every key look similar.
     match = [] if section in keys else difflib.get_close_matches(key, [*keys, *spellings], 1, 0.7)
-    return [spellings.get(match[0], match[0])] if match else []
+    return [_key_of(match[0], spellings)] if match else []
+
+
+def _key_of(name: str, spellings: Mapping[str, Alias]) -> str:
+    return spellings[name].key if name in spellings else name
 
 
 def _missing_key(key: str, kind: Any, files: Sequence[Path]) -> str:

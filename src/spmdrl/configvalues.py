@@ -189,6 +189,18 @@ def describe(kind: Any) -> str:
     return _SCALARS.get(kind, getattr(kind, "__name__", str(kind)))
 
 
+def default_of(kind: Any, key: str) -> Any:
+    """The default of a dotted key of a tree of dataclasses, or None where it has none."""
+    value: Any = None
+    for name in key.split("."):
+        entry = next(entry for entry in fields(kind) if entry.name == name)
+        value = _default(entry, value)
+        if value is MISSING:
+            return None
+        kind = type(value)
+    return value
+
+
 def _default(entry: Field[Any], base: object) -> object:
     if base is not None:
         return getattr(base, entry.name)

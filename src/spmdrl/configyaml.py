@@ -193,16 +193,43 @@ def leaves(given: Given, parts: tuple[str, ...] = ()) -> Iterator[tuple[tuple[st
 
 def plant(tree: dict[str, Given], parts: tuple[str, ...], given: Given) -> None:
     """Set one value in a tree of mappings; mappings on the way are made, other values in the way give way."""
-    name, *rest = parts
-    entry = tree.get(name)
-    is_mapping = entry is not None and isinstance(entry.value, dict)
-    if rest:
-        branch = entry if is_mapping and entry is not None else Given({}, "", given.origin)
-        tree[name] = branch
-        assert isinstance(branch.value, dict)
-        plant(branch.value, tuple(rest), given)
-    elif not (is_mapping and given.value == {}):
+    *sections, name = parts
+    for section in sections:
+        entry = tree.get(section)
+        if entry is None or not isinstance(entry.value, dict):
+            entry = tree[section] = Given({}, "", given.origin)
+        assert isinstance(entry.value, dict)
+        tree = entry.value
+    there = tree.get(name)
+    if not (there is not None and isinstance(there.value, dict) and given.value == {}):
         tree[name] = given
+
+
+def find(tree: dict[str, Given], parts: tuple[str, ...]) -> Given | None:
+    """What stands at the end of these names, or None."""
+    given = None
+    for name in parts:
+        given = tree.get(name)
+        if given is None:
+            return None
+        tree = given.value if isinstance(given.value, dict) else {}
+    return given
+
+
+def unplant(tree: dict[str, Given], parts: tuple[str, ...]) -> None:
+    """Remove what stands at the end of these names."""
+    *sections, name = parts
+    section = find(tree, tuple(sections)) if sections else None
+    entries = section.value if section is not None else tree
+    if isinstance(entries, dict):
+        entries.pop(name, None)
+
+
+def given_of(value: Any, origin: str) -> Given:
+    """A value that code made, as if it had been written at `origin`."""
+    if isinstance(value, list):
+        return Given([given_of(item, origin) for item in value], "", origin)
+    return Given(value, value if isinstance(value, str) else inline(value), origin)
 
 
 def show(given: Given) -> str:

@@ -1,0 +1,115 @@
+"""Names of other trainers mean here what they mean there, or are refused with the right key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from spmdrl.aliases import ALIASES
+from spmdrl.config import Config, load_config
+from spmdrl.configfile import ConfigError, LoadedConfig
+from spmdrl.configvalues import schema_keys
+from spmdrl.reference import alias_table
+
+BASE = ["model.make={}", "data.train=synthetic://addition?count=10"]
+ROOT = Path(__file__).parents[1]
+
+
+def load(*overrides: str) -> LoadedConfig[Config]:
+    return load_config([], [*BASE, *overrides])
+
+
+def settings(*overrides: str) -> dict[str, object]:
+    """What the overrides set, by canonical key."""
+    loaded = load(*overrides)
+    found: dict[str, object] = {}
+    for key, origin in loaded.origin.items():
+        if origin == "command line" and not key.startswith(("model.make", "data.train")):
+            value: object = loaded.value
+            for name in key.split("."):
+                value = getattr(value, name)
+            found[key] = value
+    return found
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["epsilon=0.1"], {"algo.clip_ratio_low": 0.1, "algo.clip_ratio_high": 0.1}),
+        (["epsilon=0.1", "epsilon_high=0.3"], {"algo.clip_ratio_low": 0.1, "algo.clip_ratio_high": 0.3}),
+        (["algo.clip_ratio_high=0.3", "epsilon=0.1"], {"algo.clip_ratio_low": 0.1, "algo.clip_ratio_high": 0.3}),
+        (["epsilon_high=null", "epsilon=0.1"], {"algo.clip_ratio_low": 0.1, "algo.clip_ratio_high": 0.1}),
+        (["delta=4", "epsilon_high=0.5"], {"algo.clip_ratio_c": 4.0, "algo.clip_ratio_high": 0.5}),
+        (["global_batch_size=1024"], {"rollout.prompts_per_step": 128}),
+        (
+            ["n_samples_per_prompt=16", "global_batch_size=64", "train.updates_per_step=2"],
+            {"rollout.num_generations": 16, "rollout.prompts_per_step": 8, "train.updates_per_step": 2},
+        ),
+        (["train_batch_size=64"], {"rollout.prompts_per_step": 64}),
+        (["data.train_batch_size=64"], {"rollout.prompts_per_step": 64}),
+        (["kl_loss_coef=0.1"], {"algo.kl_coef": 0.1, "algo.kl_in": "loss"}),
+        (["use_tis=true"], {"algo.rollout_is": "tis"}),
+        (["use_tis=true", "tis_imp_ratio_cap=3"], {"algo.rollout_is": "tis", "algo.rollout_is_clip": 3.0}),
+        (["tis_imp_ratio_cap=3"], {"algo.rollout_is": "tis", "algo.rollout_is_clip": 3.0}),
+        (["tis_imp_ratio_cap=3", "use_tis=false"], {"algo.rollout_is": "none"}),
+        (["tis_imp_ratio_cap=-1"], {}),
+        (["save_freq=20", "test_freq=-1"], {"checkpoint.interval": 20, "eval.interval": 0}),
+        (["save_freq=-1"], {"checkpoint.interval": 0}),
+        (["save_steps=20"], {"checkpoint.interval": 20}),
+        (["resume_mode=disable"], {"resume": "never"}),
+        (["reward_funcs=pkg.mod.fn"], {"reward.functions": ("pkg.mod:fn",)}),
+        (["reward_funcs=[math, a/b.py:fn]"], {"reward.functions": ("math", "a/b.py:fn")}),
+    ],
+)
+def test_an_alias_sets_what_it_means_where_it_comes_from(overrides: list[str], expected: dict[str, object]) -> None:
+    assert settings(*overrides) == expected
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["global_batch_size=1001"], "is 1001 samples, .* num_generations 8 is no whole number .*; set rollout.prompts_per_step"),
+        (["global_batch_size=4"], "no whole number of prompts"),
+        (["global_batch_size=many"], "global_batch_size is 'many', but must be a whole number"),
+        (["global_batch_size=64", "rollout.prompts_per_step=8"], "are the same key; keep one"),
+        (["delta=1.1"], r"above 1 \+ algo.clip_ratio_high = 1.2"),
+        (["kl_loss_coef=0.1", "algo.kl_in=reward"], "set algo.kl_coef, or algo.kl_in to loss"),
+        (["use_tis=2"], "use_tis is 2, but must be true or false"),
+        (["save_steps=0.1"], "save_steps is 0.1, but checkpoint.interval counts steps"),
+        (["save_steps=20", "train.updates_per_step=4"], "set checkpoint.interval, which counts steps"),
+        (["resume_mode=resume_path"], "set resume to its folder or step"),
+        (["reward_funcs=[accuracy_reward]"], "TRL's accuracy_reward; set reward.functions"),
+    ],
+)
+def test_an_alias_that_cannot_be_kept_is_refused_with_the_right_key(overrides: list[str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as refusal:
+        load(*overrides)
+    assert "\n" not in str(refusal.value)
+
+
+def test_what_an_alias_is_read_as_is_said_once_with_its_values() -> None:
+    used = load("epsilon=0.1", "global_batch_size=64", "beta=0.2").aliases_used
+    assert used == {
+        "epsilon": "algo.clip_ratio_low=0.1, algo.clip_ratio_high=0.1",
+        "global_batch_size": "rollout.prompts_per_step=8",
+        "beta": "algo.kl_coef",
+    }
+
+
+def test_a_later_source_wins_over_an_alias_and_an_alias_over_an_earlier_one(tmp_path: Path) -> None:
+    first, second = tmp_path / "a.yaml", tmp_path / "b.yaml"
+    first.write_text("global_batch_size: 64\nrollout: {num_generations: 4}\n")
+    second.write_text("rollout: {num_generations: 16, prompts_per_step: 5}\n")
+    assert load_config([first], BASE).value.rollout.prompts_per_step == 16
+    assert load_config([first, second], BASE).value.rollout.prompts_per_step == 5
+    assert load_config([second, first], BASE).value.rollout.prompts_per_step == 16
+
+
+def test_the_page_of_aliases_has_them_all_and_each_names_a_key() -> None:
+    keys = set(schema_keys(Config))
+    assert {alias.key for alias in ALIASES.values()} <= keys
+    assert not keys & set(ALIASES)
+    page = (ROOT / "docs" / "aliases.md").read_text().splitlines()
+    start = page.index("| name | known from | what it means there | what it sets here |")
+    assert [line for line in page[start:] if line.startswith("|")] == list(alias_table())
