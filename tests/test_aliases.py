@@ -69,7 +69,7 @@ def test_an_alias_sets_what_it_means_where_it_comes_from(overrides: list[str], e
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["global_batch_size=1001"], "is 1001 samples, .* num_generations 8 is no whole number .*; set rollout.prompts_per_step"),
+        (["global_batch_size=1001"], "1001 samples, .* 8 is no whole number of prompts; set rollout"),
         (["global_batch_size=4"], "no whole number of prompts"),
         (["global_batch_size=many"], "global_batch_size is 'many', but must be a whole number"),
         (["global_batch_size=64", "rollout.prompts_per_step=8"], "are the same key; keep one"),
