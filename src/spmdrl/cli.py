@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from spmdrl import __version__
 from spmdrl.configfile import ConfigError, split_arguments, start_up
-from spmdrl.resources.launch import read_launch_environment
+from spmdrl.resources.launch import LaunchEnvironment, StartRefused, read_launch_environment
 
 VERBS = {
     "train": "reinforcement learning from a config; the same command again goes on where it stopped",
@@ -39,6 +39,8 @@ examples:
   python -m spmdrl bench --help
 """
 
+# The verbs whose ranks meet.
+_JOINING_VERBS = ("train", "sft", "eval", "generate")
 # Time in which the first rank speaks, and the launcher ends the others: one cause on the screen, not N copies of it.
 _OTHER_RANKS_WAIT_SECONDS = 5.0
 
@@ -53,18 +55,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments[:1] == ["help"] or (not is_own_help and {"-h", "--help"} & set(arguments)):
         print(usage(), end="")
         return 0
-    rank = 0
+    launch = LaunchEnvironment()
     try:
         with start_up():
-            rank = read_launch_environment(os.environ).rank
-        return _run(arguments, rank)
+            launch = read_launch_environment(os.environ)
+        return _run(arguments, launch.rank)
+    except StartRefused as error:
+        _let_the_first_rank_speak(launch.rank)
+        return _refuse(error, launch.rank)
     except ConfigError as error:
-        _let_the_first_rank_speak(rank)
-        speaker = "spmdrl" if rank == 0 else f"spmdrl: rank {rank}"
-        print(f"{speaker}: {error}", file=sys.stderr, flush=True)
-        return 2
+        # Verbs that join no other rank leave without a word to them.
+        others = launch if arguments[:1] and arguments[0] in _JOINING_VERBS else LaunchEnvironment()
+        return _refuse_alone(error, launch.rank, others)
     except Exception:
-        _let_the_first_rank_speak(rank)
+        _let_the_first_rank_speak(launch.rank)
         raise
 
 
@@ -119,6 +123,29 @@ def _run_configured(verb: str, arguments: Sequence[str], rank: int) -> int:
     return run(loaded)
 
 
-def _let_the_first_rank_speak(rank: int) -> None:
+def _refuse(error: ValueError, rank: int) -> int:
+    speaker = "spmdrl" if rank == 0 else f"spmdrl: rank {rank}"
+    print(f"{speaker}: {error}", file=sys.stderr, flush=True)
+    return 2
+
+
+def _refuse_alone(error: ConfigError, rank: int, others: LaunchEnvironment) -> int:
+    """Refuse what this rank found by itself, and have the other ranks end with it."""
+    started = time.monotonic()
+    if rank == 0:
+        _refuse(error, rank)
+    # Imported only now, since it brings torch with it.
+    if others.world_size > 1 and "torch" in sys.modules:
+        from spmdrl.resources.world import refuse_all
+
+        refuse_all(others, str(error))
     if rank != 0:
-        time.sleep(_OTHER_RANKS_WAIT_SECONDS)
+        _let_the_first_rank_speak(rank, started)
+        _refuse(error, rank)
+    return 2
+
+
+def _let_the_first_rank_speak(rank: int, since: float | None = None) -> None:
+    if rank != 0:
+        already = 0.0 if since is None else time.monotonic() - since
+        time.sleep(max(0.0, _OTHER_RANKS_WAIT_SECONDS - already))

@@ -6,6 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 
+class StartRefused(ValueError):
+    """Why this job can't start, found when its ranks met; the same on every rank."""
+
+
 @dataclass(frozen=True)
 class LaunchEnvironment:
     """Who this process is within the job, and where the job's rank 0 listens."""

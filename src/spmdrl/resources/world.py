@@ -5,14 +5,19 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from spmdrl.resources.agreement import Facts, meet
 from spmdrl.resources.device import Device, find_device
-from spmdrl.resources.launch import LaunchEnvironment, read_launch_environment
+from spmdrl.resources.launch import LaunchEnvironment, StartRefused, read_launch_environment
+from spmdrl.resources.rendezvous import make_store
+
+# For which a rank that can't start itself looks for the others.
+_REFUSAL_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -21,6 +26,8 @@ class World:
 
     launch: LaunchEnvironment
     device: Device
+    store: dist.Store = field(default_factory=dist.HashStore)
+    """what ranks share beside the process group; it belongs to this attempt of the job"""
 
     @property
     def rank(self) -> int:
@@ -49,25 +56,44 @@ class World:
 
 
 @contextlib.contextmanager
-def open_world(device: str = "auto", timeout_seconds: float = 1800.0) -> Iterator[World]:
-    """Join the job's process group, and leave it at the end. Collective over all ranks.
+def open_world(
+    device: str = "auto", timeout_seconds: float = 1800.0, *, facts: Facts | None = None,
+    start_timeout_seconds: float = 300.0,
+) -> Iterator[World]:  # fmt: skip
+    """Join the job's process group once all ranks are here and agree about `facts`, and leave it at the end.
 
-    A job of one rank gets a group too, over an in-process store that opens no port.
+    Collective over all ranks. A job of one rank gets a group too, over an in-process store that opens no port.
+    `timeout_seconds` is how long a collective may take. Raises StartRefused on every rank, before any collective,
+    when facts differ or a rank is missing after `start_timeout_seconds`.
     """
     launch = read_launch_environment(os.environ)
-    world = World(launch, find_device(device, launch.local_rank))
-    world.device.select()
-    keep_to_loopback(launch)
-    backend, timeout = world.device.backend, timedelta(seconds=timeout_seconds)
-    if launch.world_size == 1:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-    else:
-        dist.init_process_group(backend, rank=launch.rank, world_size=launch.world_size, timeout=timeout)
     try:
-        yield world
+        found = find_device(device, launch.local_rank)
+    except ValueError as error:
+        refuse_all(launch, str(error))
+        raise StartRefused(str(error)) from error
+    found.select()
+    keep_to_loopback(launch)
+    store = make_store(launch, timedelta(seconds=start_timeout_seconds))
+    store = meet(store, launch, facts or {}, timeout_seconds=start_timeout_seconds)
+    timeout = timedelta(seconds=timeout_seconds)
+    store.set_timeout(timeout)
+    dist.init_process_group(found.backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout)
+    try:
+        yield World(launch, found, store)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def refuse_all(launch: LaunchEnvironment, reason: str) -> None:
+    """Have the other ranks, which wait for this one, end with the reason why it can't start."""
+    if launch.world_size == 1:
+        return
+    # Whatever happens here, the reason itself is what this rank ends with.
+    with contextlib.suppress(StartRefused, RuntimeError):
+        store = make_store(launch, timedelta(seconds=_REFUSAL_SECONDS))
+        meet(store, launch, {}, timeout_seconds=_REFUSAL_SECONDS, refusal=reason)
 
 
 def keep_to_loopback(launch: LaunchEnvironment) -> None:

@@ -1,0 +1,229 @@
+"""Whether all ranks run the same job: each publishes its facts in the store, and rank 0 compares them.
+
+No process group is needed, so ranks that differ are refused before any collective could hang.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from spmdrl.resources.launch import LaunchEnvironment, StartRefused
+
+Facts = Mapping[str, str]
+"""name of what must be alike on all ranks -> its value, in the order in which differences are looked for"""
+
+_ATTEMPT = "spmdrl/attempt"
+_REFUSAL = "refusal"
+_VERDICT = "verdict"
+_NOTICED = "noticed"
+_AGREED = b"agreed"
+_LONGEST_PAUSE_SECONDS = 0.2
+# For which a refusing rank keeps the store open, so that others read why, and doubtful verdicts are watched.
+_NOTICE_SECONDS = 5.0
+_GRACE_SECONDS = 10.0
+# Ranks whose facts are compared in full; each further one differs too, and reading it would name nothing new.
+_MOST_COMPARED = 8
+
+
+@dataclass(frozen=True)
+class Alike:
+    """Ranks with equal facts."""
+
+    ranks: Sequence[int]
+    facts: Facts
+
+
+def difference(groups: Sequence[Alike]) -> str | None:
+    """The first fact that differs, with each value and its ranks, or None where all agree."""
+    names = list(dict.fromkeys(name for group in groups for name in group.facts))
+    differing = [name for name in names if len({group.facts.get(name) for group in groups}) > 1]
+    if not differing:
+        return None
+    ranks_by_value: dict[str, list[int]] = {}
+    for group in groups:
+        ranks_by_value.setdefault(group.facts.get(differing[0], "missing"), []).extend(group.ranks)
+    values = ", ".join(f"{value} on {_named(sorted(ranks))}" for value, ranks in ranks_by_value.items())
+    further = f" ({len(differing) - 1} more differ: {_some(differing[1:])})" if len(differing) > 1 else ""
+    return (
+        f"ranks disagree about {differing[0]}: {values}{further}; "
+        "start all ranks with the same command, files and installation"
+    )
+
+
+def meet(
+    store: dist.Store, launch: LaunchEnvironment, facts: Facts, *, timeout_seconds: float, refusal: str | None = None
+) -> dist.Store:
+    """Wait until all ranks are here and agree; returns the part of the store that belongs to this attempt of the job.
+
+    Raises StartRefused on every rank when facts differ, when a rank brings a `refusal` (why it can't start), or when
+    ranks are missing after `timeout_seconds`. All ranks call it, each at its own time.
+    """
+    if launch.world_size == 1:
+        return store
+    if launch.rank == 0:
+        attempt = secrets.token_hex(8)
+        own = dist.PrefixStore(attempt, store)
+        store.set(_ATTEMPT, attempt)
+        _publish(own, launch.rank, facts, refusal)
+        _judge(own, launch, timeout_seconds)
+        return own
+    waited = timeout_seconds if refusal is not None else _waited_by_others(timeout_seconds)
+    return _join(store, launch, facts, waited, refusal)
+
+
+def agree(store: dist.Store, launch: LaunchEnvironment, topic: str, facts: Facts, *, timeout_seconds: float) -> None:
+    """Compare facts that are known only later, under a topic that is used once. Collective over all ranks.
+
+    Raises StartRefused on every rank when they differ, or when ranks are missing after `timeout_seconds`.
+    """
+    if launch.world_size == 1:
+        return
+    own = dist.PrefixStore(topic, store)
+    _publish(own, launch.rank, facts, None)
+    if launch.rank == 0:
+        _judge(own, launch, timeout_seconds)
+        return
+    if not _wait_until(lambda: own.check([_VERDICT]), _waited_by_others(timeout_seconds)):
+        raise StartRefused(f"rank 0 has not compared {topic} after {timeout_seconds:g} s; look for its last output")
+    _heed(own)
+
+
+def _publish(own: dist.Store, rank: int, facts: Facts, refusal: str | None) -> None:
+    content = json.dumps(dict(facts))
+    own.set(f"facts/{rank}", content)
+    own.set(f"digest/{rank}", hashlib.sha256(content.encode()).hexdigest())
+    if refusal is not None:
+        own.set(_REFUSAL, f"rank {rank} can't start: {refusal}" if rank else refusal)
+    own.add("published", 1)
+
+
+def _judge(own: dist.Store, launch: LaunchEnvironment, timeout_seconds: float) -> None:
+    """Rank 0's part: wait for all, compare, and publish the verdict."""
+    size = launch.world_size
+    complete = _wait_until(lambda: own.check([_REFUSAL]) or own.add("published", 0) >= size, timeout_seconds)
+    if own.check([_REFUSAL]):
+        problem: str | None = own.get(_REFUSAL).decode()
+    elif not complete:
+        missing = [rank for rank in range(size) if not own.check([f"digest/{rank}"])]
+        have = "has" if len(missing) == 1 else "have"
+        problem = (
+            f"{_named(missing)} {have} not started after {timeout_seconds:g} s, {size - len(missing)} of {size} have; "
+            "look at the output of the missing ranks, or raise resources.start_timeout_seconds where starting is slow"
+        )
+    else:
+        problem = difference(_groups(own, size))
+    own.set(_VERDICT, problem.encode() if problem else _AGREED)
+    if problem is None:
+        return
+    _wait_until(lambda: own.add(_NOTICED, 0) >= size - 1, min(_NOTICE_SECONDS, timeout_seconds))
+    raise StartRefused(problem)
+
+
+def _groups(own: dist.Store, size: int) -> list[Alike]:
+    ranks_by_digest: dict[bytes, list[int]] = {}
+    for rank, digest in enumerate(own.multi_get([f"digest/{rank}" for rank in range(size)])):
+        ranks_by_digest.setdefault(bytes(digest), []).append(rank)
+    compared = list(ranks_by_digest.values())[:_MOST_COMPARED]
+    return [Alike(ranks, json.loads(own.get(f"facts/{ranks[0]}"))) for ranks in compared]
+
+
+class _Joining:
+    """Every other rank's part: publish under rank 0's attempt, and wait for the verdict.
+
+    A restarted job may find an earlier attempt in the store, and publishes anew once rank 0 has begun its own.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, facts: Facts, refusal: str | None):
+        self._store = store
+        self._publish = lambda own: _publish(own, rank, facts, refusal)
+        self._attempt: str | None = None
+        self._since = 0.0
+        self.own = store
+        self.old_verdict: bytes | None = None
+        """what was decided before this rank came: most likely in an earlier attempt, as rank 0 agrees when all came"""
+
+    def is_decided(self) -> bool:
+        if not self._store.check([_ATTEMPT]):
+            return False
+        attempt = self._store.get(_ATTEMPT).decode()
+        if attempt != self._attempt:
+            self._take_up(attempt)
+        if self.old_verdict is not None:
+            return self.old_verdict != _AGREED and time.monotonic() - self._since > _NOTICE_SECONDS
+        return self.own.check([_VERDICT])
+
+    def _take_up(self, attempt: str) -> None:
+        self._attempt, self._since = attempt, time.monotonic()
+        self.own = dist.PrefixStore(attempt, self._store)
+        self.old_verdict = self.own.get(_VERDICT) if self.own.check([_VERDICT]) else None
+        self._publish(self.own)
+        if self.old_verdict is not None:
+            self.own.add(_NOTICED, 1)
+
+
+def _join(
+    store: dist.Store, launch: LaunchEnvironment, facts: Facts, timeout_seconds: float, refusal: str | None
+) -> dist.Store:
+    joining = _Joining(store, launch.rank, facts, refusal)
+    try:
+        is_decided = _wait_until(joining.is_decided, timeout_seconds)
+    except RuntimeError as error:
+        # The store ended, and with it whoever held it.
+        cause = (joining.old_verdict or b"rank 0 or its launcher has ended; look at its output").decode()
+        raise StartRefused(cause) from error
+    if not is_decided:
+        raise StartRefused(
+            f"rank 0 has not started after {timeout_seconds:g} s; look at its output, "
+            "or raise resources.start_timeout_seconds where starting is slow"
+        )
+    if joining.old_verdict is not None:
+        raise StartRefused(joining.old_verdict.decode())
+    _heed(joining.own)
+    return joining.own
+
+
+def _heed(own: dist.Store) -> None:
+    verdict = own.get(_VERDICT)
+    own.add(_NOTICED, 1)
+    if verdict != _AGREED:
+        raise StartRefused(verdict.decode())
+
+
+def _waited_by_others(timeout_seconds: float) -> float:
+    """Longer than rank 0 waits, which names the ranks that are missing."""
+    return timeout_seconds + min(timeout_seconds, _GRACE_SECONDS)
+
+
+def _wait_until(condition: Callable[[], bool], timeout_seconds: float) -> bool:
+    """Poll, ever more rarely; False when the time is over first."""
+    deadline, pause = time.monotonic() + timeout_seconds, 0.005
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+    return True
+
+
+def _named(ranks: Sequence[int]) -> str:
+    """Such as `rank 3`, or `ranks 0-2, 5`."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    texts = [str(first) if first == last else f"{first}-{last}" for first, last in spans]
+    return ("rank " if len(ranks) == 1 else "ranks ") + _some(texts)
+
+
+def _some(words: Sequence[str]) -> str:
+    shown = ", ".join(words[:10])
+    return f"{shown} and {len(words) - 10} more" if len(words) > 10 else shown

@@ -1,0 +1,107 @@
+"""Ranks that run different jobs are refused before any collective, with the first difference named on each of them."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+import torch.distributed as dist
+
+from spmdrl.resources.agreement import Alike, agree, difference, meet
+from spmdrl.resources.launch import LaunchEnvironment, StartRefused
+
+
+def test_ranks_with_equal_facts_have_no_difference():
+    assert difference([Alike([0, 1], {"seed": "0"})]) is None
+
+
+def test_the_first_differing_fact_is_named_with_its_values_and_ranks():
+    groups = [
+        Alike([0, 1, 2, 5], {"seed": "0", "optim.lr": "1e-06", "run.name": "a"}),
+        Alike([3], {"seed": "0", "optim.lr": "0.1", "run.name": "b"}),
+        Alike([4], {"seed": "0", "optim.lr": "0.1"}),
+    ]
+    assert difference(groups) == (
+        "ranks disagree about optim.lr: 1e-06 on ranks 0-2, 5, 0.1 on ranks 3-4 (1 more differ: run.name); "
+        "start all ranks with the same command, files and installation"
+    )
+
+
+def launches(size: int) -> list[LaunchEnvironment]:
+    one = LaunchEnvironment(world_size=size, local_world_size=size)
+    return [replace(one, rank=rank, local_rank=rank) for rank in range(size)]
+
+
+def outcomes(work, size: int = 3) -> list[str | dist.Store]:
+    """What `work(launch)` returns on each of some threads that stand for ranks, or the text of its refusal."""
+
+    def one(launch: LaunchEnvironment) -> str | dist.Store:
+        try:
+            return work(launch)
+        except StartRefused as refusal:
+            return str(refusal)
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(one, launches(size)))
+
+
+def test_all_ranks_get_the_same_fresh_part_of_the_store():
+    store = dist.HashStore()
+    for _ in range(2):  # The second time as a restarted job, which finds the first one's keys.
+        parts = outcomes(lambda launch: meet(store, launch, {"seed": "0"}, timeout_seconds=20))
+        assert not any(part.check(["mark"]) for part in parts)
+        parts[0].set("mark", "here")
+        assert all(part.check(["mark"]) for part in parts)
+
+
+def test_a_rank_that_waits_in_an_earlier_attempt_joins_the_next():
+    store = dist.HashStore()
+    outcomes(lambda launch: meet(store, launch, {}, timeout_seconds=20))
+
+    def work(launch: LaunchEnvironment) -> dist.Store:
+        time.sleep(0.5 if launch.rank == 0 else 0)
+        return meet(store, launch, {}, timeout_seconds=20)
+
+    parts = outcomes(work)
+    parts[0].set("mark", "here")
+    assert all(part.check(["mark"]) for part in parts)
+
+
+def test_every_rank_is_refused_with_the_difference():
+    store = dist.HashStore()
+    told = outcomes(lambda launch: meet(store, launch, {"seed": str(launch.rank // 2)}, timeout_seconds=20))
+    assert len(set(told)) == 1 and "seed: 0 on ranks 0-1, 1 on rank 2;" in told[0]
+
+
+def test_a_rank_that_cannot_start_ends_the_others_with_its_cause():
+    store = dist.HashStore()
+
+    def work(launch: LaunchEnvironment) -> dist.Store:
+        refusal = "rows.jsonl isn't there" if launch.rank == 2 else None
+        return meet(store, launch, {}, timeout_seconds=20, refusal=refusal)
+
+    assert set(outcomes(work)) == {"rank 2 can't start: rows.jsonl isn't there"}
+
+
+@pytest.mark.parametrize("absent", [0, 2])
+def test_missing_ranks_are_named_after_the_time_to_start(absent):
+    store = dist.HashStore()
+
+    def work(launch: LaunchEnvironment) -> dist.Store | None:
+        return None if launch.rank == absent else meet(store, launch, {}, timeout_seconds=0.5)
+
+    told = outcomes(work)
+    told.pop(absent)
+    assert len(set(told)) == 1 and told[0].startswith(f"rank {absent} has not started after ")
+
+
+def test_facts_that_are_known_later_are_compared_too():
+    store = dist.HashStore()
+    same = lambda launch: agree(store, launch, "model", {"model": "ab"}, timeout_seconds=20)  # noqa: E731
+    assert outcomes(same) == [None] * 3
+    other = lambda launch: agree(store, launch, "rows", {"rows": str(launch.rank)}, timeout_seconds=20)  # noqa: E731
+    assert {told.partition(";")[0] for told in outcomes(other)} == {
+        "ranks disagree about rows: 0 on rank 0, 1 on rank 1, 2 on rank 2"
+    }
