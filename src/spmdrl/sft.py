@@ -42,10 +42,10 @@ def main(loaded: LoadedConfig[Config]) -> int:
     return 0
 
 
-def train_supervised(checked: CheckedRun, world: World, title: str = "sft") -> None:
+def train_supervised(checked: CheckedRun, world: World) -> None:
     """Run the supervised steps of a run, going on where they stopped. Collective."""
     config = checked.config
-    run = Run(config, world, num_steps=config.sft.max_steps, resolved_config=checked.resolved_config, title=title)
+    run = Run(config, world, num_steps=config.sft.max_steps, resolved_config=checked.resolved_config, phase="sft")
     with run.told_of_failure(), ExitStack() as stack:
         with start_up():
             source = ModelSource.of(prepare_model(config, world))
@@ -85,7 +85,8 @@ def _report(run: Run, result: UpdateResult, chosen: Sequence[Prompt]) -> None:
     run.recorder.mean("loss", result.loss)
     run.recorder.mean("grad_norm", result.grad_norm)
     run.recorder.mean("lr", result.lr)
-    run.recorder.maximum("update/skipped", float(result.skipped))
+    run.recorder.alike("update/count", 1)
+    run.recorder.alike("update/skipped", result.skipped)
     run.recorder.mean("answer_probability", answer_probability(result))
     run.recorder.mean("entropy", result.metrics["entropy"][0] / max(result.metrics["entropy"][1], 1.0))
     run.recorder.total("perf/tokens", result.metrics["tokens"][0] / run.world.size)

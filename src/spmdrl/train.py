@@ -40,6 +40,7 @@ from spmdrl.job.run import Run, finished_model, put_earlier_run_aside
 from spmdrl.job.samples_report import SamplesReport, write_estimates
 from spmdrl.job.savable import Savable, Together
 from spmdrl.job.switching import Switching
+from spmdrl.observability.console import Console
 from spmdrl.resources.mesh import build_update_mesh
 from spmdrl.resources.world import World, make_deterministic, open_world
 from spmdrl.sft import train_supervised
@@ -59,7 +60,7 @@ def main(loaded: LoadedConfig[Config]) -> int:
         checked = warm_started(checked, world)
         run = Run(
             checked.config, world, num_steps=checked.config.train.max_steps, resolved_config=checked.resolved_config,
-            started=started,
+            phase=checked.config.algo.name, started=started,
         )  # fmt: skip
         with run.told_of_failure(), ExitStack() as stack:
             with start_up():
@@ -140,10 +141,13 @@ def warm_started(checked: CheckedRun, world: World) -> CheckedRun:
         checkpoint=replace(config.checkpoint, interval=0),
         resume="auto",
     )
+    console = Console(enabled=world.is_main)
     if finished_model(folder) is None:
-        train_supervised(replace(checked, config=inner, eval_rows=[]), world, title="warm start")
+        console.note(f"--- first sft: up to {config.sft.max_steps} supervised steps on the answers, a warm start ---")
+        train_supervised(replace(checked, config=inner, eval_rows=[]), world)
     model = finished_model(folder)
     assert model is not None, f"the warm start left no checkpoint in {folder}"
+    console.note(f"--- now {config.algo.name}: {config.train.max_steps} steps with rewards, from {model} ---")
     return replace(checked, config=replace(config, model=replace(config.model, path=str(model), make=None)))
 
 

@@ -2,69 +2,94 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
+import os
+import re
+import struct
+import termios
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmdrl.observability.console import MAX_COLUMNS, Console, step_line, summary_block
+from spmdrl.observability.console import MAX_COLUMNS, Console, summary_block
+from spmdrl.observability.step_line import StepFacts, fitted_line, full_line
 from spmdrl.observability.units import bytes_text, count, duration, fixed, scientific
 
 METRICS = {
     "time/step": 8.4, "time/generation": 5.1, "time/reward": 0.3, "time/old_logprobs": 0.6, "time/update": 1.9,
-    "time/resharding": 0.4, "time/update/forward": 0.9, "reward": 0.412, "reward_std": 0.21,
+    "time/resharding": 0.4, "time/update/forward": 0.9, "reward": 0.412, "reward_std": 0.21, "loss": 0.031,
     "frac_reward_zero_std": 0.18, "completions/mean_length": 231.2, "completions/clipped_ratio": 0.02, "kl": 0.003,
     "entropy": 0.61, "grad_norm": 0.42, "mismatch/abs_mean": 1.2e-3, "perf/tokens_per_second": 14_200,
     "mem/generation_peak_gib": 61.0, "mem/update_peak_gib": 40.0, "mem/total_gib": 80.0,
 }  # fmt: skip
 
 
-def test_the_step_line_has_the_documented_shape():
-    assert step_line(12, 200, METRICS) == (
-        "step 12/200 | 8.4s (gen 5.1 rew 0.3 lp 0.6 upd 1.9 reshard 0.4) | reward 0.412 +-0.21 | len 231 (clip 2%)"
-        " | kl 0.003 | mismatch 1.2e-3 | 14.2k tok/s | eta 26m"
+NEVER_LEAVING = ("reward 0.412", "loss 0.031", "gnorm 0.42")
+
+
+def test_a_files_line_has_every_field_in_the_documented_order():
+    assert full_line(StepFacts(12, METRICS, 200, "grpo")) == (
+        "grpo step 12/200 | 8.4s (gen 5.1 rew 0.3 ref - lp 0.6 adv - upd 1.9 reshard 0.4 probe - eval - other -)"
+        " | reward 0.412 +-0.21 | loss 0.031 | gnorm 0.42 | skipped - | zero-adv 18% | len 231 (clip 2%) | kl 0.003"
+        " | ent 0.61 | mismatch 1.2e-3 | 14.2k tok/s | mem 61/80 GiB | eta 26m"
     )
 
 
-def test_every_part_appears_where_there_is_room():
-    def line(*names: str) -> str:
-        return step_line(12, 200, {name: METRICS[name] for name in names})
+@given(st.dictionaries(st.sampled_from([*METRICS, "health/updates", "time/a_new_stage"]), st.floats()), st.integers(0))
+def test_a_files_line_has_the_same_fields_whatever_a_step_has(metrics, step):
+    def fields(line: str) -> list[str]:
+        head, seconds, *rest = line.split(" | ")
+        stages = seconds.partition(" (")[2].rstrip(")").split()[::2]
+        return [head.split()[0], *stages, *("tok/s" if "tok/s" in part else part.split()[0] for part in rest)]
 
-    assert line("frac_reward_zero_std", "entropy", "grad_norm") == "step 12/200 | zero-adv 18% | ent 0.61 | gnorm 0.42"
-    assert line("mem/generation_peak_gib", "mem/update_peak_gib", "mem/total_gib") == "step 12/200 | mem 61/80 GiB"
-    assert line("time/generation") == "step 12/200 | (gen 5.1)"
-    assert step_line(3, None, {"loss": 1.25, "lr": 0.1}) == "step 3 | loss 1.250"
+    full = full_line(StepFacts(step, metrics, 5, "sft"))
+    assert fields(full) == fields(full_line(StepFacts(1, METRICS, 200, "sft")))
+
+
+def test_on_a_terminal_small_timings_leave_first_and_the_metrics_that_matter_never():
+    trouble = {"time/reward": 0.1, "health/updates": 5.0, "health/updates_skipped": 4.0}
+    facts = StepFacts(12, METRICS | trouble, 200, "ppo")
+    lines = {width: fitted_line(facts, width) for width in (160, 120, 80)}
+    assert "rew" not in lines[160].split("(")[1].split(")")[0] and "gen 5.1" in lines[160] and "kl 0.003" in lines[160]
+    for width, line in lines.items():
+        assert len(line) <= width
+        assert all(part in line for part in (*NEVER_LEAVING, "skipped 4/5", "ppo step 12/200"))
+
+
+def test_on_a_terminal_only_what_the_step_has_is_shown():
+    assert fitted_line(StepFacts(3, {"loss": 1.25, "lr": 0.1}, phase="sft"), 160) == "sft step 3 | loss 1.250"
+    assert fitted_line(StepFacts(3, {"time/generation": 5.1}), 160) == "step 3 | (gen 5.1)"
 
 
 def test_the_pace_of_several_steps_decides_the_remaining_time():
-    assert step_line(10, 20, {"time/step": 1.0}, seconds_per_step=6.0) == "step 10/20 | 1.0s | eta 1m00s"
+    line = fitted_line(StepFacts(10, {"time/step": 1.0}, 20, seconds_per_step=6.0), 160)
+    assert line == "step 10/20 | 1.0s | eta 1m00s"
 
 
 @given(
     st.integers(0, 10**9),
     st.integers(1, 10**9),
     st.dictionaries(
-        st.sampled_from([*METRICS, "loss", *(f"time/a_stage_of_number_{n}" for n in range(9))]), st.floats()
+        st.sampled_from([*METRICS, "health/updates", *(f"time/a_stage_of_number_{n}" for n in range(9))]), st.floats()
     ),
+    st.integers(40, MAX_COLUMNS),
 )
-def test_no_step_line_is_wider_than_the_screen(step, max_steps, metrics):
-    line = step_line(step, max_steps, metrics)
-    assert len(line) <= MAX_COLUMNS and "\n" not in line and line.startswith(f"step {step}/{max_steps}")
+def test_no_terminals_line_is_wider_than_it(step, max_steps, metrics, width):
+    line = fitted_line(StepFacts(step, metrics, max_steps, "grpo"), width)
+    assert len(line) <= width and "\n" not in line and line.startswith(f"grpo step {step}/{max_steps}")
 
 
 def test_a_stream_that_is_no_terminal_gets_plain_lines():
     stream = io.StringIO()
     console = Console(stream=stream)
     console.note("warm start: loss 0.31 [see log]")
-    console.start(2)
+    console.start(2, phase="sft")
     console.step(1, {"reward": 0.5, "time/step": 2.0})
-    console.summary({"verdict": "ok", "steps": 2, "seconds": 4.0}, next_command="spmdrl eval x")
-    assert stream.getvalue().splitlines() == [
-        "warm start: loss 0.31 [see log]",
-        "step 1/2 | 2.0s | reward 0.500 | eta 2.0s",
-        "ok: 2 steps in 4.0s",
-        "  next       spmdrl eval x",
-    ]
+    console.summary({"verdict": "ok", "steps": 2, "seconds": 4.0}, phase="sft")
+    first, line, last = stream.getvalue().splitlines()
+    assert first == "warm start: loss 0.31 [see log]" and last == "sft ok: 2 steps in 4.0s"
+    assert line.startswith("sft step 1/2 | 2.0s (gen - ") and line.endswith("mem - | eta 2.0s")
 
 
 def test_a_terminal_gets_the_same_lines_and_a_bar():
@@ -78,7 +103,20 @@ def test_a_terminal_gets_the_same_lines_and_a_bar():
     console.step(1, {"reward": 0.5})
     console.step(2, {"reward": 0.6})
     console.close()
-    assert "step 1/2 | reward 0.500" in stream.getvalue() and "train" in stream.getvalue()
+    assert "train step 1/2 | reward 0.500" in stream.getvalue()
+
+
+def test_a_narrow_terminal_gets_narrow_lines():
+    leader, follower = os.openpty()
+    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 76, 0, 0))
+    with os.fdopen(leader, "rb", buffering=0) as screen, os.fdopen(follower, "w") as stream:
+        console = Console(stream=stream)
+        console.start(200, phase="grpo")
+        console.step(12, METRICS)
+        console.close()
+        shown = screen.read(65536).decode()
+    [line] = re.findall(r"grpo step[^\r\n]*", shown)
+    assert len(line) <= 76 and all(part in line for part in NEVER_LEAVING)
 
 
 def test_other_ranks_say_nothing():
@@ -102,6 +140,17 @@ def test_the_summary_shows_what_is_known():
         "  reward     0.210 -> 0.930",
         "  accuracy   0.240 [0.200, 0.290] -> 0.910",
         "  checkpoint runs/x/model",
+    ]
+
+
+def test_the_summary_names_trouble_and_survives_values_that_are_no_numbers():
+    fields = {
+        "verdict": "done", "steps": 5, "seconds": 2.0, "reward_first": "Infinity", "reward_last": 1e308,
+        "trouble": ["4 of 5 updates were skipped: loss not finite"], "accuracy_before_interval": ["NaN", 1],
+    }  # fmt: skip
+    assert summary_block(fields, phase="grpo").splitlines() == [
+        "grpo done, but 4 of 5 updates were skipped: loss not finite (5 steps in 2.0s)",
+        "  reward     inf -> 1.0e308",
     ]
 
 

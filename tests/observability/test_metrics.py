@@ -85,3 +85,25 @@ def test_one_name_recorded_in_two_ways_is_refused():
     other.maximum("x", 1)
     with pytest.raises(ValueError, match="total and as max"):
         merge([encode(recorder.drain()), encode(other.drain())])
+
+
+def test_values_near_the_limit_of_floats_are_merged_without_an_error():
+    ranks = []
+    for _ in range(2):
+        recorder = Recorder()
+        recorder.mean("mean", 1e308)
+        recorder.total("total", 1e308)
+        recorder.mean("opposite", math.inf)
+        ranks.append(encode(recorder.drain()))
+    merged = merge(ranks)
+    assert merged["mean"] == 1e308 and merged["total"] == math.inf and merged["opposite"] == math.inf
+
+
+def test_an_amount_that_ranks_hold_alike_is_counted_once():
+    ranks = []
+    for _ in range(3):
+        recorder = Recorder()
+        recorder.alike("updates", 1)
+        recorder.alike("updates", 1)
+        ranks.append(encode(recorder.drain()))
+    assert merge(ranks) == {"updates": 2.0}

@@ -13,6 +13,7 @@ from spmdrl.engines.training.checkpoint import CheckpointStore
 from spmdrl.job.actor import CHECKPOINTS, MODEL, newest_model
 from spmdrl.job.savable import Savable
 from spmdrl.observability.console import Console
+from spmdrl.observability.health import HealthWatch, counts_so_far, trouble_of
 from spmdrl.observability.log import MetricsLog, SamplesLog
 from spmdrl.observability.metrics import Recorder, encode, merge
 from spmdrl.observability.report import write_report
@@ -29,10 +30,11 @@ class Run:
     """One run on this rank. Making, resuming and finishing it are collective over all ranks."""
 
     def __init__(
-        self, config: Config, world: World, *, num_steps: int, resolved_config: str, title: str = "train",
+        self, config: Config, world: World, *, num_steps: int, resolved_config: str, phase: str,
         started: float | None = None,
     ):  # fmt: skip
-        """`started` is when the clock of the run's `seconds` began (`time.perf_counter`); now, unless given."""
+        """`phase` names what the steps do, such as sft or grpo. `started` is when the clock of the run's `seconds`
+        began (`time.perf_counter`); now, unless given."""
         self.config = config
         self.world = world
         self.folder = config.run.folder
@@ -48,7 +50,8 @@ class Run:
         self.accuracy_before_interval: list[float] | None = None
         self.is_finished = False
         """Whether the run was ended before, so that no step remains."""
-        self._title = title
+        self.phase = phase
+        self._health = HealthWatch()
         self._started = time.perf_counter() if started is None else started
         self._step_started = self._started
         if world.is_main:
@@ -91,7 +94,7 @@ class Run:
 
     def remaining_steps(self) -> Iterator[int]:
         """Steps still to do, numbered from 1."""
-        self.console.start(self.num_steps, title=self._title, done_steps=self.start_step)
+        self.console.start(self.num_steps, phase=self.phase, done_steps=self.start_step)
         for step in range(self.start_step + 1, self.num_steps + 1):
             if self.is_finished:
                 return
@@ -147,10 +150,13 @@ class Run:
         for stage, seconds in self.timeline.stage_seconds(step).items():
             self.recorder.maximum(f"time/{stage}", seconds)
         self.recorder.maximum("time/step", time.perf_counter() - self._step_started)
-        self.metrics = self._with_rates(merge(gather_bytes(encode(self.recorder.drain()))))
+        metrics = self._with_rates(merge(gather_bytes(encode(self.recorder.drain()))))
+        self.metrics = metrics | counts_so_far(metrics, self.metrics)
         self._note_first(step)
         if self._metrics_log is not None:
             self._metrics_log.write(step, self.metrics)
+            for warning in self._health.warnings(step, self.metrics):
+                self.console.note(warning)
 
     def _with_rates(self, metrics: dict[str, float]) -> dict[str, float]:
         tokens, seconds = metrics.get("perf/tokens"), metrics["time/step"]
@@ -192,6 +198,7 @@ class Run:
         report = self.folder / "report.html"
         summary = {
             "verdict": verdict,
+            "trouble": trouble_of(self.metrics) or None,
             "steps": self.last_step,
             "reward_first": self.first_metrics.get("reward"),
             "reward_last": self.metrics.get("reward"),
@@ -205,7 +212,7 @@ class Run:
         known = {name: value for name, value in (summary | fields).items() if value is not None}
         write_summary(self.folder, **known)
         write_report(self.folder)
-        self.console.summary(read_summary(self.folder))
+        self.console.summary(read_summary(self.folder), phase=self.phase)
 
     def identity(self) -> dict[str, object]:
         """What must not change between the parts of one run, or its steps would mean something else."""

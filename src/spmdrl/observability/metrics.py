@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["mean", "total", "max", "min"]
+Kind = Literal["mean", "total", "alike", "max", "min"]
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,8 @@ class Stat:
         """The stat of both parts together."""
         if self.kind == "mean":
             return Stat("mean", self.value + other.value, self.count + other.count)
-        if self.kind == "total":
-            return Stat("total", self.value + other.value)
+        if self.kind in ("total", "alike"):
+            return Stat(self.kind, self.value + other.value)
         return Stat(self.kind, _extreme(self.kind, [self.value, other.value]))
 
 
@@ -42,6 +42,10 @@ class Recorder:
     def total(self, name: str, value: float) -> None:
         """Record an amount that adds up over records and ranks."""
         self._add(name, Stat("total", float(value)))
+
+    def alike(self, name: str, value: float) -> None:
+        """Record an amount that adds up over records and is the same on every rank, where it is counted once."""
+        self._add(name, Stat("alike", float(value)))
 
     def maximum(self, name: str, value: float) -> None:
         """Record a value of which the largest over records and ranks counts."""
@@ -90,19 +94,31 @@ def _reduced(stats: Sequence[Stat]) -> float:
     kind = stats[0].kind
     values = [stat.value for stat in stats]
     if kind == "mean":
-        return _sum(values) / math.fsum(stat.count for stat in stats)
+        return _mean(stats)
     return _sum(values) if kind == "total" else _extreme(kind, values)
+
+
+def _mean(stats: Sequence[Stat]) -> float:
+    count = math.fsum(stat.count for stat in stats)
+    total = _sum([stat.value for stat in stats])
+    if math.isfinite(total):
+        return total / count
+    # The sum of huge values overflows where their mean doesn't.
+    return _sum([stat.value / count for stat in stats])
 
 
 def _sum(values: Sequence[float]) -> float:
     # fsum refuses inf + -inf and overflow, which a broken step may produce and its log must show.
-    return math.fsum(values) if all(map(math.isfinite, values)) else sum(values)
+    try:
+        return math.fsum(values) if all(map(math.isfinite, values)) else sum(values)
+    except OverflowError:
+        return sum(values)
 
 
 def _extreme(kind: Kind, values: Sequence[float]) -> float:
     if any(map(math.isnan, values)):
         return math.nan
-    return max(values) if kind == "max" else min(values)
+    return min(values) if kind == "min" else max(values)
 
 
 def _refuse_two_kinds(name: str, first: Kind, second: Kind) -> None:

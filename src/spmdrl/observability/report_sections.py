@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from spmdrl.observability.console import outcome
 from spmdrl.observability.jsonl import number
 from spmdrl.observability.report_data import RunData
 from spmdrl.observability.report_html import escape, section, table, value_text
@@ -37,7 +38,7 @@ def header(run: RunData) -> str:
 def verdict_of(run: RunData) -> str:
     """The summary's verdict; a run that never wrote its end is unfinished."""
     verdict = run.summary.get("verdict")
-    return "unfinished: still running or killed" if verdict in (None, "running") else str(verdict)
+    return "unfinished: still running or killed" if verdict in (None, "running") else outcome(run.summary)
 
 
 def comparison(runs: Sequence[RunData]) -> str:

@@ -59,7 +59,8 @@ class AdvantageStage:
             self.recorder.mean("reward", float(usable.mean()))
             self.recorder.mean("reward_std", float(usable.std()) if usable.numel() > 1 else 0.0)
             for percent in (10, 90):
-                self.recorder.mean(f"reward_p{percent}", float(np.percentile(usable.numpy(), percent)))
+                with np.errstate(invalid="ignore"):  # a reward beyond float32 is infinite, and warned of by the run
+                    self.recorder.mean(f"reward_p{percent}", float(np.percentile(usable.numpy(), percent)))
         self.recorder.mean("frac_reward_zero_std", share_without_signal(rewards_B, groups_B))
 
 

@@ -96,8 +96,9 @@ class UpdateStage:
         counts = [int(lengths_B.sum()), len(batch), int(has_signal_B.sum())]
         num_tokens, num_rows, num_with_signal = self.engine.sum_over_rows(counts)
         if num_rows == 0:
-            self.recorder.maximum("update/skipped", 1.0)
+            self._count(skipped=True, without_rows=True)
             return None
+        self.recorder.mean("frac_advantage_zero", 1.0 - num_with_signal / num_rows, num_rows)
         # The weights count all rows, those that are left out below too: the gradient stays the same.
         scope = LossScope(num_tokens, num_rows, self.plan.max_completion_length)
         batch.put_ragged("weights", learner.token_weights(lengths_B, scope), batch.offsets("response_ids"))
@@ -121,13 +122,19 @@ class UpdateStage:
         self.recorder.mean("loss", result.loss)
         self.recorder.mean("grad_norm", result.grad_norm)
         self.recorder.mean("lr", result.lr)
-        self.recorder.maximum("update/skipped", float(result.skipped))
+        self._count(skipped=result.skipped)
         for name, (total, count) in result.metrics.items():
             if count:
                 self.recorder.mean(name, total / count)
         for name, largest in result.maxima.items():
             if largest != -math.inf:
                 self.recorder.maximum(name, largest)
+
+    def _count(self, *, skipped: bool, without_rows: bool = False) -> None:
+        """Count one update, as every rank does alike."""
+        self.recorder.alike("update/count", 1)
+        self.recorder.alike("update/skipped", skipped)
+        self.recorder.alike("update/without_rows", without_rows)
 
 
 def rows_with_signal(batch: Batch) -> Tensor:

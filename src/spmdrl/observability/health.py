@@ -1,0 +1,112 @@
+"""Trouble that doesn't stop a run: counted over its steps, warned of at once, and named in its outcome."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+
+from spmdrl.observability.units import scientific
+
+Metrics = Mapping[str, float]
+
+STEPS_BEFORE_WARNING = 3
+"""so many steps in a row without a signal are no chance"""
+_COUNTED = {
+    "health/updates": "update/count",
+    "health/updates_skipped": "update/skipped",
+    "health/updates_without_rows": "update/without_rows",
+}
+_STEPS = "health/steps"
+_IDLE = "health/steps_without_signal"
+_IDLE_IN_A_ROW = "health/steps_without_signal_in_a_row"
+
+
+def counts_so_far(metrics: Metrics, before: Metrics) -> dict[str, float]:
+    """What has been counted in the run up to a step, given the metrics of the step `before` it."""
+    known = {name: value for name, value in before.items() if name.startswith("health/")}
+    if "update/count" not in metrics:
+        return known
+    counts = {total: known.get(total, 0.0) + metrics.get(name, 0.0) for total, name in _COUNTED.items()}
+    # Supervised steps have no advantages, and steps without rows are counted above.
+    if "frac_advantage_zero" not in metrics:
+        return known | counts
+    idle = metrics["frac_advantage_zero"] == 1.0
+    counts[_STEPS] = known.get(_STEPS, 0.0) + 1.0
+    counts[_IDLE] = known.get(_IDLE, 0.0) + idle
+    counts[_IDLE_IN_A_ROW] = known.get(_IDLE_IN_A_ROW, 0.0) + 1.0 if idle else 0.0
+    return counts
+
+
+class HealthWatch:
+    """Makes the warnings of a run, each kind of them at its 1st, 10th, 100th, ... time."""
+
+    def __init__(self) -> None:
+        self._times: Counter[str] = Counter()
+
+    def warnings(self, step: int, metrics: Metrics) -> list[str]:
+        """What to warn of after a step, with the likely cause and a way out."""
+        due = [text for kind, text in _complaints(metrics) if self._is_due(kind)]
+        broken = [f"{name} is {value}" for name, value in _broken(metrics) if self._is_due(name)]
+        if broken:
+            due.append(f"not finite: {', '.join(broken)}")
+        return [f"WARNING: step {step}: {text}" for text in due]
+
+    def _is_due(self, kind: str) -> bool:
+        self._times[kind] += 1
+        return math.log10(self._times[kind]).is_integer()
+
+
+def trouble_of(metrics: Metrics) -> list[str]:
+    """What a run's outcome must not hide, by the metrics of its last step."""
+    updates, skipped = metrics.get("health/updates", 0.0), metrics.get("health/updates_skipped", 0.0)
+    steps, idle = metrics.get(_STEPS, 0.0), metrics.get(_IDLE, 0.0)
+    without_rows = metrics.get("health/updates_without_rows", 0.0)
+    trouble = []
+    if skipped > without_rows:
+        trouble.append(
+            f"{skipped - without_rows:.0f} of {updates:.0f} updates were skipped: loss or gradient norm not finite"
+        )
+    if without_rows:
+        trouble.append(f"{without_rows:.0f} of {updates:.0f} updates were skipped: no row had a usable reward")
+    # Late in a good run some steps have none.
+    if 2 * idle > steps:
+        trouble.append(f"{idle:.0f} of {steps:.0f} steps taught nothing: all advantages were 0")
+    return trouble
+
+
+def _complaints(metrics: Metrics) -> Iterator[tuple[str, str]]:
+    """Kind and text of all that is wrong with a step."""
+    skipped, without_rows = metrics.get("update/skipped", 0.0), metrics.get("update/without_rows", 0.0)
+    so_far = f"{metrics.get('health/updates_skipped', 0.0):.0f} of {metrics.get('health/updates', 0.0):.0f} so far"
+    if skipped > without_rows:
+        text = (
+            f"an update was SKIPPED ({so_far}), the weights are as before: loss {_shown(metrics, 'loss')}, gradient "
+            f"norm {_shown(metrics, 'grad_norm')}; usually the learning rate is too high ({_shown(metrics, 'lr')} "
+            "now) or a reward is huge: lower the rate, warm it up, or look at the rewards in samples.jsonl"
+        )
+        yield "skipped", text
+    if without_rows:
+        text = (
+            f"an update was SKIPPED ({so_far}): no row had a usable reward, so nothing is learnt; the reward "
+            "functions gave None or failed for every row: try them by hand on the responses in samples.jsonl"
+        )
+        yield "without rows", text
+    elif metrics.get(_IDLE_IN_A_ROW, 0.0) >= STEPS_BEFORE_WARNING:
+        text = (
+            f"all advantages were 0 in {metrics[_IDLE_IN_A_ROW]:.0f} steps in a row, so nothing is learnt: the "
+            f"responses to a prompt all have the same reward (mean {_shown(metrics, 'reward')}); is it constant, "
+            "or are the prompts too hard or too easy? look at samples.jsonl, raise rollout.num_generations or "
+            "rollout.temperature, or choose other prompts"
+        )
+        yield "no signal", text
+
+
+def _broken(metrics: Metrics) -> Iterator[tuple[str, float]]:
+    """Metrics that aren't finite, but for those that the warning of a skipped update names."""
+    named = ("loss", "grad_norm") if metrics.get("update/skipped") else ()
+    return ((name, value) for name, value in metrics.items() if not math.isfinite(value) and name not in named)
+
+
+def _shown(metrics: Metrics, name: str) -> str:
+    return scientific(metrics[name]) if name in metrics else "unknown"

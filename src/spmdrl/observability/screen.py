@@ -1,0 +1,36 @@
+"""The edge to a person's terminal: text from outside reaches it without any power over it."""
+
+from __future__ import annotations
+
+import re
+import sys
+import traceback
+from types import TracebackType
+from typing import TextIO
+
+# Controls (C0 but newline and tab, DEL, C1), what turns the direction of text or hides in it, line and paragraph
+# separators, tags, and halves of surrogate pairs, which no encoding can write.
+_UNSAFE = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
+    "\U000e0000-\U000e007f\ud800-\udfff]"
+)
+
+
+def safe_text(text: str) -> str:
+    """The text with every character that could steer a terminal written as its escape, such as \\x1b or \\u202e."""
+    return _UNSAFE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def show(text: object = "", *, stream: TextIO | None = None, end: str = "\n") -> None:
+    """Print a text of any origin, flushed; on standard output unless a stream is given."""
+    stream = sys.stdout if stream is None else stream
+    try:
+        stream.write(safe_text(str(text)) + end)
+    except UnicodeEncodeError:
+        stream.write(safe_text(str(text)).encode("ascii", "backslashreplace").decode() + end)
+    stream.flush()
+
+
+def show_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """An exception hook like Python's own, whose text can't steer the terminal."""
+    show("".join(traceback.format_exception(kind, error, trace)), stream=sys.stderr, end="")

@@ -1,0 +1,159 @@
+"""The line about a step: every field in a file, and on a terminal what fits its width."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from spmdrl.observability.units import count, duration, fixed, percent, scientific
+
+MISSING = "-"
+# Short names of the stages, in the order of a step; time in stages that have none is `other`.
+STAGE_NAMES = {
+    "generation": "gen", "reward": "rew", "reference": "ref", "old_logprobs": "lp", "inference": "lp",
+    "advantage": "adv", "update": "upd", "resharding": "reshard", "probe": "probe", "evaluation": "eval",
+}  # fmt: skip
+OTHER = "other"
+# What leaves a terminal's line first when it would be too wide, once the small timings have. Nothing else leaves.
+LEAST_NEEDED = ("mem", "ent", "tok/s", "mismatch", "len", "kl", "zero-adv", "timings", "eta", "seconds")
+SMALL_SHARE = 0.05
+"""A stage below this share of its step gives way before any metric does."""
+
+
+@dataclass(frozen=True)
+class StepFacts:
+    """A step's metrics, and what a line needs to know besides."""
+
+    step: int
+    metrics: Mapping[str, float]
+    max_steps: int | None = None
+    phase: str = ""
+    """what kind of steps these are, such as grpo or sft"""
+    seconds_per_step: float | None = None
+    """what the remaining time is reckoned with; without it, this step's own seconds"""
+
+
+def full_line(facts: StepFacts) -> str:
+    """All fields, always the same ones in the same order; `-` stands for what the step doesn't have."""
+    parts = _parts(facts)
+    timings = " ".join(f"{name} {text or MISSING}" for name, text in _timings(facts.metrics).items())
+    seconds = f"{parts.pop('seconds') or MISSING} ({timings})"
+    return " | ".join([parts.pop("step"), seconds, *(text or _missing(name) for name, text in parts.items())])
+
+
+def fitted_line(facts: StepFacts, width: int) -> str:
+    """The fields that the step has, as far as they fit; reward, loss and gradient norm always do from 72 columns on."""
+    parts = _parts(facts)
+    # On a terminal only trouble is worth the columns.
+    if not facts.metrics.get("health/updates_skipped"):
+        parts["skipped"] = ""
+    timings = {name: text for name, text in _timings(facts.metrics).items() if text is not None and float(text)}
+    order = sorted(timings, key=lambda name: float(timings[name] or 0))
+    whole = sum(float(text or 0) for text in timings.values())
+    small = [name for name in order if float(timings[name] or 0) < SMALL_SHARE * whole]
+    leaving = [*small, *LEAST_NEEDED]
+    while len(line := _joined(parts, timings)) > width and leaving:
+        name = leaving.pop(0)
+        if name == "timings":
+            timings.clear()
+        elif timings.pop(name, None) is None:
+            parts[name] = ""
+    return line if len(line) <= width else line[: width - 3] + "..."
+
+
+def _missing(name: str) -> str:
+    return f"{MISSING} {name}" if name == "tok/s" else f"{name} {MISSING}"
+
+
+def _joined(parts: Mapping[str, str], timings: Mapping[str, str | None]) -> str:
+    shown = dict(parts)
+    if timings:
+        inside = " ".join(f"{name} {text}" for name, text in timings.items())
+        shown["seconds"] = f"{shown['seconds']} ({inside})".strip()
+    return " | ".join(text for text in shown.values() if text)
+
+
+def _parts(facts: StepFacts) -> dict[str, str]:
+    """The text of each field, empty where the step doesn't have it."""
+    metrics, step, last = facts.metrics, facts.step, facts.max_steps
+    head = f"{facts.phase} step {step}".lstrip() + ("" if last is None else f"/{last}")
+    return {
+        "step": head,
+        "seconds": _seconds_text(metrics),
+        "reward": _reward_part(metrics),
+        "loss": _part(metrics, "loss", "loss {}", lambda value: fixed(value, 3)),
+        "gnorm": _part(metrics, "grad_norm", "gnorm {}", lambda value: fixed(value, 2)),
+        "skipped": _skipped_part(metrics),
+        "zero-adv": _part(metrics, "frac_reward_zero_std", "zero-adv {}", percent),
+        "len": _length_part(metrics),
+        "kl": _part(metrics, "kl", "kl {}", lambda value: fixed(value, 3)),
+        "ent": _part(metrics, "entropy", "ent {}", lambda value: fixed(value, 2)),
+        "mismatch": _part(metrics, "mismatch/abs_mean", "mismatch {}", scientific),
+        "tok/s": _part(metrics, "perf/tokens_per_second", "{} tok/s", count),
+        "mem": _memory_part(metrics),
+        "eta": _eta_part(facts),
+    }
+
+
+def _part(metrics: Mapping[str, float], name: str, shape: str, text_of: Callable[[float], str]) -> str:
+    return shape.format(text_of(metrics[name])) if name in metrics else ""
+
+
+def _decimals(metrics: Mapping[str, float]) -> int:
+    """As many for all seconds of a line, by the longest of them."""
+    times = [value for name, value in metrics.items() if name.startswith("time/")]
+    longest = metrics.get("time/step", max(times, default=0.0))
+    return 0 if longest >= 100 else 1 if longest >= 1 else 2
+
+
+def _seconds_text(metrics: Mapping[str, float]) -> str:
+    return f"{metrics['time/step']:.{_decimals(metrics)}f}s" if "time/step" in metrics else ""
+
+
+def _timings(metrics: Mapping[str, float]) -> dict[str, str | None]:
+    """Seconds by short name of a stage, None where the step had none of it."""
+    # A deeper name, such as time/update/forward, is part of its stage's seconds.
+    times = {name[5:]: value for name, value in metrics.items() if name.startswith("time/") and name.count("/") == 1}
+    times.pop("step", None)
+    seconds: dict[str, float | None] = dict.fromkeys([*STAGE_NAMES.values(), OTHER])
+    for stage, value in times.items():
+        short = STAGE_NAMES.get(stage, OTHER)
+        seconds[short] = (seconds[short] or 0.0) + value
+    decimals = _decimals(metrics)
+    return {name: None if value is None else f"{value:.{decimals}f}" for name, value in seconds.items()}
+
+
+def _reward_part(metrics: Mapping[str, float]) -> str:
+    spread = f" +-{fixed(metrics['reward_std'], 2)}" if "reward_std" in metrics else ""
+    return _part(metrics, "reward", "reward {}" + spread, lambda value: fixed(value, 3))
+
+
+def _skipped_part(metrics: Mapping[str, float]) -> str:
+    """Updates of the run so far that changed nothing, of all."""
+    if "health/updates" not in metrics:
+        return ""
+    return f"skipped {metrics.get('health/updates_skipped', 0.0):.0f}/{metrics['health/updates']:.0f}"
+
+
+def _length_part(metrics: Mapping[str, float]) -> str:
+    clipped = _part(metrics, "completions/clipped_ratio", " (clip {})", percent)
+    return _part(metrics, "completions/mean_length", "len {}" + clipped, lambda value: fixed(value, 0))
+
+
+def _memory_part(metrics: Mapping[str, float]) -> str:
+    """The highest peak of a device; where there is none, what the largest process holds."""
+    peaks = [value for name, value in metrics.items() if name.startswith("mem/") and name.endswith("_peak_gib")]
+    peaks = peaks or [metrics[name] for name in ("mem/resident_gib",) if name in metrics]
+    if not peaks:
+        return ""
+    decimals = 0 if max(peaks) >= 10 else 1
+    whole = f"/{metrics['mem/total_gib']:.0f}" if "mem/total_gib" in metrics else ""
+    return f"mem {max(peaks):.{decimals}f}{whole} GiB"
+
+
+def _eta_part(facts: StepFacts) -> str:
+    pace = facts.seconds_per_step or facts.metrics.get("time/step")
+    if facts.max_steps is None or pace is None or not math.isfinite(pace):
+        return ""
+    return f"eta {duration(max(0, facts.max_steps - facts.step) * pace)}"
