@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+
 from spmdrl.cli import main
+from spmdrl.observability.screen import show_exception
 
 # Guarded, because processes started by `spawn` import this file again.
 if __name__ == "__main__":
+    sys.excepthook = show_exception
     raise SystemExit(main())

@@ -7,6 +7,7 @@ import os
 from spmdrl.config import Config
 from spmdrl.configfile import LoadedConfig
 from spmdrl.job.checked import check_run
+from spmdrl.observability.screen import show
 from spmdrl.resources.launch import read_launch_environment
 
 
@@ -16,10 +17,10 @@ def main(loaded: LoadedConfig[Config]) -> int:
     launch, generation = read_launch_environment(os.environ), checked.config.resources.generation
     if launch.rank != 0:
         return 0
-    print(checked.resolved_config, end="")
-    print(f"# update layout: {checked.layout}")
-    print(f"# generation layout: {generation}, replicas: {launch.world_size // generation.tensor}")
-    print(f"# worker states: {' -> '.join(state.value for state in checked.needs)}")
+    show(checked.resolved_config, end="")
+    show(f"# update layout: {checked.layout}")
+    show(f"# generation layout: {generation}, replicas: {launch.world_size // generation.tensor}")
+    show(f"# worker states: {' -> '.join(state.value for state in checked.needs)}")
     for source in (*checked.train_rows, *checked.eval_rows):
-        print(f"# {source.summary}")
+        show(f"# {source.summary}")
     return 0

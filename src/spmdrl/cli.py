@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from spmdrl import __version__
 from spmdrl.configfile import ConfigError, split_arguments, start_up
+from spmdrl.observability.screen import show
 from spmdrl.resources.launch import LaunchEnvironment, StartRefused, read_launch_environment
 
 VERBS = {
@@ -50,10 +51,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     is_own_help = arguments[:1] in (["bench"], ["report"])
     if arguments[:1] == ["--version"]:
-        print(f"spmdrl {__version__}")
+        show(f"spmdrl {__version__}")
         return 0
     if arguments[:1] == ["help"] or (not is_own_help and {"-h", "--help"} & set(arguments)):
-        print(usage(), end="")
+        show(usage(), end="")
         return 0
     launch = LaunchEnvironment()
     try:
@@ -109,7 +110,7 @@ def _run_configured(verb: str, arguments: Sequence[str], rank: int) -> int:
         loaded = load_config(files, overrides)
     if rank == 0:
         for written, canonical in loaded.aliases_used.items():
-            print(f"config: {written} is read as {canonical}", flush=True)
+            show(f"config: {written} is read as {canonical}")
     if verb == "train":
         from spmdrl.train import main as run
     elif verb == "sft":
@@ -125,7 +126,7 @@ def _run_configured(verb: str, arguments: Sequence[str], rank: int) -> int:
 
 def _refuse(error: ValueError, rank: int) -> int:
     speaker = "spmdrl" if rank == 0 else f"spmdrl: rank {rank}"
-    print(f"{speaker}: {error}", file=sys.stderr, flush=True)
+    show(f"{speaker}: {error}", stream=sys.stderr)
     return 2
 
 

@@ -19,6 +19,7 @@ from spmdrl.engines.training.checkpoint import CheckpointConfig
 from spmdrl.engines.training.engine import TrainingConfig
 from spmdrl.engines.training.optimizer import OptimConfig
 from spmdrl.observability.log import LogConfig
+from spmdrl.observability.screen import safe_text
 from spmdrl.resources.layout import ResourcesConfig
 
 
@@ -81,9 +82,21 @@ class RunConfig:
     dir: str | None = None
     """the run's folder; null is runs/<name>"""
 
+    def __post_init__(self) -> None:
+        if not _is_folder_name(self.name):
+            raise ValueError(
+                f"run.name is {self.name!r}, but it names a folder in runs/: give it 1 to 200 bytes without slashes, "
+                "controls or spaces at its ends; run.dir takes a path"
+            )
+
     @property
     def folder(self) -> Path:
         return Path(self.dir if self.dir is not None else f"runs/{self.name}")
+
+
+def _is_folder_name(name: str) -> bool:
+    is_plain = name == name.strip() == safe_text(name) and not set(name) & set("/\\\n\t")
+    return is_plain and name not in ("", ".", "..") and len(name.encode()) <= 200
 
 
 @dataclass(frozen=True)

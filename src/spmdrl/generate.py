@@ -22,6 +22,7 @@ from spmdrl.job.kept_answers import KeptAnswers
 from spmdrl.job.replica import Replica, build_replica, load_for_generation
 from spmdrl.observability.console import Console
 from spmdrl.observability.progress import GenerationProgress
+from spmdrl.observability.screen import show
 from spmdrl.resources.world import World, open_world
 
 FILE = "generated.jsonl"
@@ -43,7 +44,7 @@ def main(loaded: LoadedConfig[Config]) -> int:
             unfinished.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
             unfinished.replace(path)
             for line in lines:
-                print(line)
+                show(line)
         kept.drop()
     return 0
 

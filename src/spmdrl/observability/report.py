@@ -20,6 +20,7 @@ from spmdrl.observability.report_resharding import moved_by_link
 from spmdrl.observability.report_samples import sample_section
 from spmdrl.observability.report_sections import comparison, configuration, header, health
 from spmdrl.observability.report_timeline import gantt, memory_by_owner
+from spmdrl.observability.screen import show
 from spmdrl.observability.timeline import write_perfetto
 
 REPORT_FILE = "report.html"
@@ -42,12 +43,12 @@ def main(argv: Sequence[str]) -> int:
     try:
         path = write_report(arguments.run_dir, others=arguments.other_run_dirs, out=arguments.output)
     except FileNotFoundError as error:
-        print(f"spmdrl report: {error}", file=sys.stderr)
+        show(f"spmdrl report: {error}", stream=sys.stderr)
         return 2
-    print(f"report: {path}")
+    show(f"report: {path}")
     if arguments.perfetto is not None:
         write_perfetto(arguments.run_dir / "timeline", arguments.perfetto)
-        print(f"trace: {arguments.perfetto} (open it in ui.perfetto.dev)")
+        show(f"trace: {arguments.perfetto} (open it in ui.perfetto.dev)")
     return 0
 
 
