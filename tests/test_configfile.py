@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -210,6 +212,10 @@ def test_one_key_under_two_names_in_one_file_is_refused(tmp_path: Path) -> None:
             "(while parsing a flow sequence at a.yaml:2)",
         ),
         ("seed: !!python/name:os.system", "a.yaml:2: not valid YAML: tag:yaml.org,2002:python/name:os.system"),
+        ("seed: .nan", "a.yaml:2: seed is .nan, but must be a whole number"),
+        ("optim: {lr: .nan}", "a.yaml:2: optim.lr is .nan, but must be a number"),
+        ("optim: {lr: 1" + 400 * "0" + "}", "a.yaml:2: optim.lr is 1000000"),
+        ("optim: {<<: 3}", "a.yaml:2: not valid YAML: << takes a mapping or a list of mappings, such as *name"),
         ("seed: &a [*a]", "a.yaml:2: not valid YAML: an anchor holds itself"),
         ("---\nseed: 1", "not valid YAML: but found another document"),
         ("? [a]\n: 1", "a.yaml:2: not valid YAML: a key must be plain text"),
@@ -240,6 +246,136 @@ def test_all_faults_are_shown_together(tmp_path: Path) -> None:
     for part in ("a.yaml:1: optim.lr", "a.yaml:2: unknown key sede", "command line: seed", "b.yaml:1: stops"):
         assert f"  {part}" in message
     assert "a.yaml, b.yaml: model.path is required (text), but is not given; set it in b.yaml, or add" in message
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        pytest.param(
+            "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 30)),
+            "more than 50,000 values once aliases (*name) are expanded, which no configuration needs",
+            id="a bomb of lists",
+        ),
+        pytest.param(
+            "a0: &a0 {x: 1}\n"
+            + "".join(f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 9)}]}}\n" for n in range(1, 30)),
+            "more than 50,000 values",
+            id="a bomb of merges",
+        ),
+        pytest.param("seed: " + "[" * 30_000, "a.yaml:1: more than 50 levels inside each other", id="brackets"),
+        pytest.param("seed: " + "{a: " * 30_000, "more than 50 levels", id="braces"),
+        pytest.param("- " * 30_000, "more than 50 levels", id="dashes on a line"),
+        pytest.param("".join(f"{' ' * n}a:\n" for n in range(300)), "more than 50 levels", id="indentation"),
+        pytest.param("? " * 30_000, "more than 50 levels", id="question marks"),
+        pytest.param("model: {path: a}\n" + "a." * 60 + "a: 1", "has more than 50 names", id="dots"),
+        pytest.param("x: " + "y" * 300_000, "a.yaml: more than 256 KiB, which no configuration needs", id="size"),
+        pytest.param("seed: " + "9" * 5000, "a.yaml:1: a whole number of more than 4000 digits", id="digits"),
+    ],
+)
+def test_text_that_exhausts_a_reader_is_refused_in_one_line(tmp_path: Path, text: str, expected: str) -> None:
+    started = time.process_time()
+    message = refusal(tmp_path, text)
+    assert expected in message
+    assert "\n" not in message and len(message) < 1000
+    # Unlimited, the bombs take years and the rest seconds; a busy machine is ten times slower than this needs.
+    assert time.process_time() - started < 20
+
+
+@pytest.mark.parametrize(
+    "override", ["seed=" + "[" * 30_000, "a." * 2000 + "a=1", "seed=" + "9" * 5000, "rollout.engine_kwargs=" + "[" * 99]
+)
+def test_the_command_line_has_the_same_limits(tmp_path: Path, override: str) -> None:
+    message = refusal(tmp_path, "model: {path: a}", override)
+    assert "more than" in message and len(message) < 1000
+
+
+def test_a_file_without_end_is_read_no_further_than_the_limit() -> None:
+    with pytest.raises(ConfigError, match="/dev/zero: more than 256 KiB"):
+        read_config(Root, [Path("/dev/zero")], [], ALIASES)
+
+
+def test_many_faults_are_counted_and_the_first_shown(tmp_path: Path) -> None:
+    message = refusal(tmp_path, "".join(f"key{n}: 1\n" for n in range(200)), "model.path=a")
+    assert message.startswith("200 faults") and message.endswith("... and 180 more")
+
+
+# What YAML is made of, so that random texts get past its first character.
+PIECES = st.sampled_from(
+    [
+        "seed",
+        "model",
+        "optim",
+        "lr",
+        "path",
+        ": ",
+        ":\n",
+        "\n",
+        "  ",
+        "- ",
+        "? ",
+        "[",
+        "]",
+        "{",
+        "}",
+        ", ",
+        "&a ",
+        "*a",
+        "<<",
+    ]
+    + [
+        "!!int ",
+        "!!float ",
+        "!!binary ",
+        "!x ",
+        "|",
+        ">",
+        "'",
+        '"',
+        "\\",
+        "#",
+        "%",
+        "---",
+        "...",
+        "1e999",
+        ".nan",
+        "0x1",
+        "~",
+    ]
+    + ["2001-01-01", "null", "=", "\t", "\ufeff", "é", "\x00", "\ud800", "1" * 50, "."]
+)
+
+
+@settings(max_examples=150 * int(os.environ.get("SPMDRL_FUZZ", "1")))
+@given(st.binary(max_size=60) | st.lists(PIECES, max_size=40).map("".join), st.lists(PIECES, max_size=12).map("".join))
+def test_random_input_is_read_or_refused(
+    tmp_path_factory: pytest.TempPathFactory, content: bytes | str, value: str
+) -> None:
+    path = tmp_path_factory.mktemp("fuzz") / "a.yaml"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode(errors="surrogatepass"))
+    for files, overrides in (([path], []), ([], [f"rollout.engine_kwargs={value}", "model.path=a"]), ([], [value])):
+        try:
+            read_config(Root, files, overrides, ALIASES)
+        except ConfigError as error:
+            assert str(error)
+
+
+@pytest.mark.parametrize(
+    ("text", "num_faults"), [("path: [1", 1), ("- a", 1), ("pth: a", 1), ("pth: a\nnote: 3", 1), ("zzz: 1", 2), ("", 1)]
+)
+def test_a_broken_file_or_a_misspelt_key_is_one_fault(tmp_path: Path, text: str, num_faults: int) -> None:
+    @dataclass(frozen=True)
+    class Unset:
+        path: str | None = None
+        note: str | None = None
+
+        def __post_init__(self) -> None:
+            if self.path is None:
+                raise ValueError("path is null; set it")
+
+    (tmp_path / "a.yaml").write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        read_config(Unset, [tmp_path / "a.yaml"], [], {})
+    assert str(caught.value).startswith("2 faults" if num_faults == 2 else ("defaults: ", f"{tmp_path}/a.yaml:1: "))
 
 
 def test_a_rule_over_several_sections_names_the_origin_of_its_keys(tmp_path: Path) -> None:

@@ -155,6 +155,10 @@ class Config:
     resume: str = "auto"
     """auto: the newest checkpoint of the run's folder; never: start anew; else a step number or a checkpoint folder"""
 
+    def __post_init__(self) -> None:
+        if self.seed < 0:
+            raise ValueError(f"seed is {self.seed}, but must be >= 0; any other number is another run")
+
 
 def load_config(files: Sequence[Path], overrides: Sequence[str]) -> LoadedConfig[Config]:
     """Read and check a run's configuration. Raises ConfigError with every fault that was found."""

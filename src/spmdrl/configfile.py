@@ -16,10 +16,12 @@ from typing import Any, Generic, TypeVar
 
 from spmdrl.configaliases import Alias, Settings, Unconverted, convert_aliases, spellings_of
 from spmdrl.configvalues import FAILED, Conversion, default_of, describe, entries_of, joined, schema_keys, within
-from spmdrl.configyaml import Given, inline, leaves, plant, read_file, read_override, show
+from spmdrl.configyaml import Given, inline, leaves, plant, read_file, read_override, shortened, show
 
 T = TypeVar("T")
 _KEY = re.compile(r"[A-Za-z_][\w.-]*")
+_MOST_NAMES = 50
+_NUM_SHOWN = 20
 
 
 class ConfigError(ValueError):
@@ -47,9 +49,8 @@ def read_config(
     """
     problems: list[str] = []
     keys = list(schema_keys(root_type))
-    sources = [list(leaves(read_file(path, problems))) for path in files]
-    # What a broken file would have given is not missing.
-    are_files_whole = not problems
+    trees = [read_file(path, problems) for path in files]
+    sources = [list(leaves(given)) for given in trees if given is not None]
     sources.append(list(_override_leaves(overrides, problems)))
     spellings = spellings_of(aliases)
     tree: dict[str, Given] = {}
@@ -70,8 +71,11 @@ def read_config(
     value = conversion.section(root_type, tree, "")
     problems += conversion.problems
     problems += [_unknown_key(key, given, keys, spellings) for key, given in conversion.unknown]
-    if are_files_whole:
-        problems += [_missing_key(key, kind, files) for key, kind in conversion.missing]
+    # What a broken file or a misspelt key would have given is neither missing nor wrong.
+    if None not in trees:
+        meant = {key for unknown, _ in conversion.unknown for key in _keys_meant(unknown, keys, spellings)}
+        problems += [doubt.message for doubt in conversion.doubts if not meant & set(doubt.keys)]
+        problems += [_missing_key(key, kind, files) for key, kind in conversion.missing if key not in meant]
     if problems:
         raise ConfigError(_together(problems))
     assert value is not FAILED
@@ -127,7 +131,9 @@ def _override_leaves(overrides: Sequence[str], problems: list[str]) -> Iterator[
                 continue
             equals, text = "=", value
         if not equals or not _KEY.fullmatch(key):
-            problems.append(f"command line: {override!r} is no override; write key.path=value or --key.path value")
+            problems.append(
+                f"command line: {shortened(repr(override))} is no override; write key.path=value or --key.path value"
+            )
             continue
         given = read_override(key, text, problems)
         if given is not None:
@@ -158,6 +164,9 @@ def _canonical(
     for parts, given in source:
         # At the top of a source, `optim.lr` is the same as lr below optim.
         full = (*parts[0].split("."), *parts[1:])
+        if len(full) > _MOST_NAMES:
+            problems.append(f"{given.origin}: the key {shortened('.'.join(full))} has more than {_MOST_NAMES} names")
+            continue
         alias, spelling = None, ""
         for length in range(1, len(full) + 1):
             spelling = ".".join(full[:length])
@@ -180,7 +189,14 @@ def _unknown_key(key: str, given: Given, keys: Sequence[str], spellings: Mapping
     else:
         beside = [name.rpartition(".")[2] for name in keys if name.rpartition(".")[0] == section]
         advice = f"the keys of {section or 'the top level'} are {', '.join(beside)}"
-    return f"{given.origin}: unknown key {key} (= {show(given)}); {advice}"
+    return f"{given.origin}: unknown key {shortened(key)} (= {show(given)}); {advice}"
+
+
+def _keys_meant(unknown: str, keys: Sequence[str], spellings: Mapping[str, Alias]) -> list[str]:
+    """The keys that an unknown one may stand for: the nearest, or any of its section."""
+    section = unknown.rpartition(".")[0]
+    beside = [name for name in keys if section and name.rpartition(".")[0] == section]
+    return [*nearest_keys(unknown, keys, spellings), *beside]
 
 
 def nearest_keys(key: str, keys: Sequence[str], spellings: Mapping[str, Alias]) -> list[str]:
@@ -214,7 +230,9 @@ def _missing_key(key: str, kind: Any, files: Sequence[Path]) -> str:
 def _together(problems: Sequence[str]) -> str:
     if len(problems) == 1:
         return problems[0]
-    return f"{len(problems)} faults in the configuration:\n" + "\n".join(f"  {problem}" for problem in problems)
+    more = [f"... and {len(problems) - _NUM_SHOWN} more"] if len(problems) > _NUM_SHOWN else []
+    shown = [*problems[:_NUM_SHOWN], *more]
+    return f"{len(problems)} faults in the configuration:\n" + "\n".join(f"  {problem}" for problem in shown)
 
 
 def _resolved_lines(value: Any, key: str, origin: Mapping[str, str], *, indent: str) -> Iterator[str]:

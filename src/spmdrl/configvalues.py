@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import re
 import types
 from collections.abc import Iterator, Sequence
@@ -18,11 +19,20 @@ FAILED = object()
 _SCALARS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
 
 
+@dataclass(frozen=True)
+class Doubt:
+    """A dataclass's refusal that rests on keys which no source sets: another fault may be the reason for it."""
+
+    message: str
+    keys: tuple[str, ...]
+
+
 @dataclass
 class Conversion:
     """Converts one tree; collects what went wrong, unknown and missing keys, and each key's origin."""
 
     problems: list[str] = field(default_factory=list)
+    doubts: list[Doubt] = field(default_factory=list)
     unknown: list[tuple[str, Given]] = field(default_factory=list)
     missing: list[tuple[str, Any]] = field(default_factory=list)
     origin: dict[str, str] = field(default_factory=dict)
@@ -43,7 +53,7 @@ class Conversion:
         try:
             return kind(**values)
         except ValueError as error:
-            self.problems.append(self._with_origins(str(error), key))
+            self._add_refusal(str(error), key)
             return FAILED
 
     def _field(self, kind: Any, given: Given | None, path: str, default: object) -> Any:
@@ -97,6 +107,7 @@ class Conversion:
         if len(closest) != 1:
             return self._refuse(kind, given, key)
         self.problems += closest[0].problems
+        self.doubts += closest[0].doubts
         self.unknown += closest[0].unknown
         self.missing += closest[0].missing
         return FAILED
@@ -126,15 +137,22 @@ class Conversion:
         )
         return FAILED
 
-    def _with_origins(self, message: str, key: str) -> str:
+    def _add_refusal(self, message: str, key: str) -> None:
         """A refusal by the dataclass itself, after the origins of the keys that it names, else of its section's."""
         named = [name for name in self.origin if re.search(rf"(?<![\w.]){re.escape(name)}(?!\w|\.\w|\[)", message)]
         suspects = named or [name for name in self.origin if within(name, key)]
         written = [name for name in suspects if self.origin[name] != DEFAULT]
+        unwritten = tuple(name for name in suspects if name not in written)
         if len(written) == 1:
-            return f"{self.origin[written[0]]}: {message}"
-        origins = "; ".join(f"{name} from {self.origin[name]}" for name in written)
-        return f"{message} [{origins}]" if written else f"defaults: {message}"
+            message = f"{self.origin[written[0]]}: {message}"
+        elif written:
+            message += " [" + "; ".join(f"{name} from {self.origin[name]}" for name in written) + "]"
+        else:
+            message = f"defaults: {message}"
+        if unwritten:
+            self.doubts.append(Doubt(message, unwritten))
+        else:
+            self.problems.append(message)
 
 
 def joined(key: str, name: str) -> str:
@@ -237,13 +255,22 @@ def _scalar(kind: Any, given: Given) -> Any:
     if kind is type(None) and value is None:
         return None
     if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
-        return float(value)
+        return _as_float(value)
     if kind in (int, bool) and type(value) is kind:
         return value
     # Text is taken as written, so that a run may be called 12 or no; only an empty value is none.
     if kind is str and isinstance(value, str | int | float | bool):
         return given.text
     return FAILED
+
+
+def _as_float(value: int | float) -> Any:
+    try:
+        number = float(value)
+    except OverflowError:
+        return FAILED
+    # NaN would pass most checks against a bound.
+    return FAILED if math.isnan(number) else number
 
 
 def _literal(choices: Sequence[Any], given: Given) -> Any:

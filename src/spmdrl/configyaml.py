@@ -26,6 +26,14 @@ _FLOAT = re.compile(
 )
 _NUMBER_STARTS = list("-+.0123456789")
 
+# A file of a run has a few hundred short lines. Beyond these limits it is something else, or an attempt to exhaust the
+# reader: a few lines of anchors can stand for billions of values.
+_MOST_BYTES = 256 << 10
+_MOST_LEVELS = 50
+_MOST_VALUES = 50_000
+_MOST_DIGITS = 4000
+_MOST_SHOWN = 200
+
 Value: TypeAlias = "None | bool | int | float | str | list[Given] | dict[str, Given]"
 
 
@@ -48,11 +56,27 @@ class Given:
         return self.value
 
 
+class _LimitError(yaml.MarkedYAMLError):
+    """The text is valid, but larger than a configuration is."""
+
+
 class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers = {
         start: [(tag, pattern) for tag, pattern in resolvers if tag not in (_INT_TAG, _FLOAT_TAG)]
         for start, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
+    _level = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        """Compose a node and those below it, within the levels that are allowed."""
+        self._level += 1
+        if self._level > _MOST_LEVELS:
+            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
+            raise _LimitError(problem=f"more than {_MOST_LEVELS} levels inside each other", problem_mark=mark)
+        try:
+            return super().compose_node(parent, index)
+        finally:
+            self._level -= 1
 
 
 class _Dumper(yaml.SafeDumper):
@@ -70,21 +94,25 @@ _Dumper.add_representer(
 )
 
 
-def read_file(path: Path, problems: list[str]) -> Given:
-    """The mapping that a YAML file holds; what is wrong with the file is added to `problems`."""
-    empty = Given({}, "", str(path))
+def read_file(path: Path, problems: list[str]) -> Given | None:
+    """The mapping that a YAML file holds, or None where it can't be read as one; what is wrong goes to `problems`."""
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open("rb") as file:
+            content = file.read(_MOST_BYTES + 1)
+        text = content.decode("utf-8", errors="strict" if len(content) <= _MOST_BYTES else "replace")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         problems.append(f"{path}: the file can't be read: {reason}; the working directory is {Path.cwd()}")
-        return empty
-    given = _Composer(str(path), problems).read(text)
-    if given is None or (given.value is None and not given.text):
-        return empty
+        return None
+    num_problems = len(problems)
+    given = _Composer(str(path), problems).read(text.replace("\r\n", "\n").replace("\r", "\n"))
+    if given is None:
+        return Given({}, "", str(path)) if len(problems) == num_problems else None
+    if given.value is None and not given.text:
+        return Given({}, "", str(path))
     if not isinstance(given.value, dict):
         problems.append(f"{given.origin}: the file holds {show(given)}, but must hold a mapping such as 'seed: 0'")
-        return empty
+        return None
     return given
 
 
@@ -92,7 +120,9 @@ def read_override(key: str, text: str, problems: list[str]) -> Given | None:
     """The value of `key` on the command line, read as YAML; None where it is no YAML, which goes to `problems`."""
     faults: list[str] = []
     given = _Composer(None, faults).read(text)
-    problems.extend(f"{fault} (in {key}={text}; quote text for YAML too: {key}=\"'...'\")" for fault in faults)
+    problems.extend(
+        f"{fault} (in {key}={shortened(text)}; quote text for YAML too: {key}=\"'...'\")" for fault in faults
+    )
     if faults:
         return None
     return given or Given(None, "", COMMAND_LINE)
@@ -105,12 +135,19 @@ class _Composer:
         self._file = file
         self._problems = problems
         self._open: list[yaml.Node] = []
+        self._num_values = 0
 
     def read(self, text: str) -> Given | None:
+        if len(text) > _MOST_BYTES:
+            where = self._file or COMMAND_LINE
+            self._problems.append(f"{where}: more than {_MOST_BYTES >> 10} KiB, which no configuration needs")
+            return None
         try:
             loader = _Loader(text)
             node = loader.get_single_node()
-            return None if node is None else self._given(node, loader, "")
+            return None if node is None else self._given(node, "")
+        except _LimitError as error:
+            self._problems.append(f"{self._origin(error.problem_mark)}: {error.problem}, which no configuration needs")
         except yaml.MarkedYAMLError as error:
             context = f" ({error.context} at {self._origin(error.context_mark)})" if error.context_mark else ""
             self._problems.append(f"{self._origin(error.problem_mark)}: not valid YAML: {error.problem}{context}")
@@ -123,30 +160,47 @@ class _Composer:
             return COMMAND_LINE
         return self._file if mark is None else f"{self._file}:{mark.line + 1}"
 
-    def _given(self, node: yaml.Node, loader: _Loader, key: str) -> Given:
+    def _given(self, node: yaml.Node, key: str) -> Given:
         origin = self._origin(node.start_mark)
         if any(node is opened for opened in self._open):
             raise yaml.MarkedYAMLError(problem="an anchor holds itself", problem_mark=node.start_mark)
+        self._num_values += 1
+        if self._num_values > _MOST_VALUES:
+            problem = f"more than {_MOST_VALUES:,} values once aliases (*name) are expanded"
+            raise _LimitError(problem=problem, problem_mark=node.start_mark)
         if isinstance(node, yaml.ScalarNode):
             return Given(self._scalar(node), node.value, origin, quoted=node.style in ("'", '"'))
         self._open.append(node)
         try:
             if isinstance(node, yaml.MappingNode):
-                return Given(self._entries(node, loader, key), "", origin)
+                return Given(self._entries(node, key), "", origin)
             items = enumerate(node.value)
-            return Given([self._given(item, loader, f"{key}[{index}]") for index, item in items], "", origin)
+            return Given([self._given(item, f"{key}[{index}]") for index, item in items], "", origin)
         finally:
             self._open.pop()
 
-    def _entries(self, node: yaml.MappingNode, loader: _Loader, key: str) -> dict[str, Given]:
+    def _entries(self, node: yaml.MappingNode, key: str) -> dict[str, Given]:
         self._check_names(node, key)
-        # Puts what `<<: *anchor` brings in front, so that the mapping's own entries win.
-        loader.flatten_mapping(node)
-        entries = {}
+        merged: dict[str, Given] = {}
+        own: dict[str, Given] = {}
         for name, value in node.value:
-            given = self._given(value, loader, _join(key, name.value))
-            entries[name.value] = Given(given.value, given.text, self._origin(name.start_mark), given.quoted)
-        return entries
+            given = self._given(value, key if name.tag == _MERGE_TAG else _join(key, name.value))
+            if name.tag == _MERGE_TAG:
+                # Of several mappings under `<<`, the first that has a name wins.
+                merged = self._mapping_to_merge(given, value) | merged
+            else:
+                own[name.value] = Given(given.value, given.text, self._origin(name.start_mark), given.quoted)
+        return merged | own
+
+    @staticmethod
+    def _mapping_to_merge(given: Given, node: yaml.Node) -> dict[str, Given]:
+        merged: dict[str, Given] = {}
+        for source in given.value if isinstance(given.value, list) else [given]:
+            if not isinstance(source.value, dict):
+                problem = "<< takes a mapping or a list of mappings, such as *name"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
+            merged = source.value | merged
+        return merged
 
     def _check_names(self, node: yaml.MappingNode, key: str) -> None:
         first: dict[str, str] = {}
@@ -170,11 +224,14 @@ class _Composer:
         if node.tag == _BOOL_TAG and text.lower() in _Loader.bool_values:
             return _Loader.bool_values[text.lower()]
         if node.tag == _INT_TAG and _INT.match(text):
+            if len(text) > _MOST_DIGITS:
+                problem = f"a whole number of more than {_MOST_DIGITS} digits"
+                raise _LimitError(problem=problem, problem_mark=node.start_mark)
             return int(text)
         if node.tag == _FLOAT_TAG and (_FLOAT.match(text) or _INT.match(text)):
             return float(re.sub(r"\.(?=[a-zA-Z])(?![eE])", "", text))
         raise yaml.MarkedYAMLError(
-            problem=f"{node.tag} {text!r} is no tag for a plain value", problem_mark=node.start_mark
+            problem=f"{node.tag} {shortened(repr(text))} is no tag for a plain value", problem_mark=node.start_mark
         )
 
 
@@ -235,12 +292,17 @@ def given_of(value: Any, origin: str) -> Given:
 def show(given: Given) -> str:
     """A value as a message names it."""
     if isinstance(given.value, dict):
-        return "a mapping (" + ", ".join(given.value) + ")" if given.value else "an empty mapping"
+        return shortened("a mapping (" + ", ".join(given.value) + ")") if given.value else "an empty mapping"
     if isinstance(given.value, list):
         return f"a list of {len(given.value)}" if given.value else "an empty list"
     if isinstance(given.value, str):
-        return repr(given.text)
-    return given.text or "empty"
+        return shortened(repr(given.text))
+    return shortened(given.text) or "empty"
+
+
+def shortened(text: str) -> str:
+    """The text, or its beginning where it is too long for a message."""
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 
 def inline(value: object) -> str:
