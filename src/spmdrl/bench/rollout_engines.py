@@ -20,7 +20,7 @@ from spmdrl.engines.generation.protocol import Request, SamplingParams
 from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.hf import read_config
 from spmdrl.engines.models.kernels import ops
-from spmdrl.engines.models.weights import WeightFiles
+from spmdrl.engines.models.weight_check import open_weights
 from spmdrl.types import whole_slice
 
 _CPU = torch.device("cpu")
@@ -36,7 +36,7 @@ class Native:
         config = read_config(folder)
         rollout = RolloutConfig(max_running_rows=work.rows_at_once, compile=work.compiles)
         self._engine = NativeEngine(config, rollout, _CPU, torch.float32)
-        files = WeightFiles(folder)
+        files = open_weights(folder, config)
         self._engine.load_weights((name, files.read(whole_slice(name, files.shape(name)))) for name in files.names)
         self._engine.wake_cache()
         self._num_steps = self._num_fed = 0

@@ -24,7 +24,8 @@ from spmdrl.bench.plain_training import BATCHINGS, PlainTrainer
 from spmdrl.bench.table import BenchTable
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf import hf_config_dict, read_config
-from spmdrl.engines.models.weights import WeightFiles, random_weights, write_weights
+from spmdrl.engines.models.weight_check import open_weights
+from spmdrl.engines.models.weights import random_weights, write_weights
 from spmdrl.engines.training.engine import TrainingConfig, TrainingEngine
 from spmdrl.engines.training.microbatch import RowCost
 from spmdrl.engines.training.optimizer import OptimConfig
@@ -147,7 +148,7 @@ def _contenders(
     optim = OptimConfig()
     mesh = build_update_mesh(fit_update_layout(UpdateLayout(), world.size), world.device, world.rank)
     engine = TrainingEngine(config, training, optim, mesh, world.device)
-    engine.load(WeightFiles(folder))
+    engine.load(open_weights(folder, config))
     plain = PlainTrainer(folder, optim, world.device)
     num_targets = rows.num_response_tokens
 

@@ -14,6 +14,7 @@ from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf import hf_config_dict, read_config, resolve_model_folder
 from spmdrl.engines.models.making import make_model_folder
 from spmdrl.engines.models.tokenizer import TOKENIZER_FILES
+from spmdrl.engines.models.weight_check import open_weights
 from spmdrl.engines.models.weights import WeightFiles, write_weights
 from spmdrl.engines.training.engine import TrainingEngine
 from spmdrl.engines.training.optimizer import OptimConfig
@@ -37,7 +38,14 @@ class ModelSource:
 
     @classmethod
     def of(cls, folder: Path) -> ModelSource:
-        return cls(folder, read_config(folder))
+        """Read the config and check the weights against it; raises ValueError before memory is taken for them."""
+        source = cls(folder, read_config(folder))
+        source.weights()
+        return source
+
+    def weights(self) -> WeightFiles:
+        """The folder's weights, which fit the decoder exactly."""
+        return open_weights(self.folder, self.decoder)
 
 
 class Actor:
@@ -121,7 +129,7 @@ def build_trainer(
         temperature=temperature,
         compute_dtype=config.model.compute_dtype(world.device.kind),
     )
-    engine.load(WeightFiles(source.folder))
+    engine.load(source.weights())
     return engine
 
 

@@ -9,7 +9,6 @@ from spmdrl.engines.generation.choices import ChoiceRecorder
 from spmdrl.engines.generation.protocol import GenerationEngine
 from spmdrl.engines.generation.stop_strings import Decode
 from spmdrl.engines.models.tokenizer import ModelTokenizer
-from spmdrl.engines.models.weights import WeightFiles
 from spmdrl.job.actor import ModelSource
 from spmdrl.job.fitting import check_vllm
 from spmdrl.resources.layout import GenerationLayout
@@ -83,7 +82,7 @@ def _decode_for_stops(config: Config, source: ModelSource) -> Decode | None:
 
 def load_for_generation(engine: GenerationEngine, source: ModelSource) -> None:
     """Fill a generation engine from the source's files, without a trainer."""
-    files = WeightFiles(source.folder)
+    files = source.weights()
     if engine.wants_iterator:
         names = sorted(engine.weight_shapes())
         engine.wake_weights()

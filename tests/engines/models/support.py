@@ -10,7 +10,7 @@ from torch import Tensor
 from spmdrl.engines.models.attention import PackedCausalAttention
 from spmdrl.engines.models.decoder import Decoder
 from spmdrl.engines.models.hf import read_config
-from spmdrl.engines.models.weights import WeightFiles
+from spmdrl.engines.models.weight_check import open_weights
 from spmdrl.types import WeightSlice, offsets_of
 
 
@@ -20,7 +20,7 @@ def whole(name: str, shape: tuple[int, ...]) -> WeightSlice:
 
 def load_decoder(folder: Path) -> Decoder:
     decoder = Decoder(read_config(folder))
-    files = WeightFiles(folder)
+    files = open_weights(folder, decoder.config)
     with torch.no_grad():
         for name, weight in decoder.state_dict().items():
             weight.copy_(files.read(whole(name, tuple(weight.shape))))

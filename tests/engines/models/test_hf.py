@@ -71,14 +71,32 @@ def test_a_written_config_reads_back_as_itself(model_type: str, tmp_path: Path) 
         ({"rope_scaling": {"type": "yarn", "factor": 2.0, "low_freq_factor": 1.0}}, "rope_scaling.low_freq_factor 1.0"),
         ({"rope_scaling": {"type": "yarn", "factor": 0.5}}, "factor 0.5 and original_max_position_embeddings 32768"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5"),
-        ({"use_sliding_window": True}, "window of 32768 tokens in 3 of 24 layers"),
+        ({"use_sliding_window": True, "sliding_window": 4096}, "more than 4096 tokens back in 3 of 24 layers"),
         (
-            {"use_sliding_window": True, "layer_types": ["full_attention"] * 23 + ["sliding_attention"]},
+            {
+                "use_sliding_window": True,
+                "sliding_window": 9,
+                "layer_types": ["full_attention"] * 23 + ["sliding_attention"],
+            },
             "in 1 of 24 layers",
         ),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config 'awq'"),
         ({"vocab_size": None}, "vocab_size is None, but must be a whole number >= 1"),
         ({"hidden_size": "896"}, "hidden_size is '896'"),
+        ({"num_key_value_heads": None}, "num_key_value_heads is None"),
+        ({"layer_types": ["full_attention"] * 2}, "layer_types names 2 layers, but num_hidden_layers is 24"),
+        ({"layer_types": ["sliding_attention"] * 24}, "supported is 'full_attention' for each layer"),
+        ({"is_causal": False}, "is_causal is False"),
+        ({"per_layer_config": {"0": {"head_dim": 4}}}, "per_layer_config is given"),
+        ({"transformers_weights": "other.safetensors"}, "transformers_weights names 'other.safetensors'"),
+        ({"pad_token_id": 151936}, "pad_token_id is 151936, but vocab_size is 151936"),
+        ({"eos_token_id": ["2"]}, "eos_token_id is .'2'., but must be a token id"),
+        ({"rms_norm_eps": 1}, "rms_norm_eps is 1, but must be a number above 0"),
+        ({"tie_word_embeddings": None}, "tie_word_embeddings is None, but must be true or false"),
+        ({"rope_scaling": "yarn"}, "rope_scaling is 'yarn', but must be a JSON object"),
+        ({"rope_parameters": {"rope_type": ["yarn"]}}, "rope_parameters of kind .'yarn'."),
+        ({"architectures": [0]}, "architectures is .0., but must be a list of str values"),
+        ({"model_type": ["llama"]}, "model_type .'llama'. is not supported"),
         ({"num_key_value_heads": 3}, "num_attention_heads 14 is not a multiple of num_key_value_heads 3"),
     ],
 )
@@ -89,7 +107,13 @@ def test_what_the_decoder_cannot_do_is_refused_by_name(change: dict[str, Any], m
 
 
 @pytest.mark.parametrize(
-    "change", [{"attention_dropout": 0.1}, {"use_sliding_window": True, "layer_types": ["full_attention"] * 24}]
+    "change",
+    [
+        {"attention_dropout": 0.1},
+        {"use_sliding_window": True, "sliding_window": 9, "layer_types": ["full_attention"] * 24},
+        {"use_sliding_window": True, "sliding_window": 32768},
+        {"use_sliding_window": True, "sliding_window": None},
+    ],
 )
 def test_settings_without_effect_here_are_accepted(change: dict[str, Any], tmp_path: Path) -> None:
     assert config_of(tmp_path, QWEN2 | change) == config_of(tmp_path, QWEN2)
@@ -173,6 +197,8 @@ def test_the_published_deepseek_v3_config_is_read_without_the_layers_for_further
         ({"first_k_dense_replace": 61}, "first_k_dense_replace 61 leaves none of the 61 layers sparse"),
         ({"num_key_value_heads": 64}, "each of the 128 heads, of size 192, but num_key_value_heads is 64"),
         ({"qk_rope_head_dim": 63}, "qk_rope_head_dim 63 is odd"),
+        ({"head_dim": 192}, "head_dim 192 is not supported; supported is 64"),
+        ({"qk_head_dim": 64}, "qk_head_dim 64 is not supported; supported is 192"),
         ({"norm_topk_prob": "yes"}, "norm_topk_prob is 'yes', but must be true or false"),
         ({"routed_scaling_factor": 0}, "routed_scaling_factor is 0, but must be a number above 0"),
     ],
@@ -180,6 +206,12 @@ def test_the_published_deepseek_v3_config_is_read_without_the_layers_for_further
 def test_what_a_deepseek_cannot_do_is_refused_by_name(change: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
         config_of(tmp_path, DEEPSEEK | change)
+
+
+@pytest.mark.parametrize("key", ["n_group", "topk_group", "num_key_value_heads"])
+def test_sizes_that_transformers_has_defaults_of_its_own_for_are_required(key: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"{key} is None, but must be a whole number"):
+        config_of(tmp_path, {name: value for name, value in DEEPSEEK.items() if name != key})
 
 
 def test_a_missing_query_rank_is_not_taken_for_a_plain_projection(tmp_path: Path) -> None:
@@ -204,7 +236,7 @@ def test_a_qwen3_moe_is_sparse_where_step_and_list_leave_it(tmp_path: Path) -> N
     with pytest.raises(ValueError, match="decoder_sparse_step 25 leave none of the 24 layers sparse"):
         config_of(tmp_path, SPARSE | {"decoder_sparse_step": 25})
     with pytest.raises(ValueError, match="in 24 of 24 layers"):
-        config_of(tmp_path, SPARSE | {"use_sliding_window": True})
+        config_of(tmp_path, SPARSE | {"use_sliding_window": True, "sliding_window": 4096})
 
 
 def test_a_folder_without_a_readable_config_is_named(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from spmdrl.engines.models.decoder import Decoder, DecoderConfig
 from spmdrl.engines.models.hf_families import FAMILIES, Family
 from spmdrl.engines.models.hf_head import read_head, write_head
 from spmdrl.engines.models.hf_rope import read_rope, write_rope
-from spmdrl.engines.models.hf_values import flag, number, only, whole_number
+from spmdrl.engines.models.hf_values import entries, flag, only, values, whole_number
 from spmdrl.engines.models.make_config import MakeConfig
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -80,19 +80,29 @@ def resolve_model_folder(config: ModelConfig) -> Path:
 
 def read_config(folder: str | Path) -> DecoderConfig:
     """Read a model folder's config.json; raises ValueError that names whatever the decoder doesn't support."""
-    path = Path(folder) / "config.json"
+    raw = _read_json(Path(folder))
+    try:
+        return _decoder_config(raw)
+    except ValueError as error:
+        raise ValueError(f"{Path(folder) / 'config.json'}: {error}") from None
+
+
+def count_prediction_layers(folder: str | Path) -> int:
+    """How many layers config.json announces after the decoder's, for further tokens (DeepSeek-V3); they aren't read."""
+    return whole_number(_read_json(Path(folder)), "num_nextn_predict_layers", 0, least=0)
+
+
+def _read_json(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"{folder} holds no config.json; it must be a Hugging Face model folder") from None
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}; download the file again") from None
     if not isinstance(raw, dict):
         raise ValueError(f"{path} holds a {type(raw).__name__}, but must hold one JSON object")
-    try:
-        return _decoder_config(raw)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+    return raw
 
 
 def hf_config_dict(config: DecoderConfig, dtype: torch.dtype) -> dict[str, Any]:
@@ -139,7 +149,7 @@ def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
 
 def _decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
     model_type = raw.get("model_type")
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ValueError(f"model_type {model_type!r} is not supported; supported are {', '.join(FAMILIES)}")
     family = FAMILIES[model_type]
     _refuse_unsupported(raw, family)
@@ -156,9 +166,9 @@ def _decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
         intermediate_size=whole_number(raw, "intermediate_size"),
         num_layers=whole_number(raw, "num_hidden_layers"),
         num_heads=num_heads,
-        num_kv_heads=whole_number(raw, "num_key_value_heads", num_heads),
+        num_kv_heads=whole_number(raw, "num_key_value_heads", num_heads if family.has_own_kv_heads else None),
         head_size=latent.head_size if latent else whole_number(raw, "head_dim", default_head_size),
-        rms_eps=number(raw, "rms_norm_eps", 1e-6),
+        rms_eps=_rms_eps(raw),
         rope_theta=theta,
         qk_norm=family.has_qk_norm,
         attention_bias=attention_bias if family.has_attention_bias is None else family.has_attention_bias,
@@ -174,19 +184,67 @@ def _decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
 
 
 def _refuse_unsupported(raw: Mapping[str, Any], family: Family) -> None:
-    only(raw, "hidden_act", "silu")
+    if raw.get("hidden_act", "silu") != "silu":
+        raise ValueError(f"hidden_act {raw['hidden_act']!r} is not supported; supported is 'silu'")
     if not family.has_mlp_bias:
         only(raw, "mlp_bias", False)
-    if raw.get("quantization_config"):
-        method = raw["quantization_config"].get("quant_method")
+    if raw.get("quantization_config") is not None:
+        method = entries(raw, "quantization_config").get("quant_method")
         raise ValueError(f"quantization_config {method!r} is not supported; give the model's unquantized weights")
-    if raw.get("use_sliding_window"):
-        num_layers = raw.get("num_hidden_layers", 0)
-        # A qwen3_moe has windows in all layers, whatever max_window_layers says.
-        first = 0 if raw["model_type"] == "qwen3_moe" else raw.get("max_window_layers", 0)
-        kinds = raw.get("layer_types") or ["sliding_attention"] * max(0, num_layers - first)
-        if "sliding_attention" in kinds:
-            raise ValueError(
-                f"use_sliding_window is true with a window of {raw.get('sliding_window')} tokens in "
-                f"{kinds.count('sliding_attention')} of {num_layers} layers; supported is full attention in all layers"
-            )
+    if raw.get("transformers_weights") is not None:
+        raise ValueError(
+            f"transformers_weights names {raw['transformers_weights']!r} for the weights, which isn't read; give a "
+            "folder with model.safetensors or its index"
+        )
+    _check_token_ids(raw)
+    if raw.get("is_causal", True) is not True:
+        raise ValueError(f"is_causal is {raw['is_causal']!r}, but supported is causal attention only")
+    if raw.get("per_layer_config") is not None:
+        raise ValueError("per_layer_config is given, but supported are layers of one shape only")
+    _refuse_windows(raw, family)
+
+
+def _refuse_windows(raw: Mapping[str, Any], family: Family) -> None:
+    """Refuse attention that doesn't see every earlier token of the longest row."""
+    num_layers, max_positions = whole_number(raw, "num_hidden_layers"), whole_number(raw, "max_position_embeddings")
+    kinds = values(raw, "layer_types", str)
+    if kinds and len(kinds) != num_layers:
+        raise ValueError(f"layer_types names {len(kinds)} layers, but num_hidden_layers is {num_layers}")
+    window = raw.get("sliding_window", family.default_window)
+    if window is not None and type(window) is not int:
+        raise ValueError(f"sliding_window is {window!r}, but must be a whole number or null")
+    if family.default_window is None and not flag(raw, "use_sliding_window", default=False):
+        window = None
+    if family.has_window_everywhere:
+        num_windows = num_layers
+    else:
+        first = whole_number(raw, "max_window_layers", 0, least=0)
+        num_windows = kinds.count("sliding_attention") if kinds else max(0, num_layers - first)
+    unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
+    if unknown or (window is None and "sliding_attention" in kinds):
+        raise ValueError(f"layer_types {kinds} is not supported; supported is 'full_attention' for each layer")
+    if window is not None and num_windows and window < max_positions:
+        raise ValueError(
+            f"sliding_window hides what is more than {window} tokens back in {num_windows} of {num_layers} layers; "
+            f"supported is full attention: where no row is longer than that, set max_position_embeddings to {window} "
+            "in config.json"
+        )
+
+
+def _check_token_ids(raw: Mapping[str, Any]) -> None:
+    """These are written into checkpoints, and transformers opens none whose ids are of another type or outside."""
+    for key in ("bos_token_id", "pad_token_id", "eos_token_id"):
+        value = raw.get(key)
+        ids = value if key == "eos_token_id" and isinstance(value, list) else [] if value is None else [value]
+        if any(type(token_id) is not int for token_id in ids):
+            raise ValueError(f"{key} is {value!r}, but must be a token id")
+    padding, vocab_size = raw.get("pad_token_id"), whole_number(raw, "vocab_size")
+    if padding is not None and not -vocab_size <= padding < vocab_size:
+        raise ValueError(f"pad_token_id is {padding}, but vocab_size is {vocab_size}; correct one of them")
+
+
+def _rms_eps(raw: Mapping[str, Any]) -> float:
+    value = raw.get("rms_norm_eps", 1e-6)
+    if not isinstance(value, float) or not value > 0:
+        raise ValueError(f"rms_norm_eps is {value!r}, but must be a number above 0 such as 1e-06")
+    return value

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from spmdrl.engines.models.decoder import DecoderConfig
-from spmdrl.engines.models.hf_values import flag, number, only, whole_number
+from spmdrl.engines.models.hf_values import flag, number, only, values, whole_number
 from spmdrl.engines.models.latent import LatentConfig
 from spmdrl.engines.models.moe import MoeConfig
 
@@ -24,6 +24,12 @@ class Family:
     """Head size where head_dim isn't given; None is hidden_size / num_attention_heads."""
     has_attention_bias: bool | None = None
     """Whether attention projections have biases; None lets attention_bias say so."""
+    has_own_kv_heads: bool = False
+    """Whether there are as many key as query heads where num_key_value_heads isn't given."""
+    default_window: int | None = None
+    """Tokens that attention sees back where sliding_window isn't given; None asks use_sliding_window first."""
+    has_window_everywhere: bool = False
+    """Whether a window holds for all layers, whatever layer_types and max_window_layers say."""
     has_mlp_bias: bool = False
     """Whether mlp_bias may be true."""
     read_moe: Callable[[Mapping[str, Any]], MoeConfig | None] = lambda raw: None
@@ -37,7 +43,7 @@ class Family:
 def _read_qwen3_moe(raw: Mapping[str, Any]) -> MoeConfig | None:
     num_layers = whole_number(raw, "num_hidden_layers")
     step = whole_number(raw, "decoder_sparse_step", 1)
-    dense = set(raw.get("mlp_only_layers") or ()) | {i for i in range(num_layers) if (i + 1) % step}
+    dense = set(values(raw, "mlp_only_layers", int)) | {i for i in range(num_layers) if (i + 1) % step}
     dense_layers = tuple(i for i in range(num_layers) if i in dense)
     if len(dense_layers) == num_layers:
         raise ValueError(
@@ -71,7 +77,6 @@ def _read_deepseek_moe(raw: Mapping[str, Any]) -> MoeConfig | None:
     only(raw, "moe_layer_freq", 1)
     num_layers = whole_number(raw, "num_hidden_layers")
     num_dense = whole_number(raw, "first_k_dense_replace", least=0)
-    num_groups = whole_number(raw, "n_group", 1)
     if num_dense >= num_layers:
         raise ValueError(
             f"first_k_dense_replace {num_dense} leaves none of the {num_layers} layers sparse; it must be lower"
@@ -83,8 +88,8 @@ def _read_deepseek_moe(raw: Mapping[str, Any]) -> MoeConfig | None:
         scoring="sigmoid",
         normalize=flag(raw, "norm_topk_prob", default=True),
         weight_scale=number(raw, "routed_scaling_factor"),
-        num_groups=num_groups,
-        groups_per_token=whole_number(raw, "topk_group", num_groups),
+        num_groups=whole_number(raw, "n_group"),
+        groups_per_token=whole_number(raw, "topk_group"),
         num_shared_experts=whole_number(raw, "n_shared_experts"),
         dense_layers=tuple(range(num_dense)),
     )
@@ -93,7 +98,7 @@ def _read_deepseek_moe(raw: Mapping[str, Any]) -> MoeConfig | None:
 def _read_deepseek_latent(raw: Mapping[str, Any]) -> LatentConfig | None:
     if "q_lora_rank" not in raw:
         raise ValueError("q_lora_rank is missing, but must be a whole number >= 1, or null for a plain q_proj")
-    return LatentConfig(
+    latent = LatentConfig(
         query_rank=None if raw["q_lora_rank"] is None else whole_number(raw, "q_lora_rank"),
         key_value_rank=whole_number(raw, "kv_lora_rank"),
         plain_size=whole_number(raw, "qk_nope_head_dim"),
@@ -101,6 +106,10 @@ def _read_deepseek_latent(raw: Mapping[str, Any]) -> LatentConfig | None:
         value_size=whole_number(raw, "v_head_dim"),
         rotates_neighbours=flag(raw, "rope_interleave", default=True),
     )
+    # transformers writes both, and would let them overrule the sizes that they follow from.
+    only(raw, "head_dim", latent.rotary_size)
+    only(raw, "qk_head_dim", latent.head_size)
+    return latent
 
 
 def _write_deepseek(config: DecoderConfig) -> dict[str, Any]:
@@ -136,10 +145,21 @@ def _num_experts(raw: Mapping[str, Any], key: str) -> int:
 
 
 FAMILIES = {
-    "llama": Family("LlamaForCausalLM", has_mlp_bias=True, write=lambda config: {"mlp_bias": config.mlp_bias}),
+    "llama": Family(
+        "LlamaForCausalLM",
+        has_own_kv_heads=True,
+        has_mlp_bias=True,
+        write=lambda config: {"mlp_bias": config.mlp_bias},
+    ),
     "qwen2": Family("Qwen2ForCausalLM", has_attention_bias=True),
     "qwen3": Family("Qwen3ForCausalLM", has_qk_norm=True, default_head_size=128),
-    "qwen3_moe": Family("Qwen3MoeForCausalLM", has_qk_norm=True, read_moe=_read_qwen3_moe, write=_write_qwen3_moe),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        has_qk_norm=True,
+        has_window_everywhere=True,
+        read_moe=_read_qwen3_moe,
+        write=_write_qwen3_moe,
+    ),
     "deepseek_v3": Family(
         "DeepseekV3ForCausalLM",
         read_moe=_read_deepseek_moe,

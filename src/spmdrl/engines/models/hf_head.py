@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from spmdrl.engines.models.hf_values import entries, values, whole_number
+
 _LANGUAGE_MODEL = "ForCausalLM"
 _VALUE_MODEL = "ForSequenceClassification"
 _VALUE_MODELS = (_VALUE_MODEL, "ForTokenClassification")
@@ -12,7 +14,7 @@ _VALUE_MODELS = (_VALUE_MODEL, "ForTokenClassification")
 
 def read_head(raw: Mapping[str, Any]) -> Literal["vocab", "value"]:
     """Which head transformers' class has; raises ValueError for a classifier of anything but one label."""
-    classifiers = [name for name in raw.get("architectures") or () if name.endswith(_VALUE_MODELS)]
+    classifiers = [name for name in values(raw, "architectures", str) if name.endswith(_VALUE_MODELS)]
     if not classifiers:
         return "vocab"
     num_labels = _num_labels(raw)
@@ -26,8 +28,7 @@ def read_head(raw: Mapping[str, Any]) -> Literal["vocab", "value"]:
 
 def _num_labels(raw: Mapping[str, Any]) -> int:
     """transformers writes the labels' names unless they are two; their number is an older key."""
-    labels = raw.get("id2label")
-    return int(raw.get("num_labels") or 2) if labels is None else len(labels)
+    return len(entries(raw, "id2label")) or whole_number(raw, "num_labels", 2)
 
 
 def write_head(language_model: str, head: Literal["vocab", "value"]) -> dict[str, Any]:

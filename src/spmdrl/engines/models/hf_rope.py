@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from spmdrl.engines.models.hf_values import flag, number, only, whole_number
+from spmdrl.engines.models.hf_values import entries, flag, number, only, whole_number
 from spmdrl.engines.models.rope import Llama3Scaling, RopeScaling, YarnScaling
 
 _DEFAULT_THETA = 10000.0
@@ -30,9 +30,9 @@ def read_rope(raw: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     """The base of the frequencies and how they are scaled; raises ValueError for any other kind of scaling."""
     # transformers lets the older key win where both are given.
     key = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
-    rope = raw.get(key) or {}
+    rope = entries(raw, key)
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in _KEYS_OF_KIND:
+    if not isinstance(kind, str) or kind not in _KEYS_OF_KIND:
         supported = ", ".join(map(repr, _KEYS_OF_KIND))
         raise ValueError(f"{key} of kind {kind!r} is not supported; supported are {supported}")
     for name in rope:
@@ -76,7 +76,9 @@ def _scaling(kind: str, rope: Mapping[str, Any], raw: Mapping[str, Any]) -> Rope
         return None
     max_positions = whole_number(raw, "max_position_embeddings")
     # In transformers' order: beside the scaling, inside it, and else no row is longer than before.
-    inside = whole_number(rope, "original_max_position_embeddings", max_positions)
+    inside = whole_number(
+        {"original_max_position_embeddings": max_positions, **rope}, "original_max_position_embeddings"
+    )
     original = whole_number(raw, "original_max_position_embeddings", inside)
     if kind == "llama3":
         return Llama3Scaling(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T", int, str)
 
 
 def whole_number(raw: Mapping[str, Any], key: str, default: int | None = None, *, least: int = 1) -> int:
@@ -27,10 +29,8 @@ def number(raw: Mapping[str, Any], key: str, default: float | None = None) -> fl
 
 
 def flag(raw: Mapping[str, Any], key: str, *, default: bool) -> bool:
-    """true or false; a missing or null one is the default."""
-    value = raw.get(key)
-    if value is None:
-        return default
+    """true or false; a missing one is the default. Some readers take null for false, and others for nothing."""
+    value = raw.get(key, default)
     if not isinstance(value, bool):
         raise ValueError(f"{key} is {value!r}, but must be true or false")
     return value
@@ -41,3 +41,23 @@ def only(raw: Mapping[str, Any], key: str, supported: object) -> None:
     value = raw.get(key, supported)
     if value is not None and value != supported:
         raise ValueError(f"{key} {value!r} is not supported; supported is {supported!r}")
+
+
+def entries(raw: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """An object; a missing or null one is empty."""
+    value = raw.get(key)
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise ValueError(f"{key} is {value!r}, but must be a JSON object")
+    return value
+
+
+def values(raw: Mapping[str, Any], key: str, kind: type[T]) -> list[T]:
+    """A list of values of one kind; a missing or null one is empty."""
+    value = raw.get(key)
+    if value is None:
+        return []
+    if not isinstance(value, list) or any(type(item) is not kind for item in value):
+        raise ValueError(f"{key} is {value!r}, but must be a list of {kind.__name__} values")
+    return value

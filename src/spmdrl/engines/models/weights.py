@@ -11,9 +11,9 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -30,6 +30,8 @@ _INDEX_FILE = "model.safetensors.index.json"
 _EMBEDDING_STD = 0.02
 _VALUE_HEAD = "score.weight"
 
+T = TypeVar("T")
+
 
 class WeightSource(Protocol):
     """Where weights are read from."""
@@ -42,7 +44,8 @@ class WeightSource(Protocol):
 class WeightFiles:
     """The weights of a Hugging Face folder, in one safetensors file or in several with an index.
 
-    Files are opened on first use and mapped, so that reading a slice touches only that slice's pages.
+    Files are mapped, so that reading a slice touches only that slice's pages. Whether they fit a decoder is checked by
+    `open_weights`.
     """
 
     def __init__(self, folder: str | Path):
@@ -52,6 +55,7 @@ class WeightFiles:
             self._file_of = dict.fromkeys(self._open(_SINGLE_FILE).keys(), _SINGLE_FILE)
         else:
             self._file_of = _read_index(self.folder)
+            self._check_index()
         self._num_experts = count_experts(self._file_of)
 
     @property
@@ -60,9 +64,13 @@ class WeightFiles:
         return sorted([name for name in self._file_of if not is_of_one_expert(name)] + list(self._num_experts))
 
     def shape(self, name: str) -> tuple[int, ...]:
-        if name in self._num_experts:
-            return (self._num_experts[name], *self.shape(expert_name(name, 0)))
-        return tuple(self._stored(name).get_shape())
+        """The whole shape of a weight; raises ValueError where its experts differ."""
+        shape = self._alike(name, lambda stored: tuple(stored.get_shape()))
+        return (self._num_experts[name], *shape) if name in self._num_experts else shape
+
+    def dtype(self, name: str) -> str:
+        """How a weight is stored, in safetensors' words such as BF16; raises ValueError where its experts differ."""
+        return self._alike(name, lambda stored: stored.get_dtype())
 
     def read(self, wanted: WeightSlice) -> Tensor:
         """Read one slice into a new CPU tensor of the stored dtype; raises ValueError for what the files don't hold."""
@@ -107,6 +115,30 @@ class WeightFiles:
                 "(with_new_head), or give a model whose score.bias is 0"
             )
 
+    def _alike(self, name: str, look: Callable[[Any], T]) -> T:
+        """What is the same of all experts of a weight, or of the weight itself where it isn't stacked."""
+        count = self._num_experts.get(name)
+        names = [name] if count is None else [expert_name(name, expert) for expert in range(count)]
+        first = look(self._stored(names[0]))
+        for other in names[1:]:
+            if (found := look(self._stored(other))) != first:
+                raise ValueError(
+                    f"{other} in {self.folder} is {found}, but {names[0]} is {first}; all experts of a layer have one "
+                    "shape and dtype, so fetch the files again"
+                )
+        return first
+
+    def _check_index(self) -> None:
+        """Each file holds exactly what the index says of it: transformers goes by the files, others by the index."""
+        for file_name in sorted(set(self._file_of.values())):
+            listed = {name for name, place in self._file_of.items() if place == file_name}
+            if differing := sorted(listed ^ set(self._open(file_name).keys())):
+                place = "the index" if differing[0] in listed else file_name
+                raise ValueError(
+                    f"{_INDEX_FILE} and {file_name} in {self.folder} disagree: {differing[0]} is only in {place}; "
+                    "fetch both again"
+                )
+
     def _stored(self, name: str) -> Any:
         if name not in self._file_of:
             nearest = difflib.get_close_matches(name, self.names, n=1)
@@ -140,11 +172,11 @@ def _read_index(folder: Path) -> dict[str, str]:
         raise ValueError(f"{folder} holds neither {_SINGLE_FILE} nor {_INDEX_FILE}; give a folder with safetensors")
     try:
         file_of = dict(json.loads(path.read_text(encoding="utf-8"))["weight_map"])
-    except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+    except (OSError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not a safetensors index with a weight_map ({error}); fetch it again") from error
     if not file_of:
         raise ValueError(f"{path} names no weight; fetch it again")
-    for file_name in set(file_of.values()):
+    for file_name in file_of.values():
         # The index may come from anywhere, and must not make us read outside its folder.
         if not isinstance(file_name, str) or not file_name or Path(file_name).name != file_name:
             raise ValueError(f"{path} names {file_name!r}, but only plain names of files beside it are read")

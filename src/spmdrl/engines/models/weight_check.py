@@ -1,0 +1,116 @@
+"""Opens a folder's weights for a decoder: each expected weight is there in its whole shape, and nothing else.
+
+Every reader of a model folder's weights goes through `open_weights`. What transformers loads with no more than a
+warning (missing, unexpected or reshaped weights) is refused, but for leftovers that change nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+from spmdrl.engines.models.decoder import DecoderConfig
+from spmdrl.engines.models.hf import count_prediction_layers, parameter_shapes
+from spmdrl.engines.models.weights import WeightFiles
+from spmdrl.types import WeightSlice
+
+_EMBEDDING = "model.embed_tokens.weight"
+_LANGUAGE_HEAD = "lm_head.weight"
+_VALUE_HEAD = "score.weight"
+_DTYPES = ("F64", "F32", "F16", "BF16")
+_ROWS_AT_A_TIME = 4096
+_MOST_NAMED = 3
+
+
+def open_weights(folder: str | Path, config: DecoderConfig) -> WeightFiles:
+    """The weights of a folder whose config.json holds `config`; raises ValueError where the two don't fit exactly.
+
+    Reads the headers of all files; values only of a tied head that is stored beside the embedding.
+    """
+    files = WeightFiles(folder)
+    stored, expected = set(files.names), parameter_shapes(config)
+    _check_names(files, stored, expected, config)
+    for name in sorted(expected):
+        _check_weight(files, name, expected[name])
+    if config.tied_head and _LANGUAGE_HEAD in stored:
+        _check_tied_head(files)
+    return files
+
+
+def _check_names(files: WeightFiles, stored: set[str], expected: Iterable[str], config: DecoderConfig) -> None:
+    lacking, extra = sorted(set(expected) - stored), sorted(stored.difference(expected))
+    if extra:
+        prefixes = tuple(_prediction_layers(files.folder, stored, config))
+        extra = [name for name in extra if not name.startswith(prefixes) and not _is_harmless(name, config)]
+    if not lacking and not extra:
+        return
+    problems = []
+    if lacking:
+        problems.append(f"lacks {_some(lacking)}")
+    if extra:
+        problems.append(f"holds {_some(extra)}, for which the config has no place")
+    hint = "; do config.json and the weights belong together?"
+    if lacking == [_LANGUAGE_HEAD]:
+        hint = '; if the head is the embedding, set "tie_word_embeddings": true in config.json'
+    raise ValueError(f"{files.folder} {' and '.join(problems)}{hint}")
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return ", ".join(names[:_MOST_NAMED]) + more
+
+
+def _prediction_layers(folder: Path, stored: set[str], config: DecoderConfig) -> list[str]:
+    """Name prefixes of the layers that predict further tokens, which DeepSeek-V3 stores after those of the decoder."""
+    layers = range(config.num_layers, config.num_layers + count_prediction_layers(folder))
+    # Their own projection tells them from decoder layers that are too many.
+    return [prefix for prefix in (f"model.layers.{i}." for i in layers) if f"{prefix}eh_proj.weight" in stored]
+
+
+def _is_harmless(name: str, config: DecoderConfig) -> bool:
+    """Whether leaving a stored weight out changes nothing that this decoder computes."""
+    # Old folders hold the rotary frequencies of each layer, which follow from config.json.
+    if name.endswith(".rotary_emb.inv_freq"):
+        return True
+    if config.head == "value":
+        # The head of the language model that it was made of; a bias is refused by the reader, unless it is 0.
+        return name in (_LANGUAGE_HEAD, "score.bias")
+    # The head of a value model; a head beside a tied one is compared with the embedding.
+    return name == _VALUE_HEAD or (name == _LANGUAGE_HEAD and config.tied_head)
+
+
+def _check_weight(files: WeightFiles, name: str, expected: tuple[int, ...]) -> None:
+    if (shape := files.shape(name)) != expected:
+        raise ValueError(
+            f"{name} in {files.folder} has shape {shape}, but config.json makes it {expected}; do config.json and the "
+            "weights belong together?"
+        )
+    if (dtype := files.dtype(name)) not in _DTYPES:
+        raise ValueError(
+            f"{name} in {files.folder} is stored as {dtype}, but weights are read as {', '.join(_DTYPES)} only; give "
+            "the model's unquantized weights"
+        )
+
+
+def _check_tied_head(files: WeightFiles) -> None:
+    """transformers uses a stored head that differs from the embedding, whatever the config says."""
+    same_shape = files.shape(_LANGUAGE_HEAD) == files.shape(_EMBEDDING)
+    if not same_shape or not _are_equal(files, _LANGUAGE_HEAD, _EMBEDDING):
+        raise ValueError(
+            f'config.json in {files.folder} says "tie_word_embeddings": true, but {_LANGUAGE_HEAD} and {_EMBEDDING} '
+            "differ; set it to false to use the stored head, as transformers does, or remove that weight to use the "
+            "embedding"
+        )
+
+
+def _are_equal(files: WeightFiles, one: str, other: str) -> bool:
+    """Whether two matrices of one shape hold the same values; few rows of them are in memory at a time."""
+    rows, columns = files.shape(one)
+    for start in range(0, rows, _ROWS_AT_A_TIME):
+        box = (start, 0), (min(start + _ROWS_AT_A_TIME, rows), columns)
+        values = [files.read(WeightSlice(name, *box)).to(torch.float64) for name in (one, other)]
+        if not torch.equal(*values):
+            return False
+    return True
