@@ -64,7 +64,7 @@ class Conversion:
             self.missing.append((path, kind))
             return FAILED
         if given is None:
-            self.origin.update((leaf, DEFAULT) for leaf, _ in _value_leaves(default, path))
+            self.origin.update((leaf, DEFAULT) for leaf, _ in value_leaves(default, path))
             return default
         if section is not None and isinstance(given.value, dict):
             return self.section(section, given.value, path, default if isinstance(default, section) else None)
@@ -225,12 +225,13 @@ def _default(entry: Field[Any], base: object) -> object:
     return entry.default if entry.default_factory is MISSING else entry.default_factory()
 
 
-def _value_leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
+def value_leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Each dotted key of a tree with its value; an empty mapping is a value itself."""
     entries = entries_of(value)
     if not entries:
         yield key, value
     for name, entry in entries.items():
-        yield from _value_leaves(entry, joined(key, name))
+        yield from value_leaves(entry, joined(key, name))
 
 
 def entries_of(value: Any) -> dict[str, Any]:

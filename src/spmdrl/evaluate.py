@@ -11,17 +11,18 @@ from spmdrl.job.actor import ModelSource, prepare_model
 from spmdrl.job.building import warn_of_end_of_turn
 from spmdrl.job.checked import CheckedRun, check_run
 from spmdrl.job.evaluation import Evaluation, Evaluator, evaluation_sampling, write_records
+from spmdrl.job.facts import open_job
 from spmdrl.job.fitting import check_generation_fits
 from spmdrl.job.replica import build_replica, load_for_generation
 from spmdrl.observability.console import Console
 from spmdrl.observability.summary import write_summary
-from spmdrl.resources.world import World, open_world
+from spmdrl.resources.world import World
 
 
 def main(loaded: LoadedConfig[Config]) -> int:
     """Evaluate `model.path` on `data.eval`."""
     checked = check_run(loaded, verb="eval")
-    with open_world(loaded.value.resources.device, loaded.value.resources.timeout_seconds) as world:
+    with open_job(checked, "eval") as world:
         with start_up():
             evaluation = _evaluate(checked, world)
         if world.is_main:

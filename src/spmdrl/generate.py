@@ -17,13 +17,14 @@ from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.job.actor import ModelSource, prepare_model
 from spmdrl.job.building import warn_of_end_of_turn
 from spmdrl.job.checked import CheckedRun, check_run
+from spmdrl.job.facts import open_job
 from spmdrl.job.fitting import check_generation_fits
 from spmdrl.job.kept_answers import KeptAnswers
 from spmdrl.job.replica import Replica, build_replica, load_for_generation
 from spmdrl.observability.console import Console
 from spmdrl.observability.progress import GenerationProgress
 from spmdrl.observability.screen import show
-from spmdrl.resources.world import World, open_world
+from spmdrl.resources.world import World
 
 FILE = "generated.jsonl"
 
@@ -34,7 +35,7 @@ def main(loaded: LoadedConfig[Config]) -> int:
     The same command again goes on with the answers of one that was interrupted.
     """
     checked = check_run(loaded, verb="generate")
-    with open_world(checked.config.resources.device, checked.config.resources.timeout_seconds) as world:
+    with open_job(checked, "generate") as world:
         with start_up():
             kept = keep_answers(checked, world)
         lines = kept.gathered()

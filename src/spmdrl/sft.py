@@ -20,11 +20,12 @@ from spmdrl.engines.training.rows import LossTerms, MicroBatch, Scores, TokenRow
 from spmdrl.job.actor import Actor, ModelSource, build_trainer, prepare_model
 from spmdrl.job.building import build_held_out, warn_of_end_of_turn
 from spmdrl.job.checked import CheckedRun, check_run
+from spmdrl.job.facts import open_job
 from spmdrl.job.fitting import check_generation_fits, check_model_fits
 from spmdrl.job.held_out import HeldOut
 from spmdrl.job.run import Run, put_earlier_run_aside
 from spmdrl.resources.mesh import build_update_mesh
-from spmdrl.resources.world import World, open_world
+from spmdrl.resources.world import World
 from spmdrl.types import offsets_of
 
 # Steps over which the probability of an answer is averaged before it can end the training.
@@ -36,7 +37,7 @@ def main(loaded: LoadedConfig[Config]) -> int:
     checked = check_run(loaded, verb="sft")
     if checked.config.sft.max_steps < 1:
         raise ConfigError("sft.max_steps is 0, so the sft verb has nothing to do; set it to the number of steps")
-    with open_world(checked.config.resources.device, checked.config.resources.timeout_seconds) as world:
+    with open_job(checked, "sft") as world:
         put_earlier_run_aside(checked.config, world)
         train_supervised(checked, world)
     return 0

@@ -33,6 +33,7 @@ from spmdrl.job.building import (
     warn_of_end_of_turn,
 )
 from spmdrl.job.checked import CheckedRun, check_run
+from spmdrl.job.facts import open_job
 from spmdrl.job.fitting import check_generation_fits, check_model_fits
 from spmdrl.job.held_out import HeldOut
 from spmdrl.job.kept_rollouts import KeptRollouts
@@ -42,7 +43,7 @@ from spmdrl.job.savable import Savable, Together
 from spmdrl.job.switching import Switching
 from spmdrl.observability.console import Console
 from spmdrl.resources.mesh import build_update_mesh
-from spmdrl.resources.world import World, make_deterministic, open_world
+from spmdrl.resources.world import World, make_deterministic
 from spmdrl.sft import train_supervised
 from spmdrl.types import Batch, WorkerState
 
@@ -55,7 +56,7 @@ def main(loaded: LoadedConfig[Config]) -> int:
         make_deterministic()
     if checked.config.debug.batch_invariant:
         compute_batch_invariantly()
-    with open_world(checked.config.resources.device, checked.config.resources.timeout_seconds) as world:
+    with open_job(checked, "train") as world:
         put_earlier_run_aside(checked.config, world)
         checked = warm_started(checked, world)
         run = Run(
@@ -142,10 +143,13 @@ def warm_started(checked: CheckedRun, world: World) -> CheckedRun:
         resume="auto",
     )
     console = Console(enabled=world.is_main)
-    if finished_model(folder) is None:
+    model = finished_model(folder)
+    # Each rank looks by itself: file systems may show an older state to some of them.
+    world.agree(lambda: {"the warm start's model": str(model)})
+    if model is None:
         console.note(f"--- first sft: up to {config.sft.max_steps} supervised steps on the answers, a warm start ---")
         train_supervised(replace(checked, config=inner, eval_rows=[]), world)
-    model = finished_model(folder)
+        model = finished_model(folder)
     assert model is not None, f"the warm start left no checkpoint in {folder}"
     console.note(f"--- now {config.algo.name}: {config.train.max_steps} steps with rewards, from {model} ---")
     return replace(checked, config=replace(config, model=replace(config.model, path=str(model), make=None)))

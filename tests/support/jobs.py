@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -76,15 +76,25 @@ def launch_job(
 
 
 def run_job(
-    verb: str, *arguments: str | Path, ranks: int = 1, timeout: float = 120
+    verb: str,
+    *arguments: str | Path,
+    ranks: int = 1,
+    timeout: float = 120,
+    only_on: Mapping[int, Sequence[str]] | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """As `launch_job`, in forked processes: without the seconds in which Python and torchrun start."""
+    """As `launch_job`, in forked processes: without the seconds in which Python and torchrun start.
+
+    `only_on` holds further arguments of single ranks.
+    """
     command = [verb, *map(str, arguments)]
     store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
     launched = [rank_environment(rank, ranks, ranks, store.port) for rank in range(ranks)] if ranks > 1 else [{}]
     with tempfile.TemporaryDirectory() as folder:
         screens = [Path(folder) / "stdout", Path(folder) / "stderr"]
-        processes = [fork(_be_job, environment(**own), screens, command) for own in launched]
+        processes = [
+            fork(_be_job, environment(**own), screens, [*command, *(only_on or {}).get(rank, ())])
+            for rank, own in enumerate(launched)
+        ]
         code = _code_of_all(processes, time.monotonic() + timeout)
         return subprocess.CompletedProcess(command, code, *(screen.read_text() for screen in screens))
 

@@ -11,6 +11,7 @@ from spmdrl.config import Config
 from spmdrl.dataflow.resharding.flow import ReshardingFlow
 from spmdrl.engines.generation.protocol import GenerationEngine
 from spmdrl.engines.models.decoder import DecoderConfig
+from spmdrl.engines.models.fingerprint import fingerprint
 from spmdrl.engines.models.hf import hf_config_dict, read_config, resolve_model_folder
 from spmdrl.engines.models.making import make_model_folder
 from spmdrl.engines.models.tokenizer import TOKENIZER_FILES
@@ -96,8 +97,14 @@ def token_ids_of(folder: Path) -> dict[str, object]:
 def prepare_model(config: Config, world: World) -> Path:
     """The folder of the model to start from: a Hugging Face folder, a run's newest checkpoint, or one made by code.
 
-    Collective: the main rank makes the model where `model.make` asks for one.
+    Collective: the main rank makes the model where `model.make` asks for one, and all ranks must find the same.
     """
+    folder = _model_folder(config, world)
+    world.agree(lambda: model_facts(folder))
+    return folder
+
+
+def _model_folder(config: Config, world: World) -> Path:
     if config.model.make is not None:
         folder = config.run.folder / "initial_model"
         if world.is_main and not folder.exists():
@@ -106,6 +113,13 @@ def prepare_model(config: Config, world: World) -> Path:
         return folder
     assert config.model.path is not None
     return newest_model(Path(config.model.path)) or resolve_model_folder(config.model)
+
+
+def model_facts(folder: Path) -> dict[str, str]:
+    """What a model's folder holds, whatever its path on this node, as text that ranks can compare."""
+    found = fingerprint(folder)
+    facts = {f"the model's {key}": repr(value) for key, value in found.architecture.items()}
+    return facts | {"the model's weights": found.weights[:16], "the model's tokenizer": found.tokenizer[:16]}
 
 
 def newest_model(folder: Path) -> Path | None:

@@ -74,6 +74,8 @@ class Run:
         Raises ValueError on every rank when the wanted checkpoint isn't there or belongs to another run.
         """
         folder = self._checkpoint_to_resume()
+        # Each rank looks by itself: file systems may show an older state to some of them.
+        self.world.agree(lambda: {"the checkpoint to go on from": str(folder)})
         if folder is None:
             # A run that died before its first checkpoint starts from nothing again.
             self._forget_after(-1)

@@ -8,6 +8,8 @@ from typing import Literal
 ContextKind = Literal["ring", "ulysses"]
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"]
 
+# A year: longer ones overflow the clocks of some communication libraries.
+_LONGEST_TIMEOUT_SECONDS = 365 * 86400.0
 # Degrees whose product is the number of ranks; `expert` is carved out of data x shard x context.
 _FACTORS = ("pipeline", "data", "shard", "context", "tensor")
 
@@ -96,6 +98,13 @@ class ResourcesConfig:
     """layout of the generation shards"""
     timeout_seconds: float = 1800.0
     """how long a collective may wait for its slowest rank before the job stops"""
+    start_timeout_seconds: float = 300.0
+    """how long a rank waits for the others at the start; those that are missing then are named"""
+
+    def __post_init__(self) -> None:
+        for name in ("timeout_seconds", "start_timeout_seconds"):
+            if not 0 < (value := getattr(self, name)) <= _LONGEST_TIMEOUT_SECONDS:
+                raise ValueError(f"resources.{name} is {value:g}, but must be > 0 and <= {_LONGEST_TIMEOUT_SECONDS:g}")
 
 
 def fit_update_layout(layout: UpdateLayout, world_size: int) -> UpdateLayout:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import count
 
 import torch
 import torch.distributed as dist
 
-from spmdrl.resources.agreement import Facts, meet
+from spmdrl.resources.agreement import Facts, agree, meet
 from spmdrl.resources.device import Device, find_device
 from spmdrl.resources.launch import LaunchEnvironment, StartRefused, read_launch_environment
 from spmdrl.resources.rendezvous import make_store
@@ -28,6 +29,9 @@ class World:
     device: Device
     store: dist.Store = field(default_factory=dist.HashStore)
     """what ranks share beside the process group; it belongs to this attempt of the job"""
+    timeout_seconds: float = 1800.0
+    """how long a rank waits for the others"""
+    _topics: Iterator[int] = field(default_factory=count, repr=False, compare=False)
 
     @property
     def rank(self) -> int:
@@ -54,6 +58,15 @@ class World:
         """Whether this rank writes the run's files and the screen."""
         return self.rank == 0
 
+    def agree(self, facts: Callable[[], Facts]) -> None:
+        """Compare what is known only now. Collective; raises StartRefused on every rank where it differs.
+
+        `facts` isn't called in a job of one rank.
+        """
+        if self.size > 1:
+            topic = f"agreement/{next(self._topics)}"
+            agree(self.store, self.launch, topic, facts(), timeout_seconds=self.timeout_seconds)
+
 
 @contextlib.contextmanager
 def open_world(
@@ -75,12 +88,13 @@ def open_world(
     found.select()
     keep_to_loopback(launch)
     store = make_store(launch, timedelta(seconds=start_timeout_seconds))
-    store = meet(store, launch, facts or {}, timeout_seconds=start_timeout_seconds)
+    facts = {**(facts or {}), "the kind of device": found.kind}
+    store = meet(store, launch, facts, timeout_seconds=start_timeout_seconds)
     timeout = timedelta(seconds=timeout_seconds)
     store.set_timeout(timeout)
     dist.init_process_group(found.backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout)
     try:
-        yield World(launch, found, store)
+        yield World(launch, found, store, timeout_seconds)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

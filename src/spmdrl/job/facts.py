@@ -1,0 +1,102 @@
+"""What must be alike on all ranks of a job, as text that ranks can compare before they work together."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+import spmdrl
+from spmdrl.config import Config
+from spmdrl.configfile import start_up
+from spmdrl.configvalues import value_leaves
+from spmdrl.dataflow.samples.rows import SourceRows
+from spmdrl.engines.reward.answers import RULES
+from spmdrl.job.checked import CheckedRun
+from spmdrl.observability.summary import software_versions
+from spmdrl.resources.launch import read_launch_environment
+from spmdrl.resources.world import World, open_world
+
+# Variables that change which operations ranks run, beside the launcher's own.
+_VARIABLES = (
+    "WORLD_SIZE", "LOCAL_WORLD_SIZE", "CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TORCH_DISTRIBUTED_DEBUG", "NCCL_ALGO", "NCCL_PROTO",
+)  # fmt: skip
+
+
+@contextlib.contextmanager
+def open_job(checked: CheckedRun, verb: str) -> Iterator[World]:
+    """Open the world of a run whose ranks have all been checked and agree. Collective over all ranks."""
+    resources = checked.config.resources
+    facts = {}
+    with start_up():
+        if read_launch_environment(os.environ).world_size > 1:
+            facts = start_facts(checked.config, verb, [*checked.train_rows, *checked.eval_rows])
+    with open_world(
+        resources.device, resources.timeout_seconds, facts=facts, start_timeout_seconds=resources.start_timeout_seconds
+    ) as world:
+        yield world
+
+
+def start_facts(
+    config: Config, verb: str, rows: Sequence[SourceRows], environ: Mapping[str, str] = os.environ
+) -> dict[str, str]:
+    """Everything but the model, which is resolved later: code, config, data, reward functions, environment."""
+    facts = {"the verb": verb}
+    facts |= {f"the version of {package}": version for package, version in software_versions().items()}
+    facts["the source of spmdrl"] = _package_digest()
+    facts |= {key: repr(value) for key, value in value_leaves(config)}
+    for number, source in enumerate(rows):
+        facts[f"the rows of {source.source.path} ({number})"] = _rows_digest(source)
+    facts |= {f"the file of {spec}": _digest(path) for spec, path in _reward_files(config.reward.functions)}
+    facts |= {f"the variable {name}": environ[name] for name in _VARIABLES if name in environ}
+    return facts
+
+
+@cache
+def _package_digest() -> str:
+    assert spmdrl.__file__ is not None
+    return _digest(*sorted(Path(spmdrl.__file__).parent.rglob("*.py")))
+
+
+def _digest(*paths: Path) -> str:
+    whole = hashlib.sha256()
+    for path in paths:
+        whole.update(f"{path.name} ".encode())
+        whole.update(hashlib.sha256(path.read_bytes()).digest())
+    return whole.hexdigest()[:16]
+
+
+def _rows_digest(source: SourceRows) -> str:
+    """Of the rows as they were read, so that it holds for every format."""
+    whole = hashlib.sha256()
+    for row in source.rows:
+        whole.update(repr((row.id, row.prompt, row.answer, row.columns)).encode(errors="surrogatepass"))
+    return f"{len(source.rows)} rows, {whole.hexdigest()[:16]}"
+
+
+def _reward_files(specs: Sequence[str]) -> Iterator[tuple[str, Path]]:
+    for spec in specs:
+        where = spec.rpartition(":")[0]
+        if spec in RULES or not where:
+            continue
+        path = Path(where).expanduser() if where.endswith(".py") else _module_file(where)
+        if path is not None and path.is_file():
+            yield spec, path
+
+
+def _module_file(name: str) -> Path | None:
+    """The file of a module, found without running it or its packages."""
+    paths: Sequence[str] | None = sys.path
+    names = name.split(".")
+    for length in range(1, len(names) + 1):
+        spec = PathFinder.find_spec(".".join(names[:length]), paths)
+        if spec is None:
+            return None
+        paths = spec.submodule_search_locations
+    return Path(spec.origin) if spec is not None and spec.origin is not None else None

@@ -1,0 +1,257 @@
+"""Two ranks of which one differs in a config key, code, data, rewards or model are refused, with what differs named."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+import types
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import pytest
+from tests.support.jobs import ROOT, environment, run_job, tiny_config
+from tests.support.ranks import HOST, rank_environment, run_ranks
+from torch.distributed import PrefixStore, TCPStore
+
+from spmdrl.config import Config, load_config
+from spmdrl.configfile import ConfigError
+from spmdrl.configvalues import joined, schema_keys, section_type, value_leaves
+from spmdrl.job.actor import model_facts
+from spmdrl.job.checked import check_run
+from spmdrl.job.facts import start_facts
+from spmdrl.resources.agreement import Alike, difference, meet
+from spmdrl.resources.launch import StartRefused
+from spmdrl.resources.world import World
+
+NUM_WHOLE_JOBS = int(os.environ.get("SPMDRL_FUZZ", "2"))
+
+# Keys whose other values need more than themselves, or more than their type says.
+OVERRIDES = {
+    "model.make": ["model.make.hidden_size=64"],
+    "model.path": ["model.path=elsewhere", "model.make=null"],
+    "model.revision": ["model.revision=main", "model.path=elsewhere", "model.make=null"],
+    "data.train": ["data.train=synthetic://addition?low=0&high=9&count=41"],
+    "data.eval": ["data.eval=synthetic://addition?low=0&high=9&count=41"],
+    "optim.betas": ["optim.betas=[0.8, 0.9]"],
+    "sft.optim.betas": ["sft.optim.betas=[0.8, 0.9]"],
+    "log.backends": ["log.backends=[jsonl]"],
+    "reward.functions": ["reward.functions=[exact]"],
+    "reward.weights": ["reward.weights=[2.0]"],
+}
+# What both ranks need so that a key has a second value at all.
+SETTINGS = ([], ["model.make.family=deepseek_v3"], ["rollout.partial_max_rounds=2"], ["algo.rollout_is=tis"])
+# A key that has one value only, and why.
+ONE_VALUE = {"algo.name": "one algorithm is there so far"}
+
+
+def kinds_of_keys(kind: Any = Config, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Every key that holds a value and no section, with its type."""
+    hints = get_type_hints(kind)
+    sections = {name: section_type(hint) for name, hint in hints.items()}
+    for name, hint in hints.items():
+        if sections[name] is None:
+            yield joined(key, name), hint
+        else:
+            yield from kinds_of_keys(sections[name], joined(key, name))
+
+
+def other_values(kind: Any, value: Any) -> Iterator[str]:
+    """Texts that the type takes, most likely valid ones first."""
+    family = get_origin(kind) or kind
+    if family in (Union, types.UnionType):
+        for member in get_args(kind):
+            yield from other_values(member, value)
+    elif family is Literal:
+        yield from map(str, get_args(kind))
+    elif family is bool:
+        yield from ("true", "false")
+    elif family in (int, float):
+        number = value if isinstance(value, (int, float)) else 1
+        yield from map(str, (number + 1, number + 2, 2 * number, 1, 0, 4))
+        if family is float:
+            yield from map(str, (number / 2, number + 0.01, 0.5, 0.25))
+    elif family is str:
+        yield "another"
+    elif family in (tuple, list):
+        yield from ("[another]", "[2]", "[0.5]")
+    elif family is dict or kind is Any:
+        yield "{another: 1}"
+
+
+@dataclass(frozen=True)
+class Change:
+    """Overrides of both ranks, and those of rank 1 that change the key."""
+
+    both: list[str]
+    one: list[str]
+
+
+@cache
+def changes(config: Path) -> dict[str, Change]:
+    """For every key that has another valid value, how to set it."""
+    found = {key: change_of(key, kind, config) for key, kind in kinds_of_keys()}
+    return {key: change for key, change in found.items() if change is not None}
+
+
+def change_of(key: str, kind: Any, config: Path) -> Change | None:
+    for both in SETTINGS:
+        base = values_of(config, *both)
+        values = [OVERRIDES[key]] if key in OVERRIDES else [[f"{key}={text}"] for text in other_values(kind, base[key])]
+        for one in values:
+            with suppress(ConfigError):
+                if dict(values_of(config, *both, *one)) != base:
+                    return Change(both, one)
+    return None
+
+
+@cache
+def values_of(config: Path, *overrides: str) -> dict[str, Any]:
+    value = load_config([config], overrides).value
+    # Below a section that is null by default there is nothing.
+    return dict.fromkeys((key for key, _ in kinds_of_keys()), None) | dict(value_leaves(value))
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_config(tmp_path_factory.mktemp("config"))
+
+
+def test_every_key_of_the_schema_has_another_valid_value(config):
+    keys = {key for key, _ in kinds_of_keys()}
+    sections = {key for key in schema_keys(Config) if any(name.startswith(f"{key}.") for name in keys)}
+    assert keys | sections == set(schema_keys(Config))
+    unchanged = keys - set(changes(config))
+    assert unchanged == set(ONE_VALUE), "write another value into OVERRIDES, or into ONE_VALUE why there is none"
+
+
+def refused_one_by_one(world: World, config: Path, changed: dict[str, Change]) -> list[tuple[str, str, float]]:
+    """For each key, what this rank is refused with where rank 1 has another value, and after how many seconds."""
+    rows = check_run(load_config([config], []), "train").train_rows
+    outcomes = []
+    for key, change in changed.items():
+        loaded = load_config([config], [*change.both, *(change.one if world.rank == 1 else [])])
+        facts = start_facts(loaded.value, "train", rows)
+        started, told = time.monotonic(), ""
+        try:
+            meet(PrefixStore(f"trial/{key}", world.store), world.launch, facts, timeout_seconds=20)
+        except StartRefused as refusal:
+            told = str(refusal)
+        outcomes.append((key, told, time.monotonic() - started))
+    return outcomes
+
+
+@pytest.mark.ranks
+def test_every_config_key_that_differs_is_named_on_both_ranks(config):
+    per_rank = run_ranks(2, refused_one_by_one, config, changes(config), timeout=120)
+    for told in per_rank:
+        silent = [key for key, text, _ in told if key not in text]
+        assert silent == []
+        assert max(seconds for _, _, seconds in told) < 10
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_whole_jobs_with_one_differing_key_end_at_once_with_its_name(tmp_path, config):
+    every = sorted(changes(config).items())
+    failed = []
+    for key, change in random.Random(7).sample(every, min(NUM_WHOLE_JOBS, len(every))):
+        started = time.monotonic()
+        job = run_job(
+            "train", config, f"run.dir={tmp_path / 'run'}", *change.both, ranks=2, timeout=60, only_on={1: change.one}
+        )
+        seconds = time.monotonic() - started
+        print(f"{key}: code {job.returncode} after {seconds:.1f} s: {job.stderr.strip()}")
+        if job.returncode != 2 or key not in job.stderr or job.stderr.count("spmdrl: ") != 1 or seconds > 10:
+            failed.append((key, job.returncode, seconds, job.stderr))
+    assert failed == []
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_a_rank_with_other_source_is_refused(tmp_path):
+    config = tiny_config(tmp_path)
+    shutil.copytree(ROOT / "src" / "spmdrl", tmp_path / "src" / "spmdrl", ignore=shutil.ignore_patterns("__pycache__"))
+    with open(tmp_path / "src" / "spmdrl" / "types.py", "a") as file:
+        file.write("# Another version.\n")
+    store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+    command = [sys.executable, "-m", "spmdrl", "train", str(config), f"run.dir={tmp_path / 'run'}"]
+    processes = []
+    for rank, source in enumerate((ROOT / "src", tmp_path / "src")):
+        own = environment(**rank_environment(rank, 2, 2, store.port), PYTHONPATH=str(source))
+        processes.append(subprocess.Popen(command, env=own, stderr=subprocess.PIPE, text=True, cwd=tmp_path))
+    told = [process.communicate(timeout=60)[1] for process in processes]
+    assert [process.returncode for process in processes] == [2, 2]
+    assert all("ranks disagree about the source of spmdrl: " in text for text in told), told
+
+
+def facts_of(config: Path, *overrides: str, verb: str = "train", **environ: str) -> dict[str, str]:
+    loaded = load_config([config], list(overrides))
+    return start_facts(loaded.value, verb, check_run(loaded, "train").train_rows, environ)
+
+
+def test_reward_files_rows_verb_and_environment_are_compared(tmp_path):
+    config = tiny_config(tmp_path)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    data = f"data.train={rows}"
+    before = facts_of(config, data)
+    (tmp_path / "reward.py").write_text((tmp_path / "reward.py").read_text() + "# Another version.\n")
+    rows.write_text('{"prompt": "1+1=", "answer": "3"}\n')
+    after = facts_of(config, data, verb="sft", LOCAL_WORLD_SIZE="2")
+    assert {name for name in {**before, **after} if before.get(name) != after.get(name)} == {
+        "the verb", f"the rows of {rows} (0)", f"the file of {tmp_path}/reward.py:share_of_digits",
+        "the variable LOCAL_WORLD_SIZE",
+    }  # fmt: skip
+
+
+def test_a_reward_in_a_module_is_compared_without_running_it(tmp_path, monkeypatch):
+    package = tmp_path / "rewards_of_mine"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise RuntimeError('nobody may run this')\n")
+    (package / "exact.py").write_text("def fn(completions): ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    config = load_config([tiny_config(tmp_path)], []).value
+    spec = "rewards_of_mine.exact:fn"
+    facts = start_facts(replace(config, reward=replace(config.reward, functions=(spec,))), "train", [])
+    assert f"the file of {spec}" in facts
+
+
+def test_models_are_compared_by_what_their_folders_hold(tmp_path):
+    from spmdrl.engines.models.making import make_model_folder
+
+    make = load_config([tiny_config(tmp_path)], []).value.model.make
+    assert make is not None
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        make_model_folder(tmp_path / name, make, seed)
+    same, other = [[Alike([0], model_facts(tmp_path / "a")), Alike([1], model_facts(tmp_path / x))] for x in "bc"]
+    assert difference(same) is None
+    assert "ranks disagree about the model's weights" in str(difference(other))
+
+
+def prepared(world: World, folders: list[Path]) -> str:
+    try:
+        world.agree(lambda: model_facts(folders[world.rank]))
+    except StartRefused as refusal:
+        return str(refusal)
+    return "agreed"
+
+
+@pytest.mark.ranks
+def test_ranks_that_find_another_model_are_refused_after_the_start(tmp_path):
+    from spmdrl.engines.models.making import make_model_folder
+
+    make = load_config([tiny_config(tmp_path)], []).value.model.make
+    assert make is not None
+    for seed in (0, 1):
+        make_model_folder(tmp_path / str(seed), make, seed)
+    told = run_ranks(2, prepared, [tmp_path / "0", tmp_path / "1"])
+    assert told[0] == told[1] and "the model's weights" in told[0]
