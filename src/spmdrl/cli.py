@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import sys
 import time
@@ -12,6 +11,7 @@ from spmdrl import __version__
 from spmdrl.configfile import ConfigError, split_arguments, start_up
 from spmdrl.observability.screen import show
 from spmdrl.resources.launch import LaunchEnvironment, StartRefused, read_launch_environment
+from spmdrl.spelling import nearest
 
 VERBS = {
     "train": "reinforcement learning from a config; the same command again goes on where it stopped",
@@ -83,8 +83,8 @@ def _run(arguments: Sequence[str], rank: int) -> int:
         raise ConfigError(f"no verb given\n\n{usage()}")
     verb, *rest = arguments
     if verb not in VERBS:
-        near = difflib.get_close_matches(verb, VERBS, 1, 0.5)
-        advice = f"did you mean {near[0]}?" if near else f"the verbs are {', '.join(VERBS)}"
+        near = nearest(verb, VERBS)
+        advice = f"did you mean {near}?" if near else f"the verbs are {', '.join(VERBS)}"
         raise ConfigError(f"unknown verb {verb!r}; {advice}")
     # Verbs bring torch with them: imported here, so that --help and refusals of the command line are instant.
     if verb == "bench":

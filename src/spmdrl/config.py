@@ -21,6 +21,7 @@ from spmdrl.engines.training.optimizer import OptimConfig
 from spmdrl.observability.log import LogConfig
 from spmdrl.observability.screen import safe_text
 from spmdrl.resources.layout import ResourcesConfig
+from spmdrl.wished import WISHED
 
 
 @dataclass(frozen=True)
@@ -162,4 +163,4 @@ class Config:
 
 def load_config(files: Sequence[Path], overrides: Sequence[str]) -> LoadedConfig[Config]:
     """Read and check a run's configuration. Raises ConfigError with every fault that was found."""
-    return read_config(Config, files, overrides, ALIASES)
+    return read_config(Config, files, overrides, ALIASES, WISHED)

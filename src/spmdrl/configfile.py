@@ -6,8 +6,8 @@ dataclass, or a union of those. Later files win over earlier ones key by key, an
 
 from __future__ import annotations
 
-import difflib
 import re
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from spmdrl.configaliases import Alias, Settings, Unconverted, convert_aliases, spellings_of
-from spmdrl.configvalues import FAILED, Conversion, default_of, describe, entries_of, joined, schema_keys, within
+from spmdrl.confignames import KnownNames
+from spmdrl.configvalues import FAILED, Conversion, default_of, describe, entries_of, joined, schema_keys
 from spmdrl.configyaml import Given, inline, leaves, plant, read_file, read_override, shortened, show
 
 T = TypeVar("T")
@@ -40,24 +41,28 @@ class LoadedConfig(Generic[T]):
 
 
 def read_config(
-    root_type: type[T], files: Sequence[Path], overrides: Sequence[str], aliases: Mapping[str, Alias]
+    root_type: type[T],
+    files: Sequence[Path],
+    overrides: Sequence[str],
+    aliases: Mapping[str, Alias],
+    wished: Mapping[str, str] | None = None,
 ) -> LoadedConfig[T]:
     """Read `files` and then `overrides` (`key=value`, `--key=value` or `--key value`) as a `root_type`.
 
-    An alias counts as written, and one without a dot also inside the section of its canonical key.
+    An alias counts as written, and one without a dot also inside the section of its canonical key. `wished` has advice
+    for names that aren't keys, and for `key=value` where a key doesn't take that value.
     Raises ConfigError with all faults of all sources.
     """
     problems: list[str] = []
-    keys = list(schema_keys(root_type))
+    names = KnownNames(list(schema_keys(root_type)), spellings_of(aliases), wished or {})
     trees = [read_file(path, problems) for path in files]
     sources = [list(leaves(given)) for given in trees if given is not None]
-    sources.append(list(_override_leaves(overrides, problems)))
-    spellings = spellings_of(aliases)
+    sources.append(list(_override_leaves(overrides, names, problems)))
     tree: dict[str, Given] = {}
     aliases_used: dict[str, str] = {}
     unconverted: dict[tuple[str, ...], Unconverted] = {}
     for source in sources:
-        for leaf in _canonical(source, keys, spellings, problems):
+        for leaf in _canonical(source, names, problems):
             plant(tree, leaf.parts, leaf.given)
             unconverted.pop(leaf.parts, None)
             if leaf.alias is not None and leaf.alias.convert is not None:
@@ -67,13 +72,17 @@ def read_config(
     in_order = sorted(unconverted.values(), key=lambda entry: list(aliases.values()).index(entry.alias))
     settings = Settings(tree, lambda key: default_of(root_type, key))
     aliases_used |= convert_aliases(settings, in_order, problems)
-    conversion = Conversion()
+    conversion = Conversion(names.wished)
     value = conversion.section(root_type, tree, "")
     problems += conversion.problems
-    problems += [_unknown_key(key, given, keys, spellings) for key, given in conversion.unknown]
+    problems += [
+        f"{given.origin}: unknown key {shortened(key)} (= {show(given)}); {names.advice(key)}"
+        for section, value in conversion.unknown
+        for key, given in names.leaves_to_show(section, value)
+    ]
     # What a broken file or a misspelt key would have given is neither missing nor wrong.
     if None not in trees:
-        meant = {key for unknown, _ in conversion.unknown for key in _keys_meant(unknown, keys, spellings)}
+        meant = {key for unknown, _ in conversion.unknown for key in names.meant(unknown)}
         problems += [doubt.message for doubt in conversion.doubts if not meant & set(doubt.keys)]
         problems += [_missing_key(key, kind, files) for key, kind in conversion.missing if key not in meant]
     if problems:
@@ -90,12 +99,14 @@ def resolved_yaml(loaded: LoadedConfig[Any]) -> str:
 def split_arguments(arguments: Sequence[str]) -> tuple[list[Path], list[str]]:
     """Part a command line into the files to read and the overrides: whatever has a `key=` or begins with `--`."""
     files, overrides = [], []
-    rest = iter(arguments)
-    for argument in rest:
-        if argument.startswith("--"):
+    rest = deque(arguments)
+    while rest:
+        argument = rest.popleft()
+        if argument.startswith("-") and len(argument) > 1:
             overrides.append(argument)
-            overrides += [] if "=" in argument else list(_next(rest))
-        elif "=" in argument and _KEY.fullmatch(argument.partition("=")[0]):
+            if _awaits_value(argument) and rest and _is_value(rest[0]):
+                overrides.append(rest.popleft())
+        elif _is_pair(argument):
             overrides.append(argument)
         else:
             files.append(Path(argument))
@@ -113,23 +124,41 @@ def start_up() -> Iterator[None]:
         raise ConfigError(str(error)) from error
 
 
-def _next(rest: Iterator[str]) -> Iterator[str]:
-    for value in rest:
-        yield value
-        return
+def _awaits_value(argument: str) -> bool:
+    return argument.startswith("--") and "=" not in argument
 
 
-def _override_leaves(overrides: Sequence[str], problems: list[str]) -> Iterator[tuple[tuple[str, ...], Given]]:
-    rest = iter(overrides)
+def _is_pair(argument: str) -> bool:
+    key, equals, _ = argument.partition("=")
+    return bool(equals) and _KEY.fullmatch(key) is not None
+
+
+def _is_value(argument: str) -> bool:
+    """Whether this can be the value of the flag before it, rather than the next flag, pair or file."""
+    return not (argument.startswith("--") or _is_pair(argument) or argument.endswith((".yaml", ".yml")))
+
+
+def _override_leaves(
+    overrides: Sequence[str], names: KnownNames, problems: list[str]
+) -> Iterator[tuple[tuple[str, ...], Given]]:
+    rest = deque(overrides)
     latest: dict[tuple[str, ...], Given] = {}
-    for override in rest:
+    while rest:
+        override = rest.popleft()
         key, equals, text = override.removeprefix("--").partition("=")
-        if not equals and override.startswith("--"):
-            value = next(rest, None)
-            if value is None:
-                problems.append(f"command line: --{key} has no value; write --{key} VALUE or {key}=VALUE")
+        if override.startswith("--"):
+            key = key.replace("-", "_")
+        if _awaits_value(override):
+            if not (rest and _is_value(rest[0])):
+                wish = names.wish(key)
+                fault = (
+                    f"there is no --{key}; {wish}"
+                    if wish
+                    else f"--{key} has no value; write --{key} VALUE or {key}=VALUE"
+                )
+                problems.append(f"command line: {shortened(fault)}")
                 continue
-            equals, text = "=", value
+            equals, text = "=", rest.popleft()
         if not equals or not _KEY.fullmatch(key):
             problems.append(
                 f"command line: {shortened(repr(override))} is no override; write key.path=value or --key.path value"
@@ -154,10 +183,7 @@ class _Leaf:
 
 
 def _canonical(
-    source: Sequence[tuple[tuple[str, ...], Given]],
-    keys: Sequence[str],
-    spellings: Mapping[str, Alias],
-    problems: list[str],
+    source: Sequence[tuple[tuple[str, ...], Given]], names: KnownNames, problems: list[str]
 ) -> Iterator[_Leaf]:
     """The leaves of one source under canonical names; a key that it gives under two names is a problem."""
     written: dict[tuple[str, ...], str] = {}
@@ -170,8 +196,8 @@ def _canonical(
         alias, spelling = None, ""
         for length in range(1, len(full) + 1):
             spelling = ".".join(full[:length])
-            if spelling in spellings and spelling not in keys:
-                alias = spellings[spelling]
+            if spelling in names.spellings and spelling not in names.keys:
+                alias = names.spellings[spelling]
                 full = (*alias.key.split("."), *full[length:])
                 break
         name = ".".join(parts)
@@ -179,46 +205,6 @@ def _canonical(
             problems.append(f"{given.origin}: {name} and {written[full]} are the same key; keep one")
         written.setdefault(full, f"{name} ({given.origin})")
         yield _Leaf(full, given, spelling, alias)
-
-
-def _unknown_key(key: str, given: Given, keys: Sequence[str], spellings: Mapping[str, Alias]) -> str:
-    near = nearest_keys(key, keys, spellings)
-    section = key.rpartition(".")[0]
-    if near:
-        advice = f"did you mean {' or '.join(near)}?"
-    else:
-        beside = [name.rpartition(".")[2] for name in keys if name.rpartition(".")[0] == section]
-        advice = f"the keys of {section or 'the top level'} are {', '.join(beside)}"
-    return f"{given.origin}: unknown key {shortened(key)} (= {show(given)}); {advice}"
-
-
-def _keys_meant(unknown: str, keys: Sequence[str], spellings: Mapping[str, Alias]) -> list[str]:
-    """The keys that an unknown one may stand for: the nearest, or any of its section."""
-    section = unknown.rpartition(".")[0]
-    beside = [name for name in keys if section and name.rpartition(".")[0] == section]
-    return [*nearest_keys(unknown, keys, spellings), *beside]
-
-
-def nearest_keys(key: str, keys: Sequence[str], spellings: Mapping[str, Alias]) -> list[str]:
-    """The known keys that a misspelt key may mean: the same last name elsewhere first, then similar ones."""
-    last = key.rpartition(".")[2]
-    same = [name for name in keys if name.rpartition(".")[2] == last]
-    if same:
-        return sorted(same, key=lambda name: -difflib.SequenceMatcher(None, name, key).ratio())[:3]
-    section = key.rpartition(".")[0]
-    beside = [name for name in keys if within(name, section) and name != section]
-    for known in (beside, [*keys, *spellings]):
-        by_last = {name.rpartition(".")[2]: _key_of(name, spellings) for name in reversed(known)}
-        match = difflib.get_close_matches(last, by_last, 1, 0.7)
-        if match:
-            return [by_last[match[0]]]
-    # A wrong section may hide a right key; in a right section, its name would make every key look similar.
-    match = [] if section in keys else difflib.get_close_matches(key, [*keys, *spellings], 1, 0.7)
-    return [_key_of(match[0], spellings)] if match else []
-
-
-def _key_of(name: str, spellings: Mapping[str, Alias]) -> str:
-    return spellings[name].key if name in spellings else name
 
 
 def _missing_key(key: str, kind: Any, files: Sequence[Path]) -> str:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from spmdrl.configyaml import Given, show
+from spmdrl.spelling import nearest
 
 DEFAULT = "default"
 FAILED = object()
@@ -31,6 +31,8 @@ class Doubt:
 class Conversion:
     """Converts one tree; collects what went wrong, unknown and missing keys, and each key's origin."""
 
+    wished: Mapping[str, str] = field(default_factory=dict)
+    """advice for `key=value` that a key doesn't take"""
     problems: list[str] = field(default_factory=list)
     doubts: list[Doubt] = field(default_factory=list)
     unknown: list[tuple[str, Given]] = field(default_factory=list)
@@ -97,7 +99,7 @@ class Conversion:
         members = sorted(get_args(kind), key=lambda member: not _is_natural(member, given))
         trials = []
         for member in members:
-            trial = Conversion()
+            trial = Conversion(self.wished)
             value = trial.convert(member, given, key)
             if value is not FAILED and not trial.unknown:
                 self.origin.update(trial.origin)
@@ -132,9 +134,8 @@ class Conversion:
         return FAILED if any(part is FAILED for part in parts) else values
 
     def _refuse(self, kind: Any, given: Given, key: str) -> Any:
-        self.problems.append(
-            f"{given.origin}: {key} is {show(given)}, but must be {describe(kind)}; {_way_out(kind, given, key)}"
-        )
+        way_out = self.wished.get(f"{key}={given.text.lower()}") or _way_out(kind, given, key)
+        self.problems.append(f"{given.origin}: {key} is {show(given)}, but must be {describe(kind)}; {way_out}")
         return FAILED
 
     def _add_refusal(self, message: str, key: str) -> None:
@@ -299,9 +300,9 @@ def _way_out(kind: Any, given: Given, key: str) -> str:
     members = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
     families = [get_origin(member) or member for member in members]
     choices = [str(choice) for member in members if get_origin(member) is Literal for choice in get_args(member)]
-    near = difflib.get_close_matches(given.text, choices, 1, 0.4)
-    if near:
-        return f"did you mean {near[0]}?"
+    near = nearest(given.text, choices)
+    if near is not None:
+        return f"did you mean {near}?"
     if int in families and isinstance(given.value, float):
         return f"write {given.value:.0f}, without point or exponent" if given.value.is_integer() else "round it"
     if given.quoted and {int, float, bool} & set(families):

@@ -1,0 +1,39 @@
+"""Which known name a misspelt one may mean; none where the nearest one isn't near."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+_LONGEST = 60
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """The known name within one edit per four letters of `word`, or one that begins like it; else None."""
+    found: tuple[int, str] | None = None
+    for name in known:
+        distance = 1 if _begins_alike(word, name) else edit_distance(word, name)
+        if distance <= max(1, len(word) // 4) and distance < len(word) and (found is None or distance < found[0]):
+            found = distance, name
+    return None if found is None else found[1]
+
+
+def edit_distance(left: str, right: str) -> int:
+    """The fewest letters to insert, remove, replace or swap with their neighbour that make one word of the other."""
+    if abs(len(left) - len(right)) > 3 or max(len(left), len(right)) > _LONGEST:
+        return max(len(left), len(right))
+    before: list[int] = []
+    row = list(range(len(right) + 1))
+    for i, a in enumerate(left, 1):
+        before, last, row = row, before, [i]
+        for j, b in enumerate(right, 1):
+            cost = min(before[j] + 1, row[j - 1] + 1, before[j - 1] + (a != b))
+            if i > 1 and j > 1 and a == right[j - 2] and b == left[i - 2]:
+                cost = min(cost, last[j - 2] + 1)
+            row.append(cost)
+    return row[-1]
+
+
+def _begins_alike(left: str, right: str) -> bool:
+    """Whether one is the other's first half or more, as in optim and optimizer."""
+    short, long = sorted((left, right), key=len)
+    return len(short) >= 4 and 2 * len(short) >= len(long) and long.startswith(short)

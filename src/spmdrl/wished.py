@@ -1,0 +1,143 @@
+"""Names that users of other trainers look for and that have no key here, each with what to do instead."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+_ANSWERS: tuple[tuple[str, str], ...] = (
+    (
+        "lora lora_rank lora_r lora_alpha lora_target_modules lora_dropout peft use_peft qlora",
+        "all weights are trained, there are no adapters; resources.update.shard spreads their memory over ranks",
+    ),
+    (
+        "load_in_4bit load_in_8bit quantization",
+        "weights aren't quantized; model.dtype is float32 or bfloat16",
+    ),
+    ("dry_run", "`spmdrl check` with the same files and keys checks them and trains nothing"),
+    ("config config_file config_name", "write the file without a flag, as in `spmdrl train run.yaml`"),
+    ("verbose log_level", "every step is printed, and all metrics are in metrics.jsonl of the run's folder"),
+    ("logging_steps log_freq", "every step is logged"),
+    (
+        "best save_best load_best_model_at_end metric_for_best_model",
+        "checkpoints are kept by age (checkpoint.keep_last) and by step (checkpoint.keep_every), not by score",
+    ),
+    ("save_total_limit max_ckpt_num max_actor_ckpt_to_keep", "set checkpoint.keep_last"),
+    ("save_strategy", "set checkpoint.interval; 0 saves only the last step"),
+    ("save_only_model save_hf_ckpt", "each checkpoint folder holds model/, a Hugging Face folder"),
+    ("push_to_hub hub_model_id", "a checkpoint's model/ is a Hugging Face folder; upload it with `hf upload`"),
+    ("resume_from_checkpoint resume_from_path load_checkpoint", "set resume to auto, a step or a checkpoint folder"),
+    ("eval_steps eval_freq eval_strategy evaluation_strategy", "set eval.interval; 0 is only before and after"),
+    (
+        "gradient_accumulation_steps",
+        "rows are cut into micro-batches of train.max_tokens_per_microbatch tokens, and their gradients summed",
+    ),
+    (
+        "per_device_train_batch_size micro_batch_size micro_train_batch_size train_micro_batch_size "
+        "ppo_micro_batch_size ppo_micro_batch_size_per_gpu per_device_batch_size batch_size",
+        "a step takes rollout.prompts_per_step prompts, and its micro-batches train.max_tokens_per_microbatch tokens",
+    ),
+    ("per_device_eval_batch_size val_batch_size", "evaluations take all rows of data.eval, or eval.max_rows of them"),
+    (
+        "ppo_mini_batch_size steps_per_generation",
+        "set train.updates_per_step, the optimizer steps that a step's samples are split into",
+    ),
+    (
+        "num_train_epochs total_epochs num_epochs epochs num_episodes",
+        "the length of a run is train.max_steps: epochs x rows / rollout.prompts_per_step",
+    ),
+    ("total_training_steps max_train_steps num_steps", "set train.max_steps"),
+    ("warmup_ratio lr_warmup_ratio lr_warmup_steps_ratio", "set optim.warmup_steps, a number of optimizer steps"),
+    ("lr_scheduler_type lr_scheduler lr_decay_style", "set optim.schedule to constant, linear or cosine"),
+    ("adam_beta1 adam_beta2 adam_betas", "set optim.betas to both, as in [0.9, 0.999]"),
+    (
+        "deepspeed zero_stage zero3 fsdp fsdp_config accelerate strategy",
+        "FSDP2 is built in: resources.update says over how many ranks weights, gradients and optimizer are cut",
+    ),
+    (
+        "use_vllm vllm_mode vllm colocate_all_models",
+        "set rollout.engine to vllm; auto takes it wherever it is installed and there is an accelerator",
+    ),
+    ("sglang use_sglang", "rollout.engine is native or vllm"),
+    ("vllm_gpu_memory_utilization", "set rollout.gpu_memory_utilization"),
+    (
+        "tensor_parallel_size tensor_model_parallel_size vllm_tensor_parallel_size tp tp_size",
+        "set resources.generation.tensor for generating, and resources.update.tensor for training",
+    ),
+    ("pipeline_model_parallel_size pipeline_parallel_size pp_size", "set resources.update.pipeline"),
+    (
+        "context_parallel_size ulysses_sequence_parallel_size sequence_parallel_size ring_attn_size",
+        "set resources.update.context",
+    ),
+    ("expert_model_parallel_size expert_parallel_size", "set resources.update.expert and resources.generation.expert"),
+    (
+        "n_gpus_per_node nnodes num_gpus gpus nproc_per_node num_processes ranks",
+        "torchrun starts the ranks: torchrun --nproc-per-node 8 --nnodes 2 ... -m spmdrl train run.yaml",
+    ),
+    ("ray ray_init num_workers", "there is no Ray; torchrun starts all ranks, and reward.workers judge beside them"),
+    ("report_to logger use_wandb use_tensorboard", "set log.backends, as in [console, jsonl, wandb]"),
+    ("run_name experiment_name exp_name wandb_run_name", "set run.name"),
+    ("bf16 fp16 tf32 torch_dtype", "set model.dtype to float32 or bfloat16"),
+    (
+        "gradient_checkpointing enable_gradient_checkpointing recompute_granularity",
+        "set train.activation_checkpointing to full",
+    ),
+    (
+        "attn_implementation use_flash_attn flash_attn flash_attention_2 use_liger_kernel",
+        "kernels are chosen by the device and by what is installed; there is nothing to set",
+    ),
+    ("device_map", "set resources.device for the kind of device, and resources.update for what each rank holds"),
+    ("trust_remote_code", "a model's code comes from this package only; remote code is never run"),
+    ("packing packing_samples use_dynamic_bsz use_dynamic_batch", "rows are always packed, by their tokens"),
+    ("prompt_max_len", "set data.max_prompt_length"),
+    ("generate_max_len max_tokens", "set rollout.max_completion_length"),
+    (
+        "max_len max_length max_seq_length max_model_len",
+        "lengths are data.max_prompt_length and rollout.max_completion_length",
+    ),
+    ("use_kl_loss use_kl_in_reward", "algo.kl_coef > 0 turns the KL term on, and algo.kl_in is loss or reward"),
+    ("kl_loss_type", "set algo.kl_estimator to k1, k2 or k3; verl's low_var_kl is k3"),
+    ("init_kl_coef", "set algo.kl_coef"),
+    (
+        "ref_model sync_ref_model ref",
+        "the reference is the model that the run starts from, used where algo.kl_coef > 0",
+    ),
+    ("clip_ratio eps_clip cliprange clip_range eps_clip_low_high", "set algo.clip_ratio_low and algo.clip_ratio_high"),
+    ("eps_clip_high", "set algo.clip_ratio_high"),
+    ("dual_clip", "set algo.clip_ratio_c"),
+    ("adv_estimator advantage_estimator estimator", "algo.name is the algorithm"),
+    (
+        "loss_type loss_agg_mode",
+        "set algo.loss_agg: token-mean (TRL's dapo), seq-mean-token-mean (grpo) or seq-mean-token-sum-norm (dr_grpo)",
+    ),
+    ("importance_sampling_level", "set algo.ratio_level to token or sequence"),
+    (
+        "vllm_importance_sampling_correction vllm_importance_sampling_cap enable_vllm_is_correction rollout_correction",
+        "set algo.rollout_is, as in tis, and algo.rollout_is_clip",
+    ),
+    (
+        "reward_model reward_model_path reward_pretrain remote_rm_url reward_model_name_or_path",
+        "rewards are functions, reward.functions=[file.py:fn]; one of them may query a server that runs a model",
+    ),
+    ("custom_reward_function compute_score reward_fn reward_func", "set reward.functions, as in [file.py:fn]"),
+    ("critic value_model critic_warmup", "there is no critic; the baseline is the mean reward of a prompt's responses"),
+    (
+        "algo.name=ppo algo.name=gae",
+        "there is no critic; grpo has PPO's clipped loss, with the mean reward of a prompt's responses as baseline",
+    ),
+    (
+        "algo.name=gspo",
+        "set algo.name to grpo, algo.ratio_level to sequence and algo.loss_agg to seq-mean-token-mean, "
+        "with algo.clip_ratio_low 3e-4 and algo.clip_ratio_high 4e-4",
+    ),
+    (
+        "algo.name=dapo",
+        "set algo.name to grpo, algo.clip_ratio_high to 0.28 and algo.loss_agg to token-mean",
+    ),
+    (
+        "algo.name=dr_grpo algo.name=drgrpo",
+        "set algo.name to grpo, algo.scale_rewards to none and algo.loss_agg to seq-mean-token-sum-norm",
+    ),
+    ("algo.name=sft", "supervised training is a verb, `spmdrl sft`; sft.max_steps > 0 runs it before train"),
+)
+
+WISHED: Mapping[str, str] = {name: answer for names, answer in _ANSWERS for name in names.split()}

@@ -1,0 +1,102 @@
+"""Names that aren't here are answered with what to do instead, and hints are near what was written."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spmdrl.aliases import ALIASES
+from spmdrl.cli import VERBS
+from spmdrl.config import Config, load_config
+from spmdrl.configaliases import spellings_of
+from spmdrl.configfile import ConfigError
+from spmdrl.confignames import KnownNames
+from spmdrl.configvalues import schema_keys
+from spmdrl.spelling import edit_distance, nearest
+from spmdrl.wished import WISHED
+
+BASE = ["model.make={}", "data.train=synthetic://addition?count=10"]
+
+
+def refusal(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config([], [*BASE, *overrides])
+    return str(caught.value)
+
+
+def test_a_wished_name_is_answered_and_is_no_key() -> None:
+    keys, spellings = list(schema_keys(Config)), spellings_of(ALIASES)
+    names = KnownNames(keys, spellings, WISHED)
+    for name, answer in WISHED.items():
+        assert name not in spellings and name not in keys
+        assert "\n" not in answer
+        if "=" in name:
+            assert name.partition("=")[0] in keys
+        else:
+            assert names.advice(name) == answer or any(key.endswith(f".{name}") for key in keys)
+
+
+def test_every_key_that_advice_names_exists() -> None:
+    keys = set(schema_keys(Config))
+    sections = {key for key in keys if "." not in key}
+    for answer in WISHED.values():
+        named = re.findall(r"\b[a-z_]+\.[a-z_.]*[a-z_]\b", answer.replace("run.yaml", ""))
+        unknown = {name for name in named if name.partition(".")[0] in sections} - keys
+        assert not unknown, answer
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["--dry-run"], "command line: there is no --dry_run; `spmdrl check` with the same files"),
+        (["--dry-run", "seed=1"], "command line: there is no --dry_run; `spmdrl check` with the same files"),
+        (["--use-vllm", "--seed", "3"], "command line: there is no --use_vllm; set rollout.engine to vllm"),
+        (["--per-device-train-batch-size", "8"], "unknown key per_device_train_batch_size (= 8); a step takes"),
+        (["lora.rank=8"], "unknown key lora (= a mapping (rank)); all weights are trained"),
+        (["checkpoint.best=true"], "unknown key checkpoint.best (= true); checkpoints are kept by age"),
+        (["algo.name=ppo"], "algo.name is 'ppo', but must be grpo; there is no critic"),
+        (["algo.name=GSPO"], "set algo.name to grpo, algo.ratio_level to sequence"),
+        (["actor_rollout_ref.rollout.n=8"], "did you mean rollout.num_generations?"),
+        (["trainer.save_freq=8"], "did you mean checkpoint.interval?"),
+        (["actor_rollout_ref.actor.optim.lr=1e-6"], "did you mean optim.lr?"),
+        (["train.lr=1"], "did you mean optim.lr or sft.optim.lr?"),
+        (["temprature=1"], "did you mean"),
+    ],
+)
+def test_what_users_of_other_trainers_type_is_answered(overrides: list[str], expected: str) -> None:
+    assert expected in refusal(*overrides)
+
+
+@pytest.mark.parametrize("key", ["checkpoint.zebra", "zebra", "algo.gamma_ray", "rollout.frequency"])
+def test_a_name_far_from_every_key_gets_no_hint(key: str) -> None:
+    message = refusal(f"{key}=1")
+    assert "did you mean" not in message and "; the keys of " in message
+
+
+def test_a_flag_with_dashes_is_a_key_and_a_file_is_no_value() -> None:
+    assert load_config([], [*BASE, "--learning-rate", "1e-3"]).value.optim.lr == 1e-3
+    assert load_config([], [*BASE, "--optim.lr", "1e-3"]).value.optim.lr == 1e-3
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [("trian", "train"), ("evaluate", "eval"), ("training", "train"), ("chek", "check"), ("xyz", None)],
+)
+def test_the_nearest_name_is_near(word: str, expected: str | None) -> None:
+    assert nearest(word, VERBS) == expected
+
+
+WORDS = st.text("abc_", max_size=6)
+
+
+@given(WORDS, WORDS, WORDS)
+def test_the_distance_of_words_is_a_distance(a: str, b: str, c: str) -> None:
+    assert edit_distance(a, a) == 0
+    assert edit_distance(a, b) == edit_distance(b, a)
+    assert (edit_distance(a, b) == 0) == (a == b)
+    assert edit_distance(a, b) <= max(len(a), len(b))
+    if len(c) >= 2:
+        assert edit_distance(a + c, a + c[1] + c[0] + c[2:]) <= 1
