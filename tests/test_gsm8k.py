@@ -31,7 +31,7 @@ def test_every_reference_solution_scores_one_on_its_own_question(tmp_path):
     prompts = list(source.all())
     assert len(prompts) == len(source) == num_lines and not source.skipped
     assert all(len(prompt.prompt_ids) == len(prompt.text) for prompt in prompts), "one token a character"
-    with RewardPool(RewardConfig(functions=("math",))) as pool:
+    with RewardPool(RewardConfig(functions=("number",))) as pool:
         keys = []
         for start in range(0, num_lines, CALL):
             part = prompts[start : start + CALL]

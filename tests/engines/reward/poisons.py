@@ -20,6 +20,10 @@ def none_for_empty(completions, **columns):
     return [None if not text else 0.5 for text in completions]
 
 
+def as_written(completions, **columns):
+    return [float(text) for text in completions]
+
+
 def needs_hint(completions, hint):
     return [1.0] * len(completions)
 

@@ -1,10 +1,11 @@
 """Reward functions are called in the form they were written for, and what they return is checked."""
 
+import sys
 from pathlib import Path
 
 import pytest
 
-from spmdrl.engines.reward.calls import RewardCall
+from spmdrl.engines.reward.calls import FunctionScores, RewardCall, combine
 from spmdrl.engines.reward.frames import FrameReader, pack
 from spmdrl.engines.reward.functions import function_names, load_functions, needs_answer, score
 from spmdrl.engines.reward.verdict import Verdict
@@ -51,6 +52,34 @@ def test_module_functions_load_by_name():
 def test_a_misspelled_rule_is_met_with_the_nearest_one():
     with pytest.raises(ValueError, match="did you mean 'math'"):
         load_functions(["maths"])
+
+
+def test_math_without_its_package_is_refused_with_the_line_that_installs_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    with pytest.raises(ValueError, match=r"pip install -e '\.\[math\]'"):
+        load_functions(["math"])
+
+
+def test_a_reward_too_large_to_be_summed_is_an_error_of_its_row():
+    scores = scores_of(f"{POISONS}:as_written", "1e308", "1e15", "-2e15", "-1e15")
+    assert scores.values == [None, 1e15, None, -1e15]
+    assert scores.verdicts == [Verdict.MALFORMED, Verdict.SCORED, Verdict.MALFORMED, Verdict.SCORED]
+    assert scores.error is not None and "row 0: it gave 1e+308, but a reward is at most 1e+15" in scores.error
+
+
+def test_a_weighted_sum_too_large_is_an_error_of_its_row():
+    scores = FunctionScores([1e15, 1.0], [Verdict.SCORED, Verdict.SCORED])
+    result = combine("key", {"fn": scores}, [1e300])
+    assert result.rewards == [None, None]
+    assert result.verdicts == [Verdict.MALFORMED] * 2
+    assert result.error is not None and "row 0: the weighted sum is inf" in result.error
+
+
+def test_a_row_that_a_rule_gives_up_on_is_timed_out_and_leaves_the_others():
+    pytest.importorskip("math_verify", reason="needs pip install -e '.[math]'")
+    scores = scores_of("math", "\\boxed{3^{1000000}}", "\\boxed{3}", answer=["3", "3"])
+    assert scores.values == [None, 1.0]
+    assert scores.verdicts == [Verdict.TIMED_OUT, Verdict.SCORED]
 
 
 def test_names_are_short_unless_two_functions_share_one():

@@ -227,6 +227,7 @@ def test_a_key_is_used_once_and_an_unknown_key_is_refused():
         ({"workers": 0}, "reward.workers is 0"),
         ({"call_level": "row"}, "reward.call_level is .row., but must be response or group"),
         ({"isolation": "thread"}, "reward.isolation"),
+        ({"functions": ("math",), "isolation": "inline"}, "math needs a process that can be killed"),
         ({"memory_limit_gib": 0.0}, "reward.memory_limit_gib"),
     ],
 )

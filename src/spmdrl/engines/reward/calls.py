@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import mul
 from typing import Any
 
 from spmdrl.engines.reward.verdict import Verdict
+
+# Sums of a million squares still fit into float32.
+MAX_MAGNITUDE = 1e15
 
 
 @dataclass(frozen=True)
@@ -59,11 +63,14 @@ def combine(key: Hashable, scores: Mapping[str, FunctionScores], weights: Sequen
     """Join the functions' scores: a row has a reward only where every function gave one."""
     verdicts = [row_verdict(row) for row in zip(*(part.verdicts for part in scores.values()), strict=True)]
     values = zip(*(part.values for part in scores.values()), strict=True)
-    rewards = [
-        sum(weight * value for weight, value in zip(weights, row, strict=True)) if verdict.has_reward else None
-        for row, verdict in zip(values, verdicts, strict=True)
-    ]
     error = next((part.error for part in scores.values() if part.error), None)
+    rewards: list[float | None] = []
+    for row, parts in enumerate(values):
+        reward = sum(map(mul, weights, parts)) if verdicts[row].has_reward else None
+        if reward is not None and not abs(reward) <= MAX_MAGNITUDE:
+            error = error or f"row {row}: the weighted sum is {reward:g}, beyond {MAX_MAGNITUDE:g}; lower the weights"
+            verdicts[row], reward = Verdict.MALFORMED, None
+        rewards.append(reward)
     return RewardResult(key, rewards, {name: part.values for name, part in scores.items()}, verdicts, error)
 
 

@@ -19,8 +19,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
-from spmdrl.engines.reward.answers import RULES
-from spmdrl.engines.reward.calls import FunctionScores, RewardCall
+from spmdrl.engines.reward.answers import RULES, check_rule_installed
+from spmdrl.engines.reward.calls import MAX_MAGNITUDE, FunctionScores, RewardCall
+from spmdrl.engines.reward.formula import Undecided
 from spmdrl.engines.reward.verdict import Verdict
 
 _RESERVED = ("prompts", "completions", "completion_ids")
@@ -51,12 +52,13 @@ def needs_answer(specs: Iterable[str]) -> bool:
 
 
 def load_functions(specs: Sequence[str]) -> list[RewardFunction]:
-    """Load `exact`, `math`, `pkg.mod:fn` or `file.py:fn`; raises ValueError that says what can't be loaded and why."""
+    """Load `exact`, `number`, `math`, `pkg.mod:fn` or `file.py:fn`; ValueError says what can't be loaded."""
     return [_load(spec, name) for spec, name in zip(specs, function_names(specs), strict=True)]
 
 
 def _load(spec: str, name: str) -> RewardFunction:
     if spec in RULES:
+        check_rule_installed(spec)
         return RewardFunction(name, RULES[spec], "rule")
     where, _, attribute = spec.rpartition(":")
     if not where or not attribute:
@@ -212,7 +214,7 @@ def _checked_value(outcome: Any) -> tuple[float | None, Verdict, str | None]:
     if outcome is None:
         return None, Verdict.LEFT_OUT, None
     if isinstance(outcome, BaseException):
-        return None, Verdict.CRASHED, explain(outcome)
+        return None, Verdict.TIMED_OUT if isinstance(outcome, Undecided) else Verdict.CRASHED, explain(outcome)
     if not isinstance(outcome, numbers.Real) and hasattr(outcome, "item") and getattr(outcome, "size", 1) != 0:
         outcome = _attempt(outcome.item, dict)
     if not isinstance(outcome, numbers.Real):
@@ -223,6 +225,9 @@ def _checked_value(outcome: Any) -> tuple[float | None, Verdict, str | None]:
         value = math.inf
     if not math.isfinite(value):
         return None, Verdict.MALFORMED, f"it gave {value}, which isn't finite"
+    if abs(value) > MAX_MAGNITUDE:
+        problem = f"it gave {value:g}, but a reward is at most {MAX_MAGNITUDE:g} in magnitude; scale it down"
+        return None, Verdict.MALFORMED, problem
     return value, Verdict.WRONG if value == 0 else Verdict.SCORED, None
 
 

@@ -25,7 +25,7 @@ class RewardConfig:
     """How rewards are computed."""
 
     functions: tuple[str, ...] = ("math",)
-    """Reward functions: exact, math, pkg.mod:fn or file.py:fn."""
+    """Reward functions: exact (the same text), number (plain numbers), math (math-verify), pkg.mod:fn or file.py:fn."""
     weights: tuple[float, ...] | None = None
     """The functions' weights in the sum that is the reward; null = 1 each."""
     call_level: CallLevel = "response"
@@ -64,6 +64,11 @@ class RewardConfig:
             raise ValueError(f"reward.call_level is '{self.call_level}', but must be response or group")
         if self.isolation not in ("auto", "process", "inline"):
             raise ValueError(f"reward.isolation is '{self.isolation}', but must be auto, process or inline")
+        if self.isolation == "inline" and "math" in self.functions and not is_debugged():
+            raise ValueError(
+                "reward.isolation is inline, but the reward math needs a process that can be killed (simplifying a "
+                "formula may have no end); set reward.isolation to auto, which is inline under pdb"
+            )
         if self.memory_limit_gib is not None and self.memory_limit_gib <= 0:
             raise ValueError(
                 f"reward.memory_limit_gib is {self.memory_limit_gib}, but must be > 0, or null for no limit"

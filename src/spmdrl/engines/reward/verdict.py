@@ -13,9 +13,9 @@ class Verdict(enum.IntEnum):
     WRONG = 1
     """The reward functions gave 0, all of them."""
     MALFORMED = 2
-    """A function's result has the wrong length or type, or isn't finite."""
+    """A function's result has the wrong length or type, isn't finite, or is too large."""
     TIMED_OUT = 3
-    """The call was over `reward.timeout_seconds` and its process was killed."""
+    """The call was over `reward.timeout_seconds` and its process was killed, or a rule gave up on a row."""
     CRASHED = 4
     """The function raised, or its process died."""
     LEFT_OUT = 5
