@@ -18,7 +18,24 @@ find_python() {
         "install one (on Debian and Ubuntu: apt install python3-venv), or name it: PYTHON=/path/to/python3"
 }
 
-pip_install() { .venv/bin/python -m pip install -qq --disable-pip-version-check "$@"; }
+# Quiet but for errors; on a terminal a line that counts the seconds, where pip would be silent for minutes.
+pip_install() {
+    local ticker='' status=0 started=$SECONDS
+    if [ -t 1 ]; then
+        # Ends with the script: a background job isn't reached by Ctrl-C.
+        while sleep 2 && kill -0 $$ 2> /dev/null; do
+            printf '\r[setup] ... %d s, %s in .venv ' "$((SECONDS - started))" "$(du -sh .venv 2> /dev/null | cut -f1)"
+        done &
+        ticker=$!
+    fi
+    .venv/bin/python -m pip install -qq --disable-pip-version-check "$@" || status=$?
+    if [ -n "$ticker" ]; then
+        kill "$ticker" 2> /dev/null
+        wait "$ticker" 2> /dev/null || true
+        printf '\r\033[K'
+    fi
+    return "$status"
+}
 
 # prepare_environment EXTRA: installs the clone with an extra of setup.cfg ('' for none), unless that is done already.
 prepare_environment() {

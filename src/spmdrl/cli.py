@@ -111,6 +111,9 @@ def _run_configured(verb: str, arguments: Sequence[str], rank: int) -> int:
     if rank == 0:
         for written, canonical in loaded.aliases_used.items():
             show(f"config: {written} is read as {canonical}")
+    # PyTorch and the data take seconds, in which a person looks at nothing; standard output may be generate's answers.
+    if rank == 0 and sys.stderr.isatty():
+        show(f"spmdrl {verb}: starting PyTorch, reading the data ...", stream=sys.stderr)
     if verb == "train":
         from spmdrl.train import main as run
     elif verb == "sft":

@@ -36,16 +36,19 @@ def _evaluate(checked: CheckedRun, world: World) -> Evaluation:
     check_generation_fits(config, source.decoder)
     tokenizer = ModelTokenizer(source.folder)
     rows = PromptSource(checked.eval_rows, tokenizer.raw, config.data, config.seed)
-    warn_of_end_of_turn(Console(enabled=world.is_main), tokenizer, rows)
+    console = Console(enabled=world.is_main)
+    warn_of_end_of_turn(console, tokenizer, rows)
     prompts = list(rows.all())
-    replica = build_replica(config, source, world, config.resources.generation)
-    load_for_generation(replica.engine, source)
+    with console.doing("loading the weights"):
+        replica = build_replica(config, source, world, config.resources.generation)
+        load_for_generation(replica.engine, source)
     sampling = evaluation_sampling(config, tokenizer.stop_token_ids)
     with RewardPool(config.reward) as pool:
         evaluator = Evaluator(
             prompts, replica, pool, tokenizer.decode, config=config.eval, sampling=sampling, seed=config.seed
         )
-        return evaluator()
+        with console.doing(f"answering {len(evaluator.prompts)} prompts"):
+            return evaluator()
 
 
 def _write_results(config: Config, evaluation: Evaluation) -> None:

@@ -57,18 +57,20 @@ def keep_answers(checked: CheckedRun, world: World) -> KeptAnswers:
     check_generation_fits(config, source.decoder)
     tokenizer = ModelTokenizer(source.folder)
     rows = PromptSource(checked.eval_rows, tokenizer.raw, config.data, config.seed)
-    warn_of_end_of_turn(Console(enabled=world.is_main, stream=sys.stderr), tokenizer, rows)
+    console = Console(enabled=world.is_main, stream=sys.stderr)
+    warn_of_end_of_turn(console, tokenizer, rows)
     prompts = list(itertools.islice(rows.all(), config.eval.max_rows))
     sampling = config.rollout.sampling(tokenizer.stop_token_ids)
     kept = KeptAnswers(config.run.folder, _identity(config, source, prompts), world)
     if config.resume == "never":
         kept.put_aside()
     done = kept.rows()
-    if done and world.is_main:
+    if done:
         note = f"{kept.folder} has {len(done)} of {len(prompts) * config.eval.num_samples} rows; the rest is generated"
-        Console(stream=sys.stderr).note(note)
-    replica = build_replica(config, source, world, config.resources.generation)
-    load_for_generation(replica.engine, source)
+        console.note(note)
+    with console.doing("loading the weights"):
+        replica = build_replica(config, source, world, config.resources.generation)
+        load_for_generation(replica.engine, source)
     requests = _requests(config, prompts, replica, sampling, done)
     progress = _progress(replica, requests) if world.is_main else None
     for number, responses in run_requests(replica.engine, requests):

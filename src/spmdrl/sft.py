@@ -18,6 +18,7 @@ from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.engines.training.engine import TrainingEngine, UpdateResult
 from spmdrl.engines.training.rows import LossTerms, MicroBatch, Scores, TokenRows
 from spmdrl.job.actor import Actor, ModelSource, build_trainer, prepare_model
+from spmdrl.job.banner import banner
 from spmdrl.job.building import build_held_out, warn_of_end_of_turn
 from spmdrl.job.checked import CheckedRun, check_run
 from spmdrl.job.facts import open_job
@@ -55,10 +56,14 @@ def train_supervised(checked: CheckedRun, world: World) -> None:
             tokenizer = ModelTokenizer(source.folder)
             prompts = PromptSource(checked.train_rows, tokenizer.raw, config.data, config.seed)
             warn_of_end_of_turn(run.console, tokenizer, prompts)
+            if world.is_main:
+                for line in banner(checked, world, source, tokenizer, prompts, num_steps=run.num_steps, phase="sft"):
+                    run.console.note(line)
             mesh = build_update_mesh(checked.layout, world.device, world.rank)
-            trainer = build_trainer(
-                config, source, mesh, world, optim=config.sft.optim, num_steps=config.sft.max_steps, temperature=1.0
-            )
+            with run.console.doing("loading the weights"):
+                trainer = build_trainer(
+                    config, source, mesh, world, optim=config.sft.optim, num_steps=run.num_steps, temperature=1.0
+                )
             actor = Actor(trainer, source, world)
             run.resume(actor)
             held_out = build_held_out(checked, run, actor, tokenizer, stack)

@@ -21,6 +21,7 @@ from spmdrl.engines.models.kernels.table import compute_batch_invariantly
 from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.engines.reward.pool import RewardPool
 from spmdrl.job.actor import Actor, ModelSource, build_trainer, prepare_model
+from spmdrl.job.banner import banner
 from spmdrl.job.building import (
     Rollouts,
     StageParts,
@@ -158,23 +159,29 @@ def warm_started(checked: CheckedRun, world: World) -> CheckedRun:
 def build(checked: CheckedRun, run: Run, stack: ExitStack) -> Training:
     """Build the layers bottom-up; what must be closed goes on the stack. Collective over all ranks."""
     config, world = checked.config, run.world
-    source = ModelSource.of(prepare_model(config, world))
-    tokenizer = ModelTokenizer(source.folder)
-    prompts = PromptSource(checked.train_rows, tokenizer.raw, config.data, config.seed)
+    with run.console.doing("reading the model's config, tokenizer and prompts"):
+        source = ModelSource.of(prepare_model(config, world))
+        tokenizer = ModelTokenizer(source.folder)
+        prompts = PromptSource(checked.train_rows, tokenizer.raw, config.data, config.seed)
     check_positions(source, prompts, config)
     warn_of_end_of_turn(run.console, tokenizer, prompts)
     check_model_fits(config, source.decoder, checked.layout)
     check_generation_fits(config, source.decoder)
+    num_steps, temperature = config.train.max_steps, config.rollout.temperature
+    if world.is_main:
+        for line in banner(checked, world, source, tokenizer, prompts, num_steps=num_steps, phase=run.phase):
+            run.console.note(line)
     mesh = build_update_mesh(checked.layout, world.device, world.rank)
 
-    num_steps, temperature = config.train.max_steps, config.rollout.temperature
-    trainer = build_trainer(
-        config, source, mesh, world, optim=config.optim, num_steps=num_steps, temperature=temperature
-    )
-    reference = build_trainer(
-        config, source, mesh, world, optim=config.optim, num_steps=num_steps, temperature=temperature, frozen=True
-    ) if WorkerState.REFERENCE in checked.needs else None  # fmt: skip
-    replica = build_actors_replica(checked, source, world)
+    with run.console.doing("loading the weights"):
+        trainer = build_trainer(
+            config, source, mesh, world, optim=config.optim, num_steps=num_steps, temperature=temperature
+        )
+        reference = build_trainer(
+            config, source, mesh, world, optim=config.optim, num_steps=num_steps, temperature=temperature, frozen=True
+        ) if WorkerState.REFERENCE in checked.needs else None  # fmt: skip
+    with run.console.doing("starting the generation engine"):
+        replica = build_actors_replica(checked, source, world)
     actor, carried = Actor(trainer, source, world), build_carried(run, replica)
     state = Together(actor, carried)
     run.resume(state)
@@ -183,7 +190,8 @@ def build(checked: CheckedRun, run: Run, stack: ExitStack) -> Training:
     device = world.device.torch_device
     row_groups = groups_of_training(mesh, device) | groups_of_generation(replica.mesh, device)
     dock = stack.enter_context(TransferDock(world, checked.needs, config.dock, seed=config.seed, row_groups=row_groups))
-    pool = stack.enter_context(RewardPool(config.reward))
+    with run.console.doing("starting the rewards"):
+        pool = stack.enter_context(RewardPool(config.reward))
     evaluator = build_evaluator(checked, replica, pool, tokenizer)
     rollouts = Rollouts(config, replica)
     shown = ShownRows(config.log.samples_per_step)

@@ -8,7 +8,9 @@ import os
 import re
 import struct
 import termios
+import time
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -163,3 +165,34 @@ def test_units_read_well():
     assert [bytes_text(n) for n in (512, 1.5 * 2**20, 61 * 2**30)] == ["512 B", "1.5 MiB", "61 GiB"]
     assert [fixed(v, 2) for v in (0.0, 0.42, 1e-4, 3e7, float("nan"))] == ["0.00", "0.42", "1.0e-4", "3.0e7", "nan"]
     assert scientific(0.0012) == "1.2e-3"
+
+
+def test_a_log_names_what_takes_long_and_nothing_else():
+    stream = io.StringIO()
+    console = Console(stream=stream, silent_seconds=0.05)
+    with console.doing("reading \x1b[2J"):
+        pass
+    assert stream.getvalue() == ""
+    with console.doing("loading the weights"):
+        time.sleep(0.2)
+    assert stream.getvalue().splitlines() == ["loading the weights ...", "loading the weights: 0.2s"]
+    with pytest.raises(KeyError), console.doing("starting"):
+        raise KeyError("x")
+    assert len(stream.getvalue().splitlines()) == 2
+
+
+def test_a_terminal_shows_at_once_what_goes_on_beside_the_bar_and_before_it():
+    class Screen(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    stream = Screen()
+    console = Console(stream=stream)
+    with console.doing("loading the weights"):
+        time.sleep(0.3)
+    assert "loading the weights 0." in stream.getvalue()
+    console.start(2, phase="grpo")
+    with console.stage("generation"):
+        time.sleep(0.3)
+    console.close()
+    assert "generation 0." in stream.getvalue()

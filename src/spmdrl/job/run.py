@@ -19,6 +19,7 @@ from spmdrl.observability.metrics import Recorder, encode, merge
 from spmdrl.observability.report import write_report
 from spmdrl.observability.summary import read_summary, software_versions, write_summary
 from spmdrl.observability.timeline import Timeline, timeline_file
+from spmdrl.observability.units import bytes_text, duration
 from spmdrl.resources.collectives import barrier, gather_bytes
 from spmdrl.resources.world import World
 
@@ -60,7 +61,7 @@ class Run:
             devices = f"{world.size} x {world.device.kind}"
             write_summary(self.folder, verdict="running", versions=software_versions(), devices=devices)
         barrier()
-        self.timeline = Timeline(timeline_file(self.folder, world.rank), world.rank)
+        self.timeline = Timeline(timeline_file(self.folder, world.rank), world.rank, shown=self.console.stage)
         self.store = CheckpointStore(self.folder / CHECKPOINTS, config.checkpoint, is_main=world.is_main)
         self._metrics_log: MetricsLog | None = None
         self.samples_log: SamplesLog | None = None
@@ -82,7 +83,8 @@ class Run:
             return
         record = json.loads((folder / RUN_FILE).read_text())
         self._check_same_run(record["identity"], folder)
-        state.read_from(folder)
+        with self.console.doing("reading the checkpoint"):
+            state.read_from(folder)
         self.start_step = record["step"]
         self.is_finished = record["is_finished"]
         self.first_metrics = record["first_metrics"]
@@ -137,7 +139,7 @@ class Run:
             return paths
 
         started = time.perf_counter()
-        with self.timeline.stage("checkpoint", step):
+        with self.console.doing(f"saving the checkpoint of step {step}"), self.timeline.stage("checkpoint", step):
             result = self.store.save(step, write)
         self.recorder.maximum("checkpoint/seconds", time.perf_counter() - started)
         if result.folder is None:
@@ -145,6 +147,8 @@ class Run:
             self.console.note(f"checkpoint of step {step} FAILED, the run goes on without it: {result.error}")
         else:
             self.recorder.maximum("checkpoint/bytes", float(result.num_bytes))
+            size, seconds = bytes_text(result.num_bytes), duration(time.perf_counter() - started)
+            self.console.note(f"checkpoint of step {step}: {size} in {seconds}, {result.folder}")
             self.last_checkpoint = result.folder
 
     def log_step(self, step: int) -> None:
@@ -178,6 +182,7 @@ class Run:
         try:
             yield
         except BaseException as failure:
+            self.console.close()
             if self.world.is_main:
                 words = str(failure).splitlines()[:1]
                 write_summary(self.folder, verdict="failed", error=": ".join([type(failure).__name__, *words]))

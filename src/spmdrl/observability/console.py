@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
+import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from statistics import fmean
 from typing import Any, TextIO
 
 from rich.console import Console as Terminal
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
+from rich.text import Text
 
 from spmdrl.observability.jsonl import number
 from spmdrl.observability.screen import safe_text, show
@@ -19,30 +23,63 @@ from spmdrl.observability.units import duration, fixed
 
 MAX_COLUMNS = 160
 STEPS_FOR_ETA = 20
+SILENT_SECONDS = 5.0
+"""what takes longer is named in a log too"""
 
 
 class Console:
     """Prints on rank 0; one made with `enabled=False`, for the other ranks, stays silent."""
 
-    def __init__(self, *, enabled: bool = True, stream: TextIO | None = None):
+    def __init__(self, *, enabled: bool = True, stream: TextIO | None = None, silent_seconds: float = SILENT_SECONDS):
+        self._silent_seconds = silent_seconds
         self._stream = stream if stream is not None else sys.stdout
         self._enabled = enabled
         self._on_terminal = self._stream.isatty()
+        self._terminal = Terminal(file=self._stream, highlight=False) if self._on_terminal and enabled else None
         self._max_steps: int | None = None
         self._phase = ""
-        self._progress: Progress | None = None
+        self._bar: Progress | None = None
+        self._spinner: Progress | None = None
+        self._doing: list[tuple[str, float]] = []
+        """what goes on now, the innermost last, and since when"""
         self._step_seconds: deque[float] = deque(maxlen=STEPS_FOR_ETA)
 
     def start(self, max_steps: int, *, phase: str = "train", done_steps: int = 0) -> None:
         """Begin a loop of `max_steps` steps, whose lines start with `phase`; a terminal also gets a progress bar."""
         self.close()
         self._max_steps, self._phase = max_steps, phase
-        if self._enabled and self._on_terminal:
-            terminal = Terminal(file=self._stream, highlight=False)
-            columns = (TextColumn("{task.description}"), BarColumn(bar_width=None), MofNCompleteColumn())
-            self._progress = Progress(*columns, console=terminal, transient=True)
-            self._progress.start()
-            self._progress.add_task(phase, total=max_steps, completed=done_steps)
+        if self._terminal is not None:
+            columns = (_plain_column(), BarColumn(bar_width=None), MofNCompleteColumn(), _Doing())
+            self._bar = Progress(*columns, console=self._terminal, transient=True)
+            self._bar.start()
+            self._bar.add_task(phase, total=max_steps, completed=done_steps, doing=None)
+
+    @contextmanager
+    def doing(self, what: str) -> Iterator[None]:
+        """Show what goes on in this block: at once on a terminal; in a log where it takes more than 5 seconds."""
+        started = time.monotonic()
+        teller = threading.Timer(self._silent_seconds, self.note, [f"{what} ..."])
+        teller.daemon = True
+        if self._enabled and not self._on_terminal:
+            teller.start()
+        try:
+            with self.stage(what):
+                yield
+        finally:
+            teller.cancel()
+        if (seconds := time.monotonic() - started) > self._silent_seconds:
+            self.note(f"{what}: {duration(seconds)}")
+
+    @contextmanager
+    def stage(self, what: str) -> Iterator[None]:
+        """Show on a terminal what goes on in this block, and for how long it has."""
+        self._doing.append((safe_text(what), time.monotonic()))
+        self._refresh()
+        try:
+            yield
+        finally:
+            self._doing.pop()
+            self._refresh()
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Print the line of a finished step and move the bar."""
@@ -51,8 +88,8 @@ class Console:
         pace = fmean(self._step_seconds) if self._step_seconds else None
         facts = StepFacts(step, metrics, self._max_steps, self._phase, pace)
         self._print(fitted_line(facts, self._width()) if self._on_terminal else full_line(facts))
-        if self._progress is not None:
-            self._progress.update(self._progress.task_ids[0], completed=step)
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=step)
 
     def note(self, text: str) -> None:
         """Print a message between steps, such as `warm start: 40 steps, loss 0.31`."""
@@ -67,9 +104,25 @@ class Console:
         """End the loop that `start` began."""
         self._max_steps, self._phase = None, ""
         self._step_seconds.clear()
-        if self._progress is not None:
-            self._progress.stop()
-            self._progress = None
+        for live in (self._bar, self._spinner):
+            if live is not None:
+                live.stop()
+        self._bar = self._spinner = None
+
+    def _refresh(self) -> None:
+        """Show the innermost activity beside the bar, or behind a spinner where there is no bar."""
+        now = self._doing[-1] if self._doing else None
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], doing=now)
+        elif self._terminal is not None and now is None and self._spinner is not None:
+            self._spinner.stop()
+            self._spinner = None
+        elif self._terminal is not None and now is not None:
+            if self._spinner is None:
+                self._spinner = Progress(SpinnerColumn(), _Doing(), console=self._terminal, transient=True)
+                self._spinner.start()
+                self._spinner.add_task("", total=None)
+            self._spinner.update(self._spinner.task_ids[0], doing=now)
 
     def _width(self) -> int:
         """Columns of the terminal, at most 160; 160 where it doesn't say."""
@@ -82,11 +135,22 @@ class Console:
     def _print(self, text: str) -> None:
         if not self._enabled:
             return
-        text = safe_text(text)
-        if self._progress is not None:
-            self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        if self._terminal is not None:
+            self._terminal.print(safe_text(text), markup=False, highlight=False, soft_wrap=True)
         else:
             show(text, stream=self._stream)
+
+
+class _Doing(ProgressColumn):
+    """What goes on now, and since when."""
+
+    def render(self, task: Task) -> Text:
+        doing = task.fields.get("doing")
+        return Text("" if doing is None else f"{doing[0]} {duration(time.monotonic() - doing[1])}")
+
+
+def _plain_column() -> TextColumn:
+    return TextColumn("{task.description}", markup=False)
 
 
 def summary_block(fields: Mapping[str, Any], *, phase: str = "") -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -89,8 +89,10 @@ def timeline_file(run_dir: Path, rank: int) -> Path:
 class Timeline:
     """Writes the stages of one rank as they end, so that a killed run keeps all but the stage it died in."""
 
-    def __init__(self, path: Path, rank: int):
+    def __init__(self, path: Path, rank: int, *, shown: Callable[[str], AbstractContextManager[None]] = nullcontext):
+        """`shown` makes the context that a stage of a name is in, such as one that names it on a screen."""
         self.rank = rank
+        self._shown = shown
         self._writer = JsonlWriter(Path(path))
         # Wall time places ranks beside each other; the monotonic clock measures, so that no clock change bends a stage.
         self._epoch = time.time() - time.perf_counter()
@@ -103,7 +105,8 @@ class Timeline:
         start, error, moved = self._now(), "", list[Moved]()
         self._moved_in_open_stages.append(moved)
         try:
-            yield
+            with self._shown(name):
+                yield
         except BaseException as raised:
             error = type(raised).__name__
             raise

@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -28,6 +29,7 @@ from spmdrl.types import WeightSlice, whole_slice
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
 _EMBEDDING_STD = 0.02
+_DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _VALUE_HEAD = "score.weight"
 
 T = TypeVar("T")
@@ -62,6 +64,16 @@ class WeightFiles:
     def names(self) -> list[str]:
         """All weights there, by the decoder's names."""
         return sorted([name for name in self._file_of if not is_of_one_expert(name)] + list(self._num_experts))
+
+    @property
+    def main_dtype(self) -> str:
+        """The dtype that most elements are stored in, such as bfloat16."""
+        elements: Counter[str] = Counter()
+        for name in self._file_of:
+            stored = self._stored(name)
+            elements[stored.get_dtype()] += math.prod(stored.get_shape())
+        [(dtype, _)] = elements.most_common(1)
+        return _DTYPE_NAMES.get(dtype, dtype.lower())
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The whole shape of a weight; raises ValueError where its experts differ."""

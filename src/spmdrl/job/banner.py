@@ -1,0 +1,85 @@
+"""What a job is about to do, in a few lines at its start."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+
+from spmdrl.config import Config
+from spmdrl.dataflow.samples.prompts import PromptSource
+from spmdrl.engines.models.hf import parameter_shapes
+from spmdrl.engines.models.tokenizer import ModelTokenizer
+from spmdrl.engines.models.weights import WeightFiles
+from spmdrl.job.actor import ModelSource
+from spmdrl.job.checked import CheckedRun
+from spmdrl.job.replica import generation_engine_name
+from spmdrl.observability.units import count
+from spmdrl.resources.layout import GenerationLayout, UpdateLayout
+from spmdrl.resources.world import World
+
+
+def banner(
+    checked: CheckedRun, world: World, source: ModelSource, tokenizer: ModelTokenizer, prompts: PromptSource, *,
+    num_steps: int, phase: str,
+) -> Iterator[str]:  # fmt: skip
+    """The lines of a training run; a rank can make them by itself."""
+    config, launch = checked.config, world.launch
+    stored = WeightFiles(source.folder).main_dtype
+    computed = str(config.model.compute_dtype(world.device.kind)).removeprefix("torch.")
+    stops = ", ".join(map(str, tokenizer.stop_tokens))
+    yield (
+        f"model  {source.folder}{' (random weights)' if config.model.make is not None else ''} | "
+        f"{count(num_parameters(source))} parameters | stored {stored}, computed {computed} | stops at {stops}"
+    )
+    ranks = f"{world.size} rank{'s'[: world.size > 1]} on {world.num_nodes} node{'s'[: world.num_nodes > 1]}"
+    engine = generation_engine_name(config, world.device.kind)
+    yield (
+        f"ranks  {ranks} | {device_name(world)} | update {update_text(checked.layout)} | "
+        f"generation {generation_text(config.resources.generation, launch.world_size)} | engine {engine}"
+    )
+    samples = config.rollout.prompts_per_step * config.rollout.num_generations
+    if phase == "sft":
+        a_step, rows_a_step = f"{config.sft.rows_per_step} rows a step", config.sft.rows_per_step
+    else:
+        rows_a_step = config.rollout.prompts_per_step
+        a_step = f"{rows_a_step} prompts x {config.rollout.num_generations} responses = {samples} samples a step"
+    yield (
+        f"data   {len(prompts)} rows | {a_step} | {num_steps} steps = "
+        f"{num_steps * rows_a_step / max(len(prompts), 1):.3g} passes over the rows"
+    )
+    yield f"run    {config.run.folder} | {phase} | seed {config.seed} | {checkpoints_text(config)}"
+    if stored != computed:
+        yield (
+            f"NOTE: the weights are stored in {stored} and computed in {computed} "
+            f"(model.dtype={config.model.dtype} on {world.device.kind}); model.dtype sets it"
+        )
+
+
+def num_parameters(source: ModelSource) -> int:
+    """Elements of all weights; a head that is the embedding itself counts once."""
+    return sum(math.prod(shape) for shape in parameter_shapes(source.decoder).values())
+
+
+def device_name(world: World) -> str:
+    device = world.device
+    return f"cpu, {torch.get_num_threads()} threads each" if device.is_cpu else device.module.get_device_name()
+
+
+def update_text(layout: UpdateLayout) -> str:
+    """The degrees above 1: `shard 4 x tensor 2`."""
+    names = ("pipeline", "data", "shard", "context", "tensor", "expert")
+    used = [f"{name} {getattr(layout, name)}" for name in names if getattr(layout, name) > 1]
+    return " x ".join(used) or "whole on each rank"
+
+
+def generation_text(layout: GenerationLayout, num_ranks: int) -> str:
+    replicas = num_ranks // max(layout.tensor, layout.expert)
+    used = [f"{name} {getattr(layout, name)}" for name in ("tensor", "expert") if getattr(layout, name) > 1]
+    return " x ".join([*used, f"{replicas} replica{'s'[: replicas > 1]}"])
+
+
+def checkpoints_text(config: Config) -> str:
+    interval = config.checkpoint.interval
+    return f"checkpoints each {interval} steps and at the end" if interval else "a checkpoint at the end"

@@ -1,0 +1,36 @@
+"""A job says at its start what it is about to do."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+from tests.support.jobs import finished, run_job, tiny_config
+
+from spmdrl.observability.units import count
+
+
+@pytest.mark.ranks
+def test_a_job_names_model_ranks_data_and_folder_before_its_first_step(tmp_path: Path):
+    job = finished(run_job("train", tiny_config(tmp_path), f"run.dir={tmp_path / 'run'}", "sft.max_steps=1", ranks=2))
+    before_sft, _, rest = job.stdout.partition("sft step 1/1")
+    before_grpo = rest.partition("grpo step 1/3")[0]
+    model = tmp_path / "run" / "warm_start" / "initial_model"
+    with safe_open(model / "model.safetensors", framework="pt") as weights:
+        size = count(sum(weights.get_tensor(name).numel() for name in weights.keys()))
+    assert f"model  {model} (random weights) | {size} parameters | stored float32, computed float32 | " in before_sft
+    assert "stops at '<eos>' (2)" in before_sft
+    assert "40 rows | 256 rows a step | 1 steps = 6.4 passes over the rows" in before_sft
+    assert "ranks  2 ranks on 1 node | cpu" in before_grpo and "update shard 2 | generation 2 replicas" in before_grpo
+    assert "8 prompts x 4 responses = 32 samples a step | 3 steps = 0.6 passes over the rows" in before_grpo
+    assert f"run    {tmp_path / 'run'} | grpo | seed 0 | a checkpoint at the end" in before_grpo
+    assert "NOTE" not in job.stdout and re.search(r"checkpoint of step 3: .* in .*step_000003", rest)
+
+
+def test_a_job_notes_that_it_computes_in_another_dtype_than_the_files(tmp_path: Path):
+    job = finished(
+        run_job("sft", tiny_config(tmp_path), f"run.dir={tmp_path}", "sft.max_steps=1", "model.dtype=bfloat16")
+    )
+    assert "NOTE: the weights are stored in float32 and computed in bfloat16" in job.stdout
