@@ -1,0 +1,130 @@
+"""Which process holds a run's folder: a lock that goes with its holder, on a file that says who that is."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+LOCK_FILE = "run.lock"
+# What file systems without locks answer.
+_NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL}
+_POLL_SECONDS = 0.1
+
+
+@dataclass(frozen=True)
+class Holder:
+    """The process that holds a folder, or that was killed while it did."""
+
+    host: str
+    pid: int
+    started: str
+    """local time, to the second"""
+    boot: str = ""
+    """of the host's kernel; another one means that the process is gone"""
+
+    @classmethod
+    def this_process(cls) -> Holder:
+        return cls(socket.gethostname(), os.getpid(), time.strftime("%Y-%m-%d %H:%M:%S"), _boot_id())
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}, started {self.started}"
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the process has certainly ended; of another host that can't be said."""
+        if self.host != socket.gethostname():
+            return False
+        return self.boot != _boot_id() or not Path(f"/proc/{self.pid}").exists()
+
+
+class FolderHeld(ValueError):
+    """Another process holds the folder."""
+
+
+@contextlib.contextmanager
+def held(folder: Path, name: str = LOCK_FILE, *, wait_seconds: float = 0.0) -> Iterator[None]:
+    """Hold a folder inside this block. Raises FolderHeld, which names the present holder.
+
+    The kernel drops the lock with the process, whatever ends it, and on NFS with its host's lease. A process that is
+    still dying gets `wait_seconds`. Where a file system has no locks, the record alone keeps a second process out.
+    """
+    is_new = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    path, deadline = folder / name, time.monotonic() + wait_seconds
+    while (descriptor := _locked(path)) is None:
+        if time.monotonic() >= deadline:
+            raise FolderHeld(f"{folder} is in use by {_recorded(path) or 'another process'}")
+        time.sleep(_POLL_SECONDS)
+    try:
+        content = json.dumps(asdict(Holder.this_process())).encode()
+        os.pwrite(descriptor, content, 0)
+        os.ftruncate(descriptor, len(content))
+        yield
+    finally:
+        os.ftruncate(descriptor, 0)
+        with contextlib.suppress(OSError):
+            if is_new and os.listdir(folder) == [name]:
+                # Nothing came of it: a start that was refused leaves no new folder.
+                path.unlink()
+                folder.rmdir()
+        os.close(descriptor)
+
+
+def is_held(folder: Path, name: str = LOCK_FILE) -> bool:
+    """Whether some process holds the folder now; the asking process changes nothing."""
+    try:
+        descriptor = os.open(folder / name, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        recorded = _recorded(folder / name)
+        return recorded is not None and not recorded.is_gone
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def _locked(path: Path) -> int | None:
+    """A locked descriptor of the file that has this name, or None where another process has the lock."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # The folder may have been moved since it was opened, with the file in it.
+        is_free = os.fstat(descriptor).st_ino == path.stat().st_ino
+    except (BlockingIOError, FileNotFoundError):
+        is_free = False
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            os.close(descriptor)
+            raise
+        recorded = _recorded(path)
+        is_free = recorded is None or recorded.is_gone or recorded.pid == os.getpid()
+    if is_free:
+        return descriptor
+    os.close(descriptor)
+    return None
+
+
+def _recorded(path: Path) -> Holder | None:
+    try:
+        return Holder(**json.loads(path.read_bytes()))
+    except (OSError, ValueError, TypeError, RecursionError):
+        return None
+
+
+def _boot_id() -> str:
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return ""
