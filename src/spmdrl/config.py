@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -94,6 +95,11 @@ class RunConfig:
     def folder(self) -> Path:
         return Path(self.dir if self.dir is not None else f"runs/{self.name}")
 
+    @property
+    def folder_key(self) -> str:
+        """The setting that the folder comes from."""
+        return "run.name" if self.dir is None else "run.dir"
+
 
 def _is_folder_name(name: str) -> bool:
     is_plain = name == name.strip() == safe_text(name) and not set(name) & set("/\\\n\t")
@@ -159,6 +165,14 @@ class Config:
     def __post_init__(self) -> None:
         if self.seed < 0:
             raise ValueError(f"seed is {self.seed}, but must be >= 0; any other number is another run")
+        is_step = self.resume.isascii() and self.resume.isdigit()
+        if not is_step and self.resume not in ("auto", "never") and not Path(self.resume).is_dir():
+            near = difflib.get_close_matches(self.resume, ("auto", "always", "never"), 1, 0.5)
+            advice = f"did you mean {'never' if near == ['never'] else 'auto'}? " if near else ""
+            raise ValueError(
+                f"resume is {self.resume!r}, which is neither auto, never, a step's number, nor a folder; {advice}"
+                "auto goes on from the newest checkpoint, never starts anew"
+            )
 
 
 def load_config(files: Sequence[Path], overrides: Sequence[str]) -> LoadedConfig[Config]:

@@ -24,7 +24,8 @@ from spmdrl.job.checked import CheckedRun, check_run
 from spmdrl.job.facts import open_job
 from spmdrl.job.fitting import check_generation_fits, check_model_fits
 from spmdrl.job.held_out import HeldOut
-from spmdrl.job.run import Run, put_earlier_run_aside
+from spmdrl.job.run import Run
+from spmdrl.job.run_folder import hold_folder_of_training
 from spmdrl.resources.mesh import build_update_mesh
 from spmdrl.resources.world import World
 from spmdrl.types import offsets_of
@@ -38,10 +39,16 @@ def main(loaded: LoadedConfig[Config]) -> int:
     checked = check_run(loaded, verb="sft")
     if checked.config.sft.max_steps < 1:
         raise ConfigError("sft.max_steps is 0, so the sft verb has nothing to do; set it to the number of steps")
-    with open_job(checked, "sft") as world:
-        put_earlier_run_aside(checked.config, world)
+    with open_job(checked, "sft") as world, hold_folder_of_training(checked.config, world):
         train_supervised(checked, world)
     return 0
+
+
+def admit_supervised(checked: CheckedRun, world: World) -> None:
+    """Refuse a folder whose supervised run, which has ended, was another one. Collective."""
+    config = checked.config
+    run = Run(config, world, num_steps=config.sft.max_steps, resolved_config=checked.resolved_config, phase="sft")
+    run.admit(ModelSource.of(prepare_model(config, world)), checked.train_rows)
 
 
 def train_supervised(checked: CheckedRun, world: World) -> None:
@@ -56,6 +63,7 @@ def train_supervised(checked: CheckedRun, world: World) -> None:
             tokenizer = ModelTokenizer(source.folder)
             prompts = PromptSource(checked.train_rows, tokenizer.raw, config.data, config.seed)
             warn_of_end_of_turn(run.console, tokenizer, prompts)
+            run.admit(source, checked.train_rows)
             if world.is_main:
                 for line in banner(checked, world, source, tokenizer, prompts, num_steps=run.num_steps, phase="sft"):
                     run.console.note(line)

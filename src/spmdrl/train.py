@@ -38,14 +38,15 @@ from spmdrl.job.facts import open_job
 from spmdrl.job.fitting import check_generation_fits, check_model_fits
 from spmdrl.job.held_out import HeldOut
 from spmdrl.job.kept_rollouts import KeptRollouts
-from spmdrl.job.run import Run, finished_model, put_earlier_run_aside
+from spmdrl.job.run import Run, finished_model
+from spmdrl.job.run_folder import hold_folder_of_training
 from spmdrl.job.samples_report import SamplesReport, write_estimates
 from spmdrl.job.savable import Savable, Together
 from spmdrl.job.switching import Switching
 from spmdrl.observability.console import Console
 from spmdrl.resources.mesh import build_update_mesh
 from spmdrl.resources.world import World, make_deterministic
-from spmdrl.sft import train_supervised
+from spmdrl.sft import admit_supervised, train_supervised
 from spmdrl.types import Batch, WorkerState
 
 
@@ -57,8 +58,7 @@ def main(loaded: LoadedConfig[Config]) -> int:
         make_deterministic()
     if checked.config.debug.batch_invariant:
         compute_batch_invariantly()
-    with open_job(checked, "train") as world:
-        put_earlier_run_aside(checked.config, world)
+    with open_job(checked, "train") as world, hold_folder_of_training(checked.config, world):
         checked = warm_started(checked, world)
         run = Run(
             checked.config, world, num_steps=checked.config.train.max_steps, resolved_config=checked.resolved_config,
@@ -143,14 +143,18 @@ def warm_started(checked: CheckedRun, world: World) -> CheckedRun:
         checkpoint=replace(config.checkpoint, interval=0),
         resume="auto",
     )
+    warm_start = replace(checked, config=inner, eval_rows=[])
     console = Console(enabled=world.is_main)
     model = finished_model(folder)
     # Each rank looks by itself: file systems may show an older state to some of them.
     world.agree(lambda: {"the warm start's model": str(model)})
     if model is None:
         console.note(f"--- first sft: up to {config.sft.max_steps} supervised steps on the answers, a warm start ---")
-        train_supervised(replace(checked, config=inner, eval_rows=[]), world)
+        train_supervised(warm_start, world)
         model = finished_model(folder)
+    else:
+        with start_up():
+            admit_supervised(warm_start, world)
     assert model is not None, f"the warm start left no checkpoint in {folder}"
     console.note(f"--- now {config.algo.name}: {config.train.max_steps} steps with rewards, from {model} ---")
     return replace(checked, config=replace(config, model=replace(config.model, path=str(model), make=None)))
@@ -167,6 +171,7 @@ def build(checked: CheckedRun, run: Run, stack: ExitStack) -> Training:
     warn_of_end_of_turn(run.console, tokenizer, prompts)
     check_model_fits(config, source.decoder, checked.layout)
     check_generation_fits(config, source.decoder)
+    run.admit(source, checked.train_rows)
     num_steps, temperature = config.train.max_steps, config.rollout.temperature
     if world.is_main:
         for line in banner(checked, world, source, tokenizer, prompts, num_steps=num_steps, phase=run.phase):

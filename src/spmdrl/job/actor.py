@@ -11,9 +11,9 @@ from spmdrl.config import Config
 from spmdrl.dataflow.resharding.flow import ReshardingFlow
 from spmdrl.engines.generation.protocol import GenerationEngine
 from spmdrl.engines.models.decoder import DecoderConfig
-from spmdrl.engines.models.fingerprint import fingerprint
+from spmdrl.engines.models.fingerprint import architecture, architecture_differences, fingerprint
 from spmdrl.engines.models.hf import hf_config_dict, read_config, resolve_model_folder
-from spmdrl.engines.models.making import make_model_folder
+from spmdrl.engines.models.making import decoder_config, make_model_folder
 from spmdrl.engines.models.tokenizer import TOKENIZER_FILES
 from spmdrl.engines.models.weight_check import open_weights
 from spmdrl.engines.models.weights import WeightFiles, write_weights
@@ -69,13 +69,15 @@ class Actor:
     def _write_model(self, folder: Path) -> list[Path]:
         dtype = self.trainer.compute_dtype
         weights = self.trainer.whole_weights(dtype)
-        if not self.world.is_main:
-            # The gathers are collective: the other ranks take part and keep nothing.
+        try:
+            if not self.world.is_main:
+                return []
+            folder.mkdir(parents=True, exist_ok=True)
+            write_weights(folder, weights)
+        finally:
+            # The gathers are collective: ranks that keep nothing take part, and so does one whose disk is full.
             for _ in weights:
                 pass
-            return []
-        folder.mkdir(parents=True, exist_ok=True)
-        write_weights(folder, weights)
         config = hf_config_dict(self.source.decoder, dtype) | token_ids_of(self.source.folder)
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         for name in TOKENIZER_FILES:
@@ -97,7 +99,8 @@ def token_ids_of(folder: Path) -> dict[str, object]:
 def prepare_model(config: Config, world: World) -> Path:
     """The folder of the model to start from: a Hugging Face folder, a run's newest checkpoint, or one made by code.
 
-    Collective: the main rank makes the model where `model.make` asks for one, and all ranks must find the same.
+    Collective: the main rank makes the model where `model.make` asks for one, and all ranks must find the same. Raises
+    ValueError where the run's folder holds one of other sizes.
     """
     folder = _model_folder(config, world)
     world.agree(lambda: model_facts(folder))
@@ -110,6 +113,7 @@ def _model_folder(config: Config, world: World) -> Path:
         if world.is_main and not folder.exists():
             make_model_folder(folder, config.model.make, config.seed)
         barrier()
+        _check_made(folder, config)
         return folder
     assert config.model.path is not None
     return newest_model(Path(config.model.path)) or resolve_model_folder(config.model)
@@ -120,6 +124,16 @@ def model_facts(folder: Path) -> dict[str, str]:
     found = fingerprint(folder)
     facts = {f"the model's {key}": repr(value) for key, value in found.architecture.items()}
     return facts | {"the model's weights": found.weights[:16], "the model's tokenizer": found.tokenizer[:16]}
+
+
+def _check_made(folder: Path, config: Config) -> None:
+    assert config.model.make is not None
+    made, wanted = architecture(read_config(folder)), architecture(decoder_config(config.model.make))
+    if changed := architecture_differences(made, wanted):
+        raise ValueError(
+            f"{folder} holds the model that this run began with, but its {'; its '.join(changed)} as model.make asks; "
+            f"set {config.run.folder_key} to a new one, or resume=never to start anew"
+        )
 
 
 def newest_model(folder: Path) -> Path | None:

@@ -53,6 +53,9 @@ def check_run(loaded: LoadedConfig[Config], verb: Verb) -> CheckedRun:
         layout = fit_update_layout(config.resources.update, launch.world_size)
         check_generation_layout(config.resources.generation, launch.world_size)
         is_trained = verb in ("train", "sft", "check")
+        if verb != "check":
+            # A config may be checked where its devices aren't.
+            find_device(config.resources.device, launch.local_rank)
         if (decoder := decoder_at_hand(config)) is not None:
             check_generation_fits(config, decoder)
             if is_trained:

@@ -35,7 +35,7 @@ class KeptRollouts:
         folder = self._store.folder_of(samples.step)
         if samples.step not in self._store.steps() or self._store.damage_of(folder) is not None:
             return False
-        if json.loads((folder / IDENTITY).read_text()) != self._run.identity():
+        if json.loads((folder / IDENTITY).read_text()) != self._run.identity:
             return False
         samples.read_from(folder)
         self._carried.read_from(folder)
@@ -53,7 +53,7 @@ class KeptRollouts:
         def write(folder: Path) -> list[Path]:
             paths = [*samples.write_to(folder), *self._carried.write_to(folder)]
             if self._run.world.is_main:
-                (folder / IDENTITY).write_text(json.dumps(self._run.identity()))
+                (folder / IDENTITY).write_text(json.dumps(self._run.identity))
                 paths.append(folder / IDENTITY)
             return paths
 

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from spmdrl.config import Config
+from spmdrl.dataflow.samples.rows import SourceRows
 from spmdrl.engines.training.checkpoint import CheckpointStore
-from spmdrl.job.actor import CHECKPOINTS, MODEL, newest_model
+from spmdrl.job.actor import CHECKPOINTS, MODEL, ModelSource, newest_model
+from spmdrl.job.config_changes import RESOLVED_CONFIG, changed_settings, resolved_config_until
+from spmdrl.job.identity import identity_of
+from spmdrl.job.resuming import RUN_FILE, ResumePoint, RunRecord, find_resume_point
+from spmdrl.job.run_folder import check_disk_space, checkpoint_bytes, on_every_rank, on_main
 from spmdrl.job.savable import Savable
 from spmdrl.observability.console import Console
 from spmdrl.observability.health import HealthWatch, counts_so_far, trouble_of
-from spmdrl.observability.log import MetricsLog, SamplesLog
+from spmdrl.observability.jsonl import write_atomic
+from spmdrl.observability.log import METRICS_FILE, MetricsLog, SamplesLog, read_metrics
 from spmdrl.observability.metrics import Recorder, encode, merge
 from spmdrl.observability.report import write_report
 from spmdrl.observability.summary import read_summary, software_versions, write_summary
@@ -23,19 +29,19 @@ from spmdrl.observability.units import bytes_text, duration
 from spmdrl.resources.collectives import barrier, gather_bytes
 from spmdrl.resources.world import World
 
-RESOLVED_CONFIG = "config.resolved.yaml"
-RUN_FILE = "run.json"
-
 
 class Run:
-    """One run on this rank. Making, resuming and finishing it are collective over all ranks."""
+    """One run on this rank: admitted to its folder, resumed, logged, finished. All of these are collective."""
+
+    timeline: Timeline
+    """from `resume` on, as the logs are"""
 
     def __init__(
         self, config: Config, world: World, *, num_steps: int, resolved_config: str, phase: str,
         started: float | None = None,
     ):  # fmt: skip
-        """`phase` names what the steps do, such as sft or grpo. `started` is when the clock of the run's `seconds`
-        began (`time.perf_counter`); now, unless given."""
+        """Nothing is written yet. `phase` names what the steps do: sft, or an algorithm such as grpo. `started` is when
+        the clock of the run's `seconds` began (`time.perf_counter`); now, unless given."""
         self.config = config
         self.world = world
         self.folder = config.run.folder
@@ -51,50 +57,54 @@ class Run:
         self.accuracy_before_interval: list[float] | None = None
         self.is_finished = False
         """Whether the run was ended before, so that no step remains."""
+        self.identity: dict[str, Any] = {}
+        self.samples_log: SamplesLog | None = None
+        required = (RUN_FILE, f"{MODEL}/config.json")
+        self.store = CheckpointStore(
+            self.folder / CHECKPOINTS, config.checkpoint, is_main=world.is_main, required=required
+        )
         self.phase = phase
         self._health = HealthWatch()
+        self._resolved_config = resolved_config
         self._started = time.perf_counter() if started is None else started
         self._step_started = self._started
-        if world.is_main:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            (self.folder / RESOLVED_CONFIG).write_text(resolved_config)
-            devices = f"{world.size} x {world.device.kind}"
-            write_summary(self.folder, verdict="running", versions=software_versions(), devices=devices)
-        barrier()
-        self.timeline = Timeline(timeline_file(self.folder, world.rank), world.rank, shown=self.console.stage)
-        self.store = CheckpointStore(self.folder / CHECKPOINTS, config.checkpoint, is_main=world.is_main)
         self._metrics_log: MetricsLog | None = None
-        self.samples_log: SamplesLog | None = None
-        if world.is_main:
-            self._metrics_log = MetricsLog(self.folder, config.log.backends, console=self.console)
-            self.samples_log = SamplesLog(self.folder)
+        self._has_begun = False
+        self._point: ResumePoint | None = None
+        self._passed_over: dict[Path, str] = {}
+
+    def admit(self, source: ModelSource, rows: Sequence[SourceRows]) -> None:
+        """Choose the checkpoint to go on from, before the model is loaded and anything is written. Collective.
+
+        Raises ConfigError on every rank where the folder holds another run, no checkpoint that can be used, or too
+        little space.
+        """
+        self.identity = on_main(self.world, lambda: identity_of(self.config, self.phase, source.folder, rows))
+        self._choose_checkpoint()
+        self.store.remove_leftovers()
+        record = self._point.record if self._point else None
+        steps_left = 0 if record and record.is_finished else self.num_steps - (record.step if record else 0)
+        if steps_left > 0:
+            dtype = self.config.model.compute_dtype(self.world.device.kind)
+            num_bytes = checkpoint_bytes(source.decoder, dtype)
+            on_main(
+                self.world,
+                lambda: check_disk_space(self.config, num_bytes, num_steps=steps_left, present=len(self.store.steps())),
+            )
 
     def resume(self, state: Savable) -> None:
-        """Take up the newest sound checkpoint that `resume` allows. Collective.
+        """Take up the checkpoint that was chosen, and begin to write into the folder. Collective.
 
-        Raises ValueError on every rank when the wanted checkpoint isn't there or belongs to another run.
+        A checkpoint whose content can't be read, though its digests are right, is damaged too: the one before is taken.
         """
-        folder = self._checkpoint_to_resume()
-        # Each rank looks by itself: file systems may show an older state to some of them.
-        self.world.agree(lambda: {"the checkpoint to go on from": str(folder)})
-        if folder is None:
-            # A run that died before its first checkpoint starts from nothing again.
-            self._forget_after(-1)
-            return
-        record = json.loads((folder / RUN_FILE).read_text())
-        self._check_same_run(record["identity"], folder)
-        with self.console.doing("reading the checkpoint"):
-            state.read_from(folder)
-        self.start_step = record["step"]
-        self.is_finished = record["is_finished"]
-        self.first_metrics = record["first_metrics"]
-        self.accuracy_before = record["accuracy_before"]
-        self.accuracy_before_interval = record["accuracy_before_interval"]
-        self.metrics = record["metrics"]
-        self.last_step = self.start_step
-        self.last_checkpoint = folder
-        self._forget_after(self.start_step)
-        self.console.note(f"resumed from {folder} after step {self.start_step}")
+        while self._point is not None and (problem := self._problem_of_reading(state, self._point.folder)):
+            self._passed_over[self._point.folder] = problem
+            self._choose_checkpoint()
+        if self._point is not None:
+            self._go_on_after(self._point)
+        on_every_rank(self._begin)
+        if self._point is not None:
+            self.console.note(f"resumed from {self._point.folder} after step {self.start_step}")
 
     def remaining_steps(self) -> Iterator[int]:
         """Steps still to do, numbered from 1."""
@@ -121,21 +131,17 @@ class Run:
 
         Its metrics are those of the next step that is logged.
         """
+        record = RunRecord(
+            step, self.identity, self.is_finished, self.first_metrics, self.metrics, self.accuracy_before,
+            self.accuracy_before_interval,
+        )  # fmt: skip
 
         def write(folder: Path) -> list[Path]:
             paths = state.write_to(folder)
             if self.world.is_main:
-                record = {
-                    "step": step,
-                    "is_finished": self.is_finished,
-                    "identity": self.identity(),
-                    "first_metrics": self.first_metrics,
-                    "accuracy_before": self.accuracy_before,
-                    "accuracy_before_interval": self.accuracy_before_interval,
-                    "metrics": self.metrics,
-                }
-                (folder / RUN_FILE).write_text(json.dumps(record, indent=1, sort_keys=True))
-                paths.append(folder / RUN_FILE)
+                for name, content in ((RUN_FILE, record.to_json()), (RESOLVED_CONFIG, self._resolved_config)):
+                    (folder / name).write_text(content)
+                    paths.append(folder / name)
             return paths
 
         started = time.perf_counter()
@@ -144,7 +150,7 @@ class Run:
         self.recorder.maximum("checkpoint/seconds", time.perf_counter() - started)
         if result.folder is None:
             self.recorder.maximum("checkpoint/failed", 1.0)
-            self.console.note(f"checkpoint of step {step} FAILED, the run goes on without it: {result.error}")
+            self.console.note(f"WARNING: checkpoint of step {step} FAILED, the run goes on without it: {result.error}")
         else:
             self.recorder.maximum("checkpoint/bytes", float(result.num_bytes))
             size, seconds = bytes_text(result.num_bytes), duration(time.perf_counter() - started)
@@ -183,7 +189,7 @@ class Run:
             yield
         except BaseException as failure:
             self.console.close()
-            if self.world.is_main:
+            if self.world.is_main and self._has_begun:
                 words = str(failure).splitlines()[:1]
                 write_summary(self.folder, verdict="failed", error=": ".join([type(failure).__name__, *words]))
                 write_report(self.folder)
@@ -221,66 +227,78 @@ class Run:
         write_report(self.folder)
         self.console.summary(read_summary(self.folder), phase=self.phase)
 
-    def identity(self) -> dict[str, object]:
-        """What must not change between the parts of one run, or its steps would mean something else."""
-        config = self.config
-        return {
-            "seed": config.seed,
-            "rollout.prompts_per_step": config.rollout.prompts_per_step,
-            "rollout.num_generations": config.rollout.num_generations,
-            "data.train": str(config.data.train),
-            "algo.name": config.algo.name,
-        }
+    def _choose_checkpoint(self) -> None:
+        self._point, notes = find_resume_point(self.store, self.config, self.world, self.identity, self._passed_over)
+        for note in notes:
+            self.console.note(note)
 
-    def _check_same_run(self, identity: dict[str, object], folder: Path) -> None:
-        differences = [
-            f"{key} was {identity.get(key)!r} and is {value!r}"
-            for key, value in self.identity().items()
-            if identity.get(key) != value
-        ]
-        if differences:
-            raise ValueError(
-                f"{folder} belongs to another run: {'; '.join(differences)}; "
-                "set run.name to a new name, or resume=never to start anew in this folder"
-            )
+    def _problem_of_reading(self, state: Savable, folder: Path) -> str:
+        """Take the state back; what hindered the first rank that could not, on every rank. Collective."""
+        problem = ""
+        try:
+            with self.console.doing("reading the checkpoint"):
+                state.read_from(folder)
+        except Exception as failure:
+            # The files may hold anything, and nothing but reading them is done here.
+            problem = f"{type(failure).__name__}: {failure}"
+        return next((part.decode() for part in gather_bytes(problem.encode()) if part), "")
 
-    def _checkpoint_to_resume(self) -> Path | None:
-        wanted = self.config.resume
-        if wanted in ("auto", "never"):
-            step, complaints = self.store.newest_sound()
-            for complaint in complaints:
-                self.console.note(f"WARNING: damaged checkpoint passed over: {complaint}")
-            return None if step is None else self.store.folder_of(step)
-        folder = self.store.folder_of(int(wanted)) if wanted.isdigit() else Path(wanted)
-        problem = self.store.damage_of(folder)
-        if problem is not None:
-            steps = self.store.steps()
-            raise ValueError(f"resume is {wanted!r}, but {folder} can't be used: {problem}; steps that can: {steps}")
-        return folder
+    def _go_on_after(self, point: ResumePoint) -> None:
+        record = point.record
+        self.start_step = self.last_step = record.step
+        self.is_finished = record.is_finished
+        self.first_metrics, self.metrics = dict(record.first_metrics), dict(record.metrics)
+        self.accuracy_before = record.accuracy_before
+        self.accuracy_before_interval = record.accuracy_before_interval
+        self.last_checkpoint = point.folder
 
-    def _forget_after(self, step: int) -> None:
-        """Cut from the logs what will be done again. Collective."""
-        self.timeline.truncate_after(step)
-        if self._metrics_log is not None and self.samples_log is not None:
-            self._metrics_log.truncate_after(step)
-            self.samples_log.truncate_after(step)
-        barrier()
+    def _begin(self) -> None:
+        """Open the logs, and cut from them what will be done again; without a checkpoint that is all of it."""
+        last_step = self.start_step if self._point else -1
+        timeline = timeline_file(self.folder, self.world.rank)
+        self.timeline = Timeline(timeline, self.world.rank, shown=self.console.stage)
+        self.timeline.truncate_after(last_step)
+        if self.world.is_main:
+            note_abandoned(self.folder, self.console)
+            self._keep_config()
+            devices = f"{self.world.size} x {self.world.device.kind}"
+            write_summary(self.folder, verdict="running", versions=software_versions(), devices=devices)
+            self._metrics_log = MetricsLog(self.folder, self.config.log.backends, console=self.console)
+            self._metrics_log.truncate_after(last_step)
+            self.samples_log = SamplesLog(self.folder)
+            self.samples_log.truncate_after(last_step)
+        self._has_begun = True
+
+    def _keep_config(self) -> None:
+        """Write the resolved configuration; where it changed at this step, say how, and keep the earlier one too."""
+        path = self.folder / RESOLVED_CONFIG
+        if self._point is not None:
+            in_checkpoint = self._point.folder / RESOLVED_CONFIG
+            # Checkpoints of earlier versions don't hold it.
+            before = text_of(in_checkpoint if in_checkpoint.is_file() else path)
+            changes = list(changed_settings(before, self._resolved_config))
+            for key, old, new in changes:
+                self.console.note(f"{key} was {old} until step {self.start_step} and is {new} from here")
+            if changes:
+                write_atomic(self.folder / resolved_config_until(self.start_step), before)
+        write_atomic(path, self._resolved_config)
+
+
+def text_of(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+
+
+def note_abandoned(folder: Path, console: Console) -> None:
+    """Say so where the run that was in the folder, which nobody holds any more, never wrote its end."""
+    if read_summary(folder).get("verdict") != "running":
+        return
+    metrics = folder / METRICS_FILE
+    last = max((step for step, _ in read_metrics(folder)), default=None)
+    when = time.strftime(" at %Y-%m-%d %H:%M:%S", time.localtime(metrics.stat().st_mtime)) if metrics.is_file() else ""
+    place = "before its first step" if last is None else f"after step {last}{when}"
+    console.note(f"the job before ended without a word {place}")
 
 
 def finished_model(folder: Path) -> Path | None:
     """The model that a run left in its folder, or None if it didn't come to its end."""
     return newest_model(folder) if read_summary(folder).get("verdict") == "done" else None
-
-
-def put_earlier_run_aside(config: Config, world: World) -> None:
-    """With `resume=never`, move what an earlier run left in the folder; nothing is deleted. Collective."""
-    folder = config.run.folder
-    if config.resume != "never":
-        return
-    if world.is_main and folder.exists():
-        number = 1
-        while (aside := folder.with_name(f"{folder.name}.{number}")).exists():
-            number += 1
-        folder.rename(aside)
-        Console().note(f"resume=never: the earlier run was moved to {aside}")
-    barrier()

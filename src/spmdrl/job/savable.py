@@ -14,7 +14,7 @@ class Savable(Protocol):
         ...
 
     def read_from(self, folder: Path) -> None:
-        """Take the state back. Collective."""
+        """Take the state back, or raise whatever a damaged file makes fail. Nothing is communicated."""
         ...
 
 
@@ -29,6 +29,6 @@ class Together:
         return [path for part in self._parts for path in part.write_to(folder)]
 
     def read_from(self, folder: Path) -> None:
-        """Take all parts back. Collective."""
+        """Take all parts back."""
         for part in self._parts:
             part.read_from(folder)

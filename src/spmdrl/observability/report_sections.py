@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from spmdrl.observability.console import outcome
+from spmdrl.observability.holder import is_held
 from spmdrl.observability.jsonl import number
 from spmdrl.observability.report_data import RunData
 from spmdrl.observability.report_html import escape, section, table, value_text
@@ -36,9 +37,11 @@ def header(run: RunData) -> str:
 
 
 def verdict_of(run: RunData) -> str:
-    """The summary's verdict; a run that never wrote its end is unfinished."""
+    """The summary's verdict; a run that never wrote its end is unfinished, and killed where nobody holds its folder."""
     verdict = run.summary.get("verdict")
-    return "unfinished: still running or killed" if verdict in (None, "running") else outcome(run.summary)
+    if verdict not in (None, "running"):
+        return outcome(run.summary)
+    return "unfinished: still running" if is_held(run.run_dir) else "unfinished: killed, it ended without a word"
 
 
 def comparison(runs: Sequence[RunData]) -> str:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
+from safetensors import SafetensorError
 
-from spmdrl.engines.training.checkpoint import MANIFEST, CheckpointConfig, CheckpointStore, damage
+from spmdrl.engines.training.checkpoint import CheckpointConfig, CheckpointStore
+from spmdrl.engines.training.manifest import MANIFEST, damage
 
 
 def store_in(folder, **config):
@@ -28,7 +30,6 @@ def test_a_saved_checkpoint_is_sound_and_the_oldest_go(tmp_path):
         assert result.folder == store.folder_of(step) and result.num_bytes > 0
     assert store.steps() == [10, 20, 25]
     assert damage(store.folder_of(25)) is None
-    assert store.newest_sound() == (25, [])
     assert not list(tmp_path.glob(".writing*"))
 
 
@@ -47,6 +48,8 @@ def cut_short(folder):
 def name_a_file_outside(folder):
     manifest = json.loads((folder / MANIFEST).read_text())
     manifest["files"]["../../secret"] = {"bytes": 1, "sha256": "0"}
+    # As a list of an earlier version, which has no digest of its own.
+    del manifest["sha256_of_files"]
     (folder / MANIFEST).write_text(json.dumps(manifest))
 
 
@@ -60,31 +63,57 @@ def name_a_file_outside(folder):
         (lambda folder: (folder / MANIFEST).write_text("{"), "can't be read"),
     ],
 )
-def test_damage_is_found_and_the_checkpoint_before_is_used(tmp_path, spoil, word):
+def test_damage_is_found_and_the_checkpoint_before_stays_sound(tmp_path, spoil, word):
     store = store_in(tmp_path)
     store.save(1, write)
     store.save(2, write)
     spoil(store.folder_of(2))
-    step, complaints = store.newest_sound()
-    assert step == 1
-    assert len(complaints) == 1 and word in complaints[0]
+    assert word in store.damage_of(store.folder_of(2))
+    assert store.damage_of(store.folder_of(1)) is None
 
 
-def test_a_failed_save_leaves_the_earlier_one_and_nothing_half_written(tmp_path):
+FAILURES = [
+    OSError(28, "No space left on device"),
+    SafetensorError("I/O error: No space left on device (os error 28)"),
+    RuntimeError("write(): No space left on device"),
+    MemoryError("No space left for a copy"),
+]
+
+
+@pytest.mark.parametrize("failure", FAILURES, ids=lambda failure: type(failure).__name__)
+def test_a_failed_save_leaves_the_earlier_one_and_nothing_half_written(tmp_path, failure):
     store = store_in(tmp_path)
     store.save(1, write)
 
     def disk_full(folder):
         write(folder)
-        raise OSError(28, "No space left on device")
+        raise failure
 
     result = store.save(2, disk_full)
     assert result.folder is None and "No space left" in str(result.error)
-    assert store.steps() == [1] and not list(tmp_path.glob(".writing*"))
+    assert store.steps() == [1] and not list(tmp_path.glob(".*"))
+
+
+def test_a_save_that_can_not_even_begin_is_a_failed_one(tmp_path):
+    (tmp_path / "checkpoints").write_text("a file, where a folder should be")
+    result = store_in(tmp_path / "checkpoints").save(1, write)
+    assert result.folder is None and "Error" in str(result.error)
+
+
+def test_what_a_killed_save_left_goes_and_what_it_was_to_replace_comes_back(tmp_path):
+    store = store_in(tmp_path)
+    store.save(1, write)
+    # Killed between its two renames; and one killed while it was writing.
+    store.folder_of(1).rename(tmp_path / ".old_step_000001")
+    write(tmp_path / ".writing_step_000001")
+    write(tmp_path / ".writing_step_000002")
+    store.remove_leftovers()
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000001"]
+    assert damage(store.folder_of(1)) is None
 
 
 def test_a_folder_without_a_manifest_is_no_checkpoint(tmp_path):
     store = store_in(tmp_path)
     write(tmp_path / ".writing_step_000003")
     write(tmp_path / "step_000004")
-    assert store.steps() == [] and store.newest_sound() == (None, [])
+    assert store.steps() == []

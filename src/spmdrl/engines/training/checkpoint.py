@@ -5,18 +5,30 @@ write aside, fsync -> manifest with a sha256 a file, fsync -> rename to step_N -
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from spmdrl.resources.collectives import barrier, broadcast_bytes, gather_bytes
+from safetensors import SafetensorError
 
-MANIFEST = "manifest.json"
-READ_BYTES = 1 << 22
+from spmdrl.engines.training.manifest import (
+    MANIFEST,
+    FileEntry,
+    Manifest,
+    damage,
+    describe_file,
+    step_folder_name,
+    step_of_folder,
+    sync_file,
+)
+from spmdrl.resources.collectives import broadcast_bytes, gather_bytes
+
+WRITE_FAILURES = (OSError, SafetensorError, MemoryError, RuntimeError)
+"""What a full or failing disk raises, through Python's files, safetensors or torch."""
 
 
 @dataclass(frozen=True)
@@ -53,139 +65,107 @@ class SaveResult:
 class CheckpointStore:
     """The checkpoints of one run, in a folder that every rank can reach."""
 
-    def __init__(self, root: Path, config: CheckpointConfig, *, is_main: bool):
+    def __init__(self, root: Path, config: CheckpointConfig, *, is_main: bool, required: Collection[str] = ()):
+        """`required` are the files that every sound checkpoint holds."""
         self.root = root
         self.config = config
         self.is_main = is_main
+        self.required = required
 
     def folder_of(self, step: int) -> Path:
-        return self.root / f"step_{step:06d}"
+        return self.root / step_folder_name(step)
 
-    def save(self, step: int, write: Callable[[Path], Iterable[Path]]) -> SaveResult:
+    def save(self, step: int, write: Callable[[Path], Iterable[Path]], *, kept: Collection[int] = ()) -> SaveResult:
         """Write one checkpoint. Collective: every rank calls it with what writes its own files.
 
-        `write(folder)` returns the paths that this rank wrote below `folder`. If it fails with OSError on any
-        rank, nothing is left behind, the earlier checkpoints stay, and the result says why.
+        `write(folder)` returns the paths that this rank wrote below `folder`. If it fails for want of space on any
+        rank, nothing is left behind, the earlier checkpoints stay, and the result says why. Of those, the steps in
+        `kept` stay in any case.
         """
-        aside = self.root / f".writing_step_{step:06d}"
-        if self.is_main:
-            shutil.rmtree(aside, ignore_errors=True)
-            aside.mkdir(parents=True)
-        barrier()
-        entries: dict[str, dict[str, object]] = {}
-        error = None
-        try:
-            for path in write(aside):
-                entries[path.relative_to(aside).as_posix()] = _describe(path)
-        except OSError as failure:
-            error = f"{type(failure).__name__}: {failure}"
-        reports = [json.loads(report) for report in gather_bytes(json.dumps([entries, error]).encode())]
-        errors = [report[1] for report in reports if report[1]]
-        if not errors:
-            files = {name: entry for report in reports for name, entry in report[0].items()}
-            errors = self._finish_on_main(step, aside, files)
-        if errors:
+        aside = self.root / f".writing_{step_folder_name(step)}"
+        entries: dict[str, FileEntry] = {}
+        error = self._on_main(lambda: _make_anew(aside))
+        if error is None:
+            try:
+                entries = {path.relative_to(aside).as_posix(): describe_file(path) for path in write(aside)}
+            except WRITE_FAILURES as failure:
+                error = _said(failure)
+            own = json.dumps([{name: asdict(entry) for name, entry in entries.items()}, error])
+            reports = [json.loads(report) for report in gather_bytes(own.encode())]
+            error = next((report[1] for report in reports if report[1]), None)
+            entries = {name: FileEntry(**entry) for report in reports for name, entry in report[0].items()}
+        if error is None:
+            error = self._on_main(lambda: self._publish(aside, Manifest(step, entries), kept))
+        if error is not None:
             if self.is_main:
                 shutil.rmtree(aside, ignore_errors=True)
-            return SaveResult(None, error=errors[0])
-        num_bytes = sum(entry["bytes"] for report in reports for entry in report[0].values())
-        return SaveResult(self.folder_of(step), num_bytes)
+            return SaveResult(None, error=error)
+        return SaveResult(self.folder_of(step), sum(entry.bytes for entry in entries.values()))
 
-    def _finish_on_main(self, step: int, aside: Path, files: dict[str, dict[str, object]]) -> list[str]:
-        """Publish the folder from the main rank, and tell every rank whether it worked. Collective."""
+    def remove_leftovers(self) -> None:
+        """Delete what a killed save left half-written, on the main rank."""
+        if not self.is_main:
+            return
+        for old in self.root.glob(".old_step_*"):
+            # Killed between two renames, a save leaves the folder that it was to replace.
+            target = self.root / old.name.removeprefix(".old_")
+            if not target.exists():
+                os.rename(old, target)
+        for aside in self.root.glob(".*step_*"):
+            shutil.rmtree(aside, ignore_errors=True)
+
+    def _on_main(self, action: Callable[[], None]) -> str | None:
+        """Do something on the main rank; why it failed, on every rank. Collective."""
         error = ""
         if self.is_main:
             try:
-                self._publish(step, aside, files)
-                self._forget_old(step)
-            except OSError as failure:
-                error = f"{type(failure).__name__}: {failure}"
-        told = broadcast_bytes(error.encode() if self.is_main else None).decode()
-        return [told] if told else []
+                action()
+            except WRITE_FAILURES as failure:
+                error = _said(failure)
+        return broadcast_bytes(error.encode() if self.is_main else None).decode() or None
 
-    def _publish(self, step: int, aside: Path, files: dict[str, dict[str, object]]) -> None:
-        manifest = aside / MANIFEST
-        manifest.write_text(json.dumps({"step": step, "files": dict(sorted(files.items()))}, indent=1))
-        sync_file(manifest)
+    def _publish(self, aside: Path, manifest: Manifest, kept: Collection[int]) -> None:
+        path = aside / MANIFEST
+        path.write_text(manifest.to_json())
+        sync_file(path)
         for folder in {path.parent for path in aside.rglob("*")}:
             sync_file(folder)
-        target = self.folder_of(step)
-        shutil.rmtree(target, ignore_errors=True)
-        os.rename(aside, target)
+        target, old = self.folder_of(manifest.step), self.root / f".old_{step_folder_name(manifest.step)}"
+        shutil.rmtree(old, ignore_errors=True)
+        with suppress(FileNotFoundError):
+            os.rename(target, old)
+        try:
+            os.rename(aside, target)
+        except OSError:
+            with suppress(FileNotFoundError):
+                os.rename(old, target)
+            raise
         sync_file(self.root)
+        shutil.rmtree(old, ignore_errors=True)
+        self._forget_old(manifest.step, kept)
 
-    def _forget_old(self, newest: int) -> None:
+    def _forget_old(self, newest: int, kept: Collection[int]) -> None:
         steps = [step for step in self.steps() if step <= newest]
         every = self.config.keep_every
         for step in steps[: -self.config.keep_last]:
-            if not (every and step % every == 0):
+            if step not in kept and not (every and step % every == 0):
                 shutil.rmtree(self.folder_of(step), ignore_errors=True)
 
     def steps(self) -> list[int]:
         """Steps that have a finished folder, oldest first."""
-        if not self.root.is_dir():
-            return []
-        names = [path.parent.name for path in self.root.glob(f"step_*/{MANIFEST}")]
-        return sorted(int(name.removeprefix("step_")) for name in names if name.removeprefix("step_").isdigit())
+        found = [step_of_folder(path.parent.name) for path in self.root.glob(f"step_*/{MANIFEST}")]
+        return sorted(step for step in found if step is not None)
 
     def damage_of(self, folder: Path) -> str | None:
         """What the main rank finds wrong with a checkpoint folder, on every rank; None if it is sound. Collective."""
-        found = (damage(folder) or "").encode() if self.is_main else None
+        found = (damage(folder, self.required) or "").encode() if self.is_main else None
         return broadcast_bytes(found).decode() or None
 
-    def newest_sound(self) -> tuple[int | None, list[str]]:
-        """The newest step whose files match their manifest, and what was wrong with newer ones. Collective."""
-        found: dict[str, object] = {}
-        if self.is_main:
-            complaints = []
-            chosen = None
-            for step in reversed(self.steps()):
-                problem = damage(self.folder_of(step))
-                if problem is None:
-                    chosen = step
-                    break
-                complaints.append(f"{self.folder_of(step)}: {problem}")
-            found = {"step": chosen, "complaints": complaints}
-        found = json.loads(broadcast_bytes(json.dumps(found).encode() if self.is_main else None))
-        return found["step"], found["complaints"]
+
+def _make_anew(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
 
 
-def damage(folder: Path) -> str | None:
-    """What is wrong with a checkpoint folder, or None if every file is there and unchanged."""
-    try:
-        files = json.loads((folder / MANIFEST).read_text())["files"]
-    except (OSError, ValueError, KeyError) as failure:
-        return f"its {MANIFEST} can't be read ({failure})"
-    for name, entry in files.items():
-        path = folder / name
-        if Path(name).is_absolute() or ".." in Path(name).parts:
-            return f"its {MANIFEST} names {name!r}, which lies outside the folder"
-        if not path.is_file():
-            return f"{name} is missing"
-        if path.stat().st_size != entry["bytes"]:
-            return f"{name} has {path.stat().st_size} bytes instead of {entry['bytes']}"
-        if sha256_of(path) != entry["sha256"]:
-            return f"{name} was changed: its sha256 is not the one in {MANIFEST}"
-    return None
-
-
-def sha256_of(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(READ_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def sync_file(path: Path) -> None:
-    """Force a file's or a folder's content to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _describe(path: Path) -> dict[str, object]:
-    sync_file(path)
-    return {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
+def _said(failure: BaseException) -> str:
+    return f"{type(failure).__name__}: {failure}"

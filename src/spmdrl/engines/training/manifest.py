@@ -1,0 +1,143 @@
+"""The list of a checkpoint's files with their sizes and digests, and what is wrong with a folder by its list.
+
+Whatever a folder holds instead of a list, from a flipped bit to someone else's file, is damage and never an exception.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+MANIFEST = "manifest.json"
+_READ_BYTES = 1 << 22
+_STEP_PREFIX = "step_"
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """What a file must be."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The files of one checkpoint by their paths below its folder."""
+
+    step: int
+    files: Mapping[str, FileEntry]
+
+    def to_json(self) -> str:
+        files = {name: asdict(entry) for name, entry in sorted(self.files.items())}
+        return json.dumps({"step": self.step, "files": files, "sha256_of_files": _digest_of(files)}, indent=1)
+
+
+def step_folder_name(step: int) -> str:
+    return f"{_STEP_PREFIX}{step:06d}"
+
+
+def step_of_folder(name: str) -> int | None:
+    """The step that a folder's name stands for, or None for a name that no checkpoint has."""
+    digits = name.removeprefix(_STEP_PREFIX)
+    # Other scripts have digits too, which int() reads or refuses.
+    if not (digits.isascii() and digits.isdigit()) or len(digits) > 18:
+        return None
+    return int(digits) if step_folder_name(int(digits)) == name else None
+
+
+def damage(folder: Path, required: Collection[str] = ()) -> str | None:
+    """What is wrong with a checkpoint folder, or None if all its files, with the `required` ones, are as written."""
+    try:
+        return _damage(folder, read_manifest(folder), required)
+    except (OSError, ValueError, RecursionError) as failure:
+        return f"its files can't be read: {failure}"
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Raises ValueError for anything but a list of files that stays inside the folder."""
+    path = folder / MANIFEST
+    content = json.loads(path.read_bytes().decode(), object_pairs_hook=_without_duplicates)
+    if (
+        not isinstance(content, dict)
+        or not _is_count(content.get("step"))
+        or not isinstance(content.get("files"), dict)
+    ):
+        raise ValueError(f"its {MANIFEST} is no object with a step and files")
+    digest = content.get("sha256_of_files")
+    # Checkpoints of earlier versions have no digest of the list itself.
+    if "sha256_of_files" in content and digest != _digest_of(content["files"]):
+        raise ValueError(f"the files in its {MANIFEST} were changed: their digest is another")
+    return Manifest(content["step"], {name: _entry(name, value) for name, value in content["files"].items()})
+
+
+def sha256_of(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(_READ_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def sync_file(path: Path) -> None:
+    """Force a file's or a folder's content to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def describe_file(path: Path) -> FileEntry:
+    """The entry of a file that was just written, once it is on the disk."""
+    sync_file(path)
+    return FileEntry(path.stat().st_size, sha256_of(path))
+
+
+def _damage(folder: Path, manifest: Manifest, required: Collection[str]) -> str | None:
+    step = step_of_folder(folder.name)
+    if step is not None and step != manifest.step:
+        return f"it holds step {manifest.step}, whatever its name says"
+    missing = sorted(set(required) - manifest.files.keys())
+    if missing:
+        return f"its {MANIFEST} doesn't list {missing[0]}"
+    for name, entry in manifest.files.items():
+        path = folder / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != entry.bytes:
+            return f"{name} has {path.stat().st_size} bytes instead of {entry.bytes}"
+        if sha256_of(path) != entry.sha256:
+            return f"{name} was changed: its sha256 is not the one in {MANIFEST}"
+    # Readers take every tensor file of a folder, so one too many is as wrong as one too few.
+    unlisted = {path.relative_to(folder).as_posix() for path in folder.rglob("*.safetensors")} - manifest.files.keys()
+    return f"{min(unlisted)} is not listed in its {MANIFEST}" if unlisted else None
+
+
+def _entry(name: str, value: object) -> FileEntry:
+    path = PurePosixPath(name)
+    if not name or "\0" in name or path.is_absolute() or ".." in path.parts:
+        raise ValueError(f"its {MANIFEST} names {name!r}, which lies outside the folder")
+    if not isinstance(value, dict) or not _is_count(value.get("bytes")) or not isinstance(value.get("sha256"), str):
+        raise ValueError(f"its {MANIFEST} has no size and sha256 of {name!r}")
+    return FileEntry(value["bytes"], value["sha256"])
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _digest_of(files: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) != len(pairs):
+        raise ValueError("a key stands there twice")
+    return content

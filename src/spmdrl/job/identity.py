@@ -1,0 +1,51 @@
+"""What must not change between the parts of one run, or its steps would mean something else."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from spmdrl.config import Config
+from spmdrl.dataflow.samples.rows import SourceRows
+from spmdrl.engines.models.fingerprint import fingerprint
+
+ROWS = "rows of data.train"
+
+
+def identity_of(config: Config, phase: str, model: Path, rows: Sequence[SourceRows]) -> dict[str, Any]:
+    """The run by its settings, its data and the folder of the model that it starts from, as plain JSON values.
+
+    Raises ValueError where the model can't be read.
+    """
+    held = fingerprint(model)
+    sizes: dict[str, Any] = {
+        "rollout.prompts_per_step": config.rollout.prompts_per_step,
+        "rollout.num_generations": config.rollout.num_generations,
+        "algo.name": config.algo.name,
+    } if phase != "sft" else {"sft.rows_per_step": config.sft.rows_per_step}  # fmt: skip
+    if config.data.on_bad_row == "skip":
+        # It decides which rows there are.
+        sizes["data.max_prompt_length"] = config.data.max_prompt_length
+    return {
+        "phase": phase,
+        "seed": config.seed,
+        "data.train": str(config.data.train),
+        "data.shuffle": config.data.shuffle,
+        ROWS: rows_digest(rows),
+        **sizes,
+        **{f"the model's {key}": value for key, value in held.architecture.items()},
+        "the model's weights at the start": held.weights[:16],
+        "the model's tokenizer": held.tokenizer[:16],
+    }
+
+
+def rows_digest(rows: Sequence[SourceRows]) -> str:
+    """A short digest of what the rows say, wherever their files are."""
+    digest = hashlib.sha256()
+    for source in rows:
+        digest.update(f"{len(source.rows)}:{source.source.weight}:".encode())
+        for row in source.rows:
+            digest.update(repr((row.prompt, row.answer)).encode(errors="backslashreplace"))
+    return digest.hexdigest()[:16]

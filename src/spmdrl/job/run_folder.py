@@ -1,0 +1,135 @@
+"""A run's folder before anything is written into it: who may have it, and whether it can take what is to come."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from spmdrl.config import Config
+from spmdrl.configfile import ConfigError
+from spmdrl.engines.models.decoder import DecoderConfig
+from spmdrl.engines.models.hf import parameter_shapes
+from spmdrl.observability.console import Console
+from spmdrl.observability.holder import LOCK_FILE, FolderHeld, held
+from spmdrl.resources.collectives import broadcast_bytes, gather_bytes
+from spmdrl.resources.world import World
+
+# A launcher may start a job anew before the old one's processes have quite ended.
+WAIT_SECONDS = 10.0
+# AdamW's two means and the master weights, in float32.
+_TRAINER_BYTES_PER_PARAMETER = 12
+
+
+@contextmanager
+def hold_run_folder(config: Config, world: World, name: str = LOCK_FILE) -> Iterator[None]:
+    """Keep other jobs out of `run.dir` inside this block. Raises ConfigError on every rank. Collective."""
+    with ExitStack() as stack:
+        on_main(world, lambda: _hold(config, stack, name))
+        yield
+
+
+@contextmanager
+def hold_folder_of_training(config: Config, world: World) -> Iterator[None]:
+    """As `hold_run_folder`; with `resume=never`, what an earlier run left is moved first, and nothing deleted."""
+    with ExitStack() as stack:
+
+        def take() -> None:
+            folder, before = config.run.folder, ExitStack()
+            with before:
+                _hold(config, before, LOCK_FILE)
+                if config.resume == "never" and os.listdir(folder) != [LOCK_FILE]:
+                    _move_aside(folder)
+                    _hold(config, stack, LOCK_FILE)
+                else:
+                    stack.push(before.pop_all())
+
+        on_main(world, take)
+        yield
+
+
+def on_main(world: World, action: Callable[[], Any]) -> Any:
+    """What the main rank finds out, a JSON value, on every rank. Collective.
+
+    What input can make fail there, ValueError and OSError, becomes ConfigError on every rank.
+    """
+    found: dict[str, Any] = {}
+    if world.is_main:
+        try:
+            found = {"value": action()}
+        except (ValueError, OSError) as failure:
+            found = {"refusal": str(failure)}
+    found = json.loads(broadcast_bytes(json.dumps(found).encode() if world.is_main else None))
+    if "refusal" in found:
+        raise ConfigError(found["refusal"])
+    return found["value"]
+
+
+def on_every_rank(action: Callable[[], None]) -> None:
+    """Do on every rank what input or disks can make fail; ConfigError on all where one rank fails. Collective."""
+    refusal = ""
+    try:
+        action()
+    except (ValueError, OSError) as failure:
+        refusal = str(failure)
+    if refusals := [part.decode() for part in gather_bytes(refusal.encode()) if part]:
+        raise ConfigError(refusals[0])
+
+
+def _hold(config: Config, stack: ExitStack, name: str) -> None:
+    folder, key = config.run.folder, config.run.folder_key
+    try:
+        stack.enter_context(held(folder, name, wait_seconds=WAIT_SECONDS))
+    except FolderHeld as failure:
+        raise ConfigError(
+            f"{failure}; wait for its end, stop it, or set {key} to another (if that process is gone, and the file "
+            f"system has no locks, delete {folder / name})"
+        ) from None
+    except OSError as failure:
+        raise ConfigError(
+            f"{key} makes {folder} the run's folder, but it can't be written to: {failure.strerror}; set {key} to a "
+            "folder that can"
+        ) from failure
+
+
+def _move_aside(folder: Path) -> None:
+    number = 1
+    while (aside := folder.with_name(f"{folder.name}.{number}")).exists():
+        number += 1
+    folder.rename(aside)
+    Console().note(f"resume=never: the earlier run was moved to {aside}")
+
+
+def num_parameters(decoder: DecoderConfig) -> int:
+    shapes = parameter_shapes(decoder)
+    return sum(prod(shape) for name, shape in shapes.items() if not (decoder.tied_head and name == "lm_head.weight"))
+
+
+def checkpoint_bytes(decoder: DecoderConfig, dtype: torch.dtype) -> int:
+    """The size of one checkpoint's tensors."""
+    return num_parameters(decoder) * (dtype.itemsize + _TRAINER_BYTES_PER_PARAMETER)
+
+
+def check_disk_space(config: Config, num_bytes: int, *, num_steps: int, present: int = 0) -> None:
+    """Refuse a disk on which the checkpoints to come don't fit, `num_bytes` each; `present` are there already.
+
+    A checkpoint is written whole before the oldest goes, so there is one more than is kept. Raises ValueError.
+    """
+    checkpoint = config.checkpoint
+    num_saves = -(-num_steps // checkpoint.interval) if checkpoint.interval else 1
+    count = max(1, min(num_saves, checkpoint.keep_last + 1) - present)
+    folder = config.run.folder
+    free = shutil.disk_usage(folder).free
+    if count * num_bytes > free:
+        raise ValueError(
+            f"the disk of {folder} has {free:,} bytes free, but {count} checkpoints of {num_bytes:,} bytes need "
+            f"{count * num_bytes:,}; free some, lower checkpoint.keep_last, or set "
+            f"{config.run.folder_key} to a folder on another disk"
+        )

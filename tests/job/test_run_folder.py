@@ -1,0 +1,160 @@
+"""Whole jobs and their folder: one job at a time, and a start that is refused touches nothing."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from tests.support.jobs import environment, finished, job_command, launch_job, run_job, summary_of, tiny_config
+
+SLOW_REWARD = """
+import time
+
+def fn(completions, **columns):
+    time.sleep(4)
+    return [1.0] * len(completions)
+"""
+
+
+@pytest.fixture(scope="module")
+def finished_run(tmp_path_factory):
+    """A finished run of 3 steps with a checkpoint at each of the last two, and its config."""
+    folder = tmp_path_factory.mktemp("finished")
+    config = tiny_config(folder)
+    finished(run_job("train", config, f"run.dir={folder / 'run'}", "checkpoint.interval=1"))
+    return config, folder / "run"
+
+
+@pytest.fixture
+def run_copy(finished_run, tmp_path):
+    shutil.copytree(finished_run[1], tmp_path / "run")
+    return finished_run[0], tmp_path / "run"
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """Of all files but the lock's."""
+    paths = [path for path in folder.rglob("*") if path.is_file() and path.name != "run.lock"]
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
+
+
+def refused(job: subprocess.CompletedProcess[str]) -> str:
+    assert job.returncode == 2, job.stdout + job.stderr
+    assert "Traceback" not in job.stderr
+    assert job.stderr.count("spmdrl: ") == 1, job.stderr
+    return job.stderr
+
+
+REFUSED = [
+    pytest.param(["seed=1"], "seed was 0 and is 1", id="another seed"),
+    pytest.param(["model.make.hidden_size=64"], "hidden_size is 32, not 64", id="another model made"),
+    pytest.param(
+        ["resume=2", "rollout.num_generations=2"], "num_generations was 4 and is 2", id="another size"
+    ),
+    pytest.param(["resume=1"], "steps that can: [2, 3]", id="no such checkpoint"),
+    pytest.param(["resume=alway"], "did you mean auto?", id="a misspelt word"),
+    pytest.param(["resources.device=cuda"], "resources.device is 'cuda'", id="no such device"),
+    pytest.param(["train.max_steps=many"], "train.max_steps", id="a broken config"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("settings", "words"), REFUSED)
+def test_a_start_that_is_refused_touches_no_file_of_a_finished_run(run_copy, settings, words):
+    config, folder = run_copy
+    before = digests(folder)
+    assert words in refused(run_job("train", config, f"run.dir={folder}", *settings))
+    assert digests(folder) == before
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_another_model_is_refused_with_the_sizes_that_differ(run_copy, tmp_path):
+    config, folder = run_copy
+    other = tmp_path / "other"
+    finished(run_job("train", config, f"run.dir={other}", "model.make.hidden_size=64", "train.max_steps=1"))
+    before = digests(folder)
+    job = run_job("train", config, f"run.dir={folder}", "model.make=null", f"model.path={other / 'initial_model'}")
+    assert "the model's hidden_size was 32 and is 64" in refused(job)
+    assert digests(folder) == before
+
+
+@pytest.mark.slow
+def test_a_checkpoint_whose_tensors_are_broken_inside_right_digests_is_passed_over(run_copy):
+    from spmdrl.engines.training.manifest import Manifest, describe_file, read_manifest
+
+    config, folder = run_copy
+    newest = folder / "checkpoints" / "step_000003"
+    shards = newest / "trainer" / "shards_00000.safetensors"
+    shards.write_bytes(b"\x08\0\0\0\0\0\0\0{} abcd")
+    manifest = read_manifest(newest)
+    files = {**manifest.files, "trainer/shards_00000.safetensors": describe_file(shards)}
+    (newest / "manifest.json").write_text(Manifest(3, files).to_json())
+    job = finished(run_job("train", config, f"run.dir={folder}", "checkpoint.interval=1"))
+    assert "damaged checkpoint passed over" in job.stdout and "step_000003" in job.stdout
+    assert "step_000002 after step 2" in job.stdout and "step 3/3" in job.stdout
+
+
+@pytest.mark.slow
+def test_settings_that_change_at_resume_are_said_and_both_configurations_kept(run_copy):
+    config, folder = run_copy
+    settings = ["checkpoint.interval=1", "train.max_steps=4", "optim.lr=2e-3"]
+    job = finished(run_job("train", config, f"run.dir={folder}", *settings))
+    assert "optim.lr was 0.001 until step 3 and is 0.002 from here" in job.stdout
+    assert "run.dir was" not in job.stdout
+    assert "lr: 0.001 " in (folder / "config.resolved.step_000003.yaml").read_text()
+    assert "lr: 0.002 " in (folder / "config.resolved.yaml").read_text()
+    again = finished(run_job("train", config, f"run.dir={folder}", *settings))
+    assert " was " not in again.stdout
+
+
+@pytest.mark.slow
+def test_a_run_that_was_killed_is_said_to_have_been(run_copy):
+    config, folder = run_copy
+    summary = json.loads((folder / "summary.json").read_text())
+    (folder / "summary.json").write_text(json.dumps(summary | {"verdict": "running"}))
+    report = launch_job("report", folder)
+    assert report.returncode == 0 and "killed" in (folder / "report.html").read_text()
+    job = finished(run_job("train", config, f"run.dir={folder}", "checkpoint.interval=1"))
+    assert "the job before ended without a word after step 3 at 20" in job.stdout
+    assert summary_of(folder)["verdict"] == "done"
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_a_second_job_in_a_folder_is_refused_on_all_its_ranks(tmp_path):
+    config, folder = tiny_config(tmp_path), tmp_path / "run"
+    reward = tmp_path / "slow.py"
+    reward.write_text(SLOW_REWARD)
+    settings = [f"run.dir={folder}", f"reward.functions=[{reward}:fn]", "train.max_steps=50"]
+    first = subprocess.Popen(
+        job_command("train", config, *settings), env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    try:
+        deadline = time.monotonic() + 90
+        while not (folder / "summary.json").exists():
+            assert first.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        before = (folder / "metrics.jsonl").read_bytes()
+        second = run_job("train", config, f"run.dir={folder}", ranks=2)
+        assert f"in use by process {first.pid} on " in second.stderr and "set run.dir to another" in second.stderr
+        assert second.returncode == 2 and "Traceback" not in second.stderr
+        assert first.poll() is None and (folder / "metrics.jsonl").read_bytes().startswith(before)
+        # Reading is free.
+        assert launch_job("report", folder).returncode == 0
+        assert "still running" in (folder / "report.html").read_text()
+    finally:
+        first.kill()
+        first.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["a file", "below a file", "in a folder that nothing can be made in"])
+def test_a_folder_that_can_not_be_written_to_is_refused_by_its_key(tmp_path, kind):
+    (tmp_path / "file").write_text("")
+    folder = {"a file": tmp_path / "file", "below a file": tmp_path / "file" / "run"}.get(kind, Path("/proc/run"))
+    error = refused(run_job("train", tiny_config(tmp_path), f"run.dir={folder}"))
+    assert f"run.dir makes {folder} the run's folder, but it can't be written to" in error
