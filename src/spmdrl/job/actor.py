@@ -64,7 +64,7 @@ class Actor:
 
     def read_from(self, folder: Path) -> None:
         """Take weights and optimizer back from a checkpoint of any layout."""
-        load_trainer_state(self.trainer, ShardFiles(folder / TRAINER).read)
+        load_trainer_state(self.trainer, ShardFiles(folder / TRAINER))
 
     def _write_model(self, folder: Path) -> list[Path]:
         dtype = self.trainer.compute_dtype

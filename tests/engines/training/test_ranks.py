@@ -105,7 +105,7 @@ def write_state(world: World, folder: Path, layout: UpdateLayout) -> dict[str, T
 
 def read_state(world: World, folder: Path) -> tuple[int, dict[str, Tensor]]:
     engine = make_engine(world)
-    load_trainer_state(engine, ShardFiles(folder).read)
+    load_trainer_state(engine, ShardFiles(folder))
     return engine.step_count, whole_weights(engine)
 
 
@@ -114,7 +114,7 @@ def test_a_state_written_by_two_ranks_loads_into_one_and_back(world, tmp_path, l
     written, _ = run_ranks(2, write_state, tmp_path, layout)
     engine = make_engine(world)
     files = ShardFiles(tmp_path)
-    load_trainer_state(engine, files.read)
+    load_trainer_state(engine, files)
     assert engine.step_count == 3
     for name, weight in whole_weights(engine).items():
         assert torch.equal(weight, written[name]), name

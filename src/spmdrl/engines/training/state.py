@@ -6,15 +6,17 @@ Each rank writes its own shards; a reader picks the pieces that meet the slice i
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from spmdrl.engines.models.hf import parameter_shapes
 from spmdrl.engines.training.engine import TrainingEngine
 from spmdrl.engines.training.sharded_model import Shard
 from spmdrl.types import WeightSlice
@@ -22,8 +24,7 @@ from spmdrl.types import WeightSlice
 STEP = WeightSlice("step", (), ())
 """AdamW's step count, a scalar."""
 
-ReadSlice = Callable[[str, WeightSlice], Tensor]
-"""(kind, slice) to values; kinds are weight, exp_avg, exp_avg_sq and step."""
+_SHARDS = "shards_*.safetensors"
 
 
 def trainer_state(engine: TrainingEngine) -> dict[str, Shard]:
@@ -44,17 +45,21 @@ def trainer_state(engine: TrainingEngine) -> dict[str, Shard]:
     return state
 
 
-def load_trainer_state(engine: TrainingEngine, read: ReadSlice) -> None:
-    """Fill weights, AdamW's means and step count from slices that any layout has written."""
+def load_trainer_state(engine: TrainingEngine, files: ShardFiles) -> None:
+    """Fill weights, AdamW's means and step count from what any layout has written.
+
+    Raises ValueError, before anything is changed, where the files are of another model.
+    """
     engine.check_weights_present("load the trainer's state")
+    files.check_model(parameter_shapes(engine.config))
     means = engine.optimizer_state()
     for name, shard in engine.named_shards().items():
         if shard.slice.num_elements:
-            shard.tensor.copy_(read("weight", shard.slice))
+            shard.tensor.copy_(files.read("weight", shard.slice))
             for kind, tensor in means.get(name, {}).items():
-                tensor.copy_(read(kind, shard.slice))
+                tensor.copy_(files.read(kind, shard.slice))
     if engine.optimizer is not None:
-        engine.set_step_count(int(read("step", STEP)))
+        engine.set_step_count(int(files.read("step", STEP)))
 
 
 def write_shards(folder: Path, rank: int, shards: Mapping[str, Shard]) -> Path:
@@ -73,17 +78,57 @@ class ShardFiles:
     """The shards that all ranks wrote into one folder, read by slices."""
 
     def __init__(self, folder: Path):
-        """Open every rank's file and read its index. Raises ValueError where there is none."""
+        """Open every rank's file and read its index. Raises ValueError where files are missing or damaged."""
         self.folder = folder
         self._pieces: dict[str, list[tuple[Any, WeightSlice]]] = {}
-        paths = sorted(folder.glob("shards_*.safetensors"))
+        paths = sorted(folder.glob(_SHARDS))
         if not paths:
-            raise ValueError(f"{folder} holds no shards_*.safetensors; point to the trainer folder of a checkpoint")
+            raise ValueError(f"{folder} holds no {_SHARDS}; point to the trainer folder of a checkpoint")
         for path in paths:
-            file = safe_open(path, framework="pt")
-            for key, (starts, stops) in json.loads(file.metadata()["slices"]).items():
-                piece = WeightSlice(key.partition("/")[2], tuple(starts), tuple(stops))
-                self._pieces.setdefault(key, []).append((file, piece))
+            try:
+                self._add_file(path)
+            except (OSError, SafetensorError, LookupError, TypeError, ValueError, RecursionError) as error:
+                raise ValueError(f"{path} is not a whole file of shards ({error}); use another checkpoint") from error
+        self._shapes = {key: self._whole_shape(key) for key in self._pieces}
+
+    def _add_file(self, path: Path) -> None:
+        file = safe_open(path, framework="pt")
+        for key, (starts, stops) in dict(json.loads(file.metadata()["slices"])).items():
+            piece = WeightSlice(key.partition("/")[2], tuple(starts), tuple(stops))
+            shape = tuple(file.get_slice(key).get_shape())
+            if len(starts) != len(stops) or piece.shape != shape or min(starts, default=0) < 0:
+                raise ValueError(f"{key} has shape {shape}, but is said to reach from {starts} to {stops}")
+            self._pieces.setdefault(key, []).append((file, piece))
+
+    def _whole_shape(self, key: str) -> tuple[int, ...]:
+        """The shape that the pieces tile; raises ValueError where they leave a part out or hold one twice."""
+        pieces = [piece for _, piece in self._pieces[key]]
+        shape = tuple(max(stops) for stops in zip(*(piece.stops for piece in pieces), strict=True))
+        num_found = sum(piece.num_elements for piece in pieces)
+        if num_found != math.prod(shape):
+            raise ValueError(
+                f"{self.folder} holds {num_found} elements of {key}, whose shape {shape} has {math.prod(shape)}; a "
+                "rank's file is missing, or is of another checkpoint"
+            )
+        return shape
+
+    def check_model(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Raise ValueError unless the weights here are those of a model with these shapes by name, all and no others.
+
+        AdamW's means are compared where they are there; which of them are needed depends on what is trained.
+        """
+        stored = {key.partition("/")[2] for key in self._shapes if key.startswith("weight/")}
+        if differing := sorted(stored ^ set(shapes)):
+            where = "the model" if differing[0] in shapes else "the checkpoint"
+            raise ValueError(
+                f"{self.folder} is of another model: {len(differing)} weights differ, {differing[0]} is only in {where}"
+            )
+        for key, shape in self._shapes.items():
+            kind, _, name = key.partition("/")
+            if kind != STEP.name and shapes.get(name) != shape:
+                raise ValueError(
+                    f"{self.folder} is of another model: {key} has shape {shape} there and {shapes.get(name)} here"
+                )
 
     def read(self, kind: str, wanted: WeightSlice) -> Tensor:
         """Assemble one slice from the pieces that meet it. Raises ValueError where pieces are missing."""
