@@ -37,7 +37,10 @@ def folder(world: World, tmp_path: Path) -> Path:
     [
         ({"vocab_size": 16}, r"weight/model.embed_tokens.weight has shape \(17, 8\) there and \(16, 8\) here"),
         ({"vocab_size": 18}, r"weight/model.embed_tokens.weight has shape \(17, 8\) there and \(18, 8\) here"),
-        ({"intermediate_size": 12}, r"weight/model.layers.0.mlp.\w+_proj.weight has shape \(.*\) there and \(.*\) here"),
+        (
+            {"intermediate_size": 12},
+            r"weight/model.layers.0.mlp.\w+_proj.weight has shape \(.*\) there and \(.*\) here",
+        ),
         ({"num_layers": 1}, "11 weights differ, model.layers.1.input_layernorm.weight is only in the checkpoint"),
         ({"num_layers": 3}, "11 weights differ, model.layers.2.input_layernorm.weight is only in the model"),
         ({"qk_norm": False}, "4 weights differ, .*k_norm.weight is only in the checkpoint"),
