@@ -117,6 +117,12 @@ def _resume_mode(given: Given, settings: Settings) -> dict[str, Any]:
     return {"resume": modes[given.text]}
 
 
+def _offload(given: Given, settings: Settings) -> dict[str, Any]:
+    if not isinstance(given.value, bool):
+        raise ValueError(f"is {show(given)}, but must be true or false; reshard.swap also takes auto")
+    return {"reshard.swap": "always" if given.value else "never"}
+
+
 # TRL's own functions, whose names mean nothing here.
 _TRL_REWARDS = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward", "get_soft_overlong_punishment")
 
@@ -143,6 +149,7 @@ _SAMPLES = "samples of one optimizer step"
 _TO_PROMPTS = "samples x train.updates_per_step / rollout.num_generations"
 _COMPLETIONS = "responses to one prompt"
 _LENGTH = "most tokens of a response"
+_OFFLOADED = "true: always, false: never; weights and optimizer state leave together"
 
 ALIASES: Mapping[str, Alias] = {
     "model_name_or_path": Alias("model.path", "TRL", "a folder or hub name"),
@@ -204,5 +211,7 @@ ALIASES: Mapping[str, Alias] = {
         "reward.functions", "TRL", "names or dotted paths", "pkg.mod.fn: pkg.mod:fn; TRL's own names are refused",
         _reward_funcs,
     ),
+    "param_offload": Alias("reshard.swap", "verl", "weights leave for generation", _OFFLOADED, _offload),
+    "optimizer_offload": Alias("reshard.swap", "verl", "optimizer state leaves for generation", _OFFLOADED, _offload),
     "output_dir": Alias("run.dir", "TRL", "the run's folder"),
 }  # fmt: skip

@@ -191,13 +191,14 @@ def build(checked: CheckedRun, run: Run, stack: ExitStack) -> Training:
     state = Together(actor, carried)
     run.resume(state)
 
-    switching = build_switching(run, actor, replica, reference, stack, prompts.at)
-    device = world.device.torch_device
-    row_groups = groups_of_training(mesh, device) | groups_of_generation(replica.mesh, device)
-    dock = stack.enter_context(TransferDock(world, checked.needs, config.dock, seed=config.seed, row_groups=row_groups))
     with run.console.doing("starting the rewards"):
         pool = stack.enter_context(RewardPool(config.reward))
     evaluator = build_evaluator(checked, replica, pool, tokenizer)
+    num_rows = max(carried.rules.most_groups * config.rollout.num_generations, evaluator.num_rows if evaluator else 0)
+    switching = build_switching(run, actor, replica, reference, stack, num_rows=num_rows, prompt_at=prompts.at)
+    device = world.device.torch_device
+    row_groups = groups_of_training(mesh, device) | groups_of_generation(replica.mesh, device)
+    dock = stack.enter_context(TransferDock(world, checked.needs, config.dock, seed=config.seed, row_groups=row_groups))
     rollouts = Rollouts(config, replica)
     shown = ShownRows(config.log.samples_per_step)
     write_estimates(run, checked.needs)

@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from spmdrl.config import Config
-from spmdrl.dataflow.resharding.flow import ReshardingFlow
-from spmdrl.engines.generation.protocol import GenerationEngine
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.fingerprint import architecture, architecture_differences, fingerprint
 from spmdrl.engines.models.hf import hf_config_dict, read_config, resolve_model_folder
@@ -21,7 +19,6 @@ from spmdrl.engines.training.engine import TrainingEngine
 from spmdrl.engines.training.optimizer import OptimConfig
 from spmdrl.engines.training.state import ShardFiles, load_trainer_state, trainer_state, write_shards
 from spmdrl.resources.collectives import barrier
-from spmdrl.resources.memory import MemoryLedger
 from spmdrl.resources.mesh import UpdateMesh
 from spmdrl.resources.world import World
 
@@ -159,11 +156,3 @@ def build_trainer(
     )
     engine.load(source.weights())
     return engine
-
-
-def build_resharding(
-    config: Config, world: World, trainer: TrainingEngine, generator: GenerationEngine,
-    reference: TrainingEngine | None, ledger: MemoryLedger,
-) -> ReshardingFlow:  # fmt: skip
-    """The switch between update and generation. Its host memory on CPU is an unnamed file in the run's folder."""
-    return ReshardingFlow(world, trainer, generator, reference, config.reshard, ledger, config.run.folder)

@@ -9,6 +9,7 @@ from itertools import count
 from pathlib import Path
 
 from spmdrl.config import Config
+from spmdrl.dataflow.resharding.flow import ReshardingFlow
 from spmdrl.dataflow.resharding.layouts import fitted_stride, parameter_table
 from spmdrl.dataflow.resharding.probe import Probe, default_tolerance, probe_rows
 from spmdrl.dataflow.samples.carried import CarriedGroups
@@ -26,12 +27,13 @@ from spmdrl.engines.generation.replay import ReplayEngine
 from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.engines.reward.pool import RewardPool
 from spmdrl.engines.training.engine import TrainingEngine
-from spmdrl.job.actor import Actor, ModelSource, build_resharding
+from spmdrl.job.actor import Actor, ModelSource
 from spmdrl.job.checked import CheckedRun, agreement_of
 from spmdrl.job.evaluation import Evaluator, evaluation_sampling
 from spmdrl.job.held_out import HeldOut
 from spmdrl.job.replica import Replica, build_replica, generation_engine_name
 from spmdrl.job.run import Run
+from spmdrl.job.swapping import announce, decide_residence, swap_folder
 from spmdrl.job.switching import Switching
 from spmdrl.observability.console import Console
 from spmdrl.resources.memory import MemoryLedger
@@ -70,14 +72,23 @@ def build_actors_replica(checked: CheckedRun, source: ModelSource, world: World)
 
 
 def build_switching(
-    run: Run, actor: Actor, replica: Replica, reference: TrainingEngine | None, stack: ExitStack,
-    prompt_at: PromptAt | None = None,
+    run: Run, actor: Actor, replica: Replica, reference: TrainingEngine | None, stack: ExitStack, *,
+    num_rows: int, prompt_at: PromptAt | None = None,
 ) -> Switching:  # fmt: skip
-    """The switch of this actor, closed with the stack; probed where there are prompts to do so with."""
-    ledger = MemoryLedger()
-    flow = build_resharding(run.config, run.world, actor.trainer, replica.engine, reference, ledger)
+    """The switch of this actor, closed with the stack; probed where there are prompts to do so with. Collective.
+
+    `num_rows` are those that all replicas together generate at once.
+    """
+    ledger, config = MemoryLedger(), run.config
+    residence = decide_residence(config, run.world, actor.trainer, reference, replica, num_rows=num_rows)
+    if num_rows:
+        announce(run, residence)
+    flow = ReshardingFlow(
+        run.world, actor.trainer, replica.engine, reference, config.reshard, ledger, swap_folder(config),
+        swaps=residence.swaps,
+    )  # fmt: skip
     stack.callback(flow.close)
-    probe = build_probe(run.config, actor, replica, prompt_at) if prompt_at is not None else None
+    probe = build_probe(config, actor, replica, prompt_at) if prompt_at is not None else None
     return Switching(flow, ledger, run, probe)
 
 
@@ -114,14 +125,15 @@ def build_held_out(checked: CheckedRun, run: Run, actor: Actor, tokenizer: Model
     """Evaluations of an actor that has no generation engine of its own."""
     replica = build_actors_replica(checked, actor.source, run.world)
     if not checked.eval_rows:
-        return HeldOut(None, build_switching(run, actor, replica, None, stack), run)
+        return HeldOut(None, build_switching(run, actor, replica, None, stack, num_rows=0), run)
     pool = stack.enter_context(RewardPool(run.config.reward))
     evaluator = build_evaluator(checked, replica, pool, tokenizer)
     assert evaluator is not None, "there are held-out rows"
     prompts = evaluator.prompts
     switching = build_switching(
-        run, actor, replica, None, stack, prompt_at=lambda position: prompts[position % len(prompts)]
-    )
+        run, actor, replica, None, stack,
+        num_rows=evaluator.num_rows, prompt_at=lambda position: prompts[position % len(prompts)],
+    )  # fmt: skip
     return HeldOut(evaluator, switching, run)
 
 

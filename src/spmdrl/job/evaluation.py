@@ -61,6 +61,7 @@ class Evaluator:
         self.rewards = StreamedRewards(pool, decode)
         self.decode = decode
         self.num_samples = config.num_samples
+        self.num_rows = len(self.prompts) * config.num_samples
         self.sampling = sampling
         self.seed = seed
 

@@ -277,3 +277,50 @@ def test_resident_memory_drops_by_weights_and_optimizer_during_generation(tmp_pa
     flow.start_return()
     flow.to_update()
     assert [float(chunk.float().sum()) for chunk in trainer.state_bytes()[:4]] == state
+
+
+def test_without_a_swap_everything_stays_and_nothing_is_copied(tmp_path):
+    trainer, plain = SmallTrainer(make_model()), SmallTrainer(make_model())
+    reference = SmallTrainer(make_model(seed=1))
+    generator = SmallGenerator(shapes_of(trainer), dtypes={"0.inner.weight": torch.bfloat16})
+    ledger = MemoryLedger()
+    # No file could be made below a file.
+    folder = tmp_path / "file" / "swap"
+    folder.parent.write_text("")
+    config = ReshardConfig(bucket_bytes=256, verify=True)
+    flow = ReshardingFlow(one_rank(), trainer, generator, reference, config, ledger, folder, swaps=False)
+    for step in range(3):
+        held = {owner: ledger.bytes_of(owner) for owner in ("update_weights", "optimizer", "reference_weights")}
+        expected, before = whole_weights(trainer), trainer.state_bytes()
+        stats = flow.to_generation()
+        assert stats.swapped_bytes == stats.copied_bytes == 0
+        assert held == {owner: ledger.bytes_of(owner) for owner in held} and all(held[name] for name in held if step)
+        assert all(torch.equal(generator.weights[name], weight.to(generator.dtypes[name])) for name, weight in
+                   expected.items())  # fmt: skip
+        # What generation wants as it lies is lent; and the trainer still refuses to compute, as it would change it.
+        assert generator.weights["1.scale"].data_ptr() == trainer.named_shards()["1.scale"].tensor.data_ptr()
+        assert not trainer.weights_on_device and not reference.weights_on_device
+        flow.start_return()
+        assert flow.bring_reference().swapped_bytes == 0 and reference.weights_on_device
+        stats = flow.to_update()
+        assert stats.swapped_bytes == 0 and stats.returned is None and trainer.weights_on_device
+        assert all(map(torch.equal, before, trainer.state_bytes()))
+        x = torch.full((2, 5), float(step))
+        trainer.train(x), plain.train(x)
+        plain.drop_gradients()
+        flow.account()
+    assert [ledger.bytes_of(owner, "host") for owner in ("update_weights", "optimizer", "reference_weights")] == [0] * 3
+    assert all(map(torch.equal, trainer.state_bytes(), plain.state_bytes()))
+    flow.close()
+
+
+def test_without_a_swap_a_changed_generation_weight_is_found_too(tmp_path):
+    trainer = SmallTrainer(make_model())
+    generator = SmallGenerator(shapes_of(trainer), torch.bfloat16)
+    flow = ReshardingFlow(
+        one_rank(), trainer, generator, None, ReshardConfig(verify=True), MemoryLedger(), tmp_path, swaps=False
+    )
+    flow.to_generation()
+    generator.weights["1.inner.weight"][0] += 1
+    with pytest.raises(RuntimeError, match=r"differ.*1\.inner\.weight"):
+        flow.check_generation_weights()

@@ -20,7 +20,7 @@ from spmdrl.dataflow.resharding.filling import GeneratorFilling, Names, Watcher
 from spmdrl.dataflow.resharding.gather import Received, ReshardConfig
 from spmdrl.dataflow.resharding.host import CopyTimes, make_host_store
 from spmdrl.dataflow.resharding.protocols import Generator, Trainer
-from spmdrl.dataflow.resharding.swap import Leaving, Left, MakeStore, Swap
+from spmdrl.dataflow.resharding.swap import Leaving, Left, MakeStore, StayingSwap, Swap
 from spmdrl.resources.memory import MemoryLedger, release_to_system
 from spmdrl.resources.world import World
 
@@ -64,9 +64,13 @@ class ReshardingFlow:
         ledger: MemoryLedger,
         directory: Path,
         *,
+        swaps: bool = True,
         make_store: MakeStore = make_host_store,
     ):
-        """`directory` takes the temporary files of a CPU's host side; `reference` is frozen, or None without one."""
+        """`directory` takes the temporary files of a CPU's host side; `reference` is frozen, or None without one.
+
+        `swaps` is what `reshard.swap` comes to here: without it the training state stays on the device.
+        """
         self._world = world
         self._trainer = trainer
         self._generator = generator
@@ -75,7 +79,9 @@ class ReshardingFlow:
         self._ledger = ledger
         self._state: State = "update"
         self._filling: GeneratorFilling | None = None
-        self._swap = Swap(world.device, ledger, directory, make_store=make_store)
+        self._swap: Swap = StayingSwap(world.device, ledger)
+        if swaps:
+            self._swap = Swap(world.device, ledger, directory, make_store=make_store)
         self._swap.add_group("update_weights", lambda: _local_tensors(trainer))
         self._swap.add_group("optimizer", lambda: {str(i): t for i, t in enumerate(trainer.optimizer_tensors())})
         if reference is not None:
@@ -150,13 +156,13 @@ class ReshardingFlow:
             self.start_return()
         self._expect("returning")
         weights, optimizer = self._swap.finish_return("update_weights"), self._swap.finish_return("optimizer")
-        copied = weights.copied.joined(optimizer.copied)
+        copied, num_bytes = weights.copied.joined(optimizer.copied), weights.num_bytes + optimizer.num_bytes
         self._trainer.weights_on_device = True
         self._state = "update"
         return ReshardStats(
             time.perf_counter() - started,
-            swapped_bytes=weights.num_bytes + optimizer.num_bytes,
-            returned=copied,
+            swapped_bytes=num_bytes,
+            returned=copied if num_bytes else None,
             hidden_share=copied.share_before(started),
         )
 

@@ -23,6 +23,7 @@ from spmdrl.dataflow.resharding.slices import SlicedWeights
 from spmdrl.types import WeightSlice
 
 Executor = Literal["allgather", "exact"]
+SwapMode = Literal["auto", "always", "never"]
 
 # PyTorch 2.13 renames the collective and warns about the old name.
 _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -42,12 +43,18 @@ class ReshardConfig:
     """prompt tokens that trainer and generator both rate at each switch, before any is generated; 0 rates none"""
     probe_tolerance: float | None = None
     """most nats by which a log-prob of these may differ without ending the run; null: 0.01 in float32, 1 in 16 bits"""
+    swap: SwapMode = "auto"
+    """whether the training state leaves the device while responses are generated; auto: only where both don't fit"""
+    swap_dir: str | None = None
+    """folder of the file that takes the training state on a CPU, best on a fast disk; null is the run's folder"""
 
     def __post_init__(self) -> None:
         if self.bucket_bytes < 1:
             raise ValueError(f"reshard.bucket_bytes is {self.bucket_bytes}, but must be >= 1; 64 MiB is {64 << 20}")
         if self.executor not in get_args(Executor):
             raise ValueError(f"reshard.executor is {self.executor!r}, but must be one of {get_args(Executor)}")
+        if self.swap not in get_args(SwapMode):
+            raise ValueError(f"reshard.swap is {self.swap!r}, but must be one of {', '.join(get_args(SwapMode))}")
         if self.probe_tokens < 0 or self.probe_tokens == 1:
             raise ValueError(
                 f"reshard.probe_tokens is {self.probe_tokens}, but must be >= 2, as the first token of a row isn't "

@@ -88,9 +88,16 @@ class FileStore:
     """An unlinked temporary file: its pages belong to the system's cache, not to this process."""
 
     def __init__(self, directory: Path):
-        directory.mkdir(parents=True, exist_ok=True)
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            self._file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115 (closed by close)
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"training state can't be swapped to {directory} ({os.strerror(error.errno or 0)}); point "
+                "reshard.swap_dir at a folder that can be written, or set reshard.swap to never where memory allows it",
+            ) from error
         self._directory = directory
-        self._file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115 (closed by close)
         self._num_bytes = 0
 
     def reserve(self, num_bytes: int) -> None:
@@ -125,7 +132,8 @@ class FileStore:
         return OSError(
             error.errno,
             f"no room in {self._directory} for {num_bytes} bytes of swapped training state "
-            f"({os.strerror(error.errno)}); free as much there or point run.dir at a larger disk",
+            f"({os.strerror(error.errno)}); free as much there, point reshard.swap_dir at a larger disk, or set "
+            "reshard.swap to never where memory allows it",
         )
 
 
@@ -135,6 +143,32 @@ class _Done:
 
     def wait(self) -> None:
         return
+
+
+class NoStore:
+    """The host side of what never leaves the device."""
+
+    def reserve(self, num_bytes: int) -> None:
+        assert num_bytes == 0, num_bytes
+
+    def write(self, spans: Sequence[Span]) -> Ticket:
+        assert not spans, spans
+        return _Done()
+
+    def read(self, spans: Sequence[Span]) -> ReturnTicket:
+        assert not spans, spans
+        return _NothingToRead()
+
+    def close(self) -> None:
+        return
+
+
+class _NothingToRead(_Done):
+    def __init__(self) -> None:
+        self._now = time.perf_counter()
+
+    def times(self) -> CopyTimes:
+        return CopyTimes(self._now, self._now)
 
 
 class _ReadingThread:

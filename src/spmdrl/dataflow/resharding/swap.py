@@ -15,7 +15,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from spmdrl.dataflow.resharding.host import CopyTimes, HostStore, ReturnTicket, Span, Ticket, make_host_store
+from spmdrl.dataflow.resharding.host import CopyTimes, HostStore, NoStore, ReturnTicket, Span, Ticket, make_host_store
 from spmdrl.resources.device import Device
 from spmdrl.resources.memory import MemoryLedger, Owner
 
@@ -134,6 +134,16 @@ class Swap:
                 self.finish_return(group.owner)
             group.store.close()
             self._ledger.set(group.owner, "host", 0)
+
+
+class StayingSwap(Swap):
+    """Has the states and refusals of a swap, but every tensor stays where it is: nothing is freed or copied."""
+
+    def __init__(self, device: Device, ledger: MemoryLedger):
+        super().__init__(device, ledger, Path(), make_store=lambda device, directory: NoStore())
+
+    def leave(self, owner: Owner, *, version: int | None = None, staying: Iterable[str] = ()) -> Leaving:
+        return super().leave(owner, version=version, staying=self._groups[owner].tensors())
 
 
 class Leaving:

@@ -28,6 +28,11 @@ class RoundRules:
         # Carried groups are at most `num_extra`, so those in their last round always have a place.
         assert 0 <= self.num_extra <= (self.num_wanted if self.max_rounds > 1 else 0), self
 
+    @property
+    def most_groups(self) -> int:
+        """Groups that a step works on, at most."""
+        return self.num_wanted + self.num_extra
+
 
 @dataclass(frozen=True)
 class CarriedGroup:
@@ -68,7 +73,7 @@ def groups_of_step(carried: Sequence[CarriedGroup], step: int, rules: RoundRules
     Every step trains `num_wanted` groups, so the earlier ones begun (step - 1) * num_wanted and those carried.
     """
     num_begun = (step - 1) * rules.num_wanted + len(carried)
-    most = rules.num_wanted + rules.num_extra
+    most = rules.most_groups
     if rules.num_steps is not None:
         most = min(most, (rules.num_steps - step + 1) * rules.num_wanted)
     return StepGroups(tuple(carried), range(num_begun, num_begun + max(0, most - len(carried))))

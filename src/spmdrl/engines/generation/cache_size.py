@@ -8,6 +8,7 @@ import torch
 
 from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.parallel.axis_collectives import max_across
+from spmdrl.resources.host_memory import free_host_bytes
 from spmdrl.resources.launch import read_launch_environment
 from spmdrl.resources.mesh import Axis
 
@@ -42,13 +43,3 @@ def _budget(rollout: RolloutConfig, device: torch.device) -> tuple[int, str]:
     free_bytes, total_bytes = backend.mem_get_info(device)
     source = f"rollout.gpu_memory_utilization {share} of {total_bytes} bytes, of which {free_bytes} are free,"
     return int(share * total_bytes - (total_bytes - free_bytes)), source
-
-
-def free_host_bytes() -> int:
-    """Memory that this host can still give; where /proc is missing, all that it has."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as meminfo:
-            sizes = dict(line.split(":") for line in meminfo)
-            return int(sizes["MemAvailable"].split()[0]) * 1024
-    except OSError:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

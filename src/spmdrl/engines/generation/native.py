@@ -194,6 +194,14 @@ class NativeEngine:
         self._weights.sleep()
         self._drawer.forget()
 
+    def cache_bytes_for(self, num_rows: int, num_tokens: int) -> int:
+        if self._rollout.kv_cache_gib is not None:
+            return int(self._rollout.kv_cache_gib * 2**30)
+        shape = self._cache.shape
+        # One more each, as a row may have to copy the block that it shares with its siblings.
+        blocks_each = -(-num_tokens // shape.block_size) + 1
+        return min(num_rows, self._rollout.max_running_rows) * blocks_each * shape.block_bytes
+
     def memory_bytes(self) -> dict[str, int]:
         return {"generation_weights": self._weights.num_bytes, "kv_cache": self._cache.num_bytes}
 

@@ -186,6 +186,10 @@ class GenerationEngine(Protocol):
         """Free weights and KV cache; RuntimeError while rows are unfinished."""
         ...
 
+    def cache_bytes_for(self, num_rows: int, num_tokens: int) -> int:
+        """What this rank's KV cache takes where so many rows of so many tokens are answered, asleep or awake."""
+        ...
+
     def memory_bytes(self) -> dict[str, int]:
         """Bytes on the device now: `generation_weights` and `kv_cache`."""
         ...

@@ -171,15 +171,22 @@ class VllmEngine:
     def memory_bytes(self) -> dict[str, int]:
         """What this rank's weights and KV cache take by their sizes; on CPU always, as vLLM can't sleep there."""
         num_weights = sum(math.prod(shape) for shape in self.weight_shapes().values())
-        cache = self._llm.llm_engine.vllm_config.cache_config
-        cache_bytes = (cache.num_gpu_blocks or 0) * cache.block_size * self._position_bytes
         return {
             "generation_weights": num_weights
             // self._tensor
             * self._dtype.itemsize
             * (self._weights_awake or self._on_cpu),
-            "kv_cache": cache_bytes * (self._cache_awake or self._on_cpu),
+            "kv_cache": self._cache_bytes * (self._cache_awake or self._on_cpu),
         }
+
+    def cache_bytes_for(self, num_rows: int, num_tokens: int) -> int:
+        """Its size was settled when vLLM started, whatever is asked of it."""
+        return self._cache_bytes
+
+    @property
+    def _cache_bytes(self) -> int:
+        cache = self._llm.llm_engine.vllm_config.cache_config
+        return (cache.num_gpu_blocks or 0) * cache.block_size * self._position_bytes
 
     @property
     def _position_bytes(self) -> int:

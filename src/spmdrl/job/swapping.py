@@ -1,0 +1,100 @@
+"""Whether a run swaps its training state, decided once from sizes that every rank agrees on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+from spmdrl.config import Config
+from spmdrl.dataflow.resharding.residence import Residence, StateBytes
+from spmdrl.dataflow.resharding.swap import storage_bytes
+from spmdrl.engines.generation.protocol import GenerationEngine
+from spmdrl.engines.training.engine import TrainingEngine
+from spmdrl.job.replica import Replica
+from spmdrl.job.run import Run
+from spmdrl.observability.summary import write_summary
+from spmdrl.resources.collectives import max_over
+from spmdrl.resources.host_memory import free_host_bytes, is_memory_folder
+from spmdrl.resources.memory import resident_bytes
+from spmdrl.resources.world import World
+
+# A CPU's activations, the page cache and other programs want memory too, and the free memory is an estimate.
+_SHARE_OF_A_HOST = 0.8
+_PROGRAM_BYTES = 512 << 20
+
+
+def decide_residence(
+    config: Config, world: World, trainer: TrainingEngine, reference: TrainingEngine | None, replica: Replica, *,
+    num_rows: int,
+) -> Residence:  # fmt: skip
+    """What `reshard.swap` comes to; the engines are built. Collective over the world.
+
+    `num_rows` are those that all replicas together generate at once.
+    """
+    needed = state_bytes(config, world, trainer, reference, replica, num_rows=num_rows).together
+    # The same on every rank: of the fullest one, and of the one with the least room.
+    agreed = max_over(torch.tensor([needed, -room_bytes(world, config.rollout.gpu_memory_utilization)]))
+    return Residence(config.reshard.swap, needed_bytes=int(agreed[0]), room_bytes=-int(agreed[1]))
+
+
+def state_bytes(
+    config: Config, world: World, trainer: TrainingEngine, reference: TrainingEngine | None, replica: Replica, *,
+    num_rows: int,
+) -> StateBytes:  # fmt: skip
+    """What this rank holds without a swap."""
+    weights = _weight_bytes(trainer)
+    row_tokens = min(config.data.max_prompt_length + config.rollout.max_completion_length, trainer.config.max_positions)
+    rows_each = -(-num_rows // len(replica.mesh.replicas))
+    return StateBytes(
+        update_weights=weights,
+        gradients=weights,
+        optimizer=storage_bytes(trainer.optimizer_tensors()),
+        reference_weights=_weight_bytes(reference) if reference is not None else 0,
+        generation_weights=_generation_bytes(replica.engine, config.model.compute_dtype(world.device.kind)),
+        kv_cache=replica.engine.cache_bytes_for(rows_each, row_tokens),
+        bucket=config.reshard.bucket_bytes,
+        program=_PROGRAM_BYTES if world.device.is_cpu else 0,
+    )
+
+
+def room_bytes(world: World, device_share: float) -> int:
+    """Memory for all of a rank's state: what it holds now, and its part of what is free.
+
+    Of an accelerator, `device_share` less what others use there: what `rollout.gpu_memory_utilization` leaves to
+    activations, the state leaves too.
+    """
+    device = world.device
+    memory = device.memory_bytes()
+    if memory is None:
+        return int(_SHARE_OF_A_HOST * (free_host_bytes() / world.launch.local_world_size + resident_bytes()))
+    used, total = memory
+    return int(device_share * total) - (used - device.module.memory_reserved())
+
+
+def announce(run: Run, residence: Residence) -> None:
+    """Print the decision and put it into the run's summary; warns where swapping would free nothing."""
+    run.console.note(residence.sentence)
+    folder = swap_folder(run.config)
+    if run.world.device.is_cpu and residence.swaps and is_memory_folder(folder):
+        run.console.note(
+            f"WARNING: {folder} is kept in memory (tmpfs), so that swapping to it frees none; point reshard.swap_dir "
+            "at a folder on a disk"
+        )
+    if run.world.is_main:
+        write_summary(run.folder, swap=residence.summary)
+
+
+def swap_folder(config: Config) -> Path:
+    """Where a CPU's swapped state goes, in files without a name."""
+    return Path(config.reshard.swap_dir).expanduser() if config.reshard.swap_dir else config.run.folder
+
+
+def _weight_bytes(engine: TrainingEngine) -> int:
+    return storage_bytes(shard.tensor for shard in engine.named_shards().values())
+
+
+def _generation_bytes(engine: GenerationEngine, dtype: torch.dtype) -> int:
+    slices: Iterable[int] = (box.num_elements for box in engine.weight_slices().values())
+    return sum(slices) * dtype.itemsize
