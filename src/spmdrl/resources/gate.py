@@ -1,0 +1,255 @@
+"""The gate: connections between ranks that only holders of the job's secret can make.
+
+PyTorch's store and RPC agents answer whoever connects, and an agent believes every byte. So both listen on loopback,
+closed to all but their own rank's gate (door.py), and gates connect them, after proofs of the secret and with MACs on
+what they pass on (link.py):
+
+    program -> own gate -> other rank's gate -> door of the service
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from spmdrl.resources.door import Door
+from spmdrl.resources.link import MOST_RECORD_BYTES, Hello, Link, NoSecret, TurnedAway, accept, dial
+from spmdrl.resources.sockets import LOOPBACK, is_own
+from spmdrl.resources.tensorpipe import AgentRenamed
+
+STORE, RPC = 0, 1
+"""what a gate leads to"""
+
+# For which a connection may take to prove itself, and how many may be at it; then the oldest must go.
+_PROOF_SECONDS = 10.0
+_MOST_UNPROVEN = 256
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a rank's gate listens."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a rank wants to reach."""
+
+    address: Address
+    rank: int
+    service: int
+
+
+class Gate:
+    """This rank's gate. It works in a thread of its own until it is closed."""
+
+    def __init__(self, secret: bytes, rank: int):
+        self._secret = secret
+        self._rank = rank
+        self._incarnation = secrets.token_bytes(8)
+        self._admitted: dict[int, bytes] = {}
+        """ranks that came, each with what tells its processes apart"""
+        self._doors: dict[int, Door] = {}
+        self._ways: dict[Target, int] = {}
+        self._unproven: deque[asyncio.StreamWriter] = deque()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._servers: list[asyncio.Server] = []
+        self._address: Address | None = None
+        self._num_inside = 0
+        self.is_open = True
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="gate", daemon=True)
+        self._thread.start()
+
+    def listen(self, host: str, port: int = 0) -> Address:
+        """Admit holders of the secret at an address of this host, from the first call on.
+
+        Raises OSError where that can't be had.
+        """
+        if self._address is None:
+            server = self._run(asyncio.start_server(self._on_connection, host, port, limit=MOST_RECORD_BYTES))
+            self._servers.append(server)
+            self._address = Address(host, server.sockets[0].getsockname()[1])
+        return self._address
+
+    def lead_to(self, service: int, door: Door | None) -> None:
+        """Let those who are admitted through a door from here on; None: to nothing any more."""
+        if (before := self._doors.pop(service, None)) is not None:
+            before.close()
+        if door is not None:
+            self._doors[service] = door
+
+    def way_to(self, target: Target, disguised_port: int | None = None) -> int:
+        """A port of 127.0.0.1 from which this process, and no other, reaches the target.
+
+        `disguised_port`: the port that the service itself believes to have, and names in its first answer.
+        """
+        if target not in self._ways:
+            serve = lambda reader, writer: self._on_own(reader, writer, target, disguised_port)  # noqa: E731
+            server = self._run(_server_beside(serve, disguised_port))
+            self._servers.append(server)
+            self._ways[target] = server.sockets[0].getsockname()[1]
+        return self._ways[target]
+
+    def check(self, target: Target) -> None:
+        """Knock at a target. Raises NoSecret, TurnedAway or another OSError."""
+
+        async def knock() -> None:
+            link = await self._dialled(target)
+            link.writer.close()
+
+        try:
+            self._run(asyncio.wait_for(knock(), _PROOF_SECONDS))
+        except (asyncio.TimeoutError, EOFError) as error:
+            raise TurnedAway(f"{target.address} doesn't answer") from error
+
+    def has_admitted(self, num_ranks: int) -> bool:
+        return len(self._admitted) >= num_ranks
+
+    def close(self, *, wait_seconds: float = 0.0) -> None:
+        """End all connections, those of other ranks after they have ended them or `wait_seconds`."""
+        if not self.is_open:
+            return
+        self.is_open = False
+        deadline = time.monotonic() + wait_seconds
+        while self._num_inside and time.monotonic() < deadline:
+            time.sleep(0.01)
+        self._run(self._close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    async def _close(self) -> None:
+        for server in self._servers:
+            server.close()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for door in self._doors.values():
+            door.close()
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    # A connection from outside.
+
+    async def _on_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with self._kept_until_done(writer):
+            self._unproven.append(writer)
+            if len(self._unproven) > _MOST_UNPROVEN:
+                self._unproven.popleft().transport.abort()
+            try:
+                link, hello = await asyncio.wait_for(accept(reader, writer, self._secret, self._rank), _PROOF_SECONDS)
+            finally:
+                with contextlib.suppress(ValueError):
+                    self._unproven.remove(writer)
+            await self._pass_through_door(link, hello)
+
+    async def _pass_through_door(self, link: Link, hello: Hello) -> None:
+        came_before = self._admitted.setdefault(hello.from_rank, hello.incarnation)
+        if came_before != hello.incarnation:
+            await link.refuse(f"another process has already joined as rank {hello.from_rank}")
+            return
+        door = self._doors.get(hello.service)
+        if door is None:
+            await link.refuse("what was asked for isn't open")
+            return
+        link.welcome()
+        own = door.admit()
+        port = own.getsockname()[1]
+        self._num_inside += 1
+        try:
+            await self._loop.sock_connect(own, (LOOPBACK, door.port))
+            reader, writer = await asyncio.open_connection(sock=own, limit=MOST_RECORD_BYTES)
+            await _pass_on(link, reader, writer)
+        finally:
+            self._num_inside -= 1
+            door.forget(port)
+            own.close()
+
+    # A connection of this process, to the outside.
+
+    async def _on_own(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, target: Target, disguised_port: int | None
+    ) -> None:
+        with self._kept_until_done(writer):
+            if not is_own(writer.get_extra_info("peername"), writer.get_extra_info("sockname")):
+                raise NoSecret
+            link = await asyncio.wait_for(self._dialled(target), _PROOF_SECONDS)
+            if disguised_port is not None:
+                link.alter = AgentRenamed(disguised_port, self._ways[target])
+            await _pass_on(link, reader, writer)
+
+    async def _dialled(self, target: Target) -> Link:
+        """A link with the target's gate, which has proved to hold the secret and to lead there."""
+        reader, writer = await asyncio.open_connection(
+            target.address.host, target.address.port, limit=MOST_RECORD_BYTES
+        )
+        try:
+            hello = Hello(self._incarnation, self._rank, target.rank, target.service)
+            return await dial(reader, writer, self._secret, hello)
+        except BaseException:
+            writer.transport.abort()
+            raise
+
+    @contextlib.contextmanager
+    def _kept_until_done(self, writer: asyncio.StreamWriter) -> Iterator[None]:
+        """Whatever goes wrong with a connection ends that connection, and nothing else."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        try:
+            with contextlib.suppress(NoSecret, OSError, EOFError, asyncio.TimeoutError, asyncio.CancelledError):
+                yield
+        finally:
+            self._tasks.discard(task)
+            writer.close()
+
+
+async def _pass_on(link: Link, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Pass bytes between a link and a local connection until either ends."""
+
+    async def outwards() -> None:
+        while data := await reader.read(MOST_RECORD_BYTES):
+            link.send(data)
+            await link.writer.drain()
+
+    async def inwards() -> None:
+        while True:
+            writer.write(link.alter(await link.receive()))
+            await writer.drain()
+
+    ways = [asyncio.ensure_future(outwards()), asyncio.ensure_future(inwards())]
+    try:
+        await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for way in ways:
+            way.cancel()
+        await asyncio.gather(*ways, return_exceptions=True)
+        writer.close()
+        link.writer.close()
+
+
+async def _server_beside(serve: Callable[..., Any], disguised_port: int | None) -> asyncio.Server:
+    """A server on a free port of loopback with as many digits as the other port."""
+    for _ in range(100):
+        server = await asyncio.start_server(serve, LOOPBACK, 0, limit=MOST_RECORD_BYTES)
+        port = server.sockets[0].getsockname()[1]
+        if disguised_port is None or len(str(port)) == len(str(disguised_port)):
+            return server
+        server.close()
+    raise OSError(f"no free port of {LOOPBACK} has as many digits as {disguised_port}")

@@ -1,0 +1,126 @@
+"""Listening sockets of this process, and the kernel's packet filters that close them to other processes.
+
+A filter on a listening socket sees each packet before there is a connection, needs no privilege and exists on every
+Linux. Strangers find a filtered port as if no host were there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import socket
+import struct
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+LOOPBACK = "127.0.0.1"
+
+# Linux; Python's socket module doesn't name it.
+_SO_ATTACH_FILTER = 26
+# Instructions of classic BPF: load a word or half-word, jump if equal, return so many bytes of the packet.
+_LOAD_WORD, _LOAD_HALF, _JUMP_EQUAL, _RETURN = 0x20, 0x28, 0x15, 0x06
+# Offsets from here on are in the IPv4 header, others in the TCP header.
+_IP_HEADER = 0xFFF00000
+_SOURCE_ADDRESS, _SOURCE_PORT = _IP_HEADER + 12, 0
+# A jump is at most 255 instructions long.
+MOST_ADMITTED = 250
+
+
+def admit_only(listener: socket.socket, ports: Collection[int]) -> None:
+    """Have the kernel drop what comes from elsewhere than these ports of 127.0.0.1; connections that exist go on.
+
+    Raises OSError where the system has no such filter.
+    """
+    assert len(ports) <= MOST_ADMITTED, f"{len(ports)} ports, but a filter holds {MOST_ADMITTED}"
+    (loopback,) = struct.unpack("!I", socket.inet_aton(LOOPBACK))
+    program = [
+        (_LOAD_WORD, 0, 0, _SOURCE_ADDRESS),
+        (_JUMP_EQUAL, 0, len(ports) + 1, loopback),
+        (_LOAD_HALF, 0, 0, _SOURCE_PORT),
+        *((_JUMP_EQUAL, len(ports) - number, 0, port) for number, port in enumerate(ports)),
+        (_RETURN, 0, 0, 0),
+        (_RETURN, 0, 0, 0xFFFFFFFF),
+    ]
+    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *instruction) for instruction in program))
+    listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("@HP", len(program), ctypes.addressof(code)))
+
+
+def listening_sockets() -> Iterator[socket.socket]:
+    """Duplicates of this process's listening TCP sockets."""
+    for found in _own_sockets():
+        if found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            yield found
+
+
+def own_listener(port: int) -> socket.socket:
+    """The listening socket of this process on a port of 127.0.0.1, duplicated."""
+    for found in listening_sockets():
+        if _plain(found.getsockname()) == (LOOPBACK, port):
+            return found.dup()
+    raise AssertionError(f"no socket of this process listens on {LOOPBACK}:{port}")
+
+
+@contextlib.contextmanager
+def closing_new_listeners() -> Iterator[None]:
+    """Close the ports that are opened inside, once all that is to connect there has done so.
+
+    A gloo group listens as long as it lives, but all its connections are made with it.
+    """
+    before = {found.getsockname() for found in listening_sockets()}
+    yield
+    if os.environ.get("TORCH_GLOO_LAZY_INIT", "0") != "0":
+        return
+    for found in listening_sockets():
+        if found.getsockname() not in before:
+            with contextlib.suppress(OSError):
+                admit_only(found, ())
+
+
+def is_own(client: tuple[str, int], server: tuple[str, int]) -> bool:
+    """Whether the client's end of a connection within this host belongs to this process."""
+    return any(_ends(found) == (client, server) for found in _own_sockets())
+
+
+def end_connections_to(port: int) -> None:
+    """End what other processes have connected to a port of this one."""
+    for found in _own_sockets():
+        own, other = _ends(found)
+        if own is not None and other is not None and own[1] == port and not is_own(other, own):
+            found.shutdown(socket.SHUT_RDWR)
+
+
+def _ends(found: socket.socket) -> tuple[tuple[str, int] | None, tuple[str, int] | None]:
+    """Both ends of a socket; None for an end that isn't there."""
+    with contextlib.suppress(OSError):
+        own = _plain(found.getsockname())
+        with contextlib.suppress(OSError):
+            return own, _plain(found.getpeername())
+        return own, None
+    return None, None
+
+
+def _plain(name: tuple[Any, ...]) -> tuple[str, int]:
+    """Host and port, an IPv4 address as such also where an IPv6 socket has it."""
+    return name[0].removeprefix("::ffff:"), name[1]
+
+
+def _own_sockets() -> Iterator[socket.socket]:
+    """Duplicates of this process's TCP sockets, each closed when the next is asked for."""
+    for name in os.listdir(_descriptors()):
+        with contextlib.suppress(OSError):
+            duplicate = os.dup(int(name))
+            try:
+                found = socket.socket(fileno=duplicate)
+            except OSError:
+                os.close(duplicate)
+                continue
+            with found:
+                if found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM:
+                    yield found
+
+
+def _descriptors() -> Path:
+    linux = Path("/proc/self/fd")
+    return linux if linux.exists() else Path("/dev/fd")
