@@ -10,6 +10,7 @@ import functools
 import multiprocessing
 import os
 import pickle
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -73,7 +74,12 @@ def rank_environment(rank: int, world_size: int, ranks_per_node: int, port: int)
         "MASTER_PORT": port,
         "OMP_NUM_THREADS": 1,
     }
-    texts = {"MASTER_ADDR": HOST, "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    texts = {
+        "MASTER_ADDR": HOST,
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+        "SPMDRL_SECRET_FILE": os.path.join(tempfile.gettempdir(), f"spmdrl-tests-{os.geteuid()}", "secret"),
+    }
     return {name: str(number) for name, number in numbers.items()} | texts
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import heapq
 import threading
-import warnings
 from collections.abc import Iterable
 from types import TracebackType
 
@@ -16,10 +15,8 @@ import torch
 import torch.distributed.rpc as rpc
 from torch import Tensor
 
+from spmdrl.dataflow.samples.agent import join_rpc, leave_rpc
 from spmdrl.dataflow.samples.frame import pack, read_frame
-from spmdrl.dataflow.samples.guard import install_guard
-from spmdrl.dataflow.samples.interface import listen_privately
-from spmdrl.dataflow.samples.remote import PLAIN_TCP
 from spmdrl.dataflow.samples.schema import RULES, column_number
 from spmdrl.dataflow.samples.volume import Link
 from spmdrl.resources.collectives import barrier
@@ -169,15 +166,9 @@ class CentralDock:
         return Link.NODE if self.world.node == 0 else Link.CROSS_NODE
 
     def _join(self) -> None:
-        listen_privately(self.world.launch)
-        install_guard([remote_put, remote_take])
-        timeout = self._timeout_seconds
-        options = rpc.TensorPipeRpcBackendOptions(rpc_timeout=timeout, init_method="env://", **PLAIN_TCP)
-        name = f"central{self.world.rank}"
-        with warnings.catch_warnings():
-            # PyTorch's own start-up of RPC calls a collective in a way that PyTorch deprecates.
-            warnings.filterwarnings("ignore", message="You are using a Backend")
-            rpc.init_rpc(name, rank=self.world.rank, world_size=self.world.size, rpc_backend_options=options)
+        join_rpc(
+            f"central{self.world.rank}", self.world, [remote_put, remote_take], self._timeout_seconds, plain_tcp=True
+        )
 
     def __enter__(self) -> CentralDock:
         return self
@@ -185,7 +176,7 @@ class CentralDock:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         global _hosted
         if self.world.size > 1:
-            rpc.shutdown(graceful=kind is None, timeout=self._timeout_seconds)
+            leave_rpc(self.world, graceful=kind is None, timeout_seconds=self._timeout_seconds)
         _hosted = None
 
 

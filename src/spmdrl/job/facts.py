@@ -20,6 +20,7 @@ from spmdrl.engines.reward.answers import RULES
 from spmdrl.job.checked import CheckedRun
 from spmdrl.observability.summary import software_versions
 from spmdrl.resources.launch import read_launch_environment
+from spmdrl.resources.rendezvous import Network
 from spmdrl.resources.world import World, open_world
 
 # Variables that change which operations ranks run, beside the launcher's own.
@@ -37,9 +38,11 @@ def open_job(checked: CheckedRun, verb: str) -> Iterator[World]:
     with start_up():
         if read_launch_environment(os.environ).world_size > 1:
             facts = start_facts(checked.config, verb, [*checked.train_rows, *checked.eval_rows])
+    network = Network(checked.config.run.folder, trusted=resources.trusted_network)
     with open_world(
-        resources.device, resources.timeout_seconds, facts=facts, start_timeout_seconds=resources.start_timeout_seconds
-    ) as world:
+        resources.device, resources.timeout_seconds, facts=facts, network=network,
+        start_timeout_seconds=resources.start_timeout_seconds,
+    ) as world:  # fmt: skip
         yield world
 
 

@@ -20,6 +20,7 @@ from spmdrl.engines.models.hf import parameter_shapes
 from spmdrl.observability.console import Console
 from spmdrl.observability.holder import LOCK_FILE, FolderHeld, held
 from spmdrl.resources.collectives import broadcast_bytes, gather_bytes
+from spmdrl.resources.secret import JOB_FILE
 from spmdrl.resources.world import World
 
 # A launcher may start a job anew before the old one's processes have quite ended.
@@ -45,7 +46,7 @@ def hold_folder_of_training(config: Config, world: World) -> Iterator[None]:
             folder, before = config.run.folder, ExitStack()
             with before:
                 _hold(config, before, LOCK_FILE)
-                if config.resume == "never" and os.listdir(folder) != [LOCK_FILE]:
+                if config.resume == "never" and not set(os.listdir(folder)) <= {LOCK_FILE, JOB_FILE}:
                     _move_aside(folder)
                     _hold(config, stack, LOCK_FILE)
                 else:

@@ -100,6 +100,9 @@ class ResourcesConfig:
     """how long a collective may wait for its slowest rank before the job stops"""
     start_timeout_seconds: float = 300.0
     """how long a rank waits for the others at the start; those that are missing then are named"""
+    trusted_network: bool = False
+    """connect ranks without proof that they belong to the job, on public addresses too: only where a firewall keeps
+    everybody else out, as whoever reaches a port can run code in the job"""
 
     def __post_init__(self) -> None:
         for name in ("timeout_seconds", "start_timeout_seconds"):

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from spmdrl.resources.device import Device
 from spmdrl.resources.layout import GenerationLayout, UpdateLayout
+from spmdrl.resources.sockets import closing_new_listeners
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,7 @@ class GenerationMesh:
         return tuple(ranks[0] for ranks in self.replicas)
 
 
+@closing_new_listeners()
 def build_generation_mesh(layout: GenerationLayout, device: Device, world_size: int, rank: int) -> GenerationMesh:
     """Build the mesh of a checked layout. Collective over all ranks."""
     ranks = sorted(range(world_size), key=layout.place)
@@ -113,6 +115,7 @@ def lone_generation_mesh(rank: int = 0) -> GenerationMesh:
     return GenerationMesh(GenerationLayout(), rank, ((rank,),), tensor, expert)
 
 
+@closing_new_listeners()
 def build_update_mesh(layout: UpdateLayout, device: Device, rank: int) -> UpdateMesh:
     """Build the mesh of a fitted layout. Collective over all ranks."""
     mesh = _mesh(

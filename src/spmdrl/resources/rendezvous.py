@@ -1,24 +1,200 @@
-"""The store through which ranks find each other before there is a process group."""
+"""The store through which ranks find each other before there is a process group.
+
+Rank 0 keeps it behind its gate, so that only ranks with the job's secret can read or change it, and each attempt of a
+job has one of its own. The launcher's store, which answers anybody, is only where rank 0 writes where its gate is;
+whatever else stands there, no gate proves to hold the secret.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch.distributed as dist
 
+from spmdrl.observability.console import Console
+from spmdrl.resources.door import Door
+from spmdrl.resources.gate import STORE, Address, Gate, Target
+from spmdrl.resources.interface import choose_interface
 from spmdrl.resources.launch import LaunchEnvironment, StartRefused
+from spmdrl.resources.link import NoSecret
+from spmdrl.resources.secret import VARIABLE, read_or_make_secret, secret_file
+from spmdrl.resources.sockets import LOOPBACK
+
+_GATE_KEY = "spmdrl/gate"
+_PAUSE_SECONDS = 0.1
+# For which another secret may answer: an earlier attempt's rank 0 or a stranger may have been faster.
+_DOUBT_SECONDS = 10.0
+_TRUSTED = (
+    "resources.trusted_network is true: whoever reaches this job's ports can run code in it and change its rows; "
+    "only a firewall protects it"
+)
 
 
-def make_store(launch: LaunchEnvironment, timeout: timedelta) -> dist.Store:
-    """The job's store; one rank has one of its own, which opens no port.
+@dataclass(frozen=True)
+class Network:
+    """How ranks reach each other."""
 
-    The launcher's store outlives the ranks: it may hold keys of an earlier attempt, see agreement.py.
-    Raises StartRefused when it can't be reached in time.
+    folder: Path | None = None
+    """the run's, where nodes share the job's secret"""
+    trusted: bool = False
+    """whether every host that can connect may be believed"""
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """What ranks share before they have a process group."""
+
+    store: dist.Store
+    gate: Gate | None = None
+    """None for a job of one rank, and on a trusted network"""
+    address: str = LOOPBACK
+    """of this host, on the network that nodes share"""
+
+
+def meet_at_store(launch: LaunchEnvironment, timeout: timedelta, network: Network) -> Meeting:
+    """Reach the job's store; one rank has one of its own, which opens no port.
+
+    Raises StartRefused when it can't be reached in time, when this rank has another secret than rank 0, or when
+    strangers can't be kept out here.
     """
-    if launch.world_size == 1:
-        return dist.HashStore()
     try:
+        host = choose_interface(launch, trusted=network.trusted)
+        if launch.world_size == 1:
+            return Meeting(dist.HashStore())
+        if network.trusted:
+            return Meeting(_plain_store(launch, timeout))
+        path = secret_file(network.folder if launch.num_nodes > 1 else None)
+        secret = read_or_make_secret(path)
+    except ValueError as error:
+        raise StartRefused(str(error)) from error
+    gate = Gate(secret, launch.rank)
+    try:
+        if launch.rank == 0:
+            return Meeting(_host_store(gate, launch, host, timeout), gate, host)
+        return Meeting(_join_store(gate, launch, timeout, path), gate, host)
+    except BaseException:
+        gate.close()
+        raise
+
+
+def _plain_store(launch: LaunchEnvironment, timeout: timedelta) -> dist.Store:
+    if launch.rank == 0:
+        Console().note(_TRUSTED)
+    with _explained(launch, timeout):
         store, _, _ = next(dist.rendezvous("env://", launch.rank, launch.world_size, timeout=timeout))
+        return store
+
+
+def _host_store(gate: Gate, launch: LaunchEnvironment, host: str, timeout: timedelta) -> dist.Store:
+    """Rank 0's part: a store on loopback behind its gate, which is where the others look for it."""
+    with socket.socket() as bound:
+        bound.bind((LOOPBACK, 0))
+        port = bound.getsockname()[1]
+        store = dist.TCPStore(
+            LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=bound.detach(), timeout=timeout
+        )
+    gate.lead_to(STORE, closed_door(port, launch))
+    if _launcher_has_store():
+        address = gate.listen(host)
+        board = _launchers_store(launch, timeout)
+        threading.Thread(target=_announce, args=(gate, address, board, launch), name="announce", daemon=True).start()
+    else:
+        try:
+            gate.listen(host, launch.master_port)
+        except OSError as error:
+            raise StartRefused(
+                f"rank 0 can't listen at {host}, MASTER_PORT {launch.master_port}: {error}; choose another port"
+            ) from error
+    return store
+
+
+def closed_door(port: int, launch: LaunchEnvironment) -> Door:
+    """A door on a port of loopback; where this system can't close it, an open one, but only on one node."""
+    try:
+        return Door(port)
+    except OSError as error:
+        if launch.num_nodes > 1:
+            raise StartRefused(
+                f"this system can't keep strangers from the job's ports ({error}), which several nodes need; run on "
+                "Linux, or set resources.trusted_network to true where a firewall keeps strangers out"
+            ) from error
+        Console().note(f"other users of this machine can connect to this job: {error}")
+        return Door(port, is_closed=False)
+
+
+def _announce(gate: Gate, address: Address, board: dist.Store, launch: LaunchEnvironment) -> None:
+    """Write where the gate is, again and again, as others may write there too, until all ranks have come."""
+    with contextlib.suppress(RuntimeError):
+        while gate.is_open and not gate.has_admitted(launch.world_size - 1):
+            board.set(_GATE_KEY, f"{address.host} {address.port}")
+            time.sleep(_PAUSE_SECONDS)
+
+
+def _join_store(gate: Gate, launch: LaunchEnvironment, timeout: timedelta, path: Path) -> dist.Store:
+    board = _launchers_store(launch, timeout) if _launcher_has_store() else None
+    deadline = time.monotonic() + timeout.total_seconds()
+    doubted_since: float | None = None
+    while True:
+        problem = "it hasn't written where it listens"
+        address = _announced(board) if board else Address(launch.master_addr, launch.master_port)
+        if address is not None:
+            target = Target(address, 0, STORE)
+            try:
+                gate.check(target)
+                return dist.TCPStore(LOOPBACK, gate.way_to(target), is_master=False, timeout=timeout)
+            except NoSecret:
+                doubted_since = doubted_since or time.monotonic()
+                if time.monotonic() > min(doubted_since + _DOUBT_SECONDS, deadline):
+                    raise StartRefused(_other_secret(launch.rank, address, path)) from None
+                problem = "it has another secret"
+            except (OSError, RuntimeError) as error:
+                doubted_since = None
+                problem = str(error).splitlines()[0] if str(error) else type(error).__name__
+        if time.monotonic() > deadline:
+            raise StartRefused(
+                f"rank {launch.rank} doesn't reach rank 0 within {timeout.total_seconds():g} s: {problem}; look at "
+                f"rank 0's output, and check MASTER_ADDR {launch.master_addr} and MASTER_PORT {launch.master_port}"
+            )
+        time.sleep(_PAUSE_SECONDS)
+
+
+def _other_secret(rank: int, address: Address, path: Path) -> str:
+    return (
+        f"rank {rank} reads the job's secret from {path}, but what listens for rank 0 at {address.host}:{address.port} "
+        "has another one; all ranks must read the same file: give them the same run.dir on a file system that they "
+        f"share, or {VARIABLE}=/path/to/file"
+    )
+
+
+def _announced(board: dist.Store) -> Address | None:
+    """What is written where rank 0's gate is; None for what can't be an address."""
+    if not board.check([_GATE_KEY]):
+        return None
+    host, _, port = board.get(_GATE_KEY)[:256].decode(errors="replace").partition(" ")
+    return Address(host, int(port)) if port.isascii() and port.isdigit() and int(port) < 1 << 16 else None
+
+
+def _launcher_has_store() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _launchers_store(launch: LaunchEnvironment, timeout: timedelta) -> dist.Store:
+    with _explained(launch, timeout):
+        return dist.TCPStore(launch.master_addr, launch.master_port, is_master=False, timeout=timeout)
+
+
+@contextlib.contextmanager
+def _explained(launch: LaunchEnvironment, timeout: timedelta) -> Iterator[None]:
+    try:
+        yield
     except (RuntimeError, ValueError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise StartRefused(
@@ -26,4 +202,3 @@ def make_store(launch: LaunchEnvironment, timeout: timedelta) -> dist.Store:
             f"within {timeout.total_seconds():g} s ({reason}); check that rank 0 runs there and that nothing else "
             "listens on the port"
         ) from error
-    return store

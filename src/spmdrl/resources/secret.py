@@ -12,7 +12,7 @@ from pathlib import Path
 
 VARIABLE = "SPMDRL_SECRET_FILE"
 SECRET_BYTES = 32
-SECRET_FILE = ".job_secret"
+JOB_FILE = ".job_secret"
 
 
 def secret_file(folder: Path | None, environ: Mapping[str, str] = os.environ) -> Path:
@@ -22,7 +22,7 @@ def secret_file(folder: Path | None, environ: Mapping[str, str] = os.environ) ->
     """
     if named := environ.get(VARIABLE):
         return Path(named)
-    return (folder or _own_folder(environ)) / SECRET_FILE
+    return (folder or _own_folder(environ)) / JOB_FILE
 
 
 def _own_folder(environ: Mapping[str, str]) -> Path:

@@ -14,11 +14,14 @@ import torch.distributed as dist
 
 from spmdrl.resources.agreement import Facts, agree, meet
 from spmdrl.resources.device import Device, find_device
+from spmdrl.resources.gate import Gate
 from spmdrl.resources.launch import LaunchEnvironment, StartRefused, read_launch_environment
-from spmdrl.resources.rendezvous import make_store
+from spmdrl.resources.rendezvous import Network, meet_at_store
+from spmdrl.resources.sockets import LOOPBACK, closing_new_listeners
 
 # For which a rank that can't start itself looks for the others.
 _REFUSAL_SECONDS = 5.0
+_LINGER_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,10 @@ class World:
     """what ranks share beside the process group; it belongs to this attempt of the job"""
     timeout_seconds: float = 1800.0
     """how long a rank waits for the others"""
+    gate: Gate | None = None
+    """by which this rank reaches others' services; None in a job of one rank, and on a trusted network"""
+    address: str = LOOPBACK
+    """of this host, on the network that nodes share"""
     _topics: Iterator[int] = field(default_factory=count, repr=False, compare=False)
 
     @property
@@ -71,50 +78,65 @@ class World:
 @contextlib.contextmanager
 def open_world(
     device: str = "auto", timeout_seconds: float = 1800.0, *, facts: Facts | None = None,
-    start_timeout_seconds: float = 300.0,
+    start_timeout_seconds: float = 300.0, network: Network | None = None,
 ) -> Iterator[World]:  # fmt: skip
     """Join the job's process group once all ranks are here and agree about `facts`, and leave it at the end.
 
-    Collective over all ranks. A job of one rank gets a group too, over an in-process store that opens no port.
-    `timeout_seconds` is how long a collective may take. Raises StartRefused on every rank, before any collective,
-    when facts differ or a rank is missing after `start_timeout_seconds`.
+    Collective over all ranks. A job of one rank gets a group too, over an in-process store; what gloo listens on is
+    closed to everybody once the group is there. `timeout_seconds` is how long a collective may take. Raises
+    StartRefused on every rank, before any collective, when facts differ or a rank is missing after
+    `start_timeout_seconds`.
     """
     launch = read_launch_environment(os.environ)
     try:
         found = find_device(device, launch.local_rank)
     except ValueError as error:
-        refuse_all(launch, str(error))
+        refuse_all(launch, str(error), network)
         raise StartRefused(str(error)) from error
     found.select()
-    keep_to_loopback(launch)
-    store = make_store(launch, timedelta(seconds=start_timeout_seconds))
-    facts = {**(facts or {}), "the kind of device": found.kind}
-    store = meet(store, launch, facts, timeout_seconds=start_timeout_seconds)
-    timeout = timedelta(seconds=timeout_seconds)
-    store.set_timeout(timeout)
-    dist.init_process_group(found.backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout)
+    meeting = meet_at_store(launch, timedelta(seconds=start_timeout_seconds), network or Network())
+    with _closed_at_end(meeting.gate):
+        facts = {**(facts or {}), "the kind of device": found.kind}
+        store = meet(meeting.store, launch, facts, timeout_seconds=start_timeout_seconds)
+        timeout = timedelta(seconds=timeout_seconds)
+        store.set_timeout(timeout)
+        with closing_new_listeners():
+            dist.init_process_group(
+                found.backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout
+            )
+        try:
+            yield World(launch, found, store, timeout_seconds, meeting.gate, meeting.address)
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _closed_at_end(gate: Gate | None) -> Iterator[None]:
+    """Close the gate when the job ends; rank 0's, behind which the store is, after the others' unless it failed."""
     try:
-        yield World(launch, found, store, timeout_seconds)
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        yield
+    except BaseException:
+        if gate is not None:
+            gate.close()
+        raise
+    if gate is not None:
+        gate.close(wait_seconds=_LINGER_SECONDS)
 
 
-def refuse_all(launch: LaunchEnvironment, reason: str) -> None:
-    """Have the other ranks, which wait for this one, end with the reason why it can't start."""
+def refuse_all(launch: LaunchEnvironment, reason: str, network: Network | None = None) -> None:
+    """Have the other ranks, which wait for this one, end with the reason why it can't start.
+
+    Several nodes share their secret in the run's folder: without a `network` that names it, other nodes only find
+    this rank missing.
+    """
     if launch.world_size == 1:
         return
     # Whatever happens here, the reason itself is what this rank ends with.
     with contextlib.suppress(StartRefused, RuntimeError):
-        store = make_store(launch, timedelta(seconds=_REFUSAL_SECONDS))
-        meet(store, launch, {}, timeout_seconds=_REFUSAL_SECONDS, refusal=reason)
-
-
-def keep_to_loopback(launch: LaunchEnvironment) -> None:
-    """On one node, make gloo and TensorPipe listen on the loopback interface only."""
-    if launch.num_nodes == 1 and os.path.exists("/sys/class/net/lo"):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        os.environ.setdefault("TP_SOCKET_IFNAME", "lo")
+        meeting = meet_at_store(launch, timedelta(seconds=_REFUSAL_SECONDS), network or Network())
+        with _closed_at_end(meeting.gate):
+            meet(meeting.store, launch, {}, timeout_seconds=_REFUSAL_SECONDS, refusal=reason)
 
 
 def make_deterministic() -> None:

@@ -20,6 +20,7 @@ from torch import Tensor
 from spmdrl.dataflow.resharding.buckets import Piece, Transfer
 from spmdrl.dataflow.resharding.plan import Block, ReshardPlan
 from spmdrl.dataflow.resharding.slices import SlicedWeights
+from spmdrl.resources.sockets import closing_new_listeners
 from spmdrl.types import WeightSlice
 
 Executor = Literal["allgather", "exact"]
@@ -254,7 +255,8 @@ def _open_group(plan: ReshardPlan, rank: int) -> dist.ProcessGroup | None:
     """The process group of the rank's block; None is the world. Collective over the world."""
     if len(plan.blocks) == 1:
         return None
-    groups: dict[range, dist.ProcessGroup] = {b.ranks: dist.new_group(list(b.ranks)) for b in plan.blocks}
+    with closing_new_listeners():
+        groups: dict[range, dist.ProcessGroup] = {b.ranks: dist.new_group(list(b.ranks)) for b in plan.blocks}
     return groups[plan.block_of(rank).ranks]
 
 

@@ -6,7 +6,6 @@ What travels is ids and frames: the closed list at the end of this file is all t
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,39 +14,27 @@ import torch
 import torch.distributed.rpc as rpc
 from torch import Tensor
 
+from spmdrl.dataflow.samples.agent import join_rpc, leave_rpc
 from spmdrl.dataflow.samples.frame import pack, read_frame
-from spmdrl.dataflow.samples.guard import install_guard
-from spmdrl.dataflow.samples.interface import listen_privately
 from spmdrl.dataflow.samples.metadata import News, pack_news, unpack_news
 from spmdrl.dataflow.samples.schema import RULES, column_number
 from spmdrl.dataflow.samples.warehouse import Warehouse
-from spmdrl.resources.launch import LaunchEnvironment
+from spmdrl.resources.world import World
 from spmdrl.types import Batch
-
-# TensorPipe finds out that two processes share a kernel and then takes a shortcut past the network between them.
-PLAIN_TCP = {"_transports": ["uv"], "_channels": ["mpt_uv", "basic"]}
 
 
 class RemoteWarehouses:
     """The warehouses of other nodes. Opening and a graceful `leave` are collective over all ranks."""
 
-    def __init__(self, own: Warehouse, launch: LaunchEnvironment, timeout_seconds: float, *, plain_tcp: bool = False):
+    def __init__(self, own: Warehouse, world: World, timeout_seconds: float, *, plain_tcp: bool = False):
         self._own = own
-        self._launch = launch
+        self._world = world
         self._timeout_seconds = timeout_seconds
         self._failed = False
         global _hosted
         _hosted = own
-        listen_privately(launch)
-        install_guard([remote_put, remote_get, remote_tell, remote_news])
-        extra = PLAIN_TCP if plain_tcp else {}
-        options = rpc.TensorPipeRpcBackendOptions(rpc_timeout=timeout_seconds, init_method="env://", **extra)
-        with warnings.catch_warnings():
-            # PyTorch's own start-up of RPC calls a collective in a way that PyTorch deprecates.
-            warnings.filterwarnings("ignore", message="You are using a Backend")
-            rpc.init_rpc(
-                _worker_name(launch.rank), rank=launch.rank, world_size=launch.world_size, rpc_backend_options=options
-            )
+        functions = [remote_put, remote_get, remote_tell, remote_news]
+        join_rpc(_worker_name(world.rank), world, functions, timeout_seconds, plain_tcp=plain_tcp)
         self._joined = True
 
     def put(self, warehouse: int, batch: Batch, tell: Sequence[News]) -> None:
@@ -76,25 +63,25 @@ class RemoteWarehouses:
         global _hosted
         try:
             if self._joined:
-                rpc.shutdown(graceful=graceful and not self._failed, timeout=self._timeout_seconds)
+                leave_rpc(self._world, graceful=graceful and not self._failed, timeout_seconds=self._timeout_seconds)
         finally:
             self._joined = False
             _hosted = None
 
     def _call(self, warehouse: int, what: str, function: Callable[..., Any], *tensors: Tensor) -> list[Tensor]:
         """Run one of the remote functions at a warehouse; raises TimeoutError or ConnectionError when it can't."""
-        host = self._launch.first_rank_of(warehouse)
+        host = self._world.launch.first_rank_of(warehouse)
         started = time.perf_counter()
         try:
             answer = rpc.rpc_sync(_worker_name(host), function, tensors, timeout=self._timeout_seconds)
         except RuntimeError as error:
             self._failed = True
-            waited = f"rank {self._launch.rank} waited {time.perf_counter() - started:.1f} s"
+            waited = f"rank {self._world.rank} waited {time.perf_counter() - started:.1f} s"
             who = f"{waited} {what} warehouse {warehouse} (rank {host})"
             raise _explained(who, error, self._timeout_seconds) from error
         refusal, text, tensors = answer
         if refusal:
-            raise _REFUSALS[refusal](f"warehouse {warehouse} (rank {host}), asked by rank {self._launch.rank}: {text}")
+            raise _REFUSALS[refusal](f"warehouse {warehouse} (rank {host}), asked by rank {self._world.rank}: {text}")
         return list(tensors)
 
 

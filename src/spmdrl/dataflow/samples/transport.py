@@ -28,7 +28,7 @@ class DockConfig:
     locality: bool = True
     """Rows live on the node that generates them and go to takers there first; false: the paper's placement."""
     network: Literal["auto", "tcp"] = "auto"
-    """How nodes send requests to each other: what TensorPipe finds best, or plain TCP only."""
+    """On a trusted network, how nodes send requests to each other: what TensorPipe finds best, or plain TCP only."""
 
     def __post_init__(self) -> None:
         if self.timeout_seconds <= 0:
@@ -49,7 +49,7 @@ class Transport:
         self._exchange = Exchange(world.rank, config.timeout_seconds)
         self._remote = (
             RemoteWarehouses(
-                self.warehouse, world.launch, config.timeout_seconds, plain_tcp=config.network == "tcp"
+                self.warehouse, world, config.timeout_seconds, plain_tcp=config.network == "tcp"
             )
             if world.num_nodes > 1
             else None

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from spmdrl.dataflow.samples.interface import check_private, listen_privately
+from spmdrl.resources.interface import check_private, choose_interface
 from spmdrl.resources.launch import LaunchEnvironment
 
 TWO_NODES = LaunchEnvironment(rank=0, world_size=2, num_nodes=2)
@@ -21,16 +21,16 @@ def test_a_private_address_is_accepted(address):
 
 def test_several_nodes_listen_on_the_interface_towards_the_master():
     environ: dict[str, str] = {}
-    listen_privately(TWO_NODES, environ)
-    assert environ == {"TP_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
+    choose_interface(TWO_NODES, environ)
+    assert environ == {"TP_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
 
 
 def test_the_users_interface_is_kept():
-    environ = {"GLOO_SOCKET_IFNAME": "lo,eth9"}
-    listen_privately(TWO_NODES, environ)
-    assert environ == {"TP_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo,eth9"}
+    environ = {"GLOO_SOCKET_IFNAME": "lo,lo"}
+    choose_interface(TWO_NODES, environ)
+    assert environ == {"TP_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo,lo", "NCCL_SOCKET_IFNAME": "=lo"}
 
 
 def test_an_unknown_interface_is_refused_with_those_that_exist():
-    with pytest.raises(ValueError, match="'nowhere0', which has no IPv4 address; this host has: .*lo"):
-        listen_privately(TWO_NODES, {"TP_SOCKET_IFNAME": "nowhere0"})
+    with pytest.raises(ValueError, match="'nowhere0', which has no IP address; this host has: .*lo"):
+        choose_interface(TWO_NODES, {"TP_SOCKET_IFNAME": "nowhere0"})

@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.support.ranks import HOST, run_ranks
+from torch.distributed import TCPStore
+
+from spmdrl.resources.collectives import gather_bytes
+from spmdrl.resources.launch import LaunchEnvironment, StartRefused
+from spmdrl.resources.rendezvous import Network, meet_at_store
+from spmdrl.resources.secret import VARIABLE
+from spmdrl.resources.sockets import listening_sockets
+from spmdrl.resources.world import World
+
+SECONDS = timedelta(seconds=10)
+
+
+@pytest.fixture
+def launcher(monkeypatch, tmp_path):
+    """The store that torchrun makes, which answers anybody."""
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "secret"))
+    for name in ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+    return TCPStore(HOST, 0, is_master=True, wait_for_workers=False, timeout=SECONDS)
+
+
+def launch_of(rank: int, port: int) -> LaunchEnvironment:
+    return LaunchEnvironment(
+        rank=rank, world_size=2, local_rank=rank, local_world_size=2, master_addr=HOST, master_port=port
+    )
+
+
+@contextlib.contextmanager
+def meeting(rank: int, launcher: TCPStore, timeout: timedelta = SECONDS):
+    met = meet_at_store(launch_of(rank, launcher.port), timeout, Network())
+    try:
+        yield met
+    finally:
+        assert met.gate is not None
+        met.gate.close()
+
+
+def test_the_launchers_store_holds_nothing_but_where_the_gate_is(launcher):
+    with meeting(0, launcher) as first, meeting(1, launcher) as second:
+        first.store.set("rewards", "of row 7")
+        assert second.store.get("rewards") == b"of row 7"
+        assert launcher.list_keys() == ["spmdrl/gate"]
+        assert launcher.get("spmdrl/gate").startswith(b"127.0.0.1 ")
+
+
+def test_a_rank_with_another_secret_is_refused_by_name(launcher, monkeypatch, tmp_path):
+    with meeting(0, launcher):
+        monkeypatch.setenv(VARIABLE, str(tmp_path / "other"))
+        with pytest.raises(StartRefused, match=rf"rank 1 reads the job's secret from {tmp_path}/other, .*{VARIABLE}="):
+            meet_at_store(launch_of(1, launcher.port), timedelta(seconds=2), Network())
+
+
+def test_whatever_a_stranger_writes_where_the_gate_is_announced_ranks_meet(launcher):
+    stop = threading.Event()
+    lies = [b"127.0.0.1 9", b"", b"\xff" * 3000, b"10.255.255.1 80", b"127.0.0.1 99999999", b"x" * 100_000]
+
+    def lie() -> None:
+        while not stop.is_set():
+            for content in lies:
+                launcher.set("spmdrl/gate", content)
+                time.sleep(0.02)
+                launcher.delete_key("spmdrl/gate")
+
+    liar = threading.Thread(target=lie)
+    liar.start()
+    try:
+        patience = timedelta(seconds=60)
+        with meeting(0, launcher, patience) as first, meeting(1, launcher, patience) as second:
+            first.store.set("key", "ours")
+            assert second.store.get("key") == b"ours"
+    finally:
+        stop.set()
+        liar.join()
+
+
+def test_a_restarted_job_never_uses_what_an_earlier_attempt_left(launcher):
+    for attempt in range(3):
+        with meeting(0, launcher) as first, meeting(1, launcher) as second:
+            assert not first.store.check(["attempt"])
+            first.store.set("attempt", str(attempt))
+            assert second.store.get("attempt") == str(attempt).encode()
+
+
+def test_a_rank_without_rank_0_is_refused_when_its_time_is_over(launcher):
+    launcher.set("spmdrl/gate", "127.0.0.1 9")
+    with pytest.raises(StartRefused, match="rank 1 doesn't reach rank 0 within 1 s: .*MASTER_PORT"):
+        meet_at_store(launch_of(1, launcher.port), timedelta(seconds=1), Network())
+
+
+def test_without_a_launchers_store_the_gate_listens_at_the_masters_port(launcher, monkeypatch):
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE")
+    with pytest.raises(StartRefused, match=f"rank 0 can't listen at 127.0.0.1, MASTER_PORT {launcher.port}"):
+        meet_at_store(launch_of(0, launcher.port), SECONDS, Network())
+
+
+def test_a_job_of_one_rank_needs_no_secret(monkeypatch):
+    monkeypatch.setenv(VARIABLE, "/nowhere/secret")
+    met = meet_at_store(LaunchEnvironment(), SECONDS, Network())
+    assert isinstance(met.store, dist.HashStore) and met.gate is None
+
+
+def groups_and_listeners(world: World) -> dict:
+    """What a stranger could connect to once all groups are made, and whether groups made later still work."""
+    later = dist.new_group(list(range(world.size)), backend="gloo")
+    total = torch.ones(1)
+    dist.all_reduce(total, group=later)
+    open_to_others = []
+    for found in listening_sockets():
+        name = found.getsockname()
+        if os.fork() == 0:
+            # Another process; ours may use its own way to rank 0's store.
+            import socket
+
+            with socket.socket() as stranger:
+                stranger.settimeout(0.3)
+                os._exit(0 if stranger.connect_ex(name[:2]) else 1)
+        if os.waitstatus_to_exitcode(os.wait()[1]):
+            open_to_others.append(name[0])
+    return {"total": float(total), "hosts": open_to_others, "gathered": len(gather_bytes(b"x"))}
+
+
+@pytest.mark.ranks
+def test_ranks_listen_on_loopback_and_gloo_is_closed_once_it_is_connected():
+    for found in run_ranks(2, groups_and_listeners):
+        assert found["total"] == 2.0 and found["gathered"] == 2
+        # The gate, or the way to rank 0's, and the group made last, which nobody has closed.
+        assert found["hosts"] == ["127.0.0.1"] * 2
