@@ -163,7 +163,7 @@ def test_a_run_with_everything_on_ends_with_a_model_that_transformers_opens(tmp_
             "eval.before_train=true", "reshard.verify=true",
         )
     )  # fmt: skip
-    assert "held-out accuracy after step 0" in job.stdout
+    assert "held-out after step 0: mean reward" in job.stdout
     steps = metrics_of(folder)
     assert [step["step"] for step in steps] == [0, 1, 2, 3]
     assert {"kl", "mismatch/abs_mean", "clip_ratio/high_mean", "rewards/share_of_digits/mean"} <= steps[1].keys()
@@ -188,7 +188,7 @@ def test_a_checkpoint_is_evaluated_and_answers_prompts(tmp_path):
     config, run = tiny_config(tmp_path), tmp_path / "run"
     finished(run_job("sft", config, f"run.dir={run}", "sft.max_steps=2", "sft.rows_per_step=8"))
     held_out = "data.eval=synthetic://addition?low=0&high=9&count=5&split=test"
-    from_run = [f"model.path={run}", "model.make=null", held_out]
+    from_run = [f"model.path={run}", "model.make=null", held_out, "reward.functions=[exact]"]
     job = finished(run_job("eval", config, *from_run, f"run.dir={tmp_path / 'eval'}", "eval.num_samples=4"))
     assert "pass@4" in job.stdout and "avg@4" in job.stdout
     assert len((tmp_path / "eval" / "eval.jsonl").read_text().splitlines()) == 5 * 4

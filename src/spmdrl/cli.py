@@ -16,7 +16,7 @@ from spmdrl.spelling import nearest
 VERBS = {
     "train": "reinforcement learning from a config; the same command again goes on where it stopped",
     "sft": "supervised training on the answers of data.train",
-    "eval": "accuracy on the held-out rows of data.eval",
+    "eval": "mean reward and accuracy on the held-out rows of data.eval",
     "generate": "answers of a model to prompts",
     "check": "read a config, check it, print its tree and layout; trains nothing",
     "bench": "time parts of the system",

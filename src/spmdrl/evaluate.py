@@ -1,6 +1,8 @@
-"""The `eval` verb: a model's accuracy on held-out prompts, with every answer written down."""
+"""The `eval` verb: what a model's answers to held-out prompts score, with every answer written down."""
 
 from __future__ import annotations
+
+import time
 
 from spmdrl.config import Config
 from spmdrl.configfile import LoadedConfig, start_up
@@ -15,18 +17,19 @@ from spmdrl.job.facts import open_job
 from spmdrl.job.fitting import check_generation_fits
 from spmdrl.job.replica import build_replica, load_for_generation
 from spmdrl.observability.console import Console
-from spmdrl.observability.summary import write_summary
+from spmdrl.observability.summary import software_versions, write_verb_summary
 from spmdrl.resources.world import World
 
 
 def main(loaded: LoadedConfig[Config]) -> int:
     """Evaluate `model.path` on `data.eval`."""
+    started = time.perf_counter()
     checked = check_run(loaded, verb="eval")
     with open_job(checked, "eval") as world:
         with start_up():
             evaluation = _evaluate(checked, world)
         if world.is_main:
-            _write_results(loaded.value, evaluation)
+            _write_results(loaded.value, evaluation, time.perf_counter() - started)
     return 0
 
 
@@ -51,21 +54,14 @@ def _evaluate(checked: CheckedRun, world: World) -> Evaluation:
             return evaluator()
 
 
-def _write_results(config: Config, evaluation: Evaluation) -> None:
+def _write_results(config: Config, evaluation: Evaluation, seconds: float) -> None:
     folder = config.run.folder
     samples = folder / "eval.jsonl"
     write_records(samples, evaluation.records)
-    write_summary(
-        folder,
-        verdict="evaluated",
-        accuracy=evaluation.accuracy.value,
-        accuracy_interval=[evaluation.accuracy.low, evaluation.accuracy.high],
-        pass_at_k=evaluation.pass_at_k.value if evaluation.pass_at_k else None,
-        mean_reward=evaluation.mean_reward,
-        num_prompts=evaluation.num_prompts,
-        num_samples=evaluation.num_samples,
-        num_failed=evaluation.num_failed,
-    )
+    asked = {"model": config.model.path, "data": str(config.data.eval), "rewards": list(config.reward.functions)}
+    fields = asked | evaluation.fields() | {"seconds": seconds, "versions": software_versions()}
+    summary = write_verb_summary(folder, "eval", fields)
     console = Console()
-    console.note(f"accuracy {evaluation.described()}")
+    console.note(evaluation.described())
     console.note(f"samples  {samples}")
+    console.note(f"summary  {summary}")

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 import sys
+import time
+from collections import Counter
 from collections.abc import Sequence
 
 from spmdrl.config import Config
@@ -24,6 +27,7 @@ from spmdrl.job.replica import Replica, build_replica, load_for_generation
 from spmdrl.observability.console import Console
 from spmdrl.observability.progress import GenerationProgress
 from spmdrl.observability.screen import show
+from spmdrl.observability.summary import software_versions, write_verb_summary
 from spmdrl.resources.world import World
 
 FILE = "generated.jsonl"
@@ -34,6 +38,7 @@ def main(loaded: LoadedConfig[Config]) -> int:
 
     The same command again goes on with the answers of one that was interrupted.
     """
+    started = time.perf_counter()
     checked = check_run(loaded, verb="generate")
     with open_job(checked, "generate") as world:
         with start_up():
@@ -44,10 +49,17 @@ def main(loaded: LoadedConfig[Config]) -> int:
             unfinished = path.with_suffix(".tmp")
             unfinished.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
             unfinished.replace(path)
+            _write_summary(checked.config, lines, time.perf_counter() - started)
             for line in lines:
                 show(line)
         kept.drop()
     return 0
+
+
+def _write_summary(config: Config, lines: Sequence[str], seconds: float) -> None:
+    asked = {"model": config.model.path, "data": str(config.data.eval), "num_samples": config.eval.num_samples}
+    found = {"rows": len(lines), "finish": Counter(json.loads(line)["finish"] for line in lines), "seconds": seconds}
+    write_verb_summary(config.run.folder, "generate", asked | found | {"versions": software_versions()})
 
 
 def keep_answers(checked: CheckedRun, world: World) -> KeptAnswers:

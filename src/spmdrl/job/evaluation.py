@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,11 +17,16 @@ from spmdrl.dataflow.stages.scoring import DecodeTokens, EndedResponses, Streame
 from spmdrl.engines.generation.protocol import Request, Response, SamplingParams
 from spmdrl.engines.reward.pool import RewardPool, RewardResult
 from spmdrl.job.replica import Replica
-from spmdrl.observability.statistics import Estimate, average_at_k, mean_pass_at_k, wilson
+from spmdrl.observability.jsonl import to_json
+from spmdrl.observability.statistics import Estimate, average_at_k, mean_over_prompts, mean_pass_at_k, wilson
+from spmdrl.observability.units import fixed
 from spmdrl.resources.collectives import gather_bytes
 
 # Keeps the random numbers of evaluations apart from those of rollouts.
 EVALUATION_SEED_OFFSET = 1 << 40
+
+
+ACCURACY_RULE = "share of answers with reward >= 1"
 
 
 @dataclass(frozen=True)
@@ -29,24 +35,55 @@ class Evaluation:
 
     num_prompts: int
     num_samples: int
+    mean_reward: Estimate
+    """over the prompts that have a reward"""
     accuracy: Estimate
     """the share of answers with a reward of 1 or more: of greedy ones, or avg@k"""
     pass_at_k: Estimate | None
-    mean_reward: float
+    is_verdict: bool
+    """whether every reward is 0 or 1, so that the accuracy is one"""
     num_failed: int
     """answers without a reward; they count as wrong"""
     records: list[dict[str, Any]]
     """one a sample, in row order"""
 
     def described(self) -> str:
-        text = f"{_shown(self.accuracy)}, {self.num_prompts} prompts"
-        if self.pass_at_k is not None:
-            text = f"avg@{self.num_samples} {text}, pass@{self.num_samples} {_shown(self.pass_at_k)}"
+        """Mean reward and accuracy with their intervals; of rewards that are no verdicts, the share that reaches 1."""
+        text = f"mean reward {_shown(self.mean_reward)}, {self._share_text()}, {self.num_prompts} prompts"
         return text + (f"; {self.num_failed} answers had no reward and count as wrong" if self.num_failed else "")
+
+    def fields(self) -> dict[str, Any]:
+        """What a summary says of it; intervals of 95%, null where there is none."""
+        return {
+            "mean_reward": self.mean_reward.value,
+            "mean_reward_interval": interval_of(self.mean_reward),
+            "accuracy": self.accuracy.value if self.is_verdict else None,
+            "accuracy_interval": interval_of(self.accuracy) if self.is_verdict else None,
+            "accuracy_rule": ACCURACY_RULE,
+            "share_of_reward_1": self.accuracy.value,
+            "pass_at_k": self.pass_at_k.value if self.pass_at_k else None,
+            "num_prompts": self.num_prompts,
+            "num_samples": self.num_samples,
+            "num_failed": self.num_failed,
+        }
+
+    def _share_text(self) -> str:
+        many = self.pass_at_k is not None
+        if not self.is_verdict:
+            return f"reward >= 1 in {_shown(self.accuracy)} of the answers (no accuracy: rewards aren't only 0 and 1)"
+        text = f"{f'avg@{self.num_samples} ' if many else ''}accuracy {_shown(self.accuracy)} = {ACCURACY_RULE}"
+        return text + (f", pass@{self.num_samples} {_shown(self.pass_at_k)}" if self.pass_at_k is not None else "")
 
 
 def _shown(estimate: Estimate) -> str:
-    return f"{estimate.value:.3f} (95% {estimate.low:.3f}-{estimate.high:.3f})"
+    ends = interval_of(estimate)
+    return fixed(estimate.value, 3) + ("" if ends is None else f" (95% {fixed(ends[0], 3)} to {fixed(ends[1], 3)})")
+
+
+def interval_of(estimate: Estimate) -> list[float] | None:
+    """The ends of its interval, or None where they aren't known."""
+    ends = [estimate.low, estimate.high]
+    return ends if all(map(math.isfinite, ends)) else None
 
 
 class Evaluator:
@@ -119,16 +156,27 @@ def evaluation_of(records: list[dict[str, Any]], num_samples: int) -> Evaluation
     is_right = [reward is not None and reward >= 1.0 for reward in rewards]
     by_prompt = [is_right[start : start + num_samples] for start in range(0, len(records), num_samples)]
     usable = [reward for reward in rewards if reward is not None]
-    sampled = num_samples > 1
+    sampled, is_verdict = num_samples > 1, set(usable) <= {0.0, 1.0}
+    accuracy = average_at_k(by_prompt) if sampled else wilson(sum(is_right), len(is_right))
+    # The mean of verdicts is their accuracy, of which more is known.
+    is_same = is_verdict and len(usable) == len(rewards)
     return Evaluation(
         num_prompts=len(by_prompt),
         num_samples=num_samples,
-        accuracy=average_at_k(by_prompt) if sampled else wilson(sum(is_right), len(is_right)),
+        mean_reward=accuracy if is_same else mean_over_prompts(_means(rewards, num_samples)),
+        accuracy=accuracy,
         pass_at_k=mean_pass_at_k([sum(group) for group in by_prompt], num_samples, num_samples) if sampled else None,
-        mean_reward=sum(usable) / len(usable) if usable else float("nan"),
+        is_verdict=is_verdict,
         num_failed=len(rewards) - len(usable),
         records=records,
     )
+
+
+def _means(rewards: Sequence[float | None], num_samples: int) -> list[float]:
+    """The mean reward of each prompt's answers that have one."""
+    groups = [rewards[start : start + num_samples] for start in range(0, len(rewards), num_samples)]
+    usable = [[reward for reward in group if reward is not None] for group in groups]
+    return [sum(reward / len(group) for reward in group) for group in usable if group]
 
 
 def evaluation_sampling(config: Config, stop_token_ids: tuple[int, ...]) -> SamplingParams:
@@ -144,4 +192,4 @@ def evaluation_sampling(config: Config, stop_token_ids: tuple[int, ...]) -> Samp
 
 def write_records(path: Path, records: Sequence[dict[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    path.write_text("".join(to_json(record) + "\n" for record in records))

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from spmdrl.job.evaluation import Evaluation, Evaluator, write_records
+import math
+from dataclasses import replace
+
+from spmdrl.job.evaluation import ACCURACY_RULE, Evaluation, Evaluator, interval_of, write_records
 from spmdrl.job.run import Run
 from spmdrl.job.switching import Switching
+from spmdrl.observability.summary import read_summary, write_summary
 
 
 class HeldOut:
@@ -49,16 +53,33 @@ class HeldOut:
             return None
         self._switching.to_generation(step)
         with self._run.timeline.stage("evaluation", step):
-            evaluation = self._evaluator()
+            evaluation = self._all_verdicts(self._evaluator())
         self._switching.start_return(step)
         self._switching.to_update(step)
-        # The same number on every rank: recorded as a mean, it stays what it is.
-        accuracy = evaluation.accuracy
-        self._run.recorder.mean("eval/accuracy", accuracy.value)
-        self._run.recorder.mean("eval/accuracy_low", accuracy.low)
-        self._run.recorder.mean("eval/accuracy_high", accuracy.high)
-        self._run.console.note(f"held-out accuracy after step {step}: {evaluation.described()}")
+        for name, estimate in (("reward", evaluation.mean_reward), ("accuracy", evaluation.accuracy)):
+            parts = {"": estimate.value, "_low": estimate.low, "_high": estimate.high}
+            for ending, value in parts.items():
+                if not math.isnan(value):
+                    # The same number on every rank: recorded as a mean, it stays what it is.
+                    self._run.recorder.mean(f"eval/{name}{ending}", value)
+        self._run.console.note(f"held-out after step {step}: {evaluation.described()}")
         if self._run.world.is_main:
+            write_summary(self._run.folder, **_fields(evaluation, "after" if step else "before"))
             write_records(self._run.folder / "eval" / f"step_{step:06d}.jsonl", evaluation.records)
         self.last = evaluation
         return evaluation
+
+    def _all_verdicts(self, evaluation: Evaluation) -> Evaluation:
+        """Once a reward was something else than 0 or 1, no evaluation of this run has an accuracy."""
+        before = read_summary(self._run.folder).get("rewards_are_verdicts", True)
+        return replace(evaluation, is_verdict=evaluation.is_verdict and before)
+
+
+def _fields(evaluation: Evaluation, when: str) -> dict[str, object]:
+    """What a run's summary keeps of an evaluation from then on, whatever ends the run."""
+    return {
+        f"eval_reward_{when}": evaluation.mean_reward.value,
+        f"eval_reward_{when}_interval": interval_of(evaluation.mean_reward),
+        "rewards_are_verdicts": evaluation.is_verdict,
+        "accuracy_rule": ACCURACY_RULE,
+    }

@@ -223,7 +223,8 @@ class Run:
         }
         # What an earlier part of a resumed run has found out stays.
         known = {name: value for name, value in (summary | fields).items() if value is not None}
-        write_summary(self.folder, **known)
+        # An error is that of an earlier part, which this one got over.
+        write_summary(self.folder, error=None, **known)
         write_report(self.folder)
         self.console.summary(read_summary(self.folder), phase=self.phase)
 

@@ -163,7 +163,8 @@ def summary_block(fields: Mapping[str, Any], *, phase: str = "") -> str:
     head += f" ({length.strip()})" if length and fields.get("trouble") else f": {length.strip()}" if length else ""
     rows = {
         "reward": _first_to_last(fields, "reward_first", "reward_last"),
-        "accuracy": _first_to_last(fields, "accuracy_before", "accuracy_after"),
+        "held-out": _first_to_last(fields, "eval_reward_before", "eval_reward_after"),
+        "accuracy": _accuracy(fields),
         "checkpoint": fields.get("checkpoint"),
         "report": fields.get("report"),
     }
@@ -175,6 +176,14 @@ def outcome(fields: Mapping[str, Any]) -> str:
     trouble = fields.get("trouble")
     verdict = str(fields.get("verdict") or "ended")
     return f"{verdict}, but {'; '.join(map(str, trouble))}" if isinstance(trouble, list) and trouble else verdict
+
+
+def _accuracy(fields: Mapping[str, Any]) -> str:
+    """Empty where rewards are no verdicts, so that there is no accuracy."""
+    if fields.get("rewards_are_verdicts") is False:
+        return ""
+    text, rule = _first_to_last(fields, "accuracy_before", "accuracy_after"), fields.get("accuracy_rule")
+    return f"{text} ({rule})" if text and rule else text
 
 
 def _first_to_last(fields: Mapping[str, Any], first: str, last: str) -> str:

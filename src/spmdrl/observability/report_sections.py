@@ -25,6 +25,7 @@ def header(run: RunData) -> str:
     facts = {
         "Steps": str(run.summary.get("steps") or max(run.metrics, default=0)),
         "Reward": _change(run, "reward"),
+        "Held-out reward": _change(run, "eval_reward"),
         "Accuracy": _change(run, "accuracy"),
         "Time": _seconds_text(run.summary.get("seconds")),
         "Devices": _plain(run.summary.get("devices")),
@@ -89,6 +90,8 @@ def configuration(run: RunData) -> str:
 
 def _change(run: RunData, what: str) -> str:
     """First and last value from the summary; a reward is looked up in the metrics of a run without its end."""
+    if what == "accuracy" and run.summary.get("rewards_are_verdicts") is False:
+        return ""
     first_name, last_name = ("reward_first", "reward_last") if what == "reward" else (f"{what}_before", f"{what}_after")
     first, last = number(run.summary.get(first_name)), number(run.summary.get(last_name))
     points = run.points(what)

@@ -10,7 +10,7 @@ from statistics import NormalDist, fmean, stdev
 
 @dataclass(frozen=True)
 class Estimate:
-    """A measured value in [0, 1] with the interval that holds the true one with the asked confidence."""
+    """A measured value with the interval that holds the true one with the asked confidence."""
 
     value: float
     low: float
@@ -59,6 +59,30 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 def mean_pass_at_k(num_correct_G: Sequence[int], num_samples: int, k: int, *, confidence: float = 0.95) -> Estimate:
     """Estimate pass@k over prompts, each with the same number of samples, with a normal interval over prompts."""
     return _mean_over_prompts([pass_at_k(num_samples, correct, k) for correct in num_correct_G], confidence)
+
+
+def mean_over_prompts(values_G: Sequence[float], confidence: float = 0.95) -> Estimate:
+    """Estimate the mean of any values, one a prompt, with a normal interval over prompts.
+
+    The interval's ends are NaN where there are fewer than two prompts, or values too large to be squared; all of the
+    estimate is NaN without a prompt.
+    """
+    if not values_G:
+        return Estimate(math.nan, math.nan, math.nan)
+    count, value = len(values_G), _mean(values_G)
+    if count == 1:
+        return Estimate(value, math.nan, math.nan)
+    variance = _mean([(each - value) * (each - value) for each in values_G]) * count / (count - 1)
+    margin = _quantile(confidence) * math.sqrt(variance / count) if math.isfinite(variance) else math.nan
+    return Estimate(value, value - margin, value + margin)
+
+
+def _mean(values: Sequence[float]) -> float:
+    """The mean, also where the sum of the values overflows or some aren't finite."""
+    try:
+        return math.fsum(values) / len(values)
+    except (OverflowError, ValueError):
+        return sum(value / len(values) for value in values)
 
 
 def _mean_over_prompts(values_G: Sequence[float], confidence: float) -> Estimate:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 from spmdrl.observability.jsonl import to_json, write_atomic
 
 SUMMARY_FILE = "summary.json"
+VERB_SUMMARY_FILE = "{verb}.summary.json"
 ALWAYS_THERE = (
     "verdict", "steps", "reward_first", "reward_last", "accuracy_before", "accuracy_after", "seconds", "checkpoint",
     "report",
@@ -27,6 +29,13 @@ def write_summary(run_dir: Path, **fields: Any) -> Path:
     content = dict.fromkeys(ALWAYS_THERE) | read_summary(run_dir) | plain
     path = Path(run_dir) / SUMMARY_FILE
     write_atomic(path, to_json(content, indent=2) + "\n")
+    return path
+
+
+def write_verb_summary(run_dir: Path, verb: str, fields: Mapping[str, Any]) -> Path:
+    """Write what a verb that doesn't train found, in a file of its own: the folder may be that of a training run."""
+    path = Path(run_dir) / VERB_SUMMARY_FILE.format(verb=verb)
+    write_atomic(path, to_json(dict(fields), indent=2) + "\n")
     return path
 
 
