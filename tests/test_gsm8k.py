@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from spmdrl.dataflow.samples.prompts import PromptSource
-from spmdrl.dataflow.samples.rows import DataConfig, read_rows
+from spmdrl.dataflow.samples.rows import DataConfig, RowNeeds, read_rows
 from spmdrl.engines.models.make_config import MakeConfig
 from spmdrl.engines.models.making import make_model_folder
 from spmdrl.engines.models.tokenizer import ModelTokenizer
@@ -24,7 +24,7 @@ def test_every_reference_solution_scores_one_on_its_own_question(tmp_path):
         pytest.skip("SPMDRL_GSM8K names no GSM8K file")
     num_lines = len(Path(path).read_text(encoding="utf-8").splitlines())
     config = DataConfig(train=path, max_prompt_length=4096)
-    sources = read_rows(config.train, config, needs_answer=True)
+    sources = read_rows(config.train, config, needs=RowNeeds(answer=True))
     make_model_folder(tmp_path / "model", MakeConfig(hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=1), 0)
     tokenizer = ModelTokenizer(tmp_path / "model")
     source = PromptSource(sources, tokenizer.raw, config, seed=0)

@@ -133,10 +133,9 @@ def supervised_batch(prompts: Sequence[Prompt], tokenizer: ModelTokenizer, train
 
 
 def completion_of(prompt: Prompt) -> str:
-    """The text to learn: the row's `completion`, or its answer."""
-    completion = prompt.columns.get("completion")
-    if isinstance(completion, str):
-        return completion
+    """The text to learn: the row's completion, or its answer."""
+    if prompt.completion is not None:
+        return prompt.completion
     assert prompt.answer is not None, f"row {prompt.id} has no answer, which reading it should have refused"
     return prompt.answer
 

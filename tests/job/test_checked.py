@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,38 @@ def test_the_configs_of_the_repository_are_right():
 def test_settings_that_do_not_go_together_are_refused(overrides, words):
     with pytest.raises(ConfigError, match=words):
         check_run(load_config([], [*MODEL, *overrides]), "train")
+
+
+CHAT = {"messages": [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]}
+
+
+def test_each_verb_asks_of_rows_what_it_uses(tmp_path):
+    path = tmp_path / "chat.json"
+    path.write_text(json.dumps([CHAT] * 5))
+
+    def check(verb, *overrides):
+        return check_run(load_config([], ["model.make={}", "data.chat_template=never", *overrides]), verb)
+
+    train, held_out = f"data.train={path}", f"data.eval={path}"
+    assert [row.completion for row in check("sft", train).train_rows[0].rows] == ["2"] * 5
+    with pytest.raises(ConfigError, match="no answer in .* built-in reward functions need one"):
+        check("train", train)
+    with pytest.raises(ConfigError, match="no answer in .* built-in reward functions need one"):
+        check("eval", held_out)
+    # A model's answers to prompts are judged by nothing.
+    assert len(check("generate", held_out).eval_rows[0].rows) == 5
+    reward = tmp_path / "fn.py"
+    reward.write_text("def fn(completions, **columns): return [0.0] * len(completions)\n")
+    for verb, key in (("train", train), ("eval", held_out), ("check", train)):
+        check(verb, key, f"reward.functions=[{reward}:fn]")
+    path.write_text(json.dumps([{"prompt": "1+1=", "answer": "2"}, {"prompt": "1+2="}]))
+    with pytest.raises(ConfigError, match="nothing to learn") as refusal:
+        check("sft", train)
+    assert "reward" not in str(refusal.value)
+    with pytest.raises(ConfigError, match="nothing to learn"):
+        check("train", train, "sft.max_steps=3", f"reward.functions=[{reward}:fn]")
+    path.write_text(json.dumps([CHAT]))
+    assert check("sft", train, "reward.functions=[nowhere.py:fn]").config.sft.max_steps == 0
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from spmdrl.algorithms.algorithm import Algorithm
 from spmdrl.algorithms.table import build_algorithm
 from spmdrl.config import Config
 from spmdrl.configfile import LoadedConfig, resolved_yaml, start_up
-from spmdrl.dataflow.samples.rows import SourceRows, read_rows
+from spmdrl.dataflow.samples.rows import RowNeeds, SourceRows, read_rows
 from spmdrl.dataflow.samples.schema import needs_by_state
 from spmdrl.dataflow.stages.parity import Agreement, update_columns
 from spmdrl.dataflow.stages.rows import replayed_columns
@@ -68,15 +68,17 @@ def check_run(loaded: LoadedConfig[Config], verb: Verb) -> CheckedRun:
         needs = states_of(config, algorithm)
         if verb in ("train", "check"):
             check_sizes(config)
-        answers = needs_answer(config.reward.functions)
-        train_rows = read_rows(
-            config.data.train, config.data, needs_answer=answers or verb == "sft" or config.sft.max_steps > 0
-        ) if is_trained else []  # fmt: skip
+        # `generate` judges nothing, and `sft` only what it evaluates.
+        are_judged = verb in ("train", "eval", "check") or (verb == "sft" and config.data.eval is not None)
+        answers = are_judged and needs_answer(config.reward.functions)
+        train_needs = RowNeeds(answer=answers and verb != "sft", completion=verb == "sft" or config.sft.max_steps > 0)
+        train_rows = read_rows(config.data.train, config.data, needs=train_needs) if is_trained else []
         eval_rows = []
         if config.data.eval is not None or verb == "eval":
-            eval_rows = read_rows(config.data.eval, config.data, needs_answer=answers, key="data.eval")
-        # Loads the functions in a child and ends it: a missing file or name speaks now, not after the first rollout.
-        RewardPool(config.reward, 1).close()
+            eval_rows = read_rows(config.data.eval, config.data, needs=RowNeeds(answer=answers), key="data.eval")
+        if are_judged:
+            # Loads the functions in a child and ends it: a missing file or name is refused before the first rollout.
+            RewardPool(config.reward, 1).close()
     return CheckedRun(config, resolved_yaml(loaded), layout, algorithm, needs, train_rows, eval_rows)
 
 

@@ -79,7 +79,7 @@ def _rows_digest(source: SourceRows) -> str:
     """Of the rows as they were read, so that it holds for every format."""
     whole = hashlib.sha256()
     for row in source.rows:
-        whole.update(repr((row.id, row.prompt, row.answer, row.columns)).encode(errors="surrogatepass"))
+        whole.update(repr((row.id, row.prompt, row.answer, row.columns, row.completion)).encode(errors="surrogatepass"))
     return f"{len(source.rows)} rows, {whole.hexdigest()[:16]}"
 
 

@@ -6,7 +6,7 @@ import os
 import pytest
 
 from spmdrl.dataflow.samples.records import BadRows
-from spmdrl.dataflow.samples.rows import DataConfig, data_sources, read_rows
+from spmdrl.dataflow.samples.rows import DataConfig, RowNeeds, data_sources, read_rows
 
 
 def written(tmp_path, *lines, name="data.jsonl"):
@@ -17,7 +17,7 @@ def written(tmp_path, *lines, name="data.jsonl"):
 
 
 def rows_of(path, *, needs_answer=True, **settings):
-    (part,) = read_rows(path, DataConfig(**settings), needs_answer=needs_answer)
+    (part,) = read_rows(path, DataConfig(**settings), needs=RowNeeds(answer=needs_answer))
     return part
 
 
@@ -47,6 +47,9 @@ GOOD = {"prompt": "1+1=", "answer": "2"}
         ('{"prompt": "a", "prompt": "b", "answer": "1"}', "duplicate_key", "'prompt' stands twice"),
         ('{"prompt": "\\ud800", "answer": "1"}', "broken_text", "surrogate"),
         ("[" * 100_000, "not_json", "nested too deeply"),
+        ('{"a": ' * 900 + "1" + "}" * 900, "too_deep", "more than 64 levels inside each other"),
+        ('{"prompt": "a", "answer": ' + "1" * 5000 + "}", "not_json", "4300"),
+        ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, "not_text", "of type 'image', but only texts"),
     ],
 )
 def test_a_bad_row_is_named_by_file_line_and_kind(tmp_path, line, kind, problem):
@@ -103,13 +106,15 @@ def test_windows_line_ends_and_a_byte_order_mark_are_no_error(tmp_path):
     ("name", "message"),
     [
         ("dat.jsonl", "did you mean .*data.jsonl"),
-        ("", "is a folder; name the files in it: data.jsonl"),
-        ("a.csv", "only .jsonl"),
+        ("", "folder of several kinds of files: b.csv, data.jsonl; name one, or a pattern"),
+        ("a.txt", r"its name must end in .jsonl, .json, .csv"),
+        ("*.parquet", "no file matches"),
     ],
 )
 def test_a_path_that_is_no_data_file_is_refused_with_a_way_out(tmp_path, name, message):
     written(tmp_path, GOOD)
-    written(tmp_path, GOOD, name="a.csv")
+    written(tmp_path, GOOD, name="a.txt")
+    written(tmp_path, GOOD, name="b.csv")
     with pytest.raises(ValueError, match=message):
         rows_of(str(tmp_path / name))
 
@@ -120,7 +125,8 @@ def test_sources_are_paths_lists_and_weighted_paths(tmp_path):
         ("a", 2.0),
         ("b", 0.5),
     ]
-    parts = read_rows([written(tmp_path, GOOD), "synthetic://addition?count=5"], DataConfig(), needs_answer=True)
+    paths = [written(tmp_path, GOOD), "synthetic://addition?count=5"]
+    parts = read_rows(paths, DataConfig(), needs=RowNeeds(answer=True))
     assert [len(part.rows) for part in parts] == [1, 5]
 
 

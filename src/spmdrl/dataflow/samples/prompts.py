@@ -10,8 +10,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from spmdrl.dataflow.samples.records import BadRow, BadRows
-from spmdrl.dataflow.samples.rows import DataConfig, Messages, Row, SourceRows
+from spmdrl.dataflow.samples.columns import Messages
+from spmdrl.dataflow.samples.formats import BadRow
+from spmdrl.dataflow.samples.records import BadRows
+from spmdrl.dataflow.samples.rows import DataConfig, Row, SourceRows
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +43,8 @@ class Prompt:
     answer: str | None
     columns: dict[str, Any]
     original: str | Messages
+    completion: str | None = None
+    """the text that supervised training learns, where it isn't the answer"""
 
 
 @dataclass(frozen=True)
@@ -161,7 +165,13 @@ class PromptSource:
         row = part.rows[position]
         ids = part.prompts.prompt_ids(position)
         return Prompt(
-            self._prefixes[source] + row.id, ids, part.prompts.texts[position], row.answer, row.columns, row.prompt
+            self._prefixes[source] + row.id,
+            ids,
+            part.prompts.texts[position],
+            row.answer,
+            row.columns,
+            row.prompt,
+            row.completion,
         )
 
 

@@ -9,14 +9,23 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from spmdrl.dataflow.samples.records import BadRow, BadRows, Record, read_records
+from spmdrl.dataflow.samples.columns import (
+    ANSWER_KEYS,
+    COMPLETION_KEYS,
+    PROMPT_KEYS,
+    FoundColumns,
+    Messages,
+    find_columns,
+    message_problems,
+)
+from spmdrl.dataflow.samples.formats import BadRow, Record
+from spmdrl.dataflow.samples.records import BadRows, data_files, read_records
+from spmdrl.dataflow.samples.synthetic import SCHEME
 
 logger = logging.getLogger(__name__)
 
-PROMPT_KEYS = ("prompt", "question", "problem", "input")
-ANSWER_KEYS = ("answer", "ground_truth", "solution", "label", "reward_model.ground_truth", "reward_spec.ground_truth")
-
-Messages = list[dict[str, Any]]
+_MOST_LEVELS = 64
+_OF_ANOTHER_FORMAT = {"not_json", "not_object", "invalid_utf8"}
 
 
 @dataclass(frozen=True)
@@ -24,7 +33,8 @@ class DataConfig:
     """Where prompts come from and how they are read."""
 
     train: Any = None
-    """Training data: a path or synthetic:// URL, a list of them, or of {path, weight} with the share of the prompts."""
+    """Training data: a file, folder, pattern such as data/*.jsonl or synthetic:// URL, a list of them, or of
+    {path, weight} with the share of the prompts."""
     eval: Any = None
     """Held-out data, named in the same way."""
     max_prompt_length: int = 512
@@ -36,9 +46,10 @@ class DataConfig:
     chat_template: Literal["auto", "always", "never"] = "auto"
     """auto = the tokenizer's template for lists of messages, strings as they are; always = for strings too; never."""
     prompt_key: str | None = None
-    """The column that holds the prompt; null = the first of prompt, question, problem, input."""
+    """The column that holds the prompt, dots for nested ones; null = the first known name: prompt, question, problem,
+    messages, instruction (with input), input."""
     answer_key: str | None = None
-    """The column that holds the answer, dots for nested ones; null = the first known name."""
+    """The column that holds the answer, dots for nested ones; null = the first known name, such as answer."""
 
     def __post_init__(self) -> None:
         for key in ("train", "eval"):
@@ -102,6 +113,8 @@ class Row:
     prompt: str | Messages
     answer: str | None
     columns: dict[str, Any]
+    completion: str | None = None
+    """the text that supervised training learns, where the row has one beside its answer"""
 
 
 @dataclass(frozen=True)
@@ -114,6 +127,12 @@ class SourceRows:
     found: dict[str, int]
 
     @property
+    def is_of_wrong_kind(self) -> bool:
+        """Whether no row can be used, and all for one reason: then the file is another one than was meant."""
+        kinds = {bad.kind for bad in self.skipped}
+        return not self.rows and len(self.skipped) > 2 and (len(kinds) == 1 or kinds <= _OF_ANOTHER_FORMAT)
+
+    @property
     def summary(self) -> str:
         """One line for the screen, as in `a.jsonl: 7473 rows, prompt in 'question', answer in 'answer'`."""
         found = ", ".join(f"{name} ({count})" if count < len(self.rows) else name for name, count in self.found.items())
@@ -121,37 +140,60 @@ class SourceRows:
         return f"{self.source.path}: {len(self.rows)} rows, {found}{skipped}"
 
 
-def read_rows(paths: Any, config: DataConfig, *, needs_answer: bool, key: str = "data.train") -> list[SourceRows]:
+@dataclass(frozen=True)
+class RowNeeds:
+    """What every row must have beside its prompt."""
+
+    answer: bool = False
+    """for the built-in reward functions"""
+    completion: bool = False
+    """for supervised training; an answer will do"""
+
+
+def read_rows(
+    paths: Any, config: DataConfig, *, needs: RowNeeds | None = None, key: str = "data.train"
+) -> list[SourceRows]:
     """Read and check all rows of some paths, one entry a source.
 
     Raises BadRows with every bad row of every source, or, with `data.on_bad_row: skip`, leaves them out.
     """
     sources = data_sources(paths, key)
     if not sources:
-        raise ValueError(f"{key} is not set; name a .jsonl or .parquet file, or a synthetic:// URL")
-    checked = [_read_source(source, config, needs_answer) for source in sources]
+        raise ValueError(f"{key} is not set; name a data file, such as one of JSON lines, or a synthetic:// URL")
+    _refuse_files_named_twice(sources, key)
+    checked = [_read_source(source, config, needs or RowNeeds()) for source in sources]
     bad = [row for part in checked for row in part.skipped]
-    num_rows = len(bad) + sum(len(part.rows) for part in checked)
     if bad and config.on_bad_row == "error":
-        raise BadRows(bad, num_rows)
+        alike = {part.source.path: list(part.skipped) for part in checked if part.is_of_wrong_kind}
+        raise BadRows(bad, len(bad) + sum(len(part.rows) for part in checked), alike)
     for part in checked:
         if part.skipped:
             logger.warning("%s; the first is %s", part.summary, part.skipped[0])
         if not part.rows:
-            raise ValueError(f"{key}: {part.source.path} holds no usable row; {len(part.skipped)} were skipped as bad")
+            first = f", the first for this: {part.skipped[0]}" if part.skipped else ""
+            raise ValueError(
+                f"{key}: {part.source.path} holds no usable row; {len(part.skipped)} were skipped as bad{first}"
+            )
     return checked
 
 
-def _read_source(source: DataSource, config: DataConfig, needs_answer: bool) -> SourceRows:
+def _refuse_files_named_twice(sources: tuple[DataSource, ...], key: str) -> None:
+    files = [file for source in sources if not source.path.startswith(SCHEME) for file in data_files(source.path)]
+    twice = [str(file) for file, count in Counter(file.resolve() for file in files).items() if count > 1]
+    if twice:
+        raise ValueError(f"{key} names {twice[0]} twice, by itself and in a folder or pattern; name it once")
+
+
+def _read_source(source: DataSource, config: DataConfig, needs: RowNeeds) -> SourceRows:
     rows: list[Row] = []
     bad: list[BadRow] = []
     found: Counter[str] = Counter()
     places: dict[str, str] = {}
     for record in read_records(source.path):
-        if isinstance(record, BadRow):
-            bad.append(record)
+        check = record if isinstance(record, BadRow) else _check(record, source, config, needs)
+        if isinstance(check, BadRow):
+            bad.append(check)
             continue
-        check = _RowCheck(record, config, needs_answer)
         if (problem := check.problem(places)) is not None:
             bad.append(problem)
             continue
@@ -162,18 +204,31 @@ def _read_source(source: DataSource, config: DataConfig, needs_answer: bool) -> 
     return SourceRows(source, tuple(rows), tuple(bad), dict(found))
 
 
+def _check(record: Record, source: DataSource, config: DataConfig, needs: RowNeeds) -> _RowCheck | BadRow:
+    try:
+        for kind, flaw in _flaws(record.values):
+            return BadRow(record.place, kind, flaw)
+        found = find_columns(record.values, config.prompt_key, config.answer_key)
+    except ValueError as error:
+        return BadRow(record.place, "not_text", str(error))
+    # Ids are unique in a file only; in a folder or pattern the file's name tells rows of one id apart.
+    prefix = "" if record.file == source.path else f"{record.file}#"
+    return _RowCheck(record, found, config, needs, id_prefix=prefix)
+
+
 class _RowCheck:
     """One record against what a row needs."""
 
-    def __init__(self, record: Record, config: DataConfig, needs_answer: bool):
+    def __init__(
+        self, record: Record, found: FoundColumns, config: DataConfig, needs: RowNeeds, *, id_prefix: str
+    ):  # fmt: skip
         self._record = record
-        self._needs_answer = needs_answer
+        self._found = found
+        self._needs = needs
         self._prompt_keys = (config.prompt_key,) if config.prompt_key else PROMPT_KEYS
         self._answer_keys = (config.answer_key,) if config.answer_key else ANSWER_KEYS
-        self._prompt_key, self._prompt = _look_up(record.values, self._prompt_keys)
-        self._answer_key, self._answer = _look_up(record.values, self._answer_keys)
         given = record.values.get("id")
-        self._id = record.place if given is None else str(given)
+        self._id = record.place if given is None else f"{id_prefix}{given}"
 
     def problem(self, places: Mapping[str, str]) -> BadRow | None:
         """The first thing wrong with the row; `places` says where each id stands already."""
@@ -182,39 +237,65 @@ class _RowCheck:
         return None
 
     def row(self) -> Row:
-        columns = {name: value for name, value in self._record.values.items() if name not in ("id", self._prompt_key)}
-        columns["answer"] = self._answer
-        answer = None if self._answer is None else str(self._answer)
-        return Row(self._id, self._record.place, self._prompt, answer, columns)
+        found = self._found
+        columns = {name: value for name, value in self._record.values.items() if name not in ("id", found.prompt.key)}
+        columns["answer"] = found.answer.value
+        answer = None if found.answer.value is None else str(found.answer.value)
+        completion = found.completion.value if isinstance(found.completion.value, str) else None
+        return Row(self._id, self._record.place, found.prompt.value, answer, columns, completion)
 
     def found(self) -> list[str]:
-        names = [f"prompt in '{self._prompt_key}'"]
-        return names + ([f"answer in '{self._answer_key}'"] if self._answer_key else [])
+        parts = {"prompt": self._found.prompt, "answer": self._found.answer, "completion": self._found.completion}
+        return [f"{name} in '{part.key}'" for name, part in parts.items() if part.key]
 
     def _problems(self, places: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-        yield from _flaws(self._record.values)
-        if self._prompt_key is None:
+        prompt = self._found.prompt
+        if prompt.key is None:
             columns = ", ".join(self._record.values) or "none"
             yield (
                 "no_prompt",
                 f"no prompt in {' or '.join(self._prompt_keys)}; its columns are {columns}: set data.prompt_key",
             )
-        yield from _prompt_problems(self._prompt_key, self._prompt)
-        if self._needs_answer and self._answer is None:
+        yield from message_problems(prompt.key, prompt.value)
+        if self._needs.answer:
+            yield from self._answer_problems()
+        if self._needs.completion:
+            yield from self._completion_problems()
+        yield from self._id_problems(places)
+
+    def _answer_problems(self) -> Iterator[tuple[str, str]]:
+        key, answer = self._found.answer.key, self._found.answer.value
+        if answer is None:
             yield (
                 "no_answer",
                 (
-                    f"no answer in {', '.join(self._answer_keys)}, but the reward functions exact and math need one: "
+                    f"no answer in {', '.join(self._answer_keys)}, but the built-in reward functions need one: "
                     "add it, set data.answer_key, or name another reward function"
                 ),
             )
-        if self._needs_answer and (isinstance(self._answer, bool) or not isinstance(self._answer, (str, int, float))):
+        if isinstance(answer, bool) or not isinstance(answer, (str, int, float)):
+            yield "answer_type", f"'{key}' is a {type(answer).__name__}, but must be text or a number"
+        if not str(answer).strip():
+            yield "empty_answer", f"'{key}' is empty"
+
+    def _completion_problems(self) -> Iterator[tuple[str, str]]:
+        column = self._found.completion if self._found.completion.key else self._found.answer
+        if column.key is None:
+            names = ", ".join((*COMPLETION_KEYS, "answer"))
             yield (
-                "answer_type",
-                f"'{self._answer_key}' is a {type(self._answer).__name__}, but must be text or a number",
+                "no_completion",
+                (
+                    f"nothing to learn: no {names} and no messages that end with the assistant's, one of which "
+                    "supervised training needs"
+                ),
             )
-        if self._needs_answer and not str(self._answer).strip():
-            yield "empty_answer", f"'{self._answer_key}' is empty"
+        elif isinstance(column.value, bool) or not isinstance(column.value, (str, int, float)):
+            wanted = "text or one message of the assistant"
+            yield "completion_type", f"'{column.key}' is a {type(column.value).__name__}, but must be {wanted}"
+        elif not str(column.value).strip():
+            yield "empty_completion", f"'{column.key}' is empty, so there is nothing to learn"
+
+    def _id_problems(self, places: Mapping[str, str]) -> Iterator[tuple[str, str]]:
         given = self._record.values.get("id")
         if isinstance(given, bool) or not isinstance(given, (str, int, type(None))):
             yield "id_type", f"'id' is a {type(given).__name__}, but must be text or a whole number"
@@ -225,44 +306,19 @@ class _RowCheck:
             )
 
 
-def _look_up(values: Mapping[str, Any], keys: tuple[str, ...]) -> tuple[str | None, Any]:
-    """The first of the dotted keys that holds something, and what it holds."""
-    for key in keys:
-        value: Any = values
-        if key in values:
-            value = values[key]
-        else:
-            for name in key.split("."):
-                value = value.get(name) if isinstance(value, Mapping) else None
-        if value is not None:
-            return key, value
-    return None, None
-
-
-def _prompt_problems(key: str | None, prompt: Any) -> Iterator[tuple[str, str]]:
-    if isinstance(prompt, str):
-        if not prompt.strip():
-            yield "empty_prompt", f"'{key}' is empty"
-    elif not isinstance(prompt, list):
-        yield "prompt_type", f"'{key}' is a {type(prompt).__name__}, but must be text or a list of messages"
-    elif not prompt:
-        yield "empty_prompt", f"'{key}' is an empty list of messages"
-    else:
-        for number, message in enumerate(prompt):
-            fields = message if isinstance(message, Mapping) else {}
-            if not isinstance(fields.get("role"), str) or not isinstance(fields.get("content"), str):
-                yield "bad_message", f"'{key}[{number}]' must be an object with the texts 'role' and 'content'"
-
-
-def _flaws(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
-    """Numbers that aren't finite and text that can't be encoded, anywhere in the row."""
-    if isinstance(value, float) and not math.isfinite(value):
-        yield "not_finite", f"'{name}' is {value}, but must be finite; leave it out or write null"
-    elif isinstance(value, str) and not value.isascii() and any("\ud800" <= letter <= "\udfff" for letter in value):
-        yield "broken_text", f"'{name}' holds half of a UTF-16 surrogate pair, which no tokenizer can read"
-    elif isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield from _flaws(inner, f"{name}.{key}" if name else str(key))
-    elif isinstance(value, list):
-        for number, inner in enumerate(value):
-            yield from _flaws(inner, f"{name}[{number}]")
+def _flaws(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Numbers that aren't finite, text that can't be encoded and too many levels, anywhere in the row."""
+    pending: list[tuple[str, Any, int]] = [("", values, 0)]
+    while pending:
+        name, value, level = pending.pop()
+        if level > _MOST_LEVELS:
+            yield "too_deep", f"'{name[:40]}...' has more than {_MOST_LEVELS} levels inside each other"
+            return
+        if isinstance(value, float) and not math.isfinite(value):
+            yield "not_finite", f"'{name}' is {value}, but must be finite; leave it out or write null"
+        elif isinstance(value, str) and not value.isascii() and any("\ud800" <= letter <= "\udfff" for letter in value):
+            yield "broken_text", f"'{name}' holds half of a UTF-16 surrogate pair, which no tokenizer can read"
+        elif isinstance(value, Mapping):
+            pending += [(f"{name}.{key}" if name else str(key), inner, level + 1) for key, inner in value.items()]
+        elif isinstance(value, list):
+            pending += [(f"{name}[{number}]", inner, level + 1) for number, inner in enumerate(value)]

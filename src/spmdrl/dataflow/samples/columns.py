@@ -1,0 +1,114 @@
+"""Which columns of a row are its prompt, its answer and its completion, under the names that data sets use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+PROMPT_KEYS = ("prompt", "question", "problem", "messages", "instruction", "input")
+ANSWER_KEYS = (
+    "answer", "expected_answer", "final_answer", "ground_truth", "solution", "label", "reward_model.ground_truth",
+    "reward_spec.ground_truth",
+)  # fmt: skip
+COMPLETION_KEYS = ("completion", "output", "response")
+
+Messages = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Column:
+    """What was found under which name; both None where nothing was."""
+
+    key: str | None = None
+    value: Any = None
+
+
+@dataclass(frozen=True)
+class FoundColumns:
+    """A row's parts as they are used: messages with plain texts, without the last assistant message where it is the
+    completion."""
+
+    prompt: Column
+    answer: Column
+    completion: Column
+
+
+def find_columns(values: Mapping[str, Any], prompt_key: str | None, answer_key: str | None) -> FoundColumns:
+    """Look the parts of a row up; raises ValueError for messages that hold something other than text."""
+    prompt = _look_up(values, (prompt_key,) if prompt_key else PROMPT_KEYS)
+    answer = _look_up(values, (answer_key,) if answer_key else ANSWER_KEYS)
+    completion = _completion(_look_up(values, COMPLETION_KEYS))
+    extra = values.get("input")
+    if prompt.key == "instruction" and isinstance(prompt.value, str) and isinstance(extra, str) and extra.strip():
+        prompt = Column(prompt.key, f"{prompt.value}\n\n{extra}")
+    if isinstance(prompt.value, list):
+        messages = plain_messages(prompt.key, prompt.value)
+        # A prompt may end with the beginning of an answer; a conversation ends with the answer.
+        if prompt.key != "prompt" and _is_answered(messages):
+            completion = completion if completion.key else Column(prompt.key, messages[-1]["content"])
+            messages = messages[:-1]
+        prompt = Column(prompt.key, messages)
+    return FoundColumns(prompt, answer, completion)
+
+
+def plain_messages(key: str | None, messages: list[Any]) -> list[Any]:
+    """The messages with content parts joined to one text; raises ValueError for a part that is no text."""
+    return [_plain_message(f"{key}[{number}]", message) for number, message in enumerate(messages)]
+
+
+def _plain_message(name: str, message: Any) -> Any:
+    if not isinstance(message, Mapping) or not isinstance(message.get("content"), list):
+        return message
+    texts = []
+    for number, part in enumerate(message["content"]):
+        text = part.get("text") if isinstance(part, Mapping) else part
+        kind = part.get("type", "text") if isinstance(part, Mapping) else "text"
+        if kind != "text" or not isinstance(text, str):
+            raise ValueError(f"'{name}.content[{number}]' is of type {kind!r}, but only texts are read; leave it out")
+        texts.append(text)
+    return {**message, "content": "".join(texts)}
+
+
+def _is_answered(messages: list[Any]) -> bool:
+    last = messages[-1] if messages else None
+    return isinstance(last, Mapping) and last.get("role") == "assistant" and isinstance(last.get("content"), str)
+
+
+def _completion(column: Column) -> Column:
+    """A completion given as one assistant message, as its text."""
+    if isinstance(column.value, list) and len(column.value) == 1:
+        messages = plain_messages(column.key, column.value)
+        if _is_answered(messages):
+            return Column(column.key, messages[0]["content"])
+    return column
+
+
+def message_problems(key: str | None, prompt: Any) -> Iterator[tuple[str, str]]:
+    """What is wrong with a prompt, as kinds and problems."""
+    if isinstance(prompt, str):
+        if not prompt.strip():
+            yield "empty_prompt", f"'{key}' is empty"
+    elif not isinstance(prompt, list):
+        yield "prompt_type", f"'{key}' is a {type(prompt).__name__}, but must be text or a list of messages"
+    elif not prompt:
+        yield "empty_prompt", f"'{key}' is an empty list of messages before the answer"
+    else:
+        for number, message in enumerate(prompt):
+            fields = message if isinstance(message, Mapping) else {}
+            if not isinstance(fields.get("role"), str) or not isinstance(fields.get("content"), str):
+                yield "bad_message", f"'{key}[{number}]' must be an object with the texts 'role' and 'content'"
+
+
+def _look_up(values: Mapping[str, Any], keys: tuple[str, ...]) -> Column:
+    """The first of the dotted keys that holds something, and what it holds."""
+    for key in keys:
+        value: Any = values
+        if key in values:
+            value = values[key]
+        else:
+            for name in key.split("."):
+                value = value.get(name) if isinstance(value, Mapping) else None
+        if value is not None:
+            return Column(key, value)
+    return Column()

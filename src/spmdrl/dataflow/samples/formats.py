@@ -1,0 +1,312 @@
+"""Raw rows out of data files: JSON lines, JSON arrays, CSV and parquet, plain or packed with gzip.
+
+Memory is bounded by the longest row that is allowed, whatever a file holds, until rows are kept.
+"""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import gzip
+import json
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+MOST_ROW_BYTES = 16 << 20
+_CHUNK_BYTES = 1 << 20
+# Text packs to a twentieth of its size; what packs to less than this share holds nothing but repetitions.
+_MOST_GROWTH = 100
+_GROWTH_FROM_BYTES = 4 << 20
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
+NAMES = ".jsonl, .json, .csv, .tsv (each also with .gz) and .parquet"
+
+
+@dataclass(frozen=True)
+class BadRow:
+    """A row that can't be used: where it is (file:line, with :column where known), a short kind, and what is wrong."""
+
+    place: str
+    kind: str
+    problem: str
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.problem} [{self.kind}]"
+
+
+@dataclass(frozen=True)
+class Record:
+    """One row as its file holds it."""
+
+    place: str
+    values: dict[str, Any]
+    file: str
+
+
+Rows = Iterator[Record | BadRow]
+
+
+def suffix_of(file: Path) -> str | None:
+    """The format of a file by its name, or None for one that isn't read."""
+    name = file.name.lower()
+    suffix = Path(name.removesuffix(".gz")).suffix
+    is_read = suffix in SUFFIXES and not (suffix == ".parquet" and name.endswith(".gz"))
+    return suffix if is_read else None
+
+
+def read_file(path: str, file: Path) -> Rows:
+    """The rows of one file, in order, named after `path`. Raises ValueError where the file breaks off or is another
+    format than its name says."""
+    suffix = suffix_of(file)
+    if suffix == ".parquet":
+        return _read_parquet(path, file)
+    if suffix in (".csv", ".tsv"):
+        return _read_csv(path, _chunks(path, file), "\t" if suffix == ".tsv" else ",")
+    return _read_json(path, _chunks(path, file))
+
+
+def _chunks(path: str, file: Path) -> Iterator[bytes]:
+    is_packed = file.suffix.lower() == ".gz"
+    num_bytes = 0
+    try:
+        with file.open("rb") as packed, gzip.GzipFile(fileobj=packed) if is_packed else packed as stream:
+            while chunk := stream.read(_CHUNK_BYTES):
+                num_bytes += len(chunk)
+                if is_packed and num_bytes > max(_GROWTH_FROM_BYTES, _MOST_GROWTH * packed.tell()):
+                    raise ValueError(
+                        f"data file {path} unpacks to more than {_MOST_GROWTH} times its size, which no data does; "
+                        "unpack it yourself if it is right"
+                    )
+                yield chunk
+    except (OSError, EOFError, zlib.error) as error:
+        advice = "; it is no whole gzip file, copy it again" if is_packed else ""
+        raise ValueError(f"data file {path} can't be read: {error}{advice}") from error
+
+
+def _lines(chunks: Iterator[bytes]) -> Iterator[tuple[int, bytes | None]]:
+    """Lines with their numbers; None for one that is longer than a row may be."""
+    number, pending, num_bytes = 1, [], 0
+    for chunk in chunks:
+        *ends, rest = chunk.split(b"\n")
+        for end in ends:
+            is_whole = num_bytes + len(end) <= MOST_ROW_BYTES
+            yield number, b"".join((*pending, end)) if is_whole else None
+            number, pending, num_bytes = number + 1, [], 0
+        num_bytes += len(rest)
+        # The parts of a line that is too long already aren't kept.
+        pending = [*pending, rest] if num_bytes <= MOST_ROW_BYTES else []
+    if num_bytes:
+        yield number, b"".join(pending) if num_bytes <= MOST_ROW_BYTES else None
+
+
+def _read_json(path: str, chunks: Iterator[bytes]) -> Rows:
+    """Objects one a line, or in one array: the first character tells."""
+    first = next(chunks, b"").removeprefix(_BYTE_ORDER_MARK)
+    whole = chain([first], chunks)
+    return _array_rows(path, whole) if first.lstrip()[:1] == b"[" else _line_rows(path, whole)
+
+
+def _line_rows(path: str, chunks: Iterator[bytes]) -> Rows:
+    for number, line in _lines(chunks):
+        place = f"{path}:{number}"
+        if line is None:
+            yield BadRow(place, "too_long", f"a line of more than {MOST_ROW_BYTES >> 20} MiB")
+        elif line.strip():
+            yield _parse_line(path, place, line)
+
+
+def _parse_line(path: str, place: str, line: bytes) -> Record | BadRow:
+    try:
+        value = json.loads(line.decode(), object_pairs_hook=_object_without_duplicates)
+    except UnicodeDecodeError as error:
+        return BadRow(f"{place}:{error.start + 1}", "invalid_utf8", f"byte 0x{line[error.start]:02x} isn't UTF-8")
+    except json.JSONDecodeError as error:
+        return BadRow(f"{place}:{error.colno}", "not_json", f"not JSON: {error.msg}; JSONL has one object a line")
+    except RecursionError:
+        return BadRow(place, "not_json", "nested too deeply")
+    except _DuplicateKey as error:
+        return BadRow(place, "duplicate_key", f"the key '{error}' stands twice")
+    except ValueError as error:
+        return BadRow(place, "not_json", str(error))
+    return _record(path, place, value, "JSONL has one object a line")
+
+
+def _record(path: str, place: str, value: Any, rule: str) -> Record | BadRow:
+    if isinstance(value, dict):
+        return Record(place, value, path)
+    return BadRow(place, "not_object", f"a {type(value).__name__}, but {rule}")
+
+
+class _DuplicateKey(Exception):
+    pass
+
+
+def _object_without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) != len(pairs):
+        keys = [key for key, _ in pairs]
+        raise _DuplicateKey(next(key for key in keys if keys.count(key) > 1))
+    return values
+
+
+def _array_rows(path: str, chunks: Iterator[bytes]) -> Rows:
+    text = _ArrayText(path, chunks)
+    text.skip("[")
+    separator = "]" if text.next_letter() == "]" else ","
+    while separator == ",":
+        place, value, twice = text.value()
+        if twice is not None:
+            yield BadRow(place, "duplicate_key", f"the key '{twice}' stands twice")
+        else:
+            yield _record(path, place, value, "the array has one object a row")
+        separator = text.next_letter()
+        if separator not in (",", "]"):
+            raise text.fault("',' or ']' expected after a row")
+        if separator == ",":
+            text.skip(",")
+    text.skip("]")
+    if text.next_letter():
+        raise text.fault("text after the array's end")
+
+
+class _ArrayText:
+    """The text of one JSON array, read as far as its next row needs. A fault in it hides all rows behind it."""
+
+    def __init__(self, path: str, chunks: Iterator[bytes]):
+        self._path = path
+        self._texts = codecs.iterdecode(chunks, "utf-8")
+        self._text = ""
+        self._at = 0
+        self._line = 1
+        self._line_start = 0
+        """where the line begins, counted from the text's own beginning; below 0 where that part is gone"""
+        self._has_ended = False
+        self._twice: str | None = None
+        self._decoder = json.JSONDecoder(object_pairs_hook=self._object)
+
+    def next_letter(self) -> str:
+        """The next letter that isn't space, or nothing at the end."""
+        while True:
+            start = self._at
+            while self._at < len(self._text) and self._text[self._at] in " \t\r\n":
+                self._at += 1
+            self._count_lines(start, self._at)
+            if self._at < len(self._text):
+                return self._text[self._at]
+            if not self._read_on():
+                return ""
+
+    def skip(self, letter: str) -> None:
+        assert self.next_letter() == letter, (self._path, letter)
+        self._at += 1
+
+    def value(self) -> tuple[str, Any, str | None]:
+        """The next value, after where it begins; and a key that stands in it twice."""
+        self.next_letter()
+        place = f"{self._path}:{self._line}:{self._at - self._line_start + 1}"
+        while True:
+            self._twice = None
+            try:
+                value, end = self._decoder.raw_decode(self._text, self._at)
+                # A number that reaches the end of the text may go on.
+                if end < len(self._text) or not self._read_on():
+                    self._count_lines(self._at, end)
+                    self._at = end
+                    return place, value, self._twice
+            except json.JSONDecodeError as error:
+                if len(self._text) - self._at > MOST_ROW_BYTES or not self._read_on():
+                    raise self.fault(error.msg) from error
+            except (RecursionError, ValueError) as error:
+                raise self.fault("nested too deeply" if isinstance(error, RecursionError) else str(error)) from error
+
+    def fault(self, reason: str) -> ValueError:
+        return ValueError(
+            f"{self._path}:{self._line}: not a JSON array: {reason}; no row after this place can be read, mend the file"
+        )
+
+    def _count_lines(self, start: int, end: int) -> None:
+        last = self._text.rfind("\n", start, end)
+        if last >= 0:
+            self._line += self._text.count("\n", start, end)
+            self._line_start = last + 1
+
+    def _read_on(self) -> bool:
+        """Read about as much as is waiting, so that a long row isn't parsed many times; False at the end."""
+        parts = [self._text[self._at :]]
+        wanted = max(1, len(parts[0]))
+        try:
+            while wanted > 0 and not self._has_ended:
+                part = next(self._texts, None)
+                self._has_ended = part is None
+                parts.append(part or "")
+                wanted -= len(parts[-1])
+        except UnicodeDecodeError as error:
+            raise self.fault(f"byte 0x{error.object[error.start]:02x} isn't UTF-8") from error
+        self._line_start -= self._at
+        self._text, self._at = "".join(parts), 0
+        return len(self._text) > len(parts[0])
+
+    def _object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        values = dict(pairs)
+        if len(values) != len(pairs):
+            keys = [key for key, _ in pairs]
+            self._twice = next(key for key in keys if keys.count(key) > 1)
+        return values
+
+
+def _read_csv(path: str, chunks: Iterator[bytes], delimiter: str) -> Rows:
+    csv.field_size_limit(MOST_ROW_BYTES)
+    rows = csv.reader(_csv_lines(path, chunks), delimiter=delimiter, strict=True)
+    try:
+        header = next(rows, [])
+        twice = [name for name in header if header.count(name) > 1]
+        if twice:
+            raise ValueError(f"{path}:1: the header names {twice[0]!r} twice; give each column its own name")
+        while True:
+            place = f"{path}:{rows.line_num + 1}"
+            cells = next(rows, None)
+            if cells is None:
+                return
+            if len(cells) > len(header) or 0 < len(cells) < len(header):
+                yield BadRow(place, "cells", f"{len(cells)} cells, but the header has {len(header)} columns")
+            elif cells:
+                yield Record(place, dict(zip(header, cells, strict=True)), path)
+    except csv.Error as error:
+        raise ValueError(f"{path}:{rows.line_num}: not CSV: {error}; look for a quote that isn't closed") from error
+
+
+def _csv_lines(path: str, chunks: Iterator[bytes]) -> Iterator[str]:
+    for number, line in _lines(chunks):
+        if line is None:
+            raise ValueError(f"{path}:{number}: a line of more than {MOST_ROW_BYTES >> 20} MiB")
+        try:
+            yield (line.removeprefix(_BYTE_ORDER_MARK) if number == 1 else line).decode() + "\n"
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"{path}:{number}:{error.start + 1}: byte 0x{line[error.start]:02x} isn't UTF-8; save the file as UTF-8"
+            ) from error
+
+
+def _read_parquet(path: str, file: Path) -> Rows:
+    try:
+        import pyarrow.parquet  # type: ignore[import-not-found]  # an optional back end
+    except ImportError as error:
+        raise ValueError(
+            f"reading {path} needs pyarrow; `pip install -e '.[parquet]'` in the clone, or convert it to JSONL"
+        ) from error
+    number = 0
+    try:
+        for batch in pyarrow.parquet.ParquetFile(file).iter_batches(batch_size=1024):
+            for values in batch.to_pylist():
+                number += 1
+                yield Record(f"{path}:{number}", values, path)
+    except (pyarrow.ArrowException, OSError) as error:
+        words = str(error).splitlines()[0]
+        raise ValueError(
+            f"data file {path} can't be read: {words}; it is no whole parquet file, copy it again"
+        ) from error
