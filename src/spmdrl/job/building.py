@@ -26,6 +26,7 @@ from spmdrl.engines.generation.lockstep import Lockstep
 from spmdrl.engines.generation.replay import ReplayEngine
 from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.engines.reward.pool import RewardPool
+from spmdrl.engines.training.checkpoint import WRITE_FAILURES
 from spmdrl.engines.training.engine import TrainingEngine
 from spmdrl.job.actor import Actor, ModelSource
 from spmdrl.job.checked import CheckedRun, agreement_of
@@ -36,6 +37,7 @@ from spmdrl.job.run import Run
 from spmdrl.job.swapping import announce, decide_residence, swap_folder
 from spmdrl.job.switching import Switching
 from spmdrl.observability.console import Console
+from spmdrl.observability.outage import going_on_without
 from spmdrl.resources.memory import MemoryLedger
 from spmdrl.resources.world import World
 from spmdrl.types import WorkerState
@@ -172,7 +174,8 @@ class Rollouts:
 
     def end_step(self, step: int) -> None:
         if self.recorder is not None:
-            self.recorder.write(step)
+            with going_on_without(f"the rollouts of step {step}", WRITE_FAILURES):
+                self.recorder.write(step)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from spmdrl.dataflow.stages.scoring import DecodeTokens, EndedResponses, Streame
 from spmdrl.engines.generation.protocol import Request, Response, SamplingParams
 from spmdrl.engines.reward.pool import RewardPool, RewardResult
 from spmdrl.job.replica import Replica
-from spmdrl.observability.jsonl import to_json
+from spmdrl.observability.jsonl import to_json, write_atomic
 from spmdrl.observability.statistics import Estimate, average_at_k, mean_over_prompts, mean_pass_at_k, wilson
 from spmdrl.observability.units import fixed
 from spmdrl.resources.collectives import gather_bytes
@@ -191,5 +191,5 @@ def evaluation_sampling(config: Config, stop_token_ids: tuple[int, ...]) -> Samp
 
 
 def write_records(path: Path, records: Sequence[dict[str, Any]]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(to_json(record) + "\n" for record in records))
+    """One line a record; the file appears whole or not at all."""
+    write_atomic(path, "".join(to_json(record) + "\n" for record in records))

@@ -8,6 +8,7 @@ from dataclasses import replace
 from spmdrl.job.evaluation import ACCURACY_RULE, Evaluation, Evaluator, interval_of, write_records
 from spmdrl.job.run import Run
 from spmdrl.job.switching import Switching
+from spmdrl.observability.outage import going_on_without
 from spmdrl.observability.summary import read_summary, write_summary
 
 
@@ -64,8 +65,10 @@ class HeldOut:
                     self._run.recorder.mean(f"eval/{name}{ending}", value)
         self._run.console.note(f"held-out after step {step}: {evaluation.described()}")
         if self._run.world.is_main:
-            write_summary(self._run.folder, **_fields(evaluation, "after" if step else "before"))
-            write_records(self._run.folder / "eval" / f"step_{step:06d}.jsonl", evaluation.records)
+            path = self._run.folder / "eval" / f"step_{step:06d}.jsonl"
+            with going_on_without(f"the evaluation after step {step}"):
+                write_summary(self._run.folder, **_fields(evaluation, "after" if step else "before"))
+                write_records(path, evaluation.records)
         self.last = evaluation
         return evaluation
 

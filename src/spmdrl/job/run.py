@@ -22,6 +22,7 @@ from spmdrl.observability.health import HealthWatch, counts_so_far, trouble_of
 from spmdrl.observability.jsonl import write_atomic
 from spmdrl.observability.log import METRICS_FILE, MetricsLog, SamplesLog, read_metrics
 from spmdrl.observability.metrics import Recorder, encode, merge
+from spmdrl.observability.outage import going_on_without, take_num_refused
 from spmdrl.observability.report import write_report
 from spmdrl.observability.summary import read_summary, software_versions, write_summary
 from spmdrl.observability.timeline import Timeline, timeline_file
@@ -162,6 +163,8 @@ class Run:
         for stage, seconds in self.timeline.stage_seconds(step).items():
             self.recorder.maximum(f"time/{stage}", seconds)
         self.recorder.maximum("time/step", time.perf_counter() - self._step_started)
+        if refused := take_num_refused():
+            self.recorder.total("log/refused_writes", refused)
         metrics = self._with_rates(merge(gather_bytes(encode(self.recorder.drain()))))
         self.metrics = metrics | counts_so_far(metrics, self.metrics)
         self._note_first(step)
@@ -191,8 +194,9 @@ class Run:
             self.console.close()
             if self.world.is_main and self._has_begun:
                 words = str(failure).splitlines()[:1]
-                write_summary(self.folder, verdict="failed", error=": ".join([type(failure).__name__, *words]))
-                write_report(self.folder)
+                with going_on_without("the summary and report"):
+                    write_summary(self.folder, verdict="failed", error=": ".join([type(failure).__name__, *words]))
+                    write_report(self.folder)
             raise
 
     def finish(self, verdict: str, **fields: object) -> None:
@@ -223,10 +227,12 @@ class Run:
         }
         # What an earlier part of a resumed run has found out stays.
         known = {name: value for name, value in (summary | fields).items() if value is not None}
-        # An error is that of an earlier part, which this one got over.
-        write_summary(self.folder, error=None, **known)
-        write_report(self.folder)
-        self.console.summary(read_summary(self.folder), phase=self.phase)
+        with going_on_without("the summary and report"):
+            # An error is that of an earlier part, which this one got over.
+            write_summary(self.folder, error=None, **known)
+            write_report(self.folder)
+        # What could not be written is shown all the same.
+        self.console.summary(read_summary(self.folder) | known, phase=self.phase)
 
     def _choose_checkpoint(self) -> None:
         self._point, notes = find_resume_point(self.store, self.config, self.world, self.identity, self._passed_over)

@@ -15,6 +15,7 @@ from spmdrl.dataflow.stages.shown import ShownRows
 from spmdrl.engines.reward.verdict import Verdict
 from spmdrl.job.run import Run
 from spmdrl.observability.log import SampleRecord, SampleToken
+from spmdrl.observability.outage import going_on_without
 from spmdrl.observability.summary import write_summary
 from spmdrl.types import Batch, WorkerState
 
@@ -128,4 +129,6 @@ def estimates_of(config: Config, states: Collection[WorkerState], num_warehouses
 def write_estimates(run: Run, states: Collection[WorkerState]) -> None:
     """Put the paper's estimates into the run's summary, where the report finds them beside what was measured."""
     if run.world.is_main:
-        write_summary(run.folder, sample_flow=estimates_of(run.config, states, run.world.launch.num_nodes))
+        estimates = estimates_of(run.config, states, run.world.launch.num_nodes)
+        with going_on_without("the sample flow's estimates"):
+            write_summary(run.folder, sample_flow=estimates)

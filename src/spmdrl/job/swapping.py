@@ -14,6 +14,7 @@ from spmdrl.engines.generation.protocol import GenerationEngine
 from spmdrl.engines.training.engine import TrainingEngine
 from spmdrl.job.replica import Replica
 from spmdrl.job.run import Run
+from spmdrl.observability.outage import going_on_without
 from spmdrl.observability.summary import write_summary
 from spmdrl.resources.collectives import max_over
 from spmdrl.resources.host_memory import free_host_bytes, is_memory_folder
@@ -83,7 +84,8 @@ def announce(run: Run, residence: Residence) -> None:
             "at a folder on a disk"
         )
     if run.world.is_main:
-        write_summary(run.folder, swap=residence.summary)
+        with going_on_without("where the swapped state goes"):
+            write_summary(run.folder, swap=residence.summary)
 
 
 def swap_folder(config: Config) -> Path:

@@ -1,45 +1,105 @@
-"""JSON Lines files that survive a crash: whole lines, flushed one by one, broken ones skipped on reading."""
+"""JSON Lines files that survive a crash and a full disk: whole lines, written one by one, broken ones skipped."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
+from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from spmdrl.observability.outage import count_refused, warn
+
+_MAX_WAITING_BYTES = 1 << 24
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 class JsonlWriter:
-    """Appends JSON objects to a file, one flushed line each."""
+    """Appends JSON objects to a file, each a whole line or nothing.
+
+    Lines that a full or failing disk refuses wait in memory and are written, in order, once it takes them; beyond
+    `_MAX_WAITING_BYTES` the oldest are lost. Both are said once per outage, and neither raises.
+    """
 
     def __init__(self, path: Path):
         self.path = path
+        self.num_lost = 0
+        """lines that were never written"""
+        self._waiting: deque[bytes] = deque()
+        self._waiting_bytes = 0
+        self._is_out = False
         path.parent.mkdir(parents=True, exist_ok=True)
         self._open()
 
+    @property
+    def num_waiting(self) -> int:
+        """Lines that the disk has not taken yet."""
+        return len(self._waiting)
+
     def write(self, record: Mapping[str, Any]) -> None:
         """Append one object; keys are sorted, floats round-trip exactly, NaN and infinities become strings."""
-        self._file.write(to_json(record) + "\n")
-        self._file.flush()
+        self._wait((to_json(record) + "\n").encode())
+        self._flush()
 
     def truncate_after(self, step: int) -> None:
-        """Drop every line whose `step` is above `step`, and any broken line; the change is atomic."""
-        self._file.close()
+        """Drop every line whose `step` is above `step`, and any broken line; the change is atomic.
+
+        Raises OSError where the disk fails: it happens before anything is logged.
+        """
         kept = [to_json(record) for record in read_jsonl(self.path) if _step_of(record) <= step]
         write_atomic(self.path, "".join(line + "\n" for line in kept))
+        os.close(self._descriptor)
         self._open()
 
     def close(self) -> None:
-        self._file.close()
+        self._flush()
+        if self._waiting:
+            self.num_lost += len(self._waiting)
+            warn(f"{self.path} is closed without its last {len(self._waiting)} lines, which the disk never took")
+        os.close(self._descriptor)
+
+    def _wait(self, line: bytes) -> None:
+        self._waiting.append(line)
+        self._waiting_bytes += len(line)
+        while self._waiting_bytes > _MAX_WAITING_BYTES and len(self._waiting) > 1:
+            self._waiting_bytes -= len(self._waiting.popleft())
+            self.num_lost += 1
+
+    def _flush(self) -> None:
+        try:
+            self._append(b"".join(self._waiting))
+        except OSError as failure:
+            count_refused()
+            if not self._is_out:
+                warn(f"{self.path} can't be written ({failure}); the run goes on, and its lines wait in memory")
+            self._is_out = True
+            return
+        if self._is_out:
+            lost = f"; {self.num_lost} lines are lost" if self.num_lost else ", and nothing is lost"
+            warn(f"{self.path} is written again, {len(self._waiting)} lines that waited among it{lost}")
+        self._is_out = False
+        self._waiting.clear()
+        self._waiting_bytes = 0
+
+    def _append(self, content: bytes) -> None:
+        """All of it, or none of it and OSError."""
+        before = os.fstat(self._descriptor).st_size
+        try:
+            while content:
+                content = content[os.write(self._descriptor, content) :]
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._descriptor, before)
+            raise
 
     def _open(self) -> None:
-        self._file = self.path.open("a", encoding="utf-8")
+        self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         # A crash may have cut the last line; the next record must not be glued to it.
         if not _ends_with_newline(self.path):
-            self._file.write("\n")
+            self._wait(b"\n")
 
 
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
@@ -61,11 +121,16 @@ def write_atomic(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     # Text of a policy may hold lone surrogates, which UTF-8 has no bytes for.
-    with aside.open("w", encoding="utf-8", errors="replace", newline="\n") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, path)
+    try:
+        with aside.open("w", encoding="utf-8", errors="replace", newline="\n") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            aside.unlink()
+        raise
 
 
 def to_json(value: Any, *, indent: int | None = None) -> str:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from spmdrl.observability.console import Console
 from spmdrl.observability.jsonl import JsonlWriter, number, read_jsonl
+from spmdrl.observability.outage import count_refused, going_on_without, warn
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
@@ -45,24 +46,42 @@ class MetricsBackend(Protocol):
 
 
 class MetricsLog:
-    """Hands the merged metrics of each step to all back ends; lives on one rank."""
+    """Hands the merged metrics of each step to all back ends; lives on one rank.
+
+    A back end that fails costs its own lines, which is said once per outage.
+    """
 
     def __init__(self, run_dir: Path, backends: Sequence[str], *, console: Console | None = None):
-        self._backends = [_open_backend(name, Path(run_dir), console) for name in backends]
+        self._backends = {name: _open_backend(name, Path(run_dir), console) for name in backends}
+        self._out: set[str] = set()
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write one step."""
-        for backend in self._backends:
-            backend.write(step, metrics)
+        for name, backend in self._backends.items():
+            try:
+                backend.write(step, metrics)
+            except BrokenPipeError:
+                raise
+            except Exception as failure:
+                # A service may fail with whatever its client raises.
+                count_refused()
+                if name not in self._out:
+                    warn(
+                        f"log.backends: {name} fails ({type(failure).__name__}: {failure}); the run goes on without it"
+                    )
+                self._out.add(name)
+            else:
+                self._out.discard(name)
 
     def truncate_after(self, step: int) -> None:
         """Forget the steps that a run which resumes after `step` will do again, where a back end can forget."""
-        for backend in self._backends:
+        for backend in self._backends.values():
             backend.truncate_after(step)
 
     def close(self) -> None:
-        for backend in self._backends:
-            backend.close()
+        for name, backend in self._backends.items():
+            with going_on_without(f"the end of {name}'s log", (Exception,)):
+                backend.close()
 
 
 class _JsonlBackend:

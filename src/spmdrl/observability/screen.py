@@ -25,10 +25,16 @@ def show(text: object = "", *, stream: TextIO | None = None, end: str = "\n") ->
     """Print a text of any origin, flushed; on standard output unless a stream is given."""
     stream = sys.stdout if stream is None else stream
     try:
-        stream.write(safe_text(str(text)) + end)
-    except UnicodeEncodeError:
-        stream.write(safe_text(str(text)).encode("ascii", "backslashreplace").decode() + end)
-    stream.flush()
+        try:
+            stream.write(safe_text(str(text)) + end)
+        except UnicodeEncodeError:
+            stream.write(safe_text(str(text)).encode("ascii", "backslashreplace").decode() + end)
+        stream.flush()
+    except BrokenPipeError:
+        raise
+    except OSError:
+        # The stream is a file on a full disk, which is no reason to end what it tells of; its buffer is tried again.
+        return
 
 
 def show_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

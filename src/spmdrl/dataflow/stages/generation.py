@@ -53,9 +53,11 @@ class RolloutRecorder:
 
     def write(self, step: int) -> None:
         """Write what was generated in this step, and forget it."""
-        record_rollouts(rollout_file(self.folder, step, self.rank), self._responses, self._prompts)
-        self._responses.clear()
-        self._prompts.clear()
+        try:
+            record_rollouts(rollout_file(self.folder, step, self.rank), self._responses, self._prompts)
+        finally:
+            self._responses.clear()
+            self._prompts.clear()
 
 
 def run_requests(

@@ -40,8 +40,11 @@ def record_rollouts(path: Path, responses: Sequence[Response], prompts: Mapping[
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(".tmp")
-    save_file(columns, unfinished)
-    os.replace(unfinished, path)
+    try:
+        save_file(columns, unfinished)
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def read_rollouts(path: Path) -> dict[int, tuple[tuple[int, ...], Response]]:

@@ -1,0 +1,39 @@
+"""Writes that must not end a run: what a full or failing disk refuses is said and counted, and the run goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+
+from spmdrl.observability.screen import show
+
+_num_refused = 0
+
+
+def warn(text: str) -> None:
+    """Print a warning on stderr."""
+    show(f"WARNING: {text}", stream=sys.stderr)
+
+
+def count_refused() -> None:
+    """Count a write of this process that a disk or a logging service refused."""
+    global _num_refused
+    _num_refused += 1
+
+
+def take_num_refused() -> int:
+    """How many writes were refused since this was last asked."""
+    global _num_refused
+    count, _num_refused = _num_refused, 0
+    return count
+
+
+@contextlib.contextmanager
+def going_on_without(what: str, failures: tuple[type[Exception], ...] = (OSError,)) -> Iterator[None]:
+    """Leave this block where the disk fails, with a warning that `what` could not be written."""
+    try:
+        yield
+    except failures as failure:
+        count_refused()
+        warn(f"{what} could not be written, the run goes on without it: {type(failure).__name__}: {failure}")
