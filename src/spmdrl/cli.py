@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections import deque
 from collections.abc import Sequence
 
 from spmdrl import __version__
@@ -36,10 +37,12 @@ examples:
   python -m spmdrl train run.yaml optim.lr=1e-6 --rollout.temperature 0.8    with overrides
   python -m spmdrl check run.yaml                                            is this config right?
   python -m spmdrl eval run.yaml model.path=runs/a/checkpoints/step_000100/model
+  python -m spmdrl generate model.path=runs/a prompt='12+30='
   python -m spmdrl report runs/a
   python -m spmdrl bench --help
 """
 
+_MOST_PROMPT_BYTES = 1 << 20
 # The verbs whose ranks meet.
 _JOINING_VERBS = ("train", "sft", "eval", "generate")
 # Time in which the first rank speaks, and the launcher ends the others: one cause on the screen, not N copies of it.
@@ -99,6 +102,7 @@ def _run(arguments: Sequence[str], rank: int) -> int:
 
 
 def _run_configured(verb: str, arguments: Sequence[str], rank: int) -> int:
+    prompts, arguments = take_prompts(arguments) if verb == "generate" else ([], arguments)
     files, overrides = split_arguments(arguments)
     if not files and not overrides:
         raise ConfigError(
@@ -121,10 +125,44 @@ def _run_configured(verb: str, arguments: Sequence[str], rank: int) -> int:
     elif verb == "eval":
         from spmdrl.evaluate import main as run
     elif verb == "generate":
-        from spmdrl.generate import main as run
+        from spmdrl.generate import main as generate
+
+        return generate(loaded, prompts)
     else:
         from spmdrl.check import main as run
     return run(loaded)
+
+
+def take_prompts(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Part `prompt=TEXT`, `--prompt TEXT` and `-` (standard input as one prompt) from the other arguments."""
+    prompts: list[str] = []
+    others: list[str] = []
+    rest = deque(arguments)
+    while rest:
+        argument = rest.popleft()
+        if argument.startswith(("prompt=", "--prompt=")):
+            prompts.append(argument.partition("=")[2])
+        elif argument == "--prompt" and rest:
+            prompts.append(rest.popleft())
+        elif argument == "-":
+            prompts.append(_standard_input())
+        else:
+            others.append(argument)
+    if any(not prompt.strip() for prompt in prompts):
+        raise ConfigError("prompt is empty; write prompt='...', or - for standard input with text in it")
+    return prompts, others
+
+
+def _standard_input() -> str:
+    if read_launch_environment(os.environ).world_size > 1:
+        raise ConfigError("- is standard input, which several ranks can't all read; write prompt='...'")
+    content = sys.stdin.buffer.read(_MOST_PROMPT_BYTES + 1)
+    if len(content) > _MOST_PROMPT_BYTES:
+        raise ConfigError(f"standard input has more than {_MOST_PROMPT_BYTES >> 20} MiB; put prompts into data.eval")
+    try:
+        return content.decode().removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"standard input isn't UTF-8: byte 0x{content[error.start]:02x} at {error.start}") from error
 
 
 def _refuse(error: ValueError, rank: int) -> int:

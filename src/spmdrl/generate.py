@@ -8,7 +8,12 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 from spmdrl.config import Config
 from spmdrl.configfile import LoadedConfig, start_up
@@ -33,19 +38,26 @@ from spmdrl.resources.world import World
 FILE = "generated.jsonl"
 
 
-def main(loaded: LoadedConfig[Config]) -> int:
-    """Answer the prompts of `data.eval` with `rollout`'s sampling, `eval.num_samples` times each.
+def main(loaded: LoadedConfig[Config], prompts: Sequence[str] = ()) -> int:
+    """Answer prompts with `rollout`'s sampling, `eval.num_samples` times each.
 
-    The same command again goes on with the answers of one that was interrupted.
+    Those of `data.eval` are answered into the run's folder, and the same command again goes on with the answers of one
+    that was interrupted. `prompts`, where there are any, take their place; their answers are shown and leave no file.
     """
     started = time.perf_counter()
-    checked = check_run(loaded, verb="generate")
-    with open_job(checked, "generate") as world:
+    checked = check_run(loaded, verb="generate", prompts=prompts)
+    with ExitStack() as stack:
+        world = stack.enter_context(open_job(checked, "generate"))
+        folder = checked.config.run.folder
+        if prompts:
+            folder = Path(stack.enter_context(TemporaryDirectory(prefix="spmdrl_generate_")))
         with start_up():
-            kept = keep_answers(checked, world)
+            kept = keep_answers(checked, world, folder)
         lines = kept.gathered()
-        if world.is_main:
-            path = checked.config.run.folder / FILE
+        if world.is_main and prompts:
+            _show_answers(prompts, [json.loads(line) for line in lines])
+        elif world.is_main:
+            path = folder / FILE
             unfinished = path.with_suffix(".tmp")
             unfinished.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
             unfinished.replace(path)
@@ -56,14 +68,27 @@ def main(loaded: LoadedConfig[Config]) -> int:
     return 0
 
 
+def _show_answers(prompts: Sequence[str], answers: Sequence[Mapping[str, Any]]) -> None:
+    """Each prompt after `> `, and below it its answers."""
+    num_samples = len(answers) // len(prompts)
+    for answer in answers:
+        prompt, sample = divmod(answer["row"], num_samples)
+        if sample == 0:
+            show(f"> {prompts[prompt]}")
+        number = f"[{sample + 1}] " if num_samples > 1 else ""
+        cut = " ... (cut at rollout.max_completion_length or the model's last position)"
+        cut = cut if answer["finish"] == "length" else ""
+        show(f"{number}{answer['response']}{cut}")
+
+
 def _write_summary(config: Config, lines: Sequence[str], seconds: float) -> None:
     asked = {"model": config.model.path, "data": str(config.data.eval), "num_samples": config.eval.num_samples}
     found = {"rows": len(lines), "finish": Counter(json.loads(line)["finish"] for line in lines), "seconds": seconds}
     write_verb_summary(config.run.folder, "generate", asked | found | {"versions": software_versions()})
 
 
-def keep_answers(checked: CheckedRun, world: World) -> KeptAnswers:
-    """Answer all rows that no interrupted run has answered, and keep each as it ends. Collective."""
+def keep_answers(checked: CheckedRun, world: World, folder: Path) -> KeptAnswers:
+    """Answer all rows that no interrupted run has answered, and keep each in `folder` as it ends. Collective."""
     config = checked.config
     source = ModelSource.of(prepare_model(config, world))
     check_generation_fits(config, source.decoder)
@@ -73,7 +98,7 @@ def keep_answers(checked: CheckedRun, world: World) -> KeptAnswers:
     warn_of_end_of_turn(console, tokenizer, rows)
     prompts = list(itertools.islice(rows.all(), config.eval.max_rows))
     sampling = config.rollout.sampling(tokenizer.stop_token_ids)
-    kept = KeptAnswers(config.run.folder, _identity(config, source, prompts), world)
+    kept = KeptAnswers(folder, _identity(config, source, prompts), world)
     if config.resume == "never":
         kept.put_aside()
     done = kept.rows()
@@ -83,7 +108,7 @@ def keep_answers(checked: CheckedRun, world: World) -> KeptAnswers:
     with console.doing("loading the weights"):
         replica = build_replica(config, source, world, config.resources.generation)
         load_for_generation(replica.engine, source)
-    requests = _requests(config, prompts, replica, sampling, done)
+    requests = _requests(config, prompts, replica, sampling, done, source.decoder.max_positions)
     progress = _progress(replica, requests) if world.is_main else None
     for number, responses in run_requests(replica.engine, requests):
         prompt = prompts[requests[number].rows[0] // config.eval.num_samples]
@@ -95,15 +120,20 @@ def keep_answers(checked: CheckedRun, world: World) -> KeptAnswers:
 
 
 def _requests(
-    config: Config, prompts: Sequence[Prompt], replica: Replica, sampling: SamplingParams, done: set[int]
-) -> list[Request]:
-    """What this replica is to answer: of its prompts, the rows that aren't done."""
+    config: Config, prompts: Sequence[Prompt], replica: Replica, sampling: SamplingParams, done: set[int],
+    max_positions: int,
+) -> list[Request]:  # fmt: skip
+    """What this replica is to answer: of its prompts, the rows that aren't done. Answers end at the last position."""
     size, requests = config.eval.num_samples, []
     for number in replica.share_of(len(prompts)):
         rows = tuple(row for row in range(number * size, (number + 1) * size) if row not in done)
         seeds = tuple(row_seed(config.seed, 0, row) for row in rows)
+        prompt_ids = prompts[number].prompt_ids
+        # A prompt that fills all positions is refused by the engine, with its length.
+        num_left = max(1, max_positions - len(prompt_ids))
+        limited = replace(sampling, max_tokens=num_left) if num_left < sampling.max_tokens else sampling
         if rows:
-            requests.append(Request(rows, prompts[number].prompt_ids, seeds, sampling))
+            requests.append(Request(rows, prompt_ids, seeds, limited))
     return requests
 
 

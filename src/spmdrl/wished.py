@@ -15,6 +15,7 @@ _ANSWERS: tuple[tuple[str, str], ...] = (
     ),
     ("dry_run", "`spmdrl check` with the same files and keys checks them and trains nothing"),
     ("config config_file config_name", "write the file without a flag, as in `spmdrl train run.yaml`"),
+    ("prompt prompts", "prompts are answered by generate: `spmdrl generate model.path=runs/a prompt='12+30='`"),
     ("verbose log_level", "every step is printed, and all metrics are in metrics.jsonl of the run's folder"),
     ("logging_steps log_freq", "every step is logged"),
     (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,7 +11,7 @@ from spmdrl.algorithms.algorithm import Algorithm
 from spmdrl.algorithms.table import build_algorithm
 from spmdrl.config import Config
 from spmdrl.configfile import LoadedConfig, resolved_yaml, start_up
-from spmdrl.dataflow.samples.rows import RowNeeds, SourceRows, read_rows
+from spmdrl.dataflow.samples.rows import RowNeeds, SourceRows, read_rows, rows_of_prompts
 from spmdrl.dataflow.samples.schema import needs_by_state
 from spmdrl.dataflow.stages.parity import Agreement, update_columns
 from spmdrl.dataflow.stages.rows import replayed_columns
@@ -45,8 +46,11 @@ class CheckedRun:
     eval_rows: list[SourceRows]
 
 
-def check_run(loaded: LoadedConfig[Config], verb: Verb) -> CheckedRun:
-    """Check layout, algorithm, data and reward functions. Raises ConfigError; no rank has communicated yet."""
+def check_run(loaded: LoadedConfig[Config], verb: Verb, prompts: Sequence[str] = ()) -> CheckedRun:
+    """Check layout, algorithm, data and reward functions. Raises ConfigError; no rank has communicated yet.
+
+    `prompts` take the place of the rows of `data.eval`.
+    """
     with start_up():
         config = loaded.value
         launch = read_launch_environment(os.environ)
@@ -74,7 +78,13 @@ def check_run(loaded: LoadedConfig[Config], verb: Verb) -> CheckedRun:
         train_needs = RowNeeds(answer=answers and verb != "sft", completion=verb == "sft" or config.sft.max_steps > 0)
         train_rows = read_rows(config.data.train, config.data, needs=train_needs) if is_trained else []
         eval_rows = []
-        if config.data.eval is not None or verb == "eval":
+        if prompts:
+            eval_rows = [rows_of_prompts(prompts)]
+        elif verb == "generate" and config.data.eval is None:
+            raise ValueError(
+                "there is nothing to answer: set data.eval to a data file, or write prompt='...' (- is standard input)"
+            )
+        elif config.data.eval is not None or verb == "eval":
             eval_rows = read_rows(config.data.eval, config.data, needs=RowNeeds(answer=answers), key="data.eval")
         if are_judged:
             # Loads the functions in a child and ends it: a missing file or name is refused before the first rollout.

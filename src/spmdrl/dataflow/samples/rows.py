@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -175,6 +175,13 @@ def read_rows(
                 f"{key}: {part.source.path} holds no usable row; {len(part.skipped)} were skipped as bad{first}"
             )
     return checked
+
+
+def rows_of_prompts(prompts: Sequence[str]) -> SourceRows:
+    """Prompts from the command line, as if they had been read."""
+    places = [f"prompt {number}" for number in range(1, len(prompts) + 1)]
+    rows = tuple(Row(place, place, prompt, None, {}) for place, prompt in zip(places, prompts, strict=True))
+    return SourceRows(DataSource("the command line"), rows, (), {})
 
 
 def _refuse_files_named_twice(sources: tuple[DataSource, ...], key: str) -> None:

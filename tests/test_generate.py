@@ -1,0 +1,73 @@
+"""`generate` answers prompts from the command line, standard input or a data file, and refuses to answer nothing."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from spmdrl.cli import main, take_prompts
+from spmdrl.configfile import ConfigError
+from tests.support.jobs import finished, run_job
+
+MODEL = ["model.make={hidden_size: 32, num_layers: 1, num_heads: 2, num_kv_heads: 1, intermediate_size: 64,"
+         " max_positions: 32}"]  # fmt: skip
+
+
+def standard_input(monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
+
+
+def test_prompts_are_taken_from_wherever_they_stand(monkeypatch: pytest.MonkeyPatch) -> None:
+    standard_input(monkeypatch, "12+30=\nor é\n".encode())
+    arguments = ["a.yaml", "prompt=a=b", "seed=1", "--prompt", "--c", "-", "--prompt=d"]
+    assert take_prompts(arguments) == (["a=b", "--c", "12+30=\nor é", "d"], ["a.yaml", "seed=1"])
+
+
+@pytest.mark.parametrize(
+    ("content", "words"), [(b"\n", "prompt is empty"), (b"\xff", "isn't UTF-8"), (b"x" * (2 << 20), "more than 1 MiB")]
+)
+def test_standard_input_that_is_no_prompt_is_refused(
+    monkeypatch: pytest.MonkeyPatch, content: bytes, words: str
+) -> None:
+    standard_input(monkeypatch, content)
+    with pytest.raises(ConfigError, match=words):
+        take_prompts(["-"])
+
+
+def test_standard_input_of_several_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0",
+                        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="several ranks can't all read"):
+        take_prompts(["-"])
+
+
+def test_nothing_to_answer_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", *MODEL]) == 2
+    assert "set data.eval to a data file, or write prompt='...'" in capsys.readouterr().err
+    assert main(["generate", *MODEL, "prompt="]) == 2
+    assert "prompt is empty" in capsys.readouterr().err
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_a_prompt_of_the_command_line_is_answered_on_the_screen_and_leaves_no_file(tmp_path: Path) -> None:
+    # Data rows that are no prompts, and more tokens than the model has positions: neither is in the way.
+    settings = [*MODEL, f"run.dir={tmp_path}", "data.eval=nowhere.jsonl", "rollout.ignore_eos=true"]
+    done = finished(run_job("generate", *settings, "prompt=12+30=", "prompt=1+1=", "eval.num_samples=2", ranks=2))
+    lines = [line for line in done.stdout.splitlines() if line.startswith((">", "["))]
+    assert [line[:7].rstrip() for line in lines if line.startswith(">")] == ["> 12+30", "> 1+1="]
+    assert [line[:3] for line in lines] == ["> 1", "[1]", "[2]", "> 1", "[1]", "[2]"]
+    assert "(cut at rollout.max_completion_length or the model's last position)" in lines[1]
+    assert {path.name for path in tmp_path.iterdir()} == {"initial_model"}
+    # The same prompts in a file are answered with the same texts.
+    path = tmp_path / "prompts.json"
+    path.write_text(json.dumps([{"prompt": "12+30="}, {"prompt": "1+1="}]))
+    done = finished(run_job("generate", *settings, f"data.eval={path}", "eval.num_samples=2"))
+    answers = [json.loads(line) for line in (tmp_path / "generated.jsonl").read_text().splitlines()]
+    assert len(answers) == 4 and answers[0]["finish"] == "length"
+    assert [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")] == answers
