@@ -15,7 +15,7 @@ KINDS = ("mean", "total", "maximum", "minimum", "alike")
 # What the jobs of this test don't do: accelerators and other nodes, failures, routers with a bias.
 ELSEWHERE = {
     "mem/{stage}_peak_gib", "mem/total_gib", "checkpoint/failed", "reward/errors/{verdict}",
-    "router/bias_abs_max",
+    "router/bias_abs_max", "log/refused_writes",
 }  # fmt: skip
 # Sparse, more than one update a step, a reference, a correction, rollouts over several steps: what records most.
 MUCH = (
@@ -23,7 +23,8 @@ MUCH = (
     "intermediate_size: 64, moe_intermediate_size: 32, num_experts: 4, experts_per_token: 2, max_positions: 32, "
     "chars: '0123456789+= '}",
     "train.updates_per_step=2", "algo.kl_coef=0.01", "algo.rollout_is=tis", "sft.max_steps=1", "sft.rows_per_step=8",
-    "train.routing.aux_loss_coefficient=0.01", "reshard.swap=always", "checkpoint.interval=1", "eval.before_train=true", "eval.max_rows=4",
+    "train.routing.aux_loss_coefficient=0.01", "reshard.swap=always",
+    "checkpoint.interval=1", "eval.before_train=true", "eval.max_rows=4",
     "data.eval=synthetic://addition?low=0&high=9&count=10",
 )  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,9 @@ def test_skipped_updates_are_counted_once_on_two_ranks_and_named_in_the_outcome(
     assert "grpo done, but 2 of 3 updates were skipped: loss or gradient norm not finite" in job.stdout
     assert summary_of(tmp_path / "run")["verdict"] == "done"
     assert metrics_of(tmp_path / "run")[-1]["health/updates_skipped"] == 2
+    written = [json.loads(line) for line in (tmp_path / "run" / "checkpoints.jsonl").read_text().splitlines()]
+    assert [(one["step"], one["folder"]) for one in written] == [(2, "step_000002"), (3, "step_000003")]
+    assert 0 < summary_of(tmp_path / "run")["startup_seconds"] < summary_of(tmp_path / "run")["seconds"]
 
 
 def test_rewards_that_are_all_missing_are_warned_of_in_the_first_step(tmp_path: Path, config: Path):

@@ -7,7 +7,8 @@ import math
 import random
 from pathlib import Path
 
-from spmdrl.observability.log import MetricsLog, SampleRecord, SamplesLog, SampleToken
+from spmdrl.observability.jsonl import JsonlWriter
+from spmdrl.observability.log import CHECKPOINTS_FILE, MetricsLog, SampleRecord, SamplesLog, SampleToken
 from spmdrl.observability.summary import write_summary
 from spmdrl.observability.timeline import timeline_file
 
@@ -38,6 +39,10 @@ def write_run(run_dir: Path, *, num_steps: int, num_ranks: int, samples_per_step
     for rank in range(num_ranks):
         _write_timeline(timeline_file(run_dir, rank), rank, num_steps, chance)
     (run_dir / "config.resolved.yaml").write_text(CONFIG)
+    checkpoints = JsonlWriter(run_dir / CHECKPOINTS_FILE)
+    for step in sorted({*range(10, num_steps + 1, 10), num_steps}):
+        checkpoints.write({"step": step, "seconds": 0.8, "bytes": 12e6, "folder": f"step_{step:06d}", "error": None})
+    checkpoints.close()
     write_summary(
         run_dir,
         verdict="ok",
@@ -103,7 +108,6 @@ def _metrics(step: int, num_steps: int, chance: random.Random) -> dict[str, floa
     if step % 10 == 0 or step == 1:
         metrics |= {"eval/accuracy": 0.2 + 0.7 * progress}
         metrics |= {"eval/accuracy_low": 0.15 + 0.7 * progress, "eval/accuracy_high": 0.25 + 0.7 * progress}
-        metrics |= {"checkpoint/seconds": 0.8, "checkpoint/bytes": 12e6}
     return metrics
 
 

@@ -12,9 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spmdrl.observability.log import MetricsLog
 from spmdrl.observability.report import main, write_report
 from spmdrl.observability.report_charts import Chart, Series, chart_figure, downsample, moving_mean, ticks
 from spmdrl.observability.report_samples import fitting
+from spmdrl.observability.summary import write_summary
 from tests.observability.synthetic import HOSTILE, write_run
 
 MAX_BYTES = 5_000_000
@@ -100,6 +102,38 @@ def test_a_run_whose_files_have_no_peaks_and_moved_nothing_has_no_such_tables(tm
     text = write_report(run).read_text()
     assert "On the device" in text and "kv_cache" in text
     assert "Peaks on the device" not in text and "Resharding by link" not in text
+
+
+def _cells(text: str) -> dict[str, list[str]]:
+    lines = [re.findall(r"<td>(.*?)</td>", line) for line in re.findall(r"<tr>(.*?)</tr>", text)]
+    return {line[0]: line[1:] for line in lines if line}
+
+
+def test_checkpoints_are_listed_by_their_own_steps_with_the_last_one(tmp_path: Path):
+    run = write_run(tmp_path / "run", num_steps=25, num_ranks=1)
+    (run / "checkpoints" / "step_000025").mkdir(parents=True)
+    with (run / "checkpoints.jsonl").open("a") as file:
+        file.write('{"step": 26, "error": "disk full", "folder": null}\n')
+    found = _cells(write_report(run).read_text())["Checkpoints written"]
+    assert found == ["3", "step 10, 20, 25; still there: 25; FAILED: 26; the last holds 11 MiB"]
+
+
+def test_checkpoints_of_an_older_run_are_those_before_the_steps_that_tell_of_them(tmp_path: Path):
+    lines = [{"step": step, "checkpoint/seconds": 1.0, "checkpoint/bytes": 1024.0} for step in (51, 101)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert _cells(write_report(tmp_path).read_text())["Checkpoints written"][1].startswith("step 50, 100;")
+
+
+def test_the_start_flattens_no_curve_and_is_shown_on_its_own(tmp_path: Path):
+    log = MetricsLog(tmp_path, ["jsonl"])
+    for step in range(6):
+        log.write(step, {"time/step": 2.0 + step / 10 if step else 500.0, "eval/accuracy": 0.5})
+    log.close()
+    write_summary(tmp_path, verdict="done", startup_seconds=490.0)
+    text = write_report(tmp_path).read_text()
+    assert "<dt>Start-up</dt><dd>8m10s</dd>" in text and "<dt>A step</dt><dd>2.3s (median)</dd>" in text
+    [chart] = re.findall(r"<figure[^>]*><figcaption>Seconds a step.*?</figure>", text)
+    assert "500" not in re.findall(r'class="ty"[^>]*>([^<]*)<', chart) and 'data-steps="1 5"' in chart
 
 
 def test_hostile_text_stays_text(small_run: Path):

@@ -26,6 +26,7 @@ class HeldOut:
         """The evaluation before the first step, where `eval.before_train` asks for it."""
         run = self._run
         if run.start_step == 0 and run.config.eval.before_train:
+            run.begin_step()
             evaluation = self._evaluate(0)
             run.accuracy_before = evaluation.accuracy.value if evaluation else None
             run.accuracy_before_interval = [evaluation.accuracy.low, evaluation.accuracy.high] if evaluation else None

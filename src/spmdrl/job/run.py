@@ -19,8 +19,8 @@ from spmdrl.job.run_folder import check_disk_space, checkpoint_bytes, on_every_r
 from spmdrl.job.savable import Savable
 from spmdrl.observability.console import Console
 from spmdrl.observability.health import HealthWatch, counts_so_far, trouble_of
-from spmdrl.observability.jsonl import write_atomic
-from spmdrl.observability.log import METRICS_FILE, MetricsLog, SamplesLog, read_metrics
+from spmdrl.observability.jsonl import JsonlWriter, write_atomic
+from spmdrl.observability.log import CHECKPOINTS_FILE, METRICS_FILE, MetricsLog, SamplesLog, read_metrics
 from spmdrl.observability.metrics import Recorder, encode, merge
 from spmdrl.observability.outage import going_on_without, take_num_refused
 from spmdrl.observability.report import write_report
@@ -69,6 +69,8 @@ class Run:
         self._resolved_config = resolved_config
         self._started = time.perf_counter() if started is None else started
         self._step_started = self._started
+        self._startup_seconds: float | None = None
+        self._checkpoints_log: JsonlWriter | None = None
         self._metrics_log: MetricsLog | None = None
         self._has_begun = False
         self._point: ResumePoint | None = None
@@ -113,8 +115,14 @@ class Run:
         for step in range(self.start_step + 1, self.num_steps + 1):
             if self.is_finished:
                 return
-            self._step_started = time.perf_counter()
+            self.begin_step()
             yield step
+
+    def begin_step(self) -> None:
+        """Start the clock of a step, or of the evaluation before the first one; what was before is the start-up."""
+        self._step_started = time.perf_counter()
+        if self._startup_seconds is None:
+            self._startup_seconds = self._step_started - self._started
 
     def finish_step(self, step: int, state: Savable) -> None:
         """Write the step's metrics, then a checkpoint where one is due. Collective.
@@ -130,7 +138,7 @@ class Run:
     def save(self, step: int, state: Savable) -> None:
         """Write a checkpoint; a failure costs none of the earlier ones, and the run goes on. Collective.
 
-        Its metrics are those of the next step that is logged.
+        Its metrics are those of the next step that is logged; checkpoints.jsonl has them under its own step.
         """
         record = RunRecord(
             step, self.identity, self.is_finished, self.first_metrics, self.metrics, self.accuracy_before,
@@ -148,14 +156,20 @@ class Run:
         started = time.perf_counter()
         with self.console.doing(f"saving the checkpoint of step {step}"), self.timeline.stage("checkpoint", step):
             result = self.store.save(step, write)
-        self.recorder.maximum("checkpoint/seconds", time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        if self._checkpoints_log is not None:
+            name = result.folder.name if result.folder else None
+            self._checkpoints_log.write(
+                {"step": step, "seconds": seconds, "bytes": result.num_bytes, "folder": name, "error": result.error}
+            )
+        self.recorder.maximum("checkpoint/seconds", seconds)
         if result.folder is None:
             self.recorder.maximum("checkpoint/failed", 1.0)
             self.console.note(f"WARNING: checkpoint of step {step} FAILED, the run goes on without it: {result.error}")
         else:
             self.recorder.maximum("checkpoint/bytes", float(result.num_bytes))
-            size, seconds = bytes_text(result.num_bytes), duration(time.perf_counter() - started)
-            self.console.note(f"checkpoint of step {step}: {size} in {seconds}, {result.folder}")
+            size = bytes_text(result.num_bytes)
+            self.console.note(f"checkpoint of step {step}: {size} in {duration(seconds)}, {result.folder}")
             self.last_checkpoint = result.folder
 
     def log_step(self, step: int) -> None:
@@ -212,6 +226,8 @@ class Run:
         assert self._metrics_log is not None and self.samples_log is not None
         self._metrics_log.close()
         self.samples_log.close()
+        if self._checkpoints_log is not None:
+            self._checkpoints_log.close()
         report = self.folder / "report.html"
         summary = {
             "verdict": verdict,
@@ -222,6 +238,7 @@ class Run:
             "accuracy_before": self.accuracy_before,
             "accuracy_before_interval": self.accuracy_before_interval,
             "seconds": time.perf_counter() - self._started,
+            "startup_seconds": self._startup_seconds,
             "checkpoint": str(self.last_checkpoint / MODEL) if self.last_checkpoint else None,
             "report": str(report),
         }
@@ -274,6 +291,8 @@ class Run:
             self._metrics_log.truncate_after(last_step)
             self.samples_log = SamplesLog(self.folder)
             self.samples_log.truncate_after(last_step)
+            self._checkpoints_log = JsonlWriter(self.folder / CHECKPOINTS_FILE)
+            self._checkpoints_log.truncate_after(last_step)
         self._has_begun = True
 
     def _keep_config(self) -> None:

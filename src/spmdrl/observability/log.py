@@ -15,6 +15,7 @@ from spmdrl.observability.outage import count_refused, going_on_without, warn
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
+CHECKPOINTS_FILE = "checkpoints.jsonl"
 BACKENDS = ("console", "jsonl", "tensorboard", "wandb")
 
 

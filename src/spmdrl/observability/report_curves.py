@@ -52,7 +52,7 @@ def learning_charts(runs: Sequence[RunData]) -> list[Chart]:
 
 def speed_charts(runs: Sequence[RunData]) -> list[Chart]:
     """Seconds a step, of all runs and of the first run's stages, and throughput."""
-    charts = [_metric_chart(runs, title, unit, metric) for title, unit, metric in SPEED]
+    charts = [_of_steps(_metric_chart(runs, title, unit, metric)) for title, unit, metric in SPEED]
     timed = [name[5:] for name in runs[0].metric_names if name.startswith("time/") and name != "time/step"]
     # The Gantt chart's order, so that a stage has one color on the page.
     order = dict.fromkeys([*stage_order(runs[0].timeline), *timed])
@@ -60,6 +60,11 @@ def speed_charts(runs: Sequence[RunData]) -> list[Chart]:
     return _filled(
         [charts[0], Chart("Seconds by stage", by_stage, "s" if len(runs) == 1 else f"s, {runs[0].name}"), charts[1]]
     )
+
+
+def _of_steps(chart: Chart) -> Chart:
+    """Without step 0, which is the evaluation before the first one, and in older runs the whole start too."""
+    return replace(chart, series=[replace(one, points=[at for at in one.points if at[0] >= 1]) for one in chart.series])
 
 
 def traffic_charts(runs: Sequence[RunData]) -> list[Chart]:

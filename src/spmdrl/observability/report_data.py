@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from spmdrl.observability.jsonl import read_jsonl
-from spmdrl.observability.log import SAMPLES_FILE, read_metrics
+from spmdrl.observability.log import CHECKPOINTS_FILE, SAMPLES_FILE, read_metrics
 from spmdrl.observability.summary import read_summary
 from spmdrl.observability.timeline import TimelineRecords, read_timeline
 
@@ -23,6 +24,10 @@ class RunData:
     """By step, rising; a step that was written twice counts as its later line."""
     timeline: TimelineRecords
     samples: list[dict[str, Any]]
+    checkpoints: list[dict[str, Any]]
+    """step, seconds, bytes, folder or None, error; of runs without such a file, by what their metrics say"""
+    kept: frozenset[str]
+    """names of the checkpoint folders that are there"""
     summary: dict[str, Any]
     config: str
 
@@ -50,9 +55,20 @@ def read_run(run_dir: Path) -> RunData:
         metrics={step: by_step[step] for step in sorted(by_step)},
         timeline=read_timeline(folder / "timeline"),
         samples=list(read_jsonl(folder / SAMPLES_FILE)),
+        checkpoints=list(read_jsonl(folder / CHECKPOINTS_FILE)) or _checkpoints_by_metrics(by_step),
+        kept=frozenset(path.name for path in folder.glob("checkpoints/step_*")),
         summary=read_summary(folder),
         config=_text_of(folder / "config.resolved.yaml"),
     )
+
+
+def _checkpoints_by_metrics(by_step: Mapping[int, Mapping[str, float]]) -> list[dict[str, Any]]:
+    """What earlier versions wrote: a checkpoint's metrics are those of the step after it, and the last has none."""
+    return [
+        {"step": step - 1, "seconds": values["checkpoint/seconds"], "bytes": values.get("checkpoint/bytes")}
+        for step, values in sorted(by_step.items())
+        if "checkpoint/seconds" in values
+    ]
 
 
 def _text_of(path: Path) -> str:

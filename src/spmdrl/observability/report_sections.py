@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from statistics import median
 from typing import Any
 
 from spmdrl.observability.console import outcome
@@ -28,6 +29,8 @@ def header(run: RunData) -> str:
         "Held-out reward": _change(run, "eval_reward"),
         "Accuracy": _change(run, "accuracy"),
         "Time": _seconds_text(run.summary.get("seconds")),
+        "Start-up": _seconds_text(run.summary.get("startup_seconds")),
+        "A step": _pace(run),
         "Devices": _plain(run.summary.get("devices")),
         "Versions": _plain(run.summary.get("versions")),
         "Checkpoint": _plain(run.summary.get("checkpoint")),
@@ -142,10 +145,22 @@ def _not_finite(run: RunData) -> tuple[str, str]:
 
 
 def _checkpoints(run: RunData) -> tuple[str, str]:
-    steps = [int(step) for step, _ in run.points("checkpoint/seconds")]
-    sizes = [size for _, size in run.points("checkpoint/bytes") if math.isfinite(size)]
-    size = f"; the last holds {bytes_text(sizes[-1])}" if sizes else ""
-    return str(len(steps)), _steps_text(steps) + size
+    """Their steps, which of them are still there, and what could not be written."""
+    written = [one for one in run.checkpoints if isinstance(one.get("step"), int) and not one.get("error")]
+    failed = [one["step"] for one in run.checkpoints if isinstance(one.get("step"), int) and one.get("error")]
+    kept = [one["step"] for one in written if one.get("folder") in run.kept]
+    texts = [_steps_text([one["step"] for one in written])] if written else []
+    texts += [f"still there: {_listed([str(step) for step in kept])}"] if kept else []
+    texts += [f"FAILED: {_listed([str(step) for step in failed])}"] if failed else []
+    size = number(written[-1].get("bytes")) if written else None
+    texts += [f"the last holds {bytes_text(size)}"] if size is not None and math.isfinite(size) else []
+    return str(len(written)), "; ".join(texts)
+
+
+def _pace(run: RunData) -> str:
+    """The median of the steps, apart from what comes before the first one."""
+    seconds = [value for step, value in run.points("time/step") if step >= 1 and math.isfinite(value)]
+    return f"{duration(median(seconds))} (median)" if seconds else ""
 
 
 def _steps_text(steps: Sequence[int]) -> str:
