@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from spmdrl.engines.reward.descent import ProcessTree
 from spmdrl.engines.reward.pool import RewardConfig, RewardPool
+from spmdrl.engines.reward.supervisor import read_scores
 from spmdrl.engines.reward.verdict import Verdict
 
 POISONS = Path(__file__).with_name("poisons.py")
@@ -46,26 +48,14 @@ def wait_until_dead(pids, seconds: float = 5.0) -> list[int]:
     return [pid for pid in pids if is_alive(pid)]
 
 
-def group_members(leader: int) -> list[int]:
-    members = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
-            except (FileNotFoundError, ProcessLookupError):
-                continue
-            if int(fields[2]) == leader:
-                members.append(int(entry.name))
-    return members
-
-
 @pytest.fixture(scope="module")
 def poisoned():
     with RewardPool(config_of("poison", memory_limit_gib=0.1)) as pool:
         yield pool
-        groups = [pid for leader in pool.worker_pids() for pid in group_members(leader)]
-        assert groups
-    assert wait_until_dead(groups) == []
+        guards = pool.worker_pids()
+        workers = [one.pid for guard in guards for one in ProcessTree(guard).members()]
+        assert guards and workers
+    assert wait_until_dead([*guards, *workers], 0.0) == []
 
 
 @pytest.mark.parametrize(
@@ -85,6 +75,12 @@ def poisoned():
         ("huge", Verdict.MALFORMED),
         ("print", Verdict.SCORED),
         ("wrong_pipe", Verdict.CRASHED),
+        ("forge", Verdict.CRASHED),
+        ("forge_deep", Verdict.CRASHED),
+        ("breakpoint", Verdict.CRASHED),
+        ("pdb", Verdict.CRASHED),
+        ("pdb_on_stdin", Verdict.CRASHED),
+        ("input", Verdict.CRASHED),
     ],
 )
 def test_a_poisoned_call_has_its_verdict_in_time_and_the_next_call_is_scored(poisoned, poison, verdict):
@@ -100,9 +96,120 @@ def test_a_poisoned_call_has_its_verdict_in_time_and_the_next_call_is_scored(poi
 
 def test_a_grandchild_dies_with_its_call(tmp_path, monkeypatch):
     monkeypatch.setenv("SPMDRL_TEST_PID_FILE", str(tmp_path / "pid"))
-    with RewardPool(config_of("poison")) as pool:
+    with RewardPool(config_of("poison", environment=("SPMDRL_TEST_PID_FILE",))) as pool:
         assert scored(pool, "grandchild").verdicts == [Verdict.TIMED_OUT]
         assert wait_until_dead([int((tmp_path / "pid").read_text())]) == []
+
+
+def pids_in(path: Path) -> list[int]:
+    return [int(line) for line in path.read_text().split()]
+
+
+@pytest.mark.parametrize("kind", ["own_session", "daemon", "shell", "respawning"])
+def test_what_a_call_leaves_behind_ends_before_the_next_call(tmp_path, monkeypatch, kind):
+    monkeypatch.setenv("SPMDRL_TEST_PID_FILE", str(tmp_path / "pids"))
+    settings = {"environment": ("SPMDRL_TEST_PID_FILE",), "timeout_seconds": 10.0}
+    with RewardPool(config_of("poison", **settings)) as pool:
+        for _ in range(2):
+            assert scored(pool, kind).rewards == [1.0]
+        # A call ends before the next is begun, so this one finds nothing of those before it.
+        assert scored(pool, "fine").rewards == [1.0]
+        left = pids_in(tmp_path / "pids")
+        assert len(left) >= 2 and wait_until_dead(left, 0.0) == []
+
+
+def test_a_helper_that_a_reward_keeps_lives_as_long_as_the_worker():
+    with RewardPool(config_of("poison", timeout_seconds=10.0)) as pool:
+        assert [scored(pool, "helper").rewards for _ in range(3)] == [[1.0]] * 3
+
+
+def test_a_worker_whose_guard_was_stopped_is_ended_with_all_that_it_started(tmp_path, monkeypatch):
+    monkeypatch.setenv("SPMDRL_TEST_PID_FILE", str(tmp_path / "pids"))
+    with RewardPool(config_of("poison", environment=("SPMDRL_TEST_PID_FILE",))) as pool:
+        assert scored(pool, "stop_guard").verdicts == [Verdict.TIMED_OUT]
+        assert wait_until_dead(pids_in(tmp_path / "pids"), 0.0) == []
+        assert scored(pool, "fine").rewards == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "limit_gib", "reason"),
+    [
+        ("many", 1.0, "more than 256"),
+        ("shared_memory", 0.25, "reward.memory_limit_gib"),
+        ("children_with_memory", 0.25, "reward.memory_limit_gib"),
+    ],
+)
+def test_processes_and_memory_are_limited_for_all_that_a_call_starts(kind, limit_gib, reason):
+    with RewardPool(config_of("poison", memory_limit_gib=limit_gib, timeout_seconds=20.0)) as pool:
+        result = scored(pool, kind)
+        assert result.verdicts == [Verdict.CRASHED]
+        assert result.error is not None and reason in result.error
+
+
+def test_a_forged_answer_never_counts():
+    with RewardPool(config_of("poison")) as pool:
+        for _ in range(3):
+            result = scored(pool, "forge", "forge")
+            assert result.rewards == [None, None] and result.verdicts == [Verdict.CRASHED] * 2
+            assert result.error is not None and "something else wrote into its pipe" in result.error
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        None,
+        [],
+        [{"values": [1.0], "verdicts": [0]}],
+        [{"values": [1.0, 2.0], "verdicts": [0, 0], "error": None}],
+        [{"values": ["1"], "verdicts": [0], "error": None}],
+        [{"values": [1e300], "verdicts": [0], "error": None}],
+        [{"values": [float("nan")], "verdicts": [0], "error": None}],
+        [{"values": [None], "verdicts": [0], "error": None}],
+        [{"values": [1.0], "verdicts": [4], "error": None}],
+        [{"values": [1.0], "verdicts": [9], "error": None}],
+        [{"values": [1.0], "verdicts": [0], "error": 7}],
+        [{"values": [1.0], "verdicts": [0], "error": None}] * 2,
+    ],
+)
+def test_scores_that_no_function_gives_are_refused(parts):
+    assert read_scores(parts, num_functions=1, num_rows=1) is None
+
+
+def test_rewards_get_the_common_variables_and_those_that_the_config_names(monkeypatch):
+    for name in ("WANDB_API_KEY", "HF_TOKEN", "JUDGE_KEY"):
+        monkeypatch.setenv(name, "secret")
+    completions = ["environment"] * 4
+    with RewardPool(config_of("poison")) as pool:
+        assert scored(pool, *completions).rewards == [0.0, 0.0, 0.0, 1.0]
+    with RewardPool(config_of("poison", environment=("JUDGE_KEY",))) as pool:
+        assert scored(pool, *completions).rewards == [0.0, 0.0, 1.0, 1.0]
+    with pytest.raises(ValueError, match="reward.environment names NO_SUCH_KEY"):
+        RewardPool(config_of("poison", environment=("NO_SUCH_KEY",)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [
+        ("breakpoint", "breakpoint()"),
+        ("pdb", "input() or a debugger"),
+        ("pdb_on_stdin", "a debugger"),
+        ("input", "input()"),
+    ],
+)
+def test_a_reward_that_waits_for_a_terminal_is_explained(poisoned, kind, what):
+    error = scored(poisoned, kind).error
+    assert error is not None and f"a reward called {what}" in error and "python -m pdb -m spmdrl" in error
+
+
+def test_a_reward_that_imports_torch_fits_the_default_limit(tmp_path):
+    path = tmp_path / "reward.py"
+    path.write_text(
+        "import math_verify, sympy, torch\n"
+        "def fn(completions, **columns):\n"
+        "    return torch.ones(1 << 20)[: len(completions)].tolist()\n"
+    )
+    with RewardPool(RewardConfig((f"{path}:fn",), isolation="process", timeout_seconds=60.0)) as pool:
+        assert scored(pool, "a", "b").rewards == [1.0, 1.0]
 
 
 def test_a_dead_worker_is_noticed_though_its_forked_child_holds_the_pipe():
@@ -170,30 +277,39 @@ def test_a_function_that_cannot_load_is_one_clear_error_at_the_start(tmp_path, s
         RewardPool(RewardConfig((f"{tmp_path / 'reward.py'}:{name}",), isolation="process"))
 
 
-def test_a_killed_parent_leaves_no_worker_and_no_grandchild(tmp_path):
+def start_pool_of_its_own(kind: str, pid_file: Path) -> subprocess.Popen[str]:
+    """A process with a pool that prints the id of its guard once a call has written its own process ids."""
     program = (
-        "import sys, time\n"
+        "import os, sys, time\n"
         "from spmdrl.engines.reward.pool import RewardConfig, RewardPool\n"
-        f"pool = RewardPool(RewardConfig(('{POISONS}:poison',), timeout_seconds=60.0, isolation='process'))\n"
-        "pool.submit(1, ['p'], ['grandchild'], [[1]], {})\n"
+        "config = RewardConfig((sys.argv[1],), timeout_seconds=60.0, isolation='process',\n"
+        "                      environment=('SPMDRL_TEST_PID_FILE',))\n"
+        "pool = RewardPool(config)\n"
+        "pool.submit(1, ['p'], [sys.argv[2]], [[1]], {})\n"
+        "path = os.environ['SPMDRL_TEST_PID_FILE']\n"
+        "while not (os.path.exists(path) and open(path).read().endswith('\\n')):\n"
+        "    time.sleep(0.001)\n"
         "print(pool.worker_pids()[0], flush=True)\n"
         "time.sleep(60)\n"
     )
-    pid_file = tmp_path / "pid"
     environment = {**os.environ, "SPMDRL_TEST_PID_FILE": str(pid_file), "PYTHONPATH": os.pathsep.join(sys.path)}
-    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, env=environment, text=True)
+    command = [sys.executable, "-c", program, f"{POISONS}:poison", kind]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True)
+
+
+@pytest.mark.parametrize("kind", ["grandchild", "own_session_and_wait", "daemon_and_wait"])
+def test_a_killed_rank_leaves_no_worker_and_nothing_that_it_started(tmp_path, kind):
+    pid_file = tmp_path / "pids"
+    rank = start_pool_of_its_own(kind, pid_file)
     try:
-        assert parent.stdout is not None
-        worker = int(parent.stdout.readline())
-        deadline = time.monotonic() + 5
-        while not (pid_file.exists() and pid_file.read_text()) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        group = group_members(worker)
-        assert int(pid_file.read_text()) in group
+        assert rank.stdout is not None
+        guard = int(rank.stdout.readline())
+        started = {one.pid for one in ProcessTree(guard).members()}
+        assert set(pids_in(pid_file)) < started
     finally:
-        parent.send_signal(signal.SIGKILL)
-        parent.communicate()
-    assert wait_until_dead(group) == []
+        rank.send_signal(signal.SIGKILL)
+        rank.communicate()
+    assert wait_until_dead([guard, *started]) == []
 
 
 def test_inline_runs_in_this_process_and_auto_follows_the_debugger(monkeypatch):
@@ -237,6 +353,6 @@ def test_a_config_value_that_cannot_be_is_refused_by_its_key(settings, message):
 
 
 def test_the_package_imports_no_torch():
-    code = "import sys, spmdrl.engines.reward.pool, spmdrl.engines.reward.worker; assert 'torch' not in sys.modules"
+    code = "import sys, spmdrl.engines.reward.pool, spmdrl.engines.reward.guard; assert 'torch' not in sys.modules"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import math
+import secrets
 import sys
 import threading
 from collections.abc import Hashable, Mapping, Sequence
@@ -14,7 +14,7 @@ from typing import Any, Literal
 from spmdrl.engines.reward.calls import FunctionScores, RewardCall, RewardResult, combine
 from spmdrl.engines.reward.frames import pack
 from spmdrl.engines.reward.functions import function_names, load_functions, score
-from spmdrl.engines.reward.process import PendingCall
+from spmdrl.engines.reward.process import PendingCall, WorkerSetup
 from spmdrl.engines.reward.supervisor import Supervisor
 
 CallLevel = Literal["response", "group"]
@@ -40,7 +40,9 @@ class RewardConfig:
     isolation: Literal["auto", "process", "inline"] = "auto"
     """process = in children that can be killed; inline = in the training process; auto = inline exactly under pdb."""
     memory_limit_gib: float | None = 4.0
-    """Memory that one reward process may allocate; null = no limit."""
+    """Memory that a reward process with all that it starts may hold, shared memory included; null = no limit."""
+    environment: tuple[str, ...] = ()
+    """Environment variables that reward processes get beside the common ones, such as the key of a judge's service."""
 
     def __post_init__(self) -> None:
         if not self.functions:
@@ -105,7 +107,6 @@ class RewardPool:
         self.call_level = config.call_level
         self._names = config.names
         self._weights = config.weights or (1.0,) * len(config.functions)
-        self._ids = itertools.count()
         self._changed = threading.Condition()
         self._waiting: set[Hashable] = set()
         self._results: dict[Hashable, RewardResult] = {}
@@ -113,12 +114,12 @@ class RewardPool:
         self._functions = load_functions(config.functions) if config.runs_inline else None
         self._supervisor = None
         if self._functions is None:
+            setup = WorkerSetup(config.functions, config.environment, config.memory_limit_bytes)
             self._supervisor = Supervisor(
-                config.functions,
+                setup,
                 self._deliver,
                 num_workers=num_workers or config.workers,
                 timeout_seconds=config.timeout_seconds,
-                memory_limit_bytes=config.memory_limit_bytes,
             )
 
     def __enter__(self) -> RewardPool:
@@ -137,7 +138,8 @@ class RewardPool:
     ) -> None:
         """Ask for the rewards of some rows under a key of the caller's; `prompts` are strings or lists of messages."""
         call = RewardCall(prompts, completions, completion_ids, columns)
-        frame = b"" if self._supervisor is None else self._pack(call_id := next(self._ids), call)
+        nonce = secrets.token_hex(16)
+        frame = b"" if self._supervisor is None else self._pack(nonce, call)
         with self._changed:
             if self._is_closed:
                 raise RuntimeError("the reward pool is closed")
@@ -145,7 +147,7 @@ class RewardPool:
                 raise ValueError(f"a reward call with key {key!r} was submitted and not yet collected")
             self._waiting.add(key)
         if self._supervisor is not None:
-            self._supervisor.submit(PendingCall(key, call_id, frame, call.num_rows))
+            self._supervisor.submit(PendingCall(key, nonce, frame, call.num_rows))
         else:
             assert self._functions is not None
             self._deliver(key, [score(function, call) for function in self._functions])
@@ -181,14 +183,14 @@ class RewardPool:
             self._supervisor.close()
 
     def worker_pids(self) -> list[int]:
-        """Process ids of the reward processes that run now."""
+        """Process ids of the guards that run now; all reward processes descend from them."""
         return [] if self._supervisor is None else self._supervisor.worker_pids()
 
     @staticmethod
-    def _pack(call_id: int, call: RewardCall) -> bytes:
+    def _pack(nonce: str, call: RewardCall) -> bytes:
         return pack(
             {
-                "id": call_id,
+                "nonce": nonce,
                 "prompts": list(call.prompts),
                 "completions": list(call.completions),
                 "completion_ids": [list(ids) for ids in call.completion_ids],

@@ -8,16 +8,19 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from spmdrl.engines.reward.frames import FrameReader
+from spmdrl.engines.reward.descent import ProcessTree, send
+from spmdrl.engines.reward.environment import clean_environment
+from spmdrl.engines.reward.frames import FrameReader, pack
+from spmdrl.engines.reward.guard import ENDINGS
 
 _READ_BYTES = 1 << 16
 _MAX_START_SECONDS = 120.0
-# Rules are scalar code; the threads of numeric libraries would only take cores and address space from the rank.
-_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+_MAX_OWN_END_SECONDS = 0.3
+_MAX_END_SECONDS = 2.0
 
 
 class WorkerLost(Exception):
@@ -29,21 +32,32 @@ class PendingCall:
     """A packed call that waits for a worker or is with one."""
 
     key: Hashable
-    id: int
+    nonce: str
+    """what the call's scores must come with: other processes that get at the pipe can't guess it"""
     frame: bytes
     num_rows: int
 
 
-class WorkerProcess:
-    """One child in a process group of its own: starting -> idle -> busy -> idle ... until `kill`."""
+@dataclass(frozen=True)
+class WorkerSetup:
+    """What every worker of a pool starts with."""
 
-    def __init__(self, setup_frame: bytes):
-        environment = {**os.environ, **_ENVIRONMENT, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    functions: Sequence[str]
+    environment: Sequence[str]
+    """variables that it gets beside those on the list"""
+    memory_limit_bytes: int | None
+
+
+class WorkerProcess:
+    """A worker, and the guard that ends it with all that it started: starting -> idle -> busy -> idle ... -> killed."""
+
+    def __init__(self, setup: WorkerSetup):
+        memory_limit = setup.memory_limit_bytes or 0
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "spmdrl.engines.reward.worker"],
+            [sys.executable, "-m", "spmdrl.engines.reward.guard", str(os.getpid()), str(memory_limit)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=environment,
+            env=clean_environment(os.environ, setup.environment, os.pathsep.join(filter(None, sys.path))),
             start_new_session=True,
             bufsize=0,
         )
@@ -53,13 +67,16 @@ class WorkerProcess:
         os.set_blocking(self.write_fd, False)
         os.set_blocking(self.read_fd, False)
         self._reader = FrameReader()
-        self._unsent = memoryview(setup_frame)
+        frame = {"functions": list(setup.functions), "memory_limit_bytes": setup.memory_limit_bytes}
+        self._unsent = memoryview(pack(frame))
+        self._has_ended = False
         self.is_ready = False
         self.call: PendingCall | None = None
         self.deadline = time.monotonic() + _MAX_START_SECONDS
 
     @property
     def pid(self) -> int:
+        """The guard's process id; the worker and its processes descend from it."""
         return self._process.pid
 
     @property
@@ -97,19 +114,30 @@ class WorkerProcess:
         except BlockingIOError:
             return []
         if not data:
+            self._has_ended = True
             raise WorkerLost("its pipe ended")
         try:
             return self._reader.feed(data)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise WorkerLost(f"something else wrote into its pipe ({error})") from error
 
     def kill(self) -> str:
-        """Kill the whole process group, wait for the process, and say how it ended."""
-        # Before the wait: the unreaped leader keeps the group's id from being given to others.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
-        code = self._process.wait()
-        for stream in (self._process.stdin, self._process.stdout):
-            if stream is not None:
-                stream.close()
+        """End the worker with all that it started, and say how it ended."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        if self._has_ended:
+            # Its pipe closes a moment before the guard sees how it ended.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_MAX_OWN_END_SECONDS)
+        # Without calls to come the guard ends everything, and itself with the worker's own ending.
+        self._process.stdin.close()
+        try:
+            code = self._process.wait(_MAX_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            # The functions stopped it, or their processes are too many for it alone.
+            ProcessTree(self.pid).end()
+            send(self.pid, signal.SIGKILL)
+            code = self._process.wait()
+        self._process.stdout.close()
+        if code in ENDINGS:
+            return ENDINGS[code]
         return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

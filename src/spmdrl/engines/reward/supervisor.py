@@ -8,13 +8,13 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 from typing import Any
 
-from spmdrl.engines.reward.calls import FunctionScores
-from spmdrl.engines.reward.frames import pack
-from spmdrl.engines.reward.process import PendingCall, WorkerLost, WorkerProcess
+from spmdrl.engines.reward.calls import MAX_MAGNITUDE, FunctionScores
+from spmdrl.engines.reward.guard import ENDINGS
+from spmdrl.engines.reward.process import PendingCall, WorkerLost, WorkerProcess, WorkerSetup
 from spmdrl.engines.reward.verdict import Verdict
 
 Deliver = Callable[[Hashable, list[FunctionScores]], None]
@@ -29,18 +29,17 @@ class Supervisor:
 
     def __init__(
         self,
-        functions: Sequence[str],
+        setup: WorkerSetup,
         deliver: Deliver,
         *,
         num_workers: int,
         timeout_seconds: float,
-        memory_limit_bytes: int | None,
     ):
-        self._num_functions = len(functions)
+        self._setup = setup
+        self._num_functions = len(setup.functions)
         self._deliver = deliver
         self._num_workers = num_workers
         self._timeout_seconds = timeout_seconds
-        self._setup = pack({"functions": list(functions), "memory_limit_bytes": memory_limit_bytes})
         self._pending: deque[PendingCall] = deque()
         self._workers: list[WorkerProcess] = []
         self._start_error: str | None = None
@@ -50,7 +49,6 @@ class Supervisor:
         self._waker.setblocking(False)
         self._is_closing = False
         self.failure: BaseException | None = None
-        # Workers die with the thread that started them (PR_SET_PDEATHSIG), so one thread does all of it.
         self._thread = threading.Thread(target=self._run, name="reward-supervisor", daemon=True)
         self._thread.start()
         try:
@@ -64,7 +62,7 @@ class Supervisor:
         self._wake_up()
 
     def close(self) -> None:
-        """Kill every worker with its process group; calls under way are given up."""
+        """Kill every worker with all that it started; calls under way are given up."""
         if self._is_closing:
             return
         self._is_closing = True
@@ -159,10 +157,10 @@ class Supervisor:
                 self._started.set_result(None)
             return True
         call = worker.call
-        if call is None or message.get("id") != call.id:
+        if call is None or message.get("nonce") != call.nonce:
             return False
-        scores = _read_scores(message)
-        if len(scores) != self._num_functions or any(len(part.values) != call.num_rows for part in scores):
+        scores = read_scores(message.get("scores"), self._num_functions, call.num_rows)
+        if scores is None:
             return False
         worker.call = None
         self._deliver(call.key, scores)
@@ -179,6 +177,8 @@ class Supervisor:
         self._workers.remove(worker)
         if worker.call is not None:
             how = reason if verdict is Verdict.TIMED_OUT else f"{reason}, {ending}"
+            if ending in ENDINGS.values():
+                how = ending
             self._fail(worker.call, verdict, f"the reward process was lost in this call: {how}")
         elif not worker.is_ready:
             if verdict is Verdict.TIMED_OUT:
@@ -195,8 +195,20 @@ class Supervisor:
         self._deliver(call.key, [FunctionScores.failed(call.num_rows, verdict, error)] * self._num_functions)
 
 
-def _read_scores(message: dict[str, Any]) -> list[FunctionScores]:
-    return [
-        FunctionScores(part["values"], [Verdict(code) for code in part["verdicts"]], part["error"])
-        for part in message["scores"]
-    ]
+def read_scores(parts: Any, num_functions: int, num_rows: int) -> list[FunctionScores] | None:
+    """The scores in a worker's message; None where they aren't what `score` gives: something else wrote them."""
+    try:
+        scores = [FunctionScores(one["values"], list(map(Verdict, one["verdicts"])), one["error"]) for one in parts]
+        is_sound = len(scores) == num_functions and all(_is_sound(part, num_rows) for part in scores)
+    except (KeyError, TypeError, ValueError):
+        return None
+    return scores if is_sound else None
+
+
+def _is_sound(part: FunctionScores, num_rows: int) -> bool:
+    if len(part.values) != num_rows or len(part.verdicts) != num_rows or not isinstance(part.error, str | None):
+        return False
+    return all(
+        isinstance(value, float) and abs(value) <= MAX_MAGNITUDE if verdict.has_reward else value is None
+        for value, verdict in zip(part.values, part.verdicts, strict=True)
+    )

@@ -1,34 +1,40 @@
-"""The child process that runs reward functions: `python -m spmdrl.engines.reward.worker`.
+"""The child process that runs reward functions, forked by `guard`.
 
-Calls come as frames on stdin, scores leave as frames on stdout. Both pipes are moved out of the functions' way first:
-what a function prints goes to stderr. The process leads its own group, which ends with its parent, however that ends.
+Calls come as frames on what was stdin, scores leave as frames on what was stdout. Both pipes are moved out of the
+functions' way first: what a function prints goes to stderr.
 """
 
 from __future__ import annotations
 
-import ctypes
+import bdb
+import builtins
+import contextlib
 import faulthandler
+import fcntl
 import os
 import resource
-import select
-import signal
+import socket
 import sys
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NoReturn
 
-from spmdrl.engines.reward.calls import RewardCall
+from spmdrl.engines.reward.calls import FunctionScores, RewardCall
+from spmdrl.engines.reward.descent import die_with_parent
 from spmdrl.engines.reward.frames import pack, read_frame
 from spmdrl.engines.reward.functions import RewardFunction, load_functions, score
+from spmdrl.engines.reward.verdict import Verdict
 
-_PR_SET_PDEATHSIG = 1
-_GUARD_INTERVAL_MILLISECONDS = 200
+# What a worker reports to its guard, one a line, and the guard's answer.
+LOADED, ENDED, SEEN = b"loaded", b"ended", b"."
 
 
-def main() -> None:
-    """Load the functions that the first frame names, answer once, then score call after call until stdin ends."""
-    _die_with_parent()
-    calls, results = _take_pipes()
-    _start_guard(calls, results)
+def main(control: socket.socket) -> None:
+    """Load the functions that the first frame names, answer once, then score call after call until the calls end."""
+    die_with_parent()
+    # Signals that a function sends to its own group or session don't reach the guard.
+    os.setsid()
+    calls, results = _take_pipes(control)
     faulthandler.enable()
+    _refuse_questions()
     setup = read_frame(calls)
     if setup is None:
         return
@@ -38,16 +44,39 @@ def main() -> None:
     except ValueError as error:
         _write(results, {"error": str(error)})
         return
+    except bdb.BdbQuit:
+        _write(results, {"error": f"reward.functions can't be loaded: {_no_terminal('a debugger')}"})
+        return
+    # What runs by now is the module's own, and not a call's.
+    _report(control, LOADED)
     _write(results, {"ready": True})
     while (message := read_frame(calls)) is not None:
-        _write(results, {"id": message["id"], "scores": _scores(functions, message)})
+        nonce = message.pop("nonce")
+        _write(results, {"nonce": nonce, "scores": _scores(functions, message)})
+        # The next call finds nothing of this one.
+        _report(control, ENDED)
+
+
+def _report(control: socket.socket, what: bytes) -> None:
+    """Report to the guard, and wait until it has acted on it."""
+    control.send(what + b"\n")
+    if control.recv(1) != SEEN:
+        raise ConnectionError("the guard is gone")
 
 
 def _scores(functions: list[RewardFunction], message: dict[str, Any]) -> list[dict[str, Any]]:
     call = RewardCall(message["prompts"], message["completions"], message["completion_ids"], message["columns"])
-    parts = [score(function, call) for function in functions]
+    parts = [_score(function, call) for function in functions]
     sys.stdout.flush()
     return [{"values": part.values, "verdicts": part.verdicts, "error": part.error} for part in parts]
+
+
+def _score(function: RewardFunction, call: RewardCall) -> FunctionScores:
+    try:
+        return score(function, call)
+    except bdb.BdbQuit:
+        error = f"{function.name}: {_no_terminal('a debugger')}"
+        return FunctionScores.failed(call.num_rows, Verdict.CRASHED, error)
 
 
 def _write(results: BinaryIO, message: dict[str, Any]) -> None:
@@ -55,47 +84,48 @@ def _write(results: BinaryIO, message: dict[str, Any]) -> None:
     results.flush()
 
 
-def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """Move the frames' pipes to descriptors that no subprocess inherits, and point stdout at stderr."""
-    calls = os.fdopen(os.dup(0), "rb")
-    results = os.fdopen(os.dup(1), "wb")
+def _take_pipes(control: socket.socket) -> tuple[BinaryIO, BinaryIO]:
+    """Move the frames' pipes out of the way of what closes or writes low descriptors; stdout goes to stderr."""
+    highest = min(resource.getrlimit(resource.RLIMIT_NOFILE)[0], 4096)
+    calls_fd, results_fd = (fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, highest - 16) for fd in (0, 1))
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
     os.dup2(2, 1)
-    return calls, results
+    control_fd = control.fileno()
+
+    def close_in_child() -> None:
+        for fd in (calls_fd, results_fd, control_fd):
+            with contextlib.suppress(OSError):
+                os.close(fd)
+
+    os.register_at_fork(after_in_child=close_in_child)
+    return os.fdopen(calls_fd, "rb"), os.fdopen(results_fd, "wb")
 
 
-def _die_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent dies, even inside a loop that never returns to Python."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def _refuse_questions() -> None:
+    """Explain what waits for somebody at a terminal; left alone, a debugger would read the end of an empty stdin."""
+
+    def refuse(name: str) -> Any:
+        def refused(*_: Any, **__: Any) -> NoReturn:
+            raise RuntimeError(_no_terminal(name))
+
+        return refused
+
+    sys.breakpointhook = refuse("breakpoint()")
+    builtins.input = refuse("input() or a debugger")
 
 
-def _start_guard(calls: BinaryIO, results: BinaryIO) -> None:
-    """Fork a process that kills the whole group once the parent or this process is gone.
-
-    So the functions' own children die too, and none of them keeps the results' pipe open.
-    """
-    worker = os.getpid()
-    if os.fork() != 0:
-        return
-    results.close()
-    with open(os.devnull, "wb") as nothing:
-        os.dup2(nothing.fileno(), 1)
-        os.dup2(nothing.fileno(), 2)
-    poll = select.poll()
-    poll.register(calls.fileno(), 0)  # no event asked for: only the hang-up is reported
-    while os.getppid() == worker and not poll.poll(_GUARD_INTERVAL_MILLISECONDS):
-        pass
-    os.killpg(0, signal.SIGKILL)
+def _no_terminal(what: str) -> str:
+    return (
+        f"a reward called {what}, but reward processes have no terminal; run one rank under a debugger, "
+        "`python -m pdb -m spmdrl ...`: rewards are then computed inside it"
+    )
 
 
 def _limit_resources(memory_limit_bytes: int | None) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if memory_limit_bytes is not None:
-        # RLIMIT_DATA counts what can be written; RLIMIT_AS would also count what libraries only reserve.
-        resource.setrlimit(resource.RLIMIT_DATA, (memory_limit_bytes, memory_limit_bytes))
-
-
-if __name__ == "__main__":
-    main()
+        # RLIMIT_DATA counts what can be written; RLIMIT_AS would also count what libraries only reserve. What it
+        # doesn't count, shared memory and other processes, the guard does; a file may be a shared memory file.
+        for limit in (resource.RLIMIT_DATA, resource.RLIMIT_FSIZE):
+            resource.setrlimit(limit, (memory_limit_bytes, memory_limit_bytes))

@@ -1,0 +1,152 @@
+"""The processes that descend from one process, found in /proc and ended whatever they do to get away."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_MAX_END_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Descendant:
+    """A process that hasn't ended, its parent, its session, and when it started, in clock ticks since boot."""
+
+    pid: int
+    parent: int
+    session: int
+    start: int
+
+
+def adopt_orphans() -> None:
+    """Become the parent of every descendant whose own parent ends, so that none of them leaves the tree. Linux."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def die_with_parent() -> None:
+    """Ask the kernel to kill this process when its parent dies, even inside a loop that never returns to Python."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _prctl(option: int, argument: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(option, argument)
+
+
+class ProcessTree:
+    """The descendants of a process that adopts orphans. Without /proc there are none to be found."""
+
+    def __init__(self, root: int):
+        self._root = root
+        self._own: set[int] = set()
+        self._foreign: set[int] = set()
+        self._newest: bytes | None = None
+
+    def members(self) -> list[Descendant]:
+        """The descendants that haven't ended, without the root. Cheap where no process was started since last time."""
+        before: set[Descendant] = set()
+        while True:
+            newest = _newest_process()
+            if newest is not None and newest == self._newest:
+                pids = self._own
+            else:
+                pids = _all_pids()
+                self._foreign &= pids
+            found = {pid: one for pid in pids - self._foreign if (one := _read(pid)) is not None}
+            self._own = _with_descendants({self._root}, found) & set(found) - {self._root}
+            self._foreign = _with_descendants(self._foreign | {0}, found) - self._own - {0}
+            self._newest = newest
+            unclear = {one for pid, one in found.items() if pid not in self._own | self._foreign | {self._root}}
+            if unclear <= before:
+                # Their parents are another user's, and hidden.
+                self._foreign |= {one.pid for one in unclear}
+                return [found[pid] for pid in self._own]
+            # Their parents have just ended: who the next ones are, another look shows.
+            before, self._newest = unclear, None
+
+    def end(self) -> bool:
+        """Kill all descendants, over and over until none is left; False if some still are after 10 seconds.
+
+        All of them are stopped before the first is killed: what is stopped starts no others.
+        """
+        deadline = time.monotonic() + _MAX_END_SECONDS
+        stopped: set[tuple[int, int]] = set()
+        while time.monotonic() < deadline:
+            # Another process may have got the id of one that ended.
+            self._foreign, self._newest = set(), None
+            members = self.members()
+            if not members:
+                return True
+            new = [one for one in members if (one.pid, one.start) not in stopped]
+            for one in new or members:
+                send(one.pid, signal.SIGSTOP if new else signal.SIGKILL)
+            stopped |= {(one.pid, one.start) for one in new}
+            if not new:
+                time.sleep(0.001)
+        return False
+
+
+def _with_descendants(pids: set[int], found: dict[int, Descendant]) -> set[int]:
+    others = set(found) - pids
+    while joined := {pid for pid in others if found[pid].parent in pids}:
+        pids = pids | joined
+        others -= joined
+    return pids
+
+
+def send(pid: int, number: signal.Signals) -> None:
+    """Send a signal to a process that may have ended."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, number)
+
+
+def _all_pids() -> set[int]:
+    try:
+        return {int(name) for name in os.listdir("/proc") if name.isdigit()}
+    except OSError:
+        return set()
+
+
+def _newest_process() -> bytes | None:
+    """The id that was given last; as long as it stays the same, no process or thread was started."""
+    try:
+        with open("/proc/loadavg", "rb") as file:
+            return file.read().split()[-1]
+    except (OSError, IndexError):
+        return None
+
+
+def _read(pid: int) -> Descendant | None:
+    """What /proc has of a process; None once it has ended, also where its parent has yet to collect it."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            state, parent, _, session, *rest = file.read().rpartition(b")")[2].split()
+    except (OSError, ValueError):
+        return None
+    # A zombie's children have gone to another parent.
+    return None if state in (b"Z", b"X") else Descendant(pid, int(parent), int(session), int(rest[15]))
+
+
+def is_over_memory(pids: list[int], limit_bytes: int) -> bool:
+    """Whether these processes together hold more memory than the limit, shared memory included, files not."""
+    fields = (b"RssAnon:", b"RssShmem:", b"VmSwap:")
+    if sum(_field_bytes(f"/proc/{pid}/status", fields) for pid in pids) <= limit_bytes:
+        return False
+    # Pages that several of them share were counted several times; this counts them once, and takes longer.
+    fields = (b"Pss_Anon:", b"Pss_Shmem:", b"SwapPss:")
+    return sum(_field_bytes(f"/proc/{pid}/smaps_rollup", fields) for pid in pids) > limit_bytes
+
+
+def _field_bytes(path: str, names: tuple[bytes, ...]) -> int:
+    try:
+        with open(path, "rb") as file:
+            return sum(int(line.split()[1]) << 10 for line in file if line.startswith(names))
+    except (OSError, ValueError):
+        return 0
