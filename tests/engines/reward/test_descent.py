@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -50,7 +51,7 @@ def test_a_tree_that_grows_while_it_is_ended_is_ended_to_the_last():
                 time.sleep(0.02)
             seen = [one.pid for one in tree.members()]
             assert len(seen) >= 40
-            root.send_signal(19)  # SIGSTOP: the root itself isn't the tree's to end
+            root.send_signal(signal.SIGSTOP)  # the root itself isn't the tree's to end
             assert tree.end()
             assert tree.members() == []
             assert [pid for pid in seen if Path(f"/proc/{pid}").exists() and _state(pid) != "Z"] == []
