@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from spmdrl.algorithms.table import build_algorithm
 from spmdrl.config import load_config
 from spmdrl.configfile import ConfigError
 from spmdrl.job.checked import check_run, states_of
-from spmdrl.job.fitting import check_vllm
+from spmdrl.job.fitting import check_vllm, check_vllm_computes
 from spmdrl.types import WorkerState as State
 
 MODEL = ["model.make={}", "data.train=synthetic://addition?count=10"]
@@ -124,6 +125,16 @@ def test_what_vllm_cannot_do_is_refused(override, words):
     config = load_config([], [*MODEL, "rollout.engine=vllm", override]).value
     with pytest.raises(ValueError, match=words):
         check_vllm(config)
+
+
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+def test_rope_scaling_that_vllm_reads_otherwise_than_transformers_is_refused_there(key, tmp_path):
+    for factor, is_refused in ((0.878, True), (1, False), (None, False)):
+        scaling = {"rope_type": "yarn", "factor": 4.0} | ({} if factor is None else {"attn_factor": factor})
+        (tmp_path / "config.json").write_text(json.dumps({key: scaling}))
+        expected = pytest.raises(ValueError, match="attn_factor 0.878, by which vLLM") if is_refused else nullcontext()
+        with expected:
+            check_vllm_computes(tmp_path)
 
 
 def test_aliases_of_other_trainers_mean_the_same():

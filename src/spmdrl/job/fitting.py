@@ -7,7 +7,7 @@ from pathlib import Path
 from spmdrl.config import Config
 from spmdrl.engines.generation.compiled import check_compiles
 from spmdrl.engines.models.decoder import DecoderConfig
-from spmdrl.engines.models.hf import read_config
+from spmdrl.engines.models.hf import ignored_attn_factor, read_config
 from spmdrl.engines.models.making import decoder_config
 from spmdrl.engines.parallel.expert_parallel import check_expert_parallel
 from spmdrl.engines.parallel.tensor_parallel import check_tensor_parallel
@@ -63,6 +63,17 @@ def check_vllm(config: Config) -> None:
         raise ValueError(
             f"train.routing.replay is rollout, but {means} doesn't tell the experts that tokens went to; set "
             "rollout.engine to native or train.routing.replay to none"
+        )
+
+
+def check_vllm_computes(folder: Path) -> None:
+    """Refuse a model folder that vLLM reads otherwise than transformers and the trainer do. Raises ValueError."""
+    factor = ignored_attn_factor(folder)
+    if factor not in (None, 1):
+        raise ValueError(
+            f"rope scaling in {folder / 'config.json'} has attn_factor {factor}, by which vLLM multiplies queries and "
+            "keys, while transformers and the trainer leave it out; remove it from config.json, or set rollout.engine "
+            "to native"
         )
 
 

@@ -10,7 +10,7 @@ from spmdrl.engines.generation.protocol import GenerationEngine
 from spmdrl.engines.generation.stop_strings import Decode
 from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.job.actor import ModelSource
-from spmdrl.job.fitting import check_vllm
+from spmdrl.job.fitting import check_vllm, check_vllm_computes
 from spmdrl.resources.layout import GenerationLayout
 from spmdrl.resources.mesh import GenerationMesh, build_generation_mesh
 from spmdrl.resources.world import World
@@ -37,6 +37,7 @@ def build_replica(config: Config, source: ModelSource, world: World, layout: Gen
     is_vllm = generation_engine_name(config, world.device.kind) == "vllm"
     if is_vllm:
         check_vllm(config)
+        check_vllm_computes(source.folder)
     mesh = build_generation_mesh(layout, world.device, world.size, world.rank)
     build = _vllm_engine if is_vllm else _native_engine
     return Replica(build(config, source, world, mesh), mesh)

@@ -62,7 +62,7 @@ def test_a_written_config_reads_back_as_itself(model_type: str, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "mamba"}, "model_type 'mamba' is not supported; supported are llama, qwen2, qwen3, qwen3_moe"),
+        ({"model_type": "mamba"}, "'mamba' is not supported; .* are llama, mistral, .* kimi_k2 .as deepseek_v3.;"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; supported is 'silu'"),
         ({"mlp_bias": True}, "mlp_bias True is not supported"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling of kind 'linear'"),
@@ -212,6 +212,56 @@ def test_what_a_deepseek_cannot_do_is_refused_by_name(change: dict[str, Any], me
 def test_sizes_that_transformers_has_defaults_of_its_own_for_are_required(key: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"{key} is None, but must be a whole number"):
         config_of(tmp_path, {name: value for name, value in DEEPSEEK.items() if name != key})
+
+
+def test_a_kimi_k2_is_a_deepseek_v3_by_another_name(tmp_path: Path) -> None:
+    # Its own values where they differ from DeepSeek-V3's in more than size.
+    kimi = DEEPSEEK | {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "num_nextn_predict_layers": 0}
+    config = config_of(tmp_path, kimi | {"model_type": "kimi_k2"})
+    assert config == config_of(tmp_path, kimi)
+    assert hf_config_dict(config, torch.bfloat16)["model_type"] == "deepseek_v3"
+
+
+MISTRAL = {key: value for key, value in QWEN2.items() if not key.endswith(("window", "layers"))} | {
+    "model_type": "mistral",
+    "num_hidden_layers": 2,
+}
+
+
+def test_a_mistral_is_read_where_its_window_holds_the_longest_row(tmp_path: Path) -> None:
+    full = config_of(tmp_path, MISTRAL | {"sliding_window": None})
+    assert full.model_type == "mistral" and not full.attention_bias
+    assert config_of(tmp_path, MISTRAL | {"sliding_window": 32768}) == full
+    assert config_of(tmp_path, hf_config_dict(full, torch.bfloat16)) == full
+    for without_window in (MISTRAL, MISTRAL | {"sliding_window": 4096}):
+        with pytest.raises(ValueError, match="4096 tokens back in 2 of 2 layers; .* max_position_embeddings to 4096"):
+            config_of(tmp_path, without_window)
+    assert config_of(tmp_path, MISTRAL | {"max_position_embeddings": 4096}).max_positions == 4096
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"no_rope_layers": [1, 0]}, "no_rope_layers is .1, 0., but must hold 0 or 1 for each of the 24 layers"),
+        ({"no_rope_layers": [2] * 24}, "must hold 0 or 1"),
+        ({"no_rope_layers": "none"}, "no_rope_layers is 'none', but must be a list of int values"),
+        ({"use_sliding_window": True, "sliding_window": 9}, "more than 9 tokens back"),
+        ({"pad_token_id": 200000}, "pad_token_id is 200000"),
+    ],
+)
+def test_what_a_smollm3_cannot_do_is_refused_by_name(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        config_of(tmp_path, QWEN2 | {"model_type": "smollm3", "use_sliding_window": False} | change)
+
+
+def test_layers_without_rotation_are_every_fourth_of_a_smollm3_unless_listed(tmp_path: Path) -> None:
+    smollm3 = QWEN2 | {"model_type": "smollm3", "num_hidden_layers": 9}
+    del smollm3["tie_word_embeddings"], smollm3["rope_theta"]
+    config = config_of(tmp_path, smollm3)
+    assert (config.unrotated_layers, config.tied_head, config.rope_theta) == ((3, 7), True, 2e6)
+    listed = config_of(tmp_path, smollm3 | {"no_rope_layers": [1, 0, 1, 1, 1, 1, 1, 1, 0]})
+    assert listed.unrotated_layers == (1, 8)
+    assert config_of(tmp_path, hf_config_dict(listed, torch.bfloat16)) == listed
 
 
 def test_a_missing_query_rank_is_not_taken_for_a_plain_projection(tmp_path: Path) -> None:

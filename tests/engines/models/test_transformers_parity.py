@@ -15,10 +15,13 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
     LlamaConfig,
+    MistralConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    SeedOssConfig,
+    SmolLM3Config,
 )
 
 from spmdrl.engines.generation.native import NativeEngine
@@ -74,6 +77,15 @@ CASES = {
     "llama3-rope": Case(LlamaConfig, {"rope_parameters": LLAMA3, "attention_bias": True, "mlp_bias": True}),
     "llama-yarn": Case(LlamaConfig, {"rope_parameters": YARN}, tied=True),
     "llama-yarn-factor": Case(LlamaConfig, {"rope_parameters": {**YARN, "attention_factor": 0.8, "truncate": False}}),
+    "mistral": Case(MistralConfig, {"head_dim": 16, "sliding_window": None}, tied=True),
+    "mistral-wide-window": Case(MistralConfig, {"sliding_window": 128}),
+    "smollm3": Case(SmolLM3Config, {"no_rope_layer_interval": 2, "pad_token_id": None, "mlp_bias": True}, tied=True),
+    "smollm3-untied": Case(SmolLM3Config, {"no_rope_layers": [0, 1, 1], "pad_token_id": None, "attention_bias": True}),
+    "seed-oss": Case(SeedOssConfig, {"head_dim": 16, "mlp_bias": True}),
+    "seed-oss-plain": Case(SeedOssConfig, {"head_dim": 8, "attention_bias": False}, tied=True),
+    "qwen3-attn-factor": Case(
+        Qwen3Config, {"head_dim": 16, "rope_parameters": {**YARN, "attn_factor": 0.8782488562869419}}
+    ),
     "qwen2-tied": Case(Qwen2Config, {}, tied=True),
     "qwen2-untied": Case(Qwen2Config, {}),
     "qwen3": Case(Qwen3Config, {"head_dim": 16, "attention_bias": True}, tied=True),
@@ -82,6 +94,7 @@ CASES = {
     "qwen3-moe-step": Case(Qwen3MoeConfig, {**SPARSE, "decoder_sparse_step": 2}, tied=True),
     "deepseek": Case(DeepseekV3Config, LATENT),
     "deepseek-groups": Case(DeepseekV3Config, {**LATENT, **GROUPED, "attention_bias": True}, tied=True),
+    "kimi-k2-yarn": Case(DeepseekV3Config, {**LATENT, "rope_parameters": {**DEEPSEEK_YARN, "beta_fast": 1.0}}),
     "deepseek-yarn": Case(DeepseekV3Config, {**LATENT, **GROUPED, "rope_parameters": DEEPSEEK_YARN}),
     "deepseek-halves": Case(
         DeepseekV3Config, {**LATENT, "rope_interleave": False, "norm_topk_prob": False, "first_k_dense_replace": 0}

@@ -29,7 +29,7 @@ LENGTH = 40
 # transformers checks their types and does nothing with them here.
 WITHOUT_EFFECT = {
     "initializer_range", "attention_dropout", "output_router_logits", "router_aux_loss_coef", "use_cache",
-    "pretraining_tp",
+    "pretraining_tp", "residual_dropout",
 }  # fmt: skip
 
 
@@ -95,9 +95,14 @@ def problem_with(ours: Tensor | Exception, folder: Path) -> str | None:
 
 
 def logits_there(folder: Path) -> tuple[Tensor, dict[str, Any]]:
-    """What transformers computes of a folder, and its report of the loading; `WITHOUT_EFFECT` is left out of it."""
+    """What transformers computes of a folder, and its report of the loading.
+
+    `WITHOUT_EFFECT` is left out, an index without metadata gets some, and a whole factor becomes a float.
+    """
     content = json.loads((folder / "config.json").read_text())
     without = {key: value for key, value in content.items() if key not in WITHOUT_EFFECT}
+    if isinstance(scale := without.get("routed_scaling_factor"), int):
+        without["routed_scaling_factor"] = float(scale)
     (folder / "config.json").write_text(json.dumps(without))
     index = folder / INDEX
     if index.exists():

@@ -168,7 +168,7 @@ def reshape_tensor(folder: ModelFolder, rng: Random) -> str:
     shapes = (
         value.narrow(dim, 0, value.shape[dim] - 1), torch.cat((value, value.narrow(dim, 0, 1)), dim),
         value.mT if value.dim() > 1 else value[:0],
-        value[None], value.flatten(), value.reshape(*value.shape[:-1], -1, 2), value.repeat_interleave(2, dim),
+        value[None], value.flatten(), value[..., None], value.repeat_interleave(2, dim),
     )  # fmt: skip
     tensors[name] = rng.choice(shapes)
     return f"{name} {tuple(value.shape)} -> {tuple(tensors[name].shape)}"

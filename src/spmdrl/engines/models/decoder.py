@@ -1,4 +1,4 @@
-"""The decoder families (Llama, Qwen2, Qwen3, dense or sparse, DeepSeek-V3) on packed tokens, as plain modules.
+"""The decoder families (Llama, Qwen2, Qwen3, dense or sparse, DeepSeek-V3 and kin) on packed tokens, as plain modules.
 
 The caller supplies attention (`Attend`) and what is done with the head (`head`), so one definition serves training,
 where rows are packed, and generation, where keys and values live in a paged cache.
@@ -28,7 +28,7 @@ class DecoderConfig:
     """What the decoder needs of a Hugging Face config.json."""
 
     model_type: str
-    """llama, qwen2, qwen3, qwen3_moe or deepseek_v3."""
+    """A family of hf_families.py, such as llama or deepseek_v3."""
     vocab_size: int
     """Rows of the embedding and of the head."""
     hidden_size: int
@@ -63,6 +63,8 @@ class DecoderConfig:
     """The sparse layers, where there are any."""
     latent: LatentConfig | None = None
     """Multi-head latent attention instead of the usual projections."""
+    unrotated_layers: tuple[int, ...] = ()
+    """Layers whose queries and keys aren't rotated (SmolLM3)."""
     head: Literal["vocab", "value"] = "vocab"
     """vocab: a language model's logits, from lm_head or the embedding; value: one number a token, from score."""
 
@@ -97,8 +99,8 @@ class DecoderConfig:
 
     @property
     def output_bias(self) -> bool:
-        """Whether the attention's output projection has a bias: in Qwen2 it never does."""
-        return self.attention_bias and self.model_type != "qwen2"
+        """Whether the attention's output projection has a bias: in Qwen2 and Seed-OSS it never does."""
+        return self.attention_bias and self.model_type not in ("qwen2", "seed_oss")
 
     @property
     def rotary_size(self) -> int:
@@ -119,6 +121,7 @@ class SelfAttention(nn.Module):
         query_size, kv_size = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
         self.layer = layer
         self.head_size = config.head_size
+        self.rotates = layer not in config.unrotated_layers
         self.q_proj = nn.Linear(config.hidden_size, query_size, bias=config.attention_bias)
         self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=config.attention_bias)
         self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=config.attention_bias)
@@ -130,7 +133,9 @@ class SelfAttention(nn.Module):
         q_THK, k_TJK, v_TJK = (heads.unflatten(-1, (-1, self.head_size)) for heads in self.project(hidden_TD))
         if self.q_norm is not None and self.k_norm is not None:
             q_THK, k_TJK = self.q_norm(q_THK), self.k_norm(k_TJK)
-        attended_THK = attend(self.layer, rotation.apply(q_THK), rotation.apply(k_TJK), v_TJK)
+        if self.rotates:
+            q_THK, k_TJK = rotation.apply(q_THK), rotation.apply(k_TJK)
+        attended_THK = attend(self.layer, q_THK, k_TJK, v_TJK)
         return self.o_proj(attended_THK.flatten(-2))
 
     def project(self, hidden_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -12,10 +12,11 @@ from typing import Any, Literal
 import torch
 
 from spmdrl.engines.models.decoder import Decoder, DecoderConfig
-from spmdrl.engines.models.hf_families import FAMILIES, Family
+from spmdrl.engines.models.hf_families import FAMILIES, family_name
 from spmdrl.engines.models.hf_head import read_head, write_head
-from spmdrl.engines.models.hf_rope import read_rope, write_rope
-from spmdrl.engines.models.hf_values import entries, flag, only, values, whole_number
+from spmdrl.engines.models.hf_limits import refuse_unsupported
+from spmdrl.engines.models.hf_rope import read_rope, rope_entries, write_rope
+from spmdrl.engines.models.hf_values import flag, whole_number
 from spmdrl.engines.models.make_config import MakeConfig
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -92,6 +93,11 @@ def count_prediction_layers(folder: str | Path) -> int:
     return whole_number(_read_json(Path(folder)), "num_nextn_predict_layers", 0, least=0)
 
 
+def ignored_attn_factor(folder: str | Path) -> float | None:
+    """`attn_factor` of the rope scaling, which vLLM multiplies by and transformers, like the decoder, leaves out."""
+    return rope_entries(_read_json(Path(folder))).get("attn_factor")
+
+
 def _read_json(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     try:
@@ -148,16 +154,16 @@ def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
-    model_type = raw.get("model_type")
-    if not isinstance(model_type, str) or model_type not in FAMILIES:
-        raise ValueError(f"model_type {model_type!r} is not supported; supported are {', '.join(FAMILIES)}")
+    model_type = family_name(raw.get("model_type"))
     family = FAMILIES[model_type]
-    _refuse_unsupported(raw, family)
+    refuse_unsupported(raw, family)
     hidden_size, num_heads = whole_number(raw, "hidden_size"), whole_number(raw, "num_attention_heads")
     latent = family.read_latent(raw)
     default_head_size = family.default_head_size or hidden_size // num_heads
-    attention_bias = flag(raw, "attention_bias", default=False)
-    theta, scaling = read_rope(raw)
+    if raw.get("head_dim", 0) is None and not family.allows_null_head_size:
+        raise ValueError(f"head_dim is null, but must be a whole number in a {model_type}; remove it or set it")
+    attention_bias = flag(raw, "attention_bias", default=family.default_attention_bias)
+    theta, scaling = read_rope(raw, family.default_theta)
     head = read_head(raw)
     return DecoderConfig(
         model_type=model_type,
@@ -173,74 +179,15 @@ def _decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
         qk_norm=family.has_qk_norm,
         attention_bias=attention_bias if family.has_attention_bias is None else family.has_attention_bias,
         # transformers writes the flag for value models too, which have nothing to tie.
-        tied_head=head == "vocab" and flag(raw, "tie_word_embeddings", default=False),
+        tied_head=head == "vocab" and flag(raw, "tie_word_embeddings", default=family.default_tying),
         max_positions=whole_number(raw, "max_position_embeddings"),
         mlp_bias=flag(raw, "mlp_bias", default=False),
         rope_scaling=scaling,
         moe=family.read_moe(raw),
         latent=latent,
+        unrotated_layers=family.read_unrotated(raw),
         head=head,
     )
-
-
-def _refuse_unsupported(raw: Mapping[str, Any], family: Family) -> None:
-    if raw.get("hidden_act", "silu") != "silu":
-        raise ValueError(f"hidden_act {raw['hidden_act']!r} is not supported; supported is 'silu'")
-    if not family.has_mlp_bias:
-        only(raw, "mlp_bias", False)
-    if raw.get("quantization_config") is not None:
-        method = entries(raw, "quantization_config").get("quant_method")
-        raise ValueError(f"quantization_config {method!r} is not supported; give the model's unquantized weights")
-    if raw.get("transformers_weights") is not None:
-        raise ValueError(
-            f"transformers_weights names {raw['transformers_weights']!r} for the weights, which isn't read; give a "
-            "folder with model.safetensors or its index"
-        )
-    _check_token_ids(raw)
-    if raw.get("is_causal", True) is not True:
-        raise ValueError(f"is_causal is {raw['is_causal']!r}, but supported is causal attention only")
-    if raw.get("per_layer_config") is not None:
-        raise ValueError("per_layer_config is given, but supported are layers of one shape only")
-    _refuse_windows(raw, family)
-
-
-def _refuse_windows(raw: Mapping[str, Any], family: Family) -> None:
-    """Refuse attention that doesn't see every earlier token of the longest row."""
-    num_layers, max_positions = whole_number(raw, "num_hidden_layers"), whole_number(raw, "max_position_embeddings")
-    kinds = values(raw, "layer_types", str)
-    if kinds and len(kinds) != num_layers:
-        raise ValueError(f"layer_types names {len(kinds)} layers, but num_hidden_layers is {num_layers}")
-    window = raw.get("sliding_window", family.default_window)
-    if window is not None and type(window) is not int:
-        raise ValueError(f"sliding_window is {window!r}, but must be a whole number or null")
-    if family.default_window is None and not flag(raw, "use_sliding_window", default=False):
-        window = None
-    if family.has_window_everywhere:
-        num_windows = num_layers
-    else:
-        first = whole_number(raw, "max_window_layers", 0, least=0)
-        num_windows = kinds.count("sliding_attention") if kinds else max(0, num_layers - first)
-    unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
-    if unknown or (window is None and "sliding_attention" in kinds):
-        raise ValueError(f"layer_types {kinds} is not supported; supported is 'full_attention' for each layer")
-    if window is not None and num_windows and window < max_positions:
-        raise ValueError(
-            f"sliding_window hides what is more than {window} tokens back in {num_windows} of {num_layers} layers; "
-            f"supported is full attention: where no row is longer than that, set max_position_embeddings to {window} "
-            "in config.json"
-        )
-
-
-def _check_token_ids(raw: Mapping[str, Any]) -> None:
-    """These are written into checkpoints, and transformers opens none whose ids are of another type or outside."""
-    for key in ("bos_token_id", "pad_token_id", "eos_token_id"):
-        value = raw.get(key)
-        ids = value if key == "eos_token_id" and isinstance(value, list) else [] if value is None else [value]
-        if any(type(token_id) is not int for token_id in ids):
-            raise ValueError(f"{key} is {value!r}, but must be a token id")
-    padding, vocab_size = raw.get("pad_token_id"), whole_number(raw, "vocab_size")
-    if padding is not None and not -vocab_size <= padding < vocab_size:
-        raise ValueError(f"pad_token_id is {padding}, but vocab_size is {vocab_size}; correct one of them")
 
 
 def _rms_eps(raw: Mapping[str, Any]) -> float:

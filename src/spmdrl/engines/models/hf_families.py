@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from spmdrl.engines.models.decoder import DecoderConfig
@@ -20,18 +21,32 @@ class Family:
     """transformers' class."""
     has_qk_norm: bool = False
     """Whether queries and keys are normalized per head."""
+    allows_null_head_size: bool = False
+    """Whether a head_dim of null means that it isn't given, which other families refuse."""
     default_head_size: int | None = None
     """Head size where head_dim isn't given; None is hidden_size / num_attention_heads."""
     has_attention_bias: bool | None = None
     """Whether attention projections have biases; None lets attention_bias say so."""
+    default_attention_bias: bool = False
+    """What attention_bias is where it isn't given."""
+    default_theta: float = 10000.0
+    """Base of the rotary frequencies where rope_theta isn't given."""
+    default_tying: bool = False
+    """Whether the head is the embedding where tie_word_embeddings isn't given."""
+    default_padding: int | None = None
+    """The padding token where pad_token_id isn't given; transformers wants it inside the vocabulary."""
     has_own_kv_heads: bool = False
     """Whether there are as many key as query heads where num_key_value_heads isn't given."""
     default_window: int | None = None
-    """Tokens that attention sees back where sliding_window isn't given; None asks use_sliding_window first."""
-    has_window_everywhere: bool = False
-    """Whether a window holds for all layers, whatever layer_types and max_window_layers say."""
+    """Tokens that attention sees back where sliding_window isn't given; None is all."""
+    has_window_flag: bool = False
+    """Whether sliding_window counts only beside use_sliding_window."""
+    has_window_layers: bool = False
+    """Whether layer_types or max_window_layers say which layers have the window, rather than all."""
     has_mlp_bias: bool = False
     """Whether mlp_bias may be true."""
+    read_unrotated: Callable[[Mapping[str, Any]], tuple[int, ...]] = lambda raw: ()
+    """Reads which layers don't rotate queries and keys."""
     read_moe: Callable[[Mapping[str, Any]], MoeConfig | None] = lambda raw: None
     """Reads the sparse layers."""
     read_latent: Callable[[Mapping[str, Any]], LatentConfig | None] = lambda raw: None
@@ -139,24 +154,81 @@ def _write_deepseek(config: DecoderConfig) -> dict[str, Any]:
     }
 
 
+def _read_unrotated(raw: Mapping[str, Any]) -> tuple[int, ...]:
+    """SmolLM3's no_rope_layers, which has a 1 for each layer that does rotate."""
+    num_layers = whole_number(raw, "num_hidden_layers")
+    interval = whole_number(raw, "no_rope_layer_interval", 4)
+    rotates = [int((layer + 1) % interval != 0) for layer in range(num_layers)]
+    if raw.get("no_rope_layers") is not None:
+        rotates = values(raw, "no_rope_layers", int)
+    if len(rotates) != num_layers or not set(rotates) <= {0, 1}:
+        raise ValueError(f"no_rope_layers is {rotates}, but must hold 0 or 1 for each of the {num_layers} layers")
+    return tuple(layer for layer in range(num_layers) if not rotates[layer])
+
+
+def _write_smollm3(config: DecoderConfig) -> dict[str, Any]:
+    rotates = [int(layer not in config.unrotated_layers) for layer in range(config.num_layers)]
+    # Without an entry, transformers takes token 128004 for padding, which few vocabularies but SmolLM3's have.
+    return {
+        "mlp_bias": config.mlp_bias,
+        "no_rope_layers": rotates,
+        "use_sliding_window": False,
+        "pad_token_id": None,
+    }
+
+
+def _write_mlp_bias(config: DecoderConfig) -> dict[str, Any]:
+    return {"mlp_bias": config.mlp_bias}
+
+
 def _num_experts(raw: Mapping[str, Any], key: str) -> int:
-    """The number of experts under the family's key, or under transformers' common one."""
-    return whole_number(raw, key if raw.get(key) is not None else "num_local_experts")
+    """The number of experts under the family's key, or under transformers' common one; both must agree."""
+    given = {name: raw[name] for name in (key, "num_local_experts") if raw.get(name) is not None}
+    if len(set(map(str, given.values()))) > 1:
+        raise ValueError(f"{key} {raw[key]!r} and num_local_experts {raw['num_local_experts']!r} differ; remove one")
+    return whole_number(raw, next(iter(given), key))
 
 
 FAMILIES = {
     "llama": Family(
         "LlamaForCausalLM",
+        allows_null_head_size=True,
         has_own_kv_heads=True,
         has_mlp_bias=True,
-        write=lambda config: {"mlp_bias": config.mlp_bias},
+        write=_write_mlp_bias,
     ),
-    "qwen2": Family("Qwen2ForCausalLM", has_attention_bias=True),
-    "qwen3": Family("Qwen3ForCausalLM", has_qk_norm=True, default_head_size=128),
+    "mistral": Family(
+        "MistralForCausalLM",
+        allows_null_head_size=True,
+        has_attention_bias=False,
+        default_window=4096,
+        write=lambda config: {"sliding_window": None},
+    ),
+    "smollm3": Family(
+        "SmolLM3ForCausalLM",
+        default_theta=2000000.0,
+        default_tying=True,
+        default_padding=128004,
+        has_mlp_bias=True,
+        read_unrotated=_read_unrotated,
+        write=_write_smollm3,
+    ),
+    "seed_oss": Family(
+        "SeedOssForCausalLM",
+        default_head_size=128,
+        default_attention_bias=True,
+        default_padding=1,
+        has_mlp_bias=True,
+        write=lambda config: {**_write_mlp_bias(config), "attention_out_bias": False},
+    ),
+    "qwen2": Family("Qwen2ForCausalLM", has_attention_bias=True, has_window_flag=True, has_window_layers=True),
+    "qwen3": Family(
+        "Qwen3ForCausalLM", has_qk_norm=True, default_head_size=128, has_window_flag=True, has_window_layers=True
+    ),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
         has_qk_norm=True,
-        has_window_everywhere=True,
+        has_window_flag=True,
         read_moe=_read_qwen3_moe,
         write=_write_qwen3_moe,
     ),
@@ -167,3 +239,17 @@ FAMILIES = {
         write=_write_deepseek,
     ),
 }
+# The same architecture by another name; what is written has the name on the right, which transformers opens itself.
+OTHER_NAMES = {"kimi_k2": "deepseek_v3"}
+
+
+def family_name(model_type: object) -> str:
+    """The family of a config.json's model_type; raises ValueError where none computes it."""
+    name = OTHER_NAMES.get(model_type, model_type) if isinstance(model_type, str) else ""
+    if name not in FAMILIES:
+        others = ", ".join(f"{other} (as {family})" for other, family in OTHER_NAMES.items())
+        raise ValueError(
+            f"model_type {model_type!r} is not supported; supported are {', '.join(FAMILIES)} and {others}; a family "
+            f"of the same layers is added as one entry in spmdrl/engines/models/{Path(__file__).name}"
+        )
+    return name

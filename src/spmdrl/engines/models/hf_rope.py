@@ -8,7 +8,6 @@ from typing import Any
 from spmdrl.engines.models.hf_values import entries, flag, number, only, whole_number
 from spmdrl.engines.models.rope import Llama3Scaling, RopeScaling, YarnScaling
 
-_DEFAULT_THETA = 10000.0
 _COMMON_KEYS = {"type", "rope_type", "rope_theta", "partial_rotary_factor"}
 _KEYS_OF_KIND = {
     "default": set(),
@@ -20,17 +19,26 @@ _KEYS_OF_KIND = {
         "beta_slow",
         "truncate",
         "attention_factor",
+        # Of another name in vLLM and llama.cpp; transformers leaves it out, and so does the decoder.
+        "attn_factor",
         "mscale",
         "mscale_all_dim",
     },
 }
 
 
-def read_rope(raw: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
+def rope_entries(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The rotary parameters; transformers lets the older key win where both are given."""
+    return entries(raw, _rope_key(raw))
+
+
+def _rope_key(raw: Mapping[str, Any]) -> str:
+    return "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
+
+
+def read_rope(raw: Mapping[str, Any], default_theta: float) -> tuple[float, RopeScaling | None]:
     """The base of the frequencies and how they are scaled; raises ValueError for any other kind of scaling."""
-    # transformers lets the older key win where both are given.
-    key = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
-    rope = entries(raw, key)
+    key, rope = _rope_key(raw), rope_entries(raw)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if not isinstance(kind, str) or kind not in _KEYS_OF_KIND:
         supported = ", ".join(map(repr, _KEYS_OF_KIND))
@@ -41,8 +49,9 @@ def read_rope(raw: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
             raise ValueError(f"{key}.{name} {rope[name]!r} is not supported; supported with {kind!r}: {names}")
     only(rope, "partial_rotary_factor", 1.0)
     only(raw, "partial_rotary_factor", 1.0)
-    theta = number(rope, "rope_theta", number(raw, "rope_theta", _DEFAULT_THETA))
-    return theta, _scaling(kind, rope, raw)
+    # A null isn't a missing one: transformers computes with it.
+    given = {"rope_theta": raw.get("rope_theta", default_theta), **rope}
+    return number(given, "rope_theta"), _scaling(kind, rope, raw)
 
 
 def write_rope(theta: float, scaling: RopeScaling | None) -> dict[str, Any]:
@@ -87,6 +96,8 @@ def _scaling(kind: str, rope: Mapping[str, Any], raw: Mapping[str, Any]) -> Rope
             high_freq_factor=number(rope, "high_freq_factor"),
             original_positions=original,
         )
+    if "factor" not in rope:
+        raise ValueError("factor is missing in yarn rope scaling; give it, or null for the ratio of longest rows")
     return YarnScaling(
         factor=number(rope, "factor", max_positions / original),
         original_positions=original,
