@@ -50,19 +50,9 @@ class RewardStage:
         results = self._rewards.collect([group.serial for group in groups])
         scored = [(group.rows, result) for group, result in zip(groups, results, strict=True)]
         samples.put(self.state, columns_of(scored))
-        self._report(scored)
-        self._check_error_rate([result for _, result in scored], samples.rows_of_step.size)
+        report(results, self.recorder)
+        self._check_error_rate(results, samples.rows_of_step.size)
         samples.commit(self.state)
-
-    def _report(self, scored: list[tuple[tuple[int, ...], RewardResult]]) -> None:
-        for _, result in scored:
-            for function, values in result.parts.items():
-                usable = [value for value in values if value is not None]
-                if usable:
-                    self.recorder.mean(f"rewards/{function}/mean", sum(usable) / len(usable), len(usable))
-            for verdict in result.verdicts:
-                if verdict in FAILURES:
-                    self.recorder.total(f"reward/errors/{verdict.name.lower()}", 1)
 
     def _check_error_rate(self, results: list[RewardResult], num_rows: int) -> None:
         failed = sum(verdict in FAILURES for result in results for verdict in result.verdicts)
@@ -75,6 +65,19 @@ class RewardStage:
                 f"{self.config.max_error_rate} allows; the first failure: {errors[0] if errors else 'unknown'}; "
                 "mend the reward function, or raise the limit"
             )
+
+
+def report(results: Sequence[RewardResult], recorder: Recorder) -> None:
+    """Record each function's mean, the failures by kind, and the share of rows without a reward."""
+    for result in results:
+        for function, values in result.parts.items():
+            usable = [value for value in values if value is not None]
+            if usable:
+                recorder.mean(f"rewards/{function}/mean", sum(usable) / len(usable), len(usable))
+        for verdict in result.verdicts:
+            if verdict in FAILURES:
+                recorder.total(f"reward/errors/{verdict.name.lower()}", 1)
+        recorder.mean("reward/unscored_ratio", result.rewards.count(None) / len(result.rewards), len(result.rewards))
 
 
 class RewardFailure(ValueError):

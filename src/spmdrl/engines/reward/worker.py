@@ -125,7 +125,6 @@ def _no_terminal(what: str) -> str:
 def _limit_resources(memory_limit_bytes: int | None) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if memory_limit_bytes is not None:
-        # RLIMIT_DATA counts what can be written; RLIMIT_AS would also count what libraries only reserve. What it
-        # doesn't count, shared memory and other processes, the guard does; a file may be a shared memory file.
-        for limit in (resource.RLIMIT_DATA, resource.RLIMIT_FSIZE):
-            resource.setrlimit(limit, (memory_limit_bytes, memory_limit_bytes))
+        # RLIMIT_DATA counts what can be written; RLIMIT_AS would also count what libraries only reserve. Shared memory
+        # and all processes together are the guard's to count.
+        resource.setrlimit(resource.RLIMIT_DATA, (memory_limit_bytes, memory_limit_bytes))
