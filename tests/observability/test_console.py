@@ -59,6 +59,11 @@ def test_on_a_terminal_small_timings_leave_first_and_the_metrics_that_matter_nev
         assert all(part in line for part in (*NEVER_LEAVING, "skipped 4/5", "ppo step 12/200"))
 
 
+def test_what_leaves_a_terminals_line_makes_room_for_what_is_narrower():
+    line = fitted_line(StepFacts(12, METRICS, 200, "ppo"), 120)
+    assert all(part in line for part in ("gen 5.1", "upd 1.9", "zero-adv 18%")) and "mem" not in line, line
+
+
 def test_on_a_terminal_only_what_the_step_has_is_shown():
     assert fitted_line(StepFacts(3, {"loss": 1.25, "lr": 0.1}, phase="sft"), 160) == "sft step 3 | loss 1.250"
     assert fitted_line(StepFacts(3, {"time/generation": 5.1}), 160) == "step 3 | (gen 5.1)"

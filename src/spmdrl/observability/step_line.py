@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from spmdrl.observability.units import count, duration, fixed, percent, scientific
@@ -15,10 +15,12 @@ STAGE_NAMES = {
     "advantage": "adv", "update": "upd", "resharding": "reshard", "probe": "probe", "evaluation": "eval",
 }  # fmt: skip
 OTHER = "other"
-# What leaves a terminal's line first when it would be too wide, once the small timings have. Nothing else leaves.
-LEAST_NEEDED = ("mem", "ent", "tok/s", "mismatch", "len", "kl", "zero-adv", "timings", "eta", "seconds")
-SMALL_SHARE = 0.05
-"""A stage below this share of its step gives way before any metric does."""
+# What a terminal's line takes in besides reward, loss and gradient norm, as far as it fits: the most wanted first.
+WANTED = (
+    "seconds", "eta", "zero-adv", "longest", "len", "kl", "mismatch", "tok/s", "ent", "mem", "timings",
+)  # fmt: skip
+NUM_LONGEST = 2
+"""As many stages are `longest`; the other timings come last."""
 
 
 @dataclass(frozen=True)
@@ -49,16 +51,14 @@ def fitted_line(facts: StepFacts, width: int) -> str:
     if not facts.metrics.get("health/updates_skipped"):
         parts["skipped"] = ""
     timings = {name: text for name, text in _timings(facts.metrics).items() if text is not None and float(text)}
-    order = sorted(timings, key=lambda name: float(timings[name] or 0))
-    whole = sum(float(text or 0) for text in timings.values())
-    small = [name for name in order if float(timings[name] or 0) < SMALL_SHARE * whole]
-    leaving = [*small, *LEAST_NEEDED]
-    while len(line := _joined(parts, timings)) > width and leaving:
-        name = leaving.pop(0)
-        if name == "timings":
-            timings.clear()
-        elif timings.pop(name, None) is None:
-            parts[name] = ""
+    by_size = sorted(timings, key=lambda name: -float(timings[name] or 0))
+    shown = {name for name in parts if name not in WANTED}
+    for wanted in WANTED:
+        stages = by_size[:NUM_LONGEST] if wanted == "longest" else by_size if wanted == "timings" else [wanted]
+        for name in stages:
+            if len(_joined(parts, timings, shown | {name})) <= width:
+                shown.add(name)
+    line = _joined(parts, timings, shown)
     return line if len(line) <= width else line[: width - 3] + "..."
 
 
@@ -66,12 +66,12 @@ def _missing(name: str) -> str:
     return f"{MISSING} {name}" if name == "tok/s" else f"{name} {MISSING}"
 
 
-def _joined(parts: Mapping[str, str], timings: Mapping[str, str | None]) -> str:
-    shown = dict(parts)
-    if timings:
-        inside = " ".join(f"{name} {text}" for name, text in timings.items())
-        shown["seconds"] = f"{shown['seconds']} ({inside})".strip()
-    return " | ".join(text for text in shown.values() if text)
+def _joined(parts: Mapping[str, str], timings: Mapping[str, str | None], shown: Collection[str]) -> str:
+    texts = {name: text for name, text in parts.items() if name in shown}
+    inside = " ".join(f"{name} {text}" for name, text in timings.items() if name in shown)
+    if inside:
+        texts["seconds"] = f"{texts.get('seconds', '')} ({inside})".strip()
+    return " | ".join(texts[name] for name in parts if texts.get(name))
 
 
 def _parts(facts: StepFacts) -> dict[str, str]:
