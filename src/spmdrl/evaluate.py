@@ -16,6 +16,7 @@ from spmdrl.job.evaluation import Evaluation, Evaluator, evaluation_sampling, wr
 from spmdrl.job.facts import open_job
 from spmdrl.job.fitting import check_generation_fits
 from spmdrl.job.replica import build_replica, load_for_generation
+from spmdrl.job.run_folder import hold_run_folder
 from spmdrl.observability.console import Console
 from spmdrl.observability.summary import software_versions, write_verb_summary
 from spmdrl.resources.world import World
@@ -25,9 +26,9 @@ def main(loaded: LoadedConfig[Config]) -> int:
     """Evaluate `model.path` on `data.eval`."""
     started = time.perf_counter()
     checked = check_run(loaded, verb="eval")
-    with open_job(checked, "eval") as world:
-        with start_up():
-            evaluation = _evaluate(checked, world)
+    # Beside a training run in the same folder, but not beside another evaluation, which writes the same files.
+    with open_job(checked, "eval") as world, hold_run_folder(checked.config, world, "eval.lock"), start_up():
+        evaluation = _evaluate(checked, world)
         if world.is_main:
             _write_results(loaded.value, evaluation, time.perf_counter() - started)
     return 0

@@ -29,7 +29,9 @@ from spmdrl.job.facts import open_job
 from spmdrl.job.fitting import check_generation_fits
 from spmdrl.job.kept_answers import KeptAnswers
 from spmdrl.job.replica import Replica, build_replica, load_for_generation
+from spmdrl.job.run_folder import hold_run_folder
 from spmdrl.observability.console import Console
+from spmdrl.observability.jsonl import write_atomic
 from spmdrl.observability.progress import GenerationProgress
 from spmdrl.observability.screen import show
 from spmdrl.observability.summary import software_versions, write_verb_summary
@@ -48,19 +50,18 @@ def main(loaded: LoadedConfig[Config], prompts: Sequence[str] = ()) -> int:
     checked = check_run(loaded, verb="generate", prompts=prompts)
     with ExitStack() as stack:
         world = stack.enter_context(open_job(checked, "generate"))
+        stack.enter_context(start_up())
         folder = checked.config.run.folder
         if prompts:
             folder = Path(stack.enter_context(TemporaryDirectory(prefix="spmdrl_generate_")))
-        with start_up():
-            kept = keep_answers(checked, world, folder)
+        else:
+            stack.enter_context(hold_run_folder(checked.config, world, "generate.lock"))
+        kept = keep_answers(checked, world, folder)
         lines = kept.gathered()
         if world.is_main and prompts:
             _show_answers(prompts, [json.loads(line) for line in lines])
         elif world.is_main:
-            path = folder / FILE
-            unfinished = path.with_suffix(".tmp")
-            unfinished.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-            unfinished.replace(path)
+            write_atomic(folder / FILE, "".join(f"{line}\n" for line in lines))
             _write_summary(checked.config, lines, time.perf_counter() - started)
             for line in lines:
                 show(line)

@@ -145,17 +145,16 @@ def warm_started(checked: CheckedRun, world: World) -> CheckedRun:
     )
     warm_start = replace(checked, config=inner, eval_rows=[])
     console = Console(enabled=world.is_main)
-    model = finished_model(folder)
-    # Each rank looks by itself: file systems may show an older state to some of them.
-    world.agree(lambda: {"the warm start's model": str(model)})
+    model = finished_model(folder, world)
     if model is None:
         console.note(f"--- first sft: up to {config.sft.max_steps} supervised steps on the answers, a warm start ---")
         train_supervised(warm_start, world)
-        model = finished_model(folder)
+        model = finished_model(folder, world)
     else:
         with start_up():
             admit_supervised(warm_start, world)
-    assert model is not None, f"the warm start left no checkpoint in {folder}"
+    if model is None:
+        raise ConfigError(f"the warm start left no checkpoint in {folder}: the disk refused it; free some")
     console.note(f"--- now {config.algo.name}: {config.train.max_steps} steps with rewards, from {model} ---")
     return replace(checked, config=replace(config, model=replace(config.model, path=str(model), make=None)))
 

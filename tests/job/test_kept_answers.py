@@ -128,3 +128,18 @@ def test_resume_never_puts_the_answers_of_an_interrupted_generate_aside(tmp_path
     assert "generated 5/5 rows" in job.stderr
     assert json.loads((folder / f"{FOLDER}.1" / "rank_00000.jsonl").read_text()) == answers_of(0)[0]
     assert not (folder / FOLDER).exists() and len((folder / "generated.jsonl").read_text().splitlines()) == 5
+
+
+def test_damaged_lines_are_answered_anew_and_a_damaged_identity_is_refused(tmp_path):
+    with open_world("cpu") as world:
+        kept = KeptAnswers(tmp_path, {"seed": 0}, world)
+        kept.add(answers_of(0, 1, 2))
+        path = tmp_path / FOLDER / "rank_00000.jsonl"
+        lines = path.read_bytes().splitlines(keepends=True)
+        odd = [b"null\n", b"[1]\n", b'{"row": "1"}\n', b'{"row": true}\n', b'{"row": -1}\n', b"[" * 50_000 + b"\n"]
+        path.write_bytes(b"".join([lines[0], lines[1].replace(b"r", b"\xf2"), *odd, lines[2]]))
+        assert KeptAnswers(tmp_path, {"seed": 0}, world).rows() == {0, 2}
+        for content in (b"", b"null", b"\xff", b"[" * 50_000):
+            (tmp_path / FOLDER / "identity.json").write_bytes(content)
+            with pytest.raises(ValueError, match=r"identity.json is damaged; .* resume=never"):
+                KeptAnswers(tmp_path, {"seed": 0}, world).rows()

@@ -12,6 +12,9 @@ from pathlib import Path
 import pytest
 from tests.support.jobs import environment, finished, job_command, launch_job, run_job, summary_of, tiny_config
 
+from spmdrl.engines.training.manifest import Manifest, describe_file, read_manifest
+from spmdrl.observability.holder import held
+
 SLOW_REWARD = """
 import time
 
@@ -38,7 +41,7 @@ def run_copy(finished_run, tmp_path):
 
 def digests(folder: Path) -> dict[str, str]:
     """Of all files but the lock's."""
-    paths = [path for path in folder.rglob("*") if path.is_file() and path.name != "run.lock"]
+    paths = [path for path in folder.rglob("*") if path.is_file() and path.suffix != ".lock"]
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
 
 
@@ -52,9 +55,7 @@ def refused(job: subprocess.CompletedProcess[str]) -> str:
 REFUSED = [
     pytest.param(["seed=1"], "seed was 0 and is 1", id="another seed"),
     pytest.param(["model.make.hidden_size=64"], "hidden_size is 32, not 64", id="another model made"),
-    pytest.param(
-        ["resume=2", "rollout.num_generations=2"], "num_generations was 4 and is 2", id="another size"
-    ),
+    pytest.param(["resume=2", "rollout.num_generations=2"], "num_generations was 4 and is 2", id="another size"),
     pytest.param(["resume=1"], "steps that can: [2, 3]", id="no such checkpoint"),
     pytest.param(["resume=alway"], "did you mean auto?", id="a misspelt word"),
     pytest.param(["resources.device=cuda"], "resources.device is 'cuda'", id="no such device"),
@@ -84,15 +85,9 @@ def test_a_checkpoint_of_another_model_is_refused_with_the_sizes_that_differ(run
 
 @pytest.mark.slow
 def test_a_checkpoint_whose_tensors_are_broken_inside_right_digests_is_passed_over(run_copy):
-    from spmdrl.engines.training.manifest import Manifest, describe_file, read_manifest
-
     config, folder = run_copy
     newest = folder / "checkpoints" / "step_000003"
-    shards = newest / "trainer" / "shards_00000.safetensors"
-    shards.write_bytes(b"\x08\0\0\0\0\0\0\0{} abcd")
-    manifest = read_manifest(newest)
-    files = {**manifest.files, "trainer/shards_00000.safetensors": describe_file(shards)}
-    (newest / "manifest.json").write_text(Manifest(3, files).to_json())
+    rewrite(newest, "trainer/shards_00000.safetensors", b"\x08\0\0\0\0\0\0\0{} abcd")
     job = finished(run_job("train", config, f"run.dir={folder}", "checkpoint.interval=1"))
     assert "damaged checkpoint passed over" in job.stdout and "step_000003" in job.stdout
     assert "step_000002 after step 2" in job.stdout and "step 3/3" in job.stdout
@@ -149,6 +144,68 @@ def test_a_second_job_in_a_folder_is_refused_on_all_its_ranks(tmp_path):
     finally:
         first.kill()
         first.wait()
+
+
+@pytest.mark.slow
+def test_a_run_is_evaluated_by_its_newest_sound_model(run_copy, tmp_path):
+    config, folder = run_copy
+    for step in (3, 2):
+        weights = folder / "checkpoints" / f"step_{step:06d}" / "model" / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-4] + b"flip")
+        held_out = "data.eval=synthetic://addition?low=0&high=9&count=3&split=test"
+        asked = [f"run.dir={tmp_path / 'eval'}", "model.make=null", f"model.path={folder}", held_out]
+        job = run_job("eval", config, *asked)
+        assert "damaged checkpoint passed over" in job.stderr and f"step_{step:06d}" in job.stderr
+        if step == 3:
+            assert json.loads((tmp_path / "eval" / "eval.summary.json").read_text())
+        else:
+            assert f"every checkpoint of {folder} is damaged" in job.stderr and job.returncode == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verb", ["eval", "generate"])
+def test_two_jobs_that_write_the_same_answers_take_turns(run_copy, verb):
+    config, folder = run_copy
+    held_out = "data.eval=synthetic://addition?low=0&high=9&count=3&split=test"
+    settings = [f"run.dir={folder}", held_out]
+    with held(folder, f"{verb}.lock"):
+        before = digests(folder)
+        assert "is in use by process" in refused(run_job(verb, config, *settings))
+        assert digests(folder) == before
+    # Training in the same folder is no hindrance, as it writes other files.
+    with held(folder):
+        finished(run_job(verb, config, *settings))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["a flipped bit", "broken inside right digests", "another run's"])
+def test_kept_rollouts_that_are_damaged_are_generated_anew_or_refused(tmp_path, kind):
+    config, folder = tiny_config(tmp_path), tmp_path / "run"
+    settings = [f"run.dir={folder}", "checkpoint.interval=1", "checkpoint.keep_rollouts=true"]
+    finished(run_job("train", config, *settings, "train.max_steps=2"))
+    shutil.rmtree(folder / "checkpoints" / "step_000002")
+    kept = folder / "rollouts" / "step_000002"
+    if kind == "a flipped bit":
+        path = kept / "node_0000.safetensors"
+        path.write_bytes(path.read_bytes()[:-4] + b"flip")
+    elif kind == "another run's":
+        rewrite(kept, "identity.json", json.dumps({"seed": 5}).encode())
+    else:
+        rewrite(kept, "node_0000.safetensors", b"\x08\0\0\0\0\0\0\0{}      ")
+    job = run_job("train", config, *settings, "train.max_steps=2")
+    assert "Traceback" not in job.stderr
+    if kind == "broken inside right digests":
+        assert job.returncode == 2 and "delete that folder" in job.stderr
+    else:
+        assert job.returncode == 0 and "are not taken up: " in job.stdout
+
+
+def rewrite(folder: Path, name: str, content: bytes) -> None:
+    """Give a file of a checkpoint other content, and its manifest the digest of that."""
+    (folder / name).write_bytes(content)
+    manifest = read_manifest(folder)
+    files = {**manifest.files, name: describe_file(folder / name)}
+    (folder / "manifest.json").write_text(Manifest(manifest.step, files).to_json())
 
 
 @pytest.mark.slow

@@ -16,8 +16,11 @@ from spmdrl.engines.models.tokenizer import TOKENIZER_FILES
 from spmdrl.engines.models.weight_check import open_weights
 from spmdrl.engines.models.weights import WeightFiles, write_weights
 from spmdrl.engines.training.engine import TrainingEngine
+from spmdrl.engines.training.manifest import damage, step_folder_name, steps_in
 from spmdrl.engines.training.optimizer import OptimConfig
 from spmdrl.engines.training.state import ShardFiles, load_trainer_state, trainer_state, write_shards
+from spmdrl.job.run_folder import on_main
+from spmdrl.observability.outage import warn
 from spmdrl.resources.collectives import barrier
 from spmdrl.resources.mesh import UpdateMesh
 from spmdrl.resources.world import World
@@ -113,7 +116,7 @@ def _model_folder(config: Config, world: World) -> Path:
         _check_made(folder, config)
         return folder
     assert config.model.path is not None
-    return newest_model(Path(config.model.path)) or resolve_model_folder(config.model)
+    return newest_model(Path(config.model.path), world) or resolve_model_folder(config.model)
 
 
 def model_facts(folder: Path) -> dict[str, str]:
@@ -133,10 +136,27 @@ def _check_made(folder: Path, config: Config) -> None:
         )
 
 
-def newest_model(folder: Path) -> Path | None:
-    """The model of a run folder's newest checkpoint, or None if `folder` isn't a run's."""
-    found = sorted(folder.glob(f"{CHECKPOINTS}/step_*/{MODEL}/config.json"))
-    return found[-1].parent if found else None
+def newest_model(folder: Path, world: World) -> Path | None:
+    """The model of a run folder's newest sound checkpoint, or None where there is no checkpoint. Collective.
+
+    Raises ConfigError on every rank where there are checkpoints, all of them damaged.
+    """
+
+    def find() -> str | None:
+        complaints = []
+        for step in reversed(steps_in(folder / CHECKPOINTS)):
+            checkpoint = folder / CHECKPOINTS / step_folder_name(step)
+            problem = damage(checkpoint, [f"{MODEL}/config.json"], below=f"{MODEL}/")
+            if problem is None:
+                return str(checkpoint / MODEL)
+            complaints.append(f"{checkpoint}: {problem}")
+            warn(f"damaged checkpoint passed over: {complaints[-1]}")
+        if complaints:
+            raise ValueError(f"every checkpoint of {folder} is damaged: {'; '.join(complaints)}")
+        return None
+
+    found = on_main(world, find)
+    return None if found is None else Path(found)
 
 
 def build_trainer(

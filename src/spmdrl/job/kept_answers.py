@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
+from spmdrl.engines.training.manifest import sync_file
 from spmdrl.resources.collectives import barrier, gather_bytes
 from spmdrl.resources.world import World
 
@@ -93,14 +94,21 @@ class KeptAnswers:
         return [set(json.loads(part)) for part in gather_bytes(own.encode())]
 
     def _lines(self) -> Iterator[tuple[int, str]]:
-        """Row and line of each whole answer; a killed rank may leave half a line at its file's end."""
+        """Row and line of each whole answer; a killed rank may leave half a line, and a disk a damaged one."""
         for path in sorted(self.folder.glob(_PARTS)):
-            with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
-                yield from ((json.loads(line)["row"], line) for line in file if line.endswith("\n"))
+            with path.open("rb") as file:
+                for line in file:
+                    if line.endswith(b"\n") and (row := _row_of(line)) is not None:
+                        yield row, line.decode("ascii")
 
     def _difference(self) -> str:
         path = self.folder / _IDENTITY
-        before = json.loads(path.read_text()) if path.is_file() else self._identity
+        try:
+            before = json.loads(path.read_bytes()) if path.is_file() else self._identity
+        except (ValueError, RecursionError):
+            before = None
+        if not isinstance(before, dict):
+            return f"{path} is damaged"
         return "; ".join(
             f"{key} was {before.get(key)!r} and is {value!r}"
             for key, value in self._identity.items()
@@ -114,8 +122,20 @@ class KeptAnswers:
         if not identity.exists():
             unfinished = self.folder / f"{_IDENTITY}.{self._world.rank}"
             unfinished.write_text(json.dumps(self._identity))
+            sync_file(unfinished)
             unfinished.replace(identity)
         path = self.folder / _PARTS.replace("*", f"{self._world.rank:05d}")
         if path.exists():
             os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
         return path.open("ab")
+
+
+def _row_of(line: bytes) -> int | None:
+    """The row of an answer, or None for a line that `add` didn't write so."""
+    try:
+        # What is written is ASCII, so that another byte is damage.
+        content = json.loads(line.decode("ascii"))
+    except (ValueError, RecursionError):
+        return None
+    row = content.get("row") if isinstance(content, dict) else None
+    return row if type(row) is int and row >= 0 else None

@@ -8,7 +8,9 @@ from pathlib import Path
 from spmdrl.dataflow.samples.carried import CarriedGroups
 from spmdrl.dataflow.samples.samples import Samples
 from spmdrl.engines.training.checkpoint import CheckpointConfig, CheckpointStore
+from spmdrl.engines.training.manifest import damage, step_of_folder
 from spmdrl.job.run import Run
+from spmdrl.job.run_folder import on_every_rank, on_main
 
 ROLLOUTS = "rollouts"
 IDENTITY = "identity.json"
@@ -25,22 +27,48 @@ class KeptRollouts:
         self._carried = carried
         self._is_on = run.config.checkpoint.keep_rollouts
         self._store = CheckpointStore(
-            run.folder / ROLLOUTS, CheckpointConfig(keep_last=1), is_main=run.world.is_main
-        )  # fmt: skip
+            run.folder / ROLLOUTS, CheckpointConfig(keep_last=1), is_main=run.world.is_main, required=(IDENTITY,)
+        )
+        self._store.remove_leftovers()
 
     def take_up(self, samples: Samples) -> bool:
-        """Fill the batch with the rows that an interrupted run kept of this step, if it did. Collective."""
+        """Fill the batch with the rows that an interrupted run kept of this step, if it did. Collective.
+
+        Damaged ones are generated anew. Raises ConfigError where their digests are right but their content isn't: by
+        then the batch holds a part of it.
+        """
         if not self._is_on or samples.step != self._run.start_step + 1:
             return False
         folder = self._store.folder_of(samples.step)
-        if samples.step not in self._store.steps() or self._store.damage_of(folder) is not None:
+        problem = on_main(self._run.world, lambda: self._problem_with(folder))
+        if problem is not None:
+            if problem:
+                self._run.console.note(f"the rollouts in {folder} are not taken up: {problem}")
             return False
-        if json.loads((folder / IDENTITY).read_text()) != self._run.identity:
-            return False
-        samples.read_from(folder)
-        self._carried.read_from(folder)
+        on_every_rank(lambda: self._read(samples, folder))
         self._run.console.note(f"step {samples.step} goes on with the rollouts in {folder}")
         return True
+
+    def _problem_with(self, folder: Path) -> str | None:
+        """Why the rollouts there can't be taken up, nothing ("") where there are none, None for sound ones."""
+        if step_of_folder(folder.name) not in self._store.steps():
+            return ""
+        if (problem := damage(folder, self._store.required)) is not None:
+            return problem
+        kept_of = json.loads((folder / IDENTITY).read_bytes())
+        return None if kept_of == self._run.identity else "they are of another run"
+
+    def _read(self, samples: Samples, folder: Path) -> None:
+        try:
+            samples.read_from(folder)
+            self._carried.read_from(folder)
+        except Exception as failure:
+            # The files may hold anything.
+            reason = f"{type(failure).__name__}: {failure}"
+            raise ValueError(
+                f"the rollouts in {folder} can't be read, though their digests are right ({reason}); delete that "
+                "folder to generate them anew"
+            ) from failure
 
     def keep(self, samples: Samples) -> None:
         """Write the batch where a resumed run would begin with this step. Collective.
@@ -60,4 +88,6 @@ class KeptRollouts:
         with self._run.timeline.stage("keep_rollouts", samples.step):
             result = self._store.save(samples.step, write)
         if result.folder is None:
-            self._run.console.note(f"rollouts of step {samples.step} were NOT kept, the run goes on: {result.error}")
+            self._run.console.note(
+                f"WARNING: rollouts of step {samples.step} were NOT kept, the run goes on: {result.error}"
+            )

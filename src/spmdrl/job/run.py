@@ -72,6 +72,8 @@ class Run:
         self._startup_seconds: float | None = None
         self._checkpoints_log: JsonlWriter | None = None
         self._metrics_log: MetricsLog | None = None
+        self._failed_save: tuple[int, str] | None = None
+        """the last checkpoint's step, and why it could not be written"""
         self._has_begun = False
         self._point: ResumePoint | None = None
         self._passed_over: dict[Path, str] = {}
@@ -164,6 +166,7 @@ class Run:
             )
         self.recorder.maximum("checkpoint/seconds", seconds)
         if result.folder is None:
+            self._failed_save = (step, str(result.error))
             self.recorder.maximum("checkpoint/failed", 1.0)
             self.console.note(f"WARNING: checkpoint of step {step} FAILED, the run goes on without it: {result.error}")
         else:
@@ -171,6 +174,7 @@ class Run:
             size = bytes_text(result.num_bytes)
             self.console.note(f"checkpoint of step {step}: {size} in {duration(seconds)}, {result.folder}")
             self.last_checkpoint = result.folder
+            self._failed_save = None
 
     def log_step(self, step: int) -> None:
         """Reduce the step's metrics over ranks and write them. Collective."""
@@ -231,7 +235,7 @@ class Run:
         report = self.folder / "report.html"
         summary = {
             "verdict": verdict,
-            "trouble": trouble_of(self.metrics) or None,
+            "trouble": [*trouble_of(self.metrics), *self._trouble_of_saving()] or None,
             "steps": self.last_step,
             "reward_first": self.first_metrics.get("reward"),
             "reward_last": self.metrics.get("reward"),
@@ -250,6 +254,12 @@ class Run:
             write_report(self.folder)
         # What could not be written is shown all the same.
         self.console.summary(read_summary(self.folder) | known, phase=self.phase)
+
+    def _trouble_of_saving(self) -> list[str]:
+        if self._failed_save is None:
+            return []
+        step, reason = self._failed_save
+        return [f"the checkpoint of step {step}, the last one, could not be written ({reason})"]
 
     def _choose_checkpoint(self) -> None:
         self._point, notes = find_resume_point(self.store, self.config, self.world, self.identity, self._passed_over)
@@ -325,6 +335,7 @@ def note_abandoned(folder: Path, console: Console) -> None:
     console.note(f"the job before ended without a word {place}")
 
 
-def finished_model(folder: Path) -> Path | None:
-    """The model that a run left in its folder, or None if it didn't come to its end."""
-    return newest_model(folder) if read_summary(folder).get("verdict") == "done" else None
+def finished_model(folder: Path, world: World) -> Path | None:
+    """The model that a run left in its folder, or None if it didn't come to its end. Collective."""
+    is_done = on_main(world, lambda: read_summary(folder).get("verdict") == "done")
+    return newest_model(folder, world) if is_done else None

@@ -30,7 +30,7 @@ _TRAINER_BYTES_PER_PARAMETER = 12
 
 
 @contextmanager
-def hold_run_folder(config: Config, world: World, name: str = LOCK_FILE) -> Iterator[None]:
+def hold_run_folder(config: Config, world: World, name: str) -> Iterator[None]:
     """Keep other jobs out of `run.dir` inside this block. Raises ConfigError on every rank. Collective."""
     with ExitStack() as stack:
         on_main(world, lambda: _hold(config, stack, name))

@@ -69,11 +69,11 @@ def held(folder: Path, name: str = LOCK_FILE, *, wait_seconds: float = 0.0) -> I
         os.ftruncate(descriptor, len(content))
         yield
     finally:
-        os.ftruncate(descriptor, 0)
         with contextlib.suppress(OSError):
-            if is_new and os.listdir(folder) == [name]:
-                # Nothing came of it: a start that was refused leaves no new folder.
+            if _is_open_as(descriptor, path):
                 path.unlink()
+            if is_new:
+                # A start that was refused leaves no new folder.
                 folder.rmdir()
         os.close(descriptor)
 
@@ -101,8 +101,7 @@ def _locked(path: Path) -> int | None:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # The folder may have been moved since it was opened, with the file in it.
-        is_free = os.fstat(descriptor).st_ino == path.stat().st_ino
+        is_free = _is_open_as(descriptor, path)
     except (BlockingIOError, FileNotFoundError):
         is_free = False
     except OSError as error:
@@ -115,6 +114,11 @@ def _locked(path: Path) -> int | None:
         return descriptor
     os.close(descriptor)
     return None
+
+
+def _is_open_as(descriptor: int, path: Path) -> bool:
+    """Whether the file still has this name: its folder may have been moved, or its holder may have deleted it."""
+    return os.path.samestat(os.fstat(descriptor), path.stat())
 
 
 def _recorded(path: Path) -> Holder | None:

@@ -68,8 +68,8 @@ def test_damage_is_found_and_the_checkpoint_before_stays_sound(tmp_path, spoil, 
     store.save(1, write)
     store.save(2, write)
     spoil(store.folder_of(2))
-    assert word in store.damage_of(store.folder_of(2))
-    assert store.damage_of(store.folder_of(1)) is None
+    assert word in str(damage(store.folder_of(2)))
+    assert damage(store.folder_of(1)) is None
 
 
 FAILURES = [

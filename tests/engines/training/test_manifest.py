@@ -143,3 +143,10 @@ def test_a_name_that_no_save_gives_is_no_step(tmp_path, name):
 
 def test_steps_of_many_digits_have_folders_too():
     assert step_of_folder("step_000007") == 7 and step_of_folder("step_1234567") == 1234567
+
+
+def test_only_what_is_read_of_a_folder_need_be_sound(folder):
+    (folder / "trainer" / "shards_00000.safetensors").unlink()
+    assert damage(folder, below="model/") is None
+    (folder / "model" / "config.json").write_text("{}")
+    assert "model/config.json has" in str(damage(folder, below="model/"))

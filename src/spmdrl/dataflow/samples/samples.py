@@ -24,7 +24,7 @@ from spmdrl.dataflow.samples.metadata import (
     unpack_news,
 )
 from spmdrl.dataflow.samples.payload import Payload
-from spmdrl.dataflow.samples.row_lives import DEFERRED, Accounting, RowLives, restored
+from spmdrl.dataflow.samples.row_lives import DEFERRED, Accounting, Arrays, RowLives, restored
 from spmdrl.dataflow.samples.schema import (
     check_column,
     check_columns,
@@ -231,8 +231,16 @@ class Samples:
     def read_from(self, folder: Path) -> None:
         """Take back what `write_to` wrote, on any number of nodes, once the prompts were put. Collective.
 
-        A folder of another step, or of another number of rows or states, is a ValueError.
+        A folder of another step, or of another number of rows or states, is a ValueError; damaged files raise whatever
+        they make fail, after which the batch can't be used.
         """
+        try:
+            self._read_from(folder)
+        finally:
+            # The node's other ranks read what its first rank has stored now.
+            barrier()
+
+    def _read_from(self, folder: Path) -> None:
         saved = read_lives(folder)
         expected = [self.step, self.num_rows, self.group_size]
         if saved["batch"].tolist() != expected:
@@ -245,12 +253,16 @@ class Samples:
         # Who generated them is gone; rows that are left to be rewarded go to nobody in particular.
         self._shares.setdefault(WorkerState.GENERATION, {})
         if world.local_rank == 0:
-            prompts = self._payload.everywhere
+            prompts, missing = self._payload.everywhere, _columns_of_node(saved, homes == world.node)
             for batch in read_columns(folder, np.flatnonzero(homes == world.node)):
-                if batch.names[0] not in prompts:
+                (name,) = batch.names
+                if name not in prompts:
                     self._payload.put(batch)
-        # The node's other ranks read what its first rank has stored now.
-        barrier()
+                found = batch.rows.numpy()
+                missing[name] = np.setdiff1d(missing.get(name, found), found)
+            for name, rows in missing.items():
+                if rows.size and name not in prompts:
+                    raise ValueError(f"{folder} lacks {name} of row {rows[0]}; a node's file is missing or another")
 
     # What is known
 
@@ -328,3 +340,9 @@ class Samples:
         """Row lengths as far as this rank knows them: a stream hears of rows before all ranks do."""
         stream = self._streams.get(state)
         return self._lives.catalogue.lengths(name).clip(min=0) if stream is None else stream.lengths(name)
+
+
+def _columns_of_node(saved: Arrays, is_here: NDArray[np.bool_]) -> dict[str, Integers]:
+    """The rows of a node that have each column, by what was saved of them."""
+    named = [(key.removeprefix("has/"), has) for key, has in saved.items() if key.startswith("has/")]
+    return {name: np.flatnonzero(has & is_here) for name, has in named}

@@ -19,10 +19,9 @@ from spmdrl.engines.training.manifest import (
     MANIFEST,
     FileEntry,
     Manifest,
-    damage,
     describe_file,
     step_folder_name,
-    step_of_folder,
+    steps_in,
     sync_file,
 )
 from spmdrl.resources.collectives import broadcast_bytes, gather_bytes
@@ -153,13 +152,7 @@ class CheckpointStore:
 
     def steps(self) -> list[int]:
         """Steps that have a finished folder, oldest first."""
-        found = [step_of_folder(path.parent.name) for path in self.root.glob(f"step_*/{MANIFEST}")]
-        return sorted(step for step in found if step is not None)
-
-    def damage_of(self, folder: Path) -> str | None:
-        """What the main rank finds wrong with a checkpoint folder, on every rank; None if it is sound. Collective."""
-        found = (damage(folder, self.required) or "").encode() if self.is_main else None
-        return broadcast_bytes(found).decode() or None
+        return steps_in(self.root)
 
 
 def _make_anew(folder: Path) -> None:

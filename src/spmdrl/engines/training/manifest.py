@@ -51,10 +51,19 @@ def step_of_folder(name: str) -> int | None:
     return int(digits) if step_folder_name(int(digits)) == name else None
 
 
-def damage(folder: Path, required: Collection[str] = ()) -> str | None:
-    """What is wrong with a checkpoint folder, or None if all its files, with the `required` ones, are as written."""
+def steps_in(root: Path) -> list[int]:
+    """Steps that have a finished folder below `root`, oldest first."""
+    found = [step_of_folder(path.parent.name) for path in root.glob(f"{_STEP_PREFIX}*/{MANIFEST}")]
+    return sorted(step for step in found if step is not None)
+
+
+def damage(folder: Path, required: Collection[str] = (), *, below: str = "") -> str | None:
+    """What is wrong with a checkpoint folder, or None if all its files, with the `required` ones, are as written.
+
+    Only files whose names begin with `below` are read.
+    """
     try:
-        return _damage(folder, read_manifest(folder), required)
+        return _damage(folder, read_manifest(folder), required, below)
     except (OSError, ValueError, RecursionError) as failure:
         return f"its files can't be read: {failure}"
 
@@ -99,14 +108,15 @@ def describe_file(path: Path) -> FileEntry:
     return FileEntry(path.stat().st_size, sha256_of(path))
 
 
-def _damage(folder: Path, manifest: Manifest, required: Collection[str]) -> str | None:
+def _damage(folder: Path, manifest: Manifest, required: Collection[str], below: str) -> str | None:
     step = step_of_folder(folder.name)
     if step is not None and step != manifest.step:
         return f"it holds step {manifest.step}, whatever its name says"
     missing = sorted(set(required) - manifest.files.keys())
     if missing:
         return f"its {MANIFEST} doesn't list {missing[0]}"
-    for name, entry in manifest.files.items():
+    files = {name: entry for name, entry in manifest.files.items() if name.startswith(below)}
+    for name, entry in files.items():
         path = folder / name
         if not path.is_file():
             return f"{name} is missing"
@@ -115,7 +125,8 @@ def _damage(folder: Path, manifest: Manifest, required: Collection[str]) -> str 
         if sha256_of(path) != entry.sha256:
             return f"{name} was changed: its sha256 is not the one in {MANIFEST}"
     # Readers take every tensor file of a folder, so one too many is as wrong as one too few.
-    unlisted = {path.relative_to(folder).as_posix() for path in folder.rglob("*.safetensors")} - manifest.files.keys()
+    present = {path.relative_to(folder).as_posix() for path in folder.rglob("*.safetensors")}
+    unlisted = {name for name in present if name.startswith(below)} - files.keys()
     return f"{min(unlisted)} is not listed in its {MANIFEST}" if unlisted else None
 
 
