@@ -16,7 +16,7 @@ from spmdrl.config import Config
 from spmdrl.configfile import start_up
 from spmdrl.configvalues import value_leaves
 from spmdrl.dataflow.samples.rows import SourceRows
-from spmdrl.engines.reward.answers import RULES
+from spmdrl.engines.reward.rules.answers import RULES
 from spmdrl.job.checked import CheckedRun
 from spmdrl.observability.summary import software_versions
 from spmdrl.resources.launch import read_launch_environment
