@@ -102,7 +102,8 @@ def test_the_timeline_keeps_stages_also_of_a_step_that_raises(tmp_path: Path):
         (3, "generation", ""), (3, "update", "KeyError"),
     ]  # fmt: skip
     assert records.spans[0].end <= records.spans[1].start
-    assert records.snapshots[0].held == HeldMemory("update", {"optimizer": 7}, {"kv_cache": 0}, {"optimizer": 9}, 11)
+    # Owners that hold nothing cost no bytes.
+    assert records.snapshots[0].held == HeldMemory("update", {"optimizer": 7}, {}, {"optimizer": 9}, 11)
     timeline.close()
 
 
@@ -127,7 +128,6 @@ def test_a_stage_keeps_what_was_moved_in_it_over_which_link(tmp_path: Path):
         "return": (Moved("from_host", 10**9, 4.0),),
     }
     assert [one.gb_per_second for one in (*moved["resharding"], *moved["inner"])] == [1.5, 2.0, 0.0]
-    assert '"gb_per_second": 1.5' in timeline_file(tmp_path, 0).read_text()
 
 
 def test_timelines_without_peaks_or_bytes_and_with_odd_ones_are_read(tmp_path: Path):

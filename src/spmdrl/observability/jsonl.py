@@ -7,7 +7,7 @@ import json
 import math
 import os
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -107,13 +107,18 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
     if not path.is_file():
         return
     with path.open(encoding="utf-8", errors="replace") as lines:
-        for line in lines:
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError):
-                continue
-            if isinstance(record, dict):
-                yield record
+        yield from objects_of(lines)
+
+
+def objects_of(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+    """Yield the objects among lines of JSON; a broken line is skipped."""
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(record, dict):
+            yield record
 
 
 def write_atomic(path: Path, text: str) -> None:

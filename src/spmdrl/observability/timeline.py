@@ -1,76 +1,22 @@
-"""Which stage each rank was in, what it moved and what memory it held: a JSONL file a rank, and a Perfetto trace."""
+"""Which stage each rank was in, what it moved and what memory it held: files of each rank, and a Perfetto trace."""
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from spmdrl.observability.jsonl import JsonlWriter, number, read_jsonl, to_json, write_atomic
+from spmdrl.observability.jsonl import to_json, write_atomic
+from spmdrl.observability.timeline_lines import HeldMemory, LineReader, LineWriter, MemorySnapshot, Moved, Span
+from spmdrl.observability.timeline_parts import PART_BYTES, PartedWriter, read_folder
 
-
-@dataclass(frozen=True)
-class Moved:
-    """Bytes that went over one link, and the seconds in which they went, beside whatever else went then."""
-
-    link: str
-    num_bytes: int
-    seconds: float
-
-    @property
-    def gb_per_second(self) -> float:
-        """In 1e9 bytes, as links are rated."""
-        return self.num_bytes / self.seconds / 1e9 if self.seconds > 0 else 0.0
-
-
-@dataclass(frozen=True)
-class Span:
-    """One stage of one step on one rank; `start` and `end` are seconds since the epoch."""
-
-    rank: int
-    step: int
-    stage: str
-    start: float
-    end: float
-    error: str = ""
-    background: bool = False
-    """whether it ran beside the stages, in none of their seconds"""
-    moved: tuple[Moved, ...] = ()
-
-    @property
-    def seconds(self) -> float:
-        return self.end - self.start
-
-
-@dataclass(frozen=True)
-class HeldMemory:
-    """Bytes by owner when a stage ended, and the most on the device since the boundary before."""
-
-    stage: str
-    device: Mapping[str, int]
-    host: Mapping[str, int]
-    peaks: Mapping[str, int] = field(default_factory=dict)
-    """of each owner by itself; empty in files that have none"""
-    peak: int = 0
-    """of all owners together, which is less than the sum of their peaks where they took turns"""
-
-    @property
-    def device_bytes(self) -> int:
-        return sum(self.device.values())
-
-
-@dataclass(frozen=True)
-class MemorySnapshot:
-    """What one rank held at a stage boundary; `time` is seconds since the epoch."""
-
-    rank: int
-    step: int
-    time: float
-    held: HeldMemory
+__all__ = [
+    "HeldMemory", "MemorySnapshot", "Moved", "Span", "Timeline", "TimelineRecords", "read_timeline", "timeline_file",
+    "write_perfetto",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -89,13 +35,15 @@ def timeline_file(run_dir: Path, rank: int) -> Path:
 class Timeline:
     """Writes the stages of one rank as they end, so that a killed run keeps all but the stage it died in."""
 
-    def __init__(self, path: Path, rank: int, *, shown: Callable[[str], AbstractContextManager[None]] = nullcontext):
+    def __init__(self, path: Path, rank: int, *, shown: Callable[[str], AbstractContextManager[None]] = nullcontext,
+                 part_bytes: int = PART_BYTES):  # fmt: skip
         """`shown` makes the context that a stage of a name is in, such as one that names it on a screen."""
         self.rank = rank
         self._shown = shown
-        self._writer = JsonlWriter(Path(path))
         # Wall time places ranks beside each other; the monotonic clock measures, so that no clock change bends a stage.
         self._epoch = time.time() - time.perf_counter()
+        self._lines = LineWriter(rank, round(self._now(), 6))
+        self._writer = PartedWriter(Path(path), self._lines.header, part_bytes=part_bytes)
         self._seconds: dict[int, dict[str, float]] = {}
         self._moved_in_open_stages: list[list[Moved]] = []
 
@@ -126,10 +74,7 @@ class Timeline:
 
     def memory(self, step: int, held: HeldMemory) -> None:
         """Write what this rank holds now that a stage of `step` ended."""
-        line = {"rank": self.rank, "step": step, "stage": held.stage, "time": self._now(), "memory": dict(held.device)}
-        host = {"host": dict(held.host)} if held.host else {}
-        peaks = {"peaks": dict(held.peaks), "peak": held.peak} if held.peaks else {}
-        self._writer.write(line | host | peaks)
+        self._writer.write(self._lines.memory(step, self._now(), held))
 
     def stage_seconds(self, step: int) -> dict[str, float]:
         """Seconds of this rank by stage in `step`; only the two newest steps are remembered."""
@@ -153,19 +98,17 @@ class Timeline:
         self._write(span)
 
     def _write(self, span: Span) -> None:
-        line = {"rank": span.rank, "step": span.step, "stage": span.stage, "start": span.start, "end": span.end}
-        error = {"error": span.error} if span.error else {}
-        moved = {"moved": [_moved_line(one) for one in span.moved]} if span.moved else {}
-        self._writer.write(line | error | ({"background": True} if span.background else {}) | moved)
+        self._writer.write(self._lines.span(span))
 
 
 def read_timeline(folder: Path) -> TimelineRecords:
     """Read every rank's file of a timeline folder; missing files and broken lines are left out."""
     spans: list[Span] = []
     snapshots: list[MemorySnapshot] = []
-    for path in sorted(folder.glob("*.jsonl")):
-        for line in read_jsonl(path):
-            record = _record_of(line)
+    for lines in read_folder(folder):
+        reader = LineReader()
+        for line in lines:
+            record = reader.record(line)
             if isinstance(record, Span):
                 spans.append(record)
             elif record is not None:
@@ -206,41 +149,3 @@ def _memory_events(snapshot: MemorySnapshot, origin: float) -> Iterator[dict[str
     yield event | {"name": "device memory", "args": held.device}
     if held.peaks:
         yield event | {"name": "device memory peak", "args": {**held.peaks, "all owners": held.peak}}
-
-
-def _record_of(line: Mapping[str, Any]) -> Span | MemorySnapshot | None:
-    rank, step, stage = line.get("rank"), line.get("step"), line.get("stage")
-    if not (isinstance(rank, int) and isinstance(step, int) and isinstance(stage, str)):
-        return None
-    start, end, moment = (number(line.get(key)) for key in ("start", "end", "time"))
-    if start is not None and end is not None:
-        background, moved = line.get("background") is True, _moved_of(line.get("moved"))
-        return Span(rank, step, stage, start, max(start, end), str(line.get("error", "")), background, moved)
-    if moment is not None:
-        device, host, peaks = (_bytes_by_owner(line.get(key)) for key in ("memory", "host", "peaks"))
-        peak = line.get("peak")
-        return MemorySnapshot(
-            rank, step, moment, HeldMemory(stage, device, host, peaks, peak if isinstance(peak, int) else 0)
-        )
-    return None
-
-
-def _moved_line(moved: Moved) -> dict[str, Any]:
-    rate = moved.gb_per_second
-    return {"link": moved.link, "bytes": moved.num_bytes, "seconds": moved.seconds, "gb_per_second": rate}
-
-
-def _moved_of(value: object) -> tuple[Moved, ...]:
-    lines = [line for line in value if isinstance(line, Mapping)] if isinstance(value, list) else []
-    read = [(line.get("link"), line.get("bytes"), number(line.get("seconds"))) for line in lines]
-    return tuple(
-        Moved(link, size, seconds)
-        for link, size, seconds in read
-        if isinstance(link, str) and isinstance(size, int) and seconds is not None and math.isfinite(seconds)
-    )
-
-
-def _bytes_by_owner(value: object) -> dict[str, int]:
-    if not isinstance(value, Mapping):
-        return {}
-    return {str(owner): int(amount) for owner, amount in value.items() if isinstance(amount, int)}

@@ -1,0 +1,207 @@
+"""The lines of a timeline file: short ones, and the longer ones that earlier versions wrote.
+
+A file begins with a header, whose time all others count from; one follows wherever a process went on with the file.
+Times are whole microseconds. Memory is written in full once a step, then what changed, so that no step needs another:
+
+    {"step": -1, "rank": 3, "from": 1795302682.5}
+    {"step": 1, "s": [stage, start, microseconds], "m": [[link, bytes, microseconds], ...], "e": error, "b": 1}
+    {"step": 1, "h": [stage, time, peak], "d": bytes by owner on the device, "o": on the host, "p": peaks}
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from spmdrl.observability.jsonl import number
+
+MICRO = 1e6
+_PLACES = {"d": "device", "o": "host", "p": "peaks"}
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Bytes that went over one link, and the seconds in which they went, beside whatever else went then."""
+
+    link: str
+    num_bytes: int
+    seconds: float
+
+    @property
+    def gb_per_second(self) -> float:
+        """In 1e9 bytes, as links are rated."""
+        return self.num_bytes / self.seconds / 1e9 if self.seconds > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class Span:
+    """One stage of one step on one rank; `start` and `end` are seconds since the epoch."""
+
+    rank: int
+    step: int
+    stage: str
+    start: float
+    end: float
+    error: str = ""
+    background: bool = False
+    """whether it ran beside the stages, in none of their seconds"""
+    moved: tuple[Moved, ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class HeldMemory:
+    """Bytes by owner when a stage ended, and the most on the device since the boundary before."""
+
+    stage: str
+    device: Mapping[str, int]
+    host: Mapping[str, int]
+    peaks: Mapping[str, int] = field(default_factory=dict)
+    """of each owner by itself; empty in files that have none"""
+    peak: int = 0
+    """of all owners together, which is less than the sum of their peaks where they took turns"""
+
+    @property
+    def device_bytes(self) -> int:
+        return sum(self.device.values())
+
+
+@dataclass(frozen=True)
+class MemorySnapshot:
+    """What one rank held at a stage boundary; `time` is seconds since the epoch."""
+
+    rank: int
+    step: int
+    time: float
+    held: HeldMemory
+
+
+Memory = dict[str, dict[str, int]]
+"""Bytes by owner, without zeros, by place: d, o and p."""
+
+
+class LineWriter:
+    """Makes the lines of one process on one rank."""
+
+    def __init__(self, rank: int, origin: float):
+        """`origin`: the time that all others count from."""
+        self.header = {"step": -1, "rank": rank, "from": origin}
+        self._origin = origin
+        self._step = -1
+        self._known: Memory = {}
+
+    def span(self, span: Span) -> dict[str, Any]:
+        start, end = self._micros(span.start), self._micros(span.end)
+        line: dict[str, Any] = {"step": span.step, "s": [span.stage, start, end - start]}
+        if span.moved:
+            line["m"] = [[one.link, one.num_bytes, round(one.seconds * MICRO)] for one in span.moved]
+        return line | ({"e": span.error} if span.error else {}) | ({"b": 1} if span.background else {})
+
+    def memory(self, step: int, time: float, held: HeldMemory) -> dict[str, Any]:
+        if step != self._step:
+            self._step, self._known = step, {}
+        line: dict[str, Any] = {"step": step, "h": [held.stage, self._micros(time), held.peak]}
+        for place, name in _PLACES.items():
+            known = self._known.get(place, {})
+            now = {owner: size for owner, size in getattr(held, name).items() if size}
+            changed = {owner: now.get(owner, 0) for owner in {*known, *now} if known.get(owner, 0) != now.get(owner, 0)}
+            if changed:
+                line[place] = changed
+            self._known[place] = now
+        return line
+
+    def _micros(self, time: float) -> int:
+        return round((time - self._origin) * MICRO)
+
+
+class LineReader:
+    """Reads the lines of one file in their order."""
+
+    def __init__(self) -> None:
+        self._rank = 0
+        self._origin = 0.0
+        self._step = -1
+        self._known: Memory = {}
+
+    def record(self, line: Mapping[str, Any]) -> Span | MemorySnapshot | None:
+        """What a line says; None of a header and of what is no line of a timeline."""
+        step = line.get("step")
+        if not isinstance(step, int):
+            return None
+        if "from" in line:
+            self._rank, self._origin = _whole(line.get("rank")), number(line["from"]) or 0.0
+            self._step, self._known = -1, {}
+            return None
+        for key, read in (("s", self._span), ("h", self._memory)):
+            if isinstance(fields := line.get(key), list) and len(fields) == 3:
+                return read(step, fields, line)
+        return _long_line(step, line)
+
+    def _span(self, step: int, fields: list[Any], line: Mapping[str, Any]) -> Span | None:
+        stage, start, micros = fields[0], number(fields[1]), number(fields[2])
+        if not isinstance(stage, str) or start is None or micros is None:
+            return None
+        moved = tuple(
+            Moved(one[0], one[1], seconds / MICRO)
+            for one in _list(line.get("m"))
+            if isinstance(one, list) and len(one) == 3 and isinstance(one[0], str) and isinstance(one[1], int)
+            and (seconds := number(one[2])) is not None and math.isfinite(seconds)
+        )  # fmt: skip
+        begun, ended = self._origin + start / MICRO, self._origin + (start + max(0.0, micros)) / MICRO
+        return Span(self._rank, step, stage, begun, ended, str(line.get("e", "")), "b" in line, moved)
+
+    def _memory(self, step: int, fields: list[Any], line: Mapping[str, Any]) -> MemorySnapshot | None:
+        stage, time, peak = fields[0], number(fields[1]), _whole(fields[2])
+        if not isinstance(stage, str) or time is None:
+            return None
+        if step != self._step:
+            self._step, self._known = step, {}
+        for place in _PLACES:
+            changed = self._known.get(place, {}) | _bytes_by_owner(line.get(place))
+            self._known[place] = {owner: size for owner, size in changed.items() if size}
+        held = HeldMemory(stage, self._known["d"], self._known["o"], self._known["p"], peak)
+        return MemorySnapshot(self._rank, step, self._origin + time / MICRO, held)
+
+
+def _long_line(step: int, line: Mapping[str, Any]) -> Span | MemorySnapshot | None:
+    """A line of an earlier version, with each name written out."""
+    rank, stage = line.get("rank"), line.get("stage")
+    if not (isinstance(rank, int) and isinstance(stage, str)):
+        return None
+    start, end, moment = (number(line.get(key)) for key in ("start", "end", "time"))
+    if start is not None and end is not None:
+        background, moved = line.get("background") is True, _long_moved(line.get("moved"))
+        return Span(rank, step, stage, start, max(start, end), str(line.get("error", "")), background, moved)
+    if moment is not None:
+        device, host, peaks = (_bytes_by_owner(line.get(key)) for key in ("memory", "host", "peaks"))
+        return MemorySnapshot(rank, step, moment, HeldMemory(stage, device, host, peaks, _whole(line.get("peak"))))
+    return None
+
+
+def _long_moved(value: object) -> tuple[Moved, ...]:
+    lines = [line for line in _list(value) if isinstance(line, Mapping)]
+    read = [(line.get("link"), line.get("bytes"), number(line.get("seconds"))) for line in lines]
+    return tuple(
+        Moved(link, size, seconds)
+        for link, size, seconds in read
+        if isinstance(link, str) and isinstance(size, int) and seconds is not None and math.isfinite(seconds)
+    )
+
+
+def _list(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _whole(value: object) -> int:
+    return value if isinstance(value, int) else 0
+
+
+def _bytes_by_owner(value: object) -> dict[str, int]:
+    if not isinstance(value, Mapping):
+        return {}
+    return {str(owner): int(amount) for owner, amount in value.items() if isinstance(amount, int)}
