@@ -102,8 +102,7 @@ def test_the_timeline_keeps_stages_also_of_a_step_that_raises(tmp_path: Path):
         (3, "generation", ""), (3, "update", "KeyError"),
     ]  # fmt: skip
     assert records.spans[0].end <= records.spans[1].start
-    # Owners that hold nothing cost no bytes.
-    assert records.snapshots[0].held == HeldMemory("update", {"optimizer": 7}, {}, {"optimizer": 9}, 11)
+    assert records.snapshots[0].held == HeldMemory("update", {"optimizer": 7}, {"kv_cache": 0}, {"optimizer": 9}, 11)
     timeline.close()
 
 

@@ -1,10 +1,11 @@
 """The lines of a timeline file: short ones, and the longer ones that earlier versions wrote.
 
 A file begins with a header, whose time all others count from; one follows wherever a process went on with the file.
-Times are whole microseconds. Memory is written in full once a step, then what changed, so that no step needs another:
+Times are whole microseconds. Memory is written in full once a step, then what changed, so that no step needs another;
+null is an owner that is no longer there:
 
     {"step": -1, "rank": 3, "from": 1795302682.5}
-    {"step": 1, "s": [stage, start, microseconds], "m": [[link, bytes, microseconds], ...], "e": error, "b": 1}
+    {"step": 1, "s": [stage, start, microseconds], "m": [[link, bytes, seconds], ...], "e": error, "b": 1}
     {"step": 1, "h": [stage, time, peak], "d": bytes by owner on the device, "o": on the host, "p": peaks}
 """
 
@@ -82,7 +83,7 @@ class MemorySnapshot:
 
 
 Memory = dict[str, dict[str, int]]
-"""Bytes by owner, without zeros, by place: d, o and p."""
+"""Bytes by owner, by place: d, o and p."""
 
 
 class LineWriter:
@@ -99,7 +100,7 @@ class LineWriter:
         start, end = self._micros(span.start), self._micros(span.end)
         line: dict[str, Any] = {"step": span.step, "s": [span.stage, start, end - start]}
         if span.moved:
-            line["m"] = [[one.link, one.num_bytes, round(one.seconds * MICRO)] for one in span.moved]
+            line["m"] = [[one.link, one.num_bytes, one.seconds] for one in span.moved]
         return line | ({"e": span.error} if span.error else {}) | ({"b": 1} if span.background else {})
 
     def memory(self, step: int, time: float, held: HeldMemory) -> dict[str, Any]:
@@ -107,9 +108,9 @@ class LineWriter:
             self._step, self._known = step, {}
         line: dict[str, Any] = {"step": step, "h": [held.stage, self._micros(time), held.peak]}
         for place, name in _PLACES.items():
-            known = self._known.get(place, {})
-            now = {owner: size for owner, size in getattr(held, name).items() if size}
-            changed = {owner: now.get(owner, 0) for owner in {*known, *now} if known.get(owner, 0) != now.get(owner, 0)}
+            known, now = self._known.get(place, {}), dict(getattr(held, name))
+            gone = dict.fromkeys(known.keys() - now.keys())
+            changed = gone | {owner: size for owner, size in now.items() if known.get(owner) != size}
             if changed:
                 line[place] = changed
             self._known[place] = now
@@ -147,7 +148,7 @@ class LineReader:
         if not isinstance(stage, str) or start is None or micros is None:
             return None
         moved = tuple(
-            Moved(one[0], one[1], seconds / MICRO)
+            Moved(one[0], one[1], seconds)
             for one in _list(line.get("m"))
             if isinstance(one, list) and len(one) == 3 and isinstance(one[0], str) and isinstance(one[1], int)
             and (seconds := number(one[2])) is not None and math.isfinite(seconds)
@@ -162,8 +163,10 @@ class LineReader:
         if step != self._step:
             self._step, self._known = step, {}
         for place in _PLACES:
-            changed = self._known.get(place, {}) | _bytes_by_owner(line.get(place))
-            self._known[place] = {owner: size for owner, size in changed.items() if size}
+            changed = line.get(place)
+            gone = {owner for owner, size in changed.items() if size is None} if isinstance(changed, Mapping) else set()
+            now = self._known.get(place, {}) | _bytes_by_owner(changed)
+            self._known[place] = {owner: size for owner, size in now.items() if owner not in gone}
         held = HeldMemory(stage, self._known["d"], self._known["o"], self._known["p"], peak)
         return MemorySnapshot(self._rank, step, self._origin + time / MICRO, held)
 
