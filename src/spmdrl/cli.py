@@ -7,11 +7,15 @@ import sys
 import time
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 
 from spmdrl import __version__
 from spmdrl.configfile import ConfigError, split_arguments, start_up
+from spmdrl.failurepage import INTERRUPTED, OTHER_RANKS_WAIT_SECONDS, end_with, wants_traceback
 from spmdrl.observability.screen import show
+from spmdrl.resources.ending import Interrupted
 from spmdrl.resources.launch import LaunchEnvironment, StartRefused, read_launch_environment
+from spmdrl.resources.launcher import end_with_launcher, remove_empty_folders
 from spmdrl.spelling import nearest
 
 VERBS = {
@@ -45,8 +49,6 @@ examples:
 _MOST_PROMPT_BYTES = 1 << 20
 # The verbs whose ranks meet.
 _JOINING_VERBS = ("train", "sft", "eval", "generate")
-# Time in which the first rank speaks, and the launcher ends the others: one cause on the screen, not N copies of it.
-_OTHER_RANKS_WAIT_SECONDS = 5.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -60,10 +62,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         show(usage(), end="")
         return 0
     launch = LaunchEnvironment()
+    end_with_launcher()
+    remove_empty_folders()
     try:
         with start_up():
             launch = read_launch_environment(os.environ)
-        return _run(arguments, launch.rank)
+        return _run(arguments, launch)
     except StartRefused as error:
         _let_the_first_rank_speak(launch.rank)
         return _refuse(error, launch.rank)
@@ -71,9 +75,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Verbs that join no other rank leave without a word to them.
         others = launch if arguments[:1] and arguments[0] in _JOINING_VERBS else LaunchEnvironment()
         return _refuse_alone(error, launch.rank, others)
-    except Exception:
-        _let_the_first_rank_speak(launch.rank)
-        raise
+    except KeyboardInterrupt as interruption:
+        # Ctrl-C reaches all ranks; once they work together, those that speak second end by PeerFailed.
+        if launch.rank == 0 or isinstance(interruption, Interrupted):
+            show(f"spmdrl: {str(interruption) or 'interrupted'}", stream=sys.stderr)
+        return INTERRUPTED
 
 
 def usage() -> str:
@@ -81,7 +87,7 @@ def usage() -> str:
     return USAGE.format(verbs="\n".join(f"  {verb:9}{purpose}" for verb, purpose in VERBS.items()))
 
 
-def _run(arguments: Sequence[str], rank: int) -> int:
+def _run(arguments: Sequence[str], launch: LaunchEnvironment) -> int:
     if not arguments:
         raise ConfigError(f"no verb given\n\n{usage()}")
     verb, *rest = arguments
@@ -98,10 +104,10 @@ def _run(arguments: Sequence[str], rank: int) -> int:
         from spmdrl.observability.report import main as report
 
         return report(rest)
-    return _run_configured(verb, rest, rank)
+    return _run_configured(verb, rest, launch)
 
 
-def _run_configured(verb: str, arguments: Sequence[str], rank: int) -> int:
+def _run_configured(verb: str, arguments: Sequence[str], launch: LaunchEnvironment) -> int:
     prompts, arguments = take_prompts(arguments) if verb == "generate" else ([], arguments)
     files, overrides = split_arguments(arguments)
     if not files and not overrides:
@@ -112,11 +118,11 @@ def _run_configured(verb: str, arguments: Sequence[str], rank: int) -> int:
 
     with start_up():
         loaded = load_config(files, overrides)
-    if rank == 0:
+    if launch.rank == 0:
         for written, canonical in loaded.aliases_used.items():
             show(f"config: {written} is read as {canonical}")
     # PyTorch and the data take seconds, in which a person looks at nothing; standard output may be generate's answers.
-    if rank == 0 and sys.stderr.isatty():
+    if launch.rank == 0 and sys.stderr.isatty():
         show(f"spmdrl {verb}: starting PyTorch, reading the data ...", stream=sys.stderr)
     if verb == "train":
         from spmdrl.train import main as run
@@ -127,10 +133,17 @@ def _run_configured(verb: str, arguments: Sequence[str], rank: int) -> int:
     elif verb == "generate":
         from spmdrl.generate import main as generate
 
-        return generate(loaded, prompts)
+        run = partial(generate, prompts=prompts)
     else:
         from spmdrl.check import main as run
-    return run(loaded)
+    try:
+        return run(loaded)
+    except (ConfigError, StartRefused):
+        raise
+    except Exception as failure:
+        if wants_traceback():
+            raise
+        return end_with(failure, loaded.value.run.folder, launch)
 
 
 def take_prompts(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -190,4 +203,4 @@ def _refuse_alone(error: ConfigError, rank: int, others: LaunchEnvironment) -> i
 def _let_the_first_rank_speak(rank: int, since: float | None = None) -> None:
     if rank != 0:
         already = 0.0 if since is None else time.monotonic() - since
-        time.sleep(max(0.0, _OTHER_RANKS_WAIT_SECONDS - already))
+        time.sleep(max(0.0, OTHER_RANKS_WAIT_SECONDS - already))

@@ -28,6 +28,7 @@ from spmdrl.observability.summary import read_summary, software_versions, write_
 from spmdrl.observability.timeline import Timeline, timeline_file
 from spmdrl.observability.units import bytes_text, duration
 from spmdrl.resources.collectives import barrier, gather_bytes
+from spmdrl.resources.ending import Interrupted
 from spmdrl.resources.world import World
 
 
@@ -208,14 +209,28 @@ class Run:
         """What ends this block early is written into summary and report, and goes on to the caller."""
         try:
             yield
+        except KeyboardInterrupt as failure:
+            # Published at once, before the report takes its time.
+            self.world.first_failure(failure)
+            self._note_end("interrupted", None)
+            raise Interrupted(self._interruption()) from failure
         except BaseException as failure:
-            self.console.close()
-            if self.world.is_main and self._has_begun:
-                words = str(failure).splitlines()[:1]
-                with going_on_without("the summary and report"):
-                    write_summary(self.folder, verdict="failed", error=": ".join([type(failure).__name__, *words]))
-                    write_report(self.folder)
+            first = self.world.first_failure(failure)
+            self._note_end("failed", first.cause if first.rank == 0 else f"rank {first.rank}: {first.cause}")
             raise
+
+    def _note_end(self, verdict: str, error: str | None) -> None:
+        self.console.close()
+        if self.world.is_main and self._has_begun:
+            with going_on_without("the summary and report"):
+                write_summary(self.folder, verdict=verdict, error=error)
+                write_report(self.folder)
+
+    def _interruption(self) -> str:
+        where = f"interrupted in step {self.last_step + 1} of {self.num_steps}"
+        if self.last_checkpoint is None:
+            return f"{where}, before a checkpoint; the same command starts anew"
+        return f"{where}; the same command goes on from {self.last_checkpoint}"
 
     def finish(self, verdict: str, **fields: object) -> None:
         """Close the logs, and write summary and report from the main rank. Collective."""

@@ -14,6 +14,8 @@ import torch.distributed as dist
 
 from spmdrl.resources.agreement import Facts, agree, meet
 from spmdrl.resources.device import Device, find_device
+from spmdrl.resources.ending import FirstFailure, PeerFailed, cause_of
+from spmdrl.resources.first_failure import find_first
 from spmdrl.resources.gate import Gate
 from spmdrl.resources.launch import LaunchEnvironment, StartRefused, read_launch_environment
 from spmdrl.resources.rendezvous import Network, meet_at_store
@@ -22,6 +24,7 @@ from spmdrl.resources.sockets import LOOPBACK, closing_new_listeners
 # For which a rank that can't start itself looks for the others.
 _REFUSAL_SECONDS = 5.0
 _LINGER_SECONDS = 5.0
+_has_met = False
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,12 @@ class World:
             topic = f"agreement/{next(self._topics)}"
             agree(self.store, self.launch, topic, facts(), timeout_seconds=self.timeout_seconds)
 
+    def first_failure(self, failure: BaseException) -> FirstFailure:
+        """The failure that came first on any rank: this one, unless another rank's is known or found soon."""
+        if self.size == 1:
+            return FirstFailure(self.rank, cause_of(failure))
+        return find_first(self.store, self.rank, failure)
+
 
 @contextlib.contextmanager
 def open_world(
@@ -87,6 +96,7 @@ def open_world(
     StartRefused on every rank, before any collective, when facts differ or a rank is missing after
     `start_timeout_seconds`.
     """
+    global _has_met
     launch = read_launch_environment(os.environ)
     try:
         found = find_device(device, launch.local_rank)
@@ -98,17 +108,35 @@ def open_world(
     with _closed_at_end(meeting.gate):
         facts = {**(facts or {}), "the kind of device": found.kind}
         store = meet(meeting.store, launch, facts, timeout_seconds=start_timeout_seconds)
+        _has_met = True
         timeout = timedelta(seconds=timeout_seconds)
         store.set_timeout(timeout)
         with closing_new_listeners():
             dist.init_process_group(
                 found.backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout
             )
+        world = World(launch, found, store, timeout_seconds, meeting.gate, meeting.address)
         try:
-            yield World(launch, found, store, timeout_seconds, meeting.gate, meeting.address)
+            with _blaming_the_first(world):
+                yield world
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _blaming_the_first(world: World) -> Iterator[None]:
+    """What ends this rank after another one's failure leaves as PeerFailed.
+
+    Published before the process group closes, so that the others' broken connections come second.
+    """
+    try:
+        yield
+    except (Exception, KeyboardInterrupt) as failure:
+        first = world.first_failure(failure)
+        if first.rank != world.rank:
+            raise PeerFailed(first) from failure
+        raise
 
 
 @contextlib.contextmanager
@@ -127,10 +155,10 @@ def _closed_at_end(gate: Gate | None) -> Iterator[None]:
 def refuse_all(launch: LaunchEnvironment, reason: str, network: Network | None = None) -> None:
     """Have the other ranks, which wait for this one, end with the reason why it can't start.
 
-    Several nodes share their secret in the run's folder: without a `network` that names it, other nodes only find
-    this rank missing.
+    Once ranks have met, none waits: then the world's end says why. Several nodes share their secret in the run's
+    folder: without a `network` that names it, other nodes only find this rank missing.
     """
-    if launch.world_size == 1:
+    if launch.world_size == 1 or _has_met:
         return
     # Whatever happens here, the reason itself is what this rank ends with.
     with contextlib.suppress(StartRefused, RuntimeError):

@@ -1,0 +1,95 @@
+"""What is seen of a failure: one line with cause and place; whole tracebacks go into files of the run's folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+
+import spmdrl
+from spmdrl.observability.screen import show
+from spmdrl.resources.ending import PeerFailed, cause_of
+from spmdrl.resources.launch import LaunchEnvironment
+
+FOLDER = "failures"
+_LONGEST_CAUSE = 500
+# As a shell counts a program that Ctrl-C ended.
+INTERRUPTED = 130
+# Time in which the rank that names the cause does so, and the launcher ends the others: one cause on the screen.
+OTHER_RANKS_WAIT_SECONDS = 5.0
+
+
+def wants_traceback(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether tracebacks belong on the screen: with SPMDRL_TRACEBACK=1, and under a debugger."""
+    words = sys.orig_argv[1:4]
+    return environ.get("SPMDRL_TRACEBACK", "") not in ("", "0") or sys.gettrace() is not None or "pdb" in words
+
+
+def end_with(failure: Exception, folder: Path, launch: LaunchEnvironment) -> int:
+    """Show why this rank ends, unless another one does that, and return the exit code."""
+    if isinstance(failure, PeerFailed) and failure.first.is_interruption:
+        return INTERRUPTED
+    written = write_traceback(failure, folder, launch.rank)
+    if isinstance(failure, PeerFailed):
+        # The launcher ends this rank meanwhile, unless each rank has a launcher and a screen of its own.
+        time.sleep(OTHER_RANKS_WAIT_SECONDS)
+        show(f"spmdrl: rank {launch.rank} ended with the others: {failure}", stream=sys.stderr)
+    else:
+        show_cause(failure, f"spmdrl: rank {launch.rank}" if launch.world_size > 1 else "spmdrl", written)
+    return 1
+
+
+def show_cause(failure: BaseException, speaker: str, written: Path | None) -> None:
+    """One line on stderr, and torchrun's error file where it has one, so that its own page ends with the same line."""
+    cause = cause_of(failure)
+    cause = cause if len(cause) <= _LONGEST_CAUSE else f"{cause[:_LONGEST_CAUSE]}..."
+    place = place_of(failure)
+    line = f"{speaker}: {cause}" + (f" (at {place})" if place else "")
+    show(f"{line}; the traceback is in {written}" if written is not None else line, stream=sys.stderr)
+    if written is None:
+        show("".join(traceback.format_exception(failure)), stream=sys.stderr, end="")
+    _write_error_file(line)
+
+
+def write_traceback(failure: BaseException, folder: Path, rank: int) -> Path | None:
+    """Append the whole traceback to the rank's file below the run's folder; None where that can't be written."""
+    path = folder / FOLDER / f"rank_{rank:05d}.txt"
+    head = f"{time.strftime('%Y-%m-%d %H:%M:%S')}, {socket.gethostname()}, process {os.getpid()}: {' '.join(sys.argv)}"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "a", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(f"--- {head}\n{''.join(traceback.format_exception(failure))}\n")
+    except OSError:
+        return None
+    return path
+
+
+def place_of(failure: BaseException) -> str:
+    """The innermost line of this package that the failure passed, else the innermost line of all."""
+    frames = traceback.extract_tb(failure.__traceback__)
+    assert spmdrl.__file__ is not None
+    package = Path(spmdrl.__file__).parent
+    own = [frame for frame in frames if package in Path(frame.filename).parents]
+    for frame in reversed(own or frames):
+        path = Path(frame.filename)
+        shown = path.relative_to(package.parent) if package in path.parents else path
+        return f"{shown}:{frame.lineno}"
+    return ""
+
+
+def _write_error_file(line: str) -> None:
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    message = {"message": line, "extraInfo": {"py_callstack": line, "timestamp": str(int(time.time()))}}
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(json.dumps({"message": message}), encoding="utf-8")
+    except OSError:
+        # The line is on the screen already.
+        return

@@ -1,0 +1,68 @@
+"""Which rank failed first: what the others then meet, such as closed connections, are consequences of its failure."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+
+import torch.distributed as dist
+
+from spmdrl.resources.ending import FirstFailure, cause_of
+
+_COUNT = "failures"
+_FIRST = "first failure"
+# In which a rank that lost its connections looks for the failure of another one.
+_CONSEQUENCE_SECONDS = 5.0
+# In which rank 0 may name first what all ranks find alike.
+_ALIKE_SECONDS = 2.0
+_STORE_SECONDS = 3.0
+_CONSEQUENCES = re.compile(
+    "Connection (closed|reset|refused)|Broken pipe|recvValue failed|sendBytes failed|remote process|NCCL|HCCL|RPCErr"
+    r"|\beof\b|Socket Timeout|[Tt]imed out|has been shutdown|communicator was aborted|Interrupted by another",
+)
+
+
+def find_first(store: dist.Store, rank: int, failure: BaseException) -> FirstFailure:
+    """The failure that came first on any rank: this one, or the one that the store holds already.
+
+    A failure that may well be a consequence waits some seconds for its cause to be published.
+    """
+    own = FirstFailure(rank, cause_of(failure))
+    patience = 0.0
+    if is_consequence(failure):
+        patience = _CONSEQUENCE_SECONDS
+    elif rank != 0 and isinstance(failure, (ValueError, KeyboardInterrupt)):
+        patience = _ALIKE_SECONDS
+    found = [own]
+    # On a thread of its own, since the store may be gone or never answer.
+    search = threading.Thread(target=_search, args=(store, own, patience, found), daemon=True)
+    search.start()
+    search.join(patience + _STORE_SECONDS)
+    return found[-1]
+
+
+def is_consequence(failure: BaseException) -> bool:
+    """Whether this is how the end of another rank looks from here."""
+    return isinstance(failure, (RuntimeError, OSError)) and _CONSEQUENCES.search(str(failure)) is not None
+
+
+def _search(store: dist.Store, own: FirstFailure, patience: float, found: list[FirstFailure]) -> None:
+    try:
+        deadline = time.monotonic() + patience
+        while time.monotonic() < deadline and not store.check([_FIRST]):
+            time.sleep(0.05)
+        if not store.check([_FIRST]) and store.add(_COUNT, 1) == 1:
+            store.set(_FIRST, json.dumps([own.rank, own.cause]))
+            return
+        deadline = time.monotonic() + _STORE_SECONDS
+        while time.monotonic() < deadline:
+            if store.check([_FIRST]):
+                found.append(FirstFailure(*json.loads(store.get(_FIRST))))
+                return
+            time.sleep(0.02)
+    except (RuntimeError, ValueError, TypeError):
+        # Rank 0, which keeps the store, has ended, and its own output says why.
+        if own.rank != 0:
+            found.append(FirstFailure(0, "it ended first; its output says why"))

@@ -1,0 +1,133 @@
+"""A rank ends with the launcher that started it, however that ends; nothing of torchrun's is left beside the run."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+_POLL_SECONDS = 1.0
+_PROGRAMS = ("torchrun", "msrun")
+_MODULES = ("torch.distributed.run", "torch.distributed.launch", "spmdrl.torchrun")
+
+
+def end_with_launcher(environ: Mapping[str, str] = os.environ) -> None:
+    """Have the kernel and a thread of this process end it once torchrun is gone; ends at once where it is gone already.
+
+    Killed by SIGKILL or SIGUSR1, torchrun leaves its ranks running. Where none started this process, nothing happens:
+    srun ends its tasks itself, and a job of plain python outlives its shell under nohup.
+    """
+    if "TORCHELASTIC_RUN_ID" not in environ:
+        return
+    parent = os.getppid()
+    if not Path("/proc/self/stat").exists():
+        _start_thread(_poll_parent, parent)
+        return
+    launcher = launcher_of(os.getpid())
+    if launcher is None:
+        # Orphaned while it started, or in a container of its own, whose launcher it can't see.
+        if not _store_answers(environ):
+            _end()
+        _start_thread(_poll_parent, parent)
+        return
+    if launcher == parent and sys.platform == "linux":
+        # Sent when the thread that started this process ends: torchrun's main thread.
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # A script may stand between the two, which outlives the launcher.
+    try:
+        descriptor = os.pidfd_open(launcher)
+    except (OSError, AttributeError):
+        _start_thread(_poll_parent, parent)
+    else:
+        _start_thread(_await_end, descriptor)
+    if launcher_of(os.getpid()) != launcher:
+        _end()
+
+
+def remove_empty_folders(environ: Mapping[str, str] = os.environ) -> None:
+    """Remove the folders that torchrun made for this rank in the directory for temporary files, and never removes."""
+    folder = Path(environ.get("TORCHELASTIC_ERROR_FILE", "")).parent
+    if any(part.startswith("torchelastic_") for part in folder.parts):
+        with contextlib.suppress(OSError):
+            os.removedirs(folder)
+
+
+def launcher_of(pid: int) -> int | None:
+    """The nearest ancestor that is a known launcher, else a Python program, which may launch by torch's API; or None.
+
+    Orphans are adopted by an init process, which is neither.
+    """
+    ancestors = list(_ancestors(pid))
+    for is_it in (_is_launcher, _is_python):
+        for ancestor in ancestors:
+            if is_it(_command(ancestor)):
+                return ancestor
+    return None
+
+
+def _store_answers(environ: Mapping[str, str]) -> bool:
+    """Whether the launcher's store, without which no rank can start, is there."""
+    if environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return True
+    try:
+        socket.create_connection((environ["MASTER_ADDR"], int(environ["MASTER_PORT"])), timeout=5).close()
+    except (OSError, KeyError, ValueError):
+        return False
+    return True
+
+
+def _ancestors(pid: int) -> Iterator[int]:
+    while (pid := _parent(pid)) > 0:
+        yield pid
+
+
+def _parent(pid: int) -> int:
+    try:
+        # The name before it may hold spaces and parentheses.
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
+
+
+def _command(pid: int) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return []
+
+
+def _is_launcher(command: list[str]) -> bool:
+    return any(os.path.basename(word) in _PROGRAMS or word in _MODULES for word in command)
+
+
+def _is_python(command: list[str]) -> bool:
+    return os.path.basename(command[0]).startswith(("python", "pypy")) if command else False
+
+
+def _start_thread(function: Callable[[int], None], argument: int) -> None:
+    threading.Thread(target=function, args=(argument,), name="launcher-watch", daemon=True).start()
+
+
+def _await_end(descriptor: int) -> None:
+    select.select([descriptor], [], [])
+    _end()
+
+
+def _poll_parent(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(_POLL_SECONDS)
+    _end()
+
+
+def _end() -> None:
+    """End at once, with nothing said: whoever ended the launcher knows, and reward workers end with this process."""
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,66 @@
+"""torchrun whose last line is the cause: `python -m spmdrl.torchrun [torchrun's options] -m spmdrl train run.yaml`.
+
+Options and ranks are torchrun's own. Where ranks fail, its page of tracebacks is left out: the rank that failed first
+has named the cause in one line already, and of a rank that was killed, one line says that.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.run import parse_args, run
+
+from spmdrl.observability.screen import show
+from spmdrl.resources.ending import cause_of
+
+# What torchrun reports of ranks that end is what their own line says, or follows from it.
+_QUIETED = ("torch.distributed.elastic.", "torch.distributed.launcher.", "torch.distributed.run")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run torchrun; returns the exit code of the rank that failed first, or 128 + the signal that ended it."""
+    arguments = parse_args(list(sys.argv[1:] if argv is None else argv))
+    if "LOGLEVEL" not in os.environ:
+        for name in [name for name in logging.root.manager.loggerDict if name.startswith(_QUIETED)]:
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+    made = None
+    if arguments.log_dir is None:
+        made = arguments.log_dir = tempfile.mkdtemp(prefix="torchelastic_")
+    try:
+        run(arguments)
+    except ChildFailedError as error:
+        return _show_failure(error)
+    except SignalException as error:
+        return 128 + error.sigval
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except Exception as error:
+        # Such as a rendezvous that nobody came to, or the end of another node's launcher.
+        show(f"torchrun: {cause_of(error)}", stream=sys.stderr)
+        return 1
+    finally:
+        if made is not None:
+            shutil.rmtree(made, ignore_errors=True)
+    return 0
+
+
+def _show_failure(error: ChildFailedError) -> int:
+    rank, failure = error.get_first_failure()
+    if failure.exitcode < 0:
+        name = failure.signal_name()
+        hint = "; the kernel does that where memory runs out" if -failure.exitcode == signal.SIGKILL else ""
+        show(f"spmdrl: rank {rank} (process {failure.pid}) was ended by {name}{hint}", stream=sys.stderr)
+        return 128 - failure.exitcode
+    return failure.exitcode
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,258 @@
+"""What is on the screen when a job ends early, and what is left of it: one cause, and nothing."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.support.jobs import ROOT, environment, summary_of, tiny_config
+
+NUM_KILLS = int(os.environ.get("SPMDRL_KILLS", "3"))
+ENDLESS = ["train.max_steps=100000", "checkpoint.interval=50"]
+OURS, PLAIN = "spmdrl.torchrun", "torch.distributed.run"
+
+FAILS = """
+import os, sys
+import spmdrl.train
+from spmdrl.cli import main
+
+def fail(*arguments, calls=[]):
+    calls.append(1)
+    if len(calls) == 2 and os.environ.get("RANK", "1") == "1":
+        raise RuntimeError("the cause\\nand more of it")
+    return prompt_columns(*arguments)
+
+prompt_columns, spmdrl.train.prompt_columns = spmdrl.train.prompt_columns, fail
+raise SystemExit(main())
+"""
+
+
+@dataclass
+class Job:
+    """A job that runs, with a directory of its own for temporary files."""
+
+    process: subprocess.Popen[str]
+    screen: Path
+    tmp: Path
+    mark: str
+    """a word of its environment, and so of all that it starts"""
+
+    def shown(self) -> list[str]:
+        """Its lines but those of finished steps."""
+        lines = self.screen.read_text().splitlines()
+        return [line for line in lines if line.strip() and not re.match(r"(grpo )?step \d", line)]
+
+    def wait_for(self, condition: Callable[[], object], seconds: float = 60.0) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert self.process.poll() is None and time.monotonic() < deadline, self.screen.read_text()[-3000:]
+            time.sleep(0.02)
+
+    def has_stepped(self) -> bool:
+        return "step 1/" in self.screen.read_text()
+
+    def ranks(self) -> list[int]:
+        return children(self.process.pid)
+
+    def processes(self) -> list[int]:
+        """All processes that the job started, theirs too, wherever they have gone."""
+        return [pid for pid in pids() if self.mark.encode() in read(f"/proc/{pid}/environ")]
+
+
+def pids() -> list[int]:
+    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+
+
+def read(path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError:
+        return b""
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in read(f"/proc/{pid}/task/{pid}/children").split()]
+
+
+def parent(pid: int) -> int:
+    return int(read(f"/proc/{pid}/stat").rpartition(b")")[2].split()[1])
+
+
+@contextmanager
+def started(tmp_path: Path, program: Sequence[str], *arguments: str, launcher: str | None = OURS) -> Iterator[Job]:
+    """A job of two ranks under a launcher, or of one process without one."""
+    launch = ["-m", launcher, "--standalone", "--nproc-per-node=2"] if launcher else []
+    folder = tmp_path / f"tmp{time.monotonic_ns()}"
+    folder.mkdir()
+    job_mark = f"SPMDRL_TEST_JOB={folder}"
+    name, _, value = job_mark.partition("=")
+    own = environment(TMPDIR=str(folder), **{name: value})
+    command = [sys.executable, *launch, *program, "train", *arguments, f"run.dir={tmp_path / 'run'}"]
+    screen = folder.with_suffix(".screen")
+    with open(screen, "w") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=file, text=True, cwd=ROOT, env=own)
+    job = Job(process, screen, folder, job_mark)
+    try:
+        yield job
+    finally:
+        process.kill()
+        process.wait()
+        for pid in job.processes():
+            os.kill(pid, signal.SIGKILL)
+
+
+MODULE = ["-m", "spmdrl"]
+
+
+@pytest.mark.slow
+def test_one_process_that_fails_shows_one_line_and_keeps_its_traceback_in_a_file(tmp_path):
+    script = tmp_path / "fails.py"
+    script.write_text(FAILS)
+    with started(tmp_path, [str(script)], str(tiny_config(tmp_path)), launcher=None) as job:
+        assert job.process.wait(60) == 1
+    assert len(job.shown()) == 1, job.shown()
+    [line] = job.shown()
+    path = tmp_path / "run" / "failures" / "rank_00000.txt"
+    assert re.fullmatch(
+        rf"spmdrl: RuntimeError: the cause \(at spmdrl/train\.py:\d+\); the traceback is in {path}", line
+    )
+    text = path.read_text()
+    assert "Traceback (most recent call last)" in text and text.rstrip().endswith("the cause\nand more of it")
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", [OURS, PLAIN])
+def test_a_rank_that_fails_is_the_one_cause_on_the_screen(tmp_path, launcher):
+    script = tmp_path / "fails.py"
+    script.write_text(FAILS)
+    with started(tmp_path, [str(script)], str(tiny_config(tmp_path)), launcher=launcher) as job:
+        assert job.process.wait(90) == 1
+    shown = job.shown()
+    assert re.match(r"spmdrl: rank 1: RuntimeError: the cause \(at spmdrl/train\.py:\d+\); the traceback is", shown[0])
+    assert sum("closed by peer" in line for line in shown) == 0
+    if launcher == OURS:
+        assert len(shown) == 1
+    else:
+        # torchrun's own page follows; its last entry is the same cause.
+        assert "spmdrl: rank 1: RuntimeError: the cause" in shown[-2]
+    assert "the cause" in (tmp_path / "run" / "failures" / "rank_00001.txt").read_text()
+    assert summary_of(tmp_path / "run")["error"] == "rank 1: RuntimeError: the cause"
+
+
+def test_tracebacks_are_shown_whole_where_they_are_wanted(tmp_path):
+    script = tmp_path / "fails.py"
+    script.write_text(FAILS)
+    command = [sys.executable, str(script), "train", str(tiny_config(tmp_path)), f"run.dir={tmp_path / 'run'}"]
+    own = environment(SPMDRL_TRACEBACK="1")
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT, env=own, check=False)
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr and "in fail" in done.stderr
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", [None, OURS])
+def test_ctrl_c_is_one_line_that_says_where_the_run_goes_on(tmp_path, launcher):
+    with started(tmp_path, MODULE, str(tiny_config(tmp_path)), *ENDLESS, launcher=launcher) as job:
+        job.wait_for(job.has_stepped)
+        os.kill(job.process.pid, signal.SIGINT)
+        assert job.process.wait(30) == 130
+    assert len(job.shown()) == 1, job.shown()
+    [line] = job.shown()
+    assert re.match(r"spmdrl: interrupted in step \d+ of 100000[;,] .*the same command", line), line
+    assert summary_of(tmp_path / "run")["verdict"] == "interrupted"
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_a_rank_that_is_killed_is_named_in_one_line(tmp_path):
+    with started(tmp_path, MODULE, str(tiny_config(tmp_path)), *ENDLESS) as job:
+        job.wait_for(job.has_stepped)
+        os.kill(job.ranks()[1], signal.SIGKILL)
+        assert job.process.wait(30) == 137
+    assert len(job.shown()) == 1, job.shown()
+    [line] = job.shown()
+    assert re.match(r"spmdrl: rank 1 \(process \d+\) was ended by SIGKILL", line), line
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_a_rank_behind_a_script_ends_with_its_launcher(tmp_path):
+    script = tmp_path / "start.sh"
+    script.write_text(f'#!/bin/sh\n{sys.executable} -m spmdrl "$@"\n:\n')
+    script.chmod(0o755)
+    config = str(tiny_config(tmp_path))
+    with started(tmp_path, ["--no-python", str(script)], config, *ENDLESS, launcher=PLAIN) as job:
+        job.wait_for(job.has_stepped)
+        job.process.kill()
+        job.process.wait()
+        assert_nothing_is_left(job)
+
+
+# A reward function with a child of its own, which outlives the call where nobody ends it.
+FAMILY = """
+import subprocess
+child = None
+def share_of_digits(completions, **columns):
+    global child
+    child = child or subprocess.Popen(["sleep", "1000"])
+    return [sum(letter.isdigit() for letter in text) / 8 for text in completions]
+"""
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_nothing_is_left_after_kills_at_random_moments(tmp_path):
+    config = tiny_config(tmp_path)
+    (tmp_path / "reward.py").write_text(FAMILY)
+    for number in range(NUM_KILLS):
+        draw = random.Random(number)
+        launcher = draw.choice([OURS, PLAIN])
+        with started(tmp_path, MODULE, str(config), *ENDLESS, "resume=never", launcher=launcher) as job:
+            # At any moment: of the start, with ranks or none, or of the steps.
+            if draw.random() < 0.3:
+                time.sleep(draw.uniform(0.0, 6.0))
+            else:
+                job.wait_for(job.has_stepped)
+                time.sleep(draw.uniform(0.0, 1.5))
+            kind, victim = draw.choice(victims(job))
+            sent = draw.choice([signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+            print(f"kill {number}: {sent.name} to {kind} under {launcher}", flush=True)
+            os.kill(victim, sent)
+            if kind.startswith("reward"):
+                # The run may go on with another worker.
+                time.sleep(0.5)
+                os.kill(job.process.pid, signal.SIGKILL)
+            job.process.wait(45)
+            assert_nothing_is_left(job)
+
+
+def victims(job: Job) -> list[tuple[str, int]]:
+    found = [("the launcher", job.process.pid)]
+    for rank in job.ranks():
+        found.append(("a rank", rank))
+        for worker in children(rank):
+            found += [("reward worker", worker), *(("reward's child", child) for child in children(worker))]
+    return found
+
+
+def assert_nothing_is_left(job: Job) -> None:
+    """No process, and with them no port; no file beside the run's folder, and no shared memory (see conftest.py)."""
+    deadline = time.monotonic() + 5
+    while running := job.processes():
+        commands = [read(f"/proc/{pid}/cmdline").replace(b"\0", b" ").decode() for pid in running]
+        assert time.monotonic() < deadline, commands
+        time.sleep(0.05)
+    assert [str(path) for path in job.tmp.rglob("*")] == []
