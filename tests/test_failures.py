@@ -18,7 +18,7 @@ import pytest
 
 from tests.support.jobs import ROOT, environment, summary_of, tiny_config
 
-NUM_KILLS = int(os.environ.get("SPMDRL_KILLS", "3"))
+NUM_KILLS = int(os.environ.get("SPMDRL_KILLS", "2"))
 ENDLESS = ["train.max_steps=100000", "checkpoint.interval=50"]
 OURS, PLAIN = "spmdrl.torchrun", "torch.distributed.run"
 
@@ -44,19 +44,19 @@ class Job:
 
     process: subprocess.Popen[str]
     screen: Path
+    errors: Path
     tmp: Path
     mark: str
     """a word of its environment, and so of all that it starts"""
 
     def shown(self) -> list[str]:
-        """Its lines but those of finished steps."""
-        lines = self.screen.read_text().splitlines()
-        return [line for line in lines if line.strip() and not re.match(r"(grpo )?step \d", line)]
+        """The lines of its stderr."""
+        return [line for line in self.errors.read_text().splitlines() if line.strip()]
 
     def wait_for(self, condition: Callable[[], object], seconds: float = 60.0) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
-            assert self.process.poll() is None and time.monotonic() < deadline, self.screen.read_text()[-3000:]
+            assert self.process.poll() is None and time.monotonic() < deadline, self.errors.read_text()[-3000:]
             time.sleep(0.02)
 
     def has_stepped(self) -> bool:
@@ -99,10 +99,10 @@ def started(tmp_path: Path, program: Sequence[str], *arguments: str, launcher: s
     name, _, value = job_mark.partition("=")
     own = environment(TMPDIR=str(folder), **{name: value})
     command = [sys.executable, *launch, *program, "train", *arguments, f"run.dir={tmp_path / 'run'}"]
-    screen = folder.with_suffix(".screen")
-    with open(screen, "w") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=file, text=True, cwd=ROOT, env=own)
-    job = Job(process, screen, folder, job_mark)
+    screen, errors = folder.with_suffix(".stdout"), folder.with_suffix(".stderr")
+    with open(screen, "w") as out, open(errors, "w") as err:
+        process = subprocess.Popen(command, stdout=out, stderr=err, text=True, cwd=ROOT, env=own)
+    job = Job(process, screen, errors, folder, job_mark)
     try:
         yield job
     finally:
@@ -113,22 +113,6 @@ def started(tmp_path: Path, program: Sequence[str], *arguments: str, launcher: s
 
 
 MODULE = ["-m", "spmdrl"]
-
-
-@pytest.mark.slow
-def test_one_process_that_fails_shows_one_line_and_keeps_its_traceback_in_a_file(tmp_path):
-    script = tmp_path / "fails.py"
-    script.write_text(FAILS)
-    with started(tmp_path, [str(script)], str(tiny_config(tmp_path)), launcher=None) as job:
-        assert job.process.wait(60) == 1
-    assert len(job.shown()) == 1, job.shown()
-    [line] = job.shown()
-    path = tmp_path / "run" / "failures" / "rank_00000.txt"
-    assert re.fullmatch(
-        rf"spmdrl: RuntimeError: the cause \(at spmdrl/train\.py:\d+\); the traceback is in {path}", line
-    )
-    text = path.read_text()
-    assert "Traceback (most recent call last)" in text and text.rstrip().endswith("the cause\nand more of it")
 
 
 @pytest.mark.ranks
@@ -149,16 +133,6 @@ def test_a_rank_that_fails_is_the_one_cause_on_the_screen(tmp_path, launcher):
         assert "spmdrl: rank 1: RuntimeError: the cause" in shown[-2]
     assert "the cause" in (tmp_path / "run" / "failures" / "rank_00001.txt").read_text()
     assert summary_of(tmp_path / "run")["error"] == "rank 1: RuntimeError: the cause"
-
-
-def test_tracebacks_are_shown_whole_where_they_are_wanted(tmp_path):
-    script = tmp_path / "fails.py"
-    script.write_text(FAILS)
-    command = [sys.executable, str(script), "train", str(tiny_config(tmp_path)), f"run.dir={tmp_path / 'run'}"]
-    own = environment(SPMDRL_TRACEBACK="1")
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT, env=own, check=False)
-    assert done.returncode == 1
-    assert "Traceback" in done.stderr and "in fail" in done.stderr
 
 
 @pytest.mark.ranks
@@ -185,20 +159,6 @@ def test_a_rank_that_is_killed_is_named_in_one_line(tmp_path):
     assert len(job.shown()) == 1, job.shown()
     [line] = job.shown()
     assert re.match(r"spmdrl: rank 1 \(process \d+\) was ended by SIGKILL", line), line
-
-
-@pytest.mark.ranks
-@pytest.mark.slow
-def test_a_rank_behind_a_script_ends_with_its_launcher(tmp_path):
-    script = tmp_path / "start.sh"
-    script.write_text(f'#!/bin/sh\n{sys.executable} -m spmdrl "$@"\n:\n')
-    script.chmod(0o755)
-    config = str(tiny_config(tmp_path))
-    with started(tmp_path, ["--no-python", str(script)], config, *ENDLESS, launcher=PLAIN) as job:
-        job.wait_for(job.has_stepped)
-        job.process.kill()
-        job.process.wait()
-        assert_nothing_is_left(job)
 
 
 # A reward function with a child of its own, which outlives the call where nobody ends it.
@@ -255,4 +215,4 @@ def assert_nothing_is_left(job: Job) -> None:
         commands = [read(f"/proc/{pid}/cmdline").replace(b"\0", b" ").decode() for pid in running]
         assert time.monotonic() < deadline, commands
         time.sleep(0.05)
-    assert [str(path) for path in job.tmp.rglob("*")] == []
+    assert job.tmp.is_dir() and list(job.tmp.iterdir()) == []

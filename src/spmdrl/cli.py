@@ -62,6 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         show(usage(), end="")
         return 0
     launch = LaunchEnvironment()
+    # Read when torch is imported: its warnings of lost connections are pages of C++ frames.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     end_with_launcher()
     remove_empty_folders()
     try:

@@ -22,6 +22,7 @@ _LONGEST_CAUSE = 500
 INTERRUPTED = 130
 # Time in which the rank that names the cause does so, and the launcher ends the others: one cause on the screen.
 OTHER_RANKS_WAIT_SECONDS = 5.0
+_LAUNCHER_SECONDS = 20.0
 
 
 def wants_traceback(environ: Mapping[str, str] = os.environ) -> bool:
@@ -37,7 +38,7 @@ def end_with(failure: Exception, folder: Path, launch: LaunchEnvironment) -> int
     written = write_traceback(failure, folder, launch.rank)
     if isinstance(failure, PeerFailed):
         # The launcher ends this rank meanwhile, unless each rank has a launcher and a screen of its own.
-        time.sleep(OTHER_RANKS_WAIT_SECONDS)
+        time.sleep(_LAUNCHER_SECONDS if "TORCHELASTIC_RUN_ID" in os.environ else OTHER_RANKS_WAIT_SECONDS)
         show(f"spmdrl: rank {launch.rank} ended with the others: {failure}", stream=sys.stderr)
     else:
         show_cause(failure, f"spmdrl: rank {launch.rank}" if launch.world_size > 1 else "spmdrl", written)

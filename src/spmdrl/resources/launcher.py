@@ -56,9 +56,10 @@ def end_with_launcher(environ: Mapping[str, str] = os.environ) -> None:
 def remove_empty_folders(environ: Mapping[str, str] = os.environ) -> None:
     """Remove the folders that torchrun made for this rank in the directory for temporary files, and never removes."""
     folder = Path(environ.get("TORCHELASTIC_ERROR_FILE", "")).parent
-    if any(part.startswith("torchelastic_") for part in folder.parts):
-        with contextlib.suppress(OSError):
-            os.removedirs(folder)
+    with contextlib.suppress(OSError):
+        while any(part.startswith("torchelastic_") for part in folder.parts):
+            folder.rmdir()
+            folder = folder.parent
 
 
 def launcher_of(pid: int) -> int | None:
