@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+_INTERRUPTION = "interrupted"
+
 
 @dataclass(frozen=True)
 class FirstFailure:
@@ -16,7 +18,7 @@ class FirstFailure:
     @property
     def is_interruption(self) -> bool:
         """Whether it was Ctrl-C, which all ranks get and one of them says."""
-        return self.cause == cause_of(KeyboardInterrupt())
+        return self.cause == _INTERRUPTION
 
 
 class PeerFailed(Exception):
@@ -33,6 +35,8 @@ class Interrupted(KeyboardInterrupt):
 
 def cause_of(failure: BaseException) -> str:
     """A failure in one line: its type, and the first line of its text."""
+    if isinstance(failure, KeyboardInterrupt):
+        return _INTERRUPTION
     words = next((line.strip() for line in str(failure).splitlines() if line.strip()), "")
     kind = type(failure).__name__
     return f"{kind}: {words}" if words else kind

@@ -65,4 +65,4 @@ def _search(store: dist.Store, own: FirstFailure, patience: float, found: list[F
     except (RuntimeError, ValueError, TypeError):
         # Rank 0, which keeps the store, has ended, and its own output says why.
         if own.rank != 0:
-            found.append(FirstFailure(0, "it ended first; its output says why"))
+            found.append(FirstFailure(0, own.cause if own.is_interruption else "it ended first; its output says why"))
