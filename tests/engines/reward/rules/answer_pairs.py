@@ -212,6 +212,8 @@ BOXED = {
         \Theta != \theta
         x_1 != x_2
         A+b != a+b
+        I != i
+        2I+I == 3I
     """),
     "complex numbers": _read(r"""
         -5i+6 == 6 - 5i
@@ -262,6 +264,7 @@ BOXED = {
         (6, 31, -1) == (6,31,-1)
         (-2, 2-1) == (-2,1)
         ( 8 , -2 ) == (8,-2)
+        \langle 8,-2 \rangle == (8,-2)
         (\frac{2}{2},2) == (1,2)
         (2,1) != (1,2)
         (6,31,1) != (6,31,-1)
@@ -331,6 +334,8 @@ BOXED = {
         \arctan x == \tan^{-1} x
         \sin^2 x + \cos^2 x == 1
         \log_2 8 == 3
+        sin x == \sin x
+        \cos(x) == \cos x
         \log_{10} 100 == 2
         \left|x\right| == |x|
         \frac{n(n+1)}{2} == \sum_{k=1}^{n} k
@@ -355,6 +360,7 @@ BOXED = {
         864 \text{ square inches} == 864 \mbox{ inches}^2
         18 \text{ apples} == 18
         18 dollars == 18
+        \text{18 apples} == 18
         5.4 == 5.4 \text{ cents}
         5\text{ km} == 5 kilometers
         $18.90 == \$18.90
@@ -455,6 +461,8 @@ IN_SENTENCES = {
         The answer is Saturday. == Saturday
         The answer is (C). == \text{(C)}
         **Answer: C** == C
+        The correct option is (D). == D
+        The answer is A or B != A
         so\nEvelyn == Evelyn
         42 == 42
         The answer is 18 dollars. == 18

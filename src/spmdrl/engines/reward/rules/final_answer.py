@@ -7,7 +7,9 @@ import re
 _HASHES = re.compile(r"####\s*([^\s#][^\n#]*)")
 _BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|[{}]")
 _BETWEEN_JOINED_BOXES = re.compile(r"[\s$,;.]*(?:,|and|or|\\text\{\s*(?:and|or)\s*\})[\s$]*")
-_STATEMENT = re.compile(r"\banswers?\b[^.\n:]{0,60}?(?:\bis\b|\bare\b|:)\s*:?[ \t]*(?P<answer>\S[^\n]*)", re.IGNORECASE)
+_STATEMENT = re.compile(
+    r"\b(?:answer|option|choice)s?\b[^.\n:]{0,60}?(?:\bis\b|\bare\b|:)\s*:?[ \t]*(?P<answer>\S[^\n]*)", re.IGNORECASE
+)
 # A dollar sign opens a formula where a character follows it at once, and closes one after a character and before no
 # digit: amounts of money aren't formulas.
 _FORMULA = re.compile(

@@ -29,7 +29,9 @@ _MEMBER = re.compile(r"[A-Za-z]\s*\\in\s*(?=[\[(\\])")
 _DECIMAL = re.compile(r"(?<![\d.])(\d*)\.(\d+)(?!\\overline)")
 _GAP_BETWEEN_NUMBERS = re.compile(r"(?<![\d_])\d+\s+\.?\d")
 _ENCLOSED = re.compile(r"[(\[](?:[^()\[\]]|\([^()]*\))*[)\]]|\\\{.*\\\}")
-_CAPITAL_GREEK = re.compile(r"\\(Gamma|Delta|Theta|Lambda|Xi|Pi|Sigma|Upsilon|Phi|Psi|Omega)(?![A-Za-z])")
+_MISREAD_CAPITAL = re.compile(
+    r"(?:\\(Gamma|Delta|Theta|Lambda|Xi|Pi|Sigma|Upsilon|Phi|Psi|Omega)|(?<![A-Za-z\\])(I))(?![A-Za-z])"
+)
 _IMAGINARY = re.compile(r"(?<![A-Za-z\\_])i(?![A-Za-z=])")
 # Evaluating such a power is one long operation that no signal interrupts.
 _HUGE_EXPONENT = re.compile(r"\^\s*\{?\s*[+-]?\d{6,}")
@@ -38,11 +40,11 @@ _SPELLINGS = (
     ("×", r"\times "), ("·", r"\cdot "), ("÷", r"\div "), ("±", r"\pm "), ("≤", r"\le "), ("≥", r"\ge "),
     ("<=", r"\le "), (">=", r"\ge "), ("∞", r"\infty "), ("π", r"\pi "), ("∪", r"\cup "), ("∈", r"\in "),
     ("θ", r"\theta "), ("**", "^"), (r"\leq ", r"\le "), (r"\geq ", r"\ge "), (r"\lbrace", r"\{"), (r"\rbrace", r"\}"),
-    (r"\displaystyle", ""), (r"\quad", " "), ("~", " "),
+    (r"\langle", "("), (r"\rangle", ")"), (r"\displaystyle", ""), (r"\quad", " "), ("~", " "),
 )  # fmt: skip
 _RESPELLINGS = (
     (re.compile(r"√\s*(\w+|\([^()]*\))"), r"\\sqrt{\1}"),
-    (re.compile(r"(?<![A-Za-z\\])pi(?![A-Za-z])"), r"\\pi "),
+    (re.compile(r"(?<![A-Za-z\\])(pi|sin|cos|tan|cot|log|ln)(?![A-Za-z])"), r"\\\1 "),
     (re.compile(r"²"), r"^2"),
     (re.compile(r"³"), r"^3"),
 )
@@ -101,6 +103,9 @@ def _tidy(text: str) -> str:
     text = respelled(text).strip(" \t\n*").rstrip(".").strip()
     if text.startswith("$") and text.endswith("$"):
         text = text.strip("$").strip()
+    whole = _TEXT.fullmatch(text)
+    if whole is not None and parse_number(whole.group(1)) is not None:
+        text = whole.group(1).strip()
     return re.sub(r"\s+", " ", text)
 
 
@@ -151,8 +156,8 @@ def _in_latex(text: str) -> str:
         text = text.replace(spelling, latex)
     for pattern, replacement in _RESPELLINGS:
         text = pattern.sub(replacement, text)
-    # math-verify reads capital Greek letters as small ones, and i as a variable.
-    text = _CAPITAL_GREEK.sub(r"{G_{\1}}", text)
+    # math-verify reads capital Greek letters as small ones, I as the imaginary unit, and i as a variable.
+    text = _MISREAD_CAPITAL.sub(lambda found: f"{{G_{{{found[1] or found[2]}}}}}", text)
     if not re.search(r"\\sum|\\prod|_\{?i|i\s*=", text):
         text = _IMAGINARY.sub(r"{\\sqrt{-1}}", text)
     # As fractions decimals are compared exactly; math-verify rounds them to six places after the point.
