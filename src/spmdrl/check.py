@@ -5,22 +5,44 @@ from __future__ import annotations
 import os
 
 from spmdrl.config import Config
-from spmdrl.configfile import LoadedConfig
-from spmdrl.job.checked import check_run
+from spmdrl.configfile import LoadedConfig, start_up
+from spmdrl.job.checked import CheckedRun, check_run
+from spmdrl.job.estimates import estimate_lines
+from spmdrl.job.prepared import Prepared, prepare, source_without_making
 from spmdrl.observability.screen import show
-from spmdrl.resources.launch import read_launch_environment
+from spmdrl.resources.device import find_device
+from spmdrl.resources.launch import LaunchEnvironment, read_launch_environment
 
 
-def main(loaded: LoadedConfig[Config]) -> int:
-    """Print the resolved config, the layout and the stages; train nothing."""
-    checked = check_run(loaded, "check")
-    launch, generation = read_launch_environment(os.environ), checked.config.resources.generation
-    if launch.rank != 0:
-        return 0
-    show(checked.resolved_config, end="")
-    show(f"# update layout: {checked.layout}")
-    show(f"# generation layout: {generation}, replicas: {launch.world_size // generation.tensor}")
-    show(f"# worker states: {' -> '.join(state.value for state in checked.needs)}")
-    for source in (*checked.train_rows, *checked.eval_rows):
-        show(f"# {source.summary}")
+def main(loaded: LoadedConfig[Config], planned: LaunchEnvironment | None = None) -> int:
+    """Print the resolved config, the layout, sizes and stages; train nothing.
+
+    Refuses what `train` would refuse before its first step. `planned` is another job to check for, whose devices
+    needn't be here.
+    """
+    own = read_launch_environment(os.environ)
+    launch = planned or own
+    checked = check_run(loaded, "check", launch=launch)
+    with start_up(), source_without_making(checked.config) as source:
+        prepared = prepare(checked, source)
+    if own.rank == 0:
+        _show(checked, prepared, launch)
     return 0
+
+
+def _show(checked: CheckedRun, prepared: Prepared, launch: LaunchEnvironment) -> None:
+    config = checked.config
+    wanted, generation = config.resources.device, config.resources.generation
+    device_kind = find_device("auto", 0).kind if wanted == "auto" else wanted
+    lines = [
+        f"update layout: {checked.layout}",
+        f"generation layout: {generation}, replicas: {launch.world_size // generation.tensor}",
+        f"worker states: {' -> '.join(state.value for state in checked.needs)}",
+        *(source.summary for source in (*checked.train_rows, *checked.eval_rows)),
+        *estimate_lines(checked, prepared.source.decoder, prepared.prompts, launch, device_kind),
+    ]
+    if launch.world_size > 1:
+        lines.append(f"ranks: {launch.world_size} on {launch.num_nodes} nodes; their devices weren't looked at")
+    show(checked.resolved_config, end="")
+    for line in lines:
+        show(f"# {line}")

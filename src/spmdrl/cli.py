@@ -111,6 +111,7 @@ def _run(arguments: Sequence[str], launch: LaunchEnvironment) -> int:
 
 def _run_configured(verb: str, arguments: Sequence[str], launch: LaunchEnvironment) -> int:
     prompts, arguments = take_prompts(arguments) if verb == "generate" else ([], arguments)
+    planned, arguments = take_ranks(arguments) if verb == "check" else (None, arguments)
     files, overrides = split_arguments(arguments)
     if not files and not overrides:
         raise ConfigError(
@@ -137,7 +138,9 @@ def _run_configured(verb: str, arguments: Sequence[str], launch: LaunchEnvironme
 
         run = partial(generate, prompts=prompts)
     else:
-        from spmdrl.check import main as run
+        from spmdrl.check import main as check
+
+        run = partial(check, planned=planned)
     try:
         return run(loaded)
     except (ConfigError, StartRefused):
@@ -166,6 +169,31 @@ def take_prompts(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     if any(not prompt.strip() for prompt in prompts):
         raise ConfigError("prompt is empty; write prompt='...', or - for standard input with text in it")
     return prompts, others
+
+
+def take_ranks(arguments: Sequence[str]) -> tuple[LaunchEnvironment | None, list[str]]:
+    """Part `--ranks N` and `--nodes N` from the other arguments: the job that they describe, or None without them."""
+    numbers = {"--ranks": 1, "--nodes": 1}
+    others: list[str] = []
+    rest = deque(arguments)
+    is_planned = False
+    while rest:
+        argument = rest.popleft()
+        flag, equals, text = argument.partition("=")
+        if flag not in numbers:
+            others.append(argument)
+            continue
+        text = text if equals else (rest.popleft() if rest else "")
+        if not text.isdecimal() or len(text) > 6 or int(text) < 1:
+            raise ConfigError(f"{flag} is {text!r}, but must be a whole number of them, as in {flag} 8")
+        numbers[flag] = int(text)
+        is_planned = True
+    ranks, nodes = numbers["--ranks"], numbers["--nodes"]
+    if ranks % nodes:
+        raise ConfigError(f"--ranks {ranks} isn't a multiple of --nodes {nodes}; each node starts as many ranks")
+    return LaunchEnvironment(
+        world_size=ranks, local_world_size=ranks // nodes, num_nodes=nodes
+    ) if is_planned else None, others
 
 
 def _standard_input() -> str:

@@ -6,15 +6,13 @@ import time
 
 from spmdrl.config import Config
 from spmdrl.configfile import LoadedConfig, start_up
-from spmdrl.dataflow.samples.prompts import PromptSource
-from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.engines.reward.pool import RewardPool
 from spmdrl.job.actor import ModelSource, prepare_model
-from spmdrl.job.building import warn_of_end_of_turn
+from spmdrl.job.building import build_evaluator, warn_of_end_of_turn
 from spmdrl.job.checked import CheckedRun, check_run
-from spmdrl.job.evaluation import Evaluation, Evaluator, evaluation_sampling, write_records
+from spmdrl.job.evaluation import Evaluation, write_records
 from spmdrl.job.facts import open_job
-from spmdrl.job.fitting import check_generation_fits
+from spmdrl.job.prepared import prepare
 from spmdrl.job.replica import build_replica, load_for_generation
 from spmdrl.job.run_folder import hold_run_folder
 from spmdrl.observability.console import Console
@@ -36,21 +34,17 @@ def main(loaded: LoadedConfig[Config]) -> int:
 
 def _evaluate(checked: CheckedRun, world: World) -> Evaluation:
     config = checked.config
-    source = ModelSource.of(prepare_model(config, world))
-    check_generation_fits(config, source.decoder)
-    tokenizer = ModelTokenizer(source.folder)
-    rows = PromptSource(checked.eval_rows, tokenizer.raw, config.data, config.seed)
+    prepared = prepare(checked, ModelSource.of(prepare_model(config, world)))
+    source, tokenizer, rows = prepared.source, prepared.tokenizer, prepared.held_out
+    assert rows is not None, "eval is refused without data.eval"
     console = Console(enabled=world.is_main)
     warn_of_end_of_turn(console, tokenizer, rows)
-    prompts = list(rows.all())
     with console.doing("loading the weights"):
         replica = build_replica(config, source, world, config.resources.generation)
         load_for_generation(replica.engine, source)
-    sampling = evaluation_sampling(config, tokenizer.stop_token_ids)
     with RewardPool(config.reward) as pool:
-        evaluator = Evaluator(
-            prompts, replica, pool, tokenizer.decode, config=config.eval, sampling=sampling, seed=config.seed
-        )
+        evaluator = build_evaluator(config, prepared, replica, pool)
+        assert evaluator is not None, "there are held-out rows"
         with console.doing(f"answering {len(evaluator.prompts)} prompts"):
             return evaluator()
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from spmdrl.config import Config
 from spmdrl.configfile import LoadedConfig, start_up
-from spmdrl.dataflow.samples.prompts import Prompt, PromptSource
+from spmdrl.dataflow.samples.prompts import Prompt
 from spmdrl.dataflow.stages.generation import run_requests
 from spmdrl.dataflow.stages.partial import row_seed
 from spmdrl.engines.generation.protocol import Request, Response, SamplingParams
@@ -26,8 +26,8 @@ from spmdrl.job.actor import ModelSource, prepare_model
 from spmdrl.job.building import warn_of_end_of_turn
 from spmdrl.job.checked import CheckedRun, check_run
 from spmdrl.job.facts import open_job
-from spmdrl.job.fitting import check_generation_fits
 from spmdrl.job.kept_answers import KeptAnswers
+from spmdrl.job.prepared import prepare
 from spmdrl.job.replica import Replica, build_replica, load_for_generation
 from spmdrl.job.run_folder import hold_run_folder
 from spmdrl.observability.console import Console
@@ -91,10 +91,9 @@ def _write_summary(config: Config, lines: Sequence[str], seconds: float) -> None
 def keep_answers(checked: CheckedRun, world: World, folder: Path) -> KeptAnswers:
     """Answer all rows that no interrupted run has answered, and keep each in `folder` as it ends. Collective."""
     config = checked.config
-    source = ModelSource.of(prepare_model(config, world))
-    check_generation_fits(config, source.decoder)
-    tokenizer = ModelTokenizer(source.folder)
-    rows = PromptSource(checked.eval_rows, tokenizer.raw, config.data, config.seed)
+    prepared = prepare(checked, ModelSource.of(prepare_model(config, world)))
+    source, tokenizer, rows = prepared.source, prepared.tokenizer, prepared.held_out
+    assert rows is not None, "generate is refused with nothing to answer"
     console = Console(enabled=world.is_main, stream=sys.stderr)
     warn_of_end_of_turn(console, tokenizer, rows)
     prompts = list(itertools.islice(rows.all(), config.eval.max_rows))

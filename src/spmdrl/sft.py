@@ -22,8 +22,8 @@ from spmdrl.job.banner import banner
 from spmdrl.job.building import build_held_out, warn_of_end_of_turn
 from spmdrl.job.checked import CheckedRun, check_run
 from spmdrl.job.facts import open_job
-from spmdrl.job.fitting import check_generation_fits, check_model_fits
 from spmdrl.job.held_out import HeldOut
+from spmdrl.job.prepared import check_tokens, prepare
 from spmdrl.job.run import Run
 from spmdrl.job.run_folder import hold_folder_of_training
 from spmdrl.resources.mesh import build_update_mesh
@@ -57,11 +57,8 @@ def train_supervised(checked: CheckedRun, world: World) -> None:
     run = Run(config, world, num_steps=config.sft.max_steps, resolved_config=checked.resolved_config, phase="sft")
     with run.told_of_failure(), ExitStack() as stack:
         with start_up():
-            source = ModelSource.of(prepare_model(config, world))
-            check_model_fits(config, source.decoder, checked.layout)
-            check_generation_fits(config, source.decoder)
-            tokenizer = ModelTokenizer(source.folder)
-            prompts = PromptSource(checked.train_rows, tokenizer.raw, config.data, config.seed)
+            prepared = prepare(checked, ModelSource.of(prepare_model(config, world)))
+            source, tokenizer, prompts = prepared.source, prepared.tokenizer, prepared.prompts
             warn_of_end_of_turn(run.console, tokenizer, prompts)
             run.admit(source, checked.train_rows)
             if world.is_main:
@@ -74,7 +71,7 @@ def train_supervised(checked: CheckedRun, world: World) -> None:
                 )
             actor = Actor(trainer, source, world)
             run.resume(actor)
-            held_out = build_held_out(checked, run, actor, tokenizer, stack)
+            held_out = build_held_out(checked, run, actor, prepared, stack)
         _train(run, actor, prompts, tokenizer, held_out)
         run.finish("done", **held_out.summary())
 
@@ -127,6 +124,8 @@ class AnswerWatch:
 def supervised_batch(prompts: Sequence[Prompt], tokenizer: ModelTokenizer, trainer: TrainingEngine):
     """Rows of prompt and answer, and their loss, the token mean over all ranks' answers. Collective."""
     completions = [tokenizer.encode_completion(completion_of(prompt)) for prompt in prompts]
+    largest = max((token for completion in completions for token in completion), default=0)
+    check_tokens(largest, "an answer to learn", trainer.config, tokenizer.folder)
     rows = rows_of([prompt.prompt_ids for prompt in prompts], completions)
     (num_tokens,) = trainer.sum_over_rows([rows.num_response_tokens])
     return rows, lambda scores, micro: token_mean_loss(scores, micro, num_tokens)

@@ -18,7 +18,6 @@ from spmdrl.dataflow.stages.reward import RewardFailure
 from spmdrl.dataflow.stages.shown import ShownRows
 from spmdrl.dataflow.stages.stages import Stages
 from spmdrl.engines.models.kernels.table import compute_batch_invariantly
-from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.engines.reward.pool import RewardPool
 from spmdrl.job.actor import Actor, ModelSource, build_trainer, prepare_model
 from spmdrl.job.banner import banner
@@ -30,14 +29,13 @@ from spmdrl.job.building import (
     build_evaluator,
     build_stages,
     build_switching,
-    check_positions,
     warn_of_end_of_turn,
 )
 from spmdrl.job.checked import CheckedRun, check_run
 from spmdrl.job.facts import open_job
-from spmdrl.job.fitting import check_generation_fits, check_model_fits
 from spmdrl.job.held_out import HeldOut
 from spmdrl.job.kept_rollouts import KeptRollouts
+from spmdrl.job.prepared import prepare
 from spmdrl.job.run import Run, finished_model
 from spmdrl.job.run_folder import hold_folder_of_training
 from spmdrl.job.samples_report import SamplesReport, write_estimates
@@ -143,7 +141,7 @@ def warm_started(checked: CheckedRun, world: World) -> CheckedRun:
         checkpoint=replace(config.checkpoint, interval=0),
         resume="auto",
     )
-    warm_start = replace(checked, config=inner, eval_rows=[])
+    warm_start = replace(checked, config=inner, eval_rows=[], verb="sft")
     console = Console(enabled=world.is_main)
     model = finished_model(folder, world)
     if model is None:
@@ -163,13 +161,9 @@ def build(checked: CheckedRun, run: Run, stack: ExitStack) -> Training:
     """Build the layers bottom-up; what must be closed goes on the stack. Collective over all ranks."""
     config, world = checked.config, run.world
     with run.console.doing("reading the model's config, tokenizer and prompts"):
-        source = ModelSource.of(prepare_model(config, world))
-        tokenizer = ModelTokenizer(source.folder)
-        prompts = PromptSource(checked.train_rows, tokenizer.raw, config.data, config.seed)
-    check_positions(source, prompts, config)
+        prepared = prepare(checked, ModelSource.of(prepare_model(config, world)))
+    source, tokenizer, prompts = prepared.source, prepared.tokenizer, prepared.prompts
     warn_of_end_of_turn(run.console, tokenizer, prompts)
-    check_model_fits(config, source.decoder, checked.layout)
-    check_generation_fits(config, source.decoder)
     run.admit(source, checked.train_rows)
     num_steps, temperature = config.train.max_steps, config.rollout.temperature
     if world.is_main:
@@ -192,7 +186,7 @@ def build(checked: CheckedRun, run: Run, stack: ExitStack) -> Training:
 
     with run.console.doing("starting the rewards"):
         pool = stack.enter_context(RewardPool(config.reward))
-    evaluator = build_evaluator(checked, replica, pool, tokenizer)
+    evaluator = build_evaluator(config, prepared, replica, pool)
     num_rows = max(carried.rules.most_groups * config.rollout.num_generations, evaluator.num_rows if evaluator else 0)
     switching = build_switching(run, actor, replica, reference, stack, num_rows=num_rows, prompt_at=prompts.at)
     device = world.device.torch_device

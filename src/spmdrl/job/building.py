@@ -32,6 +32,7 @@ from spmdrl.job.actor import Actor, ModelSource
 from spmdrl.job.checked import CheckedRun, agreement_of
 from spmdrl.job.evaluation import Evaluator, evaluation_sampling
 from spmdrl.job.held_out import HeldOut
+from spmdrl.job.prepared import Prepared
 from spmdrl.job.replica import Replica, build_replica, generation_engine_name
 from spmdrl.job.run import Run
 from spmdrl.job.swapping import announce, decide_residence, swap_folder
@@ -44,17 +45,6 @@ from spmdrl.types import WorkerState
 
 PromptAt = Callable[[int], Prompt]
 """The prompt at a position of an endless sequence, alike on every rank."""
-
-
-def check_positions(source: ModelSource, prompts: PromptSource, config: Config) -> None:
-    """Refuse responses that would run past the positions that the model was made for."""
-    longest, answer, most = prompts.longest, config.rollout.max_completion_length, source.decoder.max_positions
-    if longest + answer > most:
-        raise ValueError(
-            f"the longest prompt has {longest} tokens; with rollout.max_completion_length {answer} it needs "
-            f"{longest + answer} positions, but the model has {most} positions; lower rollout.max_completion_length "
-            "or data.max_prompt_length"
-        )
 
 
 def warn_of_end_of_turn(console: Console, tokenizer: ModelTokenizer, prompts: PromptSource) -> None:
@@ -111,25 +101,22 @@ def build_probe(config: Config, actor: Actor, replica: Replica, prompt_at: Promp
     return Probe(actor.trainer, replica.engine, rows_of_step, tolerance=tolerance)
 
 
-def build_evaluator(
-    checked: CheckedRun, replica: Replica, pool: RewardPool, tokenizer: ModelTokenizer
-) -> Evaluator | None:
+def build_evaluator(config: Config, prepared: Prepared, replica: Replica, pool: RewardPool) -> Evaluator | None:
     """What answers the held-out rows, or None where there are none."""
-    if not checked.eval_rows:
+    if prepared.held_out is None:
         return None
-    config = checked.config
-    prompts = list(PromptSource(checked.eval_rows, tokenizer.raw, config.data, config.seed).all())
+    tokenizer, prompts = prepared.tokenizer, list(prepared.held_out.all())
     sampling = evaluation_sampling(config, tokenizer.stop_token_ids)
     return Evaluator(prompts, replica, pool, tokenizer.decode, config=config.eval, sampling=sampling, seed=config.seed)
 
 
-def build_held_out(checked: CheckedRun, run: Run, actor: Actor, tokenizer: ModelTokenizer, stack: ExitStack) -> HeldOut:
+def build_held_out(checked: CheckedRun, run: Run, actor: Actor, prepared: Prepared, stack: ExitStack) -> HeldOut:
     """Evaluations of an actor that has no generation engine of its own."""
     replica = build_actors_replica(checked, actor.source, run.world)
-    if not checked.eval_rows:
+    if prepared.held_out is None:
         return HeldOut(None, build_switching(run, actor, replica, None, stack, num_rows=0), run)
     pool = stack.enter_context(RewardPool(run.config.reward))
-    evaluator = build_evaluator(checked, replica, pool, tokenizer)
+    evaluator = build_evaluator(run.config, prepared, replica, pool)
     assert evaluator is not None, "there are held-out rows"
     prompts = evaluator.prompts
     switching = build_switching(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,10 +22,12 @@ from spmdrl.job.fitting import (
     check_generation_fits,
     check_model_fits,
     check_vllm,
+    check_vllm_is_there,
     decoder_at_hand,
 )
+from spmdrl.observability.log import check_backends
 from spmdrl.resources.device import find_device
-from spmdrl.resources.launch import read_launch_environment
+from spmdrl.resources.launch import LaunchEnvironment, read_launch_environment
 from spmdrl.resources.layout import UpdateLayout, check_generation_layout, fit_update_layout
 from spmdrl.types import WorkerState
 
@@ -36,6 +38,7 @@ Verb = Literal["train", "sft", "eval", "generate", "check"]
 class CheckedRun:
     """A run that nothing speaks against so far; alike on every rank."""
 
+    verb: Verb
     config: Config
     resolved_config: str
     layout: UpdateLayout
@@ -46,19 +49,22 @@ class CheckedRun:
     eval_rows: list[SourceRows]
 
 
-def check_run(loaded: LoadedConfig[Config], verb: Verb, prompts: Sequence[str] = ()) -> CheckedRun:
+def check_run(
+    loaded: LoadedConfig[Config], verb: Verb, prompts: Sequence[str] = (), launch: LaunchEnvironment | None = None
+) -> CheckedRun:
     """Check layout, algorithm, data and reward functions. Raises ConfigError; no rank has communicated yet.
 
-    `prompts` take the place of the rows of `data.eval`.
+    `prompts` take the place of the rows of `data.eval`. `launch` is another job than this one to check for.
     """
     with start_up():
         config = loaded.value
-        launch = read_launch_environment(os.environ)
+        own = read_launch_environment(os.environ)
+        launch = launch or own
         layout = fit_update_layout(config.resources.update, launch.world_size)
         check_generation_layout(config.resources.generation, launch.world_size)
         is_trained = verb in ("train", "sft", "check")
-        if verb != "check":
-            # A config may be checked where its devices aren't.
+        if launch == own:
+            # A layout for other ranks may be checked where their devices aren't.
             find_device(config.resources.device, launch.local_rank)
         if (decoder := decoder_at_hand(config)) is not None:
             check_generation_fits(config, decoder)
@@ -68,6 +74,10 @@ def check_run(loaded: LoadedConfig[Config], verb: Verb, prompts: Sequence[str] =
             check_batch_invariant(config, layout, find_device(config.resources.device, launch.local_rank).kind)
         if config.rollout.engine == "vllm":
             check_vllm(config)
+            if launch == own:
+                check_vllm_is_there()
+        if launch == own and verb in ("train", "sft", "check"):
+            check_backends(config.log)
         algorithm = build_algorithm(config.algo)
         needs = states_of(config, algorithm)
         if verb in ("train", "check"):
@@ -88,8 +98,25 @@ def check_run(loaded: LoadedConfig[Config], verb: Verb, prompts: Sequence[str] =
             eval_rows = read_rows(config.data.eval, config.data, needs=RowNeeds(answer=answers), key="data.eval")
         if are_judged:
             # Loads the functions in a child and ends it: a missing file or name is refused before the first rollout.
-            RewardPool(config.reward, 1).close()
-    return CheckedRun(config, resolved_yaml(loaded), layout, algorithm, needs, train_rows, eval_rows)
+            with RewardPool(config.reward, 1) as pool:
+                judged = train_rows if verb in ("train", "check") else []
+                check_columns(pool.required_columns(), [*judged, *eval_rows])
+    return CheckedRun(verb, config, resolved_yaml(loaded), layout, algorithm, needs, train_rows, eval_rows)
+
+
+def check_columns(required: Mapping[str, Sequence[str]], sources: Sequence[SourceRows]) -> None:
+    """Refuse reward functions that need a column which no row of a source has. Raises ValueError."""
+    for source in sources:
+        # Every row has an `answer`, be it None.
+        there = {name for row in source.rows for name, value in row.columns.items() if value is not None}
+        for function, columns in required.items():
+            lacking = [name for name in columns if name not in there]
+            if lacking:
+                raise ValueError(
+                    f"reward.functions: {function} needs the columns {', '.join(lacking)}, which no row of "
+                    f"{source.source.path} has; its columns are {', '.join(sorted(there)) or 'none'}: rename one, or "
+                    "give the parameter a default"
+                )
 
 
 def states_of(config: Config, algorithm: Algorithm) -> dict[WorkerState, frozenset[str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 from spmdrl.config import Config
@@ -13,6 +14,7 @@ from spmdrl.engines.parallel.expert_parallel import check_expert_parallel
 from spmdrl.engines.parallel.tensor_parallel import check_tensor_parallel
 from spmdrl.engines.training.parallelize import check_layout
 from spmdrl.engines.training.routing import check_routing
+from spmdrl.job.actor import newest_model
 from spmdrl.resources.layout import UpdateLayout
 
 # Their backward passes come in two halves, each of which would run every layer again.
@@ -77,6 +79,15 @@ def check_vllm_computes(folder: Path) -> None:
         )
 
 
+def check_vllm_is_there() -> None:
+    """Refuse `rollout.engine: vllm` where it can't be imported. Raises ValueError."""
+    if find_spec("vllm") is None:
+        raise ValueError(
+            "rollout.engine is vllm, which isn't installed; `pip install -e '.[vllm]'` in the clone, or set "
+            "rollout.engine to native"
+        )
+
+
 def check_batch_invariant(config: Config, layout: UpdateLayout, device_kind: str) -> None:
     """Refuse what generator and trainer can't compute to the same last bit. Raises ValueError with all reasons."""
     generation = config.resources.generation
@@ -103,8 +114,9 @@ def check_batch_invariant(config: Config, layout: UpdateLayout, device_kind: str
 
 
 def decoder_at_hand(config: Config) -> DecoderConfig | None:
-    """The decoder of `model.make` or of a local model folder; None where it has to be fetched first."""
+    """The decoder of `model.make`, a local model folder or a run's; None where it has to be fetched first."""
     if config.model.make is not None:
         return decoder_config(config.model.make)
     folder = Path(config.model.path or "").expanduser()
-    return read_config(folder) if (folder / "config.json").is_file() else None
+    folder = newest_model(folder) or folder
+    return read_config(folder) if folder.is_dir() else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -227,6 +228,16 @@ def _open_backend(name: str, run_dir: Path, console: Console | None) -> MetricsB
     if name == "wandb":
         return _WandbBackend(run_dir)
     raise ValueError(f"log.backends names {name}, but only {', '.join(BACKENDS)} are there")
+
+
+def check_backends(config: LogConfig) -> None:
+    """Refuse a back end whose package isn't installed, without importing it. Raises ValueError."""
+    for name in ("tensorboard", "wandb"):
+        if name in config.backends and importlib.util.find_spec(name) is None:
+            raise ValueError(
+                f"log.backends names {name}, which isn't installed; run `pip install -e '.[{name}]'` in the clone, or "
+                "take it out of log.backends"
+            )
 
 
 def _import_backend(extra: str, module: str) -> Any:

@@ -140,6 +140,17 @@ class PromptSource:
         return any(part.prompts.uses_template for part in self._parts)
 
     @property
+    def largest_token(self) -> int:
+        """The largest token id of all prompts."""
+        return max(int(part.prompts.ids.max()) for part in self._parts)
+
+    @property
+    def mean_length(self) -> float:
+        """Tokens of a prompt on average."""
+        lengths = [part.prompts.length(row) for part in self._parts for row in part.positions]
+        return sum(lengths) / len(lengths)
+
+    @property
     def longest(self) -> int:
         """Tokens in the longest prompt."""
         return max(part.prompts.length(row) for part in self._parts for row in part.positions)

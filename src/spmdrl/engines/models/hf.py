@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -20,7 +20,9 @@ from spmdrl.engines.models.hf_values import flag, whole_number
 from spmdrl.engines.models.make_config import MakeConfig
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-_HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+# What a model's config and tokenizer are in; with the weights, all that is fetched.
+HUB_TEXT_FILES = ("*.json", "*.model", "*.txt", "*.jinja")
+_HUB_FILES = (*HUB_TEXT_FILES, "*.safetensors")
 
 
 @dataclass(frozen=True)
@@ -54,8 +56,8 @@ class ModelConfig:
         return torch.float32 if self.dtype == "float32" else torch.bfloat16
 
 
-def resolve_model_folder(config: ModelConfig) -> Path:
-    """Return the local folder of `model.path`, fetched from the hub where no such folder exists.
+def resolve_model_folder(config: ModelConfig, patterns: Sequence[str] = _HUB_FILES) -> Path:
+    """Return the local folder of `model.path`, its files fetched from the hub where no such folder exists.
 
     Raises ValueError where there is neither a folder nor a hub snapshot to be had.
     """
@@ -70,7 +72,7 @@ def resolve_model_folder(config: ModelConfig) -> Path:
     from huggingface_hub.errors import HfHubHTTPError
 
     try:
-        return Path(snapshot_download(config.path, allow_patterns=_HUB_FILES))
+        return Path(snapshot_download(config.path, allow_patterns=list(patterns)))
     except (HfHubHTTPError, OSError, ValueError) as error:
         raise ValueError(
             f"model.path {config.path} is not a folder, and the hub's snapshot of that name can't be had "

@@ -73,13 +73,17 @@ def make_model_folder(folder: str | Path, make: MakeConfig, seed: int) -> None:
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    config = decoder_config(make)
-    weights = random_weights(config, seed)
-    _write_json(partial / "config.json", {**hf_config_dict(config, torch.float32), **_SPECIAL_IDS})
-    _write_json(partial / "generation_config.json", _SPECIAL_IDS)
-    make_char_tokenizer(partial, make.chars)
+    make_folder_without_weights(partial, make)
+    weights = random_weights(decoder_config(make), seed)
     write_weights(partial, ((name, weights(name)) for name in weights.names))
     os.replace(partial, folder)
+
+
+def make_folder_without_weights(folder: Path, make: MakeConfig) -> None:
+    """Write everything of a model folder that is quick to write: config and tokenizer."""
+    _write_json(folder / "config.json", {**hf_config_dict(decoder_config(make), torch.float32), **_SPECIAL_IDS})
+    _write_json(folder / "generation_config.json", _SPECIAL_IDS)
+    make_char_tokenizer(folder, make.chars)
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

@@ -80,6 +80,16 @@ def _load(spec: str, name: str) -> RewardFunction:
     return RewardFunction(name, call, _form(spec, call))
 
 
+def required_columns(functions: Sequence[RewardFunction]) -> dict[str, list[str]]:
+    """By function, the columns of the data that it can't be called without."""
+    needed = {}
+    for function in functions:
+        if function.form == "trl":
+            names, _ = _parameters(function.call)
+            needed[function.name] = [name for name, must in names.items() if must and name not in _RESERVED]
+    return needed
+
+
 def _load_file(where: str) -> ModuleType:
     path = Path(where).expanduser().resolve()
     if not path.is_file():

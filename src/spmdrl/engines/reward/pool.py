@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from spmdrl.engines.reward.calls import FunctionScores, RewardCall, RewardResult, combine
 from spmdrl.engines.reward.frames import pack
-from spmdrl.engines.reward.functions import function_names, load_functions, score
+from spmdrl.engines.reward.functions import function_names, load_functions, required_columns, score
 from spmdrl.engines.reward.process import PendingCall, WorkerSetup
 from spmdrl.engines.reward.supervisor import Supervisor
 
@@ -173,6 +173,13 @@ class RewardPool:
                     raise RuntimeError(f"the reward pool was closed with {len(self._waiting)} calls under way")
                 self._changed.wait(1.0)
             return [self._results.pop(key) for key in keys]
+
+    def required_columns(self) -> dict[str, list[str]]:
+        """By function, the columns of the data that it can't be called without."""
+        if self._supervisor is not None:
+            return self._supervisor.required_columns
+        assert self._functions is not None
+        return required_columns(self._functions)
 
     def close(self) -> None:
         """End the reward processes with all that they started; results not yet collected stay, calls are given up."""

@@ -49,6 +49,8 @@ class Supervisor:
         self._waker.setblocking(False)
         self._is_closing = False
         self.failure: BaseException | None = None
+        self.required_columns: dict[str, list[str]] = {}
+        """by function, the columns that it can't be called without; there once a worker is ready"""
         self._thread = threading.Thread(target=self._run, name="reward-supervisor", daemon=True)
         self._thread.start()
         try:
@@ -153,6 +155,7 @@ class Supervisor:
             return True
         if not worker.is_ready and "ready" in message:
             worker.is_ready = True
+            self.required_columns = _read_columns(message.get("columns"))
             if all(other.is_ready for other in self._workers) and not self._started.done():
                 self._started.set_result(None)
             return True
@@ -212,3 +215,9 @@ def _is_sound(part: FunctionScores, num_rows: int) -> bool:
         isinstance(value, float) and abs(value) <= MAX_MAGNITUDE if verdict.has_reward else value is None
         for value, verdict in zip(part.values, part.verdicts, strict=True)
     )
+
+
+def _read_columns(message: Any) -> dict[str, list[str]]:
+    """Columns by function as a worker sent them; the functions' own code may have had its hands on them."""
+    entries = message.items() if isinstance(message, dict) else ()
+    return {str(name): list(map(str, columns)) for name, columns in entries if isinstance(columns, list)}

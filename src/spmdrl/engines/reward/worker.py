@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, NoReturn
 from spmdrl.engines.reward.calls import FunctionScores, RewardCall
 from spmdrl.engines.reward.descent import die_with_parent
 from spmdrl.engines.reward.frames import pack, read_frame
-from spmdrl.engines.reward.functions import RewardFunction, load_functions, score
+from spmdrl.engines.reward.functions import RewardFunction, load_functions, required_columns, score
 from spmdrl.engines.reward.verdict import Verdict
 
 # What a worker reports to its guard, one a line, and the guard's answer.
@@ -49,7 +49,7 @@ def main(control: socket.socket) -> None:
         return
     # What runs by now is the module's own, and not a call's.
     _report(control, LOADED)
-    _write(results, {"ready": True})
+    _write(results, {"ready": True, "columns": required_columns(functions)})
     while (message := read_frame(calls)) is not None:
         nonce = message.pop("nonce")
         _write(results, {"nonce": nonce, "scores": _scores(functions, message)})

@@ -1,0 +1,104 @@
+"""What a run reads of its model's folder before any weight: config, tokenizer and prompts, checked together."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from spmdrl.config import Config
+from spmdrl.dataflow.samples.prompts import PromptSource
+from spmdrl.engines.models.decoder import DecoderConfig
+from spmdrl.engines.models.hf import HUB_TEXT_FILES, read_config, resolve_model_folder
+from spmdrl.engines.models.making import make_folder_without_weights
+from spmdrl.engines.models.tokenizer import ModelTokenizer
+from spmdrl.job.actor import ModelSource, newest_model
+from spmdrl.job.checked import CheckedRun
+from spmdrl.job.fitting import check_generation_fits, check_model_fits
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A model's folder without its weights, and the prompts in its tokens."""
+
+    source: ModelSource
+    tokenizer: ModelTokenizer
+    train_prompts: PromptSource | None
+    """those of `data.train`; None where the verb reads none"""
+    held_out: PromptSource | None
+    """those of `data.eval`"""
+
+    @property
+    def prompts(self) -> PromptSource:
+        """The prompts to train on."""
+        assert self.train_prompts is not None, "this verb reads no data.train"
+        return self.train_prompts
+
+
+def prepare(checked: CheckedRun, source: ModelSource) -> Prepared:
+    """Read the tokenizer and the prompts; raises ValueError where they, the model and the run do not fit."""
+    config, folder = checked.config, source.folder
+    check_generation_fits(config, source.decoder)
+    if checked.train_rows:
+        check_model_fits(config, source.decoder, checked.layout)
+    tokenizer = ModelTokenizer(folder)
+    _check_stop_tokens(tokenizer, source.decoder)
+    train, held_out = (
+        PromptSource(rows, tokenizer.raw, config.data, config.seed) if rows else None
+        for rows in (checked.train_rows, checked.eval_rows)
+    )
+    if train is not None:
+        check_tokens(train.largest_token, "a prompt of data.train", source.decoder, folder)
+        if checked.verb != "sft":
+            check_positions(train, "data.train", source.decoder, config)
+    if held_out is not None:
+        check_tokens(held_out.largest_token, "a prompt of data.eval", source.decoder, folder)
+        # The answers of `generate` end at the last position.
+        if checked.verb != "generate":
+            check_positions(held_out, "data.eval", source.decoder, config)
+    return Prepared(source, tokenizer, train, held_out)
+
+
+def check_positions(prompts: PromptSource, key: str, decoder: DecoderConfig, config: Config) -> None:
+    """Refuse responses that would run past the positions that the model was made for."""
+    longest, answer, most = prompts.longest, config.rollout.max_completion_length, decoder.max_positions
+    if longest + answer > most:
+        raise ValueError(
+            f"the longest prompt of {key} has {longest} tokens; with rollout.max_completion_length {answer} it needs "
+            f"{longest + answer} positions, but the model has {most} positions; lower rollout.max_completion_length "
+            "or data.max_prompt_length"
+        )
+
+
+def check_tokens(largest: int, where: str, decoder: DecoderConfig, folder: Path) -> None:
+    """Refuse tokens that the model has no embedding of."""
+    if largest >= decoder.vocab_size:
+        raise ValueError(
+            f"{where} has token {largest}, but the model's vocab_size is {decoder.vocab_size}; the tokenizer in "
+            f"{folder} is another model's, or has tokens that were added without resizing the embedding"
+        )
+
+
+def _check_stop_tokens(tokenizer: ModelTokenizer, decoder: DecoderConfig) -> None:
+    beyond = [str(stop) for stop in tokenizer.stop_tokens if stop.token_id >= decoder.vocab_size]
+    if beyond:
+        raise ValueError(
+            f"responses of {tokenizer.folder} would stop at {', '.join(beyond)}, beyond the model's vocab_size "
+            f"{decoder.vocab_size}; mend eos_token_id in tokenizer_config.json, generation_config.json or config.json"
+        )
+
+
+@contextlib.contextmanager
+def source_without_making(config: Config) -> Iterator[ModelSource]:
+    """The model to start from, without weights where they would have to be fetched or made."""
+    if config.model.path is not None:
+        path = Path(config.model.path).expanduser()
+        folder = newest_model(path) or resolve_model_folder(config.model, HUB_TEXT_FILES)
+        yield ModelSource.of(folder) if path.is_dir() else ModelSource(folder, read_config(folder))
+        return
+    assert config.model.make is not None
+    with TemporaryDirectory(prefix="spmdrl_check_") as name:
+        make_folder_without_weights(Path(name), config.model.make)
+        yield ModelSource(Path(name), read_config(name))
