@@ -22,7 +22,7 @@ def main(loaded: LoadedConfig[Config], planned: LaunchEnvironment | None = None)
     """
     own = read_launch_environment(os.environ)
     launch = planned or own
-    checked = check_run(loaded, "check", launch=launch)
+    checked = check_run(loaded, "check", launch=planned)
     with start_up(), source_without_making(checked.config) as source:
         prepared = prepare(checked, source)
     if own.rank == 0:

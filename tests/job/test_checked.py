@@ -13,6 +13,7 @@ from spmdrl.config import load_config
 from spmdrl.configfile import ConfigError
 from spmdrl.job.checked import check_run, states_of
 from spmdrl.job.fitting import check_vllm, check_vllm_computes
+from spmdrl.resources.launch import LaunchEnvironment
 from spmdrl.types import WorkerState as State
 
 MODEL = ["model.make={}", "data.train=synthetic://addition?count=10"]
@@ -48,7 +49,8 @@ def test_the_configs_of_the_repository_are_right():
     assert len(files) >= 4
     for path in files:
         data = [] if path.name == "quickstart.yaml" else ["data.train=synthetic://addition?count=10"]
-        check_run(load_config([path], data), "train")
+        # Wherever their devices and engines are.
+        check_run(load_config([path], data), "train", launch=LaunchEnvironment())
 
 
 @pytest.mark.parametrize(

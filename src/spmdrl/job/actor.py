@@ -141,22 +141,23 @@ def newest_model(folder: Path, world: World) -> Path | None:
 
     Raises ConfigError on every rank where there are checkpoints, all of them damaged.
     """
-
-    def find() -> str | None:
-        complaints = []
-        for step in reversed(steps_in(folder / CHECKPOINTS)):
-            checkpoint = folder / CHECKPOINTS / step_folder_name(step)
-            problem = damage(checkpoint, [f"{MODEL}/config.json"], below=f"{MODEL}/")
-            if problem is None:
-                return str(checkpoint / MODEL)
-            complaints.append(f"{checkpoint}: {problem}")
-            warn(f"damaged checkpoint passed over: {complaints[-1]}")
-        if complaints:
-            raise ValueError(f"every checkpoint of {folder} is damaged: {'; '.join(complaints)}")
-        return None
-
-    found = on_main(world, find)
+    found = on_main(world, lambda: newest_sound_model(folder))
     return None if found is None else Path(found)
+
+
+def newest_sound_model(folder: Path) -> str | None:
+    """As `newest_model`, found by this rank alone. Raises ValueError where all checkpoints are damaged."""
+    complaints = []
+    for step in reversed(steps_in(folder / CHECKPOINTS)):
+        checkpoint = folder / CHECKPOINTS / step_folder_name(step)
+        problem = damage(checkpoint, [f"{MODEL}/config.json"], below=f"{MODEL}/")
+        if problem is None:
+            return str(checkpoint / MODEL)
+        complaints.append(f"{checkpoint}: {problem}")
+        warn(f"damaged checkpoint passed over: {complaints[-1]}")
+    if complaints:
+        raise ValueError(f"every checkpoint of {folder} is damaged: {'; '.join(complaints)}")
+    return None
 
 
 def build_trainer(

@@ -58,12 +58,12 @@ def check_run(
     """
     with start_up():
         config = loaded.value
-        own = read_launch_environment(os.environ)
-        launch = launch or own
+        is_here = launch is None
+        launch = launch or read_launch_environment(os.environ)
         layout = fit_update_layout(config.resources.update, launch.world_size)
         check_generation_layout(config.resources.generation, launch.world_size)
         is_trained = verb in ("train", "sft", "check")
-        if launch == own:
+        if is_here:
             # A layout for other ranks may be checked where their devices aren't.
             find_device(config.resources.device, launch.local_rank)
         if (decoder := decoder_at_hand(config)) is not None:
@@ -74,9 +74,9 @@ def check_run(
             check_batch_invariant(config, layout, find_device(config.resources.device, launch.local_rank).kind)
         if config.rollout.engine == "vllm":
             check_vllm(config)
-            if launch == own:
+            if is_here:
                 check_vllm_is_there()
-        if launch == own and verb in ("train", "sft", "check"):
+        if is_here and verb in ("train", "sft", "check"):
             check_backends(config.log)
         algorithm = build_algorithm(config.algo)
         needs = states_of(config, algorithm)

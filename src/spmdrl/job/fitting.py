@@ -14,7 +14,6 @@ from spmdrl.engines.parallel.expert_parallel import check_expert_parallel
 from spmdrl.engines.parallel.tensor_parallel import check_tensor_parallel
 from spmdrl.engines.training.parallelize import check_layout
 from spmdrl.engines.training.routing import check_routing
-from spmdrl.job.actor import newest_model
 from spmdrl.resources.layout import UpdateLayout
 
 # Their backward passes come in two halves, each of which would run every layer again.
@@ -114,9 +113,8 @@ def check_batch_invariant(config: Config, layout: UpdateLayout, device_kind: str
 
 
 def decoder_at_hand(config: Config) -> DecoderConfig | None:
-    """The decoder of `model.make`, a local model folder or a run's; None where it has to be fetched first."""
+    """The decoder of `model.make` or of a local model folder; None where it has to be fetched first."""
     if config.model.make is not None:
         return decoder_config(config.model.make)
     folder = Path(config.model.path or "").expanduser()
-    folder = newest_model(folder) or folder
-    return read_config(folder) if folder.is_dir() else None
+    return read_config(folder) if (folder / "config.json").is_file() else None

@@ -14,9 +14,9 @@ from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf import HUB_TEXT_FILES, read_config, resolve_model_folder
 from spmdrl.engines.models.making import make_folder_without_weights
 from spmdrl.engines.models.tokenizer import ModelTokenizer
-from spmdrl.job.actor import ModelSource, newest_model
+from spmdrl.job.actor import ModelSource, newest_sound_model
 from spmdrl.job.checked import CheckedRun
-from spmdrl.job.fitting import check_generation_fits, check_model_fits
+from spmdrl.job.fitting import check_generation_fits, check_model_fits, check_vllm_computes
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,8 @@ def prepare(checked: CheckedRun, source: ModelSource) -> Prepared:
     """Read the tokenizer and the prompts; raises ValueError where they, the model and the run do not fit."""
     config, folder = checked.config, source.folder
     check_generation_fits(config, source.decoder)
+    if config.rollout.engine == "vllm":
+        check_vllm_computes(folder)
     if checked.train_rows:
         check_model_fits(config, source.decoder, checked.layout)
     tokenizer = ModelTokenizer(folder)
@@ -95,7 +97,7 @@ def source_without_making(config: Config) -> Iterator[ModelSource]:
     """The model to start from, without weights where they would have to be fetched or made."""
     if config.model.path is not None:
         path = Path(config.model.path).expanduser()
-        folder = newest_model(path) or resolve_model_folder(config.model, HUB_TEXT_FILES)
+        folder = Path(newest_sound_model(path) or resolve_model_folder(config.model, HUB_TEXT_FILES))
         yield ModelSource.of(folder) if path.is_dir() else ModelSource(folder, read_config(folder))
         return
     assert config.model.make is not None

@@ -1,0 +1,82 @@
+"""What `check` computes from a config is what a run then holds."""
+
+from __future__ import annotations
+
+import pytest
+from tests.support.jobs import run_job, tiny_config
+
+from spmdrl.config import load_config
+from spmdrl.dataflow.resharding.layouts import parameter_table, update_slices
+from spmdrl.engines.models.making import decoder_config
+from spmdrl.job.actor import ModelSource
+from spmdrl.job.checked import check_run
+from spmdrl.job.estimates import estimate_lines, rank_bytes
+from spmdrl.job.prepared import check_tokens, prepare, source_without_making
+from spmdrl.resources.launch import LaunchEnvironment
+
+BASE = [
+    "model.make={hidden_size: 32, num_layers: 2, num_heads: 2, num_kv_heads: 1, intermediate_size: 64}",
+    "data.train=synthetic://addition?low=0&high=9&count=40", "reward.functions=[exact]", "train.max_steps=10",
+    "rollout={prompts_per_step: 8, num_generations: 4, max_completion_length: 8}",
+]  # fmt: skip
+
+
+def checked_for(launch: LaunchEnvironment, *overrides: str):
+    return check_run(load_config([], [*BASE, *overrides]), "check", launch=launch)
+
+
+def test_one_rank_holds_the_whole_model_and_eight_an_eighth_or_a_little_more():
+    alone, eight = LaunchEnvironment(), LaunchEnvironment(world_size=8, local_world_size=8)
+    checked = checked_for(alone)
+    decoder = decoder_config(checked.config.model.make)
+    table = parameter_table(decoder)
+    (num_elements,) = {sum(box.num_elements for box in update_slices(table, checked.layout, 0))}
+    whole = rank_bytes(checked, decoder, alone, "cpu")
+    assert (whole.update_weights, whole.optimizer) == (4 * num_elements, 8 * num_elements)
+    assert whole.reference_weights == 0
+    part = rank_bytes(checked_for(eight, "algo.kl_coef=0.1"), decoder, eight, "cuda")
+    assert num_elements / 8 * 4 <= part.update_weights < num_elements / 8 * 4 * 1.1
+    assert part.reference_weights * 2 == part.update_weights
+    assert part.generation_weights == 2 * num_elements
+    # A replica a rank: an eighth of the rows, and half the bytes a number.
+    assert part.kv_cache * 16 == whole.kv_cache
+
+
+def test_the_lines_have_the_products_and_quotients_that_people_work_out_by_hand():
+    launch = LaunchEnvironment()
+    checked = checked_for(launch)
+    with source_without_making(checked.config) as source:
+        prepared = prepare(checked, source)
+        lines = list(estimate_lines(checked, source.decoder, prepared.prompts, launch, "cpu"))
+    assert "a step: 8 prompts x 4 responses = 32 samples, at most 384 tokens (4.0 of a prompt on average" in lines[3]
+    assert "the run: 10 steps, 80 prompts = 2 epochs of 40 rows, 320 samples, 10 optimizer steps" in lines[4]
+
+
+def test_tokens_beyond_the_embedding_are_refused(tmp_path):
+    decoder = decoder_config(load_config([], BASE).value.model.make)
+    check_tokens(decoder.vocab_size - 1, "a prompt", decoder, tmp_path)
+    with pytest.raises(ValueError, match=rf"a prompt has token {decoder.vocab_size}, but the model's vocab_size is"):
+        check_tokens(decoder.vocab_size, "a prompt", decoder, tmp_path)
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused_where_a_prompt_has_one():
+    checked = checked_for(LaunchEnvironment())
+    with source_without_making(checked.config) as source:
+        path = source.folder / "tokenizer.json"
+        # The digit 7 gets an id that no embedding has.
+        path.write_text(path.read_text().replace('"7": ', f'"7": {source.decoder.vocab_size}00'))
+        with pytest.raises(ValueError, match="a prompt of data.train has token .* is another model's"):
+            prepare(checked, ModelSource(source.folder, source.decoder))
+
+
+@pytest.mark.slow
+def test_a_job_of_other_ranks_is_checked_without_starting_any(tmp_path):
+    config = tiny_config(tmp_path)
+    job = run_job("check", config, "--ranks", "8", "--nodes=2", "resources.update.tensor=2")
+    assert job.returncode == 0, job.stderr
+    assert "# update layout: shard 4 x tensor 2" in job.stdout and "# ranks: 8 on 2 nodes" in job.stdout
+    job = run_job("check", config, "--ranks", "8", "resources.update.tensor=3")
+    assert job.returncode == 2 and "resources.update.tensor 3 does not divide the job's 8 ranks" in job.stderr
+    for words in (["--ranks", "x"], ["--ranks"], ["--ranks=0"], ["--ranks", "3", "--nodes", "2"]):
+        job = run_job("check", config, *words)
+        assert job.returncode == 2 and job.stderr.startswith("spmdrl: --ranks"), job.stderr
