@@ -1,5 +1,10 @@
 from __future__ import annotations
 
+import ctypes
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -58,3 +63,38 @@ def test_resident_memory_follows_what_is_touched_and_released():
     release_to_system()
     assert grown > 24 << 20
     assert resident_bytes() - before < 8 << 20
+
+
+FREED_BESIDE_SMALL_BLOCKS = """
+import ctypes, sys
+from spmdrl.resources.memory import resident_bytes, return_large_blocks
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
+def block(size):
+    place = libc.malloc(size)
+    ctypes.memset(place, 1, size)
+    return place
+if sys.argv[1] == "returned":
+    return_large_blocks()
+libc.free(block(10 << 20))  # glibc keeps blocks as large as one that was freed.
+before, large = resident_bytes(), []
+for _ in range(20):
+    large.append(block(9 << 20))
+    block(100_000)
+for place in large:
+    libc.free(place)
+print(resident_bytes() - before)
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="not glibc")
+def test_large_blocks_leave_the_process_when_they_are_freed_and_would_stay_otherwise():
+    def kept(*, how: str, **variables: str) -> int:
+        environment = {name: value for name, value in os.environ.items() if "MALLOC" not in name} | variables
+        command = [sys.executable, "-c", FREED_BESIDE_SMALL_BLOCKS, how]
+        return int(subprocess.run(command, capture_output=True, check=True, text=True, env=environment).stdout)
+
+    assert kept(how="returned") < 20 << 20
+    assert kept(how="kept") > 150 << 20
+    # What the user asks for stays.
+    assert kept(how="returned", MALLOC_MMAP_THRESHOLD_=str(64 << 20)) > 150 << 20

@@ -15,6 +15,8 @@ Owner = Literal[
     "update_weights", "gradients", "optimizer", "reference_weights", "generation_weights", "kv_cache", "bucket"
 ]
 Place = Literal["device", "host"]
+# Of glibc's malloc.h.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 OWNERS: tuple[Owner, ...] = get_args(Owner)
 PLACES: tuple[Place, ...] = get_args(Place)
 
@@ -70,16 +72,39 @@ def resident_bytes() -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
+def peak_resident_bytes() -> int:
+    """The most resident memory that this process has had."""
+    try:
+        with open("/proc/self/status", encoding="ascii") as status:
+            sizes = dict(line.split(":", 1) for line in status)
+            return int(sizes["VmHWM"].split()[0]) * 1024
+    except (OSError, KeyError):
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
 def release_to_system() -> None:
     """Gives the allocator's free pages back to the operating system; garbage in reference cycles stays."""
-    trim = _malloc_trim()
+    trim = _from_glibc("malloc_trim")
     if trim is not None:
         trim(0)
 
 
+def return_large_blocks() -> None:
+    """Has freed blocks of 8 MiB and more leave the process at once, unless its environment sizes them already.
+
+    glibc would keep blocks of up to 32 MiB, in gaps that are too small for the next aligned block of the same size.
+    What an update with 16-bit copies of the weights leaves of them there is as much as these copies.
+    """
+    mallopt = _from_glibc("mallopt")
+    if mallopt is None or "MALLOC_MMAP_THRESHOLD_" in os.environ or "mmap_threshold" in os.getenv("GLIBC_TUNABLES", ""):
+        return
+    mallopt(_M_MMAP_THRESHOLD, 8 << 20)
+    # The first call ends glibc's own adjustments; this is where they end up, and saves many returns of small blocks.
+    mallopt(_M_TRIM_THRESHOLD, 64 << 20)
+
+
 @functools.cache
-def _malloc_trim() -> ctypes._NamedFuncPointer | None:
-    """glibc's malloc_trim, or None with another C library."""
-    if not sys.platform.startswith("linux"):
-        return None
-    return getattr(ctypes.CDLL(None), "malloc_trim", None)
+def _from_glibc(name: str) -> ctypes._NamedFuncPointer | None:
+    """A function that glibc alone has, or None with another C library."""
+    return getattr(ctypes.CDLL(None), name, None) if sys.platform.startswith("linux") else None

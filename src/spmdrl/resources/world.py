@@ -18,6 +18,7 @@ from spmdrl.resources.ending import FirstFailure, PeerFailed, cause_of
 from spmdrl.resources.first_failure import find_first
 from spmdrl.resources.gate import Gate
 from spmdrl.resources.launch import LaunchEnvironment, StartRefused, read_launch_environment
+from spmdrl.resources.memory import return_large_blocks
 from spmdrl.resources.rendezvous import Network, meet_at_store
 from spmdrl.resources.sockets import LOOPBACK, closing_new_listeners
 
@@ -104,6 +105,8 @@ def open_world(
         refuse_all(launch, str(error), network)
         raise StartRefused(str(error)) from error
     found.select()
+    if found.is_cpu:
+        return_large_blocks()
     meeting = meet_at_store(launch, timedelta(seconds=start_timeout_seconds), network or Network())
     with _closed_at_end(meeting.gate):
         facts = {**(facts or {}), "the kind of device": found.kind}

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard as ShardPlacement
 from torch.utils.checkpoint import checkpoint
@@ -95,8 +97,6 @@ def shard_modules(decoder: Decoder, mesh: UpdateMesh, precision: Precision) -> N
     sharded = mesh.dense_shards.size() > 1
     if not (sharded or casts):
         return
-    policy = MixedPrecisionPolicy(param_dtype=precision.compute, reduce_dtype=torch.float32)
-    options = {"mp_policy": policy, "reshard_after_forward": True}
     lone: set[nn.Parameter] = set()
     if mesh.expert.size > 1:
         for experts in (module for module in decoder.modules() if isinstance(module, Experts)):
@@ -105,12 +105,25 @@ def shard_modules(decoder: Decoder, mesh: UpdateMesh, precision: Precision) -> N
                 lone.update(experts.parameters())
                 continue
             placement = functools.partial(_expert_placement, num_ranks=mesh.layout.expert_shard)
+            options = _fsdp_options(mesh.expert_shards, precision)
             _sum_gradients(fully_shard(experts, mesh=mesh.expert_shards, shard_placement_fn=placement, **options))
+    options = _fsdp_options(mesh.dense_shards, precision)
     for module in (*_vocabulary_modules(decoder), *decoder.layers, decoder):
         _sum_gradients(fully_shard(module, mesh=mesh.dense_shards, ignored_params=lone or None, **options))
     if not decoder.config.tied_head and decoder.model.embed_tokens is not None:
         # Its backward adds up gradients by token, for which it needs no weights.
         decoder.model.embed_tokens.set_unshard_in_backward(False)
+
+
+def _fsdp_options(shards: DeviceMesh, precision: Precision) -> dict[str, Any]:
+    """How FSDP2 treats weights that lie on these ranks.
+
+    Gradients are summed over ranks in float32. Where there is one rank nothing is summed: FSDP2, which holds a
+    module's gradient three times while it reduces it, then holds it in the narrower dtype, and widens it at the end.
+    """
+    reduce_dtype = precision.compute if shards.size() == 1 else torch.float32
+    policy = MixedPrecisionPolicy(param_dtype=precision.compute, reduce_dtype=reduce_dtype)
+    return {"mp_policy": policy, "reshard_after_forward": True}
 
 
 def _vocabulary_modules(decoder: Decoder) -> list[nn.Module]:
