@@ -18,6 +18,7 @@ from spmdrl.bench import (
     rollout,
     samples,
     step,
+    swap,
     table1,
     training,
 )
@@ -43,6 +44,7 @@ BENCHES: dict[str, Bench] = {
     "rollout": rollout,
     "samples": samples,
     "step": step,
+    "swap": swap,
     "table1": table1,
     "training": training,
 }

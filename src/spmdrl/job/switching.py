@@ -9,7 +9,7 @@ from spmdrl.dataflow.resharding.flow import ReshardingFlow, ReshardStats
 from spmdrl.dataflow.resharding.probe import Probe
 from spmdrl.job.run import Run
 from spmdrl.observability.timeline import Moved
-from spmdrl.resources.memory import MemoryLedger, resident_bytes
+from spmdrl.resources.memory import MemoryLedger, peak_resident_bytes, resident_bytes
 
 
 class Switching:
@@ -63,6 +63,7 @@ class Switching:
         memory = device.memory_bytes()
         if memory is None:
             recorder.maximum("mem/resident_gib", resident_bytes() / 2**30)
+            recorder.maximum("mem/peak_resident_gib", peak_resident_bytes() / 2**30)
         else:
             recorder.maximum(f"mem/{stage}_peak_gib", device.take_peak_bytes() / 2**30)
             recorder.maximum("mem/total_gib", memory[1] / 2**30)
