@@ -7,5 +7,5 @@ source launch/environment.sh
 
 prepare_environment ""
 share_cores "${RANKS:-2}"
-exec .venv/bin/torchrun --standalone --nproc-per-node "${RANKS:-2}" -m spmdrl train configs/debug/quickstart.yaml \
+exec .venv/bin/python -m spmdrl.torchrun --standalone --nproc-per-node "${RANKS:-2}" -m spmdrl train configs/debug/quickstart.yaml \
     "run.dir=runs/quickstart-$(date +%Y%m%d-%H%M%S)" "$@"

@@ -190,6 +190,7 @@ def test_nothing_is_left_after_kills_at_random_moments(tmp_path):
             kind, victim = draw.choice(victims(job))
             sent = draw.choice([signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
             print(f"kill {number}: {sent.name} to {kind} under {launcher}", flush=True)
+            signalled = time.monotonic()
             os.kill(victim, sent)
             if kind.startswith("reward"):
                 # The run may go on with another worker.
@@ -197,6 +198,7 @@ def test_nothing_is_left_after_kills_at_random_moments(tmp_path):
                 os.kill(job.process.pid, signal.SIGKILL)
             job.process.wait(45)
             assert_nothing_is_left(job)
+            print(f"  gone after {time.monotonic() - signalled:.1f} s", flush=True)
 
 
 def victims(job: Job) -> list[tuple[str, int]]:
@@ -215,4 +217,6 @@ def assert_nothing_is_left(job: Job) -> None:
         commands = [read(f"/proc/{pid}/cmdline").replace(b"\0", b" ").decode() for pid in running]
         assert time.monotonic() < deadline, commands
         time.sleep(0.05)
-    assert job.tmp.is_dir() and list(job.tmp.iterdir()) == []
+    # PyTorch keeps compiled kernels from job to job.
+    left = [path.name for path in job.tmp.iterdir() if not path.name.startswith("torchinductor_")]
+    assert left == [], left

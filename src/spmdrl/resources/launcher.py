@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import select
 import signal
 import socket
@@ -17,7 +18,7 @@ from pathlib import Path
 _PR_SET_PDEATHSIG = 1
 _POLL_SECONDS = 1.0
 _PROGRAMS = ("torchrun", "msrun")
-_MODULES = ("torch.distributed.run", "torch.distributed.launch", "spmdrl.torchrun")
+_MODULES = ("torch.distributed.run", "torch.distributed.launch")
 
 
 def end_with_launcher(environ: Mapping[str, str] = os.environ) -> None:
@@ -107,7 +108,7 @@ def _command(pid: int) -> list[str]:
 
 
 def _is_launcher(command: list[str]) -> bool:
-    return any(os.path.basename(word) in _PROGRAMS or word in _MODULES for word in command)
+    return any(re.split(r"[/.]", word)[-1] in _PROGRAMS or word in _MODULES for word in command)
 
 
 def _is_python(command: list[str]) -> bool:
