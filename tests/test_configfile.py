@@ -408,6 +408,12 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, content: bytes | No
         read_config(Source, [path], ["path=a"], {})
 
 
+def test_a_misspelt_file_is_looked_for_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "quickstart.yaml").write_text("path: a")
+    with pytest.raises(ConfigError, match=rf"did you mean {tmp_path / 'quickstart.yaml'}\?"):
+        read_config(Source, [tmp_path / "quikstart.yaml"], [], {})
+
+
 def test_a_file_of_comments_is_an_empty_one_and_a_list_is_none(tmp_path: Path) -> None:
     assert load(tmp_path, "# nothing yet\n", "model.path=a").value.model.path == "a"
     assert "the file holds a list of 1, but must hold a mapping" in refusal(tmp_path, "- a\n", "model.path=a")

@@ -13,6 +13,8 @@ from typing import Any, TypeAlias
 
 import yaml
 
+from spmdrl.spelling import nearest
+
 COMMAND_LINE = "command line"
 
 _INT_TAG, _FLOAT_TAG, _BOOL_TAG, _NULL_TAG, _MERGE_TAG = (
@@ -94,6 +96,13 @@ _Dumper.add_representer(
 )
 
 
+def _file_meant(path: Path) -> str:
+    """A way out for a file that isn't there."""
+    beside = {str(found.name) for found in path.parent.glob("*.yaml")} if path.parent.is_dir() else set()
+    near = nearest(path.name, beside - {path.name})
+    return f"did you mean {path.parent / near}?" if near else f"the working directory is {Path.cwd()}"
+
+
 def read_file(path: Path, problems: list[str]) -> Given | None:
     """The mapping that a YAML file holds, or None where it can't be read as one; what is wrong goes to `problems`."""
     try:
@@ -102,7 +111,7 @@ def read_file(path: Path, problems: list[str]) -> Given | None:
         text = content.decode("utf-8", errors="strict" if len(content) <= _MOST_BYTES else "replace")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        problems.append(f"{path}: the file can't be read: {reason}; the working directory is {Path.cwd()}")
+        problems.append(f"{path}: the file can't be read: {reason}; {_file_meant(path)}")
         return None
     num_problems = len(problems)
     given = _Composer(str(path), problems).read(text.replace("\r\n", "\n").replace("\r", "\n"))
