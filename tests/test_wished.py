@@ -56,7 +56,7 @@ def test_every_key_that_advice_names_exists() -> None:
         (["--use-vllm", "--seed", "3"], "command line: there is no --use_vllm; set rollout.engine to vllm"),
         (["--per-device-train-batch-size", "8"], "unknown key per_device_train_batch_size (= 8); a step takes"),
         (["lora.rank=8"], "unknown key lora (= a mapping (rank)); all weights are trained"),
-        (["checkpoint.best=true"], "unknown key checkpoint.best (= true); checkpoints are kept by age"),
+        (["checkpoint.save_best=true"], "unknown key checkpoint.save_best (= true); set checkpoint.best to a metric"),
         (["algo.name=ppo"], "algo.name is 'ppo', but must be grpo; there is no critic"),
         (["algo.name=GSPO"], "set algo.name to grpo, algo.ratio_level to sequence"),
         (["actor_rollout_ref.rollout.n=8"], "did you mean rollout.num_generations?"),

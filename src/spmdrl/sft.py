@@ -17,7 +17,7 @@ from spmdrl.dataflow.samples.prompts import Prompt, PromptSource
 from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.engines.training.engine import TrainingEngine, UpdateResult
 from spmdrl.engines.training.rows import LossTerms, MicroBatch, Scores, TokenRows
-from spmdrl.job.actor import Actor, ModelSource, build_trainer, prepare_model
+from spmdrl.job.actor import Actor, ModelAlone, ModelSource, build_trainer, prepare_model
 from spmdrl.job.banner import banner
 from spmdrl.job.building import build_held_out, warn_of_end_of_turn
 from spmdrl.job.checked import CheckedRun, check_run
@@ -26,6 +26,7 @@ from spmdrl.job.held_out import HeldOut
 from spmdrl.job.prepared import check_tokens, prepare
 from spmdrl.job.run import Run
 from spmdrl.job.run_folder import hold_folder_of_training
+from spmdrl.job.savable import Savable
 from spmdrl.resources.mesh import build_update_mesh
 from spmdrl.resources.world import World
 from spmdrl.types import offsets_of
@@ -47,14 +48,20 @@ def main(loaded: LoadedConfig[Config]) -> int:
 def admit_supervised(checked: CheckedRun, world: World) -> None:
     """Refuse a folder whose supervised run, which has ended, was another one. Collective."""
     config = checked.config
-    run = Run(config, world, num_steps=config.sft.max_steps, resolved_config=checked.resolved_config, phase="sft")
+    run = Run(
+        config, world, num_steps=config.sft.max_steps, resolved_config=checked.resolved_config, phase="sft",
+        base_model=checked.base_model,
+    )  # fmt: skip
     run.admit(ModelSource.of(prepare_model(config, world)), checked.train_rows)
 
 
 def train_supervised(checked: CheckedRun, world: World) -> None:
     """Run the supervised steps of a run, going on where they stopped. Collective."""
     config = checked.config
-    run = Run(config, world, num_steps=config.sft.max_steps, resolved_config=checked.resolved_config, phase="sft")
+    run = Run(
+        config, world, num_steps=config.sft.max_steps, resolved_config=checked.resolved_config, phase="sft",
+        base_model=checked.base_model,
+    )  # fmt: skip
     with run.told_of_failure(), ExitStack() as stack:
         with start_up():
             prepared = prepare(checked, ModelSource.of(prepare_model(config, world)))
@@ -70,14 +77,17 @@ def train_supervised(checked: CheckedRun, world: World) -> None:
                     config, source, mesh, world, optim=config.sft.optim, num_steps=run.num_steps, temperature=1.0
                 )
             actor = Actor(trainer, source, world)
-            run.resume(actor)
+            state: Savable = ModelAlone(actor) if config.checkpoint.model_only else actor
+            run.resume(state)
             held_out = build_held_out(checked, run, actor, prepared, stack)
-        _train(run, actor, prompts, tokenizer, held_out)
+        _train(run, actor, state, prompts, tokenizer, held_out)
         run.finish("done", **held_out.summary())
 
 
-def _train(run: Run, actor: Actor, prompts: PromptSource, tokenizer: ModelTokenizer, held_out: HeldOut) -> None:
-    """The supervised loop. Collective over all ranks."""
+def _train(
+    run: Run, actor: Actor, state: Savable, prompts: PromptSource, tokenizer: ModelTokenizer, held_out: HeldOut
+) -> None:
+    """The supervised loop; `state` is what checkpoints hold. Collective over all ranks."""
     sft = run.config.sft
     watch = AnswerWatch(sft.stop_at_probability)
     held_out.before()
@@ -89,7 +99,7 @@ def _train(run: Run, actor: Actor, prompts: PromptSource, tokenizer: ModelTokeni
         run.is_finished = watch.sees(answer_probability(result))
         _report(run, result, chosen)
         held_out.when_due(step)
-        run.finish_step(step, actor)
+        run.finish_step(step, state)
 
 
 def _report(run: Run, result: UpdateResult, chosen: Sequence[Prompt]) -> None:

@@ -19,7 +19,7 @@ from spmdrl.dataflow.stages.shown import ShownRows
 from spmdrl.dataflow.stages.stages import Stages
 from spmdrl.engines.models.kernels.table import compute_batch_invariantly
 from spmdrl.engines.reward.pool import RewardPool
-from spmdrl.job.actor import Actor, ModelSource, build_trainer, prepare_model
+from spmdrl.job.actor import Actor, ModelAlone, ModelSource, build_trainer, prepare_model
 from spmdrl.job.banner import banner
 from spmdrl.job.building import (
     Rollouts,
@@ -60,7 +60,7 @@ def main(loaded: LoadedConfig[Config]) -> int:
         checked = warm_started(checked, world)
         run = Run(
             checked.config, world, num_steps=checked.config.train.max_steps, resolved_config=checked.resolved_config,
-            phase=checked.config.algo.name, started=started,
+            phase=checked.config.algo.name, base_model=checked.base_model, started=started,
         )  # fmt: skip
         with run.told_of_failure(), ExitStack() as stack:
             with start_up():
@@ -138,7 +138,7 @@ def warm_started(checked: CheckedRun, world: World) -> CheckedRun:
     inner = replace(
         config,
         run=replace(config.run, dir=str(folder)),
-        checkpoint=replace(config.checkpoint, interval=0),
+        checkpoint=replace(config.checkpoint, interval=0, model_only=False, best=None),
         resume="auto",
     )
     warm_start = replace(checked, config=inner, eval_rows=[], verb="sft")
@@ -181,7 +181,7 @@ def build(checked: CheckedRun, run: Run, stack: ExitStack) -> Training:
     with run.console.doing("starting the generation engine"):
         replica = build_actors_replica(checked, source, world)
     actor, carried = Actor(trainer, source, world), build_carried(run, replica)
-    state = Together(actor, carried)
+    state: Savable = ModelAlone(actor) if config.checkpoint.model_only else Together(actor, carried)
     run.resume(state)
 
     with run.console.doing("starting the rewards"):

@@ -59,14 +59,14 @@ class Actor:
 
     def write_to(self, folder: Path) -> list[Path]:
         """Write model and trainer state below `folder`; returns this rank's files. Collective."""
-        paths = [*self._write_model(folder / MODEL), *self._write_trainer(folder / TRAINER)]
-        return [path for path in paths if path.is_file()]
+        return [*self.write_model(folder / MODEL), *self._write_trainer(folder / TRAINER)]
 
     def read_from(self, folder: Path) -> None:
         """Take weights and optimizer back from a checkpoint of any layout."""
         load_trainer_state(self.trainer, ShardFiles(folder / TRAINER))
 
-    def _write_model(self, folder: Path) -> list[Path]:
+    def write_model(self, folder: Path) -> list[Path]:
+        """Write the model as a Hugging Face folder; returns this rank's files. Collective."""
         dtype = self.trainer.compute_dtype
         weights = self.trainer.whole_weights(dtype)
         try:
@@ -83,11 +83,26 @@ class Actor:
         for name in TOKENIZER_FILES:
             if (self.source.folder / name).is_file():
                 shutil.copyfile(self.source.folder / name, folder / name)
-        return sorted(folder.iterdir())
+        return sorted(path for path in folder.iterdir() if path.is_file())
 
     def _write_trainer(self, folder: Path) -> list[Path]:
         folder.mkdir(parents=True, exist_ok=True)
         return [write_shards(folder, self.world.rank, trainer_state(self.trainer))]
+
+
+class ModelAlone:
+    """What checkpoints hold with `checkpoint.model_only`."""
+
+    def __init__(self, actor: Actor):
+        self._actor = actor
+
+    def write_to(self, folder: Path) -> list[Path]:
+        """Write the model below `folder`; returns this rank's files. Collective."""
+        return self._actor.write_model(folder / MODEL)
+
+    def read_from(self, folder: Path) -> None:
+        """Read the whole actor: from a checkpoint that was written before `model_only` was set."""
+        self._actor.read_from(folder)
 
 
 def token_ids_of(folder: Path) -> dict[str, object]:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 import torch
 
 from spmdrl.config import Config
 from spmdrl.dataflow.samples.prompts import PromptSource
-from spmdrl.engines.models.hf import parameter_shapes
 from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.engines.models.weights import WeightFiles
 from spmdrl.job.actor import ModelSource
 from spmdrl.job.checked import CheckedRun
 from spmdrl.job.replica import generation_engine_name
+from spmdrl.job.run_folder import num_parameters
 from spmdrl.observability.units import count
 from spmdrl.resources.layout import GenerationLayout, UpdateLayout
 from spmdrl.resources.world import World
@@ -31,7 +30,7 @@ def banner(
     stops = ", ".join(map(str, tokenizer.stop_tokens))
     yield (
         f"model  {source.folder}{' (random weights)' if config.model.make is not None else ''} | "
-        f"{count(num_parameters(source))} parameters | stored {stored}, computed {computed} | stops at {stops}"
+        f"{count(num_parameters(source.decoder))} parameters | stored {stored}, computed {computed} | stops at {stops}"
     )
     ranks = f"{world.size} rank{'s'[: world.size > 1]} on {world.num_nodes} node{'s'[: world.num_nodes > 1]}"
     engine = generation_engine_name(config, world.device.kind)
@@ -55,11 +54,6 @@ def banner(
             f"NOTE: the weights are stored in {stored} and computed in {computed} "
             f"(model.dtype={config.model.dtype} on {world.device.kind}); model.dtype sets it"
         )
-
-
-def num_parameters(source: ModelSource) -> int:
-    """Elements of all weights; a head that is the embedding itself counts once."""
-    return sum(math.prod(shape) for shape in parameter_shapes(source.decoder).values())
 
 
 def device_name(world: World) -> str:

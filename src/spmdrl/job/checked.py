@@ -47,6 +47,8 @@ class CheckedRun:
     """what each worker state reads; its keys are the states that this run has"""
     train_rows: list[SourceRows]
     eval_rows: list[SourceRows]
+    base_model: str
+    """what the model comes from, whatever a warm start makes of it"""
 
 
 def check_run(
@@ -101,7 +103,8 @@ def check_run(
             with RewardPool(config.reward, 1) as pool:
                 judged = train_rows if verb in ("train", "check") else []
                 check_columns(pool.required_columns(), [*judged, *eval_rows])
-    return CheckedRun(verb, config, resolved_yaml(loaded), layout, algorithm, needs, train_rows, eval_rows)
+    base_model = config.model.path or "random weights (model.make)"
+    return CheckedRun(verb, config, resolved_yaml(loaded), layout, algorithm, needs, train_rows, eval_rows, base_model)
 
 
 def check_columns(required: Mapping[str, Sequence[str]], sources: Sequence[SourceRows]) -> None:

@@ -11,6 +11,8 @@ from typing import Any
 from spmdrl.config import Config
 from spmdrl.engines.training.checkpoint import CheckpointStore
 from spmdrl.engines.training.manifest import damage, read_manifest
+from spmdrl.job.actor import MODEL
+from spmdrl.job.best import BestStep
 from spmdrl.job.identity import ROWS
 from spmdrl.job.run_folder import on_main
 from spmdrl.resources.world import World
@@ -29,6 +31,9 @@ class RunRecord:
     metrics: Mapping[str, float] = field(default_factory=dict)
     accuracy_before: float | None = None
     accuracy_before_interval: list[float] | None = None
+    best: BestStep | None = None
+    is_resumable: bool = True
+    """whether the trainer's state is there"""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1, sort_keys=True)
@@ -45,6 +50,8 @@ class RunRecord:
             "is_finished": lambda value: isinstance(value, bool),
             "first_metrics": _are_numbers,
             "metrics": _are_numbers,
+            "is_resumable": lambda value: isinstance(value, bool),
+            "best": lambda value: value is None or _is_best(value),
             "accuracy_before": lambda value: value is None or _is_number(value),
             "accuracy_before_interval": lambda value: value is None or _is_interval(value),
         }
@@ -52,6 +59,8 @@ class RunRecord:
         wrong += [name for name, value in known.items() if not is_right[name](value)]
         if wrong:
             raise ValueError(f"{RUN_FILE} has no usable {wrong[0]}")
+        if known.get("best") is not None:
+            known["best"] = BestStep(**known["best"])
         return cls(**known)
 
 
@@ -147,12 +156,17 @@ def _damage_of(store: CheckpointStore, folder: Path, passed_over: Mapping[Path, 
 
 
 def _check_record(record: RunRecord, folder: Path, identity: Mapping[str, Any], config: Config) -> list[str]:
-    """Raises ValueError for a checkpoint of another run; returns notes."""
+    """Raises ValueError for a checkpoint of another run, or without a trainer's state; returns notes."""
     changed = differences(record.identity, identity)
     if changed:
         raise ValueError(
             f"{folder} belongs to another run: {'; '.join(changed)}; set {config.run.folder_key} to a new one, or "
             "resume=never to start anew in this folder (model.path takes the model of a checkpoint)"
+        )
+    if not record.is_resumable:
+        raise ValueError(
+            f"{folder} was written with checkpoint.model_only, so that nothing is there to go on with; resume=never "
+            f"starts anew, resume=STEP takes an earlier checkpoint, and model.path={folder / MODEL} begins another run"
         )
     unknown = [key for key in identity if key not in record.identity]
     return [f"{folder} doesn't record {', '.join(unknown)}; taken to be the same as now"] if unknown else []
@@ -168,3 +182,13 @@ def _are_numbers(value: object) -> bool:
 
 def _is_interval(value: object) -> bool:
     return isinstance(value, list) and all(map(_is_number, value))
+
+
+def _is_best(value: object) -> bool:
+    return (
+        isinstance(value, dict)
+        and value.keys() == {"metric", "step", "value"}
+        and isinstance(value["metric"], str)
+        and type(value["step"]) is int
+        and _is_number(value["value"])
+    )

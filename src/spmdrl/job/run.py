@@ -12,8 +12,10 @@ from spmdrl.config import Config
 from spmdrl.dataflow.samples.rows import SourceRows
 from spmdrl.engines.training.checkpoint import CheckpointStore
 from spmdrl.job.actor import CHECKPOINTS, MODEL, ModelSource, newest_model
+from spmdrl.job.best import LINK, BestStep, better_of, is_due_for_best, point_to, unknown_metric
 from spmdrl.job.config_changes import RESOLVED_CONFIG, changed_settings, resolved_config_until
 from spmdrl.job.identity import identity_of
+from spmdrl.job.model_card import CARD, model_card
 from spmdrl.job.resuming import RUN_FILE, ResumePoint, RunRecord, find_resume_point
 from spmdrl.job.run_folder import check_disk_space, checkpoint_bytes, on_every_rank, on_main
 from spmdrl.job.savable import Savable
@@ -40,10 +42,11 @@ class Run:
 
     def __init__(
         self, config: Config, world: World, *, num_steps: int, resolved_config: str, phase: str,
-        started: float | None = None,
+        base_model: str, started: float | None = None,
     ):  # fmt: skip
-        """Nothing is written yet. `phase` names what the steps do: sft, or an algorithm such as grpo. `started` is when
-        the clock of the run's `seconds` began (`time.perf_counter`); now, unless given."""
+        """Nothing is written yet. `phase` names what the steps do: sft, or an algorithm such as grpo. `base_model` is
+        named in model cards. `started` is when the clock of the run's `seconds` began (`time.perf_counter`); now,
+        unless given."""
         self.config = config
         self.world = world
         self.folder = config.run.folder
@@ -67,7 +70,11 @@ class Run:
         )
         self.phase = phase
         self._health = HealthWatch()
+        self._base_model = base_model
         self._resolved_config = resolved_config
+        self._best: BestStep | None = None
+        self._is_best_unknown = False
+        """whether it was said that no step has the metric of `checkpoint.best`"""
         self._started = time.perf_counter() if started is None else started
         self._step_started = self._started
         self._startup_seconds: float | None = None
@@ -92,7 +99,7 @@ class Run:
         steps_left = 0 if record and record.is_finished else self.num_steps - (record.step if record else 0)
         if steps_left > 0:
             dtype = self.config.model.compute_dtype(self.world.device.kind)
-            num_bytes = checkpoint_bytes(source.decoder, dtype)
+            num_bytes = checkpoint_bytes(self.config, source.decoder, dtype)
             on_main(
                 self.world,
                 lambda: check_disk_space(self.config, num_bytes, num_steps=steps_left, present=len(self.store.steps())),
@@ -135,7 +142,8 @@ class Run:
         self.log_step(step)
         self.last_step = step
         interval = self.config.checkpoint.interval
-        if step == self.num_steps or self.is_finished or (interval and step % interval == 0):
+        is_due = step == self.num_steps or self.is_finished or (interval and step % interval == 0)
+        if is_due or is_due_for_best(self.config.checkpoint, self._best, step, self.metrics):
             self.save(step, state)
 
     def save(self, step: int, state: Savable) -> None:
@@ -143,22 +151,27 @@ class Run:
 
         Its metrics are those of the next step that is logged; checkpoints.jsonl has them under its own step.
         """
+        best = better_of(self.config.checkpoint, self._best, step, self.metrics)
         record = RunRecord(
             step, self.identity, self.is_finished, self.first_metrics, self.metrics, self.accuracy_before,
-            self.accuracy_before_interval,
+            self.accuracy_before_interval, best, is_resumable=not self.config.checkpoint.model_only,
         )  # fmt: skip
 
         def write(folder: Path) -> list[Path]:
             paths = state.write_to(folder)
             if self.world.is_main:
-                for name, content in ((RUN_FILE, record.to_json()), (RESOLVED_CONFIG, self._resolved_config)):
-                    (folder / name).write_text(content)
+                card = model_card(self.config, base_model=self._base_model, phase=self.phase, step=step)
+                texts = {RUN_FILE: record.to_json(), RESOLVED_CONFIG: self._resolved_config, f"{MODEL}/{CARD}": card}
+                for name, content in texts.items():
+                    (folder / name).write_text(content, encoding="utf-8")
                     paths.append(folder / name)
             return paths
 
         started = time.perf_counter()
         with self.console.doing(f"saving the checkpoint of step {step}"), self.timeline.stage("checkpoint", step):
-            result = self.store.save(step, write)
+            # The best one so far goes with the next checkpoint, once the link leads to the better one.
+            kept = [one.step for one in (self._best, best) if one is not None]
+            result = self.store.save(step, write, kept=kept)
         seconds = time.perf_counter() - started
         if self._checkpoints_log is not None:
             name = result.folder.name if result.folder else None
@@ -176,6 +189,20 @@ class Run:
             self.console.note(f"checkpoint of step {step}: {size} in {duration(seconds)}, {result.folder}")
             self.last_checkpoint = result.folder
             self._failed_save = None
+            self._take_best(best)
+
+    def _take_best(self, best: BestStep | None) -> None:
+        """Let the link lead to the best checkpoint, now that it is there."""
+        name = self.config.checkpoint.best
+        if best is not None and best != self._best:
+            self._best = best
+            self.console.note(f"{best.metric} {best.value:.6g} of step {best.step} is the best so far, kept as {LINK}")
+            if self.world.is_main:
+                with going_on_without(f"the link {LINK}"):
+                    point_to(best, self.store.root)
+        if name is not None and best is None and not self._is_best_unknown:
+            self._is_best_unknown = True
+            self.console.note(unknown_metric(name, self.metrics))
 
     def log_step(self, step: int) -> None:
         """Reduce the step's metrics over ranks and write them. Collective."""
@@ -300,6 +327,8 @@ class Run:
         self.accuracy_before = record.accuracy_before
         self.accuracy_before_interval = record.accuracy_before_interval
         self.last_checkpoint = point.folder
+        if record.best is not None and record.best.metric == self.config.checkpoint.best:
+            self._best = record.best
 
     def _begin(self) -> None:
         """Open the logs, and cut from them what will be done again; without a checkpoint that is all of it."""
@@ -310,6 +339,9 @@ class Run:
         if self.world.is_main:
             note_abandoned(self.folder, self.console)
             self._keep_config()
+            self._settle_link()
+            if self.config.checkpoint.model_only:
+                self.console.note("checkpoint.model_only: checkpoints hold the model alone; none can be resumed from")
             devices = f"{self.world.size} x {self.world.device.kind}"
             write_summary(self.folder, verdict="running", versions=software_versions(), devices=devices)
             self._metrics_log = MetricsLog(self.folder, self.config.log.backends, console=self.console)
@@ -319,6 +351,12 @@ class Run:
             self._checkpoints_log = JsonlWriter(self.folder / CHECKPOINTS_FILE)
             self._checkpoints_log.truncate_after(last_step)
         self._has_begun = True
+
+    def _settle_link(self) -> None:
+        """Let the link lead to the best step before this one; steps that will be done again don't count."""
+        (self.store.root / LINK).unlink(missing_ok=True)
+        if self._best is not None and self.store.folder_of(self._best.step).is_dir():
+            point_to(self._best, self.store.root)
 
     def _keep_config(self) -> None:
         """Write the resolved configuration; where it changed at this step, say how, and keep the earlier one too."""

@@ -109,13 +109,14 @@ def _move_aside(folder: Path) -> None:
 
 
 def num_parameters(decoder: DecoderConfig) -> int:
-    shapes = parameter_shapes(decoder)
-    return sum(prod(shape) for name, shape in shapes.items() if not (decoder.tied_head and name == "lm_head.weight"))
+    """Elements of all weights; a head that is the embedding itself counts once."""
+    return sum(prod(shape) for shape in parameter_shapes(decoder).values())
 
 
-def checkpoint_bytes(decoder: DecoderConfig, dtype: torch.dtype) -> int:
+def checkpoint_bytes(config: Config, decoder: DecoderConfig, dtype: torch.dtype) -> int:
     """The size of one checkpoint's tensors."""
-    return num_parameters(decoder) * (dtype.itemsize + _TRAINER_BYTES_PER_PARAMETER)
+    trainer = 0 if config.checkpoint.model_only else _TRAINER_BYTES_PER_PARAMETER
+    return num_parameters(decoder) * (dtype.itemsize + trainer)
 
 
 def check_disk_space(config: Config, num_bytes: int, *, num_steps: int, present: int = 0) -> None:
@@ -125,12 +126,12 @@ def check_disk_space(config: Config, num_bytes: int, *, num_steps: int, present:
     """
     checkpoint = config.checkpoint
     num_saves = -(-num_steps // checkpoint.interval) if checkpoint.interval else 1
-    count = max(1, min(num_saves, checkpoint.keep_last + 1) - present)
+    count = max(1, min(num_saves, checkpoint.keep_last + 1 + (checkpoint.best is not None)) - present)
     folder = config.run.folder
     free = shutil.disk_usage(folder).free
     if count * num_bytes > free:
         raise ValueError(
             f"the disk of {folder} has {free:,} bytes free, but {count} checkpoints of {num_bytes:,} bytes need "
-            f"{count * num_bytes:,}; free some, lower checkpoint.keep_last, or set "
+            f"{count * num_bytes:,}; free some, lower checkpoint.keep_last, set checkpoint.model_only, or set "
             f"{config.run.folder_key} to a folder on another disk"
         )

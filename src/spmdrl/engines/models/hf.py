@@ -56,6 +56,11 @@ class ModelConfig:
         return torch.float32 if self.dtype == "float32" else torch.bfloat16
 
 
+def is_hub_name(path: str) -> bool:
+    """Whether this can name a model on the hub, as owner/name."""
+    return _HUB_NAME.fullmatch(path) is not None
+
+
 def resolve_model_folder(config: ModelConfig, patterns: Sequence[str] = _HUB_FILES) -> Path:
     """Return the local folder of `model.path`, its files fetched from the hub where no such folder exists.
 
@@ -65,7 +70,7 @@ def resolve_model_folder(config: ModelConfig, patterns: Sequence[str] = _HUB_FIL
     folder = Path(config.path).expanduser()
     if folder.is_dir():
         return folder
-    if not _HUB_NAME.fullmatch(config.path):
+    if not is_hub_name(config.path):
         raise ValueError(f"model.path {config.path} is not a folder, nor a hub name of the form owner/name")
     # Imported here because only a hub name needs it.
     from huggingface_hub import snapshot_download

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
 
 from safetensors import SafetensorError
 
@@ -42,6 +43,13 @@ class CheckpointConfig:
     """checkpoints whose step is a multiple of this are kept for good; null keeps none"""
     keep_rollouts: bool = False
     """keep a step's rewarded rollouts, so that a job that dies in its update, after a checkpoint, has them again"""
+    model_only: bool = False
+    """write the model alone, without the optimizer: a fraction of the bytes, but nothing to resume from"""
+    best: str | None = None
+    """name of a metric, such as eval/accuracy or reward: the checkpoint with its best value stays, and `best` is a link
+    to it; a better eval/ metric is saved even where no checkpoint is due. null keeps none"""
+    best_mode: Literal["max", "min"] = "max"
+    """whether higher or lower values of `best` are better"""
 
     def __post_init__(self) -> None:
         if self.interval < 0:
@@ -50,6 +58,11 @@ class CheckpointConfig:
             raise ValueError(f"checkpoint.keep_last is {self.keep_last}, but at least 1 must be kept to resume from")
         if self.keep_every is not None and self.keep_every < 1:
             raise ValueError(f"checkpoint.keep_every is {self.keep_every}, but must be >= 1, or null for none")
+        if self.model_only and self.keep_rollouts:
+            raise ValueError(
+                "checkpoint.model_only and checkpoint.keep_rollouts are both true, but rollouts are kept for a "
+                "run that resumes, which needs the trainer's state; set one of them to false"
+            )
 
 
 @dataclass(frozen=True)

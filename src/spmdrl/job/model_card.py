@@ -1,0 +1,41 @@
+"""README.md of a model folder: what the hub reads of it, and where the model comes from."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from spmdrl import __version__
+from spmdrl.config import Config
+from spmdrl.engines.models.hf import is_hub_name
+
+CARD = "README.md"
+
+
+def model_card(config: Config, *, base_model: str, phase: str, step: int) -> str:
+    """The card of the model after a step of a run; `phase` is sft or the algorithm's name.
+
+    The licence is left to whoever publishes the model.
+    """
+    front = ["library_name: transformers", "pipeline_tag: text-generation", f"tags: [spmdrl, {phase}]"]
+    # The hub refuses a base model that it can't look up.
+    if is_hub_name(base_model) and not Path(base_model).exists():
+        front.append(f"base_model: {base_model}")
+    facts = {
+        "base model": base_model,
+        "training": "supervised" if phase == "sft" else f"reinforcement learning, {phase}",
+        "steps": step,
+        "training data": config.data.train,
+        "rewards": "none" if phase == "sft" else ", ".join(config.reward.functions),
+        "seed": config.seed,
+        "made with": f"spmdrl {__version__}",
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+    }
+    lines = [f"| {name} | `{_plain(value)}` |" for name, value in facts.items()]
+    head = ["---", *front, "---", "", f"# {_plain(config.run.folder.name)}", "", "| | |", "|---|---|"]
+    return "\n".join([*head, *lines, "", "Licence: to be stated by whoever publishes this model."]) + "\n"
+
+
+def _plain(value: object) -> str:
+    """On one line, and inside of one cell of the table."""
+    return " ".join(str(value).replace("|", "/").replace("`", "'").split())
