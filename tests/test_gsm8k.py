@@ -27,7 +27,7 @@ def test_every_reference_solution_scores_one_on_its_own_question(tmp_path):
     sources = read_rows(config.train, config, needs=RowNeeds(answer=True))
     make_model_folder(tmp_path / "model", MakeConfig(hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=1), 0)
     tokenizer = ModelTokenizer(tmp_path / "model")
-    source = PromptSource(sources, tokenizer.raw, config, seed=0)
+    source = PromptSource(sources, tokenizer.raw, config, seed=0, vocab_size=len(tokenizer.raw))
     prompts = list(source.all())
     assert len(prompts) == len(source) == num_lines and not source.skipped
     assert all(len(prompt.prompt_ids) == len(prompt.text) for prompt in prompts), "one token a character"

@@ -12,6 +12,7 @@ from spmdrl.job.building import build_evaluator, warn_of_end_of_turn
 from spmdrl.job.checked import CheckedRun, check_run
 from spmdrl.job.evaluation import Evaluation, write_records
 from spmdrl.job.facts import open_job
+from spmdrl.job.memory_advice import explained_memory
 from spmdrl.job.prepared import prepare
 from spmdrl.job.replica import build_replica, load_for_generation
 from spmdrl.job.run_folder import hold_run_folder
@@ -26,7 +27,8 @@ def main(loaded: LoadedConfig[Config]) -> int:
     checked = check_run(loaded, verb="eval")
     # Beside a training run in the same folder, but not beside another evaluation, which writes the same files.
     with open_job(checked, "eval") as world, hold_run_folder(checked.config, world, "eval.lock"), start_up():
-        evaluation = _evaluate(checked, world)
+        with explained_memory(checked.config, lambda: "generation"):
+            evaluation = _evaluate(checked, world)
         if world.is_main:
             _write_results(loaded.value, evaluation, time.perf_counter() - started)
     return 0

@@ -27,6 +27,7 @@ from spmdrl.job.building import warn_of_end_of_turn
 from spmdrl.job.checked import CheckedRun, check_run
 from spmdrl.job.facts import open_job
 from spmdrl.job.kept_answers import KeptAnswers
+from spmdrl.job.memory_advice import explained_memory
 from spmdrl.job.prepared import prepare
 from spmdrl.job.replica import Replica, build_replica, load_for_generation
 from spmdrl.job.run_folder import hold_run_folder
@@ -56,7 +57,8 @@ def main(loaded: LoadedConfig[Config], prompts: Sequence[str] = ()) -> int:
             folder = Path(stack.enter_context(TemporaryDirectory(prefix="spmdrl_generate_")))
         else:
             stack.enter_context(hold_run_folder(checked.config, world, "generate.lock"))
-        kept = keep_answers(checked, world, folder)
+        with explained_memory(checked.config, lambda: "generation"):
+            kept = keep_answers(checked, world, folder)
         lines = kept.gathered()
         if world.is_main and prompts:
             _show_answers(prompts, [json.loads(line) for line in lines])

@@ -13,7 +13,7 @@ import torch
 
 from spmdrl.config import Config
 from spmdrl.configfile import ConfigError, LoadedConfig, start_up
-from spmdrl.dataflow.samples.prompts import Prompt, PromptSource
+from spmdrl.dataflow.samples.prompts import Prompt, PromptSource, foreign_token
 from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.engines.training.engine import TrainingEngine, UpdateResult
 from spmdrl.engines.training.rows import LossTerms, MicroBatch, Scores, TokenRows
@@ -23,7 +23,7 @@ from spmdrl.job.building import build_held_out, warn_of_end_of_turn
 from spmdrl.job.checked import CheckedRun, check_run
 from spmdrl.job.facts import open_job
 from spmdrl.job.held_out import HeldOut
-from spmdrl.job.prepared import check_tokens, prepare
+from spmdrl.job.prepared import prepare
 from spmdrl.job.run import Run
 from spmdrl.job.run_folder import hold_folder_of_training
 from spmdrl.job.savable import Savable
@@ -66,6 +66,7 @@ def train_supervised(checked: CheckedRun, world: World) -> None:
         with start_up():
             prepared = prepare(checked, ModelSource.of(prepare_model(config, world)))
             source, tokenizer, prompts = prepared.source, prepared.tokenizer, prepared.prompts
+            check_answers(prompts, tokenizer, source.decoder.vocab_size)
             warn_of_end_of_turn(run.console, tokenizer, prompts)
             run.admit(source, checked.train_rows)
             if world.is_main:
@@ -134,11 +135,21 @@ class AnswerWatch:
 def supervised_batch(prompts: Sequence[Prompt], tokenizer: ModelTokenizer, trainer: TrainingEngine):
     """Rows of prompt and answer, and their loss, the token mean over all ranks' answers. Collective."""
     completions = [tokenizer.encode_completion(completion_of(prompt)) for prompt in prompts]
-    largest = max((token for completion in completions for token in completion), default=0)
-    check_tokens(largest, "an answer to learn", trainer.config, tokenizer.folder)
     rows = rows_of([prompt.prompt_ids for prompt in prompts], completions)
     (num_tokens,) = trainer.sum_over_rows([rows.num_response_tokens])
     return rows, lambda scores, micro: token_mean_loss(scores, micro, num_tokens)
+
+
+def check_answers(prompts: PromptSource, tokenizer: ModelTokenizer, vocab_size: int) -> None:
+    """Refuse answers with tokens that the model has no embeddings for. Raises ValueError that names the row."""
+    # Other tokenizers have no such token, and all answers of a large file take minutes.
+    if max(tokenizer.raw.get_vocab().values()) < vocab_size:
+        return
+    for prompt in prompts.all():
+        highest = max(tokenizer.encode_completion(completion_of(prompt)))
+        if highest >= vocab_size:
+            problem = foreign_token(highest, tokenizer.raw, vocab_size)
+            raise ValueError(f"the answer of row {prompt.id} can't be learnt: {problem}")
 
 
 def completion_of(prompt: Prompt) -> str:

@@ -11,7 +11,7 @@ from spmdrl.engines.models.making import decoder_config
 from spmdrl.job.actor import ModelSource
 from spmdrl.job.checked import check_run
 from spmdrl.job.estimates import estimate_lines, rank_bytes
-from spmdrl.job.prepared import check_tokens, prepare, source_without_making
+from spmdrl.job.prepared import prepare, source_without_making
 from spmdrl.resources.launch import LaunchEnvironment
 
 BASE = [
@@ -52,20 +52,13 @@ def test_the_lines_have_the_products_and_quotients_that_people_work_out_by_hand(
     assert "the run: 10 steps, 80 prompts = 2 epochs of 40 rows, 320 samples, 10 optimizer steps" in lines[4]
 
 
-def test_tokens_beyond_the_embedding_are_refused(tmp_path):
-    decoder = decoder_config(load_config([], BASE).value.model.make)
-    check_tokens(decoder.vocab_size - 1, "a prompt", decoder, tmp_path)
-    with pytest.raises(ValueError, match=rf"a prompt has token {decoder.vocab_size}, but the model's vocab_size is"):
-        check_tokens(decoder.vocab_size, "a prompt", decoder, tmp_path)
-
-
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused_where_a_prompt_has_one():
     checked = checked_for(LaunchEnvironment())
     with source_without_making(checked.config) as source:
         path = source.folder / "tokenizer.json"
         # The digit 7 gets an id that no embedding has.
         path.write_text(path.read_text().replace('"7": ', f'"7": {source.decoder.vocab_size}00'))
-        with pytest.raises(ValueError, match="a prompt of data.train has token .* is another model's"):
+        with pytest.raises(ValueError, match="it has token .* but the model's vocabulary ends at"):
             prepare(checked, ModelSource(source.folder, source.decoder))
 
 

@@ -48,18 +48,16 @@ def prepare(checked: CheckedRun, source: ModelSource) -> Prepared:
     tokenizer = ModelTokenizer(folder)
     _check_stop_tokens(tokenizer, source.decoder)
     train, held_out = (
-        PromptSource(rows, tokenizer.raw, config.data, config.seed) if rows else None
+        PromptSource(rows, tokenizer.raw, config.data, config.seed, vocab_size=source.decoder.vocab_size)
+        if rows
+        else None
         for rows in (checked.train_rows, checked.eval_rows)
     )
-    if train is not None:
-        check_tokens(train.largest_token, "a prompt of data.train", source.decoder, folder)
-        if checked.verb != "sft":
-            check_positions(train, "data.train", source.decoder, config)
-    if held_out is not None:
-        check_tokens(held_out.largest_token, "a prompt of data.eval", source.decoder, folder)
-        # The answers of `generate` end at the last position.
-        if checked.verb != "generate":
-            check_positions(held_out, "data.eval", source.decoder, config)
+    if train is not None and checked.verb != "sft":
+        check_positions(train, "data.train", source.decoder, config)
+    # The answers of `generate` end at the last position.
+    if held_out is not None and checked.verb != "generate":
+        check_positions(held_out, "data.eval", source.decoder, config)
     return Prepared(source, tokenizer, train, held_out)
 
 
@@ -71,15 +69,6 @@ def check_positions(prompts: PromptSource, key: str, decoder: DecoderConfig, con
             f"the longest prompt of {key} has {longest} tokens; with rollout.max_completion_length {answer} it needs "
             f"{longest + answer} positions, but the model has {most} positions; lower rollout.max_completion_length "
             "or data.max_prompt_length"
-        )
-
-
-def check_tokens(largest: int, where: str, decoder: DecoderConfig, folder: Path) -> None:
-    """Refuse tokens that the model has no embedding of."""
-    if largest >= decoder.vocab_size:
-        raise ValueError(
-            f"{where} has token {largest}, but the model's vocab_size is {decoder.vocab_size}; the tokenizer in "
-            f"{folder} is another model's, or has tokens that were added without resizing the embedding"
         )
 
 

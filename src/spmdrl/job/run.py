@@ -15,6 +15,7 @@ from spmdrl.job.actor import CHECKPOINTS, MODEL, ModelSource, newest_model
 from spmdrl.job.best import LINK, BestStep, better_of, is_due_for_best, point_to, unknown_metric
 from spmdrl.job.config_changes import RESOLVED_CONFIG, changed_settings, resolved_config_until
 from spmdrl.job.identity import identity_of
+from spmdrl.job.memory_advice import explained_memory
 from spmdrl.job.model_card import CARD, model_card
 from spmdrl.job.resuming import RUN_FILE, ResumePoint, RunRecord, find_resume_point
 from spmdrl.job.run_folder import check_disk_space, checkpoint_bytes, on_every_rank, on_main
@@ -233,9 +234,10 @@ class Run:
 
     @contextmanager
     def told_of_failure(self) -> Iterator[None]:
-        """What ends this block early is written into summary and report, and goes on to the caller."""
+        """What ends this block early is written into summary and report, and goes on to the caller, explained."""
         try:
-            yield
+            with explained_memory(self.config, lambda: self.timeline.failed_stage):
+                yield
         except KeyboardInterrupt as failure:
             # Published at once, before the report takes its time.
             self.world.first_failure(failure)

@@ -46,17 +46,21 @@ class Timeline:
         self._writer = PartedWriter(Path(path), self._lines.header, part_bytes=part_bytes)
         self._seconds: dict[int, dict[str, float]] = {}
         self._moved_in_open_stages: list[list[Moved]] = []
+        self.failed_stage: str | None = None
+        """The innermost stage that the last error has left; None once another has begun."""
 
     @contextmanager
     def stage(self, name: str, step: int) -> Iterator[None]:
         """Time the block as stage `name` of `step`; a block that raises is written too, with the error's name."""
         start, error, moved = self._now(), "", list[Moved]()
+        self.failed_stage = None
         self._moved_in_open_stages.append(moved)
         try:
             with self._shown(name):
                 yield
         except BaseException as raised:
             error = type(raised).__name__
+            self.failed_stage = self.failed_stage or name
             raise
         finally:
             self._moved_in_open_stages.pop()

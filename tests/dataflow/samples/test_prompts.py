@@ -24,14 +24,17 @@ class LetterTokenizer:
         assert not tokenize
         return "".join(f"<{m['role']}>{m['content']}" for m in conversation) + "<assistant>" * add_generation_prompt
 
+    def decode(self, token_ids):
+        return "".join(map(chr, token_ids))
+
 
 def source_of(*prompts, path="a", weight=None):
     rows = tuple(Row(f"{path}:{i}", f"{path}:{i}", prompt, "1", {"answer": "1"}) for i, prompt in enumerate(prompts))
     return SourceRows(DataSource(path, weight), rows, (), {})
 
 
-def prompts_of(*sources, seed=0, tokenizer=None, **settings):
-    return PromptSource(sources, tokenizer or LetterTokenizer(), DataConfig(**settings), seed)
+def prompts_of(*sources, seed=0, tokenizer=None, vocab_size=1 << 20, **settings):
+    return PromptSource(sources, tokenizer or LetterTokenizer(), DataConfig(**settings), seed, vocab_size=vocab_size)
 
 
 LETTERS = [chr(ord("a") + i) for i in range(10)]
@@ -122,3 +125,13 @@ def test_the_chat_template_is_used_as_configured(mode, prompt, text, has_start_t
 def test_messages_without_a_template_are_refused_with_a_way_out():
     with pytest.raises(ValueError, match="set data.chat_template: never"):
         prompts_of(source_of(MESSAGES), tokenizer=LetterTokenizer(chat_template=None))
+
+
+def test_prompts_with_tokens_that_the_model_has_no_embedding_for_are_named():
+    rows = source_of("ab", "az", "b")
+    problem = r"a:1.*it has token 122 \('z'\), but the model's vocabulary ends at 99; use the tokenizer"
+    with pytest.raises(BadRows, match=problem):
+        prompts_of(rows, vocab_size=100)
+    kept = prompts_of(rows, vocab_size=100, on_bad_row="skip")
+    assert ([bad.kind for bad in kept.skipped], len(kept)) == (["unknown_token"], 2)
+    assert len(prompts_of(rows, vocab_size=123)) == 3

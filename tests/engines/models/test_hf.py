@@ -197,6 +197,7 @@ def test_the_published_deepseek_v3_config_is_read_without_the_layers_for_further
         ({"first_k_dense_replace": 61}, "first_k_dense_replace 61 leaves none of the 61 layers sparse"),
         ({"num_key_value_heads": 64}, "each of the 128 heads, of size 192, but num_key_value_heads is 64"),
         ({"qk_rope_head_dim": 63}, "qk_rope_head_dim 63 is odd"),
+        ({"v_head_dim": 193}, "v_head_dim 193 is above qk_nope_head_dim 128 . qk_rope_head_dim 64 = 192"),
         ({"head_dim": 192}, "head_dim 192 is not supported; supported is 64"),
         ({"qk_head_dim": 64}, "qk_head_dim 64 is not supported; supported is 192"),
         ({"norm_topk_prob": "yes"}, "norm_topk_prob is 'yes', but must be true or false"),

@@ -29,6 +29,8 @@ class Tokenizer(Protocol):
 
     def apply_chat_template(self, conversation: Any, *, tokenize: bool, add_generation_prompt: bool) -> Any: ...
 
+    def decode(self, token_ids: list[int]) -> str: ...
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -105,8 +107,11 @@ class PromptSource:
     each source then runs through its own epochs.
     """
 
-    def __init__(self, rows: Sequence[SourceRows], tokenizer: Tokenizer, config: DataConfig, seed: int):
-        kept = [_fitting(part, tokenizer, config) for part in rows]
+    def __init__(
+        self, rows: Sequence[SourceRows], tokenizer: Tokenizer, config: DataConfig, seed: int, *, vocab_size: int
+    ):
+        """`vocab_size` is the model's: tokenizers may have more tokens than it has embeddings."""
+        kept = [_fitting(part, tokenizer, config, vocab_size) for part in rows]
         too_long = [bad for part in kept for bad in part.skipped]
         if too_long and config.on_bad_row == "error":
             raise BadRows(too_long, sum(len(part.rows) for part in rows))
@@ -138,11 +143,6 @@ class PromptSource:
     def uses_template(self) -> bool:
         """Whether the chat template made any of the prompts."""
         return any(part.prompts.uses_template for part in self._parts)
-
-    @property
-    def largest_token(self) -> int:
-        """The largest token id of all prompts."""
-        return max(int(part.prompts.ids.max()) for part in self._parts)
 
     @property
     def mean_length(self) -> float:
@@ -194,14 +194,18 @@ class _FittingRows:
     skipped: list[BadRow]
 
 
-def _fitting(part: SourceRows, tokenizer: Tokenizer, config: DataConfig) -> _FittingRows:
-    """Which rows have between 1 and `data.max_prompt_length` tokens."""
+def _fitting(part: SourceRows, tokenizer: Tokenizer, config: DataConfig, vocab_size: int) -> _FittingRows:
+    """Which rows have between 1 and `data.max_prompt_length` tokens, all of them in the model's vocabulary."""
     prompts = tokenize_prompts([row.prompt for row in part.rows], tokenizer, config)
     positions: list[int] = []
     skipped: list[BadRow] = []
+    has_foreign = prompts.ids.size > 0 and int(prompts.ids.max()) >= vocab_size
     for position, row in enumerate(part.rows):
         length = prompts.length(position)
-        if 1 <= length <= config.max_prompt_length:
+        highest = max(prompts.prompt_ids(position), default=0) if has_foreign else 0
+        if highest >= vocab_size:
+            skipped.append(BadRow(row.place, "unknown_token", foreign_token(highest, tokenizer, vocab_size)))
+        elif 1 <= length <= config.max_prompt_length:
             positions.append(position)
         elif length == 0:
             skipped.append(BadRow(row.place, "empty_prompt", "the prompt has no token"))
@@ -209,6 +213,14 @@ def _fitting(part: SourceRows, tokenizer: Tokenizer, config: DataConfig) -> _Fit
             problem = f"the prompt has {length} tokens, but data.max_prompt_length is {config.max_prompt_length}"
             skipped.append(BadRow(row.place, "prompt_too_long", problem))
     return _FittingRows(part.rows, prompts, positions, skipped)
+
+
+def foreign_token(token_id: int, tokenizer: Tokenizer, vocab_size: int) -> str:
+    """What is wrong with a row that has a token without an embedding."""
+    return (
+        f"it has token {token_id} ({tokenizer.decode([token_id])!r}), but the model's vocabulary ends at "
+        f"{vocab_size - 1}; use the tokenizer that the model was trained with"
+    )
 
 
 class MixedOrder:

@@ -43,6 +43,11 @@ class LatentConfig:
             raise ValueError(
                 f"qk_rope_head_dim {self.rotary_size} is odd, but the rotary embedding turns pairs; make it even"
             )
+        if self.value_size > self.head_size:
+            raise ValueError(
+                f"v_head_dim {self.value_size} is above qk_nope_head_dim {self.plain_size} + qk_rope_head_dim "
+                f"{self.rotary_size} = {self.head_size}, but attention computes values of at most the queries' size"
+            )
 
     @property
     def head_size(self) -> int:

@@ -1,0 +1,65 @@
+"""Running out of memory ends a run with one line that names the stage and the keys to lower."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from tests.support.jobs import run_job, tiny_config
+
+from spmdrl.config import load_config
+from spmdrl.dataflow.samples.arena import Arena
+from spmdrl.job.memory_advice import OutOfMemory, explained_memory, is_out_of_memory
+
+CONFIG = load_config([], ["model.make={}", "data.train=synthetic://addition?count=10"]).value
+TOO_LARGE = 1 << 50
+
+
+def fill_torch() -> None:
+    torch.empty(TOO_LARGE)
+
+
+def fill_numpy() -> None:
+    np.empty(TOO_LARGE)
+
+
+def fill_python() -> None:
+    bytearray(TOO_LARGE << 10)
+
+
+@pytest.mark.parametrize("fill", [fill_torch, fill_numpy, fill_python])
+@pytest.mark.parametrize(
+    ("stage", "words"),
+    [
+        ("generation", "stage generation .*lower rollout.gpu_memory_utilization .0.6. or rollout.max_running_rows"),
+        ("update", "stage update .*lower train.max_tokens_per_microbatch .auto., set train.activation_checkpointing"),
+        ("resharding", "stage resharding .* shard the training state over more ranks .resources.update.shard"),
+        (None, "setting up the run needs more .* or use a smaller model"),
+    ],
+)
+def test_each_allocators_failure_names_the_stage_and_the_keys(fill, stage, words):
+    with pytest.raises(OutOfMemory, match=words) as caught, explained_memory(CONFIG, lambda: stage):
+        fill()
+    assert "\n" not in str(caught.value)
+
+
+def test_the_devices_own_error_is_recognised():
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."))
+    assert is_out_of_memory(RuntimeError("NPU out of memory. Tried to allocate 20.00 MiB (NPU 0; ...)"))
+
+
+def test_other_errors_and_full_buffers_of_our_own_stay_as_they_are():
+    with pytest.raises(RuntimeError, match="shape"), explained_memory(CONFIG, lambda: "update"):
+        torch.ones(2).view(3)
+    with pytest.raises(MemoryError) as caught, explained_memory(CONFIG, lambda: "update"):
+        Arena(0, 64).take(128)
+    assert not is_out_of_memory(caught.value)
+
+
+def test_a_job_without_memory_ends_with_one_line(tmp_path):
+    run = tmp_path / "run"
+    job = run_job("train", tiny_config(tmp_path), f"run.dir={run}", "rollout.kv_cache_gib=100000000", timeout=120)
+    assert job.returncode == 1, job.stdout + job.stderr
+    assert "Traceback" not in job.stderr
+    assert job.stderr.count("OutOfMemory: stage resharding needs more memory than there is") == 1, job.stderr
+    assert "lower rollout.kv_cache_gib (100000000.0)" in job.stderr
