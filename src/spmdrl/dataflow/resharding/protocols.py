@@ -25,7 +25,8 @@ class Trainer(Protocol):
     """What the flow asks of a training engine."""
 
     weights_on_device: bool
-    """set by the flow; the engine refuses to compute while it is False, as that would crash the process"""
+    """set by the flow; the engine refuses to compute while it is False, as that would crash the process, or change what
+    is lent to generation"""
 
     @property
     def update_count(self) -> int: ...

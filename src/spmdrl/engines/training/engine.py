@@ -109,7 +109,8 @@ class TrainingEngine:
         self.mesh, self.device, self.temperature = mesh, device, temperature
         self.compute_dtype = compute_dtype
         self.weights_on_device = True
-        """False while a swap holds the weights on the host; computing then raises RuntimeError."""
+        """False while a swap holds the weights on the host, or generation reads them; computing then raises
+        RuntimeError."""
         self.model = build_sharded_model(
             config,
             mesh,
@@ -239,10 +240,10 @@ class TrainingEngine:
         self._updater.set_step_count(step_count)
 
     def check_weights_present(self, action: str) -> None:
-        """Raise RuntimeError while a swap holds the weights: reading freed storage would end the process."""
+        """Raise RuntimeError while the weights are away, as reading freed storage would end the process, or lent."""
         if not self.weights_on_device:
             raise RuntimeError(
-                f"cannot {action}: the update weights are away on the host; bring them back to the device first"
+                f"cannot {action}: the update weights are away on the host, or lent to generation; end that first"
             )
 
     def sum_over_rows(self, counts: Sequence[int]) -> list[int]:
