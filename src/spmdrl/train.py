@@ -36,7 +36,7 @@ from spmdrl.job.facts import open_job
 from spmdrl.job.held_out import HeldOut
 from spmdrl.job.kept_rollouts import KeptRollouts
 from spmdrl.job.prepared import prepare
-from spmdrl.job.run import Run, finished_model
+from spmdrl.job.run import WARM_START, Run, finished_model
 from spmdrl.job.run_folder import hold_folder_of_training
 from spmdrl.job.samples_report import SamplesReport, write_estimates
 from spmdrl.job.savable import Savable, Together
@@ -134,7 +134,7 @@ def warm_started(checked: CheckedRun, world: World) -> CheckedRun:
     config = checked.config
     if config.sft.max_steps == 0:
         return checked
-    folder = config.run.folder / "warm_start"
+    folder = config.run.folder / WARM_START
     inner = replace(
         config,
         run=replace(config.run, dir=str(folder)),

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from spmdrl.config import Config
 from spmdrl.dataflow.samples.rows import SourceRows
 from spmdrl.engines.training.checkpoint import CheckpointStore
@@ -23,16 +25,19 @@ from spmdrl.job.savable import Savable
 from spmdrl.observability.console import Console
 from spmdrl.observability.health import HealthWatch, counts_so_far, trouble_of
 from spmdrl.observability.jsonl import JsonlWriter, write_atomic
-from spmdrl.observability.log import CHECKPOINTS_FILE, METRICS_FILE, MetricsLog, SamplesLog, read_metrics
+from spmdrl.observability.log import CHECKPOINTS_FILE, METRICS_FILE, MetricsLog, SampleRecord, SamplesLog, read_metrics
 from spmdrl.observability.metrics import Recorder, encode, merge
 from spmdrl.observability.outage import going_on_without, take_num_refused
 from spmdrl.observability.report import write_report
 from spmdrl.observability.summary import read_summary, software_versions, write_summary
 from spmdrl.observability.timeline import Timeline, timeline_file
+from spmdrl.observability.trackers import TrackedRun
 from spmdrl.observability.units import bytes_text, duration
 from spmdrl.resources.collectives import barrier, gather_bytes
 from spmdrl.resources.ending import Interrupted
 from spmdrl.resources.world import World
+
+WARM_START = "warm_start"
 
 
 class Run:
@@ -346,7 +351,9 @@ class Run:
                 self.console.note("checkpoint.model_only: checkpoints hold the model alone; none can be resumed from")
             devices = f"{self.world.size} x {self.world.device.kind}"
             write_summary(self.folder, verdict="running", versions=software_versions(), devices=devices)
-            self._metrics_log = MetricsLog(self.folder, self.config.log.backends, console=self.console)
+            self._metrics_log = MetricsLog(
+                self.folder, self.config.log.backends, console=self.console, run=self._tracked()
+            )
             self._metrics_log.truncate_after(last_step)
             self.samples_log = SamplesLog(self.folder)
             self.samples_log.truncate_after(last_step)
@@ -359,6 +366,25 @@ class Run:
         (self.store.root / LINK).unlink(missing_ok=True)
         if self._best is not None and self.store.folder_of(self._best.step).is_dir():
             point_to(self._best, self.store.root)
+
+    def _tracked(self) -> TrackedRun:
+        """What services show of this run; a warm start is named by the run that it belongs to."""
+        log, run = self.config.log, self.config.run
+        folder = self.folder.resolve()
+        name = run.name if run.dir is None else folder.name
+        if folder.name == WARM_START:
+            name = f"{folder.parent.name} {WARM_START}"
+        settings = yaml.safe_load(self._resolved_config)
+        return TrackedRun(name, log.project, log.group, log.tags, settings if isinstance(settings, dict) else {})
+
+    def write_samples(self, step: int, samples: Sequence[SampleRecord]) -> None:
+        """Keep some samples of a step, on the main rank; services get those of every `log.samples_interval` steps."""
+        if self.samples_log is None or self._metrics_log is None:
+            return
+        self.samples_log.write(samples)
+        interval = self.config.log.samples_interval
+        if samples and interval and (step - 1) % interval == 0:
+            self._metrics_log.write_samples(step, samples)
 
     def _keep_config(self) -> None:
         """Write the resolved configuration; where it changed at this step, say how, and keep the earlier one too."""

@@ -38,7 +38,8 @@ class SamplesReport:
         if self._run.samples_log is None or not self._shown.rows:
             return
         batch = samples.read(self._shown.rows, COLUMNS)
-        self._run.samples_log.write(self._record(samples, batch, position, prompts) for position in range(len(batch)))
+        records = [self._record(samples, batch, position, prompts) for position in range(len(batch))]
+        self._run.write_samples(samples.step, records)
 
     def _record(self, samples: Samples, batch: Batch, position: int, prompts: Sequence[Prompt]) -> SampleRecord:
         one = batch.select([position])

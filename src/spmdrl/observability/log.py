@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
-import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol, TypeVar
 
 from spmdrl.observability.console import Console
 from spmdrl.observability.jsonl import JsonlWriter, number, read_jsonl
 from spmdrl.observability.outage import count_refused, going_on_without, warn
+from spmdrl.observability.trackers import TensorBoardBackend, TrackedRun, WandbBackend
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
 CHECKPOINTS_FILE = "checkpoints.jsonl"
+B = TypeVar("B")
 BACKENDS = ("console", "jsonl", "tensorboard", "wandb")
 
 
@@ -28,6 +28,14 @@ class LogConfig:
     """Any of console, jsonl, tensorboard, wandb; keys of a service come from the environment only."""
     samples_per_step: int = 8
     """Rows of each step written to samples.jsonl, which the report shows; 0 writes none."""
+    samples_interval: int = 10
+    """Steps between the samples that tensorboard and wandb get, the first step's among them; 0 sends none."""
+    project: str = "spmdrl"
+    """The project of the run in W&B."""
+    group: str | None = None
+    """The group of the run in W&B, such as the runs of one sweep."""
+    tags: tuple[str, ...] = ()
+    """Tags of the run in W&B."""
 
     def __post_init__(self) -> None:
         unknown = [name for name in self.backends if name not in BACKENDS]
@@ -35,6 +43,10 @@ class LogConfig:
             raise ValueError(f"log.backends names {', '.join(unknown)}, but only {', '.join(BACKENDS)} are there")
         if self.samples_per_step < 0:
             raise ValueError(f"log.samples_per_step is {self.samples_per_step}, but must be >= 0; 0 writes none")
+        if self.samples_interval < 0:
+            raise ValueError(f"log.samples_interval is {self.samples_interval}, but must be >= 0; 0 sends none")
+        if not self.project.strip():
+            raise ValueError("log.project is empty; name a project, such as spmdrl")
 
 
 class MetricsBackend(Protocol):
@@ -53,15 +65,28 @@ class MetricsLog:
     A back end that fails costs its own lines, which is said once per outage.
     """
 
-    def __init__(self, run_dir: Path, backends: Sequence[str], *, console: Console | None = None):
-        self._backends = {name: _open_backend(name, Path(run_dir), console) for name in backends}
+    def __init__(
+        self, run_dir: Path, backends: Sequence[str], *, console: Console | None = None, run: TrackedRun | None = None
+    ):
+        """`run` is what services show of the run; without it, the folder's name."""
+        tracked = run if run is not None else TrackedRun(Path(run_dir).name)
+        self._backends = {name: _open_backend(name, Path(run_dir), console, tracked) for name in backends}
         self._out: set[str] = set()
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write one step."""
-        for name, backend in self._backends.items():
+        self._hand_over(self._backends, lambda backend: backend.write(step, metrics))
+
+    def write_samples(self, step: int, samples: Sequence[SampleRecord]) -> None:
+        """Hand some samples of a step, whose metrics come next, to the back ends that show any."""
+        shows_samples = (TensorBoardBackend, WandbBackend)
+        takers = {name: one for name, one in self._backends.items() if isinstance(one, shows_samples)}
+        self._hand_over(takers, lambda backend: backend.write_samples(step, samples))
+
+    def _hand_over(self, backends: Mapping[str, B], write: Callable[[B], None]) -> None:
+        for name, backend in backends.items():
             try:
-                backend.write(step, metrics)
+                write(backend)
             except BrokenPipeError:
                 raise
             except Exception as failure:
@@ -114,48 +139,6 @@ class _ConsoleBackend:
 
     def close(self) -> None:
         self._console.close()
-
-
-class _TensorBoardBackend:
-    def __init__(self, folder: Path):
-        self._folder = folder
-        self._module = _import_backend("tensorboard", "torch.utils.tensorboard")
-        self._writer = self._module.SummaryWriter(str(folder))
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
-        self._writer.flush()
-
-    def truncate_after(self, step: int) -> None:
-        self._writer.close()
-        self._writer = self._module.SummaryWriter(str(self._folder), purge_step=step + 1)
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class _WandbBackend:
-    """Goes on in the same W&B run on resume; W&B itself ignores steps that it has seen."""
-
-    def __init__(self, run_dir: Path):
-        wandb = _import_backend("wandb", "wandb")
-        run_dir.mkdir(parents=True, exist_ok=True)
-        name_of_run = run_dir / "wandb_id.txt"
-        if not name_of_run.is_file():
-            name_of_run.write_text(secrets.token_hex(4))
-        self._run = wandb.init(
-            project="spmdrl", name=run_dir.name, dir=str(run_dir), id=name_of_run.read_text().strip(), resume="allow"
-        )
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log(dict(metrics), step=step)
-
-    def truncate_after(self, step: int) -> None:
-        """A W&B run can't be cut."""
-
-    def close(self) -> None:
-        self._run.finish()
 
 
 def read_metrics(run_dir: Path) -> Iterator[tuple[int, dict[str, float]]]:
@@ -218,15 +201,15 @@ class SamplesLog:
         self._writer.close()
 
 
-def _open_backend(name: str, run_dir: Path, console: Console | None) -> MetricsBackend:
+def _open_backend(name: str, run_dir: Path, console: Console | None, run: TrackedRun) -> MetricsBackend:
     if name == "console":
         return _ConsoleBackend(console if console is not None else Console())
     if name == "jsonl":
         return _JsonlBackend(run_dir / METRICS_FILE)
     if name == "tensorboard":
-        return _TensorBoardBackend(run_dir / "tensorboard")
+        return TensorBoardBackend(run_dir / "tensorboard", run)
     if name == "wandb":
-        return _WandbBackend(run_dir)
+        return WandbBackend(run_dir, run)
     raise ValueError(f"log.backends names {name}, but only {', '.join(BACKENDS)} are there")
 
 
@@ -238,14 +221,3 @@ def check_backends(config: LogConfig) -> None:
                 f"log.backends names {name}, which isn't installed; run `pip install -e '.[{name}]'` in the clone, or "
                 "take it out of log.backends"
             )
-
-
-def _import_backend(extra: str, module: str) -> Any:
-    # Optional back ends are imported only when a run asks for them.
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise ImportError(
-            f"log.backends names {extra}, which isn't installed ({error}); "
-            f"run `pip install -e '.[{extra}]'` in the clone, or take it out of log.backends"
-        ) from error

@@ -1,0 +1,101 @@
+"""W&B and TensorBoard get the configuration, labels and samples of a run beside its numbers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from spmdrl.observability.log import LogConfig, MetricsLog, SampleRecord
+from spmdrl.observability.trackers import TrackedRun
+from tests.support.jobs import ROOT, environment, finished, job_command, tiny_config
+
+RUN = TrackedRun("run 7", "sums", "sweep", ("small", "cpu"), {"optim": {"lr": 1e-3}, "seed": 0})
+HOSTILE = "12\x1b[2J </script> ![x](http://x/y.png)\n# head"
+
+
+def _sample(step: int, row: int) -> SampleRecord:
+    return SampleRecord(
+        step=step, row=row, prompt="3+4=", response=HOSTILE, answer="7", reward=1.0, parts={}, verdict="scored",
+        advantage=0.5, mismatch=None, version=0, tokens=[],
+    )  # fmt: skip
+
+
+def _write(folder: Path, backend: str) -> None:
+    log = MetricsLog(folder, [backend], run=RUN)
+    log.truncate_after(-1)
+    for step in (1, 2):
+        log.write_samples(step, [_sample(step, row) for row in (0, 5)])
+        log.write(step, {"reward": step / 2, "rewards/exact/mean": float("nan")})
+    log.close()
+
+
+def test_tensorboard_has_scalars_config_labels_and_samples(tmp_path: Path):
+    accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    _write(tmp_path, "tensorboard")
+    events = accumulators.EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"tensors": 0})
+    events.Reload()
+
+    def texts(tag: str) -> list[tuple[int, str]]:
+        return [(one.step, one.tensor_proto.string_val[0].decode()) for one in events.Tensors(f"{tag}/text_summary")]
+
+    assert [(one.step, one.value) for one in events.Scalars("reward")] == [(1, 0.5), (2, 1.0)]
+    [(_, config)], [(_, labels)] = texts("config"), texts("run")
+    assert json.loads(config) == RUN.config
+    assert json.loads(labels) == {"name": "run 7", "project": "sums", "group": "sweep", "tags": ["small", "cpu"]}
+    assert [step for step, _ in texts("samples/0")] == [1, 2] and "row: 5" in texts("samples/1")[0][1]
+    # Every line is indented: markdown of a policy stays text.
+    assert all(line.startswith("    ") for line in texts("samples/0")[0][1].splitlines())
+    assert "\x1b" not in texts("samples/0")[0][1] and "\\x1b[2J" in texts("samples/0")[0][1]
+
+
+@pytest.mark.slow
+def test_a_job_sends_config_labels_and_samples_to_wandb_and_goes_on_in_the_same_run(tmp_path: Path):
+    calls = tmp_path / "calls.jsonl"
+    env = environment(WANDB_STANDIN_FILE=str(calls))
+    env["PYTHONPATH"] = f"{ROOT / 'tests/support/wandb_standin'}:{env['PYTHONPATH']}"
+    labels = ["log.project=sums", "log.group=sweep", "log.tags=[small,cpu]", "log.samples_interval=2"]
+    settings = ["log.backends=[jsonl,wandb]", *labels, f"run.dir={tmp_path / 'run 7'}", "checkpoint.interval=1"]
+    for num_steps in (2, 3):
+        command = job_command("train", tiny_config(tmp_path), *settings, f"train.max_steps={num_steps}")
+        job = subprocess.run(command, capture_output=True, text=True, env=env, timeout=120, check=False)
+        assert "wandb fails" not in finished(job).stderr
+    made = [json.loads(line) for line in calls.read_text().splitlines()]
+    first, second = [line["init"] for line in made if "init" in line]
+    assert first["id"] == second["id"] and (first["project"], first["name"]) == ("sums", "run 7")
+    assert (first["group"], first["tags"]) == ("sweep", ["small", "cpu"])
+    assert first["config"]["optim"]["lr"] == 1e-3 and second["config"]["train"]["max_steps"] == 3
+    logs = [line for line in made if "log" in line]
+    assert [line["step"] for line in logs if "reward" in line["log"]] == [1, 2, 3]
+    tables = {line["step"]: line["log"]["samples"] for line in logs if "samples" in line["log"]}
+    assert set(tables) == {1, 3} and tables[1]["columns"][:4] == ["step", "row", "prompt", "response"]
+    assert len(tables[1]["data"]) == 8 and made[-1] == {"finish": True}
+
+
+@pytest.mark.slow
+def test_the_real_wandb_takes_them_offline(tmp_path: Path):
+    pytest.importorskip("wandb")
+    code = (
+        "from tests.observability.test_trackers import _write; from pathlib import Path; import sys;"
+        "_write(Path(sys.argv[1]), 'wandb')"
+    )
+    paths = f"{ROOT / 'src'}:{ROOT}"
+    env = environment(WANDB_MODE="offline", WANDB_SILENT="true", PYTHONPATH=paths, HOME=str(tmp_path))
+    job = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "run")], capture_output=True, text=True, env=env, timeout=120,
+        cwd=tmp_path, check=False,
+    )  # fmt: skip
+    assert job.returncode == 0 and "fails" not in job.stderr, job.stderr[-2000:]
+    [kept] = (tmp_path / "run" / "wandb").glob("offline-run-*/run-*.wandb")
+    content = kept.read_bytes()
+    assert all(word in content for word in (b"sums", b"sweep", b"small", b"reward", b"samples"))
+
+
+def test_settings_of_services_are_checked():
+    with pytest.raises(ValueError, match="log.samples_interval is -1"):
+        LogConfig(samples_interval=-1)
+    with pytest.raises(ValueError, match="log.project is empty"):
+        LogConfig(project=" ")
