@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 
 import pytest
 
 from spmdrl.cli import VERBS, main, usage
+from spmdrl.config import Config
+from spmdrl.configvalues import schema_keys
+from spmdrl.manual import VERB_PAGES
+from spmdrl.reference import find_key, key_page, known_names
 
 OTHER_RANK = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"} | {
     "MASTER_ADDR": "127.0.0.1",
@@ -33,10 +38,62 @@ def test_help_names_every_verb_and_needs_no_torch() -> None:
     assert "spmdrl.cli" in done.stderr and "torch" not in done.stderr
 
 
-@pytest.mark.parametrize("arguments", [["help"], ["-h"], ["train", "--help"]])
+@pytest.mark.parametrize("arguments", [["help"], ["-h"], ["--help"]])
 def test_help_is_found_wherever_it_stands(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 0
     assert capsys.readouterr().out == usage()
+
+
+@pytest.mark.parametrize("verb", sorted(VERB_PAGES))
+def test_each_verb_has_a_page_with_two_examples(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([verb, "run.yaml", "--help"]) == main(["help", verb]) == 0
+    page = VERB_PAGES[verb]
+    assert capsys.readouterr().out == page + page
+    assert page.startswith(f"usage: spmdrl {verb} ") and page.count(f" -m spmdrl {verb} ") == 2
+    assert max(map(len, page.splitlines())) <= 120
+
+
+def test_pages_of_verbs_name_keys_that_exist() -> None:
+    keys = set(schema_keys(Config))
+    sections = {key for key in keys if "." not in key}
+    for page in VERB_PAGES.values():
+        named = set(re.findall(r"\b[a-z_]+(?:\.[a-z_]+)+\b", page))
+        unknown = {name for name in named if name.partition(".")[0] in sections} - keys
+        assert unknown <= {"eval.jsonl", "eval.summary.json", "run.yaml"}
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("algo.kl_coef", ["algo.kl_coef: a number; default 0.0", "KL divergence", "beta (TRL)", "algo.kl_coef=VALUE"]),
+        ("seed", ["seed: a whole number; default 0", "in a file by seed: VALUE"]),
+        ("optim", ["optim: a section", "  optim.lr (1.0e-06)", "peak learning rate"]),
+        ("resources.update", ["resources.update.tensor (1)"]),
+        ("epsilon", ["epsilon: TRL's name", "algo.clip_ratio_low: a number; default 0.2"]),
+        ("lora", ["lora isn't here: all weights are trained"]),
+    ],
+)
+def test_a_key_a_section_and_a_name_of_others_are_explained(
+    name: str, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["help", name]) == 0
+    out = capsys.readouterr().out
+    assert all(word in out for word in words), out
+
+
+def test_every_key_has_a_text_and_a_page() -> None:
+    names = known_names(Config)
+    for key in names.keys:
+        entry = find_key(Config, key)
+        assert entry is not None and entry.text, key
+        assert (key_page(Config, names, key) or "").startswith(f"{key}: ")
+
+
+def test_a_name_that_nothing_has_is_refused_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["help", "algo.kl_coeff"]) == 2
+    assert capsys.readouterr().err == "spmdrl: there is no key or verb 'algo.kl_coeff'; did you mean algo.kl_coef?\n"
+    assert main(["help", "trian"]) == 2
+    assert "did you mean train?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

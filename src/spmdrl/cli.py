@@ -12,6 +12,7 @@ from functools import partial
 from spmdrl import __version__
 from spmdrl.configfile import ConfigError, split_arguments, start_up
 from spmdrl.failurepage import INTERRUPTED, OTHER_RANKS_WAIT_SECONDS, end_with, wants_traceback
+from spmdrl.manual import VERB_PAGES, help_page
 from spmdrl.observability.screen import show
 from spmdrl.resources.ending import Interrupted
 from spmdrl.resources.launch import LaunchEnvironment, StartRefused, read_launch_environment
@@ -44,6 +45,8 @@ examples:
   python -m spmdrl generate model.path=runs/a prompt='12+30='
   python -m spmdrl report runs/a
   python -m spmdrl bench --help
+
+spmdrl VERB --help says more about a verb, and spmdrl help KEY about a key or section, such as algo.kl_coef or rollout.
 """
 
 _MOST_PROMPT_BYTES = 1 << 20
@@ -59,8 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         show(f"spmdrl {__version__}")
         return 0
     if arguments[:1] == ["help"] or (not is_own_help and {"-h", "--help"} & set(arguments)):
-        show(usage(), end="")
-        return 0
+        return _help([argument for argument in arguments if argument not in ("help", "-h", "--help")])
     launch = LaunchEnvironment()
     # Read when torch is imported: its warnings of lost connections are pages of C++ frames.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -82,6 +84,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         if launch.rank == 0 or isinstance(interruption, Interrupted):
             show(f"spmdrl: {str(interruption) or 'interrupted'}", stream=sys.stderr)
         return INTERRUPTED
+
+
+def _help(names: Sequence[str]) -> int:
+    """Print the page of a verb, or of each key; of anything else, and of nothing, the general one."""
+    if names and names[0] in VERB_PAGES:
+        names = names[:1]
+    elif names and names[0] in VERBS:
+        names = []
+    try:
+        show("\n".join(map(help_page, names)) if names else usage(), end="")
+    except ConfigError as error:
+        return _refuse(error, rank=0)
+    return 0
 
 
 def usage() -> str:

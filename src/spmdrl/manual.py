@@ -1,0 +1,78 @@
+"""What `spmdrl help` prints: of a verb, a key, a section of keys, or a name of another trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from spmdrl.configfile import ConfigError
+from spmdrl.spelling import nearest
+
+_CONFIGURED = "[FILE.yaml ...] [key.path=value ...]"
+
+VERB_PAGES: Mapping[str, str] = {
+    "train": f"""usage: spmdrl train {_CONFIGURED}
+
+Reinforcement learning: model.path or model.make, data.train, reward.functions, train.max_steps and the keys below them.
+The same command again goes on from the newest checkpoint of the run's folder (resume). With sft.max_steps > 0 it trains
+on answers first, and with data.eval it evaluates before, during (eval.interval) and after.
+
+examples:
+  python -m spmdrl train run.yaml optim.lr=1e-6 run.name=second
+  torchrun --standalone --nproc-per-node 8 -m spmdrl train run.yaml resources.update.tensor=2
+""",
+    "sft": f"""usage: spmdrl sft {_CONFIGURED}
+
+Supervised training on the completions or answers of data.train, for sft.max_steps steps of sft.rows_per_step rows, with
+sft.optim. docs/data.md has the formats. With data.eval it evaluates before and after.
+
+examples:
+  python -m spmdrl sft model.path=models/base data.train=chats.jsonl sft.max_steps=200
+  torchrun --standalone --nproc-per-node 8 -m spmdrl sft run.yaml sft.optim.lr=1e-5
+""",
+    "eval": f"""usage: spmdrl eval {_CONFIGURED}
+
+Answers the rows of data.eval, eval.num_samples times each (1: greedily), and judges them by reward.functions. Writes
+eval.jsonl and eval.summary.json into the run's folder.
+
+examples:
+  python -m spmdrl eval run.yaml model.path=runs/a/checkpoints/step_000100/model
+  python -m spmdrl eval model.path=runs/a data.eval=test.jsonl eval.num_samples=8 run.name=a_eval
+""",
+    "generate": f"""usage: spmdrl generate {_CONFIGURED} [prompt=TEXT ...] [-]
+
+Answers prompts with rollout's sampling, eval.num_samples times each. Prompts of the command line (- is standard input)
+are answered on the screen and leave no file; answers to those of data.eval go into generated.jsonl of the run's folder,
+and the same command again goes on where it was interrupted.
+
+examples:
+  python -m spmdrl generate model.path=runs/a prompt='12+30=' rollout.temperature=0
+  torchrun --standalone --nproc-per-node 8 -m spmdrl generate run.yaml data.eval=prompts.jsonl eval.num_samples=4
+""",
+    "check": f"""usage: spmdrl check {_CONFIGURED} [--ranks N] [--nodes N]
+
+Refuses what train would refuse, and prints the resolved config with the origin of each value, the layouts, bytes of
+each owner on a rank, tokens of a step and epochs of the run. Trains nothing. With --ranks it checks for a job of so
+many ranks without starting any, wherever its devices are.
+
+examples:
+  python -m spmdrl check run.yaml
+  python -m spmdrl check run.yaml --ranks 16 --nodes 2 resources.update.tensor=4
+""",
+}
+
+
+def help_page(name: str) -> str:
+    """The page of a verb, a key, a section or another trainer's name. Raises ConfigError for any other name."""
+    if name in VERB_PAGES:
+        return VERB_PAGES[name]
+    # Brings torch with it, which pages of verbs do without.
+    from spmdrl.config import Config
+    from spmdrl.reference import key_page, known_names
+
+    names = known_names(Config)
+    page = key_page(Config, names, name)
+    if page is not None:
+        return page
+    near = nearest(name, VERB_PAGES)
+    advice = f"did you mean {near}?" if near else names.advice(name)
+    raise ConfigError(f"there is no key or verb {name!r}; {advice}")
