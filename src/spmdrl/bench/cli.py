@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import ast
+import importlib
 import sys
 from collections.abc import Sequence
+from importlib import resources
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
-from spmdrl.bench import (
-    layouts,
-    memory,
-    metadata,
-    nodes,
-    redundancy,
-    resharding,
-    rollout,
-    samples,
-    step,
-    swap,
-    table1,
-    training,
-)
-from spmdrl.bench.table import BenchTable
+if TYPE_CHECKING:
+    from spmdrl.bench.table import BenchTable
 
 
 class Bench(Protocol):
@@ -34,35 +24,29 @@ class Bench(Protocol):
     def run(self, arguments: argparse.Namespace) -> BenchTable: ...
 
 
-BENCHES: dict[str, Bench] = {
-    "layouts": layouts,
-    "memory": memory,
-    "metadata": metadata,
-    "nodes": nodes,
-    "redundancy": redundancy,
-    "resharding": resharding,
-    "rollout": rollout,
-    "samples": samples,
-    "step": step,
-    "swap": swap,
-    "table1": table1,
-    "training": training,
-}
+# The module of each bench in this package. Most bring torch with them: only the one that runs is imported.
+BENCHES = (
+    "layouts", "memory", "metadata", "nodes", "redundancy", "resharding", "rollout", "samples", "step", "swap",
+    "table1", "training",
+)  # fmt: skip
 ON_SCREEN = Path("-")
 
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="spmdrl bench", description="Measure, and print a table.")
     names = parser.add_subparsers(dest="name", required=True, metavar="NAME")
-    for name, bench in BENCHES.items():
-        summary = (bench.__doc__ or "").strip().splitlines()[0]
+    # A name that isn't there is left to the parser's message.
+    wanted = next((argument for argument in argv if argument in BENCHES), None)
+    for name in BENCHES:
+        doc = docstring_of(name)
         layout = argparse.RawTextHelpFormatter
-        sub = names.add_parser(name, help=summary, description=bench.__doc__, formatter_class=layout)
-        bench.add_arguments(sub)
+        sub = names.add_parser(name, help=doc.splitlines()[0], description=doc, formatter_class=layout)
+        if name == wanted:
+            bench_named(name).add_arguments(sub)
         json_help = "also write the rows to FILE, or print them instead of the table where no FILE is given"
         sub.add_argument("--json", type=Path, nargs="?", const=ON_SCREEN, metavar="FILE", help=json_help)
     arguments = parser.parse_args(argv)
-    table = BENCHES[arguments.name].run(arguments)
+    table = bench_named(arguments.name).run(arguments)
     if arguments.json == ON_SCREEN:
         sys.stdout.write(table.to_json())
     else:
@@ -70,3 +54,13 @@ def main(argv: Sequence[str]) -> int:
         if arguments.json is not None:
             arguments.json.write_text(table.to_json())
     return 0 if table.passed else 1
+
+
+def bench_named(name: str) -> Bench:
+    return cast(Bench, importlib.import_module(f"spmdrl.bench.{name}"))
+
+
+def docstring_of(name: str) -> str:
+    """What a bench's module says of itself, read from its source without importing it."""
+    source = resources.files("spmdrl.bench").joinpath(f"{name}.py").read_text(encoding="utf-8")
+    return (ast.get_docstring(ast.parse(source)) or "").strip()
