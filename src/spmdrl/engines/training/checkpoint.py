@@ -36,7 +36,7 @@ class CheckpointConfig:
     """When checkpoints are written and how many are kept."""
 
     interval: int = 50
-    """optimizer steps between checkpoints; 0 writes only the last one"""
+    """steps between checkpoints; 0 writes only the last one"""
     keep_last: int = 2
     """how many of the newest are kept"""
     keep_every: int | None = None
