@@ -41,7 +41,7 @@ _ANSWERS: tuple[tuple[str, str], ...] = (
     ),
     (
         "num_train_epochs total_epochs num_epochs epochs num_episodes",
-        "the length of a run is train.max_steps: epochs x rows / rollout.prompts_per_step; `spmdrl check` prints the epochs",
+        "set train.max_steps to epochs x rows / rollout.prompts_per_step; `spmdrl check` prints the epochs",
     ),
     ("total_training_steps max_train_steps num_steps", "set train.max_steps"),
     ("warmup_ratio lr_warmup_ratio lr_warmup_steps_ratio", "set optim.warmup_steps, a number of optimizer steps"),
