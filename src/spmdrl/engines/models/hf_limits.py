@@ -42,7 +42,8 @@ def _refuse_windows(raw: Mapping[str, Any], family: Family) -> None:
     window = raw.get("sliding_window", family.default_window)
     if window is not None and type(window) is not int:
         raise ValueError(f"sliding_window is {window!r}, but must be a whole number or null")
-    if family.has_window_flag and not flag(raw, "use_sliding_window", default=False):
+    is_asked_for = flag(raw, "use_sliding_window", default=False)
+    if family.has_window_flag and not is_asked_for:
         window = None
     num_windows = num_layers
     if family.has_window_layers:
