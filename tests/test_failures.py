@@ -89,6 +89,11 @@ def parent(pid: int) -> int:
     return int(read(f"/proc/{pid}/stat").rpartition(b")")[2].split()[1])
 
 
+def heed_interrupts() -> None:
+    # Ignored in what a shell starts in the background, and so in all that these tests start.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @contextmanager
 def started(tmp_path: Path, program: Sequence[str], *arguments: str, launcher: str | None = OURS) -> Iterator[Job]:
     """A job of two ranks under a launcher, or of one process without one."""
@@ -101,7 +106,9 @@ def started(tmp_path: Path, program: Sequence[str], *arguments: str, launcher: s
     command = [sys.executable, *launch, *program, "train", *arguments, f"run.dir={tmp_path / 'run'}"]
     screen, errors = folder.with_suffix(".stdout"), folder.with_suffix(".stderr")
     with open(screen, "w") as out, open(errors, "w") as err:
-        process = subprocess.Popen(command, stdout=out, stderr=err, text=True, cwd=ROOT, env=own)
+        process = subprocess.Popen(
+            command, stdout=out, stderr=err, text=True, cwd=ROOT, env=own, preexec_fn=heed_interrupts
+        )
     job = Job(process, screen, errors, folder, job_mark)
     try:
         yield job
@@ -196,7 +203,7 @@ def test_nothing_is_left_after_kills_at_random_moments(tmp_path):
                 # The run may go on with another worker.
                 time.sleep(0.5)
                 os.kill(job.process.pid, signal.SIGKILL)
-            job.process.wait(45)
+            job.process.wait(60)
             assert_nothing_is_left(job)
             print(f"  gone after {time.monotonic() - signalled:.1f} s", flush=True)
 
