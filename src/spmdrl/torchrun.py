@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import signal
 import sys
-import tempfile
 from collections.abc import Sequence
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -31,9 +29,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "LOGLEVEL" not in os.environ:
         for name in [name for name in logging.root.manager.loggerDict if name.startswith(_QUIETED)]:
             logging.getLogger(name).setLevel(logging.CRITICAL)
-    made = None
-    if arguments.log_dir is None:
-        made = arguments.log_dir = tempfile.mkdtemp(prefix="torchelastic_")
+    if arguments.log_dir is None and arguments.redirects == arguments.tee == "0":
+        # Else torchrun makes a folder beside other temporary files, and never removes it.
+        arguments.log_dir = os.devnull
     try:
         run(arguments)
     except ChildFailedError as error:
@@ -46,9 +44,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Such as a rendezvous that nobody came to, or the end of another node's launcher.
         show(f"torchrun: {cause_of(error)}", stream=sys.stderr)
         return 1
-    finally:
-        if made is not None:
-            shutil.rmtree(made, ignore_errors=True)
     return 0
 
 
