@@ -177,6 +177,16 @@ def test_whole_jobs_with_one_differing_key_end_at_once_with_its_name(tmp_path, c
 
 @pytest.mark.ranks
 @pytest.mark.slow
+@pytest.mark.parametrize("trusting", [0, 1])
+def test_ranks_that_would_meet_in_two_places_are_refused(tmp_path, config, trusting):
+    override = {trusting: ["resources.trusted_network=true"]}
+    job = run_job("train", config, f"run.dir={tmp_path / 'run'}", ranks=2, timeout=60, only_on=override)
+    assert job.returncode == 2
+    assert "ranks disagree about resources.trusted_network" in job.stderr
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
 def test_a_rank_with_other_source_is_refused(tmp_path):
     config = tiny_config(tmp_path)
     shutil.copytree(ROOT / "src" / "spmdrl", tmp_path / "src" / "spmdrl", ignore=shutil.ignore_patterns("__pycache__"))

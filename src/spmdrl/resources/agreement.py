@@ -19,7 +19,9 @@ from spmdrl.resources.launch import LaunchEnvironment, StartRefused
 Facts = Mapping[str, str]
 """name of what must be alike on all ranks -> its value, in the order in which differences are looked for"""
 
-_ATTEMPT = "spmdrl/attempt"
+ATTEMPT_KEY = "spmdrl/attempt"
+"""where rank 0 names its attempt, in whichever store ranks meet"""
+
 _REFUSAL = "refusal"
 _VERDICT = "verdict"
 _NOTICED = "noticed"
@@ -71,7 +73,7 @@ def meet(
     if launch.rank == 0:
         attempt = secrets.token_hex(8)
         own = dist.PrefixStore(attempt, store)
-        store.set(_ATTEMPT, attempt)
+        store.set(ATTEMPT_KEY, attempt)
         _publish(own, launch.rank, facts, refusal)
         _judge(own, launch, timeout_seconds)
         return own
@@ -151,9 +153,9 @@ class _Joining:
         """what was decided before this rank came: most likely in an earlier attempt, as rank 0 agrees when all came"""
 
     def is_decided(self) -> bool:
-        if not self._store.check([_ATTEMPT]):
+        if not self._store.check([ATTEMPT_KEY]):
             return False
-        attempt = self._store.get(_ATTEMPT).decode()
+        attempt = self._store.get(ATTEMPT_KEY).decode()
         if attempt != self._attempt:
             self._take_up(attempt)
         if self.old_verdict is not None:

@@ -20,6 +20,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from spmdrl.observability.console import Console
+from spmdrl.resources.agreement import ATTEMPT_KEY
 from spmdrl.resources.door import Door
 from spmdrl.resources.gate import STORE, Address, Gate, Target
 from spmdrl.resources.interface import choose_interface
@@ -90,7 +91,12 @@ def _plain_store(launch: LaunchEnvironment, timeout: timedelta) -> dist.Store:
         Console().note(_TRUSTED)
     with _explained(launch, timeout):
         store, _, _ = next(dist.rendezvous("env://", launch.rank, launch.world_size, timeout=timeout))
-        return store
+    deadline = time.monotonic() + timeout.total_seconds()
+    while launch.rank != 0 and not store.check([ATTEMPT_KEY]) and time.monotonic() < deadline:
+        if store.check([_GATE_KEY]):
+            raise StartRefused(_of_two_minds(launch.rank, trusted=True))
+        time.sleep(_PAUSE_SECONDS)
+    return store
 
 
 def _host_store(gate: Gate, launch: LaunchEnvironment, host: str, timeout: timedelta) -> dist.Store:
@@ -143,6 +149,8 @@ def _join_store(gate: Gate, launch: LaunchEnvironment, timeout: timedelta, path:
     deadline = time.monotonic() + timeout.total_seconds()
     doubted_since: float | None = None
     while True:
+        if board is not None and board.check([ATTEMPT_KEY]):
+            raise StartRefused(_of_two_minds(launch.rank, trusted=False))
         problem = "it hasn't written where it listens"
         address = _announced(board) if board else Address(launch.master_addr, launch.master_port)
         if address is not None:
@@ -166,11 +174,20 @@ def _join_store(gate: Gate, launch: LaunchEnvironment, timeout: timedelta, path:
         time.sleep(_PAUSE_SECONDS)
 
 
+def _of_two_minds(rank: int, *, trusted: bool) -> str:
+    """Of ranks that would wait for each other in two places."""
+    mine, other = ("true", "false") if trusted else ("false", "true")
+    return (
+        f"ranks disagree about resources.trusted_network: {other} on rank 0, {mine} on rank {rank}; "
+        "start all ranks with the same command, files and installation"
+    )
+
+
 def _other_secret(rank: int, address: Address, path: Path) -> str:
     return (
         f"rank {rank} reads the job's secret from {path}, but what listens for rank 0 at {address.host}:{address.port} "
-        "has another one; all ranks must read the same file: give them the same run.dir on a file system that they "
-        f"share, or {VARIABLE}=/path/to/file"
+        "has another one, or another resources.trusted_network; all ranks must read the same file: give them the same "
+        f"run.dir on a file system that they share, or {VARIABLE}=/path/to/file"
     )
 
 
@@ -199,6 +216,6 @@ def _explained(launch: LaunchEnvironment, timeout: timedelta) -> Iterator[None]:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise StartRefused(
             f"rank {launch.rank} finds no store at MASTER_ADDR {launch.master_addr}, MASTER_PORT {launch.master_port} "
-            f"within {timeout.total_seconds():g} s ({reason}); check that rank 0 runs there and that nothing else "
-            "listens on the port"
+            f"within {timeout.total_seconds():g} s ({reason}); check that rank 0 runs there, with the same "
+            "resources.trusted_network, and that nothing else listens on the port"
         ) from error
