@@ -6,14 +6,15 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 from spmdrl import __version__
 from spmdrl.configfile import ConfigError, split_arguments, start_up
 from spmdrl.failurepage import INTERRUPTED, OTHER_RANKS_WAIT_SECONDS, end_with, wants_traceback
 from spmdrl.manual import VERB_PAGES, help_page
-from spmdrl.observability.screen import show
+from spmdrl.observability.screen import show, waiting
 from spmdrl.resources.ending import Interrupted
 from spmdrl.resources.launch import LaunchEnvironment, StartRefused, read_launch_environment
 from spmdrl.resources.launcher import end_with_launcher, remove_empty_folders
@@ -132,30 +133,15 @@ def _run_configured(verb: str, arguments: Sequence[str], launch: LaunchEnvironme
         raise ConfigError(
             f"{verb} needs a config; write spmdrl {verb} FILE.yaml, such as configs/debug/quickstart.yaml"
         )
-    from spmdrl.config import load_config
+    with start_up(), waiting(f"spmdrl {verb}: starting PyTorch", enabled=launch.rank == 0):
+        from spmdrl.config import load_config
 
-    with start_up():
         loaded = load_config(files, overrides)
     if launch.rank == 0:
         for written, canonical in loaded.aliases_used.items():
             show(f"config: {written} is read as {canonical}")
-    # PyTorch and the data take seconds, in which a person looks at nothing; standard output may be generate's answers.
-    if launch.rank == 0 and sys.stderr.isatty():
-        show(f"spmdrl {verb}: starting PyTorch, reading the data ...", stream=sys.stderr)
-    if verb == "train":
-        from spmdrl.train import main as run
-    elif verb == "sft":
-        from spmdrl.sft import main as run
-    elif verb == "eval":
-        from spmdrl.evaluate import main as run
-    elif verb == "generate":
-        from spmdrl.generate import main as generate
-
-        run = partial(generate, prompts=prompts)
-    else:
-        from spmdrl.check import main as check
-
-        run = partial(check, planned=planned)
+    with waiting(f"spmdrl {verb}: starting", enabled=launch.rank == 0):
+        run = _main_of(verb, prompts, planned)
     try:
         return run(loaded)
     except (ConfigError, StartRefused):
@@ -164,6 +150,29 @@ def _run_configured(verb: str, arguments: Sequence[str], launch: LaunchEnvironme
         if wants_traceback():
             raise
         return end_with(failure, loaded.value.run.folder, launch)
+
+
+def _main_of(verb: str, prompts: Sequence[str], planned: LaunchEnvironment | None) -> Callable[[Any], int]:
+    """The verb's own main, with PyTorch and all else that it imports."""
+    if verb == "train":
+        from spmdrl.train import main as train
+
+        return train
+    if verb == "sft":
+        from spmdrl.sft import main as sft
+
+        return sft
+    if verb == "eval":
+        from spmdrl.evaluate import main as evaluate
+
+        return evaluate
+    if verb == "generate":
+        from spmdrl.generate import main as generate
+
+        return partial(generate, prompts=prompts)
+    from spmdrl.check import main as check
+
+    return partial(check, planned=planned)
 
 
 def take_prompts(arguments: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -6,6 +6,7 @@ import io
 import json
 import subprocess
 import sys
+import time
 import unicodedata
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 from spmdrl.config import RunConfig
 from spmdrl.observability.console import Console
-from spmdrl.observability.screen import safe_text, show
+from spmdrl.observability.screen import safe_text, show, waiting
 from tests.support.jobs import environment, job_command
 
 HOSTILE = "a\x1b]0;owned\x07\x1b[2Jb\rc\x9b31md\u202ee\u2066f\u2028g\udc00\x7f"
@@ -74,3 +75,19 @@ def test_refusals_and_tracebacks_of_the_command_line_are_escaped(tmp_path: Path)
     for command, code in ((refused, 2), (raises, 1)):
         job = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=60, check=False)
         assert job.returncode == code and "\\x1b[2J" in job.stderr and "\x1b" not in job.stdout + job.stderr
+
+
+def test_a_terminal_counts_the_seconds_of_what_takes_long_and_is_cleared_after_it(monkeypatch: pytest.MonkeyPatch):
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    for stream, enabled in ((Terminal(), True), (Terminal(), False), (io.StringIO(), True)):
+        monkeypatch.setattr(sys, "stderr", stream)
+        with waiting("reading \x1b[2J", enabled=enabled):
+            time.sleep(1.2)
+        written = stream.getvalue()
+        if stream.isatty() and enabled:
+            assert written.startswith("\rreading \\x1b[2J ... 0s\rreading") and written.endswith("\r\x1b[2K")
+        else:
+            assert not written

@@ -26,6 +26,7 @@ from spmdrl.job.fitting import (
     decoder_at_hand,
 )
 from spmdrl.observability.log import check_backends
+from spmdrl.observability.screen import waiting
 from spmdrl.resources.device import find_device
 from spmdrl.resources.launch import LaunchEnvironment, read_launch_environment
 from spmdrl.resources.layout import UpdateLayout, check_generation_layout, fit_update_layout
@@ -58,9 +59,9 @@ def check_run(
 
     `prompts` take the place of the rows of `data.eval`. `launch` is another job than this one to check for.
     """
-    with start_up():
+    is_here = launch is None
+    with start_up(), waiting("checking the data and rewards", enabled=read_launch_environment(os.environ).rank == 0):
         config = loaded.value
-        is_here = launch is None
         launch = launch or read_launch_environment(os.environ)
         layout = fit_update_layout(config.resources.update, launch.world_size)
         check_generation_layout(config.resources.generation, launch.world_size)

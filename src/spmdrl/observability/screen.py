@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
+import threading
+import time
 import traceback
+from collections.abc import Iterator
 from types import TracebackType
 from typing import TextIO
 
@@ -35,6 +39,35 @@ def show(text: object = "", *, stream: TextIO | None = None, end: str = "\n") ->
     except OSError:
         # The stream is a file on a full disk, which is no reason to end what it tells of; its buffer is tried again.
         return
+
+
+@contextlib.contextmanager
+def waiting(text: str, *, enabled: bool = True) -> Iterator[None]:
+    """While the block runs, a terminal's last line says what goes on and for how many seconds; then it is empty again.
+
+    On standard error: standard output may be a verb's result. Nothing is written where that is no terminal.
+    """
+    stream = sys.stderr
+    if not enabled or not stream.isatty():
+        yield
+        return
+    started, ended = time.monotonic(), threading.Event()
+
+    def count_seconds() -> None:
+        while not ended.is_set():
+            stream.write(f"\r{safe_text(text)} ... {time.monotonic() - started:.0f}s")
+            stream.flush()
+            ended.wait(1.0)
+
+    counting = threading.Thread(target=count_seconds, name="waiting", daemon=True)
+    counting.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        counting.join()
+        stream.write("\r\x1b[2K")
+        stream.flush()
 
 
 def show_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
