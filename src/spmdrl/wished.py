@@ -73,6 +73,7 @@ _ANSWERS: tuple[tuple[str, str], ...] = (
     ),
     ("ray ray_init num_workers", "there is no Ray; torchrun starts all ranks, and reward.workers judge beside them"),
     ("report_to logger use_wandb use_tensorboard", "set log.backends, as in [console, jsonl, wandb]"),
+    ("wandb_project project_name", "set log.project"),
     ("run_name experiment_name exp_name wandb_run_name", "set run.name"),
     ("bf16 fp16 tf32 torch_dtype", "set model.dtype to float32 or bfloat16"),
     (
