@@ -1,6 +1,6 @@
 """torchrun whose last line is the cause: `python -m spmdrl.torchrun [torchrun's options] -m spmdrl train run.yaml`.
 
-Options and ranks are torchrun's own. Where ranks fail, its page of tracebacks is left out: the rank that failed first
+Options and ranks are torchrun's own; on one node it opens no port. Where ranks fail, its page of tracebacks is left out: the rank that failed first
 has named the cause in one line already, and of a rank that was killed, one line says that.
 """
 
@@ -18,6 +18,7 @@ from torch.distributed.run import parse_args, run
 
 from spmdrl.observability.screen import show
 from spmdrl.resources.ending import cause_of
+from spmdrl.resources.one_node import keep_to_one_node
 
 # What torchrun reports of ranks that end is what their own line says, or follows from it.
 _QUIETED = ("torch.distributed.elastic.", "torch.distributed.launcher.", "torch.distributed.run")
@@ -26,6 +27,7 @@ _QUIETED = ("torch.distributed.elastic.", "torch.distributed.launcher.", "torch.
 def main(argv: Sequence[str] | None = None) -> int:
     """Run torchrun; returns the exit code of the rank that failed first, or 128 + the signal that ended it."""
     arguments = parse_args(list(sys.argv[1:] if argv is None else argv))
+    keep_to_one_node(arguments)
     if "LOGLEVEL" not in os.environ:
         for name in [name for name in logging.root.manager.loggerDict if name.startswith(_QUIETED)]:
             logging.getLogger(name).setLevel(logging.CRITICAL)

@@ -64,10 +64,10 @@ class Gate:
         self._admitted: dict[int, bytes] = {}
         """ranks that came, each with what tells its processes apart"""
         self._doors: dict[int, Door] = {}
-        self._ways: dict[Target, int] = {}
+        self._ways: dict[tuple[Target, int | None], asyncio.Server] = {}
         self._unproven: deque[asyncio.StreamWriter] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._servers: list[asyncio.Server] = []
+        self._server: asyncio.Server | None = None
         self._address: Address | None = None
         self._num_inside = 0
         self.is_open = True
@@ -82,28 +82,32 @@ class Gate:
         """
         if self._address is None:
             server = self._run(asyncio.start_server(self._on_connection, host, port, limit=MOST_RECORD_BYTES))
-            self._servers.append(server)
-            self._address = Address(host, server.sockets[0].getsockname()[1])
+            self._server = server
+            self._address = Address(host, _port_of(server))
         return self._address
 
-    def lead_to(self, service: int, door: Door | None) -> None:
-        """Let those who are admitted through a door from here on; None: to nothing any more."""
-        if (before := self._doors.pop(service, None)) is not None:
-            before.close()
-        if door is not None:
-            self._doors[service] = door
+    def lead_to(self, service: int, door: Door) -> None:
+        """Let those who are admitted through a door from here on."""
+        self.forget(service)
+        self._doors[service] = door
+
+    def forget(self, service: int) -> None:
+        """Lead to a service no longer, here and at other ranks; connections that exist go on."""
+        if (door := self._doors.pop(service, None)) is not None:
+            door.close()
+        for key in [key for key in self._ways if key[0].service == service]:
+            self._loop.call_soon_threadsafe(self._ways.pop(key).close)
 
     def way_to(self, target: Target, disguised_port: int | None = None) -> int:
         """A port of 127.0.0.1 from which this process, and no other, reaches the target.
 
         `disguised_port`: the port that the service itself believes to have, and names in its first answer.
         """
-        if target not in self._ways:
+        key = target, disguised_port
+        if key not in self._ways:
             serve = lambda reader, writer: self._on_own(reader, writer, target, disguised_port)  # noqa: E731
-            server = self._run(_server_beside(serve, disguised_port))
-            self._servers.append(server)
-            self._ways[target] = server.sockets[0].getsockname()[1]
-        return self._ways[target]
+            self._ways[key] = self._run(_server_beside(serve, disguised_port))
+        return _port_of(self._ways[key])
 
     def check(self, target: Target) -> None:
         """Knock at a target. Raises NoSecret, TurnedAway or another OSError."""
@@ -134,8 +138,9 @@ class Gate:
         self._loop.close()
 
     async def _close(self) -> None:
-        for server in self._servers:
-            server.close()
+        for server in (self._server, *self._ways.values()):
+            if server is not None:
+                server.close()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -191,7 +196,7 @@ class Gate:
                 raise NoSecret
             link = await asyncio.wait_for(self._dialled(target), _PROOF_SECONDS)
             if disguised_port is not None:
-                link.alter = AgentRenamed(disguised_port, self._ways[target])
+                link.alter = AgentRenamed(disguised_port, writer.get_extra_info("sockname")[1])
             await _pass_on(link, reader, writer)
 
     async def _dialled(self, target: Target) -> Link:
@@ -248,8 +253,11 @@ async def _server_beside(serve: Callable[..., Any], disguised_port: int | None) 
     """A server on a free port of loopback with as many digits as the other port."""
     for _ in range(100):
         server = await asyncio.start_server(serve, LOOPBACK, 0, limit=MOST_RECORD_BYTES)
-        port = server.sockets[0].getsockname()[1]
-        if disguised_port is None or len(str(port)) == len(str(disguised_port)):
+        if disguised_port is None or len(str(_port_of(server))) == len(str(disguised_port)):
             return server
         server.close()
     raise OSError(f"no free port of {LOOPBACK} has as many digits as {disguised_port}")
+
+
+def _port_of(server: asyncio.Server) -> int:
+    return int(server.sockets[0].getsockname()[1])

@@ -65,7 +65,7 @@ def leave_rpc(world: World, *, graceful: bool, timeout_seconds: float) -> None:
     finally:
         _store = None
         if world.gate is not None:
-            world.gate.lead_to(RPC, None)
+            world.gate.forget(RPC)
 
 
 def _register_rendezvous() -> None:
