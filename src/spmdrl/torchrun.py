@@ -1,7 +1,8 @@
 """torchrun whose last line is the cause: `python -m spmdrl.torchrun [torchrun's options] -m spmdrl train run.yaml`.
 
-Options and ranks are torchrun's own; on one node it opens no port. Where ranks fail, its page of tracebacks is left out: the rank that failed first
-has named the cause in one line already, and of a rank that was killed, one line says that.
+Options and ranks are torchrun's own; on one node it opens no port. Where ranks fail, its page of tracebacks is left
+out: the rank that failed first has named the cause in one line already, and of a rank that was killed, one line says
+that.
 """
 
 from __future__ import annotations

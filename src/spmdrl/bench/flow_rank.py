@@ -29,6 +29,7 @@ from spmdrl.dataflow.samples.dock import TransferDock
 from spmdrl.dataflow.samples.transport import DockConfig
 from spmdrl.dataflow.samples.volume import Link
 from spmdrl.resources.collectives import barrier, gather_bytes
+from spmdrl.resources.rendezvous import Network
 from spmdrl.resources.world import World, open_world
 
 Dock = TransferDock | CentralDock
@@ -46,6 +47,8 @@ class RankTask:
     interface: str
     folder: str
     """where rank 0 writes what all ranks measured, and the first rank to fail why"""
+    is_trusted: bool = False
+    """whether ranks connect without gates"""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -136,7 +139,7 @@ def main() -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     task = RankTask.from_json(sys.argv[1])
-    with open_world("cpu", TIMEOUT_SECONDS) as world:
+    with open_world("cpu", TIMEOUT_SECONDS, network=Network(trusted=task.is_trusted)) as world:
         measured: dict[str, list[str]] = {}
         for name, open_variant in VARIANTS.items():
             with open_variant(world) as dock, _noting_failure(name, world, Path(task.folder) / FAILURE_FILE):

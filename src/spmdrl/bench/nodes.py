@@ -39,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks-per-node", type=int, default=1)
     parser.add_argument("--rows-per-node", type=int, default=FlowSize.rows_per_node)
     parser.add_argument("--steps", type=int, default=3, help="counted steps; figures are medians over them")
+    parser.add_argument("--trusted-network", action="store_true", help="connect without gates, to see what they cost")
 
 
 def _counts(text: str) -> list[int]:
@@ -69,7 +70,8 @@ def run(arguments: argparse.Namespace) -> BenchTable:
 def _measure(nodes: Sequence[Node], size: FlowSize, arguments: argparse.Namespace) -> dict[str, list[Measured]]:
     """What every rank measured, by variant."""
     with tempfile.TemporaryDirectory(prefix="spmdrl-bench-") as name:
-        run_ranks(nodes, arguments.ranks_per_node, RankTask(size, arguments.steps, nodes[0].interface, name))
+        task = RankTask(size, arguments.steps, nodes[0].interface, name, arguments.trusted_network)
+        run_ranks(nodes, arguments.ranks_per_node, task)
         return read_measured(Path(name) / RESULT_FILE)
 
 
