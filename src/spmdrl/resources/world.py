@@ -144,15 +144,15 @@ def _blaming_the_first(world: World) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _closed_at_end(gate: Gate | None) -> Iterator[None]:
-    """Close the gate when the job ends; rank 0's, behind which the store is, after the others' unless it failed."""
+    """Close the gate when the job ends.
+
+    Rank 0's comes last, within some seconds: in the store behind it, others find who failed first.
+    """
     try:
         yield
-    except BaseException:
+    finally:
         if gate is not None:
-            gate.close()
-        raise
-    if gate is not None:
-        gate.close(wait_seconds=_LINGER_SECONDS)
+            gate.close(wait_seconds=_LINGER_SECONDS)
 
 
 def refuse_all(launch: LaunchEnvironment, reason: str, network: Network | None = None) -> None:
