@@ -16,7 +16,7 @@ from spmdrl.observability.log import MetricsLog
 from spmdrl.observability.report import main, write_report
 from spmdrl.observability.report_charts import Chart, Series, chart_figure, downsample, moving_mean, ticks
 from spmdrl.observability.report_samples import fitting
-from spmdrl.observability.summary import write_summary
+from spmdrl.observability.summary import start_facts, write_summary
 from tests.observability.synthetic import HOSTILE, write_run
 
 MAX_BYTES = 5_000_000
@@ -136,6 +136,62 @@ def test_the_start_flattens_no_curve_and_is_shown_on_its_own(tmp_path: Path):
     assert "500" not in re.findall(r'class="ty"[^>]*>([^<]*)<', chart) and 'data-steps="1 5"' in chart
 
 
+def test_the_contents_lead_to_every_section_that_is_there(small_run: Path):
+    text = write_report(small_run).read_text()
+    assert _Page(text).links == [f"#{anchor}" for anchor in re.findall('<section id="(.*?)">', text)]
+
+
+def test_a_run_says_by_what_command_where_when_and_of_which_source_it_was_made(tmp_path: Path):
+    write_summary(tmp_path, verdict="done", parameters=1_234_000, **start_facts())
+    text = write_report(tmp_path).read_text()
+    for name in ("Command", "Host", "Started"):
+        assert re.search(f"<dt>{name}</dt><dd>.+?</dd>", text)
+    assert "<dd>1.2M parameters</dd>" in text and "pytest" in text
+
+
+def test_charts_that_are_zero_throughout_are_only_named(tmp_path: Path):
+    log = MetricsLog(tmp_path, ["jsonl"])
+    for step in (1, 2, 3):
+        log.write(step, {"reward": step / 4, "kl": 0.0, "a/zero": 0.0, "a/number": 1.0})
+    log.close()
+    text = write_report(tmp_path).read_text()
+    titles = re.findall("<figcaption>(.*?)(?: <small>|</figcaption>)", text)
+    assert "Reward" in titles and "a/number" in titles and not {"a/zero", "KL to the reference"} & set(titles)
+    assert "0 throughout: a/zero." in text and "0 throughout: KL to the reference." in text
+
+
+@pytest.mark.parametrize(("ends", "has_band"), [((0.0, 1.0), False), ((0.25, 1.0), True)])
+def test_percentiles_of_zeros_and_ones_are_no_band(tmp_path: Path, ends: tuple[float, float], has_band: bool):
+    log = MetricsLog(tmp_path, ["jsonl"])
+    for step in (1, 2, 3):
+        log.write(step, {"reward": 0.5 + step / 10, "reward_p10": ends[0], "reward_p90": ends[1]})
+    log.close()
+    assert ('class="band"' in write_report(tmp_path).read_text()) == has_band
+
+
+def test_other_steps_than_the_first_slowest_and_last_can_be_looked_at(tmp_path: Path):
+    text = write_report(write_run(tmp_path / "run", num_steps=60, num_ranks=1)).read_text()
+    views = re.findall(r'<button type="button" data-view="\d+"[^>]*>(.*?)</button>', text)
+    assert len([view for view in views if re.fullmatch(r"step \d+", view)]) == 2 * 8
+
+
+def test_a_watched_report_is_written_until_nobody_holds_the_run(tmp_path: Path, capsys):
+    run = write_run(tmp_path / "run", num_steps=3, num_ranks=1)
+    assert main([str(run), "--watch", "0.1"]) == 0
+    assert "written anew each 0.1 s" in capsys.readouterr().out and 'id="live"' in (run / "report.html").read_text()
+    with pytest.raises(SystemExit):
+        main([str(run), "--watch", "0"])
+
+
+def test_settings_that_differ_between_runs_are_named(tmp_path: Path):
+    runs = [write_run(tmp_path / name, num_steps=2, num_ranks=1) for name in ("one", "two")]
+    path = runs[1] / "config.resolved.yaml"
+    path.write_text(path.read_text().replace("lr: 1.0e-06", "lr: 2.0e-06\n  warmup_steps: 5"))
+    cells = _cells(write_report(runs[0], others=runs[1:]).read_text())
+    assert cells["optim.lr"] == ["1e-06", "2e-06"] and cells["optim.warmup_steps"] == ["not set", "5"]
+    assert "model.path" not in cells
+
+
 def test_hostile_text_stays_text(small_run: Path):
     page = _Page(text := write_report(small_run).read_text())
     assert text.count("</script>") == page.tags.count("script") == 3
@@ -150,7 +206,8 @@ def test_hostile_text_stays_text(small_run: Path):
 
 def test_nothing_is_fetched(small_run: Path):
     text = write_report(small_run).read_text()
-    assert _Page(text).links == []
+    # Within the page only.
+    assert all(re.fullmatch(r"#\w+", link) for link in _Page(text).links)
     assert not re.search(
         r"""(src|href)\s*=\s*["']?\s*(https?:)?//""", re.sub(r"(?s)<script type=.*?</script>", "", text)
     )

@@ -20,7 +20,7 @@ from spmdrl.job.identity import identity_of
 from spmdrl.job.memory_advice import explained_memory
 from spmdrl.job.model_card import CARD, model_card
 from spmdrl.job.resuming import RUN_FILE, ResumePoint, RunRecord, find_resume_point
-from spmdrl.job.run_folder import check_disk_space, checkpoint_bytes, on_every_rank, on_main
+from spmdrl.job.run_folder import check_disk_space, checkpoint_bytes, num_parameters, on_every_rank, on_main
 from spmdrl.job.savable import Savable
 from spmdrl.observability.console import Console
 from spmdrl.observability.health import HealthWatch, counts_so_far, trouble_of
@@ -29,7 +29,7 @@ from spmdrl.observability.log import CHECKPOINTS_FILE, METRICS_FILE, MetricsLog,
 from spmdrl.observability.metrics import Recorder, encode, merge
 from spmdrl.observability.outage import going_on_without, take_num_refused
 from spmdrl.observability.report import write_report
-from spmdrl.observability.summary import read_summary, software_versions, write_summary
+from spmdrl.observability.summary import read_summary, software_versions, start_facts, write_summary
 from spmdrl.observability.timeline import Timeline, timeline_file
 from spmdrl.observability.trackers import TrackedRun
 from spmdrl.observability.units import bytes_text, duration
@@ -69,6 +69,7 @@ class Run:
         self.is_finished = False
         """Whether the run was ended before, so that no step remains."""
         self.identity: dict[str, Any] = {}
+        self.num_parameters: int | None = None
         self.samples_log: SamplesLog | None = None
         required = (RUN_FILE, f"{MODEL}/config.json")
         self.store = CheckpointStore(
@@ -99,6 +100,7 @@ class Run:
         little space.
         """
         self.identity = on_main(self.world, lambda: identity_of(self.config, self.phase, source.folder, rows))
+        self.num_parameters = num_parameters(source.decoder)
         self._choose_checkpoint()
         self.store.remove_leftovers()
         record = self._point.record if self._point else None
@@ -350,7 +352,8 @@ class Run:
             if self.config.checkpoint.model_only:
                 self.console.note("checkpoint.model_only: checkpoints hold the model alone; none can be resumed from")
             devices = f"{self.world.size} x {self.world.device.kind}"
-            write_summary(self.folder, verdict="running", versions=software_versions(), devices=devices)
+            facts = {"versions": software_versions(), "devices": devices} | start_facts()
+            write_summary(self.folder, verdict="running", parameters=self.num_parameters, **facts)
             self._metrics_log = MetricsLog(
                 self.folder, self.config.log.backends, console=self.console, run=self._tracked()
             )

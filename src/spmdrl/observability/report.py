@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import argparse
 import base64
+import contextlib
 import hashlib
 import sys
+import time
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 
+from spmdrl.observability.holder import is_held
 from spmdrl.observability.jsonl import write_atomic
 from spmdrl.observability.report_charts import Chart, chart_data, chart_figure
-from spmdrl.observability.report_curves import learning_charts, other_charts, speed_charts, traffic_charts
+from spmdrl.observability.report_curves import (
+    learning_charts,
+    other_charts,
+    speed_charts,
+    traffic_charts,
+    without_zeros,
+)
 from spmdrl.observability.report_data import RunData, read_run
 from spmdrl.observability.report_flow import sample_flow
-from spmdrl.observability.report_html import embedded_json, escape, section
+from spmdrl.observability.report_html import contents, embedded_json, escape, section
 from spmdrl.observability.report_resharding import moved_by_link
 from spmdrl.observability.report_samples import sample_section
 from spmdrl.observability.report_sections import comparison, configuration, header, health
@@ -42,6 +51,9 @@ def main(argv: Sequence[str]) -> int:
     arguments = _parser().parse_args(argv)
     try:
         path = write_report(arguments.run_dir, others=arguments.other_run_dirs, out=arguments.output)
+        if arguments.watch is not None:
+            show(f"report: {path}, written anew each {arguments.watch:g} s while the run goes on; Ctrl-C ends this")
+            _watch(arguments)
     except FileNotFoundError as error:
         show(f"spmdrl report: {error}", stream=sys.stderr)
         return 2
@@ -52,11 +64,32 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
+def _watch(arguments: argparse.Namespace) -> None:
+    """Write the report again and again while a job holds the run's folder, and once more after it."""
+    is_running = True
+    with contextlib.suppress(KeyboardInterrupt):
+        while is_running:
+            time.sleep(arguments.watch)
+            is_running = is_held(arguments.run_dir)
+            write_report(arguments.run_dir, others=arguments.other_run_dirs, out=arguments.output)
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0.1 <= value <= 86_400:
+        raise argparse.ArgumentTypeError(f"{text} is no time to wait; give 0.1 to 86400 seconds")
+    return value
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="spmdrl report", description="Write one offline HTML file about a run.")
     parser.add_argument("run_dir", type=Path, help="the run's folder; the report is written into it")
     parser.add_argument("other_run_dirs", type=Path, nargs="*", metavar="OTHER_RUN_DIR", help="runs to compare with")
     parser.add_argument("--output", type=Path, metavar="FILE", help="where to write it instead of RUN_DIR/report.html")
+    parser.add_argument(
+        "--watch", type=_seconds, nargs="?", const=10.0, metavar="SECONDS",
+        help="write it again each so many seconds (10) while the run goes on; the page's `live` box reloads it",
+    )  # fmt: skip
     parser.add_argument("--perfetto", type=Path, metavar="FILE", help="also write the timeline as a Perfetto trace")
     return parser
 
@@ -94,6 +127,7 @@ def _page(runs: Sequence[RunData]) -> str:
 </head>
 <body>
 {header(first)}
+{contents(sections)}
 <main>
 {"".join(sections)}
 </main>
@@ -107,9 +141,11 @@ def _page(runs: Sequence[RunData]) -> str:
 
 def _chart_grid(new: Sequence[Chart], charts: list[Chart]) -> str:
     """Figures of the `new` charts, which are appended to the page's `charts`."""
-    figures = [chart_figure(chart, len(charts) + index) for index, chart in enumerate(new)]
-    charts.extend(new)
-    return f'<div class="grid-of-charts">{"".join(figures)}</div>' if figures else ""
+    shown, zeros = without_zeros(new)
+    figures = [chart_figure(chart, len(charts) + index) for index, chart in enumerate(shown)]
+    charts.extend(shown)
+    note = f'<p class="note">0 throughout: {escape(", ".join(zeros))}.</p>' if zeros else ""
+    return (f'<div class="grid-of-charts">{"".join(figures)}</div>' if figures else "") + note
 
 
 def _folded(content: str) -> str:

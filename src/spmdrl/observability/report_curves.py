@@ -90,6 +90,12 @@ def other_charts(runs: Sequence[RunData]) -> list[Chart]:
     return _filled([_metric_chart(runs, name, "", name) for name in rest])
 
 
+def without_zeros(charts: Sequence[Chart]) -> tuple[list[Chart], list[str]]:
+    """The charts that show something, and the titles of those that are 0 throughout."""
+    zeros = [chart for chart in charts if all(y == 0 for one in chart.series for _, y in one.points)]
+    return [chart for chart in charts if chart not in zeros], [chart.title for chart in zeros]
+
+
 def _metric_chart(runs: Sequence[RunData], title: str, unit: str, metric: str) -> Chart:
     return Chart(title, _labelled(runs, metric), unit)
 
@@ -117,7 +123,10 @@ def _band(run: RunData, metric: str) -> list[tuple[float, float, float]]:
         if metric in values:
             low, high = (values.get(name, math.nan) for name in ends)
             band.append((float(step), low, high))
-    return [edge for edge in band if all(map(math.isfinite, edge))]
+    finite = [edge for edge in band if all(map(math.isfinite, edge))]
+    # Of rewards that are 0 or 1, percentiles are too and say nothing that the mean doesn't.
+    is_flat = metric == "reward" and all(end in (0.0, 1.0) for _, *ends_at in finite for end in ends_at)
+    return [] if is_flat else finite
 
 
 def _lag_chart(run: RunData) -> Chart:

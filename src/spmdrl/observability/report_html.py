@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import json
 import math
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -30,6 +31,13 @@ def section(anchor: str, title: str, *bodies: str) -> str:
     """A titled part of the page, or nothing where it would be empty."""
     content = "\n".join(body for body in bodies if body)
     return f'<section id="{anchor}"><h2>{escape(title)}</h2>\n{content}\n</section>' if content else ""
+
+
+def contents(sections: Sequence[str]) -> str:
+    """Links to the sections that are there, and a box that makes the page load itself again every 10 seconds."""
+    found = [match for text in sections if (match := re.match(r'<section id="(\w+)"><h2>(.*?)</h2>', text))]
+    links = "".join(f'<a href="#{match[1]}">{match[2]}</a>' for match in found)
+    return f'<nav>{links}<label><input type="checkbox" id="live"> live</label></nav>'
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

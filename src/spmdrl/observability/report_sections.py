@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
+
+import yaml
 
 from spmdrl.observability.console import outcome
 from spmdrl.observability.holder import is_held
 from spmdrl.observability.jsonl import number
 from spmdrl.observability.report_data import RunData
 from spmdrl.observability.report_html import escape, section, table, value_text
-from spmdrl.observability.units import bytes_text, duration
+from spmdrl.observability.units import bytes_text, count, duration
 
 GOOD_VERDICTS = ("ok", "done", "passed", "finished", "completed", "success")
 REWARD_ERRORS = "reward/errors/"
@@ -32,12 +34,48 @@ def header(run: RunData) -> str:
         "Start-up": _seconds_text(run.summary.get("startup_seconds")),
         "A step": _pace(run),
         "Devices": _plain(run.summary.get("devices")),
+        "Model": _model(run),
         "Versions": _plain(run.summary.get("versions")),
+        "Commit": _plain(run.summary.get("commit")),
+        "Host": _plain(run.summary.get("host")),
+        "Started": _plain(run.summary.get("started")),
+        "Command": _plain(run.summary.get("command")),
         "Checkpoint": _plain(run.summary.get("checkpoint")),
     }
     cells = "".join(f"<div><dt>{name}</dt><dd>{escape(text)}</dd></div>" for name, text in facts.items() if text)
     title = f'<h1>{escape(run.name)} <span class="verdict {tone}">{escape(verdict)}</span></h1>'
     return f"<header>{title}<dl>{cells}</dl></header>"
+
+
+def _model(run: RunData) -> str:
+    size = number(run.summary.get("parameters"))
+    return "" if size is None else f"{count(size)} parameters"
+
+
+def settings_that_differ(runs: Sequence[RunData]) -> str:
+    """A row for each key that isn't alike in all runs."""
+    of_runs = [settings_of(run.config) for run in runs]
+    keys = list(dict.fromkeys(key for settings in of_runs for key in settings))
+    rows = [(key, *values) for key in keys if len(set(values := [one.get(key, "not set") for one in of_runs])) > 1]
+    head = ("key", *(run.name for run in runs))
+    return "<h3>Settings that differ</h3>" + table(head, rows) if rows else ""
+
+
+def settings_of(config: str) -> dict[str, str]:
+    """Each key of a resolved configuration with its value; none where it can't be read."""
+    try:
+        tree = yaml.safe_load(config)
+    except (yaml.YAMLError, RecursionError, ValueError):
+        return {}
+    return dict(_leaves("", tree)) if isinstance(tree, Mapping) else {}
+
+
+def _leaves(path: str, tree: object) -> Iterator[tuple[str, str]]:
+    if not isinstance(tree, Mapping) or not tree:
+        yield path, str(tree)
+        return
+    for name, inner in tree.items():
+        yield from _leaves(f"{path}.{name}" if path else str(name), inner)
 
 
 def verdict_of(run: RunData) -> str:
@@ -58,7 +96,8 @@ def comparison(runs: Sequence[RunData]) -> str:
         for run in runs
     ]  # fmt: skip
     note = f'<p class="note">Curves show every run; all other parts show {escape(runs[0].name)}.</p>'
-    return section("runs", "Runs", note, table(("run", "verdict", "steps", "reward", "accuracy", "time"), rows))
+    summaries = table(("run", "verdict", "steps", "reward", "accuracy", "time"), rows)
+    return section("runs", "Runs", note, summaries, settings_that_differ(runs))
 
 
 def health(run: RunData) -> str:

@@ -20,6 +20,7 @@ MEMORY_HEIGHT, LABEL_HEIGHT = 230, 74
 MAX_RANKS = 32
 MAX_SPANS = 1500
 NUM_SLOWEST = 2
+NUM_SPREAD = 8
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class StepRange:
 
 
 def step_ranges(records: TimelineRecords) -> list[StepRange]:
-    """The first, the slowest and the last steps of a run, each step in one range only where there are few."""
+    """The first, the slowest, the last and evenly spread other steps, each in one range only where there are few."""
     seconds = step_seconds(records)
     steps = sorted(seconds)
     if not steps:
@@ -42,7 +43,11 @@ def step_ranges(records: TimelineRecords) -> list[StepRange]:
     slowest = sorted(steps[1:-1], key=lambda step: -seconds[step])[:NUM_SLOWEST]
     ranges = [StepRange(f"first: {_range_text(steps[:2])}", tuple(steps[:2]))]
     ranges += [StepRange(f"slow: {step} ({seconds[step]:.3g} s)", (step,)) for step in slowest]
-    return [*ranges, StepRange(f"last: {_range_text(steps[-2:])}", tuple(steps[-2:]))]
+    last = StepRange(f"last: {_range_text(steps[-2:])}", tuple(steps[-2:]))
+    known = {step for one in (*ranges, last) for step in one.steps}
+    rest = [step for step in steps if step not in known]
+    spread = sorted({rest[at * (len(rest) - 1) // (NUM_SPREAD - 1)] for at in range(NUM_SPREAD)}) if rest else []
+    return [*ranges, last, *(StepRange(f"step {step}", (step,)) for step in spread)]
 
 
 def step_seconds(records: TimelineRecords) -> dict[int, float]:

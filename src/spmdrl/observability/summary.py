@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import platform
+import shlex
+import subprocess
+import sys
+import time
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
@@ -46,6 +51,22 @@ def read_summary(run_dir: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
+
+
+def start_facts() -> dict[str, str]:
+    """What this job was started by, where, when and of which source; the commit only in a clone that has git."""
+    facts = {
+        "command": shlex.join(sys.orig_argv),
+        "host": platform.node(),
+        "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+    }
+    source = Path(__file__).parent
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        # The names of folders and commits only: nothing of a repository is run.
+        asked = ["git", "-C", str(source), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+        commit = subprocess.run(asked, capture_output=True, text=True, timeout=5, check=True).stdout.strip()  # noqa: S607
+        facts["commit"] = commit
+    return facts
 
 
 def software_versions() -> dict[str, str]:

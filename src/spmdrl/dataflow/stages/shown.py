@@ -15,8 +15,16 @@ SHOWN = "shown"
 """A column for one update: of each response token its row where the row is shown, else -1."""
 
 
+def chosen_places(num_rows: int, wanted: int) -> list[int]:
+    """Half of the places are the first ones, responses to one prompt to be compared; the others are spread evenly."""
+    wanted = min(wanted, num_rows)
+    beside = wanted // 2
+    spread = [beside + number * (num_rows - beside) // (wanted - beside) for number in range(wanted - beside)]
+    return [*range(beside), *spread]
+
+
 class ShownRows:
-    """Keeps what the first update of a step finds of a few rows, spread evenly over the step's prompts."""
+    """Keeps what the first update of a step finds of a few rows: those of one prompt, and others of all prompts."""
 
     def __init__(self, wanted: int):
         self._wanted = wanted
@@ -30,8 +38,7 @@ class ShownRows:
 
     def begin_step(self, rows: Integers) -> None:
         """Forget the step before, and choose among this one's rows."""
-        wanted = min(self._wanted, rows.size)
-        self._rows = torch.from_numpy(rows[[number * rows.size // wanted for number in range(wanted)]])
+        self._rows = torch.from_numpy(rows[chosen_places(rows.size, self._wanted)])
         self._logprobs.clear()
 
     def mark(self, batch: Batch) -> None:

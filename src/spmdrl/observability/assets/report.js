@@ -76,7 +76,9 @@
     for (const [name, value] of Object.entries(sample.parts)) fact(name, value);
     for (const name of ["advantage", "mismatch", "version"]) fact(name, sample[name]);
     const texts = make("div", "texts");
-    for (const name of ["prompt", "response", "answer"]) {
+    const shown = ["prompt", "response", "answer"].filter((name) => sample[name] !== null);
+    if (shown.length === 1) texts.classList.add("single");
+    for (const name of shown) {
       const column = make("div");
       column.append(make("h3", "", name), make("pre", "", sample[name]));
       texts.append(column);
@@ -84,6 +86,28 @@
     card.append(facts, texts);
     if (sample.tokens.length) card.append(tokenList(sample.tokens));
     return card;
+  }
+
+  // Responses of one step to the same prompt stand side by side, below the prompt that they share.
+  function sampleCards(samples) {
+    const groups = new Map();
+    for (const sample of samples) {
+      const key = sample.step + " " + sample.prompt;
+      groups.set(key, [...(groups.get(key) || []), sample]);
+    }
+    return [...groups.values()].map((group) => {
+      if (group.length === 1) return sampleCard(group[0]);
+      const card = make("article", "sample");
+      const title = "step " + group[0].step + ", " + group.length + " responses to one prompt";
+      card.append(make("h3", "", title), make("pre", "", group[0].prompt), make("h3", "", "answer"), make("pre", "", group[0].answer));
+      const row = make("div", "side-by-side");
+      for (const sample of group) {
+        const one = sampleCard({ ...sample, prompt: null, answer: null });
+        row.append(one);
+      }
+      card.append(row);
+      return card;
+    });
   }
 
   // Each token in turn, the darker the further the two log-probs lie apart, in steps of ten.
@@ -129,7 +153,7 @@
     let shown = 20;
     const draw = () => {
       const found = samples.filter(matches);
-      byId("sample-list").replaceChildren(...found.slice(0, shown).map(sampleCard));
+      byId("sample-list").replaceChildren(...sampleCards(found.slice(0, shown)));
       byId("sample-count").textContent = found.length + " of " + samples.length + " samples";
       byId("sample-more").hidden = found.length <= shown;
     };
@@ -138,6 +162,23 @@
     draw();
   }
 
+  // The address remembers it, so that it outlives the reload.
+  function live() {
+    const box = byId("live");
+    box.checked = location.hash === "#live";
+    let timer = null;
+    const plan = () => {
+      clearTimeout(timer);
+      if (box.checked) timer = setTimeout(() => location.reload(), 10000);
+    };
+    box.addEventListener("change", () => {
+      location.hash = box.checked ? "live" : "";
+      plan();
+    });
+    plan();
+  }
+
+  live();
   chartHover();
   viewChoices();
   sampleViewer();
