@@ -42,6 +42,7 @@ from spmdrl.job.samples_report import SamplesReport, write_estimates
 from spmdrl.job.savable import Savable, Together
 from spmdrl.job.switching import Switching
 from spmdrl.observability.console import Console
+from spmdrl.resources.launch import command_of
 from spmdrl.resources.mesh import build_update_mesh
 from spmdrl.resources.world import World, make_deterministic
 from spmdrl.sft import admit_supervised, train_supervised
@@ -70,6 +71,8 @@ def main(loaded: LoadedConfig[Config]) -> int:
             except RewardFailure as failure:
                 raise ConfigError(str(failure)) from failure
             run.finish("done", **training.held_out.summary())
+            ask = command_of("generate", f"model.path={run.folder}", "prompt='...'")
+            run.console.note(f"  next       {ask}")
     return 0
 
 

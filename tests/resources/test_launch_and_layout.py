@@ -2,7 +2,7 @@ import re
 
 import pytest
 
-from spmdrl.resources.launch import read_launch_environment
+from spmdrl.resources.launch import command_of, read_launch_environment
 from spmdrl.resources.layout import GenerationLayout, UpdateLayout, check_generation_layout, fit_update_layout
 
 TORCHRUN = {
@@ -116,3 +116,15 @@ def test_what_the_other_axes_leave_goes_to_the_shards():
     assert (fitted.shard, fitted.expert_shard) == (4, 1)
     assert fit_update_layout(UpdateLayout(data=2, context=2, expert=2), 8).expert_shard == 2
     assert str(fitted) == "pipeline 2 x shard 4 x tensor 2 x expert 4 x 1f1b"
+
+
+def test_a_suggested_command_runs_whether_the_environment_is_activated_or_not(monkeypatch, tmp_path):
+    own = tmp_path / ".venv" / "bin" / "python"
+    own.parent.mkdir(parents=True)
+    own.touch(mode=0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.executable", str(own))
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert command_of("generate", "model.path=runs/a") == ".venv/bin/python -m spmdrl generate model.path=runs/a"
+    monkeypatch.setenv("PATH", str(own.parent))
+    assert command_of("check") == "python -m spmdrl check"

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 
 class StartRefused(ValueError):
@@ -88,3 +91,13 @@ def _integer(environ: Mapping[str, str], name: str) -> int:
         return int(environ[name])
     except ValueError:
         raise ValueError(f"the launcher set {name}={environ[name]!r}, which is not a whole number") from None
+
+
+def command_of(*words: str) -> str:
+    """A command line that runs this program in the environment that it runs in now, activated or not."""
+    own, found = Path(sys.executable), shutil.which("python")
+    if found is not None and Path(found).parent == own.parent:
+        python = "python"
+    else:
+        python = str(own.relative_to(Path.cwd())) if own.is_relative_to(Path.cwd()) else str(own)
+    return " ".join([python, "-m", "spmdrl", *words])
