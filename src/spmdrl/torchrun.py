@@ -19,6 +19,7 @@ from torch.distributed.run import parse_args, run
 
 from spmdrl.observability.screen import show
 from spmdrl.resources.ending import cause_of
+from spmdrl.resources.launcher import announce
 from spmdrl.resources.one_node import keep_to_one_node
 
 # What torchrun reports of ranks that end is what their own line says, or follows from it.
@@ -29,6 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run torchrun; returns the exit code of the rank that failed first, or 128 + the signal that ended it."""
     arguments = parse_args(list(sys.argv[1:] if argv is None else argv))
     keep_to_one_node(arguments)
+    announce()
     if "LOGLEVEL" not in os.environ:
         for name in [name for name in logging.root.manager.loggerDict if name.startswith(_QUIETED)]:
             logging.getLogger(name).setLevel(logging.CRITICAL)

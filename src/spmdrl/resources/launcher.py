@@ -12,11 +12,12 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 _POLL_SECONDS = 1.0
+_VARIABLE = "SPMDRL_LAUNCHER"
 _PROGRAMS = ("torchrun", "msrun")
 _MODULES = ("torch.distributed.run", "torch.distributed.launch")
 
@@ -36,7 +37,7 @@ def end_with_launcher(environ: Mapping[str, str] = os.environ) -> None:
     launcher = launcher_of(os.getpid())
     if launcher is None:
         # Orphaned while it started, or in a container of its own, whose launcher it can't see.
-        if not _store_answers(environ):
+        if environ.get(_VARIABLE, "").endswith(_namespace()) or not _store_answers(environ):
             _end()
         _start_thread(_poll_parent, parent)
         return
@@ -52,6 +53,11 @@ def end_with_launcher(environ: Mapping[str, str] = os.environ) -> None:
         _start_thread(_await_end, descriptor)
     if launcher_of(os.getpid()) != launcher:
         _end()
+
+
+def announce(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Have the ranks that this launcher starts know where it would be seen, so that orphans recognise themselves."""
+    environ[_VARIABLE] = f"in {_namespace()}"
 
 
 def remove_empty_folders(environ: Mapping[str, str] = os.environ) -> None:
@@ -74,6 +80,14 @@ def launcher_of(pid: int) -> int | None:
             if is_it(_command(ancestor)):
                 return ancestor
     return None
+
+
+def _namespace() -> str:
+    """Of process ids, such as `pid:[4026531836]`: a container has one of its own."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return "no namespace"
 
 
 def _store_answers(environ: Mapping[str, str]) -> bool:
