@@ -128,8 +128,10 @@ def flip_tying(folder: ModelFolder, rng: Random) -> str:
 
 def store_head(folder: ModelFolder, rng: Random) -> str:
     """Store a head that is the embedding, nearly so, or another one."""
-    tensors, _ = _file_of(folder, "model.embed_tokens.weight")
-    embedding = tensors["model.embed_tokens.weight"]
+    stored = [tensors for tensors in folder.files.values() if "model.embed_tokens.weight" in tensors]
+    if not stored:
+        return "no embedding left to store as the head"
+    embedding = stored[0]["model.embed_tokens.weight"]
     kind = rng.choice(("same", "near", "other", "cut"))
     head = {"same": embedding, "near": embedding.clone(), "other": torch.randn(embedding.shape), "cut": embedding[1:]}
     head["near"][-1, -1] += 1
@@ -202,6 +204,8 @@ def change_index(folder: ModelFolder, rng: Random) -> str:
     if folder.index is None:
         folder.index = {"metadata": {}, "weight_map": dict.fromkeys(folder.files[SINGLE], SINGLE)}
     weights = folder.index["weight_map"]
+    if not isinstance(weights, dict) or not weights:
+        return "index: none left to change"
     first, second = rng.choice(sorted(weights)), rng.choice(sorted(weights))
     kind = rng.choice(("remove", "swap", "file", "name", "type", "empty", "both", "metadata", "none"))
     if kind == "remove":
@@ -249,10 +253,6 @@ def _an_entry(folder: ModelFolder, rng: Random) -> tuple[dict[str, Any], str]:
 def _a_tensor(folder: ModelFolder, rng: Random) -> tuple[dict[str, Tensor], str]:
     tensors = rng.choice([tensors for _, tensors in sorted(folder.files.items()) if tensors])
     return tensors, rng.choice(sorted(tensors))
-
-
-def _file_of(folder: ModelFolder, name: str) -> tuple[dict[str, Tensor], str]:
-    return next((tensors, file) for file, tensors in folder.files.items() if name in tensors)
 
 
 def _put(folder: ModelFolder, rng: Random, name: str, value: Tensor) -> None:
