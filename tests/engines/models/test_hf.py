@@ -286,6 +286,8 @@ def test_a_qwen3_moe_is_sparse_where_step_and_list_leave_it(tmp_path: Path) -> N
     assert [i for i in range(24) if i not in config.moe.dense_layers] == [3, *range(7, 24, 2)]
     with pytest.raises(ValueError, match="decoder_sparse_step 25 leave none of the 24 layers sparse"):
         config_of(tmp_path, SPARSE | {"decoder_sparse_step": 25})
+    with pytest.raises(ValueError, match="num_experts 8 and num_local_experts 4 differ"):
+        config_of(tmp_path, SPARSE | {"num_local_experts": 4})
     with pytest.raises(ValueError, match="in 24 of 24 layers"):
         config_of(tmp_path, SPARSE | {"use_sliding_window": True, "sliding_window": 4096})
 

@@ -42,7 +42,11 @@ SMALLER = [
     ("llama", {"num_key_value_heads": 1}, "self_attn.k_proj.weight in .* makes it .16, 32."),
     ("llama", {"head_dim": 8}, "self_attn.k_proj.weight in .* makes it .16, 32."),
     ("llama", {"num_hidden_layers": 2}, "holds model.layers.2.input_layernorm.weight, .* and 6 more, for which"),
-    ("qwen3-moe", {"num_experts": 5}, "mlp.experts.down_proj in .* shape .6, 32, 12., .* makes it .5, 32, 12."),
+    (
+        "qwen3-moe",
+        {"num_experts": 5, "num_local_experts": 5},
+        "mlp.experts.down_proj in .* shape .6, 32, 12., .* makes it .5, 32, 12.",
+    ),
     ("deepseek", {"num_hidden_layers": 2}, "holds model.layers.2.input_layernorm.weight"),
     ("deepseek", {"kv_lora_rank": 9}, "kv_a_layernorm.weight in .* makes it .9,."),
 ]
