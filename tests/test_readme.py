@@ -1,4 +1,4 @@
-"""What is said about installing, held against what can be installed."""
+"""What README and messages say, held against what is there and what can be installed."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ import re
 from configparser import ConfigParser
 from pathlib import Path
 
+from spmdrl.cli import VERBS
+from spmdrl.config import load_config
+
 ROOT = Path(__file__).parents[1]
-INSTALL = re.compile(r"pip install (?!-qq|--)[^`\n]*")
+README = (ROOT / "README.md").read_text()
+INSTALL = re.compile(r"pip install (?!-qq|--)[^`#\n]*")
 
 
 def install_lines() -> list[tuple[Path, str]]:
@@ -34,3 +38,20 @@ def test_every_extra_that_a_line_installs_is_there() -> None:
         for extra in group.split(",")
     }
     assert named and named <= extras
+
+
+def test_readmes_verbs_files_and_pages_are_there() -> None:
+    verbs = re.findall(r"-m spmdrl (\w+)", README)
+    assert len(verbs) > 5 and set(verbs) <= {*VERBS, "help"}
+    files = re.findall(r"\b(?:launch|configs|docs)/[\w/.-]+\.\w+", README)
+    assert len(files) > 10 and not [name for name in files if not (ROOT / name).is_file()]
+
+
+def test_every_page_of_the_documentation_is_in_readmes_table() -> None:
+    assert not [path.name for path in ROOT.glob("docs/*.md") if f"(docs/{path.name})" not in README]
+
+
+def test_readmes_config_is_read(tmp_path: Path) -> None:
+    [text] = re.findall(r"```yaml\n(.*?)```", README, flags=re.DOTALL)
+    (tmp_path / "run.yaml").write_text(text)
+    assert load_config([tmp_path / "run.yaml"], []).value.run.name == "my_run"

@@ -1,0 +1,109 @@
+"""Commands as a person types them: on a terminal of their own, with the time of every line that appears there."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.support.jobs import ROOT, environment
+
+COLUMNS, LINES = 120, 40
+_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+@dataclass(frozen=True)
+class Screen:
+    """What one command left on the terminal."""
+
+    command: str
+    code: int
+    text: str
+    """without the escape sequences of a progress bar"""
+    longest_silence: float
+    """seconds in which nothing new appeared, from the command's start to its end"""
+
+    @property
+    def lines(self) -> list[str]:
+        """What a person reads: without empty lines, and without each redrawing of a progress bar."""
+        return [line.rstrip() for line in re.split(r"[\r\n]+", self.text) if line.strip() and "━" not in line]
+
+
+def typed(
+    *command: str | Path,
+    code: int | None = 0,
+    answer: str = "",
+    interrupt_at: str = "",
+    cwd: Path = ROOT,
+    timeout: float = 240,
+    variables: Mapping[str, str] | None = None,
+) -> Screen:
+    """Run `python -m ...` on a terminal. Raises AssertionError where it ends with another code, or with a traceback.
+
+    `answer` is typed at the start, ended by end-of-file; Ctrl-C is typed once `interrupt_at` has appeared.
+    """
+    words = [sys.executable, "-m", *map(str, command)]
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", LINES, COLUMNS, 0, 0))
+    process = subprocess.Popen(
+        words, stdin=theirs, stdout=theirs, stderr=theirs, cwd=cwd, start_new_session=True,
+        env=environment(TERM="xterm", **(variables or {})), preexec_fn=_take_terminal,
+    )  # fmt: skip
+    os.close(theirs)
+    try:
+        if answer:
+            os.write(ours, answer.encode() + b"\x04")
+        text, silence = _watched(ours, process, interrupt_at, time.monotonic() + timeout)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        os.close(ours)
+    screen = Screen(" ".join(words[1:]), process.returncode, _ESCAPES.sub("", text), silence)
+    assert code is None or screen.code == code, f"{screen.command} ended with {screen.code}:\n{screen.text[-4000:]}"
+    assert "Traceback" not in screen.text, f"{screen.command}:\n{screen.text[-4000:]}"
+    return screen
+
+
+def _take_terminal() -> None:
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
+def _watched(terminal: int, process: subprocess.Popen[bytes], interrupt_at: str, deadline: float) -> tuple[str, float]:
+    content, longest, latest = b"", 0.0, time.monotonic()
+    waits_for = interrupt_at.encode()
+    while time.monotonic() < deadline:
+        ready, _, _ = select.select([terminal], [], [], 0.2)
+        now = time.monotonic()
+        longest = max(longest, now - latest)
+        if ready:
+            try:
+                piece = os.read(terminal, 65536)
+            except OSError:  # Linux's answer once nobody holds the other end.
+                break
+            content, latest = content + piece, now
+        elif process.poll() is not None:
+            break
+        if waits_for and waits_for in content:
+            waits_for = b""
+            os.write(terminal, b"\x03")
+    else:
+        raise AssertionError(f"not ended in time; on the screen:\n{content[-4000:].decode(errors='replace')}")
+    process.wait(max(1.0, deadline - time.monotonic()))
+    return content.decode(errors="replace"), longest
+
+
+def column(screen: Screen, pattern: str) -> Sequence[str]:
+    """The first group of a pattern in every line that holds it."""
+    return [found.group(1) for line in screen.lines if (found := re.search(pattern, line))]
