@@ -2,8 +2,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import threading
 import time
+from contextlib import ExitStack
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -106,6 +109,19 @@ def test_without_a_launchers_store_the_gate_listens_at_the_masters_port(launcher
         meet_at_store(launch_of(0, launcher.port), SECONDS, Network())
 
 
+def test_one_node_meets_on_loopback_whatever_its_host_is_called(monkeypatch, launcher):
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE")
+    with socket.create_server((HOST, 0)) as bound:
+        port = bound.getsockname()[1]
+    ranks = [replace(launch_of(rank, port), master_addr="192.0.2.1") for rank in range(2)]
+    with ExitStack() as stack:
+        for launch in ranks:
+            met = meet_at_store(launch, SECONDS, Network())
+            assert met.gate is not None
+            stack.callback(met.gate.close)
+        met.store.set("key", "ours")
+
+
 def test_a_job_of_one_rank_needs_no_secret(monkeypatch):
     monkeypatch.setenv(VARIABLE, "/nowhere/secret")
     met = meet_at_store(LaunchEnvironment(), SECONDS, Network())
@@ -122,8 +138,6 @@ def groups_and_listeners(world: World) -> dict:
         name = found.getsockname()
         if os.fork() == 0:
             # Another process; ours may use its own way to rank 0's store.
-            import socket
-
             with socket.socket() as stranger:
                 stranger.settimeout(0.3)
                 os._exit(0 if stranger.connect_ex(name[:2]) else 1)

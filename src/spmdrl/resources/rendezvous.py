@@ -152,7 +152,7 @@ def _join_store(gate: Gate, launch: LaunchEnvironment, timeout: timedelta, path:
         if board is not None and board.check([ATTEMPT_KEY]):
             raise StartRefused(_of_two_minds(launch.rank, trusted=False))
         problem = "it hasn't written where it listens"
-        address = _announced(board) if board else Address(launch.master_addr, launch.master_port)
+        address = _announced(board) if board else _at_masters_port(launch)
         if address is not None:
             target = Target(address, 0, STORE)
             try:
@@ -189,6 +189,11 @@ def _other_secret(rank: int, address: Address, path: Path) -> str:
         "has another one, or another resources.trusted_network; all ranks must read the same file: give them the same "
         f"run.dir on a file system that they share, or {VARIABLE}=/path/to/file"
     )
+
+
+def _at_masters_port(launch: LaunchEnvironment) -> Address:
+    """Where rank 0's gate is if no launcher has a store: on one node at loopback, whatever the host is called."""
+    return Address(LOOPBACK if launch.num_nodes == 1 else launch.master_addr, launch.master_port)
 
 
 def _announced(board: dist.Store) -> Address | None:
