@@ -80,7 +80,7 @@ class Stranger:
     def many(self, payload: bytes) -> bytes:
         """Open as many connections as this process may, and leave them half open for a while."""
         held = []
-        for number in range(self.num_connections):
+        for number in range(self.num_connections if self.targets else 0):
             connection = socket.socket()
             connection.setblocking(False)
             with contextlib.suppress(OSError):

@@ -30,6 +30,8 @@ class Door:
         own.bind((LOOPBACK, 0))
         self._admitted.append(own.getsockname()[1])
         self._apply()
+        # A small write must not wait for the answer to the one before it.
+        own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         own.setblocking(False)
         return own
 
