@@ -53,9 +53,9 @@ class Echo:
 
 
 @contextlib.contextmanager
-def gates() -> Iterator[tuple[Echo, Gate, Gate, Target]]:
+def gates(echo: Echo | None = None) -> Iterator[tuple[Echo, Gate, Gate, Target]]:
     """A service behind rank 0's gate, rank 1's gate, and what rank 1 wants to reach."""
-    echo, host, guest = Echo(), Gate(SECRET, 0), Gate(SECRET, 1)
+    echo, host, guest = echo or Echo(), Gate(SECRET, 0), Gate(SECRET, 1)
     host.lead_to(STORE, Door(echo.port, is_closed=sys.platform == "linux"))
     try:
         yield echo, host, guest, Target(host.listen(LOOPBACK), 0, STORE)
@@ -275,18 +275,25 @@ def test_slow_strangers_do_not_keep_ranks_out():
         assert time.monotonic() - started < 5
 
 
+class Tally(Echo):
+    """Answers each 13 bytes, and none before they are all there."""
+
+    def _answer(self, connection: socket.socket) -> None:
+        with connection:
+            while came := connection.recv(13, socket.MSG_WAITALL):
+                connection.sendall(came)
+
+
 def test_small_writes_do_not_wait_for_each_other():
-    with gates() as (_, _, guest, target), socket.create_connection((LOOPBACK, guest.way_to(target))) as connection:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    with gates(Tally()) as (_, _, guest, target), socket.create_connection((LOOPBACK, guest.way_to(target))) as own:
+        own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         seconds = []
         for _ in range(15):
             started = time.perf_counter()
-            for part in (b"length", b"content"):
-                connection.sendall(part)
-                time.sleep(0.001)
-            came = b""
-            while len(came) < 13:
-                came += connection.recv(13)
+            own.sendall(b"length")
+            time.sleep(0.002)
+            own.sendall(b"content")
+            assert len(own.recv(13, socket.MSG_WAITALL)) == 13
             seconds.append(time.perf_counter() - started)
         # A write that waits for an acknowledgement takes 40 ms.
         assert sorted(seconds)[3] < 0.03
