@@ -34,7 +34,7 @@ class SamplesReport:
         self._volume = dock.volume.copy()
 
     def write(self, samples: Samples, prompts: Sequence[Prompt]) -> None:
-        """Write `log.samples_per_step` rows, spread over the step's prompts."""
+        """Write `log.samples_per_step` rows: those of one prompt first, then others of the step's prompts."""
         if self._run.samples_log is None or not self._shown.rows:
             return
         batch = samples.read(self._shown.rows, COLUMNS)

@@ -26,8 +26,9 @@ class LogConfig:
 
     backends: tuple[str, ...] = ("console", "jsonl")
     """Any of console, jsonl, tensorboard, wandb; keys of a service come from the environment only."""
-    samples_per_step: int = 8
-    """Rows of each step written to samples.jsonl, which the report shows; 0 writes none."""
+    samples_per_step: int | None = None
+    """Rows of each step written to samples.jsonl, which the report shows: the responses to one prompt first, then others;
+    None writes all responses to one prompt and 4 others, 0 writes none."""
     samples_interval: int = 10
     """Steps between the samples that tensorboard and wandb get, the first step's among them; 0 sends none."""
     project: str = "spmdrl"
@@ -41,7 +42,7 @@ class LogConfig:
         unknown = [name for name in self.backends if name not in BACKENDS]
         if unknown:
             raise ValueError(f"log.backends names {', '.join(unknown)}, but only {', '.join(BACKENDS)} are there")
-        if self.samples_per_step < 0:
+        if self.samples_per_step is not None and self.samples_per_step < 0:
             raise ValueError(f"log.samples_per_step is {self.samples_per_step}, but must be >= 0; 0 writes none")
         if self.samples_interval < 0:
             raise ValueError(f"log.samples_interval is {self.samples_interval}, but must be >= 0; 0 sends none")

@@ -23,14 +23,15 @@ def sample_section(records: Sequence[Mapping[str, Any]]) -> str:
     kept = fitting(samples, MAX_BYTES)
     if not kept:
         return ""
-    left_out = len({one["step"] for one in samples}) - len({one["step"] for one in kept})
+    num_steps, num_kept = (len({one["step"] for one in some}) for some in (samples, kept))
     note = (
-        f'<p class="note">Samples of {left_out} steps are left out to keep this file small; samples.jsonl has all.</p>'
+        f'<p class="note">{len(kept)} of {len(samples)} samples, of {num_kept} of {num_steps} steps, to keep this file '
+        "small; samples.jsonl has all.</p>"
     )
     return section(
         "samples",
         "Samples",
-        note if left_out else "",
+        note if len(kept) < len(samples) else "",
         '<noscript><p class="note">The viewer needs JavaScript; samples.jsonl holds the same.</p></noscript>',
         FILTERS,
         f'<script type="application/json" id="sample-data">{embedded_json(kept)}</script>',
@@ -50,7 +51,10 @@ FILTERS = """<div class="filters">
 
 
 def fitting(samples: Sequence[Mapping[str, Any]], max_bytes: int) -> list[Mapping[str, Any]]:
-    """Samples of evenly spread steps, the last one included, whose JSON takes at most `max_bytes`."""
+    """Samples of evenly spread steps, the last one included, whose JSON takes at most `max_bytes`.
+
+    Of a single step that takes more, its first samples.
+    """
     size_of: dict[int, int] = {}
     for sample in samples:
         size_of[sample["step"]] = size_of.get(sample["step"], 0) + len(embedded_json(sample)) + 1
@@ -58,9 +62,11 @@ def fitting(samples: Sequence[Mapping[str, Any]], max_bytes: int) -> list[Mappin
     stride = 1
     while _size(chosen := steps[::-1][::stride], size_of) > max_bytes and len(chosen) > 1:
         stride += 1 + stride // 8
-    if _size(chosen, size_of) > max_bytes:
-        return []
-    return [sample for sample in samples if sample["step"] in set(chosen)]
+    kept, room = [], max_bytes
+    for sample in samples:
+        if sample["step"] in chosen and (room := room - len(embedded_json(sample)) - 1) >= 0:
+            kept.append(sample)
+    return kept
 
 
 def _size(steps: Iterable[int], size_of: Mapping[int, int]) -> int:

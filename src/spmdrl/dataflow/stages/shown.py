@@ -15,10 +15,14 @@ SHOWN = "shown"
 """A column for one update: of each response token its row where the row is shown, else -1."""
 
 
-def chosen_places(num_rows: int, wanted: int) -> list[int]:
-    """Half of the places are the first ones, responses to one prompt to be compared; the others are spread evenly."""
-    wanted = min(wanted, num_rows)
-    beside = wanted // 2
+OTHERS = 4
+"""Rows of other prompts beside a whole group, where no number of rows is set."""
+
+
+def chosen_places(num_rows: int, wanted: int | None, group_size: int) -> list[int]:
+    """The first group's places, responses to one prompt to be compared; then others, spread evenly."""
+    wanted = min(group_size + OTHERS if wanted is None else wanted, num_rows)
+    beside = min(group_size, wanted)
     spread = [beside + number * (num_rows - beside) // (wanted - beside) for number in range(wanted - beside)]
     return [*range(beside), *spread]
 
@@ -26,7 +30,8 @@ def chosen_places(num_rows: int, wanted: int) -> list[int]:
 class ShownRows:
     """Keeps what the first update of a step finds of a few rows: those of one prompt, and others of all prompts."""
 
-    def __init__(self, wanted: int):
+    def __init__(self, wanted: int | None):
+        """None wants all responses to one prompt, and a few others."""
         self._wanted = wanted
         self._rows = torch.empty(0, dtype=torch.int64)
         self._seen: list[tuple[Tensor, Tensor]] = []
@@ -36,9 +41,9 @@ class ShownRows:
     def rows(self) -> list[int]:
         return self._rows.tolist()
 
-    def begin_step(self, rows: Integers) -> None:
-        """Forget the step before, and choose among this one's rows."""
-        self._rows = torch.from_numpy(rows[chosen_places(rows.size, self._wanted)])
+    def begin_step(self, rows: Integers, group_size: int) -> None:
+        """Forget the step before, and choose among this one's rows, `group_size` after each other of each prompt."""
+        self._rows = torch.from_numpy(rows[chosen_places(rows.size, self._wanted, group_size)])
         self._logprobs.clear()
 
     def mark(self, batch: Batch) -> None:

@@ -70,7 +70,7 @@ class UpdateStage:
         version = self.engine.update_count
         if self._is_first_of_copy:
             record_lags(self.recorder, batch.values("versions"), version)
-        self.shown.begin_step(samples.rows_of_step)
+        self.shown.begin_step(samples.rows_of_step, samples.group_size)
         # A mini-batch is a range of prompts, so it holds the same rows on any number of ranks.
         groups = torch.from_numpy(samples.rows_of_step[:: samples.group_size] // samples.group_size)
         place_B = torch.searchsorted(groups, batch.rows // samples.group_size)
