@@ -20,6 +20,7 @@ from spmdrl.observability.summary import start_facts, write_summary
 from tests.observability.synthetic import HOSTILE, write_run
 
 MAX_BYTES = 5_000_000
+AXES = ("steps", "values")
 NEW = ("moved", "peaks", "peak")
 
 
@@ -167,6 +168,39 @@ def test_percentiles_of_zeros_and_ones_are_no_band(tmp_path: Path, ends: tuple[f
         log.write(step, {"reward": 0.5 + step / 10, "reward_p10": ends[0], "reward_p90": ends[1]})
     log.close()
     assert ('class="band"' in write_report(tmp_path).read_text()) == has_band
+
+
+def test_the_page_holds_what_choosing_a_range_of_steps_needs(small_run: Path):
+    page = _Page(text := write_report(small_run).read_text())
+    figures = re.findall(r'<figure class="chart" data-chart="(\d+)"(.*?)</figure>', text)
+    data = json.loads(page.scripts[-2])
+    assert [int(index) for index, _ in figures] == list(range(len(data))) and len(data) > 10
+    for index, figure in figures:
+        (first, last), (low, high) = (map(float, re.search(f'data-{name}="(.*?)"', figure)[1].split()) for name in AXES)
+        assert all(first <= x <= last for one in data[int(index)] for x in one["x"])
+        assert all(low <= y <= high for one in data[int(index)] for y in one["y"] if one["x"])
+        assert '<g class="axes">' in figure and re.search('<svg class="plot" [^>]*viewBox="52 10 378 176"><g>', figure)
+    for name in ("zoom", "zoom-from", "zoom-to", "zoom-reset"):
+        assert f'id="{name}"' in text and f'byId("{name}")' in page.scripts[-1]
+
+
+def test_the_caption_names_percentiles_only_where_the_chart_has_them(tmp_path: Path):
+    log = MetricsLog(tmp_path, ["jsonl"])
+    log.write(1, {"reward": 0.5})
+    log.close()
+    assert "10th to 90th" not in write_report(tmp_path).read_text()
+
+
+def test_the_slowest_steps_are_none_of_the_first_and_last(tmp_path: Path):
+    text = write_report(write_run(tmp_path / "run", num_steps=6, num_ranks=1)).read_text()
+    slow = {int(step) for step in re.findall(r">slow: (\d+) ", text)}
+    assert slow == {3, 4}
+
+
+def test_of_steps_that_take_too_much_room_the_last_keeps_as_many_samples_as_fit():
+    samples = [{"step": step, "response": "x" * 90} for step in (1, 2) for _ in range(50)]
+    kept = fitting(samples, 2000)
+    assert 10 < len(kept) < 20 and {one["step"] for one in kept} == {2}
 
 
 def test_other_steps_than_the_first_slowest_and_last_can_be_looked_at(tmp_path: Path):

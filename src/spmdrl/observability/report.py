@@ -33,6 +33,7 @@ from spmdrl.observability.screen import show
 from spmdrl.observability.timeline import write_perfetto
 
 REPORT_FILE = "report.html"
+SCRIPTS = ("page.js", "charts.js", "report.js")
 
 
 def write_report(run_dir: Path, *, others: Sequence[Path] = (), out: Path | None = None) -> Path:
@@ -115,7 +116,7 @@ def _page(runs: Sequence[RunData]) -> str:
         configuration(first),
     ]
     data = embedded_json([chart_data(chart) for chart in charts])
-    script = _asset("report.js")
+    script = "".join(map(_asset, SCRIPTS))
     return f"""<!doctype html>
 <html lang="en">
 <head>

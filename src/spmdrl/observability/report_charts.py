@@ -1,4 +1,4 @@
-"""Line charts as inline SVG: complete without a script, which only adds the values under the pointer."""
+"""Line charts as inline SVG: complete without a script, which adds the values under the pointer and ranges of steps."""
 
 from __future__ import annotations
 
@@ -15,6 +15,10 @@ Band = Sequence[tuple[float, float, float]]
 
 WIDTH, HEIGHT = 440, 210
 LEFT, RIGHT, TOP, BOTTOM = 52, 10, 10, 24
+PLOT = (
+    f'x="{LEFT}" y="{TOP}" width="{WIDTH - LEFT - RIGHT}" height="{HEIGHT - TOP - BOTTOM}" '
+    f'viewBox="{LEFT} {TOP} {WIDTH - LEFT - RIGHT} {HEIGHT - TOP - BOTTOM}"'
+)
 MAX_POINTS = 400
 DOTS_UP_TO = 40
 SMOOTHED_FROM = 150
@@ -65,10 +69,11 @@ def chart_figure(chart: Chart, index: int) -> str:
     lines = "".join(_series_svg(series, frame) for series in chart.series)
     return (
         f'<figure class="chart" data-chart="{index}" data-steps="{frame.x[0]:.10g} {frame.x[1]:.10g}" '
-        f'data-pixels="{LEFT} {WIDTH - RIGHT} {WIDTH}">'
+        f'data-values="{frame.y[0]:.10g} {frame.y[1]:.10g}" '
+        f'data-pixels="{LEFT} {WIDTH - RIGHT} {TOP} {HEIGHT - BOTTOM} {WIDTH}">'
         f"<figcaption>{escape(chart.title)}{unit}</figcaption>{names}"
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(chart.title)}">'
-        f'{_axes_svg(frame)}{lines}<line class="cross" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/></svg></figure>'
+        f'<g class="axes">{_axes_svg(frame)}</g><svg class="plot" {PLOT}><g>{lines}</g></svg><line class="cross" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/></svg></figure>'
     )
 
 
@@ -180,7 +185,9 @@ def _series_svg(series: Series, frame: Frame) -> str:
     thick = f'<path d="{_path(mean, frame)}"/>' if mean else ""
     alone = [run[0] for run in runs if len(run) == 1]
     dots = [point for run in runs for point in run] if len(points) <= DOTS_UP_TO else alone
-    circles = "".join(f'<circle cx="{frame.px(x):.1f}" cy="{frame.py(y):.1f}" r="2.2"/>' for x, y in dots)
+    # Strokes of no length are round where a stretched circle wouldn't be.
+    marks = "".join(f"M{frame.px(x):.2f} {frame.py(y):.2f}h0" for x, y in dots)
+    circles = f'<path d="{marks}"/>' if marks else ""
     band = _band_svg([edge for edge in series.band if edge[0] in shown], frame)
     return (
         f'<g class="{color_class(series.color)}">{band}<g class="{"raw" if thick else "line"}">{lines}</g>'
@@ -197,7 +204,7 @@ def _band_svg(band: Band, frame: Frame) -> str:
 
 
 def _path(points: Points, frame: Frame) -> str:
-    return "M" + "L".join(f"{frame.px(x):.1f} {frame.py(y):.1f}" for x, y in points)
+    return "M" + "L".join(f"{frame.px(x):.2f} {frame.py(y):.2f}" for x, y in points)
 
 
 def _finite_runs(points: Points) -> list[list[tuple[float, float]]]:

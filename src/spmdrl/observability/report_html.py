@@ -10,6 +10,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 NUM_COLORS = 10
+STEPS = (
+    '<span id="zoom" hidden title="Draw over a chart to choose its steps; a double click or Escape shows all again.">'
+    '<label>steps <input id="zoom-from" type="number"></label> <label>to <input id="zoom-to" type="number"></label> '
+    '<button type="button" id="zoom-reset">all</button></span>'
+)
 
 
 def escape(value: object) -> str:
@@ -37,7 +42,7 @@ def contents(sections: Sequence[str]) -> str:
     """Links to the sections that are there, and a box that makes the page load itself again every 10 seconds."""
     found = [match for text in sections if (match := re.match(r'<section id="(\w+)"><h2>(.*?)</h2>', text))]
     links = "".join(f'<a href="#{match[1]}">{match[2]}</a>' for match in found)
-    return f'<nav>{links}<label><input type="checkbox" id="live"> live</label></nav>'
+    return f'<nav>{links}{STEPS}<label><input type="checkbox" id="live"> live</label></nav>'
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

@@ -40,7 +40,7 @@ def step_ranges(records: TimelineRecords) -> list[StepRange]:
         return [StepRange("first steps", tuple(steps[:2]))] if steps else []
     if len(steps) <= 2:
         return [StepRange("all steps", tuple(steps))]
-    slowest = sorted(steps[1:-1], key=lambda step: -seconds[step])[:NUM_SLOWEST]
+    slowest = sorted(steps[2:-2], key=lambda step: -seconds[step])[:NUM_SLOWEST]
     ranges = [StepRange(f"first: {_range_text(steps[:2])}", tuple(steps[:2]))]
     ranges += [StepRange(f"slow: {step} ({seconds[step]:.3g} s)", (step,)) for step in slowest]
     last = StepRange(f"last: {_range_text(steps[-2:])}", tuple(steps[-2:]))

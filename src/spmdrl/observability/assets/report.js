@@ -1,56 +1,4 @@
-"use strict";
 (() => {
-  const byId = (id) => document.getElementById(id);
-  const make = (tag, className, text) => {
-    const node = document.createElement(tag);
-    if (className) node.className = className;
-    // Text of samples is written by a policy: it only ever becomes a text node.
-    if (text !== undefined && text !== null) node.textContent = String(text);
-    return node;
-  };
-
-  function chartHover() {
-    const charts = JSON.parse(byId("chart-data").textContent);
-    const box = byId("hover");
-    const nearest = (xs, x) => xs.reduce((best, value, at) => (Math.abs(value - x) < Math.abs(xs[best] - x) ? at : best), 0);
-
-    for (const figure of document.querySelectorAll("[data-chart]")) {
-      const series = charts[figure.dataset.chart].filter((one) => one.x.length);
-      const [firstStep, lastStep] = figure.dataset.steps.split(" ").map(Number);
-      const [left, right, width] = figure.dataset.pixels.split(" ").map(Number);
-      const svg = figure.querySelector("svg");
-      const cross = svg.querySelector(".cross");
-      const hide = () => {
-        box.hidden = true;
-        cross.style.visibility = "hidden";
-      };
-      svg.addEventListener("pointerleave", hide);
-      svg.addEventListener("pointermove", (event) => {
-        const area = svg.getBoundingClientRect();
-        const pixel = ((event.clientX - area.left) / area.width) * width;
-        const wanted = firstStep + ((pixel - left) / (right - left)) * (lastStep - firstStep);
-        const steps = series.map((one) => one.x[nearest(one.x, wanted)]);
-        const step = steps[nearest(steps, wanted)];
-        box.replaceChildren(make("b", "", "step " + step));
-        for (const one of series) {
-          const at = nearest(one.x, step);
-          const line = make("div", "key " + one.color);
-          const name = series.length > 1 ? one.label + " " : "";
-          line.append(make("i"), document.createTextNode(name + one.y[at] + (one.x[at] === step ? "" : " (step " + one.x[at] + ")")));
-          box.append(line);
-        }
-        const x = left + ((step - firstStep) / (lastStep - firstStep)) * (right - left);
-        cross.setAttribute("x1", x);
-        cross.setAttribute("x2", x);
-        cross.style.visibility = "visible";
-        box.hidden = false;
-        const beside = event.clientX + 16 + box.offsetWidth > window.innerWidth ? -16 - box.offsetWidth : 16;
-        box.style.left = Math.max(4, event.clientX + beside) + "px";
-        box.style.top = Math.min(event.clientY + 12, window.innerHeight - box.offsetHeight - 8) + "px";
-      });
-    }
-  }
-
   function viewChoices() {
     for (const group of document.querySelectorAll("[data-choices]")) {
       const buttons = [...group.querySelectorAll("button[data-view]")];
@@ -88,14 +36,18 @@
     return card;
   }
 
-  // Responses of one step to the same prompt stand side by side, below the prompt that they share.
-  function sampleCards(samples) {
+  function groupsOf(samples) {
     const groups = new Map();
     for (const sample of samples) {
       const key = sample.step + " " + sample.prompt;
       groups.set(key, [...(groups.get(key) || []), sample]);
     }
-    return [...groups.values()].map((group) => {
+    return [...groups.values()];
+  }
+
+  // Responses of one step to the same prompt stand side by side, below the prompt that they share.
+  function sampleCards(groups) {
+    return groups.map((group) => {
       if (group.length === 1) return sampleCard(group[0]);
       const card = make("article", "sample");
       const title = "step " + group[0].step + ", " + group.length + " responses to one prompt";
@@ -153,33 +105,33 @@
     let shown = 20;
     const draw = () => {
       const found = samples.filter(matches);
-      byId("sample-list").replaceChildren(...sampleCards(found.slice(0, shown)));
+      const groups = groupsOf(found);
+      byId("sample-list").replaceChildren(...sampleCards(groups.slice(0, shown)));
       byId("sample-count").textContent = found.length + " of " + samples.length + " samples";
-      byId("sample-more").hidden = found.length <= shown;
+      byId("sample-more").hidden = groups.length <= shown;
     };
     for (const input of inputs) input.addEventListener("input", () => { shown = 20; draw(); });
     byId("sample-more").addEventListener("click", () => { shown += 50; draw(); });
     draw();
   }
 
-  // The address remembers it, so that it outlives the reload.
   function live() {
     const box = byId("live");
-    box.checked = location.hash === "#live";
+    box.checked = Boolean(kept.live);
     let timer = null;
     const plan = () => {
       clearTimeout(timer);
       if (box.checked) timer = setTimeout(() => location.reload(), 10000);
     };
     box.addEventListener("change", () => {
-      location.hash = box.checked ? "live" : "";
+      keep({ live: box.checked });
       plan();
     });
     plan();
   }
 
   live();
-  chartHover();
+  charts();
   viewChoices();
   sampleViewer();
 })();
