@@ -27,8 +27,8 @@ class LogConfig:
     backends: tuple[str, ...] = ("console", "jsonl")
     """Any of console, jsonl, tensorboard, wandb; keys of a service come from the environment only."""
     samples_per_step: int | None = None
-    """Rows of each step written to samples.jsonl, which the report shows: the responses to one prompt first, then others;
-    None writes all responses to one prompt and 4 others, 0 writes none."""
+    """Rows of each step written to samples.jsonl, which the report shows: those of one prompt first, then others; None
+    writes all responses to one prompt and 4 others, 0 writes none."""
     samples_interval: int = 10
     """Steps between the samples that tensorboard and wandb get, the first step's among them; 0 sends none."""
     project: str = "spmdrl"

@@ -73,7 +73,8 @@ def chart_figure(chart: Chart, index: int) -> str:
         f'data-pixels="{LEFT} {WIDTH - RIGHT} {TOP} {HEIGHT - BOTTOM} {WIDTH}">'
         f"<figcaption>{escape(chart.title)}{unit}</figcaption>{names}"
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(chart.title)}">'
-        f'<g class="axes">{_axes_svg(frame)}</g><svg class="plot" {PLOT}><g>{lines}</g></svg><line class="cross" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/></svg></figure>'
+        f'<g class="axes">{_axes_svg(frame)}</g><svg class="plot" {PLOT}><g>{lines}</g></svg>'
+        f'<line class="cross" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/></svg></figure>'
     )
 
 
