@@ -140,7 +140,7 @@ def test_a_worker_whose_guard_was_stopped_is_ended_with_all_that_it_started(tmp_
     ],
 )
 def test_processes_and_memory_are_limited_for_all_that_a_call_starts(kind, limit_gib, reason):
-    with RewardPool(config_of("poison", memory_limit_gib=limit_gib, timeout_seconds=20.0)) as pool:
+    with RewardPool(config_of("poison", memory_limit_gib=limit_gib, timeout_seconds=120.0)) as pool:
         result = scored(pool, kind)
         assert result.verdicts == [Verdict.CRASHED]
         assert result.error is not None and reason in result.error
