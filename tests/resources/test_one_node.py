@@ -14,7 +14,7 @@ LAUNCHERS = {
     "own": ["-m", "spmdrl.torchrun"],
 }
 # Kills a rank in its first life, in the middle of collectives, and writes what the second life adds up.
-PROGRAM = """
+PROGRAM = r"""
 import os, signal, sys
 import torch, torch.distributed as dist
 from spmdrl.resources.world import open_world
