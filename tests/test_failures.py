@@ -53,10 +53,11 @@ class Job:
         """The lines of its stderr."""
         return [line for line in self.errors.read_text().splitlines() if line.strip()]
 
-    def wait_for(self, condition: Callable[[], object], seconds: float = 60.0) -> None:
+    def wait_for(self, condition: Callable[[], object], seconds: float = 120.0) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
-            assert self.process.poll() is None and time.monotonic() < deadline, self.errors.read_text()[-3000:]
+            shown = self.screen.read_text()[-1500:] + self.errors.read_text()[-1500:]
+            assert self.process.poll() is None and time.monotonic() < deadline, shown
             time.sleep(0.02)
 
     def has_stepped(self) -> bool:
@@ -185,27 +186,31 @@ def test_nothing_is_left_after_kills_at_random_moments(tmp_path):
     config = tiny_config(tmp_path)
     (tmp_path / "reward.py").write_text(FAMILY)
     for number in range(NUM_KILLS):
-        draw = random.Random(number)
-        launcher = draw.choice([OURS, PLAIN])
-        with started(tmp_path, MODULE, str(config), *ENDLESS, "resume=never", launcher=launcher) as job:
-            # At any moment: of the start, with ranks or none, or of the steps.
-            if draw.random() < 0.3:
-                time.sleep(draw.uniform(0.0, 6.0))
-            else:
-                job.wait_for(job.has_stepped)
-                time.sleep(draw.uniform(0.0, 1.5))
-            kind, victim = draw.choice(victims(job))
-            sent = draw.choice([signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
-            print(f"kill {number}: {sent.name} to {kind} under {launcher}", flush=True)
-            signalled = time.monotonic()
-            os.kill(victim, sent)
-            if kind.startswith("reward"):
-                # The run may go on with another worker.
-                time.sleep(0.5)
-                os.kill(job.process.pid, signal.SIGKILL)
-            job.process.wait(60)
-            assert_nothing_is_left(job)
-            print(f"  gone after {time.monotonic() - signalled:.1f} s", flush=True)
+        kill_at_random(number, tmp_path, config)
+
+
+def kill_at_random(number: int, tmp_path: Path, config: Path) -> None:
+    draw = random.Random(number)
+    launcher = draw.choice([OURS, PLAIN])
+    with started(tmp_path, MODULE, str(config), *ENDLESS, "resume=never", launcher=launcher) as job:
+        # At any moment: of the start, with ranks or none, or of the steps.
+        if draw.random() < 0.3:
+            time.sleep(draw.uniform(0.0, 6.0))
+        else:
+            job.wait_for(job.has_stepped)
+            time.sleep(draw.uniform(0.0, 1.5))
+        kind, victim = draw.choice(victims(job))
+        sent = draw.choice([signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+        print(f"kill {number}: {sent.name} to {kind} under {launcher}", flush=True)
+        signalled = time.monotonic()
+        os.kill(victim, sent)
+        if kind.startswith("reward"):
+            # The run may go on with another worker.
+            time.sleep(0.5)
+            os.kill(job.process.pid, signal.SIGKILL)
+        job.process.wait(60)
+        assert_nothing_is_left(job)
+        print(f"  gone after {time.monotonic() - signalled:.1f} s", flush=True)
 
 
 def victims(job: Job) -> list[tuple[str, int]]:
