@@ -45,6 +45,7 @@ OVERRIDES = {
     "log.backends": ["log.backends=[jsonl]"],
     "reward.functions": ["reward.functions=[exact]"],
     "reward.weights": ["reward.weights=[2.0]"],
+    "resume": ["resume=never"],
 }
 # What both ranks need so that a key has a second value at all.
 SETTINGS = ([], ["model.make.family=deepseek_v3"], ["rollout.partial_max_rounds=2"], ["algo.rollout_is=tis"])

@@ -15,7 +15,7 @@ from spmdrl.engines.reward.supervisor import read_scores
 from spmdrl.engines.reward.verdict import Verdict
 
 POISONS = Path(__file__).with_name("poisons.py")
-TIMEOUT_SECONDS = 0.5
+TIMEOUT_SECONDS = 1.5
 
 
 def config_of(*functions: str, **settings) -> RewardConfig:
