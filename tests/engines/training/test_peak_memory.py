@@ -14,7 +14,6 @@ from spmdrl.engines.models.weights import WeightFiles, random_weights, write_wei
 from spmdrl.engines.training.engine import TrainingConfig, TrainingEngine
 from spmdrl.engines.training.optimizer import OptimConfig
 from spmdrl.resources.layout import UpdateLayout
-from spmdrl.resources.memory import return_large_blocks
 from spmdrl.resources.mesh import build_update_mesh
 from spmdrl.resources.world import World
 from tests.engines.training.tiny import CONFIG, make_engine, make_rows, weighted_nll
@@ -107,30 +106,3 @@ def test_no_rank_exceeds_its_share_and_one_unsharded_block(tmp_path: Path, monke
 
 
 # A tied embedding as large as all layers: its gradient is what an update with 16-bit copies has most of.
-TIED = replace(LARGE, vocab_size=48000, hidden_size=512, intermediate_size=1408, num_layers=6, num_heads=8,
-               num_kv_heads=8, tied_head=True)  # fmt: skip
-
-
-def _update_peak(world: World, dtype: torch.dtype) -> int:
-    """Bytes that an update takes beyond what is there between updates: the least of several, as the allocator scatters."""
-    return_large_blocks()
-    mesh = build_update_mesh(UpdateLayout(shard=1), world.device, world.rank)
-    engine = TrainingEngine(TIED, TrainingConfig(), OptimConfig(), mesh, world.device, compute_dtype=dtype)
-    engine.load(random_weights(TIED, seed=0))
-    engine.update(make_rows(num_rows=2), weighted_nll)
-    grown = []
-    for _ in range(4):
-        gc.collect()
-        before = _reset_peak()
-        engine.update(make_rows(num_rows=2), weighted_nll)
-        grown.append(_status("VmHWM") - before)
-    return min(grown)
-
-
-@pytest.mark.ranks
-@pytest.mark.slow
-def test_one_ranks_update_takes_no_more_memory_with_16_bit_copies_of_its_weights():
-    (narrow,) = run_ranks(1, _update_peak, torch.bfloat16, start_method="spawn")
-    (wide,) = run_ranks(1, _update_peak, torch.float32, start_method="spawn")
-    print(f"bfloat16 {narrow / MIB:.0f} MiB, float32 {wide / MIB:.0f} MiB")
-    assert narrow < 1.12 * wide
