@@ -243,12 +243,13 @@ def _refuse_alone(error: ConfigError, rank: int, others: LaunchEnvironment) -> i
     started = time.monotonic()
     if rank == 0:
         _refuse(error, rank)
+    is_said_by_rank_0 = False
     # Imported only now, since it brings torch with it.
     if others.world_size > 1 and "torch" in sys.modules:
         from spmdrl.resources.world import refuse_all
 
-        refuse_all(others, str(error))
-    if rank != 0:
+        is_said_by_rank_0 = refuse_all(others, str(error))
+    if rank != 0 and not is_said_by_rank_0:
         _let_the_first_rank_speak(rank, started)
         _refuse(error, rank)
     return 2

@@ -155,19 +155,25 @@ def _closed_at_end(gate: Gate | None) -> Iterator[None]:
             gate.close(wait_seconds=_LINGER_SECONDS)
 
 
-def refuse_all(launch: LaunchEnvironment, reason: str, network: Network | None = None) -> None:
+def refuse_all(launch: LaunchEnvironment, reason: str, network: Network | None = None) -> bool:
     """Have the other ranks, which wait for this one, end with the reason why it can't start.
 
+    Returns whether rank 0 ends the job with that reason, as it also does where it can't start for the same one.
     Once ranks have met, none waits: then the world's end says why. Several nodes share their secret in the run's
     folder: without a `network` that names it, other nodes only find this rank missing.
     """
     if launch.world_size == 1 or _has_met:
-        return
+        return False
     # Whatever happens here, the reason itself is what this rank ends with.
-    with contextlib.suppress(StartRefused, RuntimeError):
+    try:
         meeting = meet_at_store(launch, timedelta(seconds=_REFUSAL_SECONDS), network or Network())
         with _closed_at_end(meeting.gate):
             meet(meeting.store, launch, {}, timeout_seconds=_REFUSAL_SECONDS, refusal=reason)
+    except StartRefused as verdict:
+        return reason in str(verdict)
+    except RuntimeError:
+        pass
+    return False
 
 
 def make_deterministic() -> None:
