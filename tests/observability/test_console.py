@@ -6,6 +6,7 @@ import fcntl
 import io
 import os
 import re
+import select
 import struct
 import termios
 import time
@@ -121,7 +122,11 @@ def test_a_narrow_terminal_gets_narrow_lines():
         console.start(200, phase="grpo")
         console.step(12, METRICS)
         console.close()
-        shown = screen.read(65536).decode()
+        # A terminal hands out what was written in pieces.
+        pieces = []
+        while select.select([screen], [], [], 0.2)[0]:
+            pieces.append(screen.read(65536))
+        shown = b"".join(pieces).decode()
     [line] = re.findall(r"grpo step[^\r\n]*", shown)
     assert len(line) <= 76 and all(part in line for part in NEVER_LEAVING)
 

@@ -147,7 +147,7 @@ def test_a_run_says_by_what_command_where_when_and_of_which_source_it_was_made(t
     text = write_report(tmp_path).read_text()
     for name in ("Command", "Host", "Started"):
         assert re.search(f"<dt>{name}</dt><dd>.+?</dd>", text)
-    assert "<dd>1.2M parameters</dd>" in text and "pytest" in text
+    assert "<dd>1.2M parameters</dd>" in text
 
 
 def test_charts_that_are_zero_throughout_are_only_named(tmp_path: Path):

@@ -36,8 +36,9 @@ class Screen:
 
     @property
     def lines(self) -> list[str]:
-        """What a person reads: without empty lines, and without each redrawing of a progress bar."""
-        return [line.rstrip() for line in re.split(r"[\r\n]+", self.text) if line.strip() and "━" not in line]
+        """What a person reads in the end: of what was written over, the last; no empty lines and no progress bars."""
+        last = [line.rstrip("\r").rpartition("\r")[2].rstrip() for line in self.text.split("\n")]
+        return [line for line in last if line and "━" not in line]
 
 
 def typed(
@@ -77,6 +78,8 @@ def typed(
 
 
 def _take_terminal() -> None:
+    # What starts tests in the background ignores it, and that would be inherited.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 

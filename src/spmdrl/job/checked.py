@@ -60,7 +60,7 @@ def check_run(
     `prompts` take the place of the rows of `data.eval`. `launch` is another job than this one to check for.
     """
     is_here = launch is None
-    with start_up(), waiting("checking the data and rewards", enabled=read_launch_environment(os.environ).rank == 0):
+    with start_up(), waiting("checking settings and data", enabled=read_launch_environment(os.environ).rank == 0):
         config = loaded.value
         launch = launch or read_launch_environment(os.environ)
         layout = fit_update_layout(config.resources.update, launch.world_size)
