@@ -87,7 +87,8 @@ def test_a_poisoned_call_has_its_verdict_in_time_and_the_next_call_is_scored(poi
     scored(poisoned, "fine")  # a replacement that still starts is no part of the call's time
     start = time.monotonic()
     result = scored(poisoned, poison, poison)
-    assert time.monotonic() - start < TIMEOUT_SECONDS + 1
+    # A second after the deadline on a quiet machine; other workers may be busy.
+    assert time.monotonic() - start < TIMEOUT_SECONDS + 4
     assert result.verdicts == [verdict] * 2
     assert result.rewards == ([1.0, 1.0] if verdict is Verdict.SCORED else [None, None])
     assert (result.error is None) == (verdict is Verdict.SCORED)
