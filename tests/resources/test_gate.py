@@ -42,7 +42,7 @@ class Echo:
                 threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
 
     def _answer(self, connection: socket.socket) -> None:
-        with connection:
+        with connection, contextlib.suppress(ConnectionError):
             connection.sendall(self._greeting)
             while data := connection.recv(1 << 16):
                 self.received += data
