@@ -8,7 +8,7 @@ import os
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -157,6 +157,8 @@ def test_a_run_on_a_disk_that_fills_up_goes_on_and_what_it_leaves_is_sound(tmp_p
 
 def fill_for_some_steps(run: Path, disk: Path, num_free: int, said: list[str]) -> None:
     wait_for_step(run, 1)
+    # The step is logged before its checkpoint is begun.
+    wait_until((run / "checkpoints").is_dir)
     ballast = fill(disk, num_free)
     said.append("filled")
     # No log shows its progress meanwhile, but each save, though it fails, changes the folder that it writes into.
@@ -169,8 +171,14 @@ def fill_for_some_steps(run: Path, disk: Path, num_free: int, said: list[str]) -
 
 
 def wait_for_step(run: Path, step: int) -> None:
-    while not any(line.get("step") == step for line in read_jsonl(run / "metrics.jsonl")):
-        threading.Event().wait(0.01)
+    wait_until(lambda: any(line.get("step") == step for line in read_jsonl(run / "metrics.jsonl")))
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < deadline
+        threading.Event().wait(0.005)
 
 
 @pytest.mark.slow

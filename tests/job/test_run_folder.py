@@ -130,7 +130,7 @@ def test_a_second_job_in_a_folder_is_refused_on_all_its_ranks(tmp_path):
     )
     try:
         deadline = time.monotonic() + 90
-        while not (folder / "summary.json").exists():
+        while not (folder / "metrics.jsonl").exists():
             assert first.poll() is None and time.monotonic() < deadline
             time.sleep(0.05)
         before = (folder / "metrics.jsonl").read_bytes()
