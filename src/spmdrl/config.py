@@ -16,9 +16,9 @@ from spmdrl.dataflow.samples.transport import DockConfig
 from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.hf import ModelConfig
 from spmdrl.engines.reward.pool import RewardConfig
-from spmdrl.engines.training.checkpoint import CheckpointConfig
-from spmdrl.engines.training.engine import TrainingConfig
-from spmdrl.engines.training.optimizer import OptimConfig
+from spmdrl.engines.training.checkpoints.checkpoint import CheckpointConfig
+from spmdrl.engines.training.training_engine import TrainingConfig
+from spmdrl.engines.training.update.optimizer import OptimConfig
 from spmdrl.observability.log import LogConfig
 from spmdrl.observability.screen import safe_text
 from spmdrl.resources.layout import ResourcesConfig

@@ -15,8 +15,8 @@ from spmdrl.config import Config
 from spmdrl.configfile import ConfigError, LoadedConfig, start_up
 from spmdrl.dataflow.samples.prompts import Prompt, PromptSource, foreign_token
 from spmdrl.engines.models.tokenizer import ModelTokenizer
-from spmdrl.engines.training.engine import TrainingEngine, UpdateResult
-from spmdrl.engines.training.rows import LossTerms, MicroBatch, Scores, TokenRows
+from spmdrl.engines.training.batching.packed_rows import LossTerms, MicroBatch, Scores, TokenRows
+from spmdrl.engines.training.training_engine import TrainingEngine, UpdateResult
 from spmdrl.job.actor import Actor, ModelAlone, ModelSource, build_trainer, prepare_model
 from spmdrl.job.banner import banner
 from spmdrl.job.building import build_held_out, warn_of_end_of_turn

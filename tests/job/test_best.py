@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from tests.support.jobs import finished, metrics_of, run_job, tiny_config
 
 from spmdrl.config import load_config
-from spmdrl.engines.training.checkpoint import CheckpointConfig
+from spmdrl.engines.training.checkpoints.checkpoint import CheckpointConfig
 from spmdrl.job.best import BestStep, better_of, is_due_for_best, point_to, unknown_metric
 from spmdrl.job.model_card import model_card
 

@@ -15,10 +15,10 @@ import pytest
 import torch
 from tests.support.jobs import finished, launch_job, metrics_of, run_job, summary_of, tiny_config
 
-from spmdrl.engines.training.checkpoint import CheckpointConfig, CheckpointStore
-from spmdrl.engines.training.manifest import damage
-from spmdrl.engines.training.sharded_model import Shard
-from spmdrl.engines.training.state import write_shards
+from spmdrl.engines.training.checkpoints.checkpoint import CheckpointConfig, CheckpointStore
+from spmdrl.engines.training.checkpoints.manifest import damage
+from spmdrl.engines.training.checkpoints.trainer_state import write_shards
+from spmdrl.engines.training.sharding.sharded_model import Shard
 from spmdrl.job.evaluation import write_records
 from spmdrl.observability.jsonl import JsonlWriter, read_jsonl
 from spmdrl.observability.outage import going_on_without

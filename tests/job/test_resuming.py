@@ -9,8 +9,8 @@ import pytest
 
 from spmdrl.config import load_config
 from spmdrl.configfile import ConfigError
-from spmdrl.engines.training.checkpoint import CheckpointConfig, CheckpointStore
-from spmdrl.engines.training.manifest import MANIFEST
+from spmdrl.engines.training.checkpoints.checkpoint import CheckpointConfig, CheckpointStore
+from spmdrl.engines.training.checkpoints.manifest import MANIFEST
 from spmdrl.job.resuming import RUN_FILE, RunRecord, find_resume_point
 from spmdrl.resources.device import Device
 from spmdrl.resources.launch import read_launch_environment

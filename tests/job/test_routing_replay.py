@@ -23,8 +23,8 @@ from spmdrl.engines.generation.native import NativeEngine
 from spmdrl.engines.generation.protocol import SamplingParams
 from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.moe import MoeConfig
-from spmdrl.engines.training.engine import OptimConfig, TrainingConfig, TrainingEngine
-from spmdrl.engines.training.routing import RoutingConfig
+from spmdrl.engines.training.routing.routers import RoutingConfig
+from spmdrl.engines.training.training_engine import OptimConfig, TrainingConfig, TrainingEngine
 from spmdrl.job.checked import check_run, states_of
 from spmdrl.observability.metrics import Recorder
 from spmdrl.resources.layout import UpdateLayout

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from tests.support.jobs import environment, finished, job_command, launch_job, run_job, summary_of, tiny_config
 
-from spmdrl.engines.training.manifest import Manifest, describe_file, read_manifest
+from spmdrl.engines.training.checkpoints.manifest import Manifest, describe_file, read_manifest
 from spmdrl.observability.holder import held
 
 SLOW_REWARD = """

@@ -17,9 +17,9 @@ from spmdrl.engines.generation.native import NativeEngine
 from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.weights import random_weights
-from spmdrl.engines.training.engine import TrainingConfig, TrainingEngine
-from spmdrl.engines.training.optimizer import OptimConfig
-from spmdrl.engines.training.rows import LossTerms, TokenRows
+from spmdrl.engines.training.batching.packed_rows import LossTerms, TokenRows
+from spmdrl.engines.training.training_engine import TrainingConfig, TrainingEngine
+from spmdrl.engines.training.update.optimizer import OptimConfig
 from spmdrl.job.switching import Switching
 from spmdrl.observability.metrics import Recorder, encode, merge
 from spmdrl.observability.timeline import Timeline, TimelineRecords, read_timeline

@@ -13,8 +13,8 @@ from spmdrl.engines.models.latent import LatentConfig
 from spmdrl.engines.models.moe import MoeConfig
 from spmdrl.engines.models.rope import Llama3Scaling, YarnScaling
 from spmdrl.engines.models.weights import random_weights
-from spmdrl.engines.training.optimizer import OptimConfig
-from spmdrl.engines.training.rows import LossTerms, MicroBatch, Scores, TokenRows
+from spmdrl.engines.training.batching.packed_rows import LossTerms, MicroBatch, Scores, TokenRows
+from spmdrl.engines.training.update.optimizer import OptimConfig
 from spmdrl.resources.layout import UpdateLayout
 from spmdrl.types import WeightSlice, offsets_of, whole_slice
 

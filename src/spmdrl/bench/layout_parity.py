@@ -23,8 +23,8 @@ from spmdrl.bench.layout_models import (
 )
 from spmdrl.bench.traffic import Traffic, axes_of_groups
 from spmdrl.engines.models.decoder import DecoderConfig
-from spmdrl.engines.training.engine import TrainingConfig, TrainingEngine
-from spmdrl.engines.training.sharded_model import Shard
+from spmdrl.engines.training.sharding.sharded_model import Shard
+from spmdrl.engines.training.training_engine import TrainingConfig, TrainingEngine
 from spmdrl.resources.device import Device
 from spmdrl.resources.mesh import UpdateMesh
 from spmdrl.types import whole_slice

@@ -15,7 +15,7 @@ from typing import get_args
 from spmdrl.bench.layout_models import MODELS
 from spmdrl.bench.layout_ranks import Case, run_cases
 from spmdrl.bench.table import BenchTable
-from spmdrl.engines.training.parallelize import check_layout
+from spmdrl.engines.training.sharding.parallelize import check_layout
 from spmdrl.resources.layout import ContextKind, UpdateLayout, fit_update_layout
 
 LARGEST_ERROR = 1e-5

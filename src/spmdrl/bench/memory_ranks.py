@@ -23,9 +23,9 @@ from spmdrl.engines.generation.protocol import Request, SamplingParams
 from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.weights import random_weights
-from spmdrl.engines.training.engine import TrainingConfig, TrainingEngine
-from spmdrl.engines.training.optimizer import OptimConfig
-from spmdrl.engines.training.rows import LossTerms, MicroBatch, Scores, TokenRows
+from spmdrl.engines.training.batching.packed_rows import LossTerms, MicroBatch, Scores, TokenRows
+from spmdrl.engines.training.training_engine import TrainingConfig, TrainingEngine
+from spmdrl.engines.training.update.optimizer import OptimConfig
 from spmdrl.resources.layout import UpdateLayout
 from spmdrl.resources.memory import MemoryLedger, release_to_system, resident_bytes
 from spmdrl.resources.mesh import build_update_mesh

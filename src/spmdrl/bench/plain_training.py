@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spmdrl.engines.training.optimizer import OptimConfig
-from spmdrl.engines.training.rows import TokenRows
+from spmdrl.engines.training.batching.packed_rows import TokenRows
+from spmdrl.engines.training.update.optimizer import OptimConfig
 from spmdrl.resources.device import Device
 
 _NO_TARGET = -100

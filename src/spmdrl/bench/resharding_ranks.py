@@ -27,8 +27,8 @@ from spmdrl.engines.generation.native import NativeEngine
 from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.weights import random_weights
-from spmdrl.engines.training.engine import TrainingConfig, TrainingEngine
-from spmdrl.engines.training.optimizer import OptimConfig
+from spmdrl.engines.training.training_engine import TrainingConfig, TrainingEngine
+from spmdrl.engines.training.update.optimizer import OptimConfig
 from spmdrl.resources.collectives import barrier, gather_bytes
 from spmdrl.resources.layout import UpdateLayout, fit_update_layout
 from spmdrl.resources.memory import MemoryLedger, release_to_system, resident_bytes

@@ -26,10 +26,10 @@ from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf import hf_config_dict, read_config
 from spmdrl.engines.models.weight_check import open_weights
 from spmdrl.engines.models.weights import random_weights, write_weights
-from spmdrl.engines.training.engine import TrainingConfig, TrainingEngine
-from spmdrl.engines.training.microbatch import RowCost
-from spmdrl.engines.training.optimizer import OptimConfig
-from spmdrl.engines.training.rows import LossTerms, MicroBatch, Scores, TokenRows
+from spmdrl.engines.training.batching.microbatch import RowCost
+from spmdrl.engines.training.batching.packed_rows import LossTerms, MicroBatch, Scores, TokenRows
+from spmdrl.engines.training.training_engine import TrainingConfig, TrainingEngine
+from spmdrl.engines.training.update.optimizer import OptimConfig
 from spmdrl.resources.device import Device
 from spmdrl.resources.layout import UpdateLayout, fit_update_layout
 from spmdrl.resources.mesh import build_update_mesh

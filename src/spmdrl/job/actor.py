@@ -15,10 +15,15 @@ from spmdrl.engines.models.making import decoder_config, make_model_folder
 from spmdrl.engines.models.tokenizer import TOKENIZER_FILES
 from spmdrl.engines.models.weight_check import open_weights
 from spmdrl.engines.models.weights import WeightFiles, write_weights
-from spmdrl.engines.training.engine import TrainingEngine
-from spmdrl.engines.training.manifest import damage, step_folder_name, steps_in
-from spmdrl.engines.training.optimizer import OptimConfig
-from spmdrl.engines.training.state import ShardFiles, load_trainer_state, trainer_state, write_shards
+from spmdrl.engines.training.checkpoints.manifest import damage, step_folder_name, steps_in
+from spmdrl.engines.training.checkpoints.trainer_state import (
+    ShardFiles,
+    load_trainer_state,
+    trainer_state,
+    write_shards,
+)
+from spmdrl.engines.training.training_engine import TrainingEngine
+from spmdrl.engines.training.update.optimizer import OptimConfig
 from spmdrl.job.run_folder import on_main
 from spmdrl.observability.outage import warn
 from spmdrl.resources.collectives import barrier

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from spmdrl.engines.training.checkpoint import CheckpointConfig
-from spmdrl.engines.training.manifest import step_folder_name
+from spmdrl.engines.training.checkpoints.checkpoint import CheckpointConfig
+from spmdrl.engines.training.checkpoints.manifest import step_folder_name
 
 LINK = "best"
 _EVALUATIONS = "eval/"

@@ -26,8 +26,8 @@ from spmdrl.engines.generation.lockstep import Lockstep
 from spmdrl.engines.generation.replay import ReplayEngine
 from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.engines.reward.pool import RewardPool
-from spmdrl.engines.training.checkpoint import WRITE_FAILURES
-from spmdrl.engines.training.engine import TrainingEngine
+from spmdrl.engines.training.checkpoints.checkpoint import WRITE_FAILURES
+from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.job.actor import Actor, ModelSource
 from spmdrl.job.checked import CheckedRun, agreement_of
 from spmdrl.job.evaluation import Evaluator, evaluation_sampling

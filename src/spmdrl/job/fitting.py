@@ -12,8 +12,8 @@ from spmdrl.engines.models.hf import ignored_attn_factor, read_config
 from spmdrl.engines.models.making import decoder_config
 from spmdrl.engines.parallel.expert_parallel import check_expert_parallel
 from spmdrl.engines.parallel.tensor_parallel import check_tensor_parallel
-from spmdrl.engines.training.parallelize import check_layout
-from spmdrl.engines.training.routing import check_routing
+from spmdrl.engines.training.routing.routers import check_routing
+from spmdrl.engines.training.sharding.parallelize import check_layout
 from spmdrl.resources.layout import UpdateLayout
 
 # Their backward passes come in two halves, each of which would run every layer again.

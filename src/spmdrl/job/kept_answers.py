@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from spmdrl.engines.training.manifest import sync_file
+from spmdrl.engines.training.checkpoints.manifest import sync_file
 from spmdrl.resources.collectives import barrier, gather_bytes
 from spmdrl.resources.world import World
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from spmdrl.config import Config
-from spmdrl.engines.training.checkpoint import CheckpointStore
-from spmdrl.engines.training.manifest import damage, read_manifest
+from spmdrl.engines.training.checkpoints.checkpoint import CheckpointStore
+from spmdrl.engines.training.checkpoints.manifest import damage, read_manifest
 from spmdrl.job.actor import MODEL
 from spmdrl.job.best import BestStep
 from spmdrl.job.identity import ROWS

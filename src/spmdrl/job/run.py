@@ -12,7 +12,7 @@ import yaml
 
 from spmdrl.config import Config
 from spmdrl.dataflow.samples.rows import SourceRows
-from spmdrl.engines.training.checkpoint import CheckpointStore
+from spmdrl.engines.training.checkpoints.checkpoint import CheckpointStore
 from spmdrl.job.actor import CHECKPOINTS, MODEL, ModelSource, newest_model
 from spmdrl.job.best import LINK, BestStep, better_of, is_due_for_best, point_to, unknown_metric
 from spmdrl.job.config_changes import RESOLVED_CONFIG, changed_settings, resolved_config_until

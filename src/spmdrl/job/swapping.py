@@ -11,7 +11,7 @@ from spmdrl.config import Config
 from spmdrl.dataflow.resharding.residence import Residence, StateBytes
 from spmdrl.dataflow.resharding.swap import storage_bytes
 from spmdrl.engines.generation.protocol import GenerationEngine
-from spmdrl.engines.training.engine import TrainingEngine
+from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.job.replica import Replica
 from spmdrl.job.run import Run
 from spmdrl.observability.outage import going_on_without

@@ -11,7 +11,7 @@ from spmdrl.dataflow.resharding.plan import Shapes
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.latent import LatentConfig
 from spmdrl.engines.models.moe import MoeConfig
-from spmdrl.engines.training.parallelize import check_layout
+from spmdrl.engines.training.sharding.parallelize import check_layout
 from spmdrl.resources.layout import GenerationLayout, UpdateLayout, fit_update_layout
 from spmdrl.types import WeightSlice
 

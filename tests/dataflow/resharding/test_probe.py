@@ -15,7 +15,7 @@ from torch import Tensor
 
 from spmdrl.dataflow.resharding.gather import ReshardConfig
 from spmdrl.dataflow.resharding.probe import Probe, default_tolerance, probe_rows
-from spmdrl.engines.training.rows import Scores, TokenRows
+from spmdrl.engines.training.batching.packed_rows import Scores, TokenRows
 from spmdrl.resources.world import World
 from tests.support.ranks import run_ranks
 

@@ -21,8 +21,8 @@ from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.latent import LatentConfig
 from spmdrl.engines.models.moe import MoeConfig
 from spmdrl.engines.models.weights import random_weights
-from spmdrl.engines.training.engine import TrainingConfig, TrainingEngine
-from spmdrl.engines.training.optimizer import OptimConfig
+from spmdrl.engines.training.training_engine import TrainingConfig, TrainingEngine
+from spmdrl.engines.training.update.optimizer import OptimConfig
 from spmdrl.resources.layout import GenerationLayout, UpdateLayout, check_generation_layout, fit_update_layout
 from spmdrl.resources.memory import MemoryLedger
 from spmdrl.resources.mesh import GenerationMesh, build_generation_mesh, build_update_mesh

@@ -17,7 +17,7 @@ from spmdrl.dataflow.samples.balance import (
     deal_groups,
     homes_of_groups,
 )
-from spmdrl.engines.training.microbatch import RowCost, fewest_microbatches
+from spmdrl.engines.training.batching.microbatch import RowCost, fewest_microbatches
 
 GROUP_SIZE = 3
 COST = TokenCost()

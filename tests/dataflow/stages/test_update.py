@@ -16,7 +16,7 @@ from spmdrl.algorithms.grpo import Grpo
 from spmdrl.dataflow.stages.rows import token_rows
 from spmdrl.dataflow.stages.shown import ShownRows
 from spmdrl.dataflow.stages.update import UpdatePlan, UpdateStage
-from spmdrl.engines.training.engine import TrainingConfig, TrainingEngine
+from spmdrl.engines.training.training_engine import TrainingConfig, TrainingEngine
 from spmdrl.observability.metrics import Recorder, encode, merge
 from spmdrl.resources.collectives import gather_bytes
 from spmdrl.resources.layout import UpdateLayout, fit_update_layout

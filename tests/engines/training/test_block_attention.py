@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from spmdrl.engines.training.block_attention import attend_rows, attend_rows_backward
-from spmdrl.engines.training.block_kernels import CPU_FLASH, PaddedBlock, plain_kernel
-from spmdrl.engines.training.row_pairs import RowPairs
+from spmdrl.engines.training.context.block_attention import attend_rows, attend_rows_backward
+from spmdrl.engines.training.context.block_kernels import CPU_FLASH, PaddedBlock, plain_kernel
+from spmdrl.engines.training.context.row_pairs import RowPairs
 
 CPU = torch.device("cpu")
 CASES = {

@@ -7,8 +7,8 @@ import json
 import pytest
 from safetensors import SafetensorError
 
-from spmdrl.engines.training.checkpoint import CheckpointConfig, CheckpointStore
-from spmdrl.engines.training.manifest import MANIFEST, damage
+from spmdrl.engines.training.checkpoints.checkpoint import CheckpointConfig, CheckpointStore
+from spmdrl.engines.training.checkpoints.manifest import MANIFEST, damage
 
 
 def store_in(folder, **config):

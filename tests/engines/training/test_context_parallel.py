@@ -11,10 +11,10 @@ from torch import Tensor
 
 from spmdrl.engines.models.attention import PackedCausalAttention
 from spmdrl.engines.models.decoder import Decoder
-from spmdrl.engines.training.context_parallel import attention_of, check_context_parallel
-from spmdrl.engines.training.local_tokens import LocalTokens, local_tokens
-from spmdrl.engines.training.placement import Placement, place_tokens, placed_size
-from spmdrl.engines.training.rows import TokenRows, to_microbatch
+from spmdrl.engines.training.batching.packed_rows import TokenRows, to_microbatch
+from spmdrl.engines.training.context.context_parallel import attention_of, check_context_parallel
+from spmdrl.engines.training.context.local_tokens import LocalTokens, local_tokens
+from spmdrl.engines.training.context.token_placement import Placement, place_tokens, placed_size
 from spmdrl.resources.layout import ContextKind
 from spmdrl.resources.mesh import Axis
 from spmdrl.resources.world import World

@@ -6,9 +6,14 @@ import math
 import pytest
 import torch
 
-from spmdrl.engines.training.engine import TrainingConfig, TrainingEngine
-from spmdrl.engines.training.rows import LossTerms, MicroBatch, Scores
-from spmdrl.engines.training.state import ShardFiles, load_trainer_state, trainer_state, write_shards
+from spmdrl.engines.training.batching.packed_rows import LossTerms, MicroBatch, Scores
+from spmdrl.engines.training.checkpoints.trainer_state import (
+    ShardFiles,
+    load_trainer_state,
+    trainer_state,
+    write_shards,
+)
+from spmdrl.engines.training.training_engine import TrainingConfig, TrainingEngine
 from tests.engines.training.tiny import (
     CONFIG,
     OPTIM,

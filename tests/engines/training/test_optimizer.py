@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from spmdrl.engines.training.optimizer import OptimConfig, clip_gradients, learning_rate, squared_norm
-from spmdrl.engines.training.sharded_model import rows_held
+from spmdrl.engines.training.sharding.sharded_model import rows_held
+from spmdrl.engines.training.update.optimizer import OptimConfig, clip_gradients, learning_rate, squared_norm
 
 
 def rates(config: OptimConfig, num_steps: int) -> list[float]:

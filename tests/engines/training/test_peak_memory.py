@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from spmdrl.engines.models.weights import WeightFiles, random_weights, write_weights
-from spmdrl.engines.training.engine import TrainingConfig, TrainingEngine
-from spmdrl.engines.training.optimizer import OptimConfig
+from spmdrl.engines.training.training_engine import TrainingConfig, TrainingEngine
+from spmdrl.engines.training.update.optimizer import OptimConfig
 from spmdrl.resources.layout import UpdateLayout
 from spmdrl.resources.mesh import build_update_mesh
 from spmdrl.resources.world import World

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spmdrl.engines.models.attention import PackedCausalAttention
-from spmdrl.engines.training.local_tokens import local_tokens, own_predictions
-from spmdrl.engines.training.placement import Placement, place_tokens, placed_size
-from spmdrl.engines.training.rows import TokenRows, to_microbatch
+from spmdrl.engines.training.batching.packed_rows import TokenRows, to_microbatch
+from spmdrl.engines.training.context.local_tokens import local_tokens, own_predictions
+from spmdrl.engines.training.context.token_placement import Placement, place_tokens, placed_size
 from spmdrl.types import offsets_of
 from tests.engines.training.tiny import axis_of
 

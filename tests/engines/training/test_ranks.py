@@ -9,9 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from spmdrl.engines.training.engine import TrainingEngine, UpdateResult
-from spmdrl.engines.training.rows import LossTerms, MicroBatch, Scores, TokenRows
-from spmdrl.engines.training.state import ShardFiles, load_trainer_state, trainer_state, write_shards
+from spmdrl.engines.training.batching.packed_rows import LossTerms, MicroBatch, Scores, TokenRows
+from spmdrl.engines.training.checkpoints.trainer_state import (
+    ShardFiles,
+    load_trainer_state,
+    trainer_state,
+    write_shards,
+)
+from spmdrl.engines.training.training_engine import TrainingEngine, UpdateResult
 from spmdrl.resources.collectives import barrier
 from spmdrl.resources.layout import UpdateLayout
 from spmdrl.resources.world import World

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from spmdrl.engines.models.moe import MoeConfig
 from spmdrl.engines.models.weights import random_weights
-from spmdrl.engines.training.engine import Recompute, TrainingConfig, TrainingEngine
-from spmdrl.engines.training.optimizer import OptimConfig
+from spmdrl.engines.training.training_engine import Recompute, TrainingConfig, TrainingEngine
+from spmdrl.engines.training.update.optimizer import OptimConfig
 from spmdrl.resources.layout import UpdateLayout
 from spmdrl.resources.mesh import build_update_mesh
 from spmdrl.resources.world import World

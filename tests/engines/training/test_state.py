@@ -14,8 +14,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from spmdrl.engines.models.weights import random_weights
-from spmdrl.engines.training.engine import TrainingConfig, TrainingEngine
-from spmdrl.engines.training.state import ShardFiles, load_trainer_state, trainer_state, write_shards
+from spmdrl.engines.training.checkpoints.trainer_state import (
+    ShardFiles,
+    load_trainer_state,
+    trainer_state,
+    write_shards,
+)
+from spmdrl.engines.training.training_engine import TrainingConfig, TrainingEngine
 from spmdrl.resources.layout import UpdateLayout, fit_update_layout
 from spmdrl.resources.mesh import build_update_mesh
 from spmdrl.resources.world import World

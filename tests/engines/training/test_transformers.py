@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from spmdrl.engines.training.optimizer import learning_rate
+from spmdrl.engines.training.update.optimizer import learning_rate
 from tests.engines.training.tiny import (
     CONFIG,
     OPTIM,

@@ -13,8 +13,8 @@ from spmdrl.engines.models.decoder import Decoder, DecoderConfig
 from spmdrl.engines.models.latent import LatentConfig
 from spmdrl.engines.models.moe import MoeConfig
 from spmdrl.engines.parallel.parts import Parts
-from spmdrl.engines.training.engine import OptimConfig, TrainingConfig, TrainingEngine
-from spmdrl.engines.training.rows import LossTerms, MicroBatch, Scores, TokenRows
+from spmdrl.engines.training.batching.packed_rows import LossTerms, MicroBatch, Scores, TokenRows
+from spmdrl.engines.training.training_engine import OptimConfig, TrainingConfig, TrainingEngine
 from spmdrl.resources.layout import UpdateLayout, fit_update_layout
 from spmdrl.resources.mesh import Axis, build_update_mesh
 from spmdrl.resources.world import World

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from spmdrl.engines.models.decoder import Decoder, DecoderConfig, LayerSpan
-from spmdrl.engines.training.pipeline_layout import layer_spans, stage_ranks
-from spmdrl.engines.training.sharded_model import rows_held
+from spmdrl.engines.training.pipeline.assignment import layer_spans, stage_ranks
+from spmdrl.engines.training.sharding.sharded_model import rows_held
 from spmdrl.resources.layout import GenerationLayout, UpdateLayout
 from spmdrl.types import WeightSlice
 

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from spmdrl.engines.training.rows import Scores, TokenRows
+from spmdrl.engines.training.batching.packed_rows import Scores, TokenRows
 from spmdrl.resources.collectives import max_over
 from spmdrl.types import offsets_of
 

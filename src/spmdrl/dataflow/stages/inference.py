@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from spmdrl.dataflow.samples.dock import Samples
 from spmdrl.dataflow.stages.rows import replayed_columns, token_rows
-from spmdrl.engines.training.engine import TrainingEngine
+from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.types import Batch, WorkerState
 
 Presence = Callable[[], AbstractContextManager[None]]

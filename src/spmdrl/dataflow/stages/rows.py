@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from spmdrl.engines.models.decoder import DecoderConfig
-from spmdrl.engines.training.routing import RoutingConfig, experts_of_rows
-from spmdrl.engines.training.rows import TokenRows
+from spmdrl.engines.training.batching.packed_rows import TokenRows
+from spmdrl.engines.training.routing.routers import RoutingConfig, experts_of_rows
 from spmdrl.types import Batch, offsets_of
 
 ROUTED_EXPERTS = "routed_experts"

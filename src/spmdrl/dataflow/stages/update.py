@@ -20,8 +20,8 @@ from spmdrl.dataflow.stages.parity import (
 )
 from spmdrl.dataflow.stages.rows import replayed_columns, token_rows
 from spmdrl.dataflow.stages.shown import SHOWN, ShownRows
-from spmdrl.engines.training.engine import TrainingEngine, UpdateResult
-from spmdrl.engines.training.rows import LossTerms, MicroBatch, Scores
+from spmdrl.engines.training.batching.packed_rows import LossTerms, MicroBatch, Scores
+from spmdrl.engines.training.training_engine import TrainingEngine, UpdateResult
 from spmdrl.observability.metrics import Recorder
 from spmdrl.types import Batch, LossScope, TokenLoss, TokenTerms, WorkerState
 

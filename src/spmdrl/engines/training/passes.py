@@ -12,14 +12,14 @@ from torch import Tensor
 from spmdrl.engines.models.decoder import Decoder
 from spmdrl.engines.models.kernels.invariant import LEAST_ROWS
 from spmdrl.engines.parallel.vocabulary import VocabularyPart
+from spmdrl.engines.training.batching.microbatch import dummy_rows
+from spmdrl.engines.training.batching.packed_rows import MicroBatch, Rating, Scores, TokenRows, Values, to_microbatch
+from spmdrl.engines.training.context.local_tokens import LocalTokens, local_tokens
+from spmdrl.engines.training.context.token_placement import place_tokens, placed_size
 from spmdrl.engines.training.heads import LogprobHead, TokenHead, ValueHead
-from spmdrl.engines.training.local_tokens import LocalTokens, local_tokens
-from spmdrl.engines.training.microbatch import dummy_rows
-from spmdrl.engines.training.pipeline_parallel import PipelineRunner
-from spmdrl.engines.training.placement import place_tokens, placed_size
-from spmdrl.engines.training.routing import RecordingRoute, RoutedTokens, RoutingScope
-from spmdrl.engines.training.rows import MicroBatch, Rating, Scores, TokenRows, Values, to_microbatch
-from spmdrl.engines.training.sharded_model import ShardedModel
+from spmdrl.engines.training.pipeline.pipeline_runner import PipelineRunner
+from spmdrl.engines.training.routing.routers import RecordingRoute, RoutedTokens, RoutingScope
+from spmdrl.engines.training.sharding.sharded_model import ShardedModel
 from spmdrl.resources.device import Device
 
 Finish = Callable[["Work", "Scores | Values"], Tensor]

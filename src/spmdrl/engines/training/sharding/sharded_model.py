@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from spmdrl.engines.models.decoder import Decoder, DecoderConfig
 from spmdrl.engines.models.hf import parameter_shapes
 from spmdrl.engines.parallel.parts import Parts
-from spmdrl.engines.training.gradient_sync import is_first
+from spmdrl.engines.training.sharding.gradient_sync import is_first
 from spmdrl.resources.collectives import sum_over
 from spmdrl.resources.mesh import UpdateMesh
 from spmdrl.types import WeightSlice

@@ -12,19 +12,19 @@ from torch import Tensor
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.weights import WeightSource
 from spmdrl.engines.parallel.axis_collectives import max_across, sum_across
-from spmdrl.engines.training.microbatch import (
+from spmdrl.engines.training.batching.microbatch import (
     DEFAULT_TOKENS_PER_MICROBATCH,
     DEFAULT_TOKENS_PER_MICROBATCH_ON_CPU,
     RowCost,
     plan_microbatches,
 )
-from spmdrl.engines.training.optimizer import OptimConfig
-from spmdrl.engines.training.parallelize import Precision, build_sharded_model, check_layout
+from spmdrl.engines.training.batching.packed_rows import LossFunction, Rating, Scores, TokenRows, Values
 from spmdrl.engines.training.passes import Passes, Work
-from spmdrl.engines.training.routing import RoutingConfig, RoutingScope
-from spmdrl.engines.training.rows import LossFunction, Rating, Scores, TokenRows, Values
-from spmdrl.engines.training.sharded_model import Shard
-from spmdrl.engines.training.updater import Accumulated, Updater, UpdateResult
+from spmdrl.engines.training.routing.routers import RoutingConfig, RoutingScope
+from spmdrl.engines.training.sharding.parallelize import Precision, build_sharded_model, check_layout
+from spmdrl.engines.training.sharding.sharded_model import Shard
+from spmdrl.engines.training.update.optimizer import OptimConfig
+from spmdrl.engines.training.update.updater import Accumulated, Updater, UpdateResult
 from spmdrl.resources.device import Device
 from spmdrl.resources.mesh import UpdateMesh
 

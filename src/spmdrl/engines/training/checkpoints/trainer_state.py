@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from spmdrl.engines.models.hf import parameter_shapes
-from spmdrl.engines.training.engine import TrainingEngine
-from spmdrl.engines.training.sharded_model import Shard
+from spmdrl.engines.training.sharding.sharded_model import Shard
+from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.types import WeightSlice
 
 STEP = WeightSlice("step", (), ())

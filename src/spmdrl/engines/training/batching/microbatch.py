@@ -12,8 +12,8 @@ import torch
 
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.moe import MoeConfig
-from spmdrl.engines.training.differencing import largest_differencing
-from spmdrl.engines.training.rows import TokenRows
+from spmdrl.engines.training.batching.differencing import largest_differencing
+from spmdrl.engines.training.batching.packed_rows import TokenRows
 
 DEFAULT_TOKENS_PER_MICROBATCH = 16384
 # A CPU's activations should stay near its caches: with the larger default an update took 1.8 times as long.

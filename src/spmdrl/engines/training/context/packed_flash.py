@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from spmdrl.engines.training.row_pairs import RowPairs
+from spmdrl.engines.training.context.row_pairs import RowPairs
 
 _LARGEST_HEAD_SIZE = 256
 

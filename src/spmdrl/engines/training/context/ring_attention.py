@@ -25,8 +25,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from spmdrl.engines.parallel.axis_collectives import RingShift
-from spmdrl.engines.training.block_attention import Inputs, attend_rows, attend_rows_backward
-from spmdrl.engines.training.row_pairs import Places, RowPairs, as_places
+from spmdrl.engines.training.context.block_attention import Inputs, attend_rows, attend_rows_backward
+from spmdrl.engines.training.context.row_pairs import Places, RowPairs, as_places
 from spmdrl.resources.mesh import Axis
 from spmdrl.types import offsets_of
 

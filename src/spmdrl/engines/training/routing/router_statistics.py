@@ -14,7 +14,7 @@ from torch import Tensor
 from spmdrl.engines.models.decoder import Decoder, DecoderConfig
 from spmdrl.engines.models.moe import SparseFeedForward
 from spmdrl.engines.parallel.axis_collectives import max_across, sum_across
-from spmdrl.engines.training.routing import RecordingRoute, RoutingConfig, sparse_layers
+from spmdrl.engines.training.routing.routers import RecordingRoute, RoutingConfig, sparse_layers
 from spmdrl.resources.mesh import UpdateMesh
 
 

@@ -14,8 +14,8 @@ from spmdrl.engines.models.attention import PackedCausalAttention
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.layers import Attend
 from spmdrl.engines.parallel.axis_collectives import exchange_rows
-from spmdrl.engines.training.placement import Placement
-from spmdrl.engines.training.ring_attention import RingAttention
+from spmdrl.engines.training.context.ring_attention import RingAttention
+from spmdrl.engines.training.context.token_placement import Placement
 from spmdrl.resources.layout import ContextKind
 from spmdrl.resources.mesh import Axis
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from spmdrl.engines.training.rows import LossTerms
+from spmdrl.engines.training.batching.packed_rows import LossTerms
 from spmdrl.resources.collectives import gather_bytes
 
 

@@ -16,7 +16,7 @@ from typing import Literal
 
 from safetensors import SafetensorError
 
-from spmdrl.engines.training.manifest import (
+from spmdrl.engines.training.checkpoints.manifest import (
     MANIFEST,
     FileEntry,
     Manifest,

@@ -28,14 +28,14 @@ from torch.distributed.tensor import DTensor
 
 from spmdrl.engines.models.decoder import Decoder
 from spmdrl.engines.parallel.axis_collectives import sum_across
-from spmdrl.engines.training.pipeline_layout import (
+from spmdrl.engines.training.pipeline.assignment import (
     forward_order,
     layer_spans,
     microbatch_count,
     stage_numbers,
     stage_ranks,
 )
-from spmdrl.engines.training.pipeline_stage import Compute, NumberedStage, StageTask
+from spmdrl.engines.training.pipeline.stage_module import Compute, NumberedStage, StageTask
 from spmdrl.resources.layout import UpdateLayout
 from spmdrl.resources.mesh import Axis
 

@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spmdrl.engines.training.block_kernels import PaddedBlock, padded_kernel
-from spmdrl.engines.training.packed_flash import packed_flash_backward, packed_flash_forward, runs_packed_flash
-from spmdrl.engines.training.row_pairs import PaddedGroup, PaddedSide, Places, RowPairs
+from spmdrl.engines.training.context.block_kernels import PaddedBlock, padded_kernel
+from spmdrl.engines.training.context.packed_flash import packed_flash_backward, packed_flash_forward, runs_packed_flash
+from spmdrl.engines.training.context.row_pairs import PaddedGroup, PaddedSide, Places, RowPairs
 
 Inputs = tuple[Tensor, Tensor, Tensor]
 """Queries [T, H, K], keys [S, J, K] and values [S, J, V]."""

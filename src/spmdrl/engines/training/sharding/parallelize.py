@@ -21,9 +21,9 @@ from spmdrl.engines.models.moe import Experts
 from spmdrl.engines.parallel.expert_parallel import apply_expert_parallel, check_expert_parallel
 from spmdrl.engines.parallel.parts import Parts
 from spmdrl.engines.parallel.tensor_parallel import apply_tensor_parallel, check_tensor_parallel
-from spmdrl.engines.training.context_parallel import check_context_parallel
-from spmdrl.engines.training.pipeline_layout import check_pipeline, layer_spans, stage_numbers
-from spmdrl.engines.training.sharded_model import ShardedModel
+from spmdrl.engines.training.context.context_parallel import check_context_parallel
+from spmdrl.engines.training.pipeline.assignment import check_pipeline, layer_spans, stage_numbers
+from spmdrl.engines.training.sharding.sharded_model import ShardedModel
 from spmdrl.resources.layout import UpdateLayout
 from spmdrl.resources.mesh import UpdateMesh
 

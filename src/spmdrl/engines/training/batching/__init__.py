@@ -1,0 +1,1 @@
+"""Packed rows in, micro-batches of nearly equal cost out."""

@@ -1,0 +1,1 @@
+"""Checkpoints of a training engine: complete folders in the Hugging Face layout, checked by their manifests."""

@@ -1,0 +1,1 @@
+"""One optimizer step: gradients added up over micro-batches, totals over ranks, AdamW over shards."""
