@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from spmdrl.engines.generation.native import NativeEngine
+from spmdrl.engines.generation.native.native_engine import NativeEngine
 from spmdrl.engines.generation.protocol import Request, Response, SamplingParams
 from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.decoder import Decoder, DecoderConfig

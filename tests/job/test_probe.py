@@ -14,7 +14,7 @@ from tests.support.ranks import run_ranks
 from spmdrl.dataflow.resharding.flow import ReshardingFlow
 from spmdrl.dataflow.resharding.gather import ReshardConfig
 from spmdrl.dataflow.resharding.probe import Probe
-from spmdrl.engines.generation.native import NativeEngine
+from spmdrl.engines.generation.native.native_engine import NativeEngine
 from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.weights import random_weights

@@ -18,8 +18,8 @@ from spmdrl.dataflow.stages.generation import columns_of
 from spmdrl.dataflow.stages.rows import ROUTED_EXPERTS, token_rows
 from spmdrl.dataflow.stages.shown import ShownRows
 from spmdrl.dataflow.stages.update import UpdatePlan, UpdateStage
-from spmdrl.engines.generation.choices import ChoiceRecorder
-from spmdrl.engines.generation.native import NativeEngine
+from spmdrl.engines.generation.expert_choices import ChoiceRecorder
+from spmdrl.engines.generation.native.native_engine import NativeEngine
 from spmdrl.engines.generation.protocol import SamplingParams
 from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.moe import MoeConfig

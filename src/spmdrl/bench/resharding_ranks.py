@@ -23,7 +23,7 @@ from spmdrl.dataflow.resharding.flow import ReshardingFlow
 from spmdrl.dataflow.resharding.gather import BucketGatherer, Executor, ReshardConfig
 from spmdrl.dataflow.resharding.plan import least_bytes
 from spmdrl.dataflow.resharding.slices import SlicedWeights
-from spmdrl.engines.generation.native import NativeEngine
+from spmdrl.engines.generation.native.native_engine import NativeEngine
 from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.weights import random_weights

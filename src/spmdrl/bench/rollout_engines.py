@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spmdrl.bench.rollout_work import Lengths, Work, answer, counted
-from spmdrl.engines.generation.native import NativeEngine
+from spmdrl.engines.generation.native.native_engine import NativeEngine
 from spmdrl.engines.generation.protocol import Request, SamplingParams
 from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.hf import read_config

@@ -22,7 +22,7 @@ from spmdrl.dataflow.stages.reward import RewardStage
 from spmdrl.dataflow.stages.shown import ShownRows
 from spmdrl.dataflow.stages.stages import Stages
 from spmdrl.dataflow.stages.update import UpdatePlan, UpdateStage
-from spmdrl.engines.generation.lockstep import Lockstep
+from spmdrl.engines.generation.native.lockstep import Lockstep
 from spmdrl.engines.generation.replay import ReplayEngine
 from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.engines.reward.pool import RewardPool

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from spmdrl.config import Config
 from spmdrl.dataflow.resharding.layouts import fitted_stride, generation_slices, parameter_table, update_slices
 from spmdrl.dataflow.samples.prompts import PromptSource
-from spmdrl.engines.generation.paged import CacheShape
+from spmdrl.engines.generation.native.cache.paged import CacheShape
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf import parameter_shapes
 from spmdrl.job.checked import CheckedRun

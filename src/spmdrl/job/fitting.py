@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from spmdrl.config import Config
-from spmdrl.engines.generation.compiled import check_compiles
+from spmdrl.engines.generation.native.compiled import check_compiles
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf import ignored_attn_factor, read_config
 from spmdrl.engines.models.making import decoder_config

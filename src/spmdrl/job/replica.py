@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from spmdrl.config import Config
-from spmdrl.engines.generation.choices import ChoiceRecorder
+from spmdrl.engines.generation.expert_choices import ChoiceRecorder
+from spmdrl.engines.generation.native.stop_strings import Decode
 from spmdrl.engines.generation.protocol import GenerationEngine
-from spmdrl.engines.generation.stop_strings import Decode
 from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.job.actor import ModelSource
 from spmdrl.job.fitting import check_vllm, check_vllm_computes
@@ -57,7 +57,7 @@ def generation_engine_name(config: Config, device_kind: str) -> str:
 
 def _vllm_engine(config: Config, source: ModelSource, world: World, mesh: GenerationMesh) -> GenerationEngine:
     # vLLM is an optional back end, and its import takes tens of seconds.
-    from spmdrl.engines.generation.vllm import VllmEngine
+    from spmdrl.engines.generation.vllm.vllm_engine import VllmEngine
 
     dtype = config.model.compute_dtype(world.device.kind)
     device, decode = world.device.torch_device, _decode_for_stops(config, source)
@@ -66,7 +66,7 @@ def _vllm_engine(config: Config, source: ModelSource, world: World, mesh: Genera
 
 def _native_engine(config: Config, source: ModelSource, world: World, mesh: GenerationMesh) -> GenerationEngine:
     # Imported here so that a run with vLLM doesn't need it.
-    from spmdrl.engines.generation.native import NativeEngine
+    from spmdrl.engines.generation.native.native_engine import NativeEngine
 
     dtype = config.model.compute_dtype(world.device.kind)
     # A run that only answers may have a dense model with any training options.

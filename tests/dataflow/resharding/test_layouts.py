@@ -13,7 +13,7 @@ from spmdrl.dataflow.resharding.layouts import (
     parameter_table,
     update_slices,
 )
-from spmdrl.engines.generation.native import NativeEngine
+from spmdrl.engines.generation.native.native_engine import NativeEngine
 from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.decoder import Decoder
 from spmdrl.engines.parallel.expert_parallel import apply_expert_parallel

@@ -19,8 +19,8 @@ from spmdrl.dataflow.samples.sharing import groups_of_generation
 from spmdrl.dataflow.samples.transport import DockConfig
 from spmdrl.dataflow.stages.generation import GenerationStage
 from spmdrl.dataflow.stages.partial import OwnGroup
-from spmdrl.engines.generation.lockstep import Lockstep
-from spmdrl.engines.generation.native import NativeEngine
+from spmdrl.engines.generation.native.lockstep import Lockstep
+from spmdrl.engines.generation.native.native_engine import NativeEngine
 from spmdrl.engines.generation.protocol import Response, SamplingParams
 from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.decoder import DecoderConfig

@@ -22,9 +22,9 @@ from spmdrl.dataflow.samples.sharing import groups_of_generation
 from spmdrl.dataflow.samples.transport import DockConfig
 from spmdrl.dataflow.stages.generation import GenerationStage
 from spmdrl.dataflow.stages.reward import RewardStage
-from spmdrl.engines.generation.choices import ChoiceRecorder
-from spmdrl.engines.generation.lockstep import Lockstep
-from spmdrl.engines.generation.native import NativeEngine
+from spmdrl.engines.generation.expert_choices import ChoiceRecorder
+from spmdrl.engines.generation.native.lockstep import Lockstep
+from spmdrl.engines.generation.native.native_engine import NativeEngine
 from spmdrl.engines.generation.protocol import SamplingParams
 from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.decoder import DecoderConfig

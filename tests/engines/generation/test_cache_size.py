@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from spmdrl.engines.generation.cache_size import affordable_blocks
+from spmdrl.engines.generation.native.cache.cache_size import affordable_blocks
 from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.resources.host_memory import free_host_bytes
 from spmdrl.resources.mesh import lone_generation_mesh

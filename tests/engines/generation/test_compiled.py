@@ -9,8 +9,8 @@ import torch
 from torch._inductor import cpp_builder
 from torch._inductor.exc import InvalidCxxCompiler
 
-from spmdrl.engines.generation import compiled
-from spmdrl.engines.generation.native import NativeEngine
+from spmdrl.engines.generation.native import compiled
+from spmdrl.engines.generation.native.native_engine import NativeEngine
 from spmdrl.engines.generation.protocol import SamplingParams
 from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.decoder import DecoderConfig

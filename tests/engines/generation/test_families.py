@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from spmdrl.engines.generation.native import NativeEngine
+from spmdrl.engines.generation.native.native_engine import NativeEngine
 from spmdrl.engines.generation.protocol import SamplingParams
 from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.attention import PackedCausalAttention

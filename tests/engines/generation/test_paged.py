@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from spmdrl.engines.generation.paged import BlockPool
+from spmdrl.engines.generation.native.cache.paged import BlockPool
 
 
 def test_blocks_are_given_once_and_come_back():

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from spmdrl.engines.generation.choices import ChoiceRecorder
-from spmdrl.engines.generation.native import NativeEngine
+from spmdrl.engines.generation.expert_choices import ChoiceRecorder
+from spmdrl.engines.generation.native.native_engine import NativeEngine
 from spmdrl.engines.generation.protocol import SamplingParams
 from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.attention import PackedCausalAttention

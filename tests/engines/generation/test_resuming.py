@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from spmdrl.engines.generation.choices import ChoiceRecorder
-from spmdrl.engines.generation.native import NativeEngine
+from spmdrl.engines.generation.expert_choices import ChoiceRecorder
+from spmdrl.engines.generation.native.native_engine import NativeEngine
 from spmdrl.engines.generation.protocol import PartialResponse, Request, Response, SamplingParams
 from spmdrl.engines.generation.rollout_config import RolloutConfig
 from tests.engines.generation.schedules import FAMILIES, GREEDY, SCHEDULES, engine_of, requests_with, responses_of

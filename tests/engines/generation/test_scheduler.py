@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from spmdrl.engines.generation.paged import BlockPool
+from spmdrl.engines.generation.native.cache.paged import BlockPool
+from spmdrl.engines.generation.native.cache.scheduler import Scheduler, SchedulerLimits
+from spmdrl.engines.generation.native.running_rows import Admission, Row, groups_of
 from spmdrl.engines.generation.protocol import PartialResponse, Request, SamplingParams
-from spmdrl.engines.generation.rows import Admission, Row, groups_of
-from spmdrl.engines.generation.scheduler import Scheduler, SchedulerLimits
 
 STOP = 9
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spmdrl.engines.generation.paged import BlockPool
+from spmdrl.engines.generation.native.cache.paged import BlockPool
+from spmdrl.engines.generation.native.cache.scheduler import Scheduler, SchedulerLimits
+from spmdrl.engines.generation.native.running_rows import Row
 from spmdrl.engines.generation.protocol import Request
-from spmdrl.engines.generation.rows import Row
-from spmdrl.engines.generation.scheduler import Scheduler, SchedulerLimits
 from tests.engines.generation.test_scheduler import STOP, give_token, group, scheduler_of
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from spmdrl.engines.generation.native import NativeEngine
+from spmdrl.engines.generation.native.native_engine import NativeEngine
 from spmdrl.engines.generation.protocol import SamplingParams
 from spmdrl.engines.generation.replay import ReplayEngine
 from spmdrl.engines.generation.rollout_config import RolloutConfig

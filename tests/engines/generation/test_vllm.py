@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-import spmdrl.engines.generation.vllm  # noqa: F401
+import spmdrl.engines.generation.vllm.vllm_engine  # noqa: F401
 from spmdrl.engines.generation.protocol import SamplingParams
 from spmdrl.engines.generation.rollout_config import RolloutConfig
-from spmdrl.engines.generation.vllm_cpu import check_sizes, default_cache_bytes
-from spmdrl.engines.generation.vllm_logprobs import gives_unfiltered, logprobs_mode
+from spmdrl.engines.generation.vllm.vllm_cpu import check_sizes, default_cache_bytes
+from spmdrl.engines.generation.vllm.vllm_logprobs import gives_unfiltered, logprobs_mode
 from spmdrl.engines.models.make_config import MakeConfig
 from spmdrl.engines.models.making import decoder_config
 

@@ -16,7 +16,7 @@ import torch
 
 from spmdrl.engines.generation.protocol import PartialResponse, Request, Response, SamplingParams
 from spmdrl.engines.generation.rollout_config import RolloutConfig
-from spmdrl.engines.generation.vllm import VllmEngine
+from spmdrl.engines.generation.vllm.vllm_engine import VllmEngine
 from spmdrl.engines.models.make_config import MakeConfig
 from spmdrl.engines.models.making import make_model_folder
 from spmdrl.engines.models.weights import WeightFiles

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from spmdrl.engines.generation.rollout_config import RolloutConfig
-from spmdrl.engines.generation.vllm import VllmEngine
+from spmdrl.engines.generation.vllm.vllm_engine import VllmEngine
 from spmdrl.resources.world import World
 from tests.engines.generation.support import run
 from tests.engines.generation.test_vllm_engine import (

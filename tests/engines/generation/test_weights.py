@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from spmdrl.engines.generation.weights import FreeableWeights
+from spmdrl.engines.generation.native.engine_weights import FreeableWeights
 
 
 class Scaled(nn.Module):

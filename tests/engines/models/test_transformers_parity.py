@@ -24,7 +24,7 @@ from transformers import (
     SmolLM3Config,
 )
 
-from spmdrl.engines.generation.native import NativeEngine
+from spmdrl.engines.generation.native.native_engine import NativeEngine
 from spmdrl.engines.generation.protocol import Request, SamplingParams
 from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.hf import hf_config_dict, parameter_shapes, read_config

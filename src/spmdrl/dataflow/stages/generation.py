@@ -19,7 +19,7 @@ from spmdrl.dataflow.stages.partial import (
     seeds_of_group,
     unpacked,
 )
-from spmdrl.engines.generation.lockstep import Lockstep
+from spmdrl.engines.generation.native.lockstep import Lockstep
 from spmdrl.engines.generation.protocol import GenerationEngine, Request, Response, SamplingParams
 from spmdrl.engines.generation.replay import record_rollouts, rollout_file
 from spmdrl.observability.metrics import Recorder

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spmdrl.engines.generation.compiled import multiply_outside
-from spmdrl.engines.generation.weights import FreeableWeights
+from spmdrl.engines.generation.native.compiled import multiply_outside
+from spmdrl.engines.generation.native.engine_weights import FreeableWeights
 from spmdrl.engines.models.decoder import Decoder, SelfAttention
 from spmdrl.engines.models.kernels import ops
 from spmdrl.engines.models.kernels.blocked import BlockedLinear

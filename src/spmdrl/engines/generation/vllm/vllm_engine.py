@@ -17,12 +17,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from spmdrl.engines.generation import vllm_cpu
+from spmdrl.engines.generation.native.stop_strings import Decode, completes_stop_string
 from spmdrl.engines.generation.protocol import Finish, Request, Response, SamplingParams
 from spmdrl.engines.generation.rollout_config import RolloutConfig
-from spmdrl.engines.generation.stop_strings import Decode, completes_stop_string
-from spmdrl.engines.generation.vllm_launch import launch_variables
-from spmdrl.engines.generation.vllm_logprobs import gives_unfiltered, logprobs_mode, logprobs_of_prompt
+from spmdrl.engines.generation.vllm import vllm_cpu
+from spmdrl.engines.generation.vllm.vllm_launch import launch_variables
+from spmdrl.engines.generation.vllm.vllm_logprobs import gives_unfiltered, logprobs_mode, logprobs_of_prompt
 from spmdrl.engines.models.hf import parameter_shapes, read_config
 from spmdrl.engines.models.stacked import unstack
 from spmdrl.resources.launch import read_launch_environment

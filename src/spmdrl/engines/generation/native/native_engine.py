@@ -15,17 +15,17 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from spmdrl.engines.generation.cache_size import affordable_blocks
-from spmdrl.engines.generation.choices import ChoiceRecorder
-from spmdrl.engines.generation.drawing import RowDrawer
-from spmdrl.engines.generation.forward import CachedDecoder
-from spmdrl.engines.generation.lockstep import Lockstep
-from spmdrl.engines.generation.paged import BlockPool
+from spmdrl.engines.generation.expert_choices import ChoiceRecorder
+from spmdrl.engines.generation.native.cache.cache_size import affordable_blocks
+from spmdrl.engines.generation.native.cache.paged import BlockPool
+from spmdrl.engines.generation.native.cache.scheduler import Admitted, Scheduler, SchedulerLimits
+from spmdrl.engines.generation.native.forward import CachedDecoder
+from spmdrl.engines.generation.native.lockstep import Lockstep
+from spmdrl.engines.generation.native.row_sampler import RowDrawer
+from spmdrl.engines.generation.native.running_rows import Row
+from spmdrl.engines.generation.native.stop_strings import Decode
 from spmdrl.engines.generation.protocol import Request, Response
 from spmdrl.engines.generation.rollout_config import RolloutConfig
-from spmdrl.engines.generation.rows import Row
-from spmdrl.engines.generation.scheduler import Admitted, Scheduler, SchedulerLimits
-from spmdrl.engines.generation.stop_strings import Decode
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.resources.mesh import GenerationMesh, lone_generation_mesh
 from spmdrl.types import WeightSlice, whole_slice

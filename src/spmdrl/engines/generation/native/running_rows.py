@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from spmdrl.engines.generation.choices import RowChoices
+from spmdrl.engines.generation.expert_choices import RowChoices
 from spmdrl.engines.generation.protocol import Finish, Request, Response
 
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from spmdrl.engines.generation.native.running_rows import Row
+from spmdrl.engines.generation.native.sampling import RowSampling, draw
+from spmdrl.engines.generation.native.stop_strings import Decode, completes_stop_string
 from spmdrl.engines.generation.protocol import Finish
-from spmdrl.engines.generation.rows import Row
-from spmdrl.engines.generation.sampling import RowSampling, draw
-from spmdrl.engines.generation.stop_strings import Decode, completes_stop_string
 
 
 class RowDrawer:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from spmdrl.engines.generation.paged import BlockPool
+from spmdrl.engines.generation.native.cache.paged import BlockPool
 
 _ROOT = 0
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from spmdrl.engines.generation.paged import SCRATCH_BLOCK, PagedCache
+from spmdrl.engines.generation.native.cache.paged import SCRATCH_BLOCK, PagedCache
 from spmdrl.engines.models.attention import PackedCausalAttention
 from spmdrl.engines.models.kernels import ops
 from spmdrl.types import offsets_of

@@ -1,0 +1,1 @@
+"""The native engine: the trainer's own decoder over a paged KV cache."""
