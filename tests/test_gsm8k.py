@@ -9,8 +9,8 @@ import pytest
 
 from spmdrl.dataflow.samples.prompts import PromptSource
 from spmdrl.dataflow.samples.rows import DataConfig, RowNeeds, read_rows
-from spmdrl.engines.models.make_config import MakeConfig
-from spmdrl.engines.models.making import make_model_folder
+from spmdrl.engines.models.making.make_config import MakeConfig
+from spmdrl.engines.models.making.make_model import make_model_folder
 from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.engines.reward.pool import RewardConfig, RewardPool
 

@@ -7,8 +7,8 @@ import json
 import pytest
 from tokenizers import Tokenizer
 
-from spmdrl.engines.models.make_config import MakeConfig
-from spmdrl.engines.models.making import make_model_folder
+from spmdrl.engines.models.making.make_config import MakeConfig
+from spmdrl.engines.models.making.make_model import make_model_folder
 from tests.support.jobs import run_job
 
 

@@ -14,7 +14,7 @@ from spmdrl.dataflow.resharding.gather import ReshardConfig
 from spmdrl.dataflow.samples.rows import DataConfig
 from spmdrl.dataflow.samples.transport import DockConfig
 from spmdrl.engines.generation.rollout_config import RolloutConfig
-from spmdrl.engines.models.hf import ModelConfig
+from spmdrl.engines.models.hf.model_folder import ModelConfig
 from spmdrl.engines.reward.pool import RewardConfig
 from spmdrl.engines.training.checkpoints.checkpoint import CheckpointConfig
 from spmdrl.engines.training.training_engine import TrainingConfig

@@ -9,8 +9,8 @@ import pytest
 
 from spmdrl.bench.cli import main
 from spmdrl.bench.step import peer_steps
-from spmdrl.engines.models.make_config import MakeConfig
-from spmdrl.engines.models.making import make_model_folder
+from spmdrl.engines.models.making.make_config import MakeConfig
+from spmdrl.engines.models.making.make_model import make_model_folder
 
 PEER = """
 import json

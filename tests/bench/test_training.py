@@ -11,8 +11,8 @@ import torch
 from spmdrl.bench.cli import main
 from spmdrl.bench.plain_training import packed_batches, padded_batches, similar_batches
 from spmdrl.bench.training import make_rows
-from spmdrl.engines.models.make_config import MakeConfig
-from spmdrl.engines.models.making import make_model_folder
+from spmdrl.engines.models.making.make_config import MakeConfig
+from spmdrl.engines.models.making.make_model import make_model_folder
 
 SIZES = argparse.Namespace(rows=40, mean_length=30.0, spread=0.7, longest=100)
 

@@ -27,8 +27,8 @@ from spmdrl.bench.commands import Answering, answering
 from spmdrl.bench.rollout_work import MODEL_FOLDER, Measured, Work, WorkSize, make_work
 from spmdrl.bench.table import BenchTable
 from spmdrl.engines.models.decoder import DecoderConfig
-from spmdrl.engines.models.hf import hf_config_dict, read_config
-from spmdrl.engines.models.weights import random_weights, write_weights
+from spmdrl.engines.models.hf.model_folder import hf_config_dict, read_config
+from spmdrl.engines.models.hf.model_weights import random_weights, write_weights
 
 NATIVE, PEERS = "native", ("generate", "continuous_batching", "vllm")
 ENGINES = (NATIVE, *PEERS)

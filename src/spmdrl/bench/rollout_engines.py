@@ -18,9 +18,9 @@ from spmdrl.bench.rollout_work import Lengths, Work, answer, counted
 from spmdrl.engines.generation.native.native_engine import NativeEngine
 from spmdrl.engines.generation.protocol import Request, SamplingParams
 from spmdrl.engines.generation.rollout_config import RolloutConfig
-from spmdrl.engines.models.hf import read_config
+from spmdrl.engines.models.hf.model_folder import read_config
+from spmdrl.engines.models.hf.weight_check import open_weights
 from spmdrl.engines.models.kernels import ops
-from spmdrl.engines.models.weight_check import open_weights
 from spmdrl.types import whole_slice
 
 _CPU = torch.device("cpu")

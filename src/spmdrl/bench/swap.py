@@ -24,9 +24,9 @@ from spmdrl.bench.commands import run_to_end
 from spmdrl.bench.table import BenchTable
 from spmdrl.dataflow.resharding.gather import SwapMode
 from spmdrl.engines.models.decoder import DecoderConfig
-from spmdrl.engines.models.hf import hf_config_dict, parameter_shapes
-from spmdrl.engines.models.making import make_char_tokenizer
-from spmdrl.engines.models.weights import random_weights, write_weights
+from spmdrl.engines.models.hf.model_folder import hf_config_dict, parameter_shapes
+from spmdrl.engines.models.hf.model_weights import random_weights, write_weights
+from spmdrl.engines.models.making.make_model import make_char_tokenizer
 from spmdrl.observability.timeline import read_timeline
 
 QWEN_0_5B = DecoderConfig(

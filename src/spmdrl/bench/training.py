@@ -23,9 +23,9 @@ import torch
 from spmdrl.bench.plain_training import BATCHINGS, PlainTrainer
 from spmdrl.bench.table import BenchTable
 from spmdrl.engines.models.decoder import DecoderConfig
-from spmdrl.engines.models.hf import hf_config_dict, read_config
-from spmdrl.engines.models.weight_check import open_weights
-from spmdrl.engines.models.weights import random_weights, write_weights
+from spmdrl.engines.models.hf.model_folder import hf_config_dict, read_config
+from spmdrl.engines.models.hf.model_weights import random_weights, write_weights
+from spmdrl.engines.models.hf.weight_check import open_weights
 from spmdrl.engines.training.batching.microbatch import RowCost
 from spmdrl.engines.training.batching.packed_rows import LossTerms, MicroBatch, Scores, TokenRows
 from spmdrl.engines.training.training_engine import TrainingConfig, TrainingEngine

@@ -9,12 +9,12 @@ from pathlib import Path
 
 from spmdrl.config import Config
 from spmdrl.engines.models.decoder import DecoderConfig
-from spmdrl.engines.models.fingerprint import architecture, architecture_differences, fingerprint
-from spmdrl.engines.models.hf import hf_config_dict, read_config, resolve_model_folder
-from spmdrl.engines.models.making import decoder_config, make_model_folder
+from spmdrl.engines.models.hf.fingerprint import architecture, architecture_differences, fingerprint
+from spmdrl.engines.models.hf.model_folder import hf_config_dict, read_config, resolve_model_folder
+from spmdrl.engines.models.hf.model_weights import WeightFiles, write_weights
+from spmdrl.engines.models.hf.weight_check import open_weights
+from spmdrl.engines.models.making.make_model import decoder_config, make_model_folder
 from spmdrl.engines.models.tokenizer import TOKENIZER_FILES
-from spmdrl.engines.models.weight_check import open_weights
-from spmdrl.engines.models.weights import WeightFiles, write_weights
 from spmdrl.engines.training.checkpoints.manifest import damage, step_folder_name, steps_in
 from spmdrl.engines.training.checkpoints.trainer_state import (
     ShardFiles,

@@ -8,8 +8,8 @@ import torch
 
 from spmdrl.config import Config
 from spmdrl.dataflow.samples.prompts import PromptSource
+from spmdrl.engines.models.hf.model_weights import WeightFiles
 from spmdrl.engines.models.tokenizer import ModelTokenizer
-from spmdrl.engines.models.weights import WeightFiles
 from spmdrl.job.actor import ModelSource
 from spmdrl.job.checked import CheckedRun
 from spmdrl.job.replica import generation_engine_name

@@ -11,7 +11,7 @@ from spmdrl.dataflow.resharding.layouts import fitted_stride, generation_slices,
 from spmdrl.dataflow.samples.prompts import PromptSource
 from spmdrl.engines.generation.native.cache.paged import CacheShape
 from spmdrl.engines.models.decoder import DecoderConfig
-from spmdrl.engines.models.hf import parameter_shapes
+from spmdrl.engines.models.hf.model_folder import parameter_shapes
 from spmdrl.job.checked import CheckedRun
 from spmdrl.observability.units import bytes_text, count
 from spmdrl.resources.launch import LaunchEnvironment

@@ -8,8 +8,8 @@ from pathlib import Path
 from spmdrl.config import Config
 from spmdrl.engines.generation.native.compiled import check_compiles
 from spmdrl.engines.models.decoder import DecoderConfig
-from spmdrl.engines.models.hf import ignored_attn_factor, read_config
-from spmdrl.engines.models.making import decoder_config
+from spmdrl.engines.models.hf.model_folder import ignored_attn_factor, read_config
+from spmdrl.engines.models.making.make_model import decoder_config
 from spmdrl.engines.parallel.expert_parallel import check_expert_parallel
 from spmdrl.engines.parallel.tensor_parallel import check_tensor_parallel
 from spmdrl.engines.training.routing.routers import check_routing

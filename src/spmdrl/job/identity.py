@@ -9,7 +9,7 @@ from typing import Any
 
 from spmdrl.config import Config
 from spmdrl.dataflow.samples.rows import SourceRows
-from spmdrl.engines.models.fingerprint import fingerprint
+from spmdrl.engines.models.hf.fingerprint import fingerprint
 
 ROWS = "rows of data.train"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from spmdrl import __version__
 from spmdrl.config import Config
-from spmdrl.engines.models.hf import is_hub_name
+from spmdrl.engines.models.hf.model_folder import is_hub_name
 
 CARD = "README.md"
 

@@ -11,8 +11,8 @@ from tempfile import TemporaryDirectory
 from spmdrl.config import Config
 from spmdrl.dataflow.samples.prompts import PromptSource
 from spmdrl.engines.models.decoder import DecoderConfig
-from spmdrl.engines.models.hf import HUB_TEXT_FILES, read_config, resolve_model_folder
-from spmdrl.engines.models.making import make_folder_without_weights
+from spmdrl.engines.models.hf.model_folder import HUB_TEXT_FILES, read_config, resolve_model_folder
+from spmdrl.engines.models.making.make_model import make_folder_without_weights
 from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.job.actor import ModelSource, newest_sound_model
 from spmdrl.job.checked import CheckedRun

@@ -16,7 +16,7 @@ import torch
 from spmdrl.config import Config
 from spmdrl.configfile import ConfigError
 from spmdrl.engines.models.decoder import DecoderConfig
-from spmdrl.engines.models.hf import parameter_shapes
+from spmdrl.engines.models.hf.model_folder import parameter_shapes
 from spmdrl.observability.console import Console
 from spmdrl.observability.holder import LOCK_FILE, FolderHeld, held
 from spmdrl.resources.collectives import broadcast_bytes, gather_bytes

@@ -24,8 +24,8 @@ from spmdrl.engines.generation.native.native_engine import NativeEngine
 from spmdrl.engines.generation.protocol import Response, SamplingParams
 from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.decoder import DecoderConfig
+from spmdrl.engines.models.hf.model_weights import random_weights
 from spmdrl.engines.models.moe import MoeConfig
-from spmdrl.engines.models.weights import random_weights
 from spmdrl.observability.metrics import Recorder, encode, merge
 from spmdrl.resources.collectives import gather_bytes
 from spmdrl.resources.layout import GenerationLayout

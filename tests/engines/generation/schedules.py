@@ -13,9 +13,9 @@ from spmdrl.engines.generation.native.native_engine import NativeEngine
 from spmdrl.engines.generation.protocol import Request, Response, SamplingParams
 from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.decoder import DecoderConfig
-from spmdrl.engines.models.make_config import MakeConfig
-from spmdrl.engines.models.making import decoder_config
-from spmdrl.engines.models.weights import random_weights
+from spmdrl.engines.models.hf.model_weights import random_weights
+from spmdrl.engines.models.making.make_config import MakeConfig
+from spmdrl.engines.models.making.make_model import decoder_config
 from spmdrl.resources.mesh import GenerationMesh
 from tests.engines.generation.support import TINY, prompt_of, request, run
 

@@ -11,7 +11,7 @@ from spmdrl.engines.generation.native.stop_strings import Decode
 from spmdrl.engines.generation.protocol import GenerationEngine, Request, Response, SamplingParams
 from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.decoder import DecoderConfig
-from spmdrl.engines.models.weights import random_weights
+from spmdrl.engines.models.hf.model_weights import random_weights
 
 TINY = DecoderConfig(
     model_type="qwen3",

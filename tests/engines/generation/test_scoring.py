@@ -14,9 +14,9 @@ from spmdrl.engines.generation.replay import ReplayEngine
 from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.attention import PackedCausalAttention
 from spmdrl.engines.models.decoder import Decoder, DecoderConfig
-from spmdrl.engines.models.make_config import MakeConfig
-from spmdrl.engines.models.making import decoder_config
-from spmdrl.engines.models.weights import random_weights
+from spmdrl.engines.models.hf.model_weights import random_weights
+from spmdrl.engines.models.making.make_config import MakeConfig
+from spmdrl.engines.models.making.make_model import decoder_config
 from spmdrl.types import offsets_of
 from tests.engines.generation.support import TINY, awake_engine, make_engine, prompt_of, request, run
 

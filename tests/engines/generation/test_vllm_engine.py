@@ -17,9 +17,9 @@ import torch
 from spmdrl.engines.generation.protocol import PartialResponse, Request, Response, SamplingParams
 from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.generation.vllm.vllm_engine import VllmEngine
-from spmdrl.engines.models.make_config import MakeConfig
-from spmdrl.engines.models.making import make_model_folder
-from spmdrl.engines.models.weights import WeightFiles
+from spmdrl.engines.models.hf.model_weights import WeightFiles
+from spmdrl.engines.models.making.make_config import MakeConfig
+from spmdrl.engines.models.making.make_model import make_model_folder
 from spmdrl.resources.world import World
 from spmdrl.types import whole_slice
 from tests.engines.generation.support import request, run

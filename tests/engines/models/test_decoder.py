@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwe
 
 from spmdrl.engines.models.attention import PackedCausalAttention
 from spmdrl.engines.models.decoder import Decoder, DecoderConfig, LayerSpan
-from spmdrl.engines.models.hf import parameter_shapes, read_config
-from spmdrl.engines.models.make_config import MakeConfig
-from spmdrl.engines.models.making import decoder_config
-from spmdrl.engines.models.weights import random_weights
+from spmdrl.engines.models.hf.model_folder import parameter_shapes, read_config
+from spmdrl.engines.models.hf.model_weights import random_weights
+from spmdrl.engines.models.making.make_config import MakeConfig
+from spmdrl.engines.models.making.make_model import decoder_config
 from spmdrl.types import offsets_of
 from tests.engines.models.support import load_decoder, packed_logits, random_rows
 

@@ -12,8 +12,14 @@ import pytest
 import torch
 
 from spmdrl.engines.models.decoder import DecoderConfig
-from spmdrl.engines.models.hf import ModelConfig, hf_config_dict, parameter_shapes, read_config, resolve_model_folder
-from spmdrl.engines.models.make_config import MakeConfig
+from spmdrl.engines.models.hf.model_folder import (
+    ModelConfig,
+    hf_config_dict,
+    parameter_shapes,
+    read_config,
+    resolve_model_folder,
+)
+from spmdrl.engines.models.making.make_config import MakeConfig
 from spmdrl.engines.models.moe import MoeConfig
 from spmdrl.engines.models.rope import YarnScaling
 
@@ -333,7 +339,7 @@ def test_a_name_that_the_hub_refuses_says_how_to_go_on() -> None:
 @pytest.mark.slow
 def test_a_hub_name_without_a_network_says_how_to_go_on(tmp_path: Path) -> None:
     script = (
-        "from spmdrl.engines.models.hf import ModelConfig, resolve_model_folder\n"
+        "from spmdrl.engines.models.hf.model_folder import ModelConfig, resolve_model_folder\n"
         "try:\n    resolve_model_folder(ModelConfig(path='nobody/no-such-model'))\n"
         "except ValueError as error:\n    print(error)"
     )

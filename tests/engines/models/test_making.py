@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from spmdrl.engines.models.hf import parameter_shapes, read_config
-from spmdrl.engines.models.make_config import PRINTABLE_CHARS, MakeConfig
-from spmdrl.engines.models.making import decoder_config, make_char_tokenizer, make_model_folder
+from spmdrl.engines.models.hf.model_folder import parameter_shapes, read_config
+from spmdrl.engines.models.making.make_config import PRINTABLE_CHARS, MakeConfig
+from spmdrl.engines.models.making.make_model import decoder_config, make_char_tokenizer, make_model_folder
 from tests.engines.models.support import load_decoder, packed_logits, random_rows
 
 TINY = MakeConfig(hidden_size=32, num_layers=1, intermediate_size=48)
@@ -104,7 +104,7 @@ def test_sizes_that_do_not_fit_are_refused_by_key(sizes: dict[str, object], mess
 @pytest.mark.slow
 def test_the_package_starts_without_transformers_or_tokenizers() -> None:
     script = (
-        "import sys, spmdrl.engines.models.attention, spmdrl.engines.models.making\n"
+        "import sys, spmdrl.engines.models.attention, spmdrl.engines.models.making.make_model\n"
         "print([name for name in ('transformers', 'tokenizers', 'huggingface_hub') if name in sys.modules])"
     )
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

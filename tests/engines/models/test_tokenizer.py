@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from spmdrl.engines.models.making import make_char_tokenizer
+from spmdrl.engines.models.making.make_model import make_char_tokenizer
 from spmdrl.engines.models.tokenizer import ModelTokenizer, stop_token_ids
 
 CHATML = (

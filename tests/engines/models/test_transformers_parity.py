@@ -27,8 +27,8 @@ from transformers import (
 from spmdrl.engines.generation.native.native_engine import NativeEngine
 from spmdrl.engines.generation.protocol import Request, SamplingParams
 from spmdrl.engines.generation.rollout_config import RolloutConfig
-from spmdrl.engines.models.hf import hf_config_dict, parameter_shapes, read_config
-from spmdrl.engines.models.weights import WeightFiles, write_weights
+from spmdrl.engines.models.hf.model_folder import hf_config_dict, parameter_shapes, read_config
+from spmdrl.engines.models.hf.model_weights import WeightFiles, write_weights
 from tests.engines.models.support import load_decoder, packed_logits, random_rows, whole
 
 VOCABULARY = 61

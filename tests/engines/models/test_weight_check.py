@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from spmdrl.engines.models.hf import read_config
-from spmdrl.engines.models.weight_check import open_weights
+from spmdrl.engines.models.hf.model_folder import read_config
+from spmdrl.engines.models.hf.weight_check import open_weights
 from tests.engines.models.support import load_decoder, packed_logits, random_rows
 from tests.engines.models.test_transformers_parity import CASES, VOCABULARY, tiny_model
 from tests.engines.models.weight_folders import SINGLE, ModelFolder

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from spmdrl.engines.models.hf import hf_config_dict, read_config
-from spmdrl.engines.models.make_config import MakeConfig
-from spmdrl.engines.models.making import decoder_config
-from spmdrl.engines.models.weights import WeightFiles, random_weights, write_weights
+from spmdrl.engines.models.hf.model_folder import hf_config_dict, read_config
+from spmdrl.engines.models.hf.model_weights import WeightFiles, random_weights, write_weights
+from spmdrl.engines.models.making.make_config import MakeConfig
+from spmdrl.engines.models.making.make_model import decoder_config
 from spmdrl.types import WeightSlice
 from tests.engines.models.support import load_decoder, packed_logits, random_rows, whole
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spmdrl.engines.models.decoder import DecoderConfig
-from spmdrl.engines.models.hf import parameter_shapes
+from spmdrl.engines.models.hf.model_folder import parameter_shapes
 from spmdrl.engines.models.latent import LatentConfig
 from spmdrl.engines.models.moe import MoeConfig
 from spmdrl.engines.training.batching.differencing import largest_differencing

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from spmdrl.engines.models.weights import WeightFiles, random_weights, write_weights
+from spmdrl.engines.models.hf.model_weights import WeightFiles, random_weights, write_weights
 from spmdrl.engines.training.training_engine import TrainingConfig, TrainingEngine
 from spmdrl.engines.training.update.optimizer import OptimConfig
 from spmdrl.resources.layout import UpdateLayout

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from spmdrl.engines.models.hf.model_weights import random_weights
 from spmdrl.engines.models.moe import MoeConfig
-from spmdrl.engines.models.weights import random_weights
 from spmdrl.engines.training.training_engine import Recompute, TrainingConfig, TrainingEngine
 from spmdrl.engines.training.update.optimizer import OptimConfig
 from spmdrl.resources.layout import UpdateLayout

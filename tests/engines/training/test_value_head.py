@@ -15,8 +15,14 @@ from torch import Tensor
 from spmdrl.engines.generation.native.native_engine import NativeEngine
 from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.decoder import DecoderConfig
-from spmdrl.engines.models.hf import hf_config_dict, parameter_shapes, read_config
-from spmdrl.engines.models.weights import RandomWeights, WeightFiles, WeightSource, with_new_head, write_weights
+from spmdrl.engines.models.hf.model_folder import hf_config_dict, parameter_shapes, read_config
+from spmdrl.engines.models.hf.model_weights import (
+    RandomWeights,
+    WeightFiles,
+    WeightSource,
+    with_new_head,
+    write_weights,
+)
 from spmdrl.engines.training.batching.packed_rows import LossFunction, LossTerms, MicroBatch, Rating, TokenRows, Values
 from spmdrl.engines.training.training_engine import TrainingConfig, TrainingEngine
 from spmdrl.resources.layout import UpdateLayout, fit_update_layout

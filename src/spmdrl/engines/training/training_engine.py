@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.engines.models.decoder import DecoderConfig
-from spmdrl.engines.models.weights import WeightSource
+from spmdrl.engines.models.hf.model_weights import WeightSource
 from spmdrl.engines.parallel.axis_collectives import max_across, sum_across
 from spmdrl.engines.training.batching.microbatch import (
     DEFAULT_TOKENS_PER_MICROBATCH,

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from spmdrl.engines.models.hf import parameter_shapes
+from spmdrl.engines.models.hf.model_folder import parameter_shapes
 from spmdrl.engines.training.sharding.sharded_model import Shard
 from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.types import WeightSlice

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from spmdrl.engines.models.decoder import Decoder, DecoderConfig
-from spmdrl.engines.models.hf import parameter_shapes
+from spmdrl.engines.models.hf.model_folder import parameter_shapes
 from spmdrl.engines.parallel.parts import Parts
 from spmdrl.engines.training.sharding.gradient_sync import is_first
 from spmdrl.resources.collectives import sum_over

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from spmdrl.engines.models.hf_families import Family
-from spmdrl.engines.models.hf_values import entries, flag, only, values, whole_number
+from spmdrl.engines.models.hf.config_values import entries, flag, only, values, whole_number
+from spmdrl.engines.models.hf.families import Family
 
 
 def refuse_unsupported(raw: Mapping[str, Any], family: Family) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from spmdrl.engines.models.hf_values import entries, flag, number, only, whole_number
+from spmdrl.engines.models.hf.config_values import entries, flag, number, only, whole_number
 from spmdrl.engines.models.rope import Llama3Scaling, RopeScaling, YarnScaling
 
 _COMMON_KEYS = {"type", "rope_type", "rope_theta", "partial_rotary_factor"}

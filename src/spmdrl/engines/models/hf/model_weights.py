@@ -22,8 +22,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from spmdrl.engines.models.decoder import DecoderConfig
-from spmdrl.engines.models.hf import parameter_shapes
-from spmdrl.engines.models.stacked import count_experts, expert_name, is_of_one_expert, is_stacked, unstack
+from spmdrl.engines.models.hf.model_folder import parameter_shapes
+from spmdrl.engines.models.hf.stacked import count_experts, expert_name, is_of_one_expert, is_stacked, unstack
 from spmdrl.types import WeightSlice, whole_slice
 
 _SINGLE_FILE = "model.safetensors"

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from spmdrl.engines.models.decoder import DecoderConfig
-from spmdrl.engines.models.hf import hf_config_dict
-from spmdrl.engines.models.make_config import PRINTABLE_CHARS, MakeConfig
-from spmdrl.engines.models.weights import random_weights, write_weights
+from spmdrl.engines.models.hf.model_folder import hf_config_dict
+from spmdrl.engines.models.hf.model_weights import random_weights, write_weights
+from spmdrl.engines.models.making.make_config import PRINTABLE_CHARS, MakeConfig
 
 _SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
 _SPECIAL_IDS = {f"{token[1:-1]}_token_id": number for number, token in enumerate(_SPECIAL_TOKENS[:3])}

@@ -12,12 +12,12 @@ from typing import Any, Literal
 import torch
 
 from spmdrl.engines.models.decoder import Decoder, DecoderConfig
-from spmdrl.engines.models.hf_families import FAMILIES, family_name
-from spmdrl.engines.models.hf_head import read_head, write_head
-from spmdrl.engines.models.hf_limits import refuse_unsupported
-from spmdrl.engines.models.hf_rope import read_rope, rope_entries, write_rope
-from spmdrl.engines.models.hf_values import flag, whole_number
-from spmdrl.engines.models.make_config import MakeConfig
+from spmdrl.engines.models.hf.config_head import read_head, write_head
+from spmdrl.engines.models.hf.config_rope import read_rope, rope_entries, write_rope
+from spmdrl.engines.models.hf.config_values import flag, whole_number
+from spmdrl.engines.models.hf.families import FAMILIES, family_name
+from spmdrl.engines.models.hf.limits import refuse_unsupported
+from spmdrl.engines.models.making.make_config import MakeConfig
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 # What a model's config and tokenizer are in; with the weights, all that is fetched.

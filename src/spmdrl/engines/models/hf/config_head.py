@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from spmdrl.engines.models.hf_values import entries, values, whole_number
+from spmdrl.engines.models.hf.config_values import entries, values, whole_number
 
 _LANGUAGE_MODEL = "ForCausalLM"
 _VALUE_MODEL = "ForSequenceClassification"

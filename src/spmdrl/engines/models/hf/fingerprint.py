@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from spmdrl.engines.models.decoder import DecoderConfig
-from spmdrl.engines.models.hf import read_config
+from spmdrl.engines.models.hf.model_folder import read_config
+from spmdrl.engines.models.hf.model_weights import weight_files_of
 from spmdrl.engines.models.tokenizer import TOKENIZER_FILES
-from spmdrl.engines.models.weights import weight_files_of
 
 _BLOCK_BYTES = 4096
 _NUM_BLOCKS = 512

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 from spmdrl.engines.models.decoder import DecoderConfig
-from spmdrl.engines.models.hf import count_prediction_layers, parameter_shapes
-from spmdrl.engines.models.weights import WeightFiles
+from spmdrl.engines.models.hf.model_folder import count_prediction_layers, parameter_shapes
+from spmdrl.engines.models.hf.model_weights import WeightFiles
 from spmdrl.types import WeightSlice
 
 _EMBEDDING = "model.embed_tokens.weight"

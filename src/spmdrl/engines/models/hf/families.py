@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from spmdrl.engines.models.decoder import DecoderConfig
-from spmdrl.engines.models.hf_values import flag, number, only, values, whole_number
+from spmdrl.engines.models.hf.config_values import flag, number, only, values, whole_number
 from spmdrl.engines.models.latent import LatentConfig
 from spmdrl.engines.models.moe import MoeConfig
 

@@ -1,0 +1,1 @@
+"""Model folders in the Hugging Face layout: config.json and weights, read, checked and written."""

@@ -1,0 +1,1 @@
+"""Small models made by code: random weights and a char-level tokenizer."""
