@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from spmdrl.dataflow.samples.prompts import PromptSource
-from spmdrl.dataflow.samples.rows import DataConfig, RowNeeds, read_rows
+from spmdrl.dataflow.data.data_rows import DataConfig, RowNeeds, read_rows
+from spmdrl.dataflow.data.prompts import PromptSource
 from spmdrl.engines.models.making.make_config import MakeConfig
 from spmdrl.engines.models.making.make_model import make_model_folder
 from spmdrl.engines.models.tokenizer import ModelTokenizer

@@ -10,9 +10,9 @@ from pathlib import Path
 from spmdrl.algorithms.algorithm import AlgoConfig
 from spmdrl.aliases import ALIASES
 from spmdrl.configfile import LoadedConfig, read_config
+from spmdrl.dataflow.data.data_rows import DataConfig
 from spmdrl.dataflow.resharding.gather import ReshardConfig
-from spmdrl.dataflow.samples.rows import DataConfig
-from spmdrl.dataflow.samples.transport import DockConfig
+from spmdrl.dataflow.samples.transport.transport import DockConfig
 from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.hf.model_folder import ModelConfig
 from spmdrl.engines.reward.pool import RewardConfig

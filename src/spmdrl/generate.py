@@ -17,7 +17,7 @@ from typing import Any
 
 from spmdrl.config import Config
 from spmdrl.configfile import LoadedConfig, start_up
-from spmdrl.dataflow.samples.prompts import Prompt
+from spmdrl.dataflow.data.prompts import Prompt
 from spmdrl.dataflow.stages.generation import run_requests
 from spmdrl.dataflow.stages.partial import row_seed
 from spmdrl.engines.generation.protocol import Request, Response, SamplingParams

@@ -13,7 +13,7 @@ import torch
 
 from spmdrl.config import Config
 from spmdrl.configfile import ConfigError, LoadedConfig, start_up
-from spmdrl.dataflow.samples.prompts import Prompt, PromptSource, foreign_token
+from spmdrl.dataflow.data.prompts import Prompt, PromptSource, foreign_token
 from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.engines.training.batching.packed_rows import LossTerms, MicroBatch, Scores, TokenRows
 from spmdrl.engines.training.training_engine import TrainingEngine, UpdateResult

@@ -10,10 +10,10 @@ import torch
 
 from spmdrl.config import Config
 from spmdrl.configfile import ConfigError, LoadedConfig, start_up
+from spmdrl.dataflow.data.prompts import Prompt, PromptSource
+from spmdrl.dataflow.samples.balancing.sharing import groups_of_generation, groups_of_training
 from spmdrl.dataflow.samples.carried import CarriedGroups
 from spmdrl.dataflow.samples.dock import TransferDock
-from spmdrl.dataflow.samples.prompts import Prompt, PromptSource
-from spmdrl.dataflow.samples.sharing import groups_of_generation, groups_of_training
 from spmdrl.dataflow.stages.reward import RewardFailure
 from spmdrl.dataflow.stages.shown import ShownRows
 from spmdrl.dataflow.stages.stages import Stages

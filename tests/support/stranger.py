@@ -196,8 +196,8 @@ class Gadget:
 
 def forged_put() -> object:
     """Our own function, with rows of the stranger's."""
-    from spmdrl.dataflow.samples.frame import pack
-    from spmdrl.dataflow.samples.remote import remote_put
+    from spmdrl.dataflow.samples.store.frame import pack
+    from spmdrl.dataflow.samples.transport.remote import remote_put
     from spmdrl.types import Batch
 
     batch = Batch.of_rows(range(8))

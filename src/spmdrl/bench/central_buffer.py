@@ -15,9 +15,9 @@ import torch
 import torch.distributed.rpc as rpc
 from torch import Tensor
 
-from spmdrl.dataflow.samples.agent import join_rpc, leave_rpc
-from spmdrl.dataflow.samples.frame import pack, read_frame
 from spmdrl.dataflow.samples.schema import RULES, column_number
+from spmdrl.dataflow.samples.store.frame import pack, read_frame
+from spmdrl.dataflow.samples.transport.rpc_agent import join_rpc, leave_rpc
 from spmdrl.dataflow.samples.volume import Link
 from spmdrl.resources.collectives import barrier
 from spmdrl.resources.world import World

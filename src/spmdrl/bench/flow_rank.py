@@ -24,9 +24,9 @@ import torch
 from spmdrl.bench.central_buffer import CentralDock
 from spmdrl.bench.emulated_nodes import LinkBytes, link_bytes
 from spmdrl.bench.sample_flow import NEEDS, FlowSize, StepRun, check_taken, make_step
-from spmdrl.dataflow.samples.balance import TokenCost
+from spmdrl.dataflow.samples.balancing.balance import TokenCost
 from spmdrl.dataflow.samples.dock import TransferDock
-from spmdrl.dataflow.samples.transport import DockConfig
+from spmdrl.dataflow.samples.transport.transport import DockConfig
 from spmdrl.dataflow.samples.volume import Link
 from spmdrl.resources.collectives import barrier, gather_bytes
 from spmdrl.resources.rendezvous import Network

@@ -17,10 +17,10 @@ from typing import TypeVar
 import numpy as np
 
 from spmdrl.bench.table import BenchTable
-from spmdrl.dataflow.samples.controller import Controller
-from spmdrl.dataflow.samples.dealing import Dealer, DealRules
-from spmdrl.dataflow.samples.metadata import RowMetadata, announced_lengths, pack_news, unpack_news
-from spmdrl.dataflow.samples.row_lives import RowLives
+from spmdrl.dataflow.samples.balancing.dealing import Dealer, DealRules
+from spmdrl.dataflow.samples.control.controller import Controller
+from spmdrl.dataflow.samples.control.row_lives import RowLives
+from spmdrl.dataflow.samples.control.row_news import RowMetadata, announced_lengths, pack_news, unpack_news
 from spmdrl.dataflow.samples.schema import columns_mask, needs_by_state
 from spmdrl.resources.launch import LaunchEnvironment
 from spmdrl.types import Integers, WorkerState

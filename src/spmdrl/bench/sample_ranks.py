@@ -18,11 +18,11 @@ import torch
 
 from spmdrl.bench.sample_driver import Measured, Settings, check_came_once, timed
 from spmdrl.bench.sample_rows import COLUMNS, PROMPT, RESPONSE_COLUMNS, ROW_NUMBER, SCALARS, KeptMemory, Rows
+from spmdrl.dataflow.samples.balancing.sharing import RowGroups
 from spmdrl.dataflow.samples.dock import TransferDock
 from spmdrl.dataflow.samples.samples import Samples
 from spmdrl.dataflow.samples.schema import needs_by_state, rule_of
-from spmdrl.dataflow.samples.sharing import RowGroups
-from spmdrl.dataflow.samples.transport import DockConfig
+from spmdrl.dataflow.samples.transport.transport import DockConfig
 from spmdrl.dataflow.samples.volume import Link
 from spmdrl.resources.collectives import barrier, gather_bytes
 from spmdrl.resources.memory import resident_bytes

@@ -9,11 +9,11 @@ from itertools import count
 from pathlib import Path
 
 from spmdrl.config import Config
+from spmdrl.dataflow.data.prompts import Prompt, PromptSource
 from spmdrl.dataflow.resharding.flow import ReshardingFlow
 from spmdrl.dataflow.resharding.layouts import fitted_stride, parameter_table
 from spmdrl.dataflow.resharding.probe import Probe, default_tolerance, probe_rows
 from spmdrl.dataflow.samples.carried import CarriedGroups
-from spmdrl.dataflow.samples.prompts import Prompt, PromptSource
 from spmdrl.dataflow.samples.rounds import RoundRules
 from spmdrl.dataflow.stages.advantage import AdvantageStage
 from spmdrl.dataflow.stages.generation import GenerationStage, RolloutRecorder

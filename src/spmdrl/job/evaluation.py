@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from spmdrl.config import Config, EvalConfig
-from spmdrl.dataflow.samples.prompts import Prompt
+from spmdrl.dataflow.data.prompts import Prompt
 from spmdrl.dataflow.stages.generation import run_requests
 from spmdrl.dataflow.stages.partial import row_seed
 from spmdrl.dataflow.stages.scoring import DecodeTokens, EndedResponses, StreamedRewards

@@ -15,7 +15,7 @@ import spmdrl
 from spmdrl.config import Config
 from spmdrl.configfile import start_up
 from spmdrl.configvalues import value_leaves
-from spmdrl.dataflow.samples.rows import SourceRows
+from spmdrl.dataflow.data.data_rows import SourceRows
 from spmdrl.engines.reward.rules.answers import RULES
 from spmdrl.job.checked import CheckedRun
 from spmdrl.observability.summary import software_versions

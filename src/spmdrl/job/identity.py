@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from spmdrl.config import Config
-from spmdrl.dataflow.samples.rows import SourceRows
+from spmdrl.dataflow.data.data_rows import SourceRows
 from spmdrl.engines.models.hf.fingerprint import fingerprint
 
 ROWS = "rows of data.train"

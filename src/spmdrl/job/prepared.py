@@ -9,7 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from spmdrl.config import Config
-from spmdrl.dataflow.samples.prompts import PromptSource
+from spmdrl.dataflow.data.prompts import PromptSource
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf.model_folder import HUB_TEXT_FILES, read_config, resolve_model_folder
 from spmdrl.engines.models.making.make_model import make_folder_without_weights

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from spmdrl.config import Config
-from spmdrl.dataflow.samples.rows import SourceRows
+from spmdrl.dataflow.data.data_rows import SourceRows
 from spmdrl.engines.training.checkpoints.checkpoint import CheckpointStore
 from spmdrl.job.actor import CHECKPOINTS, MODEL, ModelSource, newest_model
 from spmdrl.job.best import LINK, BestStep, better_of, is_due_for_best, point_to, unknown_metric

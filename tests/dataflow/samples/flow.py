@@ -7,7 +7,7 @@ import torch
 from spmdrl.dataflow.samples.dock import TransferDock
 from spmdrl.dataflow.samples.samples import Samples
 from spmdrl.dataflow.samples.schema import needs_by_state
-from spmdrl.dataflow.samples.transport import DockConfig
+from spmdrl.dataflow.samples.transport.transport import DockConfig
 from spmdrl.resources.device import find_device
 from spmdrl.resources.launch import LaunchEnvironment
 from spmdrl.resources.world import World

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmdrl.dataflow.samples.arena import Arena
+from spmdrl.dataflow.samples.store.arena import Arena
 
 START, STOP = 128, 128 + 4096
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmdrl.dataflow.samples.balance import (
+from spmdrl.dataflow.samples.balancing.balance import (
     GROUP_SLACK_PERCENT,
     SLACK_PERCENT,
     RowLoads,

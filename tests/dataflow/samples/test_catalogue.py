@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmdrl.dataflow.samples.catalogue import Catalogue
-from spmdrl.dataflow.samples.metadata import RowDrop, RowMetadata, Stored
-from spmdrl.dataflow.samples.pool import Place
+from spmdrl.dataflow.samples.control.catalogue import Catalogue
+from spmdrl.dataflow.samples.control.row_news import RowDrop, RowMetadata, Stored
 from spmdrl.dataflow.samples.schema import columns_mask
+from spmdrl.dataflow.samples.store.shared_memory import Place
 
 NUM_ROWS, GROUP_SIZE = 12, 4
 row_sets = st.sets(st.integers(0, NUM_ROWS - 1))

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmdrl.dataflow.samples.catalogue import Catalogue
-from spmdrl.dataflow.samples.controller import Controller, RowStatus
-from spmdrl.dataflow.samples.metadata import RowMetadata
+from spmdrl.dataflow.samples.control.catalogue import Catalogue
+from spmdrl.dataflow.samples.control.controller import Controller, RowStatus
+from spmdrl.dataflow.samples.control.row_news import RowMetadata
 from spmdrl.dataflow.samples.schema import columns_mask
 from spmdrl.types import WorkerState
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed.rpc as rpc
 
 from spmdrl.dataflow.samples.dock import TransferDock
-from spmdrl.dataflow.samples.transport import DockConfig, Transport
+from spmdrl.dataflow.samples.transport.transport import DockConfig, Transport
 from spmdrl.dataflow.samples.volume import Link
 from spmdrl.resources.collectives import barrier, gather_ragged
 from spmdrl.resources.world import World

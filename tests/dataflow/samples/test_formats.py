@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spmdrl.dataflow.samples import formats
-from spmdrl.dataflow.samples.formats import BadRow, Record, read_file
-from spmdrl.dataflow.samples.records import BadRows, data_files
-from spmdrl.dataflow.samples.rows import DataConfig, Row, RowNeeds, SourceRows, read_rows
+from spmdrl.dataflow.data import formats
+from spmdrl.dataflow.data.data_rows import DataConfig, Row, RowNeeds, SourceRows, read_rows
+from spmdrl.dataflow.data.formats import BadRow, Record, read_file
+from spmdrl.dataflow.data.records import BadRows, data_files
 
 USER = {"role": "user", "content": "1+1="}
 ASSISTANT = {"role": "assistant", "content": "2"}

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmdrl.dataflow.samples.frame import FrameError, OutgoingFrame, frame_bytes, pack, read_arrays, read_frame
 from spmdrl.dataflow.samples.schema import RULES, length_column, rule_of
+from spmdrl.dataflow.samples.store.frame import FrameError, OutgoingFrame, frame_bytes, pack, read_arrays, read_frame
 from spmdrl.types import Batch, offsets_of
 
 INT64_MAX = 2**63 - 1

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.distributed.rpc import internal
 
-from spmdrl.dataflow.samples.guard import AllowListUnpickler, install_guard
-from spmdrl.dataflow.samples.remote import remote_get, remote_put
+from spmdrl.dataflow.samples.transport.remote import remote_get, remote_put
+from spmdrl.dataflow.samples.transport.unpickle_guard import AllowListUnpickler, install_guard
 
 
 @pytest.fixture(autouse=True)

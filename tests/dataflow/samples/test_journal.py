@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmdrl.dataflow.samples.journal import Journal
-from spmdrl.dataflow.samples.pool import JOURNAL_BYTES, Pool, host_pool
+from spmdrl.dataflow.samples.store.journal import Journal
+from spmdrl.dataflow.samples.store.shared_memory import JOURNAL_BYTES, Pool, host_pool
 
 
 def journals(num_writers: int) -> list[Journal]:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from spmdrl.dataflow.samples.metadata import (
+from spmdrl.dataflow.samples.control.row_news import (
     RowDrop,
     RowMetadata,
     Stored,
@@ -17,8 +17,8 @@ from spmdrl.dataflow.samples.metadata import (
     pack_news,
     unpack_news,
 )
-from spmdrl.dataflow.samples.pool import Place
 from spmdrl.dataflow.samples.schema import RULES, columns_mask
+from spmdrl.dataflow.samples.store.shared_memory import Place
 
 NUM_ROWS = 300
 sizes = st.integers(0, 2**31 - 1)

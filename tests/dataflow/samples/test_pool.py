@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from spmdrl.dataflow.samples.frame import OutgoingFrame, read_frame
-from spmdrl.dataflow.samples.pool import (
+from spmdrl.dataflow.samples.store.frame import OutgoingFrame, read_frame
+from spmdrl.dataflow.samples.store.shared_memory import (
     JOURNAL_BYTES,
     Place,
     Pool,

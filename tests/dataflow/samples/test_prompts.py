@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmdrl.dataflow.samples.prompts import MixedOrder, PromptSource, random_order
-from spmdrl.dataflow.samples.records import BadRows
-from spmdrl.dataflow.samples.rows import DataConfig, DataSource, Row, SourceRows
+from spmdrl.dataflow.data.data_rows import DataConfig, DataSource, Row, SourceRows
+from spmdrl.dataflow.data.prompts import MixedOrder, PromptSource, random_order
+from spmdrl.dataflow.data.records import BadRows
 
 
 class LetterTokenizer:

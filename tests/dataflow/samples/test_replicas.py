@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from spmdrl.dataflow.samples.balancing.sharing import groups_of_generation, groups_of_training
 from spmdrl.dataflow.samples.dock import TransferDock
 from spmdrl.dataflow.samples.schema import needs_by_state
-from spmdrl.dataflow.samples.sharing import groups_of_generation, groups_of_training
-from spmdrl.dataflow.samples.transport import DockConfig
+from spmdrl.dataflow.samples.transport.transport import DockConfig
 from spmdrl.dataflow.samples.volume import Link
 from spmdrl.resources.layout import GenerationLayout, UpdateLayout
 from spmdrl.resources.mesh import build_generation_mesh, build_update_mesh

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmdrl.dataflow.samples.balance import Taker, deal_new_groups
+from spmdrl.dataflow.samples.balancing.balance import Taker, deal_new_groups
 from spmdrl.dataflow.samples.rounds import CarriedGroup, Quota, RoundRules, StepGroups, groups_of_step, quotas
 
 RULES = st.integers(1, 9).flatmap(

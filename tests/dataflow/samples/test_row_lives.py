@@ -3,8 +3,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from spmdrl.dataflow.samples.metadata import RowDrop, RowMetadata, announced_lengths
-from spmdrl.dataflow.samples.row_lives import DEFERRED, RowLives, restored
+from spmdrl.dataflow.samples.control.row_lives import DEFERRED, RowLives, restored
+from spmdrl.dataflow.samples.control.row_news import RowDrop, RowMetadata, announced_lengths
 from spmdrl.dataflow.samples.schema import columns_mask, needs_by_state
 from spmdrl.types import WorkerState
 

@@ -23,9 +23,16 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from spmdrl.dataflow.samples.controller import RowStatus
-from spmdrl.dataflow.samples.metadata import RowDrop, RowMetadata, announced_lengths, joined, pack_news, unpack_news
-from spmdrl.dataflow.samples.row_lives import RowLives, restored
+from spmdrl.dataflow.samples.control.controller import RowStatus
+from spmdrl.dataflow.samples.control.row_lives import RowLives, restored
+from spmdrl.dataflow.samples.control.row_news import (
+    RowDrop,
+    RowMetadata,
+    announced_lengths,
+    joined,
+    pack_news,
+    unpack_news,
+)
 from spmdrl.dataflow.samples.schema import columns_mask, needs_by_state
 from spmdrl.types import WorkerState
 

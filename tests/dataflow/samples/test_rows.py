@@ -5,8 +5,8 @@ import os
 
 import pytest
 
-from spmdrl.dataflow.samples.records import BadRows
-from spmdrl.dataflow.samples.rows import DataConfig, RowNeeds, data_sources, read_rows
+from spmdrl.dataflow.data.data_rows import DataConfig, RowNeeds, data_sources, read_rows
+from spmdrl.dataflow.data.records import BadRows
 
 
 def written(tmp_path, *lines, name="data.jsonl"):

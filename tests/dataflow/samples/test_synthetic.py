@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmdrl.dataflow.samples.synthetic import OPERATIONS, parse_synthetic, synthetic_rows
+from spmdrl.dataflow.data.synthetic import OPERATIONS, parse_synthetic, synthetic_rows
 
 SIGNS = {"addition": "+", "subtraction": "-", "multiplication": "*", "division": "/"}
 

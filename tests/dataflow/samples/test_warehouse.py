@@ -10,10 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmdrl.dataflow.samples.metadata import RowDrop, Stored, pack_news
-from spmdrl.dataflow.samples.pool import Place, Pool, host_pool
+from spmdrl.dataflow.samples.control.row_news import RowDrop, Stored, pack_news
+from spmdrl.dataflow.samples.store.shared_memory import Place, Pool, host_pool
+from spmdrl.dataflow.samples.store.warehouse import Warehouse
 from spmdrl.dataflow.samples.volume import Link, Volume
-from spmdrl.dataflow.samples.warehouse import Warehouse
 from spmdrl.types import Batch
 
 

@@ -14,12 +14,12 @@ from tests.dataflow.stages import noted
 from tests.engines.generation.support import TINY, prompt_of
 from tests.support.ranks import run_ranks
 
+from spmdrl.dataflow.data.prompts import Prompt
+from spmdrl.dataflow.samples.balancing.sharing import groups_of_generation
 from spmdrl.dataflow.samples.carried import CarriedGroups
 from spmdrl.dataflow.samples.dock import TransferDock
-from spmdrl.dataflow.samples.prompts import Prompt
 from spmdrl.dataflow.samples.rounds import RoundRules
-from spmdrl.dataflow.samples.sharing import groups_of_generation
-from spmdrl.dataflow.samples.transport import DockConfig
+from spmdrl.dataflow.samples.transport.transport import DockConfig
 from spmdrl.dataflow.stages.generation import GenerationStage
 from spmdrl.dataflow.stages.reward import RewardStage
 from spmdrl.engines.generation.expert_choices import ChoiceRecorder

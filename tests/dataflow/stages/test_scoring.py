@@ -9,7 +9,7 @@ import pytest
 from tests.dataflow.stages import noted
 from tests.engines.generation.support import awake_engine, prompt_of
 
-from spmdrl.dataflow.samples.prompts import Prompt
+from spmdrl.dataflow.data.prompts import Prompt
 from spmdrl.dataflow.stages.generation import run_requests
 from spmdrl.dataflow.stages.scoring import EndedResponses, StreamedRewards
 from spmdrl.engines.generation.protocol import Request, Response, SamplingParams

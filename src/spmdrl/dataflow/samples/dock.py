@@ -7,12 +7,12 @@ from types import TracebackType
 
 import torch
 
-from spmdrl.dataflow.samples.balance import TokenCost
-from spmdrl.dataflow.samples.dealing import DealRules
-from spmdrl.dataflow.samples.row_lives import Accounting
+from spmdrl.dataflow.samples.balancing.balance import TokenCost
+from spmdrl.dataflow.samples.balancing.dealing import DealRules
+from spmdrl.dataflow.samples.balancing.sharing import RowGroups
+from spmdrl.dataflow.samples.control.row_lives import Accounting
 from spmdrl.dataflow.samples.samples import DockParts, Samples
-from spmdrl.dataflow.samples.sharing import RowGroups
-from spmdrl.dataflow.samples.transport import DockConfig, Transport
+from spmdrl.dataflow.samples.transport.transport import DockConfig, Transport
 from spmdrl.dataflow.samples.volume import Volume
 from spmdrl.resources.collectives import barrier
 from spmdrl.resources.world import World

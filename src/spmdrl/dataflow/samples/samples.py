@@ -11,10 +11,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from spmdrl.dataflow.samples.controller import RowStatus
-from spmdrl.dataflow.samples.dealing import Dealer, DealRules, Shares
-from spmdrl.dataflow.samples.keeping import read_columns, read_lives, write_columns, write_lives
-from spmdrl.dataflow.samples.metadata import (
+from spmdrl.dataflow.samples.balancing.dealing import Dealer, DealRules, Shares
+from spmdrl.dataflow.samples.control.controller import RowStatus
+from spmdrl.dataflow.samples.control.row_lives import DEFERRED, Accounting, Arrays, RowLives, restored
+from spmdrl.dataflow.samples.control.row_news import (
     News,
     RowDrop,
     RowMetadata,
@@ -23,16 +23,16 @@ from spmdrl.dataflow.samples.metadata import (
     pack_news,
     unpack_news,
 )
-from spmdrl.dataflow.samples.payload import Payload
-from spmdrl.dataflow.samples.row_lives import DEFERRED, Accounting, Arrays, RowLives, restored
 from spmdrl.dataflow.samples.schema import (
     check_column,
     check_columns,
     columns_mask,
     length_column,
 )
+from spmdrl.dataflow.samples.store.keeping import read_columns, read_lives, write_columns, write_lives
 from spmdrl.dataflow.samples.stream import Stream, StreamParts
-from spmdrl.dataflow.samples.transport import Transport
+from spmdrl.dataflow.samples.transport.payload import Payload
+from spmdrl.dataflow.samples.transport.transport import Transport
 from spmdrl.resources.collectives import barrier, gather_ragged
 from spmdrl.resources.world import World
 from spmdrl.types import Batch, Integers, WorkerState

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from spmdrl.dataflow.samples.catalogue import Catalogue
-from spmdrl.dataflow.samples.metadata import News, RowDrop, RowMetadata
+from spmdrl.dataflow.samples.balancing.sharing import RowGroups
+from spmdrl.dataflow.samples.control.catalogue import Catalogue
+from spmdrl.dataflow.samples.control.row_news import News, RowDrop, RowMetadata
 from spmdrl.dataflow.samples.schema import columns_mask, names_of_mask, rule_of
-from spmdrl.dataflow.samples.sharing import RowGroups
 from spmdrl.types import Batch, Integers, WorkerState
 
 # How long a waiting reader sleeps between two looks: it grows from the first figure to the second.

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from spmdrl.dataflow.data.prompts import Prompt
 from spmdrl.dataflow.samples.carried import CarriedGroups
 from spmdrl.dataflow.samples.dock import Samples
-from spmdrl.dataflow.samples.prompts import Prompt
 from spmdrl.dataflow.samples.rounds import CarriedGroup, Quota, quotas
 from spmdrl.dataflow.stages.partial import (
     OwnGroup,

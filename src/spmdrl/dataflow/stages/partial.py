@@ -9,8 +9,8 @@ from typing import get_args
 
 import torch
 
+from spmdrl.dataflow.data.prompts import Prompt
 from spmdrl.dataflow.samples.carried import FINISH
-from spmdrl.dataflow.samples.prompts import Prompt
 from spmdrl.dataflow.stages.rows import ROUTED_EXPERTS
 from spmdrl.engines.generation.protocol import Finish, PartialResponse, Request, Response, SamplingParams
 from spmdrl.types import Batch, offsets_of

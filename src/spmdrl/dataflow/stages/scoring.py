@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from spmdrl.dataflow.samples.prompts import Prompt
+from spmdrl.dataflow.data.prompts import Prompt
 from spmdrl.engines.generation.protocol import Response
 from spmdrl.engines.reward.calls import RewardResult, joined
 from spmdrl.engines.reward.pool import RewardPool

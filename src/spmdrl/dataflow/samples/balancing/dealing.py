@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from spmdrl.dataflow.samples.balance import (
+from spmdrl.dataflow.samples.balancing.balance import (
     RowLoads,
     Taker,
     TokenCost,
@@ -16,8 +16,8 @@ from spmdrl.dataflow.samples.balance import (
     deal_new_groups,
     homes_of_groups,
 )
-from spmdrl.dataflow.samples.catalogue import Catalogue
-from spmdrl.dataflow.samples.sharing import RowGroups
+from spmdrl.dataflow.samples.balancing.sharing import RowGroups
+from spmdrl.dataflow.samples.control.catalogue import Catalogue
 from spmdrl.resources.launch import LaunchEnvironment
 from spmdrl.types import Integers, WorkerState
 

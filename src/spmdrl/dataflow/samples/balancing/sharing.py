@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from spmdrl.dataflow.samples.frame import pack, read_frame
+from spmdrl.dataflow.samples.store.frame import pack, read_frame
 from spmdrl.resources.collectives import broadcast_ragged
 from spmdrl.resources.mesh import Axis, GenerationMesh, UpdateMesh
 from spmdrl.types import Batch, WorkerState

@@ -8,12 +8,12 @@ from typing import Literal
 
 import torch
 
-from spmdrl.dataflow.samples.exchange import Exchange, Transfer
-from spmdrl.dataflow.samples.metadata import News
-from spmdrl.dataflow.samples.pool import Pool, host_pool
-from spmdrl.dataflow.samples.remote import RemoteWarehouses
+from spmdrl.dataflow.samples.control.row_news import News
+from spmdrl.dataflow.samples.store.shared_memory import Pool, host_pool
+from spmdrl.dataflow.samples.store.warehouse import Warehouse
+from spmdrl.dataflow.samples.transport.exchange import Exchange, Transfer
+from spmdrl.dataflow.samples.transport.remote import RemoteWarehouses
 from spmdrl.dataflow.samples.volume import Link, Volume, column_bytes
-from spmdrl.dataflow.samples.warehouse import Warehouse
 from spmdrl.resources.collectives import barrier, gather_bytes
 from spmdrl.resources.world import World
 from spmdrl.types import Batch, Integers

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Iterator, Mapping
 import numpy as np
 import torch
 
-from spmdrl.dataflow.samples.catalogue import Catalogue
-from spmdrl.dataflow.samples.exchange import transfers
-from spmdrl.dataflow.samples.metadata import News, RowDrop, RowMetadata
+from spmdrl.dataflow.samples.control.catalogue import Catalogue
+from spmdrl.dataflow.samples.control.row_news import News, RowDrop, RowMetadata
 from spmdrl.dataflow.samples.schema import columns_mask, empty_batch, names_of_mask, rule_of
-from spmdrl.dataflow.samples.transport import Transport
+from spmdrl.dataflow.samples.transport.exchange import transfers
+from spmdrl.dataflow.samples.transport.transport import Transport
 from spmdrl.resources.collectives import barrier
 from spmdrl.resources.world import World
 from spmdrl.types import Batch, Integers

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from spmdrl.dataflow.samples.columns import (
+from spmdrl.dataflow.data.column_names import (
     ANSWER_KEYS,
     COMPLETION_KEYS,
     PROMPT_KEYS,
@@ -18,9 +18,9 @@ from spmdrl.dataflow.samples.columns import (
     find_columns,
     message_problems,
 )
-from spmdrl.dataflow.samples.formats import BadRow, Record
-from spmdrl.dataflow.samples.records import BadRows, data_files, read_records
-from spmdrl.dataflow.samples.synthetic import SCHEME
+from spmdrl.dataflow.data.formats import BadRow, Record
+from spmdrl.dataflow.data.records import BadRows, data_files, read_records
+from spmdrl.dataflow.data.synthetic import SCHEME
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file as load_arrays
 from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import load_file, save_file
 
-from spmdrl.dataflow.samples.row_lives import Arrays
+from spmdrl.dataflow.samples.control.row_lives import Arrays
 from spmdrl.types import Batch, Integers
 
 LIVES = "rows.safetensors"

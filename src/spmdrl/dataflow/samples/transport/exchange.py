@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from spmdrl.dataflow.samples.frame import frame_bytes, pack, read_frame
+from spmdrl.dataflow.samples.store.frame import frame_bytes, pack, read_frame
 from spmdrl.resources.launch import LaunchEnvironment
 from spmdrl.types import Batch, Integers
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 
-from spmdrl.dataflow.samples.formats import NAMES, BadRow, Record, read_file, suffix_of
-from spmdrl.dataflow.samples.synthetic import SCHEME, synthetic_rows
+from spmdrl.dataflow.data.formats import NAMES, BadRow, Record, read_file, suffix_of
+from spmdrl.dataflow.data.synthetic import SCHEME, synthetic_rows
 from spmdrl.spelling import nearest
 
 _NUM_SHOWN = 20

@@ -14,11 +14,11 @@ import torch
 import torch.distributed.rpc as rpc
 from torch import Tensor
 
-from spmdrl.dataflow.samples.agent import join_rpc, leave_rpc
-from spmdrl.dataflow.samples.frame import pack, read_frame
-from spmdrl.dataflow.samples.metadata import News, pack_news, unpack_news
+from spmdrl.dataflow.samples.control.row_news import News, pack_news, unpack_news
 from spmdrl.dataflow.samples.schema import RULES, column_number
-from spmdrl.dataflow.samples.warehouse import Warehouse
+from spmdrl.dataflow.samples.store.frame import pack, read_frame
+from spmdrl.dataflow.samples.store.warehouse import Warehouse
+from spmdrl.dataflow.samples.transport.rpc_agent import join_rpc, leave_rpc
 from spmdrl.resources.world import World
 from spmdrl.types import Batch
 

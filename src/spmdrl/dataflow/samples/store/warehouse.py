@@ -14,12 +14,12 @@ import numpy as np
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from spmdrl.dataflow.samples.frame import Arrays, OutgoingFrame, read_arrays
-from spmdrl.dataflow.samples.journal import Journal
-from spmdrl.dataflow.samples.metadata import News, Stored, pack_news, unpack_news
-from spmdrl.dataflow.samples.pool import Place, Pool
+from spmdrl.dataflow.samples.control.row_news import News, Stored, pack_news, unpack_news
 from spmdrl.dataflow.samples.schema import columns_mask, empty_batch, names_of_mask
-from spmdrl.dataflow.samples.shelves import Chunk, Placement, Shelves, collect
+from spmdrl.dataflow.samples.store.frame import Arrays, OutgoingFrame, read_arrays
+from spmdrl.dataflow.samples.store.journal import Journal
+from spmdrl.dataflow.samples.store.shared_memory import Place, Pool
+from spmdrl.dataflow.samples.store.shelves import Chunk, Placement, Shelves, collect
 from spmdrl.dataflow.samples.volume import Link, Volume
 from spmdrl.types import Batch, Integers
 

@@ -11,7 +11,7 @@ import enum
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from spmdrl.dataflow.samples.catalogue import Catalogue
+from spmdrl.dataflow.samples.control.catalogue import Catalogue
 from spmdrl.dataflow.samples.schema import columns_mask, names_of_mask
 from spmdrl.types import Integers, WorkerState
 

@@ -10,10 +10,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from spmdrl.dataflow.samples.columns import Messages
-from spmdrl.dataflow.samples.formats import BadRow
-from spmdrl.dataflow.samples.records import BadRows
-from spmdrl.dataflow.samples.rows import DataConfig, Row, SourceRows
+from spmdrl.dataflow.data.column_names import Messages
+from spmdrl.dataflow.data.data_rows import DataConfig, Row, SourceRows
+from spmdrl.dataflow.data.formats import BadRow
+from spmdrl.dataflow.data.records import BadRows
 
 logger = logging.getLogger(__name__)
 

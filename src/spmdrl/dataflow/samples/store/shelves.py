@@ -12,8 +12,8 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from spmdrl.dataflow.samples.frame import Arrays
 from spmdrl.dataflow.samples.schema import length_column
+from spmdrl.dataflow.samples.store.frame import Arrays
 from spmdrl.types import Batch, Integers
 
 _ABSENT = -1

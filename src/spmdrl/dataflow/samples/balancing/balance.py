@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from spmdrl.dataflow.samples.crossing import Seats, Units, nodes_of_units
-from spmdrl.dataflow.samples.evening import even_out, split_by
+from spmdrl.dataflow.samples.balancing.local_search import even_out, split_by
+from spmdrl.dataflow.samples.balancing.node_shares import Seats, Units, nodes_of_units
 from spmdrl.types import Integers
 
 SLACK_PERCENT = 2

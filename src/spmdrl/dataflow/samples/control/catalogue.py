@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from spmdrl.dataflow.samples.metadata import News, RowDrop, RowMetadata
+from spmdrl.dataflow.samples.control.row_news import News, RowDrop, RowMetadata
 from spmdrl.dataflow.samples.schema import columns_mask, length_column, names_of_mask
 from spmdrl.types import Integers
 

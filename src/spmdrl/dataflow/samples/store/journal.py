@@ -13,7 +13,7 @@ import threading
 import numpy as np
 from numpy.typing import ArrayLike
 
-from spmdrl.dataflow.samples.pool import JOURNAL_BYTES, Pool
+from spmdrl.dataflow.samples.store.shared_memory import JOURNAL_BYTES, Pool
 from spmdrl.types import Integers
 
 _HALF_WORDS = JOURNAL_BYTES // 8 // 2

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from spmdrl.dataflow.samples.catalogue import Catalogue
-from spmdrl.dataflow.samples.controller import Controller, RowStatus
-from spmdrl.dataflow.samples.metadata import News, RowMetadata, announced_lengths, joined
+from spmdrl.dataflow.samples.control.catalogue import Catalogue
+from spmdrl.dataflow.samples.control.controller import Controller, RowStatus
+from spmdrl.dataflow.samples.control.row_news import News, RowMetadata, announced_lengths, joined
 from spmdrl.dataflow.samples.schema import RULES, columns_mask, names_of_mask
 from spmdrl.types import Integers, WorkerState
 

@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from spmdrl.dataflow.samples.arena import Arena
+from spmdrl.dataflow.samples.store.arena import Arena
 
 JOURNAL_BYTES = 128 << 20
 """kept free of frames at the start of a file; pages that no message reaches cost nothing"""

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from spmdrl.dataflow.samples.pool import Place
 from spmdrl.dataflow.samples.schema import RULES, length_column, names_of_mask, rule_of
+from spmdrl.dataflow.samples.store.shared_memory import Place
 from spmdrl.types import Integers
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 import torch.distributed.rpc as rpc
 
-from spmdrl.dataflow.samples.guard import install_guard
+from spmdrl.dataflow.samples.transport.unpickle_guard import install_guard
 from spmdrl.resources.gate import RPC, Address, Gate, Target
 from spmdrl.resources.rendezvous import closed_door
 from spmdrl.resources.sockets import LOOPBACK

@@ -1,0 +1,1 @@
+"""Who works on which rows: pure functions of metadata, which every rank evaluates alike."""
