@@ -11,7 +11,7 @@ from spmdrl.algorithms.algorithm import AlgoConfig
 from spmdrl.aliases import ALIASES
 from spmdrl.configfile import LoadedConfig, read_config
 from spmdrl.dataflow.data.data_rows import DataConfig
-from spmdrl.dataflow.resharding.gather import ReshardConfig
+from spmdrl.dataflow.resharding.moving.gather import ReshardConfig
 from spmdrl.dataflow.samples.transport.transport import DockConfig
 from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.hf.model_folder import ModelConfig

@@ -6,7 +6,7 @@ import pytest
 from tests.support.jobs import run_job, tiny_config
 
 from spmdrl.config import load_config
-from spmdrl.dataflow.resharding.layouts import parameter_table, update_slices
+from spmdrl.dataflow.resharding.planning.slice_layouts import parameter_table, update_slices
 from spmdrl.engines.models.making.make_model import decoder_config
 from spmdrl.job.actor import ModelSource
 from spmdrl.job.checked import check_run

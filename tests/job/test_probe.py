@@ -12,8 +12,8 @@ from tests.support.jobs import finished, metrics_of, run_job, tiny_config
 from tests.support.ranks import run_ranks
 
 from spmdrl.dataflow.resharding.flow import ReshardingFlow
-from spmdrl.dataflow.resharding.gather import ReshardConfig
-from spmdrl.dataflow.resharding.probe import Probe
+from spmdrl.dataflow.resharding.moving.gather import ReshardConfig
+from spmdrl.dataflow.resharding.moving.probe import Probe
 from spmdrl.engines.generation.native.native_engine import NativeEngine
 from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.decoder import DecoderConfig

@@ -12,7 +12,7 @@ from tests.support.ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
 from spmdrl.dataflow.resharding.flow import ReshardingFlow
-from spmdrl.dataflow.resharding.gather import ReshardConfig
+from spmdrl.dataflow.resharding.moving.gather import ReshardConfig
 from spmdrl.engines.generation.native.native_engine import NativeEngine
 from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.decoder import DecoderConfig

@@ -14,10 +14,10 @@ from typing import Protocol
 
 import torch
 
-from spmdrl.dataflow.resharding.filling import GeneratorFilling, Watcher
 from spmdrl.dataflow.resharding.flow import ReshardingFlow
-from spmdrl.dataflow.resharding.gather import ReshardConfig
-from spmdrl.dataflow.resharding.swap import storage_bytes
+from spmdrl.dataflow.resharding.moving.filling import GeneratorFilling, Watcher
+from spmdrl.dataflow.resharding.moving.gather import ReshardConfig
+from spmdrl.dataflow.resharding.swapping.swap import storage_bytes
 from spmdrl.engines.generation.native.native_engine import NativeEngine
 from spmdrl.engines.generation.protocol import Request, SamplingParams
 from spmdrl.engines.generation.rollout_config import RolloutConfig

@@ -11,15 +11,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
 from spmdrl.bench.table import BenchTable
-from spmdrl.dataflow.resharding.gather import ReshardConfig
-from spmdrl.dataflow.resharding.layouts import (
+from spmdrl.dataflow.resharding.moving.gather import ReshardConfig
+from spmdrl.dataflow.resharding.planning.plan import allgather_bytes, least_bytes, plan_resharding, redundant_bytes
+from spmdrl.dataflow.resharding.planning.slice_layouts import (
     WeightRule,
     fitted_stride,
     generation_slices,
     parameter_table,
     update_slices,
 )
-from spmdrl.dataflow.resharding.plan import allgather_bytes, least_bytes, plan_resharding, redundant_bytes
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.moe import MoeConfig
 from spmdrl.resources.layout import GenerationLayout, UpdateLayout

@@ -19,7 +19,7 @@ from dataclasses import asdict
 from spmdrl.bench.commands import run_to_end
 from spmdrl.bench.resharding_ranks import EXECUTORS, FULL_TENSOR, WAYS, Measured, ReshardTask
 from spmdrl.bench.table import BenchTable
-from spmdrl.dataflow.resharding.gather import ReshardConfig
+from spmdrl.dataflow.resharding.moving.gather import ReshardConfig
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.resources.layout import UpdateLayout, fit_update_layout
 

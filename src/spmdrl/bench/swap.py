@@ -22,7 +22,7 @@ import torch
 
 from spmdrl.bench.commands import run_to_end
 from spmdrl.bench.table import BenchTable
-from spmdrl.dataflow.resharding.gather import SwapMode
+from spmdrl.dataflow.resharding.moving.gather import SwapMode
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf.model_folder import hf_config_dict, parameter_shapes
 from spmdrl.engines.models.hf.model_weights import random_weights, write_weights

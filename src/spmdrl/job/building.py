@@ -11,8 +11,8 @@ from pathlib import Path
 from spmdrl.config import Config
 from spmdrl.dataflow.data.prompts import Prompt, PromptSource
 from spmdrl.dataflow.resharding.flow import ReshardingFlow
-from spmdrl.dataflow.resharding.layouts import fitted_stride, parameter_table
-from spmdrl.dataflow.resharding.probe import Probe, default_tolerance, probe_rows
+from spmdrl.dataflow.resharding.moving.probe import Probe, default_tolerance, probe_rows
+from spmdrl.dataflow.resharding.planning.slice_layouts import fitted_stride, parameter_table
 from spmdrl.dataflow.samples.carried import CarriedGroups
 from spmdrl.dataflow.samples.rounds import RoundRules
 from spmdrl.dataflow.stages.advantage import AdvantageStage

@@ -8,7 +8,12 @@ from dataclasses import dataclass
 
 from spmdrl.config import Config
 from spmdrl.dataflow.data.prompts import PromptSource
-from spmdrl.dataflow.resharding.layouts import fitted_stride, generation_slices, parameter_table, update_slices
+from spmdrl.dataflow.resharding.planning.slice_layouts import (
+    fitted_stride,
+    generation_slices,
+    parameter_table,
+    update_slices,
+)
 from spmdrl.engines.generation.native.cache.paged import CacheShape
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf.model_folder import parameter_shapes

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from spmdrl.config import Config
-from spmdrl.dataflow.resharding.residence import Residence, StateBytes
-from spmdrl.dataflow.resharding.swap import storage_bytes
+from spmdrl.dataflow.resharding.swapping.residence import Residence, StateBytes
+from spmdrl.dataflow.resharding.swapping.swap import storage_bytes
 from spmdrl.engines.generation.protocol import GenerationEngine
 from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.job.replica import Replica

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from spmdrl.dataflow.resharding.flow import ReshardingFlow, ReshardStats
-from spmdrl.dataflow.resharding.probe import Probe
+from spmdrl.dataflow.resharding.moving.probe import Probe
 from spmdrl.job.run import Run
 from spmdrl.observability.timeline import Moved
 from spmdrl.resources.memory import MemoryLedger, peak_resident_bytes, resident_bytes

@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
-from spmdrl.dataflow.resharding.layouts import ParameterTable, parameter_table
-from spmdrl.dataflow.resharding.plan import Shapes
+from spmdrl.dataflow.resharding.planning.plan import Shapes
+from spmdrl.dataflow.resharding.planning.slice_layouts import ParameterTable, parameter_table
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.latent import LatentConfig
 from spmdrl.engines.models.moe import MoeConfig

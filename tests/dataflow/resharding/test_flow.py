@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from spmdrl.dataflow.resharding.flow import ReshardingFlow
-from spmdrl.dataflow.resharding.gather import ReshardConfig
+from spmdrl.dataflow.resharding.moving.gather import ReshardConfig
 from spmdrl.resources.device import Device
 from spmdrl.resources.launch import read_launch_environment
 from spmdrl.resources.memory import MemoryLedger, release_to_system, resident_bytes

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from spmdrl.dataflow.resharding.flow import ReshardingFlow
-from spmdrl.dataflow.resharding.gather import ReshardConfig
-from spmdrl.dataflow.resharding.host import CopyTimes, FileStore, ReturnTicket, Span
+from spmdrl.dataflow.resharding.moving.gather import ReshardConfig
+from spmdrl.dataflow.resharding.swapping.swap_space import CopyTimes, FileStore, ReturnTicket, Span
 from spmdrl.job.switching import Switching
 from spmdrl.observability.metrics import Recorder, encode, merge
 from spmdrl.observability.report_timeline import gantt

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from spmdrl.dataflow.resharding.layouts import (
+from spmdrl.dataflow.resharding.planning.slice_layouts import (
     fitted_stride,
     generation_slices,
     parameter_table,

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spmdrl.dataflow.resharding.cells import cut
-from spmdrl.dataflow.resharding.plan import (
+from spmdrl.dataflow.resharding.planning.cells import cut
+from spmdrl.dataflow.resharding.planning.plan import (
     least_bytes,
     plan_resharding,
     redundant_bytes,

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from spmdrl.dataflow.resharding.gather import ReshardConfig
-from spmdrl.dataflow.resharding.probe import Probe, default_tolerance, probe_rows
+from spmdrl.dataflow.resharding.moving.gather import ReshardConfig
+from spmdrl.dataflow.resharding.moving.probe import Probe, default_tolerance, probe_rows
 from spmdrl.engines.training.batching.packed_rows import Scores, TokenRows
 from spmdrl.resources.world import World
 from tests.support.ranks import run_ranks

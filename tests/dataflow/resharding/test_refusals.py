@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from spmdrl.dataflow.resharding.checksum import all_elements, spots
 from spmdrl.dataflow.resharding.flow import ReshardingFlow
-from spmdrl.dataflow.resharding.gather import ReshardConfig
+from spmdrl.dataflow.resharding.moving.checksum import all_elements, spots
+from spmdrl.dataflow.resharding.moving.gather import ReshardConfig
 from spmdrl.resources.memory import MemoryLedger
 from spmdrl.resources.world import World
 from tests.dataflow.resharding.engines import SmallGenerator, SmallTrainer, StreamedGenerator, make_model

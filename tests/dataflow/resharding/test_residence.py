@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmdrl.dataflow.resharding.gather import ReshardConfig
-from spmdrl.dataflow.resharding.residence import Residence, StateBytes
+from spmdrl.dataflow.resharding.moving.gather import ReshardConfig
+from spmdrl.dataflow.resharding.swapping.residence import Residence, StateBytes
 
 GIB = 1 << 30
 SMALL = StateBytes(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.dataflow.resharding.flow import ReshardingFlow
-from spmdrl.dataflow.resharding.gather import Executor, ReshardConfig
+from spmdrl.dataflow.resharding.moving.gather import Executor, ReshardConfig
 from spmdrl.engines.generation.native.native_engine import NativeEngine
 from spmdrl.engines.generation.protocol import Request, SamplingParams
 from spmdrl.engines.generation.rollout_config import RolloutConfig

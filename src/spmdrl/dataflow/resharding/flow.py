@@ -15,12 +15,12 @@ from typing import Literal
 
 from torch import Tensor
 
-from spmdrl.dataflow.resharding.agreement import check_same_version
-from spmdrl.dataflow.resharding.filling import GeneratorFilling, Names, Watcher
-from spmdrl.dataflow.resharding.gather import Received, ReshardConfig
-from spmdrl.dataflow.resharding.host import CopyTimes, make_host_store
+from spmdrl.dataflow.resharding.moving.filling import GeneratorFilling, Names, Watcher
+from spmdrl.dataflow.resharding.moving.gather import Received, ReshardConfig
+from spmdrl.dataflow.resharding.planning.slice_agreement import check_same_version
 from spmdrl.dataflow.resharding.protocols import Generator, Trainer
-from spmdrl.dataflow.resharding.swap import Leaving, Left, MakeStore, StayingSwap, Swap
+from spmdrl.dataflow.resharding.swapping.swap import Leaving, Left, MakeStore, StayingSwap, Swap
+from spmdrl.dataflow.resharding.swapping.swap_space import CopyTimes, make_host_store
 from spmdrl.resources.memory import MemoryLedger, release_to_system
 from spmdrl.resources.world import World
 

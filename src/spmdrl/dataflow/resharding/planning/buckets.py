@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from spmdrl.dataflow.resharding.cells import Cell, cut
+from spmdrl.dataflow.resharding.planning.cells import Cell, cut
 from spmdrl.types import WeightSlice
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from spmdrl.dataflow.resharding.plan import ReshardPlan, Shapes, plan_resharding
+from spmdrl.dataflow.resharding.planning.plan import ReshardPlan, Shapes, plan_resharding
 from spmdrl.resources.collectives import gather_bytes, max_over
 from spmdrl.types import WeightSlice
 

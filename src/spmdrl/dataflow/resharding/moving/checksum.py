@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from spmdrl.dataflow.resharding.buckets import Piece
-from spmdrl.dataflow.resharding.cells import cut
-from spmdrl.dataflow.resharding.slices import SlicedWeights
+from spmdrl.dataflow.resharding.planning.buckets import Piece
+from spmdrl.dataflow.resharding.planning.cells import cut
+from spmdrl.dataflow.resharding.planning.slices import SlicedWeights
 from spmdrl.resources.collectives import Group, sum_over
 from spmdrl.types import whole_slice
 

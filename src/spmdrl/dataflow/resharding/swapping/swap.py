@@ -15,7 +15,15 @@ from typing import Literal
 
 from torch import Tensor
 
-from spmdrl.dataflow.resharding.host import CopyTimes, HostStore, NoStore, ReturnTicket, Span, Ticket, make_host_store
+from spmdrl.dataflow.resharding.swapping.swap_space import (
+    CopyTimes,
+    HostStore,
+    NoStore,
+    ReturnTicket,
+    Span,
+    Ticket,
+    make_host_store,
+)
 from spmdrl.resources.device import Device
 from spmdrl.resources.memory import MemoryLedger, Owner
 

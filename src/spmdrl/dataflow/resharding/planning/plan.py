@@ -11,8 +11,8 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from spmdrl.dataflow.resharding.buckets import Bucket, BucketFilling, Transfer
-from spmdrl.dataflow.resharding.cells import Cell, cells_of
+from spmdrl.dataflow.resharding.planning.buckets import Bucket, BucketFilling, Transfer
+from spmdrl.dataflow.resharding.planning.cells import Cell, cells_of
 from spmdrl.types import WeightSlice
 
 Shapes = Mapping[str, tuple[int, ...]]

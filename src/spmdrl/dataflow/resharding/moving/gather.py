@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from spmdrl.dataflow.resharding.buckets import Piece, Transfer
-from spmdrl.dataflow.resharding.plan import Block, ReshardPlan
-from spmdrl.dataflow.resharding.slices import SlicedWeights
+from spmdrl.dataflow.resharding.planning.buckets import Piece, Transfer
+from spmdrl.dataflow.resharding.planning.plan import Block, ReshardPlan
+from spmdrl.dataflow.resharding.planning.slices import SlicedWeights
 from spmdrl.resources.sockets import closing_new_listeners
 from spmdrl.types import WeightSlice
 

@@ -1,0 +1,1 @@
+"""The executors behind a plan: buckets of weights moved, checksummed and probed."""

@@ -1,0 +1,1 @@
+"""The resharding plan: which slice of which weight goes where, in which bucket. Integers only."""
