@@ -10,8 +10,8 @@ import pytest
 
 from spmdrl.configyaml import read_override
 from spmdrl.failurepage import INTERRUPTED, end_with, wants_traceback
-from spmdrl.resources.ending import FirstFailure, PeerFailed, cause_of
-from spmdrl.resources.launch import LaunchEnvironment
+from spmdrl.resources.startup.ending import FirstFailure, PeerFailed, cause_of
+from spmdrl.resources.startup.launch import LaunchEnvironment
 
 RANK_1 = LaunchEnvironment(rank=1, world_size=2, local_rank=1, local_world_size=2)
 

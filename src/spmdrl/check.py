@@ -11,7 +11,7 @@ from spmdrl.job.estimates import estimate_lines
 from spmdrl.job.prepared import Prepared, prepare, source_without_making
 from spmdrl.observability.screen import show
 from spmdrl.resources.device import find_device
-from spmdrl.resources.launch import LaunchEnvironment, read_launch_environment
+from spmdrl.resources.startup.launch import LaunchEnvironment, read_launch_environment
 
 
 def main(loaded: LoadedConfig[Config], planned: LaunchEnvironment | None = None) -> int:

@@ -15,9 +15,9 @@ from spmdrl.configfile import ConfigError, split_arguments, start_up
 from spmdrl.failurepage import INTERRUPTED, OTHER_RANKS_WAIT_SECONDS, end_with, wants_traceback
 from spmdrl.manual import VERB_PAGES, help_page
 from spmdrl.observability.screen import show, waiting
-from spmdrl.resources.ending import Interrupted
-from spmdrl.resources.launch import LaunchEnvironment, StartRefused, read_launch_environment
-from spmdrl.resources.launcher import end_with_launcher, remove_empty_folders
+from spmdrl.resources.startup.ending import Interrupted
+from spmdrl.resources.startup.launch import LaunchEnvironment, StartRefused, read_launch_environment
+from spmdrl.resources.startup.launcher import end_with_launcher, remove_empty_folders
 from spmdrl.spelling import nearest
 
 VERBS = {

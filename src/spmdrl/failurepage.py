@@ -13,8 +13,8 @@ from pathlib import Path
 
 import spmdrl
 from spmdrl.observability.screen import show
-from spmdrl.resources.ending import PeerFailed, cause_of
-from spmdrl.resources.launch import LaunchEnvironment
+from spmdrl.resources.startup.ending import PeerFailed, cause_of
+from spmdrl.resources.startup.launch import LaunchEnvironment
 
 FOLDER = "failures"
 _LONGEST_CAUSE = 500

@@ -18,9 +18,9 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import parse_args, run
 
 from spmdrl.observability.screen import show
-from spmdrl.resources.ending import cause_of
-from spmdrl.resources.launcher import announce
-from spmdrl.resources.one_node import keep_to_one_node
+from spmdrl.resources.startup.ending import cause_of
+from spmdrl.resources.startup.launcher import announce
+from spmdrl.resources.startup.one_node import keep_to_one_node
 
 # What torchrun reports of ranks that end is what their own line says, or follows from it.
 _QUIETED = ("torch.distributed.elastic.", "torch.distributed.launcher.", "torch.distributed.run")

@@ -42,8 +42,8 @@ from spmdrl.job.samples_report import SamplesReport, write_estimates
 from spmdrl.job.savable import Savable, Together
 from spmdrl.job.switching import Switching
 from spmdrl.observability.console import Console
-from spmdrl.resources.launch import command_of
 from spmdrl.resources.mesh import build_update_mesh
+from spmdrl.resources.startup.launch import command_of
 from spmdrl.resources.world import World, make_deterministic
 from spmdrl.sft import admit_supervised, train_supervised
 from spmdrl.types import Batch, WorkerState

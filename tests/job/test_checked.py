@@ -13,7 +13,7 @@ from spmdrl.config import load_config
 from spmdrl.configfile import ConfigError
 from spmdrl.job.checked import check_run, states_of
 from spmdrl.job.fitting import check_vllm, check_vllm_computes
-from spmdrl.resources.launch import LaunchEnvironment
+from spmdrl.resources.startup.launch import LaunchEnvironment
 from spmdrl.types import WorkerState as State
 
 MODEL = ["model.make={}", "data.train=synthetic://addition?count=10"]

@@ -12,7 +12,7 @@ from spmdrl.job.actor import ModelSource
 from spmdrl.job.checked import check_run
 from spmdrl.job.estimates import estimate_lines, rank_bytes
 from spmdrl.job.prepared import prepare, source_without_making
-from spmdrl.resources.launch import LaunchEnvironment
+from spmdrl.resources.startup.launch import LaunchEnvironment
 
 BASE = [
     "model.make={hidden_size: 32, num_layers: 2, num_heads: 2, num_kv_heads: 1, intermediate_size: 64}",

@@ -27,8 +27,8 @@ from spmdrl.configvalues import joined, schema_keys, section_type, value_leaves
 from spmdrl.job.actor import model_facts
 from spmdrl.job.checked import check_run
 from spmdrl.job.facts import start_facts
-from spmdrl.resources.agreement import Alike, difference, meet
-from spmdrl.resources.launch import StartRefused
+from spmdrl.resources.startup.launch import StartRefused
+from spmdrl.resources.startup.rank_agreement import Alike, difference, meet
 from spmdrl.resources.world import World
 
 NUM_WHOLE_JOBS = int(os.environ.get("SPMDRL_FUZZ", "2"))

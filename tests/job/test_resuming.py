@@ -13,7 +13,7 @@ from spmdrl.engines.training.checkpoints.checkpoint import CheckpointConfig, Che
 from spmdrl.engines.training.checkpoints.manifest import MANIFEST
 from spmdrl.job.resuming import RUN_FILE, RunRecord, find_resume_point
 from spmdrl.resources.device import Device
-from spmdrl.resources.launch import read_launch_environment
+from spmdrl.resources.startup.launch import read_launch_environment
 from spmdrl.resources.world import World
 
 IDENTITY = {"seed": 0, "the model's hidden_size": 64, "data.train": "a.jsonl", "rows of data.train": "12ab"}

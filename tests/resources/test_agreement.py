@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 import torch.distributed as dist
 
-from spmdrl.resources.agreement import Alike, agree, difference, meet
-from spmdrl.resources.launch import LaunchEnvironment, StartRefused
+from spmdrl.resources.startup.launch import LaunchEnvironment, StartRefused
+from spmdrl.resources.startup.rank_agreement import Alike, agree, difference, meet
 
 
 def test_ranks_with_equal_facts_have_no_difference():

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from spmdrl.resources.interface import check_private, choose_interface
-from spmdrl.resources.launch import LaunchEnvironment
+from spmdrl.resources.network.network_interface import check_private, choose_interface
+from spmdrl.resources.startup.launch import LaunchEnvironment
 
 TWO_NODES = LaunchEnvironment(rank=0, world_size=2, num_nodes=2)
 

@@ -2,8 +2,8 @@ import re
 
 import pytest
 
-from spmdrl.resources.launch import command_of, read_launch_environment
 from spmdrl.resources.layout import GenerationLayout, UpdateLayout, check_generation_layout, fit_update_layout
+from spmdrl.resources.startup.launch import command_of, read_launch_environment
 
 TORCHRUN = {
     "RANK": "5",

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from tests.support.jobs import environment
 
-from spmdrl.resources.launcher import announce, launcher_of
+from spmdrl.resources.startup.launcher import announce, launcher_of
 
 NAP = """
 import os, time
-from spmdrl.resources.launcher import end_with_launcher, remove_empty_folders
+from spmdrl.resources.startup.launcher import end_with_launcher, remove_empty_folders
 end_with_launcher()
 remove_empty_folders()
 with open(os.environ["NAPPING"] + os.environ.get("LOCAL_RANK", ""), "w") as file:

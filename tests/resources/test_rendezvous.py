@@ -16,10 +16,10 @@ from tests.support.ranks import HOST, run_ranks
 from torch.distributed import TCPStore
 
 from spmdrl.resources.collectives import gather_bytes
-from spmdrl.resources.launch import LaunchEnvironment, StartRefused
-from spmdrl.resources.rendezvous import Network, meet_at_store
-from spmdrl.resources.secret import VARIABLE
-from spmdrl.resources.sockets import listening_sockets
+from spmdrl.resources.network.secret import VARIABLE
+from spmdrl.resources.network.sockets import listening_sockets
+from spmdrl.resources.startup.launch import LaunchEnvironment, StartRefused
+from spmdrl.resources.startup.rendezvous import Network, meet_at_store
 from spmdrl.resources.world import World
 
 SECONDS = timedelta(seconds=10)

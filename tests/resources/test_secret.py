@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from spmdrl.resources.secret import SECRET_BYTES, VARIABLE, read_or_make_secret, secret_file
+from spmdrl.resources.network.secret import SECRET_BYTES, VARIABLE, read_or_make_secret, secret_file
 
 
 def test_ranks_that_come_at_once_read_the_same_secret(tmp_path):

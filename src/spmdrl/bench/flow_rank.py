@@ -29,7 +29,7 @@ from spmdrl.dataflow.samples.dock import TransferDock
 from spmdrl.dataflow.samples.transport.transport import DockConfig
 from spmdrl.dataflow.samples.volume import Link
 from spmdrl.resources.collectives import barrier, gather_bytes
-from spmdrl.resources.rendezvous import Network
+from spmdrl.resources.startup.rendezvous import Network
 from spmdrl.resources.world import World, open_world
 
 Dock = TransferDock | CentralDock

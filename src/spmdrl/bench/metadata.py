@@ -22,7 +22,7 @@ from spmdrl.dataflow.samples.control.controller import Controller
 from spmdrl.dataflow.samples.control.row_lives import RowLives
 from spmdrl.dataflow.samples.control.row_news import RowMetadata, announced_lengths, pack_news, unpack_news
 from spmdrl.dataflow.samples.schema import columns_mask, needs_by_state
-from spmdrl.resources.launch import LaunchEnvironment
+from spmdrl.resources.startup.launch import LaunchEnvironment
 from spmdrl.types import Integers, WorkerState
 
 SEED = 0

@@ -28,8 +28,8 @@ from spmdrl.job.fitting import (
 from spmdrl.observability.log import check_backends
 from spmdrl.observability.screen import waiting
 from spmdrl.resources.device import find_device
-from spmdrl.resources.launch import LaunchEnvironment, read_launch_environment
 from spmdrl.resources.layout import UpdateLayout, check_generation_layout, fit_update_layout
+from spmdrl.resources.startup.launch import LaunchEnvironment, read_launch_environment
 from spmdrl.types import WorkerState
 
 Verb = Literal["train", "sft", "eval", "generate", "check"]

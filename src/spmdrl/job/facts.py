@@ -19,8 +19,8 @@ from spmdrl.dataflow.data.data_rows import SourceRows
 from spmdrl.engines.reward.rules.answers import RULES
 from spmdrl.job.checked import CheckedRun
 from spmdrl.observability.summary import software_versions
-from spmdrl.resources.launch import read_launch_environment
-from spmdrl.resources.rendezvous import Network
+from spmdrl.resources.startup.launch import read_launch_environment
+from spmdrl.resources.startup.rendezvous import Network
 from spmdrl.resources.world import World, open_world
 
 # Variables that change which operations ranks run, beside the launcher's own.

@@ -34,7 +34,7 @@ from spmdrl.observability.timeline import Timeline, timeline_file
 from spmdrl.observability.trackers import TrackedRun
 from spmdrl.observability.units import bytes_text, duration
 from spmdrl.resources.collectives import barrier, gather_bytes
-from spmdrl.resources.ending import Interrupted
+from spmdrl.resources.startup.ending import Interrupted
 from spmdrl.resources.world import World
 
 WARM_START = "warm_start"

@@ -20,7 +20,7 @@ from spmdrl.engines.models.hf.model_folder import parameter_shapes
 from spmdrl.observability.console import Console
 from spmdrl.observability.holder import LOCK_FILE, FolderHeld, held
 from spmdrl.resources.collectives import broadcast_bytes, gather_bytes
-from spmdrl.resources.secret import JOB_FILE
+from spmdrl.resources.network.secret import JOB_FILE
 from spmdrl.resources.world import World
 
 # A launcher may start a job anew before the old one's processes have quite ended.

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from spmdrl.resources.device import Device
 from spmdrl.resources.layout import GenerationLayout, UpdateLayout
-from spmdrl.resources.sockets import closing_new_listeners
+from spmdrl.resources.network.sockets import closing_new_listeners
 
 
 @dataclass(frozen=True)

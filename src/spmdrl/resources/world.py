@@ -12,15 +12,15 @@ from itertools import count
 import torch
 import torch.distributed as dist
 
-from spmdrl.resources.agreement import Facts, agree, meet
 from spmdrl.resources.device import Device, find_device
-from spmdrl.resources.ending import FirstFailure, PeerFailed, cause_of
-from spmdrl.resources.first_failure import find_first
-from spmdrl.resources.gate import Gate
-from spmdrl.resources.launch import LaunchEnvironment, StartRefused, read_launch_environment
 from spmdrl.resources.memory import return_large_blocks
-from spmdrl.resources.rendezvous import Network, meet_at_store
-from spmdrl.resources.sockets import LOOPBACK, closing_new_listeners
+from spmdrl.resources.network.gate import Gate
+from spmdrl.resources.network.sockets import LOOPBACK, closing_new_listeners
+from spmdrl.resources.startup.ending import FirstFailure, PeerFailed, cause_of
+from spmdrl.resources.startup.first_failure import find_first
+from spmdrl.resources.startup.launch import LaunchEnvironment, StartRefused, read_launch_environment
+from spmdrl.resources.startup.rank_agreement import Facts, agree, meet
+from spmdrl.resources.startup.rendezvous import Network, meet_at_store
 
 # For which a rank that can't start itself looks for the others.
 _REFUSAL_SECONDS = 5.0

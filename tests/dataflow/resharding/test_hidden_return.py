@@ -20,8 +20,8 @@ from spmdrl.observability.report_timeline import gantt
 from spmdrl.observability.timeline import Span as StageSpan
 from spmdrl.observability.timeline import Timeline, TimelineRecords, read_timeline
 from spmdrl.resources.device import Device
-from spmdrl.resources.launch import read_launch_environment
 from spmdrl.resources.memory import MemoryLedger
+from spmdrl.resources.startup.launch import read_launch_environment
 from spmdrl.resources.world import World
 from tests.dataflow.resharding.engines import SmallGenerator, SmallTrainer, make_model
 

@@ -9,7 +9,7 @@ from spmdrl.dataflow.samples.samples import Samples
 from spmdrl.dataflow.samples.schema import needs_by_state
 from spmdrl.dataflow.samples.transport.transport import DockConfig
 from spmdrl.resources.device import find_device
-from spmdrl.resources.launch import LaunchEnvironment
+from spmdrl.resources.startup.launch import LaunchEnvironment
 from spmdrl.resources.world import World
 from spmdrl.types import Batch, WorkerState, offsets_of
 

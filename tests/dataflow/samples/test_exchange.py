@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from spmdrl.dataflow.samples.transport.exchange import transfers
 from spmdrl.dataflow.samples.transport.transport import DockConfig
 from spmdrl.resources.collectives import barrier
-from spmdrl.resources.launch import LaunchEnvironment
+from spmdrl.resources.startup.launch import LaunchEnvironment
 from spmdrl.resources.world import World
 from spmdrl.types import WorkerState
 from tests.dataflow.samples import flow

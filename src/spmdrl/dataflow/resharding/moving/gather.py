@@ -20,7 +20,7 @@ from torch import Tensor
 from spmdrl.dataflow.resharding.planning.buckets import Piece, Transfer
 from spmdrl.dataflow.resharding.planning.plan import Block, ReshardPlan
 from spmdrl.dataflow.resharding.planning.slices import SlicedWeights
-from spmdrl.resources.sockets import closing_new_listeners
+from spmdrl.resources.network.sockets import closing_new_listeners
 from spmdrl.types import WeightSlice
 
 Executor = Literal["allgather", "exact"]

@@ -18,7 +18,7 @@ from spmdrl.dataflow.samples.balancing.balance import (
 )
 from spmdrl.dataflow.samples.balancing.sharing import RowGroups
 from spmdrl.dataflow.samples.control.catalogue import Catalogue
-from spmdrl.resources.launch import LaunchEnvironment
+from spmdrl.resources.startup.launch import LaunchEnvironment
 from spmdrl.types import Integers, WorkerState
 
 Shares = Mapping[int, Integers]

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spmdrl.dataflow.samples.store.frame import frame_bytes, pack, read_frame
-from spmdrl.resources.launch import LaunchEnvironment
+from spmdrl.resources.startup.launch import LaunchEnvironment
 from spmdrl.types import Batch, Integers
 
 

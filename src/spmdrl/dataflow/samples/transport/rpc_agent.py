@@ -13,9 +13,9 @@ import torch.distributed as dist
 import torch.distributed.rpc as rpc
 
 from spmdrl.dataflow.samples.transport.unpickle_guard import install_guard
-from spmdrl.resources.gate import RPC, Address, Gate, Target
-from spmdrl.resources.rendezvous import closed_door
-from spmdrl.resources.sockets import LOOPBACK
+from spmdrl.resources.network.gate import RPC, Address, Gate, Target
+from spmdrl.resources.network.sockets import LOOPBACK
+from spmdrl.resources.startup.rendezvous import closed_door
 from spmdrl.resources.world import World
 
 # TensorPipe finds out that two processes share a kernel and then takes a shortcut past the network between them.

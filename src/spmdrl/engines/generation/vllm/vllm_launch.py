@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 
-from spmdrl.resources.launch import TORCHRUN_VARIABLES, read_launch_environment
+from spmdrl.resources.startup.launch import TORCHRUN_VARIABLES, read_launch_environment
 
 
 @contextlib.contextmanager

@@ -9,8 +9,8 @@ import torch
 from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.parallel.axis_collectives import max_across
 from spmdrl.resources.host_memory import free_host_bytes
-from spmdrl.resources.launch import read_launch_environment
 from spmdrl.resources.mesh import Axis
+from spmdrl.resources.startup.launch import read_launch_environment
 
 
 def affordable_blocks(rollout: RolloutConfig, block_bytes: int, device: torch.device, axis: Axis) -> int:

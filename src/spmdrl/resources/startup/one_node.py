@@ -18,7 +18,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous import rendezvous_handler_registry as registered
 
-from spmdrl.resources.sockets import LOOPBACK
+from spmdrl.resources.network.sockets import LOOPBACK
 
 _BACKEND = "one_node"
 

@@ -19,10 +19,10 @@ from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from spmdrl.resources.door import Door
-from spmdrl.resources.link import MOST_RECORD_BYTES, Hello, Link, NoSecret, TurnedAway, accept, dial
-from spmdrl.resources.sockets import LOOPBACK, is_own
-from spmdrl.resources.tensorpipe import AgentRenamed
+from spmdrl.resources.network.door import Door
+from spmdrl.resources.network.link import MOST_RECORD_BYTES, Hello, Link, NoSecret, TurnedAway, accept, dial
+from spmdrl.resources.network.sockets import LOOPBACK, is_own
+from spmdrl.resources.network.tensorpipe import AgentRenamed
 
 STORE, RPC = 0, 1
 """what a gate leads to"""

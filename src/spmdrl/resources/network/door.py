@@ -6,7 +6,7 @@ import contextlib
 import socket
 from collections import deque
 
-from spmdrl.resources.sockets import LOOPBACK, MOST_ADMITTED, admit_only, end_connections_to, own_listener
+from spmdrl.resources.network.sockets import LOOPBACK, MOST_ADMITTED, admit_only, end_connections_to, own_listener
 
 
 class Door:

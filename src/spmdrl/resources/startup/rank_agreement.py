@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from spmdrl.resources.launch import LaunchEnvironment, StartRefused
+from spmdrl.resources.startup.launch import LaunchEnvironment, StartRefused
 
 Facts = Mapping[str, str]
 """name of what must be alike on all ranks -> its value, in the order in which differences are looked for"""

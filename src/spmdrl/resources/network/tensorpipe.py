@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 
-from spmdrl.resources.sockets import LOOPBACK
+from spmdrl.resources.network.sockets import LOOPBACK
 
 # Lengths are of the processor's own order.
 _FRAME = struct.Struct("=Q")

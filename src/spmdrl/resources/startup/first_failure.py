@@ -9,7 +9,7 @@ import time
 
 import torch.distributed as dist
 
-from spmdrl.resources.ending import FirstFailure, cause_of
+from spmdrl.resources.startup.ending import FirstFailure, cause_of
 
 _COUNT = "failures"
 _FIRST = "first failure"

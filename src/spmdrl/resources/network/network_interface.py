@@ -10,8 +10,8 @@ import struct
 from collections.abc import MutableMapping
 from pathlib import Path
 
-from spmdrl.resources.launch import LaunchEnvironment
-from spmdrl.resources.sockets import LOOPBACK
+from spmdrl.resources.network.sockets import LOOPBACK
+from spmdrl.resources.startup.launch import LaunchEnvironment
 
 # Linux: ask an interface for its IPv4 address; the IPv6 addresses of all interfaces.
 _SIOCGIFADDR = 0x8915

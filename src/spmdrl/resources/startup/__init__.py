@@ -1,0 +1,1 @@
+"""How ranks start, meet, agree and end."""
