@@ -133,7 +133,7 @@ def test_a_failure_that_is_no_bad_input_keeps_its_traceback() -> None:
     failing_verb = """
 import sys, types
 from spmdrl.cli import main
-sys.modules["spmdrl.observability.report"] = types.SimpleNamespace(main=lambda argv: 1 // 0)
+sys.modules["spmdrl.observability.report.report"] = types.SimpleNamespace(main=lambda argv: 1 // 0)
 raise SystemExit(main(["report", "runs/a"]))
 """
     done = python("-c", failing_verb)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from spmdrl.cli import main
-from spmdrl.observability.screen import show_exception
+from spmdrl.observability.terminal.screen import show_exception
 
 # Guarded, because processes started by `spawn` import this file again.
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from spmdrl.configfile import LoadedConfig, start_up
 from spmdrl.job.checked import CheckedRun, check_run
 from spmdrl.job.estimates import estimate_lines
 from spmdrl.job.prepared import Prepared, prepare, source_without_making
-from spmdrl.observability.screen import show
+from spmdrl.observability.terminal.screen import show
 from spmdrl.resources.device import find_device
 from spmdrl.resources.startup.launch import LaunchEnvironment, read_launch_environment
 

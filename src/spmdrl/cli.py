@@ -14,7 +14,7 @@ from spmdrl import __version__
 from spmdrl.configfile import ConfigError, split_arguments, start_up
 from spmdrl.failurepage import INTERRUPTED, OTHER_RANKS_WAIT_SECONDS, end_with, wants_traceback
 from spmdrl.manual import VERB_PAGES, help_page
-from spmdrl.observability.screen import show, waiting
+from spmdrl.observability.terminal.screen import show, waiting
 from spmdrl.resources.startup.ending import Interrupted
 from spmdrl.resources.startup.launch import LaunchEnvironment, StartRefused, read_launch_environment
 from spmdrl.resources.startup.launcher import end_with_launcher, remove_empty_folders
@@ -119,7 +119,7 @@ def _run(arguments: Sequence[str], launch: LaunchEnvironment) -> int:
 
         return bench(rest)
     if verb == "report":
-        from spmdrl.observability.report import main as report
+        from spmdrl.observability.report.report import main as report
 
         return report(rest)
     return _run_configured(verb, rest, launch)

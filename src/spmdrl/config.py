@@ -19,8 +19,8 @@ from spmdrl.engines.reward.pool import RewardConfig
 from spmdrl.engines.training.checkpoints.checkpoint import CheckpointConfig
 from spmdrl.engines.training.training_engine import TrainingConfig
 from spmdrl.engines.training.update.optimizer import OptimConfig
-from spmdrl.observability.log import LogConfig
-from spmdrl.observability.screen import safe_text
+from spmdrl.observability.logs.log import LogConfig
+from spmdrl.observability.terminal.screen import safe_text
 from spmdrl.resources.layout import ResourcesConfig
 from spmdrl.wished import WISHED
 

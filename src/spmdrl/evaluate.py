@@ -16,8 +16,8 @@ from spmdrl.job.memory_advice import explained_memory
 from spmdrl.job.prepared import prepare
 from spmdrl.job.replica import build_replica, load_for_generation
 from spmdrl.job.run_folder import hold_run_folder
-from spmdrl.observability.console import Console
 from spmdrl.observability.summary import software_versions, write_verb_summary
+from spmdrl.observability.terminal.console import Console
 from spmdrl.resources.world import World
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import spmdrl
-from spmdrl.observability.screen import show
+from spmdrl.observability.terminal.screen import show
 from spmdrl.resources.startup.ending import PeerFailed, cause_of
 from spmdrl.resources.startup.launch import LaunchEnvironment
 

@@ -31,11 +31,11 @@ from spmdrl.job.memory_advice import explained_memory
 from spmdrl.job.prepared import prepare
 from spmdrl.job.replica import Replica, build_replica, load_for_generation
 from spmdrl.job.run_folder import hold_run_folder
-from spmdrl.observability.console import Console
-from spmdrl.observability.jsonl import write_atomic
-from spmdrl.observability.progress import GenerationProgress
-from spmdrl.observability.screen import show
+from spmdrl.observability.logs.jsonl import write_atomic
 from spmdrl.observability.summary import software_versions, write_verb_summary
+from spmdrl.observability.terminal.console import Console
+from spmdrl.observability.terminal.progress import GenerationProgress
+from spmdrl.observability.terminal.screen import show
 from spmdrl.resources.world import World
 
 FILE = "generated.jsonl"

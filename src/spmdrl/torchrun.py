@@ -17,7 +17,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import parse_args, run
 
-from spmdrl.observability.screen import show
+from spmdrl.observability.terminal.screen import show
 from spmdrl.resources.startup.ending import cause_of
 from spmdrl.resources.startup.launcher import announce
 from spmdrl.resources.startup.one_node import keep_to_one_node

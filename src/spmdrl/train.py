@@ -41,7 +41,7 @@ from spmdrl.job.run_folder import hold_folder_of_training
 from spmdrl.job.samples_report import SamplesReport, write_estimates
 from spmdrl.job.savable import Savable, Together
 from spmdrl.job.switching import Switching
-from spmdrl.observability.console import Console
+from spmdrl.observability.terminal.console import Console
 from spmdrl.resources.mesh import build_update_mesh
 from spmdrl.resources.startup.launch import command_of
 from spmdrl.resources.world import World, make_deterministic

@@ -9,7 +9,7 @@ import pytest
 from safetensors import safe_open
 from tests.support.jobs import finished, run_job, tiny_config
 
-from spmdrl.observability.units import count
+from spmdrl.observability.terminal.units import count
 
 
 @pytest.mark.ranks

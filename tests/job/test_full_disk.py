@@ -20,8 +20,8 @@ from spmdrl.engines.training.checkpoints.manifest import damage
 from spmdrl.engines.training.checkpoints.trainer_state import write_shards
 from spmdrl.engines.training.sharding.sharded_model import Shard
 from spmdrl.job.evaluation import write_records
-from spmdrl.observability.jsonl import JsonlWriter, read_jsonl
-from spmdrl.observability.outage import going_on_without
+from spmdrl.observability.logs.jsonl import JsonlWriter, read_jsonl
+from spmdrl.observability.logs.outage import going_on_without
 from spmdrl.observability.summary import read_summary, write_summary
 from spmdrl.types import whole_slice
 

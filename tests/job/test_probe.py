@@ -22,7 +22,7 @@ from spmdrl.engines.training.batching.packed_rows import LossTerms, TokenRows
 from spmdrl.engines.training.training_engine import TrainingConfig, TrainingEngine
 from spmdrl.job.switching import Switching
 from spmdrl.observability.metrics import Recorder, encode, merge
-from spmdrl.observability.timeline import Timeline
+from spmdrl.observability.timeline.timeline import Timeline
 from spmdrl.resources.layout import GenerationLayout, UpdateLayout, fit_update_layout
 from spmdrl.resources.memory import MemoryLedger
 from spmdrl.resources.mesh import build_generation_mesh, build_update_mesh

@@ -22,7 +22,7 @@ from spmdrl.engines.training.training_engine import TrainingConfig, TrainingEngi
 from spmdrl.engines.training.update.optimizer import OptimConfig
 from spmdrl.job.switching import Switching
 from spmdrl.observability.metrics import Recorder, encode, merge
-from spmdrl.observability.timeline import Timeline, TimelineRecords, read_timeline
+from spmdrl.observability.timeline.timeline import Timeline, TimelineRecords, read_timeline
 from spmdrl.resources.layout import UpdateLayout
 from spmdrl.resources.memory import MemoryLedger, release_to_system, resident_bytes
 from spmdrl.resources.mesh import build_update_mesh

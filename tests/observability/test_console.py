@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmdrl.observability.console import MAX_COLUMNS, Console, summary_block
-from spmdrl.observability.step_line import StepFacts, fitted_line, full_line
-from spmdrl.observability.units import bytes_text, count, duration, fixed, scientific
+from spmdrl.observability.terminal.console import MAX_COLUMNS, Console, summary_block
+from spmdrl.observability.terminal.step_line import StepFacts, fitted_line, full_line
+from spmdrl.observability.terminal.units import bytes_text, count, duration, fixed, scientific
 
 METRICS = {
     "time/step": 8.4, "time/generation": 5.1, "time/reward": 0.3, "time/old_logprobs": 0.6, "time/update": 1.9,

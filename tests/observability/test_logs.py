@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmdrl.observability.jsonl import number, read_jsonl, to_json
-from spmdrl.observability.log import (
+from spmdrl.observability.logs.jsonl import number, read_jsonl, to_json
+from spmdrl.observability.logs.log import (
     LogConfig,
     MetricsLog,
     SampleRecord,
@@ -20,7 +20,14 @@ from spmdrl.observability.log import (
     read_metrics,
 )
 from spmdrl.observability.summary import read_summary, software_versions, write_summary
-from spmdrl.observability.timeline import HeldMemory, Moved, Timeline, read_timeline, timeline_file, write_perfetto
+from spmdrl.observability.timeline.timeline import (
+    HeldMemory,
+    Moved,
+    Timeline,
+    read_timeline,
+    timeline_file,
+    write_perfetto,
+)
 
 
 @given(st.floats())

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import io
 
-from spmdrl.observability.progress import GenerationProgress
+from spmdrl.observability.terminal.progress import GenerationProgress
 
 
 class Terminal(io.StringIO):

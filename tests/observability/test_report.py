@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmdrl.observability.log import MetricsLog
-from spmdrl.observability.report import main, write_report
-from spmdrl.observability.report_charts import Chart, Series, chart_figure, downsample, moving_mean, ticks
-from spmdrl.observability.report_samples import fitting
+from spmdrl.observability.logs.log import MetricsLog
+from spmdrl.observability.report.charts import Chart, Series, chart_figure, downsample, moving_mean, ticks
+from spmdrl.observability.report.report import main, write_report
+from spmdrl.observability.report.samples_section import fitting
 from spmdrl.observability.summary import start_facts, write_summary
 from tests.observability.synthetic import HOSTILE, write_run
 

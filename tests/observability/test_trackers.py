@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from spmdrl.observability.log import LogConfig, MetricsLog, SampleRecord
-from spmdrl.observability.trackers import TrackedRun
+from spmdrl.observability.logs.log import LogConfig, MetricsLog, SampleRecord
+from spmdrl.observability.logs.trackers import TrackedRun
 from tests.support.jobs import ROOT, environment, finished, job_command, tiny_config
 
 RUN = TrackedRun("run 7", "sums", "sweep", ("small", "cpu"), {"optim": {"lr": 1e-3}, "seed": 0})

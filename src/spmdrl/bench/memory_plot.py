@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from html import escape
 
 from spmdrl.bench.memory_ranks import Look
-from spmdrl.observability.report_charts import ticks
-from spmdrl.observability.units import byte_unit
+from spmdrl.observability.report.charts import ticks
+from spmdrl.observability.terminal.units import byte_unit
 
 Phases = Mapping[str, Sequence[Look]]
 

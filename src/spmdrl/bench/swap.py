@@ -27,7 +27,7 @@ from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf.model_folder import hf_config_dict, parameter_shapes
 from spmdrl.engines.models.hf.model_weights import random_weights, write_weights
 from spmdrl.engines.models.making.make_model import make_char_tokenizer
-from spmdrl.observability.timeline import read_timeline
+from spmdrl.observability.timeline.timeline import read_timeline
 
 QWEN_0_5B = DecoderConfig(
     model_type="qwen2", vocab_size=151936, hidden_size=896, intermediate_size=4864, num_layers=24, num_heads=14,

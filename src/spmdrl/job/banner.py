@@ -14,7 +14,7 @@ from spmdrl.job.actor import ModelSource
 from spmdrl.job.checked import CheckedRun
 from spmdrl.job.replica import generation_engine_name
 from spmdrl.job.run_folder import num_parameters
-from spmdrl.observability.units import count
+from spmdrl.observability.terminal.units import count
 from spmdrl.resources.layout import GenerationLayout, UpdateLayout
 from spmdrl.resources.world import World
 

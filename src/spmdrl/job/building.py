@@ -37,8 +37,8 @@ from spmdrl.job.replica import Replica, build_replica, generation_engine_name
 from spmdrl.job.run import Run
 from spmdrl.job.swapping import announce, decide_residence, swap_folder
 from spmdrl.job.switching import Switching
-from spmdrl.observability.console import Console
-from spmdrl.observability.outage import going_on_without
+from spmdrl.observability.logs.outage import going_on_without
+from spmdrl.observability.terminal.console import Console
 from spmdrl.resources.memory import MemoryLedger
 from spmdrl.resources.world import World
 from spmdrl.types import WorkerState

@@ -25,8 +25,8 @@ from spmdrl.job.fitting import (
     check_vllm_is_there,
     decoder_at_hand,
 )
-from spmdrl.observability.log import check_backends
-from spmdrl.observability.screen import waiting
+from spmdrl.observability.logs.log import check_backends
+from spmdrl.observability.terminal.screen import waiting
 from spmdrl.resources.device import find_device
 from spmdrl.resources.layout import UpdateLayout, check_generation_layout, fit_update_layout
 from spmdrl.resources.startup.launch import LaunchEnvironment, read_launch_environment

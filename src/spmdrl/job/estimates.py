@@ -18,7 +18,7 @@ from spmdrl.engines.generation.native.cache.paged import CacheShape
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf.model_folder import parameter_shapes
 from spmdrl.job.checked import CheckedRun
-from spmdrl.observability.units import bytes_text, count
+from spmdrl.observability.terminal.units import bytes_text, count
 from spmdrl.resources.startup.launch import LaunchEnvironment
 from spmdrl.types import WorkerState
 

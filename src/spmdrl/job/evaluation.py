@@ -17,9 +17,9 @@ from spmdrl.dataflow.stages.scoring import DecodeTokens, EndedResponses, Streame
 from spmdrl.engines.generation.protocol import Request, Response, SamplingParams
 from spmdrl.engines.reward.pool import RewardPool, RewardResult
 from spmdrl.job.replica import Replica
-from spmdrl.observability.jsonl import to_json, write_atomic
+from spmdrl.observability.logs.jsonl import to_json, write_atomic
 from spmdrl.observability.statistics import Estimate, average_at_k, mean_over_prompts, mean_pass_at_k, wilson
-from spmdrl.observability.units import fixed
+from spmdrl.observability.terminal.units import fixed
 from spmdrl.resources.collectives import gather_bytes
 
 # Keeps the random numbers of evaluations apart from those of rollouts.

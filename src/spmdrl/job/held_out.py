@@ -8,7 +8,7 @@ from dataclasses import replace
 from spmdrl.job.evaluation import ACCURACY_RULE, Evaluation, Evaluator, interval_of, write_records
 from spmdrl.job.run import Run
 from spmdrl.job.switching import Switching
-from spmdrl.observability.outage import going_on_without
+from spmdrl.observability.logs.outage import going_on_without
 from spmdrl.observability.summary import read_summary, write_summary
 
 

@@ -22,17 +22,24 @@ from spmdrl.job.model_card import CARD, model_card
 from spmdrl.job.resuming import RUN_FILE, ResumePoint, RunRecord, find_resume_point
 from spmdrl.job.run_folder import check_disk_space, checkpoint_bytes, num_parameters, on_every_rank, on_main
 from spmdrl.job.savable import Savable
-from spmdrl.observability.console import Console
 from spmdrl.observability.health import HealthWatch, counts_so_far, trouble_of
-from spmdrl.observability.jsonl import JsonlWriter, write_atomic
-from spmdrl.observability.log import CHECKPOINTS_FILE, METRICS_FILE, MetricsLog, SampleRecord, SamplesLog, read_metrics
+from spmdrl.observability.logs.jsonl import JsonlWriter, write_atomic
+from spmdrl.observability.logs.log import (
+    CHECKPOINTS_FILE,
+    METRICS_FILE,
+    MetricsLog,
+    SampleRecord,
+    SamplesLog,
+    read_metrics,
+)
+from spmdrl.observability.logs.outage import going_on_without, take_num_refused
+from spmdrl.observability.logs.trackers import TrackedRun
 from spmdrl.observability.metrics import Recorder, encode, merge
-from spmdrl.observability.outage import going_on_without, take_num_refused
-from spmdrl.observability.report import write_report
+from spmdrl.observability.report.report import write_report
 from spmdrl.observability.summary import read_summary, software_versions, start_facts, write_summary
-from spmdrl.observability.timeline import Timeline, timeline_file
-from spmdrl.observability.trackers import TrackedRun
-from spmdrl.observability.units import bytes_text, duration
+from spmdrl.observability.terminal.console import Console
+from spmdrl.observability.terminal.units import bytes_text, duration
+from spmdrl.observability.timeline.timeline import Timeline, timeline_file
 from spmdrl.resources.collectives import barrier, gather_bytes
 from spmdrl.resources.startup.ending import Interrupted
 from spmdrl.resources.world import World

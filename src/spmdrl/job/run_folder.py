@@ -17,8 +17,8 @@ from spmdrl.config import Config
 from spmdrl.configfile import ConfigError
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf.model_folder import parameter_shapes
-from spmdrl.observability.console import Console
 from spmdrl.observability.holder import LOCK_FILE, FolderHeld, held
+from spmdrl.observability.terminal.console import Console
 from spmdrl.resources.collectives import broadcast_bytes, gather_bytes
 from spmdrl.resources.network.secret import JOB_FILE
 from spmdrl.resources.world import World

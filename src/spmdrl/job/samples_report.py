@@ -14,8 +14,8 @@ from spmdrl.dataflow.stages.reward import DecodeTokens
 from spmdrl.dataflow.stages.shown import ShownRows
 from spmdrl.engines.reward.verdict import Verdict
 from spmdrl.job.run import Run
-from spmdrl.observability.log import SampleRecord, SampleToken
-from spmdrl.observability.outage import going_on_without
+from spmdrl.observability.logs.log import SampleRecord, SampleToken
+from spmdrl.observability.logs.outage import going_on_without
 from spmdrl.observability.summary import write_summary
 from spmdrl.types import Batch, WorkerState
 

@@ -14,7 +14,7 @@ from spmdrl.engines.generation.protocol import GenerationEngine
 from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.job.replica import Replica
 from spmdrl.job.run import Run
-from spmdrl.observability.outage import going_on_without
+from spmdrl.observability.logs.outage import going_on_without
 from spmdrl.observability.summary import write_summary
 from spmdrl.resources.collectives import max_over
 from spmdrl.resources.host_memory import free_host_bytes, is_memory_folder

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
-from spmdrl.observability.units import scientific
+from spmdrl.observability.terminal.units import scientific
 
 Metrics = Mapping[str, float]
 

@@ -9,7 +9,7 @@ import resource
 import sys
 from typing import Literal, get_args
 
-from spmdrl.observability.timeline import HeldMemory
+from spmdrl.observability.timeline.timeline import HeldMemory
 
 Owner = Literal[
     "update_weights", "gradients", "optimizer", "reference_weights", "generation_weights", "kv_cache", "bucket"

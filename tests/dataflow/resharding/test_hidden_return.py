@@ -16,9 +16,9 @@ from spmdrl.dataflow.resharding.moving.gather import ReshardConfig
 from spmdrl.dataflow.resharding.swapping.swap_space import CopyTimes, FileStore, ReturnTicket, Span
 from spmdrl.job.switching import Switching
 from spmdrl.observability.metrics import Recorder, encode, merge
-from spmdrl.observability.report_timeline import gantt
-from spmdrl.observability.timeline import Span as StageSpan
-from spmdrl.observability.timeline import Timeline, TimelineRecords, read_timeline
+from spmdrl.observability.report.gantt import gantt
+from spmdrl.observability.timeline.timeline import Span as StageSpan
+from spmdrl.observability.timeline.timeline import Timeline, TimelineRecords, read_timeline
 from spmdrl.resources.device import Device
 from spmdrl.resources.memory import MemoryLedger
 from spmdrl.resources.startup.launch import read_launch_environment

@@ -11,7 +11,7 @@ from spmdrl.dataflow.samples.dock import Samples
 from spmdrl.dataflow.stages.advantage import AdvantageStage, Credit
 from spmdrl.dataflow.stages.generation import GenerationStage
 from spmdrl.dataflow.stages.update import Learner, UpdateStage
-from spmdrl.observability.timeline import Timeline
+from spmdrl.observability.timeline.timeline import Timeline
 from spmdrl.types import WorkerState
 
 AtStageEnd = Callable[[int, str], None]

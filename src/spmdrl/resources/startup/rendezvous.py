@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from spmdrl.observability.console import Console
+from spmdrl.observability.terminal.console import Console
 from spmdrl.resources.network.door import Door
 from spmdrl.resources.network.gate import STORE, Address, Gate, Target
 from spmdrl.resources.network.link import NoSecret

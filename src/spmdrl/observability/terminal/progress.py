@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import TextIO
 
-from spmdrl.observability.units import count, duration
+from spmdrl.observability.terminal.units import count, duration
 
 TERMINAL_SECONDS = 1.0
 FILE_SECONDS = 10.0

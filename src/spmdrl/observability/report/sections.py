@@ -9,12 +9,12 @@ from typing import Any
 
 import yaml
 
-from spmdrl.observability.console import outcome
 from spmdrl.observability.holder import is_held
-from spmdrl.observability.jsonl import number
-from spmdrl.observability.report_data import RunData
-from spmdrl.observability.report_html import escape, section, table, value_text
-from spmdrl.observability.units import bytes_text, count, duration
+from spmdrl.observability.logs.jsonl import number
+from spmdrl.observability.report.html import escape, section, table, value_text
+from spmdrl.observability.report.run_files import RunData
+from spmdrl.observability.terminal.console import outcome
+from spmdrl.observability.terminal.units import bytes_text, count, duration
 
 GOOD_VERDICTS = ("ok", "done", "passed", "finished", "completed", "success")
 REWARD_ERRORS = "reward/errors/"

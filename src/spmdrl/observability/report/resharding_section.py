@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from spmdrl.observability.report_html import table, value_text
-from spmdrl.observability.timeline import Moved, TimelineRecords
-from spmdrl.observability.units import bytes_text
+from spmdrl.observability.report.html import table, value_text
+from spmdrl.observability.terminal.units import bytes_text
+from spmdrl.observability.timeline.timeline import Moved, TimelineRecords
 
 LINK_TEXTS = {"node": "same node", "cross_node": "across nodes", "to_host": "to the host", "from_host": "from the host"}
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
-from spmdrl.observability.units import count, duration, fixed, percent, scientific
+from spmdrl.observability.terminal.units import count, duration, fixed, percent, scientific
 
 MISSING = "-"
 # Short names of the stages, in the order of a step; time in stages that have none is `other`.

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from spmdrl.observability.jsonl import read_jsonl
-from spmdrl.observability.log import CHECKPOINTS_FILE, SAMPLES_FILE, read_metrics
+from spmdrl.observability.logs.jsonl import read_jsonl
+from spmdrl.observability.logs.log import CHECKPOINTS_FILE, SAMPLES_FILE, read_metrics
 from spmdrl.observability.summary import read_summary
-from spmdrl.observability.timeline import TimelineRecords, read_timeline
+from spmdrl.observability.timeline.timeline import TimelineRecords, read_timeline
 
 Points = list[tuple[float, float]]
 

@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from spmdrl.observability.console import Console
-from spmdrl.observability.jsonl import JsonlWriter, number, read_jsonl
-from spmdrl.observability.outage import count_refused, going_on_without, warn
-from spmdrl.observability.trackers import TensorBoardBackend, TrackedRun, WandbBackend
+from spmdrl.observability.logs.jsonl import JsonlWriter, number, read_jsonl
+from spmdrl.observability.logs.outage import count_refused, going_on_without, warn
+from spmdrl.observability.logs.trackers import TensorBoardBackend, TrackedRun, WandbBackend
+from spmdrl.observability.terminal.console import Console
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"

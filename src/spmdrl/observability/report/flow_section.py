@@ -7,11 +7,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from spmdrl.observability.jsonl import number
-from spmdrl.observability.report_curves import LINKS
-from spmdrl.observability.report_data import RunData
-from spmdrl.observability.report_html import escape, table, value_text
-from spmdrl.observability.units import bytes_text
+from spmdrl.observability.logs.jsonl import number
+from spmdrl.observability.report.curves import LINKS
+from spmdrl.observability.report.html import escape, table, value_text
+from spmdrl.observability.report.run_files import RunData
+from spmdrl.observability.terminal.units import bytes_text
 
 # (shown as, how the metrics of its columns and links begin)
 OPERATIONS = {"put": "dock/put_bytes/", "got": "dock/get_bytes/"}

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from spmdrl.observability.jsonl import to_json, write_atomic
-from spmdrl.observability.timeline_lines import HeldMemory, LineReader, LineWriter, MemorySnapshot, Moved, Span
-from spmdrl.observability.timeline_parts import PART_BYTES, PartedWriter, read_folder
+from spmdrl.observability.logs.jsonl import to_json, write_atomic
+from spmdrl.observability.timeline.timeline_lines import HeldMemory, LineReader, LineWriter, MemorySnapshot, Moved, Span
+from spmdrl.observability.timeline.timeline_parts import PART_BYTES, PartedWriter, read_folder
 
 __all__ = [
     "HeldMemory", "MemorySnapshot", "Moved", "Span", "Timeline", "TimelineRecords", "read_timeline", "timeline_file",

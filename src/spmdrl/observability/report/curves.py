@@ -6,10 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from spmdrl.observability.report_charts import Chart, Series, has_values
-from spmdrl.observability.report_data import RunData
-from spmdrl.observability.report_timeline import stage_order
-from spmdrl.observability.units import byte_unit
+from spmdrl.observability.report.charts import Chart, Series, has_values
+from spmdrl.observability.report.gantt import stage_order
+from spmdrl.observability.report.run_files import RunData
+from spmdrl.observability.terminal.units import byte_unit
 
 # (title, unit, metric) of the curves that tell whether a run learns and stays sound.
 LEARNING = (

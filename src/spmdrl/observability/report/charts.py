@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
-from spmdrl.observability.report_html import color_class, escape, legend
+from spmdrl.observability.report.html import color_class, escape, legend
 
 Points = Sequence[tuple[float, float]]
 Band = Sequence[tuple[float, float, float]]

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from spmdrl.observability.report_charts import ticks
-from spmdrl.observability.report_html import choices, color_class, escape, legend, table, value_text
-from spmdrl.observability.report_resharding import link_text
-from spmdrl.observability.timeline import MemorySnapshot, Span, TimelineRecords
-from spmdrl.observability.units import byte_unit, bytes_text
+from spmdrl.observability.report.charts import ticks
+from spmdrl.observability.report.html import choices, color_class, escape, legend, table, value_text
+from spmdrl.observability.report.resharding_section import link_text
+from spmdrl.observability.terminal.units import byte_unit, bytes_text
+from spmdrl.observability.timeline.timeline import MemorySnapshot, Span, TimelineRecords
 
 WIDTH, LEFT, RIGHT = 940, 64, 12
 ROW_HEIGHT, AXIS_HEIGHT = 20, 22

@@ -13,24 +13,24 @@ from importlib import resources
 from pathlib import Path
 
 from spmdrl.observability.holder import is_held
-from spmdrl.observability.jsonl import write_atomic
-from spmdrl.observability.report_charts import Chart, chart_data, chart_figure
-from spmdrl.observability.report_curves import (
+from spmdrl.observability.logs.jsonl import write_atomic
+from spmdrl.observability.report.charts import Chart, chart_data, chart_figure
+from spmdrl.observability.report.curves import (
     learning_charts,
     other_charts,
     speed_charts,
     traffic_charts,
     without_zeros,
 )
-from spmdrl.observability.report_data import RunData, read_run
-from spmdrl.observability.report_flow import sample_flow
-from spmdrl.observability.report_html import contents, embedded_json, escape, section
-from spmdrl.observability.report_resharding import moved_by_link
-from spmdrl.observability.report_samples import sample_section
-from spmdrl.observability.report_sections import comparison, configuration, header, health
-from spmdrl.observability.report_timeline import gantt, memory_by_owner
-from spmdrl.observability.screen import show
-from spmdrl.observability.timeline import write_perfetto
+from spmdrl.observability.report.flow_section import sample_flow
+from spmdrl.observability.report.gantt import gantt, memory_by_owner
+from spmdrl.observability.report.html import contents, embedded_json, escape, section
+from spmdrl.observability.report.resharding_section import moved_by_link
+from spmdrl.observability.report.run_files import RunData, read_run
+from spmdrl.observability.report.samples_section import sample_section
+from spmdrl.observability.report.sections import comparison, configuration, header, health
+from spmdrl.observability.terminal.screen import show
+from spmdrl.observability.timeline.timeline import write_perfetto
 
 REPORT_FILE = "report.html"
 SCRIPTS = ("page.js", "charts.js", "report.js")
@@ -161,4 +161,4 @@ def _policy(script: str) -> str:
 
 
 def _asset(name: str) -> str:
-    return resources.files("spmdrl.observability").joinpath("assets").joinpath(name).read_text(encoding="utf-8")
+    return resources.files("spmdrl.observability.report").joinpath("assets").joinpath(name).read_text(encoding="utf-8")

@@ -16,10 +16,10 @@ from rich.console import Console as Terminal
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
 from rich.text import Text
 
-from spmdrl.observability.jsonl import number
-from spmdrl.observability.screen import safe_text, show
-from spmdrl.observability.step_line import StepFacts, fitted_line, full_line
-from spmdrl.observability.units import duration, fixed
+from spmdrl.observability.logs.jsonl import number
+from spmdrl.observability.terminal.screen import safe_text, show
+from spmdrl.observability.terminal.step_line import StepFacts, fitted_line, full_line
+from spmdrl.observability.terminal.units import duration, fixed
 
 MAX_COLUMNS = 160
 STEPS_FOR_ETA = 20

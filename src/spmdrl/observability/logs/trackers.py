@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from spmdrl.observability.jsonl import to_json
-from spmdrl.observability.screen import safe_text
+from spmdrl.observability.logs.jsonl import to_json
+from spmdrl.observability.terminal.screen import safe_text
 
 SAMPLE_COLUMNS = ("step", "row", "prompt", "response", "answer", "reward", "verdict", "advantage", "version")
 

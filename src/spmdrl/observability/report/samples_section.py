@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from spmdrl.observability.jsonl import number
-from spmdrl.observability.report_html import embedded_json, section
+from spmdrl.observability.logs.jsonl import number
+from spmdrl.observability.report.html import embedded_json, section
 
 MAX_BYTES = 1_800_000
 MAX_CHARACTERS = 3000
