@@ -6,9 +6,9 @@ import os
 
 from spmdrl.config import Config
 from spmdrl.configfile import LoadedConfig, start_up
-from spmdrl.job.checked import CheckedRun, check_run
-from spmdrl.job.estimates import estimate_lines
-from spmdrl.job.prepared import Prepared, prepare, source_without_making
+from spmdrl.job.start.estimates import estimate_lines
+from spmdrl.job.start.prepared import Prepared, prepare, source_without_making
+from spmdrl.job.start.start_checks import CheckedRun, check_run
 from spmdrl.observability.terminal.screen import show
 from spmdrl.resources.device import find_device
 from spmdrl.resources.startup.launch import LaunchEnvironment, read_launch_environment

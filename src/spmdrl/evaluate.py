@@ -7,15 +7,15 @@ import time
 from spmdrl.config import Config
 from spmdrl.configfile import LoadedConfig, start_up
 from spmdrl.engines.reward.pool import RewardPool
-from spmdrl.job.actor import ModelSource, prepare_model
 from spmdrl.job.building import build_evaluator, warn_of_end_of_turn
-from spmdrl.job.checked import CheckedRun, check_run
-from spmdrl.job.evaluation import Evaluation, write_records
-from spmdrl.job.facts import open_job
-from spmdrl.job.memory_advice import explained_memory
-from spmdrl.job.prepared import prepare
-from spmdrl.job.replica import build_replica, load_for_generation
-from spmdrl.job.run_folder import hold_run_folder
+from spmdrl.job.evaluation.evaluator import Evaluation, write_records
+from spmdrl.job.model.actor import ModelSource, prepare_model
+from spmdrl.job.model.replica import build_replica, load_for_generation
+from spmdrl.job.run.memory_advice import explained_memory
+from spmdrl.job.run.run_folder import hold_run_folder
+from spmdrl.job.start.prepared import prepare
+from spmdrl.job.start.rank_facts import open_job
+from spmdrl.job.start.start_checks import CheckedRun, check_run
 from spmdrl.observability.summary import software_versions, write_verb_summary
 from spmdrl.observability.terminal.console import Console
 from spmdrl.resources.world import World

@@ -22,15 +22,15 @@ from spmdrl.dataflow.stages.generation import run_requests
 from spmdrl.dataflow.stages.partial import row_seed
 from spmdrl.engines.generation.protocol import Request, Response, SamplingParams
 from spmdrl.engines.models.tokenizer import ModelTokenizer
-from spmdrl.job.actor import ModelSource, prepare_model
 from spmdrl.job.building import warn_of_end_of_turn
-from spmdrl.job.checked import CheckedRun, check_run
-from spmdrl.job.facts import open_job
-from spmdrl.job.kept_answers import KeptAnswers
-from spmdrl.job.memory_advice import explained_memory
-from spmdrl.job.prepared import prepare
-from spmdrl.job.replica import Replica, build_replica, load_for_generation
-from spmdrl.job.run_folder import hold_run_folder
+from spmdrl.job.model.actor import ModelSource, prepare_model
+from spmdrl.job.model.replica import Replica, build_replica, load_for_generation
+from spmdrl.job.rollouts.kept_answers import KeptAnswers
+from spmdrl.job.run.memory_advice import explained_memory
+from spmdrl.job.run.run_folder import hold_run_folder
+from spmdrl.job.start.prepared import prepare
+from spmdrl.job.start.rank_facts import open_job
+from spmdrl.job.start.start_checks import CheckedRun, check_run
 from spmdrl.observability.logs.jsonl import write_atomic
 from spmdrl.observability.summary import software_versions, write_verb_summary
 from spmdrl.observability.terminal.console import Console

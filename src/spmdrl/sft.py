@@ -17,16 +17,16 @@ from spmdrl.dataflow.data.prompts import Prompt, PromptSource, foreign_token
 from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.engines.training.batching.packed_rows import LossTerms, MicroBatch, Scores, TokenRows
 from spmdrl.engines.training.training_engine import TrainingEngine, UpdateResult
-from spmdrl.job.actor import Actor, ModelAlone, ModelSource, build_trainer, prepare_model
-from spmdrl.job.banner import banner
 from spmdrl.job.building import build_held_out, warn_of_end_of_turn
-from spmdrl.job.checked import CheckedRun, check_run
-from spmdrl.job.facts import open_job
-from spmdrl.job.held_out import HeldOut
-from spmdrl.job.prepared import prepare
-from spmdrl.job.run import Run
-from spmdrl.job.run_folder import hold_folder_of_training
-from spmdrl.job.savable import Savable
+from spmdrl.job.evaluation.held_out import HeldOut
+from spmdrl.job.model.actor import Actor, ModelAlone, ModelSource, build_trainer, prepare_model
+from spmdrl.job.run.run import Run
+from spmdrl.job.run.run_folder import hold_folder_of_training
+from spmdrl.job.run.savable import Savable
+from spmdrl.job.start.banner import banner
+from spmdrl.job.start.prepared import prepare
+from spmdrl.job.start.rank_facts import open_job
+from spmdrl.job.start.start_checks import CheckedRun, check_run
 from spmdrl.resources.mesh import build_update_mesh
 from spmdrl.resources.world import World
 from spmdrl.types import offsets_of

@@ -19,8 +19,6 @@ from spmdrl.dataflow.stages.shown import ShownRows
 from spmdrl.dataflow.stages.stages import Stages
 from spmdrl.engines.models.kernels.table import compute_batch_invariantly
 from spmdrl.engines.reward.pool import RewardPool
-from spmdrl.job.actor import Actor, ModelAlone, ModelSource, build_trainer, prepare_model
-from spmdrl.job.banner import banner
 from spmdrl.job.building import (
     Rollouts,
     StageParts,
@@ -31,16 +29,18 @@ from spmdrl.job.building import (
     build_switching,
     warn_of_end_of_turn,
 )
-from spmdrl.job.checked import CheckedRun, check_run
-from spmdrl.job.facts import open_job
-from spmdrl.job.held_out import HeldOut
-from spmdrl.job.kept_rollouts import KeptRollouts
-from spmdrl.job.prepared import prepare
-from spmdrl.job.run import WARM_START, Run, finished_model
-from spmdrl.job.run_folder import hold_folder_of_training
-from spmdrl.job.samples_report import SamplesReport, write_estimates
-from spmdrl.job.savable import Savable, Together
-from spmdrl.job.switching import Switching
+from spmdrl.job.evaluation.held_out import HeldOut
+from spmdrl.job.model.actor import Actor, ModelAlone, ModelSource, build_trainer, prepare_model
+from spmdrl.job.model.switching import Switching
+from spmdrl.job.rollouts.kept_rollouts import KeptRollouts
+from spmdrl.job.rollouts.samples_report import SamplesReport, write_estimates
+from spmdrl.job.run.run import WARM_START, Run, finished_model
+from spmdrl.job.run.run_folder import hold_folder_of_training
+from spmdrl.job.run.savable import Savable, Together
+from spmdrl.job.start.banner import banner
+from spmdrl.job.start.prepared import prepare
+from spmdrl.job.start.rank_facts import open_job
+from spmdrl.job.start.start_checks import CheckedRun, check_run
 from spmdrl.observability.terminal.console import Console
 from spmdrl.resources.mesh import build_update_mesh
 from spmdrl.resources.startup.launch import command_of

@@ -11,8 +11,8 @@ import pytest
 from spmdrl.algorithms.table import build_algorithm
 from spmdrl.config import load_config
 from spmdrl.configfile import ConfigError
-from spmdrl.job.checked import check_run, states_of
-from spmdrl.job.fitting import check_vllm, check_vllm_computes
+from spmdrl.job.start.model_checks import check_vllm, check_vllm_computes
+from spmdrl.job.start.start_checks import check_run, states_of
 from spmdrl.resources.startup.launch import LaunchEnvironment
 from spmdrl.types import WorkerState as State
 

@@ -8,10 +8,10 @@ from tests.support.jobs import run_job, tiny_config
 from spmdrl.config import load_config
 from spmdrl.dataflow.resharding.planning.slice_layouts import parameter_table, update_slices
 from spmdrl.engines.models.making.make_model import decoder_config
-from spmdrl.job.actor import ModelSource
-from spmdrl.job.checked import check_run
-from spmdrl.job.estimates import estimate_lines, rank_bytes
-from spmdrl.job.prepared import prepare, source_without_making
+from spmdrl.job.model.actor import ModelSource
+from spmdrl.job.start.estimates import estimate_lines, rank_bytes
+from spmdrl.job.start.prepared import prepare, source_without_making
+from spmdrl.job.start.start_checks import check_run
 from spmdrl.resources.startup.launch import LaunchEnvironment
 
 BASE = [

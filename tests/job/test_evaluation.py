@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tests.support.jobs import finished, run_job, summary_of, tiny_config
 
-from spmdrl.job.evaluation import evaluation_of
+from spmdrl.job.evaluation.evaluator import evaluation_of
 
 EVAL = "data.eval=synthetic://addition?low=0&high=9&count=10"
 

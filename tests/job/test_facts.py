@@ -24,9 +24,9 @@ from torch.distributed import PrefixStore, TCPStore
 from spmdrl.config import Config, load_config
 from spmdrl.configfile import ConfigError
 from spmdrl.configvalues import joined, schema_keys, section_type, value_leaves
-from spmdrl.job.actor import model_facts
-from spmdrl.job.checked import check_run
-from spmdrl.job.facts import start_facts
+from spmdrl.job.model.actor import model_facts
+from spmdrl.job.start.rank_facts import start_facts
+from spmdrl.job.start.start_checks import check_run
 from spmdrl.resources.startup.launch import StartRefused
 from spmdrl.resources.startup.rank_agreement import Alike, difference, meet
 from spmdrl.resources.world import World

@@ -19,7 +19,7 @@ from spmdrl.engines.training.checkpoints.checkpoint import CheckpointConfig, Che
 from spmdrl.engines.training.checkpoints.manifest import damage
 from spmdrl.engines.training.checkpoints.trainer_state import write_shards
 from spmdrl.engines.training.sharding.sharded_model import Shard
-from spmdrl.job.evaluation import write_records
+from spmdrl.job.evaluation.evaluator import write_records
 from spmdrl.observability.logs.jsonl import JsonlWriter, read_jsonl
 from spmdrl.observability.logs.outage import going_on_without
 from spmdrl.observability.summary import read_summary, write_summary

@@ -11,7 +11,7 @@ import pytest
 from tests.support.jobs import ROOT, environment, finished, job_command, run_job, tiny_config
 from tests.support.ranks import run_ranks
 
-from spmdrl.job.kept_answers import FOLDER, KeptAnswers
+from spmdrl.job.rollouts.kept_answers import FOLDER, KeptAnswers
 from spmdrl.resources.world import World, open_world
 
 IDENTITY = {"seed": 0, "rollout.temperature": 1.0}

@@ -9,7 +9,7 @@ from tests.support.jobs import run_job, tiny_config
 
 from spmdrl.config import load_config
 from spmdrl.dataflow.samples.store.arena import Arena
-from spmdrl.job.memory_advice import OutOfMemory, explained_memory, is_out_of_memory
+from spmdrl.job.run.memory_advice import OutOfMemory, explained_memory, is_out_of_memory
 
 CONFIG = load_config([], ["model.make={}", "data.train=synthetic://addition?count=10"]).value
 TOO_LARGE = 1 << 50

@@ -12,7 +12,7 @@ from tests.support.ranks import run_ranks
 
 from spmdrl.config import load_config
 from spmdrl.configfile import ConfigError
-from spmdrl.job.checked import check_run
+from spmdrl.job.start.start_checks import check_run
 from spmdrl.resources.world import World
 
 SETTINGS = ["train.max_steps=2", "reshard.verify=true"]

@@ -11,7 +11,7 @@ from spmdrl.config import load_config
 from spmdrl.configfile import ConfigError
 from spmdrl.engines.training.checkpoints.checkpoint import CheckpointConfig, CheckpointStore
 from spmdrl.engines.training.checkpoints.manifest import MANIFEST
-from spmdrl.job.resuming import RUN_FILE, RunRecord, find_resume_point
+from spmdrl.job.run.resuming import RUN_FILE, RunRecord, find_resume_point
 from spmdrl.resources.device import Device
 from spmdrl.resources.startup.launch import read_launch_environment
 from spmdrl.resources.world import World

@@ -25,7 +25,7 @@ from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.moe import MoeConfig
 from spmdrl.engines.training.routing.routers import RoutingConfig
 from spmdrl.engines.training.training_engine import OptimConfig, TrainingConfig, TrainingEngine
-from spmdrl.job.checked import check_run, states_of
+from spmdrl.job.start.start_checks import check_run, states_of
 from spmdrl.observability.metrics import Recorder
 from spmdrl.resources.layout import UpdateLayout
 from spmdrl.resources.mesh import build_update_mesh

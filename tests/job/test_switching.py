@@ -20,7 +20,7 @@ from spmdrl.engines.models.hf.model_weights import random_weights
 from spmdrl.engines.training.batching.packed_rows import LossTerms, TokenRows
 from spmdrl.engines.training.training_engine import TrainingConfig, TrainingEngine
 from spmdrl.engines.training.update.optimizer import OptimConfig
-from spmdrl.job.switching import Switching
+from spmdrl.job.model.switching import Switching
 from spmdrl.observability.metrics import Recorder, encode, merge
 from spmdrl.observability.timeline.timeline import Timeline, TimelineRecords, read_timeline
 from spmdrl.resources.layout import UpdateLayout

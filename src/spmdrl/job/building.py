@@ -28,15 +28,15 @@ from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.engines.reward.pool import RewardPool
 from spmdrl.engines.training.checkpoints.checkpoint import WRITE_FAILURES
 from spmdrl.engines.training.training_engine import TrainingEngine
-from spmdrl.job.actor import Actor, ModelSource
-from spmdrl.job.checked import CheckedRun, agreement_of
-from spmdrl.job.evaluation import Evaluator, evaluation_sampling
-from spmdrl.job.held_out import HeldOut
-from spmdrl.job.prepared import Prepared
-from spmdrl.job.replica import Replica, build_replica, generation_engine_name
-from spmdrl.job.run import Run
-from spmdrl.job.swapping import announce, decide_residence, swap_folder
-from spmdrl.job.switching import Switching
+from spmdrl.job.evaluation.evaluator import Evaluator, evaluation_sampling
+from spmdrl.job.evaluation.held_out import HeldOut
+from spmdrl.job.model.actor import Actor, ModelSource
+from spmdrl.job.model.replica import Replica, build_replica, generation_engine_name
+from spmdrl.job.model.swap_choice import announce, decide_residence, swap_folder
+from spmdrl.job.model.switching import Switching
+from spmdrl.job.run.run import Run
+from spmdrl.job.start.prepared import Prepared
+from spmdrl.job.start.start_checks import CheckedRun, agreement_of
 from spmdrl.observability.logs.outage import going_on_without
 from spmdrl.observability.terminal.console import Console
 from spmdrl.resources.memory import MemoryLedger

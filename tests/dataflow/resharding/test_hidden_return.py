@@ -14,7 +14,7 @@ import torch
 from spmdrl.dataflow.resharding.flow import ReshardingFlow
 from spmdrl.dataflow.resharding.moving.gather import ReshardConfig
 from spmdrl.dataflow.resharding.swapping.swap_space import CopyTimes, FileStore, ReturnTicket, Span
-from spmdrl.job.switching import Switching
+from spmdrl.job.model.switching import Switching
 from spmdrl.observability.metrics import Recorder, encode, merge
 from spmdrl.observability.report.gantt import gantt
 from spmdrl.observability.timeline.timeline import Span as StageSpan

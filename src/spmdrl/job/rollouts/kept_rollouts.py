@@ -9,8 +9,8 @@ from spmdrl.dataflow.samples.carried import CarriedGroups
 from spmdrl.dataflow.samples.samples import Samples
 from spmdrl.engines.training.checkpoints.checkpoint import CheckpointConfig, CheckpointStore
 from spmdrl.engines.training.checkpoints.manifest import damage, step_of_folder
-from spmdrl.job.run import Run
-from spmdrl.job.run_folder import on_every_rank, on_main
+from spmdrl.job.run.run import Run
+from spmdrl.job.run.run_folder import on_every_rank, on_main
 
 ROLLOUTS = "rollouts"
 IDENTITY = "identity.json"

@@ -11,10 +11,10 @@ from typing import Any
 from spmdrl.config import Config
 from spmdrl.engines.training.checkpoints.checkpoint import CheckpointStore
 from spmdrl.engines.training.checkpoints.manifest import damage, read_manifest
-from spmdrl.job.actor import MODEL
-from spmdrl.job.best import BestStep
-from spmdrl.job.identity import ROWS
-from spmdrl.job.run_folder import on_main
+from spmdrl.job.model.actor import MODEL
+from spmdrl.job.run.best_checkpoint import BestStep
+from spmdrl.job.run.run_folder import on_main
+from spmdrl.job.start.run_identity import ROWS
 from spmdrl.resources.world import World
 
 RUN_FILE = "run.json"

@@ -17,7 +17,7 @@ from spmdrl.dataflow.stages.parity import Agreement, update_columns
 from spmdrl.dataflow.stages.rows import replayed_columns
 from spmdrl.engines.reward.functions import needs_answer
 from spmdrl.engines.reward.pool import RewardPool
-from spmdrl.job.fitting import (
+from spmdrl.job.start.model_checks import (
     check_batch_invariant,
     check_generation_fits,
     check_model_fits,

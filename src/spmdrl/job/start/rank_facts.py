@@ -17,7 +17,7 @@ from spmdrl.configfile import start_up
 from spmdrl.configvalues import value_leaves
 from spmdrl.dataflow.data.data_rows import SourceRows
 from spmdrl.engines.reward.rules.answers import RULES
-from spmdrl.job.checked import CheckedRun
+from spmdrl.job.start.start_checks import CheckedRun
 from spmdrl.observability.summary import software_versions
 from spmdrl.resources.startup.launch import read_launch_environment
 from spmdrl.resources.startup.rendezvous import Network

@@ -10,10 +10,10 @@ from spmdrl.config import Config
 from spmdrl.dataflow.data.prompts import PromptSource
 from spmdrl.engines.models.hf.model_weights import WeightFiles
 from spmdrl.engines.models.tokenizer import ModelTokenizer
-from spmdrl.job.actor import ModelSource
-from spmdrl.job.checked import CheckedRun
-from spmdrl.job.replica import generation_engine_name
-from spmdrl.job.run_folder import num_parameters
+from spmdrl.job.model.actor import ModelSource
+from spmdrl.job.model.replica import generation_engine_name
+from spmdrl.job.run.run_folder import num_parameters
+from spmdrl.job.start.start_checks import CheckedRun
 from spmdrl.observability.terminal.units import count
 from spmdrl.resources.layout import GenerationLayout, UpdateLayout
 from spmdrl.resources.world import World

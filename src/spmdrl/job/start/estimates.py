@@ -17,7 +17,7 @@ from spmdrl.dataflow.resharding.planning.slice_layouts import (
 from spmdrl.engines.generation.native.cache.paged import CacheShape
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf.model_folder import parameter_shapes
-from spmdrl.job.checked import CheckedRun
+from spmdrl.job.start.start_checks import CheckedRun
 from spmdrl.observability.terminal.units import bytes_text, count
 from spmdrl.resources.startup.launch import LaunchEnvironment
 from spmdrl.types import WorkerState

@@ -12,8 +12,8 @@ from spmdrl.dataflow.resharding.swapping.residence import Residence, StateBytes
 from spmdrl.dataflow.resharding.swapping.swap import storage_bytes
 from spmdrl.engines.generation.protocol import GenerationEngine
 from spmdrl.engines.training.training_engine import TrainingEngine
-from spmdrl.job.replica import Replica
-from spmdrl.job.run import Run
+from spmdrl.job.model.replica import Replica
+from spmdrl.job.run.run import Run
 from spmdrl.observability.logs.outage import going_on_without
 from spmdrl.observability.summary import write_summary
 from spmdrl.resources.collectives import max_over

@@ -16,7 +16,7 @@ from spmdrl.dataflow.stages.partial import row_seed
 from spmdrl.dataflow.stages.scoring import DecodeTokens, EndedResponses, StreamedRewards
 from spmdrl.engines.generation.protocol import Request, Response, SamplingParams
 from spmdrl.engines.reward.pool import RewardPool, RewardResult
-from spmdrl.job.replica import Replica
+from spmdrl.job.model.replica import Replica
 from spmdrl.observability.logs.jsonl import to_json, write_atomic
 from spmdrl.observability.statistics import Estimate, average_at_k, mean_over_prompts, mean_pass_at_k, wilson
 from spmdrl.observability.terminal.units import fixed

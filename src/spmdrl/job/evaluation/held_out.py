@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from spmdrl.job.evaluation import ACCURACY_RULE, Evaluation, Evaluator, interval_of, write_records
-from spmdrl.job.run import Run
-from spmdrl.job.switching import Switching
+from spmdrl.job.evaluation.evaluator import ACCURACY_RULE, Evaluation, Evaluator, interval_of, write_records
+from spmdrl.job.model.switching import Switching
+from spmdrl.job.run.run import Run
 from spmdrl.observability.logs.outage import going_on_without
 from spmdrl.observability.summary import read_summary, write_summary
 

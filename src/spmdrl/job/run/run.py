@@ -13,15 +13,15 @@ import yaml
 from spmdrl.config import Config
 from spmdrl.dataflow.data.data_rows import SourceRows
 from spmdrl.engines.training.checkpoints.checkpoint import CheckpointStore
-from spmdrl.job.actor import CHECKPOINTS, MODEL, ModelSource, newest_model
-from spmdrl.job.best import LINK, BestStep, better_of, is_due_for_best, point_to, unknown_metric
-from spmdrl.job.config_changes import RESOLVED_CONFIG, changed_settings, resolved_config_until
-from spmdrl.job.identity import identity_of
-from spmdrl.job.memory_advice import explained_memory
-from spmdrl.job.model_card import CARD, model_card
-from spmdrl.job.resuming import RUN_FILE, ResumePoint, RunRecord, find_resume_point
-from spmdrl.job.run_folder import check_disk_space, checkpoint_bytes, num_parameters, on_every_rank, on_main
-from spmdrl.job.savable import Savable
+from spmdrl.job.model.actor import CHECKPOINTS, MODEL, ModelSource, newest_model
+from spmdrl.job.run.best_checkpoint import LINK, BestStep, better_of, is_due_for_best, point_to, unknown_metric
+from spmdrl.job.run.config_changes import RESOLVED_CONFIG, changed_settings, resolved_config_until
+from spmdrl.job.run.memory_advice import explained_memory
+from spmdrl.job.run.model_card import CARD, model_card
+from spmdrl.job.run.resuming import RUN_FILE, ResumePoint, RunRecord, find_resume_point
+from spmdrl.job.run.run_folder import check_disk_space, checkpoint_bytes, num_parameters, on_every_rank, on_main
+from spmdrl.job.run.savable import Savable
+from spmdrl.job.start.run_identity import identity_of
 from spmdrl.observability.health import HealthWatch, counts_so_far, trouble_of
 from spmdrl.observability.logs.jsonl import JsonlWriter, write_atomic
 from spmdrl.observability.logs.log import (

@@ -14,9 +14,9 @@ from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf.model_folder import HUB_TEXT_FILES, read_config, resolve_model_folder
 from spmdrl.engines.models.making.make_model import make_folder_without_weights
 from spmdrl.engines.models.tokenizer import ModelTokenizer
-from spmdrl.job.actor import ModelSource, newest_sound_model
-from spmdrl.job.checked import CheckedRun
-from spmdrl.job.fitting import check_generation_fits, check_model_fits, check_vllm_computes
+from spmdrl.job.model.actor import ModelSource, newest_sound_model
+from spmdrl.job.start.model_checks import check_generation_fits, check_model_fits, check_vllm_computes
+from spmdrl.job.start.start_checks import CheckedRun
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from spmdrl.dataflow.samples.volume import FlowShape, Link, replay_buffer_gib, r
 from spmdrl.dataflow.stages.reward import DecodeTokens
 from spmdrl.dataflow.stages.shown import ShownRows
 from spmdrl.engines.reward.verdict import Verdict
-from spmdrl.job.run import Run
+from spmdrl.job.run.run import Run
 from spmdrl.observability.logs.log import SampleRecord, SampleToken
 from spmdrl.observability.logs.outage import going_on_without
 from spmdrl.observability.summary import write_summary

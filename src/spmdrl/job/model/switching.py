@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from spmdrl.dataflow.resharding.flow import ReshardingFlow, ReshardStats
 from spmdrl.dataflow.resharding.moving.probe import Probe
-from spmdrl.job.run import Run
+from spmdrl.job.run.run import Run
 from spmdrl.observability.timeline.timeline import Moved
 from spmdrl.resources.memory import MemoryLedger, peak_resident_bytes, resident_bytes
 

@@ -1,0 +1,1 @@
+"""Held-out prompts answered and scored, and when that happens during training."""

@@ -1,0 +1,1 @@
+"""The actor: update shards, generation shards, and the switch between the two."""

@@ -1,0 +1,1 @@
+"""A run's folder: held, resumed, logged into, and what checkpoints of it hold."""
