@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from spmdrl.aliases import ALIASES
-from spmdrl.config import Config, load_config
-from spmdrl.configfile import ConfigError, LoadedConfig
-from spmdrl.configvalues import schema_keys
-from spmdrl.reference import alias_table
+from spmdrl.config.aliases import ALIASES
+from spmdrl.config.config import Config, load_config
+from spmdrl.config.reader import ConfigError, LoadedConfig
+from spmdrl.config.reference import alias_table
+from spmdrl.config.values import schema_keys
 
 BASE = ["model.make={}", "data.train=synthetic://addition?count=10"]
 ROOT = Path(__file__).parents[1]

@@ -9,11 +9,11 @@ import sys
 
 import pytest
 
-from spmdrl.cli import VERBS, main, usage
-from spmdrl.config import Config
-from spmdrl.configvalues import schema_keys
-from spmdrl.manual import VERB_PAGES
-from spmdrl.reference import find_key, key_page, known_names
+from spmdrl.cli.command_line import VERBS, main, usage
+from spmdrl.cli.manual import VERB_PAGES
+from spmdrl.config.config import Config
+from spmdrl.config.reference import find_key, key_page, known_names
+from spmdrl.config.values import schema_keys
 
 OTHER_RANK = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"} | {
     "MASTER_ADDR": "127.0.0.1",
@@ -35,7 +35,7 @@ def test_help_names_every_verb_and_needs_no_torch() -> None:
     done = spmdrl("--help", PYTHONPROFILEIMPORTTIME="1")
     assert done.returncode == 0
     assert all(f"\n  {verb} " in done.stdout for verb in VERBS)
-    assert "spmdrl.cli" in done.stderr and "torch" not in done.stderr
+    assert "spmdrl.cli.command_line" in done.stderr and "torch" not in done.stderr
 
 
 @pytest.mark.parametrize("arguments", [["help"], ["-h"], ["--help"]])
@@ -132,7 +132,7 @@ def test_another_rank_speaks_after_the_first_and_names_itself() -> None:
 def test_a_failure_that_is_no_bad_input_keeps_its_traceback() -> None:
     failing_verb = """
 import sys, types
-from spmdrl.cli import main
+from spmdrl.cli.command_line import main
 sys.modules["spmdrl.observability.report.report"] = types.SimpleNamespace(main=lambda argv: 1 // 0)
 raise SystemExit(main(["report", "runs/a"]))
 """

@@ -14,8 +14,8 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spmdrl.configaliases import Alias
-from spmdrl.configfile import ConfigError, LoadedConfig, read_config, resolved_yaml, split_arguments, start_up
+from spmdrl.config.reader import ConfigError, LoadedConfig, read_config, resolved_yaml, split_arguments, start_up
+from spmdrl.config.renames import Alias
 
 ALIASES = {
     "learning_rate": Alias("optim.lr"),

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from spmdrl.configyaml import read_override
-from spmdrl.failurepage import INTERRUPTED, end_with, wants_traceback
+from spmdrl.cli.failure_page import INTERRUPTED, end_with, wants_traceback
+from spmdrl.config.yaml_nodes import read_override
 from spmdrl.resources.startup.ending import FirstFailure, PeerFailed, cause_of
 from spmdrl.resources.startup.launch import LaunchEnvironment
 

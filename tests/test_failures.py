@@ -24,8 +24,8 @@ OURS, PLAIN = "spmdrl.torchrun", "torch.distributed.run"
 
 FAILS = """
 import os, sys
-import spmdrl.train
-from spmdrl.cli import main
+import spmdrl.verbs.train
+from spmdrl.cli.command_line import main
 
 def fail(*arguments, calls=[]):
     calls.append(1)
@@ -33,7 +33,7 @@ def fail(*arguments, calls=[]):
         raise RuntimeError("the cause\\nand more of it")
     return prompt_columns(*arguments)
 
-prompt_columns, spmdrl.train.prompt_columns = spmdrl.train.prompt_columns, fail
+prompt_columns, spmdrl.verbs.train.prompt_columns = spmdrl.verbs.train.prompt_columns, fail
 raise SystemExit(main())
 """
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from spmdrl.cli import main, take_prompts
-from spmdrl.configfile import ConfigError
+from spmdrl.cli.command_line import main, take_prompts
+from spmdrl.config.reader import ConfigError
 from tests.support.jobs import finished, run_job
 
 MODEL = ["model.make={hidden_size: 32, num_layers: 1, num_heads: 2, num_kv_heads: 1, intermediate_size: 64,"

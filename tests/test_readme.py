@@ -6,8 +6,8 @@ import re
 from configparser import ConfigParser
 from pathlib import Path
 
-from spmdrl.cli import VERBS
-from spmdrl.config import load_config
+from spmdrl.cli.command_line import VERBS
+from spmdrl.config.config import load_config
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()

@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmdrl.aliases import ALIASES
-from spmdrl.cli import VERBS
-from spmdrl.config import Config, load_config
-from spmdrl.configaliases import spellings_of
-from spmdrl.configfile import ConfigError
-from spmdrl.confignames import KnownNames
-from spmdrl.configvalues import schema_keys
-from spmdrl.spelling import edit_distance, nearest
-from spmdrl.wished import WISHED
+from spmdrl.cli.command_line import VERBS
+from spmdrl.config.aliases import ALIASES
+from spmdrl.config.config import Config, load_config
+from spmdrl.config.reader import ConfigError
+from spmdrl.config.renames import spellings_of
+from spmdrl.config.unknown_names import KnownNames
+from spmdrl.config.values import schema_keys
+from spmdrl.config.wished import WISHED
+from spmdrl.observability.terminal.spelling import edit_distance, nearest
 
 BASE = ["model.make={}", "data.train=synthetic://addition?count=10"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from spmdrl.cli import main
+from spmdrl.cli.command_line import main
 from spmdrl.observability.terminal.screen import show_exception
 
 # Guarded, because processes started by `spawn` import this file again.

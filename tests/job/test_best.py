@@ -12,7 +12,7 @@ import yaml
 from safetensors.torch import load_file
 from tests.support.jobs import finished, metrics_of, run_job, tiny_config
 
-from spmdrl.config import load_config
+from spmdrl.config.config import load_config
 from spmdrl.engines.training.checkpoints.checkpoint import CheckpointConfig
 from spmdrl.job.run.best_checkpoint import BestStep, better_of, is_due_for_best, point_to, unknown_metric
 from spmdrl.job.run.model_card import model_card

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from spmdrl.algorithms.table import build_algorithm
-from spmdrl.config import load_config
-from spmdrl.configfile import ConfigError
+from spmdrl.config.config import load_config
+from spmdrl.config.reader import ConfigError
 from spmdrl.job.start.model_checks import check_vllm, check_vllm_computes
 from spmdrl.job.start.start_checks import check_run, states_of
 from spmdrl.resources.startup.launch import LaunchEnvironment

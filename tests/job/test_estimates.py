@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.support.jobs import run_job, tiny_config
 
-from spmdrl.config import load_config
+from spmdrl.config.config import load_config
 from spmdrl.dataflow.resharding.planning.slice_layouts import parameter_table, update_slices
 from spmdrl.engines.models.making.make_model import decoder_config
 from spmdrl.job.model.actor import ModelSource

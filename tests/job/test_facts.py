@@ -21,9 +21,9 @@ from tests.support.jobs import ROOT, environment, run_job, tiny_config
 from tests.support.ranks import HOST, rank_environment, run_ranks
 from torch.distributed import PrefixStore, TCPStore
 
-from spmdrl.config import Config, load_config
-from spmdrl.configfile import ConfigError
-from spmdrl.configvalues import joined, schema_keys, section_type, value_leaves
+from spmdrl.config.config import Config, load_config
+from spmdrl.config.reader import ConfigError
+from spmdrl.config.values import joined, schema_keys, section_type, value_leaves
 from spmdrl.job.model.actor import model_facts
 from spmdrl.job.start.rank_facts import start_facts
 from spmdrl.job.start.start_checks import check_run

@@ -7,7 +7,7 @@ import pytest
 import torch
 from tests.support.jobs import run_job, tiny_config
 
-from spmdrl.config import load_config
+from spmdrl.config.config import load_config
 from spmdrl.dataflow.samples.store.arena import Arena
 from spmdrl.job.run.memory_advice import OutOfMemory, explained_memory, is_out_of_memory
 

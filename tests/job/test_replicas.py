@@ -10,8 +10,8 @@ import pytest
 from tests.support.jobs import finished, metrics_of, run_job, tiny_config
 from tests.support.ranks import run_ranks
 
-from spmdrl.config import load_config
-from spmdrl.configfile import ConfigError
+from spmdrl.config.config import load_config
+from spmdrl.config.reader import ConfigError
 from spmdrl.job.start.start_checks import check_run
 from spmdrl.resources.world import World
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from spmdrl.config import load_config
-from spmdrl.configfile import ConfigError
+from spmdrl.config.config import load_config
+from spmdrl.config.reader import ConfigError
 from spmdrl.engines.training.checkpoints.checkpoint import CheckpointConfig, CheckpointStore
 from spmdrl.engines.training.checkpoints.manifest import MANIFEST
 from spmdrl.job.run.resuming import RUN_FILE, RunRecord, find_resume_point

@@ -12,8 +12,8 @@ from tests.support.jobs import finished, metrics_of, run_job, tiny_config
 from torch import Tensor
 
 from spmdrl.algorithms.table import build_algorithm
-from spmdrl.config import load_config
-from spmdrl.configfile import ConfigError
+from spmdrl.config.config import load_config
+from spmdrl.config.reader import ConfigError
 from spmdrl.dataflow.stages.generation import columns_of
 from spmdrl.dataflow.stages.rows import ROUTED_EXPERTS, token_rows
 from spmdrl.dataflow.stages.shown import ShownRows

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from spmdrl.algorithms.table import build_algorithm
-from spmdrl.config import load_config
+from spmdrl.config.config import load_config
 from spmdrl.job.rollouts.samples_report import estimates_of
 from spmdrl.job.start.start_checks import states_of
 

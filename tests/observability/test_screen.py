@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmdrl.config import RunConfig
+from spmdrl.config.config import RunConfig
 from spmdrl.observability.terminal.console import Console
 from spmdrl.observability.terminal.screen import safe_text, show, waiting
 from tests.support.jobs import environment, job_command
@@ -69,7 +69,7 @@ def test_refusals_and_tracebacks_of_the_command_line_are_escaped(tmp_path: Path)
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps({"id": HOSTILE, "prompt": 3, "answer": "4"}) + "\n")
     refused = job_command("check", "model.make={}", f"data.train={rows}", f"run.name=x{chr(27)}[2J")
-    raises = [sys.executable, "-c", "import runpy, sys, spmdrl.cli as c\n"
+    raises = [sys.executable, "-c", "import runpy, sys, spmdrl.cli.command_line as c\n"
               "def main(): raise RuntimeError('\\x1b[2J')\n"
               "c.main = main; sys.argv = ['spmdrl']; runpy.run_module('spmdrl', run_name='__main__')"]  # fmt: skip
     for command, code in ((refused, 2), (raises, 1)):

@@ -108,7 +108,7 @@ def _be_job(own: dict[str, str], screens: Sequence[Path], command: list[str]) ->
     os.environ.clear()
     os.environ.update(own)
     os.chdir(ROOT)
-    from spmdrl.cli import main
+    from spmdrl.cli.command_line import main
 
     raise SystemExit(main(command))
 

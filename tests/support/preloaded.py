@@ -14,7 +14,7 @@ import torch.distributed.rpc
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import spmdrl.bench.layout_ranks
-import spmdrl.train
+import spmdrl.verbs.train
 
 __all__ = [
     "AutoTokenizer",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
-from spmdrl.config import Config
+from spmdrl.config.config import Config
 from spmdrl.dataflow.data.prompts import Prompt, PromptSource
 from spmdrl.dataflow.resharding.flow import ReshardingFlow
 from spmdrl.dataflow.resharding.moving.probe import Probe, default_tolerance, probe_rows

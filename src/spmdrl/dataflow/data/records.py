@@ -10,7 +10,7 @@ from pathlib import Path
 
 from spmdrl.dataflow.data.formats import NAMES, BadRow, Record, read_file, suffix_of
 from spmdrl.dataflow.data.synthetic import SCHEME, synthetic_rows
-from spmdrl.spelling import nearest
+from spmdrl.observability.terminal.spelling import nearest
 
 _NUM_SHOWN = 20
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from spmdrl.config import Config, EvalConfig
+from spmdrl.config.config import Config, EvalConfig
 from spmdrl.dataflow.data.prompts import Prompt
 from spmdrl.dataflow.stages.generation import run_requests
 from spmdrl.dataflow.stages.partial import row_seed

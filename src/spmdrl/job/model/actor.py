@@ -7,7 +7,7 @@ import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from spmdrl.config import Config
+from spmdrl.config.config import Config
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf.fingerprint import architecture, architecture_differences, fingerprint
 from spmdrl.engines.models.hf.model_folder import hf_config_dict, read_config, resolve_model_folder

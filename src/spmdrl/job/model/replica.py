@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from spmdrl.config import Config
+from spmdrl.config.config import Config
 from spmdrl.engines.generation.expert_choices import ChoiceRecorder
 from spmdrl.engines.generation.native.stop_strings import Decode
 from spmdrl.engines.generation.protocol import GenerationEngine

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from spmdrl.config import Config
+from spmdrl.config.config import Config
 from spmdrl.dataflow.resharding.swapping.residence import Residence, StateBytes
 from spmdrl.dataflow.resharding.swapping.swap import storage_bytes
 from spmdrl.engines.generation.protocol import GenerationEngine

@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import asdict
 
-from spmdrl.config import Config
+from spmdrl.config.config import Config
 from spmdrl.dataflow.data.prompts import Prompt
 from spmdrl.dataflow.samples.dock import Accounting, Samples, TransferDock
 from spmdrl.dataflow.samples.volume import FlowShape, Link, replay_buffer_gib, request_gib, warehouse_gib

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from spmdrl.config import Config
+from spmdrl.config.config import Config
 
 # What allocators write, beside torch's own type: the CPU's, CUDA's and NPU's runtimes, cuBLAS, NumPy.
 _WORDS = ("can't allocate memory", "not enough memory", "out of memory", "ALLOC_FAILED", "Unable to allocate")

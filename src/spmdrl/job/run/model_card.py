@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from spmdrl import __version__
-from spmdrl.config import Config
+from spmdrl.config.config import Config
 from spmdrl.engines.models.hf.model_folder import is_hub_name
 
 CARD = "README.md"

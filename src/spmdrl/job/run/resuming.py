@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from spmdrl.config import Config
+from spmdrl.config.config import Config
 from spmdrl.engines.training.checkpoints.checkpoint import CheckpointStore
 from spmdrl.engines.training.checkpoints.manifest import damage, read_manifest
 from spmdrl.job.model.actor import MODEL

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from spmdrl.config import Config
+from spmdrl.config.config import Config
 from spmdrl.dataflow.data.data_rows import SourceRows
 from spmdrl.engines.training.checkpoints.checkpoint import CheckpointStore
 from spmdrl.job.model.actor import CHECKPOINTS, MODEL, ModelSource, newest_model

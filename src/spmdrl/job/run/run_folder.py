@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from spmdrl.config import Config
-from spmdrl.configfile import ConfigError
+from spmdrl.config.config import Config
+from spmdrl.config.reader import ConfigError
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf.model_folder import parameter_shapes
 from spmdrl.observability.holder import LOCK_FILE, FolderHeld, held

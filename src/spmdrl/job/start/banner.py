@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from spmdrl.config import Config
+from spmdrl.config.config import Config
 from spmdrl.dataflow.data.prompts import PromptSource
 from spmdrl.engines.models.hf.model_weights import WeightFiles
 from spmdrl.engines.models.tokenizer import ModelTokenizer

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from spmdrl.config import Config
+from spmdrl.config.config import Config
 from spmdrl.dataflow.data.prompts import PromptSource
 from spmdrl.dataflow.resharding.planning.slice_layouts import (
     fitted_stride,

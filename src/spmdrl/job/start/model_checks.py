@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from pathlib import Path
 
-from spmdrl.config import Config
+from spmdrl.config.config import Config
 from spmdrl.engines.generation.native.compiled import check_compiles
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf.model_folder import ignored_attn_factor, read_config

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from spmdrl.config import Config
+from spmdrl.config.config import Config
 from spmdrl.dataflow.data.prompts import PromptSource
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf.model_folder import HUB_TEXT_FILES, read_config, resolve_model_folder

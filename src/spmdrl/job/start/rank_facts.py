@@ -12,9 +12,9 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 import spmdrl
-from spmdrl.config import Config
-from spmdrl.configfile import start_up
-from spmdrl.configvalues import value_leaves
+from spmdrl.config.config import Config
+from spmdrl.config.reader import start_up
+from spmdrl.config.values import value_leaves
 from spmdrl.dataflow.data.data_rows import SourceRows
 from spmdrl.engines.reward.rules.answers import RULES
 from spmdrl.job.start.start_checks import CheckedRun

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from spmdrl.config import Config
+from spmdrl.config.config import Config
 from spmdrl.dataflow.data.data_rows import SourceRows
 from spmdrl.engines.models.hf.fingerprint import fingerprint
 

@@ -9,8 +9,8 @@ from typing import Literal
 
 from spmdrl.algorithms.algorithm import Algorithm
 from spmdrl.algorithms.table import build_algorithm
-from spmdrl.config import Config
-from spmdrl.configfile import LoadedConfig, resolved_yaml, start_up
+from spmdrl.config.config import Config
+from spmdrl.config.reader import LoadedConfig, resolved_yaml, start_up
 from spmdrl.dataflow.data.data_rows import RowNeeds, SourceRows, read_rows, rows_of_prompts
 from spmdrl.dataflow.samples.schema import needs_by_state
 from spmdrl.dataflow.stages.parity import Agreement, update_columns

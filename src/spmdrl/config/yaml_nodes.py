@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import yaml
 
-from spmdrl.spelling import nearest
+from spmdrl.observability.terminal.spelling import nearest
 
 COMMAND_LINE = "command line"
 

@@ -11,14 +11,14 @@ from functools import partial
 from typing import Any
 
 from spmdrl import __version__
-from spmdrl.configfile import ConfigError, split_arguments, start_up
-from spmdrl.failurepage import INTERRUPTED, OTHER_RANKS_WAIT_SECONDS, end_with, wants_traceback
-from spmdrl.manual import VERB_PAGES, help_page
+from spmdrl.cli.failure_page import INTERRUPTED, OTHER_RANKS_WAIT_SECONDS, end_with, wants_traceback
+from spmdrl.cli.manual import VERB_PAGES, help_page
+from spmdrl.config.reader import ConfigError, split_arguments, start_up
 from spmdrl.observability.terminal.screen import show, waiting
+from spmdrl.observability.terminal.spelling import nearest
 from spmdrl.resources.startup.ending import Interrupted
 from spmdrl.resources.startup.launch import LaunchEnvironment, StartRefused, read_launch_environment
 from spmdrl.resources.startup.launcher import end_with_launcher, remove_empty_folders
-from spmdrl.spelling import nearest
 
 VERBS = {
     "train": "reinforcement learning from a config; the same command again goes on where it stopped",
@@ -134,7 +134,7 @@ def _run_configured(verb: str, arguments: Sequence[str], launch: LaunchEnvironme
             f"{verb} needs a config; write spmdrl {verb} FILE.yaml, such as configs/debug/quickstart.yaml"
         )
     with start_up(), waiting(f"spmdrl {verb}: starting PyTorch", enabled=launch.rank == 0):
-        from spmdrl.config import load_config
+        from spmdrl.config.config import load_config
 
         loaded = load_config(files, overrides)
     if launch.rank == 0:
@@ -155,22 +155,22 @@ def _run_configured(verb: str, arguments: Sequence[str], launch: LaunchEnvironme
 def _main_of(verb: str, prompts: Sequence[str], planned: LaunchEnvironment | None) -> Callable[[Any], int]:
     """The verb's own main, with PyTorch and all else that it imports."""
     if verb == "train":
-        from spmdrl.train import main as train
+        from spmdrl.verbs.train import main as train
 
         return train
     if verb == "sft":
-        from spmdrl.sft import main as sft
+        from spmdrl.verbs.sft import main as sft
 
         return sft
     if verb == "eval":
-        from spmdrl.evaluate import main as evaluate
+        from spmdrl.verbs.evaluate import main as evaluate
 
         return evaluate
     if verb == "generate":
-        from spmdrl.generate import main as generate
+        from spmdrl.verbs.generate import main as generate
 
         return partial(generate, prompts=prompts)
-    from spmdrl.check import main as check
+    from spmdrl.verbs.check import main as check
 
     return partial(check, planned=planned)
 

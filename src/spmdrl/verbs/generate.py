@@ -15,8 +15,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from spmdrl.config import Config
-from spmdrl.configfile import LoadedConfig, start_up
+from spmdrl.config.config import Config
+from spmdrl.config.reader import LoadedConfig, start_up
 from spmdrl.dataflow.data.prompts import Prompt
 from spmdrl.dataflow.stages.generation import run_requests
 from spmdrl.dataflow.stages.partial import row_seed

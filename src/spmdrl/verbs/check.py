@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 
-from spmdrl.config import Config
-from spmdrl.configfile import LoadedConfig, start_up
+from spmdrl.config.config import Config
+from spmdrl.config.reader import LoadedConfig, start_up
 from spmdrl.job.start.estimates import estimate_lines
 from spmdrl.job.start.prepared import Prepared, prepare, source_without_making
 from spmdrl.job.start.start_checks import CheckedRun, check_run

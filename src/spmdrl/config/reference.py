@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, is_dataclass
 from typing import Any, get_type_hints
 
-from spmdrl.aliases import ALIASES
-from spmdrl.configaliases import spellings_of
-from spmdrl.confignames import KnownNames
-from spmdrl.configvalues import default_of, describe, schema_keys, section_type
-from spmdrl.configyaml import inline
-from spmdrl.wished import WISHED
+from spmdrl.config.aliases import ALIASES
+from spmdrl.config.renames import spellings_of
+from spmdrl.config.unknown_names import KnownNames
+from spmdrl.config.values import default_of, describe, schema_keys, section_type
+from spmdrl.config.wished import WISHED
+from spmdrl.config.yaml_nodes import inline
 
 _WIDTH = 110
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from spmdrl.configfile import ConfigError
-from spmdrl.spelling import nearest
+from spmdrl.config.reader import ConfigError
+from spmdrl.observability.terminal.spelling import nearest
 
 _CONFIGURED = "[FILE.yaml ...] [key.path=value ...]"
 
@@ -66,8 +66,8 @@ def help_page(name: str) -> str:
     if name in VERB_PAGES:
         return VERB_PAGES[name]
     # Brings torch with it, which pages of verbs do without.
-    from spmdrl.config import Config
-    from spmdrl.reference import key_page, known_names
+    from spmdrl.config.config import Config
+    from spmdrl.config.reference import key_page, known_names
 
     names = known_names(Config)
     page = key_page(Config, names, name)

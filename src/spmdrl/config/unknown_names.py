@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from spmdrl.configaliases import Alias
-from spmdrl.configvalues import within
-from spmdrl.configyaml import Given, leaves
-from spmdrl.spelling import edit_distance, nearest
+from spmdrl.config.renames import Alias
+from spmdrl.config.values import within
+from spmdrl.config.yaml_nodes import Given, leaves
+from spmdrl.observability.terminal.spelling import edit_distance, nearest
 
 
 @dataclass(frozen=True)

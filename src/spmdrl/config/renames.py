@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from spmdrl.configyaml import Given, find, given_of, inline, plant, unplant
+from spmdrl.config.yaml_nodes import Given, find, given_of, inline, plant, unplant
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from spmdrl.algorithms.algorithm import AlgoConfig
-from spmdrl.aliases import ALIASES
-from spmdrl.configfile import LoadedConfig, read_config
+from spmdrl.config.aliases import ALIASES
+from spmdrl.config.reader import LoadedConfig, read_config
+from spmdrl.config.wished import WISHED
 from spmdrl.dataflow.data.data_rows import DataConfig
 from spmdrl.dataflow.resharding.moving.gather import ReshardConfig
 from spmdrl.dataflow.samples.transport.transport import DockConfig
@@ -22,7 +23,6 @@ from spmdrl.engines.training.update.optimizer import OptimConfig
 from spmdrl.observability.logs.log import LogConfig
 from spmdrl.observability.terminal.screen import safe_text
 from spmdrl.resources.layout import ResourcesConfig
-from spmdrl.wished import WISHED
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from spmdrl.config import Config
-from spmdrl.configfile import ConfigError, LoadedConfig, start_up
+from spmdrl.config.config import Config
+from spmdrl.config.reader import ConfigError, LoadedConfig, start_up
 from spmdrl.dataflow.data.prompts import Prompt, PromptSource
 from spmdrl.dataflow.samples.balancing.sharing import groups_of_generation, groups_of_training
 from spmdrl.dataflow.samples.carried import CarriedGroups
@@ -45,8 +45,8 @@ from spmdrl.observability.terminal.console import Console
 from spmdrl.resources.mesh import build_update_mesh
 from spmdrl.resources.startup.launch import command_of
 from spmdrl.resources.world import World, make_deterministic
-from spmdrl.sft import admit_supervised, train_supervised
 from spmdrl.types import Batch, WorkerState
+from spmdrl.verbs.sft import admit_supervised, train_supervised
 
 
 def main(loaded: LoadedConfig[Config]) -> int:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
-from spmdrl.config import Config
-from spmdrl.configfile import LoadedConfig, start_up
+from spmdrl.config.config import Config
+from spmdrl.config.reader import LoadedConfig, start_up
 from spmdrl.engines.reward.pool import RewardPool
 from spmdrl.job.building import build_evaluator, warn_of_end_of_turn
 from spmdrl.job.evaluation.evaluator import Evaluation, write_records

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from spmdrl.configaliases import Alias, Settings, Unconverted, convert_aliases, spellings_of
-from spmdrl.confignames import KnownNames
-from spmdrl.configvalues import FAILED, Conversion, default_of, describe, entries_of, joined, schema_keys
-from spmdrl.configyaml import Given, inline, leaves, plant, read_file, read_override, shortened, show
+from spmdrl.config.renames import Alias, Settings, Unconverted, convert_aliases, spellings_of
+from spmdrl.config.unknown_names import KnownNames
+from spmdrl.config.values import FAILED, Conversion, default_of, describe, entries_of, joined, schema_keys
+from spmdrl.config.yaml_nodes import Given, inline, leaves, plant, read_file, read_override, shortened, show
 
 T = TypeVar("T")
 _KEY = re.compile(r"[A-Za-z_][\w.-]*")

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from spmdrl.config import Config
-from spmdrl.configfile import ConfigError, LoadedConfig, start_up
+from spmdrl.config.config import Config
+from spmdrl.config.reader import ConfigError, LoadedConfig, start_up
 from spmdrl.dataflow.data.prompts import Prompt, PromptSource, foreign_token
 from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.engines.training.batching.packed_rows import LossTerms, MicroBatch, Scores, TokenRows

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from spmdrl.configyaml import Given, show
-from spmdrl.spelling import nearest
+from spmdrl.config.yaml_nodes import Given, show
+from spmdrl.observability.terminal.spelling import nearest
 
 DEFAULT = "default"
 FAILED = object()

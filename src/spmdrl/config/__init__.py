@@ -1,0 +1,1 @@
+"""A run's configuration: one tree of frozen dataclasses, read strictly from YAML and overrides."""

@@ -1,0 +1,1 @@
+"""The verbs that run a config: train, sft, eval, generate, check."""
