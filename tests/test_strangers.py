@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from spmdrl.bench.emulated_nodes import Node, emulated_nodes, refusal
-from spmdrl.bench.nodes import rank_environment
+from spmdrl.bench.nodes.emulated_nodes import Node, emulated_nodes, refusal
+from spmdrl.bench.nodes.nodes import rank_environment
 from tests.support.jobs import ROOT, environment, metrics_of, tiny_config, weights_digest
 
 pytestmark = [pytest.mark.ranks, pytest.mark.alone]

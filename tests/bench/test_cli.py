@@ -27,8 +27,8 @@ finally:
 
 
 def test_every_bench_has_the_help_of_its_module():
-    for name in BENCHES:
-        module = importlib.import_module(f"spmdrl.bench.{name}")
+    for name, module in BENCHES.items():
+        module = importlib.import_module(f"spmdrl.bench.{module}")
         assert docstring_of(name).splitlines()[0] == (module.__doc__ or "").strip().splitlines()[0]
         assert callable(bench_named(name).add_arguments) and callable(bench_named(name).run)
 

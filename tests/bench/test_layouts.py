@@ -11,8 +11,8 @@ import torch.distributed as dist
 from tests.support.ranks import run_ranks
 
 from spmdrl.bench.cli import main
-from spmdrl.bench.layouts import LARGEST_ERROR, compare_layouts, exceeds, layouts_of
-from spmdrl.bench.traffic import Traffic, axes_of_groups, with_own_groups
+from spmdrl.bench.layouts.layouts import LARGEST_ERROR, compare_layouts, exceeds, layouts_of
+from spmdrl.bench.layouts.traffic import Traffic, axes_of_groups, with_own_groups
 from spmdrl.engines.parallel.axis_collectives import (
     exchange_rows,
     gather_rows,

@@ -8,9 +8,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from spmdrl.bench.memory import add_arguments, run
-from spmdrl.bench.memory_plot import memory_svg
-from spmdrl.bench.memory_ranks import Look
+from spmdrl.bench.memory.memory import add_arguments, run
+from spmdrl.bench.memory.memory_plot import memory_svg
+from spmdrl.bench.memory.memory_ranks import Look
 
 PHASES = ["update", "switch", "generation", "return", "next update"]
 SVG = "{http://www.w3.org/2000/svg}"

@@ -6,7 +6,7 @@ import argparse
 
 import pytest
 
-from spmdrl.bench import metadata
+from spmdrl.bench.samples import metadata
 
 
 def run(*words: str):

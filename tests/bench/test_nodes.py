@@ -11,11 +11,11 @@ import pytest
 import torch
 from tests.support.ranks import run_ranks
 
-from spmdrl.bench import nodes
-from spmdrl.bench.central_buffer import CentralBuffer, CentralDock
-from spmdrl.bench.emulated_nodes import LinkBytes, emulated_nodes, refusal
-from spmdrl.bench.flow_rank import RESULT_FILE, VARIANTS, Measured, RankTask
-from spmdrl.bench.sample_flow import FlowSize, StepRun, check_taken, make_step
+from spmdrl.bench.nodes import nodes
+from spmdrl.bench.nodes.central_buffer import CentralBuffer, CentralDock
+from spmdrl.bench.nodes.emulated_nodes import LinkBytes, emulated_nodes, refusal
+from spmdrl.bench.nodes.flow_rank import RESULT_FILE, VARIANTS, Measured, RankTask
+from spmdrl.bench.nodes.sample_flow import FlowSize, StepRun, check_taken, make_step
 from spmdrl.dataflow.samples.volume import Link
 from spmdrl.resources.world import World
 from spmdrl.types import Batch

@@ -6,7 +6,7 @@ import argparse
 
 import pytest
 
-from spmdrl.bench.redundancy import CASES, figures_of, run, unused_bytes
+from spmdrl.bench.resharding.redundancy import CASES, figures_of, run, unused_bytes
 from spmdrl.types import WeightSlice
 
 

@@ -8,8 +8,8 @@ import json
 import pytest
 from tests.support.ranks import run_ranks
 
-from spmdrl.bench.resharding import add_arguments, layouts_of, model_of, ratios_of, run
-from spmdrl.bench.resharding_ranks import WAYS, Measured, ReshardTask, measure_on_ranks
+from spmdrl.bench.resharding.resharding import add_arguments, layouts_of, model_of, ratios_of, run
+from spmdrl.bench.resharding.resharding_ranks import WAYS, Measured, ReshardTask, measure_on_ranks
 from spmdrl.resources.layout import UpdateLayout
 
 SMALL = [

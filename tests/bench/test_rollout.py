@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from spmdrl.bench.cli import main
-from spmdrl.bench.commands import answering
-from spmdrl.bench.rollout import Runs, check_same_work
-from spmdrl.bench.rollout_work import Measured, Work, WorkSize, counted, make_work
+from spmdrl.bench.harness.commands import answering
+from spmdrl.bench.rollout.rollout import Runs, check_same_work
+from spmdrl.bench.rollout.rollout_work import Measured, Work, WorkSize, counted, make_work
 
 SIZE = WorkSize(num_prompts=40, group_size=8, prompt_length=6, limit=64, vocab_size=512)
 

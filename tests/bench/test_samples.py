@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from spmdrl.bench.cli import main
-from spmdrl.bench.commands import run_to_end
-from spmdrl.bench.sample_driver import Settings, check_came_once, columns_of, measure, measure_memcpy
-from spmdrl.bench.sample_peers import RowBuffer
-from spmdrl.bench.sample_rows import (
+from spmdrl.bench.harness.commands import run_to_end
+from spmdrl.bench.samples.sample_driver import Settings, check_came_once, columns_of, measure, measure_memcpy
+from spmdrl.bench.samples.sample_peers import RowBuffer
+from spmdrl.bench.samples.sample_rows import (
     COLUMNS,
     PROMPT,
     RESPONSE_COLUMNS,
@@ -29,7 +29,7 @@ from spmdrl.bench.sample_rows import (
     padded_rows,
     ragged_rows,
 )
-from spmdrl.bench.sample_tcp import PackedTcpPickle, TcpPickle
+from spmdrl.bench.samples.sample_tcp import PackedTcpPickle, TcpPickle
 from spmdrl.dataflow.samples.schema import rule_of
 
 SIZE = RowsSize(num_groups=5, group_size=2, prompt_length=3, response_length=9)
@@ -153,7 +153,7 @@ def test_a_command_that_takes_too_long_is_ended():
 
 @needs_proc
 def test_a_terminated_bench_ends_its_command():
-    bench = "from spmdrl.bench.commands import run_to_end; run_to_end(['sleep', '61.75'], {}, 60)"
+    bench = "from spmdrl.bench.harness.commands import run_to_end; run_to_end(['sleep', '61.75'], {}, 60)"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     process = subprocess.Popen([sys.executable, "-c", bench], env=environment)
     deadline = time.monotonic() + 20

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from spmdrl.bench.cli import main
-from spmdrl.bench.plain_training import packed_batches, padded_batches, similar_batches
-from spmdrl.bench.training import make_rows
+from spmdrl.bench.training.plain_training import packed_batches, padded_batches, similar_batches
+from spmdrl.bench.training.training import make_rows
 from spmdrl.engines.models.making.make_config import MakeConfig
 from spmdrl.engines.models.making.make_model import make_model_folder
 

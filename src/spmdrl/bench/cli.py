@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
 if TYPE_CHECKING:
-    from spmdrl.bench.table import BenchTable
+    from spmdrl.bench.harness.table import BenchTable
 
 
 class Bench(Protocol):
@@ -24,11 +24,21 @@ class Bench(Protocol):
     def run(self, arguments: argparse.Namespace) -> BenchTable: ...
 
 
-# The module of each bench in this package. Most bring torch with them: only the one that runs is imported.
-BENCHES = (
-    "layouts", "memory", "metadata", "nodes", "redundancy", "resharding", "rollout", "samples", "step", "swap",
-    "table1", "training",
-)  # fmt: skip
+# The module of each bench below this package. Most bring torch with them: only the one that runs is imported.
+BENCHES = {
+    "layouts": "layouts.layouts",
+    "memory": "memory.memory",
+    "metadata": "samples.metadata",
+    "nodes": "nodes.nodes",
+    "redundancy": "resharding.redundancy",
+    "resharding": "resharding.resharding",
+    "rollout": "rollout.rollout",
+    "samples": "samples.samples",
+    "step": "step",
+    "swap": "swap",
+    "table1": "table1",
+    "training": "training.training",
+}
 ON_SCREEN = Path("-")
 
 
@@ -57,10 +67,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def bench_named(name: str) -> Bench:
-    return cast(Bench, importlib.import_module(f"spmdrl.bench.{name}"))
+    return cast(Bench, importlib.import_module(f"spmdrl.bench.{BENCHES[name]}"))
 
 
 def docstring_of(name: str) -> str:
     """What a bench's module says of itself, read from its source without importing it."""
-    source = resources.files("spmdrl.bench").joinpath(f"{name}.py").read_text(encoding="utf-8")
+    path = f"{BENCHES[name].replace('.', '/')}.py"
+    source = resources.files("spmdrl.bench").joinpath(path).read_text(encoding="utf-8")
     return (ast.get_docstring(ast.parse(source)) or "").strip()

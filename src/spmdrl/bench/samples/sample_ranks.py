@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from spmdrl.bench.sample_driver import Measured, Settings, check_came_once, timed
-from spmdrl.bench.sample_rows import COLUMNS, PROMPT, RESPONSE_COLUMNS, ROW_NUMBER, SCALARS, KeptMemory, Rows
+from spmdrl.bench.samples.sample_driver import Measured, Settings, check_came_once, timed
+from spmdrl.bench.samples.sample_rows import COLUMNS, PROMPT, RESPONSE_COLUMNS, ROW_NUMBER, SCALARS, KeptMemory, Rows
 from spmdrl.dataflow.samples.balancing.sharing import RowGroups
 from spmdrl.dataflow.samples.dock import TransferDock
 from spmdrl.dataflow.samples.samples import Samples

@@ -15,10 +15,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from spmdrl.bench.commands import run_to_end
-from spmdrl.bench.memory_plot import memory_svg
-from spmdrl.bench.memory_ranks import RESULT_FILE, SETTINGS_FILE, Look, Settings
-from spmdrl.bench.table import BenchTable
+from spmdrl.bench.harness.commands import run_to_end
+from spmdrl.bench.harness.table import BenchTable
+from spmdrl.bench.memory.memory_plot import memory_svg
+from spmdrl.bench.memory.memory_ranks import RESULT_FILE, SETTINGS_FILE, Look, Settings
 
 MIB = 1 << 20
 _LONGEST_SECONDS = 600.0
@@ -67,7 +67,7 @@ def _watched(settings: Settings, num_ranks: int) -> dict[str, list[Look]]:
         folder = Path(name)
         (folder / SETTINGS_FILE).write_text(json.dumps(asdict(settings)))
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
-        command = [*launcher, "-m", "spmdrl.bench.memory_ranks", name]
+        command = [*launcher, "-m", "spmdrl.bench.memory.memory_ranks", name]
         run_to_end(command, {**_ENVIRONMENT, "TMPDIR": name}, _LONGEST_SECONDS)
         found = json.loads((folder / RESULT_FILE).read_text())
     return {phase: [Look(**look) for look in looks] for phase, looks in found.items()}

@@ -24,9 +24,9 @@ import torch
 from torch.distributed import TCPStore
 from torch.multiprocessing.spawn import ProcessException, start_processes
 
-from spmdrl.bench.layout_models import model_for
-from spmdrl.bench.layout_parity import Finding, compare, write_reference
-from spmdrl.bench.traffic import with_own_groups
+from spmdrl.bench.layouts.layout_models import model_for
+from spmdrl.bench.layouts.layout_parity import Finding, compare, write_reference
+from spmdrl.bench.layouts.traffic import with_own_groups
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.resources.collectives import gather_bytes
 from spmdrl.resources.layout import UpdateLayout, fit_update_layout

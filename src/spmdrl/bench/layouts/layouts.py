@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import get_args
 
-from spmdrl.bench.layout_models import MODELS
-from spmdrl.bench.layout_ranks import Case, run_cases
-from spmdrl.bench.table import BenchTable
+from spmdrl.bench.harness.table import BenchTable
+from spmdrl.bench.layouts.layout_models import MODELS
+from spmdrl.bench.layouts.layout_ranks import Case, run_cases
 from spmdrl.engines.training.sharding.parallelize import check_layout
 from spmdrl.resources.layout import ContextKind, UpdateLayout, fit_update_layout
 

@@ -22,10 +22,10 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from spmdrl.bench.emulated_nodes import Node, emulated_nodes, refusal
-from spmdrl.bench.flow_rank import FAILURE_FILE, RESULT_FILE, VARIANTS, Measured, RankTask
-from spmdrl.bench.sample_flow import FlowSize
-from spmdrl.bench.table import BenchTable
+from spmdrl.bench.harness.table import BenchTable
+from spmdrl.bench.nodes.emulated_nodes import Node, emulated_nodes, refusal
+from spmdrl.bench.nodes.flow_rank import FAILURE_FILE, RESULT_FILE, VARIANTS, Measured, RankTask
+from spmdrl.bench.nodes.sample_flow import FlowSize
 
 _LONGEST_RUN_SECONDS = 600.0
 # In the namespace of the first node, where no other process can have it.
@@ -113,7 +113,7 @@ def _started_ranks(
     try:
         for rank in range(len(nodes) * ranks_per_node):
             argv = nodes[rank // ranks_per_node].command(
-                [sys.executable, "-m", "spmdrl.bench.flow_rank", task.to_json()]
+                [sys.executable, "-m", "spmdrl.bench.nodes.flow_rank", task.to_json()]
             )
             with open(Path(task.folder) / f"{rank}.log", "wb") as log:
                 environment = rank_environment(nodes, ranks_per_node, rank)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from spmdrl.bench.sample_driver import Columns, main
+from spmdrl.bench.samples.sample_driver import Columns, main
 
 HOST = "127.0.0.1"
 

@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 
-from spmdrl.bench.central_buffer import CentralDock
-from spmdrl.bench.emulated_nodes import LinkBytes, link_bytes
-from spmdrl.bench.sample_flow import NEEDS, FlowSize, StepRun, check_taken, make_step
+from spmdrl.bench.nodes.central_buffer import CentralDock
+from spmdrl.bench.nodes.emulated_nodes import LinkBytes, link_bytes
+from spmdrl.bench.nodes.sample_flow import NEEDS, FlowSize, StepRun, check_taken, make_step
 from spmdrl.dataflow.samples.balancing.balance import TokenCost
 from spmdrl.dataflow.samples.dock import TransferDock
 from spmdrl.dataflow.samples.transport.transport import DockConfig

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from spmdrl.bench.sample_driver import Columns, main
+from spmdrl.bench.samples.sample_driver import Columns, main
 
 Address = tuple[int, bytes]
 HOST = "127.0.0.1"

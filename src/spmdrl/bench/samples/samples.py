@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import statistics
 import sys
 import tempfile
@@ -19,11 +18,11 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-import spmdrl
-from spmdrl.bench.commands import run_to_end
-from spmdrl.bench.sample_driver import Measured, Settings, measure_memcpy
-from spmdrl.bench.sample_rows import Rows, RowsSize, padded_rows, ragged_rows
-from spmdrl.bench.table import BenchTable
+from spmdrl.bench.harness.commands import run_to_end
+from spmdrl.bench.harness.lone_modules import copy_modules
+from spmdrl.bench.harness.table import BenchTable
+from spmdrl.bench.samples.sample_driver import Measured, Settings, measure_memcpy
+from spmdrl.bench.samples.sample_rows import Rows, RowsSize, padded_rows, ragged_rows
 
 MEMCPY, VIEWS, COPIES = "memcpy", "dock", "dock, copied out"
 HEADLINE = VIEWS
@@ -35,7 +34,7 @@ PEERS = {
 }
 GOAL_OF_MEMCPY, GOAL_P50_MICROSECONDS = 0.5, 20
 # What runs in the peers' own environment: plain files, without what else this package needs.
-_COPIED_MODULES = ("__init__", "sample_driver", "sample_peers", "sample_rows", "sample_tcp")
+_COPIED_MODULES = ("sample_driver", "sample_peers", "sample_rows", "sample_tcp")
 _WARM_UP, _STEPS = 2, 3
 _LONGEST_SECONDS = 300.0
 _ENVIRONMENT = {
@@ -99,11 +98,7 @@ def _write(folder: Path, shapes: Mapping[str, Rows], settings: Settings) -> None
     for shape, rows in shapes.items():
         rows.save(folder / f"{shape}.npz")
     (folder / "settings.json").write_text(json.dumps(asdict(settings)))
-    bench = folder / "modules" / "spmdrl" / "bench"
-    bench.mkdir(parents=True)
-    shutil.copy(spmdrl.__file__, bench.parent)
-    for module in _COPIED_MODULES:
-        shutil.copy(Path(__file__).with_name(f"{module}.py"), bench)
+    copy_modules("spmdrl.bench.samples", _COPIED_MODULES, folder / "modules")
 
 
 def _environment(folder: Path) -> dict[str, str]:
@@ -114,7 +109,9 @@ def _environment(folder: Path) -> dict[str, str]:
 def _measure_dock(folder: Path, ways: Mapping[str, Way]) -> dict[str, Any]:
     """Add a round of the dock; returns the figures that other ways don't have, by shape."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    run_to_end([*launcher, "-m", "spmdrl.bench.sample_ranks", str(folder)], _environment(folder), _LONGEST_SECONDS)
+    run_to_end(
+        [*launcher, "-m", "spmdrl.bench.samples.sample_ranks", str(folder)], _environment(folder), _LONGEST_SECONDS
+    )
     found = json.loads((folder / "result.json").read_text())["shapes"]
     extra: dict[str, Any] = {}
     for shape, values in found.items():
@@ -129,7 +126,7 @@ def _measure_dock(folder: Path, ways: Mapping[str, Way]) -> dict[str, Any]:
 
 def _measure_peer(name: str, python: str, folder: Path, way: Way) -> None:
     """Add a round of another way, or why there is none."""
-    command = [python, "-m", f"spmdrl.bench.{PEERS[name]}", name, str(folder)]
+    command = [python, "-m", f"spmdrl.bench.samples.{PEERS[name]}", name, str(folder)]
     try:
         run_to_end(command, {**_environment(folder), "PYTHONPATH": str(folder / "modules")}, _LONGEST_SECONDS)
     except (RuntimeError, OSError) as error:

@@ -20,8 +20,8 @@ from pathlib import Path
 
 import torch
 
-from spmdrl.bench.plain_training import BATCHINGS, PlainTrainer
-from spmdrl.bench.table import BenchTable
+from spmdrl.bench.harness.table import BenchTable
+from spmdrl.bench.training.plain_training import BATCHINGS, PlainTrainer
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf.model_folder import hf_config_dict, read_config
 from spmdrl.engines.models.hf.model_weights import random_weights, write_weights

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from spmdrl.bench.sample_rows import COLUMNS, PROMPT, RESPONSE_COLUMNS, ROW_NUMBER, KeptMemory, Rows
+from spmdrl.bench.samples.sample_rows import COLUMNS, PROMPT, RESPONSE_COLUMNS, ROW_NUMBER, KeptMemory, Rows
 
 Columns = dict[str, Any]
 

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from spmdrl.bench.layout_models import (
+from spmdrl.bench.layouts.layout_models import (
     NUM_STEPS,
     OPTIM,
     TOKENS_PER_MICROBATCH,
@@ -21,7 +21,7 @@ from spmdrl.bench.layout_models import (
     make_rows,
     token_mean_loss,
 )
-from spmdrl.bench.traffic import Traffic, axes_of_groups
+from spmdrl.bench.layouts.traffic import Traffic, axes_of_groups
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.training.sharding.sharded_model import Shard
 from spmdrl.engines.training.training_engine import TrainingConfig, TrainingEngine

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import shutil
 import statistics
 import sys
 import tempfile
@@ -22,10 +21,10 @@ from typing import Any
 
 import torch
 
-import spmdrl
-from spmdrl.bench.commands import Answering, answering
-from spmdrl.bench.rollout_work import MODEL_FOLDER, Measured, Work, WorkSize, make_work
-from spmdrl.bench.table import BenchTable
+from spmdrl.bench.harness.commands import Answering, answering
+from spmdrl.bench.harness.lone_modules import copy_modules
+from spmdrl.bench.harness.table import BenchTable
+from spmdrl.bench.rollout.rollout_work import MODEL_FOLDER, Measured, Work, WorkSize, make_work
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf.model_folder import hf_config_dict, read_config
 from spmdrl.engines.models.hf.model_weights import random_weights, write_weights
@@ -33,7 +32,7 @@ from spmdrl.engines.models.hf.model_weights import random_weights, write_weights
 NATIVE, PEERS = "native", ("generate", "continuous_batching", "vllm")
 ENGINES = (NATIVE, *PEERS)
 # What runs in vLLM's own environment: plain files, without what else this package needs.
-_COPIED_MODULES = ("__init__", "rollout_work", "rollout_vllm")
+_COPIED_MODULES = ("rollout_work", "rollout_vllm")
 _VLLM_ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -130,11 +129,7 @@ def _prepare(folder: Path, model: str, arguments: argparse.Namespace) -> Work:
     )
     work = make_work(size, rows_at_once=arguments.rows_at_once, threads=arguments.threads, compiles=arguments.compile)
     work.save(folder)
-    bench = folder / "modules" / "spmdrl" / "bench"
-    bench.mkdir(parents=True)
-    shutil.copy(spmdrl.__file__, bench.parent)
-    for module in _COPIED_MODULES:
-        shutil.copy(Path(__file__).with_name(f"{module}.py"), bench)
+    copy_modules("spmdrl.bench.rollout", _COPIED_MODULES, folder / "modules")
     return work
 
 
@@ -162,10 +157,10 @@ def _start(engine: str, folder: Path, arguments: argparse.Namespace) -> contextl
         "TMPDIR": str(folder),
     }
     if engine == "vllm":
-        command = [arguments.vllm_python, "-m", "spmdrl.bench.rollout_vllm", str(folder)]
+        command = [arguments.vllm_python, "-m", "spmdrl.bench.rollout.rollout_vllm", str(folder)]
         environment |= {**_VLLM_ENVIRONMENT, "PYTHONPATH": str(folder / "modules")}
     else:
-        command = [sys.executable, "-m", "spmdrl.bench.rollout_engines", engine, str(folder)]
+        command = [sys.executable, "-m", "spmdrl.bench.rollout.rollout_engines", engine, str(folder)]
     return answering(command, environment, arguments.limit_seconds)
 
 

@@ -16,9 +16,9 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
-from spmdrl.bench.commands import run_to_end
-from spmdrl.bench.resharding_ranks import EXECUTORS, FULL_TENSOR, WAYS, Measured, ReshardTask
-from spmdrl.bench.table import BenchTable
+from spmdrl.bench.harness.commands import run_to_end
+from spmdrl.bench.harness.table import BenchTable
+from spmdrl.bench.resharding.resharding_ranks import EXECUTORS, FULL_TENSOR, WAYS, Measured, ReshardTask
 from spmdrl.dataflow.resharding.moving.gather import ReshardConfig
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.resources.layout import UpdateLayout, fit_update_layout
@@ -168,6 +168,12 @@ def _measure(layout: UpdateLayout, arguments: argparse.Namespace) -> list[Measur
             model_of(arguments), layout, arguments.dtype, _bucket_bytes(arguments), arguments.rounds, folder
         )
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={arguments.ranks}"]
-        command = [sys.executable, *launcher, "-m", "spmdrl.bench.resharding_ranks", json.dumps(asdict(task))]
+        command = [
+            sys.executable,
+            *launcher,
+            "-m",
+            "spmdrl.bench.resharding.resharding_ranks",
+            json.dumps(asdict(task)),
+        ]
         run_to_end(command, {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}, _LONGEST_RUN_SECONDS)
         return [Measured(**found) for found in json.loads(task.result_path.read_text())]

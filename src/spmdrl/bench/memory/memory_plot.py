@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from spmdrl.bench.memory_ranks import Look
+from spmdrl.bench.memory.memory_ranks import Look
 from spmdrl.observability.report.charts import ticks
 from spmdrl.observability.terminal.units import byte_unit
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from spmdrl.bench.rollout_work import Lengths, Work, answer
+from spmdrl.bench.rollout.rollout_work import Lengths, Work, answer
 
 
 class Vllm:

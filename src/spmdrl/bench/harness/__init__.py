@@ -1,0 +1,1 @@
+"""What benches share: commands run to their end, and tables."""

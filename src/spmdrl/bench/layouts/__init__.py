@@ -1,0 +1,1 @@
+"""Every update layout beside one process."""

@@ -1,0 +1,1 @@
+"""Memory of a rank over a step, with and without the swap."""

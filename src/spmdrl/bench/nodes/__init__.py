@@ -1,0 +1,1 @@
+"""The sample flow over emulated nodes."""

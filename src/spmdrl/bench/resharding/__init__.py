@@ -1,0 +1,1 @@
+"""Resharding beside full_tensor(), and what naive resharding wastes."""

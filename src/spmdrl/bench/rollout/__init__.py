@@ -1,0 +1,1 @@
+"""Generated tokens per second beside other engines."""

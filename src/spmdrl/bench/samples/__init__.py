@@ -1,0 +1,1 @@
+"""The sample flow on one node beside other stores."""

@@ -1,0 +1,1 @@
+"""The update of one rank beside plain PyTorch."""
