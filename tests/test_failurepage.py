@@ -30,7 +30,7 @@ def test_a_failure_is_one_line_with_its_place_and_file(tmp_path, capsys, monkeyp
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(error_file))
     assert end_with(raised(), tmp_path, RANK_1) == 1
     path = tmp_path / "failures" / "rank_00001.txt"
-    cause = r"spmdrl: rank 1: \w+Error: the cause \(at spmdrl/configyaml\.py:\d+\)"
+    cause = r"spmdrl: rank 1: \w+Error: the cause \(at spmdrl/config/yaml_nodes\.py:\d+\)"
     assert re.fullmatch(rf"{cause}; the traceback is in {path}\n", capsys.readouterr().err)
     assert path.read_text().rstrip().endswith("the cause\nand more of it")
     assert re.fullmatch(cause, json.loads(error_file.read_text())["message"]["message"])
