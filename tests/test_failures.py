@@ -132,7 +132,8 @@ def test_a_rank_that_fails_is_the_one_cause_on_the_screen(tmp_path, launcher):
     with started(tmp_path, [str(script)], str(tiny_config(tmp_path)), launcher=launcher) as job:
         assert job.process.wait(90) == 1
     shown = job.shown()
-    assert re.match(r"spmdrl: rank 1: RuntimeError: the cause \(at spmdrl/verbs/train\.py:\d+\); the traceback is", shown[0])
+    cause = r"spmdrl: rank 1: RuntimeError: the cause \(at spmdrl/verbs/train\.py:\d+\); the traceback is"
+    assert re.match(cause, shown[0])
     assert sum("closed by peer" in line for line in shown) == 0
     if launcher == OURS:
         assert len(shown) == 1
