@@ -177,6 +177,18 @@ def test_whole_jobs_with_one_differing_key_end_at_once_with_its_name(tmp_path, c
 
 
 @pytest.mark.ranks
+def test_what_only_one_rank_finds_wrong_is_said_before_that_rank_ends(tmp_path, config):
+    # The launcher ends rank 0 once rank 1 has failed: repeated, as it's a matter of milliseconds.
+    said = "spmdrl: rank 1 can't start: resources.update.expert is 2, but the model has no experts; set it to 1\n"
+    for _ in range(8):
+        job = run_job(
+            "train", config, f"run.dir={tmp_path / 'run'}", ranks=2, timeout=60,
+            only_on={1: ["resources.update.expert=2"]},
+        )  # fmt: skip
+        assert (job.returncode, job.stderr) == (2, said)
+
+
+@pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.parametrize("trusting", [0, 1])
 def test_ranks_that_would_meet_in_two_places_are_refused(tmp_path, config, trusting):

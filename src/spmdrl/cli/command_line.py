@@ -249,8 +249,9 @@ def _refuse_alone(error: ConfigError, rank: int, others: LaunchEnvironment) -> i
         from spmdrl.resources.world import refuse_all
 
         is_said_by_rank_0 = refuse_all(others, str(error))
+    # Not before rank 0 has printed: a launcher ends the other ranks as soon as one of them has failed.
+    _let_the_first_rank_speak(rank, None if is_said_by_rank_0 else started)
     if rank != 0 and not is_said_by_rank_0:
-        _let_the_first_rank_speak(rank, started)
         _refuse(error, rank)
     return 2
 
