@@ -1,0 +1,187 @@
+"""Figures of the source tree's structure: `python -m tests.support.structure [path of src]`.
+
+Lines, files, folders and functions are counted from the source; imports too, those within functions included. The files
+of a step are those whose functions run on the one rank of a small job from its first prompt to its last update.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+from tests.support.jobs import ROOT, environment, tiny_config
+
+PACKAGE = "spmdrl"
+# What people start: everything else must be reached from here.
+ENTRIES = ("__main__", "torchrun", "cli.command_line", "engines.reward.guard", "engines.reward.worker")
+
+IS_BESIDE = re.compile(r"resharding|checkpoint|manifest|trainer_state|training/state|models/hf|stacked|volume")
+
+FILES_OF_A_STEP = """
+import json, sys, threading
+from pathlib import Path
+
+out = Path(sys.argv.pop())
+seen, in_loop = set(), []
+
+def watch(frame, event, argument):
+    code = frame.f_code
+    if event not in ("call", "return") or "/spmdrl/" not in code.co_filename:
+        return
+    if code.co_name == "loop" and code.co_filename.endswith("train.py"):
+        in_loop[:] = [True] if event == "call" else []
+    if in_loop and event == "call" and not code.co_name.startswith("<"):
+        seen.add(code.co_filename.rpartition("/spmdrl/")[2])
+
+threading.setprofile(watch)
+sys.setprofile(watch)
+try:
+    from spmdrl.__main__ import main
+    raise SystemExit(main())
+except SystemExit as end:
+    assert not end.code, end.code
+finally:
+    sys.setprofile(None)
+    out.write_text(json.dumps(sorted(seen)))
+"""
+
+
+def modules_of(package: Path) -> dict[str, Path]:
+    """Every module by its name below the package; a package is its `__init__.py`."""
+    found = {}
+    for path in sorted(package.rglob("*.py")):
+        parts = path.relative_to(package).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def functions_of(tree: ast.Module) -> Iterator[int]:
+    """Lines of each function and method, decorators and docstring included, those of nested functions too."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            assert node.end_lineno is not None
+            yield node.end_lineno - node.lineno + 1
+
+
+def imports_of(tree: ast.Module, modules: Iterable[str], *, at_top: bool = False) -> set[str]:
+    """The package's modules that a module imports; with `at_top`, those that it imports when it is imported itself."""
+    known, found = set(modules), set()
+    for node in tree.body if at_top else ast.walk(tree):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        found |= {name.removeprefix(f"{PACKAGE}.") for name in names if name.startswith(f"{PACKAGE}.")} & known
+    return found
+
+
+def cycles(imports: Mapping[str, set[str]]) -> list[list[str]]:
+    """Groups of modules that import each other in a circle (Tarjan's strongly connected components)."""
+    numbers: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found = []
+
+    def visit(name: str) -> None:
+        numbers[name] = low[name] = len(numbers)
+        stack.append(name)
+        for other in sorted(imports[name]):
+            if other not in numbers:
+                visit(other)
+            if other in stack:
+                low[name] = min(low[name], low[other])
+        if low[name] == numbers[name]:
+            group = stack[stack.index(name) :]
+            del stack[stack.index(name) :]
+            if len(group) > 1:
+                found.append(sorted(group))
+
+    for name in imports:
+        if name not in numbers:
+            visit(name)
+    return found
+
+
+def reached(imports: Mapping[str, set[str]], entries: Iterable[str]) -> set[str]:
+    todo = [name for name in entries if name in imports]
+    seen = set(todo)
+    while todo:
+        new = imports[todo.pop()] & imports.keys() - seen
+        seen |= new
+        todo += new
+    return seen
+
+
+def figures(package: Path) -> dict[str, object]:
+    """What can be counted without running anything."""
+    modules = modules_of(package)
+    source = {name: path.read_text(encoding="utf-8") for name, path in modules.items()}
+    trees = {name: ast.parse(text) for name, text in source.items()}
+    is_bench = {name: name.split(".")[0] == "bench" for name in modules}
+    lengths = sorted(length for name in modules if not is_bench[name] for length in functions_of(trees[name]))
+    folders = {
+        str(folder.relative_to(package)): sum(
+            1 for path in folder.iterdir() if path.name[:2] != "__" and (path.suffix == ".py" or holds_code(path))
+        )
+        for folder in [package, *(path for path in package.rglob("*") if holds_code(path))]
+    }
+    product = {name: imports_of(trees[name], modules) for name in modules if not is_bench[name]}
+    is_package = {name for name, path in modules.items() if path.name == "__init__.py"}
+    return {
+        "lines": sum(text.count("\n") for text in source.values()),
+        "lines_without_bench": sum(text.count("\n") for name, text in source.items() if not is_bench[name]),
+        "files": len(modules) - len(is_package),
+        "files_without_bench": sum(1 for name in set(modules) - is_package if not is_bench[name]),
+        "widest_folder": max(folders.values()),
+        "widest_folders": sorted(name for name, width in folders.items() if width == max(folders.values())),
+        "functions": len(lengths),
+        "function_lines_median": statistics.median(lengths),
+        "function_lines_p90": lengths[int(0.9 * len(lengths))],
+        "import_cycles": cycles({name: imports_of(trees[name], modules, at_top=True) for name in modules}),
+        "modules_nothing_in_the_product_imports": sorted(
+            set(product) - is_package - reached(product, [*ENTRIES, *(f"verbs.{name}" for name in modules)])
+        ),
+    }
+
+
+def holds_code(path: Path) -> bool:
+    return path.is_dir() and (path / "__init__.py").exists()
+
+
+def files_of_a_step(package: Path) -> list[str]:
+    """The files whose functions run in the loop of a small job on one rank."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        out = folder / "files.json"
+        command = [
+            sys.executable, "-c", FILES_OF_A_STEP, "train", str(tiny_config(folder)), f"run.dir={folder / 'run'}",
+            "train.max_steps=2", "checkpoint.interval=0", str(out),
+        ]  # fmt: skip
+        env = environment(PYTHONPATH=str(package.parent))
+        subprocess.run(command, check=True, env=env, cwd=ROOT, stdout=subprocess.DEVNULL)
+        return json.loads(out.read_text())
+
+
+def main() -> None:
+    package = Path(sys.argv[1] if len(sys.argv) > 1 else ROOT / "src") / PACKAGE
+    ran = files_of_a_step(package)
+    # A row's way: not what logs, times, saves or switches.
+    way = [path for path in ran if path.startswith(("algorithms", "dataflow", "engines")) and not IS_BESIDE.search(path)]
+    found = figures(package) | {"files_of_a_step": len(ran), "files_from_prompt_to_gradient": len(way)}
+    for name, value in found.items():
+        print(f"{name:40} {value}")
+    if "-v" in sys.argv or os.environ.get("VERBOSE"):
+        print("\n".join(way))
+
+
+if __name__ == "__main__":
+    main()
