@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from spmdrl.bench.memory.memory import add_arguments, run
+from spmdrl.bench.memory.memory_bench import add_arguments, run
 from spmdrl.bench.memory.memory_plot import memory_svg
 from spmdrl.bench.memory.memory_ranks import Look
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import json
-import os
 import re
 import statistics
 import subprocess
@@ -23,7 +22,9 @@ PACKAGE = "spmdrl"
 # What people start: everything else must be reached from here.
 ENTRIES = ("__main__", "torchrun", "cli.command_line", "engines.reward.guard", "engines.reward.worker")
 
-IS_BESIDE = re.compile(r"resharding|checkpoint|manifest|trainer_state|training/state|models/hf|stacked|volume")
+# From prompt to gradient, without what logs, times, saves or switches.
+ON_A_ROWS_WAY = re.compile(r"algorithms|dataflow|engines|types|verbs|train")
+BESIDE_IT = re.compile(r"resharding|checkpoint|manifest|state\.py|models/hf|stacked|volume")
 
 FILES_OF_A_STEP = """
 import json, sys, threading
@@ -174,13 +175,11 @@ def files_of_a_step(package: Path) -> list[str]:
 def main() -> None:
     package = Path(sys.argv[1] if len(sys.argv) > 1 else ROOT / "src") / PACKAGE
     ran = files_of_a_step(package)
-    # A row's way: not what logs, times, saves or switches.
-    way = [path for path in ran if path.startswith(("algorithms", "dataflow", "engines")) and not IS_BESIDE.search(path)]
+    way = [path for path in ran if ON_A_ROWS_WAY.match(path) and not BESIDE_IT.search(path)]
     found = figures(package) | {"files_of_a_step": len(ran), "files_from_prompt_to_gradient": len(way)}
     for name, value in found.items():
         print(f"{name:40} {value}")
-    if "-v" in sys.argv or os.environ.get("VERBOSE"):
-        print("\n".join(way))
+    print("\n".join(way))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
 if TYPE_CHECKING:
-    from spmdrl.bench.harness.table import BenchTable
+    from spmdrl.bench.harness.bench_table import BenchTable
 
 
 class Bench(Protocol):
@@ -27,15 +27,15 @@ class Bench(Protocol):
 # The module of each bench below this package. Most bring torch with them: only the one that runs is imported.
 BENCHES = {
     "layouts": "layouts.layouts",
-    "memory": "memory.memory",
+    "memory": "memory.memory_bench",
     "metadata": "samples.metadata",
     "nodes": "nodes.nodes",
     "redundancy": "resharding.redundancy",
     "resharding": "resharding.resharding",
     "rollout": "rollout.rollout",
-    "samples": "samples.samples",
+    "samples": "samples.samples_bench",
     "step": "step",
-    "swap": "swap",
+    "swap": "swap_modes",
     "table1": "table1",
     "training": "training.training",
 }

@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from spmdrl.bench.harness.table import BenchTable
+from spmdrl.bench.harness.bench_table import BenchTable
 
 # The first step of a process builds caches and optimizer state; the figures are those of the later ones.
 STEPS_OF_WARM_UP = 1

@@ -10,7 +10,7 @@ import argparse
 import math
 from dataclasses import dataclass
 
-from spmdrl.bench.harness.table import BenchTable
+from spmdrl.bench.harness.bench_table import BenchTable
 from spmdrl.dataflow.samples.volume import FlowShape, replay_buffer_gib, warehouse_gib
 
 K = 1024

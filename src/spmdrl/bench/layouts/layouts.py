@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import get_args
 
-from spmdrl.bench.harness.table import BenchTable
+from spmdrl.bench.harness.bench_table import BenchTable
 from spmdrl.bench.layouts.layout_models import MODELS
 from spmdrl.bench.layouts.layout_ranks import Case, run_cases
 from spmdrl.engines.training.sharding.parallelize import check_layout

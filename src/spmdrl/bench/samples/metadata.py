@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from spmdrl.bench.harness.table import BenchTable
+from spmdrl.bench.harness.bench_table import BenchTable
 from spmdrl.dataflow.samples.balancing.dealing import Dealer, DealRules
 from spmdrl.dataflow.samples.control.controller import Controller
 from spmdrl.dataflow.samples.control.row_lives import RowLives

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from spmdrl.bench.harness.table import BenchTable
+from spmdrl.bench.harness.bench_table import BenchTable
 from spmdrl.bench.training.plain_training import BATCHINGS, PlainTrainer
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf.model_folder import hf_config_dict, read_config

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from spmdrl.engines.models.kernels import ops, plain
+from spmdrl.engines.models.kernels.kernel_table import TABLE
 from spmdrl.engines.models.kernels.packed import PackedRows
-from spmdrl.engines.models.kernels.table import TABLE
 from spmdrl.types import offsets_of
 
 HALF_TOLERANCE = 2e-2

@@ -10,8 +10,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from spmdrl.engines.models.kernels.blocked import BlockedLinear
+from spmdrl.engines.models.kernels.kernel_table import implementation
 from spmdrl.engines.models.kernels.packed import PackedRows
-from spmdrl.engines.models.kernels.table import implementation
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

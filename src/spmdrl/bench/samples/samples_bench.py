@@ -18,9 +18,9 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from spmdrl.bench.harness.bench_table import BenchTable
 from spmdrl.bench.harness.commands import run_to_end
 from spmdrl.bench.harness.lone_modules import copy_modules
-from spmdrl.bench.harness.table import BenchTable
 from spmdrl.bench.samples.sample_driver import Measured, Settings, measure_memcpy
 from spmdrl.bench.samples.sample_rows import Rows, RowsSize, padded_rows, ragged_rows
 

@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from spmdrl.bench.harness.bench_table import BenchTable
 from spmdrl.bench.harness.commands import run_to_end
-from spmdrl.bench.harness.table import BenchTable
 from spmdrl.bench.memory.memory_plot import memory_svg
 from spmdrl.bench.memory.memory_ranks import RESULT_FILE, SETTINGS_FILE, Look, Settings
 
