@@ -6,9 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spmdrl.algorithms.algorithm import AlgoConfig
 from spmdrl.algorithms.correction import correction_rule
-from spmdrl.algorithms.grpo import Grpo
+from spmdrl.algorithms.grpo import Grpo, GrpoConfig
 from spmdrl.types import TokenTerms
 
 ROWS = st.lists(st.lists(st.floats(-3, 3), min_size=1, max_size=6), min_size=1, max_size=5)
@@ -69,7 +68,7 @@ def terms(**columns: torch.Tensor) -> TokenTerms:
 def test_the_only_update_weighs_the_policy_gradient_by_its_own_logprobs():
     rollout = torch.tensor([-1.0, -2.5, -2.5])
     given_terms = terms(rollout_logprobs=rollout)
-    loss = Grpo(AlgoConfig(rollout_is="tis", rollout_is_clip=2.0)).loss(given_terms)
+    loss = Grpo(GrpoConfig(rollout_is="tis", rollout_is_clip=2.0)).loss(given_terms)
     loss.loss_R.sum().backward()
     weights = np.minimum(np.exp([0.0, 0.5, 2.0]), 2.0)
     np.testing.assert_allclose(given_terms.logprobs_R.grad.numpy(), -weights * [1.0, 1.0, -2.0], rtol=1e-6)
@@ -78,21 +77,21 @@ def test_the_only_update_weighs_the_policy_gradient_by_its_own_logprobs():
 
 def test_later_updates_weigh_by_the_logprobs_that_the_step_began_with():
     old, rollout = torch.tensor([-1.1, -2.0, -0.7]), torch.tensor([-1.0, -2.5, -0.7])
-    plain = Grpo(AlgoConfig()).loss(terms(old_logprobs=old))
-    weighted = Grpo(AlgoConfig(rollout_is="icepop")).loss(terms(old_logprobs=old, rollout_logprobs=rollout))
+    plain = Grpo(GrpoConfig()).loss(terms(old_logprobs=old))
+    weighted = Grpo(GrpoConfig(rollout_is="icepop")).loss(terms(old_logprobs=old, rollout_logprobs=rollout))
     expected = plain.loss_R.detach().numpy() * np.exp((old - rollout).numpy())
     np.testing.assert_allclose(weighted.loss_R.detach().numpy(), expected, rtol=1e-6)
 
 
 def test_a_kl_term_is_not_weighted():
     columns = {"rollout_logprobs": torch.full((3,), -20.0), "ref_logprobs": torch.tensor([-1.5, -2.5, -1.0])}
-    masked = Grpo(AlgoConfig(rollout_is="icepop", kl_coef=0.1, kl_estimator="k2")).loss(terms(**columns))
+    masked = Grpo(GrpoConfig(rollout_is="icepop", kl_coef=0.1, kl_estimator="k2")).loss(terms(**columns))
     np.testing.assert_allclose(masked.loss_R.detach().numpy(), [0.0125, 0.0125, 0.0125], rtol=1e-5)
 
 
 def test_the_generators_logprobs_are_read_only_where_they_are_used():
-    assert "rollout_logprobs" not in Grpo(AlgoConfig()).columns_for_loss(1)
-    assert "rollout_logprobs" in Grpo(AlgoConfig(rollout_is="tis")).columns_for_loss(1)
+    assert "rollout_logprobs" not in Grpo(GrpoConfig()).columns_for_loss(1)
+    assert "rollout_logprobs" in Grpo(GrpoConfig(rollout_is="tis")).columns_for_loss(1)
 
 
 @pytest.mark.parametrize(
@@ -102,4 +101,4 @@ def test_the_generators_logprobs_are_read_only_where_they_are_used():
 )  # fmt: skip
 def test_bounds_that_do_not_fit_the_rule_are_refused(kind, clip):
     with pytest.raises(ValueError, match="algo.rollout_is_clip is"):
-        AlgoConfig(rollout_is=kind, rollout_is_clip=clip)
+        GrpoConfig(rollout_is=kind, rollout_is_clip=clip)

@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spmdrl.algorithms.advantages import EPSILON, group_relative_advantages
-from spmdrl.algorithms.algorithm import AlgoConfig
-from spmdrl.algorithms.grpo import Grpo
+from spmdrl.algorithms.grpo import Grpo, GrpoConfig
 from spmdrl.algorithms.kl import kl_estimate
 from spmdrl.algorithms.losses import ClipRange, clipped_policy_loss, sequence_log_ratio, token_weights
 from spmdrl.types import CreditInputs, LossScope, TokenTerms
@@ -94,7 +93,7 @@ def terms(logprobs, **columns):
 
 
 def test_the_only_update_has_the_policy_gradient_and_needs_no_old_logprobs():
-    algorithm = Grpo(AlgoConfig())
+    algorithm = Grpo(GrpoConfig())
     assert "old_logprobs" not in algorithm.columns_for_loss(1)
     assert "old_logprobs" in algorithm.columns_for_loss(2)
     logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
@@ -104,25 +103,25 @@ def test_the_only_update_has_the_policy_gradient_and_needs_no_old_logprobs():
 
 
 def test_the_reference_is_asked_for_only_with_a_kl_term():
-    assert "ref_logprobs" not in Grpo(AlgoConfig()).columns_for_loss(1)
-    in_loss = Grpo(AlgoConfig(kl_coef=0.1))
+    assert "ref_logprobs" not in Grpo(GrpoConfig()).columns_for_loss(1)
+    in_loss = Grpo(GrpoConfig(kl_coef=0.1))
     assert "ref_logprobs" in in_loss.columns_for_loss(1)
-    in_reward = Grpo(AlgoConfig(kl_coef=0.1, kl_in="reward"))
+    in_reward = Grpo(GrpoConfig(kl_coef=0.1, kl_in="reward"))
     assert "ref_logprobs" in in_reward.columns_for_credit()
     assert "ref_logprobs" not in in_reward.columns_for_loss(1)
 
 
 def test_rows_without_advantage_may_be_left_out_unless_a_kl_term_gives_them_a_gradient():
-    assert Grpo(AlgoConfig()).needs_signal()
-    assert Grpo(AlgoConfig(kl_coef=0.1, kl_in="reward")).needs_signal()
-    assert not Grpo(AlgoConfig(kl_coef=0.1)).needs_signal()
+    assert Grpo(GrpoConfig()).needs_signal()
+    assert Grpo(GrpoConfig(kl_coef=0.1, kl_in="reward")).needs_signal()
+    assert not Grpo(GrpoConfig(kl_coef=0.1)).needs_signal()
 
 
 def test_the_kl_term_is_added_to_the_loss_or_taken_off_the_reward():
     logprobs, reference = torch.tensor([-1.0]), torch.tensor([-1.5])
-    in_loss = Grpo(AlgoConfig(kl_coef=0.1, kl_estimator="k2")).loss(terms(logprobs, ref_logprobs=reference))
+    in_loss = Grpo(GrpoConfig(kl_coef=0.1, kl_estimator="k2")).loss(terms(logprobs, ref_logprobs=reference))
     assert in_loss.loss_R.item() == pytest.approx(-1.0 + 0.1 * 0.125)
-    in_reward = Grpo(AlgoConfig(kl_coef=0.1, kl_in="reward", scale_rewards="none"))
+    in_reward = Grpo(GrpoConfig(kl_coef=0.1, kl_in="reward", scale_rewards="none"))
     inputs = CreditInputs(torch.tensor([1.0, 1.0]), torch.tensor([0, 0]), torch.tensor([2.0, 0.0]))
     np.testing.assert_allclose(in_reward.advantages(inputs).numpy(), [-0.1, 0.1], rtol=1e-6)
 
@@ -132,14 +131,14 @@ def test_the_kl_term_is_added_to_the_loss_or_taken_off_the_reward():
 )
 def test_impossible_settings_are_refused_by_their_key(field, value):
     with pytest.raises(ValueError, match=f"algo.{field} is {value}"):
-        AlgoConfig(**{field: value})
+        GrpoConfig(**{field: value})
 
 
 def test_k1_in_the_loss_pulls_nowhere_and_is_refused():
     with pytest.raises(ValueError, match=r"k1's gradient .* set algo.kl_estimator to k3 or k2, or"):
-        AlgoConfig(kl_coef=0.1, kl_in="loss", kl_estimator="k1")
-    AlgoConfig(kl_coef=0.1, kl_in="reward", kl_estimator="k1")
-    AlgoConfig(kl_coef=0.0, kl_in="loss", kl_estimator="k1")
+        GrpoConfig(kl_coef=0.1, kl_in="loss", kl_estimator="k1")
+    GrpoConfig(kl_coef=0.1, kl_in="reward", kl_estimator="k1")
+    GrpoConfig(kl_coef=0.0, kl_in="loss", kl_estimator="k1")
 
 
 def test_the_expected_gradient_of_k1_in_the_loss_is_zero_and_of_k3_and_k2_is_not():

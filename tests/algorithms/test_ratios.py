@@ -6,9 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmdrl.algorithms.algorithm import AlgoConfig
 from spmdrl.algorithms.correction import correction_rule
-from spmdrl.algorithms.grpo import Grpo
+from spmdrl.algorithms.grpo import Grpo, GrpoConfig
 from spmdrl.algorithms.kl import kl_estimate
 from spmdrl.algorithms.losses import ClipRange, clipped_policy_loss
 from spmdrl.algorithms.ratios import bounded_exp, is_beyond_bound
@@ -75,13 +74,13 @@ def test_corrections_of_extreme_ratios_are_finite_and_masked_as_in_float64(kind)
 @pytest.mark.parametrize(
     "config",
     [
-        AlgoConfig(),
-        AlgoConfig(ratio_level="sequence"),
-        AlgoConfig(kl_coef=0.1),
-        AlgoConfig(kl_coef=0.1, kl_estimator="k2"),
-        AlgoConfig(rollout_is="tis"),
-        AlgoConfig(rollout_is="icepop", kl_coef=0.1, ratio_level="sequence"),
-        AlgoConfig(rollout_is="seq-mask-tis"),
+        GrpoConfig(),
+        GrpoConfig(ratio_level="sequence"),
+        GrpoConfig(kl_coef=0.1),
+        GrpoConfig(kl_coef=0.1, kl_estimator="k2"),
+        GrpoConfig(rollout_is="tis"),
+        GrpoConfig(rollout_is="icepop", kl_coef=0.1, ratio_level="sequence"),
+        GrpoConfig(rollout_is="seq-mask-tis"),
     ],
 )
 def test_no_pair_of_log_probs_makes_a_loss_or_gradient_that_is_not_finite(config):

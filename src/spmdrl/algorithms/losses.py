@@ -1,4 +1,4 @@
-"""Policy losses a token, and the weights that make them one exact global number."""
+"""Policy losses per token, and the weights that make them one exact global number."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from spmdrl.algorithms.ratios import bounded_exp
-from spmdrl.types import LossScope
+from spmdrl.algorithms.ratios import bounded_exp, is_beyond_bound
+from spmdrl.types import LossScope, TokenLoss
 
 LossAggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+
+BOUNDED = "clip_ratio/bounded_share"
+"""The metric that counts tokens whose log-ratio lies beyond what losses compute with."""
 
 
 @dataclass(frozen=True)
@@ -21,6 +24,17 @@ class ClipRange:
     low: float
     high: float
     dual: float | None = None
+
+
+def clipped_policy(log_ratio_R: Tensor, advantages_R: Tensor, clip: ClipRange) -> TokenLoss:
+    """The clipped policy loss, and which tokens the clip and the bound of the ratio hold back."""
+    low_R, high_R = clipped_tokens(log_ratio_R, advantages_R, clip)
+    metrics = {
+        "clip_ratio/low_mean": low_R,
+        "clip_ratio/high_mean": high_R,
+        BOUNDED: is_beyond_bound(log_ratio_R).float(),
+    }
+    return TokenLoss(clipped_policy_loss(log_ratio_R, advantages_R, clip), metrics)
 
 
 def clipped_policy_loss(log_ratio_R: Tensor, advantages_R: Tensor, clip: ClipRange) -> Tensor:

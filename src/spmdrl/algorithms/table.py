@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 
-from spmdrl.algorithms.algorithm import AlgoConfig, Algorithm
+from spmdrl.algorithms.algo_config import AlgoConfig
+from spmdrl.algorithms.algorithm import Algorithm
 from spmdrl.algorithms.grpo import Grpo
 
-ALGORITHMS: dict[str, Callable[[AlgoConfig], Algorithm]] = {"grpo": Grpo}
+ALGORITHMS: Mapping[str, type[Algorithm]] = {"grpo": Grpo}
 
 
 def build_algorithm(config: AlgoConfig) -> Algorithm:

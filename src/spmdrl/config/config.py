@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from spmdrl.algorithms.algorithm import AlgoConfig
+from spmdrl.algorithms.grpo import GrpoConfig
 from spmdrl.config.aliases import ALIASES
 from spmdrl.config.reader import LoadedConfig, read_config
 from spmdrl.config.wished import WISHED
@@ -131,7 +131,7 @@ class Config:
     """prompts and answers"""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     """how responses are generated"""
-    algo: AlgoConfig = field(default_factory=AlgoConfig)
+    algo: GrpoConfig = field(default_factory=GrpoConfig)
     """what is learnt from them"""
     optim: OptimConfig = field(default_factory=OptimConfig)
     """the optimizer"""

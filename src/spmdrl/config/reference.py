@@ -52,7 +52,12 @@ def find_key(root: type[Any], key: str) -> KeyEntry | None:
 
 
 def field_texts(kind: type[Any]) -> dict[str, str]:
-    """The text under each field of a dataclass, which Python itself drops."""
+    """The text under each field of a dataclass and of those it inherits from, which Python itself drops."""
+    bases = (base for base in reversed(kind.__mro__) if is_dataclass(base))
+    return {name: text for base in bases for name, text in _own_field_texts(base).items()}
+
+
+def _own_field_texts(kind: type[Any]) -> dict[str, str]:
     tree = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
     assert isinstance(tree, ast.ClassDef), kind
     texts = {}

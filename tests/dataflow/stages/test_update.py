@@ -11,8 +11,7 @@ import torch
 from tests.engines.training.tiny import CONFIG, OPTIM, SeededWeights
 from tests.support.ranks import run_ranks
 
-from spmdrl.algorithms.algorithm import AlgoConfig
-from spmdrl.algorithms.grpo import Grpo
+from spmdrl.algorithms.grpo import Grpo, GrpoConfig
 from spmdrl.dataflow.stages.rows import token_rows
 from spmdrl.dataflow.stages.shown import ShownRows
 from spmdrl.dataflow.stages.update import UpdatePlan, UpdateStage
@@ -66,7 +65,7 @@ def rows_of_step(engine: TrainingEngine, errors: Sequence[float]) -> Batch:
     return batch
 
 
-def one_step(world: World, layout: UpdateLayout, plan: UpdatePlan, algo: AlgoConfig, errors: Sequence[float] = ERRORS):
+def one_step(world: World, layout: UpdateLayout, plan: UpdatePlan, algo: GrpoConfig, errors: Sequence[float] = ERRORS):
     """The merged metrics of one step on ranks that share its rows, and the trainer's log-probs of shown rows."""
     mesh = build_update_mesh(fit_update_layout(layout, world.size), world.device, world.rank)
     engine = TrainingEngine(MODEL, TrainingConfig(max_tokens_per_microbatch=16), OPTIM, mesh, world.device)
@@ -83,7 +82,7 @@ ONCE = UpdatePlan(1, 1, 8, skip_zero_advantage=True)
 
 
 def check_step(world: World, layout: UpdateLayout) -> None:
-    metrics, shown, scores = one_step(world, layout, ONCE, AlgoConfig())
+    metrics, shown, scores = one_step(world, layout, ONCE, GrpoConfig())
     # Rows 0 to 4 are trained on; 4 + 1 + 6 + 3 of their tokens are new.
     fresh = [0.0] * 4 + [0.25] + [-0.5] * 6 + [0.125] * 3
     assert metrics["mismatch/abs_max"] == pytest.approx(0.5, rel=1e-5)
@@ -111,7 +110,7 @@ def test_mismatch_and_lags_are_those_of_all_rows_on_any_layout(num_ranks, layout
 
 def check_later_updates(world: World) -> None:
     metrics, shown, scores = one_step(
-        world, UpdateLayout(), UpdatePlan(2, 2, 8, skip_zero_advantage=True), AlgoConfig()
+        world, UpdateLayout(), UpdatePlan(2, 2, 8, skip_zero_advantage=True), GrpoConfig()
     )
     assert metrics["mismatch/abs_max"] == 0.5, "measured with the weights that the step began with"
     assert shown[0] == scores[0]
@@ -123,7 +122,7 @@ def test_later_updates_of_a_step_change_no_mismatch():
 
 
 def check_correction(world: World) -> None:
-    metrics, _, _ = one_step(world, UpdateLayout(), ONCE, AlgoConfig(rollout_is="icepop", rollout_is_clip=(0.8, 1.2)))
+    metrics, _, _ = one_step(world, UpdateLayout(), ONCE, GrpoConfig(rollout_is="icepop", rollout_is_clip=(0.8, 1.2)))
     # exp(-0.25) in row 1 and exp(0.5) in row 2 lie outside; the 19 trained tokens all count.
     assert metrics["rollout_is/masked_share"] == pytest.approx(7 / 19)
     assert metrics["rollout_is/clipped_share"] == 0
@@ -137,7 +136,7 @@ def test_the_share_of_masked_tokens_is_reported():
 def check_differences_are_refused(world: World) -> None:
     for agreement in ("checked", "used"):
         with pytest.raises(RuntimeError, match="in step 7 a log-prob of the generator differs by 0.5 "):
-            one_step(world, UpdateLayout(), replace(ONCE, agreement=agreement), AlgoConfig())
+            one_step(world, UpdateLayout(), replace(ONCE, agreement=agreement), GrpoConfig())
 
 
 @pytest.mark.ranks
@@ -147,10 +146,10 @@ def test_a_generator_that_must_agree_and_does_not_ends_the_run():
 
 def check_stand_in(world: World) -> None:
     plan = UpdatePlan(2, 1, 8, skip_zero_advantage=True, agreement="used")
-    metrics, shown, scores = one_step(world, UpdateLayout(), plan, AlgoConfig(), errors=(0.0,) * len(LENGTHS))
+    metrics, shown, scores = one_step(world, UpdateLayout(), plan, GrpoConfig(), errors=(0.0,) * len(LENGTHS))
     assert metrics["mismatch/abs_max"] == 0
     assert shown[0] == scores[0], "the first update's own"
-    asked, _, _ = one_step(world, UpdateLayout(), replace(plan, agreement="measured"), AlgoConfig(), errors=(0.0,) * 6)
+    asked, _, _ = one_step(world, UpdateLayout(), replace(plan, agreement="measured"), GrpoConfig(), errors=(0.0,) * 6)
     assert (asked["loss"], asked["grad_norm"]) == (metrics["loss"], metrics["grad_norm"])
 
 

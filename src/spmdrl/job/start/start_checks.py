@@ -84,7 +84,7 @@ def check_run(
         algorithm = build_algorithm(config.algo)
         needs = states_of(config, algorithm)
         if verb in ("train", "check"):
-            check_sizes(config)
+            check_sizes(config, algorithm)
         # `generate` judges nothing, and `sft` only what it evaluates.
         are_judged = verb in ("train", "eval", "check") or (verb == "sft" and config.data.eval is not None)
         answers = are_judged and needs_answer(config.reward.functions)
@@ -141,7 +141,7 @@ def agreement_of(config: Config) -> Agreement:
     return "used" if config.rollout.partial_max_rounds == 1 else "checked"
 
 
-def check_sizes(config: Config) -> None:
+def check_sizes(config: Config, algorithm: Algorithm) -> None:
     """Relations between sizes that a training run needs."""
     rollout, train = config.rollout, config.train
     if rollout.temperature == 0:
@@ -151,10 +151,10 @@ def check_sizes(config: Config) -> None:
             f"train.updates_per_step is {train.updates_per_step}, but a step has rollout.prompts_per_step = "
             f"{rollout.prompts_per_step} prompts, which can't be split so often; lower train.updates_per_step"
         )
-    if rollout.num_generations < 2:
+    if rollout.num_generations < algorithm.min_responses:
         raise ValueError(
             f"rollout.num_generations is {rollout.num_generations}, but {config.algo.name} compares the responses to "
-            "one prompt; set it to 2 or more (8 is usual)"
+            f"one prompt; set it to {algorithm.min_responses} or more (8 is usual)"
         )
     if config.debug.rollouts_from and config.data.eval is not None:
         raise ValueError(

@@ -1,0 +1,63 @@
+"""The settings that all algorithms share; each algorithm adds its own in a subclass beside its functions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from spmdrl.algorithms.correction import CorrectionRule, RolloutIs, correction_rule
+from spmdrl.algorithms.losses import LossAggregation
+
+
+@dataclass(frozen=True)
+class AlgoConfig:
+    """What to learn from the rewards."""
+
+    name: str
+    """the algorithm"""
+    kl_coef: float = 0.0
+    """weight of the KL divergence from the reference model; 0 loads no reference model"""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """whether the KL term is added to the loss of each token or taken off the reward of each row"""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """which estimator of the KL divergence (Schulman 2020, "Approximating KL Divergence"); k1 only in the reward"""
+    clip_ratio_low: float = 0.2
+    """the probability ratio is clipped below at 1 - this"""
+    clip_ratio_high: float = 0.2
+    """the probability ratio is clipped above at 1 + this; more than clip_ratio_low is DAPO's clip-higher"""
+    loss_agg: LossAggregation = "token-mean"
+    """how token losses become one number"""
+    rollout_is: RolloutIs = "none"
+    """how tokens are weighted by trainer's / generator's probability: tis caps it at C; icepop drops tokens outside
+    [alpha, beta]; seq-mask-tis drops rows whose geometric mean lies outside [alpha, beta], and caps the others at C"""
+    rollout_is_clip: float | tuple[float, ...] | None = None
+    """C of tis (null: 2.0), [alpha, beta] of icepop (0.5, 5.0) or [alpha, beta, C] of seq-mask-tis (0.5, 5.0, 2.0)"""
+
+    def __post_init__(self) -> None:
+        if self.kl_coef < 0:
+            raise ValueError(f"algo.kl_coef is {self.kl_coef}, but it must be >= 0; 0 turns the KL term off")
+        if self.kl_coef > 0 and self.kl_in == "loss" and self.kl_estimator == "k1":
+            raise ValueError(
+                f"algo.kl_in is loss and algo.kl_estimator is k1 (algo.kl_coef {self.kl_coef}), but k1's gradient is "
+                "that of the log-prob alone, whose expectation is 0: nothing would be pulled back to the reference; "
+                "set algo.kl_estimator to k3 or k2, or algo.kl_in to reward"
+            )
+        if not 0 <= self.clip_ratio_low < 1:
+            raise ValueError(f"algo.clip_ratio_low is {self.clip_ratio_low}, but must be in [0, 1); 0.2 is usual")
+        if self.clip_ratio_high < 0:
+            raise ValueError(f"algo.clip_ratio_high is {self.clip_ratio_high}, but must be >= 0; 0.2 is usual")
+        correction_rule(self.rollout_is, self.rollout_is_clip)
+
+    @property
+    def correction(self) -> CorrectionRule | None:
+        """The rule that `rollout_is` and `rollout_is_clip` name."""
+        return correction_rule(self.rollout_is, self.rollout_is_clip)
+
+    @property
+    def kl_in_loss(self) -> bool:
+        return self.kl_coef > 0 and self.kl_in == "loss"
+
+    @property
+    def kl_in_credit(self) -> bool:
+        """Whether the KL term lowers rewards or advantages."""
+        return self.kl_coef > 0 and self.kl_in != "loss"
