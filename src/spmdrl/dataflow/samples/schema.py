@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -23,6 +23,8 @@ class ColumnRule:
     needs: frozenset[str] = frozenset()
     length_of: str | None = None
     """The ragged column that has the same row lengths, announced once for both; None: its own."""
+    is_always_made: bool = True
+    """Whether every run that has the state has the column."""
 
     @property
     def name(self) -> str:
@@ -64,6 +66,8 @@ RULES: tuple[ColumnRule, ...] = (
     _per_response_token("ref_logprobs", torch.float32, WorkerState.REFERENCE, _TOKENS),
     _per_response_token("old_logprobs", torch.float32, WorkerState.OLD_LOGPROBS, _TOKENS),
     _per_response_token("advantages", torch.float32, WorkerState.ADVANTAGE, "reward response_ids"),
+    # The turn in which the model wrote a token, from 1, or 0 where an environment wrote it; only with an environment.
+    replace(_per_response_token("turns", torch.int16, WorkerState.GENERATION, "prompt_ids"), is_always_made=False),
 )
 
 _NUMBERS: Mapping[str, int] = {rule.name: number for number, rule in enumerate(RULES)}

@@ -97,7 +97,7 @@ class FlowShape:
         routed experts, aren't in the paper's equations.
         """
         makers = set(states)
-        made = [rule for rule in RULES if rule.made_by in makers]
+        made = [rule for rule in RULES if rule.made_by in makers and rule.is_always_made]
         num_items = sum("response_ids" in (rule.name, rule.length_of) for rule in made)
         num_scalars = 2 + sum(not rule.column.ragged for rule in made)
         return cls(num_prompts, responses_each, max_prompt_length, max_response_length, num_items, num_scalars)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 from spmdrl.dataflow.samples.dock import Samples
+from spmdrl.dataflow.stages.model_tokens import ModelTokens
 from spmdrl.dataflow.stages.rows import replayed_columns, token_rows
 from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.types import Batch, WorkerState
@@ -18,21 +19,28 @@ COLUMN_OF_STATE = {WorkerState.REFERENCE: "ref_logprobs", WorkerState.OLD_LOGPRO
 class ScoreStage:
     """Scores responses with one engine. Collective: every rank calls it once a step."""
 
-    def __init__(self, state: WorkerState, engine: TrainingEngine, presence: Presence = nullcontext):
-        """`presence` brings the engine's weights to the device, and releases them when it is left."""
+    def __init__(
+        self, state: WorkerState, engine: TrainingEngine, presence: Presence = nullcontext, *,
+        turns: frozenset[str] = frozenset(),
+    ):  # fmt: skip
+        """`presence` brings the engine's weights to the device, and releases them when it is left.
+
+        `turns` is the column that rows of an environment have, where the run has one.
+        """
         self.state = state
         self.column = COLUMN_OF_STATE[state]
         self.engine = engine
         self.presence = presence
         # The reference is a model of its own, whose routers never saw these tokens.
         is_policy = state is WorkerState.OLD_LOGPROBS
-        self._replayed = replayed_columns(engine.training.routing) if is_policy else frozenset()
+        self._of_rows = turns | (replayed_columns(engine.training.routing) if is_policy else frozenset())
 
     def __call__(self, samples: Samples) -> None:
-        batch = samples.take(self.state, {"prompt_ids", "response_ids", *self._replayed})
+        batch = samples.take(self.state, {"prompt_ids", "response_ids", *self._of_rows})
         with self.presence():
             scores = self.engine.score(token_rows(batch, self.engine.config))
         scored = Batch(batch.rows)
-        scored.put_ragged(self.column, scores.logprobs_R.float().cpu(), batch.offsets("response_ids"))
+        logprobs = ModelTokens.of(batch).spread(scores.logprobs_R.float().cpu())
+        scored.put_ragged(self.column, logprobs, batch.offsets("response_ids"))
         samples.put(self.state, scored)
         samples.commit(self.state)

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from spmdrl.dataflow.stages.model_tokens import ModelTokens
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.training.batching.packed_rows import TokenRows
 from spmdrl.engines.training.routing.routers import RoutingConfig, experts_of_rows
@@ -37,16 +38,28 @@ def replayed_columns(routing: RoutingConfig) -> frozenset[str]:
 
 
 def token_rows(batch: Batch, model: DecoderConfig, response_columns: Iterable[str] = ()) -> TokenRows:
-    """Prompt and response of each row as one run, with the named columns for each response token.
+    """Prompt and response of each row as one run, with the named columns for each response token of the model.
 
     Where the batch has the experts of its tokens, the rows have them too, as `model` uses them.
     """
     tokens_T, offsets = join_ragged(batch, "prompt_ids", "response_ids")
-    response = {name: batch.values(name) for name in response_columns}
+    model_tokens = ModelTokens.of(batch)
+    response = {name: model_tokens.pick(batch.values(name)) for name in response_columns}
     experts_TLC = None
     if ROUTED_EXPERTS in batch:
         experts_TLC = experts_of_rows(batch.values(ROUTED_EXPERTS), offsets.diff(), model)
     # The dock's token ids are int32; embeddings and losses index with int64.
     return TokenRows(
-        tokens_T.long(), offsets, batch.lengths("prompt_ids"), response=response, dense={}, experts_TLC=experts_TLC
-    )
+        tokens_T.long(), offsets, batch.lengths("prompt_ids"), response=response, dense={}, experts_TLC=experts_TLC,
+        is_model_T=_written_by_model(batch, offsets, model_tokens),
+    )  # fmt: skip
+
+
+def _written_by_model(batch: Batch, offsets: Tensor, model_tokens: ModelTokens) -> Tensor | None:
+    """Which tokens of the joined rows the model wrote; None where it wrote all behind the prompts."""
+    if model_tokens.is_model is None:
+        return None
+    is_model_T = torch.zeros(int(offsets[-1]), dtype=torch.bool)
+    starts_B = offsets[:-1] + batch.lengths("prompt_ids")
+    is_model_T[_positions(starts_B, batch.lengths("response_ids"))] = model_tokens.is_model
+    return is_model_T

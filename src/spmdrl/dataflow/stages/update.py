@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.dataflow.samples.dock import Samples
+from spmdrl.dataflow.stages.model_tokens import ModelTokens
 from spmdrl.dataflow.stages.parity import (
     OLD_LOGPROBS,
     Agreement,
@@ -44,6 +45,8 @@ class UpdatePlan:
     max_completion_length: int
     skip_zero_advantage: bool
     agreement: Agreement = "measured"
+    turns: frozenset[str] = frozenset()
+    """the column that rows of an environment have, where the run has one"""
 
     @property
     def num_updates(self) -> int:
@@ -66,10 +69,10 @@ class UpdateStage:
         columns = sorted(update_columns(for_loss, self.plan.agreement))
         stands_in = OLD_LOGPROBS in for_loss - set(columns)
         replayed = replayed_columns(self.engine.training.routing)
-        batch = samples.take(self.state, {"prompt_ids", "response_ids", *columns, *replayed})
+        batch = samples.take(self.state, {"prompt_ids", "response_ids", *columns, *replayed, *self.plan.turns})
         version = self.engine.update_count
         if self._is_first_of_copy:
-            record_lags(self.recorder, batch.values("versions"), version)
+            record_lags(self.recorder, ModelTokens.of(batch).pick(batch.values("versions")), version)
         self.shown.begin_step(samples.rows_of_step, samples.group_size)
         # A mini-batch is a range of prompts, so it holds the same rows on any number of ranks.
         groups = torch.from_numpy(samples.rows_of_step[:: samples.group_size] // samples.group_size)
@@ -91,7 +94,8 @@ class UpdateStage:
     def _one_update(self, batch: Batch, columns: list[str], loss: Measured) -> UpdateResult | None:
         """One optimizer step, unless every row of this part was dropped, on all ranks alike."""
         learner = loss.learner
-        lengths_B = batch.lengths("response_ids")
+        model_tokens = ModelTokens.of(batch)
+        lengths_B = model_tokens.lengths_B
         has_signal_B = rows_with_signal(batch)
         counts = [int(lengths_B.sum()), len(batch), int(has_signal_B.sum())]
         num_tokens, num_rows, num_with_signal = self.engine.sum_over_rows(counts)
@@ -101,7 +105,8 @@ class UpdateStage:
         self.recorder.mean("frac_advantage_zero", 1.0 - num_with_signal / num_rows, num_rows)
         # The weights count all rows, those that are left out below too: the gradient stays the same.
         scope = LossScope(num_tokens, num_rows, self.plan.max_completion_length)
-        batch.put_ragged("weights", learner.token_weights(lengths_B, scope), batch.offsets("response_ids"))
+        weights = model_tokens.spread(learner.token_weights(lengths_B, scope))
+        batch.put_ragged("weights", weights, batch.offsets("response_ids"))
         self.shown.mark(batch)
         # Where no row has a signal the optimizer still makes its step, as momentum asks for one.
         if self.plan.skip_zero_advantage and learner.needs_signal() and num_with_signal > 0:

@@ -20,7 +20,10 @@ Rating = Literal["logprobs", "token_values", "row_values"]
 
 @dataclass(frozen=True)
 class TokenRows:
-    """Packed rows on the host: each is a prompt of at least one token, then a response of any length."""
+    """Packed rows on the host: each is a prompt of at least one token, then a response of any length.
+
+    `R` counts the response tokens that the model wrote: all of them, or those of `is_model_T`.
+    """
 
     tokens_T: Tensor
     """Token ids, int64."""
@@ -34,6 +37,8 @@ class TokenRows:
     """Values per row [B]."""
     experts_TLC: Tensor | None = None
     """Experts that each token is to use in each sparse layer, -1 where the router chooses."""
+    is_model_T: Tensor | None = None
+    """bool: which tokens the model wrote, where an environment wrote others behind the prompt; None: all behind it."""
 
     def __post_init__(self) -> None:
         num_rows, num_tokens = self.offsets.numel() - 1, self.tokens_T.numel()
@@ -50,9 +55,21 @@ class TokenRows:
                 f"row {row} has a prompt of {int(self.prompt_lengths_B[row])} tokens in {int(self.lengths_B[row])}, "
                 "but the first response token needs at least one token before it; begin the row with a prompt token"
             )
+        self._check_is_model()
         for name, values, expected in self._sized_values():
             if values.shape[:1] != (expected,):
                 raise ValueError(f"column {name!r} holds {values.shape[0]} values, but these rows need {expected}")
+
+    def _check_is_model(self) -> None:
+        if self.is_model_T is None:
+            return
+        if self.is_model_T.shape != self.tokens_T.shape:
+            raise ValueError(
+                f"is_model_T has {self.is_model_T.numel()} values, but these rows have {self.tokens_T.numel()} tokens"
+            )
+        positions_T = torch.arange(self.tokens_T.numel()) - self.offsets[:-1].repeat_interleave(self.lengths_B)
+        if bool((self.is_model_T & (positions_T < self.prompt_lengths_B.repeat_interleave(self.lengths_B))).any()):
+            raise ValueError("is_model_T names tokens of a prompt, but the model only writes behind it")
 
     def _sized_values(self) -> list[tuple[str, Tensor, int]]:
         response = [(name, values, self.num_response_tokens) for name, values in self.response.items()]
@@ -68,16 +85,20 @@ class TokenRows:
     @property
     def response_offsets(self) -> Tensor:
         """[B + 1]: row b's response tokens among the R packed ones."""
+        if self.is_model_T is not None:
+            return offsets_of(self.is_model_T)[self.offsets]
         return offsets_of(self.lengths_B - self.prompt_lengths_B)
 
     @property
     def num_response_tokens(self) -> int:
-        return int(self.lengths_B.sum() - self.prompt_lengths_B.sum())
+        return int(self.response_offsets[-1])
 
     def rated_places(self, rating: Rating) -> Tensor:
         """The packed token before each response token [R], or the last one of each row [B]."""
         if rating == "row_values":
             return self.offsets[1:] - 1
+        if self.is_model_T is not None:
+            return self.is_model_T.nonzero().squeeze(1) - 1
         bounds = self.response_offsets
         shift_B = self.offsets[:-1] + self.prompt_lengths_B - 1 - bounds[:-1]
         return torch.arange(int(bounds[-1])) + shift_B.repeat_interleave(bounds.diff())
@@ -95,6 +116,9 @@ class TokenRows:
             dense={name: values[index] for name, values in self.dense.items()},
             experts_TLC=(
                 None if self.experts_TLC is None else gather_ragged_rows(self.experts_TLC, self.offsets, index)[0]
+            ),
+            is_model_T=(
+                None if self.is_model_T is None else gather_ragged_rows(self.is_model_T, self.offsets, index)[0]
             ),
         )
 
@@ -135,14 +159,13 @@ def to_microbatch(rows: TokenRows, device: torch.device) -> MicroBatch:
     lengths_B = rows.lengths_B
     row_of_token_T = torch.arange(len(rows)).repeat_interleave(lengths_B)
     positions_T = torch.arange(rows.tokens_T.numel()) - rows.offsets[:-1][row_of_token_T]
-    is_response_T = positions_T >= rows.prompt_lengths_B[row_of_token_T]
     return MicroBatch(
         tokens_T=rows.tokens_T.to(device),
         offsets=rows.offsets.to(device),
         prompt_lengths_B=rows.prompt_lengths_B.to(device),
         response={name: values.to(device) for name, values in rows.response.items()},
         dense={name: values.to(device) for name, values in rows.dense.items()},
-        row_of_response_R=row_of_token_T[is_response_T].to(device),
+        row_of_response_R=torch.arange(len(rows)).repeat_interleave(rows.response_offsets.diff()).to(device),
         positions_T=positions_T.to(device),
         predicting_R=rows.rated_places("logprobs").to(device),
     )
