@@ -5,7 +5,6 @@ Shape letters: `B` rows, `T` packed tokens of those rows.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,19 +14,10 @@ from numpy.typing import NDArray
 from tensordict import TensorDict
 from torch import Tensor
 
+from spmdrl.roles import WorkerState as WorkerState
+
 Integers = NDArray[np.int64]
 """Metadata on the host: row numbers, homes, lengths."""
-
-
-class WorkerState(enum.Enum):
-    """What a worker does with samples; each has its own controller (the paper's Figure 4)."""
-
-    GENERATION = "generation"
-    REWARD = "reward"
-    REFERENCE = "reference"
-    OLD_LOGPROBS = "old_logprobs"
-    ADVANTAGE = "advantage"
-    UPDATE = "update"
 
 
 @dataclass(frozen=True)

@@ -23,11 +23,12 @@ from spmdrl.engines.models.hf.model_weights import (
     with_new_head,
     write_weights,
 )
-from spmdrl.engines.training.batching.packed_rows import LossFunction, LossTerms, MicroBatch, Rating, TokenRows, Values
+from spmdrl.engines.training.batching.packed_rows import LossFunction, LossTerms, MicroBatch, TokenRows, Values
 from spmdrl.engines.training.training_engine import TrainingConfig, TrainingEngine
 from spmdrl.resources.layout import UpdateLayout, fit_update_layout
 from spmdrl.resources.mesh import build_update_mesh
 from spmdrl.resources.world import World
+from spmdrl.roles import Rating
 from spmdrl.types import offsets_of, whole_slice
 from tests.engines.training.tiny import CONFIG, OPTIM, make_engine, make_rows, relative_difference
 from tests.support.ranks import run_ranks

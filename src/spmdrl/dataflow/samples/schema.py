@@ -84,6 +84,12 @@ def rule_of(name: str) -> ColumnRule:
     return RULES[column_number(name)]
 
 
+def column_of(state: WorkerState) -> str:
+    """The column that `state`, which makes only one, makes."""
+    (name,) = (rule.name for rule in RULES if rule.made_by is state)
+    return name
+
+
 def length_column(name: str) -> str:
     """The column under which the row lengths of the ragged column `name` are announced."""
     rule = rule_of(name)

@@ -6,14 +6,14 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 from spmdrl.dataflow.samples.dock import Samples
+from spmdrl.dataflow.samples.schema import column_of
 from spmdrl.dataflow.stages.model_tokens import ModelTokens
 from spmdrl.dataflow.stages.rows import replayed_columns, token_rows
 from spmdrl.engines.training.training_engine import TrainingEngine
+from spmdrl.roles import POLICY
 from spmdrl.types import Batch, WorkerState
 
 Presence = Callable[[], AbstractContextManager[None]]
-
-COLUMN_OF_STATE = {WorkerState.REFERENCE: "ref_logprobs", WorkerState.OLD_LOGPROBS: "old_logprobs"}
 
 
 class ScoreStage:
@@ -28,12 +28,12 @@ class ScoreStage:
         `turns` is the column that rows of an environment have, where the run has one.
         """
         self.state = state
-        self.column = COLUMN_OF_STATE[state]
+        self.column = column_of(state)
         self.engine = engine
         self.presence = presence
-        # The reference is a model of its own, whose routers never saw these tokens.
-        is_policy = state is WorkerState.OLD_LOGPROBS
-        self._of_rows = turns | (replayed_columns(engine.training.routing) if is_policy else frozenset())
+        # The routers of other models never saw these tokens.
+        replayed = replayed_columns(engine.training.routing) if state.role is POLICY else frozenset()
+        self._of_rows = turns | replayed
 
     def __call__(self, samples: Samples) -> None:
         batch = samples.take(self.state, {"prompt_ids", "response_ids", *self._of_rows})

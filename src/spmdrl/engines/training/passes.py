@@ -13,7 +13,7 @@ from spmdrl.engines.models.decoder import Decoder
 from spmdrl.engines.models.kernels.invariant import LEAST_ROWS
 from spmdrl.engines.parallel.vocabulary import VocabularyPart
 from spmdrl.engines.training.batching.microbatch import dummy_rows
-from spmdrl.engines.training.batching.packed_rows import MicroBatch, Rating, Scores, TokenRows, Values, to_microbatch
+from spmdrl.engines.training.batching.packed_rows import MicroBatch, Scores, TokenRows, Values, to_microbatch
 from spmdrl.engines.training.context.local_tokens import LocalTokens, local_tokens
 from spmdrl.engines.training.context.token_placement import place_tokens, placed_size
 from spmdrl.engines.training.heads import LogprobHead, TokenHead, ValueHead
@@ -21,6 +21,7 @@ from spmdrl.engines.training.pipeline.pipeline_runner import PipelineRunner
 from spmdrl.engines.training.routing.routers import RecordingRoute, RoutedTokens, RoutingScope
 from spmdrl.engines.training.sharding.sharded_model import ShardedModel
 from spmdrl.resources.device import Device
+from spmdrl.roles import Rating
 
 Finish = Callable[["Work", "Scores | Values"], Tensor]
 """What the last stage makes of a micro-batch's ratings: the scalar from which backward starts."""

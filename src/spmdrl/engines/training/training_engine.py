@@ -18,7 +18,7 @@ from spmdrl.engines.training.batching.microbatch import (
     RowCost,
     plan_microbatches,
 )
-from spmdrl.engines.training.batching.packed_rows import LossFunction, Rating, Scores, TokenRows, Values
+from spmdrl.engines.training.batching.packed_rows import LossFunction, Scores, TokenRows, Values
 from spmdrl.engines.training.passes import Passes, Work
 from spmdrl.engines.training.routing.routers import RoutingConfig, RoutingScope
 from spmdrl.engines.training.sharding.parallelize import Precision, build_sharded_model, check_layout
@@ -27,6 +27,7 @@ from spmdrl.engines.training.update.optimizer import OptimConfig
 from spmdrl.engines.training.update.updater import Accumulated, Updater, UpdateResult
 from spmdrl.resources.device import Device
 from spmdrl.resources.mesh import UpdateMesh
+from spmdrl.roles import Rating
 
 Recompute = Literal["none", "full"]
 

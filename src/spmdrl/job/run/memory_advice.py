@@ -8,11 +8,12 @@ from contextlib import contextmanager
 import torch
 
 from spmdrl.config.config import Config
+from spmdrl.roles import WorkerState
 
 # What allocators write, beside torch's own type: the CPU's, CUDA's and NPU's runtimes, cuBLAS, NumPy.
 _WORDS = ("can't allocate memory", "not enough memory", "out of memory", "ALLOC_FAILED", "Unable to allocate")
-_TRAINING = ("update", "old_logprobs", "reference")
-_GENERATION = ("generation", "evaluation")
+_TRAINING = tuple(state.value for state in WorkerState if state.uses_training_engine)
+_GENERATION = (WorkerState.GENERATION.value, "evaluation")
 
 
 class OutOfMemory(RuntimeError):

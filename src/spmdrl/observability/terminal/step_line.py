@@ -7,12 +7,12 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from spmdrl.observability.terminal.units import count, duration, fixed, percent, scientific
+from spmdrl.roles import WorkerState
 
 MISSING = "-"
-# Short names of the stages, in the order of a step; time in stages that have none is `other`.
-STAGE_NAMES = {
-    "generation": "gen", "reward": "rew", "reference": "ref", "old_logprobs": "lp", "inference": "lp",
-    "advantage": "adv", "update": "upd", "resharding": "reshard", "probe": "probe", "evaluation": "eval",
+# Short names of what a step's seconds go to, in its order; time in stages that have none is `other`.
+STAGE_NAMES = {state.value: state.short_name for state in WorkerState} | {
+    "inference": "lp", "resharding": "reshard", "probe": "probe", "evaluation": "eval",
 }  # fmt: skip
 OTHER = "other"
 # What a terminal's line takes in besides reward, loss and gradient norm, as far as it fits: the most wanted first.

@@ -11,9 +11,6 @@ from spmdrl.resources.collectives import broadcast_ragged
 from spmdrl.resources.mesh import Axis, GenerationMesh, UpdateMesh
 from spmdrl.types import Batch, WorkerState
 
-TRAINING_STATES = (WorkerState.REFERENCE, WorkerState.OLD_LOGPROBS, WorkerState.UPDATE)
-"""What training engines work on: all ranks that share one copy's layers, tokens or matrices need the same rows."""
-
 
 @dataclass(frozen=True)
 class RowGroups:
@@ -46,8 +43,9 @@ class RowGroups:
 
 
 def groups_of_training(mesh: UpdateMesh, device: torch.device) -> dict[WorkerState, RowGroups]:
-    """The groups of an update layout, for all states that training engines work in."""
-    return dict.fromkeys(TRAINING_STATES, RowGroups(mesh.leaders, mesh.model, device))
+    """The groups of an update layout, for every state that uses a training engine."""
+    groups = RowGroups(mesh.leaders, mesh.model, device)
+    return {state: groups for state in WorkerState if state.uses_training_engine}
 
 
 def groups_of_generation(mesh: GenerationMesh, device: torch.device) -> dict[WorkerState, RowGroups]:

@@ -7,15 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from spmdrl.roles import Rating
 from spmdrl.types import gather_ragged_rows, offsets_of
-
-Rating = Literal["logprobs", "token_values", "row_values"]
-"""What a head says: the log-prob of each response token, a value before each of them, or one at each row's end."""
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from spmdrl.engines.models.layers import Attend
 from spmdrl.engines.parallel.axis_collectives import gather_own_gradient
-from spmdrl.engines.training.batching.packed_rows import MicroBatch, Rating, TokenRows
+from spmdrl.engines.training.batching.packed_rows import MicroBatch, TokenRows
 from spmdrl.engines.training.context.context_parallel import attention_of
 from spmdrl.engines.training.context.token_placement import Placement
 from spmdrl.resources.mesh import Axis
+from spmdrl.roles import Rating
 
 
 @dataclass(frozen=True)

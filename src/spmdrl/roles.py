@@ -1,0 +1,83 @@
+"""The models of a run and the worker states that use them, as two tables of plain data.
+
+Building, the swap, the memory ledger, estimates and checkpoints iterate over the roles; which ranks share rows, which
+pass runs and what the step line prints follow from the worker states. Another model or state is another entry here.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Literal
+
+Rating = Literal["logprobs", "token_values", "row_values"]
+"""What a head gives: the log-prob of each response token, a value before each of them, or one at each row's end."""
+
+Presence = Literal["training", "stage"]
+"""When a model's state is on the device: from the return after generation to the next switch, so that it comes back
+while other stages run; or only inside the worker states that use it."""
+
+RankSet = Literal["all"]
+"""Which ranks hold a model's shards. So far there is one set, cut by `resources.update`."""
+
+
+@dataclass(frozen=True)
+class Role:
+    """One model of a run."""
+
+    name: str
+    rating: Rating
+    """what its training engine computes for each row"""
+    presence: Presence
+    weights: str
+    """the owner of its weights in the memory ledger, and their group in the swap"""
+    optimizer: str | None = None
+    """the same of its optimizer state; None for a frozen model, which has neither gradients nor an optimizer"""
+    checkpoint: str | None = None
+    """the folder, inside a checkpoint, of its model and trainer state; None keeps nothing, as it can be loaded again"""
+    ranks: RankSet = "all"
+
+    @property
+    def is_trained(self) -> bool:
+        return self.optimizer is not None
+
+
+POLICY = Role("policy", "logprobs", "training", weights="update_weights", optimizer="optimizer", checkpoint="")
+"""The model that generates; the resharding flow also moves its weights to the generation engine."""
+REFERENCE = Role("reference", "logprobs", "stage", weights="reference_weights")
+"""The policy as the run began."""
+
+ROLES = (POLICY, REFERENCE)
+
+Work = Literal["generate", "score", "train"]
+"""What a worker state does with its model: responses, a number for each response token, or optimizer steps."""
+
+
+class WorkerState(enum.Enum):
+    """What a worker does with samples; each has its own controller (the paper's Figure 4).
+
+    A member is its name in files, its name in the step line, its model (None where it needs none) and what it does with
+    it. Where several states could run, the first one here does.
+    """
+
+    short_name: str
+    role: Role | None
+    work: Work | None
+
+    GENERATION = "generation", "gen", POLICY, "generate"
+    REWARD = "reward", "rew", None, None
+    REFERENCE = "reference", "ref", REFERENCE, "score"
+    OLD_LOGPROBS = "old_logprobs", "lp", POLICY, "score"
+    ADVANTAGE = "advantage", "adv", None, None
+    UPDATE = "update", "upd", POLICY, "train"
+
+    def __new__(cls, name: str, short_name: str, role: Role | None, work: Work | None) -> WorkerState:
+        state = object.__new__(cls)
+        state._value_ = name
+        state.short_name, state.role, state.work = short_name, role, work
+        return state
+
+    @property
+    def uses_training_engine(self) -> bool:
+        """Whether all ranks that share a copy's layers, tokens or matrices need the same rows."""
+        return self.work in ("score", "train")
