@@ -17,7 +17,7 @@ from spmdrl.dataflow.samples.dock import TransferDock
 from spmdrl.dataflow.stages.reward import RewardFailure
 from spmdrl.dataflow.stages.shown import ShownRows
 from spmdrl.dataflow.stages.stages import Stages
-from spmdrl.engines.models.kernels.kernel_table import compute_batch_invariantly
+from spmdrl.engines.models.kernels.ops import compute_batch_invariantly
 from spmdrl.engines.reward.pool import RewardPool
 from spmdrl.job.building import (
     Rollouts,

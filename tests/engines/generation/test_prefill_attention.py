@@ -8,7 +8,7 @@ from torch import Tensor
 
 from spmdrl.engines.generation.native.cache.paged import CacheShape, PagedCache
 from spmdrl.engines.generation.native.cache.prefill_attention import PrefillAttention, Span
-from spmdrl.engines.models.attention import PackedCausalAttention
+from spmdrl.engines.models.layers import PackedCausalAttention
 from spmdrl.types import offsets_of
 
 LENGTHS = [1, 5, 32, 33, 100, 7, 70]

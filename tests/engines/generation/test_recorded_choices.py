@@ -12,8 +12,8 @@ from spmdrl.engines.generation.expert_choices import ChoiceRecorder
 from spmdrl.engines.generation.native.native_engine import NativeEngine
 from spmdrl.engines.generation.protocol import SamplingParams
 from spmdrl.engines.generation.rollout_config import RolloutConfig
-from spmdrl.engines.models.attention import PackedCausalAttention
 from spmdrl.engines.models.decoder import Decoder
+from spmdrl.engines.models.layers import PackedCausalAttention
 from spmdrl.engines.models.moe import MoeConfig
 from tests.engines.generation.support import TINY, prompt_of, request, run
 

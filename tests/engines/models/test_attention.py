@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from spmdrl.engines.models.attention import PackedCausalAttention
+from spmdrl.engines.models.layers import PackedCausalAttention
 from spmdrl.types import offsets_of
 
 

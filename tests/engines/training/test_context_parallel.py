@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from spmdrl.engines.models.attention import PackedCausalAttention
 from spmdrl.engines.models.decoder import Decoder
+from spmdrl.engines.models.layers import PackedCausalAttention
 from spmdrl.engines.training.batching.packed_rows import TokenRows, to_microbatch
 from spmdrl.engines.training.context.context_parallel import attention_of, check_context_parallel
 from spmdrl.engines.training.context.local_tokens import LocalTokens, local_tokens

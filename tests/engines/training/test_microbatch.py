@@ -13,8 +13,13 @@ from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf.model_folder import parameter_shapes
 from spmdrl.engines.models.latent import LatentConfig
 from spmdrl.engines.models.moe import MoeConfig
-from spmdrl.engines.training.batching.differencing import largest_differencing
-from spmdrl.engines.training.batching.microbatch import RowCost, dummy_rows, fewest_microbatches, plan_microbatches
+from spmdrl.engines.training.batching.microbatch import (
+    RowCost,
+    dummy_rows,
+    fewest_microbatches,
+    largest_differencing,
+    plan_microbatches,
+)
 from spmdrl.engines.training.batching.packed_rows import TokenRows, to_microbatch
 from spmdrl.types import offsets_of
 from tests.engines.training.tiny import CONFIG, make_rows

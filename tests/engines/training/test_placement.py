@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spmdrl.engines.models.attention import PackedCausalAttention
+from spmdrl.engines.models.layers import PackedCausalAttention
 from spmdrl.engines.training.batching.packed_rows import TokenRows, to_microbatch
 from spmdrl.engines.training.context.local_tokens import local_tokens, own_predictions
 from spmdrl.engines.training.context.token_placement import Placement, place_tokens, placed_size

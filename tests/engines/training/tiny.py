@@ -8,9 +8,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from spmdrl.engines.models.attention import PackedCausalAttention
 from spmdrl.engines.models.decoder import Decoder, DecoderConfig
 from spmdrl.engines.models.latent import LatentConfig
+from spmdrl.engines.models.layers import PackedCausalAttention
 from spmdrl.engines.models.moe import MoeConfig
 from spmdrl.engines.parallel.parts import Parts
 from spmdrl.engines.training.batching.packed_rows import LossTerms, MicroBatch, Scores, TokenRows

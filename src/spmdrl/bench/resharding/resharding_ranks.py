@@ -20,9 +20,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 from spmdrl.dataflow.resharding.flow import ReshardingFlow
 from spmdrl.dataflow.resharding.moving.gather import BucketGatherer, Executor, ReshardConfig
+from spmdrl.dataflow.resharding.planning.cells import SlicedWeights
 from spmdrl.dataflow.resharding.planning.plan import least_bytes
 from spmdrl.dataflow.resharding.planning.slice_agreement import AgreedPlan, agree_on_plan
-from spmdrl.dataflow.resharding.planning.slices import SlicedWeights
 from spmdrl.engines.generation.native.native_engine import NativeEngine
 from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.decoder import DecoderConfig

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from spmdrl.engines.models.kernels import ops
+from spmdrl.engines.models.kernels.packed import PackedRows
 
 
 class Attend(Protocol):
@@ -52,3 +53,15 @@ class FeedForward(nn.Module):
     def project(self, hidden_TD: Tensor) -> tuple[Tensor, Tensor]:
         """Gate and up projections of the same input; replaced from outside where one product gives both."""
         return self.gate_proj(hidden_TD), self.up_proj(hidden_TD)
+
+
+class PackedCausalAttention:
+    """Causal attention inside each packed row and none across rows; an `Attend` for training and scoring."""
+
+    def __init__(self, offsets: Tensor):
+        """Plan for rows with these offsets [B + 1]; give them on the CPU to avoid waiting for the device."""
+        self._rows = PackedRows(offsets)
+
+    def __call__(self, layer: int, q_THK: Tensor, k_TJK: Tensor, v_TJV: Tensor) -> Tensor:
+        """Return the attended values [T, H, V]; J divides H, and V is at most K."""
+        return ops.packed_attention(q_THK, k_TJK, v_TJV, self._rows)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.engines.models.kernels import ops, plain
-from spmdrl.engines.models.kernels.kernel_table import TABLE
+from spmdrl.engines.models.kernels.ops import TABLE
 from spmdrl.engines.models.kernels.packed import PackedRows
 from spmdrl.types import offsets_of
 

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.dataflow.resharding.planning.buckets import Piece
-from spmdrl.dataflow.resharding.planning.cells import cut
-from spmdrl.dataflow.resharding.planning.slices import SlicedWeights
+from spmdrl.dataflow.resharding.planning.cells import SlicedWeights, cut
 from spmdrl.resources.collectives import Group, sum_over
 from spmdrl.types import whole_slice
 

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from spmdrl.dataflow.resharding.moving.checksum import SwitchRecord
 from spmdrl.dataflow.resharding.moving.gather import BucketGatherer, Received, ReshardConfig
+from spmdrl.dataflow.resharding.planning.cells import SlicedWeights
 from spmdrl.dataflow.resharding.planning.plan import Shapes, lendable
 from spmdrl.dataflow.resharding.planning.slice_agreement import agree_on_plan, agree_on_shapes, refuse_together
-from spmdrl.dataflow.resharding.planning.slices import SlicedWeights
 from spmdrl.dataflow.resharding.protocols import Generator, Shard
 from spmdrl.resources.world import World
 

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spmdrl.dataflow.resharding.planning.buckets import Piece, Transfer
+from spmdrl.dataflow.resharding.planning.cells import SlicedWeights
 from spmdrl.dataflow.resharding.planning.plan import Block, ReshardPlan
-from spmdrl.dataflow.resharding.planning.slices import SlicedWeights
 from spmdrl.resources.network.sockets import closing_new_listeners
 from spmdrl.types import WeightSlice
 

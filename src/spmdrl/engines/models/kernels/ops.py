@@ -1,4 +1,4 @@
-"""The operations by name; each runs the implementation that the table has for its tensors' device.
+"""The operations by name; each runs the implementation that the table names for its tensors' device, or the plain one.
 
 Shape letters: `T` packed tokens, `H` query heads, `J` key and value heads, `K` head size, `V` head size of values,
 `N` rows, `Q` queries of a row, `S` key positions, `R` rows, `E` experts, `D` inputs and `O` outputs of a linear layer,
@@ -7,11 +7,40 @@ Shape letters: `T` packed tokens, `H` query heads, `J` key and value heads, `K` 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import torch
 from torch import Tensor
 
+from spmdrl.engines.models.kernels import cpu, cuda, invariant, npu, plain
 from spmdrl.engines.models.kernels.blocked import BlockedLinear
-from spmdrl.engines.models.kernels.kernel_table import implementation
 from spmdrl.engines.models.kernels.packed import PackedRows
+
+TABLE: dict[str, dict[str, Callable[..., Any]]] = {
+    "rms_norm": {"cpu": cpu.rms_norm, "cuda": cuda.rms_norm, "npu": npu.rms_norm},
+    "rotate": {"cpu": plain.rotate, "cuda": plain.rotate, "npu": npu.rotate},
+    "swiglu": {"cpu": plain.swiglu, "cuda": cuda.swiglu, "npu": npu.swiglu},
+    "sigmoid": {"cpu": plain.sigmoid, "cuda": plain.sigmoid, "npu": plain.sigmoid},
+    "masked_attention": {"cpu": plain.masked_attention, "cuda": plain.masked_attention, "npu": plain.masked_attention},
+    "grouped_linear": {"cpu": cpu.grouped_linear, "cuda": cuda.grouped_linear, "npu": npu.grouped_linear},
+    "blocked_linear": {"cpu": cpu.blocked_linear, "cuda": plain.blocked_linear, "npu": plain.blocked_linear},
+    "add_matmul": {"cpu": cpu.add_matmul, "cuda": cuda.add_matmul, "npu": npu.add_matmul},
+    "packed_attention": {"cpu": cpu.packed_attention, "cuda": cuda.packed_attention, "npu": npu.packed_attention},
+}
+
+
+def compute_batch_invariantly() -> None:
+    """From now on run what gives each row the same bits whatever is computed beside it; CPUs in float32 only."""
+    # Threads share a product's rows among them, until one of them has too few.
+    torch.set_num_threads(1)
+    for name, function in invariant.OPERATIONS.items():
+        TABLE[name] = {"cpu": function}
+
+
+def implementation(operation: str, tensor: Tensor) -> Callable[..., Any]:
+    """The function for the device that a tensor is on."""
+    return TABLE[operation].get(tensor.device.type) or getattr(plain, operation)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

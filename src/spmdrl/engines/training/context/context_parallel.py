@@ -10,9 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spmdrl.engines.models.attention import PackedCausalAttention
 from spmdrl.engines.models.decoder import DecoderConfig
-from spmdrl.engines.models.layers import Attend
+from spmdrl.engines.models.layers import Attend, PackedCausalAttention
 from spmdrl.engines.parallel.axis_collectives import exchange_rows
 from spmdrl.engines.training.context.ring_attention import RingAttention
 from spmdrl.engines.training.context.token_placement import Placement

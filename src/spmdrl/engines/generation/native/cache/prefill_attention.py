@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from spmdrl.engines.generation.native.cache.paged import SCRATCH_BLOCK, PagedCache
-from spmdrl.engines.models.attention import PackedCausalAttention
 from spmdrl.engines.models.kernels import ops
+from spmdrl.engines.models.layers import PackedCausalAttention
 from spmdrl.types import offsets_of
 
 # Short enough for short prompts not to be mostly padding, long enough for few attention calls.
