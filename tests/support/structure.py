@@ -20,7 +20,7 @@ from tests.support.jobs import ROOT, environment, tiny_config
 
 PACKAGE = "spmdrl"
 # What people start: everything else must be reached from here.
-ENTRIES = ("__main__", "torchrun", "cli.command_line", "engines.reward.guard", "engines.reward.worker")
+ENTRIES = ("__main__", "torchrun", "cli.command_line", "engines.workers.guard", "engines.workers.worker")
 
 # From prompt to gradient, without what logs, times, saves or switches.
 ON_A_ROWS_WAY = re.compile(r"algorithms|dataflow|engines|types|verbs|train")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from spmdrl.dataflow.stages.reward import report
 from spmdrl.engines.reward.calls import FunctionScores, combine
-from spmdrl.engines.reward.verdict import Verdict
+from spmdrl.engines.workers.verdict import Verdict
 from spmdrl.observability.metrics import Recorder, encode, merge
 
 SCORED, WRONG, NONE, LATE = Verdict.SCORED, Verdict.WRONG, Verdict.LEFT_OUT, Verdict.TIMED_OUT

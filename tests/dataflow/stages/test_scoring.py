@@ -14,7 +14,7 @@ from spmdrl.dataflow.stages.generation import run_requests
 from spmdrl.dataflow.stages.scoring import EndedResponses, StreamedRewards
 from spmdrl.engines.generation.protocol import Request, Response, SamplingParams
 from spmdrl.engines.reward.pool import RewardConfig, RewardPool
-from spmdrl.engines.reward.verdict import Verdict
+from spmdrl.engines.workers.verdict import Verdict
 
 GROUP_SIZE = 4
 NOTED = ("tests.dataflow.stages.noted:checksum",)

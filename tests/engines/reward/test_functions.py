@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from spmdrl.engines.reward.calls import FunctionScores, RewardCall, combine
-from spmdrl.engines.reward.frames import FrameReader, pack
 from spmdrl.engines.reward.functions import function_names, load_functions, needs_answer, score
-from spmdrl.engines.reward.verdict import Verdict
+from spmdrl.engines.workers.frames import FrameReader, pack
+from spmdrl.engines.workers.verdict import Verdict
 
 POISONS = Path(__file__).with_name("poisons.py")
 

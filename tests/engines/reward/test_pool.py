@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from spmdrl.engines.reward.descent import ProcessTree
+from spmdrl.engines.reward.calls import read_scores
 from spmdrl.engines.reward.pool import RewardConfig, RewardPool
-from spmdrl.engines.reward.supervisor import read_scores
-from spmdrl.engines.reward.verdict import Verdict
+from spmdrl.engines.workers.descent import ProcessTree
+from spmdrl.engines.workers.verdict import Verdict
 
 POISONS = Path(__file__).with_name("poisons.py")
 TIMEOUT_SECONDS = 1.5
@@ -199,7 +199,7 @@ def test_rewards_get_the_common_variables_and_those_that_the_config_names(monkey
 )
 def test_a_reward_that_waits_for_a_terminal_is_explained(poisoned, kind, what):
     error = scored(poisoned, kind).error
-    assert error is not None and f"a reward called {what}" in error and "python -m pdb -m spmdrl" in error
+    assert error is not None and f"a reward function called {what}" in error and "python -m pdb -m spmdrl" in error
 
 
 def test_a_reward_that_imports_torch_fits_the_default_limit(tmp_path):
@@ -354,6 +354,6 @@ def test_a_config_value_that_cannot_be_is_refused_by_its_key(settings, message):
 
 
 def test_the_package_imports_no_torch():
-    code = "import sys, spmdrl.engines.reward.pool, spmdrl.engines.reward.guard; assert 'torch' not in sys.modules"
+    code = "import sys, spmdrl.engines.reward.pool, spmdrl.engines.workers.guard; assert 'torch' not in sys.modules"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0

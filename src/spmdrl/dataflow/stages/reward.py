@@ -11,7 +11,7 @@ from spmdrl.dataflow.stages.partial import OwnGroup
 from spmdrl.dataflow.stages.scoring import DecodeTokens, EndedResponses, StreamedRewards
 from spmdrl.engines.generation.protocol import Response
 from spmdrl.engines.reward.pool import RewardConfig, RewardPool, RewardResult
-from spmdrl.engines.reward.verdict import Verdict
+from spmdrl.engines.workers.verdict import Verdict
 from spmdrl.observability.metrics import Recorder
 from spmdrl.resources.collectives import gather_bytes, sum_over
 from spmdrl.types import Batch, WorkerState

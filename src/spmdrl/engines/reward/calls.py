@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from operator import mul
 from typing import Any
 
-from spmdrl.engines.reward.verdict import Verdict
+from spmdrl.engines.workers.verdict import Verdict
 
 # Sums of a million squares still fit into float32.
 MAX_MAGNITUDE = 1e15
@@ -94,3 +94,28 @@ def row_verdict(verdicts: Sequence[Verdict]) -> Verdict:
         if outweighing in verdicts:
             return outweighing
     return Verdict.WRONG if all(verdict is Verdict.WRONG for verdict in verdicts) else Verdict.SCORED
+
+
+def read_scores(parts: Any, num_functions: int, num_rows: int) -> list[FunctionScores] | None:
+    """The scores in a worker's message; None where they aren't what `score` gives: something else wrote them."""
+    try:
+        scores = [FunctionScores(one["values"], list(map(Verdict, one["verdicts"])), one["error"]) for one in parts]
+        is_sound = len(scores) == num_functions and all(_is_sound(part, num_rows) for part in scores)
+    except (KeyError, TypeError, ValueError):
+        return None
+    return scores if is_sound else None
+
+
+def _is_sound(part: FunctionScores, num_rows: int) -> bool:
+    if len(part.values) != num_rows or len(part.verdicts) != num_rows or not isinstance(part.error, str | None):
+        return False
+    return all(
+        isinstance(value, float) and abs(value) <= MAX_MAGNITUDE if verdict.has_reward else value is None
+        for value, verdict in zip(part.values, part.verdicts, strict=True)
+    )
+
+
+def read_columns(message: Any) -> dict[str, list[str]]:
+    """Columns by function as a worker sent them; the functions' own code may have had its hands on them."""
+    entries = message.items() if isinstance(message, dict) else ()
+    return {str(name): list(map(str, columns)) for name, columns in entries if isinstance(columns, list)}

@@ -22,7 +22,7 @@ from typing import Any, Literal
 from spmdrl.engines.reward.calls import MAX_MAGNITUDE, FunctionScores, RewardCall
 from spmdrl.engines.reward.rules.answers import RULES, check_rule_installed
 from spmdrl.engines.reward.rules.formula import Undecided
-from spmdrl.engines.reward.verdict import Verdict
+from spmdrl.engines.workers.verdict import Verdict
 
 _RESERVED = ("prompts", "completions", "completion_ids")
 

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import math
-import secrets
-import sys
-import threading
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, Literal
 
-from spmdrl.engines.reward.calls import FunctionScores, RewardCall, RewardResult, combine
-from spmdrl.engines.reward.frames import pack
+from spmdrl.engines.reward import reward_runner
+from spmdrl.engines.reward.calls import (
+    FunctionScores,
+    RewardCall,
+    RewardResult,
+    combine,
+    read_columns,
+    read_scores,
+)
 from spmdrl.engines.reward.functions import function_names, load_functions, required_columns, score
-from spmdrl.engines.reward.process import PendingCall, WorkerSetup
-from spmdrl.engines.reward.supervisor import Supervisor
+from spmdrl.engines.workers.call_pool import CallPool, is_debugged
+from spmdrl.engines.workers.process import PendingCall, WorkerSetup
+from spmdrl.engines.workers.verdict import Verdict
 
 CallLevel = Literal["response", "group"]
 
@@ -90,10 +94,17 @@ class RewardConfig:
         return self.isolation == "inline" or (self.isolation == "auto" and is_debugged())
 
 
-def is_debugged() -> bool:
-    """Whether a debugger runs this process: a trace function is set, or it was started by pdb or debugpy."""
-    started_by_debugger = any(flag == "-m" and module in ("pdb", "debugpy") for flag, module in pairwise(sys.orig_argv))
-    return sys.gettrace() is not None or started_by_debugger
+@dataclass(frozen=True)
+class _ScoresOfCalls:
+    """The answers of reward calls: the scores of each function."""
+
+    num_functions: int
+
+    def read(self, answer: Any, call: PendingCall) -> list[FunctionScores] | None:
+        return read_scores(answer, self.num_functions, call.num_rows)
+
+    def failed(self, call: PendingCall, verdict: Verdict, error: str) -> list[FunctionScores]:
+        return [FunctionScores.failed(call.num_rows, verdict, error)] * self.num_functions
 
 
 class RewardPool:
@@ -107,20 +118,23 @@ class RewardPool:
         self.call_level = config.call_level
         self._names = config.names
         self._weights = config.weights or (1.0,) * len(config.functions)
-        self._changed = threading.Condition()
-        self._waiting: set[Hashable] = set()
-        self._results: dict[Hashable, RewardResult] = {}
-        self._is_closed = False
         self._functions = load_functions(config.functions) if config.runs_inline else None
-        self._supervisor = None
-        if self._functions is None:
-            setup = WorkerSetup(config.functions, config.environment, config.memory_limit_bytes)
-            self._supervisor = Supervisor(
-                setup,
-                self._deliver,
-                num_workers=num_workers or config.workers,
-                timeout_seconds=config.timeout_seconds,
-            )
+        setup = WorkerSetup(
+            section="reward",
+            functions_key="reward.functions",
+            variables_key="reward.environment",
+            runner=reward_runner.__name__,
+            functions=config.functions,
+            environment=config.environment,
+            memory_limit_bytes=config.memory_limit_bytes,
+        )
+        self._calls = CallPool(
+            setup,
+            _ScoresOfCalls(len(config.functions)),
+            num_workers=num_workers or config.workers,
+            timeout_seconds=config.timeout_seconds,
+            inline=None if self._functions is None else self._score_inline,
+        )
 
     def __enter__(self) -> RewardPool:
         return self
@@ -138,80 +152,41 @@ class RewardPool:
     ) -> None:
         """Ask for the rewards of some rows under a key of the caller's; `prompts` are strings or lists of messages."""
         call = RewardCall(prompts, completions, completion_ids, columns)
-        nonce = secrets.token_hex(16)
-        frame = b"" if self._supervisor is None else self._pack(nonce, call)
-        with self._changed:
-            if self._is_closed:
-                raise RuntimeError("the reward pool is closed")
-            if key in self._waiting or key in self._results:
-                raise ValueError(f"a reward call with key {key!r} was submitted and not yet collected")
-            self._waiting.add(key)
-        if self._supervisor is not None:
-            self._supervisor.submit(PendingCall(key, nonce, frame, call.num_rows))
-        else:
-            assert self._functions is not None
-            self._deliver(key, [score(function, call) for function in self._functions])
+        message = {
+            "prompts": list(call.prompts),
+            "completions": list(call.completions),
+            "completion_ids": [list(ids) for ids in call.completion_ids],
+            "columns": {name: list(values) for name, values in call.columns.items()},
+        }
+        self._calls.submit(key, message, call.num_rows)
 
     def ready(self) -> list[Hashable]:
         """Keys of the calls whose results can be collected without waiting, in the order they finished."""
-        with self._changed:
-            self._raise_failure()
-            return list(self._results)
+        return self._calls.ready()
 
     def collect(self, keys: Sequence[Hashable]) -> list[RewardResult]:
         """Wait for the results of these calls and take them out, in the order of `keys`.
 
         Waits at most `reward.timeout_seconds` for each call that is before them or with them in a worker's queue.
         """
-        with self._changed:
-            unknown = [key for key in keys if key not in self._waiting and key not in self._results]
-            if unknown:
-                raise KeyError(f"no reward call was submitted under {unknown!r}, or it was collected before")
-            while any(key in self._waiting for key in keys):
-                self._raise_failure()
-                if self._is_closed:
-                    raise RuntimeError(f"the reward pool was closed with {len(self._waiting)} calls under way")
-                self._changed.wait(1.0)
-            return [self._results.pop(key) for key in keys]
+        return [
+            combine(key, dict(zip(self._names, scores, strict=True)), self._weights)
+            for key, scores in zip(keys, self._calls.collect(keys), strict=True)
+        ]
 
     def required_columns(self) -> dict[str, list[str]]:
         """By function, the columns of the data that it can't be called without."""
-        if self._supervisor is not None:
-            return self._supervisor.required_columns
-        assert self._functions is not None
-        return required_columns(self._functions)
+        return read_columns(self._calls.facts) if self._functions is None else required_columns(self._functions)
 
     def close(self) -> None:
         """End the reward processes with all that they started; results not yet collected stay, calls are given up."""
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify_all()
-        if self._supervisor is not None:
-            self._supervisor.close()
+        self._calls.close()
 
     def worker_pids(self) -> list[int]:
         """Process ids of the guards that run now; all reward processes descend from them."""
-        return [] if self._supervisor is None else self._supervisor.worker_pids()
+        return self._calls.worker_pids()
 
-    @staticmethod
-    def _pack(nonce: str, call: RewardCall) -> bytes:
-        return pack(
-            {
-                "nonce": nonce,
-                "prompts": list(call.prompts),
-                "completions": list(call.completions),
-                "completion_ids": [list(ids) for ids in call.completion_ids],
-                "columns": {name: list(values) for name, values in call.columns.items()},
-            }
-        )
-
-    def _deliver(self, key: Hashable, scores: list[FunctionScores]) -> None:
-        result = combine(key, dict(zip(self._names, scores, strict=True)), self._weights)
-        with self._changed:
-            self._waiting.discard(key)
-            self._results[key] = result
-            self._changed.notify_all()
-
-    def _raise_failure(self) -> None:
-        if self._supervisor is not None and self._supervisor.failure is not None:
-            raise RuntimeError("the thread that watches the reward processes failed") from self._supervisor.failure
+    def _score_inline(self, message: dict[str, Any]) -> list[FunctionScores]:
+        assert self._functions is not None
+        call = RewardCall(**message)
+        return [score(function, call) for function in self._functions]

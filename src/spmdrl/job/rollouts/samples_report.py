@@ -12,7 +12,7 @@ from spmdrl.dataflow.samples.dock import Accounting, Samples, TransferDock
 from spmdrl.dataflow.samples.volume import FlowShape, Link, replay_buffer_gib, request_gib, warehouse_gib
 from spmdrl.dataflow.stages.reward import DecodeTokens
 from spmdrl.dataflow.stages.shown import ShownRows
-from spmdrl.engines.reward.verdict import Verdict
+from spmdrl.engines.workers.verdict import Verdict
 from spmdrl.job.run.run import Run
 from spmdrl.observability.logs.log import SampleRecord, SampleToken
 from spmdrl.observability.logs.outage import going_on_without

@@ -1,4 +1,4 @@
-"""Keeps reward workers busy, kills those over their deadline and replaces those that died."""
+"""Keeps workers busy, kills those over their deadline and replaces those that died."""
 
 from __future__ import annotations
 
@@ -10,18 +10,29 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
-from spmdrl.engines.reward.calls import MAX_MAGNITUDE, FunctionScores
-from spmdrl.engines.reward.guard import ENDINGS
-from spmdrl.engines.reward.process import PendingCall, WorkerLost, WorkerProcess, WorkerSetup
-from spmdrl.engines.reward.verdict import Verdict
+from spmdrl.engines.workers.process import PendingCall, WorkerLost, WorkerProcess, WorkerSetup
+from spmdrl.engines.workers.verdict import Verdict
 
-Deliver = Callable[[Hashable, list[FunctionScores]], None]
+A = TypeVar("A")
+A_co = TypeVar("A_co", covariant=True)
 
 
-class Supervisor:
-    """A thread that owns `num_workers` processes and hands each finished call's scores to `deliver`.
+class Answers(Protocol[A_co]):
+    """What a pool makes of its calls."""
+
+    def read(self, answer: Any, call: PendingCall) -> A_co | None:
+        """The call's answer from a worker's message; None where it isn't what the runner gives."""
+        ...
+
+    def failed(self, call: PendingCall, verdict: Verdict, error: str) -> A_co:
+        """The answer of a call whose process was lost."""
+        ...
+
+
+class Supervisor(Generic[A]):
+    """A thread that owns `num_workers` processes and hands each finished call's answer to `deliver`.
 
     `deliver` runs on that thread. The constructor returns once every worker has loaded the functions, and raises
     ValueError where one can't. `close` kills the workers.
@@ -30,13 +41,14 @@ class Supervisor:
     def __init__(
         self,
         setup: WorkerSetup,
-        deliver: Deliver,
+        answers: Answers[A],
+        deliver: Callable[[Hashable, A], None],
         *,
         num_workers: int,
         timeout_seconds: float,
     ):
         self._setup = setup
-        self._num_functions = len(setup.functions)
+        self._answers = answers
         self._deliver = deliver
         self._num_workers = num_workers
         self._timeout_seconds = timeout_seconds
@@ -49,9 +61,9 @@ class Supervisor:
         self._waker.setblocking(False)
         self._is_closing = False
         self.failure: BaseException | None = None
-        self.required_columns: dict[str, list[str]] = {}
-        """by function, the columns that it can't be called without; there once a worker is ready"""
-        self._thread = threading.Thread(target=self._run, name="reward-supervisor", daemon=True)
+        self.facts: Any = None
+        """what the runner found out about the functions, as a worker sent it; there once one is ready"""
+        self._thread = threading.Thread(target=self._run, name=f"{setup.section}-supervisor", daemon=True)
         self._thread.start()
         try:
             self._started.result()
@@ -155,24 +167,25 @@ class Supervisor:
             return True
         if not worker.is_ready and "ready" in message:
             worker.is_ready = True
-            self.required_columns = _read_columns(message.get("columns"))
+            self.facts = message.get("facts")
             if all(other.is_ready for other in self._workers) and not self._started.done():
                 self._started.set_result(None)
             return True
         call = worker.call
         if call is None or message.get("nonce") != call.nonce:
             return False
-        scores = read_scores(message.get("scores"), self._num_functions, call.num_rows)
-        if scores is None:
+        answer = self._answers.read(message.get("answer"), call)
+        if answer is None:
             return False
         worker.call = None
-        self._deliver(call.key, scores)
+        self._deliver(call.key, answer)
         return True
 
     def _end_overdue(self) -> None:
         for worker in list(self._workers):
             if worker.is_overdue:
-                self._lose(worker, Verdict.TIMED_OUT, f"it was over reward.timeout_seconds = {self._timeout_seconds}")
+                limit = f"{self._setup.section}.timeout_seconds = {self._timeout_seconds}"
+                self._lose(worker, Verdict.TIMED_OUT, f"it was over {limit}")
 
     def _lose(self, worker: WorkerProcess, verdict: Verdict, reason: str) -> None:
         """Kill a worker and give its call, if it has one, the verdict."""
@@ -180,44 +193,20 @@ class Supervisor:
         self._workers.remove(worker)
         if worker.call is not None:
             how = reason if verdict is Verdict.TIMED_OUT else f"{reason}, {ending}"
-            if ending in ENDINGS.values():
+            if ending in self._setup.endings.values():
                 how = ending
-            self._fail(worker.call, verdict, f"the reward process was lost in this call: {how}")
+            self._fail(worker.call, verdict, f"the {self._setup.section} process was lost in this call: {how}")
         elif not worker.is_ready:
             if verdict is Verdict.TIMED_OUT:
                 reason = "the functions took too long to load; keep slow work out of the module's top level"
-            elif not reason.startswith("reward.functions"):
-                reason = f"the process that loads reward.functions was lost: {reason}, {ending}"
+            elif not reason.startswith(self._setup.functions_key):
+                reason = f"the process that loads {self._setup.functions_key} was lost: {reason}, {ending}"
             self._start_error = reason
             if not self._started.done():
                 self._started.set_exception(ValueError(reason))
             elif self._pending:
-                self._fail(self._pending.popleft(), Verdict.CRASHED, f"no reward process could start: {reason}")
+                error = f"no {self._setup.section} process could start: {reason}"
+                self._fail(self._pending.popleft(), Verdict.CRASHED, error)
 
     def _fail(self, call: PendingCall, verdict: Verdict, error: str) -> None:
-        self._deliver(call.key, [FunctionScores.failed(call.num_rows, verdict, error)] * self._num_functions)
-
-
-def read_scores(parts: Any, num_functions: int, num_rows: int) -> list[FunctionScores] | None:
-    """The scores in a worker's message; None where they aren't what `score` gives: something else wrote them."""
-    try:
-        scores = [FunctionScores(one["values"], list(map(Verdict, one["verdicts"])), one["error"]) for one in parts]
-        is_sound = len(scores) == num_functions and all(_is_sound(part, num_rows) for part in scores)
-    except (KeyError, TypeError, ValueError):
-        return None
-    return scores if is_sound else None
-
-
-def _is_sound(part: FunctionScores, num_rows: int) -> bool:
-    if len(part.values) != num_rows or len(part.verdicts) != num_rows or not isinstance(part.error, str | None):
-        return False
-    return all(
-        isinstance(value, float) and abs(value) <= MAX_MAGNITUDE if verdict.has_reward else value is None
-        for value, verdict in zip(part.values, part.verdicts, strict=True)
-    )
-
-
-def _read_columns(message: Any) -> dict[str, list[str]]:
-    """Columns by function as a worker sent them; the functions' own code may have had its hands on them."""
-    entries = message.items() if isinstance(message, dict) else ()
-    return {str(name): list(map(str, columns)) for name, columns in entries if isinstance(columns, list)}
+        self._deliver(call.key, self._answers.failed(call, verdict, error))

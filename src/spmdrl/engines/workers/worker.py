@@ -1,6 +1,6 @@
-"""The child process that runs reward functions, forked by `guard`.
+"""The child process that runs functions, forked by `guard`.
 
-Calls come as frames on what was stdin, scores leave as frames on what was stdout. Both pipes are moved out of the
+Calls come as frames on what was stdin, answers leave as frames on what was stdout. Both pipes are moved out of the
 functions' way first: what a function prints goes to stderr.
 """
 
@@ -11,48 +11,48 @@ import builtins
 import contextlib
 import faulthandler
 import fcntl
+import importlib
 import os
 import resource
 import socket
 import sys
 from typing import Any, BinaryIO, NoReturn
 
-from spmdrl.engines.reward.calls import FunctionScores, RewardCall
-from spmdrl.engines.reward.descent import die_with_parent
-from spmdrl.engines.reward.frames import pack, read_frame
-from spmdrl.engines.reward.functions import RewardFunction, load_functions, required_columns, score
-from spmdrl.engines.reward.verdict import Verdict
+from spmdrl.engines.workers.descent import die_with_parent
+from spmdrl.engines.workers.frames import pack, read_frame
 
 # What a worker reports to its guard, one a line, and the guard's answer.
 LOADED, ENDED, SEEN = b"loaded", b"ended", b"."
 
 
 def main(control: socket.socket) -> None:
-    """Load the functions that the first frame names, answer once, then score call after call until the calls end."""
+    """Load the functions that the first frame names, report that once, then answer call after call until they end."""
     die_with_parent()
     # Signals that a function sends to its own group or session don't reach the guard.
     os.setsid()
     calls, results = _take_pipes(control)
     faulthandler.enable()
-    _refuse_questions()
     setup = read_frame(calls)
     if setup is None:
         return
+    section = setup["section"]
+    _refuse_questions(section)
     _limit_resources(setup["memory_limit_bytes"])
     try:
-        functions = load_functions(setup["functions"])
+        answer, facts = importlib.import_module(setup["runner"]).load(setup["functions"])
     except ValueError as error:
         _write(results, {"error": str(error)})
         return
     except bdb.BdbQuit:
-        _write(results, {"error": f"reward.functions can't be loaded: {_no_terminal('a debugger')}"})
+        _write(results, {"error": f"{setup['functions_key']} can't be loaded: {no_terminal('a debugger', section)}"})
         return
     # What runs by now is the module's own, and not a call's.
     _report(control, LOADED)
-    _write(results, {"ready": True, "columns": required_columns(functions)})
+    _write(results, {"ready": True, "facts": facts})
     while (message := read_frame(calls)) is not None:
         nonce = message.pop("nonce")
-        _write(results, {"nonce": nonce, "scores": _scores(functions, message)})
+        _write(results, {"nonce": nonce, "answer": answer(message)})
+        sys.stdout.flush()
         # The next call finds nothing of this one.
         _report(control, ENDED)
 
@@ -62,21 +62,6 @@ def _report(control: socket.socket, what: bytes) -> None:
     control.send(what + b"\n")
     if control.recv(1) != SEEN:
         raise ConnectionError("the guard is gone")
-
-
-def _scores(functions: list[RewardFunction], message: dict[str, Any]) -> list[dict[str, Any]]:
-    call = RewardCall(message["prompts"], message["completions"], message["completion_ids"], message["columns"])
-    parts = [_score(function, call) for function in functions]
-    sys.stdout.flush()
-    return [{"values": part.values, "verdicts": part.verdicts, "error": part.error} for part in parts]
-
-
-def _score(function: RewardFunction, call: RewardCall) -> FunctionScores:
-    try:
-        return score(function, call)
-    except bdb.BdbQuit:
-        error = f"{function.name}: {_no_terminal('a debugger')}"
-        return FunctionScores.failed(call.num_rows, Verdict.CRASHED, error)
 
 
 def _write(results: BinaryIO, message: dict[str, Any]) -> None:
@@ -102,12 +87,12 @@ def _take_pipes(control: socket.socket) -> tuple[BinaryIO, BinaryIO]:
     return os.fdopen(calls_fd, "rb"), os.fdopen(results_fd, "wb")
 
 
-def _refuse_questions() -> None:
+def _refuse_questions(section: str) -> None:
     """Explain what waits for somebody at a terminal; left alone, a debugger would read the end of an empty stdin."""
 
     def refuse(name: str) -> Any:
         def refused(*_: Any, **__: Any) -> NoReturn:
-            raise RuntimeError(_no_terminal(name))
+            raise RuntimeError(no_terminal(name, section))
 
         return refused
 
@@ -115,10 +100,11 @@ def _refuse_questions() -> None:
     builtins.input = refuse("input() or a debugger")
 
 
-def _no_terminal(what: str) -> str:
+def no_terminal(what: str, section: str) -> str:
+    """Why a function of this section of the configuration can't ask anybody, and where it can."""
     return (
-        f"a reward called {what}, but reward processes have no terminal; run one rank under a debugger, "
-        "`python -m pdb -m spmdrl ...`: rewards are then computed inside it"
+        f"a {section} function called {what}, but {section} processes have no terminal; run one rank under a "
+        f"debugger, `python -m pdb -m spmdrl ...`: {section} functions then run inside it"
     )
 
 

@@ -14,9 +14,7 @@ def pack(message: Any) -> bytes:
     """One frame; values that JSON doesn't know (dates, decimals) travel as their text."""
     body = json.dumps(message, default=str).encode()
     if len(body) > MAX_FRAME_BYTES:
-        raise ValueError(
-            f"a reward call takes {len(body)} bytes, but at most {MAX_FRAME_BYTES}; send fewer rows a call"
-        )
+        raise ValueError(f"a call takes {len(body)} bytes, but at most {MAX_FRAME_BYTES}; send fewer rows a call")
     return _HEADER.pack(len(body)) + body
 
 

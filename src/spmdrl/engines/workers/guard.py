@@ -1,4 +1,4 @@
-"""The process between a rank and a reward worker: `python -m spmdrl.engines.reward.guard PARENT MEMORY`.
+"""The process between a rank and a worker: `python -m spmdrl.engines.workers.guard PARENT MEMORY`.
 
 It forks the worker, adopts whatever the worker's descendants leave behind, and ends all of them when the worker ends,
 when the rank closes the pipe of calls or dies, and when they are too many or hold too much memory. Then it ends as the
@@ -17,14 +17,15 @@ import sys
 import time
 from typing import NoReturn
 
-from spmdrl.engines.reward import worker
-from spmdrl.engines.reward.descent import Descendant, ProcessTree, adopt_orphans, is_over_memory, send
+from spmdrl.engines.workers import worker
+from spmdrl.engines.workers.descent import Descendant, ProcessTree, adopt_orphans, is_over_memory, send
 
 # A limit per user, as RLIMIT_NPROC is, would also count the threads of every rank of the node.
 MAX_PROCESSES = 256
 OVER_MEMORY, OVER_PROCESSES = 81, 82
+# What is reported of each; `{memory_limit}` is the setting's key.
 ENDINGS = {
-    OVER_MEMORY: "it held more than reward.memory_limit_gib together with the processes that it started",
+    OVER_MEMORY: "it held more than {memory_limit} together with the processes that it started",
     OVER_PROCESSES: f"it started more processes than could be ended, or had more than {MAX_PROCESSES} at a time",
 }
 _CHECK_SECONDS = 0.1

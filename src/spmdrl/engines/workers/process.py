@@ -1,4 +1,4 @@
-"""A reward worker process as its parent sees it."""
+"""A worker process as its parent sees it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from spmdrl.engines.reward.descent import ProcessTree, send
-from spmdrl.engines.reward.environment import clean_environment
-from spmdrl.engines.reward.frames import FrameReader, pack
-from spmdrl.engines.reward.guard import ENDINGS
+from spmdrl.engines.workers.clean_environment import clean_environment
+from spmdrl.engines.workers.descent import ProcessTree, send
+from spmdrl.engines.workers.frames import FrameReader, pack
+from spmdrl.engines.workers.guard import ENDINGS
 
 _READ_BYTES = 1 << 16
 _MAX_START_SECONDS = 120.0
@@ -33,31 +33,46 @@ class PendingCall:
 
     key: Hashable
     nonce: str
-    """what the call's scores must come with: other processes that get at the pipe can't guess it"""
+    """what the call's answer must come with: other processes that get at the pipe can't guess it"""
     frame: bytes
     num_rows: int
 
 
 @dataclass(frozen=True)
 class WorkerSetup:
-    """What every worker of a pool starts with."""
+    """What every worker of a pool starts with, and what its settings are called in messages."""
 
+    section: str
+    """the section of the configuration that has `timeout_seconds` and `memory_limit_gib`: reward, environment"""
+    functions_key: str
+    """the setting that names the functions"""
+    variables_key: str
+    """the setting that names environment variables"""
+    runner: str
+    """the module whose `load` makes an answering function of the names"""
     functions: Sequence[str]
     environment: Sequence[str]
     """variables that it gets beside those on the list"""
     memory_limit_bytes: int | None
+
+    @property
+    def endings(self) -> dict[int, str]:
+        """What is reported of a worker that its guard ended, by the guard's exit code."""
+        return {code: text.format(memory_limit=f"{self.section}.memory_limit_gib") for code, text in ENDINGS.items()}
 
 
 class WorkerProcess:
     """A worker, and the guard that ends it with all that it started: starting -> idle -> busy -> idle ... -> killed."""
 
     def __init__(self, setup: WorkerSetup):
+        self._endings = setup.endings
         memory_limit = setup.memory_limit_bytes or 0
+        python_path = os.pathsep.join(filter(None, sys.path))
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "spmdrl.engines.reward.guard", str(os.getpid()), str(memory_limit)],
+            [sys.executable, "-m", "spmdrl.engines.workers.guard", str(os.getpid()), str(memory_limit)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=clean_environment(os.environ, setup.environment, os.pathsep.join(filter(None, sys.path))),
+            env=clean_environment(os.environ, setup.environment, python_path, key=setup.variables_key),
             start_new_session=True,
             bufsize=0,
         )
@@ -67,7 +82,13 @@ class WorkerProcess:
         os.set_blocking(self.write_fd, False)
         os.set_blocking(self.read_fd, False)
         self._reader = FrameReader()
-        frame = {"functions": list(setup.functions), "memory_limit_bytes": setup.memory_limit_bytes}
+        frame = {
+            "section": setup.section,
+            "functions_key": setup.functions_key,
+            "runner": setup.runner,
+            "functions": list(setup.functions),
+            "memory_limit_bytes": setup.memory_limit_bytes,
+        }
         self._unsent = memoryview(pack(frame))
         self._has_ended = False
         self.is_ready = False
@@ -138,6 +159,6 @@ class WorkerProcess:
             send(self.pid, signal.SIGKILL)
             code = self._process.wait()
         self._process.stdout.close()
-        if code in ENDINGS:
-            return ENDINGS[code]
+        if code in self._endings:
+            return self._endings[code]
         return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

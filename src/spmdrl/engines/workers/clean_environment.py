@@ -1,4 +1,4 @@
-"""The environment that reward processes start with: an allow-list, so that a job's secrets aren't handed on."""
+"""The environment that workers start with: an allow-list, so that a job's secrets aren't handed on."""
 
 from __future__ import annotations
 
@@ -14,16 +14,21 @@ _NAMES = frozenset(
     .split()
 )  # fmt: skip
 _PREFIXES = ("LC_", "PYTHON", "ASCEND_", "OMP_", "OPENBLAS_", "MKL_", "TORCH_DEVICE_BACKEND_")
-# Rules are scalar code; the threads of numeric libraries would only take cores and memory from the rank.
+# They are mostly scalar code; the threads of numeric libraries would only take cores and memory from the rank.
 _FIXED = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
-def clean_environment(environment: Mapping[str, str], also: Sequence[str], python_path: str) -> dict[str, str]:
-    """Those variables that are on the list or named in `also`. Raises ValueError where one of `also` isn't set."""
+def clean_environment(
+    environment: Mapping[str, str], also: Sequence[str], python_path: str, *, key: str
+) -> dict[str, str]:
+    """Those variables that are on the list or named in `also`, the setting `key`.
+
+    Raises ValueError where one of `also` isn't set.
+    """
     missing = [name for name in also if name not in environment]
     if missing:
         raise ValueError(
-            f"reward.environment names {', '.join(missing)}, but the job's environment has no such variable; "
+            f"{key} names {', '.join(missing)}, but the job's environment has no such variable; "
             "set it where the job is started, or take it out"
         )
     passed = {name: value for name, value in environment.items() if name in _NAMES or name.startswith(_PREFIXES)}

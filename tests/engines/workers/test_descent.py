@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from spmdrl.engines.reward.descent import ProcessTree
+from spmdrl.engines.workers.descent import ProcessTree
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 
 # A tree of 15 processes in several sessions, whose leaves start others for as long as they live.
 RESTLESS = """
 import os, time
-from spmdrl.engines.reward.descent import adopt_orphans
+from spmdrl.engines.workers.descent import adopt_orphans
 adopt_orphans()
 print("x", flush=True)
 for depth in range(4):
