@@ -158,6 +158,22 @@ def test_ctrl_c_is_one_line_that_says_where_the_run_goes_on(tmp_path, launcher):
     assert summary_of(tmp_path / "run")["verdict"] == "interrupted"
 
 
+@pytest.mark.slow
+def test_ctrl_c_at_any_moment_of_the_start_is_one_line(tmp_path):
+    """Also while modules are imported: some go on half done where an interrupt cuts their own imports short."""
+    config = tiny_config(tmp_path)
+    for milliseconds in range(100, 3700, 300):
+        with started(tmp_path, MODULE, str(config), *ENDLESS, "resume=never", launcher=None) as job:
+            time.sleep(milliseconds / 1000)
+            os.kill(job.process.pid, signal.SIGINT)
+            job.process.wait(30)
+        said = job.shown()
+        # In the first moments, and after its last line, Python itself answers.
+        assert job.process.returncode in (130, -signal.SIGINT), (milliseconds, said)
+        if job.process.returncode == 130:
+            assert len(said) == 1 and said[0].startswith("spmdrl: interrupted"), (milliseconds, said)
+
+
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_a_rank_that_is_killed_is_named_in_one_line(tmp_path):

@@ -11,7 +11,13 @@ from functools import partial
 from typing import Any
 
 from spmdrl import __version__
-from spmdrl.cli.failure_page import INTERRUPTED, OTHER_RANKS_WAIT_SECONDS, end_with, wants_traceback
+from spmdrl.cli.failure_page import (
+    INTERRUPTED,
+    OTHER_RANKS_WAIT_SECONDS,
+    end_with,
+    ending_at_interrupt,
+    wants_traceback,
+)
 from spmdrl.cli.manual import VERB_PAGES, help_page
 from spmdrl.config.reader import ConfigError, split_arguments, start_up
 from spmdrl.observability.terminal.screen import show, waiting
@@ -134,13 +140,14 @@ def _run_configured(verb: str, arguments: Sequence[str], launch: LaunchEnvironme
             f"{verb} needs a config; write spmdrl {verb} FILE.yaml, such as configs/debug/quickstart.yaml"
         )
     with start_up(), waiting(f"spmdrl {verb}: starting PyTorch", enabled=launch.rank == 0):
-        from spmdrl.config.config import load_config
+        with ending_at_interrupt(launch.rank):
+            from spmdrl.config.config import load_config
 
         loaded = load_config(files, overrides)
     if launch.rank == 0:
         for written, canonical in loaded.aliases_used.items():
             show(f"config: {written} is read as {canonical}")
-    with waiting(f"spmdrl {verb}: starting", enabled=launch.rank == 0):
+    with waiting(f"spmdrl {verb}: starting", enabled=launch.rank == 0), ending_at_interrupt(launch.rank):
         run = _main_of(verb, prompts, planned)
     try:
         return run(loaded)
