@@ -16,9 +16,9 @@ from spmdrl.dataflow.resharding.planning.slice_layouts import fitted_stride, par
 from spmdrl.dataflow.samples.carried import CarriedGroups
 from spmdrl.dataflow.samples.rounds import RoundRules
 from spmdrl.dataflow.stages.advantage import AdvantageStage
-from spmdrl.dataflow.stages.generation import GenerationStage, RolloutRecorder
 from spmdrl.dataflow.stages.inference import ScoreStage
 from spmdrl.dataflow.stages.reward import RewardStage
+from spmdrl.dataflow.stages.rollout.generation import GenerationStage, RolloutRecorder
 from spmdrl.dataflow.stages.shown import ShownRows
 from spmdrl.dataflow.stages.stages import Stages
 from spmdrl.dataflow.stages.update import UpdatePlan, UpdateStage

@@ -18,8 +18,8 @@ from typing import Any
 from spmdrl.config.config import Config
 from spmdrl.config.reader import LoadedConfig, start_up
 from spmdrl.dataflow.data.prompts import Prompt
-from spmdrl.dataflow.stages.generation import run_requests
-from spmdrl.dataflow.stages.partial import row_seed
+from spmdrl.dataflow.stages.rollout.generation import run_requests
+from spmdrl.dataflow.stages.rollout.partial import row_seed
 from spmdrl.engines.generation.protocol import Request, Response, SamplingParams
 from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.job.building import warn_of_end_of_turn

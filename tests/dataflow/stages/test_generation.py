@@ -17,8 +17,8 @@ from spmdrl.dataflow.samples.dock import TransferDock
 from spmdrl.dataflow.samples.rounds import RoundRules
 from spmdrl.dataflow.samples.schema import needs_by_state
 from spmdrl.dataflow.samples.transport.transport import DockConfig
-from spmdrl.dataflow.stages.generation import GenerationStage
-from spmdrl.dataflow.stages.partial import OwnGroup
+from spmdrl.dataflow.stages.rollout.generation import GenerationStage
+from spmdrl.dataflow.stages.rollout.partial import OwnGroup
 from spmdrl.engines.generation.native.lockstep import Lockstep
 from spmdrl.engines.generation.native.native_engine import NativeEngine
 from spmdrl.engines.generation.protocol import Response, SamplingParams

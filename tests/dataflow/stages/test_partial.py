@@ -20,8 +20,8 @@ from spmdrl.dataflow.samples.carried import CarriedGroups
 from spmdrl.dataflow.samples.dock import TransferDock
 from spmdrl.dataflow.samples.rounds import RoundRules
 from spmdrl.dataflow.samples.transport.transport import DockConfig
-from spmdrl.dataflow.stages.generation import GenerationStage
 from spmdrl.dataflow.stages.reward import RewardStage
+from spmdrl.dataflow.stages.rollout.generation import GenerationStage
 from spmdrl.engines.generation.expert_choices import ChoiceRecorder
 from spmdrl.engines.generation.native.lockstep import Lockstep
 from spmdrl.engines.generation.native.native_engine import NativeEngine

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from spmdrl.dataflow.samples.dock import Samples
-from spmdrl.dataflow.stages.partial import OwnGroup
+from spmdrl.dataflow.stages.rollout.partial import OwnGroup
 from spmdrl.dataflow.stages.scoring import DecodeTokens, EndedResponses, StreamedRewards
 from spmdrl.engines.generation.protocol import Response
 from spmdrl.engines.reward.pool import RewardConfig, RewardPool, RewardResult

@@ -9,7 +9,7 @@ from typing import Protocol
 from spmdrl.dataflow.data.prompts import Prompt
 from spmdrl.dataflow.samples.dock import Samples
 from spmdrl.dataflow.stages.advantage import AdvantageStage, Credit
-from spmdrl.dataflow.stages.generation import GenerationStage
+from spmdrl.dataflow.stages.rollout.generation import GenerationStage
 from spmdrl.dataflow.stages.update import Learner, UpdateStage
 from spmdrl.observability.timeline.timeline import Timeline
 from spmdrl.types import WorkerState

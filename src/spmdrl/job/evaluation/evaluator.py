@@ -11,8 +11,8 @@ from typing import Any
 
 from spmdrl.config.config import Config, EvalConfig
 from spmdrl.dataflow.data.prompts import Prompt
-from spmdrl.dataflow.stages.generation import run_requests
-from spmdrl.dataflow.stages.partial import row_seed
+from spmdrl.dataflow.stages.rollout.generation import run_requests
+from spmdrl.dataflow.stages.rollout.partial import row_seed
 from spmdrl.dataflow.stages.scoring import DecodeTokens, EndedResponses, StreamedRewards
 from spmdrl.engines.generation.protocol import Request, Response, SamplingParams
 from spmdrl.engines.reward.pool import RewardPool, RewardResult

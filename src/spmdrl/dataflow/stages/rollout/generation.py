@@ -10,7 +10,7 @@ from spmdrl.dataflow.data.prompts import Prompt
 from spmdrl.dataflow.samples.carried import CarriedGroups
 from spmdrl.dataflow.samples.dock import Samples
 from spmdrl.dataflow.samples.rounds import CarriedGroup, Quota, quotas
-from spmdrl.dataflow.stages.partial import (
+from spmdrl.dataflow.stages.rollout.partial import (
     OwnGroup,
     columns_of,
     is_whole,
