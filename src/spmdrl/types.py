@@ -205,8 +205,15 @@ class CreditInputs:
     """float32; NaN where a row has no usable reward"""
     groups_B: Tensor
     """int64, the prompt that each row answers"""
-    kl_B: Tensor | None = None
-    """the row's summed KL estimate, where the algorithm takes it off the reward"""
+    lengths_B: Tensor
+    """int64, tokens per row that the model wrote; at least 1"""
+    columns: Batch
+    """the columns that the algorithm asked for, of response tokens those that the model wrote"""
+
+    def of_rows(self, index: Tensor) -> CreditInputs:
+        """The inputs of some rows only."""
+        columns = self.columns.select(index)
+        return CreditInputs(self.rewards_B[index], self.groups_B[index], self.lengths_B[index], columns)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Advantages from rewards, group-relative as in GRPO (DeepSeekMath, arXiv:2402.03300, section 4.1.2)."""
+"""Advantages from rewards relative to groups, as in GRPO (DeepSeekMath, arXiv:2402.03300), and sums over rows."""
 
 from __future__ import annotations
 
@@ -14,28 +14,41 @@ EPSILON = 1e-4
 def group_relative_advantages(rewards_B: Tensor, groups_B: Tensor, scale: Literal["group", "batch", "none"]) -> Tensor:
     """Reward minus its group's mean, over the standard deviation that `scale` names.
 
-    NaN rewards are left out of every statistic and stay NaN. Standard deviations are unbiased; a group
-    of one usable row has advantage 0.
+    Standard deviations are unbiased; a group of one row has advantage 0.
     """
-    usable_B = ~rewards_B.isnan()
-    members, group_B = groups_B.unique(return_inverse=True)
-    rewards = rewards_B.double().nan_to_num(0.0)
+    rewards = rewards_B.double()
+    group_B, count = group_sizes(groups_B)
 
     def total(values_B: Tensor) -> Tensor:
-        return torch.zeros(len(members), dtype=torch.float64).index_add_(0, group_B, values_B)
+        return torch.zeros_like(count).index_add_(0, group_B, values_B)
 
-    count = total(usable_B.double())
-    mean = total(rewards) / count.clamp(min=1)
-    centred_B = (rewards - mean[group_B]) * usable_B
+    centred_B = rewards - (total(rewards) / count)[group_B]
     if scale == "group":
         deviation = (total(centred_B.square()) / (count - 1).clamp(min=1)).sqrt()
         centred_B = centred_B / (deviation[group_B] + EPSILON)
     elif scale == "batch":
-        centred_B = centred_B / (usable_deviation(rewards_B) + EPSILON)
-    return centred_B.float().masked_fill(~usable_B, float("nan"))
+        centred_B = centred_B / (_deviation(rewards) + EPSILON)
+    return centred_B.float()
 
 
-def usable_deviation(rewards_B: Tensor) -> Tensor:
-    """The unbiased standard deviation of the rewards that are not NaN; 0 where fewer than two are."""
-    usable = rewards_B[~rewards_B.isnan()].double()
-    return usable.std() if usable.numel() > 1 else torch.zeros((), dtype=torch.float64)
+def group_sizes(groups_B: Tensor) -> tuple[Tensor, Tensor]:
+    """The place of each row's group among all groups [B], and the rows in each group [number of groups] as float64."""
+    _, group_B, counts = groups_B.unique(return_inverse=True, return_counts=True)
+    return group_B, counts.double()
+
+
+def _deviation(values_B: Tensor) -> Tensor:
+    """The unbiased standard deviation; 0 of fewer than two values."""
+    return values_B.std() if values_B.numel() > 1 else values_B.new_zeros(())
+
+
+def row_sums(values_R: Tensor, lengths_B: Tensor) -> Tensor:
+    """The sum over each row's tokens [B]."""
+    row_R = torch.arange(len(lengths_B)).repeat_interleave(lengths_B)
+    return values_R.new_zeros(len(lengths_B)).index_add_(0, row_R, values_R)
+
+
+def sums_to_row_end(values_R: Tensor, lengths_B: Tensor) -> Tensor:
+    """At each token the sum over it and all later tokens of its row [R]."""
+    rows = values_R.split(lengths_B.tolist())
+    return torch.cat([row.flip(0).cumsum(0).flip(0) for row in rows]) if rows else values_R

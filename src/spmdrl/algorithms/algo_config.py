@@ -17,10 +17,11 @@ class AlgoConfig:
     """the algorithm"""
     kl_coef: float = 0.0
     """weight of the KL divergence from the reference model; 0 loads no reference model"""
-    kl_in: Literal["loss", "reward"] = "loss"
-    """whether the KL term is added to the loss of each token or taken off the reward of each row"""
+    kl_in: Literal["loss", "reward", "advantage"] = "loss"
+    """loss: the KL term is added to the loss of each token; reward: a row's sum is taken off its reward, before
+    advantages are made; advantage: the sum over a token and all later ones is taken off the token's advantage"""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """which estimator of the KL divergence (Schulman 2020, "Approximating KL Divergence"); k1 only in the reward"""
+    """which estimator of the KL divergence (Schulman 2020, "Approximating KL Divergence"); k1 not in the loss"""
     clip_ratio_low: float = 0.2
     """the probability ratio is clipped below at 1 - this"""
     clip_ratio_high: float = 0.2

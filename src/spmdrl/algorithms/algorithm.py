@@ -6,11 +6,13 @@ Shape letters: `B` rows, `R` response tokens of those rows, packed.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from spmdrl.algorithms.advantages import row_sums, sums_to_row_end
 from spmdrl.algorithms.algo_config import AlgoConfig
 from spmdrl.algorithms.kl import kl_estimate
 from spmdrl.algorithms.losses import BOUNDED, ClipRange, clipped_policy, token_weights
@@ -55,12 +57,25 @@ class Algorithm(ABC):
         """The estimate of KL(policy || reference) at each response token [R]."""
         return kl_estimate(logprobs_R, ref_logprobs_R, self.config.kl_estimator)
 
+    def select(self, inputs: CreditInputs) -> Mapping[str, Tensor]:
+        """The rows to leave out of the update [B] (bool), by the reason; here those without a reward.
+
+        Advantages are made from the other rows alone, and normalisers count only them. The same on every rank, as it
+        sees all rows; a subclass adds to what its base leaves out.
+        """
+        return {"no_reward": inputs.rewards_B.isnan()}
+
     def advantages(self, inputs: CreditInputs) -> Tensor:
-        """One advantage per row [B]; NaN where the row can't be trained on."""
-        rewards_B = inputs.rewards_B
-        if inputs.kl_B is not None:
-            rewards_B = rewards_B - self.config.kl_coef * inputs.kl_B
-        return self.row_advantages(rewards_B, inputs.groups_B)
+        """Advantages of the rows that are left: one per row [B], or one per response token [R]."""
+        if not self.config.kl_in_credit:
+            return self.row_advantages(inputs.rewards_B, inputs.groups_B)
+        columns, lengths_B = inputs.columns, inputs.lengths_B
+        kl_R = self.token_kl(columns.values("rollout_logprobs"), columns.values("ref_logprobs"))
+        kl_coef = self.config.kl_coef
+        if self.config.kl_in == "reward":
+            return self.row_advantages(inputs.rewards_B - kl_coef * row_sums(kl_R, lengths_B), inputs.groups_B)
+        advantages_B = self.row_advantages(inputs.rewards_B, inputs.groups_B)
+        return advantages_B.repeat_interleave(lengths_B) - kl_coef * sums_to_row_end(kl_R, lengths_B)
 
     @abstractmethod
     def row_advantages(self, rewards_B: Tensor, groups_B: Tensor) -> Tensor:

@@ -93,7 +93,10 @@ _ANSWERS: tuple[tuple[str, str], ...] = (
         "max_len max_length max_seq_length max_model_len",
         "lengths are data.max_prompt_length and rollout.max_completion_length",
     ),
-    ("use_kl_loss use_kl_in_reward", "algo.kl_coef > 0 turns the KL term on, and algo.kl_in is loss or reward"),
+    (
+        "use_kl_loss use_kl_in_reward",
+        "algo.kl_coef > 0 turns the KL term on, and algo.kl_in is loss, reward or advantage",
+    ),
     ("kl_loss_type", "set algo.kl_estimator to k1, k2 or k3; verl's low_var_kl is k3"),
     ("init_kl_coef", "set algo.kl_coef"),
     (

@@ -11,8 +11,7 @@ from tests.engines.training.tiny import OPTIM, SeededWeights
 from tests.support.ranks import run_ranks
 from torch import Tensor
 
-from spmdrl.algorithms.algorithm import AlgoConfig
-from spmdrl.algorithms.grpo import Grpo
+from spmdrl.algorithms.grpo import Grpo, GrpoConfig
 from spmdrl.dataflow.stages.model_tokens import TURNS, ModelTokens
 from spmdrl.dataflow.stages.rows import token_rows
 from spmdrl.dataflow.stages.shown import ShownRows
@@ -29,9 +28,9 @@ from spmdrl.types import Batch, LossScope
 
 COLUMNS = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages")
 ALGORITHMS = [
-    AlgoConfig(kl_coef=0.1),
-    AlgoConfig(ratio_level="sequence", loss_agg="seq-mean-token-mean", rollout_is="seq-mask-tis"),
-    AlgoConfig(loss_agg="seq-mean-token-sum-norm", rollout_is="tis", kl_coef=0.1),
+    GrpoConfig(kl_coef=0.1),
+    GrpoConfig(ratio_level="sequence", loss_agg="seq-mean-token-mean", rollout_is="seq-mask-tis"),
+    GrpoConfig(loss_agg="seq-mean-token-sum-norm", rollout_is="tis", kl_coef=0.1),
 ]
 
 
@@ -116,7 +115,7 @@ def one_step(world: World, layout: UpdateLayout) -> tuple[dict, dict]:
     mine = [row for row in range(len(batch)) if row % engine.mesh.data.size == engine.mesh.data.rank]
     plan = UpdatePlan(1, 1, 16, skip_zero_advantage=False, turns=frozenset({TURNS}))
     recorder = Recorder()
-    UpdateStage(engine, plan, recorder, ShownRows(6))(Taken(batch.select(mine), len(batch)), Grpo(AlgoConfig()))
+    UpdateStage(engine, plan, recorder, ShownRows(6))(Taken(batch.select(mine), len(batch)), Grpo(GrpoConfig()))
     return merge(gather_bytes(encode(recorder.drain()))), expected
 
 

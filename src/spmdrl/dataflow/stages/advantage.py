@@ -1,7 +1,8 @@
-"""The advantage state: rewards of the whole batch become one advantage a response token."""
+"""The advantage state: rewards of the whole batch become one advantage per response token."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -9,48 +10,56 @@ import torch
 from torch import Tensor
 
 from spmdrl.dataflow.samples.dock import Samples
+from spmdrl.dataflow.samples.schema import length_column
+from spmdrl.dataflow.stages.model_tokens import ModelTokens
 from spmdrl.observability.metrics import Recorder
 from spmdrl.resources.collectives import gather_ragged
-from spmdrl.types import Batch, CreditInputs, WorkerState, offsets_of
+from spmdrl.types import Batch, CreditInputs, WorkerState, gather_ragged_rows, offsets_of
 
 
 class Credit(Protocol):
     """The part of an algorithm that this state calls."""
 
     def columns_for_credit(self) -> frozenset[str]: ...
-    def token_kl(self, logprobs_R: Tensor, ref_logprobs_R: Tensor) -> Tensor: ...
+    def select(self, inputs: CreditInputs) -> Mapping[str, Tensor]: ...
     def advantages(self, inputs: CreditInputs) -> Tensor: ...
 
 
 class AdvantageStage:
-    """Every rank computes the advantages of all rows, alike, and stores those of the rows it took.
+    """Every rank selects from all rows and credits them, alike, and stores the advantages of the rows it took.
 
-    Collective: every rank calls it once a step.
+    Collective: every rank calls it once a step. Columns that the algorithm asks for are gathered on every rank.
     """
 
     state = WorkerState.ADVANTAGE
 
-    def __init__(self, recorder: Recorder):
+    def __init__(self, recorder: Recorder, *, turns: frozenset[str] = frozenset()):
+        """`turns` is the column that rows of an environment have, where the run has one."""
         self.recorder = recorder
+        self._of_rows = frozenset({"response_ids"}) | turns
 
     def __call__(self, samples: Samples, credit: Credit) -> None:
-        extra = credit.columns_for_credit()
-        batch = samples.take(self.state, {"reward", "response_ids", *extra})
-        kl_B = self._row_kl(batch, credit) if extra else torch.zeros(len(batch))
-        rows, (rewards_B, all_kl_B) = _of_all_ranks(batch.rows, [batch.dense("reward"), kl_B])
-        groups_B = rows // samples.group_size
-        advantages_B = credit.advantages(CreditInputs(rewards_B, groups_B, all_kl_B if extra else None))
-        self._report(rewards_B, groups_B)
-        own_B = advantages_B[torch.searchsorted(rows, batch.rows)]
-        samples.mark_dropped(batch.rows[own_B.isnan()].tolist(), "no reward")
-        usable = (~own_B.isnan()).nonzero().squeeze(1)
-        samples.put(self.state, _columns(batch.select(usable, ["response_ids"]), own_B[usable]))
+        names = sorted(credit.columns_for_credit())
+        batch = samples.take(self.state, {"reward", *self._of_rows, *names})
+        rows, inputs = _of_all_ranks(batch, names, samples.group_size)
+        self._report(inputs.rewards_B, inputs.groups_B)
+        kept = self._select(samples, credit.select(inputs), rows, batch.rows)
+        if kept.numel():
+            own = batch.select(torch.isin(batch.rows, rows[kept]).nonzero().squeeze(1), self._of_rows)
+            samples.put(self.state, _advantages(own, rows[kept], inputs.of_rows(kept), credit))
         samples.commit(self.state)
 
-    def _row_kl(self, batch: Batch, credit: Credit) -> Tensor:
-        kl_R = credit.token_kl(batch.values("rollout_logprobs"), batch.values("ref_logprobs"))
-        row_R = torch.arange(len(batch)).repeat_interleave(batch.lengths("response_ids"))
-        return torch.zeros(len(batch)).index_add_(0, row_R, kl_R)
+    def _select(self, samples: Samples, left_out: Mapping[str, Tensor], rows: Tensor, own_rows: Tensor) -> Tensor:
+        """Drop what the algorithm leaves out of all `rows`; returns the places of the others among them."""
+        is_kept = torch.ones(len(rows), dtype=torch.bool)
+        # A row has one reason, the first in the alphabet, as in the dock's accounts.
+        for reason, is_left_out in sorted(left_out.items()):
+            dropped = rows[is_left_out & is_kept]
+            is_kept &= ~is_left_out
+            samples.mark_dropped(own_rows[torch.isin(own_rows, dropped)].tolist(), reason)
+            self.recorder.alike(f"select/{reason}", len(dropped))
+        self.recorder.alike("select/dropped_rows", int((~is_kept).sum()))
+        return is_kept.nonzero().squeeze(1)
 
     def _report(self, rewards_B: Tensor, groups_B: Tensor) -> None:
         """The same numbers on every rank: recorded as means, they stay what they are."""
@@ -75,15 +84,36 @@ def share_without_signal(rewards_B: Tensor, groups_B: Tensor) -> float:
     return float((low >= high).float().mean())
 
 
-def _of_all_ranks(rows: Tensor, values: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """All ranks' rows in row order, with their values. Collective."""
-    all_rows = torch.cat(gather_ragged(rows))
-    order = all_rows.argsort()
-    return all_rows[order], [torch.cat(gather_ragged(column))[order] for column in values]
+def _of_all_ranks(batch: Batch, names: Sequence[str], group_size: int) -> tuple[Tensor, CreditInputs]:
+    """All ranks' rows, ascending, and what they are credited by. Collective."""
+    rows, model_tokens = _gathered(batch.rows), ModelTokens.of(batch)
+    lengths_B = _gathered(model_tokens.lengths_B)
+    columns = Batch(rows)
+    for name in names:
+        if not batch.is_ragged(name):
+            columns.put_dense(name, _gathered(batch.dense(name)))
+        elif length_column(name) == "response_ids":
+            columns.put_ragged(name, _gathered(model_tokens.pick(batch.values(name))), offsets_of(lengths_B))
+        else:
+            columns.put_ragged(name, _gathered(batch.values(name)), offsets_of(_gathered(batch.lengths(name))))
+    inputs = CreditInputs(_gathered(batch.dense("reward")), rows // group_size, lengths_B, columns)
+    order = rows.argsort()
+    return rows[order], inputs.of_rows(order)
 
 
-def _columns(batch: Batch, advantages_B: Tensor) -> Batch:
-    lengths_B = batch.lengths("response_ids")
-    out = Batch(batch.rows)
-    out.put_ragged("advantages", advantages_B.repeat_interleave(lengths_B), offsets_of(lengths_B))
+def _gathered(values: Tensor) -> Tensor:
+    return torch.cat(gather_ragged(values))
+
+
+def _advantages(own: Batch, rows: Tensor, inputs: CreditInputs, credit: Credit) -> Batch:
+    """This rank's part of the advantages of all `rows`, one per response token."""
+    credited, num_tokens = credit.advantages(inputs), int(inputs.lengths_B.sum())
+    assert len(credited) in (len(rows), num_tokens), (len(credited), len(rows), num_tokens)
+    positions, model_tokens = torch.searchsorted(rows, own.rows), ModelTokens.of(own)
+    if len(credited) == len(rows):
+        own_R = credited[positions].repeat_interleave(model_tokens.lengths_B)
+    else:
+        own_R, _ = gather_ragged_rows(credited, offsets_of(inputs.lengths_B), positions)
+    out = Batch(own.rows)
+    out.put_ragged("advantages", model_tokens.spread(own_R), own.offsets("response_ids"))
     return out
