@@ -13,10 +13,6 @@ from typing import Literal
 Rating = Literal["logprobs", "token_values", "row_values"]
 """What a head gives: the log-prob of each response token, a value before each of them, or one at each row's end."""
 
-Presence = Literal["training", "stage"]
-"""When a model's state is on the device: from the return after generation to the next switch, so that it comes back
-while other stages run; or only inside the worker states that use it."""
-
 RankSet = Literal["all"]
 """Which ranks hold a model's shards. So far there is one set, cut by `resources.update`."""
 
@@ -28,7 +24,9 @@ class Role:
     name: str
     rating: Rating
     """what its training engine computes for each row"""
-    presence: Presence
+    presence: Literal["training", "stage"]
+    """when its state is on the device: from the return after generation, which goes on beside other stages, to the next
+    switch; or only inside the worker states that use it"""
     weights: str
     """the owner of its weights in the memory ledger, and their group in the swap"""
     optimizer: str | None = None

@@ -13,6 +13,7 @@ from spmdrl.job.start.estimates import estimate_lines, rank_bytes
 from spmdrl.job.start.prepared import prepare, source_without_making
 from spmdrl.job.start.start_checks import check_run
 from spmdrl.resources.startup.launch import LaunchEnvironment
+from spmdrl.roles import POLICY
 
 BASE = [
     "model.make={hidden_size: 32, num_layers: 2, num_heads: 2, num_kv_heads: 1, intermediate_size: 64}",
@@ -31,15 +32,16 @@ def test_one_rank_holds_the_whole_model_and_eight_an_eighth_or_a_little_more():
     decoder = decoder_config(checked.config.model.make)
     table = parameter_table(decoder)
     (num_elements,) = {sum(box.num_elements for box in update_slices(table, checked.layout, 0))}
-    whole = rank_bytes(checked, decoder, alone, "cpu")
-    assert (whole.update_weights, whole.optimizer) == (4 * num_elements, 8 * num_elements)
-    assert whole.reference_weights == 0
-    part = rank_bytes(checked_for(eight, "algo.kl_coef=0.1"), decoder, eight, "cuda")
-    assert num_elements / 8 * 4 <= part.update_weights < num_elements / 8 * 4 * 1.1
-    assert part.reference_weights * 2 == part.update_weights
-    assert part.generation_weights == 2 * num_elements
+    whole = rank_bytes(checked, {POLICY: decoder}, alone, "cpu")
+    assert (whole["update_weights"], whole["optimizer"]) == (4 * num_elements, 8 * num_elements)
+    assert "reference_weights" not in whole and checked.roles == (POLICY,)
+    with_reference = checked_for(eight, "algo.kl_coef=0.1")
+    part = rank_bytes(with_reference, dict.fromkeys(with_reference.roles, decoder), eight, "cuda")
+    assert num_elements / 8 * 4 <= part["update_weights"] < num_elements / 8 * 4 * 1.1
+    assert part["reference_weights"] * 2 == part["update_weights"]
+    assert part["generation_weights"] == 2 * num_elements
     # A replica a rank: an eighth of the rows, and half the bytes a number.
-    assert part.kv_cache * 16 == whole.kv_cache
+    assert part["kv_cache"] * 16 == whole["kv_cache"]
 
 
 def test_the_lines_have_the_products_and_quotients_that_people_work_out_by_hand():
@@ -47,7 +49,7 @@ def test_the_lines_have_the_products_and_quotients_that_people_work_out_by_hand(
     checked = checked_for(launch)
     with source_without_making(checked.config) as source:
         prepared = prepare(checked, source)
-        lines = list(estimate_lines(checked, source.decoder, prepared.prompts, launch, "cpu"))
+        lines = list(estimate_lines(checked, prepared, launch, "cpu"))
     assert "a step: 8 prompts x 4 responses = 32 samples, at most 384 tokens (4.0 of a prompt on average" in lines[3]
     assert "the run: 10 steps, 80 prompts = 2 epochs of 40 rows, 320 samples, 10 optimizer steps" in lines[4]
 

@@ -27,6 +27,7 @@ from spmdrl.resources.layout import GenerationLayout, UpdateLayout, fit_update_l
 from spmdrl.resources.memory import MemoryLedger
 from spmdrl.resources.mesh import build_generation_mesh, build_update_mesh
 from spmdrl.resources.world import World
+from spmdrl.roles import POLICY
 from spmdrl.types import offsets_of
 
 DENSE = replace(CONFIG, intermediate_size=12)
@@ -70,7 +71,7 @@ def build(world: World, case: Case, directory: str) -> tuple[TrainingEngine, Nat
     trainer.load(random_weights(case.model, 0))
     generation = build_generation_mesh(case.generation, world.device, world.size, world.rank)
     generator = NativeEngine(case.model, RolloutConfig(), torch.device("cpu"), torch.float32, mesh=generation)
-    flow = case.flow(world, trainer, generator, None, ReshardConfig(verify=True), MemoryLedger(), Path(directory))
+    flow = case.flow(world, {POLICY: trainer}, generator, ReshardConfig(verify=True), MemoryLedger(), Path(directory))
     return trainer, generator, flow
 
 

@@ -27,6 +27,7 @@ from spmdrl.resources.layout import UpdateLayout
 from spmdrl.resources.memory import MemoryLedger, release_to_system, resident_bytes
 from spmdrl.resources.mesh import build_update_mesh
 from spmdrl.resources.world import World
+from spmdrl.roles import POLICY, REFERENCE
 from spmdrl.types import offsets_of
 
 MIB = 2**20
@@ -54,7 +55,7 @@ def switch_and_measure(world: World, directory: str) -> dict[str, object]:
     trainer.load(random_weights(FIFTY_MILLION, 0))
     generator = NativeEngine(FIFTY_MILLION, RolloutConfig(), torch.device("cpu"), torch.float32)
     ledger = MemoryLedger()
-    flow = ReshardingFlow(world, trainer, generator, None, ReshardConfig(verify=True), ledger, Path(directory))
+    flow = ReshardingFlow(world, {POLICY: trainer}, generator, ReshardConfig(verify=True), ledger, Path(directory))
     trainer.update(rows(), likelihood)
     flow.account()
     before = {name: shard.tensor.clone() for name, shard in trainer.named_shards().items()}
@@ -115,11 +116,11 @@ def switch_with_a_reference(world: World, directory: str) -> bytes:
     run = SmallRun(world, Timeline(Path(directory) / f"{world.rank}.jsonl", world.rank))
     ledger = MemoryLedger()
     host = Path(directory) / "host" / str(world.rank)
-    flow = ReshardingFlow(world, trainer, generator, reference, ReshardConfig(), ledger, host)
+    flow = ReshardingFlow(world, {POLICY: trainer, REFERENCE: reference}, generator, ReshardConfig(), ledger, host)
     switching = Switching(flow, ledger, run)
     switching.to_generation(1)
     switching.start_return(1)
-    with run.timeline.stage("reference", 1), switching.reference_present():
+    with run.timeline.stage("reference", 1), switching.present(REFERENCE):
         pass
     switching.note_memory(1, "reference")
     switching.to_update(1)

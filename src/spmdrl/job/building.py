@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from pathlib import Path
 
@@ -27,11 +28,11 @@ from spmdrl.engines.generation.replay import ReplayEngine
 from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.engines.reward.pool import RewardPool
 from spmdrl.engines.training.checkpoints.checkpoint import WRITE_FAILURES
-from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.job.evaluation.evaluator import Evaluator, evaluation_sampling
 from spmdrl.job.evaluation.held_out import HeldOut
-from spmdrl.job.model.actor import Actor, ModelSource
+from spmdrl.job.model.actor import ModelSource
 from spmdrl.job.model.replica import Replica, build_replica, generation_engine_name
+from spmdrl.job.model.role_models import RoleModel, RoleModels
 from spmdrl.job.model.swap_choice import announce, decide_residence, swap_folder
 from spmdrl.job.model.switching import Switching
 from spmdrl.job.run.run import Run
@@ -41,7 +42,7 @@ from spmdrl.observability.logs.outage import going_on_without
 from spmdrl.observability.terminal.console import Console
 from spmdrl.resources.memory import MemoryLedger
 from spmdrl.resources.world import World
-from spmdrl.types import WorkerState
+from spmdrl.roles import POLICY
 
 PromptAt = Callable[[int], Prompt]
 """The prompt at a position of an endless sequence, alike on every rank."""
@@ -53,8 +54,8 @@ def warn_of_end_of_turn(console: Console, tokenizer: ModelTokenizer, prompts: Pr
         console.note(warning)
 
 
-def build_actors_replica(checked: CheckedRun, source: ModelSource, world: World) -> Replica:
-    """The replica that generates with an actor's weights, so placed that it lacks few of them. Collective."""
+def build_policys_replica(checked: CheckedRun, source: ModelSource, world: World) -> Replica:
+    """The replica that generates with the policy's weights, so placed that it lacks few of them. Collective."""
     config, layout = checked.config, checked.config.resources.generation
     # vLLM takes consecutive ranks.
     if generation_engine_name(config, world.device.kind) == "native":
@@ -64,41 +65,41 @@ def build_actors_replica(checked: CheckedRun, source: ModelSource, world: World)
 
 
 def build_switching(
-    run: Run, actor: Actor, replica: Replica, reference: TrainingEngine | None, stack: ExitStack, *,
+    run: Run, models: RoleModels, replica: Replica, stack: ExitStack, *,
     num_rows: int, prompt_at: PromptAt | None = None,
 ) -> Switching:  # fmt: skip
-    """The switch of this actor, closed with the stack; probed where there are prompts to do so with. Collective.
+    """The switch of these models, closed with the stack; probed where there are prompts to do so with. Collective.
 
     `num_rows` are those that all replicas together generate at once.
     """
     ledger, config = MemoryLedger(), run.config
-    residence = decide_residence(config, run.world, actor.trainer, reference, replica, num_rows=num_rows)
+    trainers = {role: model.trainer for role, model in models.items()}
+    residence = decide_residence(config, run.world, trainers, replica, num_rows=num_rows)
     if num_rows:
         announce(run, residence)
     flow = ReshardingFlow(
-        run.world, actor.trainer, replica.engine, reference, config.reshard, ledger, swap_folder(config),
-        swaps=residence.swaps,
+        run.world, trainers, replica.engine, config.reshard, ledger, swap_folder(config), swaps=residence.swaps
     )  # fmt: skip
     stack.callback(flow.close)
-    probe = build_probe(config, actor, replica, prompt_at) if prompt_at is not None else None
+    probe = build_probe(config, models[POLICY], replica, prompt_at) if prompt_at is not None else None
     return Switching(flow, ledger, run, probe)
 
 
-def build_probe(config: Config, actor: Actor, replica: Replica, prompt_at: PromptAt) -> Probe | None:
+def build_probe(config: Config, policy: RoleModel, replica: Replica, prompt_at: PromptAt) -> Probe | None:
     """What compares both sides on the prompts that a step begins with, or None with `reshard.probe_tokens: 0`."""
     num_tokens, tolerance = config.reshard.probe_tokens, config.reshard.probe_tolerance
     if num_tokens == 0:
         return None
     if tolerance is None:
-        tolerance = default_tolerance(actor.trainer.compute_dtype)
+        tolerance = default_tolerance(policy.trainer.compute_dtype)
     # An engine that rates prompts beside generating needs a position for a token after them.
-    longest = actor.source.decoder.max_positions - 1
+    longest = policy.source.decoder.max_positions - 1
 
     def rows_of_step(step: int) -> list[list[int]]:
         positions = count(max(step - 1, 0) * config.rollout.prompts_per_step)
         return probe_rows((prompt_at(position).prompt_ids for position in positions), num_tokens, longest)
 
-    return Probe(actor.trainer, replica.engine, rows_of_step, tolerance=tolerance)
+    return Probe(policy.trainer, replica.engine, rows_of_step, tolerance=tolerance)
 
 
 def build_evaluator(config: Config, prepared: Prepared, replica: Replica, pool: RewardPool) -> Evaluator | None:
@@ -110,17 +111,17 @@ def build_evaluator(config: Config, prepared: Prepared, replica: Replica, pool: 
     return Evaluator(prompts, replica, pool, tokenizer.decode, config=config.eval, sampling=sampling, seed=config.seed)
 
 
-def build_held_out(checked: CheckedRun, run: Run, actor: Actor, prepared: Prepared, stack: ExitStack) -> HeldOut:
-    """Evaluations of an actor that has no generation engine of its own."""
-    replica = build_actors_replica(checked, actor.source, run.world)
+def build_held_out(checked: CheckedRun, run: Run, policy: RoleModel, prepared: Prepared, stack: ExitStack) -> HeldOut:
+    """Evaluations of a policy that has no generation engine of its own."""
+    replica, models = build_policys_replica(checked, policy.source, run.world), {POLICY: policy}
     if prepared.held_out is None:
-        return HeldOut(None, build_switching(run, actor, replica, None, stack, num_rows=0), run)
+        return HeldOut(None, build_switching(run, models, replica, stack, num_rows=0), run)
     pool = stack.enter_context(RewardPool(run.config.reward))
     evaluator = build_evaluator(run.config, prepared, replica, pool)
     assert evaluator is not None, "there are held-out rows"
     prompts = evaluator.prompts
     switching = build_switching(
-        run, actor, replica, None, stack,
+        run, models, replica, stack,
         num_rows=evaluator.num_rows, prompt_at=lambda position: prompts[position % len(prompts)],
     )  # fmt: skip
     return HeldOut(evaluator, switching, run)
@@ -169,8 +170,7 @@ class Rollouts:
 class StageParts:
     """What the worker states of a training run work with."""
 
-    trainer: TrainingEngine
-    reference: TrainingEngine | None
+    models: RoleModels
     rollouts: Rollouts
     carried: CarriedGroups
     pool: RewardPool
@@ -191,15 +191,17 @@ def build_stages(checked: CheckedRun, run: Run, parts: StageParts) -> Stages:
         listeners=[reward, *recording], recorder=recorder,
     )  # fmt: skip
     without_actor: list[RewardStage | ScoreStage] = [reward]
-    if parts.reference is not None:
-        without_actor.append(ScoreStage(WorkerState.REFERENCE, parts.reference, parts.switching.reference_present))
-    with_actor = [ScoreStage(state, parts.trainer) for state in (WorkerState.OLD_LOGPROBS,) if state in checked.needs]
+    with_actor: list[ScoreStage] = []
+    for state in checked.needs:
+        if state.work == "score" and (role := state.role) is not None:
+            stage = ScoreStage(state, parts.models[role].trainer, partial(parts.switching.present, role))
+            (with_actor if role.presence == "training" else without_actor).append(stage)
     plan = UpdatePlan(
         config.train.epochs_per_step, config.train.updates_per_step, config.rollout.max_completion_length,
         config.train.skip_zero_advantage, agreement_of(config),
     )  # fmt: skip
     return Stages(
         generation=generation, without_actor=without_actor, with_actor=with_actor, advantage=AdvantageStage(recorder),
-        update=UpdateStage(parts.trainer, plan, recorder, parts.shown), timeline=run.timeline,
+        update=UpdateStage(parts.models[POLICY].trainer, plan, recorder, parts.shown), timeline=run.timeline,
         at_end=parts.switching.note_memory,
     )  # fmt: skip

@@ -10,14 +10,21 @@ import sys
 from typing import Literal, get_args
 
 from spmdrl.observability.timeline.timeline import HeldMemory
+from spmdrl.roles import ROLES
 
-Owner = Literal[
-    "update_weights", "gradients", "optimizer", "reference_weights", "generation_weights", "kv_cache", "bucket"
-]
+Owner = str
+"""One of `OWNERS`."""
 Place = Literal["device", "host"]
 # Of glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-OWNERS: tuple[Owner, ...] = get_args(Owner)
+OWNERS: tuple[Owner, ...] = (
+    *(owner for role in ROLES for owner in (role.weights, role.optimizer) if owner is not None),
+    # Of the model that is being updated: one at a time, and no longer than that.
+    "gradients",
+    "generation_weights",
+    "kv_cache",
+    "bucket",
+)
 PLACES: tuple[Place, ...] = get_args(Place)
 
 

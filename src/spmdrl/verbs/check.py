@@ -39,7 +39,7 @@ def _show(checked: CheckedRun, prepared: Prepared, launch: LaunchEnvironment) ->
         f"generation layout: {generation}, replicas: {launch.world_size // generation.tensor}",
         f"worker states: {' -> '.join(state.value for state in checked.needs)}",
         *(source.summary for source in (*checked.train_rows, *checked.eval_rows)),
-        *estimate_lines(checked, prepared.source.decoder, prepared.prompts, launch, device_kind),
+        *estimate_lines(checked, prepared, launch, device_kind),
     ]
     if launch.world_size > 1:
         lines.append(f"ranks: {launch.world_size} on {launch.num_nodes} nodes; their devices weren't looked at")

@@ -19,7 +19,8 @@ from spmdrl.engines.training.batching.packed_rows import LossTerms, MicroBatch, 
 from spmdrl.engines.training.training_engine import TrainingEngine, UpdateResult
 from spmdrl.job.building import build_held_out, warn_of_end_of_turn
 from spmdrl.job.evaluation.held_out import HeldOut
-from spmdrl.job.model.actor import Actor, ModelAlone, ModelSource, build_trainer, prepare_model
+from spmdrl.job.model.actor import ModelSource, prepare_model
+from spmdrl.job.model.role_models import ModelsAlone, RoleModel, build_trainer
 from spmdrl.job.run.run import Run
 from spmdrl.job.run.run_folder import hold_folder_of_training
 from spmdrl.job.run.savable import Savable
@@ -29,6 +30,7 @@ from spmdrl.job.start.rank_facts import open_job
 from spmdrl.job.start.start_checks import CheckedRun, check_run
 from spmdrl.resources.mesh import build_update_mesh
 from spmdrl.resources.world import World
+from spmdrl.roles import POLICY
 from spmdrl.types import offsets_of
 
 # Steps over which the probability of an answer is averaged before it can end the training.
@@ -75,28 +77,29 @@ def train_supervised(checked: CheckedRun, world: World) -> None:
             mesh = build_update_mesh(checked.layout, world.device, world.rank)
             with run.console.doing("loading the weights"):
                 trainer = build_trainer(
-                    config, source, mesh, world, optim=config.sft.optim, num_steps=run.num_steps, temperature=1.0
-                )
-            actor = Actor(trainer, source, world)
-            state: Savable = ModelAlone(actor) if config.checkpoint.model_only else actor
+                    config, source, mesh, world, role=POLICY, optim=config.sft.optim, num_steps=run.num_steps,
+                    temperature=1.0,
+                )  # fmt: skip
+            policy = RoleModel(POLICY, trainer, source, world)
+            state: Savable = ModelsAlone([policy]) if config.checkpoint.model_only else policy
             run.resume(state)
-            held_out = build_held_out(checked, run, actor, prepared, stack)
-        _train(run, actor, state, prompts, tokenizer, held_out)
+            held_out = build_held_out(checked, run, policy, prepared, stack)
+        _train(run, policy, state, prompts, tokenizer, held_out)
         run.finish("done", **held_out.summary())
 
 
 def _train(
-    run: Run, actor: Actor, state: Savable, prompts: PromptSource, tokenizer: ModelTokenizer, held_out: HeldOut
+    run: Run, policy: RoleModel, state: Savable, prompts: PromptSource, tokenizer: ModelTokenizer, held_out: HeldOut
 ) -> None:
     """The supervised loop; `state` is what checkpoints hold. Collective over all ranks."""
     sft = run.config.sft
     watch = AnswerWatch(sft.stop_at_probability)
     held_out.before()
     for step in run.remaining_steps():
-        rows_axis = actor.trainer.mesh.data
+        rows_axis = policy.trainer.mesh.data
         chosen = prompts.take(step - 1, sft.rows_per_step)[rows_axis.rank :: rows_axis.size]
         with run.timeline.stage("update", step):
-            result = actor.trainer.update(*supervised_batch(chosen, tokenizer, actor.trainer))
+            result = policy.trainer.update(*supervised_batch(chosen, tokenizer, policy.trainer))
         run.is_finished = watch.sees(answer_probability(result))
         _report(run, result, chosen)
         held_out.when_due(step)

@@ -22,15 +22,16 @@ from spmdrl.engines.reward.pool import RewardPool
 from spmdrl.job.building import (
     Rollouts,
     StageParts,
-    build_actors_replica,
     build_carried,
     build_evaluator,
+    build_policys_replica,
     build_stages,
     build_switching,
     warn_of_end_of_turn,
 )
 from spmdrl.job.evaluation.held_out import HeldOut
-from spmdrl.job.model.actor import Actor, ModelAlone, ModelSource, build_trainer, prepare_model
+from spmdrl.job.model.actor import ModelSource, prepare_model
+from spmdrl.job.model.role_models import ModelsAlone, build_role_models, saved_models
 from spmdrl.job.model.switching import Switching
 from spmdrl.job.rollouts.kept_rollouts import KeptRollouts
 from spmdrl.job.rollouts.samples_report import SamplesReport, write_estimates
@@ -45,7 +46,7 @@ from spmdrl.observability.terminal.console import Console
 from spmdrl.resources.mesh import build_update_mesh
 from spmdrl.resources.startup.launch import command_of
 from spmdrl.resources.world import World, make_deterministic
-from spmdrl.types import Batch, WorkerState
+from spmdrl.types import Batch
 from spmdrl.verbs.sft import admit_supervised, train_supervised
 
 
@@ -83,7 +84,7 @@ class Training:
     run: Run
     checked: CheckedRun
     state: Savable
-    """what checkpoints hold: the actor, and what was carried over"""
+    """what checkpoints hold: the trained models, and what was carried over"""
     prompts: PromptSource
     carried: CarriedGroups
     dock: TransferDock
@@ -168,37 +169,31 @@ def build(checked: CheckedRun, run: Run, stack: ExitStack) -> Training:
     source, tokenizer, prompts = prepared.source, prepared.tokenizer, prepared.prompts
     warn_of_end_of_turn(run.console, tokenizer, prompts)
     run.admit(source, checked.train_rows)
-    num_steps, temperature = config.train.max_steps, config.rollout.temperature
     if world.is_main:
-        for line in banner(checked, world, source, tokenizer, prompts, num_steps=num_steps, phase=run.phase):
+        for line in banner(checked, world, source, tokenizer, prompts, num_steps=run.num_steps, phase=run.phase):
             run.console.note(line)
     mesh = build_update_mesh(checked.layout, world.device, world.rank)
 
     with run.console.doing("loading the weights"):
-        trainer = build_trainer(
-            config, source, mesh, world, optim=config.optim, num_steps=num_steps, temperature=temperature
-        )
-        reference = build_trainer(
-            config, source, mesh, world, optim=config.optim, num_steps=num_steps, temperature=temperature, frozen=True
-        ) if WorkerState.REFERENCE in checked.needs else None  # fmt: skip
+        models = build_role_models(config, prepared.sources, {"all": mesh}, world)
     with run.console.doing("starting the generation engine"):
-        replica = build_actors_replica(checked, source, world)
-    actor, carried = Actor(trainer, source, world), build_carried(run, replica)
-    state: Savable = ModelAlone(actor) if config.checkpoint.model_only else Together(actor, carried)
+        replica = build_policys_replica(checked, source, world)
+    saved, carried = saved_models(models), build_carried(run, replica)
+    state: Savable = ModelsAlone(saved) if config.checkpoint.model_only else Together(*saved, carried)
     run.resume(state)
 
     with run.console.doing("starting the rewards"):
         pool = stack.enter_context(RewardPool(config.reward))
     evaluator = build_evaluator(config, prepared, replica, pool)
     num_rows = max(carried.rules.most_groups * config.rollout.num_generations, evaluator.num_rows if evaluator else 0)
-    switching = build_switching(run, actor, replica, reference, stack, num_rows=num_rows, prompt_at=prompts.at)
+    switching = build_switching(run, models, replica, stack, num_rows=num_rows, prompt_at=prompts.at)
     device = world.device.torch_device
     row_groups = groups_of_training(mesh, device) | groups_of_generation(replica.mesh, device)
     dock = stack.enter_context(TransferDock(world, checked.needs, config.dock, seed=config.seed, row_groups=row_groups))
     rollouts = Rollouts(config, replica)
     shown = ShownRows(config.log.samples_per_step)
     write_estimates(run, checked.needs)
-    parts = StageParts(trainer, reference, rollouts, carried, pool, tokenizer, switching, shown)
+    parts = StageParts(models, rollouts, carried, pool, tokenizer, switching, shown)
     return Training(
         run=run,
         checked=checked,

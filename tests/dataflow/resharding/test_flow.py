@@ -13,6 +13,7 @@ from spmdrl.resources.device import Device
 from spmdrl.resources.memory import MemoryLedger, release_to_system, resident_bytes
 from spmdrl.resources.startup.launch import read_launch_environment
 from spmdrl.resources.world import World
+from spmdrl.roles import POLICY, REFERENCE
 from tests.dataflow.resharding.engines import SmallGenerator, SmallTrainer, StreamedGenerator, make_model
 from tests.support.ranks import run_ranks
 
@@ -33,7 +34,8 @@ def one_rank() -> World:
 
 def make_flow(world, trainer, generator, directory, *, reference=None, **config):
     ledger = MemoryLedger()
-    flow = ReshardingFlow(world, trainer, generator, reference, ReshardConfig(**config), ledger, Path(directory))
+    trainers = {POLICY: trainer} | ({} if reference is None else {REFERENCE: reference})
+    flow = ReshardingFlow(world, trainers, generator, ReshardConfig(**config), ledger, Path(directory))
     return flow, ledger
 
 
@@ -162,12 +164,12 @@ def test_reference_weights_are_copied_out_once_and_come_back_when_needed(tmp_pat
     cycle(flow)
     assert ledger.bytes_of("reference_weights") == 0 < held and not reference.weights_on_device
     for _ in range(2):
-        assert flow.bring_reference().swapped_bytes == held and flow.bring_reference().swapped_bytes == 0
+        assert flow.bring(REFERENCE).swapped_bytes == held and flow.bring(REFERENCE).swapped_bytes == 0
         assert reference.weights_on_device and all(map(torch.equal, before, reference.state_bytes()))
         with torch.no_grad():
             reference.model[0].scale.add_(1)  # frozen weights never change: this one must not reach the host copy
-        assert flow.release_reference().swapped_bytes == held
-    flow.bring_reference()
+        assert flow.release(REFERENCE).swapped_bytes == held
+    flow.bring(REFERENCE)
     assert all(map(torch.equal, before, reference.state_bytes()))
 
 
@@ -288,7 +290,8 @@ def test_without_a_swap_everything_stays_and_nothing_is_copied(tmp_path):
     folder = tmp_path / "file" / "swap"
     folder.parent.write_text("")
     config = ReshardConfig(bucket_bytes=256, verify=True)
-    flow = ReshardingFlow(one_rank(), trainer, generator, reference, config, ledger, folder, swaps=False)
+    trainers = {POLICY: trainer, REFERENCE: reference}
+    flow = ReshardingFlow(one_rank(), trainers, generator, config, ledger, folder, swaps=False)
     for step in range(3):
         held = {owner: ledger.bytes_of(owner) for owner in ("update_weights", "optimizer", "reference_weights")}
         expected, before = whole_weights(trainer), trainer.state_bytes()
@@ -301,7 +304,7 @@ def test_without_a_swap_everything_stays_and_nothing_is_copied(tmp_path):
         assert generator.weights["1.scale"].data_ptr() == trainer.named_shards()["1.scale"].tensor.data_ptr()
         assert not trainer.weights_on_device and not reference.weights_on_device
         flow.start_return()
-        assert flow.bring_reference().swapped_bytes == 0 and reference.weights_on_device
+        assert flow.bring(REFERENCE).swapped_bytes == 0 and reference.weights_on_device
         stats = flow.to_update()
         assert stats.swapped_bytes == 0 and stats.returned is None and trainer.weights_on_device
         assert all(map(torch.equal, before, trainer.state_bytes()))
@@ -318,7 +321,7 @@ def test_without_a_swap_a_changed_generation_weight_is_found_too(tmp_path):
     trainer = SmallTrainer(make_model())
     generator = SmallGenerator(shapes_of(trainer), torch.bfloat16)
     flow = ReshardingFlow(
-        one_rank(), trainer, generator, None, ReshardConfig(verify=True), MemoryLedger(), tmp_path, swaps=False
+        one_rank(), {POLICY: trainer}, generator, ReshardConfig(verify=True), MemoryLedger(), tmp_path, swaps=False
     )
     flow.to_generation()
     generator.weights["1.inner.weight"][0] += 1

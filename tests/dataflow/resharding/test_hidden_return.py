@@ -23,6 +23,7 @@ from spmdrl.resources.device import Device
 from spmdrl.resources.memory import MemoryLedger
 from spmdrl.resources.startup.launch import read_launch_environment
 from spmdrl.resources.world import World
+from spmdrl.roles import POLICY
 from tests.dataflow.resharding.engines import SmallGenerator, SmallTrainer, make_model
 
 COPY_SECONDS = 0.3
@@ -90,7 +91,7 @@ def step_with_stages(folder: Path, stages: Sequence[str]) -> tuple[dict[str, flo
     generator = SmallGenerator({name: shard.global_shape for name, shard in trainer.named_shards().items()})
     ledger = MemoryLedger()
     flow = ReshardingFlow(
-        run.world, trainer, generator, None, ReshardConfig(), ledger, folder / "host",
+        run.world, {POLICY: trainer}, generator, ReshardConfig(), ledger, folder / "host",
         make_store=lambda device, directory: SlowStore(directory, optimizer_bytes / COPY_SECONDS),
     )  # fmt: skip
     switching = Switching(flow, ledger, run)

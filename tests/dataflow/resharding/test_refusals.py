@@ -16,6 +16,7 @@ from spmdrl.dataflow.resharding.moving.checksum import all_elements, spots
 from spmdrl.dataflow.resharding.moving.gather import ReshardConfig
 from spmdrl.resources.memory import MemoryLedger
 from spmdrl.resources.world import World
+from spmdrl.roles import POLICY
 from tests.dataflow.resharding.engines import SmallGenerator, SmallTrainer, StreamedGenerator, make_model
 from tests.support.ranks import run_ranks
 
@@ -87,7 +88,7 @@ def make_trainer(world: World) -> SmallTrainer:
 
 def make_flow(world: World, trainer: SmallTrainer, generator: SmallGenerator, directory: str, **config):
     reshard = ReshardConfig(bucket_bytes=256, **config)
-    return ReshardingFlow(world, trainer, generator, None, reshard, MemoryLedger(), Path(directory))
+    return ReshardingFlow(world, {POLICY: trainer}, generator, reshard, MemoryLedger(), Path(directory))
 
 
 def shapes_of(trainer: SmallTrainer) -> dict[str, tuple[int, ...]]:

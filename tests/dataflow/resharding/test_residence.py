@@ -13,15 +13,14 @@ from spmdrl.dataflow.resharding.swapping.residence import Residence, StateBytes
 
 GIB = 1 << 30
 SMALL = StateBytes(
-    update_weights=2 * GIB, gradients=2 * GIB, optimizer=4 * GIB, reference_weights=0, generation_weights=1 * GIB,
-    kv_cache=3 * GIB, bucket=GIB // 16,
+    models=6 * GIB, gradients=2 * GIB, generation_weights=1 * GIB, kv_cache=3 * GIB, bucket=GIB // 16
 )  # fmt: skip
 
 
 def test_gradients_and_generation_take_turns():
     assert SMALL.together == 6 * GIB + 4 * GIB + GIB // 16
     assert replace(SMALL, kv_cache=0, generation_weights=0).together == 8 * GIB
-    assert replace(SMALL, reference_weights=GIB, program=GIB).together == SMALL.together + 2 * GIB
+    assert replace(SMALL, models=7 * GIB, program=GIB).together == SMALL.together + 2 * GIB
 
 
 @given(st.integers(0, 1 << 50), st.integers(-(1 << 50), 1 << 50))

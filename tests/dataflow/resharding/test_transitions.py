@@ -27,6 +27,7 @@ from spmdrl.resources.layout import GenerationLayout, UpdateLayout, check_genera
 from spmdrl.resources.memory import MemoryLedger
 from spmdrl.resources.mesh import GenerationMesh, build_generation_mesh, build_update_mesh
 from spmdrl.resources.world import World
+from spmdrl.roles import POLICY
 from spmdrl.types import WeightSlice, whole_slice
 from tests.support.ranks import run_ranks
 
@@ -221,7 +222,7 @@ class Switch:
         self.generator = NativeEngine(config, RolloutConfig(), torch.device("cpu"), torch.float32, mesh=mesh)
         reshard = ReshardConfig(bucket_bytes=4096, executor=executor, verify=True)
         self.ledger = MemoryLedger()
-        self.flow = ReshardingFlow(world, trainer, self.generator, None, reshard, self.ledger, folder)
+        self.flow = ReshardingFlow(world, {POLICY: trainer}, self.generator, reshard, self.ledger, folder)
 
     def check(self, whole: dict[str, Tensor], expected: dict[int, tuple[int, ...]]) -> set[int]:
         for _ in range(2):

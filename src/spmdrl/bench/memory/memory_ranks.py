@@ -30,6 +30,7 @@ from spmdrl.resources.layout import UpdateLayout
 from spmdrl.resources.memory import MemoryLedger, release_to_system, resident_bytes
 from spmdrl.resources.mesh import build_update_mesh
 from spmdrl.resources.world import World, open_world
+from spmdrl.roles import POLICY
 from spmdrl.types import offsets_of
 
 RESULT_FILE, SETTINGS_FILE = "result.json", "settings.json"
@@ -165,7 +166,7 @@ class Step:
         self.flow: Flow = StayingFlow(world, self._trainer, self._generator, self.ledger)
         if settings.swap:
             self.flow = ReshardingFlow(
-                world, self._trainer, self._generator, None, ReshardConfig(), self.ledger, folder
+                world, {POLICY: self._trainer}, self._generator, ReshardConfig(), self.ledger, folder
             )
 
     def update(self) -> None:

@@ -34,6 +34,7 @@ from spmdrl.resources.layout import UpdateLayout, fit_update_layout
 from spmdrl.resources.memory import MemoryLedger, release_to_system, resident_bytes
 from spmdrl.resources.mesh import build_update_mesh
 from spmdrl.resources.world import World, open_world
+from spmdrl.roles import POLICY
 from spmdrl.types import whole_slice
 
 EXECUTORS: tuple[Executor, ...] = ("exact", "allgather")
@@ -197,7 +198,7 @@ class ReshardBench:
         ledger = MemoryLedger()
         folder = Path(self._task.folder) / str(self._world.rank)
         config = ReshardConfig(bucket_bytes=self._task.bucket_bytes)
-        flow = ReshardingFlow(self._world, self._trainer, self._generator, None, config, ledger, folder)
+        flow = ReshardingFlow(self._world, {POLICY: self._trainer}, self._generator, config, ledger, folder)
         for _ in range(self._task.rounds):
             flow.account()
             found.update_bytes = ledger.snapshot("update").device_bytes

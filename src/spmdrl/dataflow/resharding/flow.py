@@ -8,8 +8,9 @@ Source: MindSpeed RL (arXiv:2507.19017), "Allgather-Swap Technique", Figure 5.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -23,6 +24,7 @@ from spmdrl.dataflow.resharding.swapping.swap import Leaving, Left, MakeStore, S
 from spmdrl.dataflow.resharding.swapping.swap_space import CopyTimes, make_host_store
 from spmdrl.resources.memory import MemoryLedger, release_to_system
 from spmdrl.resources.world import World
+from spmdrl.roles import POLICY, Role
 
 
 @dataclass(frozen=True)
@@ -57,9 +59,8 @@ class ReshardingFlow:
     def __init__(
         self,
         world: World,
-        trainer: Trainer,
+        trainers: Mapping[Role, Trainer],
         generator: Generator,
-        reference: Trainer | None,
         config: ReshardConfig,
         ledger: MemoryLedger,
         directory: Path,
@@ -67,14 +68,15 @@ class ReshardingFlow:
         swaps: bool = True,
         make_store: MakeStore = make_host_store,
     ):
-        """`directory` takes the temporary files of a CPU's host side; `reference` is frozen, or None without one.
+        """`trainers` holds the policy, which fills the generator, and the run's other models.
 
-        `swaps` is what `reshard.swap` comes to here: without it the training state stays on the device.
+        `directory` takes the temporary files of a CPU's host side. `swaps` is what `reshard.swap` comes to here:
+        without it the training state stays on the device.
         """
         self._world = world
-        self._trainer = trainer
+        self._policy = trainers[POLICY]
+        self._trainers = trainers
         self._generator = generator
-        self._reference = reference
         self._config = config
         self._ledger = ledger
         self._state: State = "update"
@@ -82,10 +84,10 @@ class ReshardingFlow:
         self._swap: Swap = StayingSwap(world.device, ledger)
         if swaps:
             self._swap = Swap(world.device, ledger, directory, make_store=make_store)
-        self._swap.add_group("update_weights", lambda: _local_tensors(trainer))
-        self._swap.add_group("optimizer", lambda: {str(i): t for i, t in enumerate(trainer.optimizer_tensors())})
-        if reference is not None:
-            self._swap.add_group("reference_weights", lambda: _local_tensors(reference))
+        for role, trainer in trainers.items():
+            self._swap.add_group(role.weights, partial(_local_tensors, trainer))
+            if role.optimizer is not None:
+                self._swap.add_group(role.optimizer, partial(_optimizer_tensors, trainer))
 
     def to_generation(self) -> ReshardStats:
         """Fills and wakes the generator, and frees the training state. Collective over the world.
@@ -95,19 +97,14 @@ class ReshardingFlow:
         """
         self._expect("update")
         started = time.perf_counter()
-        check_same_version(self._trainer.update_count)
-        self.release_reference()
-        self._trainer.reshard()
-        self._trainer.drop_gradients()
-        self._ledger.set("gradients", "device", 0)
-        optimizer = self._swap.to_host("optimizer", version=self._trainer.update_count)
-        self._give_back_memory(optimizer.freed_bytes)
+        check_same_version(self._policy.update_count)
+        before = self._leave_without_policy_weights()
         moving = time.perf_counter()
         received, weights = self._move_weights()
         move_seconds = time.perf_counter() - moving
         self._give_back_memory(weights.freed_bytes)
         self._generator.wake_cache()
-        self._generator.version = self._trainer.update_count
+        self._generator.version = self._policy.update_count
         self._account_generator()
         self._state = "generation"
         self.check_generation_weights()
@@ -119,9 +116,28 @@ class ReshardingFlow:
             received_bytes=received.total,
             cross_node_bytes=received.cross_node,
             move_seconds=move_seconds,
-            swapped_bytes=optimizer.freed_bytes + weights.freed_bytes,
-            copied_bytes=optimizer.copied_bytes + weights.copied_bytes,
+            swapped_bytes=before.freed_bytes + weights.freed_bytes,
+            copied_bytes=before.copied_bytes + weights.copied_bytes,
         )
+
+    def _leave_without_policy_weights(self) -> Left:
+        """Frees the state of all models but the policy's weights, which leave while they are sent."""
+        left: list[Left] = []
+        for role in self._trainers:
+            if role.presence == "stage":
+                self.release(role)
+        for role in self._roles_of_training():
+            self._trainers[role].reshard()
+            self._trainers[role].drop_gradients()
+        self._ledger.set("gradients", "device", 0)
+        for role in self._roles_of_training():
+            trainer = self._trainers[role]
+            for group in _groups(role):
+                if group != POLICY.weights:
+                    left.append(self._swap.to_host(group, version=trainer.update_count))
+                    self._give_back_memory(left[-1].freed_bytes)
+            trainer.weights_on_device = role is POLICY
+        return Left(sum(one.freed_bytes for one in left), sum(one.copied_bytes for one in left))
 
     def check_generation_weights(self) -> None:
         """Raises RuntimeError on every rank unless each generator holds what the trainer sent, at its update count.
@@ -130,7 +146,7 @@ class ReshardingFlow:
         """
         self._expect("generation")
         assert self._filling is not None
-        self._filling.check(self._trainer.update_count)
+        self._filling.check(self._policy.update_count)
 
     def start_return(self) -> ReshardStats:
         """Puts the generator to sleep and starts bringing the training state back in the background."""
@@ -142,8 +158,9 @@ class ReshardingFlow:
             self._filling.forget_storage()
         self._account_generator()
         self._give_back_memory(held)
-        self._swap.start_return("update_weights")
-        self._swap.start_return("optimizer")
+        for role in self._roles_of_training():
+            for group in _groups(role):
+                self._swap.start_return(group)
         self._state = "returning"
         return ReshardStats(time.perf_counter() - started)
 
@@ -155,9 +172,13 @@ class ReshardingFlow:
         if self._state == "generation":
             self.start_return()
         self._expect("returning")
-        weights, optimizer = self._swap.finish_return("update_weights"), self._swap.finish_return("optimizer")
-        copied, num_bytes = weights.copied.joined(optimizer.copied), weights.num_bytes + optimizer.num_bytes
-        self._trainer.weights_on_device = True
+        returned = []
+        for role in self._roles_of_training():
+            returned += [self._swap.finish_return(group) for group in _groups(role)]
+            self._trainers[role].weights_on_device = True
+        copied, num_bytes = returned[0].copied, sum(one.num_bytes for one in returned)
+        for one in returned[1:]:
+            copied = copied.joined(one.copied)
         self._state = "update"
         return ReshardStats(
             time.perf_counter() - started,
@@ -166,22 +187,23 @@ class ReshardingFlow:
             hidden_share=copied.share_before(started),
         )
 
-    def bring_reference(self) -> ReshardStats:
-        """Brings the frozen reference weights to the device, if they aren't there."""
+    def bring(self, role: Role) -> ReshardStats:
+        """Brings the frozen weights of a role that is present in stages only to the device, if they aren't there."""
         started, returned = time.perf_counter(), 0
-        if self._reference is not None and not self._swap.is_on_device("reference_weights"):
-            self._swap.start_return("reference_weights")
-            returned = self._swap.finish_return("reference_weights").num_bytes
-            self._reference.weights_on_device = True
+        if not self._swap.is_on_device(role.weights):
+            self._swap.start_return(role.weights)
+            returned = self._swap.finish_return(role.weights).num_bytes
+            self._trainers[role].weights_on_device = True
         return ReshardStats(time.perf_counter() - started, swapped_bytes=returned)
 
-    def release_reference(self) -> ReshardStats:
-        """Frees the reference weights, if they are on the device; they are copied to the host the first time only."""
+    def release(self, role: Role) -> ReshardStats:
+        """Frees what `bring` brought, if it is on the device; it is copied to the host the first time only."""
         started, freed = time.perf_counter(), 0
-        if self._reference is not None and self._swap.is_on_device("reference_weights"):
-            self._reference.reshard()
-            freed = self._swap.to_host("reference_weights", version=0).freed_bytes
-            self._reference.weights_on_device = False
+        if self._swap.is_on_device(role.weights):
+            trainer = self._trainers[role]
+            trainer.reshard()
+            freed = self._swap.to_host(role.weights, version=0).freed_bytes
+            trainer.weights_on_device = False
             self._give_back_memory(freed)
         return ReshardStats(time.perf_counter() - started, swapped_bytes=freed)
 
@@ -190,12 +212,17 @@ class ReshardingFlow:
         if self._state == "generation":
             self._account_generator()
         if self._state == "update":
-            self._swap.account("update_weights")
-            self._swap.account("optimizer")
+            for role in self._roles_of_training():
+                for group in _groups(role):
+                    self._swap.account(group)
 
     def close(self) -> None:
         """Waits for what is under way and drops the host copies."""
         self._swap.close()
+
+    def _roles_of_training(self) -> list[Role]:
+        """The roles whose state is away while responses are generated, and only then."""
+        return [role for role in self._trainers if role.presence == "training"]
 
     def _move_weights(self) -> tuple[Received, Left]:
         """Fills the generator while the update weights leave; returns what was received and what left.
@@ -203,7 +230,7 @@ class ReshardingFlow:
         A weight's memory in the generator is taken when its first slice is due. Where a shard is the very slice that
         the generator wants, it is lent and stays.
         """
-        storage, shards = self._generator.wake_weights(()), self._trainer.named_shards()
+        storage, shards = self._generator.wake_weights(()), self._policy.named_shards()
         if self._filling is None:
             self._filling = GeneratorFilling(self._world, shards, self._generator, storage, self._config)
         lent = self._filling.lent(shards, storage)
@@ -211,11 +238,11 @@ class ReshardingFlow:
             self._generator.borrow_weights(lent)
             storage = self._generator.wake_weights(())
         self._account_generator()
-        leaving = self._swap.leave("update_weights", version=self._trainer.update_count, staying=lent)
-        self._trainer.weights_on_device = False
+        leaving = self._swap.leave(POLICY.weights, version=self._policy.update_count, staying=lent)
+        self._policy.weights_on_device = False
         self._ledger.set("bucket", "device", self._filling.buffer_bytes)
         watcher = Watcher(woken=lambda names: self._account_generator(), sent=self._releasing(leaving))
-        received = self._filling.run(shards, storage, version=self._trainer.update_count, watcher=watcher)
+        received = self._filling.run(shards, storage, version=self._policy.update_count, watcher=watcher)
         left = leaving.finish()
         self._ledger.set("bucket", "device", 0)
         return received, left
@@ -225,12 +252,12 @@ class ReshardingFlow:
 
         A CPU's freed memory goes back to the system in between, or it would be held beside what the generator fills.
         """
-        held = self._ledger.bytes_of("update_weights")
+        held = self._ledger.bytes_of(POLICY.weights)
 
         def move(names: Iterable[str]) -> None:
             nonlocal held
             leaving.move(names)
-            left = self._ledger.bytes_of("update_weights")
+            left = self._ledger.bytes_of(POLICY.weights)
             if self._world.device.is_cpu and held - left >= LEAST_BYTES_TO_RELEASE:
                 release_to_system()
                 held = left
@@ -257,5 +284,14 @@ class ReshardingFlow:
             )
 
 
+def _groups(role: Role) -> list[str]:
+    """What the swap moves of a role."""
+    return [role.weights] if role.optimizer is None else [role.weights, role.optimizer]
+
+
 def _local_tensors(trainer: Trainer) -> dict[str, Tensor]:
     return {name: shard.tensor for name, shard in trainer.named_shards().items()}
+
+
+def _optimizer_tensors(trainer: Trainer) -> dict[str, Tensor]:
+    return {str(number): tensor for number, tensor in enumerate(trainer.optimizer_tensors())}

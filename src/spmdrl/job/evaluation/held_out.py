@@ -13,7 +13,7 @@ from spmdrl.observability.summary import read_summary, write_summary
 
 
 class HeldOut:
-    """Evaluates the actor on the held-out rows. Its calls are collective over all ranks."""
+    """Evaluates the policy on the held-out rows. Its calls are collective over all ranks."""
 
     def __init__(self, evaluator: Evaluator | None, switching: Switching, run: Run):
         """Without an evaluator, as without `data.eval`, evaluations do nothing."""

@@ -1,38 +1,26 @@
-"""The actor: one policy, as update shards and as generation shards, and the switch between the two."""
+"""Where a run's models come from: a Hugging Face folder, the hub, a run's checkpoint, or code."""
 
 from __future__ import annotations
 
 import json
-import shutil
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from spmdrl.config.config import Config
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf.fingerprint import architecture, architecture_differences, fingerprint
-from spmdrl.engines.models.hf.model_folder import hf_config_dict, read_config, resolve_model_folder
-from spmdrl.engines.models.hf.model_weights import WeightFiles, write_weights
+from spmdrl.engines.models.hf.model_folder import read_config, resolve_model_folder
+from spmdrl.engines.models.hf.model_weights import WeightFiles
 from spmdrl.engines.models.hf.weight_check import open_weights
 from spmdrl.engines.models.making.make_model import decoder_config, make_model_folder
-from spmdrl.engines.models.tokenizer import TOKENIZER_FILES
 from spmdrl.engines.training.checkpoints.manifest import damage, step_folder_name, steps_in
-from spmdrl.engines.training.checkpoints.trainer_state import (
-    ShardFiles,
-    load_trainer_state,
-    trainer_state,
-    write_shards,
-)
-from spmdrl.engines.training.training_engine import TrainingEngine
-from spmdrl.engines.training.update.optimizer import OptimConfig
 from spmdrl.job.run.run_folder import on_main
 from spmdrl.observability.logs.outage import warn
 from spmdrl.resources.collectives import barrier
-from spmdrl.resources.mesh import UpdateMesh
 from spmdrl.resources.world import World
 
 CHECKPOINTS = "checkpoints"
 MODEL = "model"
-TRAINER = "trainer"
 
 
 @dataclass(frozen=True)
@@ -52,62 +40,6 @@ class ModelSource:
     def weights(self) -> WeightFiles:
         """The folder's weights, which fit the decoder exactly."""
         return open_weights(self.folder, self.decoder)
-
-
-class Actor:
-    """The policy on this rank; it starts in its update state. Building it is collective over all ranks."""
-
-    def __init__(self, trainer: TrainingEngine, source: ModelSource, world: World):
-        self.trainer = trainer
-        self.source = source
-        self.world = world
-
-    def write_to(self, folder: Path) -> list[Path]:
-        """Write model and trainer state below `folder`; returns this rank's files. Collective."""
-        return [*self.write_model(folder / MODEL), *self._write_trainer(folder / TRAINER)]
-
-    def read_from(self, folder: Path) -> None:
-        """Take weights and optimizer back from a checkpoint of any layout."""
-        load_trainer_state(self.trainer, ShardFiles(folder / TRAINER))
-
-    def write_model(self, folder: Path) -> list[Path]:
-        """Write the model as a Hugging Face folder; returns this rank's files. Collective."""
-        dtype = self.trainer.compute_dtype
-        weights = self.trainer.whole_weights(dtype)
-        try:
-            if not self.world.is_main:
-                return []
-            folder.mkdir(parents=True, exist_ok=True)
-            write_weights(folder, weights)
-        finally:
-            # The gathers are collective: ranks that keep nothing take part, and so does one whose disk is full.
-            for _ in weights:
-                pass
-        config = hf_config_dict(self.source.decoder, dtype) | token_ids_of(self.source.folder)
-        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        for name in TOKENIZER_FILES:
-            if (self.source.folder / name).is_file():
-                shutil.copyfile(self.source.folder / name, folder / name)
-        return sorted(path for path in folder.iterdir() if path.is_file())
-
-    def _write_trainer(self, folder: Path) -> list[Path]:
-        folder.mkdir(parents=True, exist_ok=True)
-        return [write_shards(folder, self.world.rank, trainer_state(self.trainer))]
-
-
-class ModelAlone:
-    """What checkpoints hold with `checkpoint.model_only`."""
-
-    def __init__(self, actor: Actor):
-        self._actor = actor
-
-    def write_to(self, folder: Path) -> list[Path]:
-        """Write the model below `folder`; returns this rank's files. Collective."""
-        return self._actor.write_model(folder / MODEL)
-
-    def read_from(self, folder: Path) -> None:
-        """Read the whole actor: from a checkpoint that was written before `model_only` was set."""
-        self._actor.read_from(folder)
 
 
 def token_ids_of(folder: Path) -> dict[str, object]:
@@ -178,22 +110,3 @@ def newest_sound_model(folder: Path) -> str | None:
     if complaints:
         raise ValueError(f"every checkpoint of {folder} is damaged: {'; '.join(complaints)}")
     return None
-
-
-def build_trainer(
-    config: Config, source: ModelSource, mesh: UpdateMesh, world: World, *,
-    optim: OptimConfig, num_steps: int, temperature: float, frozen: bool = False,
-) -> TrainingEngine:  # fmt: skip
-    """A training engine that holds the source's weights. Collective."""
-    engine = TrainingEngine(
-        source.decoder,
-        replace(config.train, max_steps=num_steps),
-        optim,
-        mesh,
-        world.device,
-        frozen=frozen,
-        temperature=temperature,
-        compute_dtype=config.model.compute_dtype(world.device.kind),
-    )
-    engine.load(source.weights())
-    return engine

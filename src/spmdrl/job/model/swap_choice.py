@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -20,6 +20,7 @@ from spmdrl.resources.collectives import max_over
 from spmdrl.resources.host_memory import free_host_bytes, is_memory_folder
 from spmdrl.resources.memory import resident_bytes
 from spmdrl.resources.world import World
+from spmdrl.roles import POLICY, Role
 
 # A CPU's activations, the page cache and other programs want memory too, and the free memory is an estimate.
 _SHARE_OF_A_HOST = 0.8
@@ -27,34 +28,29 @@ _PROGRAM_BYTES = 512 << 20
 
 
 def decide_residence(
-    config: Config, world: World, trainer: TrainingEngine, reference: TrainingEngine | None, replica: Replica, *,
-    num_rows: int,
+    config: Config, world: World, trainers: Mapping[Role, TrainingEngine], replica: Replica, *, num_rows: int
 ) -> Residence:  # fmt: skip
     """What `reshard.swap` comes to; the engines are built. Collective over the world.
 
     `num_rows` are those that all replicas together generate at once.
     """
-    needed = state_bytes(config, world, trainer, reference, replica, num_rows=num_rows).together
+    needed = state_bytes(config, world, trainers, replica, num_rows=num_rows).together
     # The same on every rank: of the fullest one, and of the one with the least room.
     agreed = max_over(torch.tensor([needed, -room_bytes(world, config.rollout.gpu_memory_utilization)]))
     return Residence(config.reshard.swap, needed_bytes=int(agreed[0]), room_bytes=-int(agreed[1]))
 
 
 def state_bytes(
-    config: Config, world: World, trainer: TrainingEngine, reference: TrainingEngine | None, replica: Replica, *,
-    num_rows: int,
-) -> StateBytes:  # fmt: skip
+    config: Config, world: World, trainers: Mapping[Role, TrainingEngine], replica: Replica, *, num_rows: int
+) -> StateBytes:
     """What this rank holds without a swap."""
-    weights = _weight_bytes(trainer)
-    row_tokens = min(config.data.max_prompt_length + config.rollout.max_completion_length, trainer.config.max_positions)
+    row_tokens = config.data.max_prompt_length + config.rollout.max_completion_length
     rows_each = -(-num_rows // len(replica.mesh.replicas))
     return StateBytes(
-        update_weights=weights,
-        gradients=weights,
-        optimizer=storage_bytes(trainer.optimizer_tensors()),
-        reference_weights=_weight_bytes(reference) if reference is not None else 0,
+        models=sum(_weight_bytes(one) + storage_bytes(one.optimizer_tensors()) for one in trainers.values()),
+        gradients=max(_weight_bytes(one) for role, one in trainers.items() if role.is_trained),
         generation_weights=_generation_bytes(replica.engine, config.model.compute_dtype(world.device.kind)),
-        kv_cache=replica.engine.cache_bytes_for(rows_each, row_tokens),
+        kv_cache=replica.engine.cache_bytes_for(rows_each, min(row_tokens, trainers[POLICY].config.max_positions)),
         bucket=config.reshard.bucket_bytes,
         program=_PROGRAM_BYTES if world.device.is_cpu else 0,
     )

@@ -10,10 +10,11 @@ from spmdrl.dataflow.resharding.moving.probe import Probe
 from spmdrl.job.run.run import Run
 from spmdrl.observability.timeline.timeline import Moved
 from spmdrl.resources.memory import MemoryLedger, peak_resident_bytes, resident_bytes
+from spmdrl.roles import Role
 
 
 class Switching:
-    """Switches the actor between its update and its generation state. Its verbs are collective over all ranks."""
+    """Switches the models between update and generation. Its verbs are collective over all ranks."""
 
     def __init__(self, flow: ReshardingFlow, ledger: MemoryLedger, run: Run, probe: Probe | None = None):
         """Without a probe, as with `reshard.probe_tokens: 0`, only what was moved is checked."""
@@ -45,15 +46,18 @@ class Switching:
         self.note_memory(step, "to_update")
 
     @contextmanager
-    def reference_present(self) -> Iterator[None]:
-        """The reference weights are on the device inside this block, which is part of a stage."""
-        stats = self._flow.bring_reference()
+    def present(self, role: Role) -> Iterator[None]:
+        """The role's weights are on the device inside this block, which is part of a stage."""
+        if role.presence == "training":
+            yield
+            return
+        stats = self._flow.bring(role)
         # On leaving they are only freed, since the host keeps its copy.
         self._note_swapped(Moved("from_host", stats.swapped_bytes, stats.seconds))
         try:
             yield
         finally:
-            self._flow.release_reference()
+            self._flow.release(role)
 
     def note_memory(self, step: int, stage: str) -> None:
         """Write the ledger at a boundary, and record what the whole process holds."""

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from spmdrl.config.config import Config
-from spmdrl.dataflow.data.prompts import PromptSource
 from spmdrl.dataflow.resharding.planning.slice_layouts import (
     fitted_stride,
     generation_slices,
@@ -17,48 +15,47 @@ from spmdrl.dataflow.resharding.planning.slice_layouts import (
 from spmdrl.engines.generation.native.cache.paged import CacheShape
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf.model_folder import parameter_shapes
+from spmdrl.job.start.prepared import Prepared
 from spmdrl.job.start.start_checks import CheckedRun
 from spmdrl.observability.terminal.units import bytes_text, count
 from spmdrl.resources.startup.launch import LaunchEnvironment
-from spmdrl.types import WorkerState
+from spmdrl.roles import POLICY, Role
+from spmdrl.types import WeightSlice
 
 _FLOAT32_BYTES = 4
 # AdamW's two moments, in float32.
 _OPTIMIZER_BYTES = 8
 
 
-@dataclass(frozen=True)
-class RankBytes:
-    """What the fullest rank holds for each owner, at most."""
-
-    update_weights: int
-    gradients: int
-    optimizer: int
-    reference_weights: int
-    generation_weights: int
-    kv_cache: int
-
-
-def rank_bytes(checked: CheckedRun, decoder: DecoderConfig, launch: LaunchEnvironment, device_kind: str) -> RankBytes:
-    """Bytes of the rank that has most of each; weights exactly as the engines cut them.
+def rank_bytes(
+    checked: CheckedRun, decoders: Mapping[Role, DecoderConfig], launch: LaunchEnvironment, device_kind: str
+) -> dict[str, int]:
+    """What the fullest rank holds at most, by owner in the memory ledger; weights exactly as the engines cut them.
 
     The KV cache is of whole responses, as the native engine lays it out. Activations, the switch's bucket
     (`reshard.bucket_bytes`) and the libraries' own memory come on top.
     """
-    config, table = checked.config, parameter_table(decoder)
+    config, policy = checked.config, decoders[POLICY]
+    computed, held = config.model.compute_dtype(device_kind).itemsize, dict[str, int]()
+    for role, decoder in decoders.items():
+        table = parameter_table(decoder)
+        num_elements = _most_elements(update_slices(table, checked.layout, rank) for rank in range(launch.world_size))
+        held[role.weights] = num_elements * (_FLOAT32_BYTES if role.is_trained else computed)
+        if role.optimizer is not None:
+            # One model is updated at a time.
+            held["gradients"] = max(held.get("gradients", 0), num_elements * _FLOAT32_BYTES)
+            held[role.optimizer] = num_elements * _OPTIMIZER_BYTES
+    table = parameter_table(policy)
     layout = fitted_stride(table, checked.layout, config.resources.generation, launch.local_world_size)
-    ranks = range(launch.world_size)
-    held = max(sum(box.num_elements for box in update_slices(table, checked.layout, rank)) for rank in ranks)
-    wanted = max(sum(box.num_elements for box in generation_slices(table, layout, rank)) for rank in ranks)
-    computed = config.model.compute_dtype(device_kind).itemsize
-    return RankBytes(
-        update_weights=held * _FLOAT32_BYTES,
-        gradients=held * _FLOAT32_BYTES,
-        optimizer=held * _OPTIMIZER_BYTES,
-        reference_weights=held * computed if WorkerState.REFERENCE in checked.needs else 0,
-        generation_weights=wanted * computed,
-        kv_cache=_cache_bytes(config, decoder, launch.world_size, device_kind),
-    )
+    generated = _most_elements(generation_slices(table, layout, rank) for rank in range(launch.world_size))
+    held["generation_weights"] = generated * computed
+    held["kv_cache"] = _cache_bytes(config, policy, launch.world_size, device_kind)
+    return held
+
+
+def _most_elements(slices_of_ranks: Iterable[Sequence[WeightSlice]]) -> int:
+    """Elements of the weights on the rank that holds most of them."""
+    return max(sum(box.num_elements for box in slices) for slices in slices_of_ranks)
 
 
 def _cache_bytes(config: Config, decoder: DecoderConfig, num_ranks: int, device_kind: str) -> int:
@@ -81,18 +78,19 @@ def _cache_bytes(config: Config, decoder: DecoderConfig, num_ranks: int, device_
 
 
 def estimate_lines(
-    checked: CheckedRun, decoder: DecoderConfig, prompts: PromptSource, launch: LaunchEnvironment, device_kind: str
+    checked: CheckedRun, prepared: Prepared, launch: LaunchEnvironment, device_kind: str
 ) -> Iterator[str]:
     """The estimates as text."""
-    config, rollout = checked.config, checked.config.rollout
-    num_parameters = sum(math.prod(shape) for shape in parameter_shapes(decoder).values())
-    owners = rank_bytes(checked, decoder, launch, device_kind)
+    config, rollout, prompts = checked.config, checked.config.rollout, prepared.prompts
+    decoders = {role: source.decoder for role, source in prepared.sources.items()}
+    num_parameters = sum(math.prod(shape) for shape in parameter_shapes(decoders[POLICY]).values())
+    owners = rank_bytes(checked, decoders, launch, device_kind)
     dtype = str(config.model.compute_dtype(device_kind)).removeprefix("torch.")
     yield f"model: {count(num_parameters)} parameters ({num_parameters}), computed in {dtype} on {device_kind}"
-    named = {owner.replace("_", " "): num_bytes for owner, num_bytes in vars(owners).items() if num_bytes}
+    named = {owner.replace("_", " "): num_bytes for owner, num_bytes in owners.items() if num_bytes}
     yield "bytes a rank, at most: " + ", ".join(f"{owner} {bytes_text(size)}" for owner, size in named.items())
-    updating = owners.update_weights + owners.gradients + owners.optimizer + owners.reference_weights
-    generating = owners.generation_weights + owners.kv_cache
+    generating = owners["generation_weights"] + owners["kv_cache"]
+    updating = sum(owners.values()) - generating
     yield (
         f"together: {bytes_text(updating)} to update, {bytes_text(generating)} to generate; weights, gradients and "
         "optimizer exactly, the KV cache as the native engine would fill it; activations come on top"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,18 +17,24 @@ from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.job.model.actor import ModelSource, newest_sound_model
 from spmdrl.job.start.model_checks import check_generation_fits, check_model_fits, check_vllm_computes
 from spmdrl.job.start.start_checks import CheckedRun
+from spmdrl.roles import POLICY, Role
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A model's folder without its weights, and the prompts in its tokens."""
+    """The models' folders without their weights, and the prompts in the policy's tokens."""
 
-    source: ModelSource
+    sources: Mapping[Role, ModelSource]
     tokenizer: ModelTokenizer
     train_prompts: PromptSource | None
     """those of `data.train`; None where the verb reads none"""
     held_out: PromptSource | None
     """those of `data.eval`"""
+
+    @property
+    def source(self) -> ModelSource:
+        """Where the policy comes from."""
+        return self.sources[POLICY]
 
     @property
     def prompts(self) -> PromptSource:
@@ -58,7 +64,7 @@ def prepare(checked: CheckedRun, source: ModelSource) -> Prepared:
     # The answers of `generate` end at the last position.
     if held_out is not None and checked.verb != "generate":
         check_positions(held_out, "data.eval", source.decoder, config)
-    return Prepared(source, tokenizer, train, held_out)
+    return Prepared(dict.fromkeys(checked.roles, source), tokenizer, train, held_out)
 
 
 def check_positions(prompts: PromptSource, key: str, decoder: DecoderConfig, config: Config) -> None:

@@ -30,6 +30,7 @@ from spmdrl.observability.terminal.screen import waiting
 from spmdrl.resources.device import find_device
 from spmdrl.resources.layout import UpdateLayout, check_generation_layout, fit_update_layout
 from spmdrl.resources.startup.launch import LaunchEnvironment, read_launch_environment
+from spmdrl.roles import POLICY, ROLES, Role
 from spmdrl.types import WorkerState
 
 Verb = Literal["train", "sft", "eval", "generate", "check"]
@@ -50,6 +51,12 @@ class CheckedRun:
     eval_rows: list[SourceRows]
     base_model: str
     """what the model comes from, whatever a warm start makes of it"""
+
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        """The run's models: those that its worker states use; only the policy without training on rewards."""
+        used = {state.role for state in self.needs} if self.verb in ("train", "check") else {POLICY}
+        return tuple(role for role in ROLES if role in used)
 
 
 def check_run(

@@ -11,12 +11,12 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True)
 class StateBytes:
-    """What a rank holds, in bytes by owner, at the most."""
+    """What a rank holds, in bytes, at the most."""
 
-    update_weights: int
+    models: int
+    """weights and optimizer state of all roles"""
     gradients: int
-    optimizer: int
-    reference_weights: int
+    """of the largest trained model: one is updated at a time"""
     generation_weights: int
     kv_cache: int
     """for all rows that are generated at once"""
@@ -31,8 +31,7 @@ class StateBytes:
         Gradients end with the update, before generation takes its memory.
         """
         generation = self.generation_weights + self.kv_cache + self.bucket
-        lasting = self.program + self.update_weights + self.optimizer + self.reference_weights
-        return lasting + max(self.gradients, generation)
+        return self.program + self.models + max(self.gradients, generation)
 
 
 @dataclass(frozen=True)
