@@ -27,8 +27,8 @@ from spmdrl.resources.layout import GenerationLayout, UpdateLayout, fit_update_l
 from spmdrl.resources.memory import MemoryLedger
 from spmdrl.resources.mesh import build_generation_mesh, build_update_mesh
 from spmdrl.resources.world import World
-from spmdrl.roles import POLICY
 from spmdrl.types import offsets_of
+from spmdrl.types.roles import POLICY
 
 DENSE = replace(CONFIG, intermediate_size=12)
 ROWS = [[1, 2, 3, 4, 5, 6, 7], [8, 3], [9, 10, 1, 4]]

@@ -27,8 +27,8 @@ from spmdrl.resources.layout import UpdateLayout
 from spmdrl.resources.memory import MemoryLedger, release_to_system, resident_bytes
 from spmdrl.resources.mesh import build_update_mesh
 from spmdrl.resources.world import World
-from spmdrl.roles import POLICY, REFERENCE
 from spmdrl.types import offsets_of
+from spmdrl.types.roles import POLICY, REFERENCE
 
 MIB = 2**20
 AWAY = ("update_weights", "gradients", "optimizer")

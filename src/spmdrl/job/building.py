@@ -42,7 +42,7 @@ from spmdrl.observability.logs.outage import going_on_without
 from spmdrl.observability.terminal.console import Console
 from spmdrl.resources.memory import MemoryLedger
 from spmdrl.resources.world import World
-from spmdrl.roles import POLICY
+from spmdrl.types.roles import POLICY
 
 PromptAt = Callable[[int], Prompt]
 """The prompt at a position of an endless sequence, alike on every rank."""

@@ -10,7 +10,7 @@ import sys
 from typing import Literal, get_args
 
 from spmdrl.observability.timeline.timeline import HeldMemory
-from spmdrl.roles import ROLES
+from spmdrl.types.roles import ROLES
 
 Owner = str
 """One of `OWNERS`."""

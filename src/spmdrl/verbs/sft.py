@@ -30,8 +30,8 @@ from spmdrl.job.start.rank_facts import open_job
 from spmdrl.job.start.start_checks import CheckedRun, check_run
 from spmdrl.resources.mesh import build_update_mesh
 from spmdrl.resources.world import World
-from spmdrl.roles import POLICY
 from spmdrl.types import offsets_of
+from spmdrl.types.roles import POLICY
 
 # Steps over which the probability of an answer is averaged before it can end the training.
 STEPS_OF_AVERAGE = 4

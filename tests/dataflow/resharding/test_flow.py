@@ -13,7 +13,7 @@ from spmdrl.resources.device import Device
 from spmdrl.resources.memory import MemoryLedger, release_to_system, resident_bytes
 from spmdrl.resources.startup.launch import read_launch_environment
 from spmdrl.resources.world import World
-from spmdrl.roles import POLICY, REFERENCE
+from spmdrl.types.roles import POLICY, REFERENCE
 from tests.dataflow.resharding.engines import SmallGenerator, SmallTrainer, StreamedGenerator, make_model
 from tests.support.ranks import run_ranks
 

@@ -23,7 +23,7 @@ from spmdrl.resources.device import Device
 from spmdrl.resources.memory import MemoryLedger
 from spmdrl.resources.startup.launch import read_launch_environment
 from spmdrl.resources.world import World
-from spmdrl.roles import POLICY
+from spmdrl.types.roles import POLICY
 from tests.dataflow.resharding.engines import SmallGenerator, SmallTrainer, make_model
 
 COPY_SECONDS = 0.3

@@ -16,7 +16,7 @@ from spmdrl.dataflow.resharding.moving.checksum import all_elements, spots
 from spmdrl.dataflow.resharding.moving.gather import ReshardConfig
 from spmdrl.resources.memory import MemoryLedger
 from spmdrl.resources.world import World
-from spmdrl.roles import POLICY
+from spmdrl.types.roles import POLICY
 from tests.dataflow.resharding.engines import SmallGenerator, SmallTrainer, StreamedGenerator, make_model
 from tests.support.ranks import run_ranks
 

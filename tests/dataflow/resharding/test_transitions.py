@@ -27,8 +27,8 @@ from spmdrl.resources.layout import GenerationLayout, UpdateLayout, check_genera
 from spmdrl.resources.memory import MemoryLedger
 from spmdrl.resources.mesh import GenerationMesh, build_generation_mesh, build_update_mesh
 from spmdrl.resources.world import World
-from spmdrl.roles import POLICY
 from spmdrl.types import WeightSlice, whole_slice
+from spmdrl.types.roles import POLICY
 from tests.support.ranks import run_ranks
 
 # Heads for 2, 3 and 4 tensor ranks, and a vocabulary that none of these divides. Sparse ones share their key heads.

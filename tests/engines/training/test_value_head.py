@@ -28,8 +28,8 @@ from spmdrl.engines.training.training_engine import TrainingConfig, TrainingEngi
 from spmdrl.resources.layout import UpdateLayout, fit_update_layout
 from spmdrl.resources.mesh import build_update_mesh
 from spmdrl.resources.world import World
-from spmdrl.roles import Rating
 from spmdrl.types import offsets_of, whole_slice
+from spmdrl.types.roles import Rating
 from tests.engines.training.tiny import CONFIG, OPTIM, make_engine, make_rows, relative_difference
 from tests.support.ranks import run_ranks
 

@@ -30,8 +30,8 @@ from spmdrl.resources.layout import UpdateLayout
 from spmdrl.resources.memory import MemoryLedger, release_to_system, resident_bytes
 from spmdrl.resources.mesh import build_update_mesh
 from spmdrl.resources.world import World, open_world
-from spmdrl.roles import POLICY
 from spmdrl.types import offsets_of
+from spmdrl.types.roles import POLICY
 
 RESULT_FILE, SETTINGS_FILE = "result.json", "settings.json"
 TIMEOUT_SECONDS = 120.0

@@ -34,8 +34,8 @@ from spmdrl.resources.layout import UpdateLayout, fit_update_layout
 from spmdrl.resources.memory import MemoryLedger, release_to_system, resident_bytes
 from spmdrl.resources.mesh import build_update_mesh
 from spmdrl.resources.world import World, open_world
-from spmdrl.roles import POLICY
 from spmdrl.types import whole_slice
+from spmdrl.types.roles import POLICY
 
 EXECUTORS: tuple[Executor, ...] = ("exact", "allgather")
 FULL_TENSOR = "full_tensor"

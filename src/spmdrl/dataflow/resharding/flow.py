@@ -24,7 +24,7 @@ from spmdrl.dataflow.resharding.swapping.swap import Leaving, Left, MakeStore, S
 from spmdrl.dataflow.resharding.swapping.swap_space import CopyTimes, make_host_store
 from spmdrl.resources.memory import MemoryLedger, release_to_system
 from spmdrl.resources.world import World
-from spmdrl.roles import POLICY, Role
+from spmdrl.types.roles import POLICY, Role
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from spmdrl.dataflow.samples.schema import column_of
 from spmdrl.dataflow.stages.model_tokens import ModelTokens
 from spmdrl.dataflow.stages.rows import replayed_columns, token_rows
 from spmdrl.engines.training.training_engine import TrainingEngine
-from spmdrl.roles import POLICY
 from spmdrl.types import Batch, WorkerState
+from spmdrl.types.roles import POLICY
 
 Presence = Callable[[], AbstractContextManager[None]]
 

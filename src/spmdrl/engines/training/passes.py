@@ -21,7 +21,7 @@ from spmdrl.engines.training.pipeline.pipeline_runner import PipelineRunner
 from spmdrl.engines.training.routing.routers import RecordingRoute, RoutedTokens, RoutingScope
 from spmdrl.engines.training.sharding.sharded_model import ShardedModel
 from spmdrl.resources.device import Device
-from spmdrl.roles import Rating
+from spmdrl.types.roles import Rating
 
 Finish = Callable[["Work", "Scores | Values"], Tensor]
 """What the last stage makes of a micro-batch's ratings: the scalar from which backward starts."""

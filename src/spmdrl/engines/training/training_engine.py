@@ -27,7 +27,7 @@ from spmdrl.engines.training.update.optimizer import OptimConfig
 from spmdrl.engines.training.update.updater import Accumulated, Updater, UpdateResult
 from spmdrl.resources.device import Device
 from spmdrl.resources.mesh import UpdateMesh
-from spmdrl.roles import Rating
+from spmdrl.types.roles import Rating
 
 Recompute = Literal["none", "full"]
 

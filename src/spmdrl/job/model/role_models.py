@@ -23,7 +23,7 @@ from spmdrl.engines.training.update.optimizer import OptimConfig
 from spmdrl.job.model.actor import MODEL, ModelSource, token_ids_of
 from spmdrl.resources.mesh import UpdateMesh
 from spmdrl.resources.world import World
-from spmdrl.roles import RankSet, Role
+from spmdrl.types.roles import RankSet, Role
 
 TRAINER = "trainer"
 

@@ -20,7 +20,7 @@ from spmdrl.resources.collectives import max_over
 from spmdrl.resources.host_memory import free_host_bytes, is_memory_folder
 from spmdrl.resources.memory import resident_bytes
 from spmdrl.resources.world import World
-from spmdrl.roles import POLICY, Role
+from spmdrl.types.roles import POLICY, Role
 
 # A CPU's activations, the page cache and other programs want memory too, and the free memory is an estimate.
 _SHARE_OF_A_HOST = 0.8

@@ -10,7 +10,7 @@ from spmdrl.dataflow.resharding.moving.probe import Probe
 from spmdrl.job.run.run import Run
 from spmdrl.observability.timeline.timeline import Moved
 from spmdrl.resources.memory import MemoryLedger, peak_resident_bytes, resident_bytes
-from spmdrl.roles import Role
+from spmdrl.types.roles import Role
 
 
 class Switching:

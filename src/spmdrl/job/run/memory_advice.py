@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from spmdrl.config.config import Config
-from spmdrl.roles import WorkerState
+from spmdrl.types.roles import WorkerState
 
 # What allocators write, beside torch's own type: the CPU's, CUDA's and NPU's runtimes, cuBLAS, NumPy.
 _WORDS = ("can't allocate memory", "not enough memory", "out of memory", "ALLOC_FAILED", "Unable to allocate")

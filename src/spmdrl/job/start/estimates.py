@@ -19,8 +19,8 @@ from spmdrl.job.start.prepared import Prepared
 from spmdrl.job.start.start_checks import CheckedRun
 from spmdrl.observability.terminal.units import bytes_text, count
 from spmdrl.resources.startup.launch import LaunchEnvironment
-from spmdrl.roles import POLICY, Role
 from spmdrl.types import WeightSlice
+from spmdrl.types.roles import POLICY, Role
 
 _FLOAT32_BYTES = 4
 # AdamW's two moments, in float32.

@@ -17,7 +17,7 @@ from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.job.model.actor import ModelSource, newest_sound_model
 from spmdrl.job.start.model_checks import check_generation_fits, check_model_fits, check_vllm_computes
 from spmdrl.job.start.start_checks import CheckedRun
-from spmdrl.roles import POLICY, Role
+from spmdrl.types.roles import POLICY, Role
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,8 @@ from spmdrl.observability.terminal.screen import waiting
 from spmdrl.resources.device import find_device
 from spmdrl.resources.layout import UpdateLayout, check_generation_layout, fit_update_layout
 from spmdrl.resources.startup.launch import LaunchEnvironment, read_launch_environment
-from spmdrl.roles import POLICY, ROLES, Role
 from spmdrl.types import WorkerState
+from spmdrl.types.roles import POLICY, ROLES, Role
 
 Verb = Literal["train", "sft", "eval", "generate", "check"]
 

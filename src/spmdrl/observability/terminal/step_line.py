@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from spmdrl.observability.terminal.units import count, duration, fixed, percent, scientific
-from spmdrl.roles import WorkerState
+from spmdrl.types.roles import WorkerState
 
 MISSING = "-"
 # Short names of what a step's seconds go to, in its order; time in stages that have none is `other`.

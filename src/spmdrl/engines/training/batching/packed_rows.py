@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spmdrl.roles import Rating
 from spmdrl.types import gather_ragged_rows, offsets_of
+from spmdrl.types.roles import Rating
 
 
 @dataclass(frozen=True)

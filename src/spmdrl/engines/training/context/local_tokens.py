@@ -17,7 +17,7 @@ from spmdrl.engines.training.batching.packed_rows import MicroBatch, TokenRows
 from spmdrl.engines.training.context.context_parallel import attention_of
 from spmdrl.engines.training.context.token_placement import Placement
 from spmdrl.resources.mesh import Axis
-from spmdrl.roles import Rating
+from spmdrl.types.roles import Rating
 
 
 @dataclass(frozen=True)

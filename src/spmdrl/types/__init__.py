@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from tensordict import TensorDict
 from torch import Tensor
 
-from spmdrl.roles import WorkerState as WorkerState
+from spmdrl.types.roles import WorkerState as WorkerState
 
 Integers = NDArray[np.int64]
 """Metadata on the host: row numbers, homes, lengths."""
