@@ -73,6 +73,7 @@ def test_the_sequence_ratio_is_the_row_mean_and_carries_its_gradient():
     [
         ("token-mean", [1 / 8, 1 / 8, 1 / 8]),
         ("seq-mean-token-mean", [1 / 6, 1 / 6, 1 / 3]),
+        ("seq-mean-token-sum", [1 / 3, 1 / 3, 1 / 3]),
         ("seq-mean-token-sum-norm", [1 / 30, 1 / 30, 1 / 30]),
     ],
 )

@@ -27,7 +27,8 @@ class AlgoConfig:
     clip_ratio_high: float = 0.2
     """the probability ratio is clipped above at 1 + this; more than clip_ratio_low is DAPO's clip-higher"""
     loss_agg: LossAggregation = "token-mean"
-    """how token losses become one number"""
+    """how token losses become one number: token-mean: their mean; seq-mean-...: the mean over rows of a row's mean, of
+    its sum, or of its sum over rollout.max_completion_length (sum-norm, Dr. GRPO)"""
     rollout_is: RolloutIs = "none"
     """how tokens are weighted by trainer's / generator's probability: tis caps it at C; icepop drops tokens outside
     [alpha, beta]; seq-mask-tis drops rows whose geometric mean lies outside [alpha, beta], and caps the others at C"""

@@ -11,7 +11,7 @@ from torch import Tensor
 from spmdrl.algorithms.ratios import bounded_exp, is_beyond_bound
 from spmdrl.types import LossScope, TokenLoss
 
-LossAggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+LossAggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
 
 BOUNDED = "clip_ratio/bounded_share"
 """The metric that counts tokens whose log-ratio lies beyond what losses compute with."""
@@ -57,9 +57,15 @@ def clipped_tokens(log_ratio_R: Tensor, advantages_R: Tensor, clip: ClipRange) -
 
 def sequence_log_ratio(log_ratio_R: Tensor, row_of_token_R: Tensor, num_rows: int) -> Tensor:
     """Each token's row-mean log ratio, with the gradient of the mean (GSPO, arXiv:2507.18071, Eq. 7)."""
-    sums = log_ratio_R.new_zeros(num_rows).index_add(0, row_of_token_R, log_ratio_R)
-    counts = log_ratio_R.new_zeros(num_rows).index_add(0, row_of_token_R, torch.ones_like(log_ratio_R))
-    return (sums / counts.clamp(min=1))[row_of_token_R]
+    sums_B, lengths_B = sums_and_lengths(log_ratio_R, row_of_token_R, num_rows)
+    return (sums_B / lengths_B.clamp(min=1))[row_of_token_R]
+
+
+def sums_and_lengths(values_R: Tensor, row_of_token_R: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    """The sum over each row's tokens [B], with its gradient, and how many they are [B]."""
+    sums_B = values_R.new_zeros(num_rows).index_add(0, row_of_token_R, values_R)
+    lengths_B = values_R.new_zeros(num_rows).index_add(0, row_of_token_R, torch.ones_like(values_R))
+    return sums_B, lengths_B
 
 
 def token_weights(lengths_B: Tensor, aggregation: LossAggregation, scope: LossScope) -> Tensor:
@@ -69,6 +75,8 @@ def token_weights(lengths_B: Tensor, aggregation: LossAggregation, scope: LossSc
         weight_B = torch.full_like(lengths, 1.0 / max(scope.num_tokens, 1))
     elif aggregation == "seq-mean-token-mean":
         weight_B = 1.0 / (lengths.clamp(min=1) * max(scope.num_rows, 1))
+    elif aggregation == "seq-mean-token-sum":
+        weight_B = torch.full_like(lengths, 1.0 / max(scope.num_rows, 1))
     else:
         weight_B = torch.full_like(lengths, 1.0 / (max(scope.num_rows, 1) * scope.max_length))
     return weight_B.repeat_interleave(lengths_B).float()

@@ -109,7 +109,8 @@ _ANSWERS: tuple[tuple[str, str], ...] = (
     ("adv_estimator advantage_estimator estimator", "algo.name is the algorithm"),
     (
         "loss_type loss_agg_mode",
-        "set algo.loss_agg: token-mean (TRL's dapo), seq-mean-token-mean (grpo) or seq-mean-token-sum-norm (dr_grpo)",
+        "set algo.loss_agg: token-mean (TRL's dapo), seq-mean-token-mean (grpo), seq-mean-token-sum or "
+        "seq-mean-token-sum-norm (dr_grpo)",
     ),
     ("importance_sampling_level", "set algo.ratio_level to token or sequence"),
     (
