@@ -8,9 +8,9 @@ import pytest
 
 from spmdrl.config.aliases import ALIASES
 from spmdrl.config.config import Config, load_config
+from spmdrl.config.key_schema import schema_keys
 from spmdrl.config.reader import ConfigError, LoadedConfig
 from spmdrl.config.reference import alias_table
-from spmdrl.config.values import schema_keys
 
 BASE = ["model.make={}", "data.train=synthetic://addition?count=10"]
 ROOT = Path(__file__).parents[1]

@@ -12,8 +12,8 @@ import pytest
 from spmdrl.cli.command_line import VERBS, main, usage
 from spmdrl.cli.manual import VERB_PAGES
 from spmdrl.config.config import Config
+from spmdrl.config.key_schema import schema_keys
 from spmdrl.config.reference import find_key, key_page, known_names
-from spmdrl.config.values import schema_keys
 
 OTHER_RANK = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"} | {
     "MASTER_ADDR": "127.0.0.1",

@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from spmdrl.cli.command_line import VERBS
 from spmdrl.config.aliases import ALIASES
 from spmdrl.config.config import Config, load_config
+from spmdrl.config.key_names import KnownNames, spellings_of
+from spmdrl.config.key_schema import schema_keys
 from spmdrl.config.reader import ConfigError
-from spmdrl.config.renames import spellings_of
-from spmdrl.config.unknown_names import KnownNames
-from spmdrl.config.values import schema_keys
 from spmdrl.config.wished import WISHED
 from spmdrl.observability.terminal.spelling import edit_distance, nearest
 

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin
 
 import pytest
 from tests.support.jobs import ROOT, environment, run_job, tiny_config
@@ -22,8 +22,9 @@ from tests.support.ranks import HOST, rank_environment, run_ranks
 from torch.distributed import PrefixStore, TCPStore
 
 from spmdrl.config.config import Config, load_config
+from spmdrl.config.given import value_leaves
+from spmdrl.config.key_schema import bare, schema, schema_keys
 from spmdrl.config.reader import ConfigError
-from spmdrl.config.values import joined, schema_keys, section_type, value_leaves
 from spmdrl.job.model.actor import model_facts
 from spmdrl.job.start.rank_facts import start_facts
 from spmdrl.job.start.start_checks import check_run
@@ -53,19 +54,14 @@ SETTINGS = ([], ["model.make.family=deepseek_v3"], ["rollout.partial_max_rounds=
 ONE_VALUE = {"algo.name": "one algorithm is there so far"}
 
 
-def kinds_of_keys(kind: Any = Config, key: str = "") -> Iterator[tuple[str, Any]]:
+def kinds_of_keys() -> Iterator[tuple[str, Any]]:
     """Every key that holds a value and no section, with its type."""
-    hints = get_type_hints(kind)
-    sections = {name: section_type(hint) for name, hint in hints.items()}
-    for name, hint in hints.items():
-        if sections[name] is None:
-            yield joined(key, name), hint
-        else:
-            yield from kinds_of_keys(sections[name], joined(key, name))
+    return ((key.name, key.kind) for key in schema(Config) if not key.sections)
 
 
 def other_values(kind: Any, value: Any) -> Iterator[str]:
     """Texts that the type takes, most likely valid ones first."""
+    kind = bare(kind)
     family = get_origin(kind) or kind
     if family in (Union, types.UnionType):
         for member in get_args(kind):

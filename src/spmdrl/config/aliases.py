@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from spmdrl.config.renames import Alias, Settings
-from spmdrl.config.yaml_nodes import Given, show
+from spmdrl.config.given import Given, show
+from spmdrl.config.key_names import Alias, Settings
 
 
 def _number(given: Given) -> int | float:

@@ -1,26 +1,35 @@
 """A strict reader of a run's configuration: YAML files and overrides into a tree of frozen dataclasses.
 
-The tree's types are the schema. A field may be int, float, bool, str, Literal, tuple[X, ...], list, dict[str, Any], a
-dataclass, or a union of those. Later files win over earlier ones key by key, and overrides win over files.
+Later files win over earlier ones key by key, and overrides win over files.
 """
 
 from __future__ import annotations
 
-import re
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from spmdrl.config.renames import Alias, Settings, Unconverted, convert_aliases, spellings_of
-from spmdrl.config.unknown_names import KnownNames
-from spmdrl.config.values import FAILED, Conversion, default_of, describe, entries_of, joined, schema_keys
-from spmdrl.config.yaml_nodes import Given, inline, leaves, plant, read_file, read_override, shortened, show
+from spmdrl.config.conversion import complete, convert
+from spmdrl.config.given import (
+    DEFAULT,
+    Given,
+    entries_of,
+    inline,
+    joined,
+    leaves,
+    plant,
+    shortened,
+    show,
+    value_leaves,
+)
+from spmdrl.config.key_names import Alias, KnownNames, Settings, Unconverted, convert_aliases, spellings_of
+from spmdrl.config.key_schema import describe, schema_keys
+from spmdrl.config.overrides import override_leaves
+from spmdrl.config.yaml_nodes import read_file
 
 T = TypeVar("T")
-_KEY = re.compile(r"[A-Za-z_][\w.-]*")
 _MOST_NAMES = 50
 _NUM_SHOWN = 20
 
@@ -54,10 +63,10 @@ def read_config(
     Raises ConfigError with all faults of all sources.
     """
     problems: list[str] = []
-    names = KnownNames(list(schema_keys(root_type)), spellings_of(aliases), wished or {})
+    names = KnownNames(schema_keys(root_type), spellings_of(aliases), wished or {})
     trees = [read_file(path, problems) for path in files]
     sources = [list(leaves(given)) for given in trees if given is not None]
-    sources.append(list(_override_leaves(overrides, names, problems)))
+    sources.append(list(override_leaves(overrides, names, problems)))
     tree: dict[str, Given] = {}
     aliases_used: dict[str, str] = {}
     unconverted: dict[tuple[str, ...], Unconverted] = {}
@@ -70,10 +79,10 @@ def read_config(
             elif leaf.alias is not None:
                 aliases_used[leaf.spelling] = leaf.alias.read_as
     in_order = sorted(unconverted.values(), key=lambda entry: list(aliases.values()).index(entry.alias))
-    settings = Settings(tree, lambda key: default_of(root_type, key))
-    aliases_used |= convert_aliases(settings, in_order, problems)
-    conversion = Conversion(names.wished)
-    value = conversion.section(root_type, tree, "")
+    complete(tree, root_type)
+    aliases_used |= convert_aliases(Settings(tree), in_order, problems)
+    complete(tree, root_type)
+    conversion = convert(root_type, tree, names.wished)
     problems += conversion.problems
     problems += [
         f"{given.origin}: unknown key {shortened(key)} (= {show(given)}); {names.advice(key)}"
@@ -87,30 +96,14 @@ def read_config(
         problems += [_missing_key(key, kind, files) for key, kind in conversion.missing if key not in meant]
     if problems:
         raise ConfigError(_together(problems))
-    assert value is not FAILED
-    return LoadedConfig(value, conversion.origin, aliases_used)
+    written, value = conversion.origin, conversion.value
+    origin = {key: written.get(key, DEFAULT) for key, _ in value_leaves(value)}
+    return LoadedConfig(value, origin, aliases_used)
 
 
 def resolved_yaml(loaded: LoadedConfig[Any]) -> str:
     """The whole tree as YAML under its canonical names, each value followed by its origin as a comment."""
     return "\n".join(_resolved_lines(loaded.value, "", loaded.origin, indent="")) + "\n"
-
-
-def split_arguments(arguments: Sequence[str]) -> tuple[list[Path], list[str]]:
-    """Part a command line into the files to read and the overrides: whatever has a `key=` or begins with `--`."""
-    files, overrides = [], []
-    rest = deque(arguments)
-    while rest:
-        argument = rest.popleft()
-        if argument.startswith("-") and len(argument) > 1:
-            overrides.append(argument)
-            if _awaits_value(argument) and rest and _is_value(rest[0]):
-                overrides.append(rest.popleft())
-        elif _is_pair(argument):
-            overrides.append(argument)
-        else:
-            files.append(Path(argument))
-    return files, overrides
 
 
 @contextmanager
@@ -122,54 +115,6 @@ def start_up() -> Iterator[None]:
         raise
     except (ValueError, OSError) as error:
         raise ConfigError(str(error)) from error
-
-
-def _awaits_value(argument: str) -> bool:
-    return argument.startswith("--") and "=" not in argument
-
-
-def _is_pair(argument: str) -> bool:
-    key, equals, _ = argument.partition("=")
-    return bool(equals) and _KEY.fullmatch(key) is not None
-
-
-def _is_value(argument: str) -> bool:
-    """Whether this can be the value of the flag before it, rather than the next flag, pair or file."""
-    return not (argument.startswith("--") or _is_pair(argument) or argument.endswith((".yaml", ".yml")))
-
-
-def _override_leaves(
-    overrides: Sequence[str], names: KnownNames, problems: list[str]
-) -> Iterator[tuple[tuple[str, ...], Given]]:
-    rest = deque(overrides)
-    latest: dict[tuple[str, ...], Given] = {}
-    while rest:
-        override = rest.popleft()
-        key, equals, text = override.removeprefix("--").partition("=")
-        if override.startswith("--"):
-            key = key.replace("-", "_")
-        if _awaits_value(override):
-            if not (rest and _is_value(rest[0])):
-                wish = names.wish(key)
-                fault = (
-                    f"there is no --{key}; {wish}"
-                    if wish
-                    else f"--{key} has no value; write --{key} VALUE or {key}=VALUE"
-                )
-                problems.append(f"command line: {shortened(fault)}")
-                continue
-            equals, text = "=", rest.popleft()
-        if not equals or not _KEY.fullmatch(key):
-            problems.append(
-                f"command line: {shortened(repr(override))} is no override; write key.path=value or --key.path value"
-            )
-            continue
-        given = read_override(key, text, problems)
-        if given is not None:
-            for parts, leaf in leaves(given, tuple(key.split("."))):
-                latest.pop(parts, None)
-                latest[parts] = leaf
-    yield from latest.items()
 
 
 @dataclass(frozen=True)
@@ -228,11 +173,4 @@ def _resolved_lines(value: Any, key: str, origin: Mapping[str, str], *, indent: 
             yield f"{indent}{inline(name)}:"
             yield from _resolved_lines(entry, path, origin, indent=indent + "  ")
         else:
-            yield f"{indent}{inline(name)}: {inline(_plain(entry))}  # {origin[path]}"
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    entries = entries_of(value)
-    return {name: _plain(entry) for name, entry in entries.items()} if entries else value
+            yield f"{indent}{inline(name)}: {inline(entry)}  # {origin[path]}"

@@ -1,99 +1,38 @@
-"""YAML text to values that remember where they were written, and values back to YAML text.
-
-Numbers are those of YAML 1.2: `1e-6` is a float, `1_000` an int, and `010` or `1:30` are no numbers but text.
-"""
+"""YAML text to values that remember where they were written."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
 
 import yaml
 
+from spmdrl.config.given import (
+    BOOL_TAG,
+    FLOAT,
+    FLOAT_TAG,
+    INT,
+    INT_TAG,
+    MERGE_TAG,
+    NULL_TAG,
+    Given,
+    LimitError,
+    YamlLoader,
+    joined,
+    shortened,
+    show,
+)
 from spmdrl.observability.terminal.spelling import nearest
 
 COMMAND_LINE = "command line"
 
-_INT_TAG, _FLOAT_TAG, _BOOL_TAG, _NULL_TAG, _MERGE_TAG = (
-    f"tag:yaml.org,2002:{name}" for name in ("int", "float", "bool", "null", "merge")
-)
 _TEXT_TAGS = {f"tag:yaml.org,2002:{name}" for name in ("str", "timestamp", "value", "merge")}
-_WHOLE = r"(?:0|[1-9][0-9]*(?:_[0-9]+)*)"
-_INT = re.compile(rf"^[-+]?{_WHOLE}$")
-_FLOAT = re.compile(
-    rf"^(?:[-+]?(?:{_WHOLE}(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
-)
-_NUMBER_STARTS = list("-+.0123456789")
 
 # A file of a run has a few hundred short lines. Beyond these limits it is something else, or an attempt to exhaust the
-# reader: a few lines of anchors can stand for billions of values.
+# reader: a few lines of anchors can stand for billions of values. Whole numbers of so many digits fit a float.
 _MOST_BYTES = 256 << 10
-_MOST_LEVELS = 50
 _MOST_VALUES = 50_000
-_MOST_DIGITS = 4000
-_MOST_SHOWN = 200
-
-Value: TypeAlias = "None | bool | int | float | str | list[Given] | dict[str, Given]"
-
-
-@dataclass(frozen=True)
-class Given:
-    """A value that somebody wrote: what YAML makes of it, its own text, and where it stands."""
-
-    value: Value
-    text: str
-    origin: str
-    quoted: bool = False
-
-    @property
-    def plain(self) -> Any:
-        """The value without its origins."""
-        if isinstance(self.value, dict):
-            return {name: given.plain for name, given in self.value.items()}
-        if isinstance(self.value, list):
-            return [given.plain for given in self.value]
-        return self.value
-
-
-class _LimitError(yaml.MarkedYAMLError):
-    """The text is valid, but larger than a configuration is."""
-
-
-class _Loader(yaml.SafeLoader):
-    yaml_implicit_resolvers = {
-        start: [(tag, pattern) for tag, pattern in resolvers if tag not in (_INT_TAG, _FLOAT_TAG)]
-        for start, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
-    _level = 0
-
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        """Compose a node and those below it, within the levels that are allowed."""
-        self._level += 1
-        if self._level > _MOST_LEVELS:
-            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
-            raise _LimitError(problem=f"more than {_MOST_LEVELS} levels inside each other", problem_mark=mark)
-        try:
-            return super().compose_node(parent, index)
-        finally:
-            self._level -= 1
-
-
-class _Dumper(yaml.SafeDumper):
-    """Quotes what the loader above would take for a number, and keeps every string on one line."""
-
-
-_Loader.add_implicit_resolver(_INT_TAG, _INT, _NUMBER_STARTS)
-_Loader.add_implicit_resolver(_FLOAT_TAG, _FLOAT, _NUMBER_STARTS)
-_Dumper.add_implicit_resolver(_FLOAT_TAG, _FLOAT, _NUMBER_STARTS)
-_Dumper.add_representer(
-    str,
-    lambda dumper, text: dumper.represent_scalar(
-        "tag:yaml.org,2002:str", text, style=None if text.isprintable() else '"'
-    ),
-)
+_MOST_DIGITS = 300
 
 
 def _file_meant(path: Path) -> str:
@@ -152,10 +91,10 @@ class _Composer:
             self._problems.append(f"{where}: more than {_MOST_BYTES >> 10} KiB, which no configuration needs")
             return None
         try:
-            loader = _Loader(text)
+            loader = YamlLoader(text)
             node = loader.get_single_node()
             return None if node is None else self._given(node, "")
-        except _LimitError as error:
+        except LimitError as error:
             self._problems.append(f"{self._origin(error.problem_mark)}: {error.problem}, which no configuration needs")
         except yaml.MarkedYAMLError as error:
             context = f" ({error.context} at {self._origin(error.context_mark)})" if error.context_mark else ""
@@ -176,8 +115,9 @@ class _Composer:
         self._num_values += 1
         if self._num_values > _MOST_VALUES:
             problem = f"more than {_MOST_VALUES:,} values once aliases (*name) are expanded"
-            raise _LimitError(problem=problem, problem_mark=node.start_mark)
+            raise LimitError(problem=problem, problem_mark=node.start_mark)
         if isinstance(node, yaml.ScalarNode):
+            _check_characters(node)
             return Given(self._scalar(node), node.value, origin, quoted=node.style in ("'", '"'))
         self._open.append(node)
         try:
@@ -193,8 +133,8 @@ class _Composer:
         merged: dict[str, Given] = {}
         own: dict[str, Given] = {}
         for name, value in node.value:
-            given = self._given(value, key if name.tag == _MERGE_TAG else _join(key, name.value))
-            if name.tag == _MERGE_TAG:
+            given = self._given(value, key if name.tag == MERGE_TAG else joined(key, name.value))
+            if name.tag == MERGE_TAG:
                 # Of several mappings under `<<`, the first that has a name wins.
                 merged = self._mapping_to_merge(given, value) | merged
             else:
@@ -217,8 +157,9 @@ class _Composer:
             where = self._origin(name.start_mark)
             if not isinstance(name, yaml.ScalarNode):
                 raise yaml.MarkedYAMLError(problem="a key must be plain text", problem_mark=name.start_mark)
-            if name.value in first and name.tag != _MERGE_TAG:
-                path = _join(key, name.value)
+            _check_characters(name)
+            if name.value in first and name.tag != MERGE_TAG:
+                path = joined(key, name.value)
                 self._problems.append(
                     f"{where}: {path} is given a second time (first at {first[name.value]}); keep one"
                 )
@@ -228,93 +169,25 @@ class _Composer:
         text: str = node.value
         if node.tag in _TEXT_TAGS:
             return text
-        if node.tag == _NULL_TAG:
+        if node.tag == NULL_TAG:
             return None
-        if node.tag == _BOOL_TAG and text.lower() in _Loader.bool_values:
-            return _Loader.bool_values[text.lower()]
-        if node.tag == _INT_TAG and _INT.match(text):
+        if node.tag == BOOL_TAG and text.lower() in YamlLoader.bool_values:
+            return YamlLoader.bool_values[text.lower()]
+        if node.tag == INT_TAG and INT.match(text):
             if len(text) > _MOST_DIGITS:
                 problem = f"a whole number of more than {_MOST_DIGITS} digits"
-                raise _LimitError(problem=problem, problem_mark=node.start_mark)
+                raise LimitError(problem=problem, problem_mark=node.start_mark)
             return int(text)
-        if node.tag == _FLOAT_TAG and (_FLOAT.match(text) or _INT.match(text)):
+        if node.tag == FLOAT_TAG and (FLOAT.match(text) or INT.match(text)):
             return float(re.sub(r"\.(?=[a-zA-Z])(?![eE])", "", text))
         raise yaml.MarkedYAMLError(
             problem=f"{node.tag} {shortened(repr(text))} is no tag for a plain value", problem_mark=node.start_mark
         )
 
 
-def _join(key: str, name: object) -> str:
-    return f"{key}.{name}" if key else str(name)
-
-
-def leaves(given: Given, parts: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Given]]:
-    """Every value below the mappings, with the names that lead to it; an empty mapping counts as a value."""
-    if not isinstance(given.value, dict) or (parts and not given.value):
-        yield parts, given
-        return
-    for name, entry in given.value.items():
-        yield from leaves(entry, (*parts, name))
-
-
-def plant(tree: dict[str, Given], parts: tuple[str, ...], given: Given) -> None:
-    """Set one value in a tree of mappings; mappings on the way are made, other values in the way give way."""
-    *sections, name = parts
-    for section in sections:
-        entry = tree.get(section)
-        if entry is None or not isinstance(entry.value, dict):
-            entry = tree[section] = Given({}, "", given.origin)
-        assert isinstance(entry.value, dict)
-        tree = entry.value
-    there = tree.get(name)
-    if not (there is not None and isinstance(there.value, dict) and given.value == {}):
-        tree[name] = given
-
-
-def find(tree: dict[str, Given], parts: tuple[str, ...]) -> Given | None:
-    """What stands at the end of these names, or None."""
-    given = None
-    for name in parts:
-        given = tree.get(name)
-        if given is None:
-            return None
-        tree = given.value if isinstance(given.value, dict) else {}
-    return given
-
-
-def unplant(tree: dict[str, Given], parts: tuple[str, ...]) -> None:
-    """Remove what stands at the end of these names."""
-    *sections, name = parts
-    section = find(tree, tuple(sections)) if sections else None
-    entries = section.value if section is not None else tree
-    if isinstance(entries, dict):
-        entries.pop(name, None)
-
-
-def given_of(value: Any, origin: str) -> Given:
-    """A value that code made, as if it had been written at `origin`."""
-    if isinstance(value, list):
-        return Given([given_of(item, origin) for item in value], "", origin)
-    return Given(value, value if isinstance(value, str) else inline(value), origin)
-
-
-def show(given: Given) -> str:
-    """A value as a message names it."""
-    if isinstance(given.value, dict):
-        return shortened("a mapping (" + ", ".join(given.value) + ")") if given.value else "an empty mapping"
-    if isinstance(given.value, list):
-        return f"a list of {len(given.value)}" if given.value else "an empty list"
-    if isinstance(given.value, str):
-        return shortened(repr(given.text))
-    return shortened(given.text) or "empty"
-
-
-def shortened(text: str) -> str:
-    """The text, or its beginning where it is too long for a message."""
-    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
-
-
-def inline(value: object) -> str:
-    """YAML of a value on one line: scalars as they are, lists and mappings in brackets."""
-    text: str = yaml.dump([value], Dumper=_Dumper, default_flow_style=True, width=float("inf"), sort_keys=False)
-    return text.strip()[1:-1]
+def _check_characters(node: yaml.ScalarNode) -> None:
+    try:
+        node.value.encode()
+    except UnicodeEncodeError:
+        problem = "\\ud800 to \\udfff are halves of characters, which no text may hold"
+        raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark) from None

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import spmdrl
 from spmdrl.config.config import Config
+from spmdrl.config.given import value_leaves
 from spmdrl.config.reader import start_up
-from spmdrl.config.values import value_leaves
 from spmdrl.dataflow.data.data_rows import SourceRows
 from spmdrl.engines.reward.rules.answers import RULES
 from spmdrl.job.start.start_checks import CheckedRun

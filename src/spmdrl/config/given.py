@@ -1,0 +1,196 @@
+"""Written values with their origins, in YAML 1.2's numbers, and how a message or a file shows one.
+
+`1e-6` is a float, `1_000` an int, and `010`, `1:30` or `.nan` are no numbers but text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, TypeAlias
+
+import yaml
+
+DEFAULT = "default"
+"""The origin of a value that no source sets."""
+
+_MOST_SHOWN = 200
+INT_TAG, FLOAT_TAG, BOOL_TAG, NULL_TAG, MERGE_TAG = (
+    f"tag:yaml.org,2002:{name}" for name in ("int", "float", "bool", "null", "merge")
+)
+_WHOLE = r"(?:0|[1-9][0-9]*(?:_[0-9]+)*)"
+INT = re.compile(rf"^[-+]?{_WHOLE}$")
+FLOAT = re.compile(rf"^(?:[-+]?(?:{_WHOLE}(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF))$")
+_NUMBER_STARTS = list("-+.0123456789")
+_MOST_LEVELS = 50
+
+Value: TypeAlias = "None | bool | int | float | str | list[Given] | dict[str, Given]"
+Path: TypeAlias = "tuple[str | int, ...]"
+
+
+class LimitError(yaml.MarkedYAMLError):
+    """The text is valid, but larger than a configuration is."""
+
+
+class YamlLoader(yaml.SafeLoader):
+    yaml_implicit_resolvers = {
+        start: [(tag, pattern) for tag, pattern in resolvers if tag not in (INT_TAG, FLOAT_TAG)]
+        for start, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+    _level = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        """Compose a node and those below it, within the levels that are allowed."""
+        self._level += 1
+        if self._level > _MOST_LEVELS:
+            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
+            raise LimitError(problem=f"more than {_MOST_LEVELS} levels inside each other", problem_mark=mark)
+        try:
+            return super().compose_node(parent, index)
+        finally:
+            self._level -= 1
+
+
+class YamlDumper(yaml.SafeDumper):
+    """Quotes what the loader above would take for a number, and keeps every string on one line."""
+
+
+YamlLoader.add_implicit_resolver(INT_TAG, INT, _NUMBER_STARTS)
+YamlLoader.add_implicit_resolver(FLOAT_TAG, FLOAT, _NUMBER_STARTS)
+YamlDumper.add_implicit_resolver(FLOAT_TAG, FLOAT, _NUMBER_STARTS)
+YamlDumper.add_representer(
+    str,
+    lambda dumper, text: dumper.represent_scalar(
+        "tag:yaml.org,2002:str", text, style=None if text.isprintable() else '"'
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Given:
+    """A written value: what YAML makes of it, its own text, and where it stands."""
+
+    value: Value
+    text: str
+    origin: str
+    quoted: bool = False
+
+    @property
+    def plain(self) -> Any:
+        """The value without its origins."""
+        if isinstance(self.value, dict):
+            return {name: given.plain for name, given in self.value.items()}
+        if isinstance(self.value, list):
+            return [given.plain for given in self.value]
+        return self.value
+
+
+def given_of(value: Any, origin: str) -> Given:
+    """A value that code made, as if it had been written at `origin`."""
+    if isinstance(value, list | tuple):
+        return Given([given_of(item, origin) for item in value], "", origin)
+    if isinstance(value, dict) or is_dataclass(value):
+        return Given({name: given_of(entry, origin) for name, entry in entries_of(value).items()}, "", origin)
+    return Given(value, value if isinstance(value, str) else inline(value), origin)
+
+
+def leaves(given: Given, parts: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Given]]:
+    """Every value below the mappings, with the names that lead to it; an empty mapping counts as a value."""
+    if not isinstance(given.value, dict) or (parts and not given.value):
+        yield parts, given
+        return
+    for name, entry in given.value.items():
+        yield from leaves(entry, (*parts, name))
+
+
+def plant(tree: dict[str, Given], parts: Sequence[str], given: Given) -> None:
+    """Set one value in a tree of mappings; mappings on the way are made, other values in the way give way."""
+    *sections, name = parts
+    for section in sections:
+        entry = tree.get(section)
+        if entry is None or not isinstance(entry.value, dict):
+            entry = tree[section] = Given({}, "", given.origin)
+        assert isinstance(entry.value, dict)
+        tree = entry.value
+    there = tree.get(name)
+    if not (there is not None and isinstance(there.value, dict) and given.value == {}):
+        tree[name] = given
+
+
+def find(tree: dict[str, Given], path: Path) -> Given | None:
+    """What stands at the end of these names and list indices, or None."""
+    given: Given | None = Given(tree, "", "")
+    for step in path:
+        entries: Any = given.value if given is not None else None
+        if isinstance(step, int):
+            given = entries[step] if isinstance(entries, list) and step < len(entries) else None
+        else:
+            given = entries.get(step) if isinstance(entries, dict) else None
+    return given
+
+
+def replant(tree: dict[str, Given], path: Path, given: Given | None) -> None:
+    """Replace what stands at the end of these names and list indices; None removes it."""
+    holder = find(tree, path[:-1])
+    entries: Any = holder.value if holder is not None else {}
+    if given is not None:
+        entries[path[-1]] = given
+    elif isinstance(entries, dict):
+        entries.pop(path[-1], None)
+
+
+def entries_of(value: Any) -> dict[str, Any]:
+    """What stands below a value in a tree: the fields of a dataclass, the items of a mapping, nothing otherwise."""
+    if is_dataclass(value):
+        return {entry.name: getattr(value, entry.name) for entry in fields(value) if entry.init}
+    return dict(value) if isinstance(value, dict) else {}
+
+
+def value_leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Each dotted key of a tree of dataclasses and mappings with its value; an empty mapping is a value itself."""
+    entries = entries_of(value)
+    if not entries:
+        yield key, value
+    for name, entry in entries.items():
+        yield from value_leaves(entry, joined(key, name))
+
+
+def joined(key: str, name: object) -> str:
+    """A dotted key, or the name itself at the top."""
+    return f"{key}.{name}" if key else str(name)
+
+
+def within(name: str, key: str) -> bool:
+    """Whether `name` is `key` or below it."""
+    return not key or name == key or name.startswith(key + ".")
+
+
+def show(given: Given) -> str:
+    """A value as a message names it."""
+    if isinstance(given.value, dict):
+        return shortened("a mapping (" + ", ".join(given.value) + ")") if given.value else "an empty mapping"
+    if isinstance(given.value, list):
+        return f"a list of {len(given.value)}" if given.value else "an empty list"
+    if isinstance(given.value, str):
+        return shortened(repr(given.text))
+    return shortened(given.text) or "empty"
+
+
+def shortened(text: str) -> str:
+    """The text, or its beginning where it is too long for a message."""
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
+
+
+def inline(value: object) -> str:
+    """YAML of a value on one line: scalars as they are, lists, mappings and dataclasses in brackets."""
+    text: str = yaml.dump(
+        [_plain(value)], Dumper=YamlDumper, default_flow_style=True, width=float("inf"), sort_keys=False
+    )
+    return text.strip()[1:-1]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return {name: _plain(entry) for name, entry in entries.items()} if (entries := entries_of(value)) else value

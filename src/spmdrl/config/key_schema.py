@@ -1,0 +1,162 @@
+"""The keys of a tree of frozen dataclasses, their types in words, and pydantic's view of the tree.
+
+A field's type may be int, float, bool, str, Literal, tuple[X, ...], list, dict[str, Any], a dataclass, a union of
+those, with bounds as Annotated[int, Ge(1)]. In Annotated[A | B, Field(discriminator="name")], the key `name` chooses
+between dataclasses.
+"""
+
+from __future__ import annotations
+
+import math
+import types
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from functools import cache
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from pydantic import ConfigDict, TypeAdapter
+
+from spmdrl.config.given import joined
+
+_SCALARS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
+_BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+
+
+@cache
+def adapter(root: Any) -> TypeAdapter[Any]:
+    """Pydantic's validator of a list that holds one tree; an adapter of a dataclass itself takes no configuration."""
+    holder: Any = types.GenericAlias(tuple, (root,))
+    return TypeAdapter(holder, config=ConfigDict(extra="forbid", use_attribute_docstrings=True))
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key or section of a schema."""
+
+    name: str
+    """dotted"""
+    kind: Any
+    owner: Any
+    default: object
+    """MISSING where the key is required"""
+
+    @property
+    def sections(self) -> tuple[Any, ...]:
+        """The dataclasses that the key may hold; none where it holds a value."""
+        return sections_of(self.kind)
+
+    @property
+    def text(self) -> str:
+        """What stands on the lines under the field."""
+        return _field_texts(self.owner).get(self.name.rpartition(".")[2], "")
+
+
+def own_keys(owner: Any, prefix: str = "", base: object = None) -> Iterator[Key]:
+    """The fields of one dataclass as keys below `prefix`; where there is a `base`, its values are their defaults."""
+    for entry in fields(owner):
+        if entry.init:
+            default = _default(entry) if base is None else getattr(base, entry.name)
+            yield Key(joined(prefix, entry.name), type_hints(owner)[entry.name], owner, default)
+
+
+def schema(owner: Any, prefix: str = "", base: object = None) -> Iterator[Key]:
+    """Every key of a tree, sections included; a key of several members of a union comes once for each."""
+    for key in own_keys(owner, prefix, base):
+        yield key
+        for section in key.sections:
+            yield from schema(section, key.name, key.default if isinstance(key.default, section) else None)
+
+
+def schema_keys(root: type[Any]) -> list[str]:
+    """Every dotted key of a tree, sections included."""
+    return list(dict.fromkeys(key.name for key in schema(root)))
+
+
+@cache
+def type_hints(owner: Any) -> Mapping[str, Any]:
+    """The types of a dataclass' fields, with their bounds."""
+    return get_type_hints(owner, include_extras=True)
+
+
+def bare(kind: Any) -> Any:
+    """A type without its bounds."""
+    return get_args(kind)[0] if get_origin(kind) is Annotated else kind
+
+
+def members_of(kind: Any) -> tuple[Any, ...]:
+    """The members of a union but null; any other type is its own member."""
+    kind = bare(kind)
+    if get_origin(kind) not in (Union, types.UnionType):
+        return (kind,)
+    return tuple(member for member in map(bare, get_args(kind)) if member is not type(None))
+
+
+def sections_of(kind: Any) -> tuple[Any, ...]:
+    """The dataclasses that a field of this type holds: one, one or null, or those that a tag chooses between."""
+    members = members_of(kind)
+    is_section = all(map(is_dataclass, members)) and (len(members) == 1 or tag_of(kind) is not None)
+    return members if is_section else ()
+
+
+def tag_of(kind: Any) -> str | None:
+    """The key whose value chooses a member of this union; None where the values themselves do."""
+    return next((tag for extra in _extras(kind) if (tag := getattr(extra, "discriminator", None))), None)
+
+
+def tags_of(kind: Any) -> dict[str, Any]:
+    """Each value of the tag and the dataclass that it chooses."""
+    tag = tag_of(kind)
+    if tag is None:
+        return {}
+    return {name: member for member in members_of(kind) for name in get_args(type_hints(member)[tag])}
+
+
+def describe(kind: Any) -> str:
+    """A type in words."""
+    own = bare(kind)
+    family, arguments = get_origin(own) or own, get_args(own)
+    if family in (Union, types.UnionType):
+        words = " or ".join(describe(member) for member in arguments)
+    elif family is Literal:
+        words = "one of " + ", ".join(map(str, arguments)) if len(arguments) > 1 else str(arguments[0])
+    elif family in (tuple, list):
+        words = _describe_list(family, arguments)
+    elif is_dataclass(own):
+        words = "a mapping with keys of " + ", ".join(entry.name for entry in fields(own))
+    else:
+        words = "a mapping" if family is dict else _SCALARS.get(own, getattr(own, "__name__", str(own)))
+    return f"{words} {bounds}" if (bounds := describe_bounds(kind)) else words
+
+
+def _describe_list(family: type[Any], arguments: tuple[Any, ...]) -> str:
+    if not arguments:
+        return "a list"
+    if family is list or arguments[-1] is ...:
+        return f"a list, each item {describe(arguments[0])}"
+    return f"a list of {len(arguments)}: " + ", ".join(describe(item) for item in arguments)
+
+
+def describe_bounds(kind: Any) -> str:
+    """The bounds beside a type, such as '> 0 and <= 1'; empty where it has none."""
+    found = [(sign, getattr(extra, name, None)) for extra in _extras(kind) for name, sign in _BOUNDS.items()]
+    given = [(sign, bound) for sign, bound in found if bound is not None]
+    return " and ".join("finite" if bound == math.inf else f"{sign} {bound}" for sign, bound in given)
+
+
+def _extras(kind: Any) -> tuple[Any, ...]:
+    return get_args(kind)[1:] if get_origin(kind) is Annotated else ()
+
+
+def _default(entry: Field[Any]) -> object:
+    return entry.default if entry.default_factory is MISSING else entry.default_factory()
+
+
+@cache
+def _field_texts(owner: Any) -> dict[str, str]:
+    """The text under each field; of inherited fields, pydantic finds it in the class that has them."""
+    texts: dict[str, str] = {}
+    bases: list[Any] = [base for base in reversed(owner.__mro__) if is_dataclass(base)]
+    for base in bases:
+        own = adapter(base).json_schema()["$defs"][base.__name__]["properties"]
+        texts |= {name: " ".join(entry["description"].split()) for name, entry in own.items() if "description" in entry}
+    return texts
