@@ -22,6 +22,21 @@ NUM_KILLS = int(os.environ.get("SPMDRL_KILLS", "2"))
 ENDLESS = ["train.max_steps=100000", "checkpoint.interval=50"]
 OURS, PLAIN = "spmdrl.torchrun", "torch.distributed.run"
 
+# Ctrl-C while a finalizer runs: Python prints that it ignores the exception, and goes on.
+SWALLOWS = """
+import os, signal
+
+class Finalized:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        for _ in range(100_000):
+            pass
+
+def fn(completions, **columns):
+    Finalized()
+    return [0.0] * len(completions)
+"""
+
 FAILS = """
 import os, sys
 import spmdrl.verbs.train
@@ -156,6 +171,17 @@ def test_ctrl_c_is_one_line_that_says_where_the_run_goes_on(tmp_path, launcher):
     [line] = job.shown()
     assert re.match(r"spmdrl: interrupted in step \d+ of 100000[;,] .*the same command", line), line
     assert summary_of(tmp_path / "run")["verdict"] == "interrupted"
+
+
+@pytest.mark.slow
+def test_ctrl_c_that_a_callback_swallows_ends_the_run_before_its_next_step(tmp_path):
+    config = tiny_config(tmp_path)
+    reward = tmp_path / "swallows.py"
+    reward.write_text(SWALLOWS)
+    with started(tmp_path, MODULE, str(config), *ENDLESS, f"reward.functions=[{reward}:fn]", "reward.isolation=inline",
+                 launcher=None) as job:  # fmt: skip
+        assert job.process.wait(90) == 130
+    assert re.match(r"spmdrl: interrupted in step 2 of 100000", job.shown()[-1]), job.shown()
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ from spmdrl.config.overrides import split_arguments
 from spmdrl.config.reader import ConfigError, start_up
 from spmdrl.observability.terminal.screen import show, waiting
 from spmdrl.observability.terminal.spelling import nearest
-from spmdrl.resources.startup.ending import Interrupted
+from spmdrl.resources.startup.ending import Interrupted, noting_interrupts
 from spmdrl.resources.startup.launch import LaunchEnvironment, StartRefused, read_launch_environment
 from spmdrl.resources.startup.launcher import end_with_launcher, remove_empty_folders
 
@@ -151,7 +151,8 @@ def _run_configured(verb: str, arguments: Sequence[str], launch: LaunchEnvironme
     with waiting(f"spmdrl {verb}: starting", enabled=launch.rank == 0), ending_at_interrupt(launch.rank):
         run = _main_of(verb, prompts, planned)
     try:
-        return run(loaded)
+        with noting_interrupts():
+            return run(loaded)
     except (ConfigError, StartRefused):
         raise
     except Exception as failure:

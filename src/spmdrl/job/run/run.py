@@ -41,7 +41,7 @@ from spmdrl.observability.terminal.console import Console
 from spmdrl.observability.terminal.units import bytes_text, duration
 from spmdrl.observability.timeline.timeline import Timeline, timeline_file
 from spmdrl.resources.collectives import barrier, gather_bytes
-from spmdrl.resources.startup.ending import Interrupted
+from spmdrl.resources.startup.ending import Interrupted, raise_noted_interrupt
 from spmdrl.resources.world import World
 
 WARM_START = "warm_start"
@@ -140,6 +140,7 @@ class Run:
         for step in range(self.start_step + 1, self.num_steps + 1):
             if self.is_finished:
                 return
+            raise_noted_interrupt()
             self.begin_step()
             yield step
 

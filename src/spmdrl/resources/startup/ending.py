@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
 
 _INTERRUPTION = "interrupted"
+_is_interrupted = False
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,32 @@ class PeerFailed(Exception):
 
 class Interrupted(KeyboardInterrupt):
     """Ctrl-C, with where the run was and how it goes on."""
+
+
+@contextmanager
+def noting_interrupts() -> Iterator[None]:
+    """Within the block Ctrl-C is noted too: KeyboardInterrupt is lost where it is raised in a finalizer or callback."""
+    # Ignored where a shell started the job in the background, and other than Python's own under a debugger.
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, _note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _note(number: int, frame: FrameType | None) -> None:
+    global _is_interrupted
+    _is_interrupted = True
+    raise KeyboardInterrupt
+
+
+def raise_noted_interrupt() -> None:
+    """Raise KeyboardInterrupt where Ctrl-C came before and was lost; for points at which a loop may end."""
+    if _is_interrupted:
+        raise KeyboardInterrupt
 
 
 def cause_of(failure: BaseException) -> str:
