@@ -5,9 +5,16 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import or_
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
+from pydantic import Field
+
+from spmdrl.algorithms.algo_config import AlgoConfig
 from spmdrl.algorithms.grpo import GrpoConfig
+from spmdrl.algorithms.table import ALGORITHMS
 from spmdrl.config.aliases import ALIASES
 from spmdrl.config.reader import LoadedConfig, read_config
 from spmdrl.config.wished import WISHED
@@ -121,6 +128,14 @@ class DebugConfig:
     """folder of recorded responses that take the place of generation"""
 
 
+if TYPE_CHECKING:
+    _ChosenAlgoConfig = AlgoConfig
+elif len(ALGORITHMS) == 1:
+    (_ChosenAlgoConfig,) = ALGORITHMS
+else:
+    _ChosenAlgoConfig = Annotated[reduce(or_, ALGORITHMS), Field(discriminator="name")]
+
+
 @dataclass(frozen=True)
 class Config:
     """The whole run."""
@@ -131,7 +146,7 @@ class Config:
     """prompts and answers"""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     """how responses are generated"""
-    algo: GrpoConfig = field(default_factory=GrpoConfig)
+    algo: _ChosenAlgoConfig = field(default_factory=GrpoConfig)
     """what is learnt from them"""
     optim: OptimConfig = field(default_factory=OptimConfig)
     """the optimizer"""
