@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from spmdrl.algorithms.algo_config import AlgoConfig
 from spmdrl.algorithms.algorithm import Algorithm
 from spmdrl.algorithms.grpo import Grpo, GrpoConfig
+from spmdrl.algorithms.rloo import Rloo, RlooConfig
 
 ALGORITHMS: Mapping[type[AlgoConfig], type[Algorithm]] = {
     GrpoConfig: Grpo,
+    RlooConfig: Rloo,
 }
 
 

@@ -1,0 +1,82 @@
+"""RLOO: REINFORCE with the other responses' mean reward as baseline (Ahmadian et al. 2024, arXiv:2402.14740, Eq. 8).
+
+The paper's action is the whole response: its log-prob is a sum over tokens, its KL is part of its reward, and nothing
+is clipped. Options give what TRL, verl and OpenRLHF train under this name instead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from spmdrl.algorithms.advantages import group_sizes
+from spmdrl.algorithms.algo_config import AlgoConfig
+from spmdrl.algorithms.algorithm import Algorithm
+from spmdrl.algorithms.losses import ClipRange, LossAggregation, clipped_policy, sums_and_lengths
+from spmdrl.types import TokenLoss, TokenTerms
+
+
+@dataclass(frozen=True)
+class RlooConfig(AlgoConfig):
+    """REINFORCE with a leave-one-out baseline (arXiv:2402.14740)."""
+
+    name: Literal["rloo"] = "rloo"
+    """the algorithm"""
+    kl_in: Literal["loss", "reward", "advantage"] = "reward"
+    """reward: a row's sum is taken off its reward before baselines are made (the paper, TRL); advantage: the sum over a
+    token and all later ones is taken off the token's advantage (OpenRLHF); loss: added to the loss of each token"""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k1"
+    """which estimator of the KL divergence (Schulman 2020, "Approximating KL Divergence"); k1 not in the loss"""
+    loss_agg: LossAggregation = "seq-mean-token-sum"
+    """how token losses become one number: the paper's is the mean over rows of a row's sum; verl's is token-mean"""
+    ratio_level: Literal["none", "token", "sequence"] = "none"
+    """none: no probability ratio (the paper); token: PPO's clipped ratio per token (verl, OpenRLHF); sequence: one
+    clipped ratio per row, the product over its tokens (TRL)"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.kl_coef > 0 and self.kl_in == "advantage" and self.ratio_level == "sequence":
+            raise ValueError(
+                "algo.kl_in is advantage and algo.ratio_level is sequence, but that gives every token an advantage of "
+                "its own, and a row's one ratio needs one for all; set algo.kl_in to reward, or algo.ratio_level to "
+                "token"
+            )
+
+
+@dataclass(frozen=True)
+class Rloo(Algorithm):
+    """A row's reward less the mean reward of the other responses to its prompt, times the gradient of its log-prob."""
+
+    config: RlooConfig
+
+    @property
+    def min_responses(self) -> int:
+        return 2
+
+    def columns_for_loss(self, num_updates: int) -> frozenset[str]:
+        # Without ratios only a correction of off-policy tokens compares with the policy that the step began with.
+        reads_old = self.config.ratio_level != "none" or self.config.correction is not None
+        return super().columns_for_loss(num_updates if reads_old else 1)
+
+    def row_advantages(self, rewards_B: Tensor, groups_B: Tensor) -> Tensor:
+        rewards = rewards_B.double()
+        group_B, count = group_sizes(groups_B)
+        total_B = torch.zeros_like(count).index_add_(0, group_B, rewards)[group_B]
+        others_B = count[group_B] - 1
+        # A row whose group has no other left has nothing to be compared with.
+        return (rewards - (total_B - rewards) / others_B).where(others_B > 0, 0.0).float()
+
+    def policy_loss(self, terms: TokenTerms, old_logprobs_R: Tensor) -> TokenLoss:
+        config, advantages_R = self.config, terms.columns["advantages"]
+        if config.ratio_level == "none":
+            return TokenLoss(-advantages_R * terms.logprobs_R, {})
+        if config.ratio_level == "token":
+            return super().policy_loss(terms, old_logprobs_R)
+        row_R, clip = terms.row_of_token_R, ClipRange(config.clip_ratio_low, config.clip_ratio_high)
+        sums_B, lengths_B = sums_and_lengths(terms.logprobs_R - old_logprobs_R, row_R, terms.num_rows)
+        policy = clipped_policy(sums_B[row_R], advantages_R, clip)
+        # Each token bears an equal part of its row's loss, so that a row's sum is that of the paper's one action.
+        return TokenLoss(policy.loss_R / lengths_B[row_R], policy.metrics)
