@@ -128,10 +128,9 @@ class DebugConfig:
     """folder of recorded responses that take the place of generation"""
 
 
+# Made from the table, which alone lists the algorithms; type checkers see what all of them share.
 if TYPE_CHECKING:
     _ChosenAlgoConfig = AlgoConfig
-elif len(ALGORITHMS) == 1:
-    (_ChosenAlgoConfig,) = ALGORITHMS
 else:
     _ChosenAlgoConfig = Annotated[reduce(or_, ALGORITHMS), Field(discriminator="name")]
 
