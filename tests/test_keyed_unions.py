@@ -9,9 +9,9 @@ from typing import Annotated, Literal
 import pytest
 from pydantic import Field
 
-from spmdrl.config.key_schema import schema_keys
+from spmdrl.config.key_schema import describe, key_groups, schema_keys
 from spmdrl.config.reader import ConfigError, LoadedConfig, read_config, resolved_yaml
-from spmdrl.config.reference import find_key, key_groups
+from spmdrl.config.reference import find_key
 
 
 @dataclass(frozen=True)
@@ -135,8 +135,14 @@ def test_the_resolved_tree_has_the_keys_of_the_choice_alone(tmp_path):
     ]
 
 
-def test_the_schema_has_the_keys_of_all_choices():
-    assert schema_keys(Drawing)[:5] == ["shape", "shape.name", "shape.side", "shape.color", "shape.radius"]
-    section = find_key(Drawing, "shape")
-    groups = {choice: [key.name for key in keys] for choice, keys in key_groups(section)}
-    assert groups["shape.name=circle"] == ["shape.name", "shape.radius", "shape.color"]
+def test_the_schema_has_the_keys_of_all_choices_and_those_of_each():
+    assert schema_keys(Drawing) == ["shape", "shape.name", "shape.color", "shape.side", "shape.radius"]
+    section, name = find_key(Drawing, "shape"), find_key(Drawing, "shape.name")
+    assert section is not None and name is not None
+    assert {choice: [key.name for key in keys] for choice, keys in key_groups(section).items()} == {
+        "": ["shape.name", "shape.color"],
+        "shape.name=square": ["shape.side"],
+        "shape.name=circle": ["shape.radius"],
+        "shape.name=disk": ["shape.radius"],
+    }
+    assert describe(name.kind) == "one of square, circle, disk" and name.default == "square"

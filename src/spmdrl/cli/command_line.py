@@ -55,6 +55,7 @@ examples:
   python -m spmdrl bench --help
 
 spmdrl VERB --help says more about a verb, and spmdrl help KEY about a key or section, such as algo.kl_coef or rollout.
+spmdrl help --markdown is the page of all keys (docs/config.md), and spmdrl help --schema their JSON schema.
 """
 
 _MOST_PROMPT_BYTES = 1 << 20

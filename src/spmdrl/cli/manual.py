@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 
 from spmdrl.config.reader import ConfigError
@@ -62,13 +63,20 @@ examples:
 
 
 def help_page(name: str) -> str:
-    """The page of a verb, a key, a section or another trainer's name. Raises ConfigError for any other name."""
+    """The page of a verb, a key, a section or another trainer's name, or of all keys.
+
+    Raises ConfigError for any other name.
+    """
     if name in VERB_PAGES:
         return VERB_PAGES[name]
     # Brings torch with it, which pages of verbs do without.
     from spmdrl.config.config import Config
-    from spmdrl.config.reference import key_page, known_names
+    from spmdrl.config.reference import config_page, json_schema, key_page, known_names
 
+    if name == "--markdown":
+        return "\n".join(config_page(Config)) + "\n"
+    if name == "--schema":
+        return json.dumps(json_schema(Config), indent=1) + "\n"
     names = known_names(Config)
     page = key_page(Config, names, name)
     if page is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import types
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
 from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -59,12 +59,38 @@ def own_keys(owner: Any, prefix: str = "", base: object = None) -> Iterator[Key]
             yield Key(joined(prefix, entry.name), type_hints(owner)[entry.name], owner, default)
 
 
-def schema(owner: Any, prefix: str = "", base: object = None) -> Iterator[Key]:
-    """Every key of a tree, sections included; a key of several members of a union comes once for each."""
-    for key in own_keys(owner, prefix, base):
-        yield key
-        for section in key.sections:
-            yield from schema(section, key.name, key.default if isinstance(key.default, section) else None)
+def key_groups(section: Key) -> dict[str, list[Key]]:
+    """The keys of a section; where its tag chooses, those of all choices, and what one adds under 'key=value'."""
+    tag, choices = tag_of(section.kind), tags_of(section.kind)
+    if tag is None:
+        return {"": [key for owner in section.sections for key in _keys_below(section, owner)]}
+    groups = {choice: _keys_below(section, owner) for choice, owner in choices.items()}
+    in_all = set.intersection(*({key.name for key in keys} for keys in groups.values()))
+    by_default = [keys for choice, keys in groups.items() if isinstance(section.default, choices[choice])]
+    shared = [key for key in [*by_default, *groups.values()][0] if key.name in in_all]
+    any_choice: Any = Literal[tuple(choices)]
+    tag_key = joined(section.name, tag)
+    return {
+        "": [replace(key, kind=any_choice) if key.name == tag_key else key for key in shared],
+        **{f"{tag_key}={choice}": [key for key in keys if key.name not in in_all] for choice, keys in groups.items()},
+    }
+
+
+def _keys_below(section: Key, owner: Any) -> list[Key]:
+    return list(own_keys(owner, section.name, section.default if isinstance(section.default, owner) else None))
+
+
+def schema(root: Any) -> Iterator[Key]:
+    """Every key of a tree, sections included; a key that some choices of a union share comes once for each."""
+    for key in own_keys(root):
+        yield from _with_keys_below(key)
+
+
+def _with_keys_below(key: Key) -> Iterator[Key]:
+    yield key
+    for keys in key_groups(key).values():
+        for below in keys:
+            yield from _with_keys_below(below)
 
 
 def schema_keys(root: type[Any]) -> list[str]:
@@ -124,7 +150,7 @@ def describe(kind: Any) -> str:
     elif is_dataclass(own):
         words = "a mapping with keys of " + ", ".join(entry.name for entry in fields(own))
     else:
-        words = "a mapping" if family is dict else _SCALARS.get(own, getattr(own, "__name__", str(own)))
+        words = "a mapping" if family is dict else _SCALARS.get(own, "any value")
     return f"{words} {bounds}" if (bounds := describe_bounds(kind)) else words
 
 

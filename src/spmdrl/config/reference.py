@@ -10,10 +10,29 @@ from typing import Any
 from spmdrl.config.aliases import ALIASES
 from spmdrl.config.given import inline
 from spmdrl.config.key_names import KnownNames, spellings_of
-from spmdrl.config.key_schema import Key, describe, own_keys, schema, schema_keys, tag_of, tags_of
+from spmdrl.config.key_schema import Key, adapter, describe, key_groups, own_keys, schema, schema_keys
 from spmdrl.config.wished import WISHED
 
 _WIDTH = 110
+_LONGEST_DEFAULT = 60
+_PAGE_HEAD = """\
+# Keys of a configuration
+
+This page is made from the code: `python -m spmdrl help --markdown > docs/config.md`. `python -m spmdrl help KEY` prints
+one entry, and [aliases.md](aliases.md) says what the names of other trainers mean.
+
+A key is set in a YAML file (`optim: {lr: 1e-6}`), or on the command line (`optim.lr=1e-6`), which wins over files; of
+several files the later ones win. A key that isn't here is refused, and the nearest one named. `python -m spmdrl check
+FILE.yaml` prints every key with its value and where that comes from; a run keeps the same list in its folder, as
+`config.resolved.yaml`.
+
+[config.schema.json](config.schema.json) (`help --schema`) holds the same as JSON schema. Editors with a YAML language
+server complete and check the keys of files that begin with a line such as
+
+```yaml
+# yaml-language-server: $schema=../../docs/config.schema.json
+```
+""".splitlines()
 
 
 def known_names(root: type[Any]) -> KnownNames:
@@ -24,14 +43,6 @@ def known_names(root: type[Any]) -> KnownNames:
 def find_key(root: type[Any], name: str) -> Key | None:
     """The entry of a dotted key, or None where there is none."""
     return next((key for key in schema(root) if key.name == name), None)
-
-
-def key_groups(section: Key) -> Iterator[tuple[str, list[Key]]]:
-    """The keys of a section; where its tag chooses what they are, those of each choice under it, as in name=value."""
-    tag, choices = tag_of(section.kind), tags_of(section.kind) or {"": section.sections[0]}
-    for choice, owner in choices.items():
-        base = section.default if isinstance(section.default, owner) else None
-        yield f"{section.name}.{tag}={choice}" if tag else "", list(own_keys(owner, section.name, base))
 
 
 def key_page(root: type[Any], names: KnownNames, name: str) -> str | None:
@@ -62,8 +73,8 @@ def _key_lines(key: Key) -> Iterator[str]:
 def _section_lines(section: Key) -> Iterator[str]:
     yield f"{section.name}: a section"
     yield from _wrapped(section.text)
-    for heading, keys in key_groups(section):
-        yield from [f"  with {heading}:"] if heading else []
+    for choice, keys in key_groups(section).items():
+        yield from [f"  with {choice}:"] if choice else []
         for key in keys:
             yield f"  {key.name} ({'a section' if key.sections else _default_text(key)})"
             yield from _wrapped(key.text, indent="      ")
@@ -85,6 +96,65 @@ def _default_text(key: Key) -> str:
 
 def _wrapped(text: str, indent: str = "  ") -> list[str]:
     return textwrap.wrap(text, _WIDTH, initial_indent=indent, subsequent_indent=indent)
+
+
+def config_page(root: type[Any]) -> Iterator[str]:
+    """The lines of the Markdown page of all keys."""
+    yield from _PAGE_HEAD
+    top = list(own_keys(root))
+    yield from ["## Top level", ""]
+    yield from (line for key in top if not key.sections for line in _key_item(key))
+    for section in top:
+        yield from _section_part(section, "##") if section.sections else ()
+
+
+def _section_part(section: Key, level: str) -> Iterator[str]:
+    yield from ["", f"{level} {section.name}", "", f"{section.text[:1].upper()}{section.text[1:].rstrip('.')}.", ""]
+    groups = key_groups(section)
+    for choice, keys in groups.items():
+        yield from ["", f"With `{choice}`:", ""] if choice and keys else ()
+        yield from (line for key in keys if not key.sections for line in _key_item(key))
+    for key in (key for keys in groups.values() for key in keys if key.sections):
+        yield from _section_part(key, level + "#")
+
+
+def _key_item(key: Key) -> list[str]:
+    default = _default_text(key)
+    default = f"`{default}`" if len(default) < _LONGEST_DEFAULT else f"{len(default)} characters"
+    text = key.text.rstrip(".").replace("<", "&lt;").replace("*", "\\*")
+    also = ", ".join(f"`{name}` ({alias.origin})" for name, alias in ALIASES.items() if alias.key == key.name)
+    item = f"- `{key.name}` ({describe(key.kind)}; default {default}): {text}." + (f" Also {also}." if also else "")
+    return textwrap.wrap(item, 120, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False)
+
+
+def json_schema(root: Any) -> dict[str, Any]:
+    """JSON schema of a configuration file; as several files may make one configuration, no key is required."""
+    classes = _for_files(adapter(root).json_schema()["$defs"])
+    for key in schema(root):
+        classes[key.owner.__name__]["properties"][key.name.rpartition(".")[2]]["description"] = key.text
+    for spelling, alias in spellings_of(ALIASES).items():
+        section, _, name = spelling.rpartition(".")
+        owners = (find_key(root, section) or Key("", root, root, None)).sections
+        for owner in owners:
+            described = {"description": f"{alias.origin}: {alias.there}; sets {alias.read_as}"}
+            classes[owner.__name__]["properties"].setdefault(name, described)
+    # At the top of a file, a key may be written with the names of its sections before it.
+    whole = classes.pop(root.__name__) | {"patternProperties": {r"^\w+\.": {}}}
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema"} | whole | {"$defs": classes}
+
+
+def _for_files(definition: Any) -> Any:
+    """Pydantic's JSON schema of a value as files may write it: in part, and with numbers where text is wanted."""
+    if not isinstance(definition, dict):
+        return [_for_files(entry) for entry in definition] if isinstance(definition, list) else definition
+    if "properties" in definition:
+        properties = {name: _for_files(entry) for name, entry in definition["properties"].items()}
+        return {"type": "object", "properties": properties, "additionalProperties": False}
+    kept = {name: _for_files(entry) for name, entry in definition.items() if name not in ("title", "discriminator")}
+    # Without its tag, a section may fit several members of a union.
+    if "oneOf" in kept:
+        kept["anyOf"] = kept.pop("oneOf")
+    return kept | {"type": ["string", "number", "boolean"]} if kept.get("type") == "string" else kept
 
 
 def alias_table() -> Iterator[str]:
