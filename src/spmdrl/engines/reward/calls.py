@@ -7,10 +7,7 @@ from dataclasses import dataclass
 from operator import mul
 from typing import Any
 
-from spmdrl.engines.workers.verdict import Verdict
-
-# Sums of a million squares still fit into float32.
-MAX_MAGNITUDE = 1e15
+from spmdrl.engines.workers.verdict import MAX_MAGNITUDE, Verdict
 
 
 @dataclass(frozen=True)

@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import bdb
-import difflib
-import importlib
-import importlib.util
 import inspect
 import math
 import numbers
-import sys
-import traceback
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from types import ModuleType
 from typing import Any, Literal
 
-from spmdrl.engines.reward.calls import MAX_MAGNITUDE, FunctionScores, RewardCall
+from spmdrl.engines.reward.calls import FunctionScores, RewardCall
 from spmdrl.engines.reward.rules.answers import RULES, check_rule_installed
 from spmdrl.engines.reward.rules.formula import Undecided
-from spmdrl.engines.workers.verdict import Verdict
+from spmdrl.engines.workers.loading import explain, load_attribute
+from spmdrl.engines.workers.verdict import MAX_MAGNITUDE, Verdict
 
 _RESERVED = ("prompts", "completions", "completion_ids")
 
@@ -60,23 +54,7 @@ def _load(spec: str, name: str) -> RewardFunction:
     if spec in RULES:
         check_rule_installed(spec)
         return RewardFunction(name, RULES[spec], "rule")
-    where, _, attribute = spec.rpartition(":")
-    if not where or not attribute:
-        close = difflib.get_close_matches(spec, RULES, n=1)
-        hint = f"did you mean '{close[0]}'?" if close else "write pkg.mod:fn or file.py:fn"
-        raise ValueError(f"reward.functions: '{spec}' is neither {' nor '.join(RULES)} nor module:function; {hint}")
-    try:
-        module = _load_file(where) if where.endswith(".py") else importlib.import_module(where)
-    except bdb.BdbQuit:
-        raise
-    except (Exception, SystemExit) as error:
-        raise ValueError(f"reward.functions: '{spec}' can't be loaded: {explain(error)}") from error
-    call = getattr(module, attribute, None)
-    if not callable(call):
-        offered = sorted(key for key, value in vars(module).items() if inspect.isfunction(value))
-        close = difflib.get_close_matches(attribute, offered, n=1)
-        hint = f"did you mean '{close[0]}'?" if close else f"its functions are {', '.join(offered) or '(none)'}"
-        raise ValueError(f"reward.functions: '{spec}': {where} has no function '{attribute}'; {hint}")
+    call = load_attribute(spec, "reward.functions", RULES, kind="function")
     return RewardFunction(name, call, _form(spec, call))
 
 
@@ -88,21 +66,6 @@ def required_columns(functions: Sequence[RewardFunction]) -> dict[str, list[str]
             names, _ = _parameters(function.call)
             needed[function.name] = [name for name, must in names.items() if must and name not in _RESERVED]
     return needed
-
-
-def _load_file(where: str) -> ModuleType:
-    path = Path(where).expanduser().resolve()
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no file {path}")
-    # The file may import its neighbours, as a script could.
-    sys.path.insert(0, str(path.parent))
-    module_name = f"spmdrl_reward_file_{path.stem}"
-    spec = importlib.util.spec_from_file_location(module_name, path)
-    assert spec is not None and spec.loader is not None, path
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def _form(spec: str, call: Callable[..., Any]) -> Literal["trl", "verl"]:
@@ -239,12 +202,3 @@ def _checked_value(outcome: Any) -> tuple[float | None, Verdict, str | None]:
         problem = f"it gave {value:g}, but a reward is at most {MAX_MAGNITUDE:g} in magnitude; scale it down"
         return None, Verdict.MALFORMED, problem
     return value, Verdict.WRONG if value == 0 else Verdict.SCORED, None
-
-
-def explain(error: BaseException) -> str:
-    """One line about an exception: its type and message, and where it was raised."""
-    if isinstance(error, SyntaxError):
-        return f"SyntaxError: {error.msg} ({error.filename}:{error.lineno})"
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
-    return f"{type(error).__name__}: {error!s:.500}{place}"

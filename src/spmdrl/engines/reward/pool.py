@@ -116,7 +116,7 @@ class RewardPool:
 
     def __init__(self, config: RewardConfig, num_workers: int | None = None):
         self.call_level = config.call_level
-        self._names = config.names
+        self.names = config.names
         self._weights = config.weights or (1.0,) * len(config.functions)
         self._functions = load_functions(config.functions) if config.runs_inline else None
         setup = WorkerSetup(
@@ -170,7 +170,7 @@ class RewardPool:
         Waits at most `reward.timeout_seconds` for each call that is before them or with them in a worker's queue.
         """
         return [
-            combine(key, dict(zip(self._names, scores, strict=True)), self._weights)
+            combine(key, dict(zip(self.names, scores, strict=True)), self._weights)
             for key, scores in zip(keys, self._calls.collect(keys), strict=True)
         ]
 

@@ -1,0 +1,72 @@
+"""Finding what a setting names in somebody's module, and explaining what went wrong in it."""
+
+from __future__ import annotations
+
+import bdb
+import difflib
+import importlib
+import importlib.util
+import sys
+import traceback
+from collections.abc import Iterable
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any, Literal
+
+Kind = Literal["function", "class"]
+
+
+def load_attribute(spec: str, key: str, built_in: Iterable[str], kind: Kind) -> Any:
+    """The function or class `pkg.mod:name` or `file.py:name`; `built_in` are the names that need no module.
+
+    Raises ValueError, with the setting `key`, where it can't be loaded.
+    """
+    where, _, attribute = spec.rpartition(":")
+    if not where or not attribute:
+        close = difflib.get_close_matches(spec, built_in, n=1)
+        hint = f"did you mean '{close[0]}'?" if close else f"write pkg.mod:{kind} or file.py:{kind}"
+        raise ValueError(f"{key}: '{spec}' is neither {' nor '.join(built_in)} nor module:{kind}; {hint}")
+    try:
+        module = _load_file(where) if where.endswith(".py") else importlib.import_module(where)
+    except bdb.BdbQuit:
+        raise
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"{key}: '{spec}' can't be loaded: {explain(error)}") from error
+    found = getattr(module, attribute, None)
+    if not (callable(found) if kind == "function" else isinstance(found, type)):
+        offered = sorted(name for name, value in vars(module).items() if _is_offered(value, kind, module))
+        close = difflib.get_close_matches(attribute, offered, n=1)
+        plural = "functions" if kind == "function" else "classes"
+        hint = f"did you mean '{close[0]}'?" if close else f"its {plural} are {', '.join(offered) or '(none)'}"
+        raise ValueError(f"{key}: '{spec}': {where} has no {kind} '{attribute}'; {hint}")
+    return found
+
+
+def _is_offered(value: object, kind: Kind, module: ModuleType) -> bool:
+    if kind == "function":
+        return isinstance(value, FunctionType)
+    return isinstance(value, type) and value.__module__ == module.__name__
+
+
+def _load_file(where: str) -> ModuleType:
+    path = Path(where).expanduser().resolve()
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}")
+    # The file may import its neighbours, as a script could.
+    sys.path.insert(0, str(path.parent))
+    module_name = f"spmdrl_file_{path.stem}"
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    assert spec is not None and spec.loader is not None, path
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def explain(error: BaseException) -> str:
+    """One line about an exception: its type and message, and where it was raised."""
+    if isinstance(error, SyntaxError):
+        return f"SyntaxError: {error.msg} ({error.filename}:{error.lineno})"
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
+    return f"{type(error).__name__}: {error!s:.500}{place}"
