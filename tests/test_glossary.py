@@ -15,7 +15,7 @@ KINDS = ("mean", "total", "maximum", "minimum", "alike")
 # What the jobs of this test don't do: accelerators and other nodes, failures, routers with a bias.
 ELSEWHERE = {
     "mem/{stage}_peak_gib", "mem/total_gib", "checkpoint/failed", "reward/errors/{verdict}",
-    "router/bias_abs_max", "log/refused_writes",
+    "router/bias_abs_max", "log/refused_writes", "environment/turns", "environment/tokens",
 }  # fmt: skip
 # Sparse, more than one update a step, a reference, a correction, rollouts over several steps: what records most.
 MUCH = (

@@ -21,6 +21,7 @@ from spmdrl.config.wished import WISHED
 from spmdrl.dataflow.data.data_rows import DataConfig
 from spmdrl.dataflow.resharding.moving.gather import ReshardConfig
 from spmdrl.dataflow.samples.transport.transport import DockConfig
+from spmdrl.engines.environment.environment_pool import EnvironmentConfig
 from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.hf.model_folder import ModelConfig
 from spmdrl.engines.reward.pool import RewardConfig
@@ -153,6 +154,8 @@ class Config:
     """steps and micro-batches"""
     reward: RewardConfig = field(default_factory=RewardConfig)
     """reward functions"""
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
+    """what answers the model between its turns"""
     sft: SftConfig = field(default_factory=SftConfig)
     """supervised training"""
     eval: EvalConfig = field(default_factory=EvalConfig)

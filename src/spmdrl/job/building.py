@@ -20,9 +20,11 @@ from spmdrl.dataflow.stages.advantage import AdvantageStage
 from spmdrl.dataflow.stages.inference import ScoreStage
 from spmdrl.dataflow.stages.reward import RewardStage
 from spmdrl.dataflow.stages.rollout.generation import GenerationStage, RolloutRecorder
+from spmdrl.dataflow.stages.rollout.turns import RolloutTurns
 from spmdrl.dataflow.stages.shown import ShownRows
 from spmdrl.dataflow.stages.stages import Stages
 from spmdrl.dataflow.stages.update import UpdatePlan, UpdateStage
+from spmdrl.engines.environment.environment_pool import EnvironmentPool
 from spmdrl.engines.generation.native.lockstep import Lockstep
 from spmdrl.engines.generation.replay import ReplayEngine
 from spmdrl.engines.models.tokenizer import ModelTokenizer
@@ -37,7 +39,7 @@ from spmdrl.job.model.swap_choice import announce, decide_residence, swap_folder
 from spmdrl.job.model.switching import Switching
 from spmdrl.job.run.run import Run
 from spmdrl.job.start.prepared import Prepared
-from spmdrl.job.start.start_checks import CheckedRun, agreement_of
+from spmdrl.job.start.start_checks import CheckedRun, agreement_of, turn_columns
 from spmdrl.observability.logs.outage import going_on_without
 from spmdrl.observability.terminal.console import Console
 from spmdrl.resources.memory import MemoryLedger
@@ -102,13 +104,30 @@ def build_probe(config: Config, policy: RoleModel, replica: Replica, prompt_at: 
     return Probe(policy.trainer, replica.engine, rows_of_step, tolerance=tolerance)
 
 
-def build_evaluator(config: Config, prepared: Prepared, replica: Replica, pool: RewardPool) -> Evaluator | None:
+def build_turns(
+    config: Config, replica: Replica, tokenizer: ModelTokenizer, world: World, stack: ExitStack
+) -> RolloutTurns | None:
+    """What lets an environment answer between turns, or None without one; its processes are closed with the stack."""
+    if config.environment.function is None:
+        return None
+    pool = stack.enter_context(EnvironmentPool(config.environment)) if replica.mesh.is_leader else None
+    return RolloutTurns(
+        pool, replica.mesh, lockstep=Lockstep(replica.mesh.expert, world.device.torch_device),
+        decode=tokenizer.decode, encode=tokenizer.encode, return_after=config.environment.return_after_steps,
+    )  # fmt: skip
+
+
+def build_evaluator(
+    config: Config, prepared: Prepared, replica: Replica, pool: RewardPool, turns: RolloutTurns | None
+) -> Evaluator | None:
     """What answers the held-out rows, or None where there are none."""
     if prepared.held_out is None:
         return None
     tokenizer, prompts = prepared.tokenizer, list(prepared.held_out.all())
     sampling = evaluation_sampling(config, tokenizer.stop_token_ids)
-    return Evaluator(prompts, replica, pool, tokenizer.decode, config=config.eval, sampling=sampling, seed=config.seed)
+    return Evaluator(
+        prompts, replica, pool, tokenizer.decode, config=config.eval, sampling=sampling, seed=config.seed, turns=turns
+    )
 
 
 def build_held_out(checked: CheckedRun, run: Run, policy: RoleModel, prepared: Prepared, stack: ExitStack) -> HeldOut:
@@ -117,7 +136,8 @@ def build_held_out(checked: CheckedRun, run: Run, policy: RoleModel, prepared: P
     if prepared.held_out is None:
         return HeldOut(None, build_switching(run, models, replica, stack, num_rows=0), run)
     pool = stack.enter_context(RewardPool(run.config.reward))
-    evaluator = build_evaluator(run.config, prepared, replica, pool)
+    turns = build_turns(run.config, replica, prepared.tokenizer, run.world, stack)
+    evaluator = build_evaluator(run.config, prepared, replica, pool, turns)
     assert evaluator is not None, "there are held-out rows"
     prompts = evaluator.prompts
     switching = build_switching(
@@ -148,10 +168,12 @@ def build_carried(run: Run, replica: Replica) -> CarriedGroups:
 class Rollouts:
     """What answers the prompts of a step: the replica, or responses recorded before; and their recording."""
 
-    def __init__(self, config: Config, replica: Replica):
+    def __init__(self, config: Config, replica: Replica, turns: RolloutTurns | None):
         debug, mesh = config.debug, replica.mesh
         self._replay = ReplayEngine(Path(debug.rollouts_from)) if debug.rollouts_from else None
         self.replica = Replica(self._replay or replica.engine, mesh)
+        # What was recorded holds all turns.
+        self.turns = None if self._replay else turns
         records = debug.rollouts_to and mesh.is_leader
         self.recorder = RolloutRecorder(Path(debug.rollouts_to), mesh.rank) if records else None
 
@@ -181,27 +203,29 @@ class StageParts:
 
 def build_stages(checked: CheckedRun, run: Run, parts: StageParts) -> Stages:
     """The worker states that the algorithm's columns ask for."""
-    config, recorder = checked.config, run.recorder
+    config, recorder, turns = checked.config, run.recorder, turn_columns(checked.config)
     reward = RewardStage(parts.pool, config.reward, parts.tokenizer.decode, recorder)
     recording = [parts.rollouts.recorder] if parts.rollouts.recorder is not None else []
     replica, sampling = parts.rollouts.replica, config.rollout.sampling(parts.tokenizer.stop_token_ids)
     lockstep = Lockstep(replica.mesh.expert, run.world.device.torch_device)
     generation = GenerationStage(
         replica.engine, replica.mesh, sampling, carried=parts.carried, lockstep=lockstep, seed=config.seed,
-        listeners=[reward, *recording], recorder=recorder,
+        listeners=[reward, *recording], recorder=recorder, turns=parts.rollouts.turns,
     )  # fmt: skip
     without_actor: list[RewardStage | ScoreStage] = [reward]
     with_actor: list[ScoreStage] = []
     for state in checked.needs:
         if state.work == "score" and (role := state.role) is not None:
-            stage = ScoreStage(state, parts.models[role].trainer, partial(parts.switching.present, role))
+            present = partial(parts.switching.present, role)
+            stage = ScoreStage(state, parts.models[role].trainer, present, turns=turns)
             (with_actor if role.presence == "training" else without_actor).append(stage)
     plan = UpdatePlan(
         config.train.epochs_per_step, config.train.updates_per_step, config.rollout.max_completion_length,
-        config.train.skip_zero_advantage, agreement_of(config),
+        config.train.skip_zero_advantage, agreement_of(config), turns,
     )  # fmt: skip
     return Stages(
-        generation=generation, without_actor=without_actor, with_actor=with_actor, advantage=AdvantageStage(recorder),
+        generation=generation, without_actor=without_actor, with_actor=with_actor,
+        advantage=AdvantageStage(recorder, turns=turns),
         update=UpdateStage(parts.models[POLICY].trainer, plan, recorder, parts.shown), timeline=run.timeline,
         at_end=parts.switching.note_memory,
     )  # fmt: skip

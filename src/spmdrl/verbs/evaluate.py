@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
+from contextlib import ExitStack
 
 from spmdrl.config.config import Config
 from spmdrl.config.reader import LoadedConfig, start_up
 from spmdrl.engines.reward.pool import RewardPool
-from spmdrl.job.building import build_evaluator, warn_of_end_of_turn
+from spmdrl.job.building import build_evaluator, build_turns, warn_of_end_of_turn
 from spmdrl.job.evaluation.evaluator import Evaluation, write_records
 from spmdrl.job.model.actor import ModelSource, prepare_model
 from spmdrl.job.model.replica import build_replica, load_for_generation
@@ -44,8 +45,9 @@ def _evaluate(checked: CheckedRun, world: World) -> Evaluation:
     with console.doing("loading the weights"):
         replica = build_replica(config, source, world, config.resources.generation)
         load_for_generation(replica.engine, source)
-    with RewardPool(config.reward) as pool:
-        evaluator = build_evaluator(config, prepared, replica, pool)
+    with RewardPool(config.reward) as pool, ExitStack() as stack:
+        turns = build_turns(config, replica, tokenizer, world, stack)
+        evaluator = build_evaluator(config, prepared, replica, pool, turns)
         assert evaluator is not None, "there are held-out rows"
         with console.doing(f"answering {len(evaluator.prompts)} prompts"):
             return evaluator()

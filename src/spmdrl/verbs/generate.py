@@ -18,11 +18,12 @@ from typing import Any
 from spmdrl.config.config import Config
 from spmdrl.config.reader import LoadedConfig, start_up
 from spmdrl.dataflow.data.prompts import Prompt
-from spmdrl.dataflow.stages.rollout.generation import run_requests
 from spmdrl.dataflow.stages.rollout.partial import row_seed
+from spmdrl.dataflow.stages.rollout.turns import run_rollout
+from spmdrl.dataflow.stages.scoring import turns_record
 from spmdrl.engines.generation.protocol import Request, Response, SamplingParams
 from spmdrl.engines.models.tokenizer import ModelTokenizer
-from spmdrl.job.building import warn_of_end_of_turn
+from spmdrl.job.building import build_turns, warn_of_end_of_turn
 from spmdrl.job.model.actor import ModelSource, prepare_model
 from spmdrl.job.model.replica import Replica, build_replica, load_for_generation
 from spmdrl.job.rollouts.kept_answers import KeptAnswers
@@ -112,12 +113,14 @@ def keep_answers(checked: CheckedRun, world: World, folder: Path) -> KeptAnswers
         load_for_generation(replica.engine, source)
     requests = _requests(config, prompts, replica, sampling, done, source.decoder.max_positions)
     progress = _progress(replica, requests) if world.is_main else None
-    for number, responses in run_requests(replica.engine, requests):
-        prompt = prompts[requests[number].rows[0] // config.eval.num_samples]
-        if replica.mesh.is_leader:
-            kept.add([_record(prompt, response, tokenizer) for response in responses])
-        if progress is not None:
-            progress.add(len(responses), sum(len(response.token_ids) for response in responses))
+    asked = [prompts[request.rows[0] // config.eval.num_samples] for request in requests]
+    with ExitStack() as stack:
+        turns = build_turns(config, replica, tokenizer, world, stack)
+        for number, responses in run_rollout(replica.engine, requests, asked, turns):
+            if replica.mesh.is_leader:
+                kept.add([_record(asked[number], response, tokenizer) for response in responses])
+            if progress is not None:
+                progress.add(len(responses), sum(response.num_own_tokens for response in responses))
     return kept
 
 
@@ -161,6 +164,7 @@ def _identity(config: Config, source: ModelSource, prompts: Sequence[Prompt]) ->
         "rollout.max_completion_length": rollout.max_completion_length,
         "rollout.stop": list(rollout.stop),
         "rollout.ignore_eos": rollout.ignore_eos,
+        **({"environment.function": config.environment.function} if config.environment.function else {}),
     }
 
 
@@ -175,4 +179,5 @@ def _record(prompt: Prompt, response: Response, tokenizer: ModelTokenizer) -> di
         "response": tokenizer.decode(response.token_ids),
         "finish": response.finish,
         "logprob": sum(response.logprobs),
+        **turns_record(response, tokenizer.decode),
     }

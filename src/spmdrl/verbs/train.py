@@ -27,6 +27,7 @@ from spmdrl.job.building import (
     build_policys_replica,
     build_stages,
     build_switching,
+    build_turns,
     warn_of_end_of_turn,
 )
 from spmdrl.job.evaluation.held_out import HeldOut
@@ -184,13 +185,14 @@ def build(checked: CheckedRun, run: Run, stack: ExitStack) -> Training:
 
     with run.console.doing("starting the rewards"):
         pool = stack.enter_context(RewardPool(config.reward))
-    evaluator = build_evaluator(config, prepared, replica, pool)
+    turns = build_turns(config, replica, tokenizer, world, stack)
+    evaluator = build_evaluator(config, prepared, replica, pool, turns)
     num_rows = max(carried.rules.most_groups * config.rollout.num_generations, evaluator.num_rows if evaluator else 0)
     switching = build_switching(run, models, replica, stack, num_rows=num_rows, prompt_at=prompts.at)
     device = world.device.torch_device
     row_groups = groups_of_training(mesh, device) | groups_of_generation(replica.mesh, device)
     dock = stack.enter_context(TransferDock(world, checked.needs, config.dock, seed=config.seed, row_groups=row_groups))
-    rollouts = Rollouts(config, replica)
+    rollouts = Rollouts(config, replica, turns)
     shown = ShownRows(config.log.samples_per_step)
     write_estimates(run, checked.needs)
     parts = StageParts(models, rollouts, carried, pool, tokenizer, switching, shown)

@@ -8,7 +8,10 @@ Shape letters: `R` packed response tokens that the model wrote.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 
 from torch import Tensor
 
@@ -52,3 +55,17 @@ class ModelTokens:
         out = values_R.new_zeros(len(self.is_model))
         out[self.is_model] = values_R
         return out
+
+
+def turn_texts(
+    token_ids: Sequence[int], turns: Sequence[int], decode: Callable[[Sequence[int]], str]
+) -> list[tuple[str, str]]:
+    """What the model wrote in each turn, and what the environment answered, or "" where it didn't."""
+    texts: list[tuple[str, str]] = []
+    for turn, run in groupby(zip(token_ids, turns, strict=True), key=itemgetter(1)):
+        text = decode([token for token, _ in run])
+        if turn:
+            texts.append((text, ""))
+        else:
+            texts[-1] = (texts[-1][0], text)
+    return texts

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
+from spmdrl.engines.workers.verdict import Outcome
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -58,6 +60,8 @@ class PartialResponse:
     """The policy version that each token was drawn with."""
     choices: Tensor | None = field(default=None, compare=False)
     """As in `Response`; where the engine records them and these are None, it records those of its own weights."""
+    turns: tuple[int, ...] | None = None
+    """As in `Response`; engines answer single turns, and get none."""
 
     def __post_init__(self) -> None:
         if not len(self.token_ids) == len(self.logprobs) == len(self.versions):
@@ -113,6 +117,23 @@ class Response:
     choices: Tensor | None = field(default=None, compare=False)
     """int16, flat: of each token fed (the prompt's and all of `token_ids` but the last), its experts in each sparse
     layer; None where they aren't recorded."""
+    turns: tuple[int, ...] | None = None
+    """The turn in which the model wrote each token, from 1, or 0 where an environment did; None: all in one turn."""
+    outcome: Outcome | None = None
+    """What the environment made of the row; None leaves it to the reward functions."""
+
+    @property
+    def num_own_tokens(self) -> int:
+        """Tokens that the model wrote."""
+        return len(self.token_ids) if self.turns is None else sum(turn > 0 for turn in self.turns)
+
+    @property
+    def last_turn(self) -> tuple[int, ...]:
+        """The tokens that the model wrote after the last ones of an environment."""
+        if self.turns is None:
+            return self.token_ids
+        last = max(self.turns, default=0)
+        return tuple(token for token, turn in zip(self.token_ids, self.turns, strict=True) if turn == last)
 
 
 class GenerationEngine(Protocol):

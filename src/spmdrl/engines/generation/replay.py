@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from spmdrl.engines.generation.protocol import Finish, Request, Response
+from spmdrl.engines.workers.verdict import Outcome, Verdict
 from spmdrl.types import WeightSlice
 
 _FINISHES: tuple[Finish, ...] = get_args(Finish)
@@ -38,6 +39,9 @@ def record_rollouts(path: Path, responses: Sequence[Response], prompts: Mapping[
         "logprobs": _packed((response.logprobs for response in responses), torch.float64),
         "versions": _packed((response.versions for response in responses), torch.int64),
     }
+    if any(response.turns is not None for response in responses):
+        columns["turns"] = _packed((response.turns or () for response in responses), torch.int64)
+        columns["outcome_reward"], columns["outcome_verdict"] = packed_outcomes(responses)
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(".tmp")
     try:
@@ -54,11 +58,35 @@ def read_rollouts(path: Path) -> dict[int, tuple[tuple[int, ...], Response]]:
         _unpacked(columns[name], columns["offsets"]) for name in ("token_ids", "logprobs", "versions")
     )
     prompts = _unpacked(columns["prompt_ids"], columns["prompt_offsets"])
+    turns: list[tuple[int, ...] | None] = [None] * len(columns["rows"])
+    outcomes: list[Outcome | None] = [None] * len(turns)
+    if "turns" in columns:
+        turns = list(_unpacked(columns["turns"], columns["offsets"]))
+        outcomes = unpacked_outcomes(columns["outcome_reward"], columns["outcome_verdict"])
     recorded = {}
     for index, (row, finish) in enumerate(zip(columns["rows"].tolist(), columns["finish"].tolist(), strict=True)):
-        response = Response(row, token_ids[index], logprobs[index], _FINISHES[finish], versions[index])
+        response = Response(
+            row, token_ids[index], logprobs[index], _FINISHES[finish], versions[index], turns=turns[index],
+            outcome=outcomes[index],
+        )  # fmt: skip
         recorded[row] = (prompts[index], response)
     return recorded
+
+
+def packed_outcomes(responses: Sequence[Response]) -> tuple[Tensor, Tensor]:
+    """Reward and verdict of each row that an environment judged: NaN where it has none, -1 where nothing judged it."""
+    outcomes = [response.outcome for response in responses]
+    rewards = [float("nan") if one is None or one.reward is None else one.reward for one in outcomes]
+    verdicts = [-1 if one is None else int(one.verdict) for one in outcomes]
+    return torch.tensor(rewards, dtype=torch.float64), torch.tensor(verdicts, dtype=torch.int32)
+
+
+def unpacked_outcomes(rewards: Tensor, verdicts: Tensor) -> list[Outcome | None]:
+    """What `packed_outcomes` was given, without what an error said."""
+    return [
+        None if verdict < 0 else Outcome(reward if Verdict(verdict).has_reward else None, Verdict(verdict))
+        for reward, verdict in zip(rewards.tolist(), verdicts.tolist(), strict=True)
+    ]
 
 
 class ReplayEngine:

@@ -23,7 +23,7 @@ class RolloutConfig:
     """Prompts that a step works on beyond prompts_per_step where responses may take several steps, so that it needn't
     wait for the longest ones; null is half of prompts_per_step."""
     max_completion_length: int = 256
-    """Most tokens of a response."""
+    """Most tokens of a response, those of an environment included."""
     temperature: float = 1.0
     """Divides the logits before sampling; 0 takes the likeliest token."""
     top_p: float = 1.0

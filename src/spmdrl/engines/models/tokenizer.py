@@ -74,9 +74,13 @@ class ModelTokenizer:
         """The text of a response, without special tokens."""
         return self.raw.decode(list(token_ids), skip_special_tokens=True)
 
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text, without those that begin or end one; special tokens in it are read as such."""
+        return self.raw(text, add_special_tokens=False)["input_ids"]
+
     def encode_completion(self, text: str) -> list[int]:
         """The tokens of a whole response, ended by the first stop token."""
-        return [*self.raw(text, add_special_tokens=False)["input_ids"], *self.stop_token_ids[:1]]
+        return [*self.encode(text), *self.stop_token_ids[:1]]
 
     def _stop_token(self, token_id: int) -> StopToken:
         return StopToken(token_id, self.raw.decode([token_id]))

@@ -11,9 +11,9 @@ from typing import Any
 
 from spmdrl.config.config import Config, EvalConfig
 from spmdrl.dataflow.data.prompts import Prompt
-from spmdrl.dataflow.stages.rollout.generation import run_requests
 from spmdrl.dataflow.stages.rollout.partial import row_seed
-from spmdrl.dataflow.stages.scoring import DecodeTokens, EndedResponses, StreamedRewards
+from spmdrl.dataflow.stages.rollout.turns import RolloutTurns, run_rollout
+from spmdrl.dataflow.stages.scoring import DecodeTokens, EndedResponses, StreamedRewards, turns_record
 from spmdrl.engines.generation.protocol import Request, Response, SamplingParams
 from spmdrl.engines.reward.pool import RewardPool, RewardResult
 from spmdrl.job.model.replica import Replica
@@ -91,7 +91,7 @@ class Evaluator:
 
     def __init__(
         self, prompts: Sequence[Prompt], replica: Replica, pool: RewardPool, decode: DecodeTokens, *,
-        config: EvalConfig, sampling: SamplingParams, seed: int,
+        config: EvalConfig, sampling: SamplingParams, seed: int, turns: RolloutTurns | None = None,
     ):  # fmt: skip
         self.prompts = prompts[: config.max_rows]
         self.replica = replica
@@ -101,6 +101,7 @@ class Evaluator:
         self.num_rows = len(self.prompts) * config.num_samples
         self.sampling = sampling
         self.seed = seed
+        self.turns = turns
 
     def __call__(self) -> Evaluation:
         lines = [json.dumps(record) for record in self._own_records()]
@@ -112,7 +113,8 @@ class Evaluator:
         numbers = self.replica.share_of(len(self.prompts))
         requests = [self._request(number) for number in numbers]
         answers: dict[int, dict[int, Response]] = {number: {} for number in numbers}
-        for place, responses in run_requests(self.replica.engine, requests):
+        prompts = [self.prompts[number] for number in numbers]
+        for place, responses in run_rollout(self.replica.engine, requests, prompts, self.turns):
             number = numbers[place]
             ended = {response.row % self.num_samples: response for response in responses}
             answers[number] |= ended
@@ -140,8 +142,9 @@ class Evaluator:
                 "response": self.decode(response.token_ids),
                 "reward": result.rewards[position],
                 "verdict": result.verdicts[position].name.lower(),
-                "num_tokens": len(response.token_ids),
+                "num_tokens": response.num_own_tokens,
                 "finish": response.finish,
+                **turns_record(response, self.decode),
             }
 
 

@@ -10,10 +10,12 @@ from spmdrl.config.config import Config
 from spmdrl.dataflow.data.prompts import Prompt
 from spmdrl.dataflow.samples.dock import Accounting, Samples, TransferDock
 from spmdrl.dataflow.samples.volume import FlowShape, Link, replay_buffer_gib, request_gib, warehouse_gib
+from spmdrl.dataflow.stages.model_tokens import TURNS, turn_texts
 from spmdrl.dataflow.stages.reward import DecodeTokens
 from spmdrl.dataflow.stages.shown import ShownRows
 from spmdrl.engines.workers.verdict import Verdict
 from spmdrl.job.run.run import Run
+from spmdrl.job.start.start_checks import turn_columns
 from spmdrl.observability.logs.log import SampleRecord, SampleToken
 from spmdrl.observability.logs.outage import going_on_without
 from spmdrl.observability.summary import write_summary
@@ -37,7 +39,7 @@ class SamplesReport:
         """Write `log.samples_per_step` rows: those of one prompt first, then others of the step's prompts."""
         if self._run.samples_log is None or not self._shown.rows:
             return
-        batch = samples.read(self._shown.rows, COLUMNS)
+        batch = samples.read(self._shown.rows, [*COLUMNS, *turn_columns(self._run.config)])
         records = [self._record(samples, batch, position, prompts) for position in range(len(batch))]
         self._run.write_samples(samples.step, records)
 
@@ -50,11 +52,13 @@ class SamplesReport:
         parts = dict(zip(names, one.to_lists("reward_parts")[0], strict=True))
         versions = one.to_lists("versions")[0]
         tokens = self._tokens(samples, one)
+        ids = [int(token) for token in one.to_lists("response_ids")[0]]
+        turns = turn_texts(ids, one.to_lists(TURNS)[0], self._decode) if TURNS in one else None
         return SampleRecord(
             step=samples.step,
             row=row,
             prompt=prompt.text,
-            response=self._decode([int(token) for token in one.to_lists("response_ids")[0]]),
+            response=self._decode(ids),
             answer=prompt.answer or "",
             reward=None if math.isnan(reward) else reward,
             parts={name: value for name, value in parts.items() if not math.isnan(value)},
@@ -63,6 +67,7 @@ class SamplesReport:
             mismatch=_mean([token.mismatch and abs(token.mismatch) for token in tokens]),
             version=int(versions[-1]) if versions else None,
             tokens=tokens,
+            turns=turns,
         )
 
     def _tokens(self, samples: Samples, one: Batch) -> list[SampleToken]:
@@ -72,10 +77,14 @@ class SamplesReport:
         unknown: list[float | None] = [None] * len(ids)
         is_trained = samples.is_trained(row)
         advantages = samples.read([row], ["advantages"]).to_lists("advantages")[0] if is_trained else unknown
-        trained = self._shown.logprobs(row) or unknown
+        own = [turn > 0 for turn in one.to_lists(TURNS)[0]] if TURNS in one else [True] * len(ids)
+        seen = iter(self._shown.logprobs(row) or [])
+        trained = [next(seen, None) if is_own else None for is_own in own]
         return [
-            SampleToken(self._text(int(token)), advantage, None if known is None else logprob - known)
-            for token, advantage, logprob, known in zip(ids, advantages, generated, trained, strict=True)
+            SampleToken(
+                self._text(int(token)), advantage if is_own else None, None if known is None else logprob - known
+            )
+            for token, is_own, advantage, logprob, known in zip(ids, own, advantages, generated, trained, strict=True)
         ]
 
     def _text(self, token: int) -> str:

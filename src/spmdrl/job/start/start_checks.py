@@ -13,8 +13,10 @@ from spmdrl.config.config import Config
 from spmdrl.config.reader import LoadedConfig, resolved_yaml, start_up
 from spmdrl.dataflow.data.data_rows import RowNeeds, SourceRows, read_rows, rows_of_prompts
 from spmdrl.dataflow.samples.schema import needs_by_state
+from spmdrl.dataflow.stages.model_tokens import TURNS
 from spmdrl.dataflow.stages.parity import Agreement, update_columns
 from spmdrl.dataflow.stages.rows import replayed_columns
+from spmdrl.engines.environment.environment_pool import EnvironmentPool
 from spmdrl.engines.reward.functions import needs_answer
 from spmdrl.engines.reward.pool import RewardPool
 from spmdrl.job.start.model_checks import (
@@ -111,6 +113,9 @@ def check_run(
             with RewardPool(config.reward, 1) as pool:
                 judged = train_rows if verb in ("train", "check") else []
                 check_columns(pool.required_columns(), [*judged, *eval_rows])
+        if config.environment.function is not None and (are_judged or verb == "generate"):
+            # Likewise.
+            EnvironmentPool(config.environment, 1).close()
     base_model = config.model.path or "random weights (model.make)"
     return CheckedRun(verb, config, resolved_yaml(loaded), layout, algorithm, needs, train_rows, eval_rows, base_model)
 
@@ -135,9 +140,17 @@ def states_of(config: Config, algorithm: Algorithm) -> dict[WorkerState, frozens
     num_updates = config.train.updates_per_step * config.train.epochs_per_step
     replayed = replayed_columns(config.train.routing)
     columns = update_columns(algorithm.columns_for_loss(num_updates), agreement_of(config))
-    reads = {"prompt_ids", "response_ids", *columns, *replayed}
-    credit = {"reward", "response_ids", *algorithm.columns_for_credit()}
-    return needs_by_state(reads, {WorkerState.ADVANTAGE: credit, WorkerState.OLD_LOGPROBS: replayed})
+    turns = turn_columns(config)
+    reads = {"prompt_ids", "response_ids", *columns, *replayed, *turns}
+    credit = {"reward", "response_ids", *turns, *algorithm.columns_for_credit()}
+    of_rows = {state: turns for state in WorkerState if state.work == "score"}
+    of_rows[WorkerState.OLD_LOGPROBS] = turns | replayed
+    return needs_by_state(reads, {WorkerState.ADVANTAGE: credit, **of_rows})
+
+
+def turn_columns(config: Config) -> frozenset[str]:
+    """The column that rows have where an environment writes some of their tokens."""
+    return frozenset({TURNS} if config.environment.function is not None else ())
 
 
 def agreement_of(config: Config) -> Agreement:

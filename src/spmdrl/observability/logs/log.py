@@ -181,6 +181,8 @@ class SampleRecord:
     version: int | None
     """Policy version that wrote the response's last token."""
     tokens: list[SampleToken]
+    turns: list[tuple[str, str]] | None = None
+    """What the model wrote in each turn and what the environment answered; None without an environment."""
 
 
 class SamplesLog:
@@ -192,7 +194,10 @@ class SamplesLog:
     def write(self, samples: Iterable[SampleRecord]) -> None:
         for sample in samples:
             tokens = [(token.text, token.advantage, token.mismatch) for token in sample.tokens]
-            self._writer.write(asdict(replace(sample, tokens=[])) | {"tokens": tokens})
+            record = asdict(replace(sample, tokens=[])) | {"tokens": tokens}
+            if sample.turns is None:
+                del record["turns"]
+            self._writer.write(record)
 
     def truncate_after(self, step: int) -> None:
         """Forget the samples of steps above `step`."""

@@ -19,8 +19,9 @@ from spmdrl.dataflow.stages.rollout.partial import (
     seeds_of_group,
     unpacked,
 )
+from spmdrl.dataflow.stages.rollout.turns import RolloutTurns, run_rollout
 from spmdrl.engines.generation.native.lockstep import Lockstep
-from spmdrl.engines.generation.protocol import GenerationEngine, Request, Response, SamplingParams
+from spmdrl.engines.generation.protocol import GenerationEngine, Response, SamplingParams
 from spmdrl.engines.generation.replay import record_rollouts, rollout_file
 from spmdrl.observability.metrics import Recorder
 from spmdrl.resources.mesh import GenerationMesh
@@ -60,31 +61,6 @@ class RolloutRecorder:
             self._prompts.clear()
 
 
-def run_requests(
-    engine: GenerationEngine, requests: Sequence[Request], is_enough: Callable[[], bool] | None = None
-) -> Iterator[tuple[int, list[Response]]]:
-    """Run the engine, and yield each request's number with those of its responses that ended in one engine step.
-
-    Once `is_enough` says so before one of the engine's steps, what is unfinished is aborted and comes with the tokens
-    that it has. Collective over the ranks that the engine computes with: those of a replica bring the same requests.
-    """
-    engine.submit(requests)
-    request_of = {row: number for number, request in enumerate(requests) for row in request.rows}
-
-    def by_request(responses: list[Response]) -> Iterator[tuple[int, list[Response]]]:
-        together: dict[int, list[Response]] = {}
-        for response in responses:
-            number = request_of[response.row]
-            # Taken out and put last: a request is where its last response is, so that groups are whole in that order.
-            together[number] = [*together.pop(number, []), response]
-        yield from together.items()
-
-    while engine.has_work and not (is_enough is not None and is_enough()):
-        yield from by_request(engine.step())
-    if engine.has_work:
-        yield from by_request(engine.abort())
-
-
 class GenerationStage:
     """Runs this rank's engine over the groups dealt to its replica. Collective: every rank calls it once a step.
 
@@ -97,8 +73,9 @@ class GenerationStage:
     def __init__(
         self, engine: GenerationEngine, mesh: GenerationMesh, sampling: SamplingParams, *, carried: CarriedGroups,
         lockstep: Lockstep, seed: int, listeners: Sequence[ResponseListener], recorder: Recorder,
+        turns: RolloutTurns | None = None,
     ):  # fmt: skip
-        """`lockstep` joins the replicas that step together."""
+        """`lockstep` joins the replicas that step together. With `turns` an environment answers between turns."""
         self.engine = engine
         self.mesh = mesh
         self.sampling = sampling
@@ -107,6 +84,7 @@ class GenerationStage:
         self.seed = seed
         self.listeners = listeners
         self.recorder = recorder
+        self.turns = turns
 
     def __call__(self, samples: Samples, prompts: Sequence[Prompt]) -> None:
         own = self._own_groups(samples, prompts)
@@ -115,8 +93,8 @@ class GenerationStage:
         stops_early = samples.num_rows > self.carried.rules.num_wanted * samples.group_size
         for group, responses in self._answers(own, self._all_have(quota) if stops_early else None):
             if self.mesh.is_leader:
-                num_begun = sum(len(response.token_ids) for response in group.begun)
-                num_tokens = sum(len(response.token_ids) for response in responses)
+                num_begun = sum(response.num_own_tokens for response in group.begun)
+                num_tokens = sum(response.num_own_tokens for response in responses)
                 self.recorder.total("generation/tokens", num_tokens - num_begun)
             if is_whole(responses) and quota.admit(is_last_round=group.round >= self.carried.rules.max_rounds):
                 if self.mesh.is_leader:
@@ -166,7 +144,8 @@ class GenerationStage:
                 asked.append(group)
                 requests.append(request)
         answers: list[list[Response]] = [[] for _ in asked]
-        for number, responses in run_requests(self.engine, requests, is_enough):
+        prompts = [group.prompt for group in asked]
+        for number, responses in run_rollout(self.engine, requests, prompts, self.turns, is_enough):
             self._tell(asked[number], responses)
             answers[number] += responses
             if len(answers[number]) == len(requests[number].rows):
@@ -197,12 +176,15 @@ class GenerationStage:
 
     def _report(self, prompt: Prompt, responses: Sequence[Response]) -> None:
         for response in responses:
-            length = len(response.token_ids)
-            self.recorder.total("perf/tokens", len(prompt.prompt_ids) + length)
+            length = response.num_own_tokens
+            self.recorder.total("perf/tokens", len(prompt.prompt_ids) + len(response.token_ids))
             self.recorder.mean("completions/mean_length", length)
             self.recorder.minimum("completions/min_length", length)
             self.recorder.maximum("completions/max_length", length)
             self.recorder.mean("completions/clipped_ratio", float(response.finish == "length"))
+            if response.turns is not None:
+                self.recorder.mean("environment/turns", max(response.turns, default=0))
+                self.recorder.mean("environment/tokens", response.turns.count(0))
 
 
 def _first_rows(samples: Samples, rank: int) -> list[int]:

@@ -11,11 +11,16 @@ import torch
 
 from spmdrl.dataflow.data.prompts import Prompt
 from spmdrl.dataflow.samples.carried import FINISH
+from spmdrl.dataflow.stages.model_tokens import TURNS
 from spmdrl.dataflow.stages.rows import ROUTED_EXPERTS
 from spmdrl.engines.generation.protocol import Finish, PartialResponse, Request, Response, SamplingParams
+from spmdrl.engines.generation.replay import packed_outcomes, unpacked_outcomes
+from spmdrl.engines.workers.verdict import Outcome
 from spmdrl.types import Batch, offsets_of
 
 _FINISHES: tuple[Finish, ...] = get_args(Finish)
+OUTCOME_REWARD, OUTCOME_VERDICT = "outcome_reward", "outcome_verdict"
+"""Dense columns of a carried group with rows that an environment judged."""
 
 
 @dataclass(frozen=True)
@@ -90,12 +95,20 @@ def packed(responses: Sequence[Response]) -> Batch:
     batch = _token_columns([replace(response, row=member) for member, response in enumerate(responses)])
     finishes = [_FINISHES.index(response.finish) for response in responses]
     batch.put_dense(FINISH, torch.tensor(finishes, dtype=torch.int32))
+    if any(response.outcome is not None for response in responses):
+        rewards, verdicts = packed_outcomes(responses)
+        batch.put_dense(OUTCOME_REWARD, rewards)
+        batch.put_dense(OUTCOME_VERDICT, verdicts)
     return batch
 
 
 def unpacked(batch: Batch, rows: Sequence[int]) -> tuple[Response, ...]:
     """What `packed` was given, under these row numbers."""
     token_ids, logprobs, versions = (batch.to_lists(name) for name in ("response_ids", "rollout_logprobs", "versions"))
+    turns = batch.to_lists(TURNS) if TURNS in batch else None
+    outcomes: list[Outcome | None] = [None] * len(rows)
+    if OUTCOME_VERDICT in batch:
+        outcomes = unpacked_outcomes(batch.dense(OUTCOME_REWARD), batch.dense(OUTCOME_VERDICT))
     out = []
     for member, (row, finish) in enumerate(zip(rows, batch.dense(FINISH).tolist(), strict=True)):
         choices = batch.select([member]).values(ROUTED_EXPERTS) if ROUTED_EXPERTS in batch else None
@@ -103,6 +116,7 @@ def unpacked(batch: Batch, rows: Sequence[int]) -> tuple[Response, ...]:
             Response(
                 row, tuple(map(int, token_ids[member])), tuple(logprobs[member]), _FINISHES[finish],
                 tuple(map(int, versions[member])), choices if choices is not None and choices.numel() else None,
+                None if turns is None else tuple(map(int, turns[member])), outcomes[member],
             )
         )  # fmt: skip
     return tuple(out)
@@ -113,6 +127,10 @@ def _token_columns(responses: Sequence[Response]) -> Batch:
     batch.put_lists("response_ids", [response.token_ids for response in responses], torch.int32)
     batch.put_lists("rollout_logprobs", [response.logprobs for response in responses], torch.float32)
     batch.put_lists("versions", [response.versions for response in responses], torch.int32)
+    turns = [response.turns for response in responses if response.turns is not None]
+    if turns:
+        assert len(turns) == len(responses), f"{len(turns)} of {len(responses)} have their turns"
+        batch.put_lists(TURNS, turns, torch.int16)
     choices = [response.choices for response in responses]
     known = [part for part in choices if part is not None]
     if known:
@@ -122,4 +140,4 @@ def _token_columns(responses: Sequence[Response]) -> Batch:
 
 
 def _partial(response: Response) -> PartialResponse:
-    return PartialResponse(response.token_ids, response.logprobs, response.versions, response.choices)
+    return PartialResponse(response.token_ids, response.logprobs, response.versions, response.choices, response.turns)

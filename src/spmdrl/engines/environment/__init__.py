@@ -1,0 +1,1 @@
+"""Environments answer a model between its turns; their steps run where they can be killed."""

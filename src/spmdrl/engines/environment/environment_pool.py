@@ -1,0 +1,120 @@
+"""Steps of an environment while other work goes on: submitted, taken in processes that can be killed, and collected."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from spmdrl.engines.environment import environment_runner
+from spmdrl.engines.environment.environment_runner import (
+    KEY,
+    StepResult,
+    load_environment,
+    message_of,
+    read_step,
+    take_step,
+)
+from spmdrl.engines.environment.episode import Episode
+from spmdrl.engines.workers.call_pool import CallPool, is_debugged
+from spmdrl.engines.workers.process import PendingCall, WorkerSetup
+from spmdrl.engines.workers.verdict import Verdict
+
+
+@dataclass(frozen=True)
+class EnvironmentConfig:
+    """What answers the model between its turns."""
+
+    function: str | None = None
+    """The environment: calculator, or the class pkg.mod:Name or file.py:Name, which has a method step(episode); null:
+    responses are one turn."""
+    return_after_steps: int = 2
+    """Engine steps after which a row comes back whose turn ended. Fixed, so that a run repeats to the bit; the engine
+    waits where the environment takes longer, so slow ones want more."""
+    timeout_seconds: float = 15.0
+    """A step that takes longer is killed, and its row has no reward."""
+    workers: int = 1
+    """Environment processes for each replica."""
+    isolation: Literal["auto", "process", "inline"] = "auto"
+    """process = in children that can be killed; inline = in the training process; auto = inline exactly under pdb."""
+    memory_limit_gib: float | None = 4.0
+    """Memory that an environment process with all that it starts may hold, shared memory included; null = no limit."""
+    variables: tuple[str, ...] = ()
+    """Environment variables that the processes get beside the common ones, such as the key of a service."""
+
+    def __post_init__(self) -> None:
+        if self.return_after_steps < 0:
+            raise ValueError(
+                f"environment.return_after_steps is {self.return_after_steps}, but it counts engine steps; 0 waits for "
+                "each step of the environment at once"
+            )
+        if not 0 < self.timeout_seconds < math.inf:
+            raise ValueError(f"environment.timeout_seconds is {self.timeout_seconds}, but must be > 0; 15 is usual")
+        if self.workers < 1:
+            raise ValueError(f"environment.workers is {self.workers}, but must be >= 1")
+        if self.memory_limit_gib is not None and not 0 < self.memory_limit_gib < math.inf:
+            raise ValueError(
+                f"environment.memory_limit_gib is {self.memory_limit_gib}, but must be > 0, or null for no limit"
+            )
+
+    @property
+    def runs_inline(self) -> bool:
+        return self.isolation == "inline" or (self.isolation == "auto" and is_debugged())
+
+
+class EnvironmentPool:
+    """Takes steps asynchronously: `submit` returns at once, `collect` waits.
+
+    The constructor builds the environment, in a child unless inline, and raises ValueError where it can't be built.
+    `close` leaves no process behind.
+    """
+
+    def __init__(self, config: EnvironmentConfig, num_workers: int | None = None):
+        assert config.function is not None, f"without {KEY} there is no environment"
+        limit = None if config.memory_limit_gib is None else int(config.memory_limit_gib * 2**30)
+        setup = WorkerSetup(
+            section="environment",
+            functions_key=KEY,
+            variables_key="environment.variables",
+            runner=environment_runner.__name__,
+            functions=[config.function],
+            environment=config.variables,
+            memory_limit_bytes=limit,
+        )
+        environment = load_environment(config.function) if config.runs_inline else None
+        self._calls = CallPool(
+            setup,
+            _Steps(),
+            num_workers=num_workers or config.workers,
+            timeout_seconds=config.timeout_seconds,
+            inline=None if environment is None else lambda message: take_step(environment, message),
+        )
+
+    def __enter__(self) -> EnvironmentPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def submit(self, key: Hashable, episode: Episode) -> None:
+        """Ask for the step after a turn under a key of the caller's."""
+        self._calls.submit(key, message_of(episode), 1)
+
+    def collect(self, keys: Sequence[Hashable]) -> list[StepResult]:
+        """Wait for the results of these steps and take them out, in the order of `keys`."""
+        return self._calls.collect(keys)
+
+    def close(self) -> None:
+        """End the environment's processes with all that they started."""
+        self._calls.close()
+
+
+class _Steps:
+    """The answers of an environment's calls."""
+
+    def read(self, answer: Any, call: PendingCall) -> StepResult | None:
+        return read_step(answer)
+
+    def failed(self, call: PendingCall, verdict: Verdict, error: str) -> StepResult:
+        return StepResult(verdict=verdict, error=error)

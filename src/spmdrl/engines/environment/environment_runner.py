@@ -1,0 +1,104 @@
+"""What a worker process runs of an environment: it builds it, and takes step after step."""
+
+from __future__ import annotations
+
+import bdb
+import math
+import numbers
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from spmdrl.engines.environment.calculator import Calculator
+from spmdrl.engines.environment.episode import End, Environment, Episode, Observation, Turn
+from spmdrl.engines.workers.loading import explain, load_attribute
+from spmdrl.engines.workers.verdict import MAX_MAGNITUDE, Verdict
+from spmdrl.engines.workers.worker import no_terminal
+
+KEY = "environment.function"
+BUILT_IN: dict[str, type[Environment]] = {"calculator": Calculator}
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What became of one step; `verdict` is None where the step succeeded."""
+
+    observation: str | None = None
+    """what the model reads; None where the row has ended"""
+    reward: float | None = None
+    verdict: Verdict | None = None
+    error: str | None = None
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> StepResult:
+        """From what `asdict` made of it, through JSON. Raises KeyError, TypeError or ValueError for anything else."""
+        verdict = None if fields["verdict"] is None else Verdict(fields["verdict"])
+        return cls(fields["observation"], fields["reward"], verdict, fields["error"])
+
+
+def load_environment(spec: str) -> Environment:
+    """Build `calculator`, `pkg.mod:Name` or `file.py:Name`. Raises ValueError where it can't be built."""
+    kind = BUILT_IN[spec] if spec in BUILT_IN else load_attribute(spec, KEY, BUILT_IN, kind="class")
+    try:
+        environment = kind()
+    except bdb.BdbQuit:
+        raise
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"{KEY}: '{spec}' can't be built: {explain(error)}") from error
+    if not callable(getattr(environment, "step", None)):
+        raise ValueError(f"{KEY}: '{spec}' has no method step(episode); docs/environments.md has an example")
+    return environment
+
+
+def load(specs: Sequence[str]) -> tuple[Callable[[dict[str, Any]], Any], None]:
+    """What answers a step's message. Raises ValueError where the environment can't be built."""
+    environment = load_environment(specs[0])
+
+    def answer(message: dict[str, Any]) -> dict[str, Any]:
+        return asdict(take_step(environment, message))
+
+    return answer, None
+
+
+def message_of(episode: Episode) -> dict[str, Any]:
+    """The episode as it travels to a worker."""
+    return asdict(episode)
+
+
+def take_step(environment: Environment, message: dict[str, Any]) -> StepResult:
+    """One step of the environment, its outcome checked; what it raises becomes the verdict `CRASHED`."""
+    turns = tuple(Turn(**turn) for turn in message["turns"])
+    try:
+        outcome = environment.step(Episode(**{**message, "turns": turns}))
+    except bdb.BdbQuit:
+        return StepResult(verdict=Verdict.CRASHED, error=f"{KEY}: {no_terminal('a debugger', 'environment')}")
+    except (Exception, SystemExit) as error:
+        return StepResult(verdict=Verdict.CRASHED, error=f"{KEY}: {explain(error)}")
+    if isinstance(outcome, Observation) and isinstance(outcome.text, str):
+        return StepResult(observation=outcome.text)
+    if isinstance(outcome, End) and outcome.reward is None:
+        return StepResult()
+    if isinstance(outcome, End) and is_reward(outcome.reward):
+        return StepResult(reward=float(outcome.reward))
+    problem = f"step gave {outcome!r:.200}, but must give Observation(text), End() or End(reward=a finite number)"
+    return StepResult(verdict=Verdict.MALFORMED, error=f"{KEY}: {problem}")
+
+
+def is_reward(value: Any) -> bool:
+    """Whether a value is a number that can be a row's reward."""
+    return isinstance(value, numbers.Real) and math.isfinite(value) and abs(float(value)) <= MAX_MAGNITUDE
+
+
+def read_step(answer: Any) -> StepResult | None:
+    """The result in a worker's message; None where it isn't what `take_step` gives: something else wrote it."""
+    try:
+        result = StepResult.of(answer)
+    except (KeyError, TypeError, ValueError):
+        return None
+    is_sound = (
+        isinstance(result.observation, str | None)
+        and (result.reward is None or is_reward(result.reward))
+        and isinstance(result.error, str | None)
+        and (result.verdict is None or not result.verdict.has_reward)
+    )
+    return result if is_sound else None

@@ -1,0 +1,164 @@
+"""Rows that take turns with an environment: the same whoever runs beside them, and wherever they are stopped."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from tests.engines.generation.support import TINY, prompt_of
+
+from spmdrl.dataflow.data.prompts import Prompt
+from spmdrl.dataflow.stages.rollout.partial import OwnGroup, nothing_yet, packed, unpacked
+from spmdrl.dataflow.stages.rollout.turns import RolloutTurns
+from spmdrl.engines.environment.environment_pool import EnvironmentConfig, EnvironmentPool
+from spmdrl.engines.generation.native.lockstep import Lockstep
+from spmdrl.engines.generation.native.native_engine import NativeEngine
+from spmdrl.engines.generation.protocol import Response, SamplingParams
+from spmdrl.engines.generation.replay import read_rollouts, record_rollouts
+from spmdrl.engines.generation.rollout_config import RolloutConfig
+from spmdrl.engines.models.hf.model_weights import random_weights
+from spmdrl.engines.workers.verdict import Verdict
+from spmdrl.resources.mesh import lone_generation_mesh
+
+FILE = Path(__file__).with_name("environments.py")
+LETTERS = "".join(map(chr, range(97, 97 + TINY.vocab_size)))
+SAMPLING = SamplingParams(max_tokens=24, stop_token_ids=tuple(range(20, 28)), stop_strings=(LETTERS[30], LETTERS[31]))
+NUM_GROUPS, SIZE = 4, 3
+
+
+def decode(token_ids: Sequence[int]) -> str:
+    return "".join(LETTERS[token] for token in token_ids)
+
+
+def engine_of(**rollout: object) -> NativeEngine:
+    engine = NativeEngine(
+        TINY, RolloutConfig(**{"block_size": 4, **rollout}), torch.device("cpu"), torch.float32, decode=decode
+    )
+    weights = random_weights(TINY, 0)
+    engine.load_weights((name, 4 * weights(name)) for name in engine.weight_shapes())
+    engine.wake_cache()
+    return engine
+
+
+@pytest.fixture
+def pool():
+    with EnvironmentPool(EnvironmentConfig(f"{FILE}:Answering", isolation="inline")) as pool:
+        yield pool
+
+
+def turns_of(pool: EnvironmentPool, return_after: int = 2) -> RolloutTurns:
+    mesh = lone_generation_mesh()
+    lockstep = Lockstep(mesh.expert, torch.device("cpu"))
+    encode = lambda text: [LETTERS.index(letter) for letter in text]  # noqa: E731
+    return RolloutTurns(pool, mesh, lockstep=lockstep, decode=decode, encode=encode, return_after=return_after)
+
+
+def group(number: int, begun: tuple[Response, ...] | None = None) -> OwnGroup:
+    rows = tuple(range(number * SIZE, (number + 1) * SIZE))
+    prompt = Prompt(str(number), prompt_of(3 + 2 * number), "", None, {"answer": None}, f"prompt {number}")
+    return OwnGroup(number, 1, prompt, tuple(1000 + row for row in rows), begun or nothing_yet(rows))
+
+
+def run(turns: RolloutTurns, groups: Sequence[OwnGroup], engine: NativeEngine, most: int | None = None) -> dict:
+    """The responses by row; with `most`, the engine stops after so many steps."""
+    requests = [(one, one.request(SAMPLING)) for one in groups]
+    left = itertools.count(most, -1) if most is not None else itertools.repeat(1)
+    asked = [(one, request) for one, request in requests if request is not None]
+    answers = turns.run(
+        engine, [request for _, request in asked], [one.prompt for one, _ in asked], lambda: next(left) <= 0
+    )
+    found = {response.row: response for _, responses in answers for response in responses}
+    assert not engine.num_unfinished
+    return {response.row: response for one in groups for response in one.begun} | found
+
+
+def contents(responses: dict[int, Response]) -> dict:
+    return {row: (one.token_ids, one.turns, one.finish) for row, one in responses.items()}
+
+
+def test_rows_are_the_same_however_late_they_come_back_and_whoever_runs_beside_them(pool):
+    whole = run(turns_of(pool), [group(number) for number in range(NUM_GROUPS)], engine_of())
+    assert {len(one.turns) for one in whole.values()} != {0} and len(whole) == NUM_GROUPS * SIZE
+    assert {max(one.turns) for one in whole.values()} >= {1, 3}, "rows must take different numbers of turns"
+    assert any(0 in one.turns for one in whole.values()) and {one.finish for one in whole.values()} == {
+        "stop",
+        "length",
+    }
+    for return_after in (0, 7):
+        again = run(turns_of(pool, return_after), [group(number) for number in range(NUM_GROUPS)], engine_of())
+        assert contents(again) == contents(whole)
+    alone = {}
+    for number in range(NUM_GROUPS):
+        alone |= run(turns_of(pool), [group(number)], engine_of(max_running_rows=2))
+    assert contents(alone) == contents(whole)
+
+
+def test_the_same_rows_come_to_the_same_bits(pool):
+    groups = [group(number) for number in range(NUM_GROUPS)]
+    assert run(turns_of(pool), groups, engine_of()) == run(turns_of(pool), groups, engine_of())
+
+
+def test_each_token_has_the_log_prob_that_the_model_gives_it_behind_what_it_read(pool):
+    groups, engine = [group(number) for number in range(NUM_GROUPS)], engine_of()
+    responses = run(turns_of(pool), groups, engine)
+    for one in groups:
+        for row in one.rows:
+            response = responses[row]
+            (scored,) = engine.score([[*one.prompt.prompt_ids, *response.token_ids]])
+            own = scored[len(one.prompt.prompt_ids) - 1 :].tolist()
+            for turn, found, expected in zip(response.turns, response.logprobs, own, strict=True):
+                assert found == (pytest.approx(expected, abs=1e-4) if turn else 0.0)
+
+
+@pytest.mark.parametrize("most", range(0, 30, 3))
+def test_rows_stopped_anywhere_go_on_as_if_nothing_had_happened(pool, most):
+    groups = [group(number) for number in range(NUM_GROUPS)]
+    whole = run(turns_of(pool), groups, engine_of())
+    left = run(turns_of(pool), groups, engine_of(), most)
+    again = [group(one.serial, unpacked(packed([left[row] for row in one.rows]), one.rows)) for one in groups]
+    assert all(one.begun == tuple(left[row] for row in one.rows) for one in again)
+    assert contents(run(turns_of(pool), again, engine_of())) == contents(whole)
+
+
+def test_recorded_rows_hold_their_turns(pool, tmp_path):
+    responses = run(turns_of(pool), [group(1)], engine_of())
+    record_rollouts(tmp_path / "rows", list(responses.values()), dict.fromkeys(responses, (1, 2)))
+    assert {row: one for row, (_, one) in read_rollouts(tmp_path / "rows").items()} == responses
+
+
+@pytest.mark.parametrize(
+    ("what", "verdict"),
+    [("crash", Verdict.CRASHED), ("die", Verdict.CRASHED), ("hang", Verdict.TIMED_OUT),
+     ("malformed", Verdict.MALFORMED), ("", None)],
+)  # fmt: skip
+def test_a_step_ends_its_row_with_a_reward_or_with_what_went_wrong(what, verdict):
+    config = EnvironmentConfig(f"{FILE}:Judging", isolation="process", timeout_seconds=1.0)
+    one = group(2)
+    one.prompt.columns["what"] = what
+    with EnvironmentPool(config) as pool:
+        responses = run(turns_of(pool), [one], engine_of())
+    ended = [response for response in responses.values() if response.finish == "stop"]
+    assert ended
+    for response in ended:
+        text = decode(response.token_ids)
+        if verdict is None:
+            assert response.outcome.reward == len(text) / 8
+        else:
+            assert response.outcome.reward is None and response.outcome.verdict is verdict
+            assert response.outcome.error
+
+
+def test_an_environment_that_cannot_be_built_is_refused():
+    for function, problem in (
+        ("calculato", "did you mean 'calculator'"),
+        (f"{FILE}:Answerin", "did you mean 'Answering'"),
+        (f"{FILE}:Episode", "can't be built"),
+        ("missing.py:Some", "there is no file"),
+        ("fractions:Fraction", r"has no method step"),
+    ):
+        for isolation in ("inline", "process"):
+            with pytest.raises(ValueError, match=f"environment.function: .*{problem}"):
+                EnvironmentPool(EnvironmentConfig(function, isolation=isolation))

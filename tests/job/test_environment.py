@@ -1,0 +1,146 @@
+"""Whole jobs whose rows take turns with an environment."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from tests.support.jobs import (
+    ROOT,
+    finished,
+    metrics_of,
+    run_job,
+    tiny_config,
+    untimed,
+    weights_digest,
+)
+
+ENVIRONMENT = """
+from pathlib import Path
+from spmdrl.engines.environment.episode import End, Episode, Observation
+
+class Adding:
+    def step(self, episode: Episode):
+        with open(Path(__file__).with_name("calls"), "a") as calls:
+            calls.write("step\\n")
+        if len(episode.turns) == 3:
+            return End()
+        return Observation(str(episode.seed % 100))
+"""
+LONG = [
+    "model.make.max_positions=64", "rollout.max_completion_length=48", "rollout.stop=[=, +]",
+    "train.max_steps=4", "checkpoint.interval=2", "checkpoint.keep_last=9",
+]  # fmt: skip
+
+
+def settings_of(folder: Path, name: str) -> list[str]:
+    (folder / "adding.py").write_text(ENVIRONMENT)
+    return [f"run.dir={folder / name}", f"environment.function={folder / 'adding.py'}:Adding", *LONG]
+
+
+def calls_of(folder: Path) -> int:
+    """Steps of the environment so far."""
+    return len((folder / "calls").read_text().splitlines())
+
+
+def samples_of(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "more"),
+    [
+        (1, []),
+        (2, []),
+        (2, ["resources.generation.tensor=2", "algo.kl_coef=0.1", "train.updates_per_step=2"]),
+        (2, ["rollout.partial_max_rounds=3", "rollout.partial_extra_prompts=8", "algo.rollout_is=tis"]),
+    ],
+    ids=["one rank", "two", "tensor parallel", "over several steps"],
+)
+def test_a_run_that_dies_goes_on_to_the_bit(tmp_path, ranks, more):
+    config, settings = tiny_config(tmp_path), [*settings_of(tmp_path, "run"), *more]
+    folder = tmp_path / "run"
+    finished(run_job("train", config, *settings, ranks=ranks))
+    whole, digest, samples = untimed(metrics_of(folder)), weights_digest(folder, 4), samples_of(folder)
+    assert all(1 < step["environment/turns"] <= 4 and step["environment/tokens"] > 0 for step in whole)
+    assert all(step["mismatch/abs_max"] < 1e-4 and step["grad_norm"] > 0 for step in whole)
+    for sample in samples:
+        assert "".join(text for turn in sample["turns"] for text in turn) == sample["response"]
+        num_read = sum(len(observation) for _, observation in sample["turns"])
+        is_trained = any(advantage is not None for _, advantage, _ in sample["tokens"])
+        assert not is_trained or sum(advantage is None for _, advantage, _ in sample["tokens"]) == num_read
+    shutil.rmtree(folder / "checkpoints" / "step_000004")
+    assert "after step 2" in finished(run_job("train", config, *settings, ranks=ranks)).stdout
+    assert untimed(metrics_of(folder)) == whole and weights_digest(folder, 4) == digest
+    assert samples_of(folder) == samples
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_recorded_and_kept_rows_need_no_second_call(tmp_path):
+    config = tiny_config(tmp_path)
+    record = [*settings_of(tmp_path, "one"), f"debug.rollouts_to={tmp_path / 'rows'}", "checkpoint.keep_rollouts=true"]
+    finished(run_job("train", config, *record))
+    whole, digest, num_calls = (
+        untimed(metrics_of(tmp_path / "one")),
+        weights_digest(tmp_path / "one", 4),
+        calls_of(tmp_path),
+    )
+    assert num_calls > 100
+    replay = [*settings_of(tmp_path, "two"), f"debug.rollouts_from={tmp_path / 'rows'}"]
+    finished(run_job("train", config, *replay))
+    assert calls_of(tmp_path) == num_calls
+    assert weights_digest(tmp_path / "two", 4) == digest
+    assert [step["loss"] for step in metrics_of(tmp_path / "two")] == [step["loss"] for step in whole]
+    # As if it had been killed in the update of step 3.
+    shutil.rmtree(tmp_path / "one" / "checkpoints" / "step_000004")
+    resumed = finished(run_job("train", config, *record))
+    assert "step 3 goes on with the rollouts in" in resumed.stdout
+    assert weights_digest(tmp_path / "one", 4) == digest
+    assert calls_of(tmp_path) < 1.5 * num_calls, "step 3's were kept"
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_answers_and_evaluations_take_turns(tmp_path):
+    config = tiny_config(tmp_path)
+    trained = [*settings_of(tmp_path, "run"), "train.max_steps=2"]
+    finished(run_job("train", config, *trained))
+    held_out = [
+        *settings_of(tmp_path, "out"), "model.make=null", f"model.path={tmp_path / 'run'}",
+        "data.eval=synthetic://addition?low=0&high=9&count=8&split=test", "eval.num_samples=2",
+    ]  # fmt: skip
+    # The stop strings and positions are those of the run; a model from a folder has no model.make.
+    held_out.remove("model.make.max_positions=64")
+    for verb, name in (("eval", "eval.jsonl"), ("generate", "generated.jsonl")):
+        alone = finished(run_job(verb, config, *held_out)) and (tmp_path / "out" / name).read_text()
+        finished(run_job(verb, config, *held_out, ranks=2))
+        records = [json.loads(line) for line in alone.splitlines()]
+        assert (tmp_path / "out" / name).read_text() == alone
+        assert max(len(record["turns"]) for record in records) > 1
+        for record in records:
+            assert "".join(turn["response"] + turn["observation"] for turn in record["turns"]) == record["response"]
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_the_documented_environment_trains(tmp_path):
+    page = (ROOT / "docs" / "environments.md").read_text()
+    blocks = re.findall(r"```(?:python|yaml)\n# (\S+)\n(.*?)```", page, re.DOTALL)
+    assert [name for name, _ in blocks] == ["dice.py", "dice.yaml"]
+    for name, text in blocks:
+        (tmp_path / name).write_text(text.replace("dice.py:", f"{tmp_path}/dice.py:"))
+    finished(run_job("train", tmp_path / "dice.yaml", f"run.dir={tmp_path / 'run'}"))
+    steps = metrics_of(tmp_path / "run")
+    assert len(steps) == 2 and all(0 < step["reward"] < 1 and step["environment/turns"] > 1 for step in steps)
+
+
+@pytest.mark.ranks
+def test_an_environment_that_cannot_be_built_ends_the_job_with_one_line(tmp_path):
+    job = run_job("train", tiny_config(tmp_path), f"run.dir={tmp_path / 'run'}", "environment.function=calculato")
+    assert job.returncode == 2 and "did you mean 'calculator'?" in job.stderr and "Traceback" not in job.stderr
