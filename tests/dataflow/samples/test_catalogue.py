@@ -95,7 +95,7 @@ def lengths_of(length: int) -> RowMetadata:
         (lengths_of(-1), "aren't within"),
         (lengths_of(2**31), "aren't within"),
         (RowDrop(np.array([3, 99]), "late"), "outside of the batch"),
-        (Stored(np.array([3, 4]), 1, Place(0, 0, 8)), "place of 2 rows was told to all ranks"),
+        (Stored(np.array([3, 4]), 1, Place(0, 0, 8)), "2 places of rows were announced to all ranks"),
     ],
 )
 def test_facts_that_contradict_are_refused_and_leave_no_trace(fact, message):

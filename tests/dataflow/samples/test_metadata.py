@@ -140,7 +140,7 @@ def test_words_that_are_never_written_are_refused():
         unpack_news(whole[:-1], NUM_ROWS)
     with pytest.raises(ValueError, match="unknown kind 77"):
         unpack_news(integers([77]), NUM_ROWS)
-    with pytest.raises(ValueError, match="tells of 4 rows at once"):
+    with pytest.raises(ValueError, match="announces 4 rows at once"):
         unpack_news(whole, 3)
     with pytest.raises(ValueError, match="names columns 0x800000"):
         unpack_news(integers([whole[0], 1 << 23]), NUM_ROWS)

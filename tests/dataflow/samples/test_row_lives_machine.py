@@ -101,8 +101,8 @@ class Nodes(RuleBasedStateMachine):
         for node in nodes:
             self.truth.payload.setdefault(node, {})
 
-    def tell_columns(self, writer: int, rows: list[int], names: tuple[str, ...]) -> None:
-        """Store columns in the rows' home and tell of them."""
+    def announce_columns(self, writer: int, rows: list[int], names: tuple[str, ...]) -> None:
+        """Store columns in the rows' home and announce them."""
         index, mask = np.array(rows, dtype=np.int64), columns_mask(names)
         lengths = dict.fromkeys(announced_lengths(mask), index + 10)
         homes = np.array([self.truth.home(row) for row in rows], dtype=np.int64)
@@ -119,7 +119,7 @@ class Nodes(RuleBasedStateMachine):
         for group in random.sample(unborn, random.randint(len(unborn) // 2, len(unborn))):
             self.truth.homes[group] = random.randrange(len(self.replicas))
             rows = [row for row in ROWS if row // GROUP_SIZE == group]
-            self.tell_columns(random.randrange(len(self.replicas)), rows, ("prompt_ids",))
+            self.announce_columns(random.randrange(len(self.replicas)), rows, ("prompt_ids",))
 
     @rule(seed=seeds, reason=st.sampled_from(REASONS))
     def drop(self, seed: int, reason: str) -> None:
@@ -192,7 +192,7 @@ class Nodes(RuleBasedStateMachine):
             mine = [row for row in self.unmade(state) if self.truth.claimed[state][row] == node]
             rows = random.sample(mine, random.randint(len(mine) // 2, len(mine)))
             if rows and MADE[state]:
-                self.tell_columns(node, rows, MADE[state])
+                self.announce_columns(node, rows, MADE[state])
                 self.half_made.add(state)
 
     def commit_a_state(self, random: Random) -> None:
@@ -291,14 +291,14 @@ class Nodes(RuleBasedStateMachine):
         random = Random(0)
         for group in set(range(NUM_GROUPS)) - self.truth.homes.keys():
             self.truth.homes[group] = 0
-            self.tell_columns(0, [row for row in ROWS if row // GROUP_SIZE == group], ("prompt_ids",))
+            self.announce_columns(0, [row for row in ROWS if row // GROUP_SIZE == group], ("prompt_ids",))
         self.hear_all(random)
         for state in MADE:
             for replica in self.replicas:
                 replica.claim(state, replica.controller(state).ready_rows())
             self.truth.claimed[state] |= dict.fromkeys(self.truth.ready(state), 0)
             if MADE[state] and self.unmade(state):
-                self.tell_columns(0, self.unmade(state), MADE[state])
+                self.announce_columns(0, self.unmade(state), MADE[state])
             self.finish(state, random)
             self.hear_all(random)
         self.check()

@@ -193,28 +193,28 @@ def test_memory_of_dropped_rows_is_used_again_and_the_next_batch_starts_empty():
         assert first.num_bytes == second.num_bytes == 0
 
 
-def test_what_is_told_is_heard_by_the_whole_node_in_order():
+def test_news_reach_the_whole_node_in_order():
     drops = [RowDrop(np.array([row]), "late") for row in range(3)]
     with shared_by(2) as (first, second):
         for drop in drops:
-            first.tell([drop])
-        assert [entry.rows.tolist() for entry in second.heard(0)] == [[0], [1], [2]]
-        assert [entry.rows.tolist() for entry in second.heard(2)] == [[2]]
-        assert len(first.heard(0)) == 3
+            first.announce([drop])
+        assert [entry.rows.tolist() for entry in second.news_since(0)] == [[0], [1], [2]]
+        assert [entry.rows.tolist() for entry in second.news_since(2)] == [[2]]
+        assert len(first.news_since(0)) == 3
         first.begin(1)
         first.open(1000)
-        assert first.heard(0) == []
+        assert first.news_since(0) == []
 
 
 def test_news_of_another_node_wait_until_the_batch_is_open_here(warehouse):
-    told = pack_news([RowDrop(np.array([7]), "late")])
+    late = pack_news([RowDrop(np.array([7]), "late")])
     warehouse.begin(1)
-    warehouse.tell_packed(told)
-    assert warehouse.heard(0) == []
+    warehouse.announce_packed(late)
+    assert warehouse.news_since(0) == []
     warehouse.open(1000)
-    warehouse.tell_packed(told)
-    assert [entry.rows.tolist() for entry in warehouse.heard(0)] == [[7], [7]]
+    warehouse.announce_packed(late)
+    assert [entry.rows.tolist() for entry in warehouse.news_since(0)] == [[7], [7]]
     with pytest.raises(ValueError):
-        warehouse.tell_packed(np.array([3, 1 << 60]))
-    with pytest.raises(ValueError, match="only this node knows"):
-        warehouse.tell_packed(pack_news([Stored(np.array([1]), 1, Place(0, 0, 64))]))
+        warehouse.announce_packed(np.array([3, 1 << 60]))
+    with pytest.raises(ValueError, match="which only this node has"):
+        warehouse.announce_packed(pack_news([Stored(np.array([1]), 1, Place(0, 0, 64))]))

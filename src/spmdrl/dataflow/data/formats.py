@@ -105,7 +105,7 @@ def _lines(chunks: Iterator[bytes]) -> Iterator[tuple[int, bytes | None]]:
 
 
 def _read_json(path: str, chunks: Iterator[bytes]) -> Rows:
-    """Objects one a line, or in one array: the first character tells."""
+    """Objects one a line, or in one array: which of the two is seen from the first character."""
     first = next(chunks, b"").removeprefix(_BYTE_ORDER_MARK)
     whole = chain([first], chunks)
     return _array_rows(path, whole) if first.lstrip()[:1] == b"[" else _line_rows(path, whole)

@@ -28,8 +28,8 @@ class BadRows(ValueError):
         self.rows = tuple(rows)
         alike = alike or {}
         lines = [f"none of the {len(bad)} rows of {path}; the first is {bad[0]}" for path, bad in alike.items()]
-        told = {row for bad in alike.values() for row in bad}
-        others = [str(row) for row in rows if row not in told]
+        shown = {row for bad in alike.values() for row in bad}
+        others = [str(row) for row in rows if row not in shown]
         lines += others[:_NUM_SHOWN]
         lines += [f"... and {len(others) - _NUM_SHOWN} more"] if len(others) > _NUM_SHOWN else []
         shown = "\n  ".join(lines)

@@ -2,7 +2,7 @@
 
 begun --finish or last round--> trained in that step        begun --deferred--> carried --next step--> begun
 
-Their responses stay on the ranks that generate them, so that nothing travels; every rank knows where each group is.
+Their responses stay on the ranks that generate them, so that nothing travels; every rank has the place of each group.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _RESPONSES = "rank_*.safetensors"
 
 
 class CarriedGroups:
-    """What every rank knows of the carried groups, and the responses of those that this rank goes on with.
+    """The carried groups as replicated on every rank, and the responses of those that this rank goes on with.
 
     The ranks of a replica hold the same; the first of them writes it.
     """
@@ -103,7 +103,7 @@ def _tensors(serial: int, batch: Batch) -> Iterator[tuple[str, Tensor]]:
 
 
 def _read_responses(folder: Path, serials: Sequence[int]) -> dict[int, Batch]:
-    """The responses of these groups, whoever wrote them."""
+    """The responses of these groups, by any rank."""
     out: dict[int, Batch] = {}
     for path in sorted(folder.glob(_RESPONSES)) if serials else ():
         with safe_open(path, framework="pt") as file:

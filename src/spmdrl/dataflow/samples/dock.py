@@ -67,7 +67,8 @@ class TransferDock:
     def close_batch(self, samples: Samples) -> Accounting:
         """Check that each row was trained, dropped or deferred, then forget them all. Collective over all ranks.
 
-        A row that is none of them is a RuntimeError that says what it waits for. Batches that were taken are void then.
+        Raises RuntimeError for a row that is unaccounted for, with what it waits for. Batches returned by `take`
+        become invalid.
         """
         assert samples is self._open, f"step {samples.step} isn't the open batch"
         accounting = samples.account()

@@ -54,7 +54,7 @@ class Samples:
     """The rows of one step. Row r is response r % group_size of prompt r // group_size.
 
     Its methods decide alike on every rank, so every rank calls them in the same order; only `put`, `mark_dropped`,
-    `read` and what a stream takes are a rank's own business, and all learn of them at the next `commit`.
+    `read` and what a stream takes are local to a rank, and become known to all at the next `commit`.
     """
 
     def __init__(self, dock: DockParts, step: int, num_rows: int, group_size: int):
@@ -116,7 +116,7 @@ class Samples:
         """Claim all rows that are ready for `state`, and return this rank's share of them with the named columns.
 
         Where ranks work on the same rows, the first of them takes and the others get what it took. The batch may be a
-        view of stored rows: nobody may change it, and it holds until the batch of this step is closed.
+        view of stored rows: it must not be changed, and it is valid until the batch of this step is closed.
         Collective where rows cross nodes.
         """
         names = self._checked(state, names)
@@ -149,9 +149,9 @@ class Samples:
             self._note_mine(state, taken)
             return self._payload.get(taken, names)
 
-        listener, timeout = self._payload.listener(own), self._dock.timeout_seconds
+        read_news, timeout = self._payload.news_reader(own), self._dock.timeout_seconds
         in_place = groups is not None and self._payload.all_read_in_place(groups.members.ranks, own)
-        parts = StreamParts(listener, fetch, self._owner, timeout, groups, in_place)
+        parts = StreamParts(read_news, fetch, self._owner, timeout, groups, in_place)
         self._streams[state] = Stream(state, own, controller.needs, catalogue, parts)
         return self._streams[state]
 
@@ -198,11 +198,11 @@ class Samples:
         """Take rows out of the batch from the next `commit` on; of several reasons the first in the alphabet counts."""
         if len(rows):
             drop = RowDrop(np.asarray(rows, dtype=np.int64), reason)
-            self._payload.tell(drop)
+            self._payload.announce(drop)
             self._news.append(drop)
 
     def commit(self, state: WorkerState) -> None:
-        """Tell all ranks what was put and dropped, and end the claims of `state`. Collective over all ranks."""
+        """Publish what was put and dropped, and end the claims of `state`. Collective over all ranks."""
         packed = torch.from_numpy(pack_news(joined(self._news)))
         self._news.clear()
         gathered = gather_ragged(packed)
@@ -231,8 +231,8 @@ class Samples:
     def read_from(self, folder: Path) -> None:
         """Take back what `write_to` wrote, on any number of nodes, once the prompts were put. Collective.
 
-        A folder of another step, or of another number of rows or states, is a ValueError; damaged files raise whatever
-        they make fail, after which the batch can't be used.
+        Raises ValueError for a folder of another step, or with another number of rows or states. Damaged files raise
+        whatever they make fail, after which the batch can't be used.
         """
         try:
             self._read_from(folder)
@@ -250,7 +250,7 @@ class Samples:
         world, homes = self._dock.world, self._homes
         self._lives = restored(self._dock.needs_by_state, saved, homes)
         self._payload.catalogue = self._lives.catalogue
-        # Who generated them is gone; rows that are left to be rewarded go to nobody in particular.
+        # The ranks that generated them are unknown: rows still to be rewarded are dealt anew.
         self._shares.setdefault(WorkerState.GENERATION, {})
         if world.local_rank == 0:
             prompts, missing = self._payload.everywhere, _columns_of_node(saved, homes == world.node)
@@ -285,7 +285,7 @@ class Samples:
         return row in self._lives.controller(WorkerState.UPDATE).rows_with(RowStatus.CONSUMED)
 
     def account(self) -> Accounting:
-        """Where every row ended; one that was neither trained, dropped nor deferred is a RuntimeError."""
+        """Where every row ended. Raises RuntimeError if one was neither trained, dropped nor deferred."""
         return self._lives.settled()
 
     @property
@@ -337,7 +337,7 @@ class Samples:
                 )
 
     def _known_lengths(self, name: str, state: WorkerState) -> Integers:
-        """Row lengths as far as this rank knows them: a stream hears of rows before all ranks do."""
+        """Row lengths as far as this rank has them: a stream reads news of rows before the next commit."""
         stream = self._streams.get(state)
         return self._lives.catalogue.lengths(name).clip(min=0) if stream is None else stream.lengths(name)
 

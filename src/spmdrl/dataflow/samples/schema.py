@@ -152,8 +152,8 @@ def stages_for(
     """The worker states that make these columns and all that they depend on, makers before readers.
 
     Among states that may run in any order, the order of `WorkerState` decides. `extra_reads` are columns that
-    a state reads beyond the schema (an advantage with KL in the reward reads `ref_logprobs`). A column that
-    nobody makes, and states that wait for each other, are ValueErrors.
+    a state reads beyond the schema (an advantage with KL in the reward reads `ref_logprobs`). Raises ValueError for a
+    column that no state makes, and for states that wait for each other.
     """
     by_name = {rule.name: rule for rule in rules}
     pending = _makers_needed(set(columns_read), by_name, extra_reads or {})

@@ -22,10 +22,10 @@ _SHORTEST_NAP_SECONDS, _LONGEST_NAP_SECONDS = 50e-6, 2e-3
 
 @dataclass(frozen=True)
 class StreamParts:
-    """What a stream asks of the batch that it belongs to."""
+    """What a stream uses of the batch that it belongs to."""
 
-    hear: Callable[[], list[News]]
-    """what was told since the last call on the nodes where the rows live"""
+    read_news: Callable[[], list[News]]
+    """what was announced since the last call on the nodes where the rows live"""
     fetch: Callable[[Integers], Batch]
     owner: Callable[[WorkerState, int], int | None]
     """the rank that took a row for a state"""
@@ -42,7 +42,7 @@ class Stream:
     """
 
     def __init__(self, state: WorkerState, rows: Integers, needs: frozenset[str], known: Catalogue, parts: StreamParts):
-        """`known` is what all ranks know at the start; the stream adds what it hears, to a copy."""
+        """`known` is what all ranks have at the start; the stream adds news to a copy."""
         self.state = state
         self.taken: Integers = np.empty(0, dtype=np.int64)
         self._left = rows
@@ -55,7 +55,7 @@ class Stream:
 
     def num_ready(self) -> int:
         """How many of this rank's rows could be taken now. Never waits."""
-        self._listen()
+        self._read_news()
         return int(self._ready().sum())
 
     def take(self, max_rows: int | None = None, max_tokens: int | None = None) -> Batch:
@@ -81,8 +81,8 @@ class Stream:
         return self._lengths[name]
 
     def close(self) -> None:
-        """End the stream; rows that were neither taken nor dropped are a RuntimeError."""
-        self._listen()
+        """End the stream. Raises RuntimeError if rows were neither taken nor dropped."""
+        self._read_news()
         if self._left.size:
             raise RuntimeError(
                 f"{self.state.value} closes its stream with {self._left.size} rows left ({_listed(self._left)}); "
@@ -92,7 +92,7 @@ class Stream:
     def _next(self, max_rows: int | None, max_tokens: int | None) -> Integers:
         started, nap = time.monotonic(), _SHORTEST_NAP_SECONDS
         while True:
-            self._listen()
+            self._read_news()
             ready = self._left[self._ready()]
             if ready.size or not self._left.size:
                 break
@@ -118,8 +118,8 @@ class Stream:
     def _ready(self) -> NDArray[np.bool_]:
         return (self._columns[self._left] & self._needs) == self._needs
 
-    def _listen(self) -> None:
-        for entry in self._parts.hear():
+    def _read_news(self) -> None:
+        for entry in self._parts.read_news():
             if isinstance(entry, RowMetadata):
                 self._columns[entry.rows] |= entry.columns
                 for name in self._lengths.keys() & entry.lengths.keys():
@@ -144,7 +144,7 @@ class Stream:
     def _makers(self, name: str, rows: Integers) -> str:
         state = rule_of(name).made_by
         if state is None:
-            return "whoever puts the prompts"
+            return "the rank that puts the prompts"
         ranks = {self._parts.owner(state, row) for row in rows.tolist()}
         known = sorted(rank for rank in ranks if rank is not None)
         return f"{state.value} on {'rank' if len(known) == 1 else 'ranks'} {', '.join(map(str, known)) or 'unknown'}"

@@ -113,7 +113,7 @@ def deal_groups(
     order_U = np.argsort(-lengths_G, kind="stable")
     lengths_U = lengths_G[order_U]
     units = Units(lengths_U + (lengths_G.sum() + 1), lengths_U, seats.number_nodes(homes_G[order_U]))
-    # Nobody carries more than all, so that all stay at home.
+    # A limit that no rank can reach, so that all units stay at home.
     nodes = nodes_of_units(units, seats, limit=int(units.costs.sum()))
     seat_of_unit, _ = _longest_first(units.costs, nodes, seats)
     taker_of_group = np.empty_like(order_U)
@@ -126,7 +126,7 @@ def deal_new_groups(
 ) -> list[Integers]:
     """Deal groups of which some have a taker already (its position in `takers`, -1 where there is none).
 
-    The others go, the longest prompt first, to whoever has the fewest groups, then the fewest prompt tokens. Returns
+    The others go, the longest prompt first, to the taker with the fewest groups, then the fewest prompt tokens. Returns
     ascending positions of groups a taker, in the order of `takers`.
     """
     seats = _seat(takers, seed=seed, step=step)

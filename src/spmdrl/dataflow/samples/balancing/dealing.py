@@ -1,4 +1,4 @@
-"""Who takes which rows of a step's batch: what the pure functions of balance are asked, for each worker state."""
+"""Which ranks take which rows of a step's batch, by the pure functions of balance, for each worker state."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ _LONGEST_ROW = (1 << 31) - 1
 class Catalogue:
     """Homes, columns, lengths and drops of rows; row r belongs to group r // group_size, which has one home.
 
-    What it knows is a function of the news that it observed, not of their order.
+    Its content is a function of the news that it observed, not of their order.
     """
 
     def __init__(self, num_rows: int, group_size: int = 1):
@@ -44,7 +44,9 @@ class Catalogue:
         elif isinstance(entry, RowMetadata):
             self._add_columns(entry)
         else:
-            raise ValueError(f"the place of {entry.rows.size} rows was told to all ranks; it is for their node only")
+            raise ValueError(
+                f"{entry.rows.size} places of rows were announced to all ranks; they are for their node only"
+            )
 
     def drop(self, rows: ArrayLike, reason: str) -> None:
         """Take rows out of play for good. Of several reasons the first in the alphabet stays."""

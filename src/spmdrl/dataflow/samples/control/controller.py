@@ -1,6 +1,6 @@
 """Controllers: one per worker state inside every rank, replicated by feeding all of them the same metadata.
 
-A controller is a deterministic state machine: it communicates with nobody, and two controllers that observed
+A controller is a deterministic state machine: it doesn't communicate, and two controllers that observed
 the same metadata and made the same claims agree on every row, in every rank.
 """
 
@@ -17,7 +17,7 @@ from spmdrl.types import Integers, WorkerState
 
 
 class RowStatus(enum.IntEnum):
-    """Where a row stands for one worker state; a drop counts once nobody holds the row."""
+    """Where a row stands for one worker state; a drop counts once no rank holds the row."""
 
     WAITING = 0
     CLAIMED = 1
@@ -26,7 +26,7 @@ class RowStatus(enum.IntEnum):
 
 
 class Controller:
-    """Knows, for one worker state, which rows are usable: absent -> ready -> claimed -> consumed.
+    """Tracks, for one worker state, which rows are usable: absent -> ready -> claimed -> consumed.
 
     A row that is dropped while it is claimed may still be consumed, so that it makes no difference which of the two is
     heard of first.
@@ -113,7 +113,7 @@ class Controller:
         return self._ready
 
     def _settled_groups(self, ready: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Whether each row's group waits for nothing more: its rows are ready, or dropped and in nobody's hands."""
+        """Whether each row's group waits for nothing more: its rows are ready, or dropped and held by no rank."""
         settled = ready | ((self._held == RowStatus.WAITING) & self._catalogue.is_dropped)
         size = self._catalogue.group_size
         return settled.reshape(-1, size).all(axis=1).repeat(size)

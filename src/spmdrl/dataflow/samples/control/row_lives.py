@@ -35,9 +35,9 @@ class Accounting:
 
 
 class RowLives:
-    """Where every row of a step's batch stands for every worker state. It communicates with nobody.
+    """Where every row of a step's batch stands for every worker state. It doesn't communicate.
 
-    A row that the update consumed is trained, and stays so; another one that somebody dropped is dropped, or deferred
+    A row that the update consumed is trained, and stays so; another one that a rank dropped is dropped, or deferred
     if it was for that reason; the rest is pending.
     """
 
@@ -49,7 +49,7 @@ class RowLives:
         self._controllers = {state: Controller(state, needs, self.catalogue) for state, needs in needs_by_state.items()}
 
     def observe(self, news: Iterable[News]) -> None:
-        """Learn what ranks tell all others, in whatever order; news that contradict each other are a ValueError."""
+        """Apply news, in any order. Raises ValueError for news that contradict each other."""
         for entry in joined(news):
             self.catalogue.observe(entry)
 
@@ -93,7 +93,7 @@ class RowLives:
         )
 
     def settled(self) -> Accounting:
-        """Where every row ended; one that is still pending is a RuntimeError that says what it waits for."""
+        """Where every row ended. Raises RuntimeError if one is still pending, with what it waits for."""
         pending = self.pending_rows()
         if pending.size:
             raise RuntimeError(
@@ -105,7 +105,7 @@ class RowLives:
     def snapshot(self) -> Arrays:
         """All of it as arrays, equal on all ranks between two commits; claims are left out, for their holders go.
 
-        A claimed row whose new columns are known already is a ValueError: nobody could make them again.
+        Raises ValueError for a claimed row whose new columns are known already: they can't be made again.
         """
         catalogue = self.catalogue
         self._refuse_half_made()

@@ -1,4 +1,4 @@
-"""News of rows: what ranks tell each other, as int64 words that any collective and any journal can carry.
+"""News of rows that ranks exchange, as int64 words that any collective and any journal can carry.
 
 A message is a word of its kind and number of rows, then what its kind holds. Integers of a message (row numbers,
 homes, lengths) take as little room as their spread allows: equal ones one word, consecutive ones a word a run, others
@@ -34,7 +34,7 @@ class RowMetadata:
 
 @dataclass(frozen=True)
 class RowDrop:
-    """News of rows that nobody will train on, and why."""
+    """News of rows that won't be trained on, and why."""
 
     rows: Integers
     reason: str
@@ -113,12 +113,12 @@ def announced_lengths(columns: int) -> tuple[str, ...]:
 def _join(entries: list[News]) -> News:
     rows = np.concatenate([entry.rows for entry in entries])
     if isinstance(entries[0], RowDrop):
-        # A row may be dropped again before others hear of it.
+        # A row may be dropped again before others read of it.
         return RowDrop(np.unique(rows), entries[0].reason)
-    told = [entry for entry in entries if isinstance(entry, RowMetadata)]
-    columns = told[0].columns
-    lengths = {name: np.concatenate([entry.lengths[name] for entry in told]) for name in announced_lengths(columns)}
-    return RowMetadata(rows, np.concatenate([entry.homes for entry in told]), columns, lengths)
+    metadata = [entry for entry in entries if isinstance(entry, RowMetadata)]
+    columns = metadata[0].columns
+    lengths = {name: np.concatenate([entry.lengths[name] for entry in metadata]) for name in announced_lengths(columns)}
+    return RowMetadata(rows, np.concatenate([entry.homes for entry in metadata]), columns, lengths)
 
 
 def _words(*values: int) -> Integers:
@@ -186,7 +186,7 @@ class _Reader:
         """`count`, if news of so many rows can be true."""
         self._most -= count
         if not 0 <= count <= self.num_rows or self._most < 0:
-            raise ValueError(f"metadata tells of {count} rows at once, or too often, for a batch of {self.num_rows}")
+            raise ValueError(f"metadata announces {count} rows at once, or too often, for a batch of {self.num_rows}")
         return count
 
     def integers(self, count: int) -> Integers:

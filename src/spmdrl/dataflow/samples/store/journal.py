@@ -1,4 +1,4 @@
-"""What each rank of a node tells the others at once: an append-only log of int64 messages in shared memory.
+"""What each rank of a node announces to the others: an append-only log of int64 messages in shared memory.
 
 A journal has two halves, used in turn by successive batches (epochs). A half is one word that says what is published,
 `epoch * 2^32 + words`, followed by the messages: length, then words. Writing that one word, which no reader can see
@@ -45,9 +45,9 @@ class Journal:
         self._seen: list[int] = []
 
     def begin(self, epoch: int) -> None:
-        """Start on batch `epoch`, one more than the last. What was told of an earlier one isn't read any more.
+        """Start on batch `epoch`, one more than the last. Messages about earlier ones aren't read any more.
 
-        Nobody may begin an epoch before all others have begun the one before it, since halves are reused.
+        No rank may begin an epoch before all others have begun the one before it, since halves are reused.
         """
         assert self._epoch is None or epoch == self._epoch + 1, f"epoch {epoch} doesn't follow {self._epoch}"
         assert 0 <= epoch < _EPOCH_UNIT // 2, epoch

@@ -1,4 +1,4 @@
-"""A batch's contents on disk: what every rank knows of its rows, and each node's payload; read back on any nodes."""
+"""A batch's contents on disk: the replicated metadata of its rows, and each node's payload; read back on any nodes."""
 
 from __future__ import annotations
 

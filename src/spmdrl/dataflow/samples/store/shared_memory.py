@@ -1,7 +1,7 @@
 """The memory that the ranks of one node share for samples: one sparse file a rank, which all of them map.
 
 The files have no name that could outlive the processes: the node's first rank makes them, the others open them through
-it, and from then on they last as long as somebody maps them. Only one rank, the writer, stores into a file; the first
+it, and from then on they last as long as a process maps them. Only one rank, the writer, stores into a file; the first
 part of it is the writer's journal.
 """
 
@@ -81,7 +81,7 @@ class PoolHost:
         """what the node's processes need to open the pool, the host's own included"""
 
     def forget_names(self) -> None:
-        """End the opening: from here on nobody can, and the memory lasts as long as those who opened it."""
+        """End the opening: no process can open the files any more, and the memory lasts as long as those that did."""
         self._forget()
 
 
@@ -141,7 +141,7 @@ class Pool:
         return torch.frombuffer(self._maps[writer], dtype=torch.uint8, count=num_bytes, offset=start)
 
     def free(self, place: Place) -> None:
-        """Give room in this rank's file back, which nobody may read from then on."""
+        """Free room in this rank's file, which must not be read from then on."""
         assert place.writer == self.writer, f"{place} isn't writer {self.writer}'s to free"
         with self._lock:
             self._arena.give_back(place.start)

@@ -24,7 +24,7 @@ class Chunk:
     """Rows that were stored together; they never change."""
 
     def __init__(self, num_rows: int, names: Sequence[str], read: Callable[[], Arrays], origin: object = None):
-        """`read` gives the rows, when they are wanted first; `origin` is for whoever owns the memory."""
+        """`read` gives the rows, when they are wanted first; `origin` is for the owner of the memory."""
         self.num_rows = num_rows
         self.names = tuple(names)
         self.origin = origin

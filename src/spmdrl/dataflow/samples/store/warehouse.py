@@ -1,7 +1,7 @@
 """A node's warehouse, as one rank of the node sees it: the payload of the rows whose home is this node.
 
 On a node with several ranks the payload lies in shared memory that the local-rank-0 process created. Each rank writes
-frames into its own part, tells the others where in its journal, and reads everybody's frames in place.
+frames into its own part, announces their places in its journal, and reads all frames in place.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from spmdrl.types import Batch, Integers
 class Warehouse:
     """Stores and finds rows of this node. Thread-safe: RPC threads and the owner call it at once.
 
-    What `get` returns may be views of stored rows: nobody may change them, and they hold until the rows are dropped.
+    What `get` returns may be views of stored rows: they must not be changed, and are valid until the rows are dropped.
     """
 
     def __init__(self, pool: Pool | None = None):
@@ -48,7 +48,7 @@ class Warehouse:
         return self._epoch
 
     def begin(self, epoch: int) -> None:
-        """Get ready for a new batch: what others of the node told of an earlier one is no longer heard."""
+        """Get ready for a new batch: messages about earlier batches are discarded."""
         with self._lock:
             self._epoch, self.num_rows = epoch, 0
             self._news.clear()
@@ -56,28 +56,28 @@ class Warehouse:
                 self._journal.begin(epoch)
 
     def open(self, num_rows: int) -> None:
-        """Start on the batch; from here on this rank hears what others tell."""
+        """Start on the batch; from here on this rank reads what others announce."""
         with self._lock:
             self.num_rows = num_rows
             early, self._early = self._early, []
             for words in early:
-                self.tell_packed(words)
+                self.announce_packed(words)
 
     def put(
         self, batch: Batch, rows: ArrayLike | None = None, positions: ArrayLike | None = None,
-        tell: Sequence[News] = (),
+        news: Sequence[News] = (),
     ) -> None:  # fmt: skip
-        """Store rows; tensors of the batch are taken over where no other rank needs them, and may not change then.
+        """Store rows and announce `news`. Tensors of the batch are taken over where no other rank needs them.
 
-        `rows` and `positions` together store several rows at one position. A row that has one of the columns already
-        is a ValueError. `tell` is told to the node along with it.
+        `rows` and `positions` together store several rows at one position. Raises ValueError for a row that has one of
+        the columns already.
         """
         if not len(batch) or not batch.names:
             return
         index = np.asarray(batch.rows if rows is None else rows, dtype=np.int64)
         if self._pool is None or self._journal is None:
             self.keep(batch, index, positions)
-            self.tell(tell)
+            self.announce(news)
             return
         frame = OutgoingFrame(batch)
         with self._lock:
@@ -86,46 +86,46 @@ class Warehouse:
             where = None if positions is None else np.asarray(positions, dtype=np.int64)
             stored = Stored(index, columns_mask(batch.names), place, where)
             self._add(stored, len(batch))
-            self._journal.append(pack_news([stored, *tell]))
+            self._journal.append(pack_news([stored, *news]))
 
     def keep(self, batch: Batch, rows: ArrayLike, positions: ArrayLike | None) -> None:
         """Store rows for this rank alone; the tensors are taken over."""
         with self._lock:
             self._shelves.add(Chunk(len(batch), batch.names, partial(_arrays_of, batch)), rows, positions)
 
-    def tell(self, news: Sequence[News]) -> None:
-        """Let the node's ranks know at once."""
+    def announce(self, news: Sequence[News]) -> None:
+        """Send news to the node's ranks at once."""
         with self._lock:
             if self._journal is None:
                 self._news += news
             else:
                 self._journal.append(pack_news(news))
 
-    def tell_packed(self, words: Integers) -> None:
-        """Let the node's ranks know what another node tells; words that are no news of this batch are a ValueError."""
+    def announce_packed(self, words: Integers) -> None:
+        """Announce what another node sent. Raises ValueError for words that are no news of this batch."""
         with self._lock:
             if not self.num_rows:
-                # The other node began this batch first; how many rows it may tell of is known once it is open here.
+                # The other node began this batch first; how many rows there are is known once it is open here.
                 self._early.append(words)
                 return
             news = unpack_news(words, self.num_rows)
             if any(isinstance(entry, Stored) for entry in news):
-                raise ValueError("another node tells where rows lie in this node's memory, which only this node knows")
-            self.tell(news)
+                raise ValueError("another node sent places in this node's memory, which only this node has")
+            self.announce(news)
 
-    def heard(self, start: int) -> list[News]:
-        """What was told on this node since the batch began, from number `start` on, this rank's own included."""
+    def news_since(self, start: int) -> list[News]:
+        """What was announced on this node since the batch began, from number `start` on, this rank's own included."""
         with self._lock:
-            self._listen()
+            self._read_journal()
             return self._news[start:]
 
     def get(self, rows: ArrayLike | Tensor, names: Iterable[str], volume: Volume | None = None) -> Batch:
-        """The named columns of the rows, in the asked order; a missing one is a KeyError naming row and column."""
+        """The named columns of the rows, in the given order. Raises KeyError naming a missing row and column."""
         index = np.asarray(rows, dtype=np.int64)
         if not index.size:
             return empty_batch(names)
         with self._lock:
-            self._listen()
+            self._read_journal()
             found = self._shelves.find(names, index)
         if volume is not None:
             self._count(found, volume)
@@ -134,7 +134,7 @@ class Warehouse:
     def drop(self, rows: ArrayLike | Tensor) -> None:
         """Forget the rows. Memory is free again when the last row of a chunk goes."""
         with self._lock:
-            self._listen()
+            self._read_journal()
             self._let_go(self._shelves.drop(rows))
 
     def trim(self) -> None:
@@ -160,8 +160,8 @@ class Warehouse:
             if self._pool is not None:
                 self._pool.close()
 
-    def _listen(self) -> None:
-        """Index what other ranks of the node stored, and remember what they told."""
+    def _read_journal(self) -> None:
+        """Index what other ranks of the node stored, and keep their news."""
         if self._journal is None or self._pool is None or not self.num_rows:
             return
         for writer, words in self._journal.read_new():

@@ -43,18 +43,18 @@ class Payload:
             self._transport.warehouse.put(kept, rows=own_rows, positions=positions)
 
     def put(self, batch: Batch, entry: RowMetadata | None = None) -> None:
-        """Store columns in the homes of their rows, which are told so; the tensors may be taken over."""
+        """Store columns in the homes of their rows, with news of them; the tensors may be taken over."""
         homes = self.catalogue.homes[batch.rows.numpy()]
         for home in sorted(set(homes.tolist())):
             here = np.flatnonzero(homes == home)
             part = batch if here.size == homes.size else batch.select(torch.from_numpy(here))
-            # All homes hear of all rows: what they hear of others does no harm.
+            # All homes get the news of all rows: those of other homes' rows do no harm.
             self._transport.put(home, part, [] if entry is None else [entry])
 
-    def tell(self, drop: RowDrop) -> None:
-        """Let the homes of rows know at once that nobody will train on them."""
+    def announce(self, drop: RowDrop) -> None:
+        """Announce to the homes of rows at once that they won't be trained on."""
         for home in sorted(set(self.catalogue.homes[drop.rows].tolist())):
-            self._transport.tell(home, [drop])
+            self._transport.announce(home, [drop])
 
     def get(self, rows: Integers, names: list[str]) -> Batch:
         """The columns of any rows, by requests to other nodes where they live there, in row order."""
@@ -93,9 +93,9 @@ class Payload:
             has_it = (self.catalogue.columns[here] & columns_mask([name])) != 0
             yield self._transport.warehouse.get(here[has_it], [name])
 
-    def listener(self, rows: Integers) -> Listener:
-        """Hears what is told on the nodes where the rows live."""
-        return Listener(self._transport, np.unique(self.catalogue.homes[rows]).tolist())
+    def news_reader(self, rows: Integers) -> NewsReader:
+        """Reads what is announced on the nodes where the rows live."""
+        return NewsReader(self._transport, np.unique(self.catalogue.homes[rows]).tolist())
 
     def settle(self) -> None:
         """All ranks have met, so what was stored before is there for all."""
@@ -126,8 +126,8 @@ class Payload:
         return counts
 
 
-class Listener:
-    """Hears, on each call, what was told since the last one."""
+class NewsReader:
+    """Returns, on each call, what was announced since the last one."""
 
     def __init__(self, transport: Transport, homes: Iterable[int]):
         self._transport = transport
@@ -136,8 +136,8 @@ class Listener:
     def __call__(self) -> list[News]:
         news: list[News] = []
         for home, start in self._next.items():
-            told, self._next[home] = self._transport.heard(home, start)
-            news += told
+            found, self._next[home] = self._transport.news_since(home, start)
+            news += found
         return news
 
 

@@ -33,26 +33,26 @@ class RemoteWarehouses:
         self._failed = False
         global _hosted
         _hosted = own
-        functions = [remote_put, remote_get, remote_tell, remote_news]
+        functions = [remote_put, remote_get, remote_announce, remote_news]
         join_rpc(_worker_name(world.rank), world, functions, timeout_seconds, plain_tcp=plain_tcp)
         self._joined = True
 
-    def put(self, warehouse: int, batch: Batch, tell: Sequence[News]) -> None:
-        """Store rows, and tell that node of them."""
+    def put(self, warehouse: int, batch: Batch, news: Sequence[News]) -> None:
+        """Store rows, with news of them for that node."""
         what = f"to store {_columns_of_rows(batch.names, batch.rows)} in"
-        self._call(warehouse, what, remote_put, pack(batch), _words_of(tell))
+        self._call(warehouse, what, remote_put, pack(batch), _words_of(news))
 
-    def tell(self, warehouse: int, news: Sequence[News]) -> None:
-        self._call(warehouse, "to tell news to", remote_tell, _words_of(news))
+    def announce(self, warehouse: int, news: Sequence[News]) -> None:
+        self._call(warehouse, "to announce news to", remote_announce, _words_of(news))
 
     def get(self, warehouse: int, rows: Tensor, names: Sequence[str]) -> Batch:
-        """The named columns of the rows, in this order; a missing one is a KeyError that names row and column."""
+        """The named columns of the rows, in this order. Raises KeyError with row and column where one is missing."""
         columns = torch.tensor([column_number(name) for name in names], dtype=torch.int64)
         (frame,) = self._call(warehouse, f"for {_columns_of_rows(names, rows)} from", remote_get, rows, columns)
         return read_frame(frame)
 
-    def heard(self, warehouse: int, epoch: int, start: int) -> tuple[list[News], int]:
-        """What was told on that node in batch `epoch` from number `start` on, and the number of what comes next."""
+    def news_since(self, warehouse: int, epoch: int, start: int) -> tuple[list[News], int]:
+        """What was announced on that node in batch `epoch` from number `start` on, and the number that comes next."""
         request = torch.tensor([epoch, start], dtype=torch.int64)
         (words,) = self._call(warehouse, f"for news of batch {epoch} from", remote_news, request)
         news = unpack_news(words.numpy(), self._own.num_rows)
@@ -93,24 +93,24 @@ _REFUSALS: dict[str, type[Exception]] = {"KeyError": KeyError, "ValueError": Val
 
 
 def remote_put(frame: Tensor, words: Tensor) -> tuple[str, str, list[Tensor]]:
-    """Store the batch of this frame, and tell the node these news."""
+    """Store the batch of this frame, and announce these news to the node."""
 
     def put(warehouse: Warehouse) -> list[Tensor]:
         warehouse.put(read_frame(frame))
-        warehouse.tell_packed(words.numpy())
+        warehouse.announce_packed(words.numpy())
         return []
 
     return _answered(put)
 
 
-def remote_tell(words: Tensor) -> tuple[str, str, list[Tensor]]:
-    """Tell the node these news."""
+def remote_announce(words: Tensor) -> tuple[str, str, list[Tensor]]:
+    """Announce these news to the node."""
 
-    def tell(warehouse: Warehouse) -> list[Tensor]:
-        warehouse.tell_packed(words.numpy())
+    def announce(warehouse: Warehouse) -> list[Tensor]:
+        warehouse.announce_packed(words.numpy())
         return []
 
-    return _answered(tell)
+    return _answered(announce)
 
 
 def remote_get(rows: Tensor, columns: Tensor) -> tuple[str, str, list[Tensor]]:
@@ -126,12 +126,12 @@ def remote_get(rows: Tensor, columns: Tensor) -> tuple[str, str, list[Tensor]]:
 
 
 def remote_news(request: Tensor) -> tuple[str, str, list[Tensor]]:
-    """What was told on this node: the request is the batch's number and the number of the first news wanted."""
+    """What was announced on this node: the request is the batch's number and the number of the first news wanted."""
 
     def news(warehouse: Warehouse) -> list[Tensor]:
         epoch, start = request.tolist()
-        heard = warehouse.heard(max(start, 0)) if epoch == warehouse.epoch else []
-        return [_words_of(heard)]
+        found = warehouse.news_since(max(start, 0)) if epoch == warehouse.epoch else []
+        return [_words_of(found)]
 
     return _answered(news)
 

@@ -38,8 +38,8 @@ class DockConfig:
 class Transport:
     """This rank's ways to the warehouses of all nodes; warehouse n is that of node n.
 
-    Several ranks of a node share its warehouse by shared memory, several nodes talk by RPC and point to point; a job
-    of one rank needs neither. Opening and `close` are collective over all ranks.
+    Several ranks of a node share its warehouse by shared memory; several nodes communicate by RPC and point to
+    point; a job of one rank needs neither. Opening and `close` are collective over all ranks.
     """
 
     def __init__(self, world: World, config: DockConfig):
@@ -55,21 +55,21 @@ class Transport:
             else None
         )  # fmt: skip
 
-    def put(self, home: int, batch: Batch, tell: Sequence[News] = ()) -> None:
-        """Store rows in their home, and tell it of them; tensors may be taken over, and then must not change."""
+    def put(self, home: int, batch: Batch, news: Sequence[News] = ()) -> None:
+        """Store rows in their home, with news of them; tensors may be taken over, and then must not change."""
         if home == self._node:
-            self.warehouse.put(batch, tell=tell)
+            self.warehouse.put(batch, news=news)
         else:
-            self._others(home).put(home, batch, tell)
+            self._others(home).put(home, batch, news)
         link = Link.PROCESS if home == self._node else Link.CROSS_NODE
         self.volume.count_put(link, column_bytes(batch))
 
-    def tell(self, home: int, news: Sequence[News]) -> None:
-        """Let the ranks of a node know at once."""
+    def announce(self, home: int, news: Sequence[News]) -> None:
+        """Send news to the ranks of a node at once."""
         if home == self._node:
-            self.warehouse.tell(news)
+            self.warehouse.announce(news)
         else:
-            self._others(home).tell(home, news)
+            self._others(home).announce(home, news)
 
     def get(self, home: int, rows: Integers, names: Sequence[str]) -> Batch:
         """Columns of rows that live in one warehouse, by a request where it is another node's."""
@@ -79,12 +79,12 @@ class Transport:
         self._count_crossing(batch)
         return batch
 
-    def heard(self, home: int, start: int) -> tuple[list[News], int]:
-        """What ranks of that node told in this batch from number `start` on, and the number of what comes next."""
+    def news_since(self, home: int, start: int) -> tuple[list[News], int]:
+        """What ranks of that node announced in this batch from number `start` on, and the number of what comes next."""
         if home == self._node:
-            news = self.warehouse.heard(start)
+            news = self.warehouse.news_since(start)
             return news, start + len(news)
-        return self._others(home).heard(home, self.warehouse.epoch, start)
+        return self._others(home).news_since(home, self.warehouse.epoch, start)
 
     def exchange(
         self, moves: Sequence[Transfer], names: Sequence[str], num_values: Callable[[Integers], Mapping[str, int]]
@@ -107,7 +107,7 @@ class Transport:
         self._leave(graceful=True)
 
     def abandon(self) -> None:
-        """Leave after a failure, without waiting for anybody."""
+        """Leave after a failure, without waiting for other ranks."""
         self._leave(graceful=False)
 
     def _leave(self, *, graceful: bool) -> None:
