@@ -120,7 +120,7 @@ def test_each_verb_asks_of_rows_what_it_uses(tmp_path):
         ("rollout.compile=true", "rollout.engine_kwargs, or rollout.engine to native"),
         ("resources.generation.expert=2", "cuts experts like other matrices"),
         ("resources.generation.tensor_stride=2", "takes consecutive ranks"),
-        ("train.routing.replay=rollout", "doesn't tell the experts"),
+        ("train.routing.replay=rollout", "doesn't return the experts"),
     ],
 )
 def test_what_vllm_cannot_do_is_refused(override, words):

@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         others = launch if arguments[:1] and arguments[0] in _JOINING_VERBS else LaunchEnvironment()
         return _refuse_alone(error, launch.rank, others)
     except KeyboardInterrupt as interruption:
-        # Ctrl-C reaches all ranks; once they work together, those that speak second end by PeerFailed.
+        # Ctrl-C reaches all ranks; once they work together, those that notice it second end by PeerFailed.
         if launch.rank == 0 or isinstance(interruption, Interrupted):
             show(f"spmdrl: {str(interruption) or 'interrupted'}", stream=sys.stderr)
         return INTERRUPTED

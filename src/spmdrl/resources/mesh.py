@@ -87,7 +87,7 @@ class GenerationMesh:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this rank is the first of its replica, which speaks for it."""
+        """Whether this rank is the first of its replica, which reports for it."""
         return self.tensor.rank == 0
 
     @property

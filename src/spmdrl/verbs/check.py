@@ -1,4 +1,4 @@
-"""The `check` verb: says what a config means, and whether anything speaks against it."""
+"""The `check` verb: prints what a config means, and why it can't run if it can't."""
 
 from __future__ import annotations
 

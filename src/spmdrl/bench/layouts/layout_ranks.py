@@ -82,7 +82,7 @@ def run_cases(cases: Sequence[Case], num_ranks: int) -> dict[Case, Finding]:
 
 def _run_ranks(function: Callable[..., None], num_ranks: int, *arguments: Any) -> None:
     """Call `function(rank, port of a store, *arguments)` in so many processes, and wait for their ends."""
-    # Bound before the ranks are told its port.
+    # Bound before the ranks get its port.
     store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
     failure = Path(arguments[-1]) / _FAILURE_FILE
     ranks = start_processes(function, (store.port, *arguments), nprocs=num_ranks, join=False, start_method="forkserver")
@@ -122,13 +122,13 @@ def _compare_all(rank: int, port: int, cases: Sequence[Case], folder: Path) -> N
 
 
 def _note_failure(case: Case, rank: int, folder: Path) -> None:
-    """Keep the exception at hand, unless another rank was first: then it only tells of a peer that is gone."""
+    """Keep the exception at hand, unless another rank was first: then it only reports a peer that is gone."""
     with suppress(FileExistsError), open(folder / _FAILURE_FILE, "x") as file:
         file.write(f"{case.model} failed under {case.layout} on rank {rank}\n{traceback.format_exc()}")
 
 
 def _be_rank(rank: int, num_ranks: int, port: int) -> None:
-    """Tell this process what a launcher tells its ranks in the environment."""
+    """Set what a launcher sets in its ranks' environment."""
     torch.set_num_threads(1)
     os.environ.update(
         RANK=str(rank),

@@ -22,7 +22,7 @@ from spmdrl.bench.memory.memory_ranks import RESULT_FILE, SETTINGS_FILE, Look, S
 
 MIB = 1 << 20
 _LONGEST_SECONDS = 600.0
-# glibc would keep freed blocks of up to 32 MiB in its heap, so that residence wouldn't tell what is in use.
+# glibc would keep freed blocks of up to 32 MiB in its heap, so that residence wouldn't show what is in use.
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "MALLOC_MMAP_THRESHOLD_": str(MIB // 4)}
 _AWAY = ("update_weights", "optimizer")
 

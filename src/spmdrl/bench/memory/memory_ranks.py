@@ -217,7 +217,7 @@ def watch_step(world: World, settings: Settings, folder: Path) -> dict[str, list
 
 
 def main() -> None:
-    """Run the step that the folder's settings tell; rank 0 writes what it held."""
+    """Run the step that the folder's settings describe; rank 0 writes what it held."""
     torch.set_num_threads(1)
     folder = Path(sys.argv[1])
     settings = Settings(**json.loads((folder / SETTINGS_FILE).read_text()))

@@ -39,7 +39,7 @@ RESULT_FILE, FAILURE_FILE = "result.json", "failure.txt"
 
 @dataclass(frozen=True)
 class RankTask:
-    """What every rank is told."""
+    """What every rank is given."""
 
     size: FlowSize
     num_steps: int
@@ -151,7 +151,7 @@ def main() -> None:
 
 @contextmanager
 def _noting_failure(variant: str, world: World, path: Path) -> Iterator[None]:
-    """Write down the exception, unless another rank was first: then it only tells of a peer that is gone."""
+    """Write down the exception, unless another rank was first: then it only reports a peer that is gone."""
     try:
         yield
     except Exception:

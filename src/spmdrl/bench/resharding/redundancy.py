@@ -104,7 +104,7 @@ CASES = (
         UpdateLayout(data=2, shard=1, tensor=2, expert=2),
         GenerationLayout(expert=4),
         paper="over 60 GB",
-        remark="The paper names no layout beside its figure; this one is Figure 3's, which it speaks of there. The "
+        remark="The paper names no layout beside its figure; this one is Figure 3's, which it refers to there. The "
         "figure follows if it is of all devices together, in GB of 10^9 bytes.",
     ),
     Case(
@@ -164,7 +164,7 @@ def run(arguments: argparse.Namespace) -> BenchTable:
             "gathered into a new buffer, and what isn't selected of one that is used where it lies.",
             "Exact and all-gather are received on the device that receives most; exact is the least possible for ranks "
             "in this order. Fitted is exact with the ranks of an engine so far apart that most slices stay where they "
-            "are, within a node of 8 devices; a job takes that distance unless it is told another.",
+            "are, within a node of 8 devices; a job takes that distance unless another is configured.",
             *(_working(case, found) for case, found in figures),
         ),
         details={"cases": [{"model": case.model, "switch": case.switch, **asdict(found)} for case, found in figures]},

@@ -46,7 +46,7 @@ _TIMEOUT_SECONDS = 300.0
 
 @dataclass(frozen=True)
 class ReshardTask:
-    """What every rank is told."""
+    """What every rank is given."""
 
     model: DecoderConfig
     layout: UpdateLayout

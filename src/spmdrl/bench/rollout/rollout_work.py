@@ -136,7 +136,7 @@ def measure(generator: Generator, lengths: Lengths, rows: Sequence[int], seed: i
 def answer(make: Any, folder: Path) -> None:
     """Make the generator, then run it through the distribution that each line on stdin names; answer a line of JSON.
 
-    The first answer, which is empty, tells that the generator is ready and warm.
+    The first answer, which is empty, means that the generator is ready and warm.
     """
     # Libraries print to stdout too.
     answers = os.fdopen(os.dup(1), "w", buffering=1)

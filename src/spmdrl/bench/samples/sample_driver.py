@@ -156,7 +156,7 @@ def check_came_once(row_numbers: Sequence[int], rows: Rows, num_bytes: int) -> N
 
 @dataclass(frozen=True)
 class _Answer:
-    """What the consumer tells of one step."""
+    """What the consumer reports of one step."""
 
     request_seconds: list[float]
     get_seconds: float

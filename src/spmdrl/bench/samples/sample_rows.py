@@ -26,7 +26,7 @@ RESPONSE_COLUMNS = {
 }
 SCALARS = {"finished": np.int32, "reward": np.float32, "reward_verdict": np.int32}
 ROW_NUMBER = "reward_verdict"
-"""holds each row's number, by which a consumer can tell that it got every row once"""
+"""holds each row's number, by which a consumer can check that it got every row once"""
 COLUMNS = (PROMPT, *RESPONSE_COLUMNS, *SCALARS)
 _VALUE_BYTES = 4
 # Of the logarithm of log-normal lengths, whose mean is a quarter of the longest before they are cut.

@@ -28,7 +28,7 @@ class TokenBatch:
     labels_BL: Tensor
     """The next token where it is to be learned, else -100."""
     arguments: dict[str, Tensor]
-    """What tells the model where rows end."""
+    """What shows the model where rows end."""
 
 
 @dataclass(frozen=True)

@@ -218,7 +218,7 @@ def _check(record: Record, source: DataSource, config: DataConfig, needs: RowNee
         found = find_columns(record.values, config.prompt_key, config.answer_key)
     except ValueError as error:
         return BadRow(record.place, "not_text", str(error))
-    # Ids are unique in a file only; in a folder or pattern the file's name tells rows of one id apart.
+    # Ids are unique in a file only; in a folder or pattern the file's name distinguishes rows of one id.
     prefix = "" if record.file == source.path else f"{record.file}#"
     return _RowCheck(record, found, config, needs, id_prefix=prefix)
 

@@ -132,7 +132,7 @@ class PromptSource:
             seed=seed,
             is_shuffled=config.shuffle,
         )
-        # Ids need to be unique in a file only; with several files the path tells them apart.
+        # Ids need to be unique in a file only; with several files the path distinguishes them.
         self._prefixes = [f"{part.source.path}#" if len(rows) > 1 else "" for part in rows]
 
     def __len__(self) -> int:

@@ -47,7 +47,7 @@ class ShownRows:
         self._logprobs.clear()
 
     def mark(self, batch: Batch) -> None:
-        """Add the column that tells which tokens are shown."""
+        """Add the column that marks the tokens that are shown."""
         row_B = batch.rows.where(torch.isin(batch.rows, self._rows), -1)
         offsets = batch.offsets("response_ids")
         batch.put_ragged(SHOWN, row_B.repeat_interleave(offsets.diff()), offsets)

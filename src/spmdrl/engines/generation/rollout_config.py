@@ -1,4 +1,4 @@
-"""The rollouts of a step as a run's config tells them."""
+"""The config of a step's rollouts."""
 
 from __future__ import annotations
 

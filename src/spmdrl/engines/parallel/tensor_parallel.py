@@ -31,7 +31,7 @@ _VOCABULARIES = ("embed_tokens", "lm_head")
 def check_tensor_parallel(config: DecoderConfig, tensor: int, key: str) -> None:
     """Raise ValueError, which names the degree by its config key, where a model can't be cut over so many ranks.
 
-    Every rank can tell without asking others.
+    Each rank decides it alone.
     """
     complaint = _complaint(config, tensor)
     if complaint:

@@ -1,4 +1,4 @@
-"""Whether a model can be trained and answer under the layouts and options of a run; each rank can tell by itself."""
+"""Whether a model can be trained and answer under the layouts and options of a run; decided by each rank alone."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def check_vllm(config: Config) -> None:
         )
     if config.train.routing.replay == "rollout":
         raise ValueError(
-            f"train.routing.replay is rollout, but {means} doesn't tell the experts that tokens went to; set "
+            f"train.routing.replay is rollout, but {means} doesn't return the experts that tokens went to; set "
             "rollout.engine to native or train.routing.replay to none"
         )
 

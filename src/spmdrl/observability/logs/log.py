@@ -131,7 +131,7 @@ class _ConsoleBackend:
         self._console = console
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        # Step 0 is the evaluation before the first step, of which a note tells.
+        # Step 0 is the evaluation before the first step, which has a note of its own.
         if step > 0:
             self._console.step(step, metrics)
 

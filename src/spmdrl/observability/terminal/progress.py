@@ -1,4 +1,4 @@
-"""How far a long answer to many prompts is, told on a stream beside the answers themselves."""
+"""Progress of answering many prompts, on a stream beside the answers themselves."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class GenerationProgress:
         self._started = self._told = clock()
 
     def add(self, num_rows: int, num_tokens: int) -> None:
-        """Count rows that have ended; the last ones are told of in any case."""
+        """Count rows that have ended; the final line is always printed."""
         self._num_done += num_rows
         self._num_tokens += num_tokens
         now, is_last = self._clock(), self._num_done == self._num_rows

@@ -37,7 +37,7 @@ def show(text: object = "", *, stream: TextIO | None = None, end: str = "\n") ->
     except BrokenPipeError:
         raise
     except OSError:
-        # The stream is a file on a full disk, which is no reason to end what it tells of; its buffer is tried again.
+        # The stream is a file on a full disk, which is no reason to end the run; its buffer is tried again.
         return
 
 

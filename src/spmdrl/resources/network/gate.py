@@ -1,6 +1,6 @@
 """The gate: connections between ranks that only holders of the job's secret can make.
 
-PyTorch's store and RPC agents answer whoever connects, and an agent believes every byte. So both listen on loopback,
+PyTorch's store and RPC agents answer any connection, and an agent trusts every byte. So both listen on loopback,
 closed to all but their own rank's gate (door.py), and gates connect them, after proofs of the secret and with MACs on
 what they pass on (link.py):
 
@@ -62,7 +62,7 @@ class Gate:
         self._rank = rank
         self._incarnation = secrets.token_bytes(8)
         self._admitted: dict[int, bytes] = {}
-        """ranks that came, each with what tells its processes apart"""
+        """ranks that came, each with what distinguishes its processes"""
         self._doors: dict[int, Door] = {}
         self._ways: dict[tuple[Target, int | None], asyncio.Server] = {}
         self._unproven: deque[asyncio.StreamWriter] = deque()

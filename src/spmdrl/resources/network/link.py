@@ -38,7 +38,7 @@ class Hello:
     """What a dialling gate sends first."""
 
     incarnation: bytes
-    """8 bytes that tell a rank's processes apart"""
+    """8 bytes that distinguish a rank's processes"""
     from_rank: int
     to_rank: int
     service: int

@@ -145,5 +145,5 @@ def _poll_parent(parent: int) -> None:
 
 
 def _end() -> None:
-    """End at once, with nothing said: whoever ended the launcher knows, and reward workers end with this process."""
+    """End at once and silently: the user ended the launcher, and reward workers end with this process."""
     os.kill(os.getpid(), signal.SIGKILL)

@@ -178,7 +178,7 @@ def _join(
     try:
         is_decided = _wait_until(joining.is_decided, timeout_seconds)
     except RuntimeError as error:
-        # The store ended, and with it whoever held it.
+        # The store's host has ended.
         cause = (joining.old_verdict or b"rank 0 or its launcher has ended; look at its output").decode()
         raise StartRefused(cause) from error
     if not is_decided:

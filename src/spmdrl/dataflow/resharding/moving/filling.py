@@ -21,7 +21,7 @@ Names = Callable[[Iterable[str]], None]
 
 @dataclass(frozen=True)
 class Watcher:
-    """What is told of weights while a generator is filled."""
+    """Called with names of weights while a generator is filled."""
 
     woken: Names
     """weights that have their memory in the generator now"""

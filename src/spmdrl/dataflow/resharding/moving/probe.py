@@ -1,6 +1,6 @@
 """The probe of a switch: trainer and generator rate the same few tokens, before any is generated with the new weights.
 
-Checksums tell that slices arrived as they were sent; the probe tells that the generator computes with them what the
+Checksums show that slices arrived as they were sent; the probe shows that the generator computes with them what the
 trainer does. Shape letter: `R` rated tokens, all but the first of each row, packed.
 """
 

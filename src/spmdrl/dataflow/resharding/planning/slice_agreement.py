@@ -1,4 +1,4 @@
-"""What ranks tell each other once, so that all derive the same plan: their slices, and the generator's dtypes."""
+"""What ranks exchange once, so that all derive the same plan: their slices, and the generator's dtypes."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def agree_on_plan(
     """
     mine = {"held": list(map(_listed, held)), "wanted": [[*_listed(box), str(t)] for box, t in wanted.items()]}
     ranks = [json.loads(payload) for payload in gather_bytes(json.dumps(mine).encode())]
-    source = {rank: [_slice(*box) for box in told["held"]] for rank, told in enumerate(ranks)}
-    target = {rank: [_slice(*box[:3]) for box in told["wanted"]] for rank, told in enumerate(ranks)}
+    source = {rank: [_slice(*box) for box in part["held"]] for rank, part in enumerate(ranks)}
+    target = {rank: [_slice(*box[:3]) for box in part["wanted"]] for rank, part in enumerate(ranks)}
     dtypes: dict[str, torch.dtype] = {}
-    for rank, told in enumerate(ranks):
-        for name, _, _, text in told["wanted"]:
+    for rank, part in enumerate(ranks):
+        for name, _, _, text in part["wanted"]:
             dtype = _dtype(text)
             if dtypes.setdefault(name, dtype) != dtype:
                 raise ValueError(f"rank {rank} wants {name} as {dtype}, another as {dtypes[name]}; use one dtype")

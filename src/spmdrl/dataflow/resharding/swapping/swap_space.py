@@ -279,5 +279,5 @@ class _EventTicket:
 
     def times(self) -> CopyTimes:
         self._copied.synchronize()
-        # The device tells durations only; a return is queued when nothing else is.
+        # The device measures durations only; a return is queued when nothing else is.
         return CopyTimes(self._queued, self._queued + self._begun.elapsed_time(self._copied) / 1e3)

@@ -29,7 +29,7 @@ class Controller:
     """Tracks, for one worker state, which rows are usable: absent -> ready -> claimed -> consumed.
 
     A row that is dropped while it is claimed may still be consumed, so that it makes no difference which of the two is
-    heard of first.
+    announced first.
     """
 
     def __init__(self, state: WorkerState, needs: frozenset[str], catalogue: Catalogue):

@@ -124,7 +124,7 @@ def _attend_outside(layer: int, q_BHK: Tensor, k_BJK: Tensor, v_BJV: Tensor) -> 
 
 
 def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function as another code object, by which compiled graphs are told apart: engines share none."""
+    """The same function as another code object, which keys compiled graphs: engines share none."""
     return FunctionType(
         function.__code__.replace(), function.__globals__, function.__name__, None, function.__closure__
     )

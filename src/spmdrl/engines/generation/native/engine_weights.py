@@ -59,7 +59,7 @@ class FreeableWeights:
         self._point(self._borrowed)
 
     def sleep(self) -> None:
-        """Free the storages, whoever still refers to them, and give back what was borrowed."""
+        """Free the storages, even if they are still referenced, and give back what was borrowed."""
         self._point({name: self._own[name] for name in self._borrowed})
         self._borrowed = {}
         for weight in self._own.values():

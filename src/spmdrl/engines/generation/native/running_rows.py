@@ -69,7 +69,7 @@ class Group:
     num_computed: int = 0
     """Leading tokens whose keys and values are cached or come with this step's chunks."""
     logits_V: Tensor | None = None
-    """What the last token predicts; whoever runs the last chunk leaves it here."""
+    """What the last token predicts, set when the last chunk runs."""
     choices: list[Tensor] = field(default_factory=list)
     """Where the tokens of each chunk went [T, L, C], if that is recorded; left here likewise."""
 

@@ -125,7 +125,7 @@ def invert_cdf(weights_BV: Tensor, uniforms_B: Tensor) -> Tensor:
     # Rounding may lift uniform x total to the total itself, beyond the last token.
     target_B = torch.minimum(uniforms_B * total_B, torch.nextafter(total_B, torch.zeros_like(total_B)))
     found_B = torch.searchsorted(cumulated_BV, target_B[:, None], right=True).squeeze(-1)
-    # NaN lies beyond all: whoever draws from broken logits is to say so, rather than fail at an index.
+    # NaN lies beyond all: broken logits must raise by name, rather than fail at an index.
     return found_B.clamp(max=weights_BV.shape[-1] - 1)
 
 

@@ -1,4 +1,4 @@
-"""What vLLM's CPU build needs told or mended; nothing here imports vllm.
+"""Settings and patches that vLLM's CPU build needs; nothing here imports vllm.
 
 Its kernels read some weights in a packed form. `reload_weights` packs those of linear layers anew, but neither a head
 that shares the embedding's weights nor experts: without `pack_again` an engine answers with stale or garbled weights.

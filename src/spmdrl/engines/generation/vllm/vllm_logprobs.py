@@ -26,7 +26,7 @@ def logprobs_mode(rollout: RolloutConfig) -> str:
             return mode
     raise ValueError(
         f"rollout.temperature is {rollout.temperature} with rollout.top_p {rollout.top_p}, top_k {rollout.top_k}, "
-        f"min_p {rollout.min_p}: vLLM can't tell log-probs that are scaled but not filtered; set the temperature to 1, "
+        f"min_p {rollout.min_p}: vLLM has no log-probs that are scaled but not filtered; set the temperature to 1, "
         "turn the filters off, or set rollout.engine to native"
     )
 
@@ -39,7 +39,7 @@ def gives_unfiltered(mode: str, sampling: SamplingParams) -> bool:
 
 
 def logprobs_of_prompt(token_ids: Sequence[int], candidates: Sequence[Mapping[int, Any] | None]) -> Tensor:
-    """The log-probs of a prompt's tokens but the first, which vLLM tells beside other candidates' by position."""
-    told = [by_token[token].logprob for token, by_token in zip(token_ids, candidates, strict=True) if by_token]
-    assert len(told) == len(token_ids) - 1, f"vLLM rated {len(told)} tokens of a prompt of {len(token_ids)}"
-    return torch.tensor(told, dtype=torch.float32)
+    """The log-probs of a prompt's tokens but the first, which vLLM returns beside other candidates', by position."""
+    logprobs = [by_token[token].logprob for token, by_token in zip(token_ids, candidates, strict=True) if by_token]
+    assert len(logprobs) == len(token_ids) - 1, f"vLLM rated {len(logprobs)} tokens of a prompt of {len(token_ids)}"
+    return torch.tensor(logprobs, dtype=torch.float32)

@@ -65,7 +65,7 @@ def _some(names: list[str]) -> str:
 def _prediction_layers(folder: Path, stored: set[str], config: DecoderConfig) -> list[str]:
     """Name prefixes of the layers that predict further tokens, which DeepSeek-V3 stores after those of the decoder."""
     layers = range(config.num_layers, config.num_layers + count_prediction_layers(folder))
-    # Their own projection tells them from decoder layers that are too many.
+    # Their own projection distinguishes them from surplus decoder layers.
     return [prefix for prefix in (f"model.layers.{i}." for i in layers) if f"{prefix}eh_proj.weight" in stored]
 
 

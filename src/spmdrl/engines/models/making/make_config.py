@@ -26,7 +26,7 @@ _DEEPSEEK_SIZES = (
 class MakeConfig:
     """A decoder over single characters; the defaults give a Qwen3 of about 0.8M parameters.
 
-    Sizes that only some families have are None in the others; there None takes the default that is told.
+    Sizes that only some families have are None in the others; there None takes the default named below.
     """
 
     family: Literal["qwen3", "qwen3_moe", "deepseek_v3"] = "qwen3"

@@ -23,7 +23,7 @@ _SPLITS_RIGHT = "2.12"
 def check_pipeline(
     config: DecoderConfig, layout: UpdateLayout, *, torch_version: TorchVersion = torch.__version__
 ) -> None:
-    """Raise ValueError where a model can't be pipelined this way; every rank can tell without asking others."""
+    """Raise ValueError where a model can't be pipelined this way; decided by each rank alone."""
     chunks, schedule = layout.pipeline_chunks, layout.pipeline_schedule
     if layout.pipeline == 1:
         if chunks > 1:

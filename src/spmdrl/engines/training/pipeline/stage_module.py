@@ -1,4 +1,4 @@
-"""A pipeline stage as PyTorch's schedules run it: a span of the decoder that is told which micro-batch comes in.
+"""A pipeline stage as PyTorch's schedules run it: a span of the decoder that gets the number of each micro-batch.
 
 Shape letters: `T` tokens of a micro-batch that this rank holds between blocks; `D` model width.
 """
@@ -29,7 +29,7 @@ class StageTask:
 
 
 class NumberedStage(nn.Module):
-    """A stage that is told the number of the micro-batch it runs, in the form that schedules can hand out."""
+    """A stage that gets the number of the micro-batch it runs, in the form that schedules can pass on."""
 
     task: StageTask | None
 

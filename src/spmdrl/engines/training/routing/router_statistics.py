@@ -54,7 +54,7 @@ class RouterTotals:
         place_of_layer = {layer: place for place, layer in enumerate(sparse_layers(self.model))}
         for layer, bias_E in _biases(decoder):
             counts_E = self.counts_LE[place_of_layer[layer]]
-            # The sign of mean - load, in integers, so that a mean load is told from one beside it.
+            # The sign of mean - load, in integers, so that a mean load differs from one beside it.
             lacking_E = counts_E.sum() - counts_E * len(counts_E)
             bias_E += self.routing.bias_update_rate * lacking_E.sign()
 

@@ -37,7 +37,7 @@ class Precision:
 
 
 def check_layout(config: DecoderConfig, layout: UpdateLayout) -> None:
-    """Raise ValueError where a model can't be trained under a fitted layout; each rank can tell by itself."""
+    """Raise ValueError where a model can't be trained under a fitted layout; decided by each rank alone."""
     check_pipeline(config, layout)
     if config.tied_head and layout.pipeline > 1 and layout.pipeline_schedule == "zbv":
         raise ValueError(

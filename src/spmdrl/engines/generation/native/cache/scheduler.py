@@ -218,7 +218,7 @@ class Scheduler:
         return rows
 
     def _free_newest(self) -> None:
-        """Free blocks at the cost of whoever came last."""
+        """Free blocks by preempting the row that was admitted last."""
         if self._free_waiting_group():
             return
         assert len(self.running) > 1, f"all {self._pool.num_blocks} blocks don't hold one row, which was checked before"
