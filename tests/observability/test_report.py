@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from spmdrl.observability.logs.log import MetricsLog
 from spmdrl.observability.report.charts import Chart, Series, chart_figure, downsample, moving_mean, ticks
 from spmdrl.observability.report.report import main, write_report
-from spmdrl.observability.report.samples_section import fitting
+from spmdrl.observability.report.samples_section import fitting, sample_section
 from spmdrl.observability.summary import start_facts, write_summary
 from tests.observability.synthetic import HOSTILE, write_run
 
@@ -338,3 +338,12 @@ def test_a_long_noisy_curve_gets_its_moving_mean():
     assert moving_mean([(0.0, math.nan)]) == []
     figure = chart_figure(Chart("x", [Series("a", [(float(x), 1e308) for x in range(200)])]), 0)
     assert 'class="raw"' in figure and "nan" not in figure
+
+
+def test_what_an_environment_wrote_is_apart_from_the_models_words():
+    record = {"step": 1, "row": 0, "prompt": "p", "response": "<<1+1=2>>2", "tokens": []}
+    (data,) = _Page(sample_section([{**record, "turns": [["<<1+1=", "2>>"], ["2", ""]]}])).scripts
+    assert json.loads(data)[0]["turns"] == [["<<1+1=", "2>>"], ["2", ""]]
+    (data,) = _Page(sample_section([{**record, "turns": [["cut"], "off", ["</script>", 3]]}])).scripts
+    assert json.loads(data)[0]["turns"] == [["</script>", "3"]]
+    assert "turns" not in json.loads(_Page(sample_section([record])).scripts[0])[0]

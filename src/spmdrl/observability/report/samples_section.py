@@ -12,6 +12,7 @@ from spmdrl.observability.report.html import embedded_json, section
 MAX_BYTES = 1_800_000
 MAX_CHARACTERS = 3000
 MAX_TOKENS = 500
+MAX_TURNS = 100
 INTEGERS = ("step", "row", "version")
 NUMBERS = ("reward", "advantage", "mismatch")
 TEXTS = ("prompt", "response", "answer", "verdict")
@@ -79,6 +80,9 @@ def _shown(record: Mapping[str, Any]) -> dict[str, Any]:
     shown |= {name: _short(record.get(name)) for name in TEXTS}
     shown |= {name: _digits(record.get(name)) for name in NUMBERS}
     shown["tokens"] = _tokens(record.get("tokens"))
+    if isinstance(turns := record.get("turns"), list):
+        pairs = [turn for turn in turns[:MAX_TURNS] if isinstance(turn, list) and len(turn) == 2]
+        shown["turns"] = [[_short(text) for text in turn] for turn in pairs]
     shown["parts"] = {str(name): _digits(value) for name, value in parts.items()} if isinstance(parts, dict) else {}
     return shown
 

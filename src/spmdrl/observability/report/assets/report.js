@@ -28,12 +28,25 @@
     if (shown.length === 1) texts.classList.add("single");
     for (const name of shown) {
       const column = make("div");
-      column.append(make("h3", "", name), make("pre", "", sample[name]));
+      column.append(make("h3", "", name), name === "response" && sample.turns ? turnTexts(sample.turns) : make("pre", "", sample[name]));
       texts.append(column);
     }
     card.append(facts, texts);
     if (sample.tokens.length) card.append(tokenList(sample.tokens));
     return card;
+  }
+
+  // What the model wrote, and set apart what an environment gave it to read.
+  function turnTexts(turns) {
+    const box = make("pre");
+    for (const [response, observation] of turns) {
+      box.append(make("span", "", response));
+      if (observation === "") continue;
+      const read = make("span", "observation", observation);
+      read.title = "written by the environment";
+      box.append(read);
+    }
+    return box;
   }
 
   function groupsOf(samples) {
