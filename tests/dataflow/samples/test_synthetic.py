@@ -64,3 +64,11 @@ def test_a_wrong_url_is_refused(url, message):
 
 def test_division_never_divides_by_zero():
     assert not parse_synthetic("synthetic://division").holds(3, 0)
+
+
+def test_completions_are_the_text_with_prompt_and_answer_in_it():
+    rows = synthetic_rows("synthetic://division?count=9&low=1&completion=<<{prompt}{answer}>>{answer}")
+    assert all(row["completion"] == f"<<{row['prompt']}{row['answer']}>>{row['answer']}" for row in rows)
+    assert "completion" not in synthetic_rows("synthetic://division?count=9&low=1")[0]
+    with pytest.raises(ValueError, match="no 'answr'; did you mean 'answer'"):
+        synthetic_rows("synthetic://division?completion={answr}")

@@ -2,9 +2,12 @@ import re
 from fractions import Fraction
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.jobs import ROOT
 
+from spmdrl.dataflow.data.synthetic import synthetic_rows
 from spmdrl.engines.environment.calculator import Calculator, value_of, written
 from spmdrl.engines.environment.episode import End, Episode, Observation
 
@@ -52,3 +55,13 @@ def test_numbers_are_written_as_a_person_would():
     assert [written(value_of(text)) for text in ("1/2", "10/4*2", "1/3", "-7", "3**2")] == [
         "0.5", "5", "0.333333", "-7", "9",
     ]  # fmt: skip
+
+
+def test_the_calculators_run_learns_first_what_the_calculator_would_have_said():
+    settings = yaml.safe_load((ROOT / "configs" / "debug" / "calculator.yaml").read_text())
+    assert settings["environment"]["function"] == "calculator" and settings["rollout"]["stop"] == ["="]
+    for row in synthetic_rows(settings["data"]["train"])[:200]:
+        call, _, rest = row["completion"].partition("=")
+        observation = answer(f"{call}=")
+        assert isinstance(observation, Observation) and rest == observation.text + row["answer"]
+        assert answer(row["answer"]) == End()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any, Literal
@@ -34,6 +35,8 @@ class SyntheticTask:
     split: Literal["train", "test"] = "train"
     test_fraction: float = 0.1
     seed: int = 0
+    completion: str = ""
+    """what supervised training learns in place of the answer: a text with {prompt} and {answer} in it"""
 
     def __post_init__(self) -> None:
         if self.operation not in OPERATIONS:
@@ -44,6 +47,9 @@ class SyntheticTask:
             raise ValueError(
                 f"low={self.low}&high={self.high}&count={self.count}: low <= high and count >= 1 are needed"
             )
+        for name in re.findall(r"\{(.*?)\}", self.completion):
+            if name not in ("prompt", "answer"):
+                raise ValueError(_unknown("completion in a synthetic URL has no", name, ("prompt", "answer")))
         if not 0 < self.test_fraction < 1:
             raise ValueError(f"test_fraction={self.test_fraction} in a synthetic URL, but it must be between 0 and 1")
 
@@ -68,7 +74,10 @@ class SyntheticTask:
             prompt, answer = f"{left}*{right}=", left * right
         else:
             prompt, answer = f"{left * right}/{right}=", left
-        return {"id": f"{self.operation}:{left}:{right}", "prompt": prompt, "answer": str(answer)}
+        row = {"id": f"{self.operation}:{left}:{right}", "prompt": prompt, "answer": str(answer)}
+        if self.completion:
+            row["completion"] = self.completion.replace("{prompt}", prompt).replace("{answer}", str(answer))
+        return row
 
 
 def parse_synthetic(url: str) -> SyntheticTask:
