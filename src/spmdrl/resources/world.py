@@ -93,7 +93,7 @@ def open_world(
     """Join the job's process group once all ranks are here and agree about `facts`, and leave it at the end.
 
     Collective over all ranks. A job of one rank gets a group too, over an in-process store; what gloo listens on is
-    closed to everybody once the group is there. `timeout_seconds` is how long a collective may take. Raises
+    closed to new connections once the group is there. `timeout_seconds` is how long a collective may take. Raises
     StartRefused on every rank, before any collective, when facts differ or a rank is missing after
     `start_timeout_seconds`.
     """

@@ -41,7 +41,7 @@ class Traffic(TorchDispatchMode):
 
     def _count(self, func: Any, args: tuple) -> None:
         name = str(func).split(".")[1]
-        # An operation that nobody foresaw must not go uncounted.
+        # An unforeseen operation must not go uncounted.
         assert name in _SENT_BYTES, f"no rule for the bytes that {func} sends"
         given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
         group = dist.ProcessGroup.unbox(given["process_group"])

@@ -95,8 +95,8 @@ class StayingFlow:
         if self._filling is None:
             self._filling = GeneratorFilling(self._world, shards, self._generator, storage, self._config)
         self._ledger.set("bucket", "device", self._filling.buffer_bytes)
-        nobody = Watcher(woken=lambda names: None, sent=lambda names: None)
-        self._filling.run(shards, storage, version=self._trainer.update_count, watcher=nobody)
+        unwatched = Watcher(woken=lambda names: None, sent=lambda names: None)
+        self._filling.run(shards, storage, version=self._trainer.update_count, watcher=unwatched)
         self._ledger.set("bucket", "device", 0)
         self._generator.wake_cache()
         self.account()

@@ -47,7 +47,7 @@ STAGES = (
     Stage("reward", WorkerState.REWARD, ("reward",), whole_groups=True),
     Stage("reference", WorkerState.REFERENCE, ("ref_logprobs",)),
     Stage("old_logprobs", WorkerState.OLD_LOGPROBS, ("old_logprobs",)),
-    # A critic and a reward model would announce columns like these two, which nobody else makes here.
+    # A critic and a reward model would announce columns like these two, which nothing else makes here.
     Stage("values", WorkerState.OLD_LOGPROBS, ("versions",)),
     Stage("reward_model", WorkerState.REFERENCE, ("reward_verdict",)),
     Stage("advantage", WorkerState.ADVANTAGE, ("advantages",)),

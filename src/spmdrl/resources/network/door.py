@@ -10,7 +10,7 @@ from spmdrl.resources.network.sockets import LOOPBACK, MOST_ADMITTED, admit_only
 
 
 class Door:
-    """A listening socket of this process, on loopback, that lets its gate in and nobody else."""
+    """A listening socket of this process, on loopback, that admits connections of its gate only."""
 
     def __init__(self, port: int, *, is_closed: bool = True):
         """Raises OSError where the system can't keep others out, which an open door (`is_closed=False`) doesn't try."""

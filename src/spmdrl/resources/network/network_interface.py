@@ -16,7 +16,7 @@ from spmdrl.resources.startup.launch import LaunchEnvironment
 # Linux: ask an interface for its IPv4 address; the IPv6 addresses of all interfaces.
 _SIOCGIFADDR = 0x8915
 _IPV6_ADDRESSES = Path("/proc/net/if_inet6")
-# For documentation only (RFC 5737): nobody has it, so the way there is the default route.
+# For documentation only (RFC 5737): no host has it, so the way there is the default route.
 _ELSEWHERE = "192.0.2.1"
 _WAY_OUT = (
     "set GLOO_SOCKET_IFNAME to the interface of the cluster's private network, or resources.trusted_network to true "

@@ -51,7 +51,7 @@ def read_or_make_secret(path: Path) -> bytes:
 
 
 def _make(path: Path) -> None:
-    """Write the file under another name and link it, so that nobody finds half of it and the first rank wins."""
+    """Write the file under another name and link it, so that no rank reads half of it and the first one wins."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     file = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

@@ -38,7 +38,7 @@ class Catalogue:
         self._reason: Integers = np.full(num_rows, _NOT_DROPPED, dtype=np.int64)
 
     def observe(self, entry: News) -> None:
-        """Learn of columns or drops. Nothing is learnt from what contradicts others or itself: it is a ValueError."""
+        """Record columns or drops. Raises ValueError, and records nothing, for news that contradict each other."""
         if isinstance(entry, RowDrop):
             self.drop(entry.rows, entry.reason)
         elif isinstance(entry, RowMetadata):
@@ -83,7 +83,7 @@ class Catalogue:
         return {reason: np.flatnonzero(self._reason == code) for code, reason in enumerate(self._reasons)}
 
     def checked(self, rows: ArrayLike) -> Integers:
-        """Row numbers as an array; one outside of the batch, or named twice, is a ValueError."""
+        """Row numbers as an array. Raises ValueError for one outside of the batch, or named twice."""
         index = self._within(rows)
         twice = self._named_twice(index)
         if twice is not None:

@@ -57,7 +57,7 @@ class Controller:
         return self._ready_rows[by_group]
 
     def claim(self, rows: ArrayLike) -> None:
-        """ready -> claimed. Rows that aren't ready are a ValueError, and then nothing is claimed."""
+        """ready -> claimed. Raises ValueError, and claims nothing, if a row isn't ready."""
         index = self._catalogue.checked(rows)
         ready = self._is_ready()[index]
         if not ready.all():
@@ -66,7 +66,7 @@ class Controller:
         self._hold(index, RowStatus.CLAIMED)
 
     def consume(self, rows: ArrayLike) -> None:
-        """claimed -> consumed. Rows that weren't claimed are a ValueError, and then nothing is consumed."""
+        """claimed -> consumed. Raises ValueError, and consumes nothing, if a row wasn't claimed."""
         self._hold(self._claimed(rows), RowStatus.CONSUMED)
 
     def resume(self, rows: ArrayLike) -> None:

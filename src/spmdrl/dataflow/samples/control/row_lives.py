@@ -57,7 +57,7 @@ class RowLives:
         return self._controllers[state]
 
     def claim(self, state: WorkerState, rows: ArrayLike) -> None:
-        """Rows of all takers go ready -> claimed; one that isn't ready is a ValueError."""
+        """Rows of all takers go ready -> claimed. Raises ValueError if one isn't ready."""
         self._controllers[state].claim(rows)
 
     def finish(self, state: WorkerState) -> None:
@@ -138,7 +138,7 @@ class RowLives:
 def restored(needs_by_state: Mapping[WorkerState, frozenset[str]], saved: Arrays, homes: Integers) -> RowLives:
     """The lives that `snapshot` saved, with rows in new homes [num_rows]; a row that had none has none.
 
-    Another set of worker states than the saved one is a ValueError.
+    Raises ValueError for another set of worker states than the saved one.
     """
     step, num_rows, group_size = saved["batch"].tolist()
     kept = sorted(key.removeprefix("consumed/") for key in saved if key.startswith("consumed/"))

@@ -82,7 +82,7 @@ def pack_news(news: Iterable[News]) -> Integers:
 
 
 def unpack_news(packed: Integers, num_rows: int) -> list[News]:
-    """What `pack_news` packed about a batch of `num_rows` rows; words that it never writes are a ValueError."""
+    """What `pack_news` packed about a batch of `num_rows` rows. Raises ValueError for words that it never writes."""
     reader = _Reader(packed, num_rows)
     news: list[News] = []
     while not reader.is_at_end:

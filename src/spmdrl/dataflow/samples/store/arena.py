@@ -41,7 +41,7 @@ class Arena:
         return start
 
     def give_back(self, start: int) -> None:
-        """Free what `take` gave; anything else is a ValueError."""
+        """Free what `take` gave. Raises ValueError for anything else."""
         if start not in self._taken:
             raise ValueError(f"nothing is taken at byte {start}; was it freed before?")
         size = self._taken.pop(start)

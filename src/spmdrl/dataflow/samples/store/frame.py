@@ -55,7 +55,7 @@ def frame_bytes(num_rows: int, num_values: Mapping[str, int]) -> int:
 
 
 class OutgoingFrame:
-    """A batch that is about to be written. Columns that break the schema are a ValueError."""
+    """A batch that is about to be written. Raises ValueError for columns that break the schema."""
 
     def __init__(self, batch: Batch):
         """Check against the schema; columns with the same row lengths must have equal offsets, which are kept once."""

@@ -67,7 +67,7 @@ def temporary_file() -> SharedFile:
 
 
 class PoolHost:
-    """The process that made a node's files, until everybody has opened them."""
+    """The process that made a node's files, until all ranks have opened them."""
 
     def __init__(self, num_files: int, file_bytes: int, create: Callable[[], SharedFile]):
         files: list[SharedFile] = []

@@ -185,7 +185,7 @@ class Shelves:
         return self._chunks.values()
 
     def add(self, chunk: Chunk, rows: ArrayLike, positions: ArrayLike | None = None) -> None:
-        """Take a chunk in; a row that has one of its columns already is a ValueError.
+        """Add a chunk. Raises ValueError for a row that has one of its columns already.
 
         `rows` says which row each position holds, or with `positions` which rows lie where: several at one, it may be.
         """
@@ -207,7 +207,7 @@ class Shelves:
         return [chunk for shelf in self._shelves.values() for chunk in self._release(shelf, index)]
 
     def find(self, names: Iterable[str], rows: Integers) -> list[Placement]:
-        """Where the rows lie, for columns that lie alike; a missing column is a KeyError that names row and column."""
+        """Where the rows lie, for columns that lie alike. Raises KeyError naming row and column if one is missing."""
         alike: dict[tuple[tuple[str, ...], ...], list[str]] = {}
         for name in names:
             shelves = tuple(key for key in self._shelves if name in key)

@@ -60,7 +60,7 @@ class Exchange:
         """Send and receive; returns what came, in the order of `moves`. Collective over the ranks of `moves`.
 
         `read` gives the columns of rows that live on this node, `num_values` how many values they have, by column.
-        A message that doesn't come within the deadline is a TimeoutError, a lost rank a ConnectionError; both name
+        Raises TimeoutError for a message that misses the deadline, ConnectionError for a lost rank; both name
         the rows.
         """
         pending, frames, kept = [], [], []

@@ -23,7 +23,7 @@ SCRATCH_BLOCK = 0
 class BlockPool:
     """Who holds which block: numbers only. Block 0 is the scratch block, always taken.
 
-    A block that nobody holds is free; one whose content was remembered idles, and is handed out only when no other is
+    A block that no row holds is free; one whose content was remembered idles, and is handed out only when no other is
     left, longest idle first. Until then it can be shared again.
     """
 
