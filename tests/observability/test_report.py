@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spmdrl.observability.logs.log import MetricsLog
-from spmdrl.observability.report.charts import Chart, Series, chart_figure, downsample, moving_mean, ticks
+from spmdrl.observability.report.charts import Chart, Series, chart_svg, downsample, moving_mean, ticks
 from spmdrl.observability.report.report import main, write_report
 from spmdrl.observability.report.samples_section import fitting, sample_section
 from spmdrl.observability.summary import start_facts, write_summary
@@ -33,6 +33,7 @@ class _Page(HTMLParser):
         self.links: list[str] = []
         self.scripts: list[str] = []
         self.events: list[str] = []
+        self.texts: list[str] = []
         self.feed(text)
 
     def handle_starttag(self, tag, attrs):
@@ -41,6 +42,7 @@ class _Page(HTMLParser):
         self.events += [name for name, _ in attrs if name.startswith("on")]
 
     def handle_data(self, data):
+        self.texts.append(data)
         if self.tags and self.tags[-1] == "script" and data.strip():
             self.scripts.append(data)
 
@@ -133,7 +135,7 @@ def test_the_start_flattens_no_curve_and_is_shown_on_its_own(tmp_path: Path):
     write_summary(tmp_path, verdict="done", startup_seconds=490.0)
     text = write_report(tmp_path).read_text()
     assert "<dt>Start-up</dt><dd>8m10s</dd>" in text and "<dt>A step</dt><dd>2.3s (median)</dd>" in text
-    [chart] = re.findall(r"<figure[^>]*><figcaption>Seconds a step.*?</figure>", text)
+    [chart] = re.findall(r"(?s)<figure[^>]*><figcaption>Seconds a step.*?</figure>", text)
     assert "500" not in re.findall(r'class="ty"[^>]*>([^<]*)<', chart) and 'data-steps="1 5"' in chart
 
 
@@ -172,13 +174,14 @@ def test_percentiles_of_zeros_and_ones_are_no_band(tmp_path: Path, ends: tuple[f
 
 def test_the_page_holds_what_choosing_a_range_of_steps_needs(small_run: Path):
     page = _Page(text := write_report(small_run).read_text())
-    figures = re.findall(r'<figure class="chart" data-chart="(\d+)"(.*?)</figure>', text)
+    figures = re.findall(r'(?s)<figure class="chart">(.*?)</figure>', text)
     data = json.loads(page.scripts[-2])
-    assert [int(index) for index, _ in figures] == list(range(len(data))) and len(data) > 10
-    for index, figure in figures:
+    assert len(figures) == len(data) > 10
+    for figure, series in zip(figures, data, strict=True):
+        assert [one["label"] for one in series] == (re.findall("</i>(.*?)</span>", figure) or ["small"])
         (first, last), (low, high) = (map(float, re.search(f'data-{name}="(.*?)"', figure)[1].split()) for name in AXES)
-        assert all(first <= x <= last for one in data[int(index)] for x in one["x"])
-        assert all(low <= y <= high for one in data[int(index)] for y in one["y"] if one["x"])
+        assert all(first <= x <= last for one in series for x in one["x"])
+        assert all(low <= y <= high for one in series for y in one["y"] if one["x"])
         assert '<g class="axes">' in figure and re.search('<svg class="plot" [^>]*viewBox="52 10 378 176"><g>', figure)
     for name in ("zoom", "zoom-from", "zoom-to", "zoom-reset"):
         assert f'id="{name}"' in text and f'byId("{name}")' in page.scripts[-1]
@@ -238,6 +241,24 @@ def test_hostile_text_stays_text(small_run: Path):
     assert shown == HOSTILE
 
 
+def test_hostile_names_of_runs_metrics_stages_and_settings_stay_text(tmp_path: Path, small_run: Path):
+    hostile = """<img src=x onerror=alert(1)>'"&amp;"""
+    run = tmp_path / hostile
+    log = MetricsLog(run, ["jsonl"])
+    names = ("reward", f"time/{hostile}", f"dock/put_bytes/{hostile}/node", f"reward/errors/{hostile}", hostile)
+    log.write(1, dict.fromkeys(names, 1.0) | {f"{hostile}/zero": 0.0})
+    log.close()
+    (run / "config.resolved.yaml").write_text(f"{hostile}: {hostile}  # {hostile}\n")
+    span = {"rank": 0, "step": 1, "stage": hostile, "start": 0.0, "end": 1.0, "error": hostile}
+    held = {"rank": 0, "step": 1, "stage": hostile, "time": 1.0, "memory": {hostile: 1}, "host": {}}
+    (run / "timeline").mkdir()
+    (run / "timeline" / "rank_00000.jsonl").write_text(json.dumps(span) + "\n" + json.dumps(held) + "\n")
+    write_summary(run, verdict=hostile, command=hostile, sample_flow={hostile: 1.0, "eq1_gib": 1.0})
+    page = _Page(write_report(run, others=[small_run]).read_text())
+    assert "img" not in page.tags and page.events == [] and page.tags.count("script") == 2
+    assert sum(hostile in text for text in page.texts) > 20
+
+
 def test_nothing_is_fetched(small_run: Path):
     text = write_report(small_run).read_text()
     # Within the page only.
@@ -245,7 +266,7 @@ def test_nothing_is_fetched(small_run: Path):
     assert not re.search(
         r"""(src|href)\s*=\s*["']?\s*(https?:)?//""", re.sub(r"(?s)<script type=.*?</script>", "", text)
     )
-    assert "default-src &#x27;none&#x27;" in text and "@import" not in text and "url(" not in text
+    assert "default-src &#39;none&#39;" in text and "@import" not in text and "url(" not in text
 
 
 @pytest.mark.parametrize(
@@ -327,7 +348,7 @@ def test_ticks_are_few_and_lie_on_the_axis(low, width):
 
 @given(st.lists(st.tuples(st.integers(0, 10**6), st.floats()), min_size=1, max_size=30))
 def test_any_series_gives_a_chart_with_finite_coordinates(points):
-    figure = chart_figure(Chart("x", [Series("a", sorted(points))]), 0)
+    figure = chart_svg(Chart("x", [Series("a", sorted(points))]))
     assert "<svg" in figure and not re.search(r'(cx|cy|x1|y1|d)="[^"]*(nan|inf)', figure)
 
 
@@ -336,7 +357,7 @@ def test_a_long_noisy_curve_gets_its_moving_mean():
     means = moving_mean(points)
     assert means[0][0] == 0 and means[-1][0] == 999 and all(abs(y - 0.5) < 0.03 for _, y in means)
     assert moving_mean([(0.0, math.nan)]) == []
-    figure = chart_figure(Chart("x", [Series("a", [(float(x), 1e308) for x in range(200)])]), 0)
+    figure = chart_svg(Chart("x", [Series("a", [(float(x), 1e308) for x in range(200)])]))
     assert 'class="raw"' in figure and "nan" not in figure
 
 

@@ -1,4 +1,4 @@
-"""Line charts as inline SVG: complete without a script, which adds the values under the pointer and ranges of steps."""
+"""Line charts as inline SVG, complete without a script; with one, they show values and ranges of steps."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
-from spmdrl.observability.report.html import color_class, escape, legend
+from markupsafe import Markup, escape
 
 Points = Sequence[tuple[float, float]]
 Band = Sequence[tuple[float, float, float]]
@@ -19,6 +19,7 @@ PLOT = (
     f'x="{LEFT}" y="{TOP}" width="{WIDTH - LEFT - RIGHT}" height="{HEIGHT - TOP - BOTTOM}" '
     f'viewBox="{LEFT} {TOP} {WIDTH - LEFT - RIGHT} {HEIGHT - TOP - BOTTOM}"'
 )
+NUM_COLORS = 10
 MAX_POINTS = 400
 DOTS_UP_TO = 40
 SMOOTHED_FROM = 150
@@ -43,6 +44,11 @@ class Chart:
     series: list[Series]
     unit: str = ""
 
+    @property
+    def legend(self) -> list[tuple[int, str]]:
+        """Colors and labels; a single line needs none."""
+        return [(series.color, series.label) for series in self.series] if len(self.series) > 1 else []
+
 
 @dataclass(frozen=True)
 class Frame:
@@ -61,20 +67,21 @@ class Frame:
         return HEIGHT - BOTTOM - (y - self.y[0]) / (self.y[1] - self.y[0]) * (HEIGHT - TOP - BOTTOM)
 
 
-def chart_figure(chart: Chart, index: int) -> str:
-    """The chart as a figure element; `index` is its place in the page's chart data."""
+def color_class(index: int) -> str:
+    """The CSS class of the color with this index."""
+    return f"k{index % NUM_COLORS}"
+
+
+def chart_svg(chart: Chart) -> Markup:
+    """Axes and lines; its data attributes are what the script needs to draw a range of steps."""
     frame = _frame_of(chart)
-    unit = f" <small>{escape(chart.unit)}</small>" if chart.unit else ""
-    names = legend((series.color, series.label) for series in chart.series) if len(chart.series) > 1 else ""
     lines = "".join(_series_svg(series, frame) for series in chart.series)
-    return (
-        f'<figure class="chart" data-chart="{index}" data-steps="{frame.x[0]:.10g} {frame.x[1]:.10g}" '
-        f'data-values="{frame.y[0]:.10g} {frame.y[1]:.10g}" '
+    return Markup(  # noqa: S704
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(chart.title)}" '
+        f'data-steps="{frame.x[0]:.10g} {frame.x[1]:.10g}" data-values="{frame.y[0]:.10g} {frame.y[1]:.10g}" '
         f'data-pixels="{LEFT} {WIDTH - RIGHT} {TOP} {HEIGHT - BOTTOM} {WIDTH}">'
-        f"<figcaption>{escape(chart.title)}{unit}</figcaption>{names}"
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(chart.title)}">'
         f'<g class="axes">{_axes_svg(frame)}</g><svg class="plot" {PLOT}><g>{lines}</g></svg>'
-        f'<line class="cross" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/></svg></figure>'
+        f'<line class="cross" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/></svg>'
     )
 
 

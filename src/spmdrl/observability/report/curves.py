@@ -89,12 +89,6 @@ def other_charts(runs: Sequence[RunData]) -> list[Chart]:
     return _filled([_metric_chart(runs, name, "", name) for name in rest])
 
 
-def without_zeros(charts: Sequence[Chart]) -> tuple[list[Chart], list[str]]:
-    """The charts that show something, and the titles of those that are 0 throughout."""
-    zeros = [chart for chart in charts if all(y == 0 for one in chart.series for _, y in one.points)]
-    return [chart for chart in charts if chart not in zeros], [chart.title for chart in zeros]
-
-
 def _metric_chart(runs: Sequence[RunData], title: str, unit: str, metric: str) -> Chart:
     series = _labelled(runs, metric)
     has_percentiles = metric == "reward" and any(one.band for one in series)

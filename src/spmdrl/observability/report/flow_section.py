@@ -1,4 +1,4 @@
-"""The report's account of the sample flow: bytes by column and link over the run, and the paper's estimates for it."""
+"""Tables of the sample flow: bytes by column and link over the run, and the paper's estimates for them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from spmdrl.observability.logs.jsonl import number
 from spmdrl.observability.report.curves import LINKS
-from spmdrl.observability.report.html import escape, table, value_text
+from spmdrl.observability.report.page import Parts, Table, value_text
 from spmdrl.observability.report.run_files import RunData
 from spmdrl.observability.terminal.units import bytes_text
 
@@ -24,17 +24,17 @@ BytesByColumn = Counter[tuple[str, Way]]
 """Bytes by column and way."""
 
 
-def sample_flow(run: RunData) -> str:
-    """Tables of what the run's steps moved in all, and of what they moved beside the paper's equations."""
+def sample_flow(run: RunData) -> Parts:
+    """What all steps of the run moved, and a step's mean beside the paper's equations."""
     moved = moved_bytes(run)
     if not moved:
-        return ""
+        return []
     steps = max(1, sum(any(name in values for name in LINKS.values()) for values in run.metrics.values()))
     metadata = _total(run, METADATA)
     note = f"Sample bytes of {steps} steps by column and link; besides, {bytes_text(metadata)} of metadata."
     estimates = run.summary.get("sample_flow")
-    beside = _beside_estimates(estimates, moved, metadata, steps) if isinstance(estimates, Mapping) else ""
-    return f'<p class="note">{escape(note)}</p>{_by_column(moved)}{beside}'
+    beside = _beside_estimates(estimates, moved, metadata, steps) if isinstance(estimates, Mapping) else []
+    return [_by_column(moved, note), *beside]
 
 
 def moved_bytes(run: RunData) -> BytesByColumn:
@@ -53,8 +53,8 @@ def _total(run: RunData, metric: str) -> int:
     return round(sum(value for _, value in run.points(metric) if math.isfinite(value)))
 
 
-def _by_column(moved: BytesByColumn) -> str:
-    """A line for each column, the heaviest first, and one for all of them."""
+def _by_column(moved: BytesByColumn, note: str) -> Table:
+    """One row per column, the heaviest first, and one for all of them."""
     used = {way for _, way in moved}
     ways = [way for link in LINKS for operation in OPERATIONS if (way := (operation, link)) in used]
     totals: Counter[str] = Counter()
@@ -64,16 +64,14 @@ def _by_column(moved: BytesByColumn) -> str:
     lines = {column: [moved[column, way] for way in ways] for column in heaviest_first}
     lines["all columns"] = [sum(amounts) for amounts in zip(*lines.values(), strict=True)]
     head = ["column", *(f"{operation}, {link}" for operation, link in ways), "moved"]
-    return table(
-        head,
-        [
-            [name, *(bytes_text(amount) if amount else "" for amount in (*amounts, sum(amounts)))]
-            for name, amounts in lines.items()
-        ],
-    )
+    rows = [
+        [name, *(bytes_text(amount) if amount else "" for amount in (*amounts, sum(amounts)))]
+        for name, amounts in lines.items()
+    ]
+    return Table(head, rows, note=note)
 
 
-def _beside_estimates(estimates: Mapping[str, Any], moved: BytesByColumn, metadata: int, steps: int) -> str:
+def _beside_estimates(estimates: Mapping[str, Any], moved: BytesByColumn, metadata: int, steps: int) -> Parts:
     """A step's mean bytes beside Eq. 1, 2 and 4, which count every prompt and response at its greatest length."""
     known = {name: amount for name, value in estimates.items() if (amount := number(value)) is not None}
     warehouses = max(known.get("num_warehouses", 1.0), 1.0)
@@ -90,8 +88,9 @@ def _beside_estimates(estimates: Mapping[str, Any], moved: BytesByColumn, metada
         if name in known
     ]
     sizes = ", ".join(f"{name} {value_text(amount)}" for name, amount in known.items() if not name.startswith("eq"))
-    note = f'<p class="note">The paper&#x27;s estimates pad every row to the greatest lengths: {escape(sizes)}.</p>'
-    return note + table(("a step", "estimate, GiB", "measured, GiB", "measured / estimate"), lines) if lines else ""
+    note = f"The paper's estimates pad every row to the greatest lengths: {sizes}."
+    head = ("a step", "estimate, GiB", "measured, GiB", "measured / estimate")
+    return [Table(head, lines, note=note)] if lines else []
 
 
 def _ratio(measured: float, estimate: float) -> str:

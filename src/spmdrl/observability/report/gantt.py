@@ -1,14 +1,15 @@
-"""The report's Gantt chart of every rank, and its memory by owner over the stages of the same steps."""
+"""Gantt charts of all ranks, and memory by owner over the stages of the same steps, as inline SVG."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from spmdrl.observability.report.charts import ticks
-from spmdrl.observability.report.html import choices, color_class, escape, legend, table, value_text
+from markupsafe import Markup, escape
+
+from spmdrl.observability.report.charts import color_class, ticks
+from spmdrl.observability.report.page import Choices, Parts, Table, value_text
 from spmdrl.observability.report.resharding_section import link_text
 from spmdrl.observability.terminal.units import byte_unit, bytes_text
 from spmdrl.observability.timeline.timeline import MemorySnapshot, Span, TimelineRecords
@@ -65,18 +66,18 @@ def stage_order(records: TimelineRecords) -> list[str]:
     return list(dict.fromkeys(span.stage for span in records.spans))
 
 
-def gantt(records: TimelineRecords) -> str:
-    """Every rank's stages for the ranges of steps, as views to choose from."""
+def gantt(records: TimelineRecords) -> Parts:
+    """Every rank's stages, one view per range of steps."""
     stages = stage_order(records)
     views = [(steps.title, _gantt_svg(_spans_of(records, steps), stages)) for steps in step_ranges(records)]
     shown = [(title, svg) for title, svg in views if svg]
-    return legend(enumerate(stages)) + choices("gantt", shown) if shown else ""
+    return [Choices("gantt", list(enumerate(stages)), shown)] if shown else []
 
 
-def memory_by_owner(records: TimelineRecords) -> str:
-    """Bytes by owner at the stage boundaries of the rank with the highest peak, on the device and on the host."""
+def memory_by_owner(records: TimelineRecords) -> Parts:
+    """Bytes by owner at the stage boundaries of the rank with the highest peak, and each owner's highest peaks."""
     if not records.snapshots:
-        return ""
+        return []
     rank = max(records.snapshots, key=lambda snapshot: max(snapshot.held.peak, snapshot.held.device_bytes)).rank
     mine = [snapshot for snapshot in records.snapshots if snapshot.rank == rank]
     places = [place for one in mine for place in (one.held.device, one.held.host, one.held.peaks)]
@@ -86,13 +87,12 @@ def memory_by_owner(records: TimelineRecords) -> str:
         chosen = [snapshot for snapshot in mine if snapshot.step in steps.steps]
         if chosen:
             views.append((steps.title, _memory_figures(chosen, owners)))
-    note = f'<p class="note">Rank {rank}, the one with the highest peak on its device.</p>'
-    shown = note + legend(enumerate(owners)) + choices("memory", views)
-    return shown + _peaks_table(mine, owners) if views else ""
+    note = f"Rank {rank}, the one with the highest peak on its device."
+    return [Choices("memory", list(enumerate(owners)), views, note), *_peaks(mine, owners)] if views else []
 
 
-def _peaks_table(snapshots: Sequence[MemorySnapshot], owners: Sequence[str]) -> str:
-    """The most since the boundary before, by the stage that ended, of all steps."""
+def _peaks(snapshots: Sequence[MemorySnapshot], owners: Sequence[str]) -> Parts:
+    """The highest peak since the previous boundary over all steps, one row per stage that ended."""
     lengths = Counter(snapshot.step for snapshot in snapshots)
     # The order is that of a whole step: an evaluation before it, say, has few of the stages.
     known = [one.held for one in sorted(snapshots, key=lambda one: -lengths[one.step]) if one.held.peaks]
@@ -102,8 +102,8 @@ def _peaks_table(snapshots: Sequence[MemorySnapshot], owners: Sequence[str]) -> 
         ended = [one for one in known if one.stage == stage]
         peaks = [max(one.peaks.get(owner, 0) for one in ended) for owner in used]
         rows.append([stage, *(bytes_text(peak) if peak else "" for peak in (*peaks, max(one.peak for one in ended)))])
-    title = "<h3>Peaks on the device since the boundary before, the highest of all steps</h3>"
-    return title + table(("until the end of", *used, "all together"), rows) if used else ""
+    title = "Peaks on the device since the boundary before, the highest of all steps"
+    return [Table(("until the end of", *used, "all together"), rows, title)] if used else []
 
 
 def _range_text(steps: Sequence[int]) -> str:
@@ -126,9 +126,9 @@ def _shown_ranks(ranks: set[int]) -> set[int]:
     return {ordered[at * (len(ordered) - 1) // (MAX_RANKS - 1)] for at in range(MAX_RANKS)}
 
 
-def _gantt_svg(spans: Sequence[Span], stages: Sequence[str]) -> str:
+def _gantt_svg(spans: Sequence[Span], stages: Sequence[str]) -> Markup:
     if not spans:
-        return ""
+        return Markup()
     ranks = sorted({span.rank for span in spans})
     origin = min(span.start for span in spans)
     whole = max(max(span.end for span in spans) - origin, 1e-6)
@@ -158,8 +158,8 @@ def _span_title(span: Span) -> str:
         f"; {link_text(one.link)}: {bytes_text(one.num_bytes)} at {value_text(one.gb_per_second)} GB/s"
         for one in span.moved
     )
-    told = f"{span.stage}, step {span.step}, rank {span.rank}: {span.seconds:.3g} s{moved}{failed}"
-    return f"<title>{escape(told)}</title>"
+    text = f"{span.stage}, step {span.step}, rank {span.rank}: {span.seconds:.3g} s{moved}{failed}"
+    return f"<title>{escape(text)}</title>"
 
 
 def _time_axis(whole: float, scale: float, height: int) -> str:
@@ -172,18 +172,18 @@ def _time_axis(whole: float, scale: float, height: int) -> str:
     return "".join(parts)
 
 
-def _memory_figures(snapshots: Sequence[MemorySnapshot], owners: Sequence[str]) -> str:
+def _memory_figures(snapshots: Sequence[MemorySnapshot], owners: Sequence[str]) -> Markup:
     device = [snapshot.held.device for snapshot in snapshots]
     host = [snapshot.held.host for snapshot in snapshots]
     labels = [f"{snapshot.step} {snapshot.held.stage}" for snapshot in snapshots]
-    return "".join(
-        f"<h3>{place}</h3>" + _memory_svg(list(zip(labels, held, strict=True)), owners)
+    return Markup().join(
+        Markup("<h3>{}</h3>").format(place) + _memory_svg(list(zip(labels, held, strict=True)), owners)
         for place, held in (("On the device", device), ("On the host", host))
         if any(sum(bytes_of.values()) for bytes_of in held)
     )
 
 
-def _memory_svg(bars: Sequence[tuple[str, Mapping[str, int]]], owners: Sequence[str]) -> str:
+def _memory_svg(bars: Sequence[tuple[str, Mapping[str, int]]], owners: Sequence[str]) -> Markup:
     peak = max(max(sum(held.values()) for _, held in bars), 1)
     unit_scale, unit = byte_unit(peak)
     scale = (MEMORY_HEIGHT - 10) / peak
@@ -209,13 +209,11 @@ def _stacked_bar(held: Mapping[str, int], owners: Sequence[str], *, x: float, wi
             continue
         top -= height
         title = f"<title>{escape(f'{owner}: {bytes_text(held[owner])}')}</title>"
-        box: dict[str, Any] = {"x": f"{x:.1f}", "y": f"{top:.1f}", "width": f"{width:.1f}", "height": f"{height:.1f}"}
-        attributes = " ".join(f'{name}="{value}"' for name, value in box.items())
-        parts.append(f'<rect class="bar {color_class(index)}" {attributes}>{title}</rect>')
+        box = f'x="{x:.1f}" y="{top:.1f}" width="{width:.1f}" height="{height:.1f}"'
+        parts.append(f'<rect class="bar {color_class(index)}" {box}>{title}</rect>')
     return "".join(parts)
 
 
-def _svg(height: int, label: str, parts: Sequence[str]) -> str:
-    content = "".join(parts)
+def _svg(height: int, label: str, parts: Sequence[str]) -> Markup:
     box = f'viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{label}"'
-    return f'<div class="scroll"><svg class="wide" {box}>{content}</svg></div>'
+    return Markup(f'<div class="scroll"><svg class="wide" {box}>{"".join(parts)}</svg></div>')  # noqa: S704

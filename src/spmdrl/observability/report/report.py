@@ -3,37 +3,27 @@
 from __future__ import annotations
 
 import argparse
-import base64
 import contextlib
-import hashlib
 import sys
 import time
 from collections.abc import Sequence
-from importlib import resources
 from pathlib import Path
 
 from spmdrl.observability.holder import is_held
 from spmdrl.observability.logs.jsonl import write_atomic
-from spmdrl.observability.report.charts import Chart, chart_data, chart_figure
-from spmdrl.observability.report.curves import (
-    learning_charts,
-    other_charts,
-    speed_charts,
-    traffic_charts,
-    without_zeros,
-)
+from spmdrl.observability.report.charts import Chart
+from spmdrl.observability.report.curves import learning_charts, other_charts, speed_charts, traffic_charts
 from spmdrl.observability.report.flow_section import sample_flow
 from spmdrl.observability.report.gantt import gantt, memory_by_owner
-from spmdrl.observability.report.html import contents, embedded_json, escape, section
+from spmdrl.observability.report.page import ChartGrid, Parts, Section, page_html
 from spmdrl.observability.report.resharding_section import moved_by_link
 from spmdrl.observability.report.run_files import RunData, read_run
-from spmdrl.observability.report.samples_section import sample_section
+from spmdrl.observability.report.samples_section import sample_viewer
 from spmdrl.observability.report.sections import comparison, configuration, header, health
 from spmdrl.observability.terminal.screen import show
 from spmdrl.observability.timeline.timeline import write_perfetto
 
 REPORT_FILE = "report.html"
-SCRIPTS = ("page.js", "charts.js", "report.js")
 
 
 def write_report(run_dir: Path, *, others: Sequence[Path] = (), out: Path | None = None) -> Path:
@@ -97,68 +87,23 @@ def _parser() -> argparse.ArgumentParser:
 
 def _page(runs: Sequence[RunData]) -> str:
     first = runs[0]
-    charts: list[Chart] = []
+    moved = [*_grid(traffic_charts(runs)), *sample_flow(first), *moved_by_link(first.timeline)]
     sections = [
-        comparison(runs),
-        section("curves", "Curves", _chart_grid(learning_charts(runs), charts)),
-        section("time", "Time", gantt(first.timeline), _chart_grid(speed_charts(runs), charts)),
-        section("memory", "Memory by owner", memory_by_owner(first.timeline)),
-        sample_section(first.samples),
-        section(
-            "data",
-            "Bytes moved",
-            _chart_grid(traffic_charts(runs), charts),
-            sample_flow(first),
-            moved_by_link(first.timeline),
-        ),
-        health(first),
-        section("more", "All other metrics", _folded(_chart_grid(other_charts(runs), charts))),
-        configuration(first),
+        Section("runs", "Runs", comparison(runs)),
+        Section("curves", "Curves", _grid(learning_charts(runs))),
+        Section("time", "Time", [*gantt(first.timeline), *_grid(speed_charts(runs))]),
+        Section("memory", "Memory by owner", memory_by_owner(first.timeline)),
+        Section("samples", "Samples", sample_viewer(first.samples)),
+        Section("data", "Bytes moved", moved),
+        Section("health", "Health", health(first)),
+        Section("more", "All other metrics", _grid(other_charts(runs)), is_folded=True),
+        Section("config", "Configuration", configuration(first)),
     ]
-    data = embedded_json([chart_data(chart) for chart in charts])
-    script = "".join(map(_asset, SCRIPTS))
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="{escape(_policy(script))}">
-<title>{escape(first.name)} - spmdrl report</title>
-<style>{_asset("report.css")}</style>
-</head>
-<body>
-{header(first)}
-{contents(sections)}
-<main>
-{"".join(sections)}
-</main>
-<div id="hover" hidden></div>
-<script type="application/json" id="chart-data">{data}</script>
-<script>{script}</script>
-</body>
-</html>
-"""
+    return page_html(header(first), sections)
 
 
-def _chart_grid(new: Sequence[Chart], charts: list[Chart]) -> str:
-    """Figures of the `new` charts, which are appended to the page's `charts`."""
-    shown, zeros = without_zeros(new)
-    figures = [chart_figure(chart, len(charts) + index) for index, chart in enumerate(shown)]
-    charts.extend(shown)
-    note = f'<p class="note">0 throughout: {escape(", ".join(zeros))}.</p>' if zeros else ""
-    return (f'<div class="grid-of-charts">{"".join(figures)}</div>' if figures else "") + note
-
-
-def _folded(content: str) -> str:
-    return f"<details><summary>Show</summary>{content}</details>" if content else ""
-
-
-def _policy(script: str) -> str:
-    """A browser policy under which nothing is fetched and no script but the page's own runs."""
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    rules = ("default-src 'none'", "style-src 'unsafe-inline'", f"script-src 'sha256-{digest}'", "base-uri 'none'")
-    return "; ".join(rules)
-
-
-def _asset(name: str) -> str:
-    return resources.files("spmdrl.observability.report").joinpath("assets").joinpath(name).read_text(encoding="utf-8")
+def _grid(charts: Sequence[Chart]) -> Parts:
+    """The charts that show something, and the titles of those that are 0 throughout."""
+    zeros = [chart for chart in charts if all(y == 0 for one in chart.series for _, y in one.points)]
+    shown = [chart for chart in charts if chart not in zeros]
+    return [ChartGrid(shown, [chart.title for chart in zeros])] if charts else []

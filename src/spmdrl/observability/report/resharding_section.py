@@ -1,10 +1,10 @@
-"""The report's account of resharding: what went over each link, and how fast."""
+"""The table of resharding: the bytes that went over each link, and their rate."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from spmdrl.observability.report.html import table, value_text
+from spmdrl.observability.report.page import Parts, Table, value_text
 from spmdrl.observability.terminal.units import bytes_text
 from spmdrl.observability.timeline.timeline import Moved, TimelineRecords
 
@@ -16,8 +16,8 @@ def link_text(link: str) -> str:
     return LINK_TEXTS.get(link, link)
 
 
-def moved_by_link(records: TimelineRecords) -> str:
-    """A line for each link that weights and optimizer state went over: bytes of the run and of a step, and rates."""
+def moved_by_link(records: TimelineRecords) -> Parts:
+    """One row per link that weights and optimizer state went over: bytes of the run and of a step, and rates."""
     by_link: dict[str, dict[int, list[Moved]]] = {}
     steps = {span.step for span in records.spans if span.moved}
     for span in records.spans:
@@ -26,11 +26,11 @@ def moved_by_link(records: TimelineRecords) -> str:
     known = [link for link in LINK_TEXTS if link in by_link]
     lines = [_line(link, by_link[link], len(steps)) for link in [*known, *sorted(by_link.keys() - set(known))]]
     note = (
-        f'<p class="note">Of {len(steps)} steps and all ranks. A rate is that of one rank: between ranks while weights '
-        "moved, to the host in all of a switch, from the host in the time of the copy.</p>"
+        f"Of {len(steps)} steps and all ranks. A rate is that of one rank: between ranks while weights moved, to the "
+        "host in all of a switch, from the host in the time of the copy."
     )
     head = ("link", "moved", "a step", "GB/s, mean", "GB/s, slowest rank")
-    return f"<h3>Resharding by link</h3>{note}{table(head, lines)}" if lines else ""
+    return [Table(head, lines, "Resharding by link", note)] if lines else []
 
 
 def _line(link: str, moved_by_rank: dict[int, list[Moved]], num_steps: int) -> list[str]:

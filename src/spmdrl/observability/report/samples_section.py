@@ -1,4 +1,4 @@
-"""Which samples the report holds: as many steps, evenly spread, as fit its size."""
+"""The samples of the page's viewer: evenly spread steps, as many as fit into its share of the file."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from jinja2.utils import htmlsafe_json_dumps
+
 from spmdrl.observability.logs.jsonl import number
-from spmdrl.observability.report.html import embedded_json, section
+from spmdrl.observability.report.page import JSON_FORMAT, Parts, Samples
 
 MAX_BYTES = 1_800_000
 MAX_CHARACTERS = 3000
@@ -18,37 +20,15 @@ NUMBERS = ("reward", "advantage", "mismatch")
 TEXTS = ("prompt", "response", "answer", "verdict")
 
 
-def sample_section(records: Sequence[Mapping[str, Any]]) -> str:
-    """The sample viewer; its script fills it from the JSON beside it, as text, never as markup."""
+def sample_viewer(records: Sequence[Mapping[str, Any]]) -> Parts:
     samples = [_shown(record) for record in records if isinstance(record.get("step"), int)]
     kept = fitting(samples, MAX_BYTES)
-    if not kept:
-        return ""
     num_steps, num_kept = (len({one["step"] for one in some}) for some in (samples, kept))
     note = (
-        f'<p class="note">{len(kept)} of {len(samples)} samples, of {num_kept} of {num_steps} steps, to keep this file '
-        "small; samples.jsonl has all.</p>"
+        f"{len(kept)} of {len(samples)} samples, of {num_kept} of {num_steps} steps, to keep this file small; "
+        "samples.jsonl has all."
     )
-    return section(
-        "samples",
-        "Samples",
-        note if len(kept) < len(samples) else "",
-        '<noscript><p class="note">The viewer needs JavaScript; samples.jsonl holds the same.</p></noscript>',
-        FILTERS,
-        f'<script type="application/json" id="sample-data">{embedded_json(kept)}</script>',
-    )
-
-
-FILTERS = """<div class="filters">
-<label>step <select id="sample-step"></select></label>
-<label>verdict <select id="sample-verdict"></select></label>
-<label>reward from <input id="sample-min" type="number" step="any"></label>
-<label>to <input id="sample-max" type="number" step="any"></label>
-<label class="grow">holds <input id="sample-text" type="search"></label>
-<output id="sample-count"></output>
-</div>
-<div id="sample-list"></div>
-<button type="button" id="sample-more" hidden>Show more</button>"""
+    return [Samples(kept, note if len(kept) < len(samples) else "")] if kept else []
 
 
 def fitting(samples: Sequence[Mapping[str, Any]], max_bytes: int) -> list[Mapping[str, Any]]:
@@ -56,16 +36,17 @@ def fitting(samples: Sequence[Mapping[str, Any]], max_bytes: int) -> list[Mappin
 
     Of a single step that takes more, its first samples.
     """
+    sizes = [len(htmlsafe_json_dumps(sample, **JSON_FORMAT)) + 1 for sample in samples]
     size_of: dict[int, int] = {}
-    for sample in samples:
-        size_of[sample["step"]] = size_of.get(sample["step"], 0) + len(embedded_json(sample)) + 1
+    for sample, size in zip(samples, sizes, strict=True):
+        size_of[sample["step"]] = size_of.get(sample["step"], 0) + size
     steps = sorted(size_of)
     stride = 1
     while _size(chosen := steps[::-1][::stride], size_of) > max_bytes and len(chosen) > 1:
         stride += 1 + stride // 8
     kept, room = [], max_bytes
-    for sample in samples:
-        if sample["step"] in chosen and (room := room - len(embedded_json(sample)) - 1) >= 0:
+    for sample, size in zip(samples, sizes, strict=True):
+        if sample["step"] in chosen and (room := room - size) >= 0:
             kept.append(sample)
     return kept
 

@@ -1,4 +1,4 @@
-"""The report's parts that are read rather than looked at: header, comparison, health, configuration."""
+"""The parts of the page that are text: header, comparison of runs, health, configuration."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import yaml
 
 from spmdrl.observability.holder import is_held
 from spmdrl.observability.logs.jsonl import number
-from spmdrl.observability.report.html import escape, section, table, value_text
+from spmdrl.observability.report.page import ConfigText, Header, Parts, Table, value_text
 from spmdrl.observability.report.run_files import RunData
 from spmdrl.observability.terminal.console import outcome
 from spmdrl.observability.terminal.units import bytes_text, count, duration
@@ -21,8 +21,7 @@ REWARD_ERRORS = "reward/errors/"
 MAX_LISTED = 12
 
 
-def header(run: RunData) -> str:
-    """Name, verdict and the facts of a run."""
+def header(run: RunData) -> Header:
     verdict = verdict_of(run)
     tone = "good" if verdict.lower() in GOOD_VERDICTS else "open" if verdict.startswith("unfinished") else "bad"
     facts = {
@@ -42,9 +41,7 @@ def header(run: RunData) -> str:
         "Command": _plain(run.summary.get("command")),
         "Checkpoint": _plain(run.summary.get("checkpoint")),
     }
-    cells = "".join(f"<div><dt>{name}</dt><dd>{escape(text)}</dd></div>" for name, text in facts.items() if text)
-    title = f'<h1>{escape(run.name)} <span class="verdict {tone}">{escape(verdict)}</span></h1>'
-    return f"<header>{title}<dl>{cells}</dl></header>"
+    return Header(run.name, verdict, tone, facts)
 
 
 def _model(run: RunData) -> str:
@@ -52,13 +49,13 @@ def _model(run: RunData) -> str:
     return "" if size is None else f"{count(size)} parameters"
 
 
-def settings_that_differ(runs: Sequence[RunData]) -> str:
-    """A row for each key that isn't alike in all runs."""
+def settings_that_differ(runs: Sequence[RunData]) -> Parts:
+    """One row per key whose value isn't the same in all runs."""
     of_runs = [settings_of(run.config) for run in runs]
     keys = list(dict.fromkeys(key for settings in of_runs for key in settings))
     rows = [(key, *values) for key in keys if len(set(values := [one.get(key, "not set") for one in of_runs])) > 1]
     head = ("key", *(run.name for run in runs))
-    return "<h3>Settings that differ</h3>" + table(head, rows) if rows else ""
+    return [Table(head, rows, "Settings that differ")] if rows else []
 
 
 def settings_of(config: str) -> dict[str, str]:
@@ -86,21 +83,21 @@ def verdict_of(run: RunData) -> str:
     return "unfinished: still running" if is_held(run.run_dir) else "unfinished: killed, it ended without a word"
 
 
-def comparison(runs: Sequence[RunData]) -> str:
-    """A row for each run, where there are several."""
+def comparison(runs: Sequence[RunData]) -> Parts:
+    """One row per run, and the settings that differ; nothing for a single run."""
     if len(runs) < 2:
-        return ""
+        return []
     rows = [
         (run.name, verdict_of(run), max(run.metrics, default=0), _change(run, "reward"), _change(run, "accuracy"),
          _seconds_text(run.summary.get("seconds")))
         for run in runs
     ]  # fmt: skip
-    note = f'<p class="note">Curves show every run; all other parts show {escape(runs[0].name)}.</p>'
-    summaries = table(("run", "verdict", "steps", "reward", "accuracy", "time"), rows)
-    return section("runs", "Runs", note, summaries, settings_that_differ(runs))
+    note = f"Curves show every run; all other parts show {runs[0].name}."
+    head = ("run", "verdict", "steps", "reward", "accuracy", "time")
+    return [Table(head, rows, note=note), *settings_that_differ(runs)]
 
 
-def health(run: RunData) -> str:
+def health(run: RunData) -> Parts:
     """What went wrong or was left out, and which checkpoints there are."""
     rows = [
         ("Skipped steps", *_counted(run, lambda name: name.split("/")[-1].startswith("skipped"))),
@@ -116,18 +113,12 @@ def health(run: RunData) -> str:
     where = [f"{span.stage} of step {span.step} on rank {span.rank} ({span.error})" for span in failed]
     rows.append(("Stages that raised", str(len(failed)), _listed(where)))
     rows.append(("Checkpoints written", *_checkpoints(run)))
-    return section("health", "Health", table(("what", "count", "where"), rows))
+    return [Table(("what", "count", "where"), rows)]
 
 
-def configuration(run: RunData) -> str:
-    """The resolved configuration as it was written, with each key's origin set apart."""
-    lines = []
-    for line in run.config.splitlines():
-        setting, mark, origin = line.partition(" # ")
-        remark = f'<span class="origin"># {escape(origin.strip())}</span>' if mark else ""
-        lines.append(f"{escape(setting)}{' ' if mark else ''}{remark}")
-    text = "\n".join(lines)
-    return section("config", "Configuration", f'<pre class="config">{text}</pre>' if text else "")
+def configuration(run: RunData) -> Parts:
+    lines = [line.partition(" # ") for line in run.config.splitlines()]
+    return [ConfigText([(setting, origin.strip()) for setting, _, origin in lines])] if lines else []
 
 
 def _change(run: RunData, what: str) -> str:

@@ -9,7 +9,7 @@ const charts = (() => {
     return node;
   };
 
-  // The same as report_charts.ticks.
+  // The same as ticks in charts.py.
   function ticks(low, high) {
     const rough = (high - low) / 5;
     const power = 10 ** Math.floor(Math.log10(rough));
@@ -23,9 +23,9 @@ const charts = (() => {
     constructor(figure, series) {
       this.svg = figure.querySelector("svg");
       this.series = series.filter((one) => one.x.length);
-      this.whole = { x: numbers(figure.dataset.steps), y: numbers(figure.dataset.values) };
+      this.whole = { x: numbers(this.svg.dataset.steps), y: numbers(this.svg.dataset.values) };
       this.view = this.whole;
-      [this.left, this.right, this.top, this.bottom, this.width] = numbers(figure.dataset.pixels);
+      [this.left, this.right, this.top, this.bottom, this.width] = numbers(this.svg.dataset.pixels);
       this.cross = this.svg.querySelector(".cross");
       this.chosen = this.svg.appendChild(part("rect", { class: "chosen", y: this.top, height: this.bottom - this.top, width: 0 }));
       this.axes = this.svg.querySelector(".axes");
@@ -147,7 +147,7 @@ const charts = (() => {
 
   return () => {
     const data = JSON.parse(byId("chart-data").textContent);
-    const all = [...document.querySelectorAll("[data-chart]")].map((figure) => new Chart(figure, data[figure.dataset.chart]));
+    const all = [...document.querySelectorAll(".chart")].map((figure, at) => new Chart(figure, data[at]));
     if (!all.length) return;
     const [first, last] = [Math.min(...all.map((one) => one.whole.x[0])), Math.max(...all.map((one) => one.whole.x[1]))];
     const [fromInput, toInput] = [byId("zoom-from"), byId("zoom-to")];

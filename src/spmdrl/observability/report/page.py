@@ -1,0 +1,127 @@
+"""The page as data: sections of parts, each of which the macro named after it in assets/parts.html draws."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from spmdrl.observability.report.charts import Chart, chart_data, chart_svg, color_class
+
+ASSETS = Path(__file__).with_name("assets")
+SCRIPTS = ("page.js", "charts.js", "report.js")
+JSON_FORMAT = {"separators": (",", ":"), "allow_nan": False}
+
+
+@dataclass(frozen=True)
+class Table:
+    macro: ClassVar[str] = "table"
+    head: Sequence[str]
+    rows: Sequence[Sequence[object]]
+    title: str = ""
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class ChartGrid:
+    macro: ClassVar[str] = "chart_grid"
+    charts: Sequence[Chart]
+    zeros: Sequence[str]
+    """titles of the charts that aren't drawn because they are 0 throughout"""
+
+
+@dataclass(frozen=True)
+class Choices:
+    """Drawings of which one is shown at a time, picked by their titles."""
+
+    macro: ClassVar[str] = "choices"
+    name: str
+    legend: Sequence[tuple[int, str]]
+    views: Sequence[tuple[str, Markup]]
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Samples as the page's script reads them."""
+
+    macro: ClassVar[str] = "samples"
+    samples: Sequence[Mapping[str, Any]]
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class ConfigText:
+    """Each line's setting, and the origin of its value."""
+
+    macro: ClassVar[str] = "config_text"
+    lines: Sequence[tuple[str, str]]
+
+
+Parts = list[Table | ChartGrid | Choices | Samples | ConfigText]
+
+
+class Section(NamedTuple):
+    """A section of the page, left out if it has no parts."""
+
+    anchor: str
+    title: str
+    parts: Parts
+    is_folded: bool = False
+
+
+class Header(NamedTuple):
+    """The run's name and verdict, and facts about it; empty ones are left out."""
+
+    name: str
+    verdict: str
+    tone: str
+    facts: Mapping[str, str]
+
+
+def page_html(header: Header, sections: Sequence[Section]) -> str:
+    """The whole page; scripts, styles and data are part of it, and all that a run wrote is escaped."""
+    grids = [part for section in sections for part in section.parts if isinstance(part, ChartGrid)]
+    script = "".join(map(_asset, SCRIPTS))
+    page = _templates().get_template("page.html")
+    return page.render(
+        header=header,
+        sections=[section for section in sections if section.parts],
+        chart_data=[chart_data(chart) for grid in grids for chart in grid.charts],
+        policy=_policy(script),
+        script=Markup(script),  # noqa: S704
+        style=Markup(_asset("report.css")),  # noqa: S704
+    )
+
+
+def value_text(value: float) -> str:
+    """A value in four significant digits."""
+    return f"{value:.4g}" if math.isfinite(value) else str(value)
+
+
+@cache
+def _templates() -> Environment:
+    loader = FileSystemLoader(ASSETS)
+    found = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    found.policies["json.dumps_kwargs"] = JSON_FORMAT
+    found.filters |= {"chart_svg": chart_svg, "color_class": color_class}
+    return found
+
+
+def _asset(name: str) -> str:
+    return (ASSETS / name).read_text(encoding="utf-8")
+
+
+def _policy(script: str) -> str:
+    """A browser policy under which nothing is fetched and no script but the page's own runs."""
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    rules = ("default-src 'none'", "style-src 'unsafe-inline'", f"script-src 'sha256-{digest}'", "base-uri 'none'")
+    return "; ".join(rules)
