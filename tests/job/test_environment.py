@@ -56,11 +56,21 @@ def samples_of(folder: Path) -> list[dict]:
     ("ranks", "more"),
     [
         (1, []),
-        (2, []),
+        (
+            2,
+            [
+                "model.make.family=qwen3_moe",
+                "model.make.num_experts=4",
+                "model.make.experts_per_token=2",
+                "model.make.moe_intermediate_size=32",
+                "resources.generation.expert=2",
+                "train.routing.replay=rollout",
+            ],
+        ),
         (2, ["resources.generation.tensor=2", "algo.kl_coef=0.1", "train.updates_per_step=2"]),
         (2, ["rollout.partial_max_rounds=3", "rollout.partial_extra_prompts=8", "algo.rollout_is=tis"]),
     ],
-    ids=["one rank", "two", "tensor parallel", "over several steps"],
+    ids=["one rank", "experts over replicas", "tensor parallel", "over several steps"],
 )
 def test_a_run_that_dies_goes_on_to_the_bit(tmp_path, ranks, more):
     config, settings = tiny_config(tmp_path), [*settings_of(tmp_path, "run"), *more]

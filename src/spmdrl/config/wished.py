@@ -14,6 +14,10 @@ _ANSWERS: tuple[tuple[str, str], ...] = (
         "weights aren't quantized; model.dtype is float32 or bfloat16",
     ),
     ("dry_run", "`spmdrl check` with the same files and keys checks them and trains nothing"),
+    (
+        "tools multi_turn agent_loop tool_config_path environment_factory max_tool_calling_iterations",
+        "set environment.function to calculator or file.py:Name, a class whose step(episode) answers the model's turns",
+    ),
     ("config config_file config_name", "write the file without a flag, as in `spmdrl train run.yaml`"),
     ("prompt prompts", "prompts are answered by generate: `spmdrl generate model.path=runs/a prompt='12+30='`"),
     ("verbose log_level", "every step is printed, and all metrics are in metrics.jsonl of the run's folder"),

@@ -105,7 +105,7 @@ def build_probe(config: Config, policy: RoleModel, replica: Replica, prompt_at: 
 
 
 def build_turns(
-    config: Config, replica: Replica, tokenizer: ModelTokenizer, world: World, stack: ExitStack
+    config: Config, replica: Replica, prepared: Prepared, world: World, stack: ExitStack
 ) -> RolloutTurns | None:
     """What lets an environment answer between turns, or None without one; its processes are closed with the stack."""
     if config.environment.function is None:
@@ -113,7 +113,8 @@ def build_turns(
     pool = stack.enter_context(EnvironmentPool(config.environment)) if replica.mesh.is_leader else None
     return RolloutTurns(
         pool, replica.mesh, lockstep=Lockstep(replica.mesh.expert, world.device.torch_device),
-        decode=tokenizer.decode, encode=tokenizer.encode, return_after=config.environment.return_after_steps,
+        decode=prepared.tokenizer.decode, encode=prepared.tokenizer.encode,
+        vocab_size=prepared.source.decoder.vocab_size, return_after=config.environment.return_after_steps,
     )  # fmt: skip
 
 
@@ -136,7 +137,7 @@ def build_held_out(checked: CheckedRun, run: Run, policy: RoleModel, prepared: P
     if prepared.held_out is None:
         return HeldOut(None, build_switching(run, models, replica, stack, num_rows=0), run)
     pool = stack.enter_context(RewardPool(run.config.reward))
-    turns = build_turns(run.config, replica, prepared.tokenizer, run.world, stack)
+    turns = build_turns(run.config, replica, prepared, run.world, stack)
     evaluator = build_evaluator(run.config, prepared, replica, pool, turns)
     assert evaluator is not None, "there are held-out rows"
     prompts = evaluator.prompts
@@ -170,7 +171,9 @@ class Rollouts:
 
     def __init__(self, config: Config, replica: Replica, turns: RolloutTurns | None):
         debug, mesh = config.debug, replica.mesh
-        self._replay = ReplayEngine(Path(debug.rollouts_from)) if debug.rollouts_from else None
+        self._replay = (
+            ReplayEngine(Path(debug.rollouts_from), has_turns=turns is not None) if debug.rollouts_from else None
+        )
         self.replica = Replica(self._replay or replica.engine, mesh)
         # What was recorded holds all turns.
         self.turns = None if self._replay else turns

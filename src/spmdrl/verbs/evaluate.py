@@ -46,7 +46,7 @@ def _evaluate(checked: CheckedRun, world: World) -> Evaluation:
         replica = build_replica(config, source, world, config.resources.generation)
         load_for_generation(replica.engine, source)
     with RewardPool(config.reward) as pool, ExitStack() as stack:
-        turns = build_turns(config, replica, tokenizer, world, stack)
+        turns = build_turns(config, replica, prepared, world, stack)
         evaluator = build_evaluator(config, prepared, replica, pool, turns)
         assert evaluator is not None, "there are held-out rows"
         with console.doing(f"answering {len(evaluator.prompts)} prompts"):

@@ -115,7 +115,7 @@ def keep_answers(checked: CheckedRun, world: World, folder: Path) -> KeptAnswers
     progress = _progress(replica, requests) if world.is_main else None
     asked = [prompts[request.rows[0] // config.eval.num_samples] for request in requests]
     with ExitStack() as stack:
-        turns = build_turns(config, replica, tokenizer, world, stack)
+        turns = build_turns(config, replica, prepared, world, stack)
         for number, responses in run_rollout(replica.engine, requests, asked, turns):
             if replica.mesh.is_leader:
                 kept.add([_record(asked[number], response, tokenizer) for response in responses])

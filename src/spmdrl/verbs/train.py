@@ -185,7 +185,7 @@ def build(checked: CheckedRun, run: Run, stack: ExitStack) -> Training:
 
     with run.console.doing("starting the rewards"):
         pool = stack.enter_context(RewardPool(config.reward))
-    turns = build_turns(config, replica, tokenizer, world, stack)
+    turns = build_turns(config, replica, prepared, world, stack)
     evaluator = build_evaluator(config, prepared, replica, pool, turns)
     num_rows = max(carried.rules.most_groups * config.rollout.num_generations, evaluator.num_rows if evaluator else 0)
     switching = build_switching(run, models, replica, stack, num_rows=num_rows, prompt_at=prompts.at)

@@ -97,8 +97,10 @@ class ReplayEngine:
 
     wants_iterator: ClassVar[bool] = False
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, *, has_turns: bool = False):
+        """`has_turns` says whether the run has an environment."""
         self.version = 0
+        self._has_turns = has_turns
         self._folder = folder
         self._recorded: dict[int, tuple[tuple[int, ...], Response]] = {}
         self._pending: dict[int, Response] = {}
@@ -141,6 +143,12 @@ class ReplayEngine:
             raise ValueError(
                 f"row {row} of step {self._step} was recorded for another prompt, {list(recorded_ids[:8])}... instead "
                 f"of {list(prompt_ids[:8])}...; use the data, tokenizer and seed of the recorded run"
+            )
+        if self._has_turns != (response.turns is not None):
+            how = "without" if self._has_turns else "with"
+            raise ValueError(
+                f"row {row} of step {self._step} was recorded {how} an environment; use the environment.function of "
+                "the recorded run"
             )
         return response
 

@@ -114,8 +114,7 @@ def check_run(
                 judged = train_rows if verb in ("train", "check") else []
                 check_columns(pool.required_columns(), [*judged, *eval_rows])
         if config.environment.function is not None and (are_judged or verb == "generate"):
-            # Likewise.
-            EnvironmentPool(config.environment, 1).close()
+            check_environment(config)
     base_model = config.model.path or "random weights (model.make)"
     return CheckedRun(verb, config, resolved_yaml(loaded), layout, algorithm, needs, train_rows, eval_rows, base_model)
 
@@ -146,6 +145,16 @@ def states_of(config: Config, algorithm: Algorithm) -> dict[WorkerState, frozens
     of_rows = {state: turns for state in WorkerState if state.work == "score"}
     of_rows[WorkerState.OLD_LOGPROBS] = turns | replayed
     return needs_by_state(reads, {WorkerState.ADVANTAGE: credit, **of_rows})
+
+
+def check_environment(config: Config) -> None:
+    """Build the environment in a child and end it. Raises ValueError where it can't be built or no turn would end."""
+    if config.rollout.ignore_eos:
+        raise ValueError(
+            f"environment.function is {config.environment.function}, but rollout.ignore_eos lets no turn end; set it "
+            "to false"
+        )
+    EnvironmentPool(config.environment, 1).close()
 
 
 def turn_columns(config: Config) -> frozenset[str]:

@@ -49,11 +49,13 @@ def pool():
         yield pool
 
 
-def turns_of(pool: EnvironmentPool, return_after: int = 2) -> RolloutTurns:
+def turns_of(pool: EnvironmentPool, return_after: int = 2, vocab_size: int = TINY.vocab_size) -> RolloutTurns:
     mesh = lone_generation_mesh()
     lockstep = Lockstep(mesh.expert, torch.device("cpu"))
     encode = lambda text: [LETTERS.index(letter) for letter in text]  # noqa: E731
-    return RolloutTurns(pool, mesh, lockstep=lockstep, decode=decode, encode=encode, return_after=return_after)
+    return RolloutTurns(
+        pool, mesh, lockstep=lockstep, decode=decode, encode=encode, vocab_size=vocab_size, return_after=return_after
+    )
 
 
 def group(number: int, begun: tuple[Response, ...] | None = None) -> OwnGroup:
@@ -149,6 +151,17 @@ def test_a_step_ends_its_row_with_a_reward_or_with_what_went_wrong(what, verdict
         else:
             assert response.outcome.reward is None and response.outcome.verdict is verdict
             assert response.outcome.error
+
+
+def test_text_that_the_model_cannot_read_ends_its_row(pool):
+    groups = [group(number) for number in range(NUM_GROUPS)]
+    known, responses = (run(turns_of(pool, vocab_size=size), groups, engine_of()) for size in (TINY.vocab_size, 4))
+    failed = {row for row, one in responses.items() if one.outcome is not None}
+    read = {row: max(token for token, turn in zip(one.token_ids, one.turns, strict=True) if not turn)
+            for row, one in known.items() if 0 in one.turns}  # fmt: skip
+    foreign = {row for row, token in read.items() if token >= 4}
+    assert foreign and foreign <= failed and all(known[row].finish == "length" for row in failed - foreign)
+    assert all(responses[row].outcome.verdict is Verdict.MALFORMED for row in failed)
 
 
 def test_an_environment_that_cannot_be_built_is_refused():

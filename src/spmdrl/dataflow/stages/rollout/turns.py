@@ -139,15 +139,19 @@ class RolloutTurns:
 
     def __init__(
         self, pool: EnvironmentPool | None, mesh: GenerationMesh, *, lockstep: Lockstep, decode: Decode,
-        encode: Encode, return_after: int,
+        encode: Encode, vocab_size: int, return_after: int,
     ):  # fmt: skip
-        """`lockstep` joins the replicas that step together; `return_after` counts engine steps."""
+        """`lockstep` joins the replicas that step together; `return_after` counts engine steps.
+
+        `vocab_size` is the model's: tokenizers may have more tokens than it has embeddings.
+        """
         assert (pool is not None) == mesh.is_leader, "the first rank of a replica takes the steps"
         self._pool = pool
         self._axis = mesh.tensor
         self._lockstep = lockstep
         self._decode = decode
         self._encode = encode
+        self._vocab_size = vocab_size
         self._return_after = return_after
 
     def run(
@@ -218,6 +222,10 @@ class RolloutTurns:
                 row.outcome = Outcome(result.reward, Verdict.SCORED if result.reward else Verdict.WRONG)
         else:
             token_ids = self._encode(result.observation)
+            if max(token_ids, default=0) >= self._vocab_size:
+                error = f"{result.observation!r:.200} has a token that the model has no embedding for"
+                row.outcome = Outcome(None, Verdict.MALFORMED, error)
+                return "stop"
             if len(token_ids) >= row.num_left:
                 return "length"
             row.read(token_ids, version)
