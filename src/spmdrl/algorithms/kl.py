@@ -10,10 +10,10 @@ from spmdrl.algorithms.ratios import bounded_exp
 
 
 def kl_estimate(logprobs_R: Tensor, ref_logprobs_R: Tensor, estimator: Literal["k1", "k2", "k3"]) -> Tensor:
-    """One estimate a token, with r = reference probability / policy probability.
+    """One estimate per token, with r = reference probability / policy probability.
 
     k1 = -log r (unbiased, high variance), k2 = (log r)^2 / 2, k3 = (r - 1) - log r (unbiased, never negative).
-    k3's r is bounded; its -log r isn't, as nothing can overflow there.
+    k3's r is bounded; its -log r isn't, as it can't overflow.
     """
     log_ratio_R = ref_logprobs_R - logprobs_R
     if estimator == "k1":

@@ -15,8 +15,8 @@ LOG_RATIO_BOUND = 20.0
 def bounded_exp(log_ratio_R: Tensor) -> Tensor:
     """The ratio of which this is the logarithm, held in [exp(-20), exp(20)].
 
-    Beyond the bounds the gradient is that at the bound. A plain clamp would have none there, so that nothing would pull
-    back the very tokens that have gone furthest.
+    Beyond the bounds the gradient is that at the bound. A plain clamp has none there, and would never pull back the
+    tokens that are furthest off.
     """
     held_R: Tensor = _Held.apply(log_ratio_R)  # type: ignore[no-untyped-call]
     return held_R.exp()

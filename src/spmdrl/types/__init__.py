@@ -218,7 +218,7 @@ class CreditInputs:
 
 @dataclass(frozen=True)
 class TokenTerms:
-    """One micro-batch as the loss sees it; all float32, all of the response tokens."""
+    """One micro-batch as the loss gets it: float32, one value per response token of the model."""
 
     logprobs_R: Tensor
     """under the weights being trained; carries the gradient"""
@@ -232,7 +232,7 @@ class TokenTerms:
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """A loss a token, not yet weighted, and what to report: name -> values a token."""
+    """A loss per token, not yet weighted, and metrics: name -> values per token."""
 
     loss_R: Tensor
     metrics: dict[str, Tensor]
