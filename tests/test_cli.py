@@ -66,7 +66,7 @@ def test_pages_of_verbs_name_keys_that_exist() -> None:
     ("name", "words"),
     [
         ("algo.kl_coef", ["algo.kl_coef: a number; default 0.0", "KL divergence", "beta (TRL)", "algo.kl_coef=VALUE"]),
-        ("seed", ["seed: a whole number; default 0", "in a file by seed: VALUE"]),
+        ("seed", ["seed: a whole number >= 0; default 0", "in a file by seed: VALUE"]),
         ("optim", ["optim: a section", "  optim.lr (1.0e-06)", "peak learning rate"]),
         ("resources.update", ["resources.update.tensor (1)"]),
         ("epsilon", ["epsilon: TRL's name", "algo.clip_ratio_low: a number; default 0.2"]),

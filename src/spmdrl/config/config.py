@@ -10,6 +10,7 @@ from operator import or_
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from annotated_types import Ge, Gt, Interval
 from pydantic import Field
 
 from spmdrl.algorithms.algo_config import AlgoConfig
@@ -37,50 +38,30 @@ from spmdrl.resources.layout import ResourcesConfig
 class SftConfig:
     """Supervised training: what the `sft` verb does, and `train` before its first step where `max_steps` > 0."""
 
-    max_steps: int = 0
-    """optimizer steps"""
-    rows_per_step: int = 256
+    max_steps: Annotated[int, Ge(0)] = 0
+    """optimizer steps; 0 turns supervised training off"""
+    rows_per_step: Annotated[int, Ge(1)] = 256
     """rows of one optimizer step, on all ranks together"""
-    stop_at_probability: float | None = None
+    stop_at_probability: Annotated[float, Interval(gt=0, le=1)] | None = None
     """stop once the mean probability of a whole reference answer reaches this; null runs all max_steps"""
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
     """the optimizer of the supervised steps; reinforcement learning starts with a fresh one"""
-
-    def __post_init__(self) -> None:
-        if self.max_steps < 0:
-            raise ValueError(f"sft.max_steps is {self.max_steps}, but it counts steps; 0 turns supervised training off")
-        if self.rows_per_step < 1:
-            raise ValueError(f"sft.rows_per_step is {self.rows_per_step}, but must be >= 1")
-        if self.stop_at_probability is not None and not 0 < self.stop_at_probability <= 1:
-            raise ValueError(
-                f"sft.stop_at_probability is {self.stop_at_probability}, but must be in (0, 1], or null for all steps"
-            )
 
 
 @dataclass(frozen=True)
 class EvalConfig:
     """When and how the held-out rows of `data.eval` are answered."""
 
-    interval: int = 0
+    interval: Annotated[int, Ge(0)] = 0
     """steps between evaluations; 0 evaluates only before and after"""
     before_train: bool = True
     """whether to evaluate before the first step"""
-    num_samples: int = 1
+    num_samples: Annotated[int, Ge(1)] = 1
     """answers a prompt: 1 answers greedily, more are sampled and give avg@k and pass@k"""
-    temperature: float = 1.0
+    temperature: Annotated[float, Gt(0)] = 1.0
     """sampling temperature where num_samples > 1"""
-    max_rows: int | None = None
+    max_rows: Annotated[int, Ge(1)] | None = None
     """use only the first so many held-out rows; null uses all"""
-
-    def __post_init__(self) -> None:
-        if self.interval < 0:
-            raise ValueError(f"eval.interval is {self.interval}, but it counts steps; 0 means only before and after")
-        if self.num_samples < 1:
-            raise ValueError(f"eval.num_samples is {self.num_samples}, but must be >= 1")
-        if self.temperature <= 0:
-            raise ValueError(f"eval.temperature is {self.temperature}, but must be > 0; num_samples 1 is greedy")
-        if self.max_rows is not None and self.max_rows < 1:
-            raise ValueError(f"eval.max_rows is {self.max_rows}, but must be >= 1, or null for all rows")
 
 
 @dataclass(frozen=True)
@@ -174,14 +155,12 @@ class Config:
     """the run's folder"""
     debug: DebugConfig = field(default_factory=DebugConfig)
     """switches for looking closely"""
-    seed: int = 0
+    seed: Annotated[int, Ge(0)] = 0
     """of everything random: data order, sampling, weights made by code"""
     resume: str = "auto"
     """auto: the newest checkpoint of the run's folder; never: start anew; else a step number or a checkpoint folder"""
 
     def __post_init__(self) -> None:
-        if self.seed < 0:
-            raise ValueError(f"seed is {self.seed}, but must be >= 0; any other number is another run")
         is_step = self.resume.isascii() and self.resume.isdigit()
         if not is_step and self.resume not in ("auto", "never") and not Path(self.resume).is_dir():
             near = difflib.get_close_matches(self.resume, ("auto", "always", "never"), 1, 0.5)

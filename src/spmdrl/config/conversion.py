@@ -11,8 +11,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from spmdrl.config.faults import Fault, faults_of
-from spmdrl.config.given import DEFAULT, Given, Path, find, given_of, leaves, replant, within
-from spmdrl.config.key_schema import Key, adapter, own_keys, tag_of, tags_of
+from spmdrl.config.given import DEFAULT, Given, Path, find, given_of, inline, leaves, replant, within
+from spmdrl.config.key_schema import Key, adapter, own_keys, schema, tag_of, tags_of
 
 
 def complete(entries: dict[str, Given], owner: Any, base: object = None) -> None:
@@ -52,6 +52,7 @@ class Doubt:
 class Conversion:
     """What a tree was converted to, or what is wrong with it: problems, and unknown and missing keys."""
 
+    root: Any
     tree: dict[str, Given]
     value: Any = None
     problems: list[str] = field(default_factory=list)
@@ -93,8 +94,14 @@ class Conversion:
         elif given is None:
             self.missing.append((fault.key, fault.kind))
         else:
-            way_out = wished.get(f"{fault.key}={given.text.lower()}")
+            way_out = wished.get(f"{fault.key}={given.text.lower()}") or self._way_back(fault)
             self.problems.append(f"{given.origin}: {fault.message(given, way_out)}")
+
+    def _way_back(self, fault: Fault) -> str | None:
+        """The default of a key where its value, or an item of it, is out of bounds."""
+        name = fault.key.partition("[")[0]
+        defaults = [key.default for key in schema(self.root) if key.name == name and key.default is not MISSING]
+        return f"the default is {inline(defaults[0])}" if fault.is_out_of_bounds and defaults else None
 
     def _add_refusal(self, message: str, key: str) -> None:
         """A refusal by the dataclass itself, after the origins of the keys that it names, else of its section's."""
@@ -117,7 +124,7 @@ class Conversion:
 
 def convert(root: Any, tree: dict[str, Given], wished: Mapping[str, str]) -> Conversion:
     """A complete tree as a `root`; the tree is changed. `wished` has advice for `key=value` that a key doesn't take."""
-    conversion = Conversion(tree)
+    conversion = Conversion(root, tree)
     while True:
         # In JSON, a strict validator takes lists for tuples and mappings for dataclasses, but no text for numbers.
         document = json.dumps([Given(tree, "", "").plain])

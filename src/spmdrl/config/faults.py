@@ -12,8 +12,6 @@ from spmdrl.config.given import Given, Path, joined, show
 from spmdrl.config.key_schema import describe, describe_bounds, members_of, tag_of, tags_of, type_hints
 from spmdrl.observability.terminal.spelling import nearest
 
-_BOUNDS = ("greater_than", "greater_than_equal", "less_than", "less_than_equal")
-
 
 @dataclass(frozen=True)
 class Fault:
@@ -41,13 +39,17 @@ class Fault:
         return self.type == "unexpected_keyword_argument"
 
     @property
+    def is_out_of_bounds(self) -> bool:
+        return self.type in ("greater_than", "greater_than_equal", "less_than", "less_than_equal")
+
+    @property
     def wants_text(self) -> bool:
         """Whether the text of a number may do where the number doesn't."""
         return self.type in ("string_type", "literal_error")
 
     def message(self, given: Given, way_out: str | None) -> str:
         """The key, its value, the rule and a way out."""
-        rule = describe_bounds(self.kind) if self.type in _BOUNDS else describe(self.kind)
+        rule = describe_bounds(self.kind) if self.is_out_of_bounds else describe(self.kind)
         return f"{self.key} is {show(given)}, but must be {rule}; {way_out or _way_out(self.kind, given, self.key)}"
 
 

@@ -151,7 +151,7 @@ def describe(kind: Any) -> str:
         words = "a mapping with keys of " + ", ".join(entry.name for entry in fields(own))
     else:
         words = "a mapping" if family is dict else _SCALARS.get(own, "any value")
-    return f"{words} {bounds}" if (bounds := describe_bounds(kind)) else words
+    return f"{words} {bounds}" if own is not kind and (bounds := describe_bounds(kind)) else words
 
 
 def _describe_list(family: type[Any], arguments: tuple[Any, ...]) -> str:
@@ -163,7 +163,9 @@ def _describe_list(family: type[Any], arguments: tuple[Any, ...]) -> str:
 
 
 def describe_bounds(kind: Any) -> str:
-    """The bounds beside a type, such as '> 0 and <= 1'; empty where it has none."""
+    """The bounds of a type, such as '> 0 and <= 1' or '>= 1 or null'; empty where it has none."""
+    if get_origin(kind) in (Union, types.UnionType):
+        return " or ".join(describe_bounds(member) or describe(member) for member in get_args(kind))
     found = [(sign, getattr(extra, name, None)) for extra in _extras(kind) for name, sign in _BOUNDS.items()]
     given = [(sign, bound) for sign, bound in found if bound is not None]
     return " and ".join("finite" if bound == math.inf else f"{sign} {bound}" for sign, bound in given)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Iterator
 from dataclasses import MISSING
@@ -150,7 +151,9 @@ def _for_files(definition: Any) -> Any:
     if "properties" in definition:
         properties = {name: _for_files(entry) for name, entry in definition["properties"].items()}
         return {"type": "object", "properties": properties, "additionalProperties": False}
-    kept = {name: _for_files(entry) for name, entry in definition.items() if name not in ("title", "discriminator")}
+    # JSON has no infinity, and a number in it is finite.
+    left_out = [name for name, entry in definition.items() if name in ("title", "discriminator") or entry == math.inf]
+    kept = {name: _for_files(entry) for name, entry in definition.items() if name not in left_out}
     # Without its tag, a section may fit several members of a union.
     if "oneOf" in kept:
         kept["anyOf"] = kept.pop("oneOf")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
-from typing import Literal
+from typing import Annotated, Literal
+
+from annotated_types import Interval
 
 ContextKind = Literal["ring", "ulysses"]
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"]
@@ -96,18 +98,14 @@ class ResourcesConfig:
     """layout of the update shards"""
     generation: GenerationLayout = field(default_factory=GenerationLayout)
     """layout of the generation shards"""
-    timeout_seconds: float = 1800.0
+    timeout_seconds: Annotated[float, Interval(gt=0, le=_LONGEST_TIMEOUT_SECONDS)] = 1800.0
     """how long a collective may wait for its slowest rank before the job stops"""
-    start_timeout_seconds: float = 300.0
+    start_timeout_seconds: Annotated[float, Interval(gt=0, le=_LONGEST_TIMEOUT_SECONDS)] = 300.0
     """how long a rank waits for the others at the start; those that are missing then are named"""
     trusted_network: bool = False
     """connect ranks without proof that they belong to the job, on public addresses too: only where a firewall keeps
     everybody else out, as whoever reaches a port can run code in the job"""
 
-    def __post_init__(self) -> None:
-        for name in ("timeout_seconds", "start_timeout_seconds"):
-            if not 0 < (value := getattr(self, name)) <= _LONGEST_TIMEOUT_SECONDS:
-                raise ValueError(f"resources.{name} is {value:g}, but must be > 0 and <= {_LONGEST_TIMEOUT_SECONDS:g}")
 
 
 def fit_update_layout(layout: UpdateLayout, world_size: int) -> UpdateLayout:

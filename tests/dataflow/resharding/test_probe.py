@@ -95,7 +95,3 @@ def test_numbers_of_tokens_that_rate_nothing_are_refused(tokens):
         ReshardConfig(probe_tokens=tokens)
 
 
-@pytest.mark.parametrize("tolerance", [-0.1, math.nan])
-def test_tolerances_that_nothing_could_keep_are_refused(tolerance):
-    with pytest.raises(ValueError, match="reshard.probe_tolerance is"):
-        ReshardConfig(probe_tolerance=tolerance)

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmdrl.dataflow.resharding.moving.gather import ReshardConfig
 from spmdrl.dataflow.resharding.swapping.residence import Residence, StateBytes
 
 GIB = 1 << 30
@@ -46,8 +45,3 @@ def test_the_decision_is_one_sentence_with_its_figures():
     assert Residence("never", *fits).sentence.startswith("swap: never, as reshard.swap says")
     assert Residence("never", *tight).sentence.startswith("WARNING")
     assert Residence("auto", *tight).summary["swaps"] is True
-
-
-def test_an_unknown_mode_is_refused_by_its_key():
-    with pytest.raises(ValueError, match="reshard.swap is 'often', but must be one of auto, always, never"):
-        ReshardConfig(swap="often")

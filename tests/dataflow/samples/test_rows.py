@@ -138,9 +138,6 @@ def test_sources_are_paths_lists_and_weighted_paths(tmp_path):
         ({"train": {"path": "a", "weight": 0}}, "weight of a is 0"),
         ({"train": ["a", {"path": "b", "weight": 1}]}, r"not to \['a'\]"),
         ({"train": ["a", "a"]}, "twice"),
-        ({"max_prompt_length": 0}, "data.max_prompt_length is 0"),
-        ({"on_bad_row": "ignore"}, "data.on_bad_row"),
-        ({"chat_template": "yes"}, "data.chat_template"),
     ],
 )
 def test_a_config_value_that_cannot_be_is_refused_by_its_key(settings, message):

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from spmdrl.engines.generation.native.sampling import RowSampling, draw, invert_cdf, keep_likely, splitmix64, uniforms
 from spmdrl.engines.generation.protocol import SamplingParams
-from spmdrl.engines.generation.rollout_config import RolloutConfig
 
 CPU = torch.device("cpu")
 LOGITS = [2.0, 1.0, 0.5, 0.5, 0.0, -1.0, -1.5, -4.0]
@@ -152,12 +151,3 @@ def test_all_tokens_of_a_flat_distribution_are_drawn_alike():
 def test_a_parameter_out_of_range_is_named(field: str, value: float):
     with pytest.raises(ValueError, match=rf"sampling\.{field} is {value}"):
         SamplingParams(**{field: value})
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("temperature", float("nan")), ("num_generations", 0), ("gpu_memory_utilization", 1.5), ("kv_cache_gib", 0)],
-)
-def test_a_rollout_key_out_of_range_is_named(field: str, value: float):
-    with pytest.raises(ValueError, match=rf"rollout\.{field} is {value}"):
-        RolloutConfig(**{field: value})

@@ -165,8 +165,3 @@ def test_training_goes_on_from_a_written_state_bit_for_bit(world, tmp_path):
     assert resumed.update(make_rows(), weighted_nll) == expected
     ours, theirs = whole_weights(resumed), whole_weights(engine)
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-
-
-def test_training_config_refuses_zero_by_its_full_key():
-    with pytest.raises(ValueError, match="train.max_tokens_per_microbatch is 0"):
-        TrainingConfig(max_tokens_per_microbatch=0)

@@ -7,7 +7,9 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge
 
 from spmdrl.dataflow.data.column_names import (
     ANSWER_KEYS,
@@ -37,7 +39,7 @@ class DataConfig:
     {path, weight} with the share of the prompts."""
     eval: Any = None
     """Held-out data, named in the same way."""
-    max_prompt_length: int = 512
+    max_prompt_length: Annotated[int, Ge(1)] = 512
     """Longest prompt in tokens; a longer one is a bad row."""
     on_bad_row: Literal["error", "skip"] = "error"
     """error = stop before the start and name all bad rows; skip = leave them out and say how many."""
@@ -54,12 +56,6 @@ class DataConfig:
     def __post_init__(self) -> None:
         for key in ("train", "eval"):
             data_sources(getattr(self, key), f"data.{key}")
-        if self.max_prompt_length < 1:
-            raise ValueError(f"data.max_prompt_length is {self.max_prompt_length}, but must be >= 1 token")
-        if self.on_bad_row not in ("error", "skip"):
-            raise ValueError(f"data.on_bad_row is '{self.on_bad_row}', but must be error or skip")
-        if self.chat_template not in ("auto", "always", "never"):
-            raise ValueError(f"data.chat_template is '{self.chat_template}', but must be auto, always or never")
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,14 @@ class SamplingParams:
     """Texts that end a response with the token that completes one; it is part of it, with whatever else it says."""
 
     def __post_init__(self) -> None:
-        check_sampling(self, "sampling")
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"sampling.temperature is {self.temperature}, but must be >= 0 and finite; 0 is greedy")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"sampling.top_p is {self.top_p}, but must be in (0, 1]; 1 turns it off")
+        if self.top_k < 0:
+            raise ValueError(f"sampling.top_k is {self.top_k}, but must be >= 0; 0 turns it off")
+        if not 0 <= self.min_p < 1:
+            raise ValueError(f"sampling.min_p is {self.min_p}, but must be in [0, 1); 0 turns it off")
         if self.max_tokens < 1:
             raise ValueError(f"sampling.max_tokens is {self.max_tokens}, but must be >= 1")
         if not all(self.stop_strings):
@@ -214,28 +221,3 @@ class GenerationEngine(Protocol):
     def memory_bytes(self) -> dict[str, int]:
         """Bytes on the device now: `generation_weights` and `kv_cache`."""
         ...
-
-
-class Drawing(Protocol):
-    """How tokens are drawn, by whatever it is said."""
-
-    @property
-    def temperature(self) -> float: ...
-    @property
-    def top_p(self) -> float: ...
-    @property
-    def top_k(self) -> int: ...
-    @property
-    def min_p(self) -> float: ...
-
-
-def check_sampling(sampling: Drawing, prefix: str) -> None:
-    """Raise ValueError for the first sampling parameter out of its range, named under `prefix`."""
-    if not 0 <= sampling.temperature < float("inf"):
-        raise ValueError(f"{prefix}.temperature is {sampling.temperature}, but must be >= 0 and finite; 0 is greedy")
-    if not 0 < sampling.top_p <= 1:
-        raise ValueError(f"{prefix}.top_p is {sampling.top_p}, but must be in (0, 1]; 1 turns it off")
-    if sampling.top_k < 0:
-        raise ValueError(f"{prefix}.top_k is {sampling.top_k}, but must be >= 0; 0 turns it off")
-    if not 0 <= sampling.min_p < 1:
-        raise ValueError(f"{prefix}.min_p is {sampling.min_p}, but must be in [0, 1); 0 turns it off")

@@ -2,35 +2,38 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from spmdrl.engines.generation.protocol import SamplingParams, check_sampling
+from annotated_types import Ge, Gt, Interval
+
+from spmdrl.engines.generation.protocol import SamplingParams
 
 
 @dataclass(frozen=True)
 class RolloutConfig:
     """The rollouts of one step, and the engine that makes them."""
 
-    prompts_per_step: int = 32
+    prompts_per_step: Annotated[int, Ge(1)] = 32
     """Prompts of a step; times num_generations it is the samples of a step."""
-    num_generations: int = 8
+    num_generations: Annotated[int, Ge(1)] = 8
     """Responses a prompt."""
-    partial_max_rounds: int = 1
+    partial_max_rounds: Annotated[int, Ge(1)] = 1
     """Steps over which responses may be generated: those that a step doesn't wait for go on in the next ones, and are
     finished in this many; 1 finishes all in their own step."""
     partial_extra_prompts: int | None = None
     """Prompts that a step works on beyond prompts_per_step where responses may take several steps, so that it needn't
     wait for the longest ones; null is half of prompts_per_step."""
-    max_completion_length: int = 256
+    max_completion_length: Annotated[int, Ge(1)] = 256
     """Most tokens of a response, those of an environment included."""
-    temperature: float = 1.0
+    temperature: Annotated[float, Interval(ge=0, lt=math.inf)] = 1.0
     """Divides the logits before sampling; 0 takes the likeliest token."""
-    top_p: float = 1.0
+    top_p: Annotated[float, Interval(gt=0, le=1)] = 1.0
     """Least probability mass that the likeliest tokens kept must hold; 1 keeps all."""
-    top_k: int = 0
+    top_k: Annotated[int, Ge(0)] = 0
     """Number of likeliest tokens kept; 0 keeps all."""
-    min_p: float = 0.0
+    min_p: Annotated[float, Interval(ge=0, lt=1)] = 0.0
     """Tokens less likely than this times the likeliest one are dropped."""
     ignore_eos: bool = False
     """Whether responses go on after an end token, all to max_completion_length; for measuring fixed work."""
@@ -38,16 +41,16 @@ class RolloutConfig:
     """Texts that end a response with the token that completes one; the response keeps it."""
     engine: Literal["auto", "native", "vllm"] = "auto"
     """Which engine generates; auto is vLLM where it is installed and there is an accelerator, else the native one."""
-    gpu_memory_utilization: float = 0.6
+    gpu_memory_utilization: Annotated[float, Interval(gt=0, le=1)] = 0.6
     """Share of an accelerator's memory in use once the KV cache is there, by whomever; the rest is for activations.
     On a CPU, the share of the host's free memory that the KV caches of its ranks may take."""
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
     """Passed through to vLLM's constructor."""
-    max_running_rows: int = 256
+    max_running_rows: Annotated[int, Ge(1)] = 256
     """Rows decoded at once on a rank."""
-    max_prefill_tokens: int = 8192
+    max_prefill_tokens: Annotated[int, Ge(1)] = 8192
     """Prompt tokens that the native engine runs in one step, beside decoding; longer prompts take several steps."""
-    block_size: int = 32
+    block_size: Annotated[int, Ge(1)] = 32
     """Tokens in one KV block of the native engine."""
     pack_weights: bool = True
     """Whether the native engine, on a CPU, copies the weights of linear layers into a layout that is faster to read;
@@ -56,31 +59,16 @@ class RolloutConfig:
     """Whether the native engine compiles its decoding step (torch.compile), once a run: dense models, whole weights on
     each rank, a C++ compiler on a CPU. It takes half a minute or more, and pays most where models or batches are small;
     what a row samples may then depend on what decodes beside it, by rounding."""
-    kv_cache_gib: float | None = None
+    kv_cache_gib: Annotated[float, Gt(0)] | None = None
     """The native engine's KV cache; null: as gpu_memory_utilization says, on a CPU no more than max_running_rows need.
     Where the rows need more, some wait, and running ones may have to be computed again."""
 
     def __post_init__(self) -> None:
-        check_sampling(self, "rollout")
-        for name in (
-            "prompts_per_step", "num_generations", "partial_max_rounds", "max_completion_length", "max_running_rows",
-            "max_prefill_tokens", "block_size",
-        ):  # fmt: skip
-            if getattr(self, name) < 1:
-                raise ValueError(f"rollout.{name} is {getattr(self, name)}, but must be >= 1")
         self._check_partial()
         if not all(self.stop):
             raise ValueError("rollout.stop has an empty text, which every response would end with; drop it")
         if self.stop and self.ignore_eos:
             raise ValueError(f"rollout.stop is {list(self.stop)}, but rollout.ignore_eos lets nothing end; drop one")
-        if self.engine not in ("auto", "native", "vllm"):
-            raise ValueError(f"rollout.engine is {self.engine!r}, but must be auto, native or vllm")
-        if not 0 < self.gpu_memory_utilization <= 1:
-            raise ValueError(
-                f"rollout.gpu_memory_utilization is {self.gpu_memory_utilization}, but must be in (0, 1]; it is a share"
-            )
-        if self.kv_cache_gib is not None and self.kv_cache_gib <= 0:
-            raise ValueError(f"rollout.kv_cache_gib is {self.kv_cache_gib}, but must be > 0; null sizes it by itself")
 
     @property
     def extra_prompts(self) -> int:

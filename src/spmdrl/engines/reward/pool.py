@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Gt, Interval
 
 from spmdrl.engines.reward import reward_runner
 from spmdrl.engines.reward.calls import (
@@ -35,15 +37,15 @@ class RewardConfig:
     call_level: CallLevel = "response"
     """response = responses are scored as they end, those to one prompt that end in one engine step in one call;
     group = a call has all responses to one prompt, once the last has ended: for functions that compare them."""
-    timeout_seconds: float = 15.0
+    timeout_seconds: Annotated[float, Interval(gt=0, lt=math.inf)] = 15.0
     """A call that takes longer is killed, and its rows have no reward."""
-    max_error_rate: float = 0.05
+    max_error_rate: Annotated[float, Interval(ge=0, le=1)] = 0.05
     """The run stops where more than this share of a step's rows couldn't be judged."""
-    workers: int = 1
+    workers: Annotated[int, Ge(1)] = 1
     """Reward processes on each rank."""
     isolation: Literal["auto", "process", "inline"] = "auto"
     """process = in children that can be killed; inline = in the training process; auto = inline exactly under pdb."""
-    memory_limit_gib: float | None = 4.0
+    memory_limit_gib: Annotated[float, Gt(0)] | None = 4.0
     """Memory that a reward process with all that it starts may hold, shared memory included; null = no limit."""
     environment: tuple[str, ...] = ()
     """Environment variables that reward processes get beside the common ones, such as the key of a judge's service."""
@@ -60,24 +62,10 @@ class RewardConfig:
             )
         if self.weights is not None and not all(map(math.isfinite, self.weights)):
             raise ValueError(f"reward.weights is {list(self.weights)}, but every weight must be finite")
-        if not 0 < self.timeout_seconds < math.inf:
-            raise ValueError(f"reward.timeout_seconds is {self.timeout_seconds}, but must be > 0; 15 suits most rules")
-        if not 0 <= self.max_error_rate <= 1:
-            raise ValueError(f"reward.max_error_rate is {self.max_error_rate}, but must be between 0 and 1")
-        if self.workers < 1:
-            raise ValueError(f"reward.workers is {self.workers}, but must be >= 1")
-        if self.call_level not in ("response", "group"):
-            raise ValueError(f"reward.call_level is '{self.call_level}', but must be response or group")
-        if self.isolation not in ("auto", "process", "inline"):
-            raise ValueError(f"reward.isolation is '{self.isolation}', but must be auto, process or inline")
         if self.isolation == "inline" and "math" in self.functions and not is_debugged():
             raise ValueError(
                 "reward.isolation is inline, but the reward math needs a process that can be killed (simplifying a "
                 "formula may have no end); set reward.isolation to auto, which is inline under pdb"
-            )
-        if self.memory_limit_gib is not None and self.memory_limit_gib <= 0:
-            raise ValueError(
-                f"reward.memory_limit_gib is {self.memory_limit_gib}, but must be > 0, or null for no limit"
             )
 
     @property

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import torch
+from annotated_types import Ge
 from torch import Tensor
 
 from spmdrl.engines.models.decoder import DecoderConfig
@@ -36,11 +37,11 @@ Recompute = Literal["none", "full"]
 class TrainingConfig:
     """How long to train, and how a batch is cut up."""
 
-    max_steps: int = 100
+    max_steps: Annotated[int, Ge(1)] = 100
     """steps of the whole run; each takes new prompts"""
-    updates_per_step: int = 1
+    updates_per_step: Annotated[int, Ge(1)] = 1
     """optimizer steps that a step's samples are split into"""
-    epochs_per_step: int = 1
+    epochs_per_step: Annotated[int, Ge(1)] = 1
     """times that each sample of a step is trained on"""
     skip_zero_advantage: bool = True
     """leave out rows whose advantage is 0 where they have no gradient; entropy and mismatch are of the rest"""
@@ -48,19 +49,8 @@ class TrainingConfig:
     """full: keep only each layer's input for backward and run the layer again; less memory, a third more work"""
     routing: RoutingConfig = field(default_factory=RoutingConfig)
     """what is done about the choices of routers, in models with experts"""
-    max_tokens_per_microbatch: int | None = None
+    max_tokens_per_microbatch: Annotated[int, Ge(1)] | None = None
     """tokens that go through the model at once, prompts included; null: 16384, on CPU 4096; a longer row runs alone"""
-
-    def __post_init__(self) -> None:
-        if self.activation_checkpointing not in get_args(Recompute):
-            raise ValueError(
-                f"train.activation_checkpointing is {self.activation_checkpointing!r}, but must be one of "
-                f"{', '.join(get_args(Recompute))}"
-            )
-        for name in ("max_steps", "updates_per_step", "epochs_per_step", "max_tokens_per_microbatch"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"train.{name} is {value}, but must be at least 1; raise it or leave it out")
 
     @property
     def num_updates(self) -> int:

@@ -6,7 +6,9 @@ import importlib.util
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Annotated, Protocol, TypeVar
+
+from annotated_types import Ge
 
 from spmdrl.observability.logs.jsonl import JsonlWriter, number, read_jsonl
 from spmdrl.observability.logs.outage import count_refused, going_on_without, warn
@@ -26,10 +28,10 @@ class LogConfig:
 
     backends: tuple[str, ...] = ("console", "jsonl")
     """Any of console, jsonl, tensorboard, wandb; keys of a service come from the environment only."""
-    samples_per_step: int | None = None
+    samples_per_step: Annotated[int, Ge(0)] | None = None
     """Rows of each step written to samples.jsonl, which the report shows: those of one prompt first, then others; None
     writes all responses to one prompt and 4 others, 0 writes none."""
-    samples_interval: int = 10
+    samples_interval: Annotated[int, Ge(0)] = 10
     """Steps between the samples that tensorboard and wandb get, the first step's among them; 0 sends none."""
     project: str = "spmdrl"
     """The project of the run in W&B."""
@@ -42,10 +44,6 @@ class LogConfig:
         unknown = [name for name in self.backends if name not in BACKENDS]
         if unknown:
             raise ValueError(f"log.backends names {', '.join(unknown)}, but only {', '.join(BACKENDS)} are there")
-        if self.samples_per_step is not None and self.samples_per_step < 0:
-            raise ValueError(f"log.samples_per_step is {self.samples_per_step}, but must be >= 0; 0 writes none")
-        if self.samples_interval < 0:
-            raise ValueError(f"log.samples_interval is {self.samples_interval}, but must be >= 0; 0 sends none")
         if not self.project.strip():
             raise ValueError("log.project is empty; name a project, such as spmdrl")
 

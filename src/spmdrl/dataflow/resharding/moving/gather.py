@@ -11,10 +11,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Annotated, Literal
 
 import torch
 import torch.distributed as dist
+from annotated_types import Ge
 from torch import Tensor
 
 from spmdrl.dataflow.resharding.planning.buckets import Piece, Transfer
@@ -34,7 +35,7 @@ _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 class ReshardConfig:
     """How weights move from the update layout to the generation layout."""
 
-    bucket_bytes: int = 64 << 20
+    bucket_bytes: Annotated[int, Ge(1)] = 64 << 20
     """temporary device memory for resharding; weights move through it bucket by bucket"""
     executor: Executor = "exact"
     """exact: only the slices that a rank lacks; allgather: the paper's all-gather and select"""
@@ -42,7 +43,7 @@ class ReshardConfig:
     """compare checksums of generation and update weights at each switch; costs a pass over the weights"""
     probe_tokens: int = 32
     """prompt tokens that trainer and generator both rate at each switch, before any is generated; 0 rates none"""
-    probe_tolerance: float | None = None
+    probe_tolerance: Annotated[float, Ge(0)] | None = None
     """most nats by which a log-prob of these may differ without ending the run; null: 0.01 in float32, 1 in 16 bits"""
     swap: SwapMode = "auto"
     """whether the training state leaves the device while responses are generated; auto: only where both don't fit"""
@@ -50,21 +51,10 @@ class ReshardConfig:
     """folder of the file that takes the training state on a CPU, best on a fast disk; null is the run's folder"""
 
     def __post_init__(self) -> None:
-        if self.bucket_bytes < 1:
-            raise ValueError(f"reshard.bucket_bytes is {self.bucket_bytes}, but must be >= 1; 64 MiB is {64 << 20}")
-        if self.executor not in get_args(Executor):
-            raise ValueError(f"reshard.executor is {self.executor!r}, but must be one of {get_args(Executor)}")
-        if self.swap not in get_args(SwapMode):
-            raise ValueError(f"reshard.swap is {self.swap!r}, but must be one of {', '.join(get_args(SwapMode))}")
         if self.probe_tokens < 0 or self.probe_tokens == 1:
             raise ValueError(
                 f"reshard.probe_tokens is {self.probe_tokens}, but must be >= 2, as the first token of a row isn't "
                 "rated, or 0 for no probe"
-            )
-        if self.probe_tolerance is not None and not self.probe_tolerance >= 0:
-            raise ValueError(
-                f"reshard.probe_tolerance is {self.probe_tolerance}, but must be >= 0 nats, or null for what the dtype "
-                "needs"
             )
 
 

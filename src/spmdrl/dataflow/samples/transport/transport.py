@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
+from annotated_types import Gt
 
 from spmdrl.dataflow.samples.control.row_news import News
 from spmdrl.dataflow.samples.store.shared_memory import Pool, host_pool
@@ -23,16 +24,13 @@ from spmdrl.types import Batch, Integers
 class DockConfig:
     """How the transfer dock places rows, and how it waits."""
 
-    timeout_seconds: float = 120.0
+    timeout_seconds: Annotated[float, Gt(0)] = 120.0
     """The longest that one request to a warehouse may take before the job ends with an error."""
     locality: bool = True
     """Rows live on the node that generates them and go to takers there first; false: the paper's placement."""
     network: Literal["auto", "tcp"] = "auto"
     """On a trusted network, how nodes send requests to each other: what TensorPipe finds best, or plain TCP only."""
 
-    def __post_init__(self) -> None:
-        if self.timeout_seconds <= 0:
-            raise ValueError(f"dock.timeout_seconds is {self.timeout_seconds}, but must be > 0; the default is 120")
 
 
 class Transport:

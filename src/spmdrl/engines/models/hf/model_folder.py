@@ -46,8 +46,6 @@ class ModelConfig:
             raise ValueError(f"model.path ({self.path}) and model.make are both given; remove one of them")
         if self.path is not None and not self.path.strip():
             raise ValueError("model.path is empty; give a Hugging Face folder or hub name")
-        if self.dtype not in ("auto", "float32", "bfloat16"):
-            raise ValueError(f"model.dtype is {self.dtype!r}, but must be auto, float32 or bfloat16")
 
     def compute_dtype(self, device_kind: str) -> torch.dtype:
         """The dtype that layers compute in on a device of this kind (cpu, cuda, npu)."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from annotated_types import Ge
 
 from spmdrl.engines.models.latent import LatentConfig
 from spmdrl.engines.models.moe import MoeConfig
@@ -31,49 +33,47 @@ class MakeConfig:
 
     family: Literal["qwen3", "qwen3_moe", "deepseek_v3"] = "qwen3"
     """qwen3 is dense, qwen3_moe has sparse layers, and deepseek_v3 latent attention too."""
-    hidden_size: int = 128
+    hidden_size: Annotated[int, Ge(1)] = 128
     """Model width."""
-    num_layers: int = 4
+    num_layers: Annotated[int, Ge(1)] = 4
     """Decoder layers."""
-    num_heads: int = 4
+    num_heads: Annotated[int, Ge(1)] = 4
     """Query heads; their size is hidden_size / num_heads, in deepseek_v3 before the rotated part."""
-    num_kv_heads: int = 2
+    num_kv_heads: Annotated[int, Ge(1)] = 2
     """Key and value heads; each serves num_heads / num_kv_heads query heads. In deepseek_v3 every head has its own."""
-    intermediate_size: int = 384
+    intermediate_size: Annotated[int, Ge(1)] = 384
     """Width of the gated feed-forward of dense layers."""
-    max_positions: int = 1024
+    max_positions: Annotated[int, Ge(1)] = 1024
     """Longest row, prompt and response together, in tokens."""
     tied_head: bool = True
     """Whether the head shares the embedding's weights."""
     chars: str = PRINTABLE_CHARS
     """The tokenizer's characters, one token each; any other becomes <unk>."""
-    num_experts: int | None = None
+    num_experts: Annotated[int, Ge(1)] | None = None
     """Experts of each sparse layer; 8 by default."""
-    experts_per_token: int | None = None
+    experts_per_token: Annotated[int, Ge(1)] | None = None
     """Experts that each token is sent to; 2 by default."""
-    moe_intermediate_size: int | None = None
+    moe_intermediate_size: Annotated[int, Ge(1)] | None = None
     """Width of one expert; intermediate_size / experts_per_token by default."""
-    num_dense_layers: int | None = None
+    num_dense_layers: Annotated[int, Ge(0)] | None = None
     """First layers that are dense; by default none in qwen3_moe and 1 in deepseek_v3."""
-    num_shared_experts: int | None = None
+    num_shared_experts: Annotated[int, Ge(1)] | None = None
     """Experts that every token goes through in deepseek_v3; 1 by default."""
-    num_expert_groups: int | None = None
+    num_expert_groups: Annotated[int, Ge(1)] | None = None
     """Groups of experts in deepseek_v3; 1 by default."""
-    groups_per_token: int | None = None
+    groups_per_token: Annotated[int, Ge(1)] | None = None
     """Groups that each token chooses among in deepseek_v3; all by default."""
-    query_rank: int | None = None
+    query_rank: Annotated[int, Ge(1)] | None = None
     """Size of the vector that a token's queries are made of in deepseek_v3; None has none."""
-    key_value_rank: int | None = None
+    key_value_rank: Annotated[int, Ge(1)] | None = None
     """Size of the vector that a token's keys and values are made of in deepseek_v3; hidden_size / 2 by default."""
-    rotary_size: int | None = None
+    rotary_size: Annotated[int, Ge(1)] | None = None
     """The rotated part of each query and key in deepseek_v3; half of hidden_size / num_heads, made even, by default."""
-    value_size: int | None = None
+    value_size: Annotated[int, Ge(1)] | None = None
     """Head size of the values in deepseek_v3; hidden_size / num_heads by default."""
 
     def __post_init__(self) -> None:
-        if self.family not in ("qwen3", "qwen3_moe", "deepseek_v3"):
-            raise ValueError(f"model.make.family is {self.family!r}, but must be qwen3, qwen3_moe or deepseek_v3")
-        self._check_given_sizes()
+        self._refuse_sizes_of_other_families()
         if self.hidden_size % (2 * self.num_heads):
             raise ValueError(
                 f"model.make.hidden_size {self.hidden_size} must be a multiple of 2 x model.make.num_heads = "
@@ -136,13 +136,7 @@ class MakeConfig:
             value_size=self.value_size or self.head_size,
         )
 
-    def _check_given_sizes(self) -> None:
-        """Every size is at least 1, and none is given that the family hasn't."""
-        sizes = ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "intermediate_size", "max_positions")
-        for name in (*sizes, *_SPARSE_SIZES, *_DEEPSEEK_SIZES):
-            value, least = getattr(self, name), int(name != "num_dense_layers")
-            if value is not None and value < least:
-                raise ValueError(f"model.make.{name} is {value}, but must be >= {least}")
+    def _refuse_sizes_of_other_families(self) -> None:
         foreign = {"qwen3": _SPARSE_SIZES + _DEEPSEEK_SIZES, "qwen3_moe": _DEEPSEEK_SIZES}.get(self.family, ())
         for name in foreign:
             if getattr(self, name) is not None:

@@ -12,8 +12,9 @@ from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
+from annotated_types import Ge
 from safetensors import SafetensorError
 
 from spmdrl.engines.training.checkpoints.manifest import (
@@ -35,11 +36,11 @@ WRITE_FAILURES = (OSError, SafetensorError, MemoryError, RuntimeError)
 class CheckpointConfig:
     """When checkpoints are written and how many are kept."""
 
-    interval: int = 50
+    interval: Annotated[int, Ge(0)] = 50
     """steps between checkpoints; 0 writes only the last one"""
-    keep_last: int = 2
+    keep_last: Annotated[int, Ge(1)] = 2
     """how many of the newest are kept"""
-    keep_every: int | None = None
+    keep_every: Annotated[int, Ge(1)] | None = None
     """checkpoints whose step is a multiple of this are kept for good; null keeps none"""
     keep_rollouts: bool = False
     """keep a step's rewarded rollouts, so that a job that dies in its update, after a checkpoint, has them again"""
@@ -52,12 +53,6 @@ class CheckpointConfig:
     """whether higher or lower values of `best` are better"""
 
     def __post_init__(self) -> None:
-        if self.interval < 0:
-            raise ValueError(f"checkpoint.interval is {self.interval}, but it counts steps; 0 writes only the last one")
-        if self.keep_last < 1:
-            raise ValueError(f"checkpoint.keep_last is {self.keep_last}, but at least 1 must be kept to resume from")
-        if self.keep_every is not None and self.keep_every < 1:
-            raise ValueError(f"checkpoint.keep_every is {self.keep_every}, but must be >= 1, or null for none")
         if self.model_only and self.keep_rollouts:
             raise ValueError(
                 "checkpoint.model_only and checkpoint.keep_rollouts are both true, but rollouts are kept for a "

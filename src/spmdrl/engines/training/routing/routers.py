@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.nn.functional as F
+from annotated_types import Interval
 from torch import Tensor
 
 from spmdrl.engines.models.decoder import DecoderConfig
@@ -26,20 +27,13 @@ from spmdrl.resources.mesh import Axis
 class RoutingConfig:
     """How the experts of sparse models are kept evenly loaded, and whose choices an update takes."""
 
-    aux_loss_coefficient: float = 0.0
+    aux_loss_coefficient: Annotated[float, Interval(ge=0, lt=math.inf)] = 0.0
     """weight of the sequence-wise balance loss, the mean over the rows of an update and the sum over layers"""
-    bias_update_rate: float = 0.0
+    bias_update_rate: Annotated[float, Interval(ge=0, lt=math.inf)] = 0.0
     """step of each expert's correction bias after an update, towards even loads; for models that have such biases"""
     replay: Literal["none", "rollout"] = "none"
     """rollout: each token goes to the experts that it went to when it was generated (arXiv:2510.11370)"""
 
-    def __post_init__(self) -> None:
-        for name in ("aux_loss_coefficient", "bias_update_rate"):
-            value = getattr(self, name)
-            if not 0 <= value < math.inf:
-                raise ValueError(f"train.routing.{name} is {value}, but must be >= 0 and finite; 0 turns it off")
-        if self.replay not in ("none", "rollout"):
-            raise ValueError(f"train.routing.replay is {self.replay!r}, but must be none or rollout")
 
 
 def check_routing(routing: RoutingConfig, config: DecoderConfig) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal, TypeAlias
 
 import torch
+from annotated_types import Ge, Gt, Interval
 from torch import Tensor, nn
 
 from spmdrl.resources.device import Device
@@ -18,36 +19,29 @@ FUSED_ADAMW = ("cpu", "cuda")
 CLIP_EPS = 1e-6
 
 
+NotNegative: TypeAlias = Annotated[float, Interval(ge=0, lt=math.inf)]
+Decay: TypeAlias = Annotated[float, Interval(ge=0, lt=1)]
+
+
 @dataclass(frozen=True)
 class OptimConfig:
     """The optimizer: AdamW (arXiv:1711.05101, algorithm 2)."""
 
-    lr: float = 1e-6
+    lr: NotNegative = 1e-6
     """peak learning rate"""
-    max_grad_norm: float = 1.0
+    max_grad_norm: Annotated[float, Gt(0)] = 1.0
     """gradients with a larger global norm are scaled down to it; .inf turns clipping off"""
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Decay, Decay] = (0.9, 0.999)
     """decay of the running means of the gradient and of its square"""
-    eps: float = 1e-8
+    eps: NotNegative = 1e-8
     """added to the root of the mean square gradient"""
-    weight_decay: float = 0.0
+    weight_decay: NotNegative = 0.0
     """decoupled decay of all parameters a step, times the learning rate"""
-    warmup_steps: int = 0
+    warmup_steps: Annotated[int, Ge(0)] = 0
     """optimizer steps over which the learning rate rises linearly to its peak"""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """what the learning rate does after warm-up: stay, or fall to 0 at the last step"""
 
-    def __post_init__(self) -> None:
-        for name in ("lr", "eps", "weight_decay", "warmup_steps"):
-            value = getattr(self, name)
-            if not 0 <= value < math.inf:
-                raise ValueError(f"optim.{name} is {value}, but must be finite and >= 0; the default is a good start")
-        if not self.max_grad_norm > 0:
-            raise ValueError(
-                f"optim.max_grad_norm is {self.max_grad_norm}, but must be > 0; set it to .inf to turn clipping off"
-            )
-        if not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"optim.betas is {self.betas}, but both must be in [0, 1); (0.9, 0.999) is usual")
 
 
 def learning_rate(config: OptimConfig, step: int, *, num_steps: int) -> float:
