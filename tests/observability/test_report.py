@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from spmdrl.observability.logs.log import MetricsLog
 from spmdrl.observability.report.charts import Chart, Series, chart_svg, downsample, moving_mean, ticks
 from spmdrl.observability.report.report import main, write_report
-from spmdrl.observability.report.samples_section import fitting, sample_section
+from spmdrl.observability.report.samples_section import fitting, sample_viewer
 from spmdrl.observability.summary import start_facts, write_summary
 from tests.observability.synthetic import HOSTILE, write_run
 
@@ -363,8 +363,12 @@ def test_a_long_noisy_curve_gets_its_moving_mean():
 
 def test_what_an_environment_wrote_is_apart_from_the_models_words():
     record = {"step": 1, "row": 0, "prompt": "p", "response": "<<1+1=2>>2", "tokens": []}
-    (data,) = _Page(sample_section([{**record, "turns": [["<<1+1=", "2>>"], ["2", ""]]}])).scripts
-    assert json.loads(data)[0]["turns"] == [["<<1+1=", "2>>"], ["2", ""]]
-    (data,) = _Page(sample_section([{**record, "turns": [["cut"], "off", ["</script>", 3]]}])).scripts
-    assert json.loads(data)[0]["turns"] == [["</script>", "3"]]
-    assert "turns" not in json.loads(_Page(sample_section([record])).scripts[0])[0]
+    assert _shown(record | {"turns": [["<<1+1=", "2>>"], ["2", ""]]})["turns"] == [["<<1+1=", "2>>"], ["2", ""]]
+    assert _shown(record | {"turns": [["cut"], "off", ["</script>", 3]]})["turns"] == [["</script>", "3"]]
+    assert "turns" not in _shown(record)
+
+
+def _shown(record: dict) -> dict:
+    [part] = sample_viewer([record])
+    [sample] = part.samples
+    return sample
