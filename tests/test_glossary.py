@@ -17,11 +17,12 @@ ELSEWHERE = {
     "mem/{stage}_peak_gib", "mem/total_gib", "checkpoint/failed", "reward/errors/{verdict}",
     "router/bias_abs_max", "log/refused_writes", "environment/turns", "environment/tokens",
 }  # fmt: skip
-# Sparse, more than one update a step, a reference, a correction, rollouts over several steps: what records most.
+# Sparse, several updates per step, reference, critic, correction, rollouts over several steps: what records most.
 MUCH = (
     "model.make={family: qwen3_moe, hidden_size: 32, num_layers: 2, num_heads: 2, num_kv_heads: 1, "
     "intermediate_size: 64, moe_intermediate_size: 32, num_experts: 4, experts_per_token: 2, max_positions: 32, "
     "chars: '0123456789+= '}",
+    "critic={}",
     "train.updates_per_step=2", "algo.kl_coef=0.01", "algo.rollout_is=tis", "sft.max_steps=1", "sft.rows_per_step=8",
     "train.routing.aux_loss_coefficient=0.01", "reshard.swap=always",
     "checkpoint.interval=1", "eval.before_train=true", "eval.max_rows=4",

@@ -57,12 +57,12 @@ def test_every_key_that_advice_names_exists() -> None:
         (["lora.rank=8"], "unknown key lora (= a mapping (rank)); all weights are trained"),
         (["checkpoint.save_best=true"], "unknown key checkpoint.save_best (= true); set checkpoint.best to a metric"),
         (["algo.name=ppo"], "algo.name is 'ppo', but must be "),
-        (["algo.name=ppo"], "; there is no critic; grpo has PPO's clipped loss"),
+        (["algo.name=ppo"], "; no algorithm uses the critic's values; grpo has PPO's clipped loss"),
         (["algo.name=GSPO"], "set algo.name to grpo, algo.ratio_level to sequence"),
         (["actor_rollout_ref.rollout.n=8"], "did you mean rollout.num_generations?"),
         (["trainer.save_freq=8"], "did you mean checkpoint.interval?"),
         (["actor_rollout_ref.actor.optim.lr=1e-6"], "did you mean optim.lr?"),
-        (["train.lr=1"], "did you mean optim.lr or sft.optim.lr?"),
+        (["train.lr=1"], "did you mean optim.lr or sft.optim.lr or critic.optim.lr?"),
         (["temprature=1"], "did you mean"),
     ],
 )
@@ -70,7 +70,7 @@ def test_what_users_of_other_trainers_type_is_answered(overrides: list[str], exp
     assert expected in refusal(*overrides)
 
 
-@pytest.mark.parametrize("key", ["checkpoint.zebra", "zebra", "algo.gamma_ray", "rollout.frequency"])
+@pytest.mark.parametrize("key", ["checkpoint.zebra", "zebra", "algo.quasar", "rollout.frequency"])
 def test_a_name_far_from_every_key_gets_no_hint(key: str) -> None:
     message = refusal(f"{key}=1")
     assert "did you mean" not in message and "; the keys of " in message

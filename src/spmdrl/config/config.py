@@ -22,6 +22,7 @@ from spmdrl.config.wished import WISHED
 from spmdrl.dataflow.data.data_rows import DataConfig
 from spmdrl.dataflow.resharding.moving.gather import ReshardConfig
 from spmdrl.dataflow.samples.transport.transport import DockConfig
+from spmdrl.dataflow.stages.critic.critic_config import CriticConfig
 from spmdrl.engines.environment.environment_pool import EnvironmentConfig
 from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.hf.model_folder import ModelConfig
@@ -131,6 +132,8 @@ class Config:
     """what is learnt from them"""
     optim: OptimConfig = field(default_factory=OptimConfig)
     """the optimizer"""
+    critic: CriticConfig | None = None
+    """a critic beside the policy; null trains none"""
     train: TrainingConfig = field(default_factory=TrainingConfig)
     """steps and micro-batches"""
     reward: RewardConfig = field(default_factory=RewardConfig)

@@ -105,7 +105,10 @@ class Conversion:
 
     def _add_refusal(self, message: str, key: str) -> None:
         """A refusal by the dataclass itself, after the origins of the keys that it names, else of its section's."""
-        origin = self.origin
+        origin, (_, dot, section) = self.origin, key.rpartition(".")
+        if dot:
+            # A class that several sections use names its keys as its usual section has them.
+            message = re.sub(rf"(?<![\w.]){re.escape(section)}\.", f"{key}.", message)
         named = [name for name in origin if re.search(rf"(?<![\w.]){re.escape(name)}(?!\w|\.\w|\[)", message)]
         suspects = named or [name for name in origin if within(name, key)]
         written = [name for name in suspects if origin[name] != DEFAULT]

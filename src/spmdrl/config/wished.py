@@ -126,10 +126,11 @@ _ANSWERS: tuple[tuple[str, str], ...] = (
         "rewards are functions, reward.functions=[file.py:fn]; one of them may query a server that runs a model",
     ),
     ("custom_reward_function compute_score reward_fn reward_func", "set reward.functions, as in [file.py:fn]"),
-    ("critic value_model critic_warmup", "there is no critic; the baseline is the mean reward of a prompt's responses"),
+    ("value_model value_model_path critic_model_path", "set critic.path to a model folder, or critic={} for the model"),
+    ("critic_warmup critic_warmup_steps", "set critic.warmup_steps, steps in which only the critic is trained"),
     (
         "algo.name=ppo algo.name=gae",
-        "there is no critic; grpo has PPO's clipped loss, with the mean reward of a prompt's responses as baseline",
+        "no algorithm uses the critic's values; grpo has PPO's clipped loss, with a prompt's mean reward as baseline",
     ),
     (
         "algo.name=gspo",

@@ -17,6 +17,8 @@ from spmdrl.dataflow.resharding.planning.slice_layouts import fitted_stride, par
 from spmdrl.dataflow.samples.carried import CarriedGroups
 from spmdrl.dataflow.samples.rounds import RoundRules
 from spmdrl.dataflow.stages.advantage import AdvantageStage
+from spmdrl.dataflow.stages.critic.critic_update import CriticUpdateStage
+from spmdrl.dataflow.stages.critic.returns import ReturnsStage
 from spmdrl.dataflow.stages.inference import ScoreStage
 from spmdrl.dataflow.stages.reward import RewardStage
 from spmdrl.dataflow.stages.rollout.generation import GenerationStage, RolloutRecorder
@@ -44,7 +46,7 @@ from spmdrl.observability.logs.outage import going_on_without
 from spmdrl.observability.terminal.console import Console
 from spmdrl.resources.memory import MemoryLedger
 from spmdrl.resources.world import World
-from spmdrl.types.roles import POLICY
+from spmdrl.types.roles import CRITIC, POLICY
 
 PromptAt = Callable[[int], Prompt]
 """The prompt at a position of an endless sequence, alike on every rank."""
@@ -216,19 +218,25 @@ def build_stages(checked: CheckedRun, run: Run, parts: StageParts) -> Stages:
         listeners=[reward, *recording], recorder=recorder, turns=parts.rollouts.turns,
     )  # fmt: skip
     without_actor: list[RewardStage | ScoreStage] = [reward]
-    with_actor: list[ScoreStage] = []
+    with_actor: list[ReturnsStage | ScoreStage] = []
     for state in checked.needs:
         if state.work == "score" and (role := state.role) is not None:
             present = partial(parts.switching.present, role)
             stage = ScoreStage(state, parts.models[role].trainer, present, turns=turns)
             (with_actor if role.presence == "training" else without_actor).append(stage)
+    critic = config.critic
     plan = UpdatePlan(
         config.train.epochs_per_step, config.train.updates_per_step, config.rollout.max_completion_length,
         config.train.skip_zero_advantage, agreement_of(config), turns,
+        first_step=critic.warmup_steps + 1 if critic else 1,
     )  # fmt: skip
+    with_credit: list[CriticUpdateStage] = []
+    if critic is not None:
+        with_actor.append(ReturnsStage(critic.gamma, turns=turns))
+        with_credit.append(CriticUpdateStage(parts.models[CRITIC].trainer, critic, plan, recorder))
     return Stages(
         generation=generation, without_actor=without_actor, with_actor=with_actor,
-        advantage=AdvantageStage(recorder, turns=turns),
+        advantage=AdvantageStage(recorder, turns=turns), with_credit=with_credit,
         update=UpdateStage(parts.models[POLICY].trainer, plan, recorder, parts.shown), timeline=run.timeline,
         at_end=parts.switching.note_memory,
     )  # fmt: skip

@@ -44,8 +44,13 @@ POLICY = Role("policy", "logprobs", "training", weights="update_weights", optimi
 """The model that generates; the resharding flow also moves its weights to the generation engine."""
 REFERENCE = Role("reference", "logprobs", "stage", weights="reference_weights")
 """The policy as the run began."""
+CRITIC = Role(
+    "critic", "token_values", "training",
+    weights="critic_weights", optimizer="critic_optimizer", checkpoint="critic",
+)  # fmt: skip
+"""Predicts the return of each response token; there with a section `critic`."""
 
-ROLES = (POLICY, REFERENCE)
+ROLES = (POLICY, REFERENCE, CRITIC)
 
 Work = Literal["generate", "score", "train"]
 """What a worker state does with its model: responses, a number for each response token, or optimizer steps."""
@@ -66,7 +71,10 @@ class WorkerState(enum.Enum):
     REWARD = "reward", "rew", None, None
     REFERENCE = "reference", "ref", REFERENCE, "score"
     OLD_LOGPROBS = "old_logprobs", "lp", POLICY, "score"
+    VALUES = "values", "lp", CRITIC, "score"
+    RETURNS = "returns", "adv", None, None
     ADVANTAGE = "advantage", "adv", None, None
+    CRITIC_UPDATE = "critic_update", "upd", CRITIC, "train"
     UPDATE = "update", "upd", POLICY, "train"
 
     def __new__(cls, name: str, short_name: str, role: Role | None, work: Work | None) -> WorkerState:

@@ -31,7 +31,7 @@ from spmdrl.job.building import (
     warn_of_end_of_turn,
 )
 from spmdrl.job.evaluation.held_out import HeldOut
-from spmdrl.job.model.actor import ModelSource, prepare_model
+from spmdrl.job.model.actor import ModelSource, agree_on_models, prepare_model
 from spmdrl.job.model.role_models import ModelsAlone, build_role_models, saved_models
 from spmdrl.job.model.switching import Switching
 from spmdrl.job.rollouts.kept_rollouts import KeptRollouts
@@ -48,6 +48,7 @@ from spmdrl.resources.mesh import build_update_mesh
 from spmdrl.resources.startup.launch import command_of
 from spmdrl.resources.world import World, make_deterministic
 from spmdrl.types import Batch
+from spmdrl.types.roles import POLICY
 from spmdrl.verbs.sft import admit_supervised, train_supervised
 
 
@@ -120,6 +121,8 @@ def loop(training: Training) -> None:
         for stage in stages.with_actor:
             stage(samples)
         stages.credit(samples, algorithm)
+        for stage in stages.with_credit:
+            stage(samples)
         stages.update(samples, algorithm)
         training.report.write(samples, prompts)
         training.report.count(training.dock.close_batch(samples))
@@ -167,9 +170,11 @@ def build(checked: CheckedRun, run: Run, stack: ExitStack) -> Training:
     config, world = checked.config, run.world
     with run.console.doing("reading the model's config, tokenizer and prompts"):
         prepared = prepare(checked, ModelSource.of(prepare_model(config, world)))
+        agree_on_models(prepared.sources, world)
     source, tokenizer, prompts = prepared.source, prepared.tokenizer, prepared.prompts
     warn_of_end_of_turn(run.console, tokenizer, prompts)
-    run.admit(source, checked.train_rows)
+    beside = [one.decoder for role, one in prepared.sources.items() if role is not POLICY and role.checkpoint]
+    run.admit(source, checked.train_rows, beside=beside)
     if world.is_main:
         for line in banner(checked, world, source, tokenizer, prompts, num_steps=run.num_steps, phase=run.phase):
             run.console.note(line)

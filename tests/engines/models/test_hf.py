@@ -323,24 +323,24 @@ def test_auto_dtype_follows_the_device() -> None:
 
 
 def test_a_local_folder_is_its_own_answer(tmp_path: Path) -> None:
-    assert resolve_model_folder(ModelConfig(path=str(tmp_path))) == tmp_path
+    assert resolve_model_folder(str(tmp_path)) == tmp_path
 
 
 def test_a_path_that_is_neither_folder_nor_hub_name_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is not a folder, nor a hub name"):
-        resolve_model_folder(ModelConfig(path=str(tmp_path / "absent" / "model")))
+        resolve_model_folder(str(tmp_path / "absent" / "model"))
 
 
 def test_a_name_that_the_hub_refuses_says_how_to_go_on() -> None:
     with pytest.raises(ValueError, match="HFValidationError.*set model.path to that folder"):
-        resolve_model_folder(ModelConfig(path="no--owner/no..model"))
+        resolve_model_folder("no--owner/no..model")
 
 
 @pytest.mark.slow
 def test_a_hub_name_without_a_network_says_how_to_go_on(tmp_path: Path) -> None:
     script = (
         "from spmdrl.engines.models.hf.model_folder import ModelConfig, resolve_model_folder\n"
-        "try:\n    resolve_model_folder(ModelConfig(path='nobody/no-such-model'))\n"
+        "try:\n    resolve_model_folder('nobody/no-such-model')\n"
         "except ValueError as error:\n    print(error)"
     )
     offline = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}

@@ -66,6 +66,8 @@ RULES: tuple[ColumnRule, ...] = (
     _per_response_token("ref_logprobs", torch.float32, WorkerState.REFERENCE, _TOKENS),
     _per_response_token("old_logprobs", torch.float32, WorkerState.OLD_LOGPROBS, _TOKENS),
     _per_response_token("advantages", torch.float32, WorkerState.ADVANTAGE, "reward response_ids"),
+    _per_response_token("values", torch.float32, WorkerState.VALUES, _TOKENS),
+    _per_response_token("returns", torch.float32, WorkerState.RETURNS, "reward response_ids"),
     # The turn in which the model wrote a token, from 1, or 0 where an environment wrote it; only with an environment.
     replace(_per_response_token("turns", torch.int16, WorkerState.GENERATION, "prompt_ids"), is_always_made=False),
 )
@@ -168,16 +170,23 @@ def stages_for(
 
 
 def needs_by_state(
-    columns_read: Iterable[str], extra_reads: Mapping[WorkerState, Iterable[str]] | None = None
+    columns_read: Iterable[str],
+    extra_reads: Mapping[WorkerState, Iterable[str]] | None = None,
+    *,
+    also_trained: Mapping[WorkerState, Iterable[str]] | None = None,
 ) -> dict[WorkerState, frozenset[str]]:
-    """What each state of a run reads: the stages' own needs, and for the update the tokens and `columns_read`."""
-    columns_read, extra = frozenset(columns_read) | set(_TOKENS.split()), extra_reads or {}
+    """What each state of a run reads: the stages' own needs, and for the update the tokens and `columns_read`.
+
+    `also_trained` are the columns that updates of other models read, which run before that of the policy.
+    """
+    tokens, extra = frozenset(_TOKENS.split()), extra_reads or {}
+    trained = {state: tokens | set(names) for state, names in (also_trained or {}).items()}
+    trained[WorkerState.UPDATE] = tokens | set(columns_read)
     needs = {}
-    for state in stages_for(columns_read, extra_reads=extra):
+    for state in stages_for(frozenset().union(*trained.values()), extra_reads=extra):
         own = [rule.needs for rule in RULES if rule.made_by is state]
         needs[state] = frozenset().union(*own, extra.get(state, ()))
-    needs[WorkerState.UPDATE] = columns_read
-    return needs
+    return needs | trained
 
 
 def _makers_needed(

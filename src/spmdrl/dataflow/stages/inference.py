@@ -1,14 +1,22 @@
-"""The inference states: log-probs of finished responses under the reference or under the weights before the update."""
+"""The inference states: what a model makes of finished responses before the update.
+
+Log-probs under the reference, log-probs under the policy, values of the critic.
+
+Shape letters: `R` packed response tokens that the model wrote.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
+from torch import Tensor
+
 from spmdrl.dataflow.samples.dock import Samples
 from spmdrl.dataflow.samples.schema import column_of
 from spmdrl.dataflow.stages.model_tokens import ModelTokens
 from spmdrl.dataflow.stages.rows import replayed_columns, token_rows
+from spmdrl.engines.training.batching.packed_rows import TokenRows
 from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.types import Batch, WorkerState
 from spmdrl.types.roles import POLICY
@@ -38,9 +46,15 @@ class ScoreStage:
     def __call__(self, samples: Samples) -> None:
         batch = samples.take(self.state, {"prompt_ids", "response_ids", *self._of_rows})
         with self.presence():
-            scores = self.engine.score(token_rows(batch, self.engine.config))
+            found_R = self._rate(token_rows(batch, self.engine.config))
         scored = Batch(batch.rows)
-        logprobs = ModelTokens.of(batch).spread(scores.logprobs_R.float().cpu())
-        scored.put_ragged(self.column, logprobs, batch.offsets("response_ids"))
+        found = ModelTokens.of(batch).spread(found_R.float().cpu())
+        scored.put_ragged(self.column, found, batch.offsets("response_ids"))
         samples.put(self.state, scored)
         samples.commit(self.state)
+
+    def _rate(self, rows: TokenRows) -> Tensor:
+        """What the model's head gives for each response token [R]. Collective over the mesh."""
+        if self.engine.rating == "token_values":
+            return self.engine.values(rows)
+        return self.engine.score(rows).logprobs_R

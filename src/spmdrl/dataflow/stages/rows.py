@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from spmdrl.dataflow.samples.dock import Samples
 from spmdrl.dataflow.stages.model_tokens import ModelTokens
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.training.batching.packed_rows import TokenRows
@@ -35,6 +36,13 @@ def _positions(starts_B: Tensor, lengths_B: Tensor) -> Tensor:
 def replayed_columns(routing: RoutingConfig) -> frozenset[str]:
     """What a pass over the policy's own rows reads so that tokens go to the experts that generation chose."""
     return frozenset({ROUTED_EXPERTS} if routing.replay == "rollout" else ())
+
+
+def mini_batch_of_rows(batch: Batch, samples: Samples, num_parts: int) -> Tensor:
+    """The mini-batch [B] of each row: a range of prompts, so that it holds the same rows on any number of ranks."""
+    groups = torch.from_numpy(samples.rows_of_step[:: samples.group_size] // samples.group_size)
+    place_B = torch.searchsorted(groups, batch.rows // samples.group_size)
+    return place_B * num_parts // len(groups)
 
 
 def token_rows(batch: Batch, model: DecoderConfig, response_columns: Iterable[str] = ()) -> TokenRows:

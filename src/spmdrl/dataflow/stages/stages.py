@@ -30,11 +30,13 @@ class Stages:
 
     def __init__(
         self, *, generation: GenerationStage, without_actor: Sequence[Stage], with_actor: Sequence[Stage],
-        advantage: AdvantageStage, update: UpdateStage, timeline: Timeline, at_end: AtStageEnd,
+        advantage: AdvantageStage, with_credit: Sequence[Stage], update: UpdateStage, timeline: Timeline,
+        at_end: AtStageEnd,
     ):  # fmt: skip
         """`at_end(step, stage)` is called at each stage's end: the place to write down who holds how much memory."""
         self.without_actor = [self._timed(stage) for stage in without_actor]
         self.with_actor = [self._timed(stage) for stage in with_actor]
+        self.with_credit = [self._timed(stage) for stage in with_credit]
         self._generation = generation
         self._advantage = advantage
         self._update = update

@@ -19,7 +19,7 @@ from spmdrl.dataflow.stages.parity import (
     record_lags,
     update_columns,
 )
-from spmdrl.dataflow.stages.rows import replayed_columns, token_rows
+from spmdrl.dataflow.stages.rows import mini_batch_of_rows, replayed_columns, token_rows
 from spmdrl.dataflow.stages.shown import SHOWN, ShownRows
 from spmdrl.engines.training.batching.packed_rows import LossTerms, MicroBatch, Scores
 from spmdrl.engines.training.training_engine import TrainingEngine, UpdateResult
@@ -47,6 +47,8 @@ class UpdatePlan:
     agreement: Agreement = "measured"
     turns: frozenset[str] = frozenset()
     """the column that rows of an environment have, where the run has one"""
+    first_step: int = 1
+    """steps before it leave the weights as they are"""
 
     @property
     def num_updates(self) -> int:
@@ -74,10 +76,10 @@ class UpdateStage:
         if self._is_first_of_copy:
             record_lags(self.recorder, ModelTokens.of(batch).pick(batch.values("versions")), version)
         self.shown.begin_step(samples.rows_of_step, samples.group_size)
-        # A mini-batch is a range of prompts, so it holds the same rows on any number of ranks.
-        groups = torch.from_numpy(samples.rows_of_step[:: samples.group_size] // samples.group_size)
-        place_B = torch.searchsorted(groups, batch.rows // samples.group_size)
-        part_B = place_B * self.plan.updates_per_epoch // len(groups)
+        if samples.step < self.plan.first_step:
+            samples.commit(self.state)
+            return
+        part_B = mini_batch_of_rows(batch, samples, self.plan.updates_per_epoch)
         for epoch in range(self.plan.epochs):
             for part in range(self.plan.updates_per_epoch):
                 chosen = batch.select((part_B == part).nonzero().squeeze(1))

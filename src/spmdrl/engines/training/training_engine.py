@@ -99,6 +99,7 @@ class TrainingEngine:
         self.config, self.training, self.optim = config, training, optim
         self.mesh, self.device, self.temperature = mesh, device, temperature
         self.compute_dtype = compute_dtype
+        self.rating = rating
         self.weights_on_device = True
         """False while a swap holds the weights on the host, or generation reads them; computing then raises
         RuntimeError."""

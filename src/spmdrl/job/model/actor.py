@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from spmdrl.config.config import Config
+from spmdrl.dataflow.stages.critic.critic_config import CriticConfig
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf.fingerprint import architecture, architecture_differences, fingerprint
-from spmdrl.engines.models.hf.model_folder import read_config, resolve_model_folder
-from spmdrl.engines.models.hf.model_weights import WeightFiles
+from spmdrl.engines.models.hf.model_folder import HUB_FILES, HUB_TEXT_FILES, read_config, resolve_model_folder
+from spmdrl.engines.models.hf.model_weights import WeightFiles, WeightSource, with_new_head
 from spmdrl.engines.models.hf.weight_check import open_weights
 from spmdrl.engines.models.making.make_model import decoder_config, make_model_folder
 from spmdrl.engines.training.checkpoints.manifest import damage, step_folder_name, steps_in
@@ -18,6 +21,7 @@ from spmdrl.job.run.run_folder import on_main
 from spmdrl.observability.logs.outage import warn
 from spmdrl.resources.collectives import barrier
 from spmdrl.resources.world import World
+from spmdrl.types.roles import CRITIC, POLICY, Role
 
 CHECKPOINTS = "checkpoints"
 MODEL = "model"
@@ -29,6 +33,8 @@ class ModelSource:
 
     folder: Path
     decoder: DecoderConfig
+    has_new_head: bool = False
+    """whether the head of this value model isn't in the folder, but starts at 0"""
 
     @classmethod
     def of(cls, folder: Path) -> ModelSource:
@@ -40,6 +46,49 @@ class ModelSource:
     def weights(self) -> WeightFiles:
         """The folder's weights, which fit the decoder exactly."""
         return open_weights(self.folder, self.decoder)
+
+    def initial_weights(self) -> WeightSource:
+        """What a training engine starts from."""
+        if self.has_new_head:
+            return with_new_head(open_weights(self.folder, read_config(self.folder)))
+        return self.weights()
+
+    def with_value_head(self) -> ModelSource:
+        """The same model with the value head that it has, or with a new one."""
+        if self.decoder.head == "value":
+            return self
+        return ModelSource(self.folder, self.decoder.with_value_head(), has_new_head=True)
+
+
+def sources_of(
+    roles: Iterable[Role], policy: ModelSource, critic: CriticConfig | None, *, is_there: bool = True
+) -> dict[Role, ModelSource]:
+    """Where each of a run's models comes from; without `is_there`, weights needn't be on this machine.
+
+    Raises ValueError where there is no such model, or where it can't read the policy's tokens.
+    """
+    sources = dict.fromkeys(roles, policy)
+    if CRITIC in sources:
+        assert critic is not None, "a run has a critic by its section"
+        sources[CRITIC] = policy.with_value_head()
+        if critic.path is not None:
+            sources[CRITIC] = _critic_source(critic.path, policy.decoder, is_there=is_there)
+    return sources
+
+
+def _critic_source(path: str, policy: DecoderConfig, *, is_there: bool) -> ModelSource:
+    folder = resolve_model_folder(path, HUB_FILES if is_there else HUB_TEXT_FILES, key="critic.path")
+    source = ModelSource(folder, read_config(folder)).with_value_head()
+    if is_there or Path(path).expanduser().is_dir():
+        source.initial_weights()
+    decoder = source.decoder
+    if decoder.vocab_size < policy.vocab_size or decoder.max_positions < policy.max_positions:
+        raise ValueError(
+            f"critic.path {path} has {decoder.vocab_size} tokens and {decoder.max_positions} positions, but the policy "
+            f"that it rates has {policy.vocab_size} and {policy.max_positions}; give a critic of the same tokenizer "
+            "with no fewer of both, or null for one that starts from the policy"
+        )
+    return source
 
 
 def token_ids_of(folder: Path) -> dict[str, object]:
@@ -68,14 +117,21 @@ def _model_folder(config: Config, world: World) -> Path:
         _check_made(folder, config)
         return folder
     assert config.model.path is not None
-    return newest_model(Path(config.model.path), world) or resolve_model_folder(config.model)
+    return newest_model(Path(config.model.path), world) or resolve_model_folder(config.model.path)
 
 
-def model_facts(folder: Path) -> dict[str, str]:
+def agree_on_models(sources: Mapping[Role, ModelSource], world: World) -> None:
+    """Raise ConfigError on every rank unless all found the same models beside the policy. Collective."""
+    for role, source in sources.items():
+        if source.folder != sources[POLICY].folder:
+            world.agree(partial(model_facts, source.folder, role.name))
+
+
+def model_facts(folder: Path, name: str = "model") -> dict[str, str]:
     """What a model's folder holds, whatever its path on this node, as text that ranks can compare."""
     found = fingerprint(folder)
-    facts = {f"the model's {key}": repr(value) for key, value in found.architecture.items()}
-    return facts | {"the model's weights": found.weights[:16], "the model's tokenizer": found.tokenizer[:16]}
+    facts = {f"the {name}'s {key}": repr(value) for key, value in found.architecture.items()}
+    return facts | {f"the {name}'s weights": found.weights[:16], f"the {name}'s tokenizer": found.tokenizer[:16]}
 
 
 def _check_made(folder: Path, config: Config) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from spmdrl.config.config import Config
+from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf.model_folder import hf_config_dict
 from spmdrl.engines.models.hf.model_weights import write_weights
 from spmdrl.engines.models.tokenizer import TOKENIZER_FILES
@@ -18,12 +19,13 @@ from spmdrl.engines.training.checkpoints.trainer_state import (
     trainer_state,
     write_shards,
 )
+from spmdrl.engines.training.routing.routers import RoutingConfig
 from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.engines.training.update.optimizer import OptimConfig
 from spmdrl.job.model.actor import MODEL, ModelSource, token_ids_of
 from spmdrl.resources.mesh import UpdateMesh
 from spmdrl.resources.world import World
-from spmdrl.types.roles import RankSet, Role
+from spmdrl.types.roles import CRITIC, POLICY, RankSet, Role
 
 TRAINER = "trainer"
 
@@ -102,10 +104,14 @@ def build_role_models(
     config: Config, sources: Mapping[Role, ModelSource], meshes: Mapping[RankSet, UpdateMesh], world: World
 ) -> RoleModels:
     """The models of a run that trains on rewards. Collective."""
+    optim, num_steps = dict.fromkeys(sources, config.optim), dict.fromkeys(sources, config.train.max_steps)
+    if config.critic is not None:
+        optim[CRITIC] = config.critic.optim
+        num_steps[POLICY] = max(1, config.train.max_steps - config.critic.warmup_steps)
     models = {}
     for role, source in sources.items():
         engine = build_trainer(
-            config, source, meshes[role.ranks], world, role=role, optim=config.optim, num_steps=config.train.max_steps,
+            config, source, meshes[role.ranks], world, role=role, optim=optim[role], num_steps=num_steps[role],
             temperature=config.rollout.temperature,
         )  # fmt: skip
         models[role] = RoleModel(role, engine, source, world)
@@ -117,9 +123,10 @@ def build_trainer(
     role: Role, optim: OptimConfig, num_steps: int, temperature: float,
 ) -> TrainingEngine:  # fmt: skip
     """A training engine that holds the source's weights. Collective."""
+    routing = config.train.routing if role is POLICY else _routing_beside(config.train.routing, source.decoder)
     engine = TrainingEngine(
         source.decoder,
-        replace(config.train, max_steps=num_steps),
+        replace(config.train, max_steps=num_steps, routing=routing),
         optim,
         mesh,
         world.device,
@@ -128,5 +135,13 @@ def build_trainer(
         compute_dtype=config.model.compute_dtype(world.device.kind),
         rating=role.rating,
     )
-    engine.load(source.weights())
+    engine.load(source.initial_weights())
     return engine
+
+
+def _routing_beside(routing: RoutingConfig, decoder: DecoderConfig) -> RoutingConfig:
+    """What a model beside the policy can follow of its options: rows hold the choices of the policy's routers alone."""
+    if decoder.moe is None:
+        return RoutingConfig()
+    rate = routing.bias_update_rate if decoder.moe.scoring == "sigmoid" else 0.0
+    return replace(routing, replay="none", bias_update_rate=rate)

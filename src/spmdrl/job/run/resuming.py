@@ -14,7 +14,7 @@ from spmdrl.engines.training.checkpoints.manifest import damage, read_manifest
 from spmdrl.job.model.actor import MODEL
 from spmdrl.job.run.best_checkpoint import BestStep
 from spmdrl.job.run.run_folder import on_main
-from spmdrl.job.start.run_identity import ROWS
+from spmdrl.job.start.run_identity import OPTIONAL, ROWS
 from spmdrl.resources.world import World
 
 RUN_FILE = "run.json"
@@ -102,12 +102,13 @@ def read_record(folder: Path) -> RunRecord:
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What two identities disagree on; keys that only one of them has are left out."""
+    """What two identities disagree on; keys that only one of them has are left out, but for optional ones."""
     changed = [key for key in now if key in before and before[key] != now[key]]
     if before.get(ROWS) == now.get(ROWS) is not None:
         # The same rows in another place.
         changed = [key for key in changed if key != "data.train"]
-    return [f"{key} was {before[key]!r} and is {now[key]!r}" for key in changed]
+    changed += [key for key in OPTIONAL if (key in before) != (key in now)]
+    return [f"{key} was {before.get(key)!r} and is {now.get(key)!r}" for key in changed]
 
 
 def _chosen_folder(
@@ -168,7 +169,7 @@ def _check_record(record: RunRecord, folder: Path, identity: Mapping[str, Any], 
             f"{folder} was written with checkpoint.model_only, so that nothing is there to go on with; resume=never "
             f"starts anew, resume=STEP takes an earlier checkpoint, and model.path={folder / MODEL} begins another run"
         )
-    unknown = [key for key in identity if key not in record.identity]
+    unknown = [key for key in identity if key not in record.identity and key not in OPTIONAL]
     return [f"{folder} doesn't record {', '.join(unknown)}; taken to be the same as now"] if unknown else []
 
 

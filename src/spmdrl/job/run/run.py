@@ -12,6 +12,7 @@ import yaml
 
 from spmdrl.config.config import Config
 from spmdrl.dataflow.data.data_rows import SourceRows
+from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.training.checkpoints.checkpoint import CheckpointStore
 from spmdrl.job.model.actor import CHECKPOINTS, MODEL, ModelSource, newest_model
 from spmdrl.job.run.best_checkpoint import LINK, BestStep, better_of, is_due_for_best, point_to, unknown_metric
@@ -100,8 +101,12 @@ class Run:
         self._point: ResumePoint | None = None
         self._passed_over: dict[Path, str] = {}
 
-    def admit(self, source: ModelSource, rows: Sequence[SourceRows]) -> None:
+    def admit(
+        self, source: ModelSource, rows: Sequence[SourceRows], *, beside: Sequence[DecoderConfig] = ()
+    ) -> None:
         """Choose the checkpoint to go on from, before the model is loaded and anything is written. Collective.
+
+        `beside` are the other models that checkpoints hold.
 
         Raises ConfigError on every rank where the folder holds another run, no checkpoint that can be used, or too
         little space.
@@ -114,7 +119,7 @@ class Run:
         steps_left = 0 if record and record.is_finished else self.num_steps - (record.step if record else 0)
         if steps_left > 0:
             dtype = self.config.model.compute_dtype(self.world.device.kind)
-            num_bytes = checkpoint_bytes(self.config, source.decoder, dtype)
+            num_bytes = checkpoint_bytes(self.config, [source.decoder, *beside], dtype)
             on_main(
                 self.world,
                 lambda: check_disk_space(self.config, num_bytes, num_steps=steps_left, present=len(self.store.steps())),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from math import prod
 from pathlib import Path
@@ -113,10 +113,10 @@ def num_parameters(decoder: DecoderConfig) -> int:
     return sum(prod(shape) for shape in parameter_shapes(decoder).values())
 
 
-def checkpoint_bytes(config: Config, decoder: DecoderConfig, dtype: torch.dtype) -> int:
-    """The size of one checkpoint's tensors."""
+def checkpoint_bytes(config: Config, decoders: Iterable[DecoderConfig], dtype: torch.dtype) -> int:
+    """The size of one checkpoint's tensors, which are those of all these models."""
     trainer = 0 if config.checkpoint.model_only else _TRAINER_BYTES_PER_PARAMETER
-    return num_parameters(decoder) * (dtype.itemsize + trainer)
+    return sum(map(num_parameters, decoders)) * (dtype.itemsize + trainer)
 
 
 def check_disk_space(config: Config, num_bytes: int, *, num_steps: int, present: int = 0) -> None:

@@ -14,7 +14,8 @@ from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf.model_folder import HUB_TEXT_FILES, read_config, resolve_model_folder
 from spmdrl.engines.models.making.make_model import make_folder_without_weights
 from spmdrl.engines.models.tokenizer import ModelTokenizer
-from spmdrl.job.model.actor import ModelSource, newest_sound_model
+from spmdrl.engines.training.sharding.parallelize import check_layout
+from spmdrl.job.model.actor import ModelSource, newest_sound_model, sources_of
 from spmdrl.job.start.model_checks import check_generation_fits, check_model_fits, check_vllm_computes
 from spmdrl.job.start.start_checks import CheckedRun
 from spmdrl.types.roles import POLICY, Role
@@ -49,8 +50,11 @@ def prepare(checked: CheckedRun, source: ModelSource) -> Prepared:
     check_generation_fits(config, source.decoder)
     if config.rollout.engine == "vllm":
         check_vllm_computes(folder)
+    sources = sources_of(checked.roles, source, config.critic, is_there=checked.verb != "check")
     if checked.train_rows:
         check_model_fits(config, source.decoder, checked.layout)
+        for other in sources.values():
+            check_layout(other.decoder, checked.layout)
     tokenizer = ModelTokenizer(folder)
     _check_stop_tokens(tokenizer, source.decoder)
     train, held_out = (
@@ -64,7 +68,7 @@ def prepare(checked: CheckedRun, source: ModelSource) -> Prepared:
     # The answers of `generate` end at the last position.
     if held_out is not None and checked.verb != "generate":
         check_positions(held_out, "data.eval", source.decoder, config)
-    return Prepared(dict.fromkeys(checked.roles, source), tokenizer, train, held_out)
+    return Prepared(sources, tokenizer, train, held_out)
 
 
 def check_positions(prompts: PromptSource, key: str, decoder: DecoderConfig, config: Config) -> None:
@@ -92,7 +96,7 @@ def source_without_making(config: Config) -> Iterator[ModelSource]:
     """The model to start from, without weights where they would have to be fetched or made."""
     if config.model.path is not None:
         path = Path(config.model.path).expanduser()
-        folder = Path(newest_sound_model(path) or resolve_model_folder(config.model, HUB_TEXT_FILES))
+        folder = Path(newest_sound_model(path) or resolve_model_folder(config.model.path, HUB_TEXT_FILES))
         yield ModelSource.of(folder) if path.is_dir() else ModelSource(folder, read_config(folder))
         return
     assert config.model.make is not None

@@ -12,6 +12,9 @@ from spmdrl.dataflow.data.data_rows import SourceRows
 from spmdrl.engines.models.hf.fingerprint import fingerprint
 
 ROWS = "rows of data.train"
+CRITIC = "critic"
+OPTIONAL = (CRITIC,)
+"""keys that runs without such a thing don't have"""
 
 
 def identity_of(config: Config, phase: str, model: Path, rows: Sequence[SourceRows]) -> dict[str, Any]:
@@ -25,6 +28,8 @@ def identity_of(config: Config, phase: str, model: Path, rows: Sequence[SourceRo
         "rollout.num_generations": config.rollout.num_generations,
         "algo.name": config.algo.name,
     } if phase != "sft" else {"sft.rows_per_step": config.sft.rows_per_step}  # fmt: skip
+    if config.critic is not None and phase != "sft":
+        sizes[CRITIC] = "a model of its own" if config.critic.path else "the policy's weights"
     if config.data.on_bad_row == "skip":
         # It decides which rows there are.
         sizes["data.max_prompt_length"] = config.data.max_prompt_length

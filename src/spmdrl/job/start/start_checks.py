@@ -142,9 +142,12 @@ def states_of(config: Config, algorithm: Algorithm) -> dict[WorkerState, frozens
     turns = turn_columns(config)
     reads = {"prompt_ids", "response_ids", *columns, *replayed, *turns}
     credit = {"reward", "response_ids", *turns, *algorithm.columns_for_credit()}
-    of_rows = {state: turns for state in WorkerState if state.work == "score"}
+    of_rows = {state: turns for state in WorkerState if state.work == "score" or state is WorkerState.RETURNS}
     of_rows[WorkerState.OLD_LOGPROBS] = turns | replayed
-    return needs_by_state(reads, {WorkerState.ADVANTAGE: credit, **of_rows})
+    # The critic learns from the rows that the algorithm keeps, so it waits for their advantages.
+    of_critic = {"values", "returns", "advantages", *turns}
+    also_trained = {} if config.critic is None else {WorkerState.CRITIC_UPDATE: of_critic}
+    return needs_by_state(reads, {WorkerState.ADVANTAGE: credit, **of_rows}, also_trained=also_trained)
 
 
 def check_environment(config: Config) -> None:

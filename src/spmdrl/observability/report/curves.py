@@ -25,6 +25,10 @@ LEARNING = (
     ("Gradient norm", "", "grad_norm"),
     ("Loss", "", "loss"),
     ("Learning rate", "", "lr"),
+    ("Critic: explained variance", "fraction of the returns' variance", "critic/explained_variance"),
+    ("Critic: loss", "", "critic/loss"),
+    ("Critic: gradient norm", "", "critic/grad_norm"),
+    ("Critic: learning rate", "", "critic/lr"),
 )
 SPEED = (
     ("Seconds a step", "s", "time/step"),

@@ -22,7 +22,7 @@ from spmdrl.engines.models.making.make_config import MakeConfig
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 # What a model's config and tokenizer are in; with the weights, all that is fetched.
 HUB_TEXT_FILES = ("*.json", "*.model", "*.txt", "*.jinja")
-_HUB_FILES = (*HUB_TEXT_FILES, "*.safetensors")
+HUB_FILES = (*HUB_TEXT_FILES, "*.safetensors")
 
 
 @dataclass(frozen=True)
@@ -59,28 +59,29 @@ def is_hub_name(path: str) -> bool:
     return _HUB_NAME.fullmatch(path) is not None
 
 
-def resolve_model_folder(config: ModelConfig, patterns: Sequence[str] = _HUB_FILES) -> Path:
-    """Return the local folder of `model.path`, its files fetched from the hub where no such folder exists.
+def resolve_model_folder(path: str, patterns: Sequence[str] = HUB_FILES, *, key: str = "model.path") -> Path:
+    """Return the local folder of `path`, its files fetched from the hub where no such folder exists.
+
+    `key` is where the config has it.
 
     Raises ValueError where there is neither a folder nor a hub snapshot to be had.
     """
-    assert config.path is not None, "only model.path has a folder to resolve; model.make is made by make_model_folder"
-    folder = Path(config.path).expanduser()
+    folder = Path(path).expanduser()
     if folder.is_dir():
         return folder
-    if not is_hub_name(config.path):
-        raise ValueError(f"model.path {config.path} is not a folder, nor a hub name of the form owner/name")
+    if not is_hub_name(path):
+        raise ValueError(f"{key} {path} is not a folder, nor a hub name of the form owner/name")
     # Imported here because only a hub name needs it.
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError
 
     try:
-        return Path(snapshot_download(config.path, allow_patterns=list(patterns)))
+        return Path(snapshot_download(path, allow_patterns=list(patterns)))
     except (HfHubHTTPError, OSError, ValueError) as error:
         raise ValueError(
-            f"model.path {config.path} is not a folder, and the hub's snapshot of that name can't be had "
+            f"{key} {path} is not a folder, and the hub's snapshot of that name can't be had "
             f"({type(error).__name__}: {str(error).splitlines()[0]}); check the name, or download it on a machine "
-            f"that reaches the hub (`hf download {config.path} --local-dir DIR`) and set model.path to that folder"
+            f"that reaches the hub (`hf download {path} --local-dir DIR`) and set {key} to that folder"
         ) from error
 
 

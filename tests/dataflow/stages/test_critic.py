@@ -1,0 +1,157 @@
+"""Returns, the value loss and its fit, against numpy in float64, on every axis of the update layout."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from tests.engines.training.tiny import CONFIG, OPTIM
+from tests.support.ranks import run_ranks
+
+from spmdrl.dataflow.stages.critic.critic_config import CriticConfig
+from spmdrl.dataflow.stages.critic.critic_update import CriticUpdateStage, ValueLoss, explained_variance
+from spmdrl.dataflow.stages.critic.returns import monte_carlo_returns
+from spmdrl.dataflow.stages.rows import token_rows
+from spmdrl.dataflow.stages.update import UpdatePlan
+from spmdrl.engines.models.hf.model_weights import RandomWeights
+from spmdrl.engines.training.batching.packed_rows import Values, to_microbatch
+from spmdrl.engines.training.training_engine import TrainingConfig, TrainingEngine
+from spmdrl.observability.metrics import Recorder, encode, merge
+from spmdrl.resources.collectives import gather_bytes
+from spmdrl.resources.layout import UpdateLayout, fit_update_layout
+from spmdrl.resources.mesh import build_update_mesh
+from spmdrl.resources.world import World
+from spmdrl.types import Batch
+
+# 12 can be cut in two.
+MODEL = replace(CONFIG, intermediate_size=12).with_value_head()
+LENGTHS = (4, 1, 6, 3, 5, 2)
+REWARDS = (1.0, 0.0, -0.5, 2.0, 0.25, 1.5)
+LAYOUTS = [
+    UpdateLayout(data=2, shard=1), UpdateLayout(shard=2), UpdateLayout(tensor=2), UpdateLayout(pipeline=2),
+    UpdateLayout(context=2),
+]  # fmt: skip
+
+
+def rows_of_step() -> Batch:
+    generator = torch.Generator().manual_seed(3)
+    batch = Batch.of_rows(range(len(LENGTHS)))
+    for name, lengths in (("prompt_ids", [2] * len(LENGTHS)), ("response_ids", LENGTHS)):
+        tokens = [torch.randint(0, MODEL.vocab_size, (length,), generator=generator).tolist() for length in lengths]
+        batch.put_lists(name, tokens, torch.int32)
+    offsets = batch.offsets("response_ids")
+    returns_R = monte_carlo_returns(torch.tensor(REWARDS), offsets.diff(), gamma=0.9)
+    batch.put_ragged("returns", returns_R, offsets)
+    batch.put_ragged("values", torch.randn(len(returns_R), generator=generator), offsets)
+    return batch
+
+
+class Taken:
+    """One step's samples, of which this rank took some rows."""
+
+    def __init__(self, batch: Batch):
+        self.batch, self.rows_of_step, self.group_size, self.step = batch, np.arange(len(LENGTHS)), 1, 7
+
+    def take(self, state, names):
+        return self.batch.select(range(len(self.batch)), names)
+
+    def commit(self, state): ...
+
+
+def one_step(world: World, layout: UpdateLayout, critic: CriticConfig, plan: UpdatePlan):
+    """Merged metrics of one step, the whole weights after it, and the values before it."""
+    mesh = build_update_mesh(fit_update_layout(layout, world.size), world.device, world.rank)
+    training = TrainingConfig(max_tokens_per_microbatch=16)
+    engine = TrainingEngine(MODEL, training, OPTIM, mesh, world.device, rating="token_values")
+    engine.load(RandomWeights(MODEL, seed=0))
+    batch, recorder = rows_of_step(), Recorder()
+    values_R = engine.values(token_rows(batch, MODEL))
+    mine = [row for row in range(len(LENGTHS)) if row % engine.mesh.data.size == engine.mesh.data.rank]
+    CriticUpdateStage(engine, critic, plan, recorder)(Taken(batch.select(mine)))
+    weights = {name: weight.clone() for name, weight in engine.whole_weights(torch.float32)}
+    return merge(gather_bytes(encode(recorder.drain()))), weights, values_R
+
+
+def steps_of(world: World, layouts: list[UpdateLayout]):
+    critic = CriticConfig(clip=0.3)
+    plans = UpdatePlan(1, 1, 8, skip_zero_advantage=True), UpdatePlan(2, 2, 8, skip_zero_advantage=True)
+    return [one_step(world, layout, critic, plan) for layout in layouts for plan in plans]
+
+
+@pytest.fixture(scope="module")
+def one_process():
+    (found,) = run_ranks(1, steps_of, [UpdateLayout()])
+    return found
+
+
+def explained_by_numpy(batch: Batch) -> float:
+    values, returns = (batch.values(name).numpy().astype(np.float64) for name in ("values", "returns"))
+    return 1 - np.var(returns - values) / np.var(returns)
+
+
+@pytest.mark.ranks
+def test_one_update_has_the_loss_and_the_fit_that_numpy_computes(one_process):
+    batch = rows_of_step()
+    (metrics, _, values_R), _ = one_process
+    now, before, returns = (
+        tensor.numpy().astype(np.float64) for tensor in (values_R, batch.values("values"), batch.values("returns"))
+    )
+    clipped = np.clip(now, before - 0.3, before + 0.3)
+    expected = 0.5 * np.mean(np.maximum((now - returns) ** 2, (clipped - returns) ** 2))
+    assert metrics["critic/loss"] == pytest.approx(expected, rel=1e-5)
+    assert not np.isclose(expected, 0.5 * np.mean((now - returns) ** 2))
+    assert metrics["critic/explained_variance"] == pytest.approx(explained_by_numpy(batch), rel=1e-12)
+    assert metrics["critic/lr"] == OPTIM.lr / 2 and metrics["critic/skipped"] == 0
+
+
+@pytest.mark.ranks
+def test_a_step_is_the_same_on_data_ranks_and_on_every_axis_that_cuts_the_model(one_process):
+    expected = one_process * len(LAYOUTS)
+    for found in run_ranks(2, steps_of, LAYOUTS):
+        for (metrics, weights, _), (one_metrics, one_weights, _) in zip(found, expected, strict=True):
+            assert metrics == pytest.approx(one_metrics, rel=1e-4)
+            assert metrics["critic/explained_variance"] == pytest.approx(explained_by_numpy(rows_of_step()), rel=1e-12)
+            for name, weight in weights.items():
+                torch.testing.assert_close(weight, one_weights[name], rtol=1e-4, atol=1e-5)
+
+
+def test_a_tokens_return_is_its_rows_reward_discounted_by_the_tokens_after_it():
+    returns_R = monte_carlo_returns(torch.tensor(REWARDS), torch.tensor(LENGTHS), gamma=0.9)
+    expected = [
+        reward * 0.9 ** (length - 1 - at)
+        for reward, length in zip(REWARDS, LENGTHS, strict=True)
+        for at in range(length)
+    ]
+    assert returns_R.tolist() == pytest.approx(expected)
+    assert monte_carlo_returns(torch.tensor([0.5]), torch.tensor([3]), gamma=1.0).tolist() == [0.5] * 3
+    assert monte_carlo_returns(torch.tensor([0.5]), torch.tensor([3]), gamma=0.0).tolist() == [0, 0, 0.5]
+
+
+def test_equal_returns_have_no_variance_to_explain():
+    nothing = torch.zeros(0)
+    for returns_R in (torch.full((1000,), 0.1), nothing):
+        assert explained_variance(torch.randn(len(returns_R)), returns_R, lambda sums: sums) is None
+    assert explained_variance(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.0]), lambda sums: sums) == 1
+    assert explained_variance(torch.tensor([7.0, 7.0]), torch.tensor([1.0, 2.0]), lambda sums: sums) == 0
+
+
+def test_a_value_beyond_the_bound_gets_no_gradient_away_from_it():
+    micro = to_microbatch(token_rows(rows_of_step(), MODEL, ["values", "returns"]), torch.device("cpu"))
+    before_R, returns_R = micro.response["values"], micro.response["returns"]
+    # All the way to the return: beyond the bound where that is far, so that the clipped error is the larger one.
+    values_R = returns_R.clone().requires_grad_()
+    ValueLoss(len(returns_R), clip=0.3)(Values(values_R), micro).loss.backward()
+    assert values_R.grad is not None and not values_R.grad.any()
+    assert ((returns_R - before_R).abs() > 0.3).any()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "rule"),
+    [("path", " ", "empty"), ("warmup_steps", -1, "counts steps"), ("gamma", 1.5, "in .0, 1."),
+     ("clip", 0.0, "> 0")],
+)  # fmt: skip
+def test_a_setting_out_of_its_range_is_refused_by_its_key(key, value, rule):
+    with pytest.raises(ValueError, match=f"critic.{key} is .*{rule}"):
+        CriticConfig(**{key: value})

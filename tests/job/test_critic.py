@@ -1,0 +1,120 @@
+"""Whole runs with a critic: it learns, alike on two ranks, with the swap, and after a crash."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.support.jobs import ROOT, finished, metrics_of, run_job, tiny_config, untimed
+
+TINY = ["critic={warmup_steps: 2, clip: 0.5, optim: {lr: 1e-3}}", "train.max_steps=4", "train.updates_per_step=2"]
+LEARNT = ("critic/loss", "critic/explained_variance", "critic/grad_norm", "critic/lr", "reward")
+
+
+def weights_of(folder: Path, step: int, model: str = "critic/model") -> dict[str, torch.Tensor]:
+    return load_file(folder / "checkpoints" / f"step_{step:06d}" / model / "model.safetensors")
+
+
+def same_weights(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def without_copies(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A run that goes on has no copy yet of weights that didn't change."""
+    return [{name: step[name] for name in step if name != "reshard/swapped_bytes"} for step in untimed(metrics)]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    """A run of four steps on two ranks with the swap, in which the policy is trained from step 3 on."""
+    folder = tmp_path_factory.mktemp("critic")
+    settings = [f"run.dir={folder / 'run'}", "checkpoint.interval=2", "reshard.swap=always"]
+    finished(run_job("train", tiny_config(folder), *TINY, *settings, ranks=2))
+    return folder
+
+
+def test_a_critic_learns_the_return_of_a_policy_that_stays_as_it_is(tmp_path):
+    finished(run_job("train", ROOT / "configs/debug/critic.yaml", f"run.dir={tmp_path}"))
+    explained = [step["critic/explained_variance"] for step in metrics_of(tmp_path)]
+    assert explained[0] == 0 and min(explained[-5:]) > 0.8
+    assert same_weights(load_file(tmp_path / "initial_model/model.safetensors"), weights_of(tmp_path, 60, "model"))
+    assert not any("loss" in step for step in metrics_of(tmp_path))
+
+
+@pytest.mark.ranks
+def test_the_policy_waits_for_the_critics_warmup_and_is_trained_after_it(whole):
+    initial, metrics = load_file(whole / "run/initial_model/model.safetensors"), metrics_of(whole / "run")
+    assert same_weights(initial, weights_of(whole / "run", 2, "model"))
+    assert not same_weights(initial, weights_of(whole / "run", 4, "model"))
+    assert ["loss" in step for step in metrics] == [False, False, True, True]
+    assert all("critic/loss" in step and step["critic/skipped"] == 0 for step in metrics)
+
+
+@pytest.mark.ranks
+def test_one_rank_and_two_with_the_swap_train_the_same_critic(whole, tmp_path):
+    config, run = tiny_config(tmp_path), tmp_path / "run"
+    finished(run_job("train", config, *TINY, "train.max_steps=2", f"run.dir={run}", "reshard.swap=never"))
+    for alone, together in zip(metrics_of(run), metrics_of(whole / "run"), strict=False):
+        assert {name: alone[name] for name in LEARNT} == pytest.approx({name: together[name] for name in LEARNT}, 1e-4)
+    expected = weights_of(whole / "run", 2)
+    for name, weight in weights_of(run, 2).items():
+        torch.testing.assert_close(weight, expected[name], rtol=1e-4, atol=1e-5)
+    # Held on the device (d) and on the host (o), at the boundary before generation.
+    timeline = [json.loads(line) for line in (whole / "run/timeline/rank_00000.jsonl").read_text().splitlines()]
+    held = next(record for record in timeline if record.get("h", [""])[0] == "to_generation")
+    for owner in ("critic_weights", "critic_optimizer"):
+        assert held["d"][owner] == 0 < held["o"][owner]
+
+
+@pytest.mark.ranks
+def test_a_run_that_died_goes_on_with_the_same_critic_to_the_last_bit(whole, tmp_path):
+    shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
+    run = tmp_path / "run"
+    # As if the job had died before the last checkpoint was written.
+    shutil.rmtree(run / "checkpoints/step_000004")
+    settings = [f"run.dir={run}", "checkpoint.interval=2", "reshard.swap=always"]
+    resumed = finished(run_job("train", tiny_config(tmp_path), *TINY, *settings, ranks=2))
+    assert "resumed from" in resumed.stdout
+    for model in ("model", "critic/model"):
+        assert same_weights(weights_of(run, 4, model), weights_of(whole / "run", 4, model))
+    assert without_copies(metrics_of(run)) == without_copies(metrics_of(whole / "run"))
+
+
+@pytest.mark.ranks
+def test_a_critics_checkpoint_goes_on_under_another_layout_and_opens_in_transformers(whole, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
+    run = tmp_path / "run"
+    shutil.rmtree(run / "checkpoints/step_000004")
+    finished(run_job("train", tiny_config(tmp_path), *TINY, f"run.dir={run}"))
+    after, before = metrics_of(run)[-1], metrics_of(whole / "run")[-1]
+    assert {name: after[name] for name in LEARNT} == pytest.approx({name: before[name] for name in LEARNT}, 1e-4)
+    folder = run / "checkpoints/step_000004/critic/model"
+    _, report = transformers.AutoModelForSequenceClassification.from_pretrained(folder, output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+
+
+@pytest.mark.ranks
+def test_a_run_with_a_critic_is_not_gone_on_with_without_one(whole, tmp_path):
+    shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
+    refused = run_job("train", tiny_config(tmp_path), "train.max_steps=6", f"run.dir={tmp_path / 'run'}")
+    assert refused.returncode == 2 and "critic was \"the policy's weights\" and is None" in refused.stderr
+
+
+def test_a_critic_that_can_not_read_the_policys_tokens_is_refused(tmp_path):
+    config = tiny_config(tmp_path)
+    finished(run_job("train", config, "train.max_steps=1", f"run.dir={tmp_path / 'run'}"))
+    model, critic = tmp_path / "run/initial_model", tmp_path / "critic"
+    shutil.copytree(model, critic)
+    raw = json.loads((critic / "config.json").read_text())
+    (critic / "config.json").write_text(json.dumps(raw | {"max_position_embeddings": 16}))
+    refused = run_job("train", config, f"run.dir={tmp_path / 'other'}", f"critic.path={critic}")
+    assert refused.returncode == 2
+    assert "16 positions, but the policy that it rates has" in refused.stderr and "Traceback" not in refused.stderr
+    begun = run_job("train", config, f"run.dir={tmp_path / 'other'}", f"critic.path={model}", "train.max_steps=1")
+    assert metrics_of(tmp_path / "other")[0]["critic/explained_variance"] == 0, finished(begun)
