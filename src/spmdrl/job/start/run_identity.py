@@ -27,6 +27,8 @@ def identity_of(config: Config, phase: str, model: Path, rows: Sequence[SourceRo
         "rollout.prompts_per_step": config.rollout.prompts_per_step,
         "rollout.num_generations": config.rollout.num_generations,
         "algo.name": config.algo.name,
+        # Rows that were begun have turns or not.
+        "an environment": config.environment.function is not None,
     } if phase != "sft" else {"sft.rows_per_step": config.sft.rows_per_step}  # fmt: skip
     if config.critic is not None and phase != "sft":
         sizes[CRITIC] = "a model of its own" if config.critic.path else "the policy's weights"

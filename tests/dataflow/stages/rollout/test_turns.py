@@ -12,12 +12,13 @@ from tests.engines.generation.support import TINY, prompt_of
 
 from spmdrl.dataflow.data.prompts import Prompt
 from spmdrl.dataflow.stages.rollout.partial import OwnGroup, nothing_yet, packed, unpacked
+from spmdrl.dataflow.stages.rollout.requests import run_requests
 from spmdrl.dataflow.stages.rollout.turns import RolloutTurns
 from spmdrl.engines.environment.environment_pool import EnvironmentConfig, EnvironmentPool
 from spmdrl.engines.generation.native.lockstep import Lockstep
 from spmdrl.engines.generation.native.native_engine import NativeEngine
 from spmdrl.engines.generation.protocol import Response, SamplingParams
-from spmdrl.engines.generation.replay import read_rollouts, record_rollouts
+from spmdrl.engines.generation.replay import ReplayEngine, read_rollouts, record_rollouts, rollout_file
 from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.hf.model_weights import random_weights
 from spmdrl.engines.workers.verdict import Verdict
@@ -129,6 +130,24 @@ def test_recorded_rows_hold_their_turns(pool, tmp_path):
     responses = run(turns_of(pool), [group(1)], engine_of())
     record_rollouts(tmp_path / "rows", list(responses.values()), dict.fromkeys(responses, (1, 2)))
     assert {row: one for row, (_, one) in read_rollouts(tmp_path / "rows").items()} == responses
+
+
+def test_rows_recorded_with_an_environment_are_refused_without_one(pool, tmp_path):
+    one = group(1)
+    responses = list(run(turns_of(pool), [one], engine_of()).values())
+    record_rollouts(rollout_file(tmp_path, 1), responses, dict.fromkeys(one.rows, one.prompt.prompt_ids))
+    for has_turns in (True, False):
+        engine = ReplayEngine(tmp_path, has_turns=has_turns)
+        engine.begin_step(1)
+        engine.wake_cache()
+        if has_turns:
+            ((number, found),) = run_requests(engine, [one.request(SAMPLING)])
+            assert number == 0 and sorted(found, key=lambda each: each.row) == sorted(
+                responses, key=lambda each: each.row
+            )
+        else:
+            with pytest.raises(ValueError, match="recorded with an environment; use the environment.function"):
+                engine.submit([one.request(SAMPLING)])
 
 
 @pytest.mark.parametrize(
