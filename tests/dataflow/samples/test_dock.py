@@ -10,6 +10,7 @@ import torch
 import torch.distributed.rpc as rpc
 
 from spmdrl.dataflow.samples.dock import TransferDock
+from spmdrl.dataflow.samples.schema import needs_by_state
 from spmdrl.dataflow.samples.transport.transport import DockConfig, Transport
 from spmdrl.dataflow.samples.volume import Link
 from spmdrl.resources.collectives import barrier, gather_ragged
@@ -23,6 +24,7 @@ from tests.dataflow.samples.flow import (
     generate,
     make_prompts,
     open_dock,
+    put_group,
     response_of,
     reward,
     run_step,
@@ -97,6 +99,18 @@ def test_prompts_must_fill_the_batch():
     samples = open_dock(ONE_RANK).open_batch(0, NUM_ROWS + GROUP_SIZE, GROUP_SIZE)
     with pytest.raises(ValueError, match="put one row for each of the 7 prompts"):
         samples.put_prompts(make_prompts())
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_rows_are_announced_where_streams_take_them_and_nowhere_else(streams):
+    needs = needs_by_state({"advantages", "rollout_logprobs"})
+    with TransferDock(ONE_RANK, needs, DockConfig(20.0), streams=streams) as dock:
+        samples = dock.open_batch(0, NUM_ROWS, GROUP_SIZE)
+        samples.put_prompts(make_prompts())
+        put_group(samples, samples.deal_generation()[:GROUP_SIZE])
+        samples.mark_dropped([GROUP_SIZE], "late")
+        announced = dock._parts.transport.warehouse.news_since(0)
+    assert len(announced) == (2 if streams else 0)
 
 
 def test_a_dock_without_an_update_is_refused():

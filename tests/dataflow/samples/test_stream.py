@@ -25,7 +25,7 @@ NAMES = {"prompt_ids", "response_ids"}
 
 def open_dock(world: World, timeout_seconds: float = 20.0, groups: dict | None = None) -> TransferDock:
     needs = needs_by_state({"advantages", "rollout_logprobs", "old_logprobs"})
-    return TransferDock(world, needs, DockConfig(timeout_seconds), row_groups=groups)
+    return TransferDock(world, needs, DockConfig(timeout_seconds), row_groups=groups, streams=True)
 
 
 def open_samples(dock: TransferDock) -> Samples:

@@ -180,7 +180,7 @@ class DockBench:
 
 def open_dock(world: World) -> TransferDock:
     config = DockConfig(_TIMEOUT_SECONDS)
-    return TransferDock(world, needs_by_state(COLUMNS), config, row_groups=groups_of_bench(world))
+    return TransferDock(world, needs_by_state(COLUMNS), config, row_groups=groups_of_bench(world), streams=True)
 
 
 def _values(batch: Batch, name: str) -> np.ndarray:

@@ -48,6 +48,8 @@ class DockParts:
     rules: DealRules
     timeout_seconds: float
     """how long a stream waits"""
+    streams: bool
+    """whether rows are announced as they are put"""
 
 
 class Samples:
@@ -136,6 +138,7 @@ class Samples:
 
         All rows that the state may still get are dealt now, whole groups to a rank, so that timing decides nothing.
         """
+        assert self._dock.streams, "open the dock with streams"
         names = self._checked(state, names)
         catalogue, controller = self._lives.catalogue, self._lives.controller(state)
         rows = np.flatnonzero(catalogue.homes >= 0)
@@ -187,7 +190,7 @@ class Samples:
         columns = columns_mask(host.names)
         lengths = {name: host.lengths(name).numpy() for name in announced_lengths(columns)}
         entry = RowMetadata(rows, self._homes[rows], columns, lengths)
-        self._payload.put(host, entry)
+        self._payload.put(host, entry if self._dock.streams else None)
         self._news.append(entry)
 
     def mark_deferred(self, rows: Sequence[int]) -> None:
@@ -198,7 +201,8 @@ class Samples:
         """Take rows out of the batch from the next `commit` on; of several reasons the first in the alphabet counts."""
         if len(rows):
             drop = RowDrop(np.asarray(rows, dtype=np.int64), reason)
-            self._payload.announce(drop)
+            if self._dock.streams:
+                self._payload.announce(drop)
             self._news.append(drop)
 
     def commit(self, state: WorkerState) -> None:

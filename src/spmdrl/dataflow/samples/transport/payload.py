@@ -43,7 +43,7 @@ class Payload:
             self._transport.warehouse.put(kept, rows=own_rows, positions=positions)
 
     def put(self, batch: Batch, entry: RowMetadata | None = None) -> None:
-        """Store columns in the homes of their rows, with news of them; the tensors may be taken over."""
+        """Store columns in the homes of their rows, and announce `entry` there; the tensors may be taken over."""
         homes = self.catalogue.homes[batch.rows.numpy()]
         for home in sorted(set(homes.tolist())):
             here = np.flatnonzero(homes == home)
