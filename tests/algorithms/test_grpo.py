@@ -140,6 +140,8 @@ def test_kl_in_the_reward_is_taken_off_before_groups_are_compared():
     expected = np.concatenate([lowered[:3] - lowered[:3].mean(), lowered[3:] - lowered[3:].mean()])
     got = Grpo(config).advantages(inputs)
     np.testing.assert_allclose(got.numpy(), expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(Grpo(config).credit_metrics(inputs)["kl"].numpy(), np.concatenate(kl), rtol=1e-5)
+    assert Grpo(GrpoConfig(kl_coef=0.1)).credit_metrics(inputs) == {}
 
 
 def test_kl_in_the_advantage_is_what_a_token_and_all_later_ones_of_its_row_cost():

@@ -202,3 +202,5 @@ def test_a_job_with_rloo_trains(tmp_path):
     steps = metrics_of(folder)
     assert [step["dock/trained"] for step in steps] == [32, 32]
     assert all(step["update/skipped"] == 0 for step in steps)
+    # The first step's policy is the reference itself.
+    assert abs(steps[0]["kl"]) < 1e-5 < abs(steps[1]["kl"])

@@ -69,13 +69,19 @@ class Algorithm(ABC):
         """Advantages of the rows that are left: one per row [B], or one per response token [R]."""
         if not self.config.kl_in_credit:
             return self.row_advantages(inputs.rewards_B, inputs.groups_B)
-        columns, lengths_B = inputs.columns, inputs.lengths_B
-        kl_R = self.token_kl(columns.values("rollout_logprobs"), columns.values("ref_logprobs"))
-        kl_coef = self.config.kl_coef
+        kl_R, lengths_B, kl_coef = self._generated_kl(inputs), inputs.lengths_B, self.config.kl_coef
         if self.config.kl_in == "reward":
             return self.row_advantages(inputs.rewards_B - kl_coef * row_sums(kl_R, lengths_B), inputs.groups_B)
         advantages_B = self.row_advantages(inputs.rewards_B, inputs.groups_B)
         return advantages_B.repeat_interleave(lengths_B) - kl_coef * sums_to_row_end(kl_R, lengths_B)
+
+    def credit_metrics(self, inputs: CreditInputs) -> Mapping[str, Tensor]:
+        """What to report of all rows, each the mean of its values; here the KL, where the loss doesn't report it."""
+        return {"kl": self._generated_kl(inputs)} if self.config.kl_in_credit else {}
+
+    def _generated_kl(self, inputs: CreditInputs) -> Tensor:
+        """The KL estimate at each response token [R], under the policy that generated it."""
+        return self.token_kl(inputs.columns.values("rollout_logprobs"), inputs.columns.values("ref_logprobs"))
 
     @abstractmethod
     def row_advantages(self, rewards_B: Tensor, groups_B: Tensor) -> Tensor:

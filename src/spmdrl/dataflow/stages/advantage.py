@@ -22,6 +22,7 @@ class Credit(Protocol):
 
     def columns_for_credit(self) -> frozenset[str]: ...
     def select(self, inputs: CreditInputs) -> Mapping[str, Tensor]: ...
+    def credit_metrics(self, inputs: CreditInputs) -> Mapping[str, Tensor]: ...
     def advantages(self, inputs: CreditInputs) -> Tensor: ...
 
 
@@ -43,6 +44,8 @@ class AdvantageStage:
         batch = samples.take(self.state, {"reward", *self._of_rows, *names})
         rows, inputs = _of_all_ranks(batch, names, samples.group_size)
         self._report(inputs.rewards_B, inputs.groups_B)
+        for name, values in credit.credit_metrics(inputs).items():
+            self.recorder.mean(name, float(values.double().mean()))
         kept = self._select(samples, credit.select(inputs), rows, batch.rows)
         if kept.numel():
             own = batch.select(torch.isin(batch.rows, rows[kept]).nonzero().squeeze(1), self._of_rows)
