@@ -26,6 +26,7 @@ model.make.value_size
 """.split()
 NOT_NEGATIVE = """
 seed sft.max_steps sft.optim.warmup_steps optim.warmup_steps eval.interval checkpoint.interval rollout.top_k
+algo.kl_coef algo.clip_ratio_high
 log.samples_per_step log.samples_interval reshard.probe_tolerance model.make.num_dense_layers
 """.split()
 FINITE = """
@@ -43,10 +44,19 @@ BOUNDS = (
     | dict.fromkeys(POSITIVE, "> 0")
     | dict.fromkeys(["rollout.top_p", "rollout.gpu_memory_utilization", "sft.stop_at_probability"], "> 0 and <= 1")
     | dict.fromkeys(["resources.timeout_seconds", "resources.start_timeout_seconds"], "> 0 and <= 31536000.0")
+    | {"algo.clip_ratio_c": "> 1", "algo.clip_ratio_low": ">= 0 and < 1"}
     | {"rollout.min_p": ">= 0 and < 1", "reward.max_error_rate": ">= 0 and <= 1"}
     | {"reward.timeout_seconds": "> 0 and finite"}
 )
-OUTSIDE = {">= 1": ["0", "-1"], ">= 0": ["-1"], "> 0": ["0"], "<= 1": ["1.01"], "< 1": ["1"], "finite": [".inf"]}
+OUTSIDE = {
+    ">= 1": ["0", "-1"],
+    ">= 0": ["-1"],
+    "> 0": ["0"],
+    "> 1": ["1"],
+    "<= 1": ["1.01"],
+    "< 1": ["1"],
+    "finite": [".inf"],
+}
 
 
 def test_the_keys_with_bounds_are_these() -> None:

@@ -13,7 +13,7 @@ from spmdrl.cli.command_line import VERBS, main, usage
 from spmdrl.cli.manual import VERB_PAGES
 from spmdrl.config.config import Config
 from spmdrl.config.key_schema import schema_keys
-from spmdrl.config.reference import find_key, key_page, known_names
+from spmdrl.config.reference import find_keys, key_page, known_names
 
 OTHER_RANK = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"} | {
     "MASTER_ADDR": "127.0.0.1",
@@ -65,11 +65,14 @@ def test_pages_of_verbs_name_keys_that_exist() -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("algo.kl_coef", ["algo.kl_coef: a number; default 0.0", "KL divergence", "beta (TRL)", "algo.kl_coef=VALUE"]),
+        (
+            "algo.kl_coef",
+            ["algo.kl_coef: a number >= 0; default 0.0", "KL divergence", "beta (TRL)", "algo.kl_coef=VALUE"],
+        ),
         ("seed", ["seed: a whole number >= 0; default 0", "in a file by seed: VALUE"]),
         ("optim", ["optim: a section", "  optim.lr (1.0e-06)", "peak learning rate"]),
         ("resources.update", ["resources.update.tensor (1)"]),
-        ("epsilon", ["epsilon: TRL's name", "algo.clip_ratio_low: a number; default 0.2"]),
+        ("epsilon", ["epsilon: TRL's name", "algo.clip_ratio_low: a number >= 0 and < 1; default 0.2"]),
         ("lora", ["lora isn't here: all weights are trained"]),
     ],
 )
@@ -84,8 +87,8 @@ def test_a_key_a_section_and_a_name_of_others_are_explained(
 def test_every_key_has_a_text_and_a_page() -> None:
     names = known_names(Config)
     for key in names.keys:
-        entry = find_key(Config, key)
-        assert entry is not None and entry.text, key
+        entries = find_keys(Config, key)
+        assert entries and all(entry.text for entry in entries), key
         assert (key_page(Config, names, key) or "").startswith(f"{key}: ")
 
 

@@ -28,11 +28,11 @@ def test_the_pages_in_docs_are_what_the_command_prints(
     assert printed == (ROOT / "docs" / file).read_text(), f"run: python -m spmdrl help {flag} > docs/{file}"
 
 
-def test_the_page_has_every_key_once_with_a_text_and_every_alias() -> None:
+def test_the_page_has_every_key_with_a_text_and_every_alias() -> None:
     page = " ".join((ROOT / "docs" / "config.md").read_text().split())
     items = re.findall(r"- `([\w.]+)` \([^`]+; default (?:`[^`]+`|\d+ characters)\): \S", page)
     sections = re.findall(r"#+ ([a-z_.]+) ", page)
-    assert sorted(items) == sorted({key.name for key in schema(Config) if not key.sections})
+    assert sorted(set(items)) == sorted({key.name for key in schema(Config) if not key.sections})
     assert set(items) | set(sections) == set(schema_keys(Config))
     assert [name for name in ALIASES if f"`{name}` (" not in page] == []
 

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from spmdrl.config.key_schema import describe, key_groups, schema_keys
 from spmdrl.config.reader import ConfigError, LoadedConfig, read_config, resolved_yaml
-from spmdrl.config.reference import find_key
+from spmdrl.config.reference import find_keys, key_page, known_names
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,8 @@ class Square:
     """length of a side"""
     color: str = "red"
     """of the inside"""
+    width: int = 1
+    """of the line"""
 
     def __post_init__(self) -> None:
         if self.side > 9 and self.color == "red":
@@ -40,6 +42,8 @@ class Circle:
     """distance from the middle"""
     color: str = "blue"
     """of the inside"""
+    width: int = 1
+    """of the line"""
 
 
 @dataclass(frozen=True)
@@ -132,17 +136,22 @@ def test_the_resolved_tree_has_the_keys_of_the_choice_alone(tmp_path):
         "  name: circle  # command line",
         "  radius: 2.0  # default",
         f"  color: green  # {tmp_path}/a.yaml:1",
+        "  width: 1  # default",
     ]
 
 
 def test_the_schema_has_the_keys_of_all_choices_and_those_of_each():
-    assert schema_keys(Drawing) == ["shape", "shape.name", "shape.color", "shape.side", "shape.radius"]
-    section, name = find_key(Drawing, "shape"), find_key(Drawing, "shape.name")
-    assert section is not None and name is not None
+    assert schema_keys(Drawing) == [
+        "shape",
+        *(f"shape.{name}" for name in ("name", "width", "side", "color", "radius")),
+    ]
+    [section], [name] = find_keys(Drawing, "shape"), find_keys(Drawing, "shape.name")
     assert {choice: [key.name for key in keys] for choice, keys in key_groups(section).items()} == {
-        "": ["shape.name", "shape.color"],
-        "shape.name=square": ["shape.side"],
-        "shape.name=circle": ["shape.radius"],
-        "shape.name=disk": ["shape.radius"],
+        "": ["shape.name", "shape.width"],
+        "shape.name=square": ["shape.side", "shape.color"],
+        "shape.name=circle": ["shape.radius", "shape.color"],
+        "shape.name=disk": ["shape.radius", "shape.color"],
     }
     assert describe(name.kind) == "one of square, circle, disk" and name.default == "square"
+    page = key_page(Drawing, known_names(Drawing), "shape.color") or ""
+    assert "default red" in page and "default blue" in page

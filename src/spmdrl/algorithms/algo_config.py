@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Interval
 
 from spmdrl.algorithms.correction import CorrectionRule, RolloutIs, correction_rule
 from spmdrl.algorithms.losses import LossAggregation
@@ -15,16 +17,16 @@ class AlgoConfig:
 
     name: str
     """the algorithm"""
-    kl_coef: float = 0.0
+    kl_coef: Annotated[float, Ge(0)] = 0.0
     """weight of the KL divergence from the reference model; 0 loads no reference model"""
     kl_in: Literal["loss", "reward", "advantage"] = "loss"
     """loss: the KL term is added to the loss of each token; reward: a row's sum is taken off its reward, before
     advantages are made; advantage: the sum over a token and all later ones is taken off the token's advantage"""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """which estimator of the KL divergence (Schulman 2020, "Approximating KL Divergence"); k1 not in the loss"""
-    clip_ratio_low: float = 0.2
+    clip_ratio_low: Annotated[float, Interval(ge=0, lt=1)] = 0.2
     """the probability ratio is clipped below at 1 - this"""
-    clip_ratio_high: float = 0.2
+    clip_ratio_high: Annotated[float, Ge(0)] = 0.2
     """the probability ratio is clipped above at 1 + this; more than clip_ratio_low is DAPO's clip-higher"""
     loss_agg: LossAggregation = "token-mean"
     """how token losses become one number: token-mean: their mean; seq-mean-...: the mean over rows of a row's mean, of
@@ -36,18 +38,12 @@ class AlgoConfig:
     """C of tis (null: 2.0), [alpha, beta] of icepop (0.5, 5.0) or [alpha, beta, C] of seq-mask-tis (0.5, 5.0, 2.0)"""
 
     def __post_init__(self) -> None:
-        if self.kl_coef < 0:
-            raise ValueError(f"algo.kl_coef is {self.kl_coef}, but it must be >= 0; 0 turns the KL term off")
         if self.kl_coef > 0 and self.kl_in == "loss" and self.kl_estimator == "k1":
             raise ValueError(
                 f"algo.kl_in is loss and algo.kl_estimator is k1 (algo.kl_coef {self.kl_coef}), but k1's gradient is "
                 "that of the log-prob alone, whose expectation is 0: nothing would be pulled back to the reference; "
                 "set algo.kl_estimator to k3 or k2, or algo.kl_in to reward"
             )
-        if not 0 <= self.clip_ratio_low < 1:
-            raise ValueError(f"algo.clip_ratio_low is {self.clip_ratio_low}, but must be in [0, 1); 0.2 is usual")
-        if self.clip_ratio_high < 0:
-            raise ValueError(f"algo.clip_ratio_high is {self.clip_ratio_high}, but must be >= 0; 0.2 is usual")
         correction_rule(self.rollout_is, self.rollout_is_clip)
 
     @property

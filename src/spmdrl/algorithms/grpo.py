@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
+from annotated_types import Gt
 from torch import Tensor
 
 from spmdrl.algorithms.advantages import group_relative_advantages
@@ -20,17 +21,12 @@ class GrpoConfig(AlgoConfig):
 
     name: Literal["grpo"] = "grpo"
     """the algorithm"""
-    clip_ratio_c: float | None = None
+    clip_ratio_c: Annotated[float, Gt(1)] | None = None
     """dual clip: for negative advantages the loss is at most this times -advantage; null turns it off"""
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """whose standard deviation divides the centred rewards"""
     ratio_level: Literal["token", "sequence"] = "token"
     """one probability ratio per token, or the geometric mean over a row's tokens (GSPO)"""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.clip_ratio_c is not None and self.clip_ratio_c <= 1:
-            raise ValueError(f"algo.clip_ratio_c is {self.clip_ratio_c}, but must be > 1 (3 is usual), or null for off")
 
 
 @dataclass(frozen=True)

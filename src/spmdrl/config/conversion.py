@@ -101,7 +101,8 @@ class Conversion:
         """The default of a key where its value, or an item of it, is out of bounds."""
         name = fault.key.partition("[")[0]
         defaults = [key.default for key in schema(self.root) if key.name == name and key.default is not MISSING]
-        return f"the default is {inline(defaults[0])}" if fault.is_out_of_bounds and defaults else None
+        is_one = bool(defaults) and all(default == defaults[0] for default in defaults)
+        return f"the default is {inline(defaults[0])}" if fault.is_out_of_bounds and is_one else None
 
     def _add_refusal(self, message: str, key: str) -> None:
         """A refusal by the dataclass itself, after the origins of the keys that it names, else of its section's."""

@@ -50,6 +50,10 @@ class Key:
         """What stands on the lines under the field."""
         return _field_texts(self.owner).get(self.name.rpartition(".")[2], "")
 
+    def is_like(self, other: Key) -> bool:
+        """Whether two classes have the same key, with the same type, default and text."""
+        return (self.name, self.kind, self.default, self.text) == (other.name, other.kind, other.default, other.text)
+
 
 def own_keys(owner: Any, prefix: str = "", base: object = None) -> Iterator[Key]:
     """The fields of one dataclass as keys below `prefix`; where there is a `base`, its values are their defaults."""
@@ -60,20 +64,19 @@ def own_keys(owner: Any, prefix: str = "", base: object = None) -> Iterator[Key]
 
 
 def key_groups(section: Key) -> dict[str, list[Key]]:
-    """The keys of a section; where its tag chooses, those of all choices, and what one adds under 'key=value'."""
+    """The keys of a section; where its tag chooses, those alike in all choices, and under 'key=value' those of one."""
     tag, choices = tag_of(section.kind), tags_of(section.kind)
     if tag is None:
         return {"": [key for owner in section.sections for key in _keys_below(section, owner)]}
-    groups = {choice: _keys_below(section, owner) for choice, owner in choices.items()}
-    in_all = set.intersection(*({key.name for key in keys} for keys in groups.values()))
-    by_default = [keys for choice, keys in groups.items() if isinstance(section.default, choices[choice])]
-    shared = [key for key in [*by_default, *groups.values()][0] if key.name in in_all]
-    any_choice: Any = Literal[tuple(choices)]
-    tag_key = joined(section.name, tag)
-    return {
-        "": [replace(key, kind=any_choice) if key.name == tag_key else key for key in shared],
-        **{f"{tag_key}={choice}": [key for key in keys if key.name not in in_all] for choice, keys in groups.items()},
-    }
+    groups = {f"{section.name}.{tag}={choice}": _keys_below(section, owner) for choice, owner in choices.items()}
+    first = next(iter(groups.values()))
+    alike = {key.name for key in first if all(any(key.is_like(other) for other in keys) for keys in groups.values())}
+    tag_key = next(key for key in first if key.name == f"{section.name}.{tag}")
+    default = getattr(section.default, tag, MISSING)
+    shared = [replace(tag_key, kind=Literal[tuple(choices)], default=default)]
+    shared += [key for key in first if key.name in alike]
+    own = {choice: [key for key in keys if key.name not in alike | {tag_key.name}] for choice, keys in groups.items()}
+    return {"": shared} | own
 
 
 def _keys_below(section: Key, owner: Any) -> list[Key]:

@@ -41,17 +41,16 @@ def known_names(root: type[Any]) -> KnownNames:
     return KnownNames(schema_keys(root), spellings_of(ALIASES), WISHED)
 
 
-def find_key(root: type[Any], name: str) -> Key | None:
-    """The entry of a dotted key, or None where there is none."""
-    return next((key for key in schema(root) if key.name == name), None)
+def find_keys(root: type[Any], name: str) -> list[Key]:
+    """The entries of a dotted key: none where there is no such key, several where choices of a union differ in it."""
+    return [key for key in schema(root) if key.name == name]
 
 
 def key_page(root: type[Any], names: KnownNames, name: str) -> str | None:
     """What there is to say about a key, a section, an alias or a name that isn't here; None for an unknown name."""
-    entry = find_key(root, name)
-    if entry is not None:
-        lines = _section_lines(entry) if entry.sections else _key_lines(entry)
-        return "\n".join(lines) + "\n"
+    entries = [_section_lines(key) if key.sections else _key_lines(key) for key in find_keys(root, name)]
+    if entries:
+        return "\n".join("\n".join(lines) + "\n" for lines in entries)
     alias = names.spellings.get(name)
     if alias is not None:
         return "\n".join(_alias_lines(root, name)) + "\n"
@@ -86,9 +85,8 @@ def _alias_lines(root: type[Any], name: str) -> Iterator[str]:
     here = f" ({alias.here})" if alias.here else ""
     yield f"{name}: {alias.origin}'s name for {alias.there}; it sets {alias.key}{here}"
     yield ""
-    key = find_key(root, alias.key)
-    assert key is not None, alias.key
-    yield from _key_lines(key)
+    for key in find_keys(root, alias.key):
+        yield from _key_lines(key)
 
 
 def _default_text(key: Key) -> str:
@@ -135,8 +133,7 @@ def json_schema(root: Any) -> dict[str, Any]:
         classes[key.owner.__name__]["properties"][key.name.rpartition(".")[2]]["description"] = key.text
     for spelling, alias in spellings_of(ALIASES).items():
         section, _, name = spelling.rpartition(".")
-        owners = (find_key(root, section) or Key("", root, root, None)).sections
-        for owner in owners:
+        for owner in find_keys(root, section)[0].sections if section else [root]:
             described = {"description": f"{alias.origin}: {alias.there}; sets {alias.read_as}"}
             classes[owner.__name__]["properties"].setdefault(name, described)
     # At the top of a file, a key may be written with the names of its sections before it.
