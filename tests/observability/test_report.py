@@ -54,7 +54,7 @@ def small_run(tmp_path_factory) -> Path:
 
 def test_the_page_shows_every_part(small_run: Path):
     text = write_report(small_run).read_text()
-    for anchor in ("curves", "time", "memory", "samples", "data", "health", "more", "config"):
+    for anchor in ("curves", "detail", "time", "memory", "samples", "data", "health", "more", "config"):
         assert f'<section id="{anchor}">' in text
     for fact in (
         "torch 2.13.0",
@@ -163,6 +163,33 @@ def test_charts_that_are_zero_throughout_are_only_named(tmp_path: Path):
     assert "0 throughout: a/zero." in text and "0 throughout: KL to the reference." in text
 
 
+def test_a_metric_that_is_new_to_the_report_is_drawn_under_its_name(tmp_path: Path):
+    old, new = MetricsLog(tmp_path / "old", ["jsonl"]), MetricsLog(tmp_path / "new", ["jsonl"])
+    for step in (1, 2):
+        old.write(step, {"reward": step / 4, "mem/new_gib": 2.0, "select/filtered": 3.0})
+        new.write(step, {"critic/loss": 1.0, "critic/deep/er": 2.0, "select/filtered": 0.0, "own": 1.0 / step})
+    old.close(), new.close()
+    text = write_report(tmp_path / "old", others=[tmp_path / "new"]).read_text()
+    section_of = dict(re.findall(r'(?s)<section id="(\w+)">(.*?)</section>', text))
+    shown = {name: re.findall("<figcaption>(.*?)<", body) for name, body in section_of.items()}
+    assert shown["detail"] == ["critic/deep/er", "critic/loss", "own", "select/filtered"]
+    assert shown["more"] == ["mem/new_gib"] and "<details>" in section_of["more"]
+
+
+def _evaluation_titles(run: Path, *others: Path) -> list[str]:
+    return re.findall("<figcaption>Evaluation: (.*?)<", write_report(run, others=others).read_text())
+
+
+def test_evaluations_whose_rewards_are_all_0_or_1_are_drawn_once(tmp_path: Path):
+    for name, best in (("verdicts", 1.0), ("shaped", 1.5)):
+        log = MetricsLog(tmp_path / name, ["jsonl"])
+        log.write(0, {"eval/accuracy": 0.25, "eval/reward": 0.25 * best, "eval/reward_low": 0.2})
+        log.close()
+    verdicts, shaped = tmp_path / "verdicts", tmp_path / "shaped"
+    assert _evaluation_titles(verdicts) == ["accuracy and reward"]
+    assert _evaluation_titles(shaped) == _evaluation_titles(verdicts, shaped) == ["accuracy", "reward"]
+
+
 @pytest.mark.parametrize(("ends", "has_band"), [((0.0, 1.0), False), ((0.25, 1.0), True)])
 def test_percentiles_of_zeros_and_ones_are_no_band(tmp_path: Path, ends: tuple[float, float], has_band: bool):
     log = MetricsLog(tmp_path, ["jsonl"])
@@ -242,7 +269,7 @@ def test_hostile_text_stays_text(small_run: Path):
 
 
 def test_hostile_names_of_runs_metrics_stages_and_settings_stay_text(tmp_path: Path, small_run: Path):
-    hostile = """<img src=x onerror=alert(1)>'"&amp;"""
+    hostile = """'"><img src=x onerror=alert(1)>&amp;"""
     run = tmp_path / hostile
     log = MetricsLog(run, ["jsonl"])
     names = ("reward", f"time/{hostile}", f"dock/put_bytes/{hostile}/node", f"reward/errors/{hostile}", hostile)

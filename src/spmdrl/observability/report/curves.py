@@ -34,6 +34,8 @@ SPEED = (
     ("Seconds a step", "s", "time/step"),
     ("Throughput", "tokens/s", "perf/tokens_per_second"),
 )
+# How names begin that aren't about learning.
+MACHINERY = ("checkpoint/", "dock/", "generation/", "health/", "log/", "mem/", "perf/", "reshard/", "time/", "update/")
 LAGS = "off_policy/lag_"
 LINKS = {
     "same process": "dock/bytes_process",
@@ -83,14 +85,22 @@ def traffic_charts(runs: Sequence[RunData]) -> list[Chart]:
     )
 
 
-def other_charts(runs: Sequence[RunData]) -> list[Chart]:
-    """Every metric of the first run that no other section shows, under its own name."""
-    known = {metric for _, _, metric in (*LEARNING, *SPEED)} | {"reward_std", "reshard/seconds"}
-    known |= {"reward_p10", "reward_p90"}
+def detail_charts(runs: Sequence[RunData]) -> list[Chart]:
+    """Metrics of learning without a place of their own: what an algorithm, a role or an environment records."""
+    return _filled([_metric_chart(runs, name, "", name) for name in _others(runs) if not name.startswith(MACHINERY)])
+
+
+def machinery_charts(runs: Sequence[RunData]) -> list[Chart]:
+    """All other metrics that no other section shows."""
+    return _filled([_metric_chart(runs, name, "", name) for name in _others(runs) if name.startswith(MACHINERY)])
+
+
+def _others(runs: Sequence[RunData]) -> list[str]:
+    known = {metric for _, _, metric in (*LEARNING, *SPEED)} | {"reward_p10", "reward_p90", "reshard/seconds"}
     known |= {*LINKS.values(), *RESHARDING.values(), *RESHARDING_RATES.values()}
     elsewhere = (LAGS, "time/", "eval/", "dock/put_bytes/", "dock/get_bytes/")
-    rest = [name for name in runs[0].metric_names if name not in known and not name.startswith(elsewhere)]
-    return _filled([_metric_chart(runs, name, "", name) for name in rest])
+    names = {name for run in runs for name in run.metric_names} - known
+    return sorted(name for name in names if not name.startswith(elsewhere))
 
 
 def _metric_chart(runs: Sequence[RunData], title: str, unit: str, metric: str) -> Chart:
@@ -110,8 +120,12 @@ def _named(run: RunData, metrics: Mapping[str, str]) -> list[Series]:
 
 def _eval_charts(runs: Sequence[RunData]) -> list[Chart]:
     names = sorted({name for run in runs for name in run.metric_names if name.startswith("eval/")})
-    shown = [name for name in names if not name.endswith(("_low", "_high"))]
-    return [_metric_chart(runs, f"Evaluation: {name.removeprefix('eval/')}", "", name) for name in shown]
+    shown = {name: name.removeprefix("eval/") for name in names if not name.endswith(("_low", "_high"))}
+    # The mean of rewards that are only 0 or 1 is their accuracy.
+    if "eval/reward" in shown and all(run.points("eval/reward") == run.points("eval/accuracy") for run in runs):
+        del shown["eval/reward"]
+        shown["eval/accuracy"] = "accuracy and reward"
+    return [_metric_chart(runs, f"Evaluation: {title}", "", name) for name, title in shown.items()]
 
 
 def _band(run: RunData, metric: str) -> list[tuple[float, float, float]]:

@@ -12,7 +12,13 @@ from pathlib import Path
 from spmdrl.observability.holder import is_held
 from spmdrl.observability.logs.jsonl import write_atomic
 from spmdrl.observability.report.charts import Chart
-from spmdrl.observability.report.curves import learning_charts, other_charts, speed_charts, traffic_charts
+from spmdrl.observability.report.curves import (
+    detail_charts,
+    learning_charts,
+    machinery_charts,
+    speed_charts,
+    traffic_charts,
+)
 from spmdrl.observability.report.flow_section import sample_flow
 from spmdrl.observability.report.gantt import gantt, memory_by_owner
 from spmdrl.observability.report.page import ChartGrid, Parts, Section, page_html
@@ -91,12 +97,13 @@ def _page(runs: Sequence[RunData]) -> str:
     sections = [
         Section("runs", "Runs", comparison(runs)),
         Section("curves", "Curves", _grid(learning_charts(runs))),
+        Section("detail", "Learning in detail", _grid(detail_charts(runs))),
         Section("time", "Time", [*gantt(first.timeline), *_grid(speed_charts(runs))]),
         Section("memory", "Memory by owner", memory_by_owner(first.timeline)),
         Section("samples", "Samples", sample_viewer(first.samples)),
         Section("data", "Bytes moved", moved),
         Section("health", "Health", health(first)),
-        Section("more", "All other metrics", _grid(other_charts(runs)), is_folded=True),
+        Section("more", "All other metrics", _grid(machinery_charts(runs)), is_folded=True),
         Section("config", "Configuration", configuration(first)),
     ]
     return page_html(header(first), sections)
