@@ -167,12 +167,12 @@ def test_a_metric_that_is_new_to_the_report_is_drawn_under_its_name(tmp_path: Pa
     old, new = MetricsLog(tmp_path / "old", ["jsonl"]), MetricsLog(tmp_path / "new", ["jsonl"])
     for step in (1, 2):
         old.write(step, {"reward": step / 4, "mem/new_gib": 2.0, "select/filtered": 3.0})
-        new.write(step, {"critic/loss": 1.0, "critic/deep/er": 2.0, "select/filtered": 0.0, "own": 1.0 / step})
+        new.write(step, {"judge/loss": 1.0, "judge/deep/er": 2.0, "select/filtered": 0.0, "own": 1.0 / step})
     old.close(), new.close()
     text = write_report(tmp_path / "old", others=[tmp_path / "new"]).read_text()
     section_of = dict(re.findall(r'(?s)<section id="(\w+)">(.*?)</section>', text))
     shown = {name: re.findall("<figcaption>(.*?)<", body) for name, body in section_of.items()}
-    assert shown["detail"] == ["critic/deep/er", "critic/loss", "own", "select/filtered"]
+    assert shown["detail"] == ["judge/deep/er", "judge/loss", "own", "select/filtered"]
     assert shown["more"] == ["mem/new_gib"] and "<details>" in section_of["more"]
 
 
