@@ -134,8 +134,8 @@ def test_the_start_flattens_no_curve_and_is_shown_on_its_own(tmp_path: Path):
     log.close()
     write_summary(tmp_path, verdict="done", startup_seconds=490.0)
     text = write_report(tmp_path).read_text()
-    assert "<dt>Start-up</dt><dd>8m10s</dd>" in text and "<dt>A step</dt><dd>2.3s (median)</dd>" in text
-    [chart] = re.findall(r"(?s)<figure[^>]*><figcaption>Seconds a step.*?</figure>", text)
+    assert "<dt>Start-up</dt><dd>8m10s</dd>" in text and "<dt>Per step</dt><dd>2.3s (median)</dd>" in text
+    [chart] = re.findall(r"(?s)<figure[^>]*><figcaption>Seconds per step.*?</figure>", text)
     assert "500" not in re.findall(r'class="ty"[^>]*>([^<]*)<', chart) and 'data-steps="1 5"' in chart
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
@@ -52,12 +52,10 @@ class Chart:
 
 @dataclass(frozen=True)
 class Frame:
-    """How data is laid out in a chart's SVG."""
+    """The ranges of a chart's axes, and where in the SVG their values lie."""
 
     x: tuple[float, float]
     y: tuple[float, float]
-    ticks_x: list[float] = field(default_factory=list)
-    ticks_y: list[float] = field(default_factory=list)
 
     def px(self, x: float) -> float:
         return LEFT + (x - self.x[0]) / (self.x[1] - self.x[0]) * (WIDTH - LEFT - RIGHT)
@@ -87,15 +85,12 @@ def chart_svg(chart: Chart) -> Markup:
 
 def chart_data(chart: Chart) -> list[dict[str, Any]]:
     """What the script needs to show values: per series its label, its x and its y in four digits."""
-    return [
-        {
-            "label": series.label,
-            "color": color_class(series.color),
-            "x": [x for x, y in downsample(series.points) if math.isfinite(y)],
-            "y": [float(f"{y:.4g}") for _, y in downsample(series.points) if math.isfinite(y)],
-        }
-        for series in chart.series
-    ]
+    data = []
+    for series in chart.series:
+        points = [(x, float(f"{y:.4g}")) for x, y in downsample(series.points) if math.isfinite(y)]
+        x, y = [x for x, _ in points], [y for _, y in points]
+        data.append({"label": series.label, "color": color_class(series.color), "x": x, "y": y})
+    return data
 
 
 def downsample(points: Points, limit: int = MAX_POINTS) -> list[tuple[float, float]]:
@@ -140,12 +135,7 @@ def has_values(series: Series) -> bool:
 def _frame_of(chart: Chart) -> Frame:
     xs = [x for series in chart.series for x, _ in series.points]
     x_range = _widened(min(xs), max(xs), 0.5) if min(xs) == max(xs) else (min(xs), max(xs))
-    y_range = _y_range(chart.series)
-    return Frame(x_range, y_range, _step_ticks(*x_range), ticks(*y_range))
-
-
-def _step_ticks(low: float, high: float) -> list[float]:
-    return [at for at in ticks(low, high) if at == int(at)]
+    return Frame(x_range, _y_range(chart.series))
 
 
 def _y_range(all_series: Iterable[Series]) -> tuple[float, float]:
@@ -175,11 +165,11 @@ def _widened(low: float, high: float, by: float) -> tuple[float, float]:
 
 def _axes_svg(frame: Frame) -> str:
     parts = []
-    for y in frame.ticks_y:
+    for y in ticks(*frame.y):
         at = f"{frame.py(y):.1f}"
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at}" y2="{at}"/>')
         parts.append(f'<text class="ty" x="{LEFT - 6}" y="{at}">{y:.6g}</text>')
-    for x in frame.ticks_x:
+    for x in filter(float.is_integer, ticks(*frame.x)):
         parts.append(f'<text class="tx" x="{frame.px(x):.1f}" y="{HEIGHT - 8}">{x:g}</text>')
     return "".join(parts)
 
@@ -188,31 +178,27 @@ def _series_svg(series: Series, frame: Frame) -> str:
     points = downsample(series.points)
     shown = {x for x, _ in points}
     runs = _finite_runs(points)
-    lines = "".join(f'<path d="{_path(run, frame)}"/>' for run in runs if len(run) > 1)
     mean = moving_mean(series.points) if len(series.points) >= SMOOTHED_FROM else []
-    thick = f'<path d="{_path(mean, frame)}"/>' if mean else ""
-    alone = [run[0] for run in runs if len(run) == 1]
-    dots = [point for run in runs for point in run] if len(points) <= DOTS_UP_TO else alone
-    # Strokes of no length are round where a stretched circle wouldn't be.
-    marks = "".join(f"M{frame.px(x):.2f} {frame.py(y):.2f}h0" for x, y in dots)
-    circles = f'<path d="{marks}"/>' if marks else ""
-    band = _band_svg([edge for edge in series.band if edge[0] in shown], frame)
-    return (
-        f'<g class="{color_class(series.color)}">{band}<g class="{"raw" if thick else "line"}">{lines}</g>'
-        f'<g class="line">{thick}</g><g class="dots">{circles}</g></g>'
-    )
+    dotted = runs if len(points) <= DOTS_UP_TO else [run for run in runs if len(run) == 1]
+    paths = [
+        ("band", _band([edge for edge in series.band if edge[0] in shown], frame)),
+        ("raw" if mean else "line", "".join(_path(run, frame) for run in runs if len(run) > 1)),
+        ("line", _path(mean, frame)),
+        # Strokes of no length are round where a stretched circle wouldn't be.
+        ("dots", "".join(f"{_path([point], frame)}h0" for run in dotted for point in run)),
+    ]
+    drawn = "".join(f'<path class="{kind}" d="{path}"/>' for kind, path in paths if path)
+    return f'<g class="{color_class(series.color)}">{drawn}</g>'
 
 
-def _band_svg(band: Band, frame: Frame) -> str:
+def _band(band: Band, frame: Frame) -> str:
     finite = [edge for edge in band if all(map(math.isfinite, edge))]
-    if len(finite) < 2:
-        return ""
     outline = [(x, high) for x, _, high in finite] + [(x, low) for x, low, _ in reversed(finite)]
-    return f'<path class="band" d="{_path(outline, frame)}Z"/>'
+    return f"{_path(outline, frame)}Z" if len(finite) > 1 else ""
 
 
 def _path(points: Points, frame: Frame) -> str:
-    return "M" + "L".join(f"{frame.px(x):.2f} {frame.py(y):.2f}" for x, y in points)
+    return "M" + "L".join(f"{frame.px(x):.2f} {frame.py(y):.2f}" for x, y in points) if points else ""
 
 
 def _finite_runs(points: Points) -> list[list[tuple[float, float]]]:

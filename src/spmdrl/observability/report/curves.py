@@ -1,4 +1,4 @@
-"""Which curves the report shows, and in which order; several runs are laid over each other."""
+"""The curves of the report in their order; several runs share each chart."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ LEARNING = (
     ("Response length", "tokens, mean", "completions/mean_length"),
     ("Cut at the length limit", "fraction of responses", "completions/clipped_ratio"),
     ("Prompts without advantage", "fraction of prompts", "frac_reward_zero_std"),
-    ("Entropy", "nats a token", "entropy"),
-    ("KL to the reference", "nats a token", "kl"),
+    ("Entropy", "nats per token", "entropy"),
+    ("KL to the reference", "nats per token", "kl"),
     ("Mismatch of rollout and trainer", "log-prob difference, mean", "mismatch/abs_mean"),
     ("Largest mismatch", "log-prob difference", "mismatch/abs_max"),
     ("Age of the tokens", "policy versions, mean", "off_policy/mean"),
@@ -31,7 +31,7 @@ LEARNING = (
     ("Critic: learning rate", "", "critic/lr"),
 )
 SPEED = (
-    ("Seconds a step", "s", "time/step"),
+    ("Seconds per step", "s", "time/step"),
     ("Throughput", "tokens/s", "perf/tokens_per_second"),
 )
 # How names begin that aren't about learning.
@@ -57,7 +57,7 @@ def learning_charts(runs: Sequence[RunData]) -> list[Chart]:
 
 
 def speed_charts(runs: Sequence[RunData]) -> list[Chart]:
-    """Seconds a step, of all runs and of the first run's stages, and throughput."""
+    """Seconds per step, of all runs and of the first run's stages, and throughput."""
     charts = [_of_steps(_metric_chart(runs, title, unit, metric)) for title, unit, metric in SPEED]
     timed = [name[5:] for name in runs[0].metric_names if name.startswith("time/") and name != "time/step"]
     # The Gantt chart's order, so that a stage has one color on the page.
@@ -154,7 +154,7 @@ def _byte_chart(title: str, series: Sequence[Series]) -> Chart:
     values = [abs(y) for one in series for _, y in one.points if math.isfinite(y)]
     scale, unit = byte_unit(max(values, default=0.0))
     scaled = [replace(one, points=[(x, y / scale) for x, y in one.points]) for one in series]
-    return Chart(title, scaled, f"{unit} a step")
+    return Chart(title, scaled, f"{unit} per step")
 
 
 def _filled(charts: Sequence[Chart]) -> list[Chart]:

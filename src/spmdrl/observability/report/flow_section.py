@@ -89,7 +89,7 @@ def _beside_estimates(estimates: Mapping[str, Any], moved: BytesByColumn, metada
     ]
     sizes = ", ".join(f"{name} {value_text(amount)}" for name, amount in known.items() if not name.startswith("eq"))
     note = f"The paper's estimates pad every row to the greatest lengths: {sizes}."
-    head = ("a step", "estimate, GiB", "measured, GiB", "measured / estimate")
+    head = ("per step", "estimate, GiB", "measured, GiB", "measured / estimate")
     return [Table(head, lines, note=note)] if lines else []
 
 

@@ -26,7 +26,7 @@ NUM_SPREAD = 8
 
 @dataclass(frozen=True)
 class StepRange:
-    """Steps that are looked at closely."""
+    """The steps of one view."""
 
     title: str
     steps: tuple[int, ...]

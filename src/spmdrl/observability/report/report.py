@@ -97,7 +97,7 @@ def _page(runs: Sequence[RunData]) -> str:
     sections = [
         Section("runs", "Runs", comparison(runs)),
         Section("curves", "Curves", _grid(learning_charts(runs))),
-        Section("detail", "Learning in detail", _grid(detail_charts(runs))),
+        Section("detail", "Details", _grid(detail_charts(runs))),
         Section("time", "Time", [*gantt(first.timeline), *_grid(speed_charts(runs))]),
         Section("memory", "Memory by owner", memory_by_owner(first.timeline)),
         Section("samples", "Samples", sample_viewer(first.samples)),

@@ -12,7 +12,7 @@ LINK_TEXTS = {"node": "same node", "cross_node": "across nodes", "to_host": "to 
 
 
 def link_text(link: str) -> str:
-    """The link as people call it; one that a later version adds keeps its name."""
+    """The link's name in the report; one that isn't listed keeps its own."""
     return LINK_TEXTS.get(link, link)
 
 
@@ -29,7 +29,7 @@ def moved_by_link(records: TimelineRecords) -> Parts:
         f"Of {len(steps)} steps and all ranks. A rate is that of one rank: between ranks while weights moved, to the "
         "host in all of a switch, from the host in the time of the copy."
     )
-    head = ("link", "moved", "a step", "GB/s, mean", "GB/s, slowest rank")
+    head = ("link", "moved", "per step", "GB/s, mean", "GB/s, slowest rank")
     return [Table(head, lines, "Resharding by link", note)] if lines else []
 
 
@@ -44,5 +44,5 @@ def _line(link: str, moved_by_rank: dict[int, list[Moved]], num_steps: int) -> l
 
 
 def _together(link: str, moved: Sequence[Moved]) -> Moved:
-    """Its seconds are of all transfers, so that its rate is that of one of them."""
+    """The sum of transfers over one link; its rate is their mean, weighted by time."""
     return Moved(link, sum(one.num_bytes for one in moved), sum(one.seconds for one in moved))

@@ -1,4 +1,4 @@
-"""What a report is made of: the files of a run's folder, each of which may be missing or cut by a crash."""
+"""The files of a run's folder that the report reads, each of which may be missing or truncated by a crash."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Points = list[tuple[float, float]]
 
 @dataclass(frozen=True)
 class RunData:
-    """All that is known of one run."""
+    """What the files of one run hold."""
 
     run_dir: Path
     metrics: dict[int, dict[str, float]]

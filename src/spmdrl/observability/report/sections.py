@@ -31,7 +31,7 @@ def header(run: RunData) -> Header:
         "Accuracy": _change(run, "accuracy"),
         "Time": _seconds_text(run.summary.get("seconds")),
         "Start-up": _seconds_text(run.summary.get("startup_seconds")),
-        "A step": _pace(run),
+        "Per step": _pace(run),
         "Devices": _plain(run.summary.get("devices")),
         "Model": _model(run),
         "Versions": _plain(run.summary.get("versions")),
