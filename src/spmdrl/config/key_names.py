@@ -57,12 +57,17 @@ class Alias:
 
 
 @dataclass(frozen=True)
-class Unconverted:
-    """An alias as a source wrote it, before its conversion."""
+class WrittenKey:
+    """One written value under its canonical name, and the alias that it was written under."""
 
-    spelling: str
-    alias: Alias
+    parts: tuple[str, ...]
     given: Given
+    spelling: str
+    alias: Alias | None
+
+    @property
+    def convert(self) -> Convert | None:
+        return None if self.alias is None else self.alias.convert
 
 
 def spellings_of(aliases: Mapping[str, Alias]) -> dict[str, Alias]:
@@ -76,22 +81,21 @@ def spellings_of(aliases: Mapping[str, Alias]) -> dict[str, Alias]:
     return spellings
 
 
-def convert_aliases(settings: Settings, pending: list[Unconverted], problems: list[str]) -> dict[str, str]:
+def convert_aliases(tree: dict[str, Given], written: list[WrittenKey], problems: list[str]) -> dict[str, str]:
     """Put the converted values into the tree; returns what each spelling is read as. Refusals go to `problems`."""
-    used = {}
-    for entry in pending:
-        assert entry.alias.convert is not None, entry.spelling
-        replant(settings.tree, tuple(entry.alias.key.split(".")), None)
+    used, settings = {}, Settings(tree)
+    for entry in written:
+        assert entry.convert is not None, entry.spelling
+        replant(tree, entry.parts, None)
         try:
-            converted = entry.alias.convert(entry.given, settings)
+            converted = entry.convert(entry.given, settings)
         except ValueError as error:
             problems.append(f"{entry.given.origin}: {entry.spelling} {error}")
             continue
-        values = {
-            key: value for key, value in converted.items() if key == entry.alias.key or not settings.is_given(key)
-        }
+        own = ".".join(entry.parts)
+        values = {key: value for key, value in converted.items() if key == own or not settings.is_given(key)}
         for key, value in values.items():
-            plant(settings.tree, tuple(key.split(".")), given_of(value, entry.given.origin))
+            plant(tree, tuple(key.split(".")), given_of(value, entry.given.origin))
         used[entry.spelling] = ", ".join(f"{key}={inline(value)}" for key, value in values.items()) or "nothing set"
     return used
 

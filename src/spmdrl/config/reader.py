@@ -24,7 +24,7 @@ from spmdrl.config.given import (
     show,
     value_leaves,
 )
-from spmdrl.config.key_names import Alias, KnownNames, Settings, Unconverted, convert_aliases, spellings_of
+from spmdrl.config.key_names import Alias, KnownNames, WrittenKey, convert_aliases, spellings_of
 from spmdrl.config.key_schema import describe, schema_keys
 from spmdrl.config.overrides import override_leaves
 from spmdrl.config.yaml_nodes import read_file
@@ -69,18 +69,15 @@ def read_config(
     sources.append(list(override_leaves(overrides, names, problems)))
     tree: dict[str, Given] = {}
     aliases_used: dict[str, str] = {}
-    unconverted: dict[tuple[str, ...], Unconverted] = {}
-    for source in sources:
-        for leaf in _canonical(source, names, problems):
-            plant(tree, leaf.parts, leaf.given)
-            unconverted.pop(leaf.parts, None)
-            if leaf.alias is not None and leaf.alias.convert is not None:
-                unconverted[leaf.parts] = Unconverted(leaf.spelling, leaf.alias, leaf.given)
-            elif leaf.alias is not None:
-                aliases_used[leaf.spelling] = leaf.alias.read_as
-    in_order = sorted(unconverted.values(), key=lambda entry: list(aliases.values()).index(entry.alias))
+    latest: dict[tuple[str, ...], WrittenKey] = {}
+    for written in (key for source in sources for key in _canonical(source, names, problems)):
+        plant(tree, written.parts, written.given)
+        latest[written.parts] = written
+        if written.alias is not None and written.convert is None:
+            aliases_used[written.spelling] = written.alias.read_as
     complete(tree, root_type)
-    aliases_used |= convert_aliases(Settings(tree), in_order, problems)
+    unconverted = [key for alias in aliases.values() for key in latest.values() if key.convert and key.alias is alias]
+    aliases_used |= convert_aliases(tree, unconverted, problems)
     complete(tree, root_type)
     conversion = convert(root_type, tree, names.wished)
     problems += conversion.problems
@@ -96,8 +93,8 @@ def read_config(
         problems += [_missing_key(key, kind, files) for key, kind in conversion.missing if key not in meant]
     if problems:
         raise ConfigError(_together(problems))
-    written, value = conversion.origin, conversion.value
-    origin = {key: written.get(key, DEFAULT) for key, _ in value_leaves(value)}
+    found, value = conversion.origin, conversion.value
+    origin = {key: found.get(key, DEFAULT) for key, _ in value_leaves(value)}
     return LoadedConfig(value, origin, aliases_used)
 
 
@@ -117,19 +114,9 @@ def start_up() -> Iterator[None]:
         raise ConfigError(str(error)) from error
 
 
-@dataclass(frozen=True)
-class _Leaf:
-    """One written value under its canonical name, and the alias that it was written under."""
-
-    parts: tuple[str, ...]
-    given: Given
-    spelling: str
-    alias: Alias | None
-
-
 def _canonical(
     source: Sequence[tuple[tuple[str, ...], Given]], names: KnownNames, problems: list[str]
-) -> Iterator[_Leaf]:
+) -> Iterator[WrittenKey]:
     """The leaves of one source under canonical names; a key that it gives under two names is a problem."""
     written: dict[tuple[str, ...], str] = {}
     for parts, given in source:
@@ -149,7 +136,7 @@ def _canonical(
         if full in written:
             problems.append(f"{given.origin}: {name} and {written[full]} are the same key; keep one")
         written.setdefault(full, f"{name} ({given.origin})")
-        yield _Leaf(full, given, spelling, alias)
+        yield WrittenKey(full, given, spelling, alias)
 
 
 def _missing_key(key: str, kind: Any, files: Sequence[Path]) -> str:
