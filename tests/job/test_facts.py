@@ -43,13 +43,20 @@ OVERRIDES = {
     "data.eval": ["data.eval=synthetic://addition?low=0&high=9&count=41"],
     "optim.betas": ["optim.betas=[0.8, 0.9]"],
     "sft.optim.betas": ["sft.optim.betas=[0.8, 0.9]"],
+    "critic.optim.betas": ["critic.optim.betas=[0.8, 0.9]"],
     "log.backends": ["log.backends=[jsonl]"],
     "reward.functions": ["reward.functions=[exact]"],
     "reward.weights": ["reward.weights=[2.0]"],
     "resume": ["resume=never"],
 }
 # What both ranks need so that a key has a second value at all.
-SETTINGS = ([], ["model.make.family=deepseek_v3"], ["rollout.partial_max_rounds=2"], ["algo.rollout_is=tis"])
+SETTINGS = (
+    [],
+    ["model.make.family=deepseek_v3"],
+    ["rollout.partial_max_rounds=2"],
+    ["algo.rollout_is=tis"],
+    ["critic={}"],
+)
 
 
 def kinds_of_keys() -> Iterator[tuple[str, Any]]:
@@ -99,6 +106,8 @@ def changes(config: Path) -> dict[str, Change]:
 def change_of(key: str, kind: Any, config: Path) -> Change | None:
     for both in SETTINGS:
         base = values_of(config, *both)
+        if key not in base:
+            continue
         values = [OVERRIDES[key]] if key in OVERRIDES else [[f"{key}={text}"] for text in other_values(kind, base[key])]
         for one in values:
             with suppress(ConfigError):
@@ -109,9 +118,8 @@ def change_of(key: str, kind: Any, config: Path) -> Change | None:
 
 @cache
 def values_of(config: Path, *overrides: str) -> dict[str, Any]:
-    value = load_config([config], overrides).value
-    # Below a section that is null by default there is nothing.
-    return dict.fromkeys((key for key, _ in kinds_of_keys()), None) | dict(value_leaves(value))
+    # Below a section that is null there is nothing.
+    return dict(value_leaves(load_config([config], overrides).value))
 
 
 @pytest.fixture(scope="module")
