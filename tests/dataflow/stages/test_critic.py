@@ -12,7 +12,7 @@ from tests.support.ranks import run_ranks
 
 from spmdrl.dataflow.stages.critic.critic_config import CriticConfig
 from spmdrl.dataflow.stages.critic.critic_update import CriticUpdateStage, ValueLoss, explained_variance
-from spmdrl.dataflow.stages.critic.returns import monte_carlo_returns
+from spmdrl.dataflow.stages.critic.returns import ReturnsStage, monte_carlo_returns
 from spmdrl.dataflow.stages.rows import token_rows
 from spmdrl.dataflow.stages.update import UpdatePlan
 from spmdrl.engines.models.hf.model_weights import RandomWeights
@@ -127,6 +127,25 @@ def test_a_tokens_return_is_its_rows_reward_discounted_by_the_tokens_after_it():
     assert returns_R.tolist() == pytest.approx(expected)
     assert monte_carlo_returns(torch.tensor([0.5]), torch.tensor([3]), gamma=1.0).tolist() == [0.5] * 3
     assert monte_carlo_returns(torch.tensor([0.5]), torch.tensor([3]), gamma=0.0).tolist() == [0, 0, 0.5]
+
+
+class Rewarded(Taken):
+    """Samples that keep what is put."""
+
+    def put(self, state, batch):
+        self.columns = batch
+
+
+def test_what_an_environment_wrote_has_no_return_and_discounts_none():
+    batch = Batch.of_rows(range(3))
+    batch.put_lists("response_ids", [[1] * 4, [1] * 2, [1] * 3], torch.int32)
+    # Of row 0 the second and third token are the environment's; row 1 has no usable reward.
+    batch.put_lists("turns", [[1, 0, 0, 2], [1, 1], [1, 1, 1]], torch.int16)
+    batch.put_dense("reward", torch.tensor([8.0, float("nan"), 4.0]))
+    samples = Rewarded(batch)
+    ReturnsStage(0.5, turns=frozenset({"turns"}))(samples)
+    assert samples.columns.rows.tolist() == [0, 2]
+    assert samples.columns.to_lists("returns") == [[4.0, 0.0, 0.0, 8.0], [1.0, 2.0, 4.0]]
 
 
 def test_equal_returns_have_no_variance_to_explain():
