@@ -25,7 +25,7 @@ from spmdrl.config.config import Config, load_config
 from spmdrl.config.given import value_leaves
 from spmdrl.config.key_schema import bare, schema, schema_keys
 from spmdrl.config.reader import ConfigError
-from spmdrl.job.model.actor import model_facts
+from spmdrl.job.model.model_source import model_facts
 from spmdrl.job.start.rank_facts import start_facts
 from spmdrl.job.start.start_checks import check_run
 from spmdrl.resources.startup.launch import StartRefused

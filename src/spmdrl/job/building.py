@@ -34,7 +34,7 @@ from spmdrl.engines.reward.pool import RewardPool
 from spmdrl.engines.training.checkpoints.checkpoint import WRITE_FAILURES
 from spmdrl.job.evaluation.evaluator import Evaluator, evaluation_sampling
 from spmdrl.job.evaluation.held_out import HeldOut
-from spmdrl.job.model.actor import ModelSource
+from spmdrl.job.model.model_source import ModelSource
 from spmdrl.job.model.replica import Replica, build_replica, generation_engine_name
 from spmdrl.job.model.role_models import RoleModel, RoleModels
 from spmdrl.job.model.swap_choice import announce, decide_residence, swap_folder

@@ -10,7 +10,7 @@ from spmdrl.config.reader import LoadedConfig, start_up
 from spmdrl.engines.reward.pool import RewardPool
 from spmdrl.job.building import build_evaluator, build_turns, warn_of_end_of_turn
 from spmdrl.job.evaluation.evaluator import Evaluation, write_records
-from spmdrl.job.model.actor import ModelSource, prepare_model
+from spmdrl.job.model.model_source import ModelSource, prepare_model
 from spmdrl.job.model.replica import build_replica, load_for_generation
 from spmdrl.job.run.memory_advice import explained_memory
 from spmdrl.job.run.run_folder import hold_run_folder

@@ -24,7 +24,7 @@ from spmdrl.dataflow.stages.scoring import turns_record
 from spmdrl.engines.generation.protocol import Request, Response, SamplingParams
 from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.job.building import build_turns, warn_of_end_of_turn
-from spmdrl.job.model.actor import ModelSource, prepare_model
+from spmdrl.job.model.model_source import ModelSource, prepare_model
 from spmdrl.job.model.replica import Replica, build_replica, load_for_generation
 from spmdrl.job.rollouts.kept_answers import KeptAnswers
 from spmdrl.job.run.memory_advice import explained_memory

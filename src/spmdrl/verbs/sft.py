@@ -19,7 +19,7 @@ from spmdrl.engines.training.batching.packed_rows import LossTerms, MicroBatch, 
 from spmdrl.engines.training.training_engine import TrainingEngine, UpdateResult
 from spmdrl.job.building import build_held_out, warn_of_end_of_turn
 from spmdrl.job.evaluation.held_out import HeldOut
-from spmdrl.job.model.actor import ModelSource, prepare_model
+from spmdrl.job.model.model_source import ModelSource, prepare_model
 from spmdrl.job.model.role_models import ModelsAlone, RoleModel, build_trainer
 from spmdrl.job.run.run import Run
 from spmdrl.job.run.run_folder import hold_folder_of_training

@@ -31,7 +31,7 @@ from spmdrl.job.building import (
     warn_of_end_of_turn,
 )
 from spmdrl.job.evaluation.held_out import HeldOut
-from spmdrl.job.model.actor import ModelSource, agree_on_models, prepare_model
+from spmdrl.job.model.model_source import ModelSource, agree_on_models, prepare_model
 from spmdrl.job.model.role_models import ModelsAlone, build_role_models, saved_models
 from spmdrl.job.model.switching import Switching
 from spmdrl.job.rollouts.kept_rollouts import KeptRollouts

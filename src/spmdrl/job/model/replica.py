@@ -9,7 +9,7 @@ from spmdrl.engines.generation.expert_choices import ChoiceRecorder
 from spmdrl.engines.generation.native.stop_strings import Decode
 from spmdrl.engines.generation.protocol import GenerationEngine
 from spmdrl.engines.models.tokenizer import ModelTokenizer
-from spmdrl.job.model.actor import ModelSource
+from spmdrl.job.model.model_source import ModelSource
 from spmdrl.job.start.model_checks import check_vllm, check_vllm_computes
 from spmdrl.resources.layout import GenerationLayout
 from spmdrl.resources.mesh import GenerationMesh, build_generation_mesh

@@ -22,7 +22,7 @@ from spmdrl.engines.training.checkpoints.trainer_state import (
 from spmdrl.engines.training.routing.routers import RoutingConfig
 from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.engines.training.update.optimizer import OptimConfig
-from spmdrl.job.model.actor import MODEL, ModelSource, token_ids_of
+from spmdrl.job.model.model_source import MODEL, ModelSource, token_ids_of
 from spmdrl.resources.mesh import UpdateMesh
 from spmdrl.resources.world import World
 from spmdrl.types.roles import CRITIC, POLICY, RankSet, Role

@@ -11,7 +11,7 @@ from typing import Any
 from spmdrl.config.config import Config
 from spmdrl.engines.training.checkpoints.checkpoint import CheckpointStore
 from spmdrl.engines.training.checkpoints.manifest import damage, read_manifest
-from spmdrl.job.model.actor import MODEL
+from spmdrl.job.model.model_source import MODEL
 from spmdrl.job.run.best_checkpoint import BestStep
 from spmdrl.job.run.run_folder import on_main
 from spmdrl.job.start.run_identity import OPTIONAL, ROWS

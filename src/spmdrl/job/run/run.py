@@ -14,7 +14,7 @@ from spmdrl.config.config import Config
 from spmdrl.dataflow.data.data_rows import SourceRows
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.training.checkpoints.checkpoint import CheckpointStore
-from spmdrl.job.model.actor import CHECKPOINTS, MODEL, ModelSource, newest_model
+from spmdrl.job.model.model_source import CHECKPOINTS, MODEL, ModelSource, newest_model
 from spmdrl.job.run.best_checkpoint import LINK, BestStep, better_of, is_due_for_best, point_to, unknown_metric
 from spmdrl.job.run.config_changes import RESOLVED_CONFIG, changed_settings, resolved_config_until
 from spmdrl.job.run.memory_advice import explained_memory

@@ -10,7 +10,7 @@ from spmdrl.config.config import Config
 from spmdrl.dataflow.data.prompts import PromptSource
 from spmdrl.engines.models.hf.model_weights import WeightFiles
 from spmdrl.engines.models.tokenizer import ModelTokenizer
-from spmdrl.job.model.actor import ModelSource
+from spmdrl.job.model.model_source import ModelSource
 from spmdrl.job.model.replica import generation_engine_name
 from spmdrl.job.run.run_folder import num_parameters
 from spmdrl.job.start.start_checks import CheckedRun

@@ -15,7 +15,7 @@ from spmdrl.engines.models.hf.model_folder import HUB_TEXT_FILES, read_config, r
 from spmdrl.engines.models.making.make_model import make_folder_without_weights
 from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.engines.training.sharding.parallelize import check_layout
-from spmdrl.job.model.actor import ModelSource, newest_sound_model, sources_of
+from spmdrl.job.model.model_source import ModelSource, newest_sound_model, sources_of
 from spmdrl.job.start.model_checks import check_generation_fits, check_model_fits, check_vllm_computes
 from spmdrl.job.start.start_checks import CheckedRun
 from spmdrl.types.roles import POLICY, Role
