@@ -106,6 +106,15 @@ def test_a_run_with_a_critic_is_not_gone_on_with_without_one(whole, tmp_path):
     assert refused.returncode == 2 and "critic was \"the policy's weights\" and is None" in refused.stderr
 
 
+@pytest.mark.ranks
+def test_a_critic_that_was_trained_elsewhere_begins_with_what_it_learnt(whole, tmp_path):
+    critic, run = whole / "run/checkpoints/step_000004/critic/model", tmp_path / "run"
+    settings = [f"run.dir={run}", f"critic.path={critic}", "critic.warmup_steps=1", "critic.optim.lr=0"]
+    finished(run_job("train", tiny_config(tmp_path), *settings, "train.max_steps=1"))
+    assert metrics_of(run)[0]["critic/explained_variance"] != 0, "a new head gives 0 throughout"
+    assert same_weights(weights_of(run, 1), load_file(critic / "model.safetensors"))
+
+
 def test_a_critic_that_can_not_read_the_policys_tokens_is_refused(tmp_path):
     config = tiny_config(tmp_path)
     finished(run_job("train", config, "train.max_steps=1", f"run.dir={tmp_path / 'run'}"))

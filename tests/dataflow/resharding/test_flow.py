@@ -13,7 +13,7 @@ from spmdrl.resources.device import Device
 from spmdrl.resources.memory import MemoryLedger, release_to_system, resident_bytes
 from spmdrl.resources.startup.launch import read_launch_environment
 from spmdrl.resources.world import World
-from spmdrl.types.roles import POLICY, REFERENCE
+from spmdrl.types.roles import CRITIC, POLICY, REFERENCE
 from tests.dataflow.resharding.engines import SmallGenerator, SmallTrainer, StreamedGenerator, make_model
 from tests.support.ranks import run_ranks
 
@@ -171,6 +171,25 @@ def test_reference_weights_are_copied_out_once_and_come_back_when_needed(tmp_pat
         assert flow.release(REFERENCE).swapped_bytes == held
     flow.bring(REFERENCE)
     assert all(map(torch.equal, before, reference.state_bytes()))
+
+
+def test_another_trained_model_leaves_with_the_policy_and_returns_with_it(tmp_path):
+    trainer, critic = SmallTrainer(make_model()), SmallTrainer(make_model(seed=1))
+    for one in (trainer, critic):
+        one.train(torch.ones(2, 5))
+    before, ledger = critic.state_bytes(), MemoryLedger()
+    # In another dtype, none of the policy's weights is lent.
+    trainers, generator = {POLICY: trainer, CRITIC: critic}, SmallGenerator(shapes_of(trainer), torch.bfloat16)
+    flow = ReshardingFlow(one_rank(), trainers, generator, ReshardConfig(), ledger, tmp_path)
+    held = {owner: ledger.bytes_of(owner) for owner in ("critic_weights", "critic_optimizer")}
+    policy = sum(ledger.bytes_of(owner) for owner in ("update_weights", "optimizer"))
+    stats = flow.to_generation()
+    assert not critic.weights_on_device and all(ledger.bytes_of(owner) == 0 < held[owner] for owner in held)
+    assert stats.swapped_bytes == sum(held.values()) + policy
+    flow.start_return()
+    assert flow.to_update().swapped_bytes == stats.swapped_bytes
+    assert critic.weights_on_device and all(map(torch.equal, before, critic.state_bytes()))
+    flow.close()
 
 
 # Of odd element counts, so that what comes after one of them would be misaligned if it came right behind it.
