@@ -4,9 +4,9 @@
           |                               |
           +--no tokens left--> ended <----+--End, failure, or no room for what it answers
 
-A row whose turn ended leaves the engine while its step runs, and comes back as a request of its own with all that it
-has. It does so a fixed number of engine steps later, however long its step took: who runs beside whom, and so every
-last bit, depends on tokens alone.
+A row whose turn ended leaves the engine while its step runs, and comes back as a request of its own with all its
+tokens. It does so a fixed number of engine steps later, however long its step took: which rows decode together, and so
+every last bit, depends on tokens alone.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Encode = Callable[[str], list[int]]
 class RolloutTurns:
     """Runs requests whose rows take turns with an environment.
 
-    The ranks of a replica run the same; the first of them has the pool, and the others get its results.
+    All ranks of a replica run the same requests; the first has the pool, and sends the results to the others.
     """
 
     def __init__(
