@@ -65,6 +65,7 @@ class Root:
     stops: tuple[int, ...] = ()
     save_by: str | None = None
     resume: Literal["auto", "never"] | int | str = "auto"
+    label: int | str = 0
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -112,6 +113,7 @@ def test_text_is_taken_as_it_is_written(tmp_path: Path) -> None:
     assert (value.model.path, value.save_by, value.resume) == ("no", "23:59", 100)
     value = load(tmp_path, "model: {path: 1.10}\nresume: never\ntrain: 12\nstops: []").value
     assert (value.model.path, value.train) == ("1.10", "12")
+    assert [load(tmp_path, f"model: {{path: a}}\nlabel: {text}").value.label for text in ("7", "1.50")] == [7, "1.50"]
     assert load(tmp_path, "model: {path: a}\ntrain: [1.10, {path: on}]").value.train == ("1.10", Source("on"))
 
 
@@ -228,6 +230,11 @@ def test_one_key_under_two_names_in_one_file_is_refused(tmp_path: Path) -> None:
 )
 def test_a_wrong_line_is_named_with_the_rule_and_a_way_out(tmp_path: Path, line: str, expected: str) -> None:
     assert expected in refusal(tmp_path, f"model: {{path: a}}\n{line}\n")
+
+
+@pytest.mark.parametrize("line", ["train: [{path: a, weight: x}]", "train: {path: a, wieght: 2}", "train: [[1]]"])
+def test_a_value_that_resembles_one_member_of_a_union_is_one_fault(tmp_path: Path, line: str) -> None:
+    assert "\n" not in refusal(tmp_path, f"model: {{path: a}}\n{line}\n")
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,8 @@ class Square:
     """of the inside"""
     width: int = 1
     """of the line"""
+    angle: float = 0.0
+    """of the first side"""
 
     def __post_init__(self) -> None:
         if self.side > 9 and self.color == "red":
@@ -44,6 +46,8 @@ class Circle:
     """of the inside"""
     width: int = 1
     """of the line"""
+    angle: float = 0.0
+    """of a mark on it"""
 
 
 @dataclass(frozen=True)
@@ -137,20 +141,21 @@ def test_the_resolved_tree_has_the_keys_of_the_choice_alone(tmp_path):
         "  radius: 2.0  # default",
         f"  color: green  # {tmp_path}/a.yaml:1",
         "  width: 1  # default",
+        "  angle: 0.0  # default",
     ]
 
 
 def test_the_schema_has_the_keys_of_all_choices_and_those_of_each():
     assert schema_keys(Drawing) == [
         "shape",
-        *(f"shape.{name}" for name in ("name", "width", "side", "color", "radius")),
+        *(f"shape.{name}" for name in ("name", "width", "side", "color", "angle", "radius")),
     ]
     [section], [name] = find_keys(Drawing, "shape"), find_keys(Drawing, "shape.name")
     assert {choice: [key.name for key in keys] for choice, keys in key_groups(section).items()} == {
         "": ["shape.name", "shape.width"],
-        "shape.name=square": ["shape.side", "shape.color"],
-        "shape.name=circle": ["shape.radius", "shape.color"],
-        "shape.name=disk": ["shape.radius", "shape.color"],
+        "shape.name=square": ["shape.side", "shape.color", "shape.angle"],
+        "shape.name=circle": ["shape.radius", "shape.color", "shape.angle"],
+        "shape.name=disk": ["shape.radius", "shape.color", "shape.angle"],
     }
     assert describe(name.kind) == "one of square, circle, disk" and name.default == "square"
     page = key_page(Drawing, known_names(Drawing), "shape.color") or ""
