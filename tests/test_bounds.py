@@ -17,7 +17,8 @@ COUNTS = """
 rollout.prompts_per_step rollout.num_generations rollout.partial_max_rounds rollout.max_completion_length
 rollout.max_running_rows rollout.max_prefill_tokens rollout.block_size data.max_prompt_length
 train.max_steps train.updates_per_step train.epochs_per_step train.max_tokens_per_microbatch
-sft.rows_per_step eval.num_samples eval.max_rows checkpoint.keep_last checkpoint.keep_every reward.workers
+sft.rows_per_step eval.num_samples eval.max_rows
+checkpoint.keep_last checkpoint.keep_every reward.workers environment.workers
 reshard.bucket_bytes model.make.hidden_size model.make.num_layers model.make.num_heads model.make.num_kv_heads
 model.make.intermediate_size model.make.max_positions model.make.num_experts model.make.experts_per_token
 model.make.moe_intermediate_size model.make.num_shared_experts model.make.num_expert_groups
@@ -34,7 +35,7 @@ optim.lr optim.eps optim.weight_decay rollout.temperature
 train.routing.aux_loss_coefficient train.routing.bias_update_rate
 """.split()
 POSITIVE = """
-eval.temperature optim.max_grad_norm rollout.kv_cache_gib reward.memory_limit_gib
+eval.temperature optim.max_grad_norm rollout.kv_cache_gib
 dock.timeout_seconds
 """.split()
 BOUNDS = (
@@ -46,7 +47,9 @@ BOUNDS = (
     | dict.fromkeys(["resources.timeout_seconds", "resources.start_timeout_seconds"], "> 0 and <= 31536000.0")
     | {"algo.clip_ratio_c": "> 1", "algo.clip_ratio_low": ">= 0 and < 1"}
     | {"rollout.min_p": ">= 0 and < 1", "reward.max_error_rate": ">= 0 and <= 1"}
-    | {"reward.timeout_seconds": "> 0 and finite"}
+    | {"critic.gamma": ">= 0 and <= 1", "critic.warmup_steps": ">= 0", "environment.return_after_steps": ">= 0"}
+    | dict.fromkeys(["reward.timeout_seconds", "environment.timeout_seconds", "critic.clip"], "> 0 and finite")
+    | dict.fromkeys(["reward.memory_limit_gib", "environment.memory_limit_gib"], "> 0 and finite")
 )
 OUTSIDE = {
     ">= 1": ["0", "-1"],

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Interval
 
 from spmdrl.engines.environment import environment_runner
 from spmdrl.engines.environment.environment_runner import (
@@ -29,34 +31,19 @@ class EnvironmentConfig:
     function: str | None = None
     """The environment: calculator, or the class pkg.mod:Name or file.py:Name, which has a method step(episode); null:
     responses are one turn."""
-    return_after_steps: int = 2
+    return_after_steps: Annotated[int, Ge(0)] = 2
     """Engine steps after which a row comes back whose turn ended. Fixed, so that a run repeats to the bit; the engine
-    waits where the environment takes longer, so slow ones want more."""
-    timeout_seconds: float = 15.0
+    waits where the environment takes longer, so slow ones want more; 0 waits for each step at once."""
+    timeout_seconds: Annotated[float, Interval(gt=0, lt=math.inf)] = 15.0
     """A step that takes longer is killed, and its row has no reward."""
-    workers: int = 1
+    workers: Annotated[int, Ge(1)] = 1
     """Environment processes for each replica."""
     isolation: Literal["auto", "process", "inline"] = "auto"
     """process = in children that can be killed; inline = in the training process; auto = inline exactly under pdb."""
-    memory_limit_gib: float | None = 4.0
+    memory_limit_gib: Annotated[float, Interval(gt=0, lt=math.inf)] | None = 4.0
     """Memory that an environment process with all that it starts may hold, shared memory included; null = no limit."""
     variables: tuple[str, ...] = ()
     """Environment variables that the processes get beside the common ones, such as the key of a service."""
-
-    def __post_init__(self) -> None:
-        if self.return_after_steps < 0:
-            raise ValueError(
-                f"environment.return_after_steps is {self.return_after_steps}, but it counts engine steps; 0 waits for "
-                "each step of the environment at once"
-            )
-        if not 0 < self.timeout_seconds < math.inf:
-            raise ValueError(f"environment.timeout_seconds is {self.timeout_seconds}, but must be > 0; 15 is usual")
-        if self.workers < 1:
-            raise ValueError(f"environment.workers is {self.workers}, but must be >= 1")
-        if self.memory_limit_gib is not None and not 0 < self.memory_limit_gib < math.inf:
-            raise ValueError(
-                f"environment.memory_limit_gib is {self.memory_limit_gib}, but must be > 0, or null for no limit"
-            )
 
     @property
     def runs_inline(self) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Gt, Interval
+from annotated_types import Ge, Interval
 
 from spmdrl.engines.reward import reward_runner
 from spmdrl.engines.reward.calls import (
@@ -45,7 +45,7 @@ class RewardConfig:
     """Reward processes on each rank."""
     isolation: Literal["auto", "process", "inline"] = "auto"
     """process = in children that can be killed; inline = in the training process; auto = inline exactly under pdb."""
-    memory_limit_gib: Annotated[float, Gt(0)] | None = 4.0
+    memory_limit_gib: Annotated[float, Interval(gt=0, lt=math.inf)] | None = 4.0
     """Memory that a reward process with all that it starts may hold, shared memory included; null = no limit."""
     environment: tuple[str, ...] = ()
     """Environment variables that reward processes get beside the common ones, such as the key of a judge's service."""

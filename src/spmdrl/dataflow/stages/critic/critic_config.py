@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Annotated
+
+from annotated_types import Ge, Interval
 
 from spmdrl.engines.training.update.optimizer import OptimConfig
 
@@ -16,19 +19,13 @@ class CriticConfig:
     """folder or hub name of a value model, or of a language model, which gets a new head; null is the model itself"""
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
     """the critic's own optimizer; its schedule counts the critic's steps"""
-    warmup_steps: int = 0
+    warmup_steps: Annotated[int, Ge(0)] = 0
     """steps at the start in which only the critic is trained and the policy stays as it is"""
-    gamma: float = 1.0
+    gamma: Annotated[float, Interval(ge=0, le=1)] = 1.0
     """discount per token of the reward, which comes with a row's last token"""
-    clip: float | None = None
+    clip: Annotated[float, Interval(gt=0, lt=math.inf)] | None = None
     """bound on how far a value's loss follows it from where it was before the update; null sets none"""
 
     def __post_init__(self) -> None:
         if self.path is not None and not self.path.strip():
             raise ValueError("critic.path is empty; give a model folder or hub name, or null for the model itself")
-        if self.warmup_steps < 0:
-            raise ValueError(f"critic.warmup_steps is {self.warmup_steps}, but it counts steps; 0 trains both at once")
-        if not 0 <= self.gamma <= 1:
-            raise ValueError(f"critic.gamma is {self.gamma}, but must be in [0, 1]; 1 is usual for responses")
-        if self.clip is not None and not 0 < self.clip < math.inf:
-            raise ValueError(f"critic.clip is {self.clip}, but must be > 0 and finite, or null for no bound")
