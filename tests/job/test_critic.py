@@ -103,7 +103,7 @@ def test_a_critics_checkpoint_goes_on_under_another_layout_and_opens_in_transfor
 def test_a_run_with_a_critic_is_not_gone_on_with_without_one(whole, tmp_path):
     shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
     refused = run_job("train", tiny_config(tmp_path), "train.max_steps=6", f"run.dir={tmp_path / 'run'}")
-    assert refused.returncode == 2 and "critic was \"the policy's weights\" and is None" in refused.stderr
+    assert refused.returncode == 2 and 'critic was "the policy\'s weights" and is None' in refused.stderr
 
 
 @pytest.mark.ranks

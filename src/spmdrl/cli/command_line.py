@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             launch = read_launch_environment(os.environ)
         return _run(arguments, launch)
     except StartRefused as error:
-        _let_the_first_rank_speak(launch.rank)
+        _wait_for_rank_0(launch.rank)
         return _refuse(error, launch.rank)
     except ConfigError as error:
         # Verbs that join no other rank leave without a word to them.
@@ -260,13 +260,13 @@ def _refuse_alone(error: ConfigError, rank: int, others: LaunchEnvironment) -> i
 
         is_said_by_rank_0 = refuse_all(others, str(error))
     # Not before rank 0 has printed: a launcher ends the other ranks as soon as one of them has failed.
-    _let_the_first_rank_speak(rank, None if is_said_by_rank_0 else started)
+    _wait_for_rank_0(rank, None if is_said_by_rank_0 else started)
     if rank != 0 and not is_said_by_rank_0:
         _refuse(error, rank)
     return 2
 
 
-def _let_the_first_rank_speak(rank: int, since: float | None = None) -> None:
+def _wait_for_rank_0(rank: int, since: float | None = None) -> None:
     if rank != 0:
         already = 0.0 if since is None else time.monotonic() - since
         time.sleep(max(0.0, OTHER_RANKS_WAIT_SECONDS - already))

@@ -107,7 +107,6 @@ class ResourcesConfig:
     everybody else out, as whoever reaches a port can run code in the job"""
 
 
-
 def fit_update_layout(layout: UpdateLayout, world_size: int) -> UpdateLayout:
     """Fill in the degree that was left open, and check that the degrees take exactly all ranks.
 

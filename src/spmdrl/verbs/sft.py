@@ -64,7 +64,7 @@ def train_supervised(checked: CheckedRun, world: World) -> None:
         config, world, num_steps=config.sft.max_steps, resolved_config=checked.resolved_config, phase="sft",
         base_model=checked.base_model,
     )  # fmt: skip
-    with run.told_of_failure(), ExitStack() as stack:
+    with run.recording_failure(), ExitStack() as stack:
         with start_up():
             prepared = prepare(checked, ModelSource.of(prepare_model(config, world)))
             source, tokenizer, prompts = prepared.source, prepared.tokenizer, prepared.prompts

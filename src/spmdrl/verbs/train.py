@@ -66,7 +66,7 @@ def main(loaded: LoadedConfig[Config]) -> int:
             checked.config, world, num_steps=checked.config.train.max_steps, resolved_config=checked.resolved_config,
             phase=checked.config.algo.name, base_model=checked.base_model, started=started,
         )  # fmt: skip
-        with run.told_of_failure(), ExitStack() as stack:
+        with run.recording_failure(), ExitStack() as stack:
             with start_up():
                 training = build(checked, run, stack)
             try:

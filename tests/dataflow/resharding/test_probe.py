@@ -93,5 +93,3 @@ def test_a_run_in_float32_is_held_to_less_than_one_in_16_bits():
 def test_numbers_of_tokens_that_rate_nothing_are_refused(tokens):
     with pytest.raises(ValueError, match=f"reshard.probe_tokens is {tokens}, but must be >= 2"):
         ReshardConfig(probe_tokens=tokens)
-
-

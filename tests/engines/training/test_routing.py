@@ -240,5 +240,3 @@ def test_options_that_a_model_cannot_follow_are_refused(fields, config, words):
     check_routing(RoutingConfig(), config)
     with pytest.raises(ValueError, match=words):
         check_routing(RoutingConfig(**fields), config)
-
-

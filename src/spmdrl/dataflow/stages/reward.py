@@ -16,7 +16,7 @@ from spmdrl.observability.metrics import Recorder
 from spmdrl.resources.collectives import gather_bytes, sum_over
 from spmdrl.types import Batch, WorkerState
 
-# Verdicts that speak of the reward function, not of the answer.
+# Verdicts about the reward function, not about the answer.
 FAILURES = (Verdict.MALFORMED, Verdict.TIMED_OUT, Verdict.CRASHED)
 
 

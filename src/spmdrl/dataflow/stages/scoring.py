@@ -39,9 +39,9 @@ class _Asked:
 
 
 class StreamedRewards:
-    """Asks the pool for each response's reward once: as it ends, or as the last of its group does.
+    """Submits each response for its reward once: as it ends, or as the last of its group does.
 
-    A group may be carried on from step to step: what it is told of again is known, and nothing is lost until `collect`.
+    A group may be carried from step to step: repeated responses are ignored, and results are kept until `collect`.
     """
 
     def __init__(self, pool: RewardPool, decode: DecodeTokens):

@@ -101,9 +101,7 @@ class Run:
         self._point: ResumePoint | None = None
         self._passed_over: dict[Path, str] = {}
 
-    def admit(
-        self, source: ModelSource, rows: Sequence[SourceRows], *, beside: Sequence[DecoderConfig] = ()
-    ) -> None:
+    def admit(self, source: ModelSource, rows: Sequence[SourceRows], *, beside: Sequence[DecoderConfig] = ()) -> None:
         """Choose the checkpoint to go on from, before the model is loaded and anything is written. Collective.
 
         `beside` are the other models that checkpoints hold.
@@ -253,8 +251,8 @@ class Run:
             self.first_metrics = {"step": step, "reward": self.metrics["reward"]}
 
     @contextmanager
-    def told_of_failure(self) -> Iterator[None]:
-        """What ends this block early is written into summary and report, and goes on to the caller, explained."""
+    def recording_failure(self) -> Iterator[None]:
+        """Record an exception in summary and report, then re-raise it, explained."""
         try:
             with explained_memory(self.config, lambda: self.timeline.failed_stage):
                 yield

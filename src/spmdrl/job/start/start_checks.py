@@ -40,7 +40,7 @@ Verb = Literal["train", "sft", "eval", "generate", "check"]
 
 @dataclass(frozen=True)
 class CheckedRun:
-    """A run that nothing speaks against so far; alike on every rank."""
+    """A config that passed all checks before ranks meet; identical on every rank."""
 
     verb: Verb
     config: Config
@@ -135,7 +135,7 @@ def check_columns(required: Mapping[str, Sequence[str]], sources: Sequence[Sourc
 
 
 def states_of(config: Config, algorithm: Algorithm) -> dict[WorkerState, frozenset[str]]:
-    """The worker states that the algorithm's columns ask for. Raises ValueError for a column that nobody makes."""
+    """The worker states that the algorithm's columns ask for. Raises ValueError for a column that no state makes."""
     num_updates = config.train.updates_per_step * config.train.epochs_per_step
     replayed = replayed_columns(config.train.routing)
     columns = update_columns(algorithm.columns_for_loss(num_updates), agreement_of(config))

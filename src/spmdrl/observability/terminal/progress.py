@@ -39,9 +39,9 @@ class GenerationProgress:
         now, is_last = self._clock(), self._num_done == self._num_rows
         if is_last or now - self._told >= (TERMINAL_SECONDS if self._on_terminal else FILE_SECONDS):
             self._told = now
-            self._tell(max(now - self._started, 1e-9), is_last)
+            self._print(max(now - self._started, 1e-9), is_last)
 
-    def _tell(self, seconds: float, is_last: bool) -> None:
+    def _print(self, seconds: float, is_last: bool) -> None:
         parts = [
             f"generated {self._num_done}/{self._num_rows} {self._rows}",
             f"{count(self._num_tokens / seconds)} tok/s",

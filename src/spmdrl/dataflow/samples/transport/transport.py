@@ -32,7 +32,6 @@ class DockConfig:
     """On a trusted network, how nodes send requests to each other: what TensorPipe finds best, or plain TCP only."""
 
 
-
 class Transport:
     """This rank's ways to the warehouses of all nodes; warehouse n is that of node n.
 

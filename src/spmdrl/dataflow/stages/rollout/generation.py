@@ -29,12 +29,12 @@ from spmdrl.types import Batch, WorkerState
 
 
 class ResponseListener(Protocol):
-    """Somebody who starts on responses as soon as they have come to their end."""
+    """Called with responses as soon as they finish."""
 
     def ended(self, group: OwnGroup, responses: Sequence[Response]) -> None:
-        """Hear of some responses of a group, which may be trained in a later step.
+        """Take finished responses of a group.
 
-        That step tells of them again, under its own rows: it may be that of a restarted run.
+        A group that is carried over is passed again in the step that trains it, with that step's row numbers.
         """
         ...
 
@@ -64,7 +64,7 @@ class RolloutRecorder:
 class GenerationStage:
     """Runs this rank's engine over the groups dealt to its replica. Collective: every rank calls it once a step.
 
-    The ranks of a replica get the same responses; the first of them speaks for all. Where a step works on more groups
+    The ranks of a replica get the same responses; the first of them acts for all. Where a step works on more groups
     than it trains, each replica stops when it has its quota, and carries the rest over.
     """
 
@@ -136,7 +136,7 @@ class GenerationStage:
         """Each group with its responses, as the last of them comes; those that were whole before come first."""
         asked, requests = [], []
         for group in own:
-            self._tell(group, group.begun)
+            self._notify(group, group.begun)
             request = group.request(self.sampling)
             if request is None:
                 yield group, group.begun
@@ -146,20 +146,20 @@ class GenerationStage:
         answers: list[list[Response]] = [[] for _ in asked]
         prompts = [group.prompt for group in asked]
         for number, responses in run_rollout(self.engine, requests, prompts, self.turns, is_enough):
-            self._tell(asked[number], responses)
+            self._notify(asked[number], responses)
             answers[number] += responses
             if len(answers[number]) == len(requests[number].rows):
                 yield asked[number], asked[number].answered(answers[number])
 
-    def _tell(self, group: OwnGroup, responses: Sequence[Response]) -> None:
-        """Tell the listeners which of these responses have come to their end."""
+    def _notify(self, group: OwnGroup, responses: Sequence[Response]) -> None:
+        """Pass those of the responses that have ended to the listeners."""
         ended = [response for response in responses if response.finish != "aborted"]
         if ended and self.mesh.is_leader:
             for listener in self.listeners:
                 listener.ended(group, ended)
 
     def _carry_over(self, samples: Samples, left: dict[int, Batch]) -> None:
-        """Remember, on every rank alike, which groups go on and where."""
+        """Record, on every rank alike, which groups go on and where."""
         groups, size = self.carried.of_step(samples.step), samples.group_size
         serials, rounds = groups.serials, groups.rounds
         trained = set((samples.rows_of_step[::size] // size).tolist())

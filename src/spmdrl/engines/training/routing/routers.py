@@ -35,7 +35,6 @@ class RoutingConfig:
     """rollout: each token goes to the experts that it went to when it was generated (arXiv:2510.11370)"""
 
 
-
 def check_routing(routing: RoutingConfig, config: DecoderConfig) -> None:
     """Raise ValueError for options that this model can't follow."""
     if config.moe is None:

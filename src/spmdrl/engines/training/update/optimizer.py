@@ -43,7 +43,6 @@ class OptimConfig:
     """what the learning rate does after warm-up: stay, or fall to 0 at the last step"""
 
 
-
 def learning_rate(config: OptimConfig, step: int, *, num_steps: int) -> float:
     """The learning rate of optimizer step `step`, counted from 0, in a run of `num_steps`."""
     if step < config.warmup_steps:
