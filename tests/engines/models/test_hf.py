@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from spmdrl.config.config import load_config
+from spmdrl.config.reader import ConfigError
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf.model_folder import (
     ModelConfig,
@@ -318,8 +320,8 @@ def test_auto_dtype_follows_the_device() -> None:
     model = ModelConfig(path="folder")
     assert [model.compute_dtype(kind) for kind in ("cpu", "cuda")] == [torch.float32, torch.bfloat16]
     assert ModelConfig(path="folder", dtype="float32").compute_dtype("cuda") is torch.float32
-    with pytest.raises(ValueError, match="model.dtype is 'int8'"):
-        ModelConfig(path="folder", dtype="int8")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="model.dtype is 'int8'"):
+        load_config([], ["model.path=folder", "model.dtype=int8"])
 
 
 def test_a_local_folder_is_its_own_answer(tmp_path: Path) -> None:
