@@ -57,7 +57,7 @@ class Passes:
 
     @property
     def has_ratings(self) -> bool:
-        """Whether this rank is to report what the micro-batches gave: it holds the head, and speaks for its copies."""
+        """Whether this rank is to report what the micro-batches gave: it holds the head, and reports for its copies."""
         holds_head = any(decoder.span.heads for decoder in self.model.decoders)
         return holds_head and self._mesh.tensor.rank == 0 and self._mesh.context.rank == 0
 

@@ -1,4 +1,4 @@
-"""Finding what a setting names in somebody's module, and explaining what went wrong in it."""
+"""Finding what a setting names in a user's module, and explaining what went wrong in it."""
 
 from __future__ import annotations
 

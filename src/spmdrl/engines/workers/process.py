@@ -125,7 +125,7 @@ class WorkerProcess:
         except BlockingIOError:
             return
         except BrokenPipeError:
-            # The read end tells how it ended.
+            # How the process ended is found at the read end.
             self._unsent = memoryview(b"")
 
     def receive(self) -> list[Any]:

@@ -88,7 +88,7 @@ def _take_pipes(control: socket.socket) -> tuple[BinaryIO, BinaryIO]:
 
 
 def _refuse_questions(section: str) -> None:
-    """Explain what waits for somebody at a terminal; left alone, a debugger would read the end of an empty stdin."""
+    """Explain what waits for a person at a terminal; left alone, a debugger would read the end of an empty stdin."""
 
     def refuse(name: str) -> Any:
         def refused(*_: Any, **__: Any) -> NoReturn:

@@ -1,4 +1,4 @@
-"""What is told of a step's samples: a few of them to read, and what the sample flow moved."""
+"""The report of a step's samples: a few of them to read, and what the sample flow moved."""
 
 from __future__ import annotations
 

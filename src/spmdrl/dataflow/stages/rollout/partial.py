@@ -53,9 +53,9 @@ class OwnGroup:
         )
 
     def answered(self, responses: Iterable[Response]) -> tuple[Response, ...]:
-        """All its rows, with what the engine says of those that it was asked for."""
-        told = {response.row: response for response in responses}
-        return tuple(told.get(response.row, response) for response in self.begun)
+        """All its rows, with the engine's responses to those that were requested."""
+        by_row = {response.row: response for response in responses}
+        return tuple(by_row.get(response.row, response) for response in self.begun)
 
 
 def is_whole(responses: Iterable[Response]) -> bool:
