@@ -27,7 +27,7 @@ from spmdrl.dataflow.stages.shown import ShownRows
 from spmdrl.dataflow.stages.stages import Stages
 from spmdrl.dataflow.stages.update import UpdatePlan, UpdateStage
 from spmdrl.engines.environment.environment_pool import EnvironmentPool
-from spmdrl.engines.generation.native.lockstep import Lockstep
+from spmdrl.engines.generation.native.native_engine import Lockstep
 from spmdrl.engines.generation.replay import ReplayEngine
 from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.engines.reward.pool import RewardPool

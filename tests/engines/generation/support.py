@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from spmdrl.engines.generation.native.native_engine import NativeEngine
-from spmdrl.engines.generation.native.stop_strings import Decode
-from spmdrl.engines.generation.protocol import GenerationEngine, Request, Response, SamplingParams
+from spmdrl.engines.generation.protocol import Decode, GenerationEngine, Request, Response, SamplingParams
 from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf.model_weights import random_weights

@@ -1,38 +1,37 @@
-"""Blocks are held, shared, remembered and handed out."""
-
 from __future__ import annotations
 
-from spmdrl.engines.generation.native.cache.paged import BlockPool
+import os
+
+import pytest
+import torch
+
+from spmdrl.engines.generation.native.cache.paged import affordable_blocks
+from spmdrl.engines.generation.rollout_config import RolloutConfig
+from spmdrl.resources.host_memory import free_host_bytes
+from spmdrl.resources.mesh import lone_generation_mesh
+
+CPU = torch.device("cpu")
+AXIS = lone_generation_mesh().tensor
 
 
-def test_blocks_are_given_once_and_come_back():
-    pool = BlockPool(4)
-    taken = [pool.take() for _ in range(3)]
-    assert sorted(taken) == [1, 2, 3] and pool.num_free == 0
-    pool.share(taken[:1])
-    pool.release(taken)
-    assert pool.num_free == 2 and not pool.is_shared(taken[0])
-    pool.release(taken[:1])
-    assert pool.num_free == 3
+def test_a_configured_size_is_taken_in_whole_blocks() -> None:
+    assert affordable_blocks(RolloutConfig(kv_cache_gib=1000.5 / 2**30), 100, CPU, AXIS) == 10
 
 
-def test_a_pool_that_grows_keeps_what_is_taken():
-    pool = BlockPool(2)
-    block = pool.take()
-    pool.grow(5)
-    assert pool.num_free == 3
-    assert block not in [pool.take() for _ in range(3)]
+def test_on_a_cpu_the_ranks_of_a_host_share_a_share_of_its_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    total_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert 0 < free_host_bytes() <= total_bytes
+    blocks = []
+    for num_ranks in (1, 4):
+        job = {"WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks, "RANK": 0, "LOCAL_RANK": 0, "MASTER_PORT": 1}
+        for name, value in {**job, "MASTER_ADDR": "localhost"}.items():
+            monkeypatch.setenv(name, str(value))
+        blocks.append(affordable_blocks(RolloutConfig(gpu_memory_utilization=0.5), 2**20, CPU, AXIS))
+    assert blocks[0] * 2**20 <= total_bytes / 2
+    # Others take and free memory meanwhile.
+    assert 2.5 < blocks[0] / blocks[1] < 6
 
 
-def test_remembered_blocks_are_handed_out_last_and_the_longest_idle_first():
-    pool = BlockPool(5)
-    first, second, third = (pool.take() for _ in range(3))
-    fills = [pool.remember(block) for block in (first, second)]
-    pool.release([first])
-    pool.release([second, third])
-    assert pool.num_free == 4 and not pool.is_held(first)
-    assert {pool.take(), pool.take()} == {third, 4}
-    assert [pool.fill_of(block) for block in (first, second)] == fills
-    pool.share([second])
-    assert pool.take() == first and pool.fill_of(first) != fills[0]
-    assert pool.num_free == 0 and pool.is_held(second)
+def test_less_than_two_blocks_are_refused_with_what_there_is() -> None:
+    with pytest.raises(ValueError, match=r"gpu_memory_utilization 1e-09 of \d+ free bytes for 1 ranks"):
+        affordable_blocks(RolloutConfig(gpu_memory_utilization=1e-9), 1000, CPU, AXIS)

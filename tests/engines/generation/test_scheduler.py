@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from spmdrl.engines.generation.native.cache.paged import BlockPool
+from spmdrl.engines.generation.native.cache.blocks import BlockPool
 from spmdrl.engines.generation.native.cache.scheduler import Scheduler, SchedulerLimits
 from spmdrl.engines.generation.native.running_rows import Admission, Row, groups_of
 from spmdrl.engines.generation.protocol import PartialResponse, Request, SamplingParams

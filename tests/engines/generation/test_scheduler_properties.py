@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spmdrl.engines.generation.native.cache.paged import BlockPool
+from spmdrl.engines.generation.native.cache.blocks import BlockPool
 from spmdrl.engines.generation.native.cache.scheduler import Scheduler, SchedulerLimits
 from spmdrl.engines.generation.native.running_rows import Row
 from spmdrl.engines.generation.protocol import Request

@@ -4,8 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from spmdrl.engines.generation.native.stop_strings import completes_stop_string
-from spmdrl.engines.generation.protocol import SamplingParams
+from spmdrl.engines.generation.protocol import SamplingParams, completes_stop_string
 from spmdrl.engines.generation.rollout_config import RolloutConfig
 from tests.engines.generation.support import make_engine, prompt_of, request, run, wake
 

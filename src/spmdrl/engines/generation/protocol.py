@@ -8,7 +8,7 @@ Where several ranks are one engine, all of them call it alike, with the same req
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
@@ -20,6 +20,12 @@ if TYPE_CHECKING:
     from spmdrl.types import WeightSlice
 
 Finish = Literal["stop", "length", "aborted"]
+
+Decode = Callable[[Sequence[int]], str]
+"""The text of tokens."""
+
+# Room for tokens without text, and for text that differs where it is cut off.
+_SPARE_TOKENS = 8
 
 
 @dataclass(frozen=True)
@@ -141,6 +147,14 @@ class Response:
             return self.token_ids
         last = max(self.turns, default=0)
         return tuple(token for token, turn in zip(self.token_ids, self.turns, strict=True) if turn == last)
+
+
+def completes_stop_string(token_ids: Sequence[int], stop_strings: Sequence[str], decode: Decode) -> bool:
+    """Whether the text of the tokens contains one of the strings, given that it didn't before the last token."""
+    # A token may be no more than one byte of a character.
+    num_tokens = max(len(text.encode()) for text in stop_strings) + _SPARE_TOKENS
+    text = decode(token_ids[-num_tokens:])
+    return any(string in text for string in stop_strings)
 
 
 class GenerationEngine(Protocol):

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from spmdrl.config.config import Config
 from spmdrl.engines.generation.expert_choices import ChoiceRecorder
-from spmdrl.engines.generation.native.stop_strings import Decode
-from spmdrl.engines.generation.protocol import GenerationEngine
+from spmdrl.engines.generation.protocol import Decode, GenerationEngine
 from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.job.model.model_source import ModelSource
 from spmdrl.job.start.model_checks import check_vllm, check_vllm_computes

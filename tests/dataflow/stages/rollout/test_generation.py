@@ -19,8 +19,7 @@ from spmdrl.dataflow.samples.schema import needs_by_state
 from spmdrl.dataflow.samples.transport.transport import DockConfig
 from spmdrl.dataflow.stages.rollout.generation import GenerationStage
 from spmdrl.dataflow.stages.rollout.partial import OwnGroup
-from spmdrl.engines.generation.native.lockstep import Lockstep
-from spmdrl.engines.generation.native.native_engine import NativeEngine
+from spmdrl.engines.generation.native.native_engine import Lockstep, NativeEngine
 from spmdrl.engines.generation.protocol import Response, SamplingParams
 from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.decoder import DecoderConfig

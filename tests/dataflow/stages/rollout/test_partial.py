@@ -23,8 +23,7 @@ from spmdrl.dataflow.samples.transport.transport import DockConfig
 from spmdrl.dataflow.stages.reward import RewardStage
 from spmdrl.dataflow.stages.rollout.generation import GenerationStage
 from spmdrl.engines.generation.expert_choices import ChoiceRecorder
-from spmdrl.engines.generation.native.lockstep import Lockstep
-from spmdrl.engines.generation.native.native_engine import NativeEngine
+from spmdrl.engines.generation.native.native_engine import Lockstep, NativeEngine
 from spmdrl.engines.generation.protocol import SamplingParams
 from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.decoder import DecoderConfig

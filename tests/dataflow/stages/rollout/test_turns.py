@@ -15,8 +15,7 @@ from spmdrl.dataflow.stages.rollout.partial import OwnGroup, nothing_yet, packed
 from spmdrl.dataflow.stages.rollout.requests import run_requests
 from spmdrl.dataflow.stages.rollout.turns import RolloutTurns
 from spmdrl.engines.environment.environment_pool import EnvironmentConfig, EnvironmentPool
-from spmdrl.engines.generation.native.lockstep import Lockstep
-from spmdrl.engines.generation.native.native_engine import NativeEngine
+from spmdrl.engines.generation.native.native_engine import Lockstep, NativeEngine
 from spmdrl.engines.generation.protocol import Response, SamplingParams
 from spmdrl.engines.generation.replay import ReplayEngine, read_rollouts, record_rollouts, rollout_file
 from spmdrl.engines.generation.rollout_config import RolloutConfig

@@ -20,7 +20,7 @@ from spmdrl.dataflow.stages.rollout.partial import (
     unpacked,
 )
 from spmdrl.dataflow.stages.rollout.turns import RolloutTurns, run_rollout
-from spmdrl.engines.generation.native.lockstep import Lockstep
+from spmdrl.engines.generation.native.native_engine import Lockstep
 from spmdrl.engines.generation.protocol import GenerationEngine, Response, SamplingParams
 from spmdrl.engines.generation.replay import record_rollouts, rollout_file
 from spmdrl.observability.metrics import Recorder

@@ -10,8 +10,7 @@ import torch
 from spmdrl.dataflow.data.prompts import Prompt
 from spmdrl.dataflow.stages.model_tokens import turn_texts
 from spmdrl.engines.environment.episode import Episode, Turn
-from spmdrl.engines.generation.native.stop_strings import Decode, completes_stop_string
-from spmdrl.engines.generation.protocol import Finish, PartialResponse, Request, Response
+from spmdrl.engines.generation.protocol import Decode, Finish, PartialResponse, Request, Response, completes_stop_string
 from spmdrl.engines.workers.verdict import Outcome
 
 

@@ -20,9 +20,8 @@ from spmdrl.dataflow.stages.rollout.requests import by_request, run_requests
 from spmdrl.dataflow.stages.rollout.turn_row import TurnRow
 from spmdrl.engines.environment.environment_pool import EnvironmentPool
 from spmdrl.engines.environment.environment_runner import StepResult
-from spmdrl.engines.generation.native.lockstep import Lockstep
-from spmdrl.engines.generation.native.stop_strings import Decode
-from spmdrl.engines.generation.protocol import Finish, GenerationEngine, Request, Response
+from spmdrl.engines.generation.native.native_engine import Lockstep
+from spmdrl.engines.generation.protocol import Decode, Finish, GenerationEngine, Request, Response
 from spmdrl.engines.workers.verdict import Outcome, Verdict
 from spmdrl.resources.collectives import broadcast_bytes
 from spmdrl.resources.mesh import GenerationMesh

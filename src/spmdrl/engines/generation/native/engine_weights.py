@@ -1,11 +1,26 @@
-"""The engine's own copy of a module's weights: storages that can be freed and taken back one by one, or borrowed."""
+"""The engine's weights: storages that are freed and taken back, packed for decoding, or borrowed.
+
+    plain (to be filled, borrowed) --pack--> packed (to be used) --wake, borrow, sleep--> plain
+
+Packed are those of linear layers, in the layout in which decoding steps read them fastest. Layers that have the same
+input become one product. Where no layout is faster than the plain one, nothing is packed.
+
+Shape letters: `R` rows, `D` inputs of a linear layer, `V` vocabulary or this rank's part of it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+
+from spmdrl.engines.generation.native.compiled import multiply_outside
+from spmdrl.engines.models.decoder import Decoder, SelfAttention
+from spmdrl.engines.models.kernels import ops
+from spmdrl.engines.models.kernels.blocked import BlockedLinear
+from spmdrl.engines.models.layers import FeedForward
 
 
 class FreeableWeights:
@@ -71,3 +86,144 @@ class FreeableWeights:
         held = dict(self._module.named_parameters()) | dict(self._module.named_buffers())
         for name, weight in weights.items():
             held[name].data = weight
+
+
+class PackedWeights(FreeableWeights):
+    """Freeable weights of a decoder on the meta device, whose linear layers run packed from `pack` on.
+
+    A packed weight has no other storage, unless it is borrowed or used elsewhere too, as a tied head is.
+    """
+
+    def __init__(self, decoder: Decoder, device: torch.device, dtype: torch.dtype):
+        super().__init__(decoder, device, dtype)
+        self._name_of = {id(weight): name for name, weight in decoder.named_parameters()}
+        self._head = Product([_head_weight(decoder)])
+        self.products = [*_installed(decoder), self._head]
+        for number, product in enumerate(self.products):
+            product.number = number
+        self._used_elsewhere = {"model.embed_tokens.weight"}
+        self._is_packed = False
+
+    @property
+    def num_bytes(self) -> int:
+        return super().num_bytes + sum(product.num_bytes for product in self.products)
+
+    def logits(self, hidden_RD: Tensor) -> Tensor:
+        """What the head, tied or not, says of hidden states [R, V]."""
+        (logits_RV,) = self._head(hidden_RD)
+        return logits_RV
+
+    def pack(self) -> None:
+        """Pack what isn't yet; the weights must be awake and filled."""
+        if self._is_packed:
+            return
+        for product in self.products:
+            product.pack()
+            if product.is_packed:
+                for name in self._names(product) - self._used_elsewhere - self._borrowed.keys():
+                    self._own[name].untyped_storage().resize_(0)
+        self._is_packed = True
+
+    def wake(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
+        self._unpack()
+        return super().wake(names)
+
+    def borrow(self, weights: Mapping[str, Tensor]) -> None:
+        self._unpack()
+        super().borrow(weights)
+
+    def sleep(self) -> None:
+        for product in self.products:
+            product.drop()
+        self._is_packed = False
+        super().sleep()
+
+    def _names(self, product: Product) -> set[str]:
+        return {self._name_of[id(weight)] for weight in product.weights}
+
+    def _unpack(self) -> None:
+        """Give packed weights their plain storages back, with what they held."""
+        for product in self.products:
+            for weight, values in zip(product.weights, product.unpacked(), strict=False):
+                own = self._own[self._name_of[id(weight)]]
+                if not own.untyped_storage().nbytes() and self._name_of[id(weight)] not in self._borrowed:
+                    own.untyped_storage().resize_(own.nbytes)
+                    own.copy_(values)
+            product.drop()
+        self._is_packed = False
+
+
+class Product:
+    """Linear layers of the same input: one product where they are packed, else one each."""
+
+    def __init__(self, weights: Sequence[nn.Parameter], biases: Sequence[nn.Parameter | None] = (None,)):
+        self.weights = list(weights)
+        self._biases = list(biases)
+        self._sizes = [len(weight) for weight in weights]
+        self._width = sum(self._sizes)
+        self._packed: BlockedLinear | None = None
+        self.number = 0
+        """Which of its decoder's products it is."""
+
+    @classmethod
+    def of(cls, *layers: nn.Linear) -> Product:
+        return cls([layer.weight for layer in layers], [layer.bias for layer in layers])
+
+    def __call__(self, rows_RD: Tensor) -> Sequence[Tensor]:
+        if self.is_packed:
+            is_traced = torch.compiler.is_compiling()
+            outputs = multiply_outside(rows_RD, self.number, self._width) if is_traced else self.packed(rows_RD)
+            return outputs.split(self._sizes, dim=-1)
+        return [F.linear(rows_RD, weight, bias) for weight, bias in zip(self.weights, self._biases, strict=True)]
+
+    @property
+    def is_packed(self) -> bool:
+        return self._packed is not None
+
+    @property
+    def num_bytes(self) -> int:
+        return 0 if self._packed is None else self._packed.num_bytes
+
+    def packed(self, rows_RD: Tensor) -> Tensor:
+        """All layers' outputs beside each other, of packed layers."""
+        assert self._packed is not None, "the product isn't packed"
+        return self._packed(rows_RD)
+
+    def pack(self) -> None:
+        biases = [bias for bias in self._biases if bias is not None]
+        self._packed = ops.blocked_linear(_joined(self.weights), _joined(biases) if biases else None)
+
+    def unpacked(self) -> Sequence[Tensor]:
+        """What the weights held when they were packed, or nothing if they aren't."""
+        return () if self._packed is None else self._packed.weight().split(self._sizes)
+
+    def drop(self) -> None:
+        self._packed = None
+
+
+def _installed(decoder: Decoder) -> Iterator[Product]:
+    """Have the linear layers below the head run as products; yields these."""
+    joined: set[nn.Module] = set()
+    for module in decoder.modules():
+        layers: tuple[nn.Linear, ...] = ()
+        if isinstance(module, SelfAttention):
+            layers = (module.q_proj, module.k_proj, module.v_proj)
+        elif isinstance(module, FeedForward):
+            layers = (module.gate_proj, module.up_proj)
+        if layers:
+            joined.update(layers)
+            module.project = product = Product.of(*layers)
+            yield product
+    for module in decoder.model.modules():
+        if type(module) is nn.Linear and module not in joined:
+            product = Product.of(module)
+            module.forward = lambda rows_RD, product=product: product(rows_RD)[0]
+            yield product
+
+
+def _head_weight(decoder: Decoder) -> nn.Parameter:
+    return decoder.model.embed_tokens.weight if decoder.lm_head is None else decoder.lm_head.weight
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))

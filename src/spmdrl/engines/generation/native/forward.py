@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spmdrl.engines.generation.expert_choices import ChoiceRecorder
-from spmdrl.engines.generation.native.cache.decode_attention import DecodeAttention
-from spmdrl.engines.generation.native.cache.paged import SCRATCH_BLOCK, CacheShape, PagedCache
-from spmdrl.engines.generation.native.cache.prefill_attention import PrefillAttention, Span
+from spmdrl.engines.generation.native.cache.blocks import SCRATCH_BLOCK
+from spmdrl.engines.generation.native.cache.cached_attention import DecodeAttention, PrefillAttention, Span
+from spmdrl.engines.generation.native.cache.paged import CacheShape, PagedCache
 from spmdrl.engines.generation.native.compiled import CompiledStep, check_compiler, check_compiles
-from spmdrl.engines.generation.native.packed_weights import PackedWeights
+from spmdrl.engines.generation.native.engine_weights import PackedWeights
 from spmdrl.engines.generation.native.running_rows import Chunk, Row
 from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.decoder import Decoder, DecoderConfig

@@ -16,18 +16,17 @@ import torch
 from torch import Tensor
 
 from spmdrl.engines.generation.expert_choices import ChoiceRecorder
-from spmdrl.engines.generation.native.cache.cache_size import affordable_blocks
-from spmdrl.engines.generation.native.cache.paged import BlockPool
+from spmdrl.engines.generation.native.cache.blocks import BlockPool
+from spmdrl.engines.generation.native.cache.paged import affordable_blocks
 from spmdrl.engines.generation.native.cache.scheduler import Admitted, Scheduler, SchedulerLimits
 from spmdrl.engines.generation.native.forward import CachedDecoder
-from spmdrl.engines.generation.native.lockstep import Lockstep
-from spmdrl.engines.generation.native.row_sampler import RowDrawer
 from spmdrl.engines.generation.native.running_rows import Row
-from spmdrl.engines.generation.native.stop_strings import Decode
-from spmdrl.engines.generation.protocol import Request, Response
+from spmdrl.engines.generation.native.sampling import RowDrawer
+from spmdrl.engines.generation.protocol import Decode, Request, Response
 from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.decoder import DecoderConfig
-from spmdrl.resources.mesh import GenerationMesh, lone_generation_mesh
+from spmdrl.engines.parallel.axis_collectives import max_across
+from spmdrl.resources.mesh import Axis, GenerationMesh, lone_generation_mesh
 from spmdrl.types import WeightSlice, whole_slice
 
 
@@ -268,3 +267,21 @@ class NativeEngine:
             self._scheduler.finish(row)
             responses.append(row.response(finish))
         return responses
+
+
+class Lockstep:
+    """The replicas that share experts: all must run a forward where one does; alone, it agrees with itself."""
+
+    def __init__(self, axis: Axis, device: torch.device):
+        self._axis = axis
+        self._device = device
+
+    @property
+    def is_alone(self) -> bool:
+        return self._axis.size == 1
+
+    def most(self, *counts: int) -> list[int]:
+        """The largest of each count over the replicas. Collective over them."""
+        if self.is_alone:
+            return list(counts)
+        return max_across(torch.tensor(counts, device=self._device), self._axis).tolist()

@@ -17,8 +17,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from spmdrl.engines.generation.native.stop_strings import Decode, completes_stop_string
-from spmdrl.engines.generation.protocol import Finish, Request, Response, SamplingParams
+from spmdrl.engines.generation.protocol import Decode, Finish, Request, Response, SamplingParams, completes_stop_string
 from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.generation.vllm import vllm_cpu
 from spmdrl.engines.generation.vllm.vllm_launch import launch_variables

@@ -1,7 +1,4 @@
-"""The paged KV cache: blocks counted by reference, and the keys and values that they hold.
-
-A row's positions live in blocks of `block_size` tokens, listed in its block table. The rows of a group share their
-prompt's blocks; a row copies the last, partly filled one before it writes into it.
+"""The paged KV cache: keys and values in blocks, and how many blocks there is room for.
 
 Shape letters: `T` packed tokens, `B` rows, `C` blocks of a table, `J` key and value heads, `K` head size of
 keys, `V` head size of values.
@@ -9,96 +6,18 @@ keys, `V` head size of values.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-# Rows that only pad a batch read and write here; no request ever gets it.
-SCRATCH_BLOCK = 0
-
-
-class BlockPool:
-    """Who holds which block: numbers only. Block 0 is the scratch block, always taken.
-
-    A block that no row holds is free; one whose content was remembered idles, and is handed out only when no other is
-    left, longest idle first. Until then it can be shared again.
-    """
-
-    def __init__(self, num_blocks: int = 1):
-        self.num_blocks = 1
-        self._free: list[int] = []
-        self._idle: OrderedDict[int, None] = OrderedDict()
-        self._remembered: set[int] = set()
-        self._holders: list[int] = [1]
-        self._fills: list[int] = [0]
-        self.grow(num_blocks)
-
-    @property
-    def num_free(self) -> int:
-        """Blocks that can be taken, the idle ones included."""
-        return len(self._free) + len(self._idle)
-
-    def grow(self, num_blocks: int) -> None:
-        """Add free blocks until there are `num_blocks`, the scratch block included."""
-        # The lowest number is handed out first, which keeps what is in use together.
-        self._free[:0] = range(num_blocks - 1, self.num_blocks - 1, -1)
-        self._holders.extend([0] * (num_blocks - self.num_blocks))
-        self._fills.extend([0] * (num_blocks - self.num_blocks))
-        self.num_blocks = max(self.num_blocks, num_blocks)
-
-    def take(self) -> int:
-        assert self.num_free, f"all {self.num_blocks} blocks are taken"
-        if self._free:
-            block = self._free.pop()
-        else:
-            block, _ = self._idle.popitem(last=False)
-            self._remembered.remove(block)
-        self._holders[block] = 1
-        self._fills[block] += 1
-        return block
-
-    def share(self, blocks: Iterable[int]) -> None:
-        for block in blocks:
-            assert self._holders[block] > 0 or block in self._idle, f"block {block} is free and can't be shared"
-            self._idle.pop(block, None)
-            self._holders[block] += 1
-
-    def is_shared(self, block: int) -> bool:
-        return self._holders[block] > 1
-
-    def is_held(self, block: int) -> bool:
-        return self._holders[block] > 0
-
-    def release(self, blocks: Sequence[int]) -> None:
-        """Drop one holder of each block; a block without holders is free."""
-        # Last blocks first: of those that idle, a prefix is of use without what follows it, but not the other way.
-        for block in reversed(blocks):
-            assert self._holders[block] > 0 and block != SCRATCH_BLOCK, f"block {block} is released too often"
-            self._holders[block] -= 1
-            if not self._holders[block]:
-                if block in self._remembered:
-                    self._idle[block] = None
-                else:
-                    self._free.append(block)
-
-    def remember(self, block: int) -> int:
-        """Let a held block idle when it is released; returns its `fill_of`, by which it is known."""
-        assert self._holders[block] > 0, f"block {block} is free and holds nothing to remember"
-        self._remembered.add(block)
-        return self._fills[block]
-
-    def fill_of(self, block: int) -> int:
-        """How often the block was taken: as long as that stays the same, so does what it was filled with."""
-        return self._fills[block]
-
-    def forget(self) -> None:
-        """Let nothing idle any more."""
-        self._free.extend(self._idle)
-        self._idle.clear()
-        self._remembered.clear()
+from spmdrl.engines.generation.rollout_config import RolloutConfig
+from spmdrl.engines.parallel.axis_collectives import max_across
+from spmdrl.resources.host_memory import free_host_bytes
+from spmdrl.resources.mesh import Axis
+from spmdrl.resources.startup.launch import read_launch_environment
 
 
 @dataclass(frozen=True)
@@ -211,3 +130,37 @@ class PagedCache:
         target_index = torch.tensor(targets, device=self.device)
         for store in self._stores:
             store.index_copy_(1, target_index, store.index_select(1, source_index))
+
+
+def affordable_blocks(rollout: RolloutConfig, block_bytes: int, device: torch.device, axis: Axis) -> int:
+    """Blocks that the configured size, or the configured share of the memory, has room for now.
+
+    Raises ValueError where that is less than two. Collective over the replica's ranks, whose schedulers decide alike:
+    all get the number of the one with the least room.
+    """
+    budget_bytes, source = _budget(rollout, device)
+    num_blocks = budget_bytes // block_bytes
+    if axis.size > 1:
+        num_blocks = -int(max_across(torch.tensor(-num_blocks, device=device), axis))
+    if num_blocks < 2:
+        raise ValueError(
+            f"{source} leaves {budget_bytes} bytes for the KV cache, but 2 blocks take {2 * block_bytes}; raise it or "
+            "lower rollout.block_size"
+        )
+    return num_blocks
+
+
+def _budget(rollout: RolloutConfig, device: torch.device) -> tuple[int, str]:
+    """Bytes for the cache of this rank, and what says so."""
+    share = rollout.gpu_memory_utilization
+    if rollout.kv_cache_gib is not None:
+        return int(rollout.kv_cache_gib * 2**30), f"rollout.kv_cache_gib {rollout.kv_cache_gib}"
+    if device.type == "cpu":
+        free_bytes, num_ranks = free_host_bytes(), read_launch_environment(os.environ).local_world_size
+        source = f"rollout.gpu_memory_utilization {share} of {free_bytes} free bytes for {num_ranks} ranks of the host"
+        return int(share * free_bytes / num_ranks), source
+    backend = torch.get_device_module(device)
+    backend.empty_cache()
+    free_bytes, total_bytes = backend.mem_get_info(device)
+    source = f"rollout.gpu_memory_utilization {share} of {total_bytes} bytes, of which {free_bytes} are free,"
+    return int(share * total_bytes - (total_bytes - free_bytes)), source

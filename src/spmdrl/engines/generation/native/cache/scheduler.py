@@ -18,8 +18,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from spmdrl.engines.generation.native.cache.paged import BlockPool
-from spmdrl.engines.generation.native.cache.prefixes import PrefixCache
+from spmdrl.engines.generation.native.cache.blocks import BlockPool, PrefixCache
 from spmdrl.engines.generation.native.running_rows import Admission, Chunk, Group, Row, groups_of
 from spmdrl.engines.generation.protocol import Request, Response
 
