@@ -39,7 +39,7 @@ def fn(completions, **columns):
 
 FAILS = """
 import os, sys
-import spmdrl.verbs.train
+from spmdrl.dataflow.samples import samples
 from spmdrl.cli.command_line import main
 
 def fail(*arguments, calls=[]):
@@ -48,7 +48,7 @@ def fail(*arguments, calls=[]):
         raise RuntimeError("the cause\\nand more of it")
     return prompt_columns(*arguments)
 
-prompt_columns, spmdrl.verbs.train.prompt_columns = spmdrl.verbs.train.prompt_columns, fail
+prompt_columns, samples.prompt_columns = samples.prompt_columns, fail
 raise SystemExit(main())
 """
 
@@ -147,7 +147,7 @@ def test_a_rank_that_fails_is_the_one_cause_on_the_screen(tmp_path, launcher):
     with started(tmp_path, [str(script)], str(tiny_config(tmp_path)), launcher=launcher) as job:
         assert job.process.wait(90) == 1
     shown = job.shown()
-    cause = r"spmdrl: rank 1: RuntimeError: the cause \(at spmdrl/verbs/train\.py:\d+\); the traceback is"
+    cause = r"spmdrl: rank 1: RuntimeError: the cause \(at spmdrl/dataflow/samples/samples\.py:\d+\); the traceback is"
     assert re.match(cause, shown[0])
     assert sum("closed by peer" in line for line in shown) == 0
     if launcher == OURS:

@@ -16,6 +16,7 @@ from spmdrl.bench.nodes.central_buffer import CentralBuffer, CentralDock
 from spmdrl.bench.nodes.emulated_nodes import LinkBytes, emulated_nodes, refusal
 from spmdrl.bench.nodes.flow_rank import RESULT_FILE, VARIANTS, Measured, RankTask
 from spmdrl.bench.nodes.sample_flow import FlowSize, StepRun, check_taken, make_step
+from spmdrl.dataflow.samples.samples import prompt_columns
 from spmdrl.dataflow.samples.volume import Link
 from spmdrl.resources.world import World
 from spmdrl.types import Batch
@@ -84,7 +85,7 @@ def test_columns_can_be_taken_while_others_are_still_being_put():
 def _filled_buffer(num_takers: int) -> CentralBuffer:
     """All columns that the update reads, put in two halves in the wrong order."""
     step, buffer = make_step(AT_ONCE, 1, 1), CentralBuffer(num_takers)
-    buffer.put_prompts(step.prompts(), AT_ONCE.group_size)
+    buffer.put_prompts(prompt_columns(step.prompts()), AT_ONCE.group_size)
     for rows in torch.arange(step.num_rows).chunk(2)[::-1]:
         for name in ("response_ids", "rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages"):
             buffer.put(step.column(name, rows))
@@ -94,8 +95,8 @@ def _filled_buffer(num_takers: int) -> CentralBuffer:
 def _run_central_step(world: World) -> tuple[list[int], dict[Link, int]]:
     step = make_step(AT_ONCE, world.num_nodes, 1)
     with CentralDock(world, timeout_seconds=20.0) as dock:
-        samples = dock.open_batch(1, step.num_rows, step.group_size)
-        taken = StepRun(samples, step, AT_ONCE).run(step.prompts())
+        samples = dock.open_batch(1, step.prompts(), step.group_size)
+        taken = StepRun(samples, step, AT_ONCE).run()
         check_taken(taken, step)
         dock.close_batch(samples)
         return taken.rows.tolist(), {link: dock.volume.payload_bytes(link) for link in Link}

@@ -6,11 +6,9 @@ import time
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
-import torch
-
 from spmdrl.config.config import Config
 from spmdrl.config.reader import ConfigError, LoadedConfig, start_up
-from spmdrl.dataflow.data.prompts import Prompt, PromptSource
+from spmdrl.dataflow.data.prompts import PromptSource
 from spmdrl.dataflow.samples.balancing.sharing import groups_of_generation, groups_of_training
 from spmdrl.dataflow.samples.carried import CarriedGroups
 from spmdrl.dataflow.samples.dock import TransferDock
@@ -47,7 +45,6 @@ from spmdrl.observability.terminal.console import Console
 from spmdrl.resources.mesh import build_update_mesh
 from spmdrl.resources.startup.launch import command_of
 from spmdrl.resources.world import World, make_deterministic
-from spmdrl.types import Batch
 from spmdrl.types.roles import POLICY
 from spmdrl.verbs.sft import admit_supervised, train_supervised
 
@@ -101,17 +98,16 @@ class Training:
 def loop(training: Training) -> None:
     """Rollout, credit, update, until no step remains. Collective over all ranks."""
     run, switching, stages = training.run, training.switching, training.stages
-    algorithm, rollout = training.checked.algorithm, training.checked.config.rollout
+    algorithm, num_generations = training.checked.algorithm, training.checked.config.rollout.num_generations
     training.held_out.before()
     for step in run.remaining_steps():
         groups = training.carried.of_step(step)
         prompts = [training.prompts.at(serial) for serial in groups.serials]
-        samples = training.dock.open_batch(step, len(prompts) * rollout.num_generations, rollout.num_generations)
-        samples.put_prompts(prompt_columns(prompts), groups.holders)
+        samples = training.dock.open_batch(step, prompts, num_generations, groups.holders)
         if not training.kept_rollouts.take_up(samples):
             training.rollouts.begin_step(step)
             switching.to_generation(step)
-            stages.generate(samples, prompts)
+            stages.generate(samples)
             training.rollouts.end_step(step)
             switching.start_return(step)
         for stage in stages.without_actor:
@@ -124,17 +120,10 @@ def loop(training: Training) -> None:
         for stage in stages.with_credit:
             stage(samples)
         stages.update(samples, algorithm)
-        training.report.write(samples, prompts)
+        training.report.write(samples)
         training.report.count(training.dock.close_batch(samples))
         training.held_out.when_due(step)
         run.finish_step(step, training.state)
-
-
-def prompt_columns(prompts: list[Prompt]) -> Batch:
-    """The prompts as the dock takes them, one row each."""
-    batch = Batch.of_rows(range(len(prompts)))
-    batch.put_lists("prompt_ids", [prompt.prompt_ids for prompt in prompts], torch.int32)
-    return batch
 
 
 def warm_started(checked: CheckedRun, world: World) -> CheckedRun:

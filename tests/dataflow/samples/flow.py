@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from spmdrl.dataflow.data.prompts import Prompt
 from spmdrl.dataflow.samples.dock import TransferDock
 from spmdrl.dataflow.samples.samples import Samples
 from spmdrl.dataflow.samples.schema import needs_by_state
@@ -21,10 +22,12 @@ def open_dock(world: World, config: DockConfig | None = None) -> TransferDock:
     return TransferDock(world, needs_by_state({"advantages", "rollout_logprobs"}), config or DockConfig(20.0))
 
 
-def make_prompts() -> Batch:
-    prompts = Batch.of_rows(range(NUM_ROWS // GROUP_SIZE))
-    prompts.put_lists("prompt_ids", [[group] * (group % 3 + 1) for group in range(len(prompts))], torch.int32)
-    return prompts
+def make_prompts() -> list[Prompt]:
+    return [make_prompt([group] * (group % 3 + 1)) for group in range(NUM_ROWS // GROUP_SIZE)]
+
+
+def make_prompt(ids: list[int]) -> Prompt:
+    return Prompt("", ids, "", None, {}, "")
 
 
 def response_of(row: int) -> list[int]:
@@ -81,8 +84,7 @@ def check_training_rows(batch: Batch) -> None:
 
 def run_step(dock: TransferDock, step: int, dropped: tuple[int, ...] = ()) -> dict:
     """One whole step; what this rank did in it."""
-    samples = dock.open_batch(step, NUM_ROWS, GROUP_SIZE)
-    samples.put_prompts(make_prompts())
+    samples = dock.open_batch(step, make_prompts(), GROUP_SIZE)
     generated = samples.deal_generation()
     generate(samples, generated)
     rewarded = reward(samples)

@@ -35,8 +35,7 @@ ALL_ROWS = list(range(NUM_ROWS))
 
 
 def open_samples(dock: TransferDock):
-    samples = dock.open_batch(1, NUM_ROWS, GROUP_SIZE)
-    samples.put_prompts(make_prompts())
+    samples = dock.open_batch(1, make_prompts(), GROUP_SIZE)
     return samples
 
 
@@ -71,7 +70,7 @@ def test_a_batch_with_rows_left_over_is_not_closed():
     with pytest.raises(RuntimeError, match="24 of 24 rows .* row 0 waits for columns advantages before update"):
         dock.close_batch(samples)
     with pytest.raises(ValueError, match="step 1 is still open"):
-        dock.open_batch(2, NUM_ROWS, GROUP_SIZE)
+        dock.open_batch(2, make_prompts(), GROUP_SIZE)
     credit(samples)
     with pytest.raises(RuntimeError, match="row 0 is ready for update"):
         dock.close_batch(samples)
@@ -95,18 +94,11 @@ def test_misuse_is_refused_with_a_way_out():
         samples.put(WorkerState.ADVANTAGE, wrong)
 
 
-def test_prompts_must_fill_the_batch():
-    samples = open_dock(ONE_RANK).open_batch(0, NUM_ROWS + GROUP_SIZE, GROUP_SIZE)
-    with pytest.raises(ValueError, match="put one row for each of the 7 prompts"):
-        samples.put_prompts(make_prompts())
-
-
 @pytest.mark.parametrize("streams", [False, True])
 def test_rows_are_announced_where_streams_take_them_and_nowhere_else(streams):
     needs = needs_by_state({"advantages", "rollout_logprobs"})
     with TransferDock(ONE_RANK, needs, DockConfig(20.0), streams=streams) as dock:
-        samples = dock.open_batch(0, NUM_ROWS, GROUP_SIZE)
-        samples.put_prompts(make_prompts())
+        samples = dock.open_batch(0, make_prompts(), GROUP_SIZE)
         put_group(samples, samples.deal_generation()[:GROUP_SIZE])
         samples.mark_dropped([GROUP_SIZE], "late")
         announced = dock._parts.transport.warehouse.news_since(0)
@@ -177,8 +169,7 @@ def late_reading(world: World) -> list[list[float]]:
     """The last rank looks at everybody's rows when all others are done with the batch."""
     with open_dock(world) as dock:
         for step in range(2):
-            samples = dock.open_batch(step, NUM_ROWS, GROUP_SIZE)
-            samples.put_prompts(make_prompts())
+            samples = dock.open_batch(step, make_prompts(), GROUP_SIZE)
             generate(samples, samples.deal_generation())
             reward(samples)
             credit(samples)

@@ -27,6 +27,7 @@ from spmdrl.dataflow.samples.transport.transport import DockConfig
 from spmdrl.dataflow.samples.volume import FlowShape, Link, Volume, warehouse_gib
 from spmdrl.resources.world import World
 from spmdrl.types import Batch, WorkerState, offsets_of
+from tests.dataflow.samples.flow import make_prompt
 from tests.support.ranks import run_ranks
 
 ITEMS = ("response_ids", "rollout_logprobs", "versions", "ref_logprobs", "old_logprobs")
@@ -62,8 +63,6 @@ def padded(rows: list[int], names: list[str], length: int) -> Batch:
 
 def run_flow(samples: Samples, flow: FlowShape) -> None:
     """Every state once, each column put once and fetched twice."""
-    prompts = padded(list(range(flow.num_prompts)), ["prompt_ids"], flow.max_prompt_length)
-    samples.put_prompts(prompts)
     made = columns_made(flow.num_response_items)
     generated = samples.deal_generation()
     for state, names in made.items():
@@ -85,7 +84,8 @@ def volumes_of_rank(world: World, flows: list[FlowShape]) -> list[Volume]:
     with TransferDock(world, needs, DockConfig(locality=False)) as dock:
         for step, flow in enumerate(flows):
             before = dock.volume.copy()
-            samples = dock.open_batch(step, flow.num_prompts * flow.responses_each, flow.responses_each)
+            prompts = [make_prompt([1] * flow.max_prompt_length)] * flow.num_prompts
+            samples = dock.open_batch(step, prompts, flow.responses_each)
             run_flow(samples, flow)
             dock.close_batch(samples)
             moved.append(dock.volume.since(before))

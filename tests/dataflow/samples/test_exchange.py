@@ -37,8 +37,7 @@ def test_each_row_comes_once_from_a_rank_of_its_home(num_nodes, ranks_per_node, 
 def take_from_a_rank_that_hangs(world: World) -> str:
     """Rank 0 doesn't come to its part in the exchange; what rank 1 is told."""
     dock = flow.open_dock(world, DockConfig(timeout_seconds=1.0, locality=False))
-    samples = dock.open_batch(0, flow.NUM_ROWS, flow.GROUP_SIZE)
-    samples.put_prompts(flow.make_prompts())
+    samples = dock.open_batch(0, flow.make_prompts(), flow.GROUP_SIZE)
     flow.generate(samples, samples.deal_generation())
     flow.reward(samples)
     barrier()

@@ -16,8 +16,7 @@ DROPPED = 5
 
 
 def open_samples(dock, step: int = 3) -> Samples:
-    samples = dock.open_batch(step, flow.NUM_ROWS, flow.GROUP_SIZE)
-    samples.put_prompts(flow.make_prompts())
+    samples = dock.open_batch(step, flow.make_prompts(), flow.GROUP_SIZE)
     return samples
 
 

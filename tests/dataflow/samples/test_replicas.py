@@ -1,7 +1,6 @@
 """Replicas of several ranks: rows to generate are dealt to replicas, and their first ranks speak for them."""
 
 import pytest
-import torch
 
 from spmdrl.dataflow.samples.balancing.sharing import groups_of_generation, groups_of_training
 from spmdrl.dataflow.samples.dock import TransferDock
@@ -11,7 +10,6 @@ from spmdrl.dataflow.samples.volume import Link
 from spmdrl.resources.layout import GenerationLayout, UpdateLayout
 from spmdrl.resources.mesh import build_generation_mesh, build_update_mesh
 from spmdrl.resources.world import World
-from spmdrl.types import Batch
 from tests.dataflow.samples import flow
 from tests.support.ranks import run_ranks
 
@@ -61,11 +59,7 @@ def _one_group(world: World) -> list[int]:
     mesh = build_generation_mesh(GenerationLayout(2), world.device, world.size, world.rank)
     groups = groups_of_generation(mesh, world.device.torch_device)
     with TransferDock(world, needs_by_state({"rollout_logprobs"}), DockConfig(20.0), row_groups=groups) as dock:
-        samples = dock.open_batch(0, flow.GROUP_SIZE, flow.GROUP_SIZE)
-        prompt = Batch.of_rows([0])
-        prompt.put_lists("prompt_ids", [[1]], torch.int32)
-        samples.put_prompts(prompt)
-        return samples.deal_generation()
+        return dock.open_batch(0, [flow.make_prompt([1])], flow.GROUP_SIZE).deal_generation()
 
 
 @pytest.mark.ranks

@@ -20,8 +20,7 @@ def _scored_and_trained_rows(world: World):
     needs = needs_by_state({"advantages", "rollout_logprobs", "old_logprobs"})
     groups = groups_of_training(mesh, world.device.torch_device)
     with TransferDock(world, needs, DockConfig(20.0), row_groups=groups) as dock:
-        samples = dock.open_batch(0, flow.NUM_ROWS, flow.GROUP_SIZE)
-        samples.put_prompts(flow.make_prompts())
+        samples = dock.open_batch(0, flow.make_prompts(), flow.GROUP_SIZE)
         flow.generate(samples, samples.deal_generation())
         flow.reward(samples)
         state = WorkerState.OLD_LOGPROBS

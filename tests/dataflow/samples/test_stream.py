@@ -29,8 +29,7 @@ def open_dock(world: World, timeout_seconds: float = 20.0, groups: dict | None =
 
 
 def open_samples(dock: TransferDock) -> Samples:
-    samples = dock.open_batch(0, flow.NUM_ROWS, flow.GROUP_SIZE)
-    samples.put_prompts(flow.make_prompts())
+    samples = dock.open_batch(0, flow.make_prompts(), flow.GROUP_SIZE)
     return samples
 
 

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import heapq
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 
 import torch
 import torch.distributed.rpc as rpc
 from torch import Tensor
 
+from spmdrl.dataflow.data.prompts import Prompt
+from spmdrl.dataflow.samples.samples import prompt_columns
 from spmdrl.dataflow.samples.schema import RULES, column_number
 from spmdrl.dataflow.samples.store.frame import pack, read_frame
 from spmdrl.dataflow.samples.transport.rpc_agent import join_rpc, leave_rpc
@@ -134,8 +136,11 @@ class CentralDock:
         if world.size > 1:
             self._join()
 
-    def open_batch(self, step: int, num_rows: int, group_size: int) -> CentralSamples:
-        return CentralSamples(self, num_rows, group_size)
+    def open_batch(self, step: int, prompts: Sequence[Prompt], group_size: int) -> CentralSamples:
+        """Store the prompts, which every rank has. Nothing is communicated."""
+        if _hosted is not None:
+            _hosted.put_prompts(prompt_columns(prompts), group_size)
+        return CentralSamples(self, len(prompts) * group_size, group_size)
 
     def close_batch(self, samples: CentralSamples) -> None:
         """Forget all rows. Collective over all ranks."""
@@ -188,11 +193,6 @@ class CentralSamples:
         self.group_size = group_size
         self._dock = dock
         self._generated: list[int] = []
-
-    def put_prompts(self, prompts: Batch) -> None:
-        """Store the prompts, which every rank has. Nothing is communicated."""
-        if _hosted is not None:
-            _hosted.put_prompts(prompts, self.group_size)
 
     def deal_generation(self) -> list[int]:
         """The rows, in whole groups, that this rank generates: equally many each."""

@@ -114,9 +114,9 @@ def _run_step(dock: Dock, world: World, size: FlowSize, number: int) -> tuple[fl
     prompts = step.prompts()
     barrier()
     started = time.perf_counter()
-    samples: Any = dock.open_batch(number, step.num_rows, step.group_size)
+    samples: Any = dock.open_batch(number, prompts, step.group_size)
     part = StepRun(samples, step, size)
-    taken = part.run(prompts)
+    taken = part.run()
     dock.close_batch(samples)
     seconds = time.perf_counter() - started
     if number == 0:

@@ -7,6 +7,7 @@ a step on one, of the same lengths in another order: the work a node is the same
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -15,6 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from spmdrl.dataflow.data.prompts import Prompt
+from spmdrl.dataflow.samples.samples import prompt_columns
 from spmdrl.dataflow.samples.schema import needs_by_state, rule_of
 from spmdrl.types import Batch, WorkerState, offsets_of
 
@@ -68,12 +71,10 @@ class FlowStep:
         """Prompt and response tokens of some rows."""
         return int(self.prompt_lengths_G[rows // self.group_size].sum() + self.response_lengths_B[rows].sum())
 
-    def prompts(self) -> Batch:
-        """One row a prompt, made of its number."""
-        prompts = Batch(torch.arange(self.prompt_lengths_G.numel()))
-        values_T = prompts.rows.repeat_interleave(self.prompt_lengths_G)
-        prompts.put_ragged("prompt_ids", values_T.to(dtype_of("prompt_ids")), offsets_of(self.prompt_lengths_G))
-        return prompts
+    def prompts(self) -> list[Prompt]:
+        """Prompts made of their numbers."""
+        lengths = self.prompt_lengths_G.tolist()
+        return [Prompt("", array("i", [number]) * length, "", None, {}, "") for number, length in enumerate(lengths)]
 
     def column(self, name: str, rows: Tensor) -> Batch:
         """A column of one value a response token, made of its rows' numbers and of its name."""
@@ -119,7 +120,6 @@ def _lengths(normal: np.ndarray[Any, np.dtype[np.float64]], longest: int) -> np.
 class FlowSamples(Protocol):
     """What the flow asks of the samples of a step."""
 
-    def put_prompts(self, prompts: Batch) -> None: ...
     def deal_generation(self) -> list[int]: ...
     def take(self, state: WorkerState, names: Iterable[str]) -> Batch: ...
     def take_generated(self, state: WorkerState) -> list[int]: ...
@@ -136,9 +136,8 @@ class StepRun:
         self._step = step
         self._size = size
 
-    def run(self, prompts: Batch) -> Batch:
+    def run(self) -> Batch:
         """Go through all worker states, and return the rows that the update took. Collective over all ranks."""
-        self._samples.put_prompts(prompts)
         self._generate()
         self._reward()
         self._score(WorkerState.REFERENCE, "ref_logprobs")
@@ -205,7 +204,7 @@ def _sleep_until(moment: float) -> None:
 def check_taken(taken: Batch, step: FlowStep) -> None:
     """Raise RuntimeError unless each row brought its own values in all columns that the update reads."""
     group_B = taken.rows // step.group_size
-    prompts = step.prompts().select(group_B, ["prompt_ids"])
+    prompts = prompt_columns(step.prompts()).select(group_B)
     for name in NEEDS[WorkerState.UPDATE]:
         expected = prompts if name == "prompt_ids" else step.column(name, taken.rows)
         same_lengths = torch.equal(taken.offsets(name), expected.offsets(name))

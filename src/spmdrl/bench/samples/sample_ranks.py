@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from array import array
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -18,6 +19,7 @@ import torch
 
 from spmdrl.bench.samples.sample_driver import Measured, Settings, check_came_once, timed
 from spmdrl.bench.samples.sample_rows import COLUMNS, PROMPT, RESPONSE_COLUMNS, ROW_NUMBER, SCALARS, KeptMemory, Rows
+from spmdrl.dataflow.data.prompts import Prompt
 from spmdrl.dataflow.samples.balancing.sharing import RowGroups
 from spmdrl.dataflow.samples.dock import TransferDock
 from spmdrl.dataflow.samples.samples import Samples
@@ -70,9 +72,8 @@ class BatchedRows:
             self._all.put_ragged(name, torch.from_numpy(rows.columns[name]), offsets)
         for name in SCALARS:
             self._all.put_dense(name, torch.from_numpy(rows.columns[name]))
-        values = torch.from_numpy(rows.columns[PROMPT].reshape(rows.num_rows, -1)[:: rows.group_size])
-        self.prompts = Batch(torch.arange(values.shape[0]))
-        self.prompts.put_ragged(PROMPT, values.flatten(), torch.arange(values.shape[0] + 1) * values.shape[1])
+        values = rows.columns[PROMPT].reshape(rows.num_rows, -1)[:: rows.group_size]
+        self.prompts = [Prompt("", array("i", ids.tobytes()), "", None, {}, "") for ids in values]
         self._made: dict[tuple[WorkerState, int], list[Batch]] = {}
 
     def made_by(self, state: WorkerState, chunk: int) -> list[Batch]:
@@ -127,11 +128,10 @@ class DockBench:
         return found
 
     def _step(self, rows: BatchedRows, num_requests: int) -> _Step:
-        step, samples = _Step(), self._dock.open_batch(self._num_steps, rows.num_rows, rows.group_size)
+        step, start = _Step(), time.perf_counter()
+        samples = self._dock.open_batch(self._num_steps, rows.prompts, rows.group_size)
+        step.put += time.perf_counter() - start if self._world.is_main else 0.0
         self._num_steps += 1
-        step.put += timed(samples.put_prompts, rows.prompts) if self._world.is_main else 0.0
-        if not self._world.is_main:
-            samples.put_prompts(rows.prompts)
         for state in _STATES:
             self._run_state(state, samples, rows, step)
         stream = samples.open_stream(WorkerState.UPDATE, COLUMNS)

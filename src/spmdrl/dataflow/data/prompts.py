@@ -40,7 +40,7 @@ class Prompt:
     """
 
     id: str
-    prompt_ids: tuple[int, ...]
+    prompt_ids: Sequence[int]
     text: str
     answer: str | None
     columns: dict[str, Any]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 
 import torch
 
+from spmdrl.dataflow.data.prompts import Prompt
 from spmdrl.dataflow.samples.balancing.balance import TokenCost
 from spmdrl.dataflow.samples.balancing.dealing import DealRules
 from spmdrl.dataflow.samples.balancing.sharing import RowGroups
@@ -59,11 +60,14 @@ class TransferDock:
         """Host memory that this rank's rows take."""
         return self._parts.transport.warehouse.held_bytes
 
-    def open_batch(self, step: int, num_rows: int, group_size: int) -> Samples:
-        """Samples of a step: `num_rows` rows in groups of `group_size` responses to one prompt."""
+    def open_batch(self, step: int, prompts: Sequence[Prompt], group_size: int, holders: Sequence[int] = ()) -> Samples:
+        """Samples of a step: `group_size` responses to each prompt, the same on every rank. Nothing is communicated.
+
+        The first groups may have been begun in an earlier step, on the ranks `holders`, which go on with them.
+        """
         if self._open is not None:
             raise ValueError(f"the batch of step {self._open.step} is still open; close it before opening step {step}")
-        self._open = Samples(self._parts, step, num_rows, group_size)
+        self._open = Samples(self._parts, step, prompts, group_size, holders)
         return self._open
 
     def close_batch(self, samples: Samples) -> Accounting:

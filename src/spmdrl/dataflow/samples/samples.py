@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from spmdrl.dataflow.data.prompts import Prompt
 from spmdrl.dataflow.samples.balancing.dealing import Dealer, DealRules, Shares
 from spmdrl.dataflow.samples.control.controller import RowStatus
 from spmdrl.dataflow.samples.control.row_lives import DEFERRED, Accounting, Arrays, RowLives, restored
@@ -24,7 +25,6 @@ from spmdrl.dataflow.samples.control.row_news import (
     unpack_news,
 )
 from spmdrl.dataflow.samples.schema import (
-    check_column,
     check_columns,
     columns_mask,
     length_column,
@@ -35,7 +35,7 @@ from spmdrl.dataflow.samples.transport.payload import Payload
 from spmdrl.dataflow.samples.transport.transport import Transport
 from spmdrl.resources.collectives import barrier, gather_ragged
 from spmdrl.resources.world import World
-from spmdrl.types import Batch, Integers, WorkerState
+from spmdrl.types import Batch, Integers, WorkerState, offsets_of
 
 
 @dataclass(frozen=True)
@@ -59,10 +59,13 @@ class Samples:
     `read` and what a stream takes are local to a rank, and become known to all at the next `commit`.
     """
 
-    def __init__(self, dock: DockParts, step: int, num_rows: int, group_size: int):
+    def __init__(
+        self, dock: DockParts, step: int, prompts: Sequence[Prompt], group_size: int, holders: Sequence[int]
+    ):  # fmt: skip
         self.step = step
-        self.num_rows = num_rows
+        self.prompts = prompts
         self.group_size = group_size
+        self.num_rows = num_rows = len(prompts) * group_size
         self._dock = dock
         self._lives = RowLives(dock.needs_by_state, step=step, num_rows=num_rows, group_size=group_size)
         self._dealer = Dealer(dock.rules, step, group_size)
@@ -72,24 +75,17 @@ class Samples:
         self._mine: dict[WorkerState, NDArray[np.bool_]] = {}
         self._news: list[News] = []
         self._streams: dict[WorkerState, Stream] = {}
+        self._put_prompts(holders)
 
     # Rows are born
 
-    def put_prompts(self, prompts: Batch, holders: Sequence[int] = ()) -> None:
-        """Store the prompts, one row each in prompt order, the same on every rank. Nothing is communicated.
+    def _put_prompts(self, holders: Sequence[int]) -> None:
+        """Store the prompts' token ids. Nothing is communicated.
 
         Groups are dealt over nodes in equal parts. With locality, each rank keeps the prompts, which it has anyway,
-        and they never travel; else each home does. The first groups may have been begun in an earlier step, on the
-        ranks `holders`, which go on with them.
+        and they never travel; else each home does.
         """
-        num_groups = self.num_rows // self.group_size
-        if len(prompts) != num_groups:
-            raise ValueError(
-                f"{len(prompts)} prompts x {self.group_size} responses = {len(prompts) * self.group_size} rows, but "
-                f"the batch has {self.num_rows}; put one row for each of the {num_groups} prompts"
-            )
-        for name in prompts.names:
-            check_column(prompts, name)
+        prompts = prompt_columns(self.prompts)
         rows = np.arange(self.num_rows)
         groups = rows // self.group_size
         homes = self._dealer.deal_homes(prompts.lengths("prompt_ids").numpy(), holders)[groups]
@@ -100,6 +96,10 @@ class Samples:
             self._payload.keep_prompts(prompts, groups)
         else:
             self._payload.store_own_prompts(prompts, groups, homes)
+
+    def prompt_of(self, row: int) -> Prompt:
+        """The prompt that a row answers."""
+        return self.prompts[row // self.group_size]
 
     def deal_generation(self) -> list[int]:
         """The rows, in whole groups, that this rank generates: takers on a group's home node share its groups evenly.
@@ -233,7 +233,7 @@ class Samples:
         return paths
 
     def read_from(self, folder: Path) -> None:
-        """Take back what `write_to` wrote, on any number of nodes, once the prompts were put. Collective.
+        """Take back what `write_to` wrote, on any number of nodes. Collective.
 
         Raises ValueError for a folder of another step, or with another number of rows or states. Damaged files raise
         whatever they make fail, after which the batch can't be used.
@@ -344,6 +344,15 @@ class Samples:
         """Row lengths as far as this rank has them: a stream reads news of rows before the next commit."""
         stream = self._streams.get(state)
         return self._lives.catalogue.lengths(name).clip(min=0) if stream is None else stream.lengths(name)
+
+
+def prompt_columns(prompts: Sequence[Prompt]) -> Batch:
+    """The prompts as the dock stores them, one row each."""
+    ids = [np.asarray(prompt.prompt_ids, dtype=np.int32) for prompt in prompts]
+    batch = Batch.of_rows(range(len(ids)))
+    values = np.concatenate([np.empty(0, dtype=np.int32), *ids])
+    batch.put_ragged("prompt_ids", torch.from_numpy(values), offsets_of([part.size for part in ids]))
+    return batch
 
 
 def _columns_of_node(saved: Arrays, is_here: NDArray[np.bool_]) -> dict[str, Integers]:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
-from spmdrl.dataflow.data.prompts import Prompt
 from spmdrl.dataflow.samples.dock import Samples
 from spmdrl.dataflow.stages.advantage import AdvantageStage, Credit
 from spmdrl.dataflow.stages.rollout.generation import GenerationStage
@@ -43,10 +42,10 @@ class Stages:
         self._timeline = timeline
         self._at_end = at_end
 
-    def generate(self, samples: Samples, prompts: Sequence[Prompt]) -> None:
+    def generate(self, samples: Samples) -> None:
         """Answer the prompts; rewards start as responses end. Collective."""
         with self._stage(self._generation.state, samples):
-            self._generation(samples, prompts)
+            self._generation(samples)
 
     def credit(self, samples: Samples, credit: Credit) -> None:
         """Turn rewards into advantages. Collective."""

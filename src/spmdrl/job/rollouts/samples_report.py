@@ -7,7 +7,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import asdict
 
 from spmdrl.config.config import Config
-from spmdrl.dataflow.data.prompts import Prompt
 from spmdrl.dataflow.samples.dock import Accounting, Samples, TransferDock
 from spmdrl.dataflow.samples.volume import FlowShape, Link, replay_buffer_gib, request_gib, warehouse_gib
 from spmdrl.dataflow.stages.model_tokens import TURNS, turn_texts
@@ -35,18 +34,18 @@ class SamplesReport:
         self._texts: dict[int, str] = {}
         self._volume = dock.volume.copy()
 
-    def write(self, samples: Samples, prompts: Sequence[Prompt]) -> None:
+    def write(self, samples: Samples) -> None:
         """Write `log.samples_per_step` rows: those of one prompt first, then others of the step's prompts."""
         if self._run.samples_log is None or not self._shown.rows:
             return
         batch = samples.read(self._shown.rows, [*COLUMNS, *turn_columns(self._run.config)])
-        records = [self._record(samples, batch, position, prompts) for position in range(len(batch))]
+        records = [self._record(samples, batch, position) for position in range(len(batch))]
         self._run.write_samples(samples.step, records)
 
-    def _record(self, samples: Samples, batch: Batch, position: int, prompts: Sequence[Prompt]) -> SampleRecord:
+    def _record(self, samples: Samples, batch: Batch, position: int) -> SampleRecord:
         one = batch.select([position])
         row = int(one.rows)
-        prompt = prompts[row // samples.group_size]
+        prompt = samples.prompt_of(row)
         reward = float(one.dense("reward"))
         names = self._run.config.reward.names
         parts = dict(zip(names, one.to_lists("reward_parts")[0], strict=True))

@@ -30,7 +30,6 @@ from spmdrl.resources.collectives import gather_bytes
 from spmdrl.resources.layout import GenerationLayout
 from spmdrl.resources.mesh import build_generation_mesh
 from spmdrl.resources.world import World
-from spmdrl.types import Batch
 
 NUM_PROMPTS, GROUP_SIZE = 5, 2
 SPARSE = replace(
@@ -72,11 +71,8 @@ def generate(world: World, config: DecoderConfig, layout: GenerationLayout) -> t
     needs = needs_by_state({"advantages", "rollout_logprobs"})
     dock = TransferDock(world, needs, DockConfig(20.0), row_groups=groups_of_generation(mesh, device))
     num_rows = NUM_PROMPTS * GROUP_SIZE
-    samples = dock.open_batch(1, num_rows, GROUP_SIZE)
-    columns = Batch.of_rows(range(NUM_PROMPTS))
-    columns.put_lists("prompt_ids", [prompt.prompt_ids for prompt in prompts()], torch.int32)
-    samples.put_prompts(columns)
-    stage(samples, prompts())
+    samples = dock.open_batch(1, prompts(), GROUP_SIZE)
+    stage(samples)
     seen = samples.read(range(num_rows), COLUMNS)
     rows = {name: seen.to_lists(name) if seen.is_ragged(name) else seen.dense(name).tolist() for name in COLUMNS}
     dock.close()

@@ -35,7 +35,7 @@ from spmdrl.resources.collectives import gather_bytes
 from spmdrl.resources.layout import GenerationLayout
 from spmdrl.resources.mesh import GenerationMesh, build_generation_mesh
 from spmdrl.resources.world import World
-from spmdrl.types import Batch, WorkerState
+from spmdrl.types import WorkerState
 
 WANTED, GROUP_SIZE, NUM_STEPS = 4, 2, 5
 AT_ONCE = RoundRules(WANTED, num_steps=NUM_STEPS)
@@ -104,11 +104,8 @@ class Run:
             self.engine.version = step
             groups = self.carried.of_step(step)
             prompts = [prompt(serial) for serial in groups.serials]
-            samples = self.dock.open_batch(step, len(prompts) * GROUP_SIZE, GROUP_SIZE)
-            columns = Batch.of_rows(range(len(prompts)))
-            columns.put_lists("prompt_ids", [prompt.prompt_ids for prompt in prompts], torch.int32)
-            samples.put_prompts(columns, groups.holders)
-            self.stage(samples, prompts)
+            samples = self.dock.open_batch(step, prompts, GROUP_SIZE, groups.holders)
+            self.stage(samples)
             self.reward(samples)
             self.num_scored.append(sum(map(len, noted.CALLS)))
             seen = samples.read(samples.rows_of_step, self.columns)

@@ -50,7 +50,7 @@ class RolloutRecorder:
 
     def ended(self, group: OwnGroup, responses: Sequence[Response]) -> None:
         self._responses += responses
-        self._prompts |= {response.row: group.prompt.prompt_ids for response in responses}
+        self._prompts |= {response.row: tuple(group.prompt.prompt_ids) for response in responses}
 
     def write(self, step: int) -> None:
         """Write what was generated in this step, and forget it."""
@@ -86,8 +86,8 @@ class GenerationStage:
         self.recorder = recorder
         self.turns = turns
 
-    def __call__(self, samples: Samples, prompts: Sequence[Prompt]) -> None:
-        own = self._own_groups(samples, prompts)
+    def __call__(self, samples: Samples) -> None:
+        own = self._own_groups(samples)
         quota = self._quota(samples)
         left: dict[int, Batch] = {}
         stops_early = samples.num_rows > self.carried.rules.num_wanted * samples.group_size
@@ -107,7 +107,7 @@ class GenerationStage:
         samples.commit(self.state)
         self._carry_over(samples, left)
 
-    def _own_groups(self, samples: Samples, prompts: Sequence[Prompt]) -> list[OwnGroup]:
+    def _own_groups(self, samples: Samples) -> list[OwnGroup]:
         rows, size, groups = samples.deal_generation(), samples.group_size, self.carried.of_step(samples.step)
         serials, rounds, own = groups.serials, groups.rounds, []
         for start in range(0, len(rows), size):
@@ -115,7 +115,7 @@ class GenerationStage:
             is_carried = number < len(groups.carried)
             begun = unpacked(self.carried.responses(serials[number]), members) if is_carried else nothing_yet(members)
             seeds = seeds_of_group(self.seed, serials[number], self.carried.rules.num_wanted, size)
-            own.append(OwnGroup(serials[number], rounds[number], prompts[number], seeds, begun))
+            own.append(OwnGroup(serials[number], rounds[number], samples.prompts[number], seeds, begun))
         return own
 
     def _quota(self, samples: Samples) -> Quota:
