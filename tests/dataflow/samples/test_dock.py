@@ -10,7 +10,6 @@ import torch
 import torch.distributed.rpc as rpc
 
 from spmdrl.dataflow.samples.dock import TransferDock
-from spmdrl.dataflow.samples.schema import needs_by_state
 from spmdrl.dataflow.samples.transport.transport import DockConfig, Transport
 from spmdrl.dataflow.samples.volume import Link
 from spmdrl.resources.collectives import barrier, gather_ragged
@@ -24,7 +23,6 @@ from tests.dataflow.samples.flow import (
     generate,
     make_prompts,
     open_dock,
-    put_group,
     response_of,
     reward,
     run_step,
@@ -92,17 +90,6 @@ def test_misuse_is_refused_with_a_way_out():
     wrong.put_lists("advantages", [[0.0]] * len(taken), torch.float32)
     with pytest.raises(ValueError, match="has 1 values in row 1, but 'response_ids' has 8"):
         samples.put(WorkerState.ADVANTAGE, wrong)
-
-
-@pytest.mark.parametrize("streams", [False, True])
-def test_rows_are_announced_where_streams_take_them_and_nowhere_else(streams):
-    needs = needs_by_state({"advantages", "rollout_logprobs"})
-    with TransferDock(ONE_RANK, needs, DockConfig(20.0), streams=streams) as dock:
-        samples = dock.open_batch(0, make_prompts(), GROUP_SIZE)
-        put_group(samples, samples.deal_generation()[:GROUP_SIZE])
-        samples.mark_dropped([GROUP_SIZE], "late")
-        announced = dock._parts.transport.warehouse.news_since(0)
-    assert len(announced) == (2 if streams else 0)
 
 
 def test_a_dock_without_an_update_is_refused():

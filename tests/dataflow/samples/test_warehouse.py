@@ -4,14 +4,12 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmdrl.dataflow.samples.control.row_news import RowDrop, Stored, pack_news
-from spmdrl.dataflow.samples.store.shared_memory import Place, Pool, host_pool
+from spmdrl.dataflow.samples.store.shared_memory import Pool, host_pool
 from spmdrl.dataflow.samples.store.warehouse import Warehouse
 from spmdrl.dataflow.samples.volume import Link, Volume
 from spmdrl.types import Batch
@@ -191,30 +189,3 @@ def test_memory_of_dropped_rows_is_used_again_and_the_next_batch_starts_empty():
             with pytest.raises(KeyError):
                 second.get([3], ["response_ids"])
         assert first.num_bytes == second.num_bytes == 0
-
-
-def test_news_reach_the_whole_node_in_order():
-    drops = [RowDrop(np.array([row]), "late") for row in range(3)]
-    with shared_by(2) as (first, second):
-        for drop in drops:
-            first.announce([drop])
-        assert [entry.rows.tolist() for entry in second.news_since(0)] == [[0], [1], [2]]
-        assert [entry.rows.tolist() for entry in second.news_since(2)] == [[2]]
-        assert len(first.news_since(0)) == 3
-        first.begin(1)
-        first.open(1000)
-        assert first.news_since(0) == []
-
-
-def test_news_of_another_node_wait_until_the_batch_is_open_here(warehouse):
-    late = pack_news([RowDrop(np.array([7]), "late")])
-    warehouse.begin(1)
-    warehouse.announce_packed(late)
-    assert warehouse.news_since(0) == []
-    warehouse.open(1000)
-    warehouse.announce_packed(late)
-    assert [entry.rows.tolist() for entry in warehouse.news_since(0)] == [[7], [7]]
-    with pytest.raises(ValueError):
-        warehouse.announce_packed(np.array([3, 1 << 60]))
-    with pytest.raises(ValueError, match="which only this node has"):
-        warehouse.announce_packed(pack_news([Stored(np.array([1]), 1, Place(0, 0, 64))]))

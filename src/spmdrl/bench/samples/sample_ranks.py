@@ -10,7 +10,6 @@ import json
 import sys
 import time
 from array import array
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -21,9 +20,12 @@ from spmdrl.bench.samples.sample_driver import Measured, Settings, check_came_on
 from spmdrl.bench.samples.sample_rows import COLUMNS, PROMPT, RESPONSE_COLUMNS, ROW_NUMBER, SCALARS, KeptMemory, Rows
 from spmdrl.dataflow.data.prompts import Prompt
 from spmdrl.dataflow.samples.balancing.sharing import RowGroups
+from spmdrl.dataflow.samples.control.controller import Controller
+from spmdrl.dataflow.samples.control.row_lives import RowLives
+from spmdrl.dataflow.samples.control.row_news import RowMetadata, announced_lengths
 from spmdrl.dataflow.samples.dock import TransferDock
 from spmdrl.dataflow.samples.samples import Samples
-from spmdrl.dataflow.samples.schema import needs_by_state, rule_of
+from spmdrl.dataflow.samples.schema import columns_mask, needs_by_state, rule_of
 from spmdrl.dataflow.samples.transport.transport import DockConfig
 from spmdrl.dataflow.samples.volume import Link
 from spmdrl.resources.collectives import barrier, gather_bytes
@@ -134,11 +136,10 @@ class DockBench:
         self._num_steps += 1
         for state in _STATES:
             self._run_state(state, samples, rows, step)
-        stream = samples.open_stream(WorkerState.UPDATE, COLUMNS)
         if self._world.rank == self._world.size - 1:
-            step.requests = [timed(stream.num_ready) for _ in range(num_requests)]
-        self._take_all(stream.take, step)
-        stream.close()
+            controller = controller_of_ready_rows(rows.num_rows)
+            step.requests = [timed(controller.ready_rows) for _ in range(num_requests)]
+        self._read_all(samples, samples.take(WorkerState.UPDATE, ()).rows.tolist(), step)
         samples.commit(WorkerState.UPDATE)
         self._dock.close_batch(samples)
         return step
@@ -159,14 +160,12 @@ class DockBench:
             return len(samples.take_generated(state))
         return len(samples.take(state, ()))
 
-    def _take_all(self, take: Callable[..., Batch], step: _Step) -> None:
-        """Take this rank's rows, a chunk at a time, and copy each chunk out."""
-        while True:
+    def _read_all(self, samples: Samples, taken: list[int], step: _Step) -> None:
+        """Read the rows that this rank took, a chunk at a time, and copy each chunk out."""
+        for first in range(0, len(taken), self._settings.chunk):
             start = time.perf_counter()
-            batch = take(max_rows=self._settings.chunk)
+            batch = samples.read(taken[first : first + self._settings.chunk], COLUMNS)
             step.get += time.perf_counter() - start
-            if not len(batch):
-                return
             step.copy += timed(self._copy_out, batch, len(step.row_numbers))
             step.row_numbers += batch.dense(ROW_NUMBER).tolist()
             step.num_bytes += sum(_values(batch, name).nbytes for name in COLUMNS)
@@ -178,9 +177,17 @@ class DockBench:
                 self._kept.copy((place, name, "offsets"), batch.offsets(name).numpy())
 
 
+def controller_of_ready_rows(num_rows: int) -> Controller:
+    """The update's controller in a rank that has read that all rows have all columns."""
+    lives = RowLives(needs_by_state(COLUMNS), step=0, num_rows=num_rows)
+    rows, columns = np.arange(num_rows), columns_mask(COLUMNS)
+    lives.observe([RowMetadata(rows, 0 * rows, columns, dict.fromkeys(announced_lengths(columns), rows))])
+    return lives.controller(WorkerState.UPDATE)
+
+
 def open_dock(world: World) -> TransferDock:
     config = DockConfig(_TIMEOUT_SECONDS)
-    return TransferDock(world, needs_by_state(COLUMNS), config, row_groups=groups_of_bench(world), streams=True)
+    return TransferDock(world, needs_by_state(COLUMNS), config, row_groups=groups_of_bench(world))
 
 
 def _values(batch: Batch, name: str) -> np.ndarray:

@@ -25,8 +25,7 @@ class TransferDock:
 
     As a context manager it leaves in order, or without waiting after an error.
     `needs_by_state` names the columns that each worker state of the run reads, the update's included; `row_groups` says
-    in which states ranks work on the same rows. With `streams`, ranks announce rows as they are put, so that a state
-    can take rows while the states before it still work; without, rows become known at each commit only.
+    in which states ranks work on the same rows.
     """
 
     def __init__(
@@ -38,14 +37,13 @@ class TransferDock:
         seed: int = 0,
         cost: TokenCost | None = None,
         row_groups: Mapping[WorkerState, RowGroups] | None = None,
-        streams: bool = False,
     ):
         if WorkerState.UPDATE not in needs_by_state:
             raise ValueError("the dock's states lack the update, so no row could ever be trained; add what it reads")
         needs = {state: frozenset(names) for state, names in needs_by_state.items()}
         transport = Transport(world, config)
         rules = DealRules(world.launch, seed, cost or TokenCost(), config.locality, row_groups or {})
-        self._parts = DockParts(world, needs, transport, rules, config.timeout_seconds, streams)
+        self._parts = DockParts(world, needs, transport, rules)
         self._open: Samples | None = None
         self._epoch = 0
         transport.warehouse.begin(self._epoch)

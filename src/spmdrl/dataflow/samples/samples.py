@@ -30,7 +30,6 @@ from spmdrl.dataflow.samples.schema import (
     length_column,
 )
 from spmdrl.dataflow.samples.store.keeping import read_columns, read_lives, write_columns, write_lives
-from spmdrl.dataflow.samples.stream import Stream, StreamParts
 from spmdrl.dataflow.samples.transport.payload import Payload
 from spmdrl.dataflow.samples.transport.transport import Transport
 from spmdrl.resources.collectives import barrier, gather_ragged
@@ -46,17 +45,13 @@ class DockParts:
     needs_by_state: Mapping[WorkerState, frozenset[str]]
     transport: Transport
     rules: DealRules
-    timeout_seconds: float
-    """how long a stream waits"""
-    streams: bool
-    """whether rows are announced as they are put"""
 
 
 class Samples:
     """The rows of one step. Row r is response r % group_size of prompt r // group_size.
 
-    Its methods decide alike on every rank, so every rank calls them in the same order; only `put`, `mark_dropped`,
-    `read` and what a stream takes are local to a rank, and become known to all at the next `commit`.
+    Its methods decide alike on every rank, so every rank calls them in the same order; only `put`, `mark_dropped` and
+    `read` are local to a rank, and what they change becomes known to all at the next `commit`.
     """
 
     def __init__(
@@ -74,7 +69,6 @@ class Samples:
         self._shares: dict[WorkerState, Shares] = {}
         self._mine: dict[WorkerState, NDArray[np.bool_]] = {}
         self._news: list[News] = []
-        self._streams: dict[WorkerState, Stream] = {}
         self._put_prompts(holders)
 
     # Rows are born
@@ -133,31 +127,6 @@ class Samples:
         batch = self._payload.exchange(own, shares, names)
         return groups.share(batch if groups.is_leader else None)
 
-    def open_stream(self, state: WorkerState, names: Iterable[str]) -> Stream:
-        """Take rows of `state` one portion at a time, as they become ready; end it with `close`, then `commit`.
-
-        All rows that the state may still get are dealt now, whole groups to a rank, so that timing decides nothing.
-        """
-        assert self._dock.streams, "open the dock with streams"
-        names = self._checked(state, names)
-        catalogue, controller = self._lives.catalogue, self._lives.controller(state)
-        rows = np.flatnonzero(catalogue.homes >= 0)
-        rows = rows[np.isin(rows, controller.rows_with(RowStatus.WAITING))]
-        shares = self._dealer.deal(state, rows, catalogue, by_group=True)
-        self._shares[state] = shares
-        groups = self._dock.rules.row_groups.get(state)
-        own = shares.get(self._dock.world.rank if groups is None else groups.leader, np.empty(0, dtype=np.int64))
-
-        def fetch(taken: Integers) -> Batch:
-            self._note_mine(state, taken)
-            return self._payload.get(taken, names)
-
-        read_news, timeout = self._payload.news_reader(own), self._dock.timeout_seconds
-        in_place = groups is not None and self._payload.all_read_in_place(groups.members.ranks, own)
-        parts = StreamParts(read_news, fetch, self._owner, timeout, groups, in_place)
-        self._streams[state] = Stream(state, own, controller.needs, catalogue, parts)
-        return self._streams[state]
-
     def take_generated(self, state: WorkerState) -> list[int]:
         """Claim all rows that are ready for `state`, each rank those that it put as generated, and move nothing."""
         generated = self._shares.get(WorkerState.GENERATION)
@@ -186,11 +155,11 @@ class Samples:
         if strangers.size:
             rank = self._dock.world.rank
             raise ValueError(f"rank {rank} puts {state.value} columns of row {strangers[0]}, which it didn't take")
-        self._check_lengths(host, state)
+        self._check_lengths(host)
         columns = columns_mask(host.names)
         lengths = {name: host.lengths(name).numpy() for name in announced_lengths(columns)}
         entry = RowMetadata(rows, self._homes[rows], columns, lengths)
-        self._payload.put(host, entry if self._dock.streams else None)
+        self._payload.put(host)
         self._news.append(entry)
 
     def mark_deferred(self, rows: Sequence[int]) -> None:
@@ -200,10 +169,7 @@ class Samples:
     def mark_dropped(self, rows: Sequence[int], reason: str) -> None:
         """Take rows out of the batch from the next `commit` on; of several reasons the first in the alphabet counts."""
         if len(rows):
-            drop = RowDrop(np.asarray(rows, dtype=np.int64), reason)
-            if self._dock.streams:
-                self._payload.announce(drop)
-            self._news.append(drop)
+            self._news.append(RowDrop(np.asarray(rows, dtype=np.int64), reason))
 
     def commit(self, state: WorkerState) -> None:
         """Publish what was put and dropped, and end the claims of `state`. Collective over all ranks."""
@@ -215,11 +181,6 @@ class Samples:
         self._dock.transport.volume.metadata_bytes += received * packed.element_size()
         self._lives.finish(state)
         self._lives.observe(entry for part in gathered for entry in unpack_news(part.numpy(), self.num_rows))
-        if self._streams.pop(state, None) is not None:
-            # What streams took, they took before others knew that it was ready; now all do.
-            rows = np.concatenate([*self._shares[state].values(), np.empty(0, dtype=np.int64)])
-            self._lives.claim(state, rows[np.isin(rows, self._lives.controller(state).ready_rows())])
-            self._lives.finish(state)
 
     # Rows are kept over a restart
 
@@ -296,9 +257,6 @@ class Samples:
     def _homes(self) -> Integers:
         return self._lives.catalogue.homes
 
-    def _owner(self, state: WorkerState, row: int) -> int | None:
-        return next((rank for rank, rows in self._shares.get(state, {}).items() if row in rows), None)
-
     def _checked(self, state: WorkerState, names: Iterable[str]) -> list[str]:
         names = sorted(names)
         needs = self._lives.controller(state).needs
@@ -315,13 +273,10 @@ class Samples:
         self._lives.claim(state, np.concatenate([*shares.values(), np.empty(0, dtype=np.int64)]))
         self._shares[state] = shares
         own = shares.get(self._dock.world.rank, np.empty(0, dtype=np.int64))
-        self._note_mine(state, own)
+        self._mine.setdefault(state, np.zeros(self.num_rows, dtype=bool))[own] = True
         return own
 
-    def _note_mine(self, state: WorkerState, rows: Integers) -> None:
-        self._mine.setdefault(state, np.zeros(self.num_rows, dtype=bool))[rows] = True
-
-    def _check_lengths(self, batch: Batch, state: WorkerState) -> None:
+    def _check_lengths(self, batch: Batch) -> None:
         """Refuse a column whose rows aren't as long as those of the column that it goes with."""
         for name in batch.names:
             if not batch.is_ragged(name) or length_column(name) == name:
@@ -330,20 +285,14 @@ class Samples:
             if other in batch and batch.offsets(name) is batch.offsets(other):
                 continue
             lengths, rows = np.diff(batch.offsets(name).numpy()), batch.rows.numpy()
-            expected = (
-                np.diff(batch.offsets(other).numpy()) if other in batch else self._known_lengths(other, state)[rows]
-            )
+            known = batch.lengths(other).numpy() if other in batch else self._lives.catalogue.lengths(other)[rows]
+            expected = known.clip(min=0)
             if not np.array_equal(lengths, expected):
                 at = int((lengths != expected).argmax())
                 raise ValueError(
                     f"column {name!r} has {lengths[at]} values in row {rows[at]}, but {other!r} has {expected[at]}; "
                     "put one value for each of its tokens"
                 )
-
-    def _known_lengths(self, name: str, state: WorkerState) -> Integers:
-        """Row lengths as far as this rank has them: a stream reads news of rows before the next commit."""
-        stream = self._streams.get(state)
-        return self._lives.catalogue.lengths(name).clip(min=0) if stream is None else stream.lengths(name)
 
 
 def prompt_columns(prompts: Sequence[Prompt]) -> Batch:

@@ -7,21 +7,21 @@ frames into its own part, announces their places in its journal, and reads all f
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import partial
 
 import numpy as np
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from spmdrl.dataflow.samples.control.row_news import News, Stored, pack_news, unpack_news
+from spmdrl.dataflow.samples.control.row_news import Stored, pack_news, unpack_news
 from spmdrl.dataflow.samples.schema import columns_mask, empty_batch, names_of_mask
 from spmdrl.dataflow.samples.store.frame import Arrays, OutgoingFrame, read_arrays
 from spmdrl.dataflow.samples.store.journal import Journal
 from spmdrl.dataflow.samples.store.shared_memory import Place, Pool
 from spmdrl.dataflow.samples.store.shelves import Chunk, Placement, Shelves, collect
 from spmdrl.dataflow.samples.volume import Link, Volume
-from spmdrl.types import Batch, Integers
+from spmdrl.types import Batch
 
 
 class Warehouse:
@@ -36,38 +36,23 @@ class Warehouse:
         self._journal = Journal(pool) if pool is not None else None
         self._lock = threading.RLock()
         self._shelves = Shelves()
-        self._news: list[News] = []
-        self._early: list[Integers] = []
-        self._epoch = 0
-        self.num_rows = 0
+        self._num_rows = 0
         """how many rows the batch has; 0 until it is opened here"""
-
-    @property
-    def epoch(self) -> int:
-        """Which batch's rows are stored: the number that `begin` was given."""
-        return self._epoch
 
     def begin(self, epoch: int) -> None:
         """Get ready for a new batch: messages about earlier batches are discarded."""
         with self._lock:
-            self._epoch, self.num_rows = epoch, 0
-            self._news.clear()
+            self._num_rows = 0
             if self._journal is not None:
                 self._journal.begin(epoch)
 
     def open(self, num_rows: int) -> None:
         """Start on the batch; from here on this rank reads what others announce."""
         with self._lock:
-            self.num_rows = num_rows
-            early, self._early = self._early, []
-            for words in early:
-                self.announce_packed(words)
+            self._num_rows = num_rows
 
-    def put(
-        self, batch: Batch, rows: ArrayLike | None = None, positions: ArrayLike | None = None,
-        news: Sequence[News] = (),
-    ) -> None:  # fmt: skip
-        """Store rows and announce `news`. Tensors of the batch are taken over where no other rank needs them.
+    def put(self, batch: Batch, rows: ArrayLike | None = None, positions: ArrayLike | None = None) -> None:
+        """Store rows. Tensors of the batch are taken over where no other rank needs them.
 
         `rows` and `positions` together store several rows at one position. Raises ValueError for a row that has one of
         the columns already.
@@ -77,7 +62,6 @@ class Warehouse:
         index = np.asarray(batch.rows if rows is None else rows, dtype=np.int64)
         if self._pool is None or self._journal is None:
             self.keep(batch, index, positions)
-            self.announce(news)
             return
         frame = OutgoingFrame(batch)
         with self._lock:
@@ -86,38 +70,12 @@ class Warehouse:
             where = None if positions is None else np.asarray(positions, dtype=np.int64)
             stored = Stored(index, columns_mask(batch.names), place, where)
             self._add(stored, len(batch))
-            self._journal.append(pack_news([stored, *news]))
+            self._journal.append(pack_news([stored]))
 
     def keep(self, batch: Batch, rows: ArrayLike, positions: ArrayLike | None) -> None:
         """Store rows for this rank alone; the tensors are taken over."""
         with self._lock:
             self._shelves.add(Chunk(len(batch), batch.names, partial(_arrays_of, batch)), rows, positions)
-
-    def announce(self, news: Sequence[News]) -> None:
-        """Send news to the node's ranks at once."""
-        with self._lock:
-            if self._journal is None:
-                self._news += news
-            else:
-                self._journal.append(pack_news(news))
-
-    def announce_packed(self, words: Integers) -> None:
-        """Announce what another node sent. Raises ValueError for words that are no news of this batch."""
-        with self._lock:
-            if not self.num_rows:
-                # The other node began this batch first; how many rows there are is known once it is open here.
-                self._early.append(words)
-                return
-            news = unpack_news(words, self.num_rows)
-            if any(isinstance(entry, Stored) for entry in news):
-                raise ValueError("another node sent places in this node's memory, which only this node has")
-            self.announce(news)
-
-    def news_since(self, start: int) -> list[News]:
-        """What was announced on this node since the batch began, from number `start` on, this rank's own included."""
-        with self._lock:
-            self._read_journal()
-            return self._news[start:]
 
     def get(self, rows: ArrayLike | Tensor, names: Iterable[str], volume: Volume | None = None) -> Batch:
         """The named columns of the rows, in the given order. Raises KeyError naming a missing row and column."""
@@ -161,14 +119,12 @@ class Warehouse:
                 self._pool.close()
 
     def _read_journal(self) -> None:
-        """Index what other ranks of the node stored, and keep their news."""
-        if self._journal is None or self._pool is None or not self.num_rows:
+        """Index what other ranks of the node stored."""
+        if self._journal is None or self._pool is None or not self._num_rows:
             return
         for writer, words in self._journal.read_new():
-            for entry in unpack_news(words, self.num_rows):
-                if not isinstance(entry, Stored):
-                    self._news.append(entry)
-                elif writer != self._pool.writer:
+            for entry in unpack_news(words, self._num_rows):
+                if isinstance(entry, Stored) and writer != self._pool.writer:
                     self._add(entry, entry.rows.size if entry.positions is None else int(entry.positions.max()) + 1)
 
     def _add(self, stored: Stored, num_rows: int) -> None:

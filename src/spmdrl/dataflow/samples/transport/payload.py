@@ -8,7 +8,6 @@ import numpy as np
 import torch
 
 from spmdrl.dataflow.samples.control.catalogue import Catalogue
-from spmdrl.dataflow.samples.control.row_news import News, RowDrop, RowMetadata
 from spmdrl.dataflow.samples.schema import columns_mask, empty_batch, names_of_mask, rule_of
 from spmdrl.dataflow.samples.transport.exchange import transfers
 from spmdrl.dataflow.samples.transport.transport import Transport
@@ -42,19 +41,13 @@ class Payload:
             kept = prompts.select(torch.from_numpy(own_groups))
             self._transport.warehouse.put(kept, rows=own_rows, positions=positions)
 
-    def put(self, batch: Batch, entry: RowMetadata | None = None) -> None:
-        """Store columns in the homes of their rows, and announce `entry` there; the tensors may be taken over."""
+    def put(self, batch: Batch) -> None:
+        """Store columns in the homes of their rows; the tensors may be taken over."""
         homes = self.catalogue.homes[batch.rows.numpy()]
         for home in sorted(set(homes.tolist())):
             here = np.flatnonzero(homes == home)
             part = batch if here.size == homes.size else batch.select(torch.from_numpy(here))
-            # All homes get the news of all rows: those of other homes' rows do no harm.
-            self._transport.put(home, part, [] if entry is None else [entry])
-
-    def announce(self, drop: RowDrop) -> None:
-        """Announce to the homes of rows at once that they won't be trained on."""
-        for home in sorted(set(self.catalogue.homes[drop.rows].tolist())):
-            self._transport.announce(home, [drop])
+            self._transport.put(home, part)
 
     def get(self, rows: Integers, names: list[str]) -> Batch:
         """The columns of any rows, by requests to other nodes where they live there, in row order."""
@@ -93,10 +86,6 @@ class Payload:
             has_it = (self.catalogue.columns[here] & columns_mask([name])) != 0
             yield self._transport.warehouse.get(here[has_it], [name])
 
-    def news_reader(self, rows: Integers) -> NewsReader:
-        """Reads what is announced on the nodes where the rows live."""
-        return NewsReader(self._transport, np.unique(self.catalogue.homes[rows]).tolist())
-
     def settle(self) -> None:
         """All ranks have met, so what was stored before is there for all."""
         self._prompts_are_stored = True
@@ -124,21 +113,6 @@ class Payload:
             ragged = rule_of(name).column.ragged
             counts[name] = int(self.catalogue.lengths(name)[rows].sum()) if ragged else int(rows.size)
         return counts
-
-
-class NewsReader:
-    """Returns, on each call, what was announced since the last one."""
-
-    def __init__(self, transport: Transport, homes: Iterable[int]):
-        self._transport = transport
-        self._next = dict.fromkeys(homes, 0)
-
-    def __call__(self) -> list[News]:
-        news: list[News] = []
-        for home, start in self._next.items():
-            found, self._next[home] = self._transport.news_since(home, start)
-            news += found
-        return news
 
 
 def _joined(parts: list[Batch], names: Iterable[str]) -> Batch:

@@ -1,4 +1,4 @@
-"""Requests to warehouses of other nodes, by TensorPipe RPC with a deadline: single reads, news, and foreign puts.
+"""Requests to warehouses of other nodes, by TensorPipe RPC with a deadline: single reads and foreign puts.
 
 What travels is ids and frames: the closed list at the end of this file is all that another process may run here.
 """
@@ -9,12 +9,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed.rpc as rpc
 from torch import Tensor
 
-from spmdrl.dataflow.samples.control.row_news import News, pack_news, unpack_news
 from spmdrl.dataflow.samples.schema import RULES, column_number
 from spmdrl.dataflow.samples.store.frame import pack, read_frame
 from spmdrl.dataflow.samples.store.warehouse import Warehouse
@@ -27,36 +25,22 @@ class RemoteWarehouses:
     """The warehouses of other nodes. Opening and a graceful `leave` are collective over all ranks."""
 
     def __init__(self, own: Warehouse, world: World, timeout_seconds: float, *, plain_tcp: bool = False):
-        self._own = own
         self._world = world
         self._timeout_seconds = timeout_seconds
         self._failed = False
         global _hosted
         _hosted = own
-        functions = [remote_put, remote_get, remote_announce, remote_news]
-        join_rpc(_worker_name(world.rank), world, functions, timeout_seconds, plain_tcp=plain_tcp)
+        join_rpc(_worker_name(world.rank), world, [remote_put, remote_get], timeout_seconds, plain_tcp=plain_tcp)
         self._joined = True
 
-    def put(self, warehouse: int, batch: Batch, news: Sequence[News]) -> None:
-        """Store rows, with news of them for that node."""
-        what = f"to store {_columns_of_rows(batch.names, batch.rows)} in"
-        self._call(warehouse, what, remote_put, pack(batch), _words_of(news))
-
-    def announce(self, warehouse: int, news: Sequence[News]) -> None:
-        self._call(warehouse, "to announce news to", remote_announce, _words_of(news))
+    def put(self, warehouse: int, batch: Batch) -> None:
+        self._call(warehouse, f"to store {_columns_of_rows(batch.names, batch.rows)} in", remote_put, pack(batch))
 
     def get(self, warehouse: int, rows: Tensor, names: Sequence[str]) -> Batch:
         """The named columns of the rows, in this order. Raises KeyError with row and column where one is missing."""
         columns = torch.tensor([column_number(name) for name in names], dtype=torch.int64)
         (frame,) = self._call(warehouse, f"for {_columns_of_rows(names, rows)} from", remote_get, rows, columns)
         return read_frame(frame)
-
-    def news_since(self, warehouse: int, epoch: int, start: int) -> tuple[list[News], int]:
-        """What was announced on that node in batch `epoch` from number `start` on, and the number that comes next."""
-        request = torch.tensor([epoch, start], dtype=torch.int64)
-        (words,) = self._call(warehouse, f"for news of batch {epoch} from", remote_news, request)
-        news = unpack_news(words.numpy(), self._own.num_rows)
-        return news, start + len(news)
 
     def leave(self, *, graceful: bool) -> None:
         """Leave RPC; after a failed request, or if not `graceful`, without waiting for others."""
@@ -92,25 +76,14 @@ _hosted: Warehouse | None = None
 _REFUSALS: dict[str, type[Exception]] = {"KeyError": KeyError, "ValueError": ValueError}
 
 
-def remote_put(frame: Tensor, words: Tensor) -> tuple[str, str, list[Tensor]]:
-    """Store the batch of this frame, and announce these news to the node."""
+def remote_put(frame: Tensor) -> tuple[str, str, list[Tensor]]:
+    """Store the batch of this frame."""
 
     def put(warehouse: Warehouse) -> list[Tensor]:
         warehouse.put(read_frame(frame))
-        warehouse.announce_packed(words.numpy())
         return []
 
     return _answered(put)
-
-
-def remote_announce(words: Tensor) -> tuple[str, str, list[Tensor]]:
-    """Announce these news to the node."""
-
-    def announce(warehouse: Warehouse) -> list[Tensor]:
-        warehouse.announce_packed(words.numpy())
-        return []
-
-    return _answered(announce)
 
 
 def remote_get(rows: Tensor, columns: Tensor) -> tuple[str, str, list[Tensor]]:
@@ -123,21 +96,6 @@ def remote_get(rows: Tensor, columns: Tensor) -> tuple[str, str, list[Tensor]]:
         return [pack(warehouse.get(rows, [RULES[number].name for number in numbers]))]
 
     return _answered(get)
-
-
-def remote_news(request: Tensor) -> tuple[str, str, list[Tensor]]:
-    """What was announced on this node: the request is the batch's number and the number of the first news wanted."""
-
-    def news(warehouse: Warehouse) -> list[Tensor]:
-        epoch, start = request.tolist()
-        found = warehouse.news_since(max(start, 0)) if epoch == warehouse.epoch else []
-        return [_words_of(found)]
-
-    return _answered(news)
-
-
-def _words_of(news: Sequence[News]) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(pack_news(news)))
 
 
 def _answered(work: Callable[[Warehouse], list[Tensor]]) -> tuple[str, str, list[Tensor]]:

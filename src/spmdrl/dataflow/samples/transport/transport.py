@@ -9,7 +9,6 @@ from typing import Annotated, Literal
 import torch
 from annotated_types import Gt
 
-from spmdrl.dataflow.samples.control.row_news import News
 from spmdrl.dataflow.samples.store.shared_memory import Pool, host_pool
 from spmdrl.dataflow.samples.store.warehouse import Warehouse
 from spmdrl.dataflow.samples.transport.exchange import Exchange, Transfer
@@ -52,21 +51,14 @@ class Transport:
             else None
         )  # fmt: skip
 
-    def put(self, home: int, batch: Batch, news: Sequence[News] = ()) -> None:
-        """Store rows in their home, with news of them; tensors may be taken over, and then must not change."""
+    def put(self, home: int, batch: Batch) -> None:
+        """Store rows in their home; tensors may be taken over, and then must not change."""
         if home == self._node:
-            self.warehouse.put(batch, news=news)
+            self.warehouse.put(batch)
         else:
-            self._others(home).put(home, batch, news)
+            self._others(home).put(home, batch)
         link = Link.PROCESS if home == self._node else Link.CROSS_NODE
         self.volume.count_put(link, column_bytes(batch))
-
-    def announce(self, home: int, news: Sequence[News]) -> None:
-        """Send news to the ranks of a node at once."""
-        if home == self._node:
-            self.warehouse.announce(news)
-        else:
-            self._others(home).announce(home, news)
 
     def get(self, home: int, rows: Integers, names: Sequence[str]) -> Batch:
         """Columns of rows that live in one warehouse, by a request where it is another node's."""
@@ -75,13 +67,6 @@ class Transport:
         batch = self._others(home).get(home, torch.from_numpy(rows), names)
         self._count_crossing(batch)
         return batch
-
-    def news_since(self, home: int, start: int) -> tuple[list[News], int]:
-        """What ranks of that node announced in this batch from number `start` on, and the number of what comes next."""
-        if home == self._node:
-            news = self.warehouse.news_since(start)
-            return news, start + len(news)
-        return self._others(home).news_since(home, self.warehouse.epoch, start)
 
     def exchange(
         self, moves: Sequence[Transfer], names: Sequence[str], num_values: Callable[[Integers], Mapping[str, int]]
