@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.engines.models.kernels import ops
-from spmdrl.engines.models.kernels.invariant import linear
+from spmdrl.engines.models.kernels.plain import linear
 from spmdrl.engines.parallel.axis_collectives import max_across, sum_across
 from spmdrl.engines.parallel.vocabulary import VocabularyPart
 from spmdrl.resources.mesh import Axis

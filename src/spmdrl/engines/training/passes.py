@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.engines.models.decoder import Decoder
-from spmdrl.engines.models.kernels.invariant import LEAST_ROWS
+from spmdrl.engines.models.kernels.plain import LEAST_ROWS
 from spmdrl.engines.parallel.vocabulary import VocabularyPart
 from spmdrl.engines.training.batching.microbatch import dummy_rows
 from spmdrl.engines.training.batching.packed_rows import MicroBatch, Scores, TokenRows, Values, to_microbatch

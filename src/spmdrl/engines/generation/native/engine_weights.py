@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from spmdrl.engines.generation.native.compiled import multiply_outside
 from spmdrl.engines.models.decoder import Decoder, SelfAttention
 from spmdrl.engines.models.kernels import ops
-from spmdrl.engines.models.kernels.blocked import BlockedLinear
+from spmdrl.engines.models.kernels.cpu import BlockedLinear
 from spmdrl.engines.models.layers import FeedForward
 
 

@@ -26,6 +26,7 @@ from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.decoder import Decoder, DecoderConfig
 from spmdrl.engines.models.kernels import ops
 from spmdrl.engines.models.kernels.packed import PackedRows
+from spmdrl.engines.models.kernels.plain import LEAST_ROWS
 from spmdrl.engines.models.layers import Attend
 from spmdrl.engines.models.moe import Route
 from spmdrl.engines.parallel.axis_collectives import gather_rows
@@ -34,9 +35,6 @@ from spmdrl.engines.parallel.parts import Parts
 from spmdrl.engines.parallel.tensor_parallel import apply_tensor_parallel
 from spmdrl.engines.parallel.vocabulary import VocabularyPart
 from spmdrl.resources.mesh import GenerationMesh
-
-# A CPU matrix product gives each of its rows the same bits whatever their number, from 4 rows on.
-_LEAST_ROWS = 4
 
 
 class CachedDecoder:
@@ -99,7 +97,7 @@ class CachedDecoder:
     def decode(self, rows: Sequence[Row]) -> Tensor:
         """Feed the newest token of every row and return the logits [B, V] of the next, float32; none still runs."""
         # A multiple, because a CPU's silu rounds elements that don't fill a whole vector otherwise than the rest.
-        lacking = -len(rows) % _LEAST_ROWS if rows else _LEAST_ROWS
+        lacking = -len(rows) % LEAST_ROWS if rows else LEAST_ROWS
         # Sorted, because attention takes rows of similar length together.
         order = sorted(range(len(rows)), key=lambda index: rows[index].length)
         fed = [rows[index] for index in order]
@@ -121,7 +119,7 @@ class CachedDecoder:
     def score(self, rows: Sequence[Sequence[int]]) -> list[Tensor]:
         """Log-probs, float32, of the tokens of each row but its first, each given those before it; no cache is used."""
         tokens = [token for row in rows for token in row]
-        padded = [*rows, [0] * max(_LEAST_ROWS - len(tokens), 0)]
+        padded = [*rows, [0] * max(LEAST_ROWS - len(tokens), 0)]
         offsets = torch.tensor([0, *itertools.accumulate(map(len, padded))])
         packed = PackedRows(offsets)
         logits_TV = self._run(
@@ -141,12 +139,12 @@ class CachedDecoder:
         """Logits [G, V] of the last position of each group that ends with its chunk."""
         tokens = [token for chunk in chunks for token in chunk.group.token_ids[chunk.start : chunk.stop]]
         spans = [Span(chunk.group.table, chunk.start, chunk.stop) for chunk in chunks]
-        lacking = max(_LEAST_ROWS - len(tokens), 0)
+        lacking = max(LEAST_ROWS - len(tokens), 0)
         if lacking:
             tokens, spans = tokens + [0] * lacking, [*spans, Span([SCRATCH_BLOCK] * lacking, 0, lacking)]
         stops = itertools.accumulate(chunk.num_tokens for chunk in chunks)
         last = [stop - 1 for chunk, stop in zip(chunks, stops, strict=True) if chunk.is_last]
-        last_G = self._tensor(last + [0] * (_LEAST_ROWS - len(last)))
+        last_G = self._tensor(last + [0] * (LEAST_ROWS - len(last)))
         logits_GV = self._run(
             tokens,
             [position for span in spans for position in range(span.start, span.stop)],

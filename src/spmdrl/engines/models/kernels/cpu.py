@@ -1,4 +1,8 @@
-"""Operations on a CPU."""
+"""Operations on a CPU.
+
+Shape letters: `R` rows, `D` inputs and `O` outputs of a linear layer, `E` experts, `T` packed tokens, `H` query heads,
+`J` key and value heads, `K` head size of queries and keys, `V` head size of values.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spmdrl.engines.models.kernels import plain
-from spmdrl.engines.models.kernels.blocked import BlockedLinear, blocked_linear_takes
 from spmdrl.engines.models.kernels.grouped import grouped_mm_linear, grouped_mm_takes
-from spmdrl.engines.models.kernels.packed import PackedRows
-from spmdrl.engines.models.kernels.padded import padded_attention
+from spmdrl.engines.models.kernels.packed import PackedRows, padded_attention
+
+# The layout that oneDNN chooses for this many rows is the one for any greater number too.
+_EXPECTED_ROWS = 16
+_BLOCKED_DTYPES = (torch.float32, torch.bfloat16)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -37,3 +43,34 @@ def add_matmul(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 def packed_attention(q_THK: Tensor, k_TJK: Tensor, v_TJV: Tensor, rows: PackedRows) -> Tensor:
     return padded_attention(q_THK, k_TJK, v_TJV, rows.padded(q_THK.device))
+
+
+class BlockedLinear:
+    """A linear layer whose weight lies in blocks, as oneDNN's products read it, for inference.
+
+    With few rows a product is bound by reading the weight, and one in blocks streams through the caches in order. A row
+    gets the same bits whatever is beside it, from 4 rows on, but not those of F.linear. The weight is copied, the bias
+    used where it lies.
+    """
+
+    def __init__(self, weight_OD: Tensor, bias_O: Tensor | None):
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight_OD.detach(), _EXPECTED_ROWS)
+        self._bias_O = bias_O
+
+    def __call__(self, rows_RD: Tensor) -> Tensor:
+        return torch.ops.mkldnn._linear_pointwise(rows_RD, self._weight, self._bias_O, "none", [], "")
+
+    @property
+    def num_bytes(self) -> int:
+        return self._weight.numel() * self._weight.dtype.itemsize
+
+    def weight(self) -> Tensor:
+        """The weight [O, D] in the usual layout."""
+        return self._weight.to_dense()
+
+
+def blocked_linear_takes(weight_OD: Tensor) -> bool:
+    """Whether this build of PyTorch, and the CPU, have such products of the weight's dtype."""
+    if not (torch.backends.mkldnn.is_available() and weight_OD.dtype in _BLOCKED_DTYPES):
+        return False
+    return weight_OD.dtype != torch.bfloat16 or torch.ops.mkldnn._is_mkldnn_bf16_supported()

@@ -12,8 +12,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from spmdrl.engines.models.kernels import plain
 from spmdrl.engines.models.kernels.grouped import grouped_mm_linear, grouped_mm_takes
-from spmdrl.engines.models.kernels.packed import PackedRows
-from spmdrl.engines.models.kernels.padded import pad_values, padded_attention
+from spmdrl.engines.models.kernels.packed import PackedRows, pad_values, padded_attention
 
 try:
     from liger_kernel.ops.rms_norm import LigerRMSNormFunction

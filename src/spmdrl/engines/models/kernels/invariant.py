@@ -25,10 +25,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spmdrl.engines.models.kernels import plain
-from spmdrl.engines.models.kernels.packed import PackedRows
-from spmdrl.engines.models.kernels.padded import nothing_attended
+from spmdrl.engines.models.kernels.packed import PackedRows, nothing_attended
+from spmdrl.engines.models.kernels.plain import LEAST_ROWS, linear
 
-LEAST_ROWS = 4
 KEY_BLOCK = 64
 # exp of more overflows float32, and its gradient is NaN then; 1 / (1 + exp(88)) is 6e-39, a 0 to whatever it is added.
 _LARGEST_EXPONENT = 88.0
@@ -44,14 +43,6 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 def _one_plus_exp(x: Tensor) -> Tensor:
     return 1 + x.clamp(max=_LARGEST_EXPONENT).exp()
-
-
-def linear(rows_RD: Tensor, weight_OD: Tensor) -> Tensor:
-    """F.linear of any number of rows."""
-    lacking = LEAST_ROWS - len(rows_RD)
-    if lacking <= 0 or not len(rows_RD):
-        return F.linear(rows_RD, weight_OD)
-    return F.linear(F.pad(rows_RD, (0, 0, 0, lacking)), weight_OD)[: len(rows_RD)]
 
 
 def grouped_linear(rows_RD: Tensor, weights_EOD: Tensor, counts_E: Tensor) -> Tensor:

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.engines.models.kernels import plain
-from spmdrl.engines.models.kernels.packed import PackedRows
-from spmdrl.engines.models.kernels.padded import nothing_attended, pad_values
+from spmdrl.engines.models.kernels.packed import PackedRows, nothing_attended, pad_values
 
 _HALF = (torch.bfloat16, torch.float16)
 # npu_fusion_attention's sparse mode 3 is the causal mask of each row, which it reads from one triangle of this size.

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from spmdrl.engines.models.kernels import cpu, cuda, invariant, npu, plain
-from spmdrl.engines.models.kernels.blocked import BlockedLinear
 from spmdrl.engines.models.kernels.packed import PackedRows
 
 TABLE: dict[str, dict[str, Callable[..., Any]]] = {
@@ -71,7 +70,7 @@ def grouped_linear(rows_RD: Tensor, weights_EOD: Tensor, counts_E: Tensor) -> Te
     return implementation("grouped_linear", rows_RD)(rows_RD, weights_EOD, counts_E)
 
 
-def blocked_linear(weight_OD: Tensor, bias_O: Tensor | None) -> BlockedLinear | None:
+def blocked_linear(weight_OD: Tensor, bias_O: Tensor | None) -> cpu.BlockedLinear | None:
     """A linear layer with a copy of this weight that is faster than F.linear without gradients; None if none is."""
     return implementation("blocked_linear", weight_OD)(weight_OD, bias_O)
 

@@ -1,13 +1,101 @@
-"""Packed rows as attention kernels take them; each form is made on first use and serves all layers."""
+"""Packed rows as attention kernels take them: by their ends, or in padded blocks of rows of similar length.
+
+Padding lives only inside one attention call: the rest of the decoder sees packed tokens. Indexes are made once for a
+micro-batch and serve all its layers.
+
+Shape letters: `T` packed tokens, `H` query heads, `J` key and value heads, `K` head size, `V` head size of values. A
+*slot* is a place in a padded block.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from spmdrl.engines.models.kernels.padded import PaddedPlan, plan_blocks
+# One more attention call costs a CPU about as much as a few dozen padded tokens, so short rows share a block even
+# when their lengths differ by half, and long rows only when padding adds little.
+_SHORT_SPREAD = 16
+_LONG_SPREAD_DIVISOR = 16
+
+
+def group_rows(lengths: Sequence[int]) -> list[list[int]]:
+    """Split the rows that hold tokens into groups of similar length, ascending inside a group and by first row.
+
+    In that order rows of equal lengths, and rows that share with no other, stay where they are in memory.
+    """
+    descending = sorted((row for row, length in enumerate(lengths) if length), key=lambda row: -lengths[row])
+    groups: list[list[int]] = []
+    shortest_allowed = 0
+    for row in descending:
+        if not groups or lengths[row] < shortest_allowed:
+            groups.append([])
+            shortest_allowed = lengths[row] - max(_SHORT_SPREAD, lengths[row] // _LONG_SPREAD_DIVISOR)
+        groups[-1].append(row)
+    return sorted(sorted(group) for group in groups)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A run of slots that holds `num_rows` rows padded to `length`."""
+
+    start: int
+    num_rows: int
+    length: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.num_rows * self.length
+
+
+@dataclass(frozen=True)
+class PaddedPlan:
+    """Where each packed token goes in the padded blocks, and back."""
+
+    blocks: tuple[Block, ...]
+    token_of_slot: Tensor
+    """[slots] the token copied there; a padded slot repeats its row's last token."""
+    slot_of_token: Tensor
+    """[T]"""
+    padded_slots: Tensor
+    """The slots that hold no token of their own."""
+    is_identity: bool
+    """Whether slots and tokens coincide, so that nothing need be copied."""
+
+    def to(self, device: torch.device) -> PaddedPlan:
+        return replace(
+            self,
+            token_of_slot=self.token_of_slot.to(device),
+            slot_of_token=self.slot_of_token.to(device),
+            padded_slots=self.padded_slots.to(device),
+        )
+
+
+def plan_blocks(offsets: Sequence[int]) -> PaddedPlan:
+    """Lay rows with these offsets [B + 1] into padded blocks, right-padded so that causality hides the padding."""
+    lengths = [stop - start for start, stop in zip(offsets[:-1], offsets[1:], strict=True)]
+    blocks: list[Block] = []
+    tokens: list[Tensor] = [torch.empty(0, dtype=torch.int64)]
+    is_padding: list[Tensor] = [torch.empty(0, dtype=torch.bool)]
+    for rows in group_rows(lengths):
+        length = max(lengths[row] for row in rows)
+        blocks.append(Block(blocks[-1].stop if blocks else 0, len(rows), length))
+        starts = torch.tensor([offsets[row] for row in rows])[:, None]
+        last = torch.tensor([lengths[row] - 1 for row in rows])[:, None]
+        column = torch.arange(length)
+        tokens.append((starts + torch.minimum(column, last)).flatten())
+        is_padding.append((column > last).flatten())
+    token_of_slot, padding = torch.cat(tokens), torch.cat(is_padding)
+    real_slots = (~padding).nonzero().flatten()
+    slot_of_token = torch.empty_like(real_slots)
+    slot_of_token[token_of_slot[real_slots]] = real_slots
+    is_identity = torch.equal(token_of_slot, torch.arange(len(real_slots)))
+    return PaddedPlan(tuple(blocks), token_of_slot, slot_of_token, padding.nonzero().flatten(), is_identity)
 
 
 class PackedRows:
@@ -15,7 +103,7 @@ class PackedRows:
 
     def __init__(self, offsets: Tensor):
         """Rows with these offsets [B + 1]; give them on the CPU to avoid waiting for the device."""
-        # Rows without tokens say nothing about attention, and some kernels refuse them.
+        # Rows without tokens attend to nothing, and some kernels refuse them.
         self.offsets = list(dict.fromkeys(offsets.tolist()))
         """Strictly ascending."""
         self._cumulative: dict[torch.device, Tensor] = {}
@@ -40,3 +128,63 @@ class PackedRows:
         if device not in self._padded:
             self._padded[device] = plan_blocks(self.offsets).to(device)
         return self._padded[device]
+
+
+# Each token has one slot, so both backward passes are gathers too: no scatter-add, no order of summation.
+class _ToSlots(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, plan: PaddedPlan) -> Tensor:
+        ctx.plan = plan
+        return tokens.index_select(0, plan.token_of_slot)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        # What reaches a padded slot is zero, because its output is dropped.
+        return gradient.index_select(0, ctx.plan.slot_of_token), None
+
+
+class _FromSlots(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, slots: Tensor, plan: PaddedPlan) -> Tensor:
+        ctx.plan = plan
+        return slots.index_select(0, plan.slot_of_token)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        at_slots = gradient.index_select(0, ctx.plan.token_of_slot)
+        return at_slots.index_fill_(0, ctx.plan.padded_slots, 0), None
+
+
+def padded_attention(q_THK: Tensor, k_TJK: Tensor, v_TJV: Tensor, plan: PaddedPlan) -> Tensor:
+    """Attend inside each row of the plan; returns [T, H, V]."""
+    if not plan.blocks:
+        return nothing_attended(q_THK, k_TJK, v_TJV)
+    if plan.is_identity:
+        return _attend_blocks(q_THK, k_TJK, v_TJV, plan.blocks)
+    queries, keys, values = (_ToSlots.apply(heads, plan) for heads in (q_THK, k_TJK, v_TJV))
+    return _FromSlots.apply(_attend_blocks(queries, keys, values, plan.blocks), plan)
+
+
+def _attend_blocks(queries: Tensor, keys: Tensor, values: Tensor, blocks: Sequence[Block]) -> Tensor:
+    """Attend in each block of slots; returns [slots, H, V]."""
+    value_size = values.shape[-1]
+    # Fast kernels want one head size: padded with zeros, long rows take less than half the time.
+    values = pad_values(keys, values)
+    attended = []
+    for block in blocks:
+        shape = (block.num_rows, block.length)
+        q, k, v = (x[block.start : block.stop].unflatten(0, shape).transpose(1, 2) for x in (queries, keys, values))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        attended.append(out[..., :value_size].transpose(1, 2).flatten(0, 1))
+    return attended[0] if len(attended) == 1 else torch.cat(attended)
+
+
+def pad_values(keys: Tensor, values: Tensor) -> Tensor:
+    """The values with zeros behind them up to the head size of the keys."""
+    missing = keys.shape[-1] - values.shape[-1]
+    return F.pad(values, (0, missing)) if missing else values
+
+
+def nothing_attended(q_THK: Tensor, k_TJK: Tensor, v_TJV: Tensor) -> Tensor:
+    """The result of no tokens [0, H, V], which differentiates by all three all the same."""
+    return q_THK[..., : v_TJV.shape[-1]] + 0.0 * (k_TJK.sum() + v_TJV.sum())

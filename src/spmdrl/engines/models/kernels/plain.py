@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spmdrl.engines.models.kernels.blocked import BlockedLinear
-from spmdrl.engines.models.kernels.packed import PackedRows
-from spmdrl.engines.models.kernels.padded import nothing_attended, pad_values
+from spmdrl.engines.models.kernels.packed import PackedRows, nothing_attended, pad_values
+
+# A CPU's matrix product gives each of its rows the same bits whatever their number, from this many on.
+LEAST_ROWS = 4
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -34,12 +35,20 @@ def sigmoid(x: Tensor) -> Tensor:
     return x.sigmoid()
 
 
+def linear(rows_RD: Tensor, weight_OD: Tensor) -> Tensor:
+    """F.linear that gives each row the same bits, however many they are."""
+    lacking = LEAST_ROWS - len(rows_RD)
+    if lacking <= 0 or not len(rows_RD):
+        return F.linear(rows_RD, weight_OD)
+    return F.linear(F.pad(rows_RD, (0, 0, 0, lacking)), weight_OD)[: len(rows_RD)]
+
+
 def grouped_linear(rows_RD: Tensor, weights_EOD: Tensor, counts_E: Tensor) -> Tensor:
     groups = zip(rows_RD.split(counts_E.tolist()), weights_EOD.unbind(), strict=True)
     return torch.cat([F.linear(rows, weight) for rows, weight in groups])
 
 
-def blocked_linear(weight_OD: Tensor, bias_O: Tensor | None) -> BlockedLinear | None:
+def blocked_linear(weight_OD: Tensor, bias_O: Tensor | None) -> None:
     return None
 
 

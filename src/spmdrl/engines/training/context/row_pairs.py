@@ -12,7 +12,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from spmdrl.engines.models.kernels.padded import group_rows
+from spmdrl.engines.models.kernels.packed import group_rows
 from spmdrl.types import offsets_of
 
 Places = slice | Tensor

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmdrl.engines.models.kernels.padded import group_rows, plan_blocks
+from spmdrl.engines.models.kernels.packed import group_rows, plan_blocks
 from spmdrl.types import offsets_of
 
 lengths_of_rows = st.lists(st.integers(0, 400), max_size=40)
