@@ -17,7 +17,7 @@ from spmdrl.dataflow.resharding.moving.probe import Probe
 from spmdrl.engines.generation.native.native_engine import NativeEngine
 from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.decoder import DecoderConfig
-from spmdrl.engines.models.hf.model_weights import random_weights
+from spmdrl.engines.models.making.make_model import RandomWeights
 from spmdrl.engines.training.batching.packed_rows import LossTerms, TokenRows
 from spmdrl.engines.training.training_engine import TrainingConfig, TrainingEngine
 from spmdrl.job.model.switching import Switching
@@ -68,7 +68,7 @@ def likelihood(scores, micro):
 def build(world: World, case: Case, directory: str) -> tuple[TrainingEngine, NativeEngine, ReshardingFlow]:
     mesh = build_update_mesh(fit_update_layout(case.update, world.size), world.device, world.rank)
     trainer = TrainingEngine(case.model, TrainingConfig(), OPTIM, mesh, world.device, temperature=0.7)
-    trainer.load(random_weights(case.model, 0))
+    trainer.load(RandomWeights(case.model, 0))
     generation = build_generation_mesh(case.generation, world.device, world.size, world.rank)
     generator = NativeEngine(case.model, RolloutConfig(), torch.device("cpu"), torch.float32, mesh=generation)
     flow = case.flow(world, {POLICY: trainer}, generator, ReshardConfig(verify=True), MemoryLedger(), Path(directory))

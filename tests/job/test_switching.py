@@ -16,7 +16,7 @@ from spmdrl.dataflow.resharding.moving.gather import ReshardConfig
 from spmdrl.engines.generation.native.native_engine import NativeEngine
 from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.decoder import DecoderConfig
-from spmdrl.engines.models.hf.model_weights import random_weights
+from spmdrl.engines.models.making.make_model import RandomWeights
 from spmdrl.engines.training.batching.packed_rows import LossTerms, TokenRows
 from spmdrl.engines.training.training_engine import TrainingConfig, TrainingEngine
 from spmdrl.engines.training.update.optimizer import OptimConfig
@@ -52,7 +52,7 @@ def likelihood(scores, micro):
 def switch_and_measure(world: World, directory: str) -> dict[str, object]:
     mesh = build_update_mesh(UpdateLayout(1, world.size), world.device, world.rank)
     trainer = TrainingEngine(FIFTY_MILLION, TrainingConfig(), OptimConfig(lr=1e-3), mesh, world.device)
-    trainer.load(random_weights(FIFTY_MILLION, 0))
+    trainer.load(RandomWeights(FIFTY_MILLION, 0))
     generator = NativeEngine(FIFTY_MILLION, RolloutConfig(), torch.device("cpu"), torch.float32)
     ledger = MemoryLedger()
     flow = ReshardingFlow(world, {POLICY: trainer}, generator, ReshardConfig(verify=True), ledger, Path(directory))

@@ -24,7 +24,7 @@ ENTRIES = ("__main__", "torchrun", "cli.command_line", "engines.workers.guard", 
 
 # From prompt to gradient, without what logs, times, saves or switches.
 ON_A_ROWS_WAY = re.compile(r"algorithms|dataflow|engines|types|verbs|train")
-BESIDE_IT = re.compile(r"resharding|checkpoint|manifest|state\.py|models/hf|stacked|volume")
+BESIDE_IT = re.compile(r"resharding|checkpoint|manifest|state\.py|models/hf|volume")
 
 FILES_OF_A_STEP = """
 import json, sys, threading

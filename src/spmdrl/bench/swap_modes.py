@@ -25,8 +25,8 @@ from spmdrl.bench.harness.commands import run_to_end
 from spmdrl.dataflow.resharding.moving.gather import SwapMode
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf.model_folder import hf_config_dict, parameter_shapes
-from spmdrl.engines.models.hf.model_weights import random_weights, write_weights
-from spmdrl.engines.models.making.make_model import make_char_tokenizer
+from spmdrl.engines.models.hf.model_weights import write_weights
+from spmdrl.engines.models.making.make_model import RandomWeights, make_char_tokenizer
 from spmdrl.observability.timeline.timeline import read_timeline
 
 QWEN_0_5B = DecoderConfig(
@@ -110,7 +110,7 @@ def _make_inputs(folder: Path, config: DecoderConfig) -> None:
     model.mkdir()
     (model / "config.json").write_text(json.dumps({**hf_config_dict(config, torch.float32), "eos_token_id": 2}))
     make_char_tokenizer(model)
-    weights = random_weights(config, 0)
+    weights = RandomWeights(config, 0)
     write_weights(model, ((name, weights(name)) for name in weights.names))
     lines = [json.dumps({"prompt": f"{number}+{number + 7}=", "answer": str(2 * number + 7)}) for number in range(64)]
     (folder / "prompts.jsonl").write_text("\n".join(lines) + "\n")

@@ -18,8 +18,8 @@ from spmdrl.engines.generation.native.native_engine import NativeEngine
 from spmdrl.engines.generation.protocol import Request, SamplingParams
 from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.decoder import DecoderConfig
-from spmdrl.engines.models.hf.model_weights import random_weights
 from spmdrl.engines.models.latent import LatentConfig
+from spmdrl.engines.models.making.make_model import RandomWeights
 from spmdrl.engines.models.moe import MoeConfig
 from spmdrl.engines.training.training_engine import TrainingConfig, TrainingEngine
 from spmdrl.engines.training.update.optimizer import OptimConfig
@@ -205,7 +205,7 @@ class StrongWeights:
     """Random weights, larger than usual, so that the next token depends on those before."""
 
     def __init__(self, config: DecoderConfig):
-        self._weights = random_weights(config, seed=0)
+        self._weights = RandomWeights(config, seed=0)
 
     def read(self, wanted: WeightSlice) -> Tensor:
         return 4 * self._weights.read(wanted)

@@ -15,7 +15,7 @@ from spmdrl.dataflow.stages.critic.critic_update import CriticUpdateStage, Value
 from spmdrl.dataflow.stages.critic.returns import ReturnsStage, monte_carlo_returns
 from spmdrl.dataflow.stages.rows import token_rows
 from spmdrl.dataflow.stages.update import UpdatePlan
-from spmdrl.engines.models.hf.model_weights import RandomWeights
+from spmdrl.engines.models.making.make_model import RandomWeights
 from spmdrl.engines.training.batching.packed_rows import Values, to_microbatch
 from spmdrl.engines.training.training_engine import TrainingConfig, TrainingEngine
 from spmdrl.observability.metrics import Recorder, encode, merge

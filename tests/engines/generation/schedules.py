@@ -13,9 +13,8 @@ from spmdrl.engines.generation.native.native_engine import NativeEngine
 from spmdrl.engines.generation.protocol import Request, Response, SamplingParams
 from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.decoder import DecoderConfig
-from spmdrl.engines.models.hf.model_weights import random_weights
 from spmdrl.engines.models.making.make_config import MakeConfig
-from spmdrl.engines.models.making.make_model import decoder_config
+from spmdrl.engines.models.making.make_model import RandomWeights, decoder_config
 from spmdrl.resources.mesh import GenerationMesh
 from tests.engines.generation.support import TINY, prompt_of, request, run
 
@@ -55,7 +54,7 @@ SCHEDULES = {
 
 
 def weights_of(config: DecoderConfig) -> dict[str, Tensor]:
-    weights = random_weights(config, seed=0)
+    weights = RandomWeights(config, seed=0)
     # Larger than the usual initial weights, so that the next token depends on the earlier ones.
     return {name: 4 * weights(name) for name in weights.names}
 

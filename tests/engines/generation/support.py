@@ -10,7 +10,7 @@ from spmdrl.engines.generation.native.native_engine import NativeEngine
 from spmdrl.engines.generation.protocol import Decode, GenerationEngine, Request, Response, SamplingParams
 from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.decoder import DecoderConfig
-from spmdrl.engines.models.hf.model_weights import random_weights
+from spmdrl.engines.models.making.make_model import RandomWeights
 
 TINY = DecoderConfig(
     model_type="qwen3",
@@ -36,7 +36,7 @@ def make_engine(rollout: RolloutConfig, config: DecoderConfig = TINY, decode: De
 
 
 def wake(engine: NativeEngine, seed: int = 0) -> NativeEngine:
-    weights = random_weights(TINY, seed)
+    weights = RandomWeights(TINY, seed)
     # Larger than the usual initial weights, so that the next token depends on the earlier ones.
     engine.load_weights((name, 4 * weights(name)) for name in engine.weight_shapes())
     engine.wake_cache()

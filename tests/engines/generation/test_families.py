@@ -10,10 +10,9 @@ from spmdrl.engines.generation.native.native_engine import NativeEngine
 from spmdrl.engines.generation.protocol import SamplingParams
 from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.decoder import Decoder, DecoderConfig
-from spmdrl.engines.models.hf.model_weights import random_weights
 from spmdrl.engines.models.layers import PackedCausalAttention
 from spmdrl.engines.models.making.make_config import MakeConfig
-from spmdrl.engines.models.making.make_model import decoder_config
+from spmdrl.engines.models.making.make_model import RandomWeights, decoder_config
 from spmdrl.types import offsets_of
 from tests.engines.generation.support import request, run
 
@@ -25,7 +24,7 @@ every_family = pytest.mark.parametrize("config", [SPARSE, LATENT], ids=["qwen3_m
 
 
 def weights_of(config: DecoderConfig) -> dict[str, torch.Tensor]:
-    weights = random_weights(config, seed=0)
+    weights = RandomWeights(config, seed=0)
     # Larger than the usual initial weights, so that the next token depends on the earlier ones.
     values = {name: 4 * weights(name) for name in weights.names}
     if BIAS in values:

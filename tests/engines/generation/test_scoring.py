@@ -13,10 +13,9 @@ from spmdrl.engines.generation.protocol import SamplingParams
 from spmdrl.engines.generation.replay import ReplayEngine
 from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.decoder import Decoder, DecoderConfig
-from spmdrl.engines.models.hf.model_weights import random_weights
 from spmdrl.engines.models.layers import PackedCausalAttention
 from spmdrl.engines.models.making.make_config import MakeConfig
-from spmdrl.engines.models.making.make_model import decoder_config
+from spmdrl.engines.models.making.make_model import RandomWeights, decoder_config
 from spmdrl.types import offsets_of
 from tests.engines.generation.support import TINY, awake_engine, make_engine, prompt_of, request, run
 
@@ -25,7 +24,7 @@ ROWS = [[5, 6, 7, 8, 9, 10], [11, 12], list(range(4, 40))]
 
 def weights_of(config: DecoderConfig) -> dict[str, torch.Tensor]:
     """Larger than the usual initial weights, so that the next token depends on the earlier ones."""
-    weights = random_weights(config, seed=0)
+    weights = RandomWeights(config, seed=0)
     return {name: 4 * weights(name) for name in weights.names}
 
 

@@ -12,10 +12,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwe
 
 from spmdrl.engines.models.decoder import Decoder, DecoderConfig, LayerSpan
 from spmdrl.engines.models.hf.model_folder import parameter_shapes, read_config
-from spmdrl.engines.models.hf.model_weights import random_weights
 from spmdrl.engines.models.layers import PackedCausalAttention
 from spmdrl.engines.models.making.make_config import MakeConfig
-from spmdrl.engines.models.making.make_model import decoder_config
+from spmdrl.engines.models.making.make_model import RandomWeights, decoder_config
 from spmdrl.types import offsets_of
 from tests.engines.models.support import load_decoder, packed_logits, random_rows
 
@@ -116,7 +115,7 @@ def test_impossible_heads_are_refused_with_their_numbers(sizes: dict[str, int], 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "deepseek_v3"])
 def test_spans_in_a_row_are_the_whole_decoder(family: str, tied: bool) -> None:
     config = decoder_config(MakeConfig(family=family, hidden_size=32, intermediate_size=24, tied_head=tied))
-    weights = random_weights(config, seed=0)
+    weights = RandomWeights(config, seed=0)
 
     def filled(span: LayerSpan | None) -> Decoder:
         decoder = Decoder(config, span)

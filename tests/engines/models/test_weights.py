@@ -11,9 +11,9 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from spmdrl.engines.models.hf.model_folder import hf_config_dict, read_config
-from spmdrl.engines.models.hf.model_weights import WeightFiles, random_weights, write_weights
+from spmdrl.engines.models.hf.model_weights import WeightFiles, write_weights
 from spmdrl.engines.models.making.make_config import MakeConfig
-from spmdrl.engines.models.making.make_model import decoder_config
+from spmdrl.engines.models.making.make_model import RandomWeights, decoder_config
 from spmdrl.types import WeightSlice
 from tests.engines.models.support import load_decoder, packed_logits, random_rows, whole
 
@@ -22,7 +22,7 @@ CONFIG = decoder_config(MAKE)
 
 
 def write_model(folder: Path, max_shard_bytes: int, *, seed: int = 0) -> None:
-    weights = random_weights(CONFIG, seed)
+    weights = RandomWeights(CONFIG, seed)
     (folder / "config.json").write_text(json.dumps(hf_config_dict(CONFIG, torch.float32)))
     write_weights(folder, ((name, weights(name)) for name in weights.names), max_shard_bytes)
 
@@ -127,7 +127,7 @@ def test_an_index_cannot_lead_out_of_its_folder(tmp_path: Path) -> None:
 
 
 def test_random_weights_depend_on_seed_and_name_only() -> None:
-    first, again, other = random_weights(CONFIG, 1), random_weights(CONFIG, 1), random_weights(CONFIG, 2)
+    first, again, other = RandomWeights(CONFIG, 1), RandomWeights(CONFIG, 1), RandomWeights(CONFIG, 2)
     name = "model.layers.0.mlp.up_proj.weight"
     again("model.embed_tokens.weight")
     assert torch.equal(first(name), again(name))
@@ -147,13 +147,13 @@ STACKED = "model.layers.0.mlp.experts.up_proj"
 @pytest.fixture(scope="module")
 def sparse(tmp_path_factory: pytest.TempPathFactory) -> WeightFiles:
     folder = tmp_path_factory.mktemp("sparse")
-    weights = random_weights(SPARSE, seed=0)
+    weights = RandomWeights(SPARSE, seed=0)
     write_weights(folder, ((name, weights(name)) for name in weights.names), max_shard_bytes=500)
     return WeightFiles(folder)
 
 
 def test_stacked_experts_lie_one_by_one_in_files(sparse: WeightFiles) -> None:
-    weights = random_weights(SPARSE, seed=0)
+    weights = RandomWeights(SPARSE, seed=0)
     assert sparse.names == weights.names
     assert sparse.shape(STACKED) == weights.shape(STACKED) == (5, 3, 32)
     assert torch.equal(sparse.read(whole(STACKED, (5, 3, 32))), weights(STACKED))
@@ -165,7 +165,7 @@ def test_stacked_experts_lie_one_by_one_in_files(sparse: WeightFiles) -> None:
 def test_any_box_of_stacked_experts_can_be_read_and_made(
     sparse: WeightFiles, experts: tuple[int, int], rows: tuple[int, int], columns: tuple[int, int]
 ) -> None:
-    weights = random_weights(SPARSE, seed=0)
+    weights = RandomWeights(SPARSE, seed=0)
     bounds = [sorted(pair) for pair in (experts, rows, columns)]
     wanted = WeightSlice(STACKED, tuple(start for start, _ in bounds), tuple(stop for _, stop in bounds))
     expected = weights(STACKED)[tuple(slice(*pair) for pair in bounds)]

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from spmdrl.engines.models.hf.model_weights import WeightFiles, random_weights, write_weights
+from spmdrl.engines.models.hf.model_weights import WeightFiles, write_weights
+from spmdrl.engines.models.making.make_model import RandomWeights
 from spmdrl.engines.training.training_engine import TrainingConfig, TrainingEngine
 from spmdrl.engines.training.update.optimizer import OptimConfig
 from spmdrl.resources.layout import UpdateLayout
@@ -53,7 +54,7 @@ class Peaks:
 
 
 def _write_weights(world: World, folder: Path) -> None:
-    weights = random_weights(LARGE, seed=0)
+    weights = RandomWeights(LARGE, seed=0)
     write_weights(folder, ((name, weights(name)) for name in weights.names))
 
 

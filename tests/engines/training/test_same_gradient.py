@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from spmdrl.engines.models.hf.model_weights import random_weights
+from spmdrl.engines.models.making.make_model import RandomWeights
 from spmdrl.engines.models.moe import MoeConfig
 from spmdrl.engines.training.training_engine import Recompute, TrainingConfig, TrainingEngine
 from spmdrl.engines.training.update.optimizer import OptimConfig
@@ -37,7 +37,7 @@ def gradient_of(
     mesh = build_update_mesh(layout, world.device, world.rank)
     training = TrainingConfig(max_tokens_per_microbatch=max_tokens, activation_checkpointing=recompute)
     engine = TrainingEngine(config, training, OptimConfig(), mesh, world.device, compute_dtype=torch.float32)
-    engine.load(random_weights(config, seed=1))
+    engine.load(RandomWeights(config, seed=1))
     share = order[mesh.data.rank * len(order) // mesh.data.size : (mesh.data.rank + 1) * len(order) // mesh.data.size]
     engine.accumulate(make_rows(NUM_ROWS).select(share), weighted_nll)
     whole = engine.model.gather_whole(engine.named_gradients(), torch.float32)

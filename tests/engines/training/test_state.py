@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from spmdrl.engines.models.hf.model_weights import random_weights
+from spmdrl.engines.models.making.make_model import RandomWeights
 from spmdrl.engines.training.checkpoints.trainer_state import (
     ShardFiles,
     load_trainer_state,
@@ -58,7 +58,7 @@ def test_a_checkpoint_of_another_model_is_refused_and_changes_nothing(
     mesh = build_update_mesh(fit_update_layout(UpdateLayout(), world.size), world.device, world.rank)
     config = replace(CONFIG, **change)
     engine = TrainingEngine(config, TrainingConfig(), OPTIM, mesh, world.device)
-    engine.load(random_weights(config, seed=1))
+    engine.load(RandomWeights(config, seed=1))
     before = {name: weight.clone() for name, weight in whole_weights(engine).items()}
     with pytest.raises(ValueError, match=f"is of another model: {message}"):
         load_trainer_state(engine, ShardFiles(folder))

@@ -16,13 +16,8 @@ from spmdrl.engines.generation.native.native_engine import NativeEngine
 from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf.model_folder import hf_config_dict, parameter_shapes, read_config
-from spmdrl.engines.models.hf.model_weights import (
-    RandomWeights,
-    WeightFiles,
-    WeightSource,
-    with_new_head,
-    write_weights,
-)
+from spmdrl.engines.models.hf.model_weights import WeightFiles, WeightSource, WithNewHead, write_weights
+from spmdrl.engines.models.making.make_model import RandomWeights
 from spmdrl.engines.training.batching.packed_rows import LossFunction, LossTerms, MicroBatch, TokenRows, Values
 from spmdrl.engines.training.training_engine import TrainingConfig, TrainingEngine
 from spmdrl.resources.layout import UpdateLayout, fit_update_layout
@@ -142,7 +137,7 @@ def test_what_we_write_of_a_value_model_has_parity_in_transformers(world, tmp_pa
 
 def test_a_classifier_of_two_labels_is_refused(tmp_path):
     classifier(tmp_path, "Qwen3ForSequenceClassification", num_labels=2)
-    with pytest.raises(ValueError, match="with 2 labels, but a value head says one number"):
+    with pytest.raises(ValueError, match="with 2 labels, but a value head gives one number"):
         read_config(tmp_path)
 
 
@@ -153,7 +148,7 @@ def test_a_bias_that_would_be_left_out_is_refused(world, tmp_path):
     config = read_config(tmp_path)
     with pytest.raises(ValueError, match=r"score.bias in .* is \[0.5\]"):
         value_engine(world, "token_values", WeightFiles(tmp_path), config=config)
-    value_engine(world, "token_values", with_new_head(WeightFiles(tmp_path)), config=config)
+    value_engine(world, "token_values", WithNewHead(WeightFiles(tmp_path)), config=config)
 
 
 def test_a_head_that_does_not_fit_the_question_is_told_so(world):
@@ -168,7 +163,7 @@ def test_a_head_that_does_not_fit_the_question_is_told_so(world):
 
 def test_a_critic_starts_from_a_language_model_at_zero_and_learns(world):
     policy = dataclasses.replace(CONFIG, intermediate_size=12, tied_head=True)
-    engine = value_engine(world, "token_values", with_new_head(RandomWeights(policy, seed=0)))
+    engine = value_engine(world, "token_values", WithNewHead(RandomWeights(policy, seed=0)))
     rows = make_rows()
     assert not engine.values(rows).any()
     losses = [engine.update(rows, token_error).loss for _ in range(20)]

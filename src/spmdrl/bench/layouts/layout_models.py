@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from spmdrl.engines.models.decoder import DecoderConfig
-from spmdrl.engines.models.hf.model_weights import random_weights
 from spmdrl.engines.models.latent import LatentConfig
+from spmdrl.engines.models.making.make_model import RandomWeights
 from spmdrl.engines.models.moe import MoeConfig
 from spmdrl.engines.models.rope import Llama3Scaling, YarnScaling
 from spmdrl.engines.training.batching.packed_rows import LossTerms, MicroBatch, Scores, TokenRows
@@ -103,7 +103,7 @@ class UnevenWeights:
     """Random weights without constants: norms, biases and router corrections vary too."""
 
     def __init__(self, config: DecoderConfig, seed: int = 0):
-        self._weights = random_weights(config, seed)
+        self._weights = RandomWeights(config, seed)
 
     def read(self, wanted: WeightSlice) -> Tensor:
         """One slice, of weights that depend on their names alone."""

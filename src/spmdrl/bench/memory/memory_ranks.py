@@ -22,7 +22,7 @@ from spmdrl.engines.generation.native.native_engine import NativeEngine
 from spmdrl.engines.generation.protocol import Request, SamplingParams
 from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.decoder import DecoderConfig
-from spmdrl.engines.models.hf.model_weights import random_weights
+from spmdrl.engines.models.making.make_model import RandomWeights
 from spmdrl.engines.training.batching.packed_rows import LossTerms, MicroBatch, Scores, TokenRows
 from spmdrl.engines.training.training_engine import TrainingConfig, TrainingEngine
 from spmdrl.engines.training.update.optimizer import OptimConfig
@@ -160,7 +160,7 @@ class Step:
         mesh = build_update_mesh(UpdateLayout(shard=world.size), world.device, world.rank)
         self._settings = settings
         self._trainer = TrainingEngine(model, TrainingConfig(), OptimConfig(lr=1e-4), mesh, world.device)
-        self._trainer.load(random_weights(model, 0))
+        self._trainer.load(RandomWeights(model, 0))
         self._generator = NativeEngine(model, RolloutConfig(), world.device.torch_device, torch.float32)
         self.ledger = MemoryLedger()
         self.flow: Flow = StayingFlow(world, self._trainer, self._generator, self.ledger)

@@ -26,7 +26,7 @@ from spmdrl.dataflow.resharding.planning.slice_agreement import AgreedPlan, agre
 from spmdrl.engines.generation.native.native_engine import NativeEngine
 from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.decoder import DecoderConfig
-from spmdrl.engines.models.hf.model_weights import random_weights
+from spmdrl.engines.models.making.make_model import RandomWeights
 from spmdrl.engines.training.training_engine import TrainingConfig, TrainingEngine
 from spmdrl.engines.training.update.optimizer import OptimConfig
 from spmdrl.resources.collectives import barrier, gather_bytes
@@ -111,7 +111,7 @@ class ReshardBench:
         layout = fit_update_layout(task.layout, world.size)
         mesh = build_update_mesh(layout, world.device, world.rank)
         self._trainer = TrainingEngine(task.model, TrainingConfig(), OptimConfig(), mesh, world.device)
-        self._trainer.load(random_weights(task.model, seed=0))
+        self._trainer.load(RandomWeights(task.model, seed=0))
         # Once: none of the ways is to be measured with it.
         self._shards = self._trainer.named_shards()
         self._tensor_mesh = None if mesh.tensor.group is None else DeviceMesh.from_group(mesh.tensor.group, "cpu")

@@ -27,7 +27,8 @@ from spmdrl.bench.harness.lone_modules import copy_modules
 from spmdrl.bench.rollout.rollout_work import MODEL_FOLDER, Measured, Work, WorkSize, make_work
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf.model_folder import hf_config_dict, read_config
-from spmdrl.engines.models.hf.model_weights import random_weights, write_weights
+from spmdrl.engines.models.hf.model_weights import write_weights
+from spmdrl.engines.models.making.make_model import RandomWeights
 
 NATIVE, PEERS = "native", ("generate", "continuous_batching", "vllm")
 ENGINES = (NATIVE, *PEERS)
@@ -115,7 +116,7 @@ def run(arguments: argparse.Namespace) -> BenchTable:
 def _prepare(folder: Path, model: str, arguments: argparse.Namespace) -> Work:
     """Lay out what the engines read: the model, the work, and the modules for vLLM's Python."""
     config = MADE_MODELS[model]
-    weights = random_weights(config, seed=0)
+    weights = RandomWeights(config, seed=0)
     target = folder / MODEL_FOLDER
     target.mkdir()
     (target / "config.json").write_text(json.dumps(hf_config_dict(config, torch.float32)))

@@ -24,8 +24,9 @@ from spmdrl.bench.harness.bench_table import BenchTable
 from spmdrl.bench.training.plain_training import BATCHINGS, PlainTrainer
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf.model_folder import hf_config_dict, read_config
-from spmdrl.engines.models.hf.model_weights import random_weights, write_weights
+from spmdrl.engines.models.hf.model_weights import write_weights
 from spmdrl.engines.models.hf.weight_check import open_weights
+from spmdrl.engines.models.making.make_model import RandomWeights
 from spmdrl.engines.training.batching.microbatch import RowCost
 from spmdrl.engines.training.batching.packed_rows import LossTerms, MicroBatch, Scores, TokenRows
 from spmdrl.engines.training.training_engine import TrainingConfig, TrainingEngine
@@ -117,7 +118,7 @@ def _model_folder(given: Path | None) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory(prefix="spmdrl-bench-") as name:
         folder = Path(name)
-        weights = random_weights(MADE_MODEL, seed=0)
+        weights = RandomWeights(MADE_MODEL, seed=0)
         (folder / "config.json").write_text(json.dumps(hf_config_dict(MADE_MODEL, torch.float32)))
         write_weights(folder, ((weight, weights(weight)) for weight in weights.names))
         yield folder

@@ -272,5 +272,5 @@ def _check_head(config: DecoderConfig, rating: Rating) -> None:
     if config.head != needed:
         raise ValueError(
             f"rating {rating} needs a {needed} head, but the model's is a {config.head} head; give a model folder with "
-            "the right head, or start a value head on a language model (DecoderConfig.with_value_head, with_new_head)"
+            "the right head, or start a value head on a language model (DecoderConfig.with_value_head, WithNewHead)"
         )

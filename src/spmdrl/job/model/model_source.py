@@ -13,7 +13,7 @@ from spmdrl.dataflow.stages.critic.critic_config import CriticConfig
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf.fingerprint import architecture, architecture_differences, fingerprint
 from spmdrl.engines.models.hf.model_folder import HUB_FILES, HUB_TEXT_FILES, read_config, resolve_model_folder
-from spmdrl.engines.models.hf.model_weights import WeightFiles, WeightSource, with_new_head
+from spmdrl.engines.models.hf.model_weights import WeightFiles, WeightSource, WithNewHead
 from spmdrl.engines.models.hf.weight_check import open_weights
 from spmdrl.engines.models.making.make_model import decoder_config, make_model_folder
 from spmdrl.engines.training.checkpoints.manifest import damage, step_folder_name, steps_in
@@ -50,7 +50,7 @@ class ModelSource:
     def initial_weights(self) -> WeightSource:
         """What a training engine starts from."""
         if self.has_new_head:
-            return with_new_head(open_weights(self.folder, read_config(self.folder)))
+            return WithNewHead(open_weights(self.folder, read_config(self.folder)))
         return self.weights()
 
     def with_value_head(self) -> ModelSource:

@@ -23,7 +23,7 @@ from spmdrl.engines.generation.native.native_engine import Lockstep, NativeEngin
 from spmdrl.engines.generation.protocol import Response, SamplingParams
 from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.decoder import DecoderConfig
-from spmdrl.engines.models.hf.model_weights import random_weights
+from spmdrl.engines.models.making.make_model import RandomWeights
 from spmdrl.engines.models.moe import MoeConfig
 from spmdrl.observability.metrics import Recorder, encode, merge
 from spmdrl.resources.collectives import gather_bytes
@@ -59,7 +59,7 @@ def generate(world: World, config: DecoderConfig, layout: GenerationLayout) -> t
     device = world.device.torch_device
     mesh = build_generation_mesh(layout, world.device, world.size, world.rank)
     engine = NativeEngine(config, RolloutConfig(block_size=4), device, torch.float32, mesh=mesh)
-    weights = random_weights(config, 0)
+    weights = RandomWeights(config, 0)
     engine.load_weights((name, 4 * weights(name)) for name in engine.weight_shapes())
     engine.wake_cache()
     heard, recorder = Heard(), Recorder()

@@ -27,7 +27,7 @@ from spmdrl.engines.generation.native.native_engine import Lockstep, NativeEngin
 from spmdrl.engines.generation.protocol import SamplingParams
 from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.decoder import DecoderConfig
-from spmdrl.engines.models.hf.model_weights import random_weights
+from spmdrl.engines.models.making.make_model import RandomWeights
 from spmdrl.engines.models.moe import MoeConfig
 from spmdrl.engines.reward.pool import RewardConfig, RewardPool
 from spmdrl.observability.metrics import Recorder, encode, merge
@@ -62,7 +62,7 @@ def build_engine(world: World, config: DecoderConfig, mesh: GenerationMesh) -> N
     engine = NativeEngine(
         config, rollout, world.device.torch_device, torch.float32, mesh=mesh, recorder=recorder
     )  # fmt: skip
-    weights = random_weights(config, 0)
+    weights = RandomWeights(config, 0)
     engine.load_weights((name, 4 * weights(name)) for name in engine.weight_shapes())
     engine.wake_cache()
     return engine

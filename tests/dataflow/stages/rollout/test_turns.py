@@ -19,7 +19,7 @@ from spmdrl.engines.generation.native.native_engine import Lockstep, NativeEngin
 from spmdrl.engines.generation.protocol import Response, SamplingParams
 from spmdrl.engines.generation.replay import ReplayEngine, read_rollouts, record_rollouts, rollout_file
 from spmdrl.engines.generation.rollout_config import RolloutConfig
-from spmdrl.engines.models.hf.model_weights import random_weights
+from spmdrl.engines.models.making.make_model import RandomWeights
 from spmdrl.engines.workers.verdict import Verdict
 from spmdrl.resources.mesh import lone_generation_mesh
 
@@ -37,7 +37,7 @@ def engine_of(**rollout: object) -> NativeEngine:
     engine = NativeEngine(
         TINY, RolloutConfig(**{"block_size": 4, **rollout}), torch.device("cpu"), torch.float32, decode=decode
     )
-    weights = random_weights(TINY, 0)
+    weights = RandomWeights(TINY, 0)
     engine.load_weights((name, 4 * weights(name)) for name in engine.weight_shapes())
     engine.wake_cache()
     return engine

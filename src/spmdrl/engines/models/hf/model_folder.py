@@ -12,13 +12,15 @@ from typing import Any, Literal
 import torch
 
 from spmdrl.engines.models.decoder import Decoder, DecoderConfig
-from spmdrl.engines.models.hf.config_head import read_head, write_head
 from spmdrl.engines.models.hf.config_rope import read_rope, rope_entries, write_rope
-from spmdrl.engines.models.hf.config_values import flag, whole_number
+from spmdrl.engines.models.hf.config_values import entries, flag, values, whole_number
 from spmdrl.engines.models.hf.families import FAMILIES, family_name
 from spmdrl.engines.models.hf.limits import refuse_unsupported
 from spmdrl.engines.models.making.make_config import MakeConfig
 
+_LANGUAGE_MODEL = "ForCausalLM"
+_VALUE_MODEL = "ForSequenceClassification"
+_VALUE_MODELS = (_VALUE_MODEL, "ForTokenClassification")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 # What a model's config and tokenizer are in; with the weights, all that is fetched.
 HUB_TEXT_FILES = ("*.json", "*.model", "*.txt", "*.jinja")
@@ -125,7 +127,7 @@ def hf_config_dict(config: DecoderConfig, dtype: torch.dtype) -> dict[str, Any]:
     family = FAMILIES[config.model_type]
     dtype_name = str(dtype).removeprefix("torch.")
     content: dict[str, Any] = {
-        **write_head(family.architecture, config.head),
+        **_write_head(family.architecture, config.head),
         "model_type": config.model_type,
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
@@ -149,6 +151,17 @@ def hf_config_dict(config: DecoderConfig, dtype: torch.dtype) -> dict[str, Any]:
     return content | write_rope(config.rope_theta, config.rope_scaling) | family.write(config)
 
 
+def _write_head(language_model: str, head: Literal["vocab", "value"]) -> dict[str, Any]:
+    """The head's entries of config.json, from the name of the family's language model class."""
+    if head == "vocab":
+        return {"architectures": [language_model]}
+    return {
+        "architectures": [language_model.removesuffix(_LANGUAGE_MODEL) + _VALUE_MODEL],
+        "id2label": {"0": "LABEL_0"},
+        "label2id": {"LABEL_0": 0},
+    }
+
+
 def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     """Shape of each weight by name, in the decoder's order: parameters, and buffers that are weights too.
 
@@ -170,7 +183,7 @@ def _decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
         raise ValueError(f"head_dim is null, but must be a whole number in a {model_type}; remove it or set it")
     attention_bias = flag(raw, "attention_bias", default=family.default_attention_bias)
     theta, scaling = read_rope(raw, family.default_theta)
-    head = read_head(raw)
+    head = _read_head(raw)
     return DecoderConfig(
         model_type=model_type,
         vocab_size=whole_number(raw, "vocab_size"),
@@ -194,6 +207,21 @@ def _decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
         unrotated_layers=family.read_unrotated(raw),
         head=head,
     )
+
+
+def _read_head(raw: Mapping[str, Any]) -> Literal["vocab", "value"]:
+    """Which head transformers' class has; raises ValueError for a classifier of anything but one label."""
+    classifiers = [name for name in values(raw, "architectures", str) if name.endswith(_VALUE_MODELS)]
+    if not classifiers:
+        return "vocab"
+    # transformers writes the labels' names unless they are two; their number is an older key.
+    num_labels = len(entries(raw, "id2label")) or whole_number(raw, "num_labels", 2)
+    if num_labels != 1:
+        raise ValueError(
+            f"architectures names {classifiers[0]} with {num_labels} labels, but a value head gives one number per "
+            "token; give a model with num_labels 1"
+        )
+    return "value"
 
 
 def _rms_eps(raw: Mapping[str, Any]) -> float:

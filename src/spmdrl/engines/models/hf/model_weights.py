@@ -1,16 +1,15 @@
 """Weights by the decoder's names: safetensors files of the Hugging Face layout in and out.
 
-Those are transformers' names, but that the decoder stacks the experts of a layer, which files hold one by one. Random
-weights to start from are made here too.
+Those are transformers' names, except that the decoder stacks the experts of a layer, which files hold one by one.
 """
 
 from __future__ import annotations
 
 import difflib
-import hashlib
 import json
 import math
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -21,16 +20,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from spmdrl.engines.models.decoder import DecoderConfig
-from spmdrl.engines.models.hf.model_folder import parameter_shapes
-from spmdrl.engines.models.hf.stacked import count_experts, expert_name, is_of_one_expert, is_stacked, unstack
-from spmdrl.types import WeightSlice, whole_slice
+from spmdrl.types import WeightSlice
 
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
-_EMBEDDING_STD = 0.02
 _DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-_VALUE_HEAD = "score.weight"
+VALUE_HEAD = "score.weight"
+# One expert's weight as files name it, and the decoder's weight of all experts of a layer.
+_OF_ONE_EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.((?:gate|up|down)_proj)\.weight")
+_STACKED = re.compile(r"(.*\.mlp\.experts)\.((?:gate|up|down)_proj)")
 
 T = TypeVar("T")
 
@@ -86,7 +84,7 @@ class WeightFiles:
 
     def read(self, wanted: WeightSlice) -> Tensor:
         """Read one slice into a new CPU tensor of the stored dtype; raises ValueError for what the files don't hold."""
-        if wanted.name == _VALUE_HEAD:
+        if wanted.name == VALUE_HEAD:
             self._check_value_head_has_no_bias()
         if wanted.name not in self._num_experts:
             return self._read(wanted)
@@ -124,7 +122,7 @@ class WeightFiles:
         if "score.bias" in self._file_of and (bias := self._stored("score.bias")[:]).any():
             raise ValueError(
                 f"score.bias in {self.folder} is {bias.tolist()}, but a value head has no bias; start it anew "
-                "(with_new_head), or give a model whose score.bias is 0"
+                "(WithNewHead), or give a model whose score.bias is 0"
             )
 
     def _alike(self, name: str, look: Callable[[Any], T]) -> T:
@@ -195,6 +193,45 @@ def _read_index(folder: Path) -> dict[str, str]:
     return file_of
 
 
+def is_stacked(name: str) -> bool:
+    """Whether this is the decoder's name of one weight of all experts of a layer."""
+    return _STACKED.fullmatch(name) is not None
+
+
+def expert_name(stacked: str, expert: int) -> str:
+    """The files' name of one expert's part of a stacked weight."""
+    match = _STACKED.fullmatch(stacked)
+    assert match is not None, f"{stacked} is not the name of a stacked weight"
+    return f"{match[1]}.{expert}.{match[2]}.weight"
+
+
+def count_experts(names: Iterable[str]) -> dict[str, int]:
+    """How many experts each stacked weight has in these files' names; raises ValueError where a number is left out."""
+    numbers: dict[str, list[int]] = {}
+    for name in names:
+        if match := _OF_ONE_EXPERT.fullmatch(name):
+            numbers.setdefault(f"{match[1]}.{match[3]}", []).append(int(match[2]))
+    for stacked, found in numbers.items():
+        if sorted(found) != list(range(len(found))):
+            lacking = min(set(range(len(found))) - set(found))
+            raise ValueError(f"{expert_name(stacked, lacking)} is missing beside {len(found)} other experts of it")
+    return {stacked: len(found) for stacked, found in numbers.items()}
+
+
+def is_of_one_expert(name: str) -> bool:
+    """Whether this is the files' name of a weight of a single expert."""
+    return _OF_ONE_EXPERT.fullmatch(name) is not None
+
+
+def unstack(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Give each weight under the files' names: stacked ones as views of their experts."""
+    for name, weight in weights:
+        if is_stacked(name):
+            yield from ((expert_name(name, number), part) for number, part in enumerate(weight.unbind()))
+        else:
+            yield name, weight
+
+
 def write_weights(
     folder: str | Path, weights: Iterable[tuple[str, Tensor]], max_shard_bytes: int = 5 * 1024**3
 ) -> None:
@@ -248,75 +285,14 @@ def _give_final_names(folder: Path, names_of_shard: list[list[str]], total_bytes
     (folder / _INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-class RandomWeights:
-    """Initial float32 weights, each a function of the seed and its name alone, so that every rank makes the same.
+class WithNewHead:
+    """The weights of a value model that starts from a language model's, or from a value model's but for its head.
 
-    Matrices are normal with variance 1 / fan-in, those that write to the residual stream smaller by the square root
-    of their number (GPT-2's rule); embeddings and heads deviate by 0.02; norms are 1 and biases 0.
-    Each expert has a name of its own, as in files.
+    The head is zero, so that every value is 0 until it is trained.
     """
-
-    def __init__(self, config: DecoderConfig, seed: int):
-        self._shapes = parameter_shapes(config)
-        self._num_residual_writes = 2 * config.num_layers
-        self._seed = seed
-
-    @property
-    def names(self) -> list[str]:
-        return sorted(self._shapes)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._shapes[name]
-
-    def __call__(self, name: str) -> Tensor:
-        return self.read(whole_slice(name, self._shapes[name]))
-
-    def read(self, wanted: WeightSlice) -> Tensor:
-        """One slice, as `WeightFiles.read` gives it; of stacked experts no others are made."""
-        if not is_stacked(wanted.name):
-            box = tuple(slice(start, stop) for start, stop in zip(wanted.starts, wanted.stops, strict=True))
-            return self._whole(wanted.name, self._shapes[wanted.name])[box].clone()
-        box = tuple(slice(start, stop) for start, stop in zip(wanted.starts[1:], wanted.stops[1:], strict=True))
-        stacked = torch.empty(wanted.shape)
-        for out, expert in zip(stacked, range(wanted.starts[0], wanted.stops[0]), strict=True):
-            out.copy_(self._whole(expert_name(wanted.name, expert), self._shapes[wanted.name][1:])[box])
-        return stacked
-
-    def _whole(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        if name.endswith("norm.weight"):
-            return torch.ones(shape)
-        if name.endswith("bias"):
-            return torch.zeros(shape)
-        digest = hashlib.sha256(f"{self._seed}:{name}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
-        return torch.randn(shape, generator=generator) * self._deviation(name, fan_in=shape[-1])
-
-    def _deviation(self, name: str, *, fan_in: int) -> float:
-        if name.endswith(("embed_tokens.weight", "lm_head.weight", _VALUE_HEAD)):
-            return _EMBEDDING_STD
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
-            return 1.0 / math.sqrt(fan_in * self._num_residual_writes)
-        return 1.0 / math.sqrt(fan_in)
-
-
-def random_weights(config: DecoderConfig, seed: int) -> RandomWeights:
-    """Weights to start from: call the result with a name, or read slices of it as of `WeightFiles`."""
-    return RandomWeights(config, seed)
-
-
-class _NewHead:
-    """A value head of zeros over another model's weights."""
 
     def __init__(self, source: WeightSource):
         self._source = source
 
     def read(self, wanted: WeightSlice, /) -> Tensor:
-        return torch.zeros(wanted.shape) if wanted.name == _VALUE_HEAD else self._source.read(wanted)
-
-
-def with_new_head(source: WeightSource) -> WeightSource:
-    """The weights of a value model that starts from a language model's, or from a value model's but for its head.
-
-    The head is zero, so that every value is 0 until it is trained.
-    """
-    return _NewHead(source)
+        return torch.zeros(wanted.shape) if wanted.name == VALUE_HEAD else self._source.read(wanted)

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
 import os
 import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from spmdrl.engines.models.decoder import DecoderConfig
-from spmdrl.engines.models.hf.model_folder import hf_config_dict
-from spmdrl.engines.models.hf.model_weights import random_weights, write_weights
+from spmdrl.engines.models.hf.model_folder import hf_config_dict, parameter_shapes
+from spmdrl.engines.models.hf.model_weights import VALUE_HEAD, expert_name, is_stacked, write_weights
 from spmdrl.engines.models.making.make_config import PRINTABLE_CHARS, MakeConfig
+from spmdrl.types import WeightSlice, whole_slice
 
+_EMBEDDING_STD = 0.02
 _SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
 _SPECIAL_IDS = {f"{token[1:-1]}_token_id": number for number, token in enumerate(_SPECIAL_TOKENS[:3])}
 
@@ -40,6 +45,57 @@ def decoder_config(make: MakeConfig) -> DecoderConfig:
         moe=make.moe,
         latent=latent,
     )
+
+
+class RandomWeights:
+    """Initial float32 weights, each a function of the seed and its name alone, so that every rank makes the same.
+
+    Matrices are normal with variance 1 / fan-in, those that write to the residual stream smaller by the square root
+    of their number (GPT-2's rule); embeddings and heads deviate by 0.02; norms are 1 and biases 0.
+    Each expert has a name of its own, as in files.
+    """
+
+    def __init__(self, config: DecoderConfig, seed: int):
+        self._shapes = parameter_shapes(config)
+        self._num_residual_writes = 2 * config.num_layers
+        self._seed = seed
+
+    @property
+    def names(self) -> list[str]:
+        return sorted(self._shapes)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._shapes[name]
+
+    def __call__(self, name: str) -> Tensor:
+        return self.read(whole_slice(name, self._shapes[name]))
+
+    def read(self, wanted: WeightSlice) -> Tensor:
+        """One slice, as `WeightFiles.read` gives it; of stacked experts no others are made."""
+        if not is_stacked(wanted.name):
+            box = tuple(slice(start, stop) for start, stop in zip(wanted.starts, wanted.stops, strict=True))
+            return self._whole(wanted.name, self._shapes[wanted.name])[box].clone()
+        box = tuple(slice(start, stop) for start, stop in zip(wanted.starts[1:], wanted.stops[1:], strict=True))
+        stacked = torch.empty(wanted.shape)
+        for out, expert in zip(stacked, range(wanted.starts[0], wanted.stops[0]), strict=True):
+            out.copy_(self._whole(expert_name(wanted.name, expert), self._shapes[wanted.name][1:])[box])
+        return stacked
+
+    def _whole(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        if name.endswith("norm.weight"):
+            return torch.ones(shape)
+        if name.endswith("bias"):
+            return torch.zeros(shape)
+        digest = hashlib.sha256(f"{self._seed}:{name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+        return torch.randn(shape, generator=generator) * self._deviation(name, fan_in=shape[-1])
+
+    def _deviation(self, name: str, *, fan_in: int) -> float:
+        if name.endswith(("embed_tokens.weight", "lm_head.weight", VALUE_HEAD)):
+            return _EMBEDDING_STD
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            return 1.0 / math.sqrt(fan_in * self._num_residual_writes)
+        return 1.0 / math.sqrt(fan_in)
 
 
 def make_char_tokenizer(folder: str | Path, chars: str = PRINTABLE_CHARS) -> None:
@@ -74,7 +130,7 @@ def make_model_folder(folder: str | Path, make: MakeConfig, seed: int) -> None:
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     make_folder_without_weights(partial, make)
-    weights = random_weights(decoder_config(make), seed)
+    weights = RandomWeights(decoder_config(make), seed)
     write_weights(partial, ((name, weights(name)) for name in weights.names))
     os.replace(partial, folder)
 
