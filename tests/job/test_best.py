@@ -12,10 +12,13 @@ import yaml
 from safetensors.torch import load_file
 from tests.support.jobs import finished, metrics_of, run_job, tiny_config
 
-from spmdrl.config.config import load_config
+from spmdrl.algorithms.table import build_algorithm
+from spmdrl.config.config import Config, load_config
 from spmdrl.engines.training.checkpoints.checkpoint import CheckpointConfig
 from spmdrl.job.run.best_checkpoint import BestStep, better_of, is_due_for_best, point_to, unknown_metric
 from spmdrl.job.run.model_card import model_card
+from spmdrl.job.start.start_checks import CheckedRun, Verb
+from spmdrl.resources.layout import UpdateLayout
 
 MAX = CheckpointConfig(best="reward")
 MIN = CheckpointConfig(best="loss", best_mode="min")
@@ -120,12 +123,16 @@ def test_a_models_card_states_where_it_comes_from(tmp_path):
         assert fact in card
 
 
+def checked(config: Config, verb: Verb, base_model: str) -> CheckedRun:
+    return CheckedRun(verb, config, "", UpdateLayout(), build_algorithm(config.algo), {}, [], [], base_model)
+
+
 def test_the_hub_reads_a_card_whose_values_hold_markup():
     config = load_config([], ["model.path=Qwen/Qwen2.5-0.5B", "data.train='a|b`c.jsonl'", "run.name=r1"]).value
-    card = model_card(config, base_model="Qwen/Qwen2.5-0.5B", phase="grpo", step=7)
+    card = model_card(checked(config, "train", "Qwen/Qwen2.5-0.5B"), 7)
     front = yaml.safe_load(card.split("---")[1])
     assert front["base_model"] == "Qwen/Qwen2.5-0.5B" and front["library_name"] == "transformers"
     assert front["tags"] == ["spmdrl", "grpo"] and "license" not in front
     assert "| training data | `a/b'c.jsonl` |" in card
-    local = model_card(config, base_model="/models/mine", phase="sft", step=7)
+    local = model_card(checked(config, "sft", "/models/mine"), 7)
     assert "base_model" not in yaml.safe_load(local.split("---")[1]) and "| base model | `/models/mine` |" in local

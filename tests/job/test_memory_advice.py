@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from tests.support.jobs import run_job, tiny_config
 
+from spmdrl.algorithms.table import build_algorithm
 from spmdrl.config.config import load_config
 from spmdrl.dataflow.samples.store.arena import Arena
 from spmdrl.job.run.memory_advice import OutOfMemory, explained_memory, is_out_of_memory
+from spmdrl.job.run.run import Run
+from spmdrl.job.start.start_checks import CheckedRun
+from spmdrl.resources.device import Device
+from spmdrl.resources.layout import UpdateLayout
+from spmdrl.resources.startup.launch import read_launch_environment
+from spmdrl.resources.world import World
 
 CONFIG = load_config([], ["model.make={}", "data.train=synthetic://addition?count=10"]).value
 TOO_LARGE = 1 << 50
@@ -54,6 +63,15 @@ def test_other_errors_and_full_buffers_of_our_own_stay_as_they_are():
     with pytest.raises(MemoryError) as caught, explained_memory(CONFIG, lambda: "update"):
         Arena(0, 64).take(128)
     assert not is_out_of_memory(caught.value)
+
+
+def test_a_run_without_memory_for_its_models_names_the_set_up(tmp_path):
+    config = replace(CONFIG, run=replace(CONFIG.run, dir=str(tmp_path / "run")))
+    checked = CheckedRun("train", config, "", UpdateLayout(), build_algorithm(config.algo), {}, [], [], "a model")
+    run = Run(checked, World(read_launch_environment({}), Device("cpu")))
+    with pytest.raises(OutOfMemory, match="setting up the run needs more"), run.recording_failure():
+        fill_torch()
+    assert not run.folder.exists()
 
 
 def test_a_job_without_memory_ends_with_one_line(tmp_path):

@@ -35,10 +35,9 @@ ROWS = [[1, 2, 3, 4, 5, 6, 7], [8, 3], [9, 10, 1, 4]]
 
 
 @dataclass(frozen=True)
-class SmallRun:
-    """What switching asks of a run."""
+class SmallLogs:
+    """What switching needs of a run's logs."""
 
-    world: World
     timeline: Timeline
     recorder: Recorder = field(default_factory=Recorder)
 
@@ -78,9 +77,9 @@ def build(world: World, case: Case, directory: str) -> tuple[TrainingEngine, Nat
 def largest_difference(world: World, directory: str, case: Case) -> bytes | str:
     """The metrics of two switches with an update between them, or what refused one of them."""
     trainer, generator, flow = build(world, case, directory)
-    run = SmallRun(world, Timeline(Path(directory) / f"{world.rank}.jsonl", world.rank))
+    logs = SmallLogs(Timeline(Path(directory) / f"{world.rank}.jsonl", world.rank))
     probe = Probe(trainer, generator, lambda step: ROWS[: step + 1], tolerance=0.01)
-    switching = Switching(flow, MemoryLedger(), run, probe)
+    switching = Switching(flow, MemoryLedger(), logs, world.device, probe)
     tokens = torch.arange(24) % 11
     try:
         for step in (1, 2):
@@ -92,9 +91,9 @@ def largest_difference(world: World, directory: str, case: Case) -> bytes | str:
         return str(refusal)
     finally:
         flow.close()
-    seconds = run.timeline.stage_seconds(2)
+    seconds = logs.timeline.stage_seconds(2)
     assert seconds["probe"] > 0
-    return encode(run.recorder.drain())
+    return encode(logs.recorder.drain())
 
 
 CASES = {

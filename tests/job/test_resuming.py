@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
@@ -11,7 +12,8 @@ from spmdrl.config.config import load_config
 from spmdrl.config.reader import ConfigError
 from spmdrl.engines.training.checkpoints.checkpoint import CheckpointConfig, CheckpointStore
 from spmdrl.engines.training.checkpoints.manifest import MANIFEST
-from spmdrl.job.run.resuming import RUN_FILE, RunRecord, find_resume_point
+from spmdrl.job.run.resuming import RUN_FILE, ResumePoint, Resuming, RunRecord
+from spmdrl.observability.terminal.console import Console
 from spmdrl.resources.device import Device
 from spmdrl.resources.startup.launch import read_launch_environment
 from spmdrl.resources.world import World
@@ -36,8 +38,26 @@ def store_with(folder, steps, record=lambda step: RunRecord(step, IDENTITY).to_j
     return store
 
 
-def find(store, resume="auto", identity=IDENTITY, passed_over=None):
-    return find_resume_point(store, config_of(store.root.parent, resume), WORLD, identity, passed_over or {})
+def resuming(store, notes, resume="auto", identity=IDENTITY) -> Resuming:
+    config = config_of(store.root.parent, resume)
+    return Resuming(store, config, WORLD, identity=identity, console=Console(stream=notes))
+
+
+def find(store, resume="auto", identity=IDENTITY) -> tuple[ResumePoint | None, list[str]]:
+    """The checkpoint that is chosen, and what is printed about it."""
+    notes = io.StringIO()
+    return resuming(store, notes, resume, identity).point, notes.getvalue().splitlines()
+
+
+class LaterFilesAreDamaged:
+    """A state that can't be read from checkpoints of later steps."""
+
+    def __init__(self, last_sound: str):
+        self._last_sound = last_sound
+
+    def read_from(self, folder: Path) -> None:
+        if folder.name > self._last_sound:
+            raise KeyError(f"{folder.name} lacks a tensor")
 
 
 def test_the_newest_sound_checkpoint_is_taken_and_damage_is_said(tmp_path):
@@ -46,7 +66,14 @@ def test_the_newest_sound_checkpoint_is_taken_and_damage_is_said(tmp_path):
     point, notes = find(store)
     assert point.folder == store.folder_of(4) and point.record == RunRecord(4, IDENTITY)
     assert len(notes) == 1 and "damaged checkpoint passed over" in notes[0] and "step_000006" in notes[0]
-    assert find(store, passed_over={store.folder_of(4): "its tensors"})[0].folder == store.folder_of(2)
+
+
+def test_a_checkpoint_that_turns_out_to_be_unreadable_is_passed_over(tmp_path):
+    store, notes = store_with(tmp_path, [2, 4, 6]), io.StringIO()
+    chosen = resuming(store, notes)
+    assert chosen.point.folder == store.folder_of(6)
+    assert chosen.read(LaterFilesAreDamaged("step_000002")).folder == store.folder_of(2)
+    assert "step_000006: KeyError: 'step_000006 lacks a tensor'" in notes.getvalue()
 
 
 def test_without_any_checkpoint_the_run_begins(tmp_path):

@@ -99,10 +99,9 @@ def test_update_state_is_off_the_device_and_out_of_resident_memory_during_genera
 
 
 @dataclass(frozen=True)
-class SmallRun:
-    """What switching asks of a run."""
+class SmallLogs:
+    """What switching needs of a run's logs."""
 
-    world: World
     timeline: Timeline
     recorder: Recorder = field(default_factory=Recorder)
 
@@ -113,20 +112,20 @@ def switch_with_a_reference(world: World, directory: str) -> bytes:
     trainer, reference = SmallTrainer(make_model(), mesh), SmallTrainer(make_model(seed=1), mesh)
     trainer.train(torch.ones(2, 5))
     generator = SmallGenerator({name: shard.global_shape for name, shard in trainer.named_shards().items()})
-    run = SmallRun(world, Timeline(Path(directory) / f"{world.rank}.jsonl", world.rank))
+    logs = SmallLogs(Timeline(Path(directory) / f"{world.rank}.jsonl", world.rank))
     ledger = MemoryLedger()
     host = Path(directory) / "host" / str(world.rank)
     flow = ReshardingFlow(world, {POLICY: trainer, REFERENCE: reference}, generator, ReshardConfig(), ledger, host)
-    switching = Switching(flow, ledger, run)
+    switching = Switching(flow, ledger, logs, world.device)
     switching.to_generation(1)
     switching.start_return(1)
-    with run.timeline.stage("reference", 1), switching.present(REFERENCE):
+    with logs.timeline.stage("reference", 1), switching.present(REFERENCE):
         pass
     switching.note_memory(1, "reference")
     switching.to_update(1)
     flow.close()
-    run.timeline.close()
-    return encode(run.recorder.drain())
+    logs.timeline.close()
+    return encode(logs.recorder.drain())
 
 
 @pytest.fixture(scope="module")

@@ -69,24 +69,23 @@ def build_policys_replica(checked: CheckedRun, source: ModelSource, world: World
 
 
 def build_switching(
-    run: Run, models: RoleModels, replica: Replica, stack: ExitStack, *,
+    config: Config, run: Run, models: RoleModels, replica: Replica, stack: ExitStack, *,
     num_rows: int, prompt_at: PromptAt | None = None,
 ) -> Switching:  # fmt: skip
     """The switch of these models, closed with the stack; probed where there are prompts to do so with. Collective.
 
     `num_rows` are those that all replicas together generate at once.
     """
-    ledger, config = MemoryLedger(), run.config
+    ledger = MemoryLedger()
     trainers = {role: model.trainer for role, model in models.items()}
     residence = decide_residence(config, run.world, trainers, replica, num_rows=num_rows)
+    folder = swap_folder(config)
     if num_rows:
-        announce(run, residence)
-    flow = ReshardingFlow(
-        run.world, trainers, replica.engine, config.reshard, ledger, swap_folder(config), swaps=residence.swaps
-    )  # fmt: skip
+        announce(residence, folder, run.logs)
+    flow = ReshardingFlow(run.world, trainers, replica.engine, config.reshard, ledger, folder, swaps=residence.swaps)
     stack.callback(flow.close)
     probe = build_probe(config, models[POLICY], replica, prompt_at) if prompt_at is not None else None
-    return Switching(flow, ledger, run, probe)
+    return Switching(flow, ledger, run.logs, run.world.device, probe)
 
 
 def build_probe(config: Config, policy: RoleModel, replica: Replica, prompt_at: PromptAt) -> Probe | None:
@@ -135,26 +134,27 @@ def build_evaluator(
 
 def build_held_out(checked: CheckedRun, run: Run, policy: RoleModel, prepared: Prepared, stack: ExitStack) -> HeldOut:
     """Evaluations of a policy that has no generation engine of its own."""
-    replica, models = build_policys_replica(checked, policy.source, run.world), {POLICY: policy}
+    config, replica = checked.config, build_policys_replica(checked, policy.source, run.world)
+    models = {POLICY: policy}
     if prepared.held_out is None:
-        return HeldOut(None, build_switching(run, models, replica, stack, num_rows=0), run)
-    pool = stack.enter_context(RewardPool(run.config.reward))
-    turns = build_turns(run.config, replica, prepared, run.world, stack)
-    evaluator = build_evaluator(run.config, prepared, replica, pool, turns)
+        return HeldOut(None, build_switching(config, run, models, replica, stack, num_rows=0), run, config.eval)
+    pool = stack.enter_context(RewardPool(config.reward))
+    turns = build_turns(config, replica, prepared, run.world, stack)
+    evaluator = build_evaluator(config, prepared, replica, pool, turns)
     assert evaluator is not None, "there are held-out rows"
     prompts = evaluator.prompts
     switching = build_switching(
-        run, models, replica, stack,
+        config, run, models, replica, stack,
         num_rows=evaluator.num_rows, prompt_at=lambda position: prompts[position % len(prompts)],
     )  # fmt: skip
-    return HeldOut(evaluator, switching, run)
+    return HeldOut(evaluator, switching, run, config.eval)
 
 
-def build_carried(run: Run, replica: Replica) -> CarriedGroups:
+def build_carried(config: Config, replica: Replica, console: Console) -> CarriedGroups:
     """What holds the groups that a step begins and a later one finishes; empty so far."""
-    rollout = run.config.rollout
+    rollout = config.rollout
     if rollout.partial_max_rounds > 1:
-        run.console.note(
+        console.note(
             f"rollout.partial_max_rounds {rollout.partial_max_rounds}: which prompts a step trains depends on the "
             f"number of replicas ({len(replica.mesh.leaders)} here); the same number repeats a run exactly, another "
             "trains as many"
@@ -163,7 +163,7 @@ def build_carried(run: Run, replica: Replica) -> CarriedGroups:
         rollout.prompts_per_step,
         rollout.extra_prompts,
         rollout.partial_max_rounds,
-        num_steps=run.config.train.max_steps,
+        num_steps=config.train.max_steps,
     )
     return CarriedGroups(rules, replica.mesh)
 
@@ -208,7 +208,7 @@ class StageParts:
 
 def build_stages(checked: CheckedRun, run: Run, parts: StageParts) -> Stages:
     """The worker states that the algorithm's columns ask for."""
-    config, recorder, turns = checked.config, run.recorder, turn_columns(checked.config)
+    config, recorder, turns = checked.config, run.logs.recorder, turn_columns(checked.config)
     reward = RewardStage(parts.pool, config.reward, parts.tokenizer.decode, recorder)
     recording = [parts.rollouts.recorder] if parts.rollouts.recorder is not None else []
     replica, sampling = parts.rollouts.replica, config.rollout.sampling(parts.tokenizer.stop_token_ids)
@@ -237,6 +237,6 @@ def build_stages(checked: CheckedRun, run: Run, parts: StageParts) -> Stages:
     return Stages(
         generation=generation, without_actor=without_actor, with_actor=with_actor,
         advantage=AdvantageStage(recorder, turns=turns), with_credit=with_credit,
-        update=UpdateStage(parts.models[POLICY].trainer, plan, recorder, parts.shown), timeline=run.timeline,
+        update=UpdateStage(parts.models[POLICY].trainer, plan, recorder, parts.shown), timeline=run.logs.timeline,
         at_end=parts.switching.note_memory,
     )  # fmt: skip

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from spmdrl.config.config import Config
+from spmdrl.config.config import Config, SftConfig
 from spmdrl.config.reader import ConfigError, LoadedConfig, start_up
 from spmdrl.dataflow.data.prompts import Prompt, PromptSource, foreign_token
 from spmdrl.engines.models.tokenizer import ModelTokenizer
@@ -28,6 +28,7 @@ from spmdrl.job.start.banner import banner
 from spmdrl.job.start.prepared import prepare
 from spmdrl.job.start.rank_facts import open_job
 from spmdrl.job.start.start_checks import CheckedRun, check_run
+from spmdrl.observability.metrics import Recorder
 from spmdrl.resources.mesh import build_update_mesh
 from spmdrl.resources.world import World
 from spmdrl.types import offsets_of
@@ -49,28 +50,20 @@ def main(loaded: LoadedConfig[Config]) -> int:
 
 def admit_supervised(checked: CheckedRun, world: World) -> None:
     """Refuse a folder whose supervised run, which has ended, was another one. Collective."""
-    config = checked.config
-    run = Run(
-        config, world, num_steps=config.sft.max_steps, resolved_config=checked.resolved_config, phase="sft",
-        base_model=checked.base_model,
-    )  # fmt: skip
-    run.admit(ModelSource.of(prepare_model(config, world)), checked.train_rows)
+    Run(checked, world).admit({POLICY: ModelSource.of(prepare_model(checked.config, world))})
 
 
 def train_supervised(checked: CheckedRun, world: World) -> None:
     """Run the supervised steps of a run, going on where they stopped. Collective."""
     config = checked.config
-    run = Run(
-        config, world, num_steps=config.sft.max_steps, resolved_config=checked.resolved_config, phase="sft",
-        base_model=checked.base_model,
-    )  # fmt: skip
+    run = Run(checked, world)
     with run.recording_failure(), ExitStack() as stack:
         with start_up():
             prepared = prepare(checked, ModelSource.of(prepare_model(config, world)))
             source, tokenizer, prompts = prepared.source, prepared.tokenizer, prepared.prompts
             check_answers(prompts, tokenizer, source.decoder.vocab_size)
             warn_of_end_of_turn(run.console, tokenizer, prompts)
-            run.admit(source, checked.train_rows)
+            run.admit(prepared.sources)
             if world.is_main:
                 for line in banner(checked, world, source, tokenizer, prompts, num_steps=run.num_steps, phase="sft"):
                     run.console.note(line)
@@ -84,37 +77,37 @@ def train_supervised(checked: CheckedRun, world: World) -> None:
             state: Savable = ModelsAlone([policy]) if config.checkpoint.model_only else policy
             run.resume(state)
             held_out = build_held_out(checked, run, policy, prepared, stack)
-        _train(run, policy, state, prompts, tokenizer, held_out)
-        run.finish("done", **held_out.summary())
+        _train(config.sft, run, policy, prompts, tokenizer, held_out)
+        run.finish(**held_out.summary())
 
 
 def _train(
-    run: Run, policy: RoleModel, state: Savable, prompts: PromptSource, tokenizer: ModelTokenizer, held_out: HeldOut
+    sft: SftConfig, run: Run, policy: RoleModel, prompts: PromptSource, tokenizer: ModelTokenizer, held_out: HeldOut
 ) -> None:
-    """The supervised loop; `state` is what checkpoints hold. Collective over all ranks."""
-    sft = run.config.sft
+    """The supervised loop. Collective over all ranks."""
     watch = AnswerWatch(sft.stop_at_probability)
     held_out.before()
     for step in run.remaining_steps():
         rows_axis = policy.trainer.mesh.data
         chosen = prompts.take(step - 1, sft.rows_per_step)[rows_axis.rank :: rows_axis.size]
-        with run.timeline.stage("update", step):
+        with run.logs.timeline.stage("update", step):
             result = policy.trainer.update(*supervised_batch(chosen, tokenizer, policy.trainer))
-        run.is_finished = watch.sees(answer_probability(result))
-        _report(run, result, chosen)
+        if watch.sees(answer_probability(result)):
+            run.end_early()
+        _report(run.logs.recorder, result, num_ranks=run.world.size)
         held_out.when_due(step)
-        run.finish_step(step, state)
+        run.finish_step(step)
 
 
-def _report(run: Run, result: UpdateResult, chosen: Sequence[Prompt]) -> None:
-    run.recorder.mean("loss", result.loss)
-    run.recorder.mean("grad_norm", result.grad_norm)
-    run.recorder.mean("lr", result.lr)
-    run.recorder.alike("update/count", 1)
-    run.recorder.alike("update/skipped", result.skipped)
-    run.recorder.mean("answer_probability", answer_probability(result))
-    run.recorder.mean("entropy", result.metrics["entropy"][0] / max(result.metrics["entropy"][1], 1.0))
-    run.recorder.total("perf/tokens", result.metrics["tokens"][0] / run.world.size)
+def _report(recorder: Recorder, result: UpdateResult, *, num_ranks: int) -> None:
+    recorder.mean("loss", result.loss)
+    recorder.mean("grad_norm", result.grad_norm)
+    recorder.mean("lr", result.lr)
+    recorder.alike("update/count", 1)
+    recorder.alike("update/skipped", result.skipped)
+    recorder.mean("answer_probability", answer_probability(result))
+    recorder.mean("entropy", result.metrics["entropy"][0] / max(result.metrics["entropy"][1], 1.0))
+    recorder.total("perf/tokens", result.metrics["tokens"][0] / num_ranks)
 
 
 def answer_probability(result: UpdateResult) -> float:

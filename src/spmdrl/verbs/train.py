@@ -33,19 +33,19 @@ from spmdrl.job.model.model_source import ModelSource, agree_on_models, prepare_
 from spmdrl.job.model.role_models import ModelsAlone, build_role_models, saved_models
 from spmdrl.job.model.switching import Switching
 from spmdrl.job.rollouts.kept_rollouts import KeptRollouts
-from spmdrl.job.rollouts.samples_report import SamplesReport, write_estimates
-from spmdrl.job.run.run import WARM_START, Run, finished_model
+from spmdrl.job.rollouts.samples_report import SamplesReport, estimates_of
+from spmdrl.job.run.outcome import WARM_START, finished_model
+from spmdrl.job.run.run import Run
 from spmdrl.job.run.run_folder import hold_folder_of_training
 from spmdrl.job.run.savable import Savable, Together
 from spmdrl.job.start.banner import banner
 from spmdrl.job.start.prepared import prepare
 from spmdrl.job.start.rank_facts import open_job
-from spmdrl.job.start.start_checks import CheckedRun, check_run
+from spmdrl.job.start.start_checks import CheckedRun, check_run, turn_columns
 from spmdrl.observability.terminal.console import Console
 from spmdrl.resources.mesh import build_update_mesh
 from spmdrl.resources.startup.launch import command_of
 from spmdrl.resources.world import World, make_deterministic
-from spmdrl.types.roles import POLICY
 from spmdrl.verbs.sft import admit_supervised, train_supervised
 
 
@@ -59,10 +59,7 @@ def main(loaded: LoadedConfig[Config]) -> int:
         compute_batch_invariantly()
     with open_job(checked, "train") as world, hold_folder_of_training(checked.config, world):
         checked = warm_started(checked, world)
-        run = Run(
-            checked.config, world, num_steps=checked.config.train.max_steps, resolved_config=checked.resolved_config,
-            phase=checked.config.algo.name, base_model=checked.base_model, started=started,
-        )  # fmt: skip
+        run = Run(checked, world, started=started)
         with run.recording_failure(), ExitStack() as stack:
             with start_up():
                 training = build(checked, run, stack)
@@ -70,7 +67,7 @@ def main(loaded: LoadedConfig[Config]) -> int:
                 loop(training)
             except RewardFailure as failure:
                 raise ConfigError(str(failure)) from failure
-            run.finish("done", **training.held_out.summary())
+            run.finish(**training.held_out.summary())
             ask = command_of("generate", f"model.path={run.folder}", "prompt='...'")
             run.console.note(f"  next       {ask}")
     return 0
@@ -82,8 +79,6 @@ class Training:
 
     run: Run
     checked: CheckedRun
-    state: Savable
-    """what checkpoints hold: the trained models, and what was carried over"""
     prompts: PromptSource
     carried: CarriedGroups
     dock: TransferDock
@@ -123,7 +118,7 @@ def loop(training: Training) -> None:
         training.report.write(samples)
         training.report.count(training.dock.close_batch(samples))
         training.held_out.when_due(step)
-        run.finish_step(step, training.state)
+        run.finish_step(step)
 
 
 def warm_started(checked: CheckedRun, world: World) -> CheckedRun:
@@ -162,10 +157,9 @@ def build(checked: CheckedRun, run: Run, stack: ExitStack) -> Training:
         agree_on_models(prepared.sources, world)
     source, tokenizer, prompts = prepared.source, prepared.tokenizer, prepared.prompts
     warn_of_end_of_turn(run.console, tokenizer, prompts)
-    beside = [one.decoder for role, one in prepared.sources.items() if role is not POLICY and role.checkpoint]
-    run.admit(source, checked.train_rows, beside=beside)
+    run.admit(prepared.sources)
     if world.is_main:
-        for line in banner(checked, world, source, tokenizer, prompts, num_steps=run.num_steps, phase=run.phase):
+        for line in banner(checked, world, source, tokenizer, prompts, num_steps=run.num_steps, phase=checked.phase):
             run.console.note(line)
     mesh = build_update_mesh(checked.layout, world.device, world.rank)
 
@@ -173,7 +167,7 @@ def build(checked: CheckedRun, run: Run, stack: ExitStack) -> Training:
         models = build_role_models(config, prepared.sources, {"all": mesh}, world)
     with run.console.doing("starting the generation engine"):
         replica = build_policys_replica(checked, source, world)
-    saved, carried = saved_models(models), build_carried(run, replica)
+    saved, carried = saved_models(models), build_carried(config, replica, run.console)
     state: Savable = ModelsAlone(saved) if config.checkpoint.model_only else Together(*saved, carried)
     run.resume(state)
 
@@ -182,25 +176,29 @@ def build(checked: CheckedRun, run: Run, stack: ExitStack) -> Training:
     turns = build_turns(config, replica, prepared, world, stack)
     evaluator = build_evaluator(config, prepared, replica, pool, turns)
     num_rows = max(carried.rules.most_groups * config.rollout.num_generations, evaluator.num_rows if evaluator else 0)
-    switching = build_switching(run, models, replica, stack, num_rows=num_rows, prompt_at=prompts.at)
+    switching = build_switching(config, run, models, replica, stack, num_rows=num_rows, prompt_at=prompts.at)
     device = world.device.torch_device
     row_groups = groups_of_training(mesh, device) | groups_of_generation(replica.mesh, device)
     dock = stack.enter_context(TransferDock(world, checked.needs, config.dock, seed=config.seed, row_groups=row_groups))
     rollouts = Rollouts(config, replica, turns)
     shown = ShownRows(config.log.samples_per_step)
-    write_estimates(run, checked.needs)
+    sample_flow = estimates_of(config, checked.needs, world.num_nodes)
+    run.logs.add_to_summary("the sample flow's estimates", sample_flow=sample_flow)
     parts = StageParts(models, rollouts, carried, pool, tokenizer, switching, shown)
     return Training(
         run=run,
         checked=checked,
-        state=state,
         prompts=prompts,
         carried=carried,
         dock=dock,
         switching=switching,
         stages=build_stages(checked, run, parts),
-        held_out=HeldOut(evaluator, switching, run),
-        kept_rollouts=KeptRollouts(run, carried),
-        report=SamplesReport(run, dock, shown, tokenizer.decode),
+        held_out=HeldOut(evaluator, switching, run, config.eval),
+        kept_rollouts=KeptRollouts(
+            run.checkpoints.store, run.logs, carried, identity=run.identity, start_step=run.start_step
+        ),
+        report=SamplesReport(
+            run.logs, dock, shown, tokenizer.decode, rewards=config.reward.names, turns=turn_columns(config)
+        ),
         rollouts=rollouts,
     )

@@ -64,11 +64,10 @@ class SlowReading:
 
 
 @dataclass
-class SmallRun:
-    """What switching asks of a run."""
+class SmallLogs:
+    """What switching needs of a run's logs."""
 
     folder: Path
-    world: World = field(default_factory=lambda: World(read_launch_environment({}), Device("cpu")))
     recorder: Recorder = field(default_factory=Recorder)
 
     def __post_init__(self) -> None:
@@ -84,27 +83,28 @@ def compute(seconds: float) -> None:
 
 def step_with_stages(folder: Path, stages: Sequence[str]) -> tuple[dict[str, float], list[StageSpan]]:
     """The metrics and the timeline of one step with these stages between a return's start and its end."""
-    run, trainer = SmallRun(folder), SmallTrainer(make_model(width=40))
+    logs, trainer = SmallLogs(folder), SmallTrainer(make_model(width=40))
+    world = World(read_launch_environment({}), Device("cpu"))
     trainer.train(torch.ones(2, 40))
     before = trainer.state_bytes()
     optimizer_bytes = sum(tensor.nbytes for tensor in trainer.optimizer_tensors())
     generator = SmallGenerator({name: shard.global_shape for name, shard in trainer.named_shards().items()})
     ledger = MemoryLedger()
     flow = ReshardingFlow(
-        run.world, {POLICY: trainer}, generator, ReshardConfig(), ledger, folder / "host",
+        world, {POLICY: trainer}, generator, ReshardConfig(), ledger, folder / "host",
         make_store=lambda device, directory: SlowStore(directory, optimizer_bytes / COPY_SECONDS),
     )  # fmt: skip
-    switching = Switching(flow, ledger, run)
+    switching = Switching(flow, ledger, logs, world.device)
     switching.to_generation(1)
     switching.start_return(1)
     for name in stages:
-        with run.timeline.stage(name, 1):
+        with logs.timeline.stage(name, 1):
             compute(STAGE_SECONDS)
     switching.to_update(1)
     assert all(map(torch.equal, before, trainer.state_bytes()))
     flow.close()
-    run.timeline.close()
-    return merge([encode(run.recorder.drain())]), read_timeline(folder).spans
+    logs.timeline.close()
+    return merge([encode(logs.recorder.drain())]), read_timeline(folder).spans
 
 
 def overlap(one: StageSpan, other: StageSpan) -> float:

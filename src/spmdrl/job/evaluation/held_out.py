@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from spmdrl.config.config import EvalConfig
 from spmdrl.job.evaluation.evaluator import ACCURACY_RULE, Evaluation, Evaluator, interval_of, write_records
 from spmdrl.job.model.switching import Switching
 from spmdrl.job.run.run import Run
@@ -15,28 +16,26 @@ from spmdrl.observability.summary import read_summary, write_summary
 class HeldOut:
     """Evaluates the policy on the held-out rows. Its calls are collective over all ranks."""
 
-    def __init__(self, evaluator: Evaluator | None, switching: Switching, run: Run):
+    def __init__(self, evaluator: Evaluator | None, switching: Switching, run: Run, config: EvalConfig):
         """Without an evaluator, as without `data.eval`, evaluations do nothing."""
         self._evaluator = evaluator
         self._switching = switching
         self._run = run
+        self._config = config
         self.last: Evaluation | None = None
 
     def before(self) -> None:
         """The evaluation before the first step, where `eval.before_train` asks for it."""
-        run = self._run
-        if run.start_step == 0 and run.config.eval.before_train:
-            run.begin_step()
+        if self._run.start_step == 0 and self._config.before_train:
+            self._run.begin_step()
             evaluation = self._evaluate(0)
-            run.accuracy_before = evaluation.accuracy.value if evaluation else None
-            run.accuracy_before_interval = [evaluation.accuracy.low, evaluation.accuracy.high] if evaluation else None
-            if evaluation:
-                run.log_step(0)
+            if evaluation is not None:
+                self._run.finish_evaluation_before(evaluation.accuracy)
 
     def when_due(self, step: int) -> None:
         """The evaluation after a step: each `eval.interval` steps, and after the last one."""
-        interval = self._run.config.eval.interval
-        if step == self._run.num_steps or self._run.is_finished or (interval and step % interval == 0):
+        interval = self._config.interval
+        if self._run.is_last(step) or (interval and step % interval == 0):
             self._evaluate(step)
 
     def summary(self) -> dict[str, object]:
@@ -53,8 +52,9 @@ class HeldOut:
     def _evaluate(self, step: int) -> Evaluation | None:
         if self._evaluator is None:
             return None
+        logs = self._run.logs
         self._switching.to_generation(step)
-        with self._run.timeline.stage("evaluation", step):
+        with logs.timeline.stage("evaluation", step):
             evaluation = self._all_verdicts(self._evaluator())
         self._switching.start_return(step)
         self._switching.to_update(step)
@@ -63,12 +63,12 @@ class HeldOut:
             for ending, value in parts.items():
                 if not math.isnan(value):
                     # The same number on every rank: recorded as a mean, it stays what it is.
-                    self._run.recorder.mean(f"eval/{name}{ending}", value)
-        self._run.console.note(f"held-out after step {step}: {evaluation.described()}")
-        if self._run.world.is_main:
-            path = self._run.folder / "eval" / f"step_{step:06d}.jsonl"
+                    logs.recorder.mean(f"eval/{name}{ending}", value)
+        logs.console.note(f"held-out after step {step}: {evaluation.described()}")
+        if logs.world.is_main:
+            path = logs.folder / "eval" / f"step_{step:06d}.jsonl"
             with going_on_without(f"the evaluation after step {step}"):
-                write_summary(self._run.folder, **_fields(evaluation, "after" if step else "before"))
+                write_summary(logs.folder, **_fields(evaluation, "after" if step else "before"))
                 write_records(path, evaluation.records)
         self.last = evaluation
         return evaluation

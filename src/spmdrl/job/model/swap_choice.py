@@ -13,9 +13,7 @@ from spmdrl.dataflow.resharding.swapping.swap import storage_bytes
 from spmdrl.engines.generation.protocol import GenerationEngine
 from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.job.model.replica import Replica
-from spmdrl.job.run.run import Run
-from spmdrl.observability.logs.outage import going_on_without
-from spmdrl.observability.summary import write_summary
+from spmdrl.job.run.run_logs import RunLogs
 from spmdrl.resources.collectives import max_over
 from spmdrl.resources.host_memory import free_host_bytes, is_memory_folder
 from spmdrl.resources.memory import resident_bytes
@@ -70,18 +68,15 @@ def room_bytes(world: World, device_share: float) -> int:
     return int(device_share * total) - (used - device.module.memory_reserved())
 
 
-def announce(run: Run, residence: Residence) -> None:
-    """Print the decision and put it into the run's summary; warns where swapping would free nothing."""
-    run.console.note(residence.sentence)
-    folder = swap_folder(run.config)
-    if run.world.device.is_cpu and residence.swaps and is_memory_folder(folder):
-        run.console.note(
+def announce(residence: Residence, folder: Path, logs: RunLogs) -> None:
+    """Print the decision and put it into the run's summary; warns where swapping to `folder` would free nothing."""
+    logs.console.note(residence.sentence)
+    if logs.world.device.is_cpu and residence.swaps and is_memory_folder(folder):
+        logs.console.note(
             f"WARNING: {folder} is kept in memory (tmpfs), so that swapping to it frees none; point reshard.swap_dir "
             "at a folder on a disk"
         )
-    if run.world.is_main:
-        with going_on_without("where the swapped state goes"):
-            write_summary(run.folder, swap=residence.summary)
+    logs.add_to_summary("where the swapped state goes", swap=residence.summary)
 
 
 def swap_folder(config: Config) -> Path:

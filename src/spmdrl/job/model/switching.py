@@ -7,8 +7,9 @@ from contextlib import contextmanager
 
 from spmdrl.dataflow.resharding.flow import ReshardingFlow, ReshardStats
 from spmdrl.dataflow.resharding.moving.probe import Probe
-from spmdrl.job.run.run import Run
+from spmdrl.job.run.run_logs import RunLogs
 from spmdrl.observability.timeline.timeline import Moved
+from spmdrl.resources.device import Device
 from spmdrl.resources.memory import MemoryLedger, peak_resident_bytes, resident_bytes
 from spmdrl.types.roles import Role
 
@@ -16,16 +17,19 @@ from spmdrl.types.roles import Role
 class Switching:
     """Switches the models between update and generation. Its verbs are collective over all ranks."""
 
-    def __init__(self, flow: ReshardingFlow, ledger: MemoryLedger, run: Run, probe: Probe | None = None):
+    def __init__(
+        self, flow: ReshardingFlow, ledger: MemoryLedger, logs: RunLogs, device: Device, probe: Probe | None = None
+    ):
         """Without a probe, as with `reshard.probe_tokens: 0`, only what was moved is checked."""
         self._flow = flow
         self._ledger = ledger
-        self._run = run
+        self._logs = logs
+        self._device = device
         self._probe = probe
 
     def to_generation(self, step: int) -> None:
         """Move the slices that generation lacks, free the update state, and probe the generator."""
-        with self._probed(step), self._run.timeline.stage("resharding", step):
+        with self._probed(step), self._logs.timeline.stage("resharding", step):
             stats = self._flow.to_generation()
             self._note_received(stats)
             # Copies out go on in all of the switch: the optimizer's first, then the weights' as they are sent.
@@ -34,13 +38,13 @@ class Switching:
 
     def start_return(self, step: int) -> None:
         """Put generation to sleep; the update state comes back while the next stages run."""
-        with self._run.timeline.stage("resharding", step):
+        with self._logs.timeline.stage("resharding", step):
             self._flow.start_return()
         self.note_memory(step, "start_return")
 
     def to_update(self, step: int) -> None:
         """Wait until the update state is back."""
-        with self._run.timeline.stage("resharding", step):
+        with self._logs.timeline.stage("resharding", step):
             stats = self._flow.to_update()
         self._note_return(step, stats)
         self.note_memory(step, "to_update")
@@ -62,8 +66,8 @@ class Switching:
     def note_memory(self, step: int, stage: str) -> None:
         """Write the ledger at a boundary, and record what the whole process holds."""
         self._flow.account()
-        self._run.timeline.memory(step, self._ledger.snapshot(stage))
-        device, recorder = self._run.world.device, self._run.recorder
+        self._logs.timeline.memory(step, self._ledger.snapshot(stage))
+        device, recorder = self._device, self._logs.recorder
         memory = device.memory_bytes()
         if memory is None:
             recorder.maximum("mem/resident_gib", resident_bytes() / 2**30)
@@ -78,19 +82,19 @@ class Switching:
         if self._probe is None:
             yield
             return
-        with self._run.timeline.stage("probe", step):
+        with self._logs.timeline.stage("probe", step):
             rated = self._probe.rate(step)
         yield
-        with self._run.timeline.stage("probe", step):
-            self._run.recorder.maximum("mismatch/probe_abs_max", self._probe.check(rated))
+        with self._logs.timeline.stage("probe", step):
+            self._logs.recorder.maximum("mismatch/probe_abs_max", self._probe.check(rated))
 
     def _note_return(self, step: int, stats: ReshardStats) -> None:
         """Put the copy back to the device on the timeline, beside the stages that ran meanwhile."""
         copied = stats.returned
         if copied is not None:
             moved = Moved("from_host", stats.swapped_bytes, copied.end - copied.start)
-            self._run.timeline.background("return", step, start=copied.start, end=copied.end, moved=[moved])
-            self._run.recorder.mean("reshard/return_hidden_share", stats.hidden_share, moved.seconds)
+            self._logs.timeline.background("return", step, start=copied.start, end=copied.end, moved=[moved])
+            self._logs.recorder.mean("reshard/return_hidden_share", stats.hidden_share, moved.seconds)
             self._count_swapped(moved)
 
     def _note_received(self, stats: ReshardStats) -> None:
@@ -99,8 +103,8 @@ class Switching:
         crossed = Moved("cross_node", stats.cross_node_bytes, stats.move_seconds)
         for moved in (received, crossed):
             if moved.num_bytes:
-                self._run.timeline.note_moved(moved)
-        recorder = self._run.recorder
+                self._logs.timeline.note_moved(moved)
+        recorder = self._logs.recorder
         recorder.total("reshard/bytes", stats.received_bytes)
         recorder.total("reshard/cross_node_bytes", stats.cross_node_bytes)
         recorder.maximum("reshard/seconds", stats.move_seconds)
@@ -111,9 +115,9 @@ class Switching:
 
     def _note_swapped(self, moved: Moved) -> None:
         if moved.num_bytes:
-            self._run.timeline.note_moved(moved)
+            self._logs.timeline.note_moved(moved)
             self._count_swapped(moved)
 
     def _count_swapped(self, moved: Moved) -> None:
-        self._run.recorder.total("reshard/swapped_bytes", moved.num_bytes)
-        self._run.recorder.mean(f"reshard/{moved.link}_gb_per_second", moved.gb_per_second, moved.seconds)
+        self._logs.recorder.total("reshard/swapped_bytes", moved.num_bytes)
+        self._logs.recorder.mean(f"reshard/{moved.link}_gb_per_second", moved.gb_per_second, moved.seconds)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 from spmdrl.dataflow.samples.carried import CarriedGroups
 from spmdrl.dataflow.samples.samples import Samples
 from spmdrl.engines.training.checkpoints.checkpoint import CheckpointConfig, CheckpointStore
 from spmdrl.engines.training.checkpoints.manifest import damage, step_of_folder
-from spmdrl.job.run.run import Run
 from spmdrl.job.run.run_folder import on_every_rank, on_main
+from spmdrl.job.run.run_logs import RunLogs
 
 ROLLOUTS = "rollouts"
 IDENTITY = "identity.json"
@@ -22,12 +23,19 @@ class KeptRollouts:
     Of the groups that the step deferred, they are what is carried over.
     """
 
-    def __init__(self, run: Run, carried: CarriedGroups):
-        self._run = run
+    def __init__(
+        self, checkpoints: CheckpointStore, logs: RunLogs, carried: CarriedGroups, *,
+        identity: Mapping[str, object], start_step: int,
+    ):  # fmt: skip
+        """`identity` is the run's, which goes on after `start_step`."""
+        self._checkpoints = checkpoints
+        self._logs = logs
         self._carried = carried
-        self._is_on = run.config.checkpoint.keep_rollouts
+        self._identity = identity
+        self._start_step = start_step
+        self._is_on = checkpoints.config.keep_rollouts
         self._store = CheckpointStore(
-            run.folder / ROLLOUTS, CheckpointConfig(keep_last=1), is_main=run.world.is_main, required=(IDENTITY,)
+            logs.folder / ROLLOUTS, CheckpointConfig(keep_last=1), is_main=logs.world.is_main, required=(IDENTITY,)
         )
         self._store.remove_leftovers()
 
@@ -37,16 +45,16 @@ class KeptRollouts:
         Damaged ones are generated anew. Raises ConfigError where their digests are right but their content isn't: by
         then the batch holds a part of it.
         """
-        if not self._is_on or samples.step != self._run.start_step + 1:
+        if not self._is_on or samples.step != self._start_step + 1:
             return False
         folder = self._store.folder_of(samples.step)
-        problem = on_main(self._run.world, lambda: self._problem_with(folder))
+        problem = on_main(self._logs.world, lambda: self._problem_with(folder))
         if problem is not None:
             if problem:
-                self._run.console.note(f"the rollouts in {folder} are not taken up: {problem}")
+                self._logs.console.note(f"the rollouts in {folder} are not taken up: {problem}")
             return False
         on_every_rank(lambda: self._read(samples, folder))
-        self._run.console.note(f"step {samples.step} goes on with the rollouts in {folder}")
+        self._logs.console.note(f"step {samples.step} goes on with the rollouts in {folder}")
         return True
 
     def _problem_with(self, folder: Path) -> str | None:
@@ -56,7 +64,7 @@ class KeptRollouts:
         if (problem := damage(folder, self._store.required)) is not None:
             return problem
         kept_of = json.loads((folder / IDENTITY).read_bytes())
-        return None if kept_of == self._run.identity else "they are of another run"
+        return None if kept_of == self._identity else "they are of another run"
 
     def _read(self, samples: Samples, folder: Path) -> None:
         try:
@@ -75,19 +83,19 @@ class KeptRollouts:
 
         A failure costs no more than the rollouts of a job that dies in this step.
         """
-        if not self._is_on or samples.step - 1 not in (0, *self._run.store.steps()):
+        if not self._is_on or samples.step - 1 not in (0, *self._checkpoints.steps()):
             return
 
         def write(folder: Path) -> list[Path]:
             paths = [*samples.write_to(folder), *self._carried.write_to(folder)]
-            if self._run.world.is_main:
-                (folder / IDENTITY).write_text(json.dumps(self._run.identity))
+            if self._logs.world.is_main:
+                (folder / IDENTITY).write_text(json.dumps(self._identity))
                 paths.append(folder / IDENTITY)
             return paths
 
-        with self._run.timeline.stage("keep_rollouts", samples.step):
+        with self._logs.timeline.stage("keep_rollouts", samples.step):
             result = self._store.save(samples.step, write)
         if result.folder is None:
-            self._run.console.note(
+            self._logs.console.note(
                 f"WARNING: rollouts of step {samples.step} were NOT kept, the run goes on: {result.error}"
             )

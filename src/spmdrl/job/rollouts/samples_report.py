@@ -13,11 +13,8 @@ from spmdrl.dataflow.stages.model_tokens import TURNS, turn_texts
 from spmdrl.dataflow.stages.reward import DecodeTokens
 from spmdrl.dataflow.stages.shown import ShownRows
 from spmdrl.engines.workers.verdict import Verdict
-from spmdrl.job.run.run import Run
-from spmdrl.job.start.start_checks import turn_columns
+from spmdrl.job.run.run_logs import RunLogs
 from spmdrl.observability.logs.log import SampleRecord, SampleToken
-from spmdrl.observability.logs.outage import going_on_without
-from spmdrl.observability.summary import write_summary
 from spmdrl.types import Batch, WorkerState
 
 COLUMNS = ("response_ids", "reward", "reward_parts", "reward_verdict", "rollout_logprobs", "versions")
@@ -26,29 +23,34 @@ COLUMNS = ("response_ids", "reward", "reward_parts", "reward_verdict", "rollout_
 class SamplesReport:
     """Writes samples from the main rank, and records each rank's traffic."""
 
-    def __init__(self, run: Run, dock: TransferDock, shown: ShownRows, decode: DecodeTokens):
-        self._run = run
+    def __init__(
+        self, logs: RunLogs, dock: TransferDock, shown: ShownRows, decode: DecodeTokens, *,
+        rewards: Sequence[str], turns: Collection[str],
+    ):  # fmt: skip
+        """`rewards` are the names of the reward functions, `turns` the columns of rows that have turns."""
+        self._logs = logs
         self._dock = dock
         self._shown = shown
         self._decode = decode
+        self._rewards = rewards
+        self._columns = [*COLUMNS, *turns]
         self._texts: dict[int, str] = {}
         self._volume = dock.volume.copy()
 
     def write(self, samples: Samples) -> None:
         """Write `log.samples_per_step` rows: those of one prompt first, then others of the step's prompts."""
-        if self._run.samples_log is None or not self._shown.rows:
+        if not self._logs.world.is_main or not self._shown.rows:
             return
-        batch = samples.read(self._shown.rows, [*COLUMNS, *turn_columns(self._run.config)])
+        batch = samples.read(self._shown.rows, self._columns)
         records = [self._record(samples, batch, position) for position in range(len(batch))]
-        self._run.write_samples(samples.step, records)
+        self._logs.write_samples(samples.step, records)
 
     def _record(self, samples: Samples, batch: Batch, position: int) -> SampleRecord:
         one = batch.select([position])
         row = int(one.rows)
         prompt = samples.prompt_of(row)
         reward = float(one.dense("reward"))
-        names = self._run.config.reward.names
-        parts = dict(zip(names, one.to_lists("reward_parts")[0], strict=True))
+        parts = dict(zip(self._rewards, one.to_lists("reward_parts")[0], strict=True))
         versions = one.to_lists("versions")[0]
         tokens = self._tokens(samples, one)
         ids = [int(token) for token in one.to_lists("response_ids")[0]]
@@ -94,7 +96,7 @@ class SamplesReport:
 
     def count(self, accounting: Accounting) -> None:
         """Record where the step's rows ended, and the bytes that this rank moved."""
-        recorder = self._run.recorder
+        recorder = self._logs.recorder
         recorder.mean("dock/trained", accounting.num_trained)
         recorder.mean("dock/dropped", sum(accounting.num_dropped.values()))
         recorder.mean("dock/deferred", accounting.num_deferred)
@@ -133,11 +135,3 @@ def estimates_of(config: Config, states: Collection[WorkerState], num_warehouses
         "eq2_gib": replay_buffer_gib(flow),
         "eq4_gib": warehouse_gib(flow, num_controllers=len(states), num_warehouses=num_warehouses),
     }
-
-
-def write_estimates(run: Run, states: Collection[WorkerState]) -> None:
-    """Put the paper's estimates into the run's summary, where the report finds them beside what was measured."""
-    if run.world.is_main:
-        estimates = estimates_of(run.config, states, run.world.launch.num_nodes)
-        with going_on_without("the sample flow's estimates"):
-            write_summary(run.folder, sample_flow=estimates)

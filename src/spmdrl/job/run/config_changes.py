@@ -4,12 +4,33 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
+
+from spmdrl.job.run.resuming import ResumePoint
+from spmdrl.observability.logs.jsonl import write_atomic
+from spmdrl.observability.terminal.console import Console
 
 RESOLVED_CONFIG = "config.resolved.yaml"
 
 _LINE = re.compile(r"( *)([^\s:]+):(?: (.*)  # (.*))?")
 # What a resumed run may give differently without being another one.
 _OF_THE_START = ("resume", "run.")
+
+
+def keep_config(resolved: str, folder: Path, point: ResumePoint | None, console: Console) -> None:
+    """Write the resolved configuration; where it changed at the point, print how, and keep the earlier one too."""
+    path = folder / RESOLVED_CONFIG
+    if point is not None:
+        step, in_checkpoint = point.record.step, point.folder / RESOLVED_CONFIG
+        # Checkpoints of earlier versions don't hold it.
+        source = in_checkpoint if in_checkpoint.is_file() else path
+        before = source.read_text(encoding="utf-8", errors="replace") if source.is_file() else ""
+        changes = list(changed_settings(before, resolved))
+        for key, old, new in changes:
+            console.note(f"{key} was {old} until step {step} and is {new} from here")
+        if changes:
+            write_atomic(folder / resolved_config_until(step), before)
+    write_atomic(path, resolved)
 
 
 def resolved_config_until(step: int) -> str:

@@ -6,17 +6,15 @@ import time
 from pathlib import Path
 
 from spmdrl import __version__
-from spmdrl.config.config import Config
 from spmdrl.engines.models.hf.model_folder import is_hub_name
+from spmdrl.job.start.start_checks import CheckedRun
 
 CARD = "README.md"
 
 
-def model_card(config: Config, *, base_model: str, phase: str, step: int) -> str:
-    """The card of the model after a step of a run; `phase` is sft or the algorithm's name.
-
-    The licence is left to whoever publishes the model.
-    """
+def model_card(checked: CheckedRun, step: int) -> str:
+    """The card of the model after a step of a run; the licence is left to who publishes the model."""
+    config, base_model, phase = checked.config, checked.base_model, checked.phase
     front = ["library_name: transformers", "pipeline_tag: text-generation", f"tags: [spmdrl, {phase}]"]
     # The hub refuses a base model that it can't look up.
     if is_hub_name(base_model) and not Path(base_model).exists():

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from spmdrl.config.config import Config
 from spmdrl.dataflow.data.data_rows import SourceRows
 from spmdrl.engines.models.hf.fingerprint import fingerprint
+from spmdrl.job.start.start_checks import CheckedRun
 
 ROWS = "rows of data.train"
 CRITIC = "critic"
@@ -17,12 +17,12 @@ OPTIONAL = (CRITIC,)
 """keys that runs without such a thing don't have"""
 
 
-def identity_of(config: Config, phase: str, model: Path, rows: Sequence[SourceRows]) -> dict[str, Any]:
+def identity_of(checked: CheckedRun, model: Path) -> dict[str, Any]:
     """The run by its settings, its data and the folder of the model that it starts from, as plain JSON values.
 
     Raises ValueError where the model can't be read.
     """
-    held = fingerprint(model)
+    config, phase, held = checked.config, checked.phase, fingerprint(model)
     sizes: dict[str, Any] = {
         "rollout.prompts_per_step": config.rollout.prompts_per_step,
         "rollout.num_generations": config.rollout.num_generations,
@@ -40,7 +40,7 @@ def identity_of(config: Config, phase: str, model: Path, rows: Sequence[SourceRo
         "seed": config.seed,
         "data.train": str(config.data.train),
         "data.shuffle": config.data.shuffle,
-        ROWS: rows_digest(rows),
+        ROWS: rows_digest(checked.train_rows),
         **sizes,
         **{f"the model's {key}": value for key, value in held.architecture.items()},
         "the model's weights at the start": held.weights[:16],

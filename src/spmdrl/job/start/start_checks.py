@@ -55,6 +55,15 @@ class CheckedRun:
     """what the model comes from, whatever a warm start makes of it"""
 
     @property
+    def phase(self) -> str:
+        """What the steps do: sft, or the algorithm's name."""
+        return "sft" if self.verb == "sft" else self.config.algo.name
+
+    @property
+    def num_steps(self) -> int:
+        return self.config.sft.max_steps if self.verb == "sft" else self.config.train.max_steps
+
+    @property
     def roles(self) -> tuple[Role, ...]:
         """The run's models: those that its worker states use; only the policy without training on rewards."""
         used = {state.role for state in self.needs} if self.verb in ("train", "check") else {POLICY}

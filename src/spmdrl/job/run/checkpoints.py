@@ -1,0 +1,116 @@
+"""A run's checkpoints: written when they are due, at no cost to earlier ones, with a link that leads to the best."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from spmdrl.engines.training.checkpoints.checkpoint import CheckpointStore
+from spmdrl.job.run.best_checkpoint import LINK, BestStep, better_of, is_due_for_best, point_to, unknown_metric
+from spmdrl.job.run.resuming import RUN_FILE, ResumePoint, RunRecord
+from spmdrl.job.run.run_logs import RunLogs
+from spmdrl.job.run.savable import Savable
+from spmdrl.observability.logs.jsonl import JsonlWriter
+from spmdrl.observability.logs.log import CHECKPOINTS_FILE
+from spmdrl.observability.logs.outage import going_on_without
+from spmdrl.observability.terminal.units import bytes_text, duration
+
+
+class Checkpoints:
+    """Saves the state of a run; what went wrong with the last save is part of the run's outcome."""
+
+    def __init__(self, store: CheckpointStore, state: Savable, logs: RunLogs, point: ResumePoint | None):
+        """`state` is what checkpoints hold. The link leads to the best step up to `point`: later ones come again."""
+        self.store = store
+        self.newest = point.folder if point else None
+        """the folder of the checkpoint that the run would go on from"""
+        self._state = state
+        self._logs = logs
+        self._best: BestStep | None = None
+        self._is_best_unknown = False
+        """whether it was noted that no step has the metric of `checkpoint.best`"""
+        self._failed_save: tuple[int, str] | None = None
+        """the last checkpoint's step, and why it could not be written"""
+        self._log: JsonlWriter | None = None
+        if point and point.record.best and point.record.best.metric == store.config.best:
+            self._best = point.record.best
+        if logs.world.is_main:
+            (store.root / LINK).unlink(missing_ok=True)
+            if self._best is not None and store.folder_of(self._best.step).is_dir():
+                point_to(self._best, store.root)
+            if store.config.model_only:
+                logs.console.note("checkpoint.model_only: checkpoints hold the model alone; none can be resumed from")
+            self._log = JsonlWriter(logs.folder / CHECKPOINTS_FILE)
+            self._log.truncate_after(point.record.step if point else -1)
+
+    def is_due(self, step: int, metrics: Mapping[str, float]) -> bool:
+        """Whether a step is saved for its number, or for the value of its metric."""
+        config = self.store.config
+        is_nth = config.interval > 0 and step % config.interval == 0
+        return is_nth or is_due_for_best(config, self._best, step, metrics)
+
+    def save(self, record: RunRecord, texts: Mapping[str, str]) -> None:
+        """Write a checkpoint with `texts` by file name; a failure costs none of the earlier ones. Collective.
+
+        Its metrics are those of the next step that is logged; checkpoints.jsonl has them under its own step.
+        """
+        step, config, logs = record.step, self.store.config, self._logs
+        best = better_of(config, self._best, step, record.metrics)
+        record = replace(record, best=best, is_resumable=not config.model_only)
+
+        def write(folder: Path) -> list[Path]:
+            paths = self._state.write_to(folder)
+            if logs.world.is_main:
+                for name, content in ({RUN_FILE: record.to_json()} | dict(texts)).items():
+                    (folder / name).write_text(content, encoding="utf-8")
+                    paths.append(folder / name)
+            return paths
+
+        started = time.perf_counter()
+        with logs.console.doing(f"saving the checkpoint of step {step}"), logs.timeline.stage("checkpoint", step):
+            # The best one so far goes with the next checkpoint, once the link leads to the better one.
+            kept = [one.step for one in (self._best, best) if one is not None]
+            result = self.store.save(step, write, kept=kept)
+        seconds = time.perf_counter() - started
+        if self._log is not None:
+            name = result.folder.name if result.folder else None
+            self._log.write(
+                {"step": step, "seconds": seconds, "bytes": result.num_bytes, "folder": name, "error": result.error}
+            )
+        logs.recorder.maximum("checkpoint/seconds", seconds)
+        if result.folder is None:
+            self._failed_save = (step, str(result.error))
+            logs.recorder.maximum("checkpoint/failed", 1.0)
+            logs.console.note(f"WARNING: checkpoint of step {step} FAILED, the run goes on without it: {result.error}")
+            return
+        logs.recorder.maximum("checkpoint/bytes", float(result.num_bytes))
+        size = bytes_text(result.num_bytes)
+        logs.console.note(f"checkpoint of step {step}: {size} in {duration(seconds)}, {result.folder}")
+        self.newest, self._failed_save = result.folder, None
+        self._take_best(best, record.metrics)
+
+    def trouble(self) -> list[str]:
+        """What a run's outcome must not hide."""
+        if self._failed_save is None:
+            return []
+        step, reason = self._failed_save
+        return [f"the checkpoint of step {step}, the last one, could not be written ({reason})"]
+
+    def close(self) -> None:
+        if self._log is not None:
+            self._log.close()
+
+    def _take_best(self, best: BestStep | None, metrics: Mapping[str, float]) -> None:
+        """Let the link lead to the best checkpoint, now that it is there."""
+        name, logs = self.store.config.best, self._logs
+        if best is not None and best != self._best:
+            self._best = best
+            logs.console.note(f"{best.metric} {best.value:.6g} of step {best.step} is the best so far, kept as {LINK}")
+            if logs.world.is_main:
+                with going_on_without(f"the link {LINK}"):
+                    point_to(best, self.store.root)
+        if name is not None and best is None and not self._is_best_unknown:
+            self._is_best_unknown = True
+            logs.console.note(unknown_metric(name, metrics))

@@ -1,0 +1,75 @@
+"""What a run's folder holds of its beginning and its end: summary.json, and a report of all that was logged."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import yaml
+
+from spmdrl.config.config import Config
+from spmdrl.job.model.model_source import newest_model
+from spmdrl.job.run.run_folder import on_main
+from spmdrl.observability.logs.log import METRICS_FILE, read_metrics
+from spmdrl.observability.logs.outage import going_on_without
+from spmdrl.observability.logs.trackers import TrackedRun
+from spmdrl.observability.report.report import write_report
+from spmdrl.observability.summary import read_summary, software_versions, start_facts, write_summary
+from spmdrl.observability.terminal.console import Console
+from spmdrl.resources.world import World
+
+WARM_START = "warm_start"
+
+
+def note_abandoned(folder: Path, console: Console) -> None:
+    """Print a note where the run that was in the folder before, which no process holds, never wrote its end."""
+    if read_summary(folder).get("verdict") != "running":
+        return
+    metrics = folder / METRICS_FILE
+    last = max((step for step, _ in read_metrics(folder)), default=None)
+    when = time.strftime(" at %Y-%m-%d %H:%M:%S", time.localtime(metrics.stat().st_mtime)) if metrics.is_file() else ""
+    place = "before its first step" if last is None else f"after step {last}{when}"
+    console.note(f"the job before ended without a word {place}")
+
+
+def write_start(folder: Path, world: World, num_parameters: int) -> None:
+    """Write down who runs, on what, and that it does."""
+    devices = f"{world.size} x {world.device.kind}"
+    facts = {"versions": software_versions(), "devices": devices} | start_facts()
+    write_summary(folder, verdict="running", parameters=num_parameters, **facts)
+
+
+def write_early_end(folder: Path, verdict: str, error: str | None) -> None:
+    """Write what ended a run before its last step."""
+    with going_on_without("the summary and report"):
+        write_summary(folder, verdict=verdict, error=error)
+        write_report(folder)
+
+
+def write_outcome(folder: Path, fields: Mapping[str, object], console: Console, *, phase: str) -> None:
+    """Write and print how a run ended; what an earlier part of a resumed run has found out stays."""
+    known = {name: value for name, value in fields.items() if value is not None}
+    with going_on_without("the summary and report"):
+        # An error is that of an earlier part, which this one got over.
+        write_summary(folder, error=None, **known)
+        write_report(folder)
+    # What could not be written is shown all the same.
+    console.summary(read_summary(folder) | known, phase=phase)
+
+
+def finished_model(folder: Path, world: World) -> Path | None:
+    """The model that a run left in its folder, or None if it didn't come to its end. Collective."""
+    is_done = on_main(world, lambda: read_summary(folder).get("verdict") == "done")
+    return newest_model(folder, world) if is_done else None
+
+
+def tracked_run(config: Config, resolved_config: str) -> TrackedRun:
+    """What services show of a run; a warm start is named by the run that it belongs to."""
+    log, run = config.log, config.run
+    folder = run.folder.resolve()
+    name = run.name if run.dir is None else folder.name
+    if folder.name == WARM_START:
+        name = f"{folder.parent.name} {WARM_START}"
+    settings = yaml.safe_load(resolved_config)
+    return TrackedRun(name, log.project, log.group, log.tags, settings if isinstance(settings, dict) else {})

@@ -1,0 +1,91 @@
+"""What a run reports as it goes: on the screen, as metrics, as samples to read, in its summary and as a timeline."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from spmdrl.observability.health import HealthWatch, counts_so_far
+from spmdrl.observability.logs.log import LogConfig, MetricsLog, SampleRecord, SamplesLog
+from spmdrl.observability.logs.outage import going_on_without, take_num_refused
+from spmdrl.observability.logs.trackers import TrackedRun
+from spmdrl.observability.metrics import Recorder, encode, merge
+from spmdrl.observability.summary import write_summary
+from spmdrl.observability.terminal.console import Console
+from spmdrl.observability.timeline.timeline import Timeline, timeline_file
+from spmdrl.resources.collectives import gather_bytes
+from spmdrl.resources.world import World
+
+
+class RunLogs:
+    """Each rank's recorder and timeline; on the main rank also the console, the logs and summary.json."""
+
+    def __init__(
+        self, folder: Path, world: World, console: Console, *, config: LogConfig, tracked: TrackedRun, last_step: int
+    ):
+        """Opens the files, and drops from them what was logged after `last_step`: it will be done again."""
+        self.folder = folder
+        self.world = world
+        self.console = console
+        self.recorder = Recorder()
+        self.timeline = Timeline(timeline_file(folder, world.rank), world.rank, shown=console.stage)
+        self.timeline.truncate_after(last_step)
+        self._samples_interval = config.samples_interval
+        self._health = HealthWatch()
+        self._metrics: MetricsLog | None = None
+        self._samples: SamplesLog | None = None
+        if world.is_main:
+            self._metrics = MetricsLog(folder, config.backends, console=console, run=tracked)
+            self._metrics.truncate_after(last_step)
+            self._samples = SamplesLog(folder)
+            self._samples.truncate_after(last_step)
+
+    def write_step(self, step: int, seconds: float, before: Mapping[str, float]) -> dict[str, float]:
+        """Reduce the step's metrics over ranks and write them, with what `before`, the last step's, count. Collective.
+
+        `seconds` are this rank's. Returns the metrics, the same on every rank.
+        """
+        for stage, stage_seconds in self.timeline.stage_seconds(step).items():
+            self.recorder.maximum(f"time/{stage}", stage_seconds)
+        self.recorder.maximum("time/step", seconds)
+        if refused := take_num_refused():
+            self.recorder.total("log/refused_writes", refused)
+        metrics = merge(gather_bytes(encode(self.recorder.drain())))
+        metrics |= self._rates(metrics)
+        metrics |= counts_so_far(metrics, before)
+        if self._metrics is not None:
+            self._metrics.write(step, metrics)
+            for warning in self._health.warnings(step, metrics):
+                self.console.note(warning)
+        return metrics
+
+    def _rates(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        if "perf/tokens" not in metrics:
+            return {}
+        rate = metrics["perf/tokens"] / metrics["time/step"]
+        # Eq. 5 of the MindSpeed RL paper, with real lengths in place of the longest ones.
+        return {
+            "perf/tokens_per_second": rate,
+            "perf/eq5_tokens_per_second_per_device": rate / self.world.size,
+        }
+
+    def write_samples(self, step: int, samples: Sequence[SampleRecord]) -> None:
+        """Write some samples of a step on the main rank; services get those of every `log.samples_interval` steps."""
+        if self._samples is None or self._metrics is None:
+            return
+        self._samples.write(samples)
+        if samples and self._samples_interval and (step - 1) % self._samples_interval == 0:
+            self._metrics.write_samples(step, samples)
+
+    def add_to_summary(self, what: str, **fields: object) -> None:
+        """Put fields into summary.json from the main rank; where the disk refuses, warn that `what` is missing."""
+        if self.world.is_main:
+            with going_on_without(what):
+                write_summary(self.folder, **fields)
+
+    def close(self) -> None:
+        """Close this rank's files."""
+        self.timeline.close()
+        for log in (self._metrics, self._samples):
+            if log is not None:
+                log.close()
