@@ -12,7 +12,7 @@ from spmdrl.cli.command_line import main
 from spmdrl.config.aliases import ALIASES
 from spmdrl.config.config import Config
 from spmdrl.config.key_schema import schema, schema_keys
-from spmdrl.config.yaml_nodes import read_file
+from spmdrl.config.sources import read_file
 from tests.support.jobs import ROOT
 
 SCHEMA = ROOT / "docs" / "config.schema.json"

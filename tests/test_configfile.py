@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spmdrl.config.key_names import Alias
-from spmdrl.config.overrides import split_arguments
 from spmdrl.config.reader import ConfigError, LoadedConfig, read_config, resolved_yaml, start_up
+from spmdrl.config.sources import split_arguments
 
 ALIASES = {
     "learning_rate": Alias("optim.lr"),

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from spmdrl.cli.failure_page import INTERRUPTED, end_with, wants_traceback
-from spmdrl.config.yaml_nodes import read_override
+from spmdrl.config.sources import split_arguments
 from spmdrl.resources.startup.ending import FirstFailure, PeerFailed, cause_of
 from spmdrl.resources.startup.launch import LaunchEnvironment
 
@@ -18,7 +18,7 @@ RANK_1 = LaunchEnvironment(rank=1, world_size=2, local_rank=1, local_world_size=
 
 def raised() -> Exception:
     try:
-        read_override("key", None, [])  # type: ignore[arg-type]
+        split_arguments(None)  # type: ignore[arg-type]
     except Exception as failure:
         failure.args = ("the cause\nand more of it",)
         return failure
@@ -30,7 +30,7 @@ def test_a_failure_is_one_line_with_its_place_and_file(tmp_path, capsys, monkeyp
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(error_file))
     assert end_with(raised(), tmp_path, RANK_1) == 1
     path = tmp_path / "failures" / "rank_00001.txt"
-    cause = r"spmdrl: rank 1: \w+Error: the cause \(at spmdrl/config/yaml_nodes\.py:\d+\)"
+    cause = r"spmdrl: rank 1: \w+Error: the cause \(at spmdrl/config/sources\.py:\d+\)"
     assert re.fullmatch(rf"{cause}; the traceback is in {path}\n", capsys.readouterr().err)
     assert path.read_text().rstrip().endswith("the cause\nand more of it")
     assert re.fullmatch(cause, json.loads(error_file.read_text())["message"]["message"])

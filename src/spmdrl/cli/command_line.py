@@ -19,8 +19,8 @@ from spmdrl.cli.failure_page import (
     wants_traceback,
 )
 from spmdrl.cli.manual import VERB_PAGES, help_page
-from spmdrl.config.overrides import split_arguments
 from spmdrl.config.reader import ConfigError, start_up
+from spmdrl.config.sources import split_arguments
 from spmdrl.observability.terminal.screen import show, waiting
 from spmdrl.observability.terminal.spelling import nearest
 from spmdrl.resources.startup.ending import Interrupted, noting_interrupts

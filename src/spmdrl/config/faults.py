@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from spmdrl.config.given import Given, Path, joined, show
 from spmdrl.config.key_schema import describe, describe_bounds, members_of, tag_of, tags_of, type_hints
@@ -55,8 +57,7 @@ class Fault:
 
 def faults_of(root: Any, error: ValidationError) -> list[Fault]:
     """Pydantic's faults of a list with one tree; of a union's, those of the member that the value resembles most."""
-    entries = error.errors(include_url=False, include_input=False)
-    found = [_fault(entry["type"], _place(root, entry["loc"][1:]), entry.get("ctx", {})) for entry in entries]
+    found = [_fault(root, entry) for entry in error.errors(include_url=False, include_input=False)]
     explained = {fault.path[:length] for fault in found for length in range(len(fault.path))}
     by_path: dict[Path, Fault] = {}
     for fault in found:
@@ -65,73 +66,49 @@ def faults_of(root: Any, error: ValidationError) -> list[Fault]:
     return list(by_path.values())
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Where a fault is: the type there, the place that holds it, and what the tag of a union has chosen there."""
-
-    path: Path
-    kind: Any
-    holder: _Place | None = None
-    union: Any = None
-    chosen: str = ""
-
-
-def _place(root: Any, steps: Path) -> _Place:
-    """The place that pydantic's steps lead to: names, indices, and labels of union members."""
-    place = _Place((), root)
-    for number, step in enumerate(steps):
-        members, tags = members_of(place.kind), tags_of(place.kind)
-        if tags:
-            place = replace(place, kind=tags[str(step)], union=place.kind, chosen=str(step))
-        elif len(members) == 1:
-            place = _Place((*place.path, step), _below(members[0], step), place)
-        elif number < len(steps) - 1:
-            kind = next((member for member in members if _is_label(str(step), member)), Any)
-            place = replace(place, kind=kind)
-    return place
-
-
-def _fault(type_: str, place: _Place, context: Mapping[str, Any]) -> Fault:
-    holder, tag = place.holder, tag_of(place.kind)
+def _fault(root: Any, entry: ErrorDetails) -> Fault:
+    """A fault at the end of pydantic's steps: names and indices, and before those into a union the member's label."""
+    path: Path = ()
+    kind = holder = root
+    union, choice, type_ = None, "", entry["type"]
+    steps = deque(entry["loc"][1:])
+    while steps:
+        step, tags = steps.popleft(), tags_of(kind)
+        holder, union, choice = (tags[str(step)], kind, str(step)) if tags else (kind, None, "")
+        if tags or len(members_of(kind)) > 1:
+            if not steps:
+                break
+            step = steps.popleft()
+        path, kind = (*path, step), _below(holder, step)
+    tag = tag_of(kind)
     if tag is not None and type_.startswith("union_tag"):
         choices: Any = Literal
-        return Fault(type_, (*place.path, tag), choices[tuple(tags_of(place.kind))])
-    if type_ == "missing" and holder is not None and isinstance(place.path[-1], int):
-        return Fault("too_short", holder.path, holder.kind)
-    fault = Fault(type_, place.path, place.kind, str(context.get("error", "")))
-    if fault.is_unknown_key and holder is not None and holder.union is not None:
-        return replace(fault, advice=_advice(fault, holder))
-    return fault
+        return Fault(type_, (*path, tag), choices[tuple(tags_of(kind))])
+    if type_ == "missing" and isinstance(path[-1], int):
+        return Fault("too_short", path[:-1], holder)
+    fault = Fault(type_, path, kind, str(entry.get("ctx", {}).get("error", "")))
+    return replace(fault, advice=_advice(fault, union, choice)) if fault.is_unknown_key and union else fault
 
 
-def _advice(fault: Fault, section: _Place) -> str:
+def _below(kind: Any, step: str | int) -> Any:
+    """The type of one field, item or entry of a dataclass, list or mapping, or of such a member of a union."""
+    for member in members_of(kind):
+        arguments = get_args(member)
+        if isinstance(step, int) and get_origin(member) in (tuple, list):
+            return arguments[step if arguments[-1] is not ... and get_origin(member) is tuple else 0]
+        if isinstance(step, str) and is_dataclass(member):
+            hints: Any = type_hints
+            return hints(member).get(step)
+    return Any
+
+
+def _advice(fault: Fault, union: Any, choice: str) -> str:
     """What to do about a key of a section that only other choices of its tag have; empty where none has it."""
-    name, tag = str(fault.path[-1]), f"{'.'.join(map(str, section.path))}.{tag_of(section.union)}"
-    others = [choice for choice, member in tags_of(section.union).items() if name in type_hints(member)]
-    if not others:
-        return ""
-    return (
-        f"{fault.key} is a key of {' and '.join(others)}, but {tag} is {section.chosen}; remove it, or set {tag} to "
-        f"{' or '.join(others)}"
-    )
-
-
-def _below(member: Any, step: str | int) -> Any:
-    """The type of one field, item or entry of a dataclass, list or mapping."""
-    arguments = get_args(member)
-    if is_dataclass(member):
-        hints: Any = type_hints
-        return hints(member).get(step)
-    if isinstance(step, str):
-        return arguments[1] if arguments else Any
-    is_fixed = get_origin(member) is tuple and arguments[-1] is not ...
-    return arguments[step if is_fixed else 0]
-
-
-def _is_label(label: str, member: Any) -> bool:
-    """Whether pydantic calls a union's member so, such as constrained-int or tuple[str, ...]."""
-    family = get_origin(member) or member
-    return label.partition("[")[0].rpartition("-")[2] == ("literal" if family is Literal else family.__name__)
+    section, _, name = fault.key.rpartition(".")
+    others = " and ".join(other for other, member in tags_of(union).items() if name in type_hints(member))
+    tag = f"{section}.{tag_of(union)}"
+    advice = f"{fault.key} is a key of {others}, but {tag} is {choice}; remove it, or set {tag} to "
+    return advice + others.replace(" and ", " or ") if others else ""
 
 
 def _way_out(kind: Any, given: Given, key: str) -> str:

@@ -1,7 +1,4 @@
-"""Written values with their origins, in YAML 1.2's numbers, and how a message or a file shows one.
-
-`1e-6` is a float, `1_000` an int, and `010`, `1:30` or `.nan` are no numbers but text.
-"""
+"""Written values with their origins, and how a message or a file shows one."""
 
 from __future__ import annotations
 
@@ -15,56 +12,27 @@ import yaml
 DEFAULT = "default"
 """The origin of a value that no source sets."""
 
-_MOST_SHOWN = 200
-INT_TAG, FLOAT_TAG, BOOL_TAG, NULL_TAG, MERGE_TAG = (
-    f"tag:yaml.org,2002:{name}" for name in ("int", "float", "bool", "null", "merge")
+FLOAT_TAG = "tag:yaml.org,2002:float"
+FLOAT = re.compile(
+    r"^(?:[-+]?(?:(?:0|[1-9][0-9]*(?:_[0-9]+)*)(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF))$"
 )
-_WHOLE = r"(?:0|[1-9][0-9]*(?:_[0-9]+)*)"
-INT = re.compile(rf"^[-+]?{_WHOLE}$")
-FLOAT = re.compile(rf"^(?:[-+]?(?:{_WHOLE}(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF))$")
-_NUMBER_STARTS = list("-+.0123456789")
-_MOST_LEVELS = 50
+NUMBER_STARTS = list("-+.0123456789")
+_MOST_SHOWN = 200
 
 Value: TypeAlias = "None | bool | int | float | str | list[Given] | dict[str, Given]"
 Path: TypeAlias = "tuple[str | int, ...]"
 
 
-class LimitError(yaml.MarkedYAMLError):
-    """The text is valid, but larger than a configuration is."""
+class _YamlDumper(yaml.SafeDumper):
+    """Quotes text that would be read as a number, and keeps every string on one line."""
 
 
-class YamlLoader(yaml.SafeLoader):
-    yaml_implicit_resolvers = {
-        start: [(tag, pattern) for tag, pattern in resolvers if tag not in (INT_TAG, FLOAT_TAG)]
-        for start, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
-    _level = 0
-
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        """Compose a node and those below it, within the levels that are allowed."""
-        self._level += 1
-        if self._level > _MOST_LEVELS:
-            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
-            raise LimitError(problem=f"more than {_MOST_LEVELS} levels inside each other", problem_mark=mark)
-        try:
-            return super().compose_node(parent, index)
-        finally:
-            self._level -= 1
+def _represented(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if text.isprintable() else '"')
 
 
-class YamlDumper(yaml.SafeDumper):
-    """Quotes what the loader above would take for a number, and keeps every string on one line."""
-
-
-YamlLoader.add_implicit_resolver(INT_TAG, INT, _NUMBER_STARTS)
-YamlLoader.add_implicit_resolver(FLOAT_TAG, FLOAT, _NUMBER_STARTS)
-YamlDumper.add_implicit_resolver(FLOAT_TAG, FLOAT, _NUMBER_STARTS)
-YamlDumper.add_representer(
-    str,
-    lambda dumper, text: dumper.represent_scalar(
-        "tag:yaml.org,2002:str", text, style=None if text.isprintable() else '"'
-    ),
-)
+_YamlDumper.add_implicit_resolver(FLOAT_TAG, FLOAT, NUMBER_STARTS)
+_YamlDumper.add_representer(str, _represented)
 
 
 @dataclass(frozen=True)
@@ -185,7 +153,7 @@ def shortened(text: str) -> str:
 def inline(value: object) -> str:
     """YAML of a value on one line: scalars as they are, lists, mappings and dataclasses in brackets."""
     text: str = yaml.dump(
-        [_plain(value)], Dumper=YamlDumper, default_flow_style=True, width=float("inf"), sort_keys=False
+        [_plain(value)], Dumper=_YamlDumper, default_flow_style=True, width=float("inf"), sort_keys=False
     )
     return text.strip()[1:-1]
 

@@ -12,22 +12,10 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from spmdrl.config.conversion import complete, convert
-from spmdrl.config.given import (
-    DEFAULT,
-    Given,
-    entries_of,
-    inline,
-    joined,
-    leaves,
-    plant,
-    shortened,
-    show,
-    value_leaves,
-)
+from spmdrl.config.given import DEFAULT, Given, entries_of, inline, joined, leaves, plant, shortened, show, value_leaves
 from spmdrl.config.key_names import Alias, KnownNames, WrittenKey, convert_aliases, spellings_of
 from spmdrl.config.key_schema import describe, schema_keys
-from spmdrl.config.overrides import override_leaves
-from spmdrl.config.yaml_nodes import read_file
+from spmdrl.config.sources import override_leaves, read_file
 
 T = TypeVar("T")
 _MOST_NAMES = 50

@@ -155,12 +155,3 @@ def _for_files(definition: Any) -> Any:
     if "oneOf" in kept:
         kept["anyOf"] = kept.pop("oneOf")
     return kept | {"type": ["string", "number", "boolean"]} if kept.get("type") == "string" else kept
-
-
-def alias_table() -> Iterator[str]:
-    """The lines of the Markdown table of all aliases."""
-    yield "| name | known from | what it means there | what it sets here |"
-    yield "|---|---|---|---|"
-    for name, alias in sorted(ALIASES.items()):
-        here = f"`{alias.key}`" + (f": {alias.here}" if alias.here else "")
-        yield f"| `{name}` | {alias.origin} | {alias.there} | {here} |"
