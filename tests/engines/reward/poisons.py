@@ -8,7 +8,6 @@ import os
 import pdb
 import signal
 import stat
-import struct
 import subprocess
 import sys
 import time
@@ -194,14 +193,14 @@ def _wrong_pipe(num_rows):
 def _forge(num_rows):
     scores = [{"values": [1e9] * num_rows, "verdicts": [0] * num_rows, "error": None}]
     for key, value in (("id", 0), ("nonce", "0" * 32), ("nonce", None)):
-        body = json.dumps({key: value, "scores": scores}).encode()
-        _write_everywhere(struct.pack(">Q", len(body)) + body)
+        body = json.dumps({key: value, "answer": scores}).encode()
+        _write_everywhere(body + b"\n")
     return [1.0] * num_rows
 
 
 def _forge_deep(num_rows):
     body = b"[" * 100_000 + b"]" * 100_000
-    _write_everywhere(struct.pack(">Q", len(body)) + body)
+    _write_everywhere(body + b"\n")
     return [1.0] * num_rows
 
 

@@ -7,7 +7,6 @@ import pytest
 
 from spmdrl.engines.reward.calls import FunctionScores, RewardCall, combine
 from spmdrl.engines.reward.functions import function_names, load_functions, needs_answer, score
-from spmdrl.engines.workers.frames import FrameReader, pack
 from spmdrl.engines.workers.verdict import Verdict
 
 POISONS = Path(__file__).with_name("poisons.py")
@@ -92,13 +91,3 @@ def test_names_are_short_unless_two_functions_share_one():
 def test_a_call_with_uneven_columns_is_refused():
     with pytest.raises(ValueError, match="column 'answer'"):
         RewardCall(["p"], ["c"], [(1,)], {"answer": []})
-
-
-def test_frames_come_out_of_any_split_of_their_bytes():
-    messages = [{"a": 1}, [], "text \ud800", {"b": "x" * 1000}]
-    data = b"".join(map(pack, messages))
-    for step in (1, 7, 100, len(data)):
-        reader = FrameReader()
-        assert [m for i in range(0, len(data), step) for m in reader.feed(data[i : i + step])] == messages
-    with pytest.raises(ValueError, match="claims"):
-        FrameReader().feed(b"garbage in the pipe")

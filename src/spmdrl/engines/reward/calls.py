@@ -10,6 +10,12 @@ from typing import Any
 from spmdrl.engines.workers.verdict import MAX_MAGNITUDE, Verdict
 
 
+def function_names(specs: Sequence[str]) -> tuple[str, ...]:
+    """Each function's short name for metrics, or its whole spec where two would share one."""
+    short = [spec.rpartition(":")[2] for spec in specs]
+    return tuple(name if short.count(name) == 1 else spec for name, spec in zip(short, specs, strict=True))
+
+
 @dataclass(frozen=True)
 class RewardCall:
     """Rows that are scored together; every list, and every column, has one entry a row."""

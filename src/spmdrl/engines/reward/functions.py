@@ -8,15 +8,16 @@ import inspect
 import math
 import numbers
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Literal
 
-from spmdrl.engines.reward.calls import FunctionScores, RewardCall
+from spmdrl.engines.reward.calls import FunctionScores, RewardCall, function_names
 from spmdrl.engines.reward.rules.answers import RULES, check_rule_installed
 from spmdrl.engines.reward.rules.formula import Undecided
 from spmdrl.engines.workers.loading import explain, load_attribute
 from spmdrl.engines.workers.verdict import MAX_MAGNITUDE, Verdict
+from spmdrl.engines.workers.worker import no_terminal
 
 _RESERVED = ("prompts", "completions", "completion_ids")
 
@@ -32,12 +33,6 @@ class RewardFunction:
     name: str
     call: Callable[..., Any]
     form: Literal["rule", "trl", "verl"]
-
-
-def function_names(specs: Sequence[str]) -> tuple[str, ...]:
-    """Each function's short name for metrics, or its whole spec where two would share one."""
-    short = [spec.rpartition(":")[2] for spec in specs]
-    return tuple(name if short.count(name) == 1 else spec for name, spec in zip(short, specs, strict=True))
 
 
 def needs_answer(specs: Iterable[str]) -> bool:
@@ -56,6 +51,28 @@ def _load(spec: str, name: str) -> RewardFunction:
         return RewardFunction(name, RULES[spec], "rule")
     call = load_attribute(spec, "reward.functions", RULES, kind="function")
     return RewardFunction(name, call, _form(spec, call))
+
+
+def load(specs: Sequence[str]) -> tuple[Callable[[dict[str, Any]], Any], dict[str, list[str]]]:
+    """What a worker process runs: an answer to each call's message; and the columns that each function needs.
+
+    Raises ValueError where a function can't be loaded.
+    """
+    functions = load_functions(specs)
+
+    def answer(message: dict[str, Any]) -> list[dict[str, Any]]:
+        call = RewardCall(**message)
+        return [asdict(_score_without_terminal(function, call)) for function in functions]
+
+    return answer, required_columns(functions)
+
+
+def _score_without_terminal(function: RewardFunction, call: RewardCall) -> FunctionScores:
+    try:
+        return score(function, call)
+    except bdb.BdbQuit:
+        error = f"{function.name}: {no_terminal('a debugger', 'reward')}"
+        return FunctionScores.failed(call.num_rows, Verdict.CRASHED, error)
 
 
 def required_columns(functions: Sequence[RewardFunction]) -> dict[str, list[str]]:

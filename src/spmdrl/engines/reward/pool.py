@@ -9,16 +9,17 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Interval
 
-from spmdrl.engines.reward import reward_runner
+from spmdrl.engines.reward import functions
 from spmdrl.engines.reward.calls import (
     FunctionScores,
     RewardCall,
     RewardResult,
     combine,
+    function_names,
     read_columns,
     read_scores,
 )
-from spmdrl.engines.reward.functions import function_names, load_functions, required_columns, score
+from spmdrl.engines.reward.functions import load_functions, required_columns, score
 from spmdrl.engines.workers.call_pool import CallPool, is_debugged
 from spmdrl.engines.workers.process import PendingCall, WorkerSetup
 from spmdrl.engines.workers.verdict import Verdict
@@ -96,7 +97,7 @@ class _ScoresOfCalls:
 
 
 class RewardPool:
-    """Scores calls asynchronously: `submit` returns at once, `ready` names what is there, `collect` waits for it.
+    """Scores calls asynchronously: `submit` returns at once, `collect` waits.
 
     The constructor loads the functions, in a child unless inline, and raises ValueError where one can't be loaded.
     Inline, `submit` computes the rewards itself and nothing can be killed. `close` leaves no process behind.
@@ -111,7 +112,7 @@ class RewardPool:
             section="reward",
             functions_key="reward.functions",
             variables_key="reward.environment",
-            runner=reward_runner.__name__,
+            runner=functions.__name__,
             functions=config.functions,
             environment=config.environment,
             memory_limit_bytes=config.memory_limit_bytes,
@@ -148,10 +149,6 @@ class RewardPool:
         }
         self._calls.submit(key, message, call.num_rows)
 
-    def ready(self) -> list[Hashable]:
-        """Keys of the calls whose results can be collected without waiting, in the order they finished."""
-        return self._calls.ready()
-
     def collect(self, keys: Sequence[Hashable]) -> list[RewardResult]:
         """Wait for the results of these calls and take them out, in the order of `keys`.
 
@@ -169,10 +166,6 @@ class RewardPool:
     def close(self) -> None:
         """End the reward processes with all that they started; results not yet collected stay, calls are given up."""
         self._calls.close()
-
-    def worker_pids(self) -> list[int]:
-        """Process ids of the guards that run now; all reward processes descend from them."""
-        return self._calls.worker_pids()
 
     def _score_inline(self, message: dict[str, Any]) -> list[FunctionScores]:
         assert self._functions is not None

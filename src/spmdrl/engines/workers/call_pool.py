@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
+import selectors
+import socket
 import sys
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import Future
 from itertools import pairwise
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
-from spmdrl.engines.workers.frames import pack
-from spmdrl.engines.workers.process import PendingCall, WorkerSetup
-from spmdrl.engines.workers.supervisor import Answers, Supervisor
+from spmdrl.engines.workers.process import PendingCall, WorkerLost, WorkerProcess, WorkerSetup, line_of
+from spmdrl.engines.workers.verdict import Verdict
 
 A = TypeVar("A")
+A_co = TypeVar("A_co", covariant=True)
 
 
 def is_debugged() -> bool:
@@ -22,11 +28,24 @@ def is_debugged() -> bool:
     return sys.gettrace() is not None or started_by_debugger
 
 
-class CallPool(Generic[A]):
-    """`submit` returns at once, `ready` names what is there, `collect` waits for it.
+class Answers(Protocol[A_co]):
+    """What a pool makes of its calls."""
 
-    The constructor loads the functions, in a child unless inline, and raises ValueError where one can't be loaded.
-    Inline, `submit` computes the answer itself and nothing can be killed. `close` leaves no process behind.
+    def read(self, answer: Any, call: PendingCall) -> A_co | None:
+        """The call's answer from a worker's message; None where it isn't what the runner gives."""
+        ...
+
+    def failed(self, call: PendingCall, verdict: Verdict, error: str) -> A_co:
+        """The answer of a call whose process was lost."""
+        ...
+
+
+class CallPool(Generic[A]):
+    """`submit` returns at once, `collect` waits.
+
+    A thread keeps `num_workers` processes busy, kills those over their deadline and replaces those that died. The
+    constructor returns once every one has loaded the functions, and raises ValueError where one can't. Inline, `submit`
+    computes the answer itself and nothing can be killed. `close` leaves no process behind.
     """
 
     def __init__(
@@ -38,72 +57,81 @@ class CallPool(Generic[A]):
         timeout_seconds: float,
         inline: Callable[[dict[str, Any]], A] | None = None,
     ):
-        self._section = setup.section
+        self._setup = setup
+        self._answers = answers
+        self._num_workers = num_workers
+        self._timeout_seconds = timeout_seconds
         self._inline = inline
+        # Shared by callers and the thread.
         self._changed = threading.Condition()
         self._waiting: set[Hashable] = set()
         self._answered: dict[Hashable, A] = {}
+        self._failure: BaseException | None = None
         self._is_closed = False
-        self._supervisor: Supervisor[A] | None = None
-        if inline is None:
-            self._supervisor = Supervisor(
-                setup, answers, self._deliver, num_workers=num_workers, timeout_seconds=timeout_seconds
-            )
+        self._pending: deque[PendingCall] = deque()
+        self._started: Future[None] = Future()
+        # The thread's own.
+        self._workers: list[WorkerProcess] = []
+        self._start_error: str | None = None
+        self.facts: Any = None
+        """What a worker found out about the functions as it loaded them; None inline."""
+        if inline is not None:
+            return
+        self._wake, self._waker = socket.socketpair()
+        self._wake.setblocking(False)
+        self._waker.setblocking(False)
+        self._thread = threading.Thread(target=self._run, name=f"{setup.section}-calls", daemon=True)
+        self._thread.start()
+        try:
+            self._started.result()
+        except BaseException:
+            self.close()
+            raise
 
     def submit(self, key: Hashable, message: dict[str, Any], num_rows: int) -> None:
         """Ask for an answer under a key of the caller's. Raises ValueError for a key that waits to be collected."""
-        nonce = secrets.token_hex(16)
-        frame = b"" if self._supervisor is None else pack({"nonce": nonce, **message})
+        nonce, section = secrets.token_hex(16), self._setup.section
+        line = line_of({"nonce": nonce, **message}) if self._inline is None else b""
         with self._changed:
             if self._is_closed:
-                raise RuntimeError(f"the {self._section} pool is closed")
+                raise RuntimeError(f"the {section} pool is closed")
             if key in self._waiting or key in self._answered:
-                raise ValueError(f"a {self._section} call with key {key!r} was submitted and not yet collected")
+                raise ValueError(f"a {section} call with key {key!r} was submitted and not yet collected")
             self._waiting.add(key)
-        if self._supervisor is not None:
-            self._supervisor.submit(PendingCall(key, nonce, frame, num_rows))
-        else:
-            assert self._inline is not None
+        if self._inline is not None:
             self._deliver(key, self._inline(message))
-
-    def ready(self) -> list[Hashable]:
-        """Keys of the calls whose answers can be collected without waiting, in the order in which they finished."""
-        with self._changed:
-            self._raise_failure()
-            return list(self._answered)
+        else:
+            self._pending.append(PendingCall(key, nonce, line, num_rows))
+            self._wake_up()
 
     def collect(self, keys: Sequence[Hashable]) -> list[A]:
         """Wait for the answers of these calls and take them out, in the order of `keys`.
 
         Waits at most `timeout_seconds` for each call that is before them or with them in a worker's queue.
         """
+        section = self._setup.section
         with self._changed:
             unknown = [key for key in keys if key not in self._waiting and key not in self._answered]
             if unknown:
-                raise KeyError(f"no {self._section} call was submitted under {unknown!r}, or it was collected before")
+                raise KeyError(f"no {section} call was submitted under {unknown!r}, or it was collected before")
             while any(key in self._waiting for key in keys):
-                self._raise_failure()
+                if self._failure is not None:
+                    raise RuntimeError(f"the thread that watches the {section} processes failed") from self._failure
                 if self._is_closed:
-                    raise RuntimeError(f"the {self._section} pool was closed with {len(self._waiting)} calls under way")
-                self._changed.wait(1.0)
+                    raise RuntimeError(f"the {section} pool was closed with {len(self._waiting)} calls under way")
+                self._changed.wait()
             return [self._answered.pop(key) for key in keys]
-
-    @property
-    def facts(self) -> Any:
-        """What a worker found out about the functions as it loaded them; None inline."""
-        return None if self._supervisor is None else self._supervisor.facts
 
     def close(self) -> None:
         """End the workers with all that they started; answers not yet collected stay, calls are given up."""
         with self._changed:
-            self._is_closed = True
+            was_closed, self._is_closed = self._is_closed, True
             self._changed.notify_all()
-        if self._supervisor is not None:
-            self._supervisor.close()
-
-    def worker_pids(self) -> list[int]:
-        """Process ids of the guards that run now; all workers descend from them."""
-        return [] if self._supervisor is None else self._supervisor.worker_pids()
+        if self._inline is None and not was_closed:
+            self._wake_up()
+            self._thread.join()
+            self._wake.close()
+            self._waker.close()
 
     def _deliver(self, key: Hashable, answer: A) -> None:
         with self._changed:
@@ -111,8 +139,127 @@ class CallPool(Generic[A]):
             self._answered[key] = answer
             self._changed.notify_all()
 
-    def _raise_failure(self) -> None:
-        if self._supervisor is not None and self._supervisor.failure is not None:
-            raise RuntimeError(
-                f"the thread that watches the {self._section} processes failed"
-            ) from self._supervisor.failure
+    def _wake_up(self) -> None:
+        # A full socket holds wake-ups that the thread has yet to read.
+        with contextlib.suppress(BlockingIOError):
+            self._waker.send(b"\0")
+
+    def _run(self) -> None:
+        try:
+            while not self._is_closed:
+                self._start_workers()
+                self._dispatch()
+                self._exchange()
+                self._end_overdue()
+        except BaseException as error:
+            # `collect` raises it.
+            with self._changed:
+                self._failure = error
+                self._changed.notify_all()
+            if not self._started.done():
+                self._started.set_exception(error)
+        finally:
+            for worker in self._workers:
+                worker.kill()
+
+    def _start_workers(self) -> None:
+        # After a start that failed, the next one waits for a call that needs it.
+        while len(self._workers) < self._num_workers and (self._start_error is None or self._pending):
+            self._start_error = None
+            self._workers.append(WorkerProcess(self._setup))
+
+    def _dispatch(self) -> None:
+        for worker in self._workers:
+            if worker.is_idle and self._pending:
+                worker.start(self._pending.popleft(), self._timeout_seconds)
+                # An idle worker's pipe is empty: most calls fit into it, and needn't wait for an event.
+                worker.send()
+
+    def _exchange(self) -> None:
+        """Wait for the next event or deadline, and read and write what can be."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._wake, selectors.EVENT_READ)
+            for worker in self._workers:
+                selector.register(worker.read_fd, selectors.EVENT_READ, worker)
+                if worker.has_unsent:
+                    selector.register(worker.write_fd, selectors.EVENT_WRITE, worker)
+            ready = selector.select(self._seconds_to_wait())
+        for key, events in ready:
+            if key.data is None:
+                self._wake.recv(4096)
+            elif key.data not in self._workers:
+                continue  # an event before this one ended it
+            elif events & selectors.EVENT_WRITE:
+                key.data.send()
+            else:
+                self._receive(key.data)
+
+    def _seconds_to_wait(self) -> float | None:
+        deadlines = [worker.deadline for worker in self._workers if not worker.is_idle]
+        if not deadlines:
+            return None
+        return max(0.0, min(deadlines) - time.monotonic())
+
+    def _receive(self, worker: WorkerProcess) -> None:
+        try:
+            messages = worker.receive()
+        except WorkerLost as lost:
+            self._lose(worker, Verdict.CRASHED, str(lost))
+            return
+        for message in messages:
+            if not self._handle(worker, message):
+                self._lose(worker, Verdict.CRASHED, "something else wrote into its pipe")
+                return
+
+    def _handle(self, worker: WorkerProcess, message: Any) -> bool:
+        """Act on a worker's message; False where it isn't one that the worker may send now."""
+        if not isinstance(message, dict):
+            return False
+        if not worker.is_ready and "error" in message:
+            self._lose(worker, Verdict.CRASHED, str(message["error"]))
+            return True
+        if not worker.is_ready and "ready" in message:
+            worker.is_ready = True
+            self.facts = message.get("facts")
+            if all(other.is_ready for other in self._workers) and not self._started.done():
+                self._started.set_result(None)
+            return True
+        call = worker.call
+        if call is None or message.get("nonce") != call.nonce:
+            return False
+        answer = self._answers.read(message.get("answer"), call)
+        if answer is None:
+            return False
+        worker.call = None
+        self._deliver(call.key, answer)
+        return True
+
+    def _end_overdue(self) -> None:
+        for worker in list(self._workers):
+            if worker.is_overdue:
+                limit = f"{self._setup.section}.timeout_seconds = {self._timeout_seconds}"
+                self._lose(worker, Verdict.TIMED_OUT, f"it was over {limit}")
+
+    def _lose(self, worker: WorkerProcess, verdict: Verdict, reason: str) -> None:
+        """Kill a worker and give its call, if it has one, the verdict."""
+        ending = worker.kill()
+        self._workers.remove(worker)
+        if worker.call is not None:
+            how = reason if verdict is Verdict.TIMED_OUT else f"{reason}, {ending}"
+            if ending in self._setup.endings.values():
+                how = ending
+            self._fail(worker.call, verdict, f"the {self._setup.section} process was lost in this call: {how}")
+        elif not worker.is_ready:
+            if verdict is Verdict.TIMED_OUT:
+                reason = "the functions took too long to load; keep slow work out of the module's top level"
+            elif not reason.startswith(self._setup.functions_key):
+                reason = f"the process that loads {self._setup.functions_key} was lost: {reason}, {ending}"
+            self._start_error = reason
+            if not self._started.done():
+                self._started.set_exception(ValueError(reason))
+            elif self._pending:
+                error = f"no {self._setup.section} process could start: {reason}"
+                self._fail(self._pending.popleft(), Verdict.CRASHED, error)
+
+    def _fail(self, call: PendingCall, verdict: Verdict, error: str) -> None:
+        self._deliver(call.key, self._answers.failed(call, verdict, error))

@@ -3,38 +3,52 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from spmdrl.engines.workers.clean_environment import clean_environment
 from spmdrl.engines.workers.descent import ProcessTree, send
-from spmdrl.engines.workers.frames import FrameReader, pack
 from spmdrl.engines.workers.guard import ENDINGS
 
 _READ_BYTES = 1 << 16
 _MAX_START_SECONDS = 120.0
 _MAX_OWN_END_SECONDS = 0.3
 _MAX_END_SECONDS = 2.0
+_MAX_LINE_BYTES = 1 << 30
+# The variables that every worker gets: where programs and libraries are found, how text is read, which devices there
+# are. Nothing that opens an account, so that a job's secrets aren't handed on.
+_VARIABLES = frozenset(
+    "PATH HOME USER LOGNAME SHELL LANG LANGUAGE TZ TMPDIR TEMP TMP PWD TERM LD_LIBRARY_PATH DYLD_LIBRARY_PATH "
+    "VIRTUAL_ENV CONDA_PREFIX XDG_CACHE_HOME HF_HOME HF_HUB_CACHE HF_HUB_OFFLINE HF_DATASETS_CACHE "
+    "TRANSFORMERS_OFFLINE TORCH_HOME NLTK_DATA CUDA_VISIBLE_DEVICES CUDA_DEVICE_ORDER CUDA_HOME CUDA_PATH "
+    "NVIDIA_VISIBLE_DEVICES ROCR_VISIBLE_DEVICES HIP_VISIBLE_DEVICES SSL_CERT_FILE SSL_CERT_DIR "
+    "REQUESTS_CA_BUNDLE CURL_CA_BUNDLE JAVA_HOME COVERAGE_PROCESS_START"
+    .split()
+)  # fmt: skip
+_VARIABLE_PREFIXES = ("LC_", "PYTHON", "ASCEND_", "OMP_", "OPENBLAS_", "MKL_", "TORCH_DEVICE_BACKEND_")
+# Workers are mostly scalar code; the threads of numeric libraries would only take cores and memory from the rank.
+_FIXED_VARIABLES = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
 class WorkerLost(Exception):
-    """The worker's pipe ended, or holds something that isn't a frame."""
+    """The worker's pipe ended, or holds something that isn't a message."""
 
 
 @dataclass(frozen=True)
 class PendingCall:
-    """A packed call that waits for a worker or is with one."""
+    """A call that waits for a worker or is with one."""
 
     key: Hashable
     nonce: str
     """what the call's answer must come with: other processes that get at the pipe can't guess it"""
-    frame: bytes
+    line: bytes
+    """the message that is sent"""
     num_rows: int
 
 
@@ -81,15 +95,15 @@ class WorkerProcess:
         self.read_fd = self._process.stdout.fileno()
         os.set_blocking(self.write_fd, False)
         os.set_blocking(self.read_fd, False)
-        self._reader = FrameReader()
-        frame = {
+        self._received = bytearray()
+        first = {
             "section": setup.section,
             "functions_key": setup.functions_key,
             "runner": setup.runner,
             "functions": list(setup.functions),
             "memory_limit_bytes": setup.memory_limit_bytes,
         }
-        self._unsent = memoryview(pack(frame))
+        self._unsent = memoryview(line_of(first))
         self._has_ended = False
         self.is_ready = False
         self.call: PendingCall | None = None
@@ -116,7 +130,7 @@ class WorkerProcess:
         assert self.is_idle, (self.pid, self.call)
         self.call = call
         self.deadline = time.monotonic() + timeout_seconds
-        self._unsent = memoryview(call.frame)
+        self._unsent = memoryview(call.line)
 
     def send(self) -> None:
         """Write as much as the pipe takes now."""
@@ -137,8 +151,15 @@ class WorkerProcess:
         if not data:
             self._has_ended = True
             raise WorkerLost("its pipe ended")
+        ended, newline, begun = data.rpartition(b"\n")
+        if not newline:
+            self._received += begun
+            if len(self._received) > _MAX_LINE_BYTES:
+                raise WorkerLost(f"it sent more than {_MAX_LINE_BYTES} bytes")
+            return []
+        lines, self._received = (self._received + ended).split(b"\n"), bytearray(begun)
         try:
-            return self._reader.feed(data)
+            return [json.loads(line) for line in lines]
         except (ValueError, RecursionError) as error:
             raise WorkerLost(f"something else wrote into its pipe ({error})") from error
 
@@ -162,3 +183,29 @@ class WorkerProcess:
         if code in self._endings:
             return self._endings[code]
         return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+
+def line_of(message: Any) -> bytes:
+    """A message on a pipe: a line of JSON. Values that JSON doesn't have (dates, decimals) become their text."""
+    line = json.dumps(message, default=str).encode() + b"\n"
+    if len(line) > _MAX_LINE_BYTES:
+        raise ValueError(f"a call takes {len(line)} bytes, but at most {_MAX_LINE_BYTES}; send fewer rows a call")
+    return line
+
+
+def clean_environment(
+    environment: Mapping[str, str], also: Sequence[str], python_path: str, *, key: str
+) -> dict[str, str]:
+    """Those variables that are on the list or named in `also`, the setting `key`.
+
+    Raises ValueError where one of `also` isn't set.
+    """
+    missing = [name for name in also if name not in environment]
+    if missing:
+        raise ValueError(
+            f"{key} names {', '.join(missing)}, but the job's environment has no such variable; "
+            "set it where the job is started, or take it out"
+        )
+    common = [name for name in environment if name in _VARIABLES or name.startswith(_VARIABLE_PREFIXES)]
+    passed = {name: environment[name] for name in common}
+    return {**passed, **_FIXED_VARIABLES, **{name: environment[name] for name in also}, "PYTHONPATH": python_path}

@@ -1,6 +1,6 @@
 """The child process that runs functions, forked by `guard`.
 
-Calls come as frames on what was stdin, answers leave as frames on what was stdout. Both pipes are moved out of the
+Calls come as lines of JSON on what was stdin, answers leave as such on what was stdout. Both pipes are moved out of the
 functions' way first: what a function prints goes to stderr.
 """
 
@@ -12,6 +12,7 @@ import contextlib
 import faulthandler
 import fcntl
 import importlib
+import json
 import os
 import resource
 import socket
@@ -19,22 +20,21 @@ import sys
 from typing import Any, BinaryIO, NoReturn
 
 from spmdrl.engines.workers.descent import die_with_parent
-from spmdrl.engines.workers.frames import pack, read_frame
 
 # What a worker reports to its guard, one a line, and the guard's answer.
 LOADED, ENDED, SEEN = b"loaded", b"ended", b"."
 
 
 def main(control: socket.socket) -> None:
-    """Load the functions that the first frame names, report that once, then answer call after call until they end."""
+    """Load the functions that the first line names, report that once, then answer call after call until they end."""
     die_with_parent()
     # Signals that a function sends to its own group or session don't reach the guard.
     os.setsid()
     calls, results = _take_pipes(control)
     faulthandler.enable()
-    setup = read_frame(calls)
-    if setup is None:
+    if not (first := calls.readline()).endswith(b"\n"):
         return
+    setup = json.loads(first)
     section = setup["section"]
     _refuse_questions(section)
     _limit_resources(setup["memory_limit_bytes"])
@@ -49,7 +49,9 @@ def main(control: socket.socket) -> None:
     # What runs by now is the module's own, and not a call's.
     _report(control, LOADED)
     _write(results, {"ready": True, "facts": facts})
-    while (message := read_frame(calls)) is not None:
+    # The last line is cut off where the rank died as it wrote it.
+    while (line := calls.readline()).endswith(b"\n"):
+        message = json.loads(line)
         nonce = message.pop("nonce")
         _write(results, {"nonce": nonce, "answer": answer(message)})
         sys.stdout.flush()
@@ -65,12 +67,12 @@ def _report(control: socket.socket, what: bytes) -> None:
 
 
 def _write(results: BinaryIO, message: dict[str, Any]) -> None:
-    results.write(pack(message))
+    results.write(json.dumps(message, default=str).encode() + b"\n")
     results.flush()
 
 
 def _take_pipes(control: socket.socket) -> tuple[BinaryIO, BinaryIO]:
-    """Move the frames' pipes out of the way of what closes or writes low descriptors; stdout goes to stderr."""
+    """Move the pipes out of the way of what closes or writes low descriptors; stdout goes to stderr."""
     highest = min(resource.getrlimit(resource.RLIMIT_NOFILE)[0], 4096)
     calls_fd, results_fd = (fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, highest - 16) for fd in (0, 1))
     with open(os.devnull, "rb") as nothing:
