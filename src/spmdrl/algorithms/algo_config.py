@@ -18,24 +18,27 @@ class AlgoConfig:
     name: str
     """the algorithm"""
     kl_coef: Annotated[float, Ge(0)] = 0.0
-    """weight of the KL divergence from the reference model; 0 loads no reference model"""
+    """weight of the KL divergence from the reference model; 0: no reference model is loaded"""
     kl_in: Literal["loss", "reward", "advantage"] = "loss"
-    """loss: the KL term is added to the loss of each token; reward: a row's sum is taken off its reward, before
-    advantages are made; advantage: the sum over a token and all later ones is taken off the token's advantage"""
+    """loss: the KL term is added to each token's loss; reward: its sum over a row is subtracted from the reward before
+    advantages are computed; advantage: its sum over a token and all later ones is subtracted from the token's
+    advantage"""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """which estimator of the KL divergence (Schulman 2020, "Approximating KL Divergence"); k1 not in the loss"""
+    """estimator of the KL divergence (Schulman 2020, "Approximating KL Divergence"); k1 can't be used in the loss"""
     clip_ratio_low: Annotated[float, Interval(ge=0, lt=1)] = 0.2
     """the probability ratio is clipped below at 1 - this"""
     clip_ratio_high: Annotated[float, Ge(0)] = 0.2
     """the probability ratio is clipped above at 1 + this; more than clip_ratio_low is DAPO's clip-higher"""
     loss_agg: LossAggregation = "token-mean"
-    """how token losses become one number: token-mean: their mean; seq-mean-...: the mean over rows of a row's mean, of
-    its sum, or of its sum over rollout.max_completion_length (sum-norm, Dr. GRPO)"""
+    """how token losses become one number; token-mean: mean over all tokens; seq-mean-...: mean over rows of a row's
+    mean (token-mean), sum (token-sum), or sum / rollout.max_completion_length (token-sum-norm, Dr. GRPO)"""
     rollout_is: RolloutIs = "none"
-    """how tokens are weighted by trainer's / generator's probability: tis caps it at C; icepop drops tokens outside
-    [alpha, beta]; seq-mask-tis drops rows whose geometric mean lies outside [alpha, beta], and caps the others at C"""
+    """how tokens are weighted by trainer's / generator's probability; tis: capped at C; icepop: tokens outside [alpha,
+    beta] dropped; seq-mask-tis: rows whose geometric mean lies outside [alpha, beta] dropped, the others' tokens capped
+    at C"""
     rollout_is_clip: float | tuple[float, ...] | None = None
-    """C of tis (null: 2.0), [alpha, beta] of icepop (0.5, 5.0) or [alpha, beta, C] of seq-mask-tis (0.5, 5.0, 2.0)"""
+    """C of tis, [alpha, beta] of icepop or [alpha, beta, C] of seq-mask-tis; null: 2.0, [0.5, 5.0] or [0.5, 5.0,
+    2.0]"""
 
     def __post_init__(self) -> None:
         if self.kl_coef > 0 and self.kl_in == "loss" and self.kl_estimator == "k1":

@@ -22,11 +22,12 @@ class GrpoConfig(AlgoConfig):
     name: Literal["grpo"] = "grpo"
     """the algorithm"""
     clip_ratio_c: Annotated[float, Gt(1)] | None = None
-    """dual clip: for negative advantages the loss is at most this times -advantage; null turns it off"""
+    """dual clip: for negative advantages the loss is at most this times -advantage; null: off"""
     scale_rewards: Literal["group", "batch", "none"] = "group"
-    """whose standard deviation divides the centred rewards"""
+    """rewards minus their group's mean are divided by the standard deviation of the group or of the batch; none: not
+    divided"""
     ratio_level: Literal["token", "sequence"] = "token"
-    """one probability ratio per token, or the geometric mean over a row's tokens (GSPO)"""
+    """token: one probability ratio per token; sequence: their geometric mean over a row (GSPO)"""
 
 
 @dataclass(frozen=True)

@@ -26,12 +26,14 @@ class RlooConfig(AlgoConfig):
     name: Literal["rloo"] = "rloo"
     """the algorithm"""
     kl_in: Literal["loss", "reward", "advantage"] = "reward"
-    """reward: a row's sum is taken off its reward before baselines are made (the paper, TRL); advantage: the sum over a
-    token and all later ones is taken off the token's advantage (OpenRLHF); loss: added to the loss of each token"""
+    """reward: the KL term's sum over a row is subtracted from the reward before baselines are computed (the paper,
+    TRL); advantage: its sum over a token and all later ones is subtracted from the token's advantage (OpenRLHF); loss:
+    it is added to each token's loss"""
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
-    """which estimator of the KL divergence (Schulman 2020, "Approximating KL Divergence"); k1 not in the loss"""
+    """estimator of the KL divergence (Schulman 2020, "Approximating KL Divergence"); k1 can't be used in the loss"""
     loss_agg: LossAggregation = "seq-mean-token-sum"
-    """how token losses become one number: the paper's is the mean over rows of a row's sum; verl's is token-mean"""
+    """how token losses become one number; the paper's is seq-mean-token-sum, the mean over rows of a row's sum; verl's
+    is token-mean"""
     ratio_level: Literal["none", "token", "sequence"] = "none"
     """none: no probability ratio (the paper); token: PPO's clipped ratio per token (verl, OpenRLHF); sequence: one
     clipped ratio per row, the product over its tokens (TRL)"""

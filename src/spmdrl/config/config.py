@@ -40,11 +40,11 @@ class SftConfig:
     """Supervised training: what the `sft` verb does, and `train` before its first step where `max_steps` > 0."""
 
     max_steps: Annotated[int, Ge(0)] = 0
-    """optimizer steps; 0 turns supervised training off"""
+    """optimizer steps; 0: no supervised training"""
     rows_per_step: Annotated[int, Ge(1)] = 256
-    """rows of one optimizer step, on all ranks together"""
+    """rows per optimizer step, over all ranks"""
     stop_at_probability: Annotated[float, Interval(gt=0, le=1)] | None = None
-    """stop once the mean probability of a whole reference answer reaches this; null runs all max_steps"""
+    """stop once the mean probability of a whole reference answer reaches this; null: run all max_steps"""
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
     """the optimizer of the supervised steps; reinforcement learning starts with a fresh one"""
 
@@ -54,15 +54,15 @@ class EvalConfig:
     """When and how the held-out rows of `data.eval` are answered."""
 
     interval: Annotated[int, Ge(0)] = 0
-    """steps between evaluations; 0 evaluates only before and after"""
+    """steps between evaluations; 0: only before and after training"""
     before_train: bool = True
     """whether to evaluate before the first step"""
     num_samples: Annotated[int, Ge(1)] = 1
-    """answers a prompt: 1 answers greedily, more are sampled and give avg@k and pass@k"""
+    """answers per prompt; 1: one greedy answer; more: sampled ones, for avg@k and pass@k"""
     temperature: Annotated[float, Gt(0)] = 1.0
     """sampling temperature where num_samples > 1"""
     max_rows: Annotated[int, Ge(1)] | None = None
-    """use only the first so many held-out rows; null uses all"""
+    """use only this many of the first held-out rows; null: all"""
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,9 @@ class RunConfig:
     """Where the run's files go."""
 
     name: str = "run"
-    """names the run's folder and the report"""
+    """name of the run's folder and of its report"""
     dir: str | None = None
-    """the run's folder; null is runs/<name>"""
+    """the run's folder; null: runs/<name>"""
 
     def __post_init__(self) -> None:
         if not _is_folder_name(self.name):
@@ -101,14 +101,14 @@ class DebugConfig:
     """Switches for looking closely at a run."""
 
     deterministic: bool = False
-    """refuse nondeterministic kernels"""
+    """whether to refuse nondeterministic kernels"""
     batch_invariant: bool = False
-    """compute each row's log-probs to the same last bit whatever the batch, when generating and in training, on CPUs in
-    float32 on one thread; a difference ends the run, and no pass over old log-probs is needed"""
+    """whether each row's log-probs are the same to the last bit whatever the batch, in generation and in training, on
+    CPUs in float32 with one thread; a difference ends the run, and no pass over old log-probs is needed"""
     rollouts_to: str | None = None
-    """folder into which every step's responses are recorded"""
+    """folder into which every step's responses are recorded; null: none"""
     rollouts_from: str | None = None
-    """folder of recorded responses that take the place of generation"""
+    """folder of recorded responses that replace generation; null: none"""
 
 
 # Made from the table, which alone lists the algorithms; type checkers see what all of them share.
@@ -129,11 +129,11 @@ class Config:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     """how responses are generated"""
     algo: _ChosenAlgoConfig = field(default_factory=GrpoConfig)
-    """what is learnt from them"""
+    """the learning algorithm"""
     optim: OptimConfig = field(default_factory=OptimConfig)
     """the optimizer"""
     critic: CriticConfig | None = None
-    """a critic beside the policy; null trains none"""
+    """a value model beside the policy; null: none"""
     train: TrainingConfig = field(default_factory=TrainingConfig)
     """steps and micro-batches"""
     reward: RewardConfig = field(default_factory=RewardConfig)
@@ -157,11 +157,12 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig)
     """the run's folder"""
     debug: DebugConfig = field(default_factory=DebugConfig)
-    """switches for looking closely"""
+    """switches for looking closely at a run"""
     seed: Annotated[int, Ge(0)] = 0
-    """of everything random: data order, sampling, weights made by code"""
+    """seed of everything random: data order, sampling, weights made by code"""
     resume: str = "auto"
-    """auto: the newest checkpoint of the run's folder; never: start anew; else a step number or a checkpoint folder"""
+    """auto: from the newest checkpoint of the run's folder, if any; never: start anew; or a step number or a checkpoint
+    folder"""
 
     def __post_init__(self) -> None:
         is_step = self.resume.isascii() and self.resume.isdigit()

@@ -101,7 +101,7 @@ def config_page(root: type[Any]) -> Iterator[str]:
     """The lines of the Markdown page of all keys."""
     yield from _PAGE_HEAD
     top = list(own_keys(root))
-    yield from ["## Top level", ""]
+    yield from ["", "## Top level", ""]
     yield from (line for key in top if not key.sections for line in _key_item(key))
     for section in top:
         yield from _section_part(section, "##") if section.sections else ()

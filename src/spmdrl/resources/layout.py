@@ -23,21 +23,21 @@ class UpdateLayout:
     data: int = 1
     """replicas of the sharded model; gradients are summed over them"""
     shard: int = 0
-    """ranks over which FSDP2 (ZeRO-3) spreads weights, gradients and optimizer state; 0 takes all ranks left"""
+    """ranks over which FSDP2 (ZeRO-3) spreads weights, gradients and optimizer state; 0: all remaining ranks"""
     pipeline: int = 1
-    """ranks among which the layers are dealt out"""
+    """ranks that the layers are split over"""
     context: int = 1
     """ranks that share the tokens of each row"""
     tensor: int = 1
     """ranks that share each matrix; between blocks they share the tokens (sequence parallel)"""
     expert: int = 1
-    """ranks that share the experts, taken out of data x shard x context"""
+    """ranks that share the experts, taken from data x shard x context"""
     context_kind: ContextKind = "ring"
-    """ring: keys and values go around; ulysses: tokens are exchanged for heads"""
+    """ring: keys and values are passed around; ulysses: tokens are exchanged for heads"""
     pipeline_schedule: PipelineSchedule = "1f1b"
-    """order of forward and backward passes; interleaved, zero_bubble and zbv hold several chunks of layers a rank"""
+    """order of forward and backward passes; interleaved, zero_bubble and zbv hold several chunks of layers per rank"""
     pipeline_chunks: int = 1
-    """chunks of layers that each pipeline rank holds (VPP)"""
+    """chunks of layers per pipeline rank (VPP)"""
 
     @property
     def num_ranks(self) -> int:
@@ -66,9 +66,9 @@ class GenerationLayout:
     tensor: int = 1
     """ranks that share each matrix, and with it one generation engine"""
     expert: int = 1
-    """ranks that share the experts, each holding whole ones; 1 cuts experts like other matrices"""
+    """ranks that share the experts, each holding whole ones; 1: experts are cut like other matrices"""
     tensor_stride: int = 0
-    """distance between the ranks that share a matrix; 0 takes the one that leaves most slices where they are"""
+    """distance between the ranks that share a matrix; 0: the one that leaves most slices where they are"""
 
     def place(self, rank: int) -> tuple[int, int]:
         """The replica that a rank belongs to, and its place among the ranks that share each matrix."""
@@ -93,7 +93,7 @@ class ResourcesConfig:
     """What the job runs on."""
 
     device: Literal["auto", "cpu", "cuda", "npu"] = "auto"
-    """the accelerator PyTorch finds, or one kind of device by name"""
+    """kind of device; auto: the accelerator that PyTorch finds, else cpu"""
     update: UpdateLayout = field(default_factory=UpdateLayout)
     """layout of the update shards"""
     generation: GenerationLayout = field(default_factory=GenerationLayout)
@@ -101,10 +101,10 @@ class ResourcesConfig:
     timeout_seconds: Annotated[float, Interval(gt=0, le=_LONGEST_TIMEOUT_SECONDS)] = 1800.0
     """how long a collective may wait for its slowest rank before the job stops"""
     start_timeout_seconds: Annotated[float, Interval(gt=0, le=_LONGEST_TIMEOUT_SECONDS)] = 300.0
-    """how long a rank waits for the others at the start; those that are missing then are named"""
+    """how long a rank waits for the others at the start; the job then stops and names the missing ones"""
     trusted_network: bool = False
-    """connect ranks without proof that they belong to the job, on public addresses too: only where a firewall keeps
-    everybody else out, as whoever reaches a port can run code in the job"""
+    """connect ranks without proof that they belong to the job, on public addresses too; only for networks whose
+    firewall keeps everyone else out: anyone who reaches a port can run code in the job"""
 
 
 def fit_update_layout(layout: UpdateLayout, world_size: int) -> UpdateLayout:

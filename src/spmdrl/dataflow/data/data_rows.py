@@ -35,23 +35,24 @@ class DataConfig:
     """Where prompts come from and how they are read."""
 
     train: Any = None
-    """Training data: a file, folder, pattern such as data/*.jsonl or synthetic:// URL, a list of them, or of
-    {path, weight} with the share of the prompts."""
+    """training data: a file, a folder, a pattern such as data/*.jsonl or a synthetic:// URL; or a list of these, or of
+    {path, weight}, where weight is the source's share of the prompts"""
     eval: Any = None
-    """Held-out data, named in the same way."""
+    """held-out data, in the same forms"""
     max_prompt_length: Annotated[int, Ge(1)] = 512
-    """Longest prompt in tokens; a longer one is a bad row."""
+    """longest prompt in tokens; a longer one is a bad row"""
     on_bad_row: Literal["error", "skip"] = "error"
-    """error = stop before the start and name all bad rows; skip = leave them out and say how many."""
+    """error: stop before the start and name all bad rows; skip: leave them out and print how many"""
     shuffle: bool = True
-    """Whether each epoch has its own random order; otherwise rows come in the order of the files."""
+    """whether each epoch has its own random order; otherwise rows come in the order of the files"""
     chat_template: Literal["auto", "always", "never"] = "auto"
-    """auto = the tokenizer's template for lists of messages, strings as they are; always = for strings too; never."""
+    """auto: the tokenizer's template for lists of messages, strings as they are; always: the template for strings too;
+    never: no template"""
     prompt_key: str | None = None
-    """The column that holds the prompt, dots for nested ones; null = the first known name: prompt, question, problem,
-    messages, instruction (with input), input."""
+    """column that holds the prompt, with dots for nested ones; null: the first of prompt, question, problem, messages,
+    instruction (with input) and input"""
     answer_key: str | None = None
-    """The column that holds the answer, dots for nested ones; null = the first known name, such as answer."""
+    """column that holds the answer, with dots for nested ones; null: the first known name, such as answer"""
 
     def __post_init__(self) -> None:
         for key in ("train", "eval"):

@@ -29,21 +29,24 @@ class EnvironmentConfig:
     """What answers the model between its turns."""
 
     function: str | None = None
-    """The environment: calculator, or the class pkg.mod:Name or file.py:Name, which has a method step(episode); null:
-    responses are one turn."""
+    """the environment: calculator, or a class pkg.mod:Name or file.py:Name with a method step(episode); null: none,
+    each response is one turn"""
     return_after_steps: Annotated[int, Ge(0)] = 2
-    """Engine steps after which a row comes back whose turn ended. Fixed, so that a run repeats to the bit; the engine
-    waits where the environment takes longer, so slow ones want more; 0 waits for each step at once."""
+    """engine steps after which a row whose turn ended is continued. The number is fixed, so that a run repeats bit for
+    bit; the engine waits where the environment takes longer, so a slow one wants more; 0: the engine waits for each
+    step at once"""
     timeout_seconds: Annotated[float, Interval(gt=0, lt=math.inf)] = 15.0
-    """A step that takes longer is killed, and its row has no reward."""
+    """a step of the environment that takes longer is killed, and its row has no reward"""
     workers: Annotated[int, Ge(1)] = 1
-    """Environment processes for each replica."""
+    """environment processes per generation replica"""
     isolation: Literal["auto", "process", "inline"] = "auto"
-    """process = in children that can be killed; inline = in the training process; auto = inline exactly under pdb."""
+    """process: in child processes, which can be killed; inline: in the training process; auto: inline under pdb, else
+    process"""
     memory_limit_gib: Annotated[float, Interval(gt=0, lt=math.inf)] | None = 4.0
-    """Memory that an environment process with all that it starts may hold, shared memory included; null = no limit."""
+    """memory in GiB that an environment process and all that it starts may hold, shared memory included; null: no
+    limit"""
     variables: tuple[str, ...] = ()
-    """Environment variables that the processes get beside the common ones, such as the key of a service."""
+    """environment variables passed to the processes beside the common ones, such as the key of a service"""
 
     @property
     def runs_inline(self) -> bool:

@@ -16,52 +16,53 @@ class RolloutConfig:
     """The rollouts of one step, and the engine that makes them."""
 
     prompts_per_step: Annotated[int, Ge(1)] = 32
-    """Prompts of a step; times num_generations it is the samples of a step."""
+    """prompts per step; a step's samples are this times num_generations"""
     num_generations: Annotated[int, Ge(1)] = 8
-    """Responses a prompt."""
+    """responses per prompt"""
     partial_max_rounds: Annotated[int, Ge(1)] = 1
-    """Steps over which responses may be generated: those that a step doesn't wait for go on in the next ones, and are
-    finished in this many; 1 finishes all in their own step."""
+    """steps that a response may take: a step ends without its longest responses, and later steps continue them until
+    they have taken this many; 1: every response ends in its own step"""
     partial_extra_prompts: int | None = None
-    """Prompts that a step works on beyond prompts_per_step where responses may take several steps, so that it needn't
-    wait for the longest ones; null is half of prompts_per_step."""
+    """prompts that a step works on beyond prompts_per_step where responses may take several steps, so that it needn't
+    wait for the longest; null: half of prompts_per_step"""
     max_completion_length: Annotated[int, Ge(1)] = 256
-    """Most tokens of a response, those of an environment included."""
+    """most tokens of a response, those of an environment included"""
     temperature: Annotated[float, Interval(ge=0, lt=math.inf)] = 1.0
-    """Divides the logits before sampling; 0 takes the likeliest token."""
+    """divides the logits before sampling; 0: the likeliest token"""
     top_p: Annotated[float, Interval(gt=0, le=1)] = 1.0
-    """Least probability mass that the likeliest tokens kept must hold; 1 keeps all."""
+    """least total probability of the likeliest tokens that are kept; 1: keep all"""
     top_k: Annotated[int, Ge(0)] = 0
-    """Number of likeliest tokens kept; 0 keeps all."""
+    """number of likeliest tokens that are kept; 0: keep all"""
     min_p: Annotated[float, Interval(ge=0, lt=1)] = 0.0
-    """Tokens less likely than this times the likeliest one are dropped."""
+    """tokens less likely than this times the likeliest one are dropped; 0: drop none"""
     ignore_eos: bool = False
-    """Whether responses go on after an end token, all to max_completion_length; for measuring fixed work."""
+    """whether responses go on after an end token, up to max_completion_length; for benchmarks with a fixed amount of
+    work"""
     stop: tuple[str, ...] = ()
-    """Texts that end a response with the token that completes one; the response keeps it."""
+    """texts that end a response; the response keeps the token that completes one"""
     engine: Literal["auto", "native", "vllm"] = "auto"
-    """Which engine generates; auto is vLLM where it is installed and there is an accelerator, else the native one."""
+    """engine that generates; auto: vllm where it is installed and there is an accelerator, else native"""
     gpu_memory_utilization: Annotated[float, Interval(gt=0, le=1)] = 0.6
-    """Share of an accelerator's memory in use once the KV cache is there, by whomever; the rest is for activations.
-    On a CPU, the share of the host's free memory that the KV caches of its ranks may take."""
+    """share of an accelerator's memory that may be in use, by all processes, once the KV cache is allocated; the rest
+    is for activations. On a CPU, the share of the host's free memory that the KV caches of its ranks may take"""
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Passed through to vLLM's constructor."""
+    """extra arguments of vLLM's constructor"""
     max_running_rows: Annotated[int, Ge(1)] = 256
-    """Rows decoded at once on a rank."""
+    """rows decoded at once on a rank"""
     max_prefill_tokens: Annotated[int, Ge(1)] = 8192
-    """Prompt tokens that the native engine runs in one step, beside decoding; longer prompts take several steps."""
+    """prompt tokens that the native engine runs in one step beside decoding; longer prompts take several steps"""
     block_size: Annotated[int, Ge(1)] = 32
-    """Tokens in one KV block of the native engine."""
+    """tokens per KV block of the native engine"""
     pack_weights: bool = True
-    """Whether the native engine, on a CPU, copies the weights of linear layers into a layout that is faster to read;
-    it matters for memory where one process trains and generates in the same dtype, which then needs no other copy."""
+    """whether the native engine, on a CPU, copies the weights of linear layers into a layout that is faster to read;
+    costs memory where one process trains and generates in the same dtype, which otherwise needs no copy"""
     compile: bool = False
-    """Whether the native engine compiles its decoding step (torch.compile), once a run: dense models, whole weights on
-    each rank, a C++ compiler on a CPU. It takes half a minute or more, and pays most where models or batches are small;
-    what a row samples may then depend on what decodes beside it, by rounding."""
+    """whether the native engine compiles its decoding step (torch.compile) once per run; needs a dense model, whole
+    weights on each rank and, on a CPU, a C++ compiler. Takes half a minute or more, and pays most for small models or
+    batches; a sampled row may then depend, by rounding, on the rows decoded beside it"""
     kv_cache_gib: Annotated[float, Gt(0)] | None = None
-    """The native engine's KV cache; null: as gpu_memory_utilization says, on a CPU no more than max_running_rows need.
-    Where the rows need more, some wait, and running ones may have to be computed again."""
+    """size of the native engine's KV cache in GiB; null: by gpu_memory_utilization, on a CPU at most what
+    max_running_rows need. Where rows need more, some wait, and running ones may have to be computed again"""
 
     def __post_init__(self) -> None:
         self._check_partial()

@@ -32,24 +32,25 @@ class RewardConfig:
     """How rewards are computed."""
 
     functions: tuple[str, ...] = ("math",)
-    """Reward functions: exact (the same text), number (plain numbers), math (math-verify), pkg.mod:fn or file.py:fn."""
+    """reward functions: exact (the same text), number (plain numbers), math (math-verify), pkg.mod:fn or file.py:fn"""
     weights: tuple[float, ...] | None = None
-    """The functions' weights in the sum that is the reward; null = 1 each."""
+    """weights of the functions in the sum that is the reward; null: 1 each"""
     call_level: CallLevel = "response"
-    """response = responses are scored as they end, those to one prompt that end in one engine step in one call;
-    group = a call has all responses to one prompt, once the last has ended: for functions that compare them."""
+    """response: responses are scored as they finish, those of one prompt that finish in one engine step in one call;
+    group: one call per prompt with all its responses, once the last has finished, for functions that compare them"""
     timeout_seconds: Annotated[float, Interval(gt=0, lt=math.inf)] = 15.0
-    """A call that takes longer is killed, and its rows have no reward."""
+    """a call that takes longer is killed, and its rows have no reward"""
     max_error_rate: Annotated[float, Interval(ge=0, le=1)] = 0.05
-    """The run stops where more than this share of a step's rows couldn't be judged."""
+    """the run stops where more than this share of a step's rows couldn't be scored"""
     workers: Annotated[int, Ge(1)] = 1
-    """Reward processes on each rank."""
+    """reward processes per rank"""
     isolation: Literal["auto", "process", "inline"] = "auto"
-    """process = in children that can be killed; inline = in the training process; auto = inline exactly under pdb."""
+    """process: in child processes, which can be killed; inline: in the training process; auto: inline under pdb, else
+    process"""
     memory_limit_gib: Annotated[float, Interval(gt=0, lt=math.inf)] | None = 4.0
-    """Memory that a reward process with all that it starts may hold, shared memory included; null = no limit."""
+    """memory in GiB that a reward process and all that it starts may hold, shared memory included; null: no limit"""
     environment: tuple[str, ...] = ()
-    """Environment variables that reward processes get beside the common ones, such as the key of a judge's service."""
+    """environment variables passed to reward processes beside the common ones, such as the key of a judge's service"""
 
     def __post_init__(self) -> None:
         if not self.functions:

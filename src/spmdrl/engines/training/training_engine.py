@@ -44,13 +44,15 @@ class TrainingConfig:
     epochs_per_step: Annotated[int, Ge(1)] = 1
     """times that each sample of a step is trained on"""
     skip_zero_advantage: bool = True
-    """leave out rows whose advantage is 0 where they have no gradient; entropy and mismatch are of the rest"""
+    """leave out rows of advantage 0 where they have no gradient; entropy and mismatch are then measured on the
+    others"""
     activation_checkpointing: Recompute = "none"
-    """full: keep only each layer's input for backward and run the layer again; less memory, a third more work"""
+    """full: keep only each layer's input for the backward pass and run the layer again; saves memory, costs a third
+    more work"""
     routing: RoutingConfig = field(default_factory=RoutingConfig)
-    """what is done about the choices of routers, in models with experts"""
+    """routing of tokens to experts, in models that have them"""
     max_tokens_per_microbatch: Annotated[int, Ge(1)] | None = None
-    """tokens that go through the model at once, prompts included; null: 16384, on CPU 4096; a longer row runs alone"""
+    """tokens that go through the model at once, prompts included; a longer row runs alone; null: 16384, on CPU 4096"""
 
     @property
     def num_updates(self) -> int:

@@ -27,18 +27,18 @@ class LogConfig:
     """Where metrics go, and how many samples are kept to be read."""
 
     backends: tuple[str, ...] = ("console", "jsonl")
-    """Any of console, jsonl, tensorboard, wandb; keys of a service come from the environment only."""
+    """any of console, jsonl, tensorboard and wandb; keys of services come from the environment only"""
     samples_per_step: Annotated[int, Ge(0)] | None = None
-    """Rows of each step written to samples.jsonl, which the report shows: those of one prompt first, then others; None
-    writes all responses to one prompt and 4 others, 0 writes none."""
+    """rows per step written to samples.jsonl, which the report shows: those of one prompt first, then others; 0: none;
+    null: all responses to one prompt and 4 others"""
     samples_interval: Annotated[int, Ge(0)] = 10
-    """Steps between the samples that tensorboard and wandb get, the first step's among them; 0 sends none."""
+    """steps between the samples sent to tensorboard and wandb, beginning with the first step's; 0: none"""
     project: str = "spmdrl"
-    """The project of the run in W&B."""
+    """the run's project in W&B"""
     group: str | None = None
-    """The group of the run in W&B, such as the runs of one sweep."""
+    """the run's group in W&B, such as the runs of one sweep; null: none"""
     tags: tuple[str, ...] = ()
-    """Tags of the run in W&B."""
+    """the run's tags in W&B"""
 
     def __post_init__(self) -> None:
         unknown = [name for name in self.backends if name not in BACKENDS]

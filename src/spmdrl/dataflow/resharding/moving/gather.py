@@ -38,17 +38,17 @@ class ReshardConfig:
     bucket_bytes: Annotated[int, Ge(1)] = 64 << 20
     """temporary device memory for resharding; weights move through it bucket by bucket"""
     executor: Executor = "exact"
-    """exact: only the slices that a rank lacks; allgather: the paper's all-gather and select"""
+    """exact: move only the slices that a rank lacks; allgather: the paper's all-gather and select"""
     verify: bool = False
-    """compare checksums of generation and update weights at each switch; costs a pass over the weights"""
+    """whether to compare checksums of generation and update weights at each switch; costs a pass over the weights"""
     probe_tokens: int = 32
-    """prompt tokens that trainer and generator both rate at each switch, before any is generated; 0 rates none"""
+    """prompt tokens whose log-probs trainer and generator both compute at each switch, before generation; 0: none"""
     probe_tolerance: Annotated[float, Ge(0)] | None = None
-    """most nats by which a log-prob of these may differ without ending the run; null: 0.01 in float32, 1 in 16 bits"""
+    """largest difference of these log-probs, in nats, that doesn't end the run; null: 0.01 in float32, 1 in 16 bits"""
     swap: SwapMode = "auto"
     """whether the training state leaves the device while responses are generated; auto: only where both don't fit"""
     swap_dir: str | None = None
-    """folder of the file that takes the training state on a CPU, best on a fast disk; null is the run's folder"""
+    """folder of the file that takes the training state on a CPU, best on a fast disk; null: the run's folder"""
 
     def __post_init__(self) -> None:
         if self.probe_tokens < 0 or self.probe_tokens == 1:

@@ -24,11 +24,12 @@ class DockConfig:
     """How the transfer dock places rows, and how it waits."""
 
     timeout_seconds: Annotated[float, Gt(0)] = 120.0
-    """The longest that one request to a warehouse may take before the job ends with an error."""
+    """longest that one request to a warehouse may take before the job ends with an error"""
     locality: bool = True
-    """Rows live on the node that generates them and go to takers there first; false: the paper's placement."""
+    """whether rows stay on the node that generates them and are assigned within it first; false: the paper's
+    placement"""
     network: Literal["auto", "tcp"] = "auto"
-    """On a trusted network, how nodes send requests to each other: what TensorPipe finds best, or plain TCP only."""
+    """how nodes exchange requests on a trusted network; auto: by whatever TensorPipe finds best; tcp: by plain TCP"""
 
 
 class Transport:

@@ -16,15 +16,16 @@ class CriticConfig:
     """A critic: a model of the policy's layers with a value head, trained to predict the return of each token."""
 
     path: str | None = None
-    """folder or hub name of a value model, or of a language model, which gets a new head; null is the model itself"""
+    """folder or hub name of a value model, or of a language model, which gets a new head; null: the policy's own
+    model"""
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
     """the critic's own optimizer; its schedule counts the critic's steps"""
     warmup_steps: Annotated[int, Ge(0)] = 0
-    """steps at the start in which only the critic is trained and the policy stays as it is"""
+    """steps at the start that train the critic alone and leave the policy as it is"""
     gamma: Annotated[float, Interval(ge=0, le=1)] = 1.0
     """discount per token of the reward, which comes with a row's last token"""
     clip: Annotated[float, Interval(gt=0, lt=math.inf)] | None = None
-    """bound on how far a value's loss follows it from where it was before the update; null sets none"""
+    """bound on how far an update may move a value from what it was before, in the value loss; null: none"""
 
     def __post_init__(self) -> None:
         if self.path is not None and not self.path.strip():

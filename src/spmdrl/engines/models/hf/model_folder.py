@@ -32,11 +32,11 @@ class ModelConfig:
     """Which model is trained: a Hugging Face folder, or a small one made with random weights."""
 
     path: str | None = None
-    """Hugging Face model folder, or a hub name such as Qwen/Qwen2.5-0.5B-Instruct."""
+    """folder of a Hugging Face model, or a hub name such as Qwen/Qwen2.5-0.5B-Instruct"""
     make: MakeConfig | None = None
-    """Sizes of a model to make with random weights and a char-level tokenizer."""
+    """sizes of a model made here with random weights and a char-level tokenizer, in place of path"""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Compute dtype; auto is bfloat16 on accelerators and float32 on CPU."""
+    """dtype of the computation; auto: bfloat16 on accelerators, float32 on CPU"""
 
     def __post_init__(self) -> None:
         if self.path is None and self.make is None:

@@ -32,45 +32,47 @@ class MakeConfig:
     """
 
     family: Literal["qwen3", "qwen3_moe", "deepseek_v3"] = "qwen3"
-    """qwen3 is dense, qwen3_moe has sparse layers, and deepseek_v3 latent attention too."""
+    """qwen3: dense; qwen3_moe: sparse layers; deepseek_v3: sparse layers and latent attention"""
     hidden_size: Annotated[int, Ge(1)] = 128
-    """Model width."""
+    """width of the model"""
     num_layers: Annotated[int, Ge(1)] = 4
-    """Decoder layers."""
+    """number of decoder layers"""
     num_heads: Annotated[int, Ge(1)] = 4
-    """Query heads; their size is hidden_size / num_heads, in deepseek_v3 before the rotated part."""
+    """query heads; each has hidden_size / num_heads dimensions, in deepseek_v3 before the rotated part"""
     num_kv_heads: Annotated[int, Ge(1)] = 2
-    """Key and value heads; each serves num_heads / num_kv_heads query heads. In deepseek_v3 every head has its own."""
+    """key and value heads, each shared by num_heads / num_kv_heads query heads; in deepseek_v3 every head has its
+    own"""
     intermediate_size: Annotated[int, Ge(1)] = 384
-    """Width of the gated feed-forward of dense layers."""
+    """width of the gated feed-forward of dense layers"""
     max_positions: Annotated[int, Ge(1)] = 1024
-    """Longest row, prompt and response together, in tokens."""
+    """longest row, prompt and response together, in tokens"""
     tied_head: bool = True
-    """Whether the head shares the embedding's weights."""
+    """whether the output head shares the embedding's weights"""
     chars: str = PRINTABLE_CHARS
-    """The tokenizer's characters, one token each; any other becomes <unk>."""
+    """the tokenizer's characters, one token each; any other becomes <unk>"""
     num_experts: Annotated[int, Ge(1)] | None = None
-    """Experts of each sparse layer; 8 by default."""
+    """experts of each sparse layer; null: 8"""
     experts_per_token: Annotated[int, Ge(1)] | None = None
-    """Experts that each token is sent to; 2 by default."""
+    """experts that each token is routed to; null: 2"""
     moe_intermediate_size: Annotated[int, Ge(1)] | None = None
-    """Width of one expert; intermediate_size / experts_per_token by default."""
+    """width of one expert; null: intermediate_size / experts_per_token"""
     num_dense_layers: Annotated[int, Ge(0)] | None = None
-    """First layers that are dense; by default none in qwen3_moe and 1 in deepseek_v3."""
+    """number of first layers that are dense; null: 0 in qwen3_moe, 1 in deepseek_v3"""
     num_shared_experts: Annotated[int, Ge(1)] | None = None
-    """Experts that every token goes through in deepseek_v3; 1 by default."""
+    """experts that every token goes through, in deepseek_v3; null: 1"""
     num_expert_groups: Annotated[int, Ge(1)] | None = None
-    """Groups of experts in deepseek_v3; 1 by default."""
+    """groups of experts, in deepseek_v3; null: 1"""
     groups_per_token: Annotated[int, Ge(1)] | None = None
-    """Groups that each token chooses among in deepseek_v3; all by default."""
+    """groups whose experts each token may be routed to, in deepseek_v3; null: all"""
     query_rank: Annotated[int, Ge(1)] | None = None
-    """Size of the vector that a token's queries are made of in deepseek_v3; None has none."""
+    """size of the latent vector that queries are computed from, in deepseek_v3; null: queries have none"""
     key_value_rank: Annotated[int, Ge(1)] | None = None
-    """Size of the vector that a token's keys and values are made of in deepseek_v3; hidden_size / 2 by default."""
+    """size of the latent vector that keys and values are computed from, in deepseek_v3; null: hidden_size / 2"""
     rotary_size: Annotated[int, Ge(1)] | None = None
-    """The rotated part of each query and key in deepseek_v3; half of hidden_size / num_heads, made even, by default."""
+    """size of the rotated part of each query and key, in deepseek_v3; null: half of hidden_size / num_heads, made
+    even"""
     value_size: Annotated[int, Ge(1)] | None = None
-    """Head size of the values in deepseek_v3; hidden_size / num_heads by default."""
+    """size of a value per head, in deepseek_v3; null: hidden_size / num_heads"""
 
     def __post_init__(self) -> None:
         self._refuse_sizes_of_other_families()

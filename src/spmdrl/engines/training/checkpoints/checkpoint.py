@@ -37,20 +37,22 @@ class CheckpointConfig:
     """When checkpoints are written and how many are kept."""
 
     interval: Annotated[int, Ge(0)] = 50
-    """steps between checkpoints; 0 writes only the last one"""
+    """steps between checkpoints; 0: only after the last step"""
     keep_last: Annotated[int, Ge(1)] = 2
-    """how many of the newest are kept"""
+    """number of newest checkpoints that are kept"""
     keep_every: Annotated[int, Ge(1)] | None = None
-    """checkpoints whose step is a multiple of this are kept for good; null keeps none"""
+    """checkpoints whose step is a multiple of this are kept for good; null: none are"""
     keep_rollouts: bool = False
-    """keep a step's rewarded rollouts, so that a job that dies in its update, after a checkpoint, has them again"""
+    """whether to keep a step's rewarded rollouts, so that a job that dies in its update, after a checkpoint, has them
+    again"""
     model_only: bool = False
-    """write the model alone, without the optimizer: a fraction of the bytes, but nothing to resume from"""
+    """whether to write the model alone, without the optimizer: a fraction of the bytes, but not enough to resume
+    from"""
     best: str | None = None
-    """name of a metric, such as eval/accuracy or reward: the checkpoint with its best value stays, and `best` is a link
-    to it; a better eval/ metric is saved even where no checkpoint is due. null keeps none"""
+    """a metric, such as eval/accuracy or reward, whose best checkpoint is kept and linked as `best`; a better eval/
+    metric is saved even where no checkpoint is due; null: none"""
     best_mode: Literal["max", "min"] = "max"
-    """whether higher or lower values of `best` are better"""
+    """whether higher (max) or lower (min) values of the metric in `best` are better"""
 
     def __post_init__(self) -> None:
         if self.model_only and self.keep_rollouts:

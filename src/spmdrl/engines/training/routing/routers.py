@@ -28,11 +28,11 @@ class RoutingConfig:
     """How the experts of sparse models are kept evenly loaded, and whose choices an update takes."""
 
     aux_loss_coefficient: Annotated[float, Interval(ge=0, lt=math.inf)] = 0.0
-    """weight of the sequence-wise balance loss, the mean over the rows of an update and the sum over layers"""
+    """weight of the sequence-wise balance loss, averaged over the rows of an update and summed over layers"""
     bias_update_rate: Annotated[float, Interval(ge=0, lt=math.inf)] = 0.0
-    """step of each expert's correction bias after an update, towards even loads; for models that have such biases"""
+    """change of each expert's correction bias after an update, towards even loads; for models that have such biases"""
     replay: Literal["none", "rollout"] = "none"
-    """rollout: each token goes to the experts that it went to when it was generated (arXiv:2510.11370)"""
+    """rollout: each token is routed to the experts that generated it (arXiv:2510.11370); none: routed anew"""
 
 
 def check_routing(routing: RoutingConfig, config: DecoderConfig) -> None:

@@ -30,17 +30,17 @@ class OptimConfig:
     lr: NotNegative = 1e-6
     """peak learning rate"""
     max_grad_norm: Annotated[float, Gt(0)] = 1.0
-    """gradients with a larger global norm are scaled down to it; .inf turns clipping off"""
+    """largest global norm of the gradients; larger ones are scaled down to it; .inf: no clipping"""
     betas: tuple[Decay, Decay] = (0.9, 0.999)
-    """decay of the running means of the gradient and of its square"""
+    """decay rates of the running means of the gradient and of its square"""
     eps: NotNegative = 1e-8
     """added to the root of the mean square gradient"""
     weight_decay: NotNegative = 0.0
-    """decoupled decay of all parameters a step, times the learning rate"""
+    """decoupled weight decay of all parameters per optimizer step, times the learning rate"""
     warmup_steps: Annotated[int, Ge(0)] = 0
     """optimizer steps over which the learning rate rises linearly to its peak"""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """what the learning rate does after warm-up: stay, or fall to 0 at the last step"""
+    """learning rate after the warm-up; constant: stays; linear, cosine: falls to 0 at the last step"""
 
 
 def learning_rate(config: OptimConfig, step: int, *, num_steps: int) -> float:
