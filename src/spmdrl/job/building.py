@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +21,9 @@ from spmdrl.dataflow.stages.critic.critic_update import CriticUpdateStage
 from spmdrl.dataflow.stages.critic.returns import ReturnsStage
 from spmdrl.dataflow.stages.inference import ScoreStage
 from spmdrl.dataflow.stages.reward import RewardStage
-from spmdrl.dataflow.stages.rollout.generation import GenerationStage, RolloutRecorder
+from spmdrl.dataflow.stages.rollout.generation import GenerationStage
+from spmdrl.dataflow.stages.rollout.partial import PartialGenerationStage
+from spmdrl.dataflow.stages.rollout.requests import RolloutRecorder
 from spmdrl.dataflow.stages.rollout.turns import RolloutTurns
 from spmdrl.dataflow.stages.shown import ShownRows
 from spmdrl.dataflow.stages.stages import Stages
@@ -50,6 +52,8 @@ from spmdrl.types.roles import CRITIC, POLICY
 
 PromptAt = Callable[[int], Prompt]
 """The prompt at a position of an endless sequence, alike on every rank."""
+PromptsOfStep = Callable[[int], tuple[Sequence[Prompt], Sequence[int]]]
+"""The prompts of a step, and the ranks that go on with the first of them, where earlier steps began these."""
 
 
 def warn_of_end_of_turn(console: Console, tokenizer: ModelTokenizer, prompts: PromptSource) -> None:
@@ -168,6 +172,17 @@ def build_carried(config: Config, replica: Replica, console: Console) -> Carried
     return CarriedGroups(rules, replica.mesh)
 
 
+def build_prompts_of_step(checked: CheckedRun, prompts: PromptSource, carried: CarriedGroups) -> PromptsOfStep:
+    """The prompts in order, so many a step; where groups take several steps, first those that were left over."""
+    num_prompts = checked.config.rollout.prompts_per_step
+
+    def pending_and_new(step: int) -> tuple[list[Prompt], list[int]]:
+        groups = carried.of_step(step)
+        return [prompts.at(serial) for serial in groups.serials], groups.holders
+
+    return pending_and_new if carried.is_used else lambda step: (prompts.take(step - 1, num_prompts), [])
+
+
 class Rollouts:
     """What answers the prompts of a step: the replica, or responses recorded before; and their recording."""
 
@@ -212,11 +227,13 @@ def build_stages(checked: CheckedRun, run: Run, parts: StageParts) -> Stages:
     reward = RewardStage(parts.pool, config.reward, parts.tokenizer.decode, recorder)
     recording = [parts.rollouts.recorder] if parts.rollouts.recorder is not None else []
     replica, sampling = parts.rollouts.replica, config.rollout.sampling(parts.tokenizer.stop_token_ids)
-    lockstep = Lockstep(replica.mesh.expert, run.world.device.torch_device)
     generation = GenerationStage(
-        replica.engine, replica.mesh, sampling, carried=parts.carried, lockstep=lockstep, seed=config.seed,
-        listeners=[reward, *recording], recorder=recorder, turns=parts.rollouts.turns,
+        engine=replica.engine, mesh=replica.mesh, sampling=sampling, seed=config.seed, listeners=[reward, *recording],
+        recorder=recorder, turns=parts.rollouts.turns,
     )  # fmt: skip
+    if parts.carried.is_used:
+        lockstep = Lockstep(replica.mesh.expert, run.world.device.torch_device)
+        generation = PartialGenerationStage(**vars(generation), carried=parts.carried, lockstep=lockstep)
     without_actor: list[RewardStage | ScoreStage] = [reward]
     with_actor: list[ReturnsStage | ScoreStage] = []
     for state in checked.needs:

@@ -18,9 +18,8 @@ from typing import Any
 from spmdrl.config.config import Config
 from spmdrl.config.reader import LoadedConfig, start_up
 from spmdrl.dataflow.data.prompts import Prompt
-from spmdrl.dataflow.stages.rollout.partial import row_seed
-from spmdrl.dataflow.stages.rollout.turns import run_rollout
-from spmdrl.dataflow.stages.scoring import turns_record
+from spmdrl.dataflow.stages.reward import turns_record
+from spmdrl.dataflow.stages.rollout.requests import row_seed, run_rollout
 from spmdrl.engines.generation.protocol import Request, Response, SamplingParams
 from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.job.building import build_turns, warn_of_end_of_turn

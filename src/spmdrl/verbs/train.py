@@ -8,9 +8,7 @@ from dataclasses import dataclass, replace
 
 from spmdrl.config.config import Config
 from spmdrl.config.reader import ConfigError, LoadedConfig, start_up
-from spmdrl.dataflow.data.prompts import PromptSource
 from spmdrl.dataflow.samples.balancing.sharing import groups_of_generation, groups_of_training
-from spmdrl.dataflow.samples.carried import CarriedGroups
 from spmdrl.dataflow.samples.dock import TransferDock
 from spmdrl.dataflow.stages.reward import RewardFailure
 from spmdrl.dataflow.stages.shown import ShownRows
@@ -18,11 +16,13 @@ from spmdrl.dataflow.stages.stages import Stages
 from spmdrl.engines.models.kernels.ops import compute_batch_invariantly
 from spmdrl.engines.reward.pool import RewardPool
 from spmdrl.job.building import (
+    PromptsOfStep,
     Rollouts,
     StageParts,
     build_carried,
     build_evaluator,
     build_policys_replica,
+    build_prompts_of_step,
     build_stages,
     build_switching,
     build_turns,
@@ -79,8 +79,7 @@ class Training:
 
     run: Run
     checked: CheckedRun
-    prompts: PromptSource
-    carried: CarriedGroups
+    prompts_of_step: PromptsOfStep
     dock: TransferDock
     switching: Switching
     stages: Stages
@@ -96,9 +95,8 @@ def loop(training: Training) -> None:
     algorithm, num_generations = training.checked.algorithm, training.checked.config.rollout.num_generations
     training.held_out.before()
     for step in run.remaining_steps():
-        groups = training.carried.of_step(step)
-        prompts = [training.prompts.at(serial) for serial in groups.serials]
-        samples = training.dock.open_batch(step, prompts, num_generations, groups.holders)
+        prompts, holders = training.prompts_of_step(step)
+        samples = training.dock.open_batch(step, prompts, num_generations, holders)
         if not training.kept_rollouts.take_up(samples):
             training.rollouts.begin_step(step)
             switching.to_generation(step)
@@ -188,8 +186,7 @@ def build(checked: CheckedRun, run: Run, stack: ExitStack) -> Training:
     return Training(
         run=run,
         checked=checked,
-        prompts=prompts,
-        carried=carried,
+        prompts_of_step=build_prompts_of_step(checked, prompts, carried),
         dock=dock,
         switching=switching,
         stages=build_stages(checked, run, parts),

@@ -4,7 +4,8 @@ from hypothesis import strategies as st
 from tests.engines.training.tiny import CONFIG
 
 from spmdrl.dataflow.stages.advantage import share_without_signal
-from spmdrl.dataflow.stages.rollout.partial import row_seed, seeds_of_group
+from spmdrl.dataflow.stages.rollout.partial import seeds_of_group
+from spmdrl.dataflow.stages.rollout.requests import row_seed
 from spmdrl.dataflow.stages.rows import token_rows
 from spmdrl.types import Batch
 

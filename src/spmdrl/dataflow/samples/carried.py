@@ -1,7 +1,5 @@
 """Groups that one step begins and a later one goes on with, while no batch is open that could hold them.
 
-begun --finish or last round--> trained in that step        begun --deferred--> carried --next step--> begun
-
 Their responses stay on the ranks that generate them, so that nothing travels; every rank has the place of each group.
 """
 
@@ -40,6 +38,11 @@ class CarriedGroups:
         """ascending by serial"""
         self._mesh = mesh
         self._responses: dict[int, Batch] = {}
+
+    @property
+    def is_used(self) -> bool:
+        """Whether responses may take several steps, be it that an earlier part of the run left some over."""
+        return self.rules.max_rounds > 1 or bool(self.known)
 
     def of_step(self, step: int) -> StepGroups:
         """The groups of the next step, the same on every rank."""

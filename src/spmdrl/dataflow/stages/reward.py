@@ -1,20 +1,26 @@
-"""The reward state: rewards start as responses end, and are waited for here."""
+"""The reward state: rewards are asked for while responses still come, and waited for here."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
+from spmdrl.dataflow.data.prompts import Prompt
 from spmdrl.dataflow.samples.dock import Samples
-from spmdrl.dataflow.stages.rollout.partial import OwnGroup
-from spmdrl.dataflow.stages.scoring import DecodeTokens, EndedResponses, StreamedRewards
+from spmdrl.dataflow.stages.model_tokens import turn_texts
+from spmdrl.dataflow.stages.rollout.requests import EndedResponses
 from spmdrl.engines.generation.protocol import Response
-from spmdrl.engines.reward.pool import RewardConfig, RewardPool, RewardResult
-from spmdrl.engines.workers.verdict import Verdict
+from spmdrl.engines.reward.calls import RewardResult, joined
+from spmdrl.engines.reward.pool import RewardConfig, RewardPool
+from spmdrl.engines.workers.verdict import Outcome, Verdict
 from spmdrl.observability.metrics import Recorder
 from spmdrl.resources.collectives import gather_bytes, sum_over
 from spmdrl.types import Batch, WorkerState
+
+DecodeTokens = Callable[[Sequence[int]], str]
 
 # Verdicts about the reward function, not about the answer.
 FAILURES = (Verdict.MALFORMED, Verdict.TIMED_OUT, Verdict.CRASHED)
@@ -29,14 +35,14 @@ class RewardStage:
         self.config = config
         self.recorder = recorder
         self._rewards = StreamedRewards(pool, decode)
-        self._groups: dict[int, OwnGroup] = {}
-        """those of this step with responses that ended, by their first row"""
+        self._groups: dict[int, Hashable] = {}
+        """those of this step with responses that ended, by their places in its batch"""
 
-    def ended(self, group: OwnGroup, responses: Sequence[Response]) -> None:
-        """Start on the rewards of responses and return at once; a carried group's are begun in the step they end in."""
-        self._groups[group.rows[0]] = group
-        by_member = {group.rows.index(response.row): response for response in responses}
-        self._rewards.begin(EndedResponses(group.serial, group.prompt, len(group.rows), by_member))
+    def ended(self, ended: EndedResponses) -> None:
+        """Start on the rewards of responses and return at once."""
+        row = next(iter(ended.by_member.values())).row
+        self._groups[row // ended.group_size] = ended.group
+        self._rewards.begin(ended)
 
     def __call__(self, samples: Samples) -> None:
         """Wait for the rewards of the rows that this rank generated. Collective: every rank calls it once a step.
@@ -45,11 +51,11 @@ class RewardStage:
         """
         rows = samples.take_generated(self.state)
         # Groups that go on in a later step aren't among them; their rewards wait in the pool.
-        groups = [self._groups[row] for row in rows[:: samples.group_size]]
+        results = self._rewards.collect(
+            [self._groups[row // samples.group_size] for row in rows[:: samples.group_size]]
+        )
         self._groups.clear()
-        results = self._rewards.collect([group.serial for group in groups])
-        scored = [(group.rows, result) for group, result in zip(groups, results, strict=True)]
-        samples.put(self.state, columns_of(scored))
+        samples.put(self.state, columns_of(rows, results))
         report(results, self.recorder)
         self._check_error_rate(results, samples.rows_of_step.size)
         samples.commit(self.state)
@@ -84,17 +90,93 @@ class RewardFailure(ValueError):
     """Too many rewards failed for the rest to be trusted."""
 
 
-def columns_of(scored: list[tuple[tuple[int, ...], RewardResult]]) -> Batch:
-    """Rewards (NaN where a row has none) and verdicts of these rows."""
-    batch = Batch.of_rows(row for rows, _ in scored for row in rows)
-    rewards = [float("nan") if value is None else value for _, result in scored for value in result.rewards]
-    verdicts = [int(verdict) for _, result in scored for verdict in result.verdicts]
+def columns_of(rows: Sequence[int], results: Sequence[RewardResult]) -> Batch:
+    """Rewards (NaN where a row has none) and verdicts of these rows, which are the groups of `results` in order."""
+    batch = Batch.of_rows(rows)
+    rewards = [float("nan") if value is None else value for result in results for value in result.rewards]
+    verdicts = [int(verdict) for result in results for verdict in result.verdicts]
     batch.put_dense("reward", torch.tensor(rewards, dtype=torch.float32))
     parts = [
         [float("nan") if part is None else part for part in row]
-        for _, result in scored
+        for result in results
         for row in zip(*result.parts.values(), strict=True)
     ]
     batch.put_lists("reward_parts", parts, torch.float32)
     batch.put_dense("reward_verdict", torch.tensor(verdicts, dtype=torch.int32))
     return batch
+
+
+@dataclass
+class _Asked:
+    """What became of one group: its responses wait for a call, or are in one."""
+
+    waiting: dict[int, Response] = field(default_factory=dict)
+    calls: list[tuple[int, ...]] = field(default_factory=list)
+    """the members that each call scores"""
+    judged: dict[int, RewardResult] = field(default_factory=dict)
+    """what the environment made of those that it judged itself"""
+
+
+class StreamedRewards:
+    """Submits each response for its reward once: as it ends, or as the last of its group does.
+
+    A group may be carried from step to step: repeated responses are ignored, and results are kept until `collect`.
+    """
+
+    def __init__(self, pool: RewardPool, decode: DecodeTokens):
+        self._pool = pool
+        self._decode = decode
+        self._groups: dict[Hashable, _Asked] = {}
+
+    def begin(self, ended: EndedResponses) -> None:
+        """Start on the rewards of these responses as far as `reward.call_level` lets it, and return at once."""
+        asked = self._groups.setdefault(ended.group, _Asked())
+        known = {member for members in asked.calls for member in members}
+        for member, response in ended.by_member.items():
+            if response.outcome is not None:
+                asked.judged[member] = self._judged(ended.group, response.outcome)
+            elif member not in known:
+                asked.waiting[member] = response
+        is_whole = len(asked.waiting) + len(asked.judged) == ended.group_size
+        if asked.waiting and (self._pool.call_level == "response" or is_whole):
+            members = tuple(sorted(asked.waiting))
+            self._submit((ended.group, members[0]), ended.prompt, [asked.waiting[member] for member in members])
+            asked.calls.append(members)
+            asked.waiting.clear()
+
+    def collect(self, groups: Sequence[Hashable]) -> list[RewardResult]:
+        """Wait for the rewards of these groups, all of whose responses were begun, and forget them."""
+        asked = {group: self._groups.pop(group) for group in groups}
+        keys = [(group, members[0]) for group, one in asked.items() for members in one.calls]
+        results = dict(zip(keys, self._pool.collect(keys), strict=True))
+        return [
+            joined(
+                group,
+                [
+                    *((members, results[group, members[0]]) for members in one.calls),
+                    *(((member,), result) for member, result in one.judged.items()),
+                ],
+            )
+            for group, one in asked.items()
+        ]
+
+    def _judged(self, key: Hashable, outcome: Outcome) -> RewardResult:
+        """The result of a row that no function judges."""
+        parts: dict[str, list[float | None]] = {name: [None] for name in self._pool.names}
+        return RewardResult(key, [outcome.reward], parts, [outcome.verdict], outcome.error)
+
+    def _submit(self, key: Hashable, prompt: Prompt, responses: Sequence[Response]) -> None:
+        """Completions are what the model wrote last: what an environment gave it isn't its answer."""
+        token_ids, size = [list(response.last_turn) for response in responses], len(responses)
+        columns = {name: [value] * size for name, value in prompt.columns.items()}
+        if any(response.turns is not None for response in responses):
+            columns["turns"] = [turns_record(response, self._decode)["turns"] for response in responses]
+        self._pool.submit(key, [prompt.original] * size, [self._decode(ids) for ids in token_ids], token_ids, columns)
+
+
+def turns_record(response: Response, decode: DecodeTokens) -> dict[str, Any]:
+    """`turns`, what the model and the environment wrote in each; nothing where there is no environment."""
+    if response.turns is None:
+        return {}
+    texts = turn_texts(response.token_ids, response.turns, decode)
+    return {"turns": [{"response": text, "observation": observation} for text, observation in texts]}

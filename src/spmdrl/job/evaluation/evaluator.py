@@ -11,9 +11,8 @@ from typing import Any
 
 from spmdrl.config.config import Config, EvalConfig
 from spmdrl.dataflow.data.prompts import Prompt
-from spmdrl.dataflow.stages.rollout.partial import row_seed
-from spmdrl.dataflow.stages.rollout.turns import RolloutTurns, run_rollout
-from spmdrl.dataflow.stages.scoring import DecodeTokens, EndedResponses, StreamedRewards, turns_record
+from spmdrl.dataflow.stages.reward import DecodeTokens, StreamedRewards, turns_record
+from spmdrl.dataflow.stages.rollout.requests import EndedResponses, Turns, row_seed, run_rollout
 from spmdrl.engines.generation.protocol import Request, Response, SamplingParams
 from spmdrl.engines.reward.pool import RewardPool, RewardResult
 from spmdrl.job.model.replica import Replica
@@ -91,7 +90,7 @@ class Evaluator:
 
     def __init__(
         self, prompts: Sequence[Prompt], replica: Replica, pool: RewardPool, decode: DecodeTokens, *,
-        config: EvalConfig, sampling: SamplingParams, seed: int, turns: RolloutTurns | None = None,
+        config: EvalConfig, sampling: SamplingParams, seed: int, turns: Turns | None = None,
     ):  # fmt: skip
         self.prompts = prompts[: config.max_rows]
         self.replica = replica

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -12,15 +11,13 @@ from tests.support.ranks import run_ranks
 
 from spmdrl.dataflow.data.prompts import Prompt
 from spmdrl.dataflow.samples.balancing.sharing import groups_of_generation
-from spmdrl.dataflow.samples.carried import CarriedGroups
 from spmdrl.dataflow.samples.dock import TransferDock
-from spmdrl.dataflow.samples.rounds import RoundRules
 from spmdrl.dataflow.samples.schema import needs_by_state
 from spmdrl.dataflow.samples.transport.transport import DockConfig
 from spmdrl.dataflow.stages.rollout.generation import GenerationStage
-from spmdrl.dataflow.stages.rollout.partial import OwnGroup
-from spmdrl.engines.generation.native.native_engine import Lockstep, NativeEngine
-from spmdrl.engines.generation.protocol import Response, SamplingParams
+from spmdrl.dataflow.stages.rollout.requests import EndedResponses
+from spmdrl.engines.generation.native.native_engine import NativeEngine
+from spmdrl.engines.generation.protocol import SamplingParams
 from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.making.make_model import RandomWeights
@@ -44,9 +41,11 @@ class Heard:
     def __init__(self):
         self.rows: list[int] = []
 
-    def ended(self, group: OwnGroup, responses: Sequence[Response]) -> None:
-        assert all(response.row in group.rows for response in responses)
-        self.rows += [response.row for response in responses]
+    def ended(self, ended: EndedResponses) -> None:
+        rows = [response.row for response in ended.by_member.values()]
+        assert rows == [ended.group * ended.group_size + member for member in ended.by_member]
+        assert ended.prompt == prompts()[ended.group]
+        self.rows += rows
 
 
 def prompts() -> list[Prompt]:
@@ -65,8 +64,7 @@ def generate(world: World, config: DecoderConfig, layout: GenerationLayout) -> t
     heard, recorder = Heard(), Recorder()
     sampling = SamplingParams(max_tokens=6, stop_token_ids=tuple(range(10)))
     stage = GenerationStage(
-        engine, mesh, sampling, carried=CarriedGroups(RoundRules(NUM_PROMPTS), mesh),
-        lockstep=Lockstep(mesh.expert, device), seed=3, listeners=[heard], recorder=recorder,
+        engine=engine, mesh=mesh, sampling=sampling, seed=3, listeners=[heard], recorder=recorder
     )  # fmt: skip
     needs = needs_by_state({"advantages", "rollout_logprobs"})
     dock = TransferDock(world, needs, DockConfig(20.0), row_groups=groups_of_generation(mesh, device))

@@ -22,6 +22,7 @@ from spmdrl.dataflow.samples.rounds import RoundRules
 from spmdrl.dataflow.samples.transport.transport import DockConfig
 from spmdrl.dataflow.stages.reward import RewardStage
 from spmdrl.dataflow.stages.rollout.generation import GenerationStage
+from spmdrl.dataflow.stages.rollout.partial import PartialGenerationStage
 from spmdrl.engines.generation.expert_choices import ChoiceRecorder
 from spmdrl.engines.generation.native.native_engine import Lockstep, NativeEngine
 from spmdrl.engines.generation.protocol import SamplingParams
@@ -85,9 +86,12 @@ class Run:
         self.num_scored: list[int] = []
         """rows that this rank's reward function had seen at the end of each step"""
         self.stage = GenerationStage(
-            self.engine, self.mesh, sampling, carried=self.carried, lockstep=Lockstep(self.mesh.expert, device), seed=3,
-            listeners=[self.reward], recorder=self.recorder,
+            engine=self.engine, mesh=self.mesh, sampling=sampling, seed=3, listeners=[self.reward],
+            recorder=self.recorder,
         )  # fmt: skip
+        if self.carried.is_used:
+            lockstep = Lockstep(self.mesh.expert, device)
+            self.stage = PartialGenerationStage(**vars(self.stage), carried=self.carried, lockstep=lockstep)
         self.columns = [*COLUMNS, *(["routed_experts"] if config.moe is not None else [])]
         needs = {
             WorkerState.GENERATION: {"prompt_ids"}, WorkerState.REWARD: {"response_ids"},

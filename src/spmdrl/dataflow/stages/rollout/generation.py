@@ -2,179 +2,78 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
 
 from spmdrl.dataflow.data.prompts import Prompt
-from spmdrl.dataflow.samples.carried import CarriedGroups
 from spmdrl.dataflow.samples.dock import Samples
-from spmdrl.dataflow.samples.rounds import CarriedGroup, Quota, quotas
-from spmdrl.dataflow.stages.rollout.partial import (
-    OwnGroup,
-    columns_of,
-    is_whole,
-    nothing_yet,
-    packed,
-    seeds_of_group,
-    unpacked,
-)
-from spmdrl.dataflow.stages.rollout.turns import RolloutTurns, run_rollout
-from spmdrl.engines.generation.native.native_engine import Lockstep
-from spmdrl.engines.generation.protocol import GenerationEngine, Response, SamplingParams
-from spmdrl.engines.generation.replay import record_rollouts, rollout_file
+from spmdrl.dataflow.stages.model_tokens import TURNS
+from spmdrl.dataflow.stages.rollout.requests import EndedResponses, ResponseListener, Turns, row_seed, run_rollout
+from spmdrl.dataflow.stages.rows import ROUTED_EXPERTS
+from spmdrl.engines.generation.protocol import GenerationEngine, Request, Response, SamplingParams
 from spmdrl.observability.metrics import Recorder
 from spmdrl.resources.mesh import GenerationMesh
-from spmdrl.types import Batch, WorkerState
+from spmdrl.types import Batch, WorkerState, offsets_of
 
 
-class ResponseListener(Protocol):
-    """Called with responses as soon as they finish."""
-
-    def ended(self, group: OwnGroup, responses: Sequence[Response]) -> None:
-        """Take finished responses of a group.
-
-        A group that is carried over is passed again in the step that trains it, with that step's row numbers.
-        """
-        ...
-
-
-class RolloutRecorder:
-    """A listener that keeps a step's responses and writes this rank's part of them to disk at the step's end."""
-
-    def __init__(self, folder: Path, rank: int):
-        self.folder = folder
-        self.rank = rank
-        self._responses: list[Response] = []
-        self._prompts: dict[int, tuple[int, ...]] = {}
-
-    def ended(self, group: OwnGroup, responses: Sequence[Response]) -> None:
-        self._responses += responses
-        self._prompts |= {response.row: tuple(group.prompt.prompt_ids) for response in responses}
-
-    def write(self, step: int) -> None:
-        """Write what was generated in this step, and forget it."""
-        try:
-            record_rollouts(rollout_file(self.folder, step, self.rank), self._responses, self._prompts)
-        finally:
-            self._responses.clear()
-            self._prompts.clear()
-
-
+@dataclass(kw_only=True)
 class GenerationStage:
     """Runs this rank's engine over the groups dealt to its replica. Collective: every rank calls it once a step.
 
-    The ranks of a replica get the same responses; the first of them acts for all. Where a step works on more groups
-    than it trains, each replica stops when it has its quota, and carries the rest over.
+    The ranks of a replica get the same responses; the first of them acts for all.
     """
 
-    state = WorkerState.GENERATION
-
-    def __init__(
-        self, engine: GenerationEngine, mesh: GenerationMesh, sampling: SamplingParams, *, carried: CarriedGroups,
-        lockstep: Lockstep, seed: int, listeners: Sequence[ResponseListener], recorder: Recorder,
-        turns: RolloutTurns | None = None,
-    ):  # fmt: skip
-        """`lockstep` joins the replicas that step together. With `turns` an environment answers between turns."""
-        self.engine = engine
-        self.mesh = mesh
-        self.sampling = sampling
-        self.carried = carried
-        self.lockstep = lockstep
-        self.seed = seed
-        self.listeners = listeners
-        self.recorder = recorder
-        self.turns = turns
+    state: ClassVar = WorkerState.GENERATION
+    engine: GenerationEngine
+    mesh: GenerationMesh
+    sampling: SamplingParams
+    seed: int
+    listeners: Sequence[ResponseListener]
+    recorder: Recorder
+    turns: Turns | None = None
+    """lets an environment answer between turns"""
 
     def __call__(self, samples: Samples) -> None:
-        own = self._own_groups(samples)
-        quota = self._quota(samples)
-        left: dict[int, Batch] = {}
-        stops_early = samples.num_rows > self.carried.rules.num_wanted * samples.group_size
-        for group, responses in self._answers(own, self._all_have(quota) if stops_early else None):
-            if self.mesh.is_leader:
-                num_begun = sum(response.num_own_tokens for response in group.begun)
-                num_tokens = sum(response.num_own_tokens for response in responses)
-                self.recorder.total("generation/tokens", num_tokens - num_begun)
-            if is_whole(responses) and quota.admit(is_last_round=group.round >= self.carried.rules.max_rounds):
-                if self.mesh.is_leader:
-                    samples.put(self.state, columns_of(responses))
-                    self._report(group.prompt, responses)
-            else:
-                left[group.serial] = packed(responses)
-                if self.mesh.is_leader:
-                    samples.mark_deferred(group.rows)
-        samples.commit(self.state)
-        self._carry_over(samples, left)
-
-    def _own_groups(self, samples: Samples) -> list[OwnGroup]:
-        rows, size, groups = samples.deal_generation(), samples.group_size, self.carried.of_step(samples.step)
-        serials, rounds, own = groups.serials, groups.rounds, []
-        for start in range(0, len(rows), size):
-            number, members = rows[start] // size, rows[start : start + size]
-            is_carried = number < len(groups.carried)
-            begun = unpacked(self.carried.responses(serials[number]), members) if is_carried else nothing_yet(members)
-            seeds = seeds_of_group(self.seed, serials[number], self.carried.rules.num_wanted, size)
-            own.append(OwnGroup(serials[number], rounds[number], samples.prompts[number], seeds, begun))
-        return own
-
-    def _quota(self, samples: Samples) -> Quota:
-        """How many of its groups this rank's replica is to finish."""
-        rounds, shares = self.carried.of_step(samples.step).rounds, samples.generation_shares()
-        dealt = [[rounds[row // samples.group_size] for row in _first_rows(samples, rank)] for rank in shares]
-        place = list(shares).index(self.mesh.tensor.ranks[0])
-        num_last = sum(round_ >= self.carried.rules.max_rounds for round_ in dealt[place])
-        return Quota(quotas(dealt, self.carried.rules)[place], num_last)
-
-    def _all_have(self, quota: Quota) -> Callable[[], bool]:
-        """Whether all replicas that step together have their quota: they can stop together only."""
-        return lambda: self.lockstep.most(int(not quota.is_met)) == [0]
-
-    def _answers(
-        self, own: Sequence[OwnGroup], is_enough: Callable[[], bool] | None
-    ) -> Iterator[tuple[OwnGroup, tuple[Response, ...]]]:
-        """Each group with its responses, as the last of them comes; those that were whole before come first."""
-        asked, requests = [], []
-        for group in own:
-            self._notify(group, group.begun)
-            request = group.request(self.sampling)
-            if request is None:
-                yield group, group.begun
-            else:
-                asked.append(group)
-                requests.append(request)
-        answers: list[list[Response]] = [[] for _ in asked]
-        prompts = [group.prompt for group in asked]
-        for number, responses in run_rollout(self.engine, requests, prompts, self.turns, is_enough):
-            self._notify(asked[number], responses)
+        rows, size = samples.deal_generation(), samples.group_size
+        groups = [tuple(rows[start : start + size]) for start in range(0, len(rows), size)]
+        prompts = [samples.prompt_of(group[0]) for group in groups]
+        requests = [
+            Request(group, tuple(prompt.prompt_ids), self._seeds(samples.step, group), self.sampling)
+            for group, prompt in zip(groups, prompts, strict=True)
+        ]
+        answers: list[list[Response]] = [[] for _ in groups]
+        for number, responses in run_rollout(self.engine, requests, prompts, self.turns):
+            self._notify(groups[number][0] // size, prompts[number], size, responses)
             answers[number] += responses
-            if len(answers[number]) == len(requests[number].rows):
-                yield asked[number], asked[number].answered(answers[number])
+            if len(answers[number]) == size:
+                whole = sorted(answers[number], key=lambda response: response.row)
+                self._count(sum(response.num_own_tokens for response in whole))
+                self._put(samples, prompts[number], whole)
+        samples.commit(self.state)
 
-    def _notify(self, group: OwnGroup, responses: Sequence[Response]) -> None:
-        """Pass those of the responses that have ended to the listeners."""
-        ended = [response for response in responses if response.finish != "aborted"]
-        if ended and self.mesh.is_leader:
+    def _seeds(self, step: int, rows: Sequence[int]) -> tuple[int, ...]:
+        return tuple(row_seed(self.seed, step, row) for row in rows)
+
+    def _notify(self, group: int, prompt: Prompt, size: int, responses: Sequence[Response]) -> None:
+        """Pass responses that have ended to the listeners."""
+        if self.mesh.is_leader and responses:
+            ended = EndedResponses(group, prompt, size, {response.row % size: response for response in responses})
             for listener in self.listeners:
-                listener.ended(group, ended)
+                listener.ended(ended)
 
-    def _carry_over(self, samples: Samples, left: dict[int, Batch]) -> None:
-        """Record, on every rank alike, which groups go on and where."""
-        groups, size = self.carried.of_step(samples.step), samples.group_size
-        serials, rounds = groups.serials, groups.rounds
-        trained = set((samples.rows_of_step[::size] // size).tolist())
-        holders = {row // size: rank for rank in samples.generation_shares() for row in _first_rows(samples, rank)}
-        assert len(trained) == self.carried.rules.num_wanted, (len(trained), self.carried.rules)
-        self.carried.carry(
-            [
-                CarriedGroup(serials[number], rounds[number], holders[number])
-                for number in range(len(serials))
-                if number not in trained
-            ],
-            left,
-        )
+    def _count(self, num_tokens: int) -> None:
+        """Record tokens that this step generated."""
+        if self.mesh.is_leader:
+            self.recorder.total("generation/tokens", num_tokens)
 
-    def _report(self, prompt: Prompt, responses: Sequence[Response]) -> None:
+    def _put(self, samples: Samples, prompt: Prompt, responses: Sequence[Response]) -> None:
+        """Store a whole group, and record what it is like."""
+        if not self.mesh.is_leader:
+            return
+        samples.put(self.state, columns_of(responses))
         for response in responses:
             length = response.num_own_tokens
             self.recorder.total("perf/tokens", len(prompt.prompt_ids) + len(response.token_ids))
@@ -187,6 +86,29 @@ class GenerationStage:
                 self.recorder.mean("environment/tokens", response.turns.count(0))
 
 
-def _first_rows(samples: Samples, rank: int) -> list[int]:
-    """The first row of each group that a rank was dealt."""
-    return samples.generation_shares()[rank][:: samples.group_size].tolist()
+def columns_of(responses: Sequence[Response]) -> Batch:
+    """The generation state's columns of finished responses."""
+    batch = token_columns(responses)
+    finished = [int(response.finish == "stop") for response in responses]
+    batch.put_dense("finished", torch.tensor(finished, dtype=torch.int32))
+    choices = [response.choices for response in responses if response.choices is not None]
+    assert not choices or len(choices) == len(responses), f"{len(choices)} of {len(responses)} have their experts"
+    return batch
+
+
+def token_columns(responses: Sequence[Response]) -> Batch:
+    """The columns of responses that have a value per token."""
+    batch = Batch.of_rows(response.row for response in responses)
+    batch.put_lists("response_ids", [response.token_ids for response in responses], torch.int32)
+    batch.put_lists("rollout_logprobs", [response.logprobs for response in responses], torch.float32)
+    batch.put_lists("versions", [response.versions for response in responses], torch.int32)
+    turns = [response.turns for response in responses if response.turns is not None]
+    if turns:
+        assert len(turns) == len(responses), f"{len(turns)} of {len(responses)} have their turns"
+        batch.put_lists(TURNS, turns, torch.int16)
+    choices = [response.choices for response in responses]
+    known = [part for part in choices if part is not None]
+    if known:
+        lengths = [0 if part is None else part.numel() for part in choices]
+        batch.put_ragged(ROUTED_EXPERTS, torch.cat(known), offsets_of(lengths))
+    return batch

@@ -1,22 +1,29 @@
-"""Groups that this rank answers in a step, begun in it or before, and what is kept of those that it doesn't finish."""
+"""Groups whose responses take several steps: what a replica doesn't finish for training, a later step goes on with.
+
+begun --finish or last round--> trained in that step        begun --deferred--> carried --next step--> begun
+"""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import get_args
 
 import torch
 
 from spmdrl.dataflow.data.prompts import Prompt
-from spmdrl.dataflow.samples.carried import FINISH
+from spmdrl.dataflow.samples.carried import FINISH, CarriedGroups
+from spmdrl.dataflow.samples.dock import Samples
+from spmdrl.dataflow.samples.rounds import CarriedGroup, Quota, StepGroups, quotas
 from spmdrl.dataflow.stages.model_tokens import TURNS
+from spmdrl.dataflow.stages.rollout.generation import GenerationStage, token_columns
+from spmdrl.dataflow.stages.rollout.requests import row_seed, run_rollout
 from spmdrl.dataflow.stages.rows import ROUTED_EXPERTS
+from spmdrl.engines.generation.native.native_engine import Lockstep
 from spmdrl.engines.generation.protocol import Finish, PartialResponse, Request, Response, SamplingParams
 from spmdrl.engines.generation.replay import packed_outcomes, unpacked_outcomes
 from spmdrl.engines.workers.verdict import Outcome
-from spmdrl.types import Batch, offsets_of
+from spmdrl.types import Batch
 
 _FINISHES: tuple[Finish, ...] = get_args(Finish)
 OUTCOME_REWARD, OUTCOME_VERDICT = "outcome_reward", "outcome_verdict"
@@ -58,15 +65,96 @@ class OwnGroup:
         return tuple(by_row.get(response.row, response) for response in self.begun)
 
 
-def is_whole(responses: Iterable[Response]) -> bool:
-    """Whether every response has come to its end."""
-    return all(response.finish != "aborted" for response in responses)
+@dataclass(kw_only=True)
+class PartialGenerationStage(GenerationStage):
+    """Works on more groups than its step trains: each replica stops when it has its quota, and carries the rest over.
 
+    Collective: every rank calls it once a step.
+    """
 
-def row_seed(seed: int, step: int, row: int) -> int:
-    """The 63-bit sampling seed of a row: the same on any number of ranks, and after a resume."""
-    digest = hashlib.blake2b(f"{seed}/{step}/{row}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
+    carried: CarriedGroups
+    lockstep: Lockstep
+    """joins the replicas that step together"""
+
+    def __call__(self, samples: Samples) -> None:
+        rows, size, rules = samples.deal_generation(), samples.group_size, self.carried.rules
+        groups = self.carried.of_step(samples.step)
+        dealt = {rank: (share[::size] // size).tolist() for rank, share in samples.generation_shares().items()}
+        own = [self._own_group(samples, groups, tuple(rows[at : at + size])) for at in range(0, len(rows), size)]
+        quota = self._quota(groups, dealt)
+        stops_early = samples.num_rows > rules.num_wanted * size
+        left: dict[int, Batch] = {}
+        for group, responses in self._answers(own, self._all_have(quota) if stops_early else None):
+            num_begun = sum(response.num_own_tokens for response in group.begun)
+            self._count(sum(response.num_own_tokens for response in responses) - num_begun)
+            is_whole = all(response.finish != "aborted" for response in responses)
+            if is_whole and quota.admit(is_last_round=group.round >= rules.max_rounds):
+                self._put(samples, group.prompt, responses)
+            else:
+                left[group.serial] = packed(responses)
+                if self.mesh.is_leader:
+                    samples.mark_deferred(group.rows)
+        samples.commit(self.state)
+        self._carry_over(samples, groups, dealt, left)
+
+    def _own_group(self, samples: Samples, groups: StepGroups, rows: tuple[int, ...]) -> OwnGroup:
+        number = rows[0] // samples.group_size
+        serial = groups.serials[number]
+        is_carried = number < len(groups.carried)
+        begun = unpacked(self.carried.responses(serial), rows) if is_carried else nothing_yet(rows)
+        seeds = seeds_of_group(self.seed, serial, self.carried.rules.num_wanted, samples.group_size)
+        return OwnGroup(serial, groups.rounds[number], samples.prompts[number], seeds, begun)
+
+    def _quota(self, groups: StepGroups, dealt: Mapping[int, Sequence[int]]) -> Quota:
+        """How many of its groups this rank's replica is to finish; `dealt` are the groups of each rank."""
+        rules, place = self.carried.rules, list(dealt).index(self.mesh.tensor.ranks[0])
+        rounds = [[groups.rounds[number] for number in numbers] for numbers in dealt.values()]
+        num_last = sum(round_ >= rules.max_rounds for round_ in rounds[place])
+        return Quota(quotas(rounds, rules)[place], num_last)
+
+    def _all_have(self, quota: Quota) -> Callable[[], bool]:
+        """Whether all replicas that step together have their quota: they can stop together only."""
+        return lambda: self.lockstep.most(int(not quota.is_met)) == [0]
+
+    def _answers(
+        self, own: Sequence[OwnGroup], is_enough: Callable[[], bool] | None
+    ) -> Iterator[tuple[OwnGroup, tuple[Response, ...]]]:
+        """Each group with its responses, as the last of them comes; those that were whole before come first."""
+        asked, requests = [], []
+        for group in own:
+            self._notify_of_ended(group, group.begun)
+            request = group.request(self.sampling)
+            if request is None:
+                yield group, group.begun
+            else:
+                asked.append(group)
+                requests.append(request)
+        answers: list[list[Response]] = [[] for _ in asked]
+        prompts = [group.prompt for group in asked]
+        for number, responses in run_rollout(self.engine, requests, prompts, self.turns, is_enough):
+            self._notify_of_ended(asked[number], responses)
+            answers[number] += responses
+            if len(answers[number]) == len(requests[number].rows):
+                yield asked[number], asked[number].answered(answers[number])
+
+    def _notify_of_ended(self, group: OwnGroup, responses: Sequence[Response]) -> None:
+        ended = [response for response in responses if response.finish != "aborted"]
+        self._notify(group.serial, group.prompt, len(group.begun), ended)
+
+    def _carry_over(
+        self, samples: Samples, groups: StepGroups, dealt: Mapping[int, Sequence[int]], left: Mapping[int, Batch]
+    ) -> None:
+        """Record, on every rank alike, which groups go on and where."""
+        size, rules = samples.group_size, self.carried.rules
+        trained = set((samples.rows_of_step[::size] // size).tolist())
+        holders = {number: rank for rank, numbers in dealt.items() for number in numbers}
+        assert len(trained) == rules.num_wanted, (len(trained), rules)
+        going_on = [
+            CarriedGroup(serial, round_, holders[number])
+            for number, (serial, round_) in enumerate(zip(groups.serials, groups.rounds, strict=True))
+            if number not in trained
+        ]
+        self.carried.carry(going_on, left)
 
 
 def seeds_of_group(seed: int, serial: int, num_wanted: int, size: int) -> tuple[int, ...]:
@@ -80,19 +168,9 @@ def nothing_yet(rows: Iterable[int]) -> tuple[Response, ...]:
     return tuple(Response(row, (), (), "aborted", ()) for row in rows)
 
 
-def columns_of(responses: Sequence[Response]) -> Batch:
-    """The generation state's columns of finished responses."""
-    batch = _token_columns(responses)
-    finished = [int(response.finish == "stop") for response in responses]
-    batch.put_dense("finished", torch.tensor(finished, dtype=torch.int32))
-    choices = [response.choices for response in responses if response.choices is not None]
-    assert not choices or len(choices) == len(responses), f"{len(choices)} of {len(responses)} have their experts"
-    return batch
-
-
 def packed(responses: Sequence[Response]) -> Batch:
     """The responses of a group as they are carried over."""
-    batch = _token_columns([replace(response, row=member) for member, response in enumerate(responses)])
+    batch = token_columns([replace(response, row=member) for member, response in enumerate(responses)])
     finishes = [_FINISHES.index(response.finish) for response in responses]
     batch.put_dense(FINISH, torch.tensor(finishes, dtype=torch.int32))
     if any(response.outcome is not None for response in responses):
@@ -120,23 +198,6 @@ def unpacked(batch: Batch, rows: Sequence[int]) -> tuple[Response, ...]:
             )
         )  # fmt: skip
     return tuple(out)
-
-
-def _token_columns(responses: Sequence[Response]) -> Batch:
-    batch = Batch.of_rows(response.row for response in responses)
-    batch.put_lists("response_ids", [response.token_ids for response in responses], torch.int32)
-    batch.put_lists("rollout_logprobs", [response.logprobs for response in responses], torch.float32)
-    batch.put_lists("versions", [response.versions for response in responses], torch.int32)
-    turns = [response.turns for response in responses if response.turns is not None]
-    if turns:
-        assert len(turns) == len(responses), f"{len(turns)} of {len(responses)} have their turns"
-        batch.put_lists(TURNS, turns, torch.int16)
-    choices = [response.choices for response in responses]
-    known = [part for part in choices if part is not None]
-    if known:
-        lengths = [0 if part is None else part.numel() for part in choices]
-        batch.put_ragged(ROUTED_EXPERTS, torch.cat(known), offsets_of(lengths))
-    return batch
 
 
 def _partial(response: Response) -> PartialResponse:

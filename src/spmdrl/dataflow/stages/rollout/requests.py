@@ -1,19 +1,47 @@
-"""Requests run through an engine, their responses handed on as they end."""
+"""Requests run through an engine, and their responses handed on as they end."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
 
+from spmdrl.dataflow.data.prompts import Prompt
 from spmdrl.engines.generation.protocol import GenerationEngine, Request, Response
+from spmdrl.engines.generation.replay import record_rollouts, rollout_file
+
+Answers = Iterator[tuple[int, list[Response]]]
+"""Numbers of requests, each with those of its responses that ended in one engine step."""
+
+
+class Turns(Protocol):
+    """Lets an environment answer between the turns of a row."""
+
+    def run(
+        self, engine: GenerationEngine, requests: Sequence[Request], prompts: Sequence[Prompt],
+        is_enough: Callable[[], bool] | None = None,
+    ) -> Answers: ...  # fmt: skip
+
+
+def run_rollout(
+    engine: GenerationEngine, requests: Sequence[Request], prompts: Sequence[Prompt], turns: Turns | None,
+    is_enough: Callable[[], bool] | None = None,
+) -> Answers:  # fmt: skip
+    """Run the requests, each with its prompt, in one turn or, with `turns`, in several; see `run_requests`."""
+    if turns is None:
+        return run_requests(engine, requests, is_enough)
+    return turns.run(engine, requests, prompts, is_enough)
 
 
 def run_requests(
     engine: GenerationEngine, requests: Sequence[Request], is_enough: Callable[[], bool] | None = None
-) -> Iterator[tuple[int, list[Response]]]:
-    """Run the engine, and yield each request's number with those of its responses that ended in one engine step.
+) -> Answers:
+    """Run the engine until all rows have ended, or until `is_enough()` is true before one of its steps.
 
-    Once `is_enough` says so before one of the engine's steps, what is unfinished is aborted and comes with the tokens
-    that it has. Collective over the ranks that the engine computes with: those of a replica bring the same requests.
+    Then what is unfinished is aborted, and comes with the tokens that it has. Collective over the ranks that the engine
+    computes with: those of a replica bring the same requests.
     """
     engine.submit(requests)
     request_of = {row: number for number, request in enumerate(requests) for row in request.rows}
@@ -23,7 +51,7 @@ def run_requests(
         yield from by_request(engine.abort(), request_of)
 
 
-def by_request(responses: Iterable[Response], request_of: Mapping[int, int]) -> Iterator[tuple[int, list[Response]]]:
+def by_request(responses: Iterable[Response], request_of: Mapping[int, int]) -> Answers:
     """The responses of each request together, by its number."""
     together: dict[int, list[Response]] = {}
     for response in responses:
@@ -31,3 +59,52 @@ def by_request(responses: Iterable[Response], request_of: Mapping[int, int]) -> 
         # Taken out and put last: a request is where its last response is, so that groups are whole in that order.
         together[number] = [*together.pop(number, []), response]
     yield from together.items()
+
+
+def row_seed(seed: int, step: int, row: int) -> int:
+    """The 63-bit sampling seed of a row: the same on any number of ranks, and after a resume."""
+    digest = hashlib.blake2b(f"{seed}/{step}/{row}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+@dataclass(frozen=True)
+class EndedResponses:
+    """Responses to one prompt that have come to their end, by their places in its group."""
+
+    group: Hashable
+    """the same for all responses to this prompt, and no other group's"""
+    prompt: Prompt
+    group_size: int
+    by_member: Mapping[int, Response]
+
+
+class ResponseListener(Protocol):
+    """Called with responses as soon as they end.
+
+    Those of a group that a later step goes on with come again in the step that trains it, with that step's row numbers.
+    """
+
+    def ended(self, ended: EndedResponses) -> None: ...
+
+
+class RolloutRecorder:
+    """A listener that keeps a step's responses and writes this rank's part of them to disk at the step's end."""
+
+    def __init__(self, folder: Path, rank: int):
+        self.folder = folder
+        self.rank = rank
+        self._responses: list[Response] = []
+        self._prompts: dict[int, tuple[int, ...]] = {}
+
+    def ended(self, ended: EndedResponses) -> None:
+        responses, prompt_ids = ended.by_member.values(), tuple(ended.prompt.prompt_ids)
+        self._responses += responses
+        self._prompts |= {response.row: prompt_ids for response in responses}
+
+    def write(self, step: int) -> None:
+        """Write what was generated in this step, and forget it."""
+        try:
+            record_rollouts(rollout_file(self.folder, step, self.rank), self._responses, self._prompts)
+        finally:
+            self._responses.clear()
+            self._prompts.clear()

@@ -12,11 +12,11 @@ every last bit, depends on tokens alone.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 from spmdrl.dataflow.data.prompts import Prompt
-from spmdrl.dataflow.stages.rollout.requests import by_request, run_requests
+from spmdrl.dataflow.stages.rollout.requests import Answers, by_request
 from spmdrl.dataflow.stages.rollout.turn_row import TurnRow
 from spmdrl.engines.environment.environment_pool import EnvironmentPool
 from spmdrl.engines.environment.environment_runner import StepResult
@@ -56,7 +56,7 @@ class RolloutTurns:
     def run(
         self, engine: GenerationEngine, requests: Sequence[Request], prompts: Sequence[Prompt],
         is_enough: Callable[[], bool] | None = None,
-    ) -> Iterator[tuple[int, list[Response]]]:  # fmt: skip
+    ) -> Answers:  # fmt: skip
         """As `run_requests`, with a prompt for each request; responses hold all turns.
 
         Collective over the ranks that the engine computes with.
@@ -142,16 +142,6 @@ class RolloutTurns:
             payload = broadcast_bytes(payload, self._axis.ranks[0], self._axis.group)
         assert payload is not None, "the first rank of a replica takes the steps"
         return [(row, StepResult.of(one)) for row, one in zip(rows, json.loads(payload), strict=True)]
-
-
-def run_rollout(
-    engine: GenerationEngine, requests: Sequence[Request], prompts: Sequence[Prompt], turns: RolloutTurns | None,
-    is_enough: Callable[[], bool] | None = None,
-) -> Iterator[tuple[int, list[Response]]]:  # fmt: skip
-    """Run the requests, each with its prompt, in one turn or, with `turns`, in several; see `run_requests`."""
-    if turns is None:
-        return run_requests(engine, requests, is_enough)
-    return turns.run(engine, requests, prompts, is_enough)
 
 
 def _first_requests(request: Request, rows: dict[int, TurnRow]) -> list[Request]:

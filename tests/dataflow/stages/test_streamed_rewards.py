@@ -10,8 +10,8 @@ from tests.dataflow.stages import noted
 from tests.engines.generation.support import awake_engine, prompt_of
 
 from spmdrl.dataflow.data.prompts import Prompt
-from spmdrl.dataflow.stages.rollout.requests import run_requests
-from spmdrl.dataflow.stages.scoring import EndedResponses, StreamedRewards
+from spmdrl.dataflow.stages.reward import StreamedRewards
+from spmdrl.dataflow.stages.rollout.requests import EndedResponses, run_requests
 from spmdrl.engines.generation.protocol import Request, Response, SamplingParams
 from spmdrl.engines.reward.pool import RewardConfig, RewardPool
 from spmdrl.engines.workers.verdict import Verdict
