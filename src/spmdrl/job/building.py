@@ -6,14 +6,10 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
 from pathlib import Path
 
 from spmdrl.config.config import Config
 from spmdrl.dataflow.data.prompts import Prompt, PromptSource
-from spmdrl.dataflow.resharding.flow import ReshardingFlow
-from spmdrl.dataflow.resharding.moving.probe import Probe, default_tolerance, probe_rows
-from spmdrl.dataflow.resharding.planning.slice_layouts import fitted_stride, parameter_table
 from spmdrl.dataflow.samples.carried import CarriedGroups
 from spmdrl.dataflow.samples.rounds import RoundRules
 from spmdrl.dataflow.stages.advantage import AdvantageStage
@@ -34,79 +30,19 @@ from spmdrl.engines.generation.replay import ReplayEngine
 from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.engines.reward.pool import RewardPool
 from spmdrl.engines.training.checkpoints.checkpoint import WRITE_FAILURES
-from spmdrl.job.evaluation.evaluator import Evaluator, evaluation_sampling
-from spmdrl.job.evaluation.held_out import HeldOut
-from spmdrl.job.model.model_source import ModelSource
-from spmdrl.job.model.replica import Replica, build_replica, generation_engine_name
-from spmdrl.job.model.role_models import RoleModel, RoleModels
-from spmdrl.job.model.swap_choice import announce, decide_residence, swap_folder
+from spmdrl.job.model.replica import Replica
+from spmdrl.job.model.role_models import RoleModels
 from spmdrl.job.model.switching import Switching
 from spmdrl.job.run.run import Run
 from spmdrl.job.start.prepared import Prepared
 from spmdrl.job.start.start_checks import CheckedRun, agreement_of, turn_columns
 from spmdrl.observability.logs.outage import going_on_without
 from spmdrl.observability.terminal.console import Console
-from spmdrl.resources.memory import MemoryLedger
 from spmdrl.resources.world import World
 from spmdrl.types.roles import CRITIC, POLICY
 
-PromptAt = Callable[[int], Prompt]
-"""The prompt at a position of an endless sequence, alike on every rank."""
 PromptsOfStep = Callable[[int], tuple[Sequence[Prompt], Sequence[int]]]
 """The prompts of a step, and the ranks that go on with the first of them, where earlier steps began these."""
-
-
-def warn_of_end_of_turn(console: Console, tokenizer: ModelTokenizer, prompts: PromptSource) -> None:
-    """Print a warning where prompts come from a chat template whose end of turn doesn't end responses."""
-    if prompts.uses_template and (warning := tokenizer.end_of_turn_warning()):
-        console.note(warning)
-
-
-def build_policys_replica(checked: CheckedRun, source: ModelSource, world: World) -> Replica:
-    """The replica that generates with the policy's weights, so placed that it lacks few of them. Collective."""
-    config, layout = checked.config, checked.config.resources.generation
-    # vLLM takes consecutive ranks.
-    if generation_engine_name(config, world.device.kind) == "native":
-        table = parameter_table(source.decoder)
-        layout = fitted_stride(table, checked.layout, layout, world.launch.local_world_size)
-    return build_replica(config, source, world, layout)
-
-
-def build_switching(
-    config: Config, run: Run, models: RoleModels, replica: Replica, stack: ExitStack, *,
-    num_rows: int, prompt_at: PromptAt | None = None,
-) -> Switching:  # fmt: skip
-    """The switch of these models, closed with the stack; probed where there are prompts to do so with. Collective.
-
-    `num_rows` are those that all replicas together generate at once.
-    """
-    ledger = MemoryLedger()
-    trainers = {role: model.trainer for role, model in models.items()}
-    residence = decide_residence(config, run.world, trainers, replica, num_rows=num_rows)
-    folder = swap_folder(config)
-    if num_rows:
-        announce(residence, folder, run.logs)
-    flow = ReshardingFlow(run.world, trainers, replica.engine, config.reshard, ledger, folder, swaps=residence.swaps)
-    stack.callback(flow.close)
-    probe = build_probe(config, models[POLICY], replica, prompt_at) if prompt_at is not None else None
-    return Switching(flow, ledger, run.logs, run.world.device, probe)
-
-
-def build_probe(config: Config, policy: RoleModel, replica: Replica, prompt_at: PromptAt) -> Probe | None:
-    """What compares both sides on the prompts that a step begins with, or None with `reshard.probe_tokens: 0`."""
-    num_tokens, tolerance = config.reshard.probe_tokens, config.reshard.probe_tolerance
-    if num_tokens == 0:
-        return None
-    if tolerance is None:
-        tolerance = default_tolerance(policy.trainer.compute_dtype)
-    # An engine that rates prompts beside generating needs a position for a token after them.
-    longest = policy.source.decoder.max_positions - 1
-
-    def rows_of_step(step: int) -> list[list[int]]:
-        positions = count(max(step - 1, 0) * config.rollout.prompts_per_step)
-        return probe_rows((prompt_at(position).prompt_ids for position in positions), num_tokens, longest)
-
-    return Probe(policy.trainer, replica.engine, rows_of_step, tolerance=tolerance)
 
 
 def build_turns(
@@ -121,37 +57,6 @@ def build_turns(
         decode=prepared.tokenizer.decode, encode=prepared.tokenizer.encode,
         vocab_size=prepared.source.decoder.vocab_size, return_after=config.environment.return_after_steps,
     )  # fmt: skip
-
-
-def build_evaluator(
-    config: Config, prepared: Prepared, replica: Replica, pool: RewardPool, turns: RolloutTurns | None
-) -> Evaluator | None:
-    """What answers the held-out rows, or None where there are none."""
-    if prepared.held_out is None:
-        return None
-    tokenizer, prompts = prepared.tokenizer, list(prepared.held_out.all())
-    sampling = evaluation_sampling(config, tokenizer.stop_token_ids)
-    return Evaluator(
-        prompts, replica, pool, tokenizer.decode, config=config.eval, sampling=sampling, seed=config.seed, turns=turns
-    )
-
-
-def build_held_out(checked: CheckedRun, run: Run, policy: RoleModel, prepared: Prepared, stack: ExitStack) -> HeldOut:
-    """Evaluations of a policy that has no generation engine of its own."""
-    config, replica = checked.config, build_policys_replica(checked, policy.source, run.world)
-    models = {POLICY: policy}
-    if prepared.held_out is None:
-        return HeldOut(None, build_switching(config, run, models, replica, stack, num_rows=0), run, config.eval)
-    pool = stack.enter_context(RewardPool(config.reward))
-    turns = build_turns(config, replica, prepared, run.world, stack)
-    evaluator = build_evaluator(config, prepared, replica, pool, turns)
-    assert evaluator is not None, "there are held-out rows"
-    prompts = evaluator.prompts
-    switching = build_switching(
-        config, run, models, replica, stack,
-        num_rows=evaluator.num_rows, prompt_at=lambda position: prompts[position % len(prompts)],
-    )  # fmt: skip
-    return HeldOut(evaluator, switching, run, config.eval)
 
 
 def build_carried(config: Config, replica: Replica, console: Console) -> CarriedGroups:

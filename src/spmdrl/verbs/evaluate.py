@@ -8,13 +8,12 @@ from contextlib import ExitStack
 from spmdrl.config.config import Config
 from spmdrl.config.reader import LoadedConfig, start_up
 from spmdrl.engines.reward.pool import RewardPool
-from spmdrl.job.building import build_evaluator, build_turns, warn_of_end_of_turn
-from spmdrl.job.evaluation.evaluator import Evaluation, write_records
-from spmdrl.job.model.model_source import ModelSource, prepare_model
-from spmdrl.job.model.replica import build_replica, load_for_generation
+from spmdrl.job.building import build_turns
+from spmdrl.job.evaluation.evaluator import Evaluation, build_evaluator, write_records
+from spmdrl.job.model.replica import load_replica
 from spmdrl.job.run.memory_advice import explained_memory
 from spmdrl.job.run.run_folder import hold_run_folder
-from spmdrl.job.start.prepared import prepare
+from spmdrl.job.start.prepared import prepare_together
 from spmdrl.job.start.rank_facts import open_job
 from spmdrl.job.start.start_checks import CheckedRun, check_run
 from spmdrl.observability.summary import software_versions, write_verb_summary
@@ -37,18 +36,13 @@ def main(loaded: LoadedConfig[Config]) -> int:
 
 def _evaluate(checked: CheckedRun, world: World) -> Evaluation:
     config = checked.config
-    prepared = prepare(checked, ModelSource.of(prepare_model(config, world)))
-    source, tokenizer, rows = prepared.source, prepared.tokenizer, prepared.held_out
-    assert rows is not None, "eval is refused without data.eval"
     console = Console(enabled=world.is_main)
-    warn_of_end_of_turn(console, tokenizer, rows)
-    with console.doing("loading the weights"):
-        replica = build_replica(config, source, world, config.resources.generation)
-        load_for_generation(replica.engine, source)
+    prepared = prepare_together(checked, world, console)
+    replica = load_replica(config, prepared.source, world, console)
     with RewardPool(config.reward) as pool, ExitStack() as stack:
         turns = build_turns(config, replica, prepared, world, stack)
         evaluator = build_evaluator(config, prepared, replica, pool, turns)
-        assert evaluator is not None, "there are held-out rows"
+        assert evaluator is not None, "eval is refused without data.eval"
         with console.doing(f"answering {len(evaluator.prompts)} prompts"):
             return evaluator()
 

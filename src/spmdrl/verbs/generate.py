@@ -22,13 +22,13 @@ from spmdrl.dataflow.stages.reward import turns_record
 from spmdrl.dataflow.stages.rollout.requests import row_seed, run_rollout
 from spmdrl.engines.generation.protocol import Request, Response, SamplingParams
 from spmdrl.engines.models.tokenizer import ModelTokenizer
-from spmdrl.job.building import build_turns, warn_of_end_of_turn
-from spmdrl.job.model.model_source import ModelSource, prepare_model
-from spmdrl.job.model.replica import Replica, build_replica, load_for_generation
+from spmdrl.job.building import build_turns
+from spmdrl.job.model.model_source import ModelSource
+from spmdrl.job.model.replica import Replica, load_replica
 from spmdrl.job.rollouts.kept_answers import KeptAnswers
 from spmdrl.job.run.memory_advice import explained_memory
 from spmdrl.job.run.run_folder import hold_run_folder
-from spmdrl.job.start.prepared import prepare
+from spmdrl.job.start.prepared import prepare_together
 from spmdrl.job.start.rank_facts import open_job
 from spmdrl.job.start.start_checks import CheckedRun, check_run
 from spmdrl.observability.logs.jsonl import write_atomic
@@ -93,11 +93,10 @@ def _write_summary(config: Config, lines: Sequence[str], seconds: float) -> None
 def keep_answers(checked: CheckedRun, world: World, folder: Path) -> KeptAnswers:
     """Answer all rows that no interrupted run has answered, and keep each in `folder` as it ends. Collective."""
     config = checked.config
-    prepared = prepare(checked, ModelSource.of(prepare_model(config, world)))
+    console = Console(enabled=world.is_main, stream=sys.stderr)
+    prepared = prepare_together(checked, world, console)
     source, tokenizer, rows = prepared.source, prepared.tokenizer, prepared.held_out
     assert rows is not None, "generate is refused with nothing to answer"
-    console = Console(enabled=world.is_main, stream=sys.stderr)
-    warn_of_end_of_turn(console, tokenizer, rows)
     prompts = list(itertools.islice(rows.all(), config.eval.max_rows))
     sampling = config.rollout.sampling(tokenizer.stop_token_ids)
     kept = KeptAnswers(folder, _identity(config, source, prompts), world)
@@ -107,9 +106,7 @@ def keep_answers(checked: CheckedRun, world: World, folder: Path) -> KeptAnswers
     if done:
         note = f"{kept.folder} has {len(done)} of {len(prompts) * config.eval.num_samples} rows; the rest is generated"
         console.note(note)
-    with console.doing("loading the weights"):
-        replica = build_replica(config, source, world, config.resources.generation)
-        load_for_generation(replica.engine, source)
+    replica = load_replica(config, source, world, console)
     requests = _requests(config, prompts, replica, sampling, done, source.decoder.max_positions)
     progress = _progress(replica, requests) if world.is_main else None
     asked = [prompts[request.rows[0] // config.eval.num_samples] for request in requests]

@@ -7,28 +7,33 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from spmdrl.config.config import Config, SftConfig
 from spmdrl.config.reader import ConfigError, LoadedConfig, start_up
-from spmdrl.dataflow.data.prompts import Prompt, PromptSource, foreign_token
+from spmdrl.dataflow.data.prompts import Prompt, foreign_token
 from spmdrl.engines.models.tokenizer import ModelTokenizer
+from spmdrl.engines.reward.pool import RewardPool
 from spmdrl.engines.training.batching.packed_rows import LossTerms, MicroBatch, Scores, TokenRows
 from spmdrl.engines.training.training_engine import TrainingEngine, UpdateResult
-from spmdrl.job.building import build_held_out, warn_of_end_of_turn
+from spmdrl.job.building import build_turns
+from spmdrl.job.evaluation.evaluator import build_evaluator
 from spmdrl.job.evaluation.held_out import HeldOut
 from spmdrl.job.model.model_source import ModelSource, prepare_model
+from spmdrl.job.model.replica import build_policys_replica
 from spmdrl.job.model.role_models import ModelsAlone, RoleModel, build_trainer
+from spmdrl.job.model.switching import build_switching
+from spmdrl.job.run.outcome import WARM_START, finished_model
 from spmdrl.job.run.run import Run
 from spmdrl.job.run.run_folder import hold_folder_of_training
-from spmdrl.job.run.savable import Savable
-from spmdrl.job.start.banner import banner
-from spmdrl.job.start.prepared import prepare
+from spmdrl.job.start.banner import print_banner
+from spmdrl.job.start.prepared import Prepared, prepare_together
 from spmdrl.job.start.rank_facts import open_job
 from spmdrl.job.start.start_checks import CheckedRun, check_run
 from spmdrl.observability.metrics import Recorder
+from spmdrl.observability.terminal.console import Console
 from spmdrl.resources.mesh import build_update_mesh
 from spmdrl.resources.world import World
 from spmdrl.types import offsets_of
@@ -53,45 +58,87 @@ def admit_supervised(checked: CheckedRun, world: World) -> None:
     Run(checked, world).admit({POLICY: ModelSource.of(prepare_model(checked.config, world))})
 
 
+def warm_started(checked: CheckedRun, world: World) -> CheckedRun:
+    """With `sft.max_steps` > 0, train on answers first, in a run of its own below this one's folder. Collective."""
+    config = checked.config
+    if config.sft.max_steps == 0:
+        return checked
+    folder = config.run.folder / WARM_START
+    inner = replace(
+        config,
+        run=replace(config.run, dir=str(folder)),
+        checkpoint=replace(config.checkpoint, interval=0, model_only=False, best=None),
+        resume="auto",
+    )
+    warm_start = replace(checked, config=inner, eval_rows=[], verb="sft")
+    console = Console(enabled=world.is_main)
+    model = finished_model(folder, world)
+    if model is None:
+        console.note(f"--- first sft: up to {config.sft.max_steps} supervised steps on the answers, a warm start ---")
+        train_supervised(warm_start, world)
+        model = finished_model(folder, world)
+    else:
+        with start_up():
+            admit_supervised(warm_start, world)
+    if model is None:
+        raise ConfigError(f"the warm start left no checkpoint in {folder}: the disk refused it; free some")
+    console.note(f"--- now {config.algo.name}: {config.train.max_steps} steps with rewards, from {model} ---")
+    return replace(checked, config=replace(config, model=replace(config.model, path=str(model), make=None)))
+
+
 def train_supervised(checked: CheckedRun, world: World) -> None:
     """Run the supervised steps of a run, going on where they stopped. Collective."""
-    config = checked.config
     run = Run(checked, world)
     with run.recording_failure(), ExitStack() as stack:
         with start_up():
-            prepared = prepare(checked, ModelSource.of(prepare_model(config, world)))
-            source, tokenizer, prompts = prepared.source, prepared.tokenizer, prepared.prompts
-            check_answers(prompts, tokenizer, source.decoder.vocab_size)
-            warn_of_end_of_turn(run.console, tokenizer, prompts)
+            prepared = prepare_together(checked, world, run.console)
+            check_answers(prepared)
             run.admit(prepared.sources)
-            if world.is_main:
-                for line in banner(checked, world, source, tokenizer, prompts, num_steps=run.num_steps, phase="sft"):
-                    run.console.note(line)
-            mesh = build_update_mesh(checked.layout, world.device, world.rank)
-            with run.console.doing("loading the weights"):
-                trainer = build_trainer(
-                    config, source, mesh, world, role=POLICY, optim=config.sft.optim, num_steps=run.num_steps,
-                    temperature=1.0,
-                )  # fmt: skip
-            policy = RoleModel(POLICY, trainer, source, world)
-            state: Savable = ModelsAlone([policy]) if config.checkpoint.model_only else policy
-            run.resume(state)
-            held_out = build_held_out(checked, run, policy, prepared, stack)
-        _train(config.sft, run, policy, prompts, tokenizer, held_out)
+            print_banner(checked, prepared, world, run.console)
+            policy = _build_policy(checked, prepared.source, run)
+            run.resume(ModelsAlone([policy]) if checked.config.checkpoint.model_only else policy)
+            held_out = _build_held_out(checked, run, policy, prepared, stack)
+        _train(checked.config.sft, run, policy.trainer, prepared, held_out)
         run.finish(**held_out.summary())
 
 
-def _train(
-    sft: SftConfig, run: Run, policy: RoleModel, prompts: PromptSource, tokenizer: ModelTokenizer, held_out: HeldOut
-) -> None:
+def _build_policy(checked: CheckedRun, source: ModelSource, run: Run) -> RoleModel:
+    config, world = checked.config, run.world
+    mesh = build_update_mesh(checked.layout, world.device, world.rank)
+    with run.console.doing("loading the weights"):
+        trainer = build_trainer(
+            config, source, mesh, world, role=POLICY, optim=config.sft.optim, num_steps=run.num_steps, temperature=1.0
+        )
+    return RoleModel(POLICY, trainer, source, world)
+
+
+def _build_held_out(checked: CheckedRun, run: Run, policy: RoleModel, prepared: Prepared, stack: ExitStack) -> HeldOut:
+    """Evaluations of a policy that answers nothing else."""
+    config = checked.config
+    if prepared.held_out is None:
+        return HeldOut(None, None, run, config.eval)
+    replica = build_policys_replica(checked, policy.source, run.world)
+    pool = stack.enter_context(RewardPool(config.reward))
+    turns = build_turns(config, replica, prepared, run.world, stack)
+    evaluator = build_evaluator(config, prepared, replica, pool, turns)
+    assert evaluator is not None, "there are held-out rows"
+    prompts = evaluator.prompts
+    switching = build_switching(
+        config, run.logs, {POLICY: policy}, replica, stack,
+        num_rows=evaluator.num_rows, prompt_at=lambda position: prompts[position % len(prompts)],
+    )  # fmt: skip
+    return HeldOut(evaluator, switching, run, config.eval)
+
+
+def _train(sft: SftConfig, run: Run, trainer: TrainingEngine, prepared: Prepared, held_out: HeldOut) -> None:
     """The supervised loop. Collective over all ranks."""
+    rows_axis = trainer.mesh.data
     watch = AnswerWatch(sft.stop_at_probability)
     held_out.before()
     for step in run.remaining_steps():
-        rows_axis = policy.trainer.mesh.data
-        chosen = prompts.take(step - 1, sft.rows_per_step)[rows_axis.rank :: rows_axis.size]
+        chosen = prepared.prompts.take(step - 1, sft.rows_per_step)[rows_axis.rank :: rows_axis.size]
         with run.logs.timeline.stage("update", step):
-            result = policy.trainer.update(*supervised_batch(chosen, tokenizer, policy.trainer))
+            result = trainer.update(*supervised_batch(chosen, prepared.tokenizer, trainer))
         if watch.sees(answer_probability(result)):
             run.end_early()
         _report(run.logs.recorder, result, num_ranks=run.world.size)
@@ -136,12 +183,13 @@ def supervised_batch(prompts: Sequence[Prompt], tokenizer: ModelTokenizer, train
     return rows, lambda scores, micro: token_mean_loss(scores, micro, num_tokens)
 
 
-def check_answers(prompts: PromptSource, tokenizer: ModelTokenizer, vocab_size: int) -> None:
+def check_answers(prepared: Prepared) -> None:
     """Refuse answers with tokens that the model has no embeddings for. Raises ValueError that names the row."""
+    tokenizer, vocab_size = prepared.tokenizer, prepared.source.decoder.vocab_size
     # Other tokenizers have no such token, and all answers of a large file take minutes.
     if max(tokenizer.raw.get_vocab().values()) < vocab_size:
         return
-    for prompt in prompts.all():
+    for prompt in prepared.prompts.all():
         highest = max(tokenizer.encode_completion(completion_of(prompt)))
         if highest >= vocab_size:
             problem = foreign_token(highest, tokenizer.raw, vocab_size)

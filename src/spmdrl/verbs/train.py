@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from spmdrl.config.config import Config
 from spmdrl.config.reader import ConfigError, LoadedConfig, start_up
@@ -20,33 +20,28 @@ from spmdrl.job.building import (
     Rollouts,
     StageParts,
     build_carried,
-    build_evaluator,
-    build_policys_replica,
     build_prompts_of_step,
     build_stages,
-    build_switching,
     build_turns,
-    warn_of_end_of_turn,
 )
+from spmdrl.job.evaluation.evaluator import build_evaluator
 from spmdrl.job.evaluation.held_out import HeldOut
-from spmdrl.job.model.model_source import ModelSource, agree_on_models, prepare_model
+from spmdrl.job.model.replica import build_policys_replica
 from spmdrl.job.model.role_models import ModelsAlone, build_role_models, saved_models
-from spmdrl.job.model.switching import Switching
+from spmdrl.job.model.switching import Switching, build_switching
 from spmdrl.job.rollouts.kept_rollouts import KeptRollouts
 from spmdrl.job.rollouts.samples_report import SamplesReport, estimates_of
-from spmdrl.job.run.outcome import WARM_START, finished_model
 from spmdrl.job.run.run import Run
 from spmdrl.job.run.run_folder import hold_folder_of_training
 from spmdrl.job.run.savable import Savable, Together
-from spmdrl.job.start.banner import banner
-from spmdrl.job.start.prepared import prepare
+from spmdrl.job.start.banner import print_banner
+from spmdrl.job.start.prepared import prepare_together
 from spmdrl.job.start.rank_facts import open_job
 from spmdrl.job.start.start_checks import CheckedRun, check_run, turn_columns
-from spmdrl.observability.terminal.console import Console
 from spmdrl.resources.mesh import build_update_mesh
 from spmdrl.resources.startup.launch import command_of
-from spmdrl.resources.world import World, make_deterministic
-from spmdrl.verbs.sft import admit_supervised, train_supervised
+from spmdrl.resources.world import make_deterministic
+from spmdrl.verbs.sft import warm_started
 
 
 def main(loaded: LoadedConfig[Config]) -> int:
@@ -119,52 +114,18 @@ def loop(training: Training) -> None:
         run.finish_step(step)
 
 
-def warm_started(checked: CheckedRun, world: World) -> CheckedRun:
-    """With `sft.max_steps` > 0, train on answers first, in a run of its own below this one's folder. Collective."""
-    config = checked.config
-    if config.sft.max_steps == 0:
-        return checked
-    folder = config.run.folder / WARM_START
-    inner = replace(
-        config,
-        run=replace(config.run, dir=str(folder)),
-        checkpoint=replace(config.checkpoint, interval=0, model_only=False, best=None),
-        resume="auto",
-    )
-    warm_start = replace(checked, config=inner, eval_rows=[], verb="sft")
-    console = Console(enabled=world.is_main)
-    model = finished_model(folder, world)
-    if model is None:
-        console.note(f"--- first sft: up to {config.sft.max_steps} supervised steps on the answers, a warm start ---")
-        train_supervised(warm_start, world)
-        model = finished_model(folder, world)
-    else:
-        with start_up():
-            admit_supervised(warm_start, world)
-    if model is None:
-        raise ConfigError(f"the warm start left no checkpoint in {folder}: the disk refused it; free some")
-    console.note(f"--- now {config.algo.name}: {config.train.max_steps} steps with rewards, from {model} ---")
-    return replace(checked, config=replace(config, model=replace(config.model, path=str(model), make=None)))
-
-
 def build(checked: CheckedRun, run: Run, stack: ExitStack) -> Training:
     """Build the layers bottom-up; what must be closed goes on the stack. Collective over all ranks."""
     config, world = checked.config, run.world
-    with run.console.doing("reading the model's config, tokenizer and prompts"):
-        prepared = prepare(checked, ModelSource.of(prepare_model(config, world)))
-        agree_on_models(prepared.sources, world)
-    source, tokenizer, prompts = prepared.source, prepared.tokenizer, prepared.prompts
-    warn_of_end_of_turn(run.console, tokenizer, prompts)
+    prepared = prepare_together(checked, world, run.console)
     run.admit(prepared.sources)
-    if world.is_main:
-        for line in banner(checked, world, source, tokenizer, prompts, num_steps=run.num_steps, phase=checked.phase):
-            run.console.note(line)
+    print_banner(checked, prepared, world, run.console)
+    tokenizer, prompts = prepared.tokenizer, prepared.prompts
     mesh = build_update_mesh(checked.layout, world.device, world.rank)
-
     with run.console.doing("loading the weights"):
         models = build_role_models(config, prepared.sources, {"all": mesh}, world)
     with run.console.doing("starting the generation engine"):
-        replica = build_policys_replica(checked, source, world)
+        replica = build_policys_replica(checked, prepared.source, world)
     saved, carried = saved_models(models), build_carried(config, replica, run.console)
     state: Savable = ModelsAlone(saved) if config.checkpoint.model_only else Together(*saved, carried)
     run.resume(state)
@@ -174,7 +135,7 @@ def build(checked: CheckedRun, run: Run, stack: ExitStack) -> Training:
     turns = build_turns(config, replica, prepared, world, stack)
     evaluator = build_evaluator(config, prepared, replica, pool, turns)
     num_rows = max(carried.rules.most_groups * config.rollout.num_generations, evaluator.num_rows if evaluator else 0)
-    switching = build_switching(config, run, models, replica, stack, num_rows=num_rows, prompt_at=prompts.at)
+    switching = build_switching(config, run.logs, models, replica, stack, num_rows=num_rows, prompt_at=prompts.at)
     device = world.device.torch_device
     row_groups = groups_of_training(mesh, device) | groups_of_generation(replica.mesh, device)
     dock = stack.enter_context(TransferDock(world, checked.needs, config.dock, seed=config.seed, row_groups=row_groups))

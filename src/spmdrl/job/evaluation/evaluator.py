@@ -16,6 +16,7 @@ from spmdrl.dataflow.stages.rollout.requests import EndedResponses, Turns, row_s
 from spmdrl.engines.generation.protocol import Request, Response, SamplingParams
 from spmdrl.engines.reward.pool import RewardPool, RewardResult
 from spmdrl.job.model.replica import Replica
+from spmdrl.job.start.prepared import Prepared
 from spmdrl.observability.logs.jsonl import to_json, write_atomic
 from spmdrl.observability.statistics import Estimate, average_at_k, mean_over_prompts, mean_pass_at_k, wilson
 from spmdrl.observability.terminal.units import fixed
@@ -181,14 +182,24 @@ def _means(rewards: Sequence[float | None], num_samples: int) -> list[float]:
     return [sum(reward / len(group) for reward in group) for group in usable if group]
 
 
-def evaluation_sampling(config: Config, stop_token_ids: tuple[int, ...]) -> SamplingParams:
-    """Greedy for one answer a prompt; otherwise plain sampling at `eval.temperature`."""
-    temperature = 0.0 if config.eval.num_samples == 1 else config.eval.temperature
-    return SamplingParams(
-        temperature=temperature,
+def build_evaluator(
+    config: Config, prepared: Prepared, replica: Replica, pool: RewardPool, turns: Turns | None
+) -> Evaluator | None:
+    """What answers the held-out rows, or None where there are none.
+
+    Greedy for one answer per prompt; otherwise plain sampling at `eval.temperature`.
+    """
+    if prepared.held_out is None:
+        return None
+    sampling = SamplingParams(
+        temperature=0.0 if config.eval.num_samples == 1 else config.eval.temperature,
         max_tokens=config.rollout.max_completion_length,
-        stop_token_ids=stop_token_ids,
+        stop_token_ids=prepared.tokenizer.stop_token_ids,
         stop_strings=config.rollout.stop,
+    )
+    prompts, decode = list(prepared.held_out.all()), prepared.tokenizer.decode
+    return Evaluator(
+        prompts, replica, pool, decode, config=config.eval, sampling=sampling, seed=config.seed, turns=turns
     )
 
 

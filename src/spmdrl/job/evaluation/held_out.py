@@ -16,8 +16,8 @@ from spmdrl.observability.summary import read_summary, write_summary
 class HeldOut:
     """Evaluates the policy on the held-out rows. Its calls are collective over all ranks."""
 
-    def __init__(self, evaluator: Evaluator | None, switching: Switching, run: Run, config: EvalConfig):
-        """Without an evaluator, as without `data.eval`, evaluations do nothing."""
+    def __init__(self, evaluator: Evaluator | None, switching: Switching | None, run: Run, config: EvalConfig):
+        """Without both of the first two, as without `data.eval`, evaluations do nothing."""
         self._evaluator = evaluator
         self._switching = switching
         self._run = run
@@ -50,14 +50,14 @@ class HeldOut:
         }
 
     def _evaluate(self, step: int) -> Evaluation | None:
-        if self._evaluator is None:
+        logs, switching = self._run.logs, self._switching
+        if self._evaluator is None or switching is None:
             return None
-        logs = self._run.logs
-        self._switching.to_generation(step)
+        switching.to_generation(step)
         with logs.timeline.stage("evaluation", step):
             evaluation = self._all_verdicts(self._evaluator())
-        self._switching.start_return(step)
-        self._switching.to_update(step)
+        switching.start_return(step)
+        switching.to_update(step)
         for name, estimate in (("reward", evaluation.mean_reward), ("accuracy", evaluation.accuracy)):
             parts = {"": estimate.value, "_low": estimate.low, "_high": estimate.high}
             for ending, value in parts.items():

@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from spmdrl.config.config import Config
+from spmdrl.dataflow.resharding.planning.slice_layouts import fitted_stride, parameter_table
 from spmdrl.engines.generation.expert_choices import ChoiceRecorder
 from spmdrl.engines.generation.protocol import Decode, GenerationEngine
 from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.job.model.model_source import ModelSource
 from spmdrl.job.start.model_checks import check_vllm, check_vllm_computes
+from spmdrl.job.start.start_checks import CheckedRun
+from spmdrl.observability.terminal.console import Console
 from spmdrl.resources.layout import GenerationLayout
 from spmdrl.resources.mesh import GenerationMesh, build_generation_mesh
 from spmdrl.resources.world import World
@@ -40,6 +43,33 @@ def build_replica(config: Config, source: ModelSource, world: World, layout: Gen
     mesh = build_generation_mesh(layout, world.device, world.size, world.rank)
     build = _vllm_engine if is_vllm else _native_engine
     return Replica(build(config, source, world, mesh), mesh)
+
+
+def build_policys_replica(checked: CheckedRun, source: ModelSource, world: World) -> Replica:
+    """The replica that generates with the policy's weights, so placed that it lacks few of them. Collective."""
+    config, layout = checked.config, checked.config.resources.generation
+    # vLLM takes consecutive ranks.
+    if generation_engine_name(config, world.device.kind) == "native":
+        table = parameter_table(source.decoder)
+        layout = fitted_stride(table, checked.layout, layout, world.launch.local_world_size)
+    return build_replica(config, source, world, layout)
+
+
+def load_replica(config: Config, source: ModelSource, world: World, console: Console) -> Replica:
+    """A replica that answers with the weights of the source's files, without a trainer. Collective over all ranks."""
+    with console.doing("loading the weights"):
+        replica = build_replica(config, source, world, config.resources.generation)
+        engine, files = replica.engine, source.weights()
+        if engine.wants_iterator:
+            names = sorted(engine.weight_shapes())
+            engine.wake_weights()
+            engine.load_weights((name, files.read(whole_slice(name, files.shape(name)))) for name in names)
+        else:
+            storage = engine.wake_weights()
+            for name, wanted in engine.weight_slices().items():
+                storage[name].copy_(files.read(wanted))
+        engine.wake_cache()
+    return replica
 
 
 def generation_engine_name(config: Config, device_kind: str) -> str:
@@ -78,17 +108,3 @@ def _native_engine(config: Config, source: ModelSource, world: World, mesh: Gene
 def _decode_for_stops(config: Config, source: ModelSource) -> Decode | None:
     """What turns tokens into text where some text ends a response."""
     return ModelTokenizer(source.folder).decode if config.rollout.stop else None
-
-
-def load_for_generation(engine: GenerationEngine, source: ModelSource) -> None:
-    """Fill a generation engine from the source's files, without a trainer."""
-    files = source.weights()
-    if engine.wants_iterator:
-        names = sorted(engine.weight_shapes())
-        engine.wake_weights()
-        engine.load_weights((name, files.read(whole_slice(name, files.shape(name)))) for name in names)
-    else:
-        storage = engine.wake_weights()
-        for name, wanted in engine.weight_slices().items():
-            storage[name].copy_(files.read(wanted))
-    engine.wake_cache()

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import count
 
+from spmdrl.config.config import Config
+from spmdrl.dataflow.data.prompts import Prompt
 from spmdrl.dataflow.resharding.flow import ReshardingFlow, ReshardStats
-from spmdrl.dataflow.resharding.moving.probe import Probe
+from spmdrl.dataflow.resharding.moving.probe import Probe, default_tolerance, probe_rows
+from spmdrl.job.model.replica import Replica
+from spmdrl.job.model.role_models import RoleModel, RoleModels
+from spmdrl.job.model.swap_choice import announce, decide_residence, swap_folder
 from spmdrl.job.run.run_logs import RunLogs
 from spmdrl.observability.timeline.timeline import Moved
 from spmdrl.resources.device import Device
 from spmdrl.resources.memory import MemoryLedger, peak_resident_bytes, resident_bytes
-from spmdrl.types.roles import Role
+from spmdrl.types.roles import POLICY, Role
+
+PromptAt = Callable[[int], Prompt]
+"""The prompt at a position of an endless sequence, alike on every rank."""
 
 
 class Switching:
@@ -121,3 +130,38 @@ class Switching:
     def _count_swapped(self, moved: Moved) -> None:
         self._logs.recorder.total("reshard/swapped_bytes", moved.num_bytes)
         self._logs.recorder.mean(f"reshard/{moved.link}_gb_per_second", moved.gb_per_second, moved.seconds)
+
+
+def build_switching(
+    config: Config, logs: RunLogs, models: RoleModels, replica: Replica, stack: ExitStack, *,
+    num_rows: int, prompt_at: PromptAt,
+) -> Switching:  # fmt: skip
+    """The switch of these models, closed with the stack, and probed with the prompts of its step. Collective.
+
+    `num_rows` are those that all replicas together generate at once.
+    """
+    ledger = MemoryLedger()
+    trainers = {role: model.trainer for role, model in models.items()}
+    residence = decide_residence(config, logs.world, trainers, replica, num_rows=num_rows)
+    folder = swap_folder(config)
+    announce(residence, folder, logs)
+    flow = ReshardingFlow(logs.world, trainers, replica.engine, config.reshard, ledger, folder, swaps=residence.swaps)
+    stack.callback(flow.close)
+    return Switching(flow, ledger, logs, logs.world.device, _probe(config, models[POLICY], replica, prompt_at))
+
+
+def _probe(config: Config, policy: RoleModel, replica: Replica, prompt_at: PromptAt) -> Probe | None:
+    """What compares both sides on the prompts that a step begins with, or None with `reshard.probe_tokens: 0`."""
+    num_tokens, tolerance = config.reshard.probe_tokens, config.reshard.probe_tolerance
+    if num_tokens == 0:
+        return None
+    if tolerance is None:
+        tolerance = default_tolerance(policy.trainer.compute_dtype)
+    # An engine that rates prompts beside generating needs a position for a token after them.
+    longest = policy.source.decoder.max_positions - 1
+
+    def rows_of_step(step: int) -> list[list[int]]:
+        positions = count(max(step - 1, 0) * config.rollout.prompts_per_step)
+        return probe_rows((prompt_at(position).prompt_ids for position in positions), num_tokens, longest)
+
+    return Probe(policy.trainer, replica.engine, rows_of_step, tolerance=tolerance)

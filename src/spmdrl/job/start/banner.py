@@ -7,27 +7,28 @@ from collections.abc import Iterator
 import torch
 
 from spmdrl.config.config import Config
-from spmdrl.dataflow.data.prompts import PromptSource
 from spmdrl.engines.models.hf.model_weights import WeightFiles
-from spmdrl.engines.models.tokenizer import ModelTokenizer
-from spmdrl.job.model.model_source import ModelSource
 from spmdrl.job.model.replica import generation_engine_name
 from spmdrl.job.run.run_folder import num_parameters
+from spmdrl.job.start.prepared import Prepared
 from spmdrl.job.start.start_checks import CheckedRun
+from spmdrl.observability.terminal.console import Console
 from spmdrl.observability.terminal.units import count
 from spmdrl.resources.layout import GenerationLayout, UpdateLayout
 from spmdrl.resources.world import World
 
 
-def banner(
-    checked: CheckedRun, world: World, source: ModelSource, tokenizer: ModelTokenizer, prompts: PromptSource, *,
-    num_steps: int, phase: str,
-) -> Iterator[str]:  # fmt: skip
-    """The lines of a training run; a rank can make them by itself."""
-    config, launch = checked.config, world.launch
+def print_banner(checked: CheckedRun, prepared: Prepared, world: World, console: Console) -> None:
+    """Print the lines of a training run on the main rank."""
+    for line in _lines(checked, prepared, world) if world.is_main else ():
+        console.note(line)
+
+
+def _lines(checked: CheckedRun, prepared: Prepared, world: World) -> Iterator[str]:
+    config, source, prompts = checked.config, prepared.source, prepared.prompts
     stored = WeightFiles(source.folder).main_dtype
     computed = str(config.model.compute_dtype(world.device.kind)).removeprefix("torch.")
-    stops = ", ".join(map(str, tokenizer.stop_tokens))
+    stops = ", ".join(map(str, prepared.tokenizer.stop_tokens))
     yield (
         f"model  {source.folder}{' (random weights)' if config.model.make is not None else ''} | "
         f"{count(num_parameters(source.decoder))} parameters | stored {stored}, computed {computed} | stops at {stops}"
@@ -36,19 +37,19 @@ def banner(
     engine = generation_engine_name(config, world.device.kind)
     yield (
         f"ranks  {ranks} | {device_name(world)} | update {update_text(checked.layout)} | "
-        f"generation {generation_text(config.resources.generation, launch.world_size)} | engine {engine}"
+        f"generation {generation_text(config.resources.generation, world.size)} | engine {engine}"
     )
     samples = config.rollout.prompts_per_step * config.rollout.num_generations
-    if phase == "sft":
+    if checked.verb == "sft":
         a_step, rows_a_step = f"{config.sft.rows_per_step} rows a step", config.sft.rows_per_step
     else:
         rows_a_step = config.rollout.prompts_per_step
         a_step = f"{rows_a_step} prompts x {config.rollout.num_generations} responses = {samples} samples a step"
     yield (
-        f"data   {len(prompts)} rows | {a_step} | {num_steps} steps = "
-        f"{num_steps * rows_a_step / max(len(prompts), 1):.3g} passes over the rows"
+        f"data   {len(prompts)} rows | {a_step} | {checked.num_steps} steps = "
+        f"{checked.num_steps * rows_a_step / max(len(prompts), 1):.3g} passes over the rows"
     )
-    yield f"run    {config.run.folder} | {phase} | seed {config.seed} | {checkpoints_text(config)}"
+    yield f"run    {config.run.folder} | {checked.phase} | seed {config.seed} | {checkpoints_text(config)}"
     if stored != computed:
         yield (
             f"NOTE: the weights are stored in {stored} and computed in {computed} "

@@ -15,9 +15,17 @@ from spmdrl.engines.models.hf.model_folder import HUB_TEXT_FILES, read_config, r
 from spmdrl.engines.models.making.make_model import make_folder_without_weights
 from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.engines.training.sharding.parallelize import check_layout
-from spmdrl.job.model.model_source import ModelSource, newest_sound_model, sources_of
+from spmdrl.job.model.model_source import (
+    ModelSource,
+    agree_on_models,
+    newest_sound_model,
+    prepare_model,
+    sources_of,
+)
 from spmdrl.job.start.model_checks import check_generation_fits, check_model_fits, check_vllm_computes
 from spmdrl.job.start.start_checks import CheckedRun
+from spmdrl.observability.terminal.console import Console
+from spmdrl.resources.world import World
 from spmdrl.types.roles import POLICY, Role
 
 
@@ -69,6 +77,20 @@ def prepare(checked: CheckedRun, source: ModelSource) -> Prepared:
     if held_out is not None and checked.verb != "generate":
         check_positions(held_out, "data.eval", source.decoder, config)
     return Prepared(sources, tokenizer, train, held_out)
+
+
+def prepare_together(checked: CheckedRun, world: World, console: Console) -> Prepared:
+    """As `prepare`, with the models that all ranks find alike, weights included. Collective.
+
+    Warns where prompts come from a chat template whose end of turn doesn't end responses.
+    """
+    with console.doing("reading the model's config, tokenizer and prompts"):
+        prepared = prepare(checked, ModelSource.of(prepare_model(checked.config, world)))
+        agree_on_models(prepared.sources, world)
+    prompts = prepared.held_out if prepared.train_prompts is None else prepared.train_prompts
+    if prompts is not None and prompts.uses_template and (warning := prepared.tokenizer.end_of_turn_warning()):
+        console.note(warning)
+    return prepared
 
 
 def check_positions(prompts: PromptSource, key: str, decoder: DecoderConfig, config: Config) -> None:
