@@ -13,13 +13,7 @@ from tests.support.ranks import run_ranks
 from spmdrl.bench.cli import main
 from spmdrl.bench.layouts.layouts import LARGEST_ERROR, compare_layouts, exceeds, layouts_of
 from spmdrl.bench.layouts.traffic import Traffic, axes_of_groups, with_own_groups
-from spmdrl.engines.parallel.axis_collectives import (
-    exchange_rows,
-    gather_rows,
-    scatter_row_sums,
-    shift_ring,
-    sum_across,
-)
+from spmdrl.engines.parallel.axis_collectives import RingShift, exchange_rows, gather_rows, scatter_row_sums
 from spmdrl.resources.layout import UpdateLayout
 from spmdrl.resources.mesh import build_update_mesh
 from spmdrl.resources.world import World
@@ -97,8 +91,8 @@ def _bytes_of_one_call_each(world: World) -> dict[str, int]:
     with Traffic(axes_of_groups(mesh)) as traffic:
         gather_rows(x, mesh.tensor)
         scatter_row_sums(x, mesh.tensor)
-        sum_across(x, mesh.data)
-        shift_ring([x], mesh.data)
+        mesh.data.sum(x)
+        RingShift([x], mesh.data).wait()
         exchange_rows(x, *([[2, 6], [2, 6]] if mesh.data.rank == 0 else [[6, 2], [6, 2]]), mesh.data)
         dist.all_reduce(x, group=mesh.dense_shards.get_group())
         dist.broadcast(x, 0)

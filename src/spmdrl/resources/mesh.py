@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from spmdrl.resources.device import Device
@@ -29,6 +30,20 @@ class Axis:
     """the ranks along the axis; None where there is but one"""
     ranks: tuple[int, ...]
     """their global ranks, by place"""
+
+    def sum(self, x: Tensor) -> Tensor:
+        """A new tensor with the elementwise sum over the ranks; no gradient. Collective over the axis."""
+        return self._reduced(x, dist.ReduceOp.SUM)
+
+    def max(self, x: Tensor) -> Tensor:
+        """A new tensor with the elementwise maximum over the ranks; no gradient. Collective over the axis."""
+        return self._reduced(x, dist.ReduceOp.MAX)
+
+    def _reduced(self, x: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
+        out = x.detach().clone()
+        if self.size > 1:
+            dist.all_reduce(out, op=op, group=self.group)
+        return out
 
 
 @dataclass(frozen=True)
@@ -59,12 +74,6 @@ class UpdateMesh:
     def replica(self) -> int:
         """Which copy of the dense weights this rank belongs to."""
         return self.data.rank // self.layout.shard
-
-    @property
-    def expert_replica(self) -> int:
-        """Which copy of the experts' weights this rank belongs to."""
-        flat = self.data.rank * self.context.size + self.context.rank
-        return flat // (self.layout.expert * self.layout.expert_shard)
 
 
 @dataclass(frozen=True)

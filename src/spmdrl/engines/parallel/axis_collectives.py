@@ -45,16 +45,6 @@ def gather_own_gradient(x: Tensor, sizes: Sequence[int], axis: Axis) -> Tensor:
     return x if axis.size == 1 else _GatherOwnGradient.apply(x, tuple(sizes), axis)
 
 
-def sum_across(x: Tensor, axis: Axis) -> Tensor:
-    """A new tensor with the elementwise sum; no gradient."""
-    return _reduced(x, dist.ReduceOp.SUM, axis)
-
-
-def max_across(x: Tensor, axis: Axis) -> Tensor:
-    """A new tensor with the elementwise maximum; no gradient."""
-    return _reduced(x, dist.ReduceOp.MAX, axis)
-
-
 def exchange_counts(counts: Tensor, axis: Axis) -> Tensor:
     """Row k of the result is what rank k's `counts` [size, ...] holds for this rank; no gradient."""
     if axis.size == 1:
@@ -81,18 +71,6 @@ class RingShift:
         for work in self._works:
             work.wait()
         return self._received
-
-
-def shift_ring(tensors: Sequence[Tensor], axis: Axis) -> list[Tensor]:
-    """Send tensors to the next rank and receive equal shapes from the one before; no gradient."""
-    return list(tensors) if axis.size == 1 else RingShift(tensors, axis).wait()
-
-
-def _reduced(x: Tensor, op: dist.ReduceOp.RedOpType, axis: Axis) -> Tensor:
-    out = x.detach().clone()
-    if axis.size > 1:
-        dist.all_reduce(out, op=op, group=axis.group)
-    return out
 
 
 def _gathered(x: Tensor, axis: Axis) -> Tensor:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spmdrl.engines.models.decoder import Decoder, DecoderConfig
-from spmdrl.engines.parallel.axis_collectives import gather_rows, scatter_row_sums, sum_across
+from spmdrl.engines.parallel.axis_collectives import gather_rows, scatter_row_sums
 from spmdrl.engines.parallel.parts import Parts, TensorCopies
 from spmdrl.engines.parallel.vocabulary import VocabularyPart
 from spmdrl.resources.mesh import Axis
@@ -131,7 +131,7 @@ def _sum_outputs(block: nn.Module, axis: Axis) -> None:
     """Let a block whose outputs are parts of sums give the sums of all tokens."""
 
     def add_up(block: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
-        return sum_across(output, axis)
+        return axis.sum(output)
 
     block.register_forward_hook(add_up)
 
@@ -170,5 +170,5 @@ class _EmbeddingPart(nn.Module):
         """Hidden states of all tokens, or of this rank's equal share of them."""
         places_T, here_T = self.vocabulary.local(tokens_T)
         found_TD = F.embedding(places_T, self.weight) * here_T[:, None]
-        add_up = scatter_row_sums if self.shares_tokens else sum_across
-        return add_up(found_TD, self.vocabulary.axis)
+        axis = self.vocabulary.axis
+        return scatter_row_sums(found_TD, axis) if self.shares_tokens else axis.sum(found_TD)

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from spmdrl.engines.models.kernels import ops
 from spmdrl.engines.models.kernels.plain import linear
-from spmdrl.engines.parallel.axis_collectives import max_across, sum_across
 from spmdrl.engines.parallel.vocabulary import VocabularyPart
 from spmdrl.resources.mesh import Axis
 
@@ -117,14 +116,14 @@ def _rate(logits_CV: Tensor, targets_C: Tensor, vocabulary: VocabularyPart) -> t
     With z = logits - max and S = sum exp z these are z_t - log S, log S - sum(z exp z) / S and max + log S, so that
     only sums over the vocabulary are needed.
     """
-    max_C = max_across(logits_CV.amax(-1), vocabulary.axis)
+    max_C = vocabulary.axis.max(logits_CV.amax(-1))
     logits_CV.sub_(max_C[:, None])
     columns_C, here_C = vocabulary.local(targets_C)
     target_C = logits_CV.gather(1, columns_C[:, None]).squeeze(1) * here_C
     exp_CV = logits_CV.exp()
     sum_C = exp_CV.sum(-1)
     weighted_C = exp_CV.mul_(logits_CV).sum(-1)
-    target_C, sum_C, weighted_C = sum_across(torch.stack((target_C, sum_C, weighted_C)), vocabulary.axis)
+    target_C, sum_C, weighted_C = vocabulary.axis.sum(torch.stack((target_C, sum_C, weighted_C)))
     log_sum_C = sum_C.log()
     return target_C - log_sum_C, log_sum_C - weighted_C / sum_C, max_C + log_sum_C
 

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf.model_weights import WeightSource
-from spmdrl.engines.parallel.axis_collectives import max_across, sum_across
 from spmdrl.engines.training.batching.microbatch import (
     DEFAULT_TOKENS_PER_MICROBATCH,
     DEFAULT_TOKENS_PER_MICROBATCH_ON_CPU,
@@ -141,7 +140,7 @@ class TrainingEngine:
             entropy_R[index] = scores.entropy_R.to("cpu")
 
         self._evaluate("score", rows, see, temperature=temperature)
-        return Scores(*(sum_across(values_R, self.mesh.pipeline) for values_R in (logprobs_R, entropy_R)))
+        return Scores(*map(self.mesh.pipeline.sum, (logprobs_R, entropy_R)))
 
     def values(self, rows: TokenRows) -> Tensor:
         """What a value head says of rows, on the host: [R], or [B] of a reward model. Collective over the mesh."""
@@ -154,7 +153,7 @@ class TrainingEngine:
             values[rows.response_index(work.members) if by_token else work.members] = found.values.to("cpu")
 
         self._evaluate("rate", rows, see)
-        return sum_across(values, self.mesh.pipeline)
+        return self.mesh.pipeline.sum(values)
 
     def update(self, rows: TokenRows, loss: LossFunction) -> UpdateResult:
         """Make one optimizer step over this rank's rows and its peers'. Collective over the mesh.
@@ -242,7 +241,7 @@ class TrainingEngine:
 
     def sum_over_rows(self, counts: Sequence[int]) -> list[int]:
         """Sums of host numbers over the groups of ranks that have rows of their own. Collective over the data axes."""
-        return sum_across(torch.tensor(counts), self.mesh.data).tolist()
+        return self.mesh.data.sum(torch.tensor(counts)).tolist()
 
     def _plan(self, rows: TokenRows) -> list[list[int]]:
         # Ranks that share a row's tokens together take as many times the budget.
@@ -250,7 +249,7 @@ class TrainingEngine:
             rows.lengths_B.tolist(),
             max_tokens=self.training.tokens_per_microbatch(self.device) * self.mesh.context.size,
             cost=self._row_cost,
-            agree=lambda count: int(max_across(torch.tensor([count]), self.mesh.data)),
+            agree=lambda count: int(self.mesh.data.max(torch.tensor([count]))),
         )
 
     def _evaluate(

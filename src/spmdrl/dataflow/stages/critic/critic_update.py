@@ -16,7 +16,6 @@ from spmdrl.dataflow.stages.critic.critic_config import CriticConfig
 from spmdrl.dataflow.stages.model_tokens import ModelTokens
 from spmdrl.dataflow.stages.rows import mini_batch_of_rows, token_rows
 from spmdrl.dataflow.stages.update import UpdatePlan
-from spmdrl.engines.parallel.axis_collectives import sum_across
 from spmdrl.engines.training.batching.packed_rows import LossTerms, MicroBatch, Values
 from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.observability.metrics import Recorder
@@ -59,7 +58,7 @@ class CriticUpdateStage:
     def _report_fit(self, batch: Batch) -> None:
         """How well the values before the update fit the returns. Collective over the data axes."""
         values_R, returns_R = (ModelTokens.of(batch).pick(batch.values(name)) for name in ("values", "returns"))
-        explained = explained_variance(values_R, returns_R, lambda sums: sum_across(sums, self.engine.mesh.data))
+        explained = explained_variance(values_R, returns_R, self.engine.mesh.data.sum)
         if explained is not None:
             self.recorder.mean("critic/explained_variance", explained)
 

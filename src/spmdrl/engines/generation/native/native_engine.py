@@ -25,7 +25,6 @@ from spmdrl.engines.generation.native.sampling import RowDrawer
 from spmdrl.engines.generation.protocol import Decode, Request, Response
 from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.decoder import DecoderConfig
-from spmdrl.engines.parallel.axis_collectives import max_across
 from spmdrl.resources.mesh import Axis, GenerationMesh, lone_generation_mesh
 from spmdrl.types import WeightSlice, whole_slice
 
@@ -284,4 +283,4 @@ class Lockstep:
         """The largest of each count over the replicas. Collective over them."""
         if self.is_alone:
             return list(counts)
-        return max_across(torch.tensor(counts, device=self._device), self._axis).tolist()
+        return self._axis.max(torch.tensor(counts, device=self._device)).tolist()

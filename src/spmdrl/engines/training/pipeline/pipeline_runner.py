@@ -27,7 +27,6 @@ from torch.distributed.pipelining import (
 from torch.distributed.tensor import DTensor
 
 from spmdrl.engines.models.decoder import Decoder
-from spmdrl.engines.parallel.axis_collectives import sum_across
 from spmdrl.engines.training.pipeline.assignment import (
     forward_order,
     layer_spans,
@@ -64,7 +63,7 @@ class PipelineRunner:
         self._stages = {number: _numbered_stage(stages[number]) for number in sorted(stages)}
         self._pipeline, self._layout, self._device = pipeline, layout, device
         # NCCL opens a group's connections in its first collective, which all ranks have to join.
-        sum_across(torch.zeros(1, device=device), pipeline)
+        pipeline.sum(torch.zeros(1, device=device))
 
     def train(
         self, num_microbatches: int, hidden_shape: tuple[int, int], dtype: torch.dtype, compute: Compute

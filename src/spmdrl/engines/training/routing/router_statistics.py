@@ -13,7 +13,6 @@ from torch import Tensor
 
 from spmdrl.engines.models.decoder import Decoder, DecoderConfig
 from spmdrl.engines.models.moe import SparseFeedForward
-from spmdrl.engines.parallel.axis_collectives import max_across, sum_across
 from spmdrl.engines.training.routing.routers import RecordingRoute, RoutingConfig, sparse_layers
 from spmdrl.resources.mesh import UpdateMesh
 
@@ -83,7 +82,7 @@ class RouterStatistics:
         counts_LE, sums_L2 = self._counts_LE, self._sums_L2
         # Not over the tensor axis, whose ranks route the same tokens. Layers that a stage doesn't hold add zeros.
         for axis in (mesh.data, mesh.context, mesh.pipeline):
-            counts_LE, sums_L2 = sum_across(counts_LE, axis), sum_across(sums_L2, axis)
+            counts_LE, sums_L2 = axis.sum(counts_LE), axis.sum(sums_L2)
         return RouterTotals(self._model, self._routing, counts_LE, *sums_L2.unbind(1))
 
 
@@ -93,7 +92,7 @@ def largest_bias(decoders: Iterable[Decoder], mesh: UpdateMesh, device: torch.de
     `decoders` are the parts that this rank holds.
     """
     largest = [bias_E.abs().max() for decoder in decoders for _, bias_E in _biases(decoder)]
-    return float(max_across(torch.stack([torch.zeros((), device=device), *largest]).max(), mesh.pipeline))
+    return float(mesh.pipeline.max(torch.stack([torch.zeros((), device=device), *largest]).max()))
 
 
 def _biases(decoder: Decoder) -> Iterator[tuple[int, Tensor]]:

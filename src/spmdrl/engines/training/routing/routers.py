@@ -19,7 +19,6 @@ from torch import Tensor
 
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.moe import MoeConfig
-from spmdrl.engines.parallel.axis_collectives import sum_across
 from spmdrl.resources.mesh import Axis
 
 
@@ -165,7 +164,7 @@ class RecordingRoute:
         """
         moe, lengths_B1 = self._scope.moe, self._tokens.lengths_B[:, None]
         best_TC = scores_TE.topk(moe.experts_per_token, dim=-1).indices
-        counts_BE = sum_across(self._counts_per_row(best_TC)[:-1], self._scope.context)
+        counts_BE = self._scope.context.sum(self._counts_per_row(best_TC)[:-1])
         frequency_BE = counts_BE * (moe.num_experts / moe.experts_per_token) / lengths_B1
         slope_BE = frequency_BE / lengths_B1 / self._scope.num_rows
         return F.pad(slope_BE, (0, 0, 0, 1)).index_select(0, self._row_t)

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from spmdrl.engines.parallel.axis_collectives import sum_across
 from spmdrl.engines.parallel.parts import Parts
 from spmdrl.resources.mesh import Axis
 
@@ -61,7 +60,7 @@ def _sum_bucket(bucket: Mapping[str, Tensor], parts: Parts, axis: Axis) -> None:
         places = gradient.new_zeros(copies.distinct, gradient.numel())
         places[copies.index] = gradient.flatten()
         spread.append(places.flatten())
-    summed = sum_across(torch.cat(spread), axis).split([places.numel() for places in spread])
+    summed = axis.sum(torch.cat(spread)).split([places.numel() for places in spread])
     for (name, gradient), total in zip(bucket.items(), summed, strict=True):
         copies = parts.tensor_copies[name]
         gradient.copy_(total.view(copies.distinct, -1)[copies.index].view_as(gradient))

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from spmdrl.engines.generation.rollout_config import RolloutConfig
-from spmdrl.engines.parallel.axis_collectives import max_across
 from spmdrl.resources.host_memory import free_host_bytes
 from spmdrl.resources.mesh import Axis
 from spmdrl.resources.startup.launch import read_launch_environment
@@ -141,7 +140,7 @@ def affordable_blocks(rollout: RolloutConfig, block_bytes: int, device: torch.de
     budget_bytes, source = _budget(rollout, device)
     num_blocks = budget_bytes // block_bytes
     if axis.size > 1:
-        num_blocks = -int(max_across(torch.tensor(-num_blocks, device=device), axis))
+        num_blocks = -int(axis.max(torch.tensor(-num_blocks, device=device)))
     if num_blocks < 2:
         raise ValueError(
             f"{source} leaves {budget_bytes} bytes for the KV cache, but 2 blocks take {2 * block_bytes}; raise it or "
