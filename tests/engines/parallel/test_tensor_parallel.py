@@ -11,10 +11,14 @@ from torch import Tensor
 from spmdrl.engines.models.decoder import Decoder, DecoderConfig
 from spmdrl.engines.models.moe import MoeConfig
 from spmdrl.engines.parallel.parts import Parts
-from spmdrl.engines.parallel.tensor_parallel import apply_tensor_parallel, check_tensor_parallel
+from spmdrl.engines.parallel.tensor_parallel import (
+    apply_tensor_parallel,
+    check_tensor_parallel,
+    is_first,
+    sum_tensor_gradients,
+)
 from spmdrl.engines.parallel.vocabulary import VocabularyPart
 from spmdrl.engines.training.heads import LogprobHead, ValueHead
-from spmdrl.engines.training.sharding.gradient_sync import is_first, sum_tensor_gradients
 from spmdrl.resources.layout import UpdateLayout
 from spmdrl.resources.mesh import Axis, build_update_mesh
 from spmdrl.resources.world import World

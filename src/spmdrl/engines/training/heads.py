@@ -1,25 +1,31 @@
 """What an engine puts on a micro-batch's hidden states: log-probabilities for a policy, values for critic and reward.
 
-Each is made for one micro-batch and handed to the decoder, which calls it inside its own forward. Under tensor
-parallelism it gets this rank's share of the tokens and answers for all of them.
+A head is made for one micro-batch and handed to the decoder, which calls it inside its own forward. Under tensor
+parallelism it gets this rank's share of the tokens and answers for all of them; the vocabulary is cut over the axis, so
+each rank computes its own logits, and only sums a place long travel. All logits are never held at once.
 
 Shape letters: `T` packed tokens of the micro-batch, or this rank's equal share of them; `P` places to rate; `D` model
-width; `V` vocabulary.
+width; `V` vocabulary, or this rank's part of it; `C` places of one chunk.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from spmdrl.engines.models.kernels import ops
+from spmdrl.engines.models.kernels.plain import linear
 from spmdrl.engines.parallel.axis_collectives import gather_own_gradient, gather_rows
 from spmdrl.engines.parallel.vocabulary import VocabularyPart
-from spmdrl.engines.training.logprobs import logprobs_and_entropy
 from spmdrl.resources.mesh import Axis
+
+LOGITS_CHUNK_BYTES = 128 << 20
+"""Size of one float32 [C, V] tensor; about three of them live at a time."""
 
 
 class TokenHead(Protocol):
@@ -41,11 +47,14 @@ class LogprobHead:
     """The tokens that predict, by their place in the micro-batch."""
     targets_P: Tensor
     """The token after each of them."""
-    vocabulary: VocabularyPart
+    vocabulary: VocabularyPart | None = None
+    """Where a tensor axis cuts it, what this rank holds."""
     temperature: float = 1.0
 
     def __call__(self, hidden_TD: Tensor, weight_VD: Tensor) -> tuple[Tensor, Tensor]:
-        hidden_PD = gather_rows(hidden_TD, self.vocabulary.axis)[self.places_P]
+        if self.vocabulary is not None:
+            hidden_TD = gather_rows(hidden_TD, self.vocabulary.axis)
+        hidden_PD = hidden_TD[self.places_P]
         return logprobs_and_entropy(
             hidden_PD, weight_VD, self.targets_P, temperature=self.temperature, vocabulary=self.vocabulary
         )
@@ -68,3 +77,132 @@ class ValueHead:
         own_T = F.linear(hidden_TD.to(torch.float32), weight_VD.to(torch.float32)).squeeze(1)
         values_T = gather_own_gradient(own_T, [len(own_T)] * self.tensor.size, self.tensor)
         return (values_T[self.places_P],)
+
+
+def logprobs_and_entropy(
+    hidden_PD: Tensor,
+    head_weight_VD: Tensor,
+    targets_P: Tensor,
+    *,
+    temperature: float = 1.0,
+    vocabulary: VocabularyPart | None = None,
+    chunk_bytes: int = LOGITS_CHUNK_BYTES,
+) -> tuple[Tensor, Tensor]:
+    """log p(target) [P] and entropy in nats [P] under p = softmax(hidden @ head.T / temperature), both float32.
+
+    The matrix product runs in the dtype of its inputs, all else in float32. Logits are computed chunk by chunk, and
+    again in backward. Both outputs have gradients to `hidden_PD` and `head_weight_VD`.
+
+    With a `vocabulary` this is collective over its axis in forward, not in backward: all its ranks give the same
+    hidden states and targets and get the same results. Going back from the same loss on each of them, the gradient
+    to `hidden_PD` is this rank's part of a sum over the axis.
+    """
+    return _LogprobsAndEntropy.apply(hidden_PD, head_weight_VD, targets_P, temperature, vocabulary, chunk_bytes)
+
+
+class _LogprobsAndEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_PD: Tensor,
+        head_weight_VD: Tensor,
+        targets_P: Tensor,
+        temperature: float,
+        vocabulary: VocabularyPart | None,
+        chunk_bytes: int,
+    ) -> tuple[Tensor, Tensor]:
+        # Parts may differ in size, but their ranks must go through the same chunks.
+        widest = len(head_weight_VD) if vocabulary is None else vocabulary.widest
+        chunks = list(_chunks(len(targets_P), widest, chunk_bytes))
+        logprobs_P = hidden_PD.new_empty(len(targets_P), dtype=torch.float32)
+        entropy_P, normalizer_P = torch.empty_like(logprobs_P), torch.empty_like(logprobs_P)
+        for rows in chunks:
+            logits_CV = _logits(hidden_PD[rows], head_weight_VD, temperature)
+            logprobs_P[rows], entropy_P[rows], normalizer_P[rows] = _rate(logits_CV, targets_P[rows], vocabulary)
+            # Else this chunk would outlive the computation of the next.
+            del logits_CV
+        ctx.save_for_backward(hidden_PD, head_weight_VD, targets_P, entropy_P, normalizer_P)
+        ctx.temperature, ctx.vocabulary, ctx.chunks = temperature, vocabulary, chunks
+        ctx.set_materialize_grads(False)
+        return logprobs_P, entropy_P
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden_PD, head_weight_VD, targets_P, entropy_P, normalizer_P = ctx.saved_tensors
+        by_logprob_P, by_entropy_P = (None if given is None else given / ctx.temperature for given in gradients)
+        by_hidden_PD = torch.zeros_like(hidden_PD)
+        by_head_VD = torch.zeros_like(head_weight_VD, dtype=torch.float32)
+        for rows in ctx.chunks:
+            logprobs_CV = _logits(hidden_PD[rows], head_weight_VD, ctx.temperature).sub_(normalizer_P[rows, None])
+            by_logits_CV = _minus_expected(
+                logprobs_CV,
+                entropy_P[rows],
+                by_logprob_C=None if by_logprob_P is None else by_logprob_P[rows],
+                by_entropy_C=None if by_entropy_P is None else by_entropy_P[rows],
+            )
+            if by_logprob_P is not None:
+                columns_C, here_C = _columns(targets_P[rows], ctx.vocabulary)
+                by_logits_CV.scatter_add_(1, columns_C[:, None], (by_logprob_P[rows] * here_C)[:, None])
+            del logprobs_CV
+            by_logits_CV = by_logits_CV.to(head_weight_VD.dtype)
+            by_hidden_PD[rows] = by_logits_CV @ head_weight_VD
+            ops.add_matmul(by_head_VD, by_logits_CV, hidden_PD[rows])
+            del by_logits_CV
+        return by_hidden_PD, by_head_VD.to(head_weight_VD.dtype), None, None, None, None
+
+
+def _chunks(num_rows: int, vocab_size: int, chunk_bytes: int) -> Iterator[slice]:
+    """Even chunks of at most `chunk_bytes` of float32 logits, but of at least one row."""
+    if num_rows == 0:
+        return
+    rows_allowed = max(1, chunk_bytes // (vocab_size * 4))
+    count = -(-num_rows // rows_allowed)
+    bounds = [num_rows * k // count for k in range(count + 1)]
+    yield from (slice(start, stop) for start, stop in zip(bounds[:-1], bounds[1:], strict=True))
+
+
+def _logits(hidden_CD: Tensor, head_weight_VD: Tensor, temperature: float) -> Tensor:
+    return linear(hidden_CD, head_weight_VD).to(torch.float32).div_(temperature)
+
+
+def _columns(targets_C: Tensor, vocabulary: VocabularyPart | None) -> tuple[Tensor, Tensor | int]:
+    """Where the targets are among this rank's logits, and whether they are."""
+    return (targets_C, 1) if vocabulary is None else vocabulary.local(targets_C)
+
+
+def _rate(logits_CV: Tensor, targets_C: Tensor, vocabulary: VocabularyPart | None) -> tuple[Tensor, Tensor, Tensor]:
+    """log p(target), entropy and log of the sum of exp(logits), each [C]; overwrites `logits_CV`.
+
+    With z = logits - max and S = sum exp z these are z_t - log S, log S - sum(z exp z) / S and max + log S, so that
+    only sums over the vocabulary are needed.
+    """
+    max_C = logits_CV.amax(-1)
+    if vocabulary is not None:
+        max_C = vocabulary.axis.max(max_C)
+    logits_CV.sub_(max_C[:, None])
+    columns_C, here_C = _columns(targets_C, vocabulary)
+    target_C = logits_CV.gather(1, columns_C[:, None]).squeeze(1) * here_C
+    exp_CV = logits_CV.exp()
+    sum_C = exp_CV.sum(-1)
+    weighted_C = exp_CV.mul_(logits_CV).sum(-1)
+    if vocabulary is not None:
+        target_C, sum_C, weighted_C = vocabulary.axis.sum(torch.stack((target_C, sum_C, weighted_C)))
+    log_sum_C = sum_C.log()
+    return target_C - log_sum_C, log_sum_C - weighted_C / sum_C, max_C + log_sum_C
+
+
+def _minus_expected(
+    logprobs_CV: Tensor, entropy_C: Tensor, *, by_logprob_C: Tensor | None, by_entropy_C: Tensor | None
+) -> Tensor:
+    """-p * (g + h * (log p + H)), overwriting `logprobs_CV`.
+
+    d/dz of g * log p_t + h * H is this and g at the target.
+    """
+    p_CV = logprobs_CV.exp()
+    if by_entropy_C is None:
+        assert by_logprob_C is not None, "backward is called for the gradient of at least one output"
+        return p_CV.mul_(-by_logprob_C[:, None])
+    factor_CV = logprobs_CV.add_(entropy_C[:, None]).mul_(by_entropy_C[:, None])
+    if by_logprob_C is not None:
+        factor_CV.add_(by_logprob_C[:, None])
+    return factor_CV.mul_(p_CV).neg_()

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from spmdrl.engines.models.decoder import Decoder, DecoderConfig
 from spmdrl.engines.models.hf.model_folder import parameter_shapes
 from spmdrl.engines.parallel.parts import Parts
-from spmdrl.engines.training.sharding.gradient_sync import is_first
+from spmdrl.engines.parallel.tensor_parallel import is_first
 from spmdrl.resources.collectives import sum_over
 from spmdrl.resources.mesh import UpdateMesh
 from spmdrl.types import WeightSlice
@@ -78,7 +78,9 @@ class ShardedModel:
         """The part that this rank holds of a weight, or of a gradient or mean that is cut like it."""
         parts = self._part_of[name]
         local, box = local_tensor(tensor), parts.slices[name]
-        first = is_first(name, self.mesh.tensor, parts) and name not in self._copies
+        first = name not in self._copies
+        if self.mesh.tensor.size > 1:
+            first = first and is_first(name, self.mesh.tensor, parts)
         if isinstance(tensor, DTensor):
             for axis, placement in enumerate(tensor.placements):
                 size, rank = tensor.device_mesh.size(axis), tensor.device_mesh.get_local_rank(axis)

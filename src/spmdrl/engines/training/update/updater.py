@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from spmdrl.engines.parallel.tensor_parallel import sum_tensor_gradients
 from spmdrl.engines.training.batching.packed_rows import LossFunction, Scores, Values
 from spmdrl.engines.training.passes import Passes, Work
 from spmdrl.engines.training.pipeline.pipeline_runner import sum_tied_gradients
 from spmdrl.engines.training.routing.router_statistics import RouterStatistics, largest_bias
 from spmdrl.engines.training.routing.routers import RoutingConfig
-from spmdrl.engines.training.sharding.gradient_sync import sum_tensor_gradients
 from spmdrl.engines.training.sharding.sharded_model import Shard, local_gradients, local_tensor
 from spmdrl.engines.training.update.optimizer import (
     OptimConfig,
