@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 Kind = Literal["mean", "total", "alike", "max", "min"]
+Table = Mapping[str, tuple[Kind, float, float]]
+"""Kind, value and count of each metric, as a tuple or, out of JSON, a list."""
 
 
 @dataclass(frozen=True)
@@ -37,30 +39,31 @@ class Recorder:
     def mean(self, name: str, value: float, count: float = 1.0) -> None:
         """Record `value` as the mean of `count` things; over records and ranks it is weighted by `count`."""
         if count != 0:
-            self._add(name, Stat("mean", float(value) * count, float(count)))
+            self.add(name, Stat("mean", float(value) * count, float(count)))
 
     def total(self, name: str, value: float) -> None:
         """Record an amount that adds up over records and ranks."""
-        self._add(name, Stat("total", float(value)))
+        self.add(name, Stat("total", float(value)))
 
     def alike(self, name: str, value: float) -> None:
         """Record an amount that adds up over records and is the same on every rank, where it is counted once."""
-        self._add(name, Stat("alike", float(value)))
+        self.add(name, Stat("alike", float(value)))
 
     def maximum(self, name: str, value: float) -> None:
         """Record a value of which the largest over records and ranks counts."""
-        self._add(name, Stat("max", float(value)))
+        self.add(name, Stat("max", float(value)))
 
     def minimum(self, name: str, value: float) -> None:
         """Record a value of which the smallest over records and ranks counts."""
-        self._add(name, Stat("min", float(value)))
+        self.add(name, Stat("min", float(value)))
 
     def drain(self) -> dict[str, Stat]:
         """Return the stats so far in the order of their names, and start anew."""
         stats, self._stats = self._stats, {}
         return dict(sorted(stats.items()))
 
-    def _add(self, name: str, stat: Stat) -> None:
+    def add(self, name: str, stat: Stat) -> None:
+        """Record a stat beside those of this name so far. Raises ValueError where they are of another kind."""
         known = self._stats.get(name)
         if known is not None:
             _refuse_two_kinds(name, known.kind, stat.kind)
@@ -70,41 +73,53 @@ class Recorder:
 
 def encode(stats: Mapping[str, Stat]) -> bytes:
     """The stats of one rank as JSON bytes, to be gathered over ranks and merged."""
-    table = {name: [stat.kind, stat.value, stat.count] for name, stat in stats.items()}
-    return json.dumps(table, sort_keys=True).encode()
+    return json.dumps(table_of(stats), sort_keys=True).encode()
+
+
+def table_of(stats: Mapping[str, Stat]) -> Table:
+    """The stats as JSON takes them."""
+    return {name: (stat.kind, stat.value, stat.count) for name, stat in stats.items()}
 
 
 def merge(payloads: Sequence[bytes]) -> dict[str, float]:
-    """Reduce what `encode` made on each rank to one value a metric, in the order of their names.
+    """Reduce what `encode` made on each rank to one value per metric, in the order of their names.
 
     Sums are correctly rounded (`math.fsum`), so the result doesn't depend on the order of the ranks.
     A name that a rank didn't record counts nothing there; a NaN on any rank makes the metric NaN.
     """
-    stats_of: dict[str, list[Stat]] = {}
-    for payload in payloads:
-        for name, (kind, value, count) in json.loads(payload).items():
-            known = stats_of.setdefault(name, [])
-            if known:
-                _refuse_two_kinds(name, known[0].kind, kind)
-            known.append(Stat(kind, value, count))
-    return {name: _reduced(stats_of[name]) for name in sorted(stats_of)}
+    by_name = _stats_by_name([json.loads(payload) for payload in payloads])
+    return {name: _mean(stats) if stats[0].kind == "mean" else _total(stats).value for name, stats in by_name.items()}
 
 
-def _reduced(stats: Sequence[Stat]) -> float:
-    kind = stats[0].kind
-    values = [stat.value for stat in stats]
+def totals_of(tables: Sequence[Table]) -> dict[str, Stat]:
+    """The stats of all ranks together, by the same rules as `merge`; means stay sums and counts."""
+    return {name: _total(stats) for name, stats in _stats_by_name(tables).items()}
+
+
+def _stats_by_name(tables: Sequence[Table]) -> dict[str, list[Stat]]:
+    by_name: dict[str, list[Stat]] = {}
+    for table in tables:
+        for name, (kind, value, count) in table.items():
+            stats = by_name.setdefault(name, [])
+            if stats:
+                _refuse_two_kinds(name, stats[0].kind, kind)
+            stats.append(Stat(kind, value, count))
+    return dict(sorted(by_name.items()))
+
+
+def _total(stats: Sequence[Stat]) -> Stat:
+    kind, values = stats[0].kind, [stat.value for stat in stats]
     if kind == "mean":
-        return _mean(stats)
-    return _sum(values) if kind == "total" else _extreme(kind, values)
+        return Stat(kind, _sum(values), math.fsum(stat.count for stat in stats))
+    return Stat(kind, _sum(values) if kind == "total" else _extreme(kind, values))
 
 
 def _mean(stats: Sequence[Stat]) -> float:
-    count = math.fsum(stat.count for stat in stats)
-    total = _sum([stat.value for stat in stats])
-    if math.isfinite(total):
-        return total / count
+    total = _total(stats)
+    if math.isfinite(total.value):
+        return total.value / total.count
     # The sum of huge values overflows where their mean doesn't.
-    return _sum([stat.value / count for stat in stats])
+    return _sum([stat.value / total.count for stat in stats])
 
 
 def _sum(values: Sequence[float]) -> float:

@@ -221,6 +221,6 @@ def token_mean_loss(scores: Scores, micro: MicroBatch, num_tokens: int) -> LossT
     metrics = {
         "answer_probability": (row_sums_B.exp().sum(), num_rows),
         "entropy": (scores.entropy_R.detach().sum(), num_here),
-        "tokens": (torch.tensor(float(micro.tokens_T.numel())), num_rows),
+        "tokens": (torch.tensor(float(micro.num_tokens)), num_rows),
     }
     return LossTerms(-scores.logprobs_R.sum() / max(num_tokens, 1), metrics)

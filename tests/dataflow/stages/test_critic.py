@@ -16,7 +16,7 @@ from spmdrl.dataflow.stages.critic.returns import ReturnsStage, monte_carlo_retu
 from spmdrl.dataflow.stages.rows import token_rows
 from spmdrl.dataflow.stages.update import UpdatePlan
 from spmdrl.engines.models.making.make_model import RandomWeights
-from spmdrl.engines.training.batching.packed_rows import Values, to_microbatch
+from spmdrl.engines.training.batching.packed_rows import to_microbatch
 from spmdrl.engines.training.training_engine import TrainingConfig, TrainingEngine
 from spmdrl.observability.metrics import Recorder, encode, merge
 from spmdrl.resources.collectives import gather_bytes
@@ -157,11 +157,12 @@ def test_equal_returns_have_no_variance_to_explain():
 
 
 def test_a_value_beyond_the_bound_gets_no_gradient_away_from_it():
-    micro = to_microbatch(token_rows(rows_of_step(), MODEL, ["values", "returns"]), torch.device("cpu"))
+    rows = token_rows(rows_of_step(), MODEL, ["values", "returns"])
+    micro = to_microbatch(rows, range(len(rows)), torch.device("cpu"), "token_values")
     before_R, returns_R = micro.response["values"], micro.response["returns"]
     # All the way to the return: beyond the bound where that is far, so that the clipped error is the larger one.
     values_R = returns_R.clone().requires_grad_()
-    ValueLoss(len(returns_R), clip=0.3)(Values(values_R), micro).loss.backward()
+    ValueLoss(len(returns_R), clip=0.3)(values_R, micro).loss.backward()
     assert values_R.grad is not None and not values_R.grad.any()
     assert ((returns_R - before_R).abs() > 0.3).any()
 

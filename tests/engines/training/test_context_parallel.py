@@ -11,10 +11,9 @@ from torch import Tensor
 
 from spmdrl.engines.models.decoder import Decoder
 from spmdrl.engines.models.layers import PackedCausalAttention
-from spmdrl.engines.training.batching.packed_rows import TokenRows, to_microbatch
-from spmdrl.engines.training.context.context_parallel import attention_of, check_context_parallel
-from spmdrl.engines.training.context.local_tokens import LocalTokens, local_tokens
-from spmdrl.engines.training.context.token_placement import Placement, place_tokens, placed_size
+from spmdrl.engines.training.batching.packed_rows import MicroBatch, TokenRows, to_microbatch
+from spmdrl.engines.training.context.context_parallel import attention_of, check_context_parallel, share_of
+from spmdrl.engines.training.context.token_placement import Placement, num_places, place_tokens
 from spmdrl.resources.layout import ContextKind
 from spmdrl.resources.mesh import Axis
 from spmdrl.resources.world import World
@@ -37,17 +36,16 @@ def _relative_error(ours: Tensor, theirs: Tensor) -> float:
 
 def _own(values_T: Tensor, placement: Placement) -> Tensor:
     """A rank's part of packed values, with garbage at padding."""
-    source_t = placement.source_P[placement.own_t]
-    own = values_T[source_t.clamp(min=0)]
-    own[source_t < 0] = 3.0
+    own = values_T[placement.source_T.clamp(min=0)]
+    own[placement.source_T < 0] = 3.0
     return own
 
 
 def _whole(own_t: Tensor, placement: Placement) -> Tensor:
     """The packed values of which each rank brings its own."""
-    source_t = placement.source_P[placement.own_t]
-    whole_T = own_t.new_zeros((len(placement.place_T), *own_t.shape[1:]))
-    whole_T[source_t[source_t >= 0]] = own_t[source_t >= 0]
+    source_T = placement.source_T
+    whole_T = own_t.new_zeros((len(placement.place_A), *own_t.shape[1:]))
+    whole_T[source_T[source_T >= 0]] = own_t[source_T >= 0]
     dist.all_reduce(whole_T)
     return whole_T
 
@@ -62,10 +60,11 @@ def _attention_errors(axis: Axis, kind: ContextKind, lengths: list[int], heads: 
     expected = PackedCausalAttention(offsets)(0, *whole)
     gradients = torch.autograd.grad((expected * weight).sum(), whole)
 
-    num_tokens = placed_size(offsets, axis.size, kind, 2) + 2 * axis.size
-    placement = place_tokens(offsets, axis, kind, multiple=2, num_tokens=num_tokens)
+    unit = 2 * axis.size
+    size = (num_places(offsets, axis.size, kind) // unit + 2) * unit
+    placement = place_tokens(offsets, axis, kind, size=size)
     own = [_own(x.detach(), placement).requires_grad_() for x in whole]
-    real = placement.source_P[placement.own_t] >= 0
+    real = placement.source_T >= 0
     attended = attention_of(placement, CPU)(0, *own)
     parts = torch.autograd.grad((attended * _own(weight, placement))[real].sum(), own)
     errors = {}
@@ -75,12 +74,13 @@ def _attention_errors(axis: Axis, kind: ContextKind, lengths: list[int], heads: 
     return errors
 
 
-def _scores(local: LocalTokens, decoder: Decoder) -> Tensor:
-    def head(hidden_tD: Tensor, head_VD: Tensor) -> Tensor:
-        logprobs_pV = torch.log_softmax(hidden_tD[local.predicting_p] @ head_VD.T, dim=-1)
-        return logprobs_pV.gather(1, local.targets_p[:, None]).squeeze(1)
+def _scores(micro: MicroBatch, decoder: Decoder) -> Tensor:
+    def head(hidden_TD: Tensor, head_VD: Tensor) -> Tensor:
+        logprobs_PV = torch.log_softmax(hidden_TD[micro.places_P] @ head_VD.T, dim=-1)
+        return logprobs_PV.gather(1, micro.targets_P[:, None]).squeeze(1)
 
-    return local.scores_to_R(decoder(local.tokens_t, local.positions_t, local.attend, head))
+    scores_P = decoder(micro.tokens_T, micro.positions_T, micro.attend, head)
+    return scores_P if micro.gather_R is None else micro.gather_R(scores_P)
 
 
 def _decoder_errors(axis: Axis, kind: ContextKind, lengths: list[int]) -> dict[str, float]:
@@ -90,12 +90,13 @@ def _decoder_errors(axis: Axis, kind: ContextKind, lengths: list[int]) -> dict[s
     rows = TokenRows(torch.randint(17, (sum(lengths),)), offsets_of(lengths), prompts_B)
     weights_R = torch.randn(rows.num_response_tokens)
     decoder = Decoder(CONFIG)
-    micro = to_microbatch(rows, CPU)
-    alone = place_tokens(rows.offsets, Axis("context", 1, 0, None, (axis.rank,)), kind)
-    expected_R = _scores(local_tokens(alone, rows, micro), decoder)
+    micro = to_microbatch(rows, range(len(rows)), CPU, "logprobs")
+    expected_R = _scores(micro, decoder)
     gradients = torch.autograd.grad((weights_R * expected_R).sum(), list(decoder.parameters()))
 
-    scores_R = _scores(local_tokens(place_tokens(rows.offsets, axis, kind), rows, micro), decoder)
+    size = -(-num_places(rows.offsets, axis.size, kind) // axis.size) * axis.size
+    placement = place_tokens(rows.offsets, axis, kind, size=size)
+    scores_R = _scores(share_of(micro, rows.rated_places("logprobs"), placement), decoder)
     errors = {"scores": _relative_error(scores_R.detach(), expected_R.detach())}
     shares = torch.autograd.grad((weights_R * scores_R).sum(), list(decoder.parameters()))
     for (name, _), share, gradient in zip(decoder.named_parameters(), shares, gradients, strict=True):

@@ -85,7 +85,7 @@ def test_a_step_that_is_not_finite_changes_nothing(world, loss):
     engine.update(make_rows(), weighted_nll)
     before = {key: shard.tensor.clone() for key, shard in trainer_state(engine).items()}
     result = engine.update(make_rows(), loss)
-    assert result.skipped and engine.step_count == 1
+    assert result.skipped and engine.update_count == 1
     for key, shard in trainer_state(engine).items():
         assert torch.equal(shard.tensor, before[key]), key
     assert engine.named_gradients() == {}

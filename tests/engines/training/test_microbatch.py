@@ -15,12 +15,11 @@ from spmdrl.engines.models.latent import LatentConfig
 from spmdrl.engines.models.moe import MoeConfig
 from spmdrl.engines.training.batching.microbatch import (
     RowCost,
-    dummy_rows,
     fewest_microbatches,
     largest_differencing,
     plan_microbatches,
 )
-from spmdrl.engines.training.batching.packed_rows import TokenRows, to_microbatch
+from spmdrl.engines.training.batching.packed_rows import TokenRows, dummy_rows, to_microbatch
 from spmdrl.types import offsets_of
 from tests.engines.training.tiny import CONFIG, make_rows
 
@@ -152,9 +151,9 @@ def test_the_cost_of_a_sparse_latent_model_counts_what_a_token_meets(query_rank)
 
 def test_a_microbatch_points_at_the_tokens_before_each_response_token():
     rows = TokenRows(torch.arange(10, 17), offsets_of([4, 3]), torch.tensor([2, 1]))
-    micro = to_microbatch(rows, torch.device("cpu"))
-    assert micro.targets_R.tolist() == [12, 13, 15, 16]
-    assert micro.predicting_R.tolist() == [1, 2, 4, 5]
+    micro = to_microbatch(rows, [0, 1], torch.device("cpu"), "logprobs")
+    assert micro.targets_P.tolist() == [12, 13, 15, 16]
+    assert micro.places_P.tolist() == [1, 2, 4, 5]
     assert micro.row_of_response_R.tolist() == [0, 0, 1, 1]
     assert micro.positions_T.tolist() == [0, 1, 2, 3, 0, 1, 2]
 
@@ -162,7 +161,7 @@ def test_a_microbatch_points_at_the_tokens_before_each_response_token():
 def test_selected_rows_carry_their_columns_and_know_where_they_came_from():
     rows = make_rows(5)
     picked = rows.select([3, 1])
-    assert picked.dense["row"].tolist() == [3, 1]
+    assert picked.response["row"].unique_consecutive().tolist() == [3, 1]
     torch.testing.assert_close(picked.response["weights"], rows.response["weights"][rows.response_index([3, 1])])
     bounds = rows.offsets.tolist()
     assert picked.tokens_T.tolist() == rows.tokens_T[bounds[3] : bounds[4]].tolist() + (

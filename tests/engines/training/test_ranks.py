@@ -40,7 +40,7 @@ def uneven_rows(rank: int, world_size: int) -> TokenRows:
 
 def nan_on_rank_1(scores: Scores, micro: MicroBatch) -> LossTerms:
     terms = weighted_nll(scores, micro)
-    is_rank_1 = bool((micro.dense["row"] >= 2).any())
+    is_rank_1 = bool((micro.response["row"] >= 2).any())
     return LossTerms(terms.loss * math.nan if is_rank_1 else terms.loss, terms.metrics)
 
 
@@ -111,7 +111,7 @@ def write_state(world: World, folder: Path, layout: UpdateLayout) -> dict[str, T
 def read_state(world: World, folder: Path) -> tuple[int, dict[str, Tensor]]:
     engine = make_engine(world)
     load_trainer_state(engine, ShardFiles(folder))
-    return engine.step_count, whole_weights(engine)
+    return engine.update_count, whole_weights(engine)
 
 
 @pytest.mark.parametrize("layout", [UpdateLayout(data=1, shard=2), UpdateLayout(data=2, shard=1)])
@@ -120,7 +120,7 @@ def test_a_state_written_by_two_ranks_loads_into_one_and_back(world, tmp_path, l
     engine = make_engine(world)
     files = ShardFiles(tmp_path)
     load_trainer_state(engine, files)
-    assert engine.step_count == 3
+    assert engine.update_count == 3
     for name, weight in whole_weights(engine).items():
         assert torch.equal(weight, written[name]), name
     for name, means in engine.optimizer_state().items():

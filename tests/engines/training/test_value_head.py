@@ -18,7 +18,7 @@ from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf.model_folder import hf_config_dict, parameter_shapes, read_config
 from spmdrl.engines.models.hf.model_weights import WeightFiles, WeightSource, WithNewHead, write_weights
 from spmdrl.engines.models.making.make_model import RandomWeights
-from spmdrl.engines.training.batching.packed_rows import LossFunction, LossTerms, MicroBatch, TokenRows, Values
+from spmdrl.engines.training.batching.packed_rows import LossFunction, LossTerms, MicroBatch, TokenRows
 from spmdrl.engines.training.training_engine import TrainingConfig, TrainingEngine
 from spmdrl.resources.layout import UpdateLayout, fit_update_layout
 from spmdrl.resources.mesh import build_update_mesh
@@ -50,14 +50,15 @@ def value_engine(
     return engine
 
 
-def token_error(values: Values, micro: MicroBatch) -> LossTerms:
-    """Squared error of a critic's values [R] against the response tokens' weights."""
-    return LossTerms(((values.values - 10.0 * micro.response["weights"]) ** 2).sum() / 20.0, {})
+def token_error(values_R: Tensor, micro: MicroBatch) -> LossTerms:
+    """Squared error of a critic's values against the response tokens' weights."""
+    return LossTerms(((values_R - 10.0 * micro.response["weights"]) ** 2).sum() / 20.0, {})
 
 
-def row_error(values: Values, micro: MicroBatch) -> LossTerms:
-    """Squared error of a reward model's values [B] against the rows' numbers."""
-    return LossTerms(((values.values - micro.dense["row"] / 7.0) ** 2).sum() / 20.0, {})
+def row_error(values_B: Tensor, micro: MicroBatch) -> LossTerms:
+    """Squared error of a reward model's values against the rows' numbers."""
+    row_B = values_B.new_zeros(micro.num_rows).index_put((micro.row_of_response_R,), micro.response["row"].float())
+    return LossTerms(((values_B - row_B / 7.0) ** 2).sum() / 20.0, {})
 
 
 LOSSES: dict[Rating, LossFunction] = {"token_values": token_error, "row_values": row_error}

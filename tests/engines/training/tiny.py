@@ -114,7 +114,7 @@ def make_engine(
 
 
 def make_rows(num_rows: int = 7, seed: int = 0) -> TokenRows:
-    """Rows of 3 to 12 tokens, with weights that add up to 1 and a row number."""
+    """Rows of 3 to 12 tokens, with weights that add up to 1 and a row number per token."""
     generator = torch.Generator().manual_seed(seed)
     prompts_B = torch.randint(1, 5, (num_rows,), generator=generator)
     lengths_B = prompts_B + torch.randint(2, 8, (num_rows,), generator=generator)
@@ -123,8 +123,10 @@ def make_rows(num_rows: int = 7, seed: int = 0) -> TokenRows:
         tokens_T=torch.randint(0, CONFIG.vocab_size, (int(lengths_B.sum()),), generator=generator),
         offsets=offsets_of(lengths_B),
         prompt_lengths_B=prompts_B,
-        response={"weights": torch.rand(num_response, generator=generator) / num_response},
-        dense={"row": torch.arange(num_rows)},
+        response={
+            "weights": torch.rand(num_response, generator=generator) / num_response,
+            "row": torch.arange(num_rows).repeat_interleave(lengths_B - prompts_B),
+        },
     )
 
 

@@ -57,10 +57,8 @@ def token_rows(batch: Batch, model: DecoderConfig, response_columns: Iterable[st
     if ROUTED_EXPERTS in batch:
         experts_TLC = experts_of_rows(batch.values(ROUTED_EXPERTS), offsets.diff(), model)
     # The dock's token ids are int32; embeddings and losses index with int64.
-    return TokenRows(
-        tokens_T.long(), offsets, batch.lengths("prompt_ids"), response=response, dense={}, experts_TLC=experts_TLC,
-        is_model_T=_written_by_model(batch, offsets, model_tokens),
-    )  # fmt: skip
+    is_model_T = _written_by_model(batch, offsets, model_tokens)
+    return TokenRows(tokens_T.long(), offsets, batch.lengths("prompt_ids"), response, experts_TLC, is_model_T)
 
 
 def _written_by_model(batch: Batch, offsets: Tensor, model_tokens: ModelTokens) -> Tensor | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,32 +11,22 @@ from torch import Tensor
 
 from spmdrl.engines.models.decoder import Decoder
 from spmdrl.engines.models.kernels.plain import LEAST_ROWS
+from spmdrl.engines.parallel.tensor_parallel import sum_tensor_gradients
 from spmdrl.engines.parallel.vocabulary import VocabularyPart
-from spmdrl.engines.training.batching.microbatch import dummy_rows
-from spmdrl.engines.training.batching.packed_rows import MicroBatch, Scores, TokenRows, Values, to_microbatch
-from spmdrl.engines.training.context.local_tokens import LocalTokens, local_tokens
-from spmdrl.engines.training.context.token_placement import place_tokens, placed_size
+from spmdrl.engines.training.batching.packed_rows import MicroBatch, TokenRows, dummy_rows, to_microbatch
+from spmdrl.engines.training.context.context_parallel import at_places, share_of
+from spmdrl.engines.training.context.token_placement import num_places, place_tokens
 from spmdrl.engines.training.heads import LogprobHead, TokenHead, ValueHead
-from spmdrl.engines.training.pipeline.pipeline_runner import PipelineRunner
+from spmdrl.engines.training.pipeline.pipeline_runner import PipelineRunner, sum_tied_gradients
 from spmdrl.engines.training.routing.routers import RecordingRoute, RoutedTokens, RoutingScope
-from spmdrl.engines.training.sharding.sharded_model import ShardedModel
+from spmdrl.engines.training.sharding.sharded_model import ShardedModel, local_gradients
 from spmdrl.resources.device import Device
 from spmdrl.types.roles import Rating
 
-Finish = Callable[["Work", "Scores | Values"], Tensor]
-"""What the last stage makes of a micro-batch's ratings: the scalar from which backward starts."""
-
-
-@dataclass(frozen=True)
-class Work:
-    """One micro-batch on its way through the stages of this rank."""
-
-    members: list[int]
-    """Its rows among those given; none for a dummy that keeps other ranks company."""
-    micro: MicroBatch
-    local: LocalTokens
-    route: RecordingRoute | None
-    temperature: float
+Finish = Callable[[MicroBatch, tuple[Tensor, ...]], Tensor]
+"""What the last stage makes of a micro-batch and its head's ratings: the scalar from which backward starts."""
+See = Callable[[MicroBatch, tuple[Tensor, ...]], None]
+"""Called with a micro-batch and its head's ratings."""
 
 
 class Passes:
@@ -44,111 +34,127 @@ class Passes:
 
     def __init__(self, model: ShardedModel, device: Device, *, temperature: float, rating: Rating, dtype: torch.dtype):
         """`dtype` is that of the hidden states that pipeline stages hand on."""
-        self.model = model
+        self._model = model
         self._mesh = model.mesh
-        self.device = device
+        self._device = device.torch_device
         self._temperature = temperature
-        self.rating = rating
+        self._rating = rating
         self._dtype = dtype
-        self._vocabulary = VocabularyPart.of(model.config.vocab_size, self._mesh.tensor)
+        self._vocabulary = None
+        if self._mesh.tensor.size > 1:
+            self._vocabulary = VocabularyPart.of(model.config.vocab_size, self._mesh.tensor)
         self._pipeline: PipelineRunner | None = None
         if self._mesh.pipeline.size > 1:
-            self._pipeline = PipelineRunner(model.stages, self._mesh.pipeline, self._mesh.layout, device.torch_device)
+            self._pipeline = PipelineRunner(model.stages, self._mesh.pipeline, self._mesh.layout, self._device)
 
     @property
     def has_ratings(self) -> bool:
         """Whether this rank is to report what the micro-batches gave: it holds the head, and reports for its copies."""
-        holds_head = any(decoder.span.heads for decoder in self.model.decoders)
+        holds_head = any(decoder.span.heads for decoder in self._model.decoders)
         return holds_head and self._mesh.tensor.rank == 0 and self._mesh.context.rank == 0
 
     def prepare(
-        self,
-        rows: TokenRows,
-        plan: Sequence[list[int]],
-        scope: RoutingScope | None = None,
-        *,
-        temperature: float | None = None,
-    ) -> Iterator[Work]:
-        """Move micro-batches to the device, one by one as they are asked for; with a scope, their routing is kept.
-
-        They are rated at the model's own temperature unless another is given.
-        """
-        temperature = self._temperature if temperature is None else temperature
+        self, rows: TokenRows, plan: Sequence[list[int]], scope: RoutingScope | None = None
+    ) -> Iterator[MicroBatch]:
+        """Move micro-batches to the device, one by one as they are asked for; with a scope, their routing is kept."""
         # Pipeline stages hand on hidden states of one shape.
-        size = max(self._placed_size(_rows_of(rows, members)) for members in plan) if self._pipeline and plan else None
+        size = max(self._size(_rows_of(rows, members)) for members in plan) if self._pipeline and plan else None
         for members in plan:
             chosen = _rows_of(rows, members)
-            micro = to_microbatch(chosen, self.device.torch_device)
-            placement = place_tokens(
-                chosen.offsets, self._mesh.context, self._mesh.layout.context_kind,
-                multiple=self._mesh.tensor.size, num_tokens=size or self._placed_size(chosen),
-            )  # fmt: skip
-            local = local_tokens(placement, chosen, micro, self.rating)
-            route = None if scope is None else _recording_route(scope, chosen, local, is_real=bool(members))
-            yield Work(members, micro, local, route, temperature)
+            micro = self._placed(to_microbatch(chosen, members, self._device, self._rating), chosen, size)
+            yield micro if scope is None else replace(micro, route=_recording_route(scope, chosen, micro))
 
-    def evaluate(self, works: Iterable[Work], see: Callable[[Work, Scores | Values], None]) -> None:
-        """Run forward without a gradient, and show the ratings where the head is held. Collective over the mesh."""
+    def evaluate(self, micros: Iterable[MicroBatch], see: See, *, temperature: float | None = None) -> None:
+        """Run forward without a gradient, and call `see` on the ranks that hold the head.
 
-        def finish(work: Work, ratings: Scores | Values) -> Tensor:
-            see(work, ratings)
-            return ratings.tensors[0].new_zeros(())
+        At the model's own temperature unless another is given. Collective over the mesh.
+        """
+
+        def finish(micro: MicroBatch, ratings: tuple[Tensor, ...]) -> Tensor:
+            see(micro, ratings)
+            return ratings[0].new_zeros(())
 
         with torch.no_grad():
             if self._pipeline is None:
-                for work in works:
-                    self._run(self.model.stages[0], None, work, finish)
+                for micro in micros:
+                    self._run(self._model.stages[0], None, micro, finish, temperature)
             else:
-                self._through_pipeline(self._pipeline.evaluate, list(works), finish)
+                self._through_pipeline(self._pipeline.evaluate, list(micros), finish, temperature)
 
-    def train(self, works: Iterable[Work], finish: Finish) -> None:
+    def train(self, micros: Iterable[MicroBatch], finish: Finish) -> None:
         """Add every micro-batch's gradient to the weights'. Collective over the mesh."""
         if self._pipeline is None:
-            for work in works:
-                self._run(self.model.stages[0], None, work, finish).backward()
+            for micro in micros:
+                self._run(self._model.stages[0], None, micro, finish).backward()
         else:
-            self._through_pipeline(self._pipeline.train, list(works), finish)
+            self._through_pipeline(self._pipeline.train, list(micros), finish)
+        self._sum_copies()
 
-    def _through_pipeline(self, run: Callable[..., Any], works: list[Work], finish: Finish) -> None:
+    def _through_pipeline(
+        self, run: Callable[..., Any], micros: list[MicroBatch], finish: Finish, temperature: float | None = None
+    ) -> None:
         def compute(stage: Decoder, inputs: Tensor, microbatch: int) -> Tensor:
-            return self._run(stage, inputs, works[microbatch], finish)
+            return self._run(stage, inputs, micros[microbatch], finish, temperature)
 
-        num_tokens = works[0].local.tokens_t.numel() // self._mesh.tensor.size
-        run(len(works), (num_tokens, self.model.config.hidden_size), self._dtype, compute)
+        num_tokens = micros[0].tokens_T.numel() // self._mesh.tensor.size
+        run(len(micros), (num_tokens, self._model.config.hidden_size), self._dtype, compute)
 
-    def _run(self, stage: Decoder, inputs: Tensor | None, work: Work, finish: Finish) -> Tensor:
+    def _run(
+        self, stage: Decoder, inputs: Tensor | None, micro: MicroBatch, finish: Finish, temperature: float | None = None
+    ) -> Tensor:
         """One stage's forward: hidden states for the next stage, or the scalar that the last one ends in."""
-        local = work.local
-        first = local.tokens_t if stage.span.embeds else inputs
-        out: Any = stage(first, local.positions_t, local.attend, self._head(work), work.route)
+        first = micro.tokens_T if stage.span.embeds else inputs
+        out: Any = stage(first, micro.positions_T, micro.attend, self._head(micro, temperature), micro.route)
         if not stage.span.heads:
             return out
-        whole = [local.scores_to_R(values_p) for values_p in out]
-        ratings = Scores(*whole) if self.rating == "logprobs" else Values(*whole)
-        return finish(work, ratings)
+        return finish(micro, out if micro.gather_R is None else tuple(map(micro.gather_R, out)))
 
-    def _head(self, work: Work) -> TokenHead:
-        if self.rating == "logprobs":
-            return LogprobHead(work.local.predicting_p, work.local.targets_p, self._vocabulary, work.temperature)
-        return ValueHead(work.local.predicting_p, self._mesh.tensor)
+    def _head(self, micro: MicroBatch, temperature: float | None) -> TokenHead:
+        if micro.targets_P is None:
+            return ValueHead(micro.places_P, self._mesh.tensor)
+        temperature = self._temperature if temperature is None else temperature
+        return LogprobHead(micro.places_P, micro.targets_P, self._vocabulary, temperature)
 
-    def _placed_size(self, rows: TokenRows) -> int:
-        """No fewer places than a CPU's matrix product needs to round a token as it does among many."""
-        layout = self._mesh.layout
-        unit = layout.context * layout.tensor
-        fewest = placed_size(rows.offsets, layout.context, layout.context_kind, layout.tensor)
-        return max(fewest, -(-LEAST_ROWS // unit) * unit)
+    def _size(self, rows: TokenRows) -> int:
+        """Tokens and padding of all context ranks; each rank's are a multiple of the tensor axis's size.
+
+        No fewer than a CPU's matrix product needs to round a token as it does among many.
+        """
+        context, tensor, kind = self._mesh.context.size, self._mesh.tensor.size, self._mesh.layout.context_kind
+        fewest = rows.tokens_T.numel() if context == 1 else num_places(rows.offsets, context, kind)
+        return -(-max(fewest, LEAST_ROWS) // (context * tensor)) * (context * tensor)
+
+    def _placed(self, micro: MicroBatch, rows: TokenRows, size: int | None) -> MicroBatch:
+        """The micro-batch as this rank runs it: whole, unless context ranks share its tokens or it is padded."""
+        size = size or self._size(rows)
+        if self._mesh.context.size == 1 and size == micro.num_tokens:
+            return micro
+        placement = place_tokens(rows.offsets, self._mesh.context, self._mesh.layout.context_kind, size=size)
+        return share_of(micro, rows.rated_places(self._rating), placement)
+
+    def _sum_copies(self) -> None:
+        """Complete the gradients of weights that several ranks hold, of which each has found a part. Collective."""
+        mesh, model = self._mesh, self._model
+        if mesh.tensor.size > 1:
+            for number, decoder in model.stages.items():
+                gradients = local_gradients(decoder.named_parameters())
+                sum_tensor_gradients(gradients, model.parts[number], mesh.tensor)
+        if model.config.tied_head and mesh.pipeline.size > 1:
+            sum_tied_gradients(model.tied_gradients(), mesh.pipeline)
 
 
-def _recording_route(scope: RoutingScope, rows: TokenRows, local: LocalTokens, *, is_real: bool) -> RecordingRoute:
+def _recording_route(scope: RoutingScope, rows: TokenRows, micro: MicroBatch) -> RecordingRoute:
     """The route of one micro-batch's own tokens; rows that a rank makes up count nowhere."""
-    device = local.row_t.device
-    row_t = local.row_t if is_real else torch.full_like(local.row_t, -1)
-    experts_LtC = None
+    device = micro.row_T.device
+    row_T = micro.row_T if micro.members else torch.full_like(micro.row_T, -1)
+    experts_LTC = None
     if rows.experts_TLC is not None:
-        experts_LtC = local.own_values(rows.experts_TLC.to(device), padding=-1).transpose(0, 1)
-    return RecordingRoute(scope, RoutedTokens(row_t, rows.lengths_B.to(device), experts_LtC))
+        experts_TLC = rows.experts_TLC.to(device)
+        if micro.source_T is not None:
+            experts_TLC = at_places(experts_TLC, micro.source_T, padding=-1)
+        experts_LTC = experts_TLC.transpose(0, 1)
+    return RecordingRoute(scope, RoutedTokens(row_T, rows.lengths_B.to(device), experts_LTC))
 
 
-def _rows_of(rows: TokenRows, members: list[int]) -> TokenRows:
+def _rows_of(rows: TokenRows, members: Sequence[int]) -> TokenRows:
     return rows.select(members) if members else dummy_rows()

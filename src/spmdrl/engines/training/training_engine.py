@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import torch
 from annotated_types import Ge
@@ -18,8 +18,9 @@ from spmdrl.engines.training.batching.microbatch import (
     RowCost,
     plan_microbatches,
 )
-from spmdrl.engines.training.batching.packed_rows import LossFunction, Scores, TokenRows, Values
-from spmdrl.engines.training.passes import Passes, Work
+from spmdrl.engines.training.batching.packed_rows import LossFunction, LossTerms, MicroBatch, Scores, TokenRows
+from spmdrl.engines.training.passes import Passes, See
+from spmdrl.engines.training.routing.router_statistics import RouterStatistics
 from spmdrl.engines.training.routing.routers import RoutingConfig, RoutingScope
 from spmdrl.engines.training.sharding.parallelize import Precision, build_sharded_model, check_layout
 from spmdrl.engines.training.sharding.sharded_model import Shard
@@ -116,8 +117,7 @@ class TrainingEngine:
         self._passes = Passes(self.model, device, temperature=temperature, rating=rating, dtype=compute_dtype)
         self._updater: Updater | None = None
         if not frozen:
-            num_updates = training.num_updates
-            self._updater = Updater(self._passes, optim, num_updates=num_updates, routing=training.routing)
+            self._updater = Updater(self.model, optim, device, num_updates=training.num_updates)
         self._row_cost = RowCost.of_model(config)
 
     def load(self, source: WeightSource) -> None:
@@ -129,28 +129,28 @@ class TrainingEngine:
 
     def score(self, rows: TokenRows, *, temperature: float | None = None) -> Scores:
         """Rate the response tokens, by default at the engine's temperature; on the host, in row order. Collective."""
-        if self._passes.rating != "logprobs":
+        if self.rating != "logprobs":
             raise RuntimeError("this engine has a value head, which gives no log-probs; call values, or build a policy")
         logprobs_R = torch.zeros(rows.num_response_tokens, dtype=torch.float32)
         entropy_R = torch.zeros_like(logprobs_R)
 
-        def see(work: Work, scores: Scores) -> None:
-            index = rows.response_index(work.members)
-            logprobs_R[index] = scores.logprobs_R.to("cpu")
-            entropy_R[index] = scores.entropy_R.to("cpu")
+        def see(micro: MicroBatch, ratings: tuple[Tensor, ...]) -> None:
+            index = rows.response_index(micro.members)
+            for found_R, rated_R in zip((logprobs_R, entropy_R), ratings, strict=True):
+                found_R[index] = rated_R.to("cpu")
 
         self._evaluate("score", rows, see, temperature=temperature)
         return Scores(*map(self.mesh.pipeline.sum, (logprobs_R, entropy_R)))
 
     def values(self, rows: TokenRows) -> Tensor:
-        """What a value head says of rows, on the host: [R], or [B] of a reward model. Collective over the mesh."""
-        if self._passes.rating == "logprobs":
+        """What a value head gives for rows, on the host: [R], or [B] of a reward model. Collective over the mesh."""
+        if self.rating == "logprobs":
             raise RuntimeError("this engine is a policy, which has no value head; call score, or build a critic")
-        by_token = self._passes.rating == "token_values"
+        by_token = self.rating == "token_values"
         values = torch.zeros(rows.num_response_tokens if by_token else len(rows), dtype=torch.float32)
 
-        def see(work: Work, found: Values) -> None:
-            values[rows.response_index(work.members) if by_token else work.members] = found.values.to("cpu")
+        def see(micro: MicroBatch, ratings: tuple[Tensor, ...]) -> None:
+            values[rows.response_index(micro.members) if by_token else micro.members] = ratings[0].to("cpu")
 
         self._evaluate("rate", rows, see)
         return self.mesh.pipeline.sum(values)
@@ -174,8 +174,19 @@ class TrainingEngine:
         plan = self._plan(rows)
         if not plan:
             raise ValueError("an update needs rows on at least one data rank, but there are none; skip the update")
-        works = list(self._passes.prepare(rows, plan, self._routing_scope(rows)))
-        return self._updater.accumulate(works, loss)
+        micros = list(self._passes.prepare(rows, plan, self._routing_scope(rows)))
+        reported: list[LossTerms] = []
+
+        def finish(micro: MicroBatch, ratings: tuple[Tensor, ...]) -> Tensor:
+            if not micro.members:
+                return sum(0.0 * values.sum() for values in ratings)
+            terms = loss(Scores(*ratings) if self.rating == "logprobs" else ratings[0], micro)
+            # Read once all are done, as reading waits for the device.
+            reported.append(terms.detached())
+            return terms.loss
+
+        self._passes.train(micros, finish)
+        return Accumulated(reported if self._passes.has_ratings else [], self._router_statistics(micros), len(micros))
 
     def step(self, accumulated: Accumulated) -> UpdateResult:
         """Agree on loss, norm and metrics, and step if they are finite. Collective over the mesh."""
@@ -196,19 +207,14 @@ class TrainingEngine:
         yield from self.model.gather_whole(self.named_shards(), dtype)
 
     @property
-    def optimizer(self) -> torch.optim.AdamW | None:
-        """AdamW over this rank's shards; a frozen engine has none."""
-        return None if self._updater is None else self._updater.optimizer
-
-    @property
-    def step_count(self) -> int:
-        """Optimizer steps made so far; skipped ones don't count."""
-        return 0 if self._updater is None else self._updater.step_count
+    def is_frozen(self) -> bool:
+        """Whether the engine only scores, without an optimizer."""
+        return self._updater is None
 
     @property
     def update_count(self) -> int:
-        """How often the weights changed by an update; the policy version that generation reports."""
-        return self.step_count
+        """Optimizer steps made so far, without skipped ones: the policy version that generation reports."""
+        return 0 if self._updater is None else self._updater.step_count
 
     def reshard(self) -> None:
         """Leave nothing on the device but this rank's shards."""
@@ -252,13 +258,11 @@ class TrainingEngine:
             agree=lambda count: int(self.mesh.data.max(torch.tensor([count]))),
         )
 
-    def _evaluate(
-        self, action: str, rows: TokenRows, see: Callable[[Work, Any], None], *, temperature: float | None = None
-    ) -> None:
+    def _evaluate(self, action: str, rows: TokenRows, see: See, *, temperature: float | None = None) -> None:
         self.check_weights_present(action)
         if plan := self._plan(rows):
             scope = self._routing_scope(rows) if rows.experts_TLC is not None else None
-            self._passes.evaluate(self._passes.prepare(rows, plan, scope, temperature=temperature), see)
+            self._passes.evaluate(self._passes.prepare(rows, plan, scope), see, temperature=temperature)
 
     def _routing_scope(self, rows: TokenRows) -> RoutingScope | None:
         """What the routers of one update share. Collective over the data axes."""
@@ -266,6 +270,15 @@ class TrainingEngine:
             return None
         (num_rows,) = self.sum_over_rows([len(rows)])
         return RoutingScope(self.config, self.training.routing, num_rows, self.mesh.context, self.mesh.tensor)
+
+    def _router_statistics(self, micros: Sequence[MicroBatch]) -> RouterStatistics | None:
+        if self.config.moe is None:
+            return None
+        statistics = RouterStatistics(self.config, self.training.routing, self.device.torch_device)
+        for micro in micros:
+            assert micro.route is not None, "the routers' choices of an update are always recorded"
+            statistics.add(micro.route)
+        return statistics
 
 
 def _check_head(config: DecoderConfig, rating: Rating) -> None:

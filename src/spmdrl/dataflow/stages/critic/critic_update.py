@@ -16,7 +16,7 @@ from spmdrl.dataflow.stages.critic.critic_config import CriticConfig
 from spmdrl.dataflow.stages.model_tokens import ModelTokens
 from spmdrl.dataflow.stages.rows import mini_batch_of_rows, token_rows
 from spmdrl.dataflow.stages.update import UpdatePlan
-from spmdrl.engines.training.batching.packed_rows import LossTerms, MicroBatch, Values
+from spmdrl.engines.training.batching.packed_rows import LossTerms, MicroBatch
 from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.observability.metrics import Recorder
 from spmdrl.types import Batch, WorkerState
@@ -74,8 +74,8 @@ class ValueLoss:
     """of the optimizer step, on all ranks together"""
     clip: float | None
 
-    def __call__(self, values: Values, micro: MicroBatch) -> LossTerms:
-        values_R, before_R, returns_R = values.values, micro.response["values"], micro.response["returns"]
+    def __call__(self, values_R: Tensor, micro: MicroBatch) -> LossTerms:
+        before_R, returns_R = micro.response["values"], micro.response["returns"]
         error_R = (values_R - returns_R) ** 2
         if self.clip is not None:
             clipped_R = before_R + (values_R - before_R).clamp(-self.clip, self.clip)

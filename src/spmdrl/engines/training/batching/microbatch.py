@@ -9,11 +9,8 @@ import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
-
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.moe import MoeConfig
-from spmdrl.engines.training.batching.packed_rows import TokenRows
 
 DEFAULT_TOKENS_PER_MICROBATCH = 16384
 # A CPU's activations should stay near its caches: with the larger default an update took 1.8 times as long.
@@ -145,11 +142,6 @@ def _packed_by_length(
         groups[target].append(row)
         room[target] -= lengths_B[row]
     return groups
-
-
-def dummy_rows() -> TokenRows:
-    """The least rows that run every layer, for a rank with no rows left while its peers still compute."""
-    return TokenRows(torch.zeros(2, dtype=torch.int64), torch.tensor([0, 2]), torch.tensor([1]))
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """What a training engine takes and gives: packed rows in, scores and loss terms out.
 
-Shape letters: `B` rows, `T` packed tokens, `R` packed response tokens of those rows.
+Shape letters: `B` rows, `T` packed tokens, `R` packed response tokens of those rows, `P` places to rate.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from spmdrl.engines.models.layers import Attend, PackedCausalAttention
+from spmdrl.engines.training.routing.routers import RecordingRoute
 from spmdrl.types import gather_ragged_rows, offsets_of
 from spmdrl.types.roles import Rating
 
@@ -31,8 +33,6 @@ class TokenRows:
     """Tokens of each row that are given, not learned."""
     response: dict[str, Tensor] = field(default_factory=dict)
     """Values per response token, packed over rows [R]."""
-    dense: dict[str, Tensor] = field(default_factory=dict)
-    """Values per row [B]."""
     experts_TLC: Tensor | None = None
     """Experts that each token is to use in each sparse layer, -1 where the router chooses."""
     is_model_T: Tensor | None = None
@@ -54,7 +54,8 @@ class TokenRows:
                 "but the first response token needs at least one token before it; begin the row with a prompt token"
             )
         self._check_is_model()
-        for name, values, expected in self._sized_values():
+        expected = self.num_response_tokens
+        for name, values in self.response.items():
             if values.shape[:1] != (expected,):
                 raise ValueError(f"column {name!r} holds {values.shape[0]} values, but these rows need {expected}")
 
@@ -68,10 +69,6 @@ class TokenRows:
         positions_T = torch.arange(self.tokens_T.numel()) - self.offsets[:-1].repeat_interleave(self.lengths_B)
         if bool((self.is_model_T & (positions_T < self.prompt_lengths_B.repeat_interleave(self.lengths_B))).any()):
             raise ValueError("is_model_T names tokens of a prompt, but the model only writes behind it")
-
-    def _sized_values(self) -> list[tuple[str, Tensor, int]]:
-        response = [(name, values, self.num_response_tokens) for name, values in self.response.items()]
-        return response + [(name, values, len(self)) for name, values in self.dense.items()]
 
     def __len__(self) -> int:
         return self.offsets.numel() - 1
@@ -111,7 +108,6 @@ class TokenRows:
             offsets=offsets,
             prompt_lengths_B=self.prompt_lengths_B[index],
             response={name: gather_ragged_rows(values, bounds, index)[0] for name, values in self.response.items()},
-            dense={name: values[index] for name, values in self.dense.items()},
             experts_TLC=(
                 None if self.experts_TLC is None else gather_ragged_rows(self.experts_TLC, self.offsets, index)[0]
             ),
@@ -126,46 +122,64 @@ class TokenRows:
         return gather_ragged_rows(every, self.response_offsets, torch.as_tensor(rows, dtype=torch.int64))[0]
 
 
+def dummy_rows() -> TokenRows:
+    """The least rows that run every layer, for a rank with no rows left while its peers still compute."""
+    return TokenRows(torch.zeros(2, dtype=torch.int64), torch.tensor([0, 2]), torch.tensor([1]))
+
+
 @dataclass(frozen=True)
 class MicroBatch:
-    """Some rows on the device, with what the decoder and a loss need to find their way in them."""
+    """Some rows on the device: the tokens that this rank runs through the decoder, and what a loss gets of the rows.
 
-    tokens_T: Tensor
-    offsets: Tensor
-    prompt_lengths_B: Tensor
+    A rank runs all `T` tokens and rates all `P` places, unless context ranks share them (`context.token_placement`).
+    """
+
+    members: Sequence[int]
+    """Which rows of the batch these are; empty for rows made up so that all ranks run as many micro-batches."""
+    num_rows: int
+    num_tokens: int
+    """Of the rows, whoever runs them."""
     response: dict[str, Tensor]
-    dense: dict[str, Tensor]
+    """Columns of the response tokens [R]."""
     row_of_response_R: Tensor
     """The row, within this micro-batch, of each response token."""
+    tokens_T: Tensor
     positions_T: Tensor
     """Each token's position in its row, from 0."""
-    predicting_R: Tensor
-    """The packed position that predicts each response token: the one before it."""
+    row_T: Tensor
+    """The row, within this micro-batch, of each token; -1 at padding."""
+    attend: Attend
+    """For this micro-batch alone."""
+    places_P: Tensor
+    """The tokens to rate: for log-probs, the one before each response token."""
+    targets_P: Tensor | None
+    """The token after each of them; None under a value head."""
+    route: RecordingRoute | None = None
+    source_T: Tensor | None = None
+    """The packed token that each token is, -1 at padding; None where all are there in order."""
+    gather_R: Callable[[Tensor], Tensor] | None = None
+    """Puts the ratings [P, ...] of all context ranks in the order of the rows; None where they are. Collective."""
 
-    @property
-    def num_rows(self) -> int:
-        return self.offsets.numel() - 1
 
-    @property
-    def targets_R(self) -> Tensor:
-        """The response tokens."""
-        return self.tokens_T[self.predicting_R + 1]
-
-
-def to_microbatch(rows: TokenRows, device: torch.device) -> MicroBatch:
-    """Move rows to the device."""
-    lengths_B = rows.lengths_B
-    row_of_token_T = torch.arange(len(rows)).repeat_interleave(lengths_B)
-    positions_T = torch.arange(rows.tokens_T.numel()) - rows.offsets[:-1][row_of_token_T]
+def to_microbatch(rows: TokenRows, members: Sequence[int], device: torch.device, rating: Rating) -> MicroBatch:
+    """Move rows, which are these `members` of a batch, to the device."""
+    row_T = torch.arange(len(rows)).repeat_interleave(rows.lengths_B)
+    positions_T = torch.arange(rows.tokens_T.numel()) - rows.offsets[:-1][row_T]
+    row_of_response_R = torch.arange(len(rows)).repeat_interleave(rows.response_offsets.diff())
+    places_P = rows.rated_places(rating)
     return MicroBatch(
-        tokens_T=rows.tokens_T.to(device),
-        offsets=rows.offsets.to(device),
-        prompt_lengths_B=rows.prompt_lengths_B.to(device),
+        members,
+        num_rows=len(rows),
+        num_tokens=rows.tokens_T.numel(),
         response={name: values.to(device) for name, values in rows.response.items()},
-        dense={name: values.to(device) for name, values in rows.dense.items()},
-        row_of_response_R=torch.arange(len(rows)).repeat_interleave(rows.response_offsets.diff()).to(device),
+        row_of_response_R=row_of_response_R.to(device),
+        tokens_T=rows.tokens_T.to(device),
         positions_T=positions_T.to(device),
-        predicting_R=rows.rated_places("logprobs").to(device),
+        row_T=row_T.to(device),
+        # The offsets stay on the host, so that nothing waits for the device.
+        attend=PackedCausalAttention(rows.offsets),
+        places_P=places_P.to(device),
+        targets_P=rows.tokens_T[places_P + 1].to(device) if rating == "logprobs" else None,
     )
 
 
@@ -177,21 +191,6 @@ class Scores:
     """Log-probability of each response token under softmax(logits / temperature), float32."""
     entropy_R: Tensor
     """Entropy in nats of the distribution that each response token was drawn from, float32."""
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        return self.logprobs_R, self.entropy_R
-
-
-@dataclass(frozen=True)
-class Values:
-    """What a value head says, float32: of each response token before it comes [R], or of each whole row [B]."""
-
-    values: Tensor
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        return (self.values,)
 
 
 @dataclass(frozen=True)
@@ -205,6 +204,11 @@ class LossTerms:
     maxima: dict[str, Tensor] = field(default_factory=dict)
     """Name to a scalar of which the largest over micro-batches and ranks counts."""
 
+    def detached(self) -> LossTerms:
+        """The same without a graph, which would keep the micro-batch alive."""
+        metrics = {name: (total.detach(), count.detach()) for name, (total, count) in self.metrics.items()}
+        return LossTerms(self.loss.detach(), metrics, {name: value.detach() for name, value in self.maxima.items()})
+
 
 LossFunction = Callable[[Any, MicroBatch], LossTerms]
-"""From `Scores`, or `Values` where the head is a value head, and the rows that they are of."""
+"""From `Scores`, or float32 values [R] or [B] where the head is a value head, and the rows that they are of."""

@@ -41,7 +41,7 @@ def trainer_state(engine: TrainingEngine) -> dict[str, Shard]:
             for kind, tensor in means.get(name, {}).items():
                 state[f"{kind}/{name}"] = Shard(tensor, shard.slice, shard.global_shape)
     if engine.mesh.rank == 0:
-        state[_key("step", STEP)] = Shard(torch.tensor(engine.step_count), STEP, ())
+        state[_key("step", STEP)] = Shard(torch.tensor(engine.update_count), STEP, ())
     return state
 
 
@@ -58,7 +58,7 @@ def load_trainer_state(engine: TrainingEngine, files: ShardFiles) -> None:
             shard.tensor.copy_(files.read("weight", shard.slice))
             for kind, tensor in means.get(name, {}).items():
                 tensor.copy_(files.read(kind, shard.slice))
-    if engine.optimizer is not None:
+    if not engine.is_frozen:
         engine.set_step_count(int(files.read("step", STEP)))
 
 

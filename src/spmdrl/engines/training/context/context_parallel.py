@@ -1,10 +1,12 @@
-"""Attention for the tokens that one context rank computes: packed, by ring, or by exchanging tokens for heads.
+"""What one context rank runs of a micro-batch, and its attention: packed, by ring, or by exchanging tokens for heads.
 
-Shape letters: `C` context ranks, `T` tokens of one, `A` of all, `H` query heads, `h` those that one rank attends for,
-`J` key and value heads, `K` head size of queries and keys, `V` of values.
+Shape letters: `C` context ranks, `T` tokens of one, `A` of all, `R` ratings of all, `P` of one, `H` query heads, `h`
+those that one rank attends for, `J` key and value heads, `K` head size of queries and keys, `V` of values.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -12,9 +14,10 @@ from torch import Tensor
 
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.layers import Attend, PackedCausalAttention
-from spmdrl.engines.parallel.axis_collectives import exchange_rows
+from spmdrl.engines.parallel.axis_collectives import exchange_rows, gather_own_gradient
+from spmdrl.engines.training.batching.packed_rows import MicroBatch
 from spmdrl.engines.training.context.ring_attention import RingAttention
-from spmdrl.engines.training.context.token_placement import Placement
+from spmdrl.engines.training.context.token_placement import Placement, RatedTokens
 from spmdrl.resources.layout import ContextKind
 from spmdrl.resources.mesh import Axis
 
@@ -36,6 +39,48 @@ def check_context_parallel(config: DecoderConfig, *, tensor: int, context: int, 
 
 def _heads_fit(num_heads: int, num_kv_heads: int, context: int) -> bool:
     return num_heads % context == 0 and (num_kv_heads % context == 0 or context % num_kv_heads == 0)
+
+
+def share_of(micro: MicroBatch, rated_R: Tensor, placement: Placement) -> MicroBatch:
+    """The part of a micro-batch that this context rank runs; `rated_R` are the packed tokens to rate, on the host."""
+    device, rated = micro.tokens_T.device, RatedTokens.of(placement, rated_R)
+    source_T, index_P = placement.source_T.to(device), rated.index_P.to(device)
+    return replace(
+        micro,
+        tokens_T=at_places(micro.tokens_T, source_T, padding=0),
+        positions_T=at_places(micro.positions_T, source_T, padding=0),
+        row_T=at_places(micro.row_T, source_T, padding=-1),
+        attend=attention_of(placement, device),
+        places_P=rated.places_P.to(device),
+        targets_P=None if micro.targets_P is None else micro.targets_P[index_P],
+        source_T=source_T,
+        gather_R=None if placement.context.size == 1 else GatherRatings.of(rated, placement.context, device),
+    )
+
+
+def at_places(values_A: Tensor, source_T: Tensor, *, padding: int) -> Tensor:
+    """The values [T, ...] of packed tokens where these are the ones at a rank's places, -1 at padding."""
+    at_padding = (source_T < 0).view(-1, *[1] * (values_A.ndim - 1))
+    return values_A[source_T.clamp(min=0)].masked_fill_(at_padding, padding)
+
+
+@dataclass(frozen=True)
+class GatherRatings:
+    """Puts the ratings of all context ranks in the order of the rows, on every rank. Collective over the axis.
+
+    Backward keeps the own part, because every rank computes the same loss of all ratings.
+    """
+
+    counts: tuple[int, ...]
+    order_R: Tensor
+    context: Axis
+
+    @classmethod
+    def of(cls, rated: RatedTokens, context: Axis, device: torch.device) -> GatherRatings:
+        return cls(rated.counts, rated.order_R.to(device), context)
+
+    def __call__(self, values_P: Tensor) -> Tensor:
+        return gather_own_gradient(values_P, self.counts, self.context).index_select(0, self.order_R)
 
 
 def attention_of(placement: Placement, device: torch.device) -> Attend:

@@ -14,6 +14,7 @@ from torch import Tensor
 from spmdrl.engines.models.decoder import Decoder, DecoderConfig
 from spmdrl.engines.models.moe import SparseFeedForward
 from spmdrl.engines.training.routing.routers import RecordingRoute, RoutingConfig, sparse_layers
+from spmdrl.engines.training.sharding.sharded_model import ShardedModel
 from spmdrl.resources.mesh import UpdateMesh
 
 
@@ -76,6 +77,17 @@ class RouterStatistics:
             place = self._place_of_layer[layer]
             self._counts_LE[place] += record.counts_E
             self._sums_L2[place] += torch.stack((record.entropy, record.aux_loss))
+
+    def balance(self, model: ShardedModel, *, is_skipped: bool) -> dict[str, tuple[float, float]]:
+        """Correct the routers' biases after a step, and report the loads as (mean, 1). Collective over the mesh."""
+        totals = self.totals(model.mesh)
+        metrics = totals.metrics()
+        if model.config.moe is not None and model.config.moe.scoring == "sigmoid":
+            if self._routing.bias_update_rate and not is_skipped:
+                for decoder in model.decoders:
+                    totals.update_bias(decoder)
+            metrics["router/bias_abs_max"] = largest_bias(model.decoders, model.mesh, self._counts_LE.device)
+        return {name: (value, 1.0) for name, value in metrics.items()}
 
     def totals(self, mesh: UpdateMesh) -> RouterTotals:
         """The sums of all ranks, the same on each. Collective over the mesh."""
