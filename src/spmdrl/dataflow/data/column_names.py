@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from spmdrl.dataflow.data.formats import Flaw
 
 PROMPT_KEYS = ("prompt", "question", "problem", "messages", "instruction", "input")
 ANSWER_KEYS = (
@@ -35,7 +37,7 @@ class FoundColumns:
 
 
 def find_columns(values: Mapping[str, Any], prompt_key: str | None, answer_key: str | None) -> FoundColumns:
-    """Look the parts of a row up; raises ValueError for messages that hold something other than text."""
+    """Look the parts of a row up; raises Flaw for messages that hold something other than text."""
     prompt = _look_up(values, (prompt_key,) if prompt_key else PROMPT_KEYS)
     answer = _look_up(values, (answer_key,) if answer_key else ANSWER_KEYS)
     completion = _completion(_look_up(values, COMPLETION_KEYS))
@@ -53,7 +55,7 @@ def find_columns(values: Mapping[str, Any], prompt_key: str | None, answer_key: 
 
 
 def plain_messages(key: str | None, messages: list[Any]) -> list[Any]:
-    """The messages with content parts joined to one text; raises ValueError for a part that is no text."""
+    """The messages with content parts joined to one text; raises Flaw for a part that is no text."""
     return [_plain_message(f"{key}[{number}]", message) for number, message in enumerate(messages)]
 
 
@@ -65,7 +67,8 @@ def _plain_message(name: str, message: Any) -> Any:
         text = part.get("text") if isinstance(part, Mapping) else part
         kind = part.get("type", "text") if isinstance(part, Mapping) else "text"
         if kind != "text" or not isinstance(text, str):
-            raise ValueError(f"'{name}.content[{number}]' is of type {kind!r}, but only texts are read; leave it out")
+            what = f"'{name}.content[{number}]' is of type {kind!r}"
+            raise Flaw("not_text", f"{what}, but only texts are read; leave it out")
         texts.append(text)
     return {**message, "content": "".join(texts)}
 
@@ -84,20 +87,22 @@ def _completion(column: Column) -> Column:
     return column
 
 
-def message_problems(key: str | None, prompt: Any) -> Iterator[tuple[str, str]]:
-    """What is wrong with a prompt, as kinds and problems."""
-    if isinstance(prompt, str):
-        if not prompt.strip():
-            yield "empty_prompt", f"'{key}' is empty"
-    elif not isinstance(prompt, list):
-        yield "prompt_type", f"'{key}' is a {type(prompt).__name__}, but must be text or a list of messages"
-    elif not prompt:
-        yield "empty_prompt", f"'{key}' is an empty list of messages before the answer"
-    else:
-        for number, message in enumerate(prompt):
-            fields = message if isinstance(message, Mapping) else {}
-            if not isinstance(fields.get("role"), str) or not isinstance(fields.get("content"), str):
-                yield "bad_message", f"'{key}[{number}]' must be an object with the texts 'role' and 'content'"
+def check_prompt(prompt: Column) -> None:
+    """Raise Flaw for what is neither text nor a list of messages, or empty."""
+    if isinstance(prompt.value, str):
+        if not prompt.value.strip():
+            raise Flaw("empty_prompt", f"'{prompt.key}' is empty")
+        return
+    if not isinstance(prompt.value, list):
+        kind = type(prompt.value).__name__
+        raise Flaw("prompt_type", f"'{prompt.key}' is a {kind}, but must be text or a list of messages")
+    if not prompt.value:
+        raise Flaw("empty_prompt", f"'{prompt.key}' is an empty list of messages before the answer")
+    for number, message in enumerate(prompt.value):
+        fields = message if isinstance(message, Mapping) else {}
+        if not isinstance(fields.get("role"), str) or not isinstance(fields.get("content"), str):
+            name = f"{prompt.key}[{number}]"
+            raise Flaw("bad_message", f"'{name}' must be an object with the texts 'role' and 'content'")
 
 
 def _look_up(values: Mapping[str, Any], keys: tuple[str, ...]) -> Column:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -15,12 +15,13 @@ from spmdrl.dataflow.data.column_names import (
     ANSWER_KEYS,
     COMPLETION_KEYS,
     PROMPT_KEYS,
+    Column,
     FoundColumns,
     Messages,
+    check_prompt,
     find_columns,
-    message_problems,
 )
-from spmdrl.dataflow.data.formats import BadRow, Record
+from spmdrl.dataflow.data.formats import BadRow, Flaw, Record
 from spmdrl.dataflow.data.records import BadRows, data_files, read_records
 from spmdrl.dataflow.data.synthetic import SCHEME
 
@@ -191,138 +192,108 @@ def _refuse_files_named_twice(sources: tuple[DataSource, ...], key: str) -> None
 def _read_source(source: DataSource, config: DataConfig, needs: RowNeeds) -> SourceRows:
     rows: list[Row] = []
     bad: list[BadRow] = []
-    found: Counter[str] = Counter()
+    names: Counter[str] = Counter()
     places: dict[str, str] = {}
     for record in read_records(source.path):
-        check = record if isinstance(record, BadRow) else _check(record, source, config, needs)
-        if isinstance(check, BadRow):
-            bad.append(check)
+        if isinstance(record, BadRow):
+            bad.append(record)
             continue
-        if (problem := check.problem(places)) is not None:
-            bad.append(problem)
-            continue
-        row = check.row()
-        places[row.id] = row.place
-        rows.append(row)
-        found.update(check.found())
-    return SourceRows(source, tuple(rows), tuple(bad), dict(found))
-
-
-def _check(record: Record, source: DataSource, config: DataConfig, needs: RowNeeds) -> _RowCheck | BadRow:
-    try:
-        for kind, flaw in _flaws(record.values):
-            return BadRow(record.place, kind, flaw)
-        found = find_columns(record.values, config.prompt_key, config.answer_key)
-    except ValueError as error:
-        return BadRow(record.place, "not_text", str(error))
-    # Ids are unique in a file only; in a folder or pattern the file's name distinguishes rows of one id.
-    prefix = "" if record.file == source.path else f"{record.file}#"
-    return _RowCheck(record, found, config, needs, id_prefix=prefix)
-
-
-class _RowCheck:
-    """One record against what a row needs."""
-
-    def __init__(
-        self, record: Record, found: FoundColumns, config: DataConfig, needs: RowNeeds, *, id_prefix: str
-    ):  # fmt: skip
-        self._record = record
-        self._found = found
-        self._needs = needs
-        self._prompt_keys = (config.prompt_key,) if config.prompt_key else PROMPT_KEYS
-        self._answer_keys = (config.answer_key,) if config.answer_key else ANSWER_KEYS
+        # Ids are unique in a file only; in a folder or pattern the file's name distinguishes rows of one id.
         given = record.values.get("id")
-        self._id = record.place if given is None else f"{id_prefix}{given}"
-
-    def problem(self, places: Mapping[str, str]) -> BadRow | None:
-        """The first thing wrong with the row; `places` says where each id stands already."""
-        for kind, problem in self._problems(places):
-            return BadRow(self._record.place, kind, problem)
-        return None
-
-    def row(self) -> Row:
-        found = self._found
-        columns = {name: value for name, value in self._record.values.items() if name not in ("id", found.prompt.key)}
-        columns["answer"] = found.answer.value
-        answer = None if found.answer.value is None else str(found.answer.value)
-        completion = found.completion.value if isinstance(found.completion.value, str) else None
-        return Row(self._id, self._record.place, found.prompt.value, answer, columns, completion)
-
-    def found(self) -> list[str]:
-        parts = {"prompt": self._found.prompt, "answer": self._found.answer, "completion": self._found.completion}
-        return [f"{name} in '{part.key}'" for name, part in parts.items() if part.key]
-
-    def _problems(self, places: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-        prompt = self._found.prompt
-        if prompt.key is None:
-            columns = ", ".join(self._record.values) or "none"
-            yield (
-                "no_prompt",
-                f"no prompt in {' or '.join(self._prompt_keys)}; its columns are {columns}: set data.prompt_key",
-            )
-        yield from message_problems(prompt.key, prompt.value)
-        if self._needs.answer:
-            yield from self._answer_problems()
-        if self._needs.completion:
-            yield from self._completion_problems()
-        yield from self._id_problems(places)
-
-    def _answer_problems(self) -> Iterator[tuple[str, str]]:
-        key, answer = self._found.answer.key, self._found.answer.value
-        if answer is None:
-            yield (
-                "no_answer",
-                (
-                    f"no answer in {', '.join(self._answer_keys)}, but the built-in reward functions need one: "
-                    "add it, set data.answer_key, or name another reward function"
-                ),
-            )
-        if isinstance(answer, bool) or not isinstance(answer, (str, int, float)):
-            yield "answer_type", f"'{key}' is a {type(answer).__name__}, but must be text or a number"
-        if not str(answer).strip():
-            yield "empty_answer", f"'{key}' is empty"
-
-    def _completion_problems(self) -> Iterator[tuple[str, str]]:
-        column = self._found.completion if self._found.completion.key else self._found.answer
-        if column.key is None:
-            names = ", ".join((*COMPLETION_KEYS, "answer"))
-            yield (
-                "no_completion",
-                (
-                    f"nothing to learn: no {names} and no messages that end with the assistant's, one of which "
-                    "supervised training needs"
-                ),
-            )
-        elif isinstance(column.value, bool) or not isinstance(column.value, (str, int, float)):
-            wanted = "text or one message of the assistant"
-            yield "completion_type", f"'{column.key}' is a {type(column.value).__name__}, but must be {wanted}"
-        elif not str(column.value).strip():
-            yield "empty_completion", f"'{column.key}' is empty, so there is nothing to learn"
-
-    def _id_problems(self, places: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-        given = self._record.values.get("id")
-        if isinstance(given, bool) or not isinstance(given, (str, int, type(None))):
-            yield "id_type", f"'id' is a {type(given).__name__}, but must be text or a whole number"
-        if self._id in places:
-            yield (
-                "duplicate_id",
-                f"id '{self._id}' stands at {places[self._id]} already; leave ids out to number the rows",
-            )
+        prefix = "" if record.file == source.path else f"{record.file}#"
+        row_id = record.place if given is None else f"{prefix}{given}"
+        try:
+            found = _checked_columns(record.values, config, needs)
+            _check_id(given, row_id, places)
+        except Flaw as flaw:
+            bad.append(BadRow(record.place, flaw.kind, str(flaw)))
+            continue
+        places[row_id] = record.place
+        rows.append(_row(record, row_id, found))
+        parts = {"prompt": found.prompt, "answer": found.answer, "completion": found.completion}
+        names.update(f"{part} in '{column.key}'" for part, column in parts.items() if column.key)
+    return SourceRows(source, tuple(rows), tuple(bad), dict(names))
 
 
-def _flaws(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Numbers that aren't finite, text that can't be encoded and too many levels, anywhere in the row."""
+def _row(record: Record, row_id: str, found: FoundColumns) -> Row:
+    columns = {name: value for name, value in record.values.items() if name not in ("id", found.prompt.key)}
+    columns["answer"] = found.answer.value
+    answer = None if found.answer.value is None else str(found.answer.value)
+    completion = found.completion.value if isinstance(found.completion.value, str) else None
+    return Row(row_id, record.place, found.prompt.value, answer, columns, completion)
+
+
+def _checked_columns(values: Mapping[str, Any], config: DataConfig, needs: RowNeeds) -> FoundColumns:
+    """The parts of a row that has what is needed. Raises Flaw."""
+    _check_values(values)
+    found = find_columns(values, config.prompt_key, config.answer_key)
+    if found.prompt.key is None:
+        keys = config.prompt_key or " or ".join(PROMPT_KEYS)
+        columns = ", ".join(values) or "none"
+        raise Flaw("no_prompt", f"no prompt in {keys}; its columns are {columns}: set data.prompt_key")
+    check_prompt(found.prompt)
+    if needs.answer:
+        _check_answer(found.answer, config)
+    if needs.completion:
+        _check_completion(found)
+    return found
+
+
+def _check_answer(answer: Column, config: DataConfig) -> None:
+    if answer.value is None:
+        raise Flaw(
+            "no_answer",
+            f"no answer in {config.answer_key or ', '.join(ANSWER_KEYS)}, but the built-in reward functions need one: "
+            "add it, set data.answer_key, or name another reward function",
+        )
+    if not _is_text_or_number(answer.value):
+        kind = type(answer.value).__name__
+        raise Flaw("answer_type", f"'{answer.key}' is a {kind}, but must be text or a number")
+    if not str(answer.value).strip():
+        raise Flaw("empty_answer", f"'{answer.key}' is empty")
+
+
+def _check_completion(found: FoundColumns) -> None:
+    column = found.completion if found.completion.key else found.answer
+    if column.key is None:
+        raise Flaw(
+            "no_completion",
+            f"nothing to learn: no {', '.join((*COMPLETION_KEYS, 'answer'))} and no messages that end with the "
+            "assistant's, one of which supervised training needs",
+        )
+    if not _is_text_or_number(column.value):
+        kind = type(column.value).__name__
+        raise Flaw("completion_type", f"'{column.key}' is a {kind}, but must be text or one message of the assistant")
+    if not str(column.value).strip():
+        raise Flaw("empty_completion", f"'{column.key}' is empty, so there is nothing to learn")
+
+
+def _is_text_or_number(value: Any) -> bool:
+    return isinstance(value, (str, int, float)) and not isinstance(value, bool)
+
+
+def _check_id(given: Any, row_id: str, places: Mapping[str, str]) -> None:
+    """`places`: where each id stands already."""
+    if isinstance(given, bool) or not isinstance(given, (str, int, type(None))):
+        raise Flaw("id_type", f"'id' is a {type(given).__name__}, but must be text or a whole number")
+    if row_id in places:
+        raise Flaw(
+            "duplicate_id", f"id '{row_id}' stands at {places[row_id]} already; leave ids out to number the rows"
+        )
+
+
+def _check_values(values: Mapping[str, Any]) -> None:
+    """Refuse numbers that aren't finite, text that can't be encoded and too many levels, anywhere in the row."""
     pending: list[tuple[str, Any, int]] = [("", values, 0)]
     while pending:
         name, value, level = pending.pop()
         if level > _MOST_LEVELS:
-            yield "too_deep", f"'{name[:40]}...' has more than {_MOST_LEVELS} levels inside each other"
-            return
+            raise Flaw("too_deep", f"'{name[:40]}...' has more than {_MOST_LEVELS} levels inside each other")
         if isinstance(value, float) and not math.isfinite(value):
-            yield "not_finite", f"'{name}' is {value}, but must be finite; leave it out or write null"
-        elif isinstance(value, str) and not value.isascii() and any("\ud800" <= letter <= "\udfff" for letter in value):
-            yield "broken_text", f"'{name}' holds half of a UTF-16 surrogate pair, which no tokenizer can read"
-        elif isinstance(value, Mapping):
+            raise Flaw("not_finite", f"'{name}' is {value}, but must be finite; leave it out or write null")
+        if isinstance(value, str) and not value.isascii() and any("\ud800" <= letter <= "\udfff" for letter in value):
+            raise Flaw("broken_text", f"'{name}' holds half of a UTF-16 surrogate pair, which no tokenizer can read")
+        if isinstance(value, Mapping):
             pending += [(f"{name}.{key}" if name else str(key), inner, level + 1) for key, inner in value.items()]
         elif isinstance(value, list):
             pending += [(f"{name}[{number}]", inner, level + 1) for number, inner in enumerate(value)]

@@ -39,6 +39,14 @@ class BadRow:
         return f"{self.place}: {self.problem} [{self.kind}]"
 
 
+class Flaw(ValueError):
+    """What makes a row unusable: a short kind, and the problem as text."""
+
+    def __init__(self, kind: str, problem: str):
+        super().__init__(problem)
+        self.kind = kind
+
+
 @dataclass(frozen=True)
 class Record:
     """One row as its file holds it."""
@@ -122,15 +130,15 @@ def _line_rows(path: str, chunks: Iterator[bytes]) -> Rows:
 
 def _parse_line(path: str, place: str, line: bytes) -> Record | BadRow:
     try:
-        value = json.loads(line.decode(), object_pairs_hook=_object_without_duplicates)
+        value = json.loads(line.decode(), object_pairs_hook=_object)
     except UnicodeDecodeError as error:
         return BadRow(f"{place}:{error.start + 1}", "invalid_utf8", f"byte 0x{line[error.start]:02x} isn't UTF-8")
     except json.JSONDecodeError as error:
         return BadRow(f"{place}:{error.colno}", "not_json", f"not JSON: {error.msg}; JSONL has one object a line")
     except RecursionError:
         return BadRow(place, "not_json", "nested too deeply")
-    except _DuplicateKey as error:
-        return BadRow(place, "duplicate_key", f"the key '{error}' stands twice")
+    except Flaw as flaw:
+        return BadRow(place, flaw.kind, str(flaw))
     except ValueError as error:
         return BadRow(place, "not_json", str(error))
     return _record(path, place, value, "JSONL has one object a line")
@@ -142,16 +150,15 @@ def _record(path: str, place: str, value: Any, rule: str) -> Record | BadRow:
     return BadRow(place, "not_object", f"a {type(value).__name__}, but {rule}")
 
 
-class _DuplicateKey(Exception):
-    pass
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if (twice := _repeated_key(pairs)) is not None:
+        raise Flaw("duplicate_key", f"the key '{twice}' stands twice")
+    return dict(pairs)
 
 
-def _object_without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) != len(pairs):
-        keys = [key for key, _ in pairs]
-        raise _DuplicateKey(next(key for key in keys if keys.count(key) > 1))
-    return values
+def _repeated_key(pairs: list[tuple[str, Any]]) -> str | None:
+    keys = [key for key, _ in pairs]
+    return None if len(set(keys)) == len(keys) else next(key for key in keys if keys.count(key) > 1)
 
 
 def _array_rows(path: str, chunks: Iterator[bytes]) -> Rows:
@@ -252,11 +259,9 @@ class _ArrayText:
         return len(self._text) > len(parts[0])
 
     def _object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        values = dict(pairs)
-        if len(values) != len(pairs):
-            keys = [key for key, _ in pairs]
-            self._twice = next(key for key in keys if keys.count(key) > 1)
-        return values
+        if (twice := _repeated_key(pairs)) is not None:
+            self._twice = twice
+        return dict(pairs)
 
 
 def _read_csv(path: str, chunks: Iterator[bytes], delimiter: str) -> Rows:
