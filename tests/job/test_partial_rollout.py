@@ -35,6 +35,13 @@ def test_a_run_that_dies_between_two_checkpoints_goes_on_to_the_bit(tmp_path):
     again = metrics_of(folder)
     assert [step["dock/deferred"] for step in again] == [32] * 5 + [0]
     assert again[4]["off_policy/max"] > 0
+    # Without further rounds, what was begun is finished before new prompts.
+    shutil.rmtree(folder / "checkpoints" / "step_000006")
+    at_once = ["rollout.partial_max_rounds=1", "rollout.partial_extra_prompts=null"]
+    finished(run_job("train", config, *settings, *at_once))
+    again = metrics_of(folder)
+    assert [step["dock/deferred"] for step in again] == [32] * 4 + [0, 0]
+    assert [step["off_policy/max"] > 0 for step in again[4:]] == [True, False]
 
 
 @pytest.mark.ranks
