@@ -27,7 +27,8 @@ def group_relative_advantages(rewards_B: Tensor, groups_B: Tensor, scale: Litera
         deviation = (total(centred_B.square()) / (count - 1).clamp(min=1)).sqrt()
         centred_B = centred_B / (deviation[group_B] + EPSILON)
     elif scale == "batch":
-        centred_B = centred_B / (_deviation(rewards) + EPSILON)
+        deviation = rewards.std() if rewards.numel() > 1 else rewards.new_zeros(())
+        centred_B = centred_B / (deviation + EPSILON)
     return centred_B.float()
 
 
@@ -35,11 +36,6 @@ def group_sizes(groups_B: Tensor) -> tuple[Tensor, Tensor]:
     """The place of each row's group among all groups [B], and the rows in each group [number of groups] as float64."""
     _, group_B, counts = groups_B.unique(return_inverse=True, return_counts=True)
     return group_B, counts.double()
-
-
-def _deviation(values_B: Tensor) -> Tensor:
-    """The unbiased standard deviation; 0 of fewer than two values."""
-    return values_B.std() if values_B.numel() > 1 else values_B.new_zeros(())
 
 
 def row_sums(values_R: Tensor, lengths_B: Tensor) -> Tensor:

@@ -17,9 +17,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from spmdrl.algorithms.losses import sequence_log_ratio
-from spmdrl.algorithms.ratios import bounded_exp
+from spmdrl.algorithms.losses import bounded_exp, sequence_log_ratio
 
+Rule = Literal["tis", "icepop", "seq-mask-tis"]
 RolloutIs = Literal["none", "tis", "icepop", "seq-mask-tis"]
 
 # The bounds of each rule; as many are given where they aren't the default.
@@ -59,7 +59,7 @@ class Correction:
 class CorrectionRule:
     """A rule that turns ratios into weights, with its bounds."""
 
-    kind: Literal["tis", "icepop", "seq-mask-tis"]
+    kind: Rule
     clip: tuple[float, ...]
 
     def __call__(self, log_ratio_R: Tensor, row_of_token_R: Tensor, num_rows: int) -> Correction:
@@ -74,15 +74,8 @@ class CorrectionRule:
         return masked_by_sequence(log_ratio_R, sequence_R, low=low, high=high, cap=cap)
 
 
-def correction_rule(kind: RolloutIs, clip: float | tuple[float, ...] | None) -> CorrectionRule | None:
+def correction_rule(kind: Rule, clip: float | tuple[float, ...] | None) -> CorrectionRule:
     """The rule that `algo.rollout_is` and `algo.rollout_is_clip` name. Raises ValueError if they don't fit together."""
-    if kind == "none":
-        if clip is not None:
-            raise ValueError(
-                f"algo.rollout_is_clip is {clip}, but algo.rollout_is is none, which bounds nothing; name a rule "
-                f"({', '.join(DEFAULT_CLIPS)}) or leave algo.rollout_is_clip out"
-            )
-        return None
     default = DEFAULT_CLIPS[kind]
     bounds = default if clip is None else clip if isinstance(clip, tuple) else (clip,)
     if len(bounds) != len(default) or any(bound < 0 for bound in bounds) or bounds[-1] == 0:

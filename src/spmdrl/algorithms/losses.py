@@ -1,20 +1,50 @@
-"""Policy losses per token, and the weights that make them one exact global number."""
+"""Policy losses per token from bounded probability ratios, and the weights that make them one exact global number."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from spmdrl.algorithms.ratios import bounded_exp, is_beyond_bound
 from spmdrl.types import LossScope, TokenLoss
 
 LossAggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
 
 BOUNDED = "clip_ratio/bounded_share"
 """The metric that counts tokens whose log-ratio lies beyond what losses compute with."""
+LOG_RATIO_BOUND = 20.0
+"""in nats: a ratio lies between 2e-9 and 5e8, far from where a float32 (88.7 nats) ends"""
+
+
+def bounded_exp(log_ratio_R: Tensor) -> Tensor:
+    """The ratio of which this is the logarithm, held in [exp(-20), exp(20)].
+
+    Beyond the bounds the gradient is that at the bound. A plain clamp has none there, and would never pull back the
+    tokens that are furthest off.
+    """
+    held_R: Tensor = _Held.apply(log_ratio_R)  # type: ignore[no-untyped-call]
+    return held_R.exp()
+
+
+def is_beyond_bound(log_ratio_R: Tensor) -> Tensor:
+    """Which tokens' ratios `bounded_exp` holds at a bound (bool)."""
+    return log_ratio_R.detach().abs() > LOG_RATIO_BOUND
+
+
+class _Held(torch.autograd.Function):
+    """A clamp that lets gradients through."""
+
+    @staticmethod
+    def forward(ctx: Any, log_ratio_R: Tensor) -> Tensor:
+        return log_ratio_R.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient_R: Tensor) -> Tensor:
+        return gradient_R
 
 
 @dataclass(frozen=True)
@@ -66,6 +96,22 @@ def sums_and_lengths(values_R: Tensor, row_of_token_R: Tensor, num_rows: int) ->
     sums_B = values_R.new_zeros(num_rows).index_add(0, row_of_token_R, values_R)
     lengths_B = values_R.new_zeros(num_rows).index_add(0, row_of_token_R, torch.ones_like(values_R))
     return sums_B, lengths_B
+
+
+def kl_estimate(logprobs_R: Tensor, ref_logprobs_R: Tensor, estimator: Literal["k1", "k2", "k3"]) -> Tensor:
+    """Estimates of KL(policy || reference) per token (Schulman 2020, "Approximating KL Divergence").
+
+    With r = reference probability / policy probability:
+
+    k1 = -log r (unbiased, high variance), k2 = (log r)^2 / 2, k3 = (r - 1) - log r (unbiased, never negative).
+    k3's r is bounded; its -log r isn't, as it can't overflow.
+    """
+    log_ratio_R = ref_logprobs_R - logprobs_R
+    if estimator == "k1":
+        return -log_ratio_R
+    if estimator == "k2":
+        return log_ratio_R.square() / 2
+    return bounded_exp(log_ratio_R) - 1 - log_ratio_R
 
 
 def token_weights(lengths_B: Tensor, aggregation: LossAggregation, scope: LossScope) -> Tensor:

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.algorithms.advantages import group_sizes
-from spmdrl.algorithms.algo_config import AlgoConfig
-from spmdrl.algorithms.algorithm import Algorithm
+from spmdrl.algorithms.algorithm import AlgoConfig, Algorithm
 from spmdrl.algorithms.losses import ClipRange, LossAggregation, clipped_policy, sums_and_lengths
 from spmdrl.types import TokenLoss, TokenTerms
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from spmdrl.algorithms.algo_config import AlgoConfig
-from spmdrl.algorithms.algorithm import Algorithm
+from spmdrl.algorithms.algorithm import AlgoConfig, Algorithm
 from spmdrl.algorithms.grpo import Grpo, GrpoConfig
 from spmdrl.algorithms.rloo import Rloo, RlooConfig
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 from annotated_types import Ge, Gt, Interval
 from pydantic import Field
 
-from spmdrl.algorithms.algo_config import AlgoConfig
+from spmdrl.algorithms.algorithm import AlgoConfig
 from spmdrl.algorithms.grpo import GrpoConfig
 from spmdrl.algorithms.table import ALGORITHMS
 from spmdrl.config.aliases import ALIASES

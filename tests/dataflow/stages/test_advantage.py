@@ -12,8 +12,7 @@ from tests.support.jobs import finished, metrics_of, run_job, tiny_config
 from tests.support.ranks import run_ranks
 from torch import Tensor
 
-from spmdrl.algorithms.algo_config import AlgoConfig
-from spmdrl.algorithms.algorithm import Algorithm
+from spmdrl.algorithms.algorithm import AlgoConfig, Algorithm
 from spmdrl.dataflow.stages.advantage import AdvantageStage
 from spmdrl.dataflow.stages.model_tokens import TURNS
 from spmdrl.observability.metrics import Recorder, encode, merge
