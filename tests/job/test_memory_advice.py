@@ -47,7 +47,10 @@ def fill_python() -> None:
     ],
 )
 def test_each_allocators_failure_names_the_stage_and_the_keys(fill, stage, words):
-    with pytest.raises(OutOfMemory, match=words) as caught, explained_memory(CONFIG, lambda: stage):
+    with (
+        pytest.raises(OutOfMemory, match=words) as caught,
+        explained_memory(CONFIG.rollout, CONFIG.train, lambda: stage),
+    ):
         fill()
     assert "\n" not in str(caught.value)
 
@@ -58,9 +61,9 @@ def test_the_devices_own_error_is_recognised():
 
 
 def test_other_errors_and_full_buffers_of_our_own_stay_as_they_are():
-    with pytest.raises(RuntimeError, match="shape"), explained_memory(CONFIG, lambda: "update"):
+    with pytest.raises(RuntimeError, match="shape"), explained_memory(CONFIG.rollout, CONFIG.train, lambda: "update"):
         torch.ones(2).view(3)
-    with pytest.raises(MemoryError) as caught, explained_memory(CONFIG, lambda: "update"):
+    with pytest.raises(MemoryError) as caught, explained_memory(CONFIG.rollout, CONFIG.train, lambda: "update"):
         Arena(0, 64).take(128)
     assert not is_out_of_memory(caught.value)
 

@@ -128,7 +128,7 @@ class StageParts:
 
 def build_stages(checked: CheckedRun, run: Run, parts: StageParts) -> Stages:
     """The worker states that the algorithm's columns ask for."""
-    config, recorder, turns = checked.config, run.logs.recorder, turn_columns(checked.config)
+    config, recorder, turns = checked.config, run.logs.recorder, turn_columns(checked.config.environment)
     reward = RewardStage(parts.pool, config.reward, parts.tokenizer.decode, recorder)
     recording = [parts.rollouts.recorder] if parts.rollouts.recorder is not None else []
     replica, sampling = parts.rollouts.replica, config.rollout.sampling(parts.tokenizer.stop_token_ids)

@@ -24,13 +24,13 @@ from spmdrl.resources.world import World
 def main(loaded: LoadedConfig[Config]) -> int:
     """Evaluate `model.path` on `data.eval`."""
     started = time.perf_counter()
-    checked = check_run(loaded, verb="eval")
+    config, checked = loaded.value, check_run(loaded, verb="eval")
     # Beside a training run in the same folder, but not beside another evaluation, which writes the same files.
-    with open_job(checked, "eval") as world, hold_run_folder(checked.config, world, "eval.lock"), start_up():
-        with explained_memory(checked.config, lambda: "generation"):
+    with open_job(checked) as world, hold_run_folder(config.run, world, "eval.lock"), start_up():
+        with explained_memory(config.rollout, config.train, lambda: "generation"):
             evaluation = _evaluate(checked, world)
         if world.is_main:
-            _write_results(loaded.value, evaluation, time.perf_counter() - started)
+            _write_results(config, evaluation, time.perf_counter() - started)
     return 0
 
 

@@ -48,23 +48,23 @@ def main(loaded: LoadedConfig[Config], prompts: Sequence[str] = ()) -> int:
     that was interrupted. `prompts`, where there are any, take their place; their answers are shown and leave no file.
     """
     started = time.perf_counter()
-    checked = check_run(loaded, verb="generate", prompts=prompts)
+    config, checked = loaded.value, check_run(loaded, verb="generate", prompts=prompts)
     with ExitStack() as stack:
-        world = stack.enter_context(open_job(checked, "generate"))
+        world = stack.enter_context(open_job(checked))
         stack.enter_context(start_up())
-        folder = checked.config.run.folder
+        folder = config.run.folder
         if prompts:
             folder = Path(stack.enter_context(TemporaryDirectory(prefix="spmdrl_generate_")))
         else:
-            stack.enter_context(hold_run_folder(checked.config, world, "generate.lock"))
-        with explained_memory(checked.config, lambda: "generation"):
+            stack.enter_context(hold_run_folder(config.run, world, "generate.lock"))
+        with explained_memory(config.rollout, config.train, lambda: "generation"):
             kept = keep_answers(checked, world, folder)
         lines = kept.gathered()
         if world.is_main and prompts:
             _show_answers(prompts, [json.loads(line) for line in lines])
         elif world.is_main:
             write_atomic(folder / FILE, "".join(f"{line}\n" for line in lines))
-            _write_summary(checked.config, lines, time.perf_counter() - started)
+            _write_summary(config, lines, time.perf_counter() - started)
             for line in lines:
                 show(line)
         kept.drop()

@@ -45,10 +45,10 @@ STEPS_OF_AVERAGE = 4
 
 def main(loaded: LoadedConfig[Config]) -> int:
     """Train on the answers of `data.train`, evaluating on `data.eval` before and after."""
-    checked = check_run(loaded, verb="sft")
-    if checked.config.sft.max_steps < 1:
+    config, checked = loaded.value, check_run(loaded, verb="sft")
+    if config.sft.max_steps < 1:
         raise ConfigError("sft.max_steps is 0, so the sft verb has nothing to do; set it to the number of steps")
-    with open_job(checked, "sft") as world, hold_folder_of_training(checked.config, world):
+    with open_job(checked) as world, hold_folder_of_training(config.run, world, resume=config.resume):
         train_supervised(checked, world)
     return 0
 

@@ -47,12 +47,12 @@ from spmdrl.verbs.sft import warm_started
 def main(loaded: LoadedConfig[Config]) -> int:
     """Train with rewards; the same command again goes on from the newest checkpoint."""
     started = time.perf_counter()
-    checked = check_run(loaded, verb="train")
-    if checked.config.debug.deterministic:
+    config, checked = loaded.value, check_run(loaded, verb="train")
+    if config.debug.deterministic:
         make_deterministic()
-    if checked.config.debug.batch_invariant:
+    if config.debug.batch_invariant:
         compute_batch_invariantly()
-    with open_job(checked, "train") as world, hold_folder_of_training(checked.config, world):
+    with open_job(checked) as world, hold_folder_of_training(config.run, world, resume=config.resume):
         checked = warm_started(checked, world)
         run = Run(checked, world, started=started)
         with run.recording_failure(), ExitStack() as stack:
@@ -156,7 +156,7 @@ def build(checked: CheckedRun, run: Run, stack: ExitStack) -> Training:
             run.checkpoints.store, run.logs, carried, identity=run.identity, start_step=run.start_step
         ),
         report=SamplesReport(
-            run.logs, dock, shown, tokenizer.decode, rewards=config.reward.names, turns=turn_columns(config)
+            run.logs, dock, shown, tokenizer.decode, rewards=config.reward.names, turns=turn_columns(config.environment)
         ),
         rollouts=rollouts,
     )

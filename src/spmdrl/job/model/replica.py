@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 from spmdrl.config.config import Config
 from spmdrl.dataflow.resharding.planning.slice_layouts import fitted_stride, parameter_table
 from spmdrl.engines.generation.expert_choices import ChoiceRecorder
 from spmdrl.engines.generation.protocol import Decode, GenerationEngine
+from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.job.model.model_source import ModelSource
 from spmdrl.job.start.model_checks import check_vllm, check_vllm_computes
@@ -36,7 +38,7 @@ class Replica:
 
 def build_replica(config: Config, source: ModelSource, world: World, layout: GenerationLayout) -> Replica:
     """Build the mesh of a checked layout and this rank's engine, asleep. Collective over all ranks."""
-    is_vllm = generation_engine_name(config, world.device.kind) == "vllm"
+    is_vllm = generation_engine_name(config.rollout, world.device.kind) == "vllm"
     if is_vllm:
         check_vllm(config)
         check_vllm_computes(source.folder)
@@ -49,7 +51,7 @@ def build_policys_replica(checked: CheckedRun, source: ModelSource, world: World
     """The replica that generates with the policy's weights, so placed that it lacks few of them. Collective."""
     config, layout = checked.config, checked.config.resources.generation
     # vLLM takes consecutive ranks.
-    if generation_engine_name(config, world.device.kind) == "native":
+    if generation_engine_name(config.rollout, world.device.kind) == "native":
         table = parameter_table(source.decoder)
         layout = fitted_stride(table, checked.layout, layout, world.launch.local_world_size)
     return build_replica(config, source, world, layout)
@@ -72,15 +74,12 @@ def load_replica(config: Config, source: ModelSource, world: World, console: Con
     return replica
 
 
-def generation_engine_name(config: Config, device_kind: str) -> str:
+def generation_engine_name(config: RolloutConfig, device_kind: str) -> str:
     """What `rollout.engine: auto` means here: vLLM where it is installed and there is an accelerator."""
-    if config.rollout.engine != "auto":
-        return config.rollout.engine
+    if config.engine != "auto":
+        return config.engine
     if device_kind == "cpu":
         return "native"
-    # Imported here because only this question needs it.
-    from importlib.util import find_spec
-
     return "vllm" if find_spec("vllm") is not None else "native"
 
 
@@ -89,7 +88,7 @@ def _vllm_engine(config: Config, source: ModelSource, world: World, mesh: Genera
     from spmdrl.engines.generation.vllm.vllm_engine import VllmEngine
 
     dtype = config.model.compute_dtype(world.device.kind)
-    device, decode = world.device.torch_device, _decode_for_stops(config, source)
+    device, decode = world.device.torch_device, _decode_for_stops(config.rollout, source)
     return VllmEngine(source.folder, config.rollout, device, dtype, tensor=mesh.tensor.size, decode=decode)
 
 
@@ -101,10 +100,10 @@ def _native_engine(config: Config, source: ModelSource, world: World, mesh: Gene
     # A run that only answers may have a dense model with any training options.
     records = config.train.routing.replay == "rollout" and source.decoder.moe is not None
     recorder = ChoiceRecorder() if records else None
-    device, decode = world.device.torch_device, _decode_for_stops(config, source)
+    device, decode = world.device.torch_device, _decode_for_stops(config.rollout, source)
     return NativeEngine(source.decoder, config.rollout, device, dtype, mesh=mesh, recorder=recorder, decode=decode)
 
 
-def _decode_for_stops(config: Config, source: ModelSource) -> Decode | None:
+def _decode_for_stops(config: RolloutConfig, source: ModelSource) -> Decode | None:
     """What turns tokens into text where some text ends a response."""
-    return ModelTokenizer(source.folder).decode if config.rollout.stop else None
+    return ModelTokenizer(source.folder).decode if config.stop else None

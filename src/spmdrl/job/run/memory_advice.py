@@ -7,7 +7,8 @@ from contextlib import contextmanager
 
 import torch
 
-from spmdrl.config.config import Config
+from spmdrl.engines.generation.rollout_config import RolloutConfig
+from spmdrl.engines.training.training_engine import TrainingConfig
 from spmdrl.types.roles import WorkerState
 
 # What allocators write, beside torch's own type: the CPU's, CUDA's and NPU's runtimes, cuBLAS, NumPy.
@@ -21,14 +22,19 @@ class OutOfMemory(RuntimeError):
 
 
 @contextmanager
-def explained_memory(config: Config, stage: Callable[[], str | None]) -> Iterator[None]:
+def explained_memory(rollout: RolloutConfig, train: TrainingConfig, stage: Callable[[], str | None]) -> Iterator[None]:
     """Raise OutOfMemory in place of an allocator's error; `stage` names where it came from, None before the first."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        raise OutOfMemory(_explanation(error, config, stage())) from error
+        where = stage()
+        what = f"stage {where}" if where else "setting up the run"
+        words = (str(error) or "no more memory").splitlines()[0]
+        raise OutOfMemory(
+            f"{what} needs more memory than there is: {_advice(rollout, train, where)} ({words})"
+        ) from error
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -39,14 +45,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return (isinstance(error, MemoryError) and not text) or any(word in text for word in _WORDS)
 
 
-def _explanation(error: BaseException, config: Config, stage: str | None) -> str:
-    what = f"stage {stage}" if stage else "setting up the run"
-    words = (str(error) or "no more memory").splitlines()[0]
-    return f"{what} needs more memory than there is: {_advice(config, stage)} ({words})"
-
-
-def _advice(config: Config, stage: str | None) -> str:
-    rollout, train = config.rollout, config.train
+def _advice(rollout: RolloutConfig, train: TrainingConfig, stage: str | None) -> str:
     cache = (
         f"rollout.kv_cache_gib ({rollout.kv_cache_gib})"
         if rollout.kv_cache_gib is not None

@@ -8,10 +8,13 @@ from pathlib import Path
 
 import yaml
 
-from spmdrl.config.config import Config
-from spmdrl.job.model.model_source import newest_model
+from spmdrl.config.config import RunConfig
+from spmdrl.job.model.model_source import MODEL, newest_model
+from spmdrl.job.run.checkpoints import Checkpoints
+from spmdrl.job.run.resuming import RunRecord
 from spmdrl.job.run.run_folder import on_main
-from spmdrl.observability.logs.log import METRICS_FILE, read_metrics
+from spmdrl.observability.health import trouble_of
+from spmdrl.observability.logs.log import METRICS_FILE, LogConfig, read_metrics
 from spmdrl.observability.logs.outage import going_on_without
 from spmdrl.observability.logs.trackers import TrackedRun
 from spmdrl.observability.report.report import write_report
@@ -47,6 +50,22 @@ def write_early_end(folder: Path, verdict: str, error: str | None) -> None:
         write_report(folder)
 
 
+def outcome_of(record: RunRecord, folder: Path, checkpoints: Checkpoints) -> dict[str, object]:
+    """The fields of a run that came to its end; unknown ones are None."""
+    newest = checkpoints.newest
+    return {
+        "verdict": "done",
+        "trouble": [*trouble_of(record.metrics), *checkpoints.trouble()] or None,
+        "steps": record.step,
+        "reward_first": record.first_metrics.get("reward"),
+        "reward_last": record.metrics.get("reward"),
+        "accuracy_before": record.accuracy_before,
+        "accuracy_before_interval": record.accuracy_before_interval,
+        "checkpoint": str(newest / MODEL) if newest else None,
+        "report": str(folder / "report.html"),
+    }
+
+
 def write_outcome(folder: Path, fields: Mapping[str, object], console: Console, *, phase: str) -> None:
     """Write and print how a run ended; what an earlier part of a resumed run has found out stays."""
     known = {name: value for name, value in fields.items() if value is not None}
@@ -64,9 +83,8 @@ def finished_model(folder: Path, world: World) -> Path | None:
     return newest_model(folder, world) if is_done else None
 
 
-def tracked_run(config: Config, resolved_config: str) -> TrackedRun:
+def tracked_run(run: RunConfig, log: LogConfig, resolved_config: str) -> TrackedRun:
     """What services show of a run; a warm start is named by the run that it belongs to."""
-    log, run = config.log, config.run
     folder = run.folder.resolve()
     name = run.name if run.dir is None else folder.name
     if folder.name == WARM_START:

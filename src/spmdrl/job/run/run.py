@@ -13,14 +13,13 @@ from spmdrl.job.run.checkpoints import Checkpoints
 from spmdrl.job.run.config_changes import RESOLVED_CONFIG, keep_config
 from spmdrl.job.run.memory_advice import explained_memory
 from spmdrl.job.run.model_card import CARD, model_card
-from spmdrl.job.run.outcome import note_abandoned, tracked_run, write_early_end, write_outcome, write_start
+from spmdrl.job.run.outcome import note_abandoned, outcome_of, tracked_run, write_early_end, write_outcome, write_start
 from spmdrl.job.run.resuming import RUN_FILE, ResumePoint, Resuming, RunRecord
 from spmdrl.job.run.run_folder import check_disk_space, checkpoint_bytes, num_parameters, on_every_rank, on_main
 from spmdrl.job.run.run_logs import RunLogs
 from spmdrl.job.run.savable import Savable
 from spmdrl.job.start.run_identity import identity_of
 from spmdrl.job.start.start_checks import CheckedRun
-from spmdrl.observability.health import trouble_of
 from spmdrl.observability.statistics import Estimate
 from spmdrl.observability.terminal.console import Console
 from spmdrl.resources.collectives import barrier
@@ -34,6 +33,9 @@ class Run:
 
     made -> admitted: a checkpoint is chosen -> resumed: it was read, `logs` and `checkpoints` are there -> finished
     """
+
+    logs: RunLogs
+    checkpoints: Checkpoints
 
     def __init__(self, checked: CheckedRun, world: World, *, started: float | None = None):
         """Nothing is written yet. `started` is when the run's clock began (`time.perf_counter`); now, unless given."""
@@ -51,21 +53,10 @@ class Run:
         self._record = RunRecord(0, {})
         self._num_parameters = 0
         self._resuming: Resuming | None = None
-        self._logs: RunLogs | None = None
-        self._checkpoints: Checkpoints | None = None
+        self._has_begun = False
         self._started = time.perf_counter() if started is None else started
         self._step_started = self._started
         self._startup_seconds: float | None = None
-
-    @property
-    def logs(self) -> RunLogs:
-        assert self._logs is not None, "a run has logs once it is resumed"
-        return self._logs
-
-    @property
-    def checkpoints(self) -> Checkpoints:
-        assert self._checkpoints is not None, "a run writes checkpoints once it is resumed"
-        return self._checkpoints
 
     @property
     def identity(self) -> Mapping[str, object]:
@@ -88,9 +79,10 @@ class Run:
         steps_left = 0 if record.is_finished else self.num_steps - record.step
         if steps_left > 0:
             decoders = [source.decoder for role, source in sources.items() if role.checkpoint is not None]
-            num_bytes = checkpoint_bytes(config, decoders, config.model.compute_dtype(self.world.device.kind))
-            present = len(self._store.steps())
-            on_main(self.world, lambda: check_disk_space(config, num_bytes, num_steps=steps_left, present=present))
+            num_bytes = checkpoint_bytes(
+                config.checkpoint, decoders, config.model.compute_dtype(self.world.device.kind)
+            )
+            on_main(self.world, lambda: check_disk_space(config.run, self._store, num_bytes, num_steps=steps_left))
 
     def resume(self, state: Savable) -> None:
         """Read the checkpoint that was chosen, and begin to write into the folder. `state` is what checkpoints hold."""
@@ -110,11 +102,13 @@ class Run:
             note_abandoned(self.folder, self.console)
             keep_config(resolved, self.folder, point, self.console)
             write_start(self.folder, self.world, self._num_parameters)
-        self._logs = RunLogs(
-            self.folder, self.world, self.console, config=config.log, tracked=tracked_run(config, resolved),
+        tracked = tracked_run(config.run, config.log, resolved)
+        self.logs = RunLogs(
+            self.folder, self.world, self.console, config=config.log, tracked=tracked,
             last_step=point.record.step if point else -1,
         )  # fmt: skip
-        self._checkpoints = Checkpoints(self._store, state, self._logs, point)
+        self.checkpoints = Checkpoints(self._store, state, self.logs, point)
+        self._has_begun = True
 
     def remaining_steps(self) -> Iterator[int]:
         """Steps still to do, numbered from 1."""
@@ -167,8 +161,9 @@ class Run:
     @contextmanager
     def recording_failure(self) -> Iterator[None]:
         """Record an exception in summary and report, then re-raise it, explained."""
+        config = self._checked.config
         try:
-            with explained_memory(self._checked.config, self._failed_stage):
+            with explained_memory(config.rollout, config.train, self._failed_stage):
                 yield
         except KeyboardInterrupt as failure:
             # Published at once, before the report takes its time.
@@ -181,39 +176,27 @@ class Run:
             raise
 
     def _failed_stage(self) -> str | None:
-        return self._logs.timeline.failed_stage if self._logs is not None else None
+        return self.logs.timeline.failed_stage if self._has_begun else None
 
     def _end_early(self, verdict: str, error: str | None) -> None:
         self.console.close()
-        if self.world.is_main and self._checkpoints is not None:
+        if self.world.is_main and self._has_begun:
             write_early_end(self.folder, verdict, error)
 
     def _interruption(self) -> str:
         where = f"interrupted in step {self._record.step + 1} of {self.num_steps}"
-        if self._checkpoints is None or self._checkpoints.newest is None:
+        if not self._has_begun or self.checkpoints.newest is None:
             return f"{where}, before a checkpoint; the same command starts anew"
-        return f"{where}; the same command goes on from {self._checkpoints.newest}"
+        return f"{where}; the same command goes on from {self.checkpoints.newest}"
 
     def finish(self, **fields: object) -> None:
         """Close the logs, and write summary and report from the main rank; `fields` go into the summary."""
-        record, newest = self._record, self.checkpoints.newest
         self.logs.close()
         self.checkpoints.close()
         # The report reads every rank's timeline, and other ranks may read the summary next.
         barrier()
         if self.world.is_main:
-            outcome: dict[str, object] = {
-                "verdict": "done",
-                "trouble": [*trouble_of(record.metrics), *self.checkpoints.trouble()] or None,
-                "steps": record.step,
-                "reward_first": record.first_metrics.get("reward"),
-                "reward_last": record.metrics.get("reward"),
-                "accuracy_before": record.accuracy_before,
-                "accuracy_before_interval": record.accuracy_before_interval,
-                "seconds": time.perf_counter() - self._started,
-                "startup_seconds": self._startup_seconds,
-                "checkpoint": str(newest / MODEL) if newest else None,
-                "report": str(self.folder / "report.html"),
-            }
-            write_outcome(self.folder, outcome | fields, self.console, phase=self._checked.phase)
+            seconds = {"seconds": time.perf_counter() - self._started, "startup_seconds": self._startup_seconds}
+            outcome = outcome_of(self._record, self.folder, self.checkpoints) | seconds | fields
+            write_outcome(self.folder, outcome, self.console, phase=self._checked.phase)
         barrier()

@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
-from spmdrl.config.config import Config
+from spmdrl.config.config import RunConfig
 from spmdrl.config.reader import ConfigError
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf.model_folder import parameter_shapes
+from spmdrl.engines.training.checkpoints.checkpoint import CheckpointConfig, CheckpointStore
 from spmdrl.observability.holder import LOCK_FILE, FolderHeld, held
 from spmdrl.observability.terminal.console import Console
 from spmdrl.resources.collectives import broadcast_bytes, gather_bytes
@@ -30,7 +31,7 @@ _TRAINER_BYTES_PER_PARAMETER = 12
 
 
 @contextmanager
-def hold_run_folder(config: Config, world: World, name: str) -> Iterator[None]:
+def hold_run_folder(config: RunConfig, world: World, name: str) -> Iterator[None]:
     """Keep other jobs out of `run.dir` inside this block. Raises ConfigError on every rank. Collective."""
     with ExitStack() as stack:
         on_main(world, lambda: _hold(config, stack, name))
@@ -38,15 +39,15 @@ def hold_run_folder(config: Config, world: World, name: str) -> Iterator[None]:
 
 
 @contextmanager
-def hold_folder_of_training(config: Config, world: World) -> Iterator[None]:
-    """As `hold_run_folder`; with `resume=never`, what an earlier run left is moved first, and nothing deleted."""
+def hold_folder_of_training(config: RunConfig, world: World, *, resume: str) -> Iterator[None]:
+    """As `hold_run_folder`; with `resume` never, what an earlier run left is moved first, and nothing deleted."""
     with ExitStack() as stack:
 
         def take() -> None:
-            folder, before = config.run.folder, ExitStack()
+            folder, before = config.folder, ExitStack()
             with before:
                 _hold(config, before, LOCK_FILE)
-                if config.resume == "never" and not set(os.listdir(folder)) <= {LOCK_FILE, JOB_FILE}:
+                if resume == "never" and not set(os.listdir(folder)) <= {LOCK_FILE, JOB_FILE}:
                     _move_aside(folder)
                     _hold(config, stack, LOCK_FILE)
                 else:
@@ -84,8 +85,8 @@ def on_every_rank(action: Callable[[], None]) -> None:
         raise ConfigError(refusals[0])
 
 
-def _hold(config: Config, stack: ExitStack, name: str) -> None:
-    folder, key = config.run.folder, config.run.folder_key
+def _hold(config: RunConfig, stack: ExitStack, name: str) -> None:
+    folder, key = config.folder, config.folder_key
     try:
         stack.enter_context(held(folder, name, wait_seconds=WAIT_SECONDS))
     except FolderHeld as failure:
@@ -113,25 +114,25 @@ def num_parameters(decoder: DecoderConfig) -> int:
     return sum(prod(shape) for shape in parameter_shapes(decoder).values())
 
 
-def checkpoint_bytes(config: Config, decoders: Iterable[DecoderConfig], dtype: torch.dtype) -> int:
+def checkpoint_bytes(config: CheckpointConfig, decoders: Iterable[DecoderConfig], dtype: torch.dtype) -> int:
     """The size of one checkpoint's tensors, which are those of all these models."""
-    trainer = 0 if config.checkpoint.model_only else _TRAINER_BYTES_PER_PARAMETER
+    trainer = 0 if config.model_only else _TRAINER_BYTES_PER_PARAMETER
     return sum(map(num_parameters, decoders)) * (dtype.itemsize + trainer)
 
 
-def check_disk_space(config: Config, num_bytes: int, *, num_steps: int, present: int = 0) -> None:
-    """Refuse a disk on which the checkpoints to come don't fit, `num_bytes` each; `present` are there already.
+def check_disk_space(config: RunConfig, store: CheckpointStore, num_bytes: int, *, num_steps: int) -> None:
+    """Refuse a disk on which the checkpoints of `num_steps` more steps don't fit, `num_bytes` each.
 
     A checkpoint is written whole before the oldest goes, so there is one more than is kept. Raises ValueError.
     """
-    checkpoint = config.checkpoint
+    checkpoint, present = store.config, len(store.steps())
     num_saves = -(-num_steps // checkpoint.interval) if checkpoint.interval else 1
     count = max(1, min(num_saves, checkpoint.keep_last + 1 + (checkpoint.best is not None)) - present)
-    folder = config.run.folder
+    folder = config.folder
     free = shutil.disk_usage(folder).free
     if count * num_bytes > free:
         raise ValueError(
             f"the disk of {folder} has {free:,} bytes free, but {count} checkpoints of {num_bytes:,} bytes need "
             f"{count * num_bytes:,}; free some, lower checkpoint.keep_last, set checkpoint.model_only, or set "
-            f"{config.run.folder_key} to a folder on another disk"
+            f"{config.folder_key} to a folder on another disk"
         )

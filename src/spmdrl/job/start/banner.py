@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import torch
 
-from spmdrl.config.config import Config
 from spmdrl.engines.models.hf.model_weights import WeightFiles
 from spmdrl.job.model.replica import generation_engine_name
 from spmdrl.job.run.run_folder import num_parameters
@@ -34,7 +33,7 @@ def _lines(checked: CheckedRun, prepared: Prepared, world: World) -> Iterator[st
         f"{count(num_parameters(source.decoder))} parameters | stored {stored}, computed {computed} | stops at {stops}"
     )
     ranks = f"{world.size} rank{'s'[: world.size > 1]} on {world.num_nodes} node{'s'[: world.num_nodes > 1]}"
-    engine = generation_engine_name(config, world.device.kind)
+    engine = generation_engine_name(config.rollout, world.device.kind)
     yield (
         f"ranks  {ranks} | {device_name(world)} | update {update_text(checked.layout)} | "
         f"generation {generation_text(config.resources.generation, world.size)} | engine {engine}"
@@ -49,7 +48,9 @@ def _lines(checked: CheckedRun, prepared: Prepared, world: World) -> Iterator[st
         f"data   {len(prompts)} rows | {a_step} | {checked.num_steps} steps = "
         f"{checked.num_steps * rows_a_step / max(len(prompts), 1):.3g} passes over the rows"
     )
-    yield f"run    {config.run.folder} | {checked.phase} | seed {config.seed} | {checkpoints_text(config)}"
+    interval = config.checkpoint.interval
+    saves = f"checkpoints each {interval} steps and at the end" if interval else "a checkpoint at the end"
+    yield f"run    {config.run.folder} | {checked.phase} | seed {config.seed} | {saves}"
     if stored != computed:
         yield (
             f"NOTE: the weights are stored in {stored} and computed in {computed} "
@@ -73,8 +74,3 @@ def generation_text(layout: GenerationLayout, num_ranks: int) -> str:
     replicas = num_ranks // max(layout.tensor, layout.expert)
     used = [f"{name} {getattr(layout, name)}" for name in ("tensor", "expert") if getattr(layout, name) > 1]
     return " x ".join([*used, f"{replicas} replica{'s'[: replicas > 1]}"])
-
-
-def checkpoints_text(config: Config) -> str:
-    interval = config.checkpoint.interval
-    return f"checkpoints each {interval} steps and at the end" if interval else "a checkpoint at the end"

@@ -71,11 +71,12 @@ def prepare(checked: CheckedRun, source: ModelSource) -> Prepared:
         else None
         for rows in (checked.train_rows, checked.eval_rows)
     )
+    num_new = config.rollout.max_completion_length
     if train is not None and checked.verb != "sft":
-        check_positions(train, "data.train", source.decoder, config)
+        check_positions(train, "data.train", source.decoder, num_new)
     # The answers of `generate` end at the last position.
     if held_out is not None and checked.verb != "generate":
-        check_positions(held_out, "data.eval", source.decoder, config)
+        check_positions(held_out, "data.eval", source.decoder, num_new)
     return Prepared(sources, tokenizer, train, held_out)
 
 
@@ -93,13 +94,13 @@ def prepare_together(checked: CheckedRun, world: World, console: Console) -> Pre
     return prepared
 
 
-def check_positions(prompts: PromptSource, key: str, decoder: DecoderConfig, config: Config) -> None:
+def check_positions(prompts: PromptSource, key: str, decoder: DecoderConfig, num_new: int) -> None:
     """Refuse responses that would run past the positions that the model was made for."""
-    longest, answer, most = prompts.longest, config.rollout.max_completion_length, decoder.max_positions
-    if longest + answer > most:
+    longest, most = prompts.longest, decoder.max_positions
+    if longest + num_new > most:
         raise ValueError(
-            f"the longest prompt of {key} has {longest} tokens; with rollout.max_completion_length {answer} it needs "
-            f"{longest + answer} positions, but the model has {most} positions; lower rollout.max_completion_length "
+            f"the longest prompt of {key} has {longest} tokens; with rollout.max_completion_length {num_new} it needs "
+            f"{longest + num_new} positions, but the model has {most} positions; lower rollout.max_completion_length "
             "or data.max_prompt_length"
         )
 

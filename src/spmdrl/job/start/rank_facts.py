@@ -31,13 +31,13 @@ _VARIABLES = (
 
 
 @contextlib.contextmanager
-def open_job(checked: CheckedRun, verb: str) -> Iterator[World]:
+def open_job(checked: CheckedRun) -> Iterator[World]:
     """Open the world of a run whose ranks have all been checked and agree. Collective over all ranks."""
     resources = checked.config.resources
     facts = {}
     with start_up():
         if read_launch_environment(os.environ).world_size > 1:
-            facts = start_facts(checked.config, verb, [*checked.train_rows, *checked.eval_rows])
+            facts = start_facts(checked.config, checked.verb, [*checked.train_rows, *checked.eval_rows])
     network = Network(checked.config.run.folder, trusted=resources.trusted_network)
     with open_world(
         resources.device, resources.timeout_seconds, facts=facts, network=network,

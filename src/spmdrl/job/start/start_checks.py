@@ -16,7 +16,7 @@ from spmdrl.dataflow.samples.schema import needs_by_state
 from spmdrl.dataflow.stages.model_tokens import TURNS
 from spmdrl.dataflow.stages.parity import Agreement, update_columns
 from spmdrl.dataflow.stages.rows import replayed_columns
-from spmdrl.engines.environment.environment_pool import EnvironmentPool
+from spmdrl.engines.environment.environment_pool import EnvironmentConfig, EnvironmentPool
 from spmdrl.engines.reward.functions import needs_answer
 from spmdrl.engines.reward.pool import RewardPool
 from spmdrl.job.start.model_checks import (
@@ -148,7 +148,7 @@ def states_of(config: Config, algorithm: Algorithm) -> dict[WorkerState, frozens
     num_updates = config.train.updates_per_step * config.train.epochs_per_step
     replayed = replayed_columns(config.train.routing)
     columns = update_columns(algorithm.columns_for_loss(num_updates), agreement_of(config))
-    turns = turn_columns(config)
+    turns = turn_columns(config.environment)
     reads = {"prompt_ids", "response_ids", *columns, *replayed, *turns}
     credit = {"reward", "response_ids", *turns, *algorithm.columns_for_credit()}
     of_rows = {state: turns for state in WorkerState if state.work == "score" or state is WorkerState.RETURNS}
@@ -169,9 +169,9 @@ def check_environment(config: Config) -> None:
     EnvironmentPool(config.environment, 1).close()
 
 
-def turn_columns(config: Config) -> frozenset[str]:
+def turn_columns(config: EnvironmentConfig) -> frozenset[str]:
     """The column that rows have where an environment writes some of their tokens."""
-    return frozenset({TURNS} if config.environment.function is not None else ())
+    return frozenset({TURNS} if config.function is not None else ())
 
 
 def agreement_of(config: Config) -> Agreement:
