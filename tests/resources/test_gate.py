@@ -13,10 +13,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from spmdrl.resources.network.door import Door
 from spmdrl.resources.network.gate import RPC, STORE, Address, Gate, Target
 from spmdrl.resources.network.link import Hello, NoSecret, Seal, TurnedAway
-from spmdrl.resources.network.sockets import LOOPBACK
+from spmdrl.resources.network.sockets import LOOPBACK, Door
 
 SECRET = bytes(range(32))
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="packet filters on sockets are Linux's")

@@ -9,6 +9,7 @@ from dataclasses import replace
 from spmdrl.observability.report.charts import Chart, Series, has_values
 from spmdrl.observability.report.gantt import stage_order
 from spmdrl.observability.report.run_files import RunData
+from spmdrl.observability.report.traffic_section import LINKS
 from spmdrl.observability.terminal.units import byte_unit
 
 # (title, unit, metric) of the curves that tell whether a run learns and stays sound.
@@ -37,11 +38,6 @@ SPEED = (
 # How names begin that aren't about learning.
 MACHINERY = ("checkpoint/", "dock/", "generation/", "health/", "log/", "mem/", "perf/", "reshard/", "time/", "update/")
 LAGS = "off_policy/lag_"
-LINKS = {
-    "same process": "dock/bytes_process",
-    "same node": "dock/bytes_node",
-    "across nodes": "dock/bytes_cross_node",
-}
 RESHARDING = {"all": "reshard/bytes", "across nodes": "reshard/cross_node_bytes"}
 RESHARDING_RATES = {
     "between ranks": "reshard/gb_per_second",

@@ -10,7 +10,7 @@ from markupsafe import Markup, escape
 
 from spmdrl.observability.report.charts import color_class, ticks
 from spmdrl.observability.report.page import Choices, Parts, Table, value_text
-from spmdrl.observability.report.resharding_section import link_text
+from spmdrl.observability.report.traffic_section import link_text
 from spmdrl.observability.terminal.units import byte_unit, bytes_text
 from spmdrl.observability.timeline.timeline import MemorySnapshot, Span, TimelineRecords
 

@@ -19,13 +19,12 @@ from spmdrl.observability.report.curves import (
     speed_charts,
     traffic_charts,
 )
-from spmdrl.observability.report.flow_section import sample_flow
 from spmdrl.observability.report.gantt import gantt, memory_by_owner
 from spmdrl.observability.report.page import ChartGrid, Parts, Section, page_html
-from spmdrl.observability.report.resharding_section import moved_by_link
 from spmdrl.observability.report.run_files import RunData, read_run
 from spmdrl.observability.report.samples_section import sample_viewer
 from spmdrl.observability.report.sections import comparison, configuration, header, health
+from spmdrl.observability.report.traffic_section import moved_by_link, sample_flow
 from spmdrl.observability.terminal.screen import show
 from spmdrl.observability.timeline.timeline import write_perfetto
 

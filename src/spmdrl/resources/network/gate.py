@@ -1,8 +1,8 @@
 """The gate: connections between ranks that only holders of the job's secret can make.
 
-PyTorch's store and RPC agents answer any connection, and an agent trusts every byte. So both listen on loopback,
-closed to all but their own rank's gate (door.py), and gates connect them, after proofs of the secret and with MACs on
-what they pass on (link.py):
+PyTorch's store and RPC agents answer any connection, and an agent trusts every byte. So both listen on loopback, closed
+to all but their own rank's gate (sockets.py). Gates connect them, after proofs of the secret and with MACs on what they
+pass on (link.py):
 
     program -> own gate -> other rank's gate -> door of the service
 """
@@ -19,9 +19,8 @@ from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from spmdrl.resources.network.door import Door
 from spmdrl.resources.network.link import MOST_RECORD_BYTES, Hello, Link, NoSecret, TurnedAway, accept, dial
-from spmdrl.resources.network.sockets import LOOPBACK, is_own
+from spmdrl.resources.network.sockets import LOOPBACK, Door, is_own
 from spmdrl.resources.network.tensorpipe import AgentRenamed
 
 STORE, RPC = 0, 1

@@ -1,4 +1,4 @@
-"""Listening sockets of this process, and the kernel's packet filters that close them to other processes.
+"""Doors: listening sockets on loopback that let in this rank's gate, by the kernel's packet filters, and nothing else.
 
 A filter on a listening socket sees each packet before there is a connection, needs no privilege and exists on every
 Linux. Strangers find a filtered port as if no host were there.
@@ -11,6 +11,7 @@ import ctypes
 import os
 import socket
 import struct
+from collections import deque
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,53 @@ _LOAD_WORD, _LOAD_HALF, _JUMP_EQUAL, _RETURN = 0x20, 0x28, 0x15, 0x06
 _IP_HEADER = 0xFFF00000
 _SOURCE_ADDRESS, _SOURCE_PORT = _IP_HEADER + 12, 0
 # A jump is at most 255 instructions long.
-MOST_ADMITTED = 250
+_MOST_ADMITTED = 250
+
+
+class Door:
+    """A listening socket of this process, on loopback, that admits connections of its gate only."""
+
+    def __init__(self, port: int, *, is_closed: bool = True):
+        """Raises OSError where the system can't keep others out, which an open door (`is_closed=False`) doesn't try."""
+        self.port = port
+        self._is_closed = is_closed
+        self._listener = own_listener(port)
+        self._admitted: deque[int] = deque(maxlen=_MOST_ADMITTED)
+        if is_closed:
+            admit_only(self._listener, ())
+            # Those that came before the filter.
+            end_connections_to(port)
+            self._check_is_closed()
+
+    def admit(self) -> socket.socket:
+        """A socket that may connect to the door; `forget` it at its end."""
+        own = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        own.bind((LOOPBACK, 0))
+        self._admitted.append(own.getsockname()[1])
+        self._apply()
+        # A small write must not wait for the answer to the one before it.
+        own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        own.setblocking(False)
+        return own
+
+    def forget(self, port: int) -> None:
+        """Close the door to a port of this host that others may have next."""
+        with contextlib.suppress(ValueError):
+            self._admitted.remove(port)
+            self._apply()
+
+    def close(self) -> None:
+        self._listener.close()
+
+    def _apply(self) -> None:
+        if self._is_closed:
+            admit_only(self._listener, self._admitted)
+
+    def _check_is_closed(self) -> None:
+        with socket.socket() as stranger:
+            stranger.settimeout(0.05)
+            if stranger.connect_ex((LOOPBACK, self.port)) == 0:
+                raise OSError("this kernel accepts packet filters on sockets, but doesn't apply them")
 
 
 def admit_only(listener: socket.socket, ports: Collection[int]) -> None:
@@ -33,7 +80,7 @@ def admit_only(listener: socket.socket, ports: Collection[int]) -> None:
 
     Raises OSError where the system has no such filter.
     """
-    assert len(ports) <= MOST_ADMITTED, f"{len(ports)} ports, but a filter holds {MOST_ADMITTED}"
+    assert len(ports) <= _MOST_ADMITTED, f"{len(ports)} ports, but a filter holds {_MOST_ADMITTED}"
     (loopback,) = struct.unpack("!I", socket.inet_aton(LOOPBACK))
     program = [
         (_LOAD_WORD, 0, 0, _SOURCE_ADDRESS),

@@ -20,12 +20,11 @@ from pathlib import Path
 import torch.distributed as dist
 
 from spmdrl.observability.terminal.console import Console
-from spmdrl.resources.network.door import Door
 from spmdrl.resources.network.gate import STORE, Address, Gate, Target
 from spmdrl.resources.network.link import NoSecret
 from spmdrl.resources.network.network_interface import choose_interface
 from spmdrl.resources.network.secret import VARIABLE, read_or_make_secret, secret_file
-from spmdrl.resources.network.sockets import LOOPBACK
+from spmdrl.resources.network.sockets import LOOPBACK, Door
 from spmdrl.resources.startup.launch import LaunchEnvironment, StartRefused
 from spmdrl.resources.startup.rank_agreement import ATTEMPT_KEY
 
