@@ -35,7 +35,7 @@ optim.lr optim.eps optim.weight_decay rollout.temperature
 train.routing.aux_loss_coefficient train.routing.bias_update_rate
 """.split()
 POSITIVE = """
-eval.temperature optim.max_grad_norm rollout.kv_cache_gib
+optim.max_grad_norm rollout.kv_cache_gib
 dock.timeout_seconds
 """.split()
 BOUNDS = (
@@ -49,6 +49,7 @@ BOUNDS = (
     | {"rollout.min_p": ">= 0 and < 1", "reward.max_error_rate": ">= 0 and <= 1"}
     | {"critic.gamma": ">= 0 and <= 1", "critic.warmup_steps": ">= 0", "environment.return_after_steps": ">= 0"}
     | dict.fromkeys(["reward.timeout_seconds", "environment.timeout_seconds", "critic.clip"], "> 0 and finite")
+    | {"eval.temperature": "> 0 and finite"}
     | dict.fromkeys(["reward.memory_limit_gib", "environment.memory_limit_gib"], "> 0 and finite")
 )
 OUTSIDE = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import reduce
@@ -10,7 +11,7 @@ from operator import or_
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from annotated_types import Ge, Gt, Interval
+from annotated_types import Ge, Interval
 from pydantic import Field
 
 from spmdrl.algorithms.algorithm import AlgoConfig
@@ -59,7 +60,7 @@ class EvalConfig:
     """whether to evaluate before the first step"""
     num_samples: Annotated[int, Ge(1)] = 1
     """answers per prompt; 1: one greedy answer; more: sampled ones, for avg@k and pass@k"""
-    temperature: Annotated[float, Gt(0)] = 1.0
+    temperature: Annotated[float, Interval(gt=0, lt=math.inf)] = 1.0
     """sampling temperature where num_samples > 1"""
     max_rows: Annotated[int, Ge(1)] | None = None
     """use only this many of the first held-out rows; null: all"""

@@ -8,7 +8,7 @@ Where several ranks are one engine, all of them call it alike, with the same req
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
@@ -46,20 +46,6 @@ class SamplingParams:
     """Tokens that end a response; they are part of it."""
     stop_strings: tuple[str, ...] = ()
     """Texts that end a response with the token that completes one; it is part of it, with whatever else it says."""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"sampling.temperature is {self.temperature}, but must be >= 0 and finite; 0 is greedy")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"sampling.top_p is {self.top_p}, but must be in (0, 1]; 1 turns it off")
-        if self.top_k < 0:
-            raise ValueError(f"sampling.top_k is {self.top_k}, but must be >= 0; 0 turns it off")
-        if not 0 <= self.min_p < 1:
-            raise ValueError(f"sampling.min_p is {self.min_p}, but must be in [0, 1); 0 turns it off")
-        if self.max_tokens < 1:
-            raise ValueError(f"sampling.max_tokens is {self.max_tokens}, but must be >= 1")
-        if not all(self.stop_strings):
-            raise ValueError("sampling.stop_strings has an empty text, which every response would end with; drop it")
 
 
 @dataclass(frozen=True)
@@ -155,6 +141,20 @@ def completes_stop_string(token_ids: Sequence[int], stop_strings: Sequence[str],
     num_tokens = max(len(text.encode()) for text in stop_strings) + _SPARE_TOKENS
     text = decode(token_ids[-num_tokens:])
     return any(string in text for string in stop_strings)
+
+
+def all_weights(
+    weights: Iterable[tuple[str, Tensor]], shapes: Mapping[str, tuple[int, ...]]
+) -> Iterator[tuple[str, Tensor]]:
+    """The weights as they come. Raises ValueError for one that isn't the model's, and at the end for one not given."""
+    missing = set(shapes)
+    for name, weight in weights:
+        if tuple(weight.shape) != shapes.get(name):
+            raise ValueError(f"weight {name} of shape {tuple(weight.shape)} isn't one of this model's")
+        missing.discard(name)
+        yield name, weight
+    if missing:
+        raise ValueError(f"{len(missing)} of {len(shapes)} weights weren't given, such as {min(missing)}")
 
 
 class GenerationEngine(Protocol):

@@ -22,7 +22,7 @@ from spmdrl.engines.generation.native.cache.scheduler import Admitted, Scheduler
 from spmdrl.engines.generation.native.forward import CachedDecoder
 from spmdrl.engines.generation.native.running_rows import Row
 from spmdrl.engines.generation.native.sampling import RowDrawer
-from spmdrl.engines.generation.protocol import Decode, Request, Response
+from spmdrl.engines.generation.protocol import Decode, Request, Response, all_weights
 from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.resources.mesh import Axis, GenerationMesh, lone_generation_mesh
@@ -165,16 +165,10 @@ class NativeEngine:
         self._weights.borrow(weights)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        own, shapes = self.wake_weights(), self.weight_shapes()
-        missing = set(own)
-        for name, tensor in weights:
-            if name not in own or tensor.shape != shapes[name]:
-                raise ValueError(f"weight {name} of shape {tuple(tensor.shape)} isn't one of this model's")
+        own = self.wake_weights()
+        for name, tensor in all_weights(weights, self.weight_shapes()):
             part = self._forward.parts.slices[name]
             own[name].copy_(tensor[part.index_within(whole_slice(name, tensor.shape))])
-            missing.discard(name)
-        if missing:
-            raise ValueError(f"{len(missing)} of {len(own)} weights weren't given, such as {min(missing)}")
 
     def wake_cache(self) -> None:
         if not self._weights.are_awake:

@@ -25,18 +25,6 @@ class Row:
     choices: RowChoices | None = None
     """Where the tokens fed so far went, if that is recorded."""
 
-    @classmethod
-    def of_member(cls, request: Request, member: int) -> Row:
-        """A row of the request, with what it brings along."""
-        row = cls(request.rows[member], request.seeds[member], request)
-        partial = request.partial[member] if request.partial else None
-        if partial is not None and partial.token_ids:
-            row.token_ids, row.logprobs = list(partial.token_ids), list(partial.logprobs)
-            row.versions = list(partial.versions)
-            if partial.choices is not None:
-                row.choices = RowChoices(partial.choices.view(row.length - 1, -1))
-        return row
-
     @property
     def length(self) -> int:
         """Positions of the prompt and of all its tokens, the newest included."""
@@ -120,9 +108,20 @@ class Admission:
                 row.choices = RowChoices(fed_TLC) if row.choices is None else row.choices.continued(fed_TLC)
 
 
+def rows_of(request: Request) -> list[Row]:
+    """The request's rows, with what they bring along."""
+    rows = []
+    for number, seed, given in zip(request.rows, request.seeds, request.given, strict=True):
+        row = Row(number, seed, request, list(given.token_ids), list(given.logprobs), list(given.versions))
+        if given.choices is not None and row.token_ids:
+            row.choices = RowChoices(given.choices.view(row.length - 1, -1))
+        rows.append(row)
+    return rows
+
+
 def groups_of(request: Request) -> list[Group]:
     """The rows that have tokens each by itself, then the others together."""
-    rows = [Row.of_member(request, member) for member in range(len(request.rows))]
+    rows = rows_of(request)
     groups = [Group([row]) for row in rows if row.token_ids]
     fresh = [row for row in rows if not row.token_ids]
     return [*groups, Group(fresh)] if fresh else groups

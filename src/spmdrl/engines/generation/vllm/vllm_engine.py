@@ -1,41 +1,31 @@
 """vLLM as a generation engine, inside this process: the one file that imports vllm.
 
 Every rank runs an engine under the job's own launcher (`external_launcher`) and in the process group that is there.
-Ranks of a tensor group schedule the same requests alike; other ranks know nothing of each other.
+Ranks of a tensor group schedule the same requests alike; other ranks are independent.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from spmdrl.engines.generation.protocol import Decode, Finish, Request, Response, SamplingParams, completes_stop_string
+from spmdrl.engines.generation.native.running_rows import Row, rows_of
+from spmdrl.engines.generation.protocol import Decode, Request, Response, all_weights, completes_stop_string
 from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.generation.vllm import vllm_cpu
-from spmdrl.engines.generation.vllm.vllm_launch import launch_variables
 from spmdrl.engines.generation.vllm.vllm_logprobs import gives_unfiltered, logprobs_mode, logprobs_of_prompt
 from spmdrl.engines.models.hf.model_folder import parameter_shapes, read_config
 from spmdrl.engines.models.hf.model_weights import unstack
-from spmdrl.resources.startup.launch import read_launch_environment
+from spmdrl.resources.startup.launch import TORCHRUN_VARIABLES, read_launch_environment
 from spmdrl.types import WeightSlice, whole_slice
-
-
-@dataclass
-class _Row:
-    """A row that vLLM works on, with what it has so far."""
-
-    request: Request
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
 
 
 class VllmEngine:
@@ -58,7 +48,7 @@ class VllmEngine:
         self._decode_text = decode
         self._on_cpu = device.type == "cpu"
         self._logprobs_mode = logprobs_mode(rollout)
-        self._rows: dict[int, _Row] = {}
+        self._rows: dict[int, Row] = {}
         self._weights_awake = self._cache_awake = False
         # Set before the import, here as vllm is an extra: no process beside this one, no usage report, a quiet screen.
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -69,7 +59,7 @@ class VllmEngine:
         self._vllm = vllm
         if self._on_cpu:
             self._prepare_cpu()
-        with launch_variables():
+        with _launch_variables():
             self._llm = vllm.LLM(**(self._arguments(model_folder, rollout) | rollout.engine_kwargs))
         self._let_go()
         self._packs_experts = self._on_cpu and self._reload_leaves_experts()
@@ -90,14 +80,13 @@ class VllmEngine:
                 raise ValueError(
                     f"rows {list(request.rows)} have stop strings; build the engine with a decode function"
                 )
-            for row, seed, given in zip(request.rows, request.seeds, request.given, strict=True):
-                if row in self._rows:
-                    raise ValueError(f"row {row} is submitted twice; wait for its response or abort it first")
-                prompt = self._vllm.TokensPrompt(prompt_token_ids=[*request.prompt_ids, *given.token_ids])
-                sampling = self._sampling(request.sampling, seed, num_given=len(given.token_ids))
-                # One request a row, because each has its own seed; the prefix cache shares the prompt.
-                self._llm.llm_engine.add_request(str(row), prompt, sampling)
-                self._rows[row] = _Row(request, list(given.token_ids), list(given.logprobs), list(given.versions))
+            for row in rows_of(request):
+                if row.row in self._rows:
+                    raise ValueError(f"row {row.row} is submitted twice; wait for its response or abort it first")
+                prompt = self._vllm.TokensPrompt(prompt_token_ids=[*request.prompt_ids, *row.token_ids])
+                # One request per row, because each has its own seed; the prefix cache shares the prompt.
+                self._llm.llm_engine.add_request(str(row.row), prompt, self._sampling(row))
+                self._rows[row.row] = row
 
     def step(self) -> list[Response]:
         self._require_awake()
@@ -106,21 +95,21 @@ class VllmEngine:
             row, completion = int(output.request_id), output.outputs[0]
             self._note(self._rows[row], completion)
             if output.finished:
-                responses.append(self._response(row, completion.finish_reason))
-            elif self._says_stop(self._rows[row]):
+                responses.append(self._rows.pop(row).response(completion.finish_reason))
+            elif self._is_stopped(self._rows[row]):
                 self._llm.llm_engine.abort_request([str(row)])
-                responses.append(self._response(row, "stop"))
+                responses.append(self._rows.pop(row).response("stop"))
         return responses
 
     def abort(self) -> list[Response]:
         if self._rows:
             self._llm.llm_engine.abort_request([str(row) for row in self._rows])
-        return [self._response(row, "aborted") for row in list(self._rows)]
+        aborted, self._rows = self._rows, {}
+        return [row.response("aborted") for row in aborted.values()]
 
     def score(self, rows: Sequence[Sequence[int]]) -> list[Tensor]:
         self._require_awake()
-        if self._rows:
-            raise RuntimeError(f"{len(self._rows)} rows are unfinished; step until they end, or abort them first")
+        self._require_idle()
         # vLLM rates prompts beside generating, unscaled in any mode, and takes nothing of them from its prefix cache.
         sampling = self._vllm.SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
         prompts = [self._vllm.TokensPrompt(prompt_token_ids=list(row)) for row in rows]
@@ -144,9 +133,8 @@ class VllmEngine:
         raise RuntimeError("vLLM takes its weights one after another; give them to load_weights")
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        if self._rows:
-            raise RuntimeError(f"{len(self._rows)} rows are unfinished; step until they end, or abort them first")
-        source = {"weights_iterator": unstack(_complete(weights, self.weight_shapes()))}
+        self._require_idle()
+        source = {"weights_iterator": unstack(all_weights(weights, self.weight_shapes()))}
         self._llm.collective_rpc("reload_weights", kwargs=source)
         if self._on_cpu:
             self._llm.apply_model(lambda model: vllm_cpu.pack_again(model, experts=self._packs_experts))
@@ -162,8 +150,7 @@ class VllmEngine:
         self._cache_awake = True
 
     def sleep(self) -> None:
-        if self._rows:
-            raise RuntimeError(f"{len(self._rows)} rows are unfinished; step until they end, or abort them first")
+        self._require_idle()
         if self._weights_awake:
             self._discard()
 
@@ -179,7 +166,7 @@ class VllmEngine:
         }
 
     def cache_bytes_for(self, num_rows: int, num_tokens: int) -> int:
-        """Its size was settled when vLLM started, whatever is asked of it."""
+        """Its size was fixed when vLLM started."""
         return self._cache_bytes
 
     @property
@@ -263,8 +250,13 @@ class VllmEngine:
         if not self._cache_awake:
             raise RuntimeError("a sleeping engine can't generate; call wake_weights, load_weights, then wake_cache")
 
-    def _sampling(self, sampling: SamplingParams, seed: int, *, num_given: int) -> Any:
+    def _require_idle(self) -> None:
+        if self._rows:
+            raise RuntimeError(f"{len(self._rows)} rows are unfinished; step until they end, or abort them first")
+
+    def _sampling(self, row: Row) -> Any:
         """What vLLM takes; its random numbers start anew with each request, so a row that goes on gets another seed."""
+        sampling, num_given = row.request.sampling, len(row.token_ids)
         return self._vllm.SamplingParams(
             temperature=sampling.temperature,
             top_p=sampling.top_p,
@@ -273,13 +265,13 @@ class VllmEngine:
             max_tokens=sampling.max_tokens - num_given,
             stop_token_ids=list(sampling.stop_token_ids),
             ignore_eos=True,
-            seed=(seed + num_given) % (1 << 63),
+            seed=(row.seed + num_given) % (1 << 63),
             logprobs=0,
             detokenize=False,
             output_kind=self._vllm.sampling_params.RequestOutputKind.DELTA,
         )
 
-    def _note(self, row: _Row, completion: Any) -> None:
+    def _note(self, row: Row, completion: Any) -> None:
         """Take over the tokens of one output, which holds those of its step only."""
         exact = gives_unfiltered(self._logprobs_mode, row.request.sampling)
         for token, candidates in zip(completion.token_ids, completion.logprobs, strict=True):
@@ -288,25 +280,22 @@ class VllmEngine:
             row.logprobs.append(candidates[token].logprob if exact else math.nan)
             row.versions.append(self.version)
 
-    def _says_stop(self, row: _Row) -> bool:
+    def _is_stopped(self, row: Row) -> bool:
         """Whether the newest token completes a stop string, which vLLM, without a tokenizer, can't see."""
         strings, decode = row.request.sampling.stop_strings, self._decode_text
         return bool(strings) and decode is not None and completes_stop_string(row.token_ids, strings, decode)
 
-    def _response(self, row: int, finish: Finish) -> Response:
-        done = self._rows.pop(row)
-        return Response(row, tuple(done.token_ids), tuple(done.logprobs), finish, tuple(done.versions))
 
-
-def _complete(
-    weights: Iterable[tuple[str, Tensor]], shapes: Mapping[str, tuple[int, ...]]
-) -> Iterator[tuple[str, Tensor]]:
-    """The weights as they come. Raises ValueError for one that isn't the model's, and at the end for one not given."""
-    missing = set(shapes)
-    for name, weight in weights:
-        if tuple(weight.shape) != shapes.get(name):
-            raise ValueError(f"weight {name} of shape {tuple(weight.shape)} isn't one of this model's")
-        missing.discard(name)
-        yield name, weight
-    if missing:
-        raise ValueError(f"{len(missing)} of {len(shapes)} weights weren't given, such as {min(missing)}")
+@contextlib.contextmanager
+def _launch_variables() -> Iterator[None]:
+    """The launcher's variables for vLLM, which needs two also in a job without a launcher, and rewrites others."""
+    launch = read_launch_environment(os.environ)
+    kept = {name: os.environ.get(name) for name in TORCHRUN_VARIABLES}
+    os.environ.update({"RANK": str(launch.rank), "LOCAL_RANK": str(launch.local_rank)})
+    try:
+        yield
+    finally:
+        for name, value in kept.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
