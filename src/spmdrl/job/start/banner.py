@@ -13,7 +13,6 @@ from spmdrl.job.start.prepared import Prepared
 from spmdrl.job.start.start_checks import CheckedRun
 from spmdrl.observability.terminal.console import Console
 from spmdrl.observability.terminal.units import count
-from spmdrl.resources.layout import GenerationLayout, UpdateLayout
 from spmdrl.resources.world import World
 
 
@@ -33,10 +32,15 @@ def _lines(checked: CheckedRun, prepared: Prepared, world: World) -> Iterator[st
         f"{count(num_parameters(source.decoder))} parameters | stored {stored}, computed {computed} | stops at {stops}"
     )
     ranks = f"{world.size} rank{'s'[: world.size > 1]} on {world.num_nodes} node{'s'[: world.num_nodes > 1]}"
-    engine = generation_engine_name(config.rollout, world.device.kind)
+    device, generation = world.device, config.resources.generation
+    name = f"cpu, {torch.get_num_threads()} threads each" if device.is_cpu else device.module.get_device_name()
+    replicas = world.size // max(generation.tensor, generation.expert)
+    update = "whole on each rank" if str(checked.layout) == "1" else checked.layout
+    cut = "" if str(generation) == "1" else f"{generation} x "
+    engine = generation_engine_name(config.rollout, device.kind)
     yield (
-        f"ranks  {ranks} | {device_name(world)} | update {update_text(checked.layout)} | "
-        f"generation {generation_text(config.resources.generation, world.size)} | engine {engine}"
+        f"ranks  {ranks} | {name} | update {update} | "
+        f"generation {cut}{replicas} replica{'s'[: replicas > 1]} | engine {engine}"
     )
     samples = config.rollout.prompts_per_step * config.rollout.num_generations
     if checked.verb == "sft":
@@ -56,21 +60,3 @@ def _lines(checked: CheckedRun, prepared: Prepared, world: World) -> Iterator[st
             f"NOTE: the weights are stored in {stored} and computed in {computed} "
             f"(model.dtype={config.model.dtype} on {world.device.kind}); model.dtype sets it"
         )
-
-
-def device_name(world: World) -> str:
-    device = world.device
-    return f"cpu, {torch.get_num_threads()} threads each" if device.is_cpu else device.module.get_device_name()
-
-
-def update_text(layout: UpdateLayout) -> str:
-    """The degrees above 1: `shard 4 x tensor 2`."""
-    names = ("pipeline", "data", "shard", "context", "tensor", "expert")
-    used = [f"{name} {getattr(layout, name)}" for name in names if getattr(layout, name) > 1]
-    return " x ".join(used) or "whole on each rank"
-
-
-def generation_text(layout: GenerationLayout, num_ranks: int) -> str:
-    replicas = num_ranks // max(layout.tensor, layout.expert)
-    used = [f"{name} {getattr(layout, name)}" for name in ("tensor", "expert") if getattr(layout, name) > 1]
-    return " x ".join([*used, f"{replicas} replica{'s'[: replicas > 1]}"])

@@ -137,59 +137,46 @@ def _groups(own: dist.Store, size: int) -> list[Alike]:
     return [Alike(ranks, json.loads(own.get(f"facts/{ranks[0]}"))) for ranks in compared]
 
 
-class _Joining:
+def _join(
+    store: dist.Store, launch: LaunchEnvironment, facts: Facts, timeout_seconds: float, refusal: str | None
+) -> dist.Store:
     """Every other rank's part: publish under rank 0's attempt, and wait for the verdict.
 
     A restarted job may find an earlier attempt in the store, and publishes anew once rank 0 has begun its own.
     """
+    attempt, own, since = "", store, 0.0
+    # Decided before this rank came: most likely in an earlier attempt, as rank 0 agrees when all came.
+    old_verdict: bytes | None = None
 
-    def __init__(self, store: dist.Store, rank: int, facts: Facts, refusal: str | None):
-        self._store = store
-        self._publish = lambda own: _publish(own, rank, facts, refusal)
-        self._attempt: str | None = None
-        self._since = 0.0
-        self.own = store
-        self.old_verdict: bytes | None = None
-        """what was decided before this rank came: most likely in an earlier attempt, as rank 0 agrees when all came"""
-
-    def is_decided(self) -> bool:
-        if not self._store.check([ATTEMPT_KEY]):
+    def is_decided() -> bool:
+        nonlocal attempt, own, since, old_verdict
+        if not store.check([ATTEMPT_KEY]):
             return False
-        attempt = self._store.get(ATTEMPT_KEY).decode()
-        if attempt != self._attempt:
-            self._take_up(attempt)
-        if self.old_verdict is not None:
-            return self.old_verdict != _AGREED and time.monotonic() - self._since > _NOTICE_SECONDS
-        return self.own.check([_VERDICT])
+        if (found := store.get(ATTEMPT_KEY).decode()) != attempt:
+            attempt, own, since = found, dist.PrefixStore(found, store), time.monotonic()
+            old_verdict = own.get(_VERDICT) if own.check([_VERDICT]) else None
+            _publish(own, launch.rank, facts, refusal)
+            if old_verdict is not None:
+                own.add(_NOTICED, 1)
+        if old_verdict is not None:
+            return old_verdict != _AGREED and time.monotonic() - since > _NOTICE_SECONDS
+        return own.check([_VERDICT])
 
-    def _take_up(self, attempt: str) -> None:
-        self._attempt, self._since = attempt, time.monotonic()
-        self.own = dist.PrefixStore(attempt, self._store)
-        self.old_verdict = self.own.get(_VERDICT) if self.own.check([_VERDICT]) else None
-        self._publish(self.own)
-        if self.old_verdict is not None:
-            self.own.add(_NOTICED, 1)
-
-
-def _join(
-    store: dist.Store, launch: LaunchEnvironment, facts: Facts, timeout_seconds: float, refusal: str | None
-) -> dist.Store:
-    joining = _Joining(store, launch.rank, facts, refusal)
     try:
-        is_decided = _wait_until(joining.is_decided, timeout_seconds)
+        is_complete = _wait_until(is_decided, timeout_seconds)
     except RuntimeError as error:
         # The store's host has ended.
-        cause = (joining.old_verdict or b"rank 0 or its launcher has ended; look at its output").decode()
+        cause = (old_verdict or b"rank 0 or its launcher has ended; look at its output").decode()
         raise StartRefused(cause) from error
-    if not is_decided:
+    if not is_complete:
         raise StartRefused(
             f"rank 0 has not started after {timeout_seconds:g} s; look at its output, "
             "or raise resources.start_timeout_seconds where starting is slow"
         )
-    if joining.old_verdict is not None:
-        raise StartRefused(joining.old_verdict.decode())
-    _heed(joining.own)
-    return joining.own
+    if old_verdict is not None:
+        raise StartRefused(old_verdict.decode())
+    _heed(own)
+    return own
 
 
 def _heed(own: dist.Store) -> None:
