@@ -8,7 +8,6 @@ from contextlib import ExitStack
 from spmdrl.config.config import Config
 from spmdrl.config.reader import LoadedConfig, start_up
 from spmdrl.engines.reward.pool import RewardPool
-from spmdrl.job.building import build_turns
 from spmdrl.job.evaluation.evaluator import Evaluation, build_evaluator, write_records
 from spmdrl.job.model.replica import load_replica
 from spmdrl.job.run.memory_advice import explained_memory
@@ -16,6 +15,7 @@ from spmdrl.job.run.run_folder import hold_run_folder
 from spmdrl.job.start.prepared import prepare_together
 from spmdrl.job.start.rank_facts import open_job
 from spmdrl.job.start.start_checks import CheckedRun, check_run
+from spmdrl.job.training_step import build_turns
 from spmdrl.observability.summary import software_versions, write_verb_summary
 from spmdrl.observability.terminal.console import Console
 from spmdrl.resources.world import World

@@ -22,7 +22,6 @@ from spmdrl.dataflow.stages.reward import turns_record
 from spmdrl.dataflow.stages.rollout.requests import row_seed, run_rollout
 from spmdrl.engines.generation.protocol import Request, Response, SamplingParams
 from spmdrl.engines.models.tokenizer import ModelTokenizer
-from spmdrl.job.building import build_turns
 from spmdrl.job.model.model_source import ModelSource
 from spmdrl.job.model.replica import Replica, load_replica
 from spmdrl.job.rollouts.kept_answers import KeptAnswers
@@ -31,6 +30,7 @@ from spmdrl.job.run.run_folder import hold_run_folder
 from spmdrl.job.start.prepared import prepare_together
 from spmdrl.job.start.rank_facts import open_job
 from spmdrl.job.start.start_checks import CheckedRun, check_run
+from spmdrl.job.training_step import build_turns
 from spmdrl.observability.logs.jsonl import write_atomic
 from spmdrl.observability.summary import software_versions, write_verb_summary
 from spmdrl.observability.terminal.console import Console

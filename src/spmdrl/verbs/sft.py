@@ -18,7 +18,6 @@ from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.engines.reward.pool import RewardPool
 from spmdrl.engines.training.batching.packed_rows import LossTerms, MicroBatch, Scores, TokenRows
 from spmdrl.engines.training.training_engine import TrainingEngine, UpdateResult
-from spmdrl.job.building import build_turns
 from spmdrl.job.evaluation.evaluator import build_evaluator
 from spmdrl.job.evaluation.held_out import HeldOut
 from spmdrl.job.model.model_source import ModelSource, prepare_model
@@ -32,6 +31,7 @@ from spmdrl.job.start.banner import print_banner
 from spmdrl.job.start.prepared import Prepared, prepare_together
 from spmdrl.job.start.rank_facts import open_job
 from spmdrl.job.start.start_checks import CheckedRun, check_run
+from spmdrl.job.training_step import build_turns
 from spmdrl.observability.metrics import Recorder
 from spmdrl.observability.terminal.console import Console
 from spmdrl.resources.mesh import build_update_mesh

@@ -15,15 +15,6 @@ from spmdrl.dataflow.stages.shown import ShownRows
 from spmdrl.dataflow.stages.stages import Stages
 from spmdrl.engines.models.kernels.ops import compute_batch_invariantly
 from spmdrl.engines.reward.pool import RewardPool
-from spmdrl.job.building import (
-    PromptsOfStep,
-    Rollouts,
-    StageParts,
-    build_carried,
-    build_prompts_of_step,
-    build_stages,
-    build_turns,
-)
 from spmdrl.job.evaluation.evaluator import build_evaluator
 from spmdrl.job.evaluation.held_out import HeldOut
 from spmdrl.job.model.replica import build_policys_replica
@@ -38,6 +29,15 @@ from spmdrl.job.start.banner import print_banner
 from spmdrl.job.start.prepared import prepare_together
 from spmdrl.job.start.rank_facts import open_job
 from spmdrl.job.start.start_checks import CheckedRun, check_run, turn_columns
+from spmdrl.job.training_step import (
+    PromptsOfStep,
+    Rollouts,
+    StageParts,
+    build_carried,
+    build_prompts_of_step,
+    build_stages,
+    build_turns,
+)
 from spmdrl.resources.mesh import build_update_mesh
 from spmdrl.resources.startup.launch import command_of
 from spmdrl.resources.world import make_deterministic

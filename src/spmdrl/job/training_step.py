@@ -1,4 +1,4 @@
-"""Puts the parts of a training run together, bottom-up; training on answers and on rewards share them."""
+"""Builds what a step of training on rewards runs: its prompts, its rollouts and its worker states."""
 
 from __future__ import annotations
 
