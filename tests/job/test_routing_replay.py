@@ -16,8 +16,8 @@ from spmdrl.config.config import load_config
 from spmdrl.config.reader import ConfigError
 from spmdrl.dataflow.stages.rollout.generation import columns_of
 from spmdrl.dataflow.stages.rows import ROUTED_EXPERTS, token_rows
-from spmdrl.dataflow.stages.shown import ShownRows
 from spmdrl.dataflow.stages.update import UpdatePlan, UpdateStage
+from spmdrl.dataflow.stages.update_report import ShownRows
 from spmdrl.engines.generation.expert_choices import ChoiceRecorder
 from spmdrl.engines.generation.native.native_engine import NativeEngine
 from spmdrl.engines.generation.protocol import SamplingParams

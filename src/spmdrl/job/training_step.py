@@ -21,9 +21,9 @@ from spmdrl.dataflow.stages.rollout.generation import GenerationStage
 from spmdrl.dataflow.stages.rollout.partial import PartialGenerationStage
 from spmdrl.dataflow.stages.rollout.requests import RolloutRecorder
 from spmdrl.dataflow.stages.rollout.turns import RolloutTurns
-from spmdrl.dataflow.stages.shown import ShownRows
 from spmdrl.dataflow.stages.stages import Stages
 from spmdrl.dataflow.stages.update import UpdatePlan, UpdateStage
+from spmdrl.dataflow.stages.update_report import ShownRows
 from spmdrl.engines.environment.environment_pool import EnvironmentPool
 from spmdrl.engines.generation.native.native_engine import Lockstep
 from spmdrl.engines.generation.replay import ReplayEngine

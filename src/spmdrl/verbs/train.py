@@ -11,8 +11,8 @@ from spmdrl.config.reader import ConfigError, LoadedConfig, start_up
 from spmdrl.dataflow.samples.balancing.sharing import groups_of_generation, groups_of_training
 from spmdrl.dataflow.samples.dock import TransferDock
 from spmdrl.dataflow.stages.reward import RewardFailure
-from spmdrl.dataflow.stages.shown import ShownRows
 from spmdrl.dataflow.stages.stages import Stages
+from spmdrl.dataflow.stages.update_report import ShownRows
 from spmdrl.engines.models.kernels.ops import compute_batch_invariantly
 from spmdrl.engines.reward.pool import RewardPool
 from spmdrl.job.evaluation.evaluator import build_evaluator

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from spmdrl.algorithms.algorithm import AlgoConfig, Algorithm
 from spmdrl.dataflow.stages.advantage import AdvantageStage
-from spmdrl.dataflow.stages.model_tokens import TURNS
+from spmdrl.dataflow.stages.rows import TURNS
 from spmdrl.observability.metrics import Recorder, encode, merge
 from spmdrl.resources.collectives import gather_bytes
 from spmdrl.resources.world import World

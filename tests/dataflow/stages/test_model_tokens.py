@@ -12,10 +12,9 @@ from tests.support.ranks import run_ranks
 from torch import Tensor
 
 from spmdrl.algorithms.grpo import Grpo, GrpoConfig
-from spmdrl.dataflow.stages.model_tokens import TURNS, ModelTokens
-from spmdrl.dataflow.stages.rows import token_rows
-from spmdrl.dataflow.stages.shown import ShownRows
-from spmdrl.dataflow.stages.update import Measured, UpdatePlan, UpdateStage
+from spmdrl.dataflow.stages.rows import TURNS, ModelTokens, token_rows
+from spmdrl.dataflow.stages.update import PolicyLoss, UpdatePlan, UpdateStage
+from spmdrl.dataflow.stages.update_report import ShownRows
 from spmdrl.engines.models.hf.model_folder import hf_config_dict
 from spmdrl.engines.training.batching.packed_rows import Scores, TokenRows, to_microbatch
 from spmdrl.engines.training.training_engine import TrainingConfig, TrainingEngine
@@ -75,7 +74,7 @@ def test_what_an_environment_inserts_changes_no_loss_gradient_or_metric(turns, c
         packed = token_rows(batch, MODEL, [*COLUMNS, "versions", "weights"])
         micro = to_microbatch(packed, range(len(packed)), torch.device("cpu"), "logprobs")
         logprobs_R.requires_grad_()
-        terms = Measured(learner, 0, "column", None)(Scores(logprobs_R, logprobs_R.detach().exp()), micro)
+        terms = PolicyLoss(learner, 0, "column", None)(Scores(logprobs_R, logprobs_R.detach().exp()), micro)
         terms.loss.backward()
         assert micro.targets_P.tolist() == tokens.pick(batch.values("response_ids")).tolist()
         assert batch.values("weights").sum() == pytest.approx(float(tokens.pick(batch.values("weights")).sum()))

@@ -13,8 +13,8 @@ from tests.support.ranks import run_ranks
 
 from spmdrl.algorithms.grpo import Grpo, GrpoConfig
 from spmdrl.dataflow.stages.rows import token_rows
-from spmdrl.dataflow.stages.shown import ShownRows
 from spmdrl.dataflow.stages.update import UpdatePlan, UpdateStage
+from spmdrl.dataflow.stages.update_report import ShownRows
 from spmdrl.engines.training.training_engine import TrainingConfig, TrainingEngine
 from spmdrl.observability.metrics import Recorder, encode, merge
 from spmdrl.resources.collectives import gather_bytes

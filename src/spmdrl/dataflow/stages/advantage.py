@@ -11,7 +11,7 @@ from torch import Tensor
 
 from spmdrl.dataflow.samples.dock import Samples
 from spmdrl.dataflow.samples.schema import length_column
-from spmdrl.dataflow.stages.model_tokens import ModelTokens
+from spmdrl.dataflow.stages.rows import ModelTokens
 from spmdrl.observability.metrics import Recorder
 from spmdrl.resources.collectives import gather_ragged
 from spmdrl.types import Batch, CreditInputs, WorkerState, gather_ragged_rows, offsets_of

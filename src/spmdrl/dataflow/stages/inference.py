@@ -14,8 +14,7 @@ from torch import Tensor
 
 from spmdrl.dataflow.samples.dock import Samples
 from spmdrl.dataflow.samples.schema import column_of
-from spmdrl.dataflow.stages.model_tokens import ModelTokens
-from spmdrl.dataflow.stages.rows import replayed_columns, token_rows
+from spmdrl.dataflow.stages.rows import ModelTokens, replayed_columns, token_rows
 from spmdrl.engines.training.batching.packed_rows import TokenRows
 from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.types import Batch, WorkerState

@@ -10,8 +10,8 @@ import torch
 
 from spmdrl.dataflow.data.prompts import Prompt
 from spmdrl.dataflow.samples.dock import Samples
-from spmdrl.dataflow.stages.model_tokens import turn_texts
 from spmdrl.dataflow.stages.rollout.requests import EndedResponses
+from spmdrl.dataflow.stages.rows import turn_texts
 from spmdrl.engines.generation.protocol import Response
 from spmdrl.engines.reward.calls import RewardResult, joined
 from spmdrl.engines.reward.pool import RewardConfig, RewardPool

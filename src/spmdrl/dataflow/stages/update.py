@@ -1,8 +1,12 @@
-"""The update state: the rows of a batch become optimizer steps."""
+"""The update state: the rows of a batch become optimizer steps.
+
+UpdateStage -> engine.update(rows, PolicyLoss) -> per micro-batch PolicyLoss(scores, rows) -> algorithm.loss
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -10,21 +14,19 @@ import torch
 from torch import Tensor
 
 from spmdrl.dataflow.samples.dock import Samples
-from spmdrl.dataflow.stages.model_tokens import ModelTokens
-from spmdrl.dataflow.stages.parity import (
-    OLD_LOGPROBS,
-    Agreement,
-    check_agreement,
-    mismatch,
-    record_lags,
-    update_columns,
-)
-from spmdrl.dataflow.stages.rows import mini_batch_of_rows, replayed_columns, token_rows
-from spmdrl.dataflow.stages.shown import SHOWN, ShownRows
+from spmdrl.dataflow.stages.rows import ModelTokens, mini_batch_of_rows, replayed_columns, token_rows
+from spmdrl.dataflow.stages.update_report import SHOWN, ShownRows, mismatch, record_lags
 from spmdrl.engines.training.batching.packed_rows import LossTerms, MicroBatch, Scores
 from spmdrl.engines.training.training_engine import TrainingEngine, UpdateResult
 from spmdrl.observability.metrics import Recorder
 from spmdrl.types import Batch, LossScope, TokenLoss, TokenTerms, WorkerState
+
+Agreement = Literal["measured", "checked", "used"]
+"""What is done about generator and trainer agreeing: it is measured; any difference is an error; or, besides, the
+generator's log-probs stand in for the trainer's own of before the update, and nothing computes these."""
+
+OLD_LOGPROBS = "old_logprobs"
+_MEASURED_COLUMNS = frozenset({"rollout_logprobs", "versions"})
 
 
 class Learner(Protocol):
@@ -86,14 +88,14 @@ class UpdateStage:
                 if stands_in:
                     chosen.put_ragged(OLD_LOGPROBS, chosen.values("rollout_logprobs"), chosen.offsets("response_ids"))
                 old = "column" if OLD_LOGPROBS in columns else "own" if epoch == part == 0 else "unknown"
-                loss = Measured(learner, version, old, self.shown if epoch == 0 else None)
+                loss = PolicyLoss(learner, version, old, self.shown if epoch == 0 else None)
                 result = self._one_update(chosen, sorted({*columns, *for_loss}), loss)
                 if result is not None and self.plan.agreement != "measured":
                     check_agreement(result.maxima.get("mismatch/abs_max", 0.0), samples.step)
         self.shown.gather()
         samples.commit(self.state)
 
-    def _one_update(self, batch: Batch, columns: list[str], loss: Measured) -> UpdateResult | None:
+    def _one_update(self, batch: Batch, columns: list[str], loss: PolicyLoss) -> UpdateResult | None:
         """One optimizer step, unless every row of this part was dropped, on all ranks alike."""
         learner = loss.learner
         model_tokens = ModelTokens.of(batch)
@@ -125,7 +127,7 @@ class UpdateStage:
         return self.engine.mesh.model.rank == 0
 
     def _report(self, result: UpdateResult) -> None:
-        """Numbers that every rank holds alike; of no tokens at all nothing is said."""
+        """Record what every rank holds alike; a metric is omitted when no token contributed."""
         self.recorder.mean("loss", result.loss)
         self.recorder.mean("grad_norm", result.grad_norm)
         self.recorder.mean("lr", result.lr)
@@ -151,9 +153,24 @@ def rows_with_signal(batch: Batch) -> Tensor:
     return strength_B > 0
 
 
+def update_columns(columns_for_loss: Iterable[str], agreement: Agreement) -> frozenset[str]:
+    """What the update reads: the columns of the loss, and those by which the two are measured."""
+    columns = frozenset(columns_for_loss) | _MEASURED_COLUMNS
+    return columns - {OLD_LOGPROBS} if agreement == "used" else columns
+
+
+def check_agreement(largest: float, step: int) -> None:
+    """Raise RuntimeError where the two differ, although they must not."""
+    if largest > 0:
+        raise RuntimeError(
+            f"debug.batch_invariant: in step {step} a log-prob of the generator differs by {largest:.3g} from the "
+            "trainer's; they run other arithmetic or hold other weights. Set debug.batch_invariant to false to go on"
+        )
+
+
 @dataclass(frozen=True)
-class Measured:
-    """The engine's loss function: the learner's token losses, weighted, and what is reported of them."""
+class PolicyLoss:
+    """What the engine calls per micro-batch: the algorithm's token losses, weighted, and what is reported of them."""
 
     learner: Learner
     version: int
@@ -161,7 +178,7 @@ class Measured:
     old: Literal["column", "own", "unknown"]
     """where the trainer's log-probs under that version are: in a column, in what this update finds, or nowhere"""
     shown: ShownRows | None
-    """who keeps them of some rows"""
+    """keeps them of some rows"""
 
     def __call__(self, scores: Scores, micro: MicroBatch) -> LossTerms:
         columns = micro.response

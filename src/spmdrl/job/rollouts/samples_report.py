@@ -9,9 +9,9 @@ from dataclasses import asdict
 from spmdrl.config.config import Config
 from spmdrl.dataflow.samples.dock import Accounting, Samples, TransferDock
 from spmdrl.dataflow.samples.volume import FlowShape, Link, replay_buffer_gib, request_gib, warehouse_gib
-from spmdrl.dataflow.stages.model_tokens import TURNS, turn_texts
 from spmdrl.dataflow.stages.reward import DecodeTokens
-from spmdrl.dataflow.stages.shown import ShownRows
+from spmdrl.dataflow.stages.rows import TURNS, turn_texts
+from spmdrl.dataflow.stages.update_report import ShownRows
 from spmdrl.engines.workers.verdict import Verdict
 from spmdrl.job.run.run_logs import RunLogs
 from spmdrl.observability.logs.log import SampleRecord, SampleToken

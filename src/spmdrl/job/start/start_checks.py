@@ -13,9 +13,8 @@ from spmdrl.config.config import Config
 from spmdrl.config.reader import LoadedConfig, resolved_yaml, start_up
 from spmdrl.dataflow.data.data_rows import RowNeeds, SourceRows, read_rows, rows_of_prompts
 from spmdrl.dataflow.samples.schema import needs_by_state
-from spmdrl.dataflow.stages.model_tokens import TURNS
-from spmdrl.dataflow.stages.parity import Agreement, update_columns
-from spmdrl.dataflow.stages.rows import replayed_columns
+from spmdrl.dataflow.stages.rows import TURNS, replayed_columns
+from spmdrl.dataflow.stages.update import Agreement, update_columns
 from spmdrl.engines.environment.environment_pool import EnvironmentConfig, EnvironmentPool
 from spmdrl.engines.reward.functions import needs_answer
 from spmdrl.engines.reward.pool import RewardPool

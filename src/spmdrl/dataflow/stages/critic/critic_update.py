@@ -13,8 +13,7 @@ from torch import Tensor
 
 from spmdrl.dataflow.samples.dock import Samples
 from spmdrl.dataflow.stages.critic.critic_config import CriticConfig
-from spmdrl.dataflow.stages.model_tokens import ModelTokens
-from spmdrl.dataflow.stages.rows import mini_batch_of_rows, token_rows
+from spmdrl.dataflow.stages.rows import ModelTokens, mini_batch_of_rows, token_rows
 from spmdrl.dataflow.stages.update import UpdatePlan
 from spmdrl.engines.training.batching.packed_rows import LossTerms, MicroBatch
 from spmdrl.engines.training.training_engine import TrainingEngine

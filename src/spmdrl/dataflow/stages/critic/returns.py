@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.dataflow.samples.dock import Samples
-from spmdrl.dataflow.stages.model_tokens import ModelTokens
+from spmdrl.dataflow.stages.rows import ModelTokens
 from spmdrl.types import Batch, WorkerState
 
 

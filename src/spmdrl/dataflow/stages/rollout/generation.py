@@ -10,9 +10,8 @@ import torch
 
 from spmdrl.dataflow.data.prompts import Prompt
 from spmdrl.dataflow.samples.dock import Samples
-from spmdrl.dataflow.stages.model_tokens import TURNS
 from spmdrl.dataflow.stages.rollout.requests import EndedResponses, ResponseListener, Turns, row_seed, run_rollout
-from spmdrl.dataflow.stages.rows import ROUTED_EXPERTS
+from spmdrl.dataflow.stages.rows import ROUTED_EXPERTS, TURNS
 from spmdrl.engines.generation.protocol import GenerationEngine, Request, Response, SamplingParams
 from spmdrl.observability.metrics import Recorder
 from spmdrl.resources.mesh import GenerationMesh

@@ -15,10 +15,9 @@ from spmdrl.dataflow.data.prompts import Prompt
 from spmdrl.dataflow.samples.carried import FINISH, CarriedGroups
 from spmdrl.dataflow.samples.dock import Samples
 from spmdrl.dataflow.samples.rounds import CarriedGroup, Quota, StepGroups, quotas
-from spmdrl.dataflow.stages.model_tokens import TURNS
 from spmdrl.dataflow.stages.rollout.generation import GenerationStage, token_columns
 from spmdrl.dataflow.stages.rollout.requests import row_seed, run_rollout
-from spmdrl.dataflow.stages.rows import ROUTED_EXPERTS
+from spmdrl.dataflow.stages.rows import ROUTED_EXPERTS, TURNS
 from spmdrl.engines.generation.native.native_engine import Lockstep
 from spmdrl.engines.generation.protocol import Finish, PartialResponse, Request, Response, SamplingParams
 from spmdrl.engines.generation.replay import packed_outcomes, unpacked_outcomes

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from spmdrl.dataflow.data.prompts import Prompt
-from spmdrl.dataflow.stages.model_tokens import turn_texts
+from spmdrl.dataflow.stages.rows import turn_texts
 from spmdrl.engines.environment.episode import Episode, Turn
 from spmdrl.engines.generation.protocol import Decode, Finish, PartialResponse, Request, Response, completes_stop_string
 from spmdrl.engines.workers.verdict import Outcome

@@ -1,22 +1,53 @@
-"""The rows of a step that a report shows, and the trainer's log-probs of their tokens.
+"""What is reported of the rows of an update: how far generator and trainer differ, how old tokens are, a few in full.
 
 Shape letters: `R` packed response tokens of some rows.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
+from spmdrl.observability.metrics import Recorder
 from spmdrl.resources.collectives import gather_ragged
 from spmdrl.types import Batch, Integers
 
 SHOWN = "shown"
 """A column for one update: of each response token its row where the row is shown, else -1."""
-
-
 OTHERS = 4
 """Rows of other prompts beside a whole group, where no number of rows is set."""
+
+
+def mismatch(
+    old_logprobs_R: Tensor, columns: Mapping[str, Tensor], version: int
+) -> tuple[dict[str, tuple[Tensor, Tensor]], dict[str, Tensor]]:
+    """How far the generator's log-probs lie from the trainer's: (sum, count) by name, and maxima.
+
+    Of tokens that these very weights generated: for others a difference is no mismatch of two engines.
+    """
+    is_own_R = columns["versions"] == version
+    difference_R = (columns["rollout_logprobs"] - old_logprobs_R).where(is_own_R, 0.0)
+    distance_R = difference_R.abs()
+    count = is_own_R.sum()
+    # Below every distance: what is reported of no tokens at all.
+    nothing = distance_R.new_full((1,), -torch.inf)
+    furthest = torch.cat((nothing, distance_R.where(is_own_R, -torch.inf))).max()
+    means = {"mismatch/kl": (difference_R.sum(), count), "mismatch/abs_mean": (distance_R.sum(), count)}
+    return means, {"mismatch/abs_max": furthest}
+
+
+def record_lags(recorder: Recorder, versions_R: Tensor, version: int) -> None:
+    """Record by how many policy versions these tokens, which no other rank records, lag behind this one."""
+    lags_R = version - versions_R
+    if not lags_R.numel():
+        return
+    recorder.mean("off_policy/mean", float(lags_R.double().mean()), lags_R.numel())
+    recorder.maximum("off_policy/max", float(lags_R.max()))
+    lags, counts = lags_R.unique(return_counts=True)
+    for lag, count in zip(lags.tolist(), counts.tolist(), strict=True):
+        recorder.total(f"off_policy/lag_{lag}", count)
 
 
 def chosen_places(num_rows: int, wanted: int | None, group_size: int) -> list[int]:

@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmdrl.dataflow.stages.shown import chosen_places
+from spmdrl.dataflow.stages.update_report import chosen_places
 
 
 @given(st.integers(0, 200), st.integers(0, 40), st.integers(1, 16))
