@@ -58,6 +58,12 @@ class WeightSlice:
             return None
         return WeightSlice(self.name, starts, stops)
 
+    def narrowed(self, dim: int, start: int, stop: int) -> WeightSlice:
+        """The part of the box from start to stop of one dim, counted within it."""
+        starts, stops = list(self.starts), list(self.stops)
+        starts[dim], stops[dim] = self.starts[dim] + start, self.starts[dim] + stop
+        return WeightSlice(self.name, tuple(starts), tuple(stops))
+
     def index_within(self, outer: WeightSlice) -> tuple[slice, ...]:
         """Indexes of this box inside a tensor that holds exactly `outer`."""
         pairs = zip(self.starts, self.stops, outer.starts, strict=True)

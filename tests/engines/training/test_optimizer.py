@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from spmdrl.engines.training.sharding.sharded_model import rows_held
+from spmdrl.engines.parallel.weight_cuts import chunk_of
 from spmdrl.engines.training.update.optimizer import OptimConfig, clip_gradients, learning_rate, squared_norm
 
 
@@ -45,5 +45,5 @@ def test_the_rows_a_rank_holds_are_those_of_torch_chunk():
         for num_ranks in range(1, 8):
             chunks = [chunk.tolist() for chunk in torch.arange(num_rows).chunk(num_ranks)]
             chunks += [[]] * (num_ranks - len(chunks))
-            held = [list(range(*rows_held(num_rows, num_ranks, rank))) for rank in range(num_ranks)]
+            held = [list(range(*chunk_of(num_rows, num_ranks, rank))) for rank in range(num_ranks)]
             assert held == chunks

@@ -46,10 +46,7 @@ class Parts:
         """
         held = self.slices[name]
         assert 0 <= start < stop <= held.shape[dim], (held, dim, start, stop)
-        origin = held.starts[dim]
-        starts, stops = list(held.starts), list(held.stops)
-        starts[dim], stops[dim] = origin + start, origin + stop
-        self.slices[name] = WeightSlice(name, tuple(starts), tuple(stops))
+        self.slices[name] = held.narrowed(dim, start, stop)
         module_name, _, attribute = name.rpartition(".")
         module = decoder.get_submodule(module_name)
         whole = module.get_parameter(attribute)

@@ -20,14 +20,9 @@ from spmdrl.engines.models.decoder import Decoder, DecoderConfig
 from spmdrl.engines.parallel.axis_collectives import gather_rows, scatter_row_sums
 from spmdrl.engines.parallel.parts import Parts, TensorCopies
 from spmdrl.engines.parallel.vocabulary import VocabularyPart
+from spmdrl.engines.parallel.weight_cuts import is_of_experts, is_summed, tensor_cut
 from spmdrl.resources.mesh import Axis
 
-# Projections whose outputs are cut, with their biases; those that read them are cut by inputs, and their outputs add
-# up. MLA's down projections are shared by all heads and stay whole.
-_CUT_BY_OUTPUTS = ("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj")
-_CUT_BY_INPUTS = ("o_proj", "down_proj")
-_OF_KEY_HEADS = ("k_proj", "v_proj")
-_VOCABULARIES = ("embed_tokens", "lm_head")
 SUM_BYTES = 64 << 20
 """Gradients that travel in one sum, unless one alone is larger."""
 
@@ -77,7 +72,7 @@ def apply_tensor_parallel(
         return
     vocabulary = VocabularyPart.of(decoder.config.vocab_size, axis)
     for name in parts.shapes:
-        if cuts_experts or not _is_of_experts(name):
+        if cuts_experts or not is_of_experts(name):
             _cut(decoder, name, axis, parts)
         _share_bias(decoder, name, axis)
     if "model.embed_tokens.weight" in parts.shapes:
@@ -87,35 +82,13 @@ def apply_tensor_parallel(
             (_share_tokens if shares_tokens else _sum_outputs)(block, axis)
 
 
-def _is_of_experts(name: str) -> bool:
-    return name.split(".")[-2] == "experts"
-
-
 def _cut(decoder: Decoder, name: str, axis: Axis, parts: Parts) -> None:
     """Cut one weight, if it is of those that are."""
-    *_, module, kind = name.split(".")
-    if module in _VOCABULARIES:
-        part = VocabularyPart.of(parts.shapes[name][0], axis)
-        parts.cut(decoder, name, 0, part.start, part.stop)
-        parts.tensor_copies[name] = TensorCopies(axis.size, axis.rank)
-        return
-    dim = _cut_dim(module, kind)
-    if dim is None:
-        return
-    config = decoder.config
-    distinct = min(axis.size, config.num_kv_heads) if module in _OF_KEY_HEADS else axis.size
-    index = axis.rank * distinct // axis.size
-    length = parts.slices[name].shape[dim] // distinct
-    parts.cut(decoder, name, dim, index * length, (index + 1) * length)
-    parts.tensor_copies[name] = TensorCopies(distinct, index)
-
-
-def _cut_dim(module: str, kind: str) -> int | None:
-    """The dim along which a projection's weight or bias is cut, or an experts' stack, which has experts in front."""
-    projection, first = (kind, 1) if module == "experts" else (module, 0)
-    if projection in _CUT_BY_OUTPUTS:
-        return first
-    return first + 1 if projection in _CUT_BY_INPUTS and kind != "bias" else None
+    cut = tensor_cut(decoder.config, name, parts.shapes[name])
+    if cut is not None:
+        parts.cut(decoder, name, cut.dim, *cut.interval(parts.shapes[name][cut.dim], axis.size, axis.rank))
+        distinct = cut.num_distinct(axis.size)
+        parts.tensor_copies[name] = TensorCopies(distinct, axis.rank * distinct // axis.size)
 
 
 def _share_tokens(block: nn.Module, axis: Axis) -> None:
@@ -144,7 +117,7 @@ def _share_bias(decoder: Decoder, name: str, axis: Axis) -> None:
     """Let the bias of a projection whose outputs are summed count once, if it is one."""
     path, _, kind = name.rpartition(".")
     parent, _, projection = path.rpartition(".")
-    if projection in _CUT_BY_INPUTS and kind == "bias":
+    if is_summed(projection) and kind == "bias":
         shared = _SharedBiasLinear(decoder.get_submodule(path), axis.size)
         setattr(decoder.get_submodule(parent), projection, shared)
 

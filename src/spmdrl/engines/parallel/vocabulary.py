@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from spmdrl.engines.parallel.weight_cuts import chunk_of
 from spmdrl.resources.mesh import Axis
 
 
@@ -25,10 +26,9 @@ class VocabularyPart:
 
     @classmethod
     def of(cls, vocab_size: int, axis: Axis) -> VocabularyPart:
-        """The part of a rank of the tensor axis: chunks rounded up, as FSDP2 cuts rows."""
-        widest = -(-vocab_size // axis.size)
-        start, stop = (min(place * widest, vocab_size) for place in (axis.rank, axis.rank + 1))
-        return cls(start, stop, widest, vocab_size, axis)
+        """The part of a rank of the tensor axis."""
+        start, stop = chunk_of(vocab_size, axis.size, axis.rank)
+        return cls(start, stop, -(-vocab_size // axis.size), vocab_size, axis)
 
     def local(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Each token's place in this part, and whether it is in it at all; other parts' tokens are put at place 0."""

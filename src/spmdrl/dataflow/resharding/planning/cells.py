@@ -49,18 +49,12 @@ def cut(box: WeightSlice, num_parts: int) -> list[WeightSlice]:
 def _cut_from(box: WeightSlice, num_parts: int, dim: int) -> list[WeightSlice]:
     if num_parts <= 1 or dim == len(box.starts):
         return [box]
-    start, length = box.starts[dim], box.shape[dim]
+    length = box.shape[dim]
     num_here = min(num_parts, length)
-    bounds = [start + length * part // num_here for part in range(num_here + 1)]
-    parts = [_with_interval(box, dim, low, high) for low, high in itertools.pairwise(bounds)]
+    bounds = [length * part // num_here for part in range(num_here + 1)]
+    parts = [box.narrowed(dim, low, high) for low, high in itertools.pairwise(bounds)]
     parts_each = -(-num_parts // num_here)
     return [smaller for part in parts for smaller in _cut_from(part, parts_each, dim + 1)]
-
-
-def _with_interval(box: WeightSlice, dim: int, start: int, stop: int) -> WeightSlice:
-    starts = (*box.starts[:dim], start, *box.starts[dim + 1 :])
-    stops = (*box.stops[:dim], stop, *box.stops[dim + 1 :])
-    return WeightSlice(box.name, starts, stops)
 
 
 def _ranks_by_box(boxes: RankedBoxes) -> dict[WeightSlice, list[int]]:

@@ -12,27 +12,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from spmdrl.engines.models.decoder import Decoder, DecoderConfig, LayerSpan
+from spmdrl.engines.parallel.weight_cuts import TensorCut, chunk_of, expert_shard_dim, is_of_experts, tensor_cut
 from spmdrl.engines.training.pipeline.assignment import layer_spans, stage_ranks
-from spmdrl.engines.training.sharding.sharded_model import rows_held
 from spmdrl.resources.layout import GenerationLayout, UpdateLayout
-from spmdrl.types import WeightSlice
-
-
-@dataclass(frozen=True)
-class TensorCut:
-    """How the tensor axis cuts a weight: by heads, columns or tokens of the vocabulary, rounded up a rank."""
-
-    dim: int
-    num_units: int
-    """What is dealt out: heads are query heads, also for keys and values."""
-    units_per_slot: int = 1
-    """Units that share a slot of the dim, as query heads do a key head; ranks that split them hold the slot both."""
-
-    def interval(self, length: int, num_ranks: int, rank: int) -> tuple[int, int]:
-        """The part of a dim of this length that a rank holds."""
-        first, stop = rows_held(self.num_units, num_ranks, rank)
-        slot = length * self.units_per_slot // self.num_units
-        return first // self.units_per_slot * slot, -(-stop // self.units_per_slot) * slot
+from spmdrl.types import WeightSlice, whole_slice
 
 
 @dataclass(frozen=True)
@@ -90,18 +73,18 @@ def update_slices(table: ParameterTable, layout: UpdateLayout, rank: int) -> lis
     slices = []
     for name, rule in table.rules.items():
         if any(rule.is_in(span) for span in held):
-            box = _Box(rule.shape)
+            box = whole_slice(name, rule.shape)
             spread = rule.is_expert and layout.expert > 1
             if spread:
-                box.cut(0, rows_held(rule.shape[0], layout.expert, place % layout.expert))
-            if rule.tensor is not None:
-                box.cut(rule.tensor.dim, rule.tensor.interval(rule.shape[rule.tensor.dim], layout.tensor, tensor))
+                box = _chunk(box, 0, layout.expert, place % layout.expert)
+            box = _tensor_part(box, rule, layout.tensor, tensor)
             if spread:
-                box.cut_for_experts(layout.expert_shard, place // layout.expert % layout.expert_shard)
+                dim = expert_shard_dim(box.shape, layout.expert_shard)
+                box = _chunk(box, dim, layout.expert_shard, place // layout.expert % layout.expert_shard)
             elif not rule.is_buffer:
                 num_shards = layout.shard * layout.context
-                box.cut(0, rows_held(box.lengths[0], num_shards, place % num_shards))
-            slices.append(box.named(name))
+                box = _chunk(box, 0, num_shards, place % num_shards)
+            slices.append(box)
     return slices
 
 
@@ -110,13 +93,23 @@ def generation_slices(table: ParameterTable, layout: GenerationLayout, rank: int
     slices = []
     _, place = layout.place(rank)
     for name, rule in table.rules.items():
-        box = _Box(rule.shape)
+        whole = whole_slice(name, rule.shape)
         if rule.is_expert and layout.expert > 1:
-            box.cut(0, rows_held(rule.shape[0], layout.expert, layout.expert_place(rank)))
-        elif rule.tensor is not None:
-            box.cut(rule.tensor.dim, rule.tensor.interval(rule.shape[rule.tensor.dim], layout.tensor, place))
-        slices.append(box.named(name))
+            slices.append(_chunk(whole, 0, layout.expert, layout.expert_place(rank)))
+        else:
+            slices.append(_tensor_part(whole, rule, layout.tensor, place))
     return slices
+
+
+def _chunk(box: WeightSlice, dim: int, num_ranks: int, rank: int) -> WeightSlice:
+    return box.narrowed(dim, *chunk_of(box.shape[dim], num_ranks, rank))
+
+
+def _tensor_part(box: WeightSlice, rule: WeightRule, num_ranks: int, rank: int) -> WeightSlice:
+    """What a place on the tensor axis has of a box that is whole along the dim that is cut."""
+    if rule.tensor is None:
+        return box
+    return box.narrowed(rule.tensor.dim, *rule.tensor.interval(box.shape[rule.tensor.dim], num_ranks, rank))
 
 
 def fitted_stride(
@@ -148,60 +141,17 @@ def _num_shared(held: Mapping[str, WeightSlice], wanted: Iterable[WeightSlice]) 
     return sum(box.num_elements for box in shared if box is not None)
 
 
-class _Box:
-    """A box that shrinks as it is cut."""
-
-    def __init__(self, shape: tuple[int, ...]):
-        self.starts = [0] * len(shape)
-        self.lengths = list(shape)
-
-    def cut(self, dim: int, interval: tuple[int, int]) -> None:
-        """Keeps this interval of a dim, counted within the box."""
-        self.starts[dim] += interval[0]
-        self.lengths[dim] = interval[1] - interval[0]
-
-    def cut_for_experts(self, num_ranks: int, rank: int) -> None:
-        """Cuts by experts where each rank gets as many, else by the next dim where that divides."""
-        dims = [dim for dim in (0, 1) if self.lengths[dim] % num_ranks == 0]
-        dim = dims[0] if dims else 0
-        self.cut(dim, rows_held(self.lengths[dim], num_ranks, rank))
-
-    def named(self, name: str) -> WeightSlice:
-        stops = (start + length for start, length in zip(self.starts, self.lengths, strict=True))
-        return WeightSlice(name, tuple(self.starts), tuple(stops))
-
-
 def _rule(config: DecoderConfig, name: str, shape: tuple[int, ...], *, is_buffer: bool) -> WeightRule:
     """The rule that follows from a weight's name."""
     parts = name.split(".")
-    module, kind = parts[-2:]
-    is_layer, is_embedding = "layers" in parts, module == "embed_tokens"
+    is_layer, is_embedding = "layers" in parts, parts[-2] == "embed_tokens"
     return WeightRule(
         shape,
         layer=int(parts[parts.index("layers") + 1]) if is_layer else None,
         embeds=is_embedding,
         # A tied head keeps an embedding of its own.
         heads=config.tied_head if is_embedding else not is_layer,
-        tensor=_tensor_cut(config, module, kind, shape),
-        is_expert=module == "experts",
+        tensor=tensor_cut(config, name, shape),
+        is_expert=is_of_experts(name),
         is_buffer=is_buffer,
     )
-
-
-def _tensor_cut(config: DecoderConfig, module: str, kind: str, shape: tuple[int, ...]) -> TensorCut | None:
-    """How the tensor axis cuts a weight or bias; norms, routers, value heads, MLA's down projections stay whole."""
-    if module in ("embed_tokens", "lm_head"):
-        return TensorCut(0, config.vocab_size)
-    # An experts' stack has experts in front, and is named like a module's parameter.
-    projection, first = (kind, 1) if module == "experts" else (module, 0)
-    if projection in ("q_proj", "q_b_proj", "kv_b_proj"):
-        return TensorCut(first, config.num_heads)
-    if projection in ("k_proj", "v_proj"):
-        return TensorCut(first, config.num_heads, config.num_heads // config.num_kv_heads)
-    if projection in ("gate_proj", "up_proj"):
-        return TensorCut(first, shape[first])
-    if projection == "o_proj" and kind != "bias":
-        return TensorCut(first + 1, config.num_heads)
-    if projection == "down_proj" and kind != "bias":
-        return TensorCut(first + 1, shape[first + 1])
-    return None

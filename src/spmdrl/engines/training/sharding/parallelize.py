@@ -21,6 +21,7 @@ from spmdrl.engines.models.moe import Experts
 from spmdrl.engines.parallel.expert_parallel import apply_expert_parallel, check_expert_parallel
 from spmdrl.engines.parallel.parts import Parts
 from spmdrl.engines.parallel.tensor_parallel import apply_tensor_parallel, check_tensor_parallel
+from spmdrl.engines.parallel.weight_cuts import expert_shard_dim
 from spmdrl.engines.training.context.context_parallel import check_context_parallel
 from spmdrl.engines.training.pipeline.assignment import check_pipeline, layer_spans, stage_numbers
 from spmdrl.engines.training.sharding.sharded_model import ShardedModel
@@ -141,6 +142,4 @@ def _sum_gradients(module: nn.Module) -> None:
 
 
 def _expert_placement(parameter: nn.Parameter, *, num_ranks: int) -> ShardPlacement:
-    """Cut by experts where each rank gets as many, else by the next dim where that divides."""
-    dims = [dim for dim in (0, 1) if parameter.shape[dim] % num_ranks == 0]
-    return ShardPlacement(dims[0] if dims else 0)
+    return ShardPlacement(expert_shard_dim(parameter.shape, num_ranks))

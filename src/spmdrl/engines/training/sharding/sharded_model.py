@@ -14,9 +14,10 @@ from spmdrl.engines.models.decoder import Decoder, DecoderConfig
 from spmdrl.engines.models.hf.model_folder import parameter_shapes
 from spmdrl.engines.parallel.parts import Parts
 from spmdrl.engines.parallel.tensor_parallel import is_first
+from spmdrl.engines.parallel.weight_cuts import chunk_of
 from spmdrl.resources.collectives import sum_over
 from spmdrl.resources.mesh import UpdateMesh
-from spmdrl.types import WeightSlice
+from spmdrl.types import WeightSlice, whole_slice
 
 _EMBEDDING = "model.embed_tokens.weight"
 
@@ -85,7 +86,7 @@ class ShardedModel:
             for axis, placement in enumerate(tensor.placements):
                 size, rank = tensor.device_mesh.size(axis), tensor.device_mesh.get_local_rank(axis)
                 if placement.is_shard():
-                    box = _narrowed(box, placement.dim, rows_held(box.shape[placement.dim], size, rank))
+                    box = box.narrowed(placement.dim, *chunk_of(box.shape[placement.dim], size, rank))
                 else:
                     first = first and rank == 0
         elif name in self._buffers:
@@ -104,8 +105,9 @@ class ShardedModel:
             bits = torch.zeros(shape, dtype=torch.int32, device=device)
             shard = shards.get(name)
             if shard is not None and shard.is_first and shard.slice.num_elements:
-                whole = WeightSlice(name, (0,) * len(shape), shape)
-                bits[shard.slice.index_within(whole)] = shard.tensor.detach().to(torch.float32).view(torch.int32)
+                bits[shard.slice.index_within(whole_slice(name, shape))] = (
+                    shard.tensor.detach().to(torch.float32).view(torch.int32)
+                )
             yield name, sum_over(bits).view(torch.float32).to(dtype)
 
     def tied_gradients(self) -> list[Tensor]:
@@ -124,19 +126,6 @@ class ShardedModel:
 def _is_tied_copy(decoder: Decoder) -> bool:
     """Whether the stage holds an embedding for its head alone."""
     return decoder.config.tied_head and decoder.span.heads and not decoder.span.embeds
-
-
-def _narrowed(box: WeightSlice, dim: int, held: tuple[int, int]) -> WeightSlice:
-    """The part of a box that begins and ends at these places of one dim, counted within the box."""
-    starts, stops = list(box.starts), list(box.stops)
-    starts[dim], stops[dim] = box.starts[dim] + held[0], box.starts[dim] + held[1]
-    return WeightSlice(box.name, tuple(starts), tuple(stops))
-
-
-def rows_held(num_rows: int, num_ranks: int, rank: int) -> tuple[int, int]:
-    """The half-open interval of rows that FSDP2 gives a rank: chunks rounded up, so the last may be short or empty."""
-    chunk = -(-num_rows // num_ranks)
-    return min(rank * chunk, num_rows), min((rank + 1) * chunk, num_rows)
 
 
 def local_tensor(tensor: Tensor) -> Tensor:

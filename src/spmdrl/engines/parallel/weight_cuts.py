@@ -1,0 +1,92 @@
+"""How each weight of a decoder is cut over ranks: one table, which modules carry out and plans follow on paper.
+
+A new projection is a line of `_TENSOR_CUTS`, by the name that its module has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from spmdrl.engines.models.decoder import DecoderConfig
+
+_OUTPUTS, _INPUTS = 0, 1
+"""The dims of a projection's weight."""
+_TENSOR_CUTS = {
+    "embed_tokens": (_OUTPUTS, "vocabulary"),
+    "lm_head": (_OUTPUTS, "vocabulary"),
+    "q_proj": (_OUTPUTS, "heads"),
+    "q_b_proj": (_OUTPUTS, "heads"),
+    "kv_b_proj": (_OUTPUTS, "heads"),
+    "k_proj": (_OUTPUTS, "key heads"),
+    "v_proj": (_OUTPUTS, "key heads"),
+    "gate_proj": (_OUTPUTS, "columns"),
+    "up_proj": (_OUTPUTS, "columns"),
+    # These read what others give by outputs, and the ranks' results add up.
+    "o_proj": (_INPUTS, "heads"),
+    "down_proj": (_INPUTS, "columns"),
+}
+"""What the tensor axis deals out of a projection, and along which dim. The rest stays whole: norms, routers, value
+heads, and MLA's down projections, which all heads share."""
+
+
+@dataclass(frozen=True)
+class TensorCut:
+    """How the tensor axis cuts a weight: by heads, columns or tokens of the vocabulary, rounded up a rank."""
+
+    dim: int
+    num_units: int
+    """What is dealt out: heads are query heads, also for keys and values."""
+    units_per_slot: int = 1
+    """Units that share a slot of the dim, as query heads do a key head; ranks that split them hold the slot both."""
+
+    def interval(self, length: int, num_ranks: int, rank: int) -> tuple[int, int]:
+        """The part of a dim of this length that a rank holds."""
+        first, stop = chunk_of(self.num_units, num_ranks, rank)
+        slot = length * self.units_per_slot // self.num_units
+        return first // self.units_per_slot * slot, -(-stop // self.units_per_slot) * slot
+
+    def num_distinct(self, num_ranks: int) -> int:
+        """Different parts over so many ranks, each held by as many neighbours."""
+        return min(num_ranks, self.num_units // self.units_per_slot)
+
+
+def tensor_cut(config: DecoderConfig, name: str, shape: Sequence[int]) -> TensorCut | None:
+    """How a weight or bias of this name and whole shape is cut over the tensor axis; None where every rank has it."""
+    *_, module, kind = name.split(".")
+    # An experts' stack has experts in front, and is named like a module's parameter.
+    projection, first = (kind, 1) if is_of_experts(name) else (module, 0)
+    if projection not in _TENSOR_CUTS or (is_summed(projection) and kind == "bias"):
+        return None
+    side, units = _TENSOR_CUTS[projection]
+    dim = first + side
+    if units == "heads":
+        return TensorCut(dim, config.num_heads)
+    if units == "key heads":
+        return TensorCut(dim, config.num_heads, config.num_heads // config.num_kv_heads)
+    return TensorCut(dim, shape[dim])
+
+
+def is_summed(projection: str) -> bool:
+    """Whether the outputs of a projection are parts of sums over the tensor axis, as it is cut by inputs."""
+    return projection in _TENSOR_CUTS and _TENSOR_CUTS[projection][0] == _INPUTS
+
+
+def is_of_experts(name: str) -> bool:
+    """Whether a weight is a stack of experts, which are its dim 0."""
+    return name.split(".")[-2] == "experts"
+
+
+def expert_shard_dim(shape: Sequence[int], num_ranks: int) -> int:
+    """The dim along which FSDP2 spreads a stack of experts that an expert axis has cut.
+
+    By experts where each rank gets as many, else by the next dim where that divides.
+    """
+    return next((dim for dim in (0, 1) if shape[dim] % num_ranks == 0), 0)
+
+
+def chunk_of(length: int, num_ranks: int, rank: int) -> tuple[int, int]:
+    """The half-open interval that a rank gets: chunks rounded up, as FSDP2 cuts rows, so the last may be short or
+    empty."""
+    chunk = -(-length // num_ranks)
+    return min(rank * chunk, length), min((rank + 1) * chunk, length)
