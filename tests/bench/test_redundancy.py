@@ -6,6 +6,7 @@ import argparse
 
 import pytest
 
+from spmdrl.bench.resharding.plan_bytes import redundant_bytes
 from spmdrl.bench.resharding.redundancy import CASES, figures_of, run, unused_bytes
 from spmdrl.types import WeightSlice
 
@@ -20,6 +21,11 @@ def test_the_papers_figures_follow_from_eq_3_and_from_the_plan():
     for row in (sparse, larger):
         assert row["R (Eq. 3)"] == pytest.approx(row["unused in all"]) and row["R (Eq. 3)"] > 60
     assert all(0 < row["exact a device"] < row["all-gather a device"] for row in table.rows)
+
+
+def test_redundant_memory_is_the_papers_equation_3():
+    redundant = redundant_bytes(8.0, 60.0, update_tensor_size=2, generation_data_size=4, generation_expert_size=4)
+    assert redundant == 4 * (8.0 / 2 + 60.0 / 4)
 
 
 def test_shapes_are_the_public_models():

@@ -11,9 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from spmdrl.dataflow.resharding.planning.plan import whole_slices
 from spmdrl.types import WeightSlice
-from tests.dataflow.resharding.tables import fsdp_slices
+from tests.dataflow.resharding.tables import fsdp_slices, whole_slices
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from spmdrl.engines.models.latent import LatentConfig
 from spmdrl.engines.models.moe import MoeConfig
 from spmdrl.engines.training.sharding.parallelize import check_layout
 from spmdrl.resources.layout import GenerationLayout, UpdateLayout, fit_update_layout
-from spmdrl.types import WeightSlice
+from spmdrl.types import WeightSlice, whole_slice
 
 # 47 tokens and a width of 5 divide by nothing; on 12 tensor ranks, two have the same one of 6 key heads.
 DENSE = DecoderConfig(
@@ -116,6 +116,11 @@ def generation_layouts(model: str, num_ranks: int) -> Iterator[GenerationLayout]
 
 def _divisors(number: int) -> list[int]:
     return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
+
+
+def whole_slices(shapes: Shapes) -> list[WeightSlice]:
+    """One slice per weight, holding all of it."""
+    return [whole_slice(name, shape) for name, shape in shapes.items()]
 
 
 def fsdp_slices(shapes: Shapes, shard_size: int, rank: int) -> list[WeightSlice]:

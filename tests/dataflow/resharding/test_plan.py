@@ -7,15 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from spmdrl.bench.resharding.plan_bytes import least_bytes
 from spmdrl.dataflow.resharding.planning.cells import cut
-from spmdrl.dataflow.resharding.planning.plan import (
-    least_bytes,
-    plan_resharding,
-    redundant_bytes,
-    whole_slices,
-)
+from spmdrl.dataflow.resharding.planning.plan import plan_resharding
 from spmdrl.types import WeightSlice
-from tests.dataflow.resharding.tables import fsdp_slices
+from tests.dataflow.resharding.tables import fsdp_slices, whole_slices
 
 names = st.sampled_from(["embed", "layer.0", "layer.1", "norm"])
 shapes_drawn = st.dictionaries(
@@ -173,8 +169,3 @@ def test_a_bucket_too_small_for_one_element_is_refused_with_the_least_size():
     source = {rank: fsdp_slices(shapes, 2, rank) for rank in range(2)}
     with pytest.raises(ValueError, match="bucket_bytes is 7.*at least 8"):
         plan_resharding(source, {rank: whole_slices(shapes) for rank in range(2)}, shapes, 7, 4)
-
-
-def test_redundant_memory_is_the_papers_equation_3():
-    redundant = redundant_bytes(8.0, 60.0, update_tensor_size=2, generation_data_size=4, generation_expert_size=4)
-    assert redundant == 4 * (8.0 / 2 + 60.0 / 4)

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from spmdrl.dataflow.resharding.planning.plan import ReshardPlan, least_bytes, plan_resharding
+from spmdrl.bench.resharding.plan_bytes import least_bytes
+from spmdrl.dataflow.resharding.planning.plan import ReshardPlan, plan_resharding
 from spmdrl.dataflow.resharding.planning.slice_layouts import generation_slices, update_slices
 from spmdrl.types import WeightSlice
 from tests.dataflow.resharding.tables import MODELS, deep_table, generation_layouts, update_layouts

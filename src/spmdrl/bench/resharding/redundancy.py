@@ -11,8 +11,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
 from spmdrl.bench.harness.bench_table import BenchTable
+from spmdrl.bench.resharding.plan_bytes import allgather_bytes, least_bytes, redundant_bytes
 from spmdrl.dataflow.resharding.moving.gather import ReshardConfig
-from spmdrl.dataflow.resharding.planning.plan import allgather_bytes, least_bytes, plan_resharding, redundant_bytes
+from spmdrl.dataflow.resharding.planning.plan import plan_resharding
 from spmdrl.dataflow.resharding.planning.slice_layouts import (
     WeightRule,
     fitted_stride,

@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from spmdrl.bench.resharding.plan_bytes import least_bytes
 from spmdrl.dataflow.resharding.flow import ReshardingFlow
 from spmdrl.dataflow.resharding.moving.gather import BucketGatherer, Executor, ReshardConfig
 from spmdrl.dataflow.resharding.planning.cells import SlicedWeights
-from spmdrl.dataflow.resharding.planning.plan import least_bytes
 from spmdrl.dataflow.resharding.planning.slice_agreement import AgreedPlan, agree_on_plan
 from spmdrl.engines.generation.native.native_engine import NativeEngine
 from spmdrl.engines.generation.rollout_config import RolloutConfig

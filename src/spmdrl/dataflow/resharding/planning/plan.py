@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from spmdrl.dataflow.resharding.planning.buckets import Bucket, BucketFilling, Transfer
 from spmdrl.dataflow.resharding.planning.cells import Cell, cells_of
-from spmdrl.types import WeightSlice
+from spmdrl.types import WeightSlice, whole_slice
 
 Shapes = Mapping[str, tuple[int, ...]]
 SlicesByRank = Mapping[int, Sequence[WeightSlice]]
@@ -78,57 +78,9 @@ def plan_resharding(
     return ReshardPlan(tuple(blocks), element_bytes, ranks_per_node or num_ranks)
 
 
-def whole_slices(shapes: Shapes) -> list[WeightSlice]:
-    """One slice a weight, holding all of it."""
-    return [WeightSlice(name, (0,) * len(shape), tuple(shape)) for name, shape in shapes.items()]
-
-
 def lendable(held: Sequence[WeightSlice], wanted: Sequence[WeightSlice]) -> frozenset[str]:
     """Weights of which a rank holds exactly the box that it wants, and that have elements."""
     return frozenset(box.name for box in set(held).intersection(wanted) if box.num_elements)
-
-
-def least_bytes(plan: ReshardPlan) -> dict[int, int]:
-    """By rank, the bytes that it wants and doesn't hold: no executor can receive less."""
-    received = {rank: 0 for block in plan.blocks for rank in block.ranks}
-    for block in plan.blocks:
-        for bucket in block.buckets:
-            for transfer in plan.transfers(bucket):
-                received[transfer.receiver] += plan.num_bytes(transfer.box)
-    return received
-
-
-def allgather_bytes(plan: ReshardPlan) -> dict[int, int]:
-    """By rank, the bytes that it receives where each bucket is all-gathered in segments as long as the longest."""
-    received = {}
-    for block in plan.blocks:
-        total = 0
-        for bucket in block.buckets:
-            segments = dict.fromkeys(block.ranks, 0)
-            for piece in bucket.pieces:
-                if piece.is_missing:
-                    segments[piece.contributor] += plan.num_bytes(piece.box)
-            total += (len(segments) - 1) * max(segments.values())
-        received.update(dict.fromkeys(block.ranks, total))
-    return received
-
-
-def redundant_bytes(
-    tensor_weight_bytes: float,
-    expert_weight_bytes: float,
-    *,
-    update_tensor_size: int,
-    generation_data_size: int,
-    generation_expert_size: int,
-) -> float:
-    """Bytes that naive resharding leaves unused: R = GDP x (TW / UTP + EW / GEP).
-
-    That is on all devices where generation isn't tensor-parallel, and a replica's share where it is.
-
-    Source: MindSpeed RL (arXiv:2507.19017), Eq. 3. TW and EW are the sizes of the tensor- and expert-parallel weights.
-    """
-    per_replica = tensor_weight_bytes / update_tensor_size + expert_weight_bytes / generation_expert_size
-    return generation_data_size * per_replica
 
 
 _Boxes = dict[str, list[tuple[int, WeightSlice]]]
@@ -139,7 +91,7 @@ def _by_name(slices: SlicesByRank, shapes: Shapes) -> _Boxes:
     boxes: _Boxes = {name: [] for name in shapes}
     for rank in sorted(slices):
         for box in slices[rank]:
-            whole = whole_slices({box.name: shapes.get(box.name, ())})[0]
+            whole = whole_slice(box.name, shapes.get(box.name, ()))
             fits = len(box.starts) == len(whole.starts) and (not box.num_elements or box.intersect(whole) == box)
             if box.name not in shapes or not fits:
                 raise ValueError(f"rank {rank} has {box}, but the model has {box.name} {shapes.get(box.name)}")
