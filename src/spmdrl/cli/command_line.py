@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _wait_for_rank_0(launch.rank)
         return _refuse(error, launch.rank)
     except ConfigError as error:
-        # Verbs that join no other rank leave without a word to them.
+        # Verbs that join no other rank end without refusing for them.
         others = launch if arguments[:1] and arguments[0] in _JOINING_VERBS else LaunchEnvironment()
         return _refuse_alone(error, launch.rank, others)
     except KeyboardInterrupt as interruption:
@@ -243,8 +243,8 @@ def _standard_input() -> str:
 
 
 def _refuse(error: ValueError, rank: int) -> int:
-    speaker = "spmdrl" if rank == 0 else f"spmdrl: rank {rank}"
-    show(f"{speaker}: {error}", stream=sys.stderr)
+    name = "spmdrl" if rank == 0 else f"spmdrl: rank {rank}"
+    show(f"{name}: {error}", stream=sys.stderr)
     return 2
 
 

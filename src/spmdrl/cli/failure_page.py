@@ -1,4 +1,4 @@
-"""What is seen of a failure: one line with cause and place; whole tracebacks go into files of the run's folder."""
+"""How a failure is shown: one line with cause and place; whole tracebacks go into files of the run's folder."""
 
 from __future__ import annotations
 
@@ -69,12 +69,12 @@ def end_with(failure: Exception, folder: Path, launch: LaunchEnvironment) -> int
     return 1
 
 
-def show_cause(failure: BaseException, speaker: str, written: Path | None) -> None:
-    """One line on stderr, and torchrun's error file where it has one, so that its own page ends with the same line."""
+def show_cause(failure: BaseException, name: str, written: Path | None) -> None:
+    """Print one line on stderr, and write it into torchrun's error file, if any, so that torchrun ends with it too."""
     cause = cause_of(failure)
     cause = cause if len(cause) <= _LONGEST_CAUSE else f"{cause[:_LONGEST_CAUSE]}..."
     place = place_of(failure)
-    line = f"{speaker}: {cause}" + (f" (at {place})" if place else "")
+    line = f"{name}: {cause}" + (f" (at {place})" if place else "")
     show(f"{line}; the traceback is in {written}" if written is not None else line, stream=sys.stderr)
     if written is None:
         show("".join(traceback.format_exception(failure)), stream=sys.stderr, end="")

@@ -1,4 +1,4 @@
-"""Names that users of other trainers know: each means here what it means there, or is refused with the right key."""
+"""Names from other trainers: each means here what it means there, or is refused with the right key."""
 
 from __future__ import annotations
 

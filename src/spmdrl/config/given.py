@@ -37,7 +37,7 @@ _YamlDumper.add_representer(str, _represented)
 
 @dataclass(frozen=True)
 class Given:
-    """A written value: what YAML makes of it, its own text, and where it stands."""
+    """A written value: what YAML makes of it, its own text, and where it was written."""
 
     value: Value
     text: str
@@ -73,7 +73,7 @@ def leaves(given: Given, parts: tuple[str, ...] = ()) -> Iterator[tuple[tuple[st
 
 
 def plant(tree: dict[str, Given], parts: Sequence[str], given: Given) -> None:
-    """Set one value in a tree of mappings; mappings on the way are made, other values in the way give way."""
+    """Set one value in a tree of mappings; mappings on the way are made, and replace other values there."""
     *sections, name = parts
     for section in sections:
         entry = tree.get(section)
@@ -87,7 +87,7 @@ def plant(tree: dict[str, Given], parts: Sequence[str], given: Given) -> None:
 
 
 def find(tree: dict[str, Given], path: Path) -> Given | None:
-    """What stands at the end of these names and list indices, or None."""
+    """The value at the end of these names and list indices, or None."""
     given: Given | None = Given(tree, "", "")
     for step in path:
         entries: Any = given.value if given is not None else None
@@ -99,7 +99,7 @@ def find(tree: dict[str, Given], path: Path) -> Given | None:
 
 
 def replant(tree: dict[str, Given], path: Path, given: Given | None) -> None:
-    """Replace what stands at the end of these names and list indices; None removes it."""
+    """Replace the value at the end of these names and list indices; None removes it."""
     holder = find(tree, path[:-1])
     entries: Any = holder.value if holder is not None else {}
     if given is not None:
@@ -109,7 +109,7 @@ def replant(tree: dict[str, Given], path: Path, given: Given | None) -> None:
 
 
 def entries_of(value: Any) -> dict[str, Any]:
-    """What stands below a value in a tree: the fields of a dataclass, the items of a mapping, nothing otherwise."""
+    """What is below a value in a tree: the fields of a dataclass, the items of a mapping, nothing otherwise."""
     if is_dataclass(value):
         return {entry.name: getattr(value, entry.name) for entry in fields(value) if entry.init}
     return dict(value) if isinstance(value, dict) else {}

@@ -1,4 +1,4 @@
-"""Names for keys that aren't their own: those of other trainers, which are understood, and those that nothing has.
+"""Names that aren't keys: those of other trainers, which are read as keys, and unknown ones, with advice.
 
 An alias may convert its value, where the other name counts something else.
 """

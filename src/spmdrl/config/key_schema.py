@@ -47,7 +47,7 @@ class Key:
 
     @property
     def text(self) -> str:
-        """What stands on the lines under the field."""
+        """The text under the field."""
         return _field_texts(self.owner).get(self.name.rpartition(".")[2], "")
 
     def is_like(self, other: Key) -> bool:

@@ -23,7 +23,7 @@ _NUM_SHOWN = 20
 
 
 class ConfigError(ValueError):
-    """Input that a run can't start with; the message names every fault found, and a way out of each."""
+    """Input that a run can't start with; the message names every fault, and a way out of each."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def resolved_yaml(loaded: LoadedConfig[Any]) -> str:
 
 @contextmanager
 def start_up() -> Iterator[None]:
-    """While a run is set up, turns what its input made fail (ValueError, OSError) into ConfigError."""
+    """While a run is set up, turn the errors of bad input (ValueError, OSError) into ConfigError."""
     try:
         yield
     except ConfigError:

@@ -1,4 +1,4 @@
-"""What the pages that list names are made of, from the code itself."""
+"""The reference of all keys, made from the code: entries for `help KEY`, the Markdown page and the JSON schema."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PAGE_HEAD = """\
 # Keys of a configuration
 
 This page is made from the code: `python -m spmdrl help --markdown > docs/config.md`. `python -m spmdrl help KEY` prints
-one entry, and [aliases.md](aliases.md) says what the names of other trainers mean.
+one entry, and [aliases.md](aliases.md) lists the names of other trainers that are read too.
 
 A key is set in a YAML file (`optim: {lr: 1e-6}`), or on the command line (`optim.lr=1e-6`), which wins over files; of
 several files the later ones win. A key that isn't here is refused, and the nearest one named. `python -m spmdrl check
@@ -47,7 +47,7 @@ def find_keys(root: type[Any], name: str) -> list[Key]:
 
 
 def key_page(root: type[Any], names: KnownNames, name: str) -> str | None:
-    """What there is to say about a key, a section, an alias or a name that isn't here; None for an unknown name."""
+    """The entry of a key, a section, an alias or a name that isn't here; None for an unknown name."""
     entries = [_section_lines(key) if key.sections else _key_lines(key) for key in find_keys(root, name)]
     if entries:
         return "\n".join("\n".join(lines) + "\n" for lines in entries)

@@ -1,4 +1,4 @@
-"""Names that users of other trainers look for and that have no key here, each with what to do instead."""
+"""Names from other trainers that have no key here, each with what to do instead."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _ANSWERS: tuple[tuple[str, str], ...] = (
     ("adam_beta1 adam_beta2 adam_betas", "set optim.betas to both, as in [0.9, 0.999]"),
     (
         "deepspeed zero_stage zero3 fsdp fsdp_config accelerate strategy",
-        "FSDP2 is built in: resources.update says over how many ranks weights, gradients and optimizer are cut",
+        "FSDP2 is built in: resources.update sets over how many ranks weights, gradients and optimizer are cut",
     ),
     (
         "use_vllm vllm_mode vllm colocate_all_models",

@@ -1,1 +1,1 @@
-"""Metrics, timeline, logs and the report; seen by all layers, knows none."""
+"""Metrics, timeline, logs and the report, for all layers."""

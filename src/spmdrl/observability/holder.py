@@ -1,4 +1,4 @@
-"""Which process holds a run's folder: a lock that goes with its holder, on a file that says who that is."""
+"""Which process holds a run's folder: a lock that the kernel drops with its holder, on a file that names the holder."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Holder:
 
     @property
     def is_gone(self) -> bool:
-        """Whether the process has certainly ended; of another host that can't be said."""
+        """Whether the process has certainly ended; always false for one of another host."""
         if self.host != socket.gethostname():
             return False
         return self.boot != _boot_id() or not Path(f"/proc/{self.pid}").exists()
@@ -79,7 +79,7 @@ def held(folder: Path, name: str = LOCK_FILE, *, wait_seconds: float = 0.0) -> I
 
 
 def is_held(folder: Path, name: str = LOCK_FILE) -> bool:
-    """Whether some process holds the folder now; the asking process changes nothing."""
+    """Whether some process holds the folder now; changes nothing."""
     try:
         descriptor = os.open(folder / name, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:

@@ -15,7 +15,7 @@ Table = Mapping[str, tuple[Kind, float, float]]
 
 @dataclass(frozen=True)
 class Stat:
-    """What one rank knows of one metric; for a mean, `value` is the weighted sum and `count` the weight."""
+    """What one rank recorded of one metric; for a mean, `value` is the weighted sum and `count` the weight."""
 
     kind: Kind
     value: float
@@ -50,11 +50,11 @@ class Recorder:
         self.add(name, Stat("alike", float(value)))
 
     def maximum(self, name: str, value: float) -> None:
-        """Record a value of which the largest over records and ranks counts."""
+        """Record a value; the metric is the largest over records and ranks."""
         self.add(name, Stat("max", float(value)))
 
     def minimum(self, name: str, value: float) -> None:
-        """Record a value of which the smallest over records and ranks counts."""
+        """Record a value; the metric is the smallest over records and ranks."""
         self.add(name, Stat("min", float(value)))
 
     def drain(self) -> dict[str, Stat]:
@@ -85,7 +85,7 @@ def merge(payloads: Sequence[bytes]) -> dict[str, float]:
     """Reduce what `encode` made on each rank to one value per metric, in the order of their names.
 
     Sums are correctly rounded (`math.fsum`), so the result doesn't depend on the order of the ranks.
-    A name that a rank didn't record counts nothing there; a NaN on any rank makes the metric NaN.
+    A rank that didn't record a name contributes nothing to it; a NaN on any rank makes the metric NaN.
     """
     by_name = _stats_by_name([json.loads(payload) for payload in payloads])
     return {name: _mean(stats) if stats[0].kind == "mean" else _total(stats).value for name, stats in by_name.items()}

@@ -10,7 +10,7 @@ from statistics import NormalDist, fmean, stdev
 
 @dataclass(frozen=True)
 class Estimate:
-    """A measured value with the interval that holds the true one with the asked confidence."""
+    """A measured value, and the interval that contains the true one with the given confidence."""
 
     value: float
     low: float
@@ -62,7 +62,7 @@ def mean_pass_at_k(num_correct_G: Sequence[int], num_samples: int, k: int, *, co
 
 
 def mean_over_prompts(values_G: Sequence[float], confidence: float = 0.95) -> Estimate:
-    """Estimate the mean of any values, one a prompt, with a normal interval over prompts.
+    """Estimate the mean of any values, one per prompt, with a normal interval over prompts.
 
     The interval's ends are NaN where there are fewer than two prompts, or values too large to be squared; all of the
     estimate is NaN without a prompt.
@@ -90,7 +90,7 @@ def _mean_over_prompts(values_G: Sequence[float], confidence: float) -> Estimate
         raise ValueError("an average over 0 prompts isn't defined; give at least one prompt")
     value = fmean(values_G)
     if len(values_G) == 1:
-        # One prompt says nothing about the spread over prompts.
+        # The spread over prompts can't be estimated from one.
         return Estimate(value, 0.0, 1.0)
     margin = _quantile(confidence) * stdev(values_G) / math.sqrt(len(values_G))
     return Estimate(value, max(0.0, value - margin), min(1.0, value + margin))

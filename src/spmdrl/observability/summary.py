@@ -63,8 +63,8 @@ def start_facts() -> dict[str, str]:
     source = Path(__file__).parent
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         # The names of folders and commits only: nothing of a repository is run.
-        asked = ["git", "-C", str(source), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-        commit = subprocess.run(asked, capture_output=True, text=True, timeout=5, check=True).stdout.strip()  # noqa: S607
+        command = ["git", "-C", str(source), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+        commit = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout.strip()  # noqa: S607
         facts["commit"] = commit
     return facts
 

@@ -65,7 +65,7 @@ class Device:
         return total - free, total
 
     def take_peak_bytes(self) -> int:
-        """The most device memory that PyTorch held since this was last asked; an accelerator's only."""
+        """The most device memory that PyTorch held since the last call; for accelerators only."""
         peak = self.module.max_memory_allocated()
         self.module.reset_peak_memory_stats()
         return peak
@@ -89,6 +89,6 @@ def find_device(wanted: str, local_rank: int) -> Device:
     if local_rank >= count:
         raise ValueError(
             f"local rank {local_rank} has no {kind} device: the node shows {count}; "
-            f"start at most {count} ranks a node (--nproc-per-node {count})"
+            f"start at most {count} ranks per node (--nproc-per-node {count})"
         )
     return Device(kind, local_rank)

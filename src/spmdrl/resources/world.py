@@ -22,7 +22,7 @@ from spmdrl.resources.startup.launch import LaunchEnvironment, StartRefused, rea
 from spmdrl.resources.startup.rank_agreement import Facts, agree, meet
 from spmdrl.resources.startup.rendezvous import Network, meet_at_store
 
-# For which a rank that can't start itself looks for the others.
+# How long a rank that can't start itself looks for the others.
 _REFUSAL_SECONDS = 5.0
 _LINGER_SECONDS = 5.0
 _has_met = False
@@ -70,7 +70,7 @@ class World:
         return self.rank == 0
 
     def agree(self, facts: Callable[[], Facts]) -> None:
-        """Compare what is known only now. Collective; raises StartRefused on every rank where it differs.
+        """Compare facts over all ranks. Collective; raises StartRefused on every rank where they differ.
 
         `facts` isn't called in a job of one rank.
         """
@@ -129,7 +129,7 @@ def open_world(
 
 @contextlib.contextmanager
 def _blaming_the_first(world: World) -> Iterator[None]:
-    """What ends this rank after another one's failure leaves as PeerFailed.
+    """Turn an error of this rank that follows from another rank's failure into PeerFailed.
 
     Published before the process group closes, so that the others' broken connections come second.
     """
@@ -159,8 +159,8 @@ def refuse_all(launch: LaunchEnvironment, reason: str, network: Network | None =
     """Have the other ranks, which wait for this one, end with the reason why it can't start.
 
     Returns whether rank 0 ends the job with that reason, as it also does where it can't start for the same one.
-    Once ranks have met, none waits: then the world's end says why. Several nodes share their secret in the run's
-    folder: without a `network` that names it, other nodes only find this rank missing.
+    Once ranks have met, none waits: then the failure that ends the world is the reason. Several nodes share their
+    secret in the run's folder: without a `network` that names it, other nodes only find this rank missing.
     """
     if launch.world_size == 1 or _has_met:
         return False

@@ -27,7 +27,7 @@ GOOD = {"prompt": "1+1=", "answer": "2"}
 @pytest.mark.parametrize(
     ("line", "kind", "problem"),
     [
-        ('{"prompt": "a", ', "not_json", "JSONL has one object a line"),
+        ('{"prompt": "a", ', "not_json", "JSONL has one object per line"),
         ('["a", "b"]', "not_object", "a list"),
         ({"text": "a", "answer": "1"}, "no_prompt", "its columns are text, answer: set data.prompt_key"),
         ({"prompt": 5, "answer": "1"}, "prompt_type", "'prompt' is a int"),

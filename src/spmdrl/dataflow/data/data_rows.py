@@ -151,7 +151,7 @@ class RowNeeds:
 def read_rows(
     paths: Any, config: DataConfig, *, needs: RowNeeds | None = None, key: str = "data.train"
 ) -> list[SourceRows]:
-    """Read and check all rows of some paths, one entry a source.
+    """Read and check all rows of some paths, one entry per source.
 
     Raises BadRows with every bad row of every source, or, with `data.on_bad_row: skip`, leaves them out.
     """
@@ -273,7 +273,7 @@ def _is_text_or_number(value: Any) -> bool:
 
 
 def _check_id(given: Any, row_id: str, places: Mapping[str, str]) -> None:
-    """`places`: where each id stands already."""
+    """`places`: where each id was found."""
     if isinstance(given, bool) or not isinstance(given, (str, int, type(None))):
         raise Flaw("id_type", f"'id' is a {type(given).__name__}, but must be text or a whole number")
     if row_id in places:

@@ -68,8 +68,8 @@ def suffix_of(file: Path) -> str | None:
 
 
 def read_file(path: str, file: Path) -> Rows:
-    """The rows of one file, in order, named after `path`. Raises ValueError where the file breaks off or is another
-    format than its name says."""
+    """The rows of one file, in order, named after `path`. Raises ValueError where the file breaks off or isn't of
+    the format that its name ends in."""
     suffix = suffix_of(file)
     if suffix == ".parquet":
         return _read_parquet(path, file)
@@ -113,7 +113,7 @@ def _lines(chunks: Iterator[bytes]) -> Iterator[tuple[int, bytes | None]]:
 
 
 def _read_json(path: str, chunks: Iterator[bytes]) -> Rows:
-    """Objects one a line, or in one array: which of the two is seen from the first character."""
+    """Objects, one per line or in one array: the first character decides."""
     first = next(chunks, b"").removeprefix(_BYTE_ORDER_MARK)
     whole = chain([first], chunks)
     return _array_rows(path, whole) if first.lstrip()[:1] == b"[" else _line_rows(path, whole)
@@ -134,14 +134,14 @@ def _parse_line(path: str, place: str, line: bytes) -> Record | BadRow:
     except UnicodeDecodeError as error:
         return BadRow(f"{place}:{error.start + 1}", "invalid_utf8", f"byte 0x{line[error.start]:02x} isn't UTF-8")
     except json.JSONDecodeError as error:
-        return BadRow(f"{place}:{error.colno}", "not_json", f"not JSON: {error.msg}; JSONL has one object a line")
+        return BadRow(f"{place}:{error.colno}", "not_json", f"not JSON: {error.msg}; JSONL has one object per line")
     except RecursionError:
         return BadRow(place, "not_json", "nested too deeply")
     except Flaw as flaw:
         return BadRow(place, flaw.kind, str(flaw))
     except ValueError as error:
         return BadRow(place, "not_json", str(error))
-    return _record(path, place, value, "JSONL has one object a line")
+    return _record(path, place, value, "JSONL has one object per line")
 
 
 def _record(path: str, place: str, value: Any, rule: str) -> Record | BadRow:
@@ -170,7 +170,7 @@ def _array_rows(path: str, chunks: Iterator[bytes]) -> Rows:
         if twice is not None:
             yield BadRow(place, "duplicate_key", f"the key '{twice}' stands twice")
         else:
-            yield _record(path, place, value, "the array has one object a row")
+            yield _record(path, place, value, "the array has one object per row")
         separator = text.next_letter()
         if separator not in (",", "]"):
             raise text.fault("',' or ']' expected after a row")

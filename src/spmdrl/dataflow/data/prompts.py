@@ -67,7 +67,7 @@ class TokenizedPrompts:
 
 
 def tokenize_prompts(prompts: Sequence[str | Messages], tokenizer: Tokenizer, config: DataConfig) -> TokenizedPrompts:
-    """Render prompts as `data.chat_template` says and tokenize them.
+    """Render prompts by `data.chat_template` and tokenize them.
 
     Rendered templates hold their own special tokens; plain text gets those that the tokenizer puts before text.
     """

@@ -87,5 +87,5 @@ def _no_such_file(file: Path) -> str:
         return f"there is no data file {file}; did you mean {file.parent / close}?"
     hint = f"there is no data file {file}; data is read from local files and synthetic:// URLs"
     if _HUB_NAME.fullmatch(str(file)) and suffix_of(file) is None:
-        hint += f"; of the hub, fetch it first: hf download --repo-type dataset {file} --local-dir DIR"
+        hint += f"; fetch a data set of the hub first: hf download --repo-type dataset {file} --local-dir DIR"
     return hint

@@ -21,7 +21,7 @@ class JsonlWriter:
     """Appends JSON objects to a file, each a whole line or nothing.
 
     Lines that a full or failing disk refuses wait in memory and are written, in order, once it takes them; beyond
-    `_MAX_WAITING_BYTES` the oldest are lost. Both are said once per outage, and neither raises.
+    `_MAX_WAITING_BYTES` the oldest are lost. Each gives one warning per outage, and neither raises.
     """
 
     def __init__(self, path: Path):

@@ -61,7 +61,7 @@ class MetricsBackend(Protocol):
 class MetricsLog:
     """Hands the merged metrics of each step to all back ends; lives on one rank.
 
-    A back end that fails costs its own lines, which is said once per outage.
+    A back end that fails loses its own lines only, with one warning per outage.
     """
 
     def __init__(

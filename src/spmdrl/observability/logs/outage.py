@@ -1,4 +1,4 @@
-"""Writes that must not end a run: what a full or failing disk refuses is said and counted, and the run goes on."""
+"""Writes that must not end a run: what a full or failing disk refuses gives a warning and is counted."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def count_refused() -> None:
 
 
 def take_num_refused() -> int:
-    """How many writes were refused since this was last asked."""
+    """The number of writes that were refused since the last call."""
     global _num_refused
     count, _num_refused = _num_refused, 0
     return count

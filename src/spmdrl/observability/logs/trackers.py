@@ -66,7 +66,7 @@ class TensorBoardBackend:
 
 
 class WandbBackend:
-    """Goes on in the same W&B run on resume; W&B itself ignores steps that it has seen."""
+    """Continues the same W&B run on resume; W&B itself ignores steps that it has already."""
 
     def __init__(self, run_dir: Path, run: TrackedRun):
         self._wandb = import_backend("wandb", "wandb")
@@ -94,7 +94,7 @@ class WandbBackend:
 
 
 def import_backend(extra: str, module: str) -> Any:
-    """The module of an optional back end, imported only when a run asks for it."""
+    """The module of an optional back end, imported only by runs that use it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

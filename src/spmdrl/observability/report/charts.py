@@ -144,7 +144,7 @@ def _y_range(all_series: Iterable[Series]) -> tuple[float, float]:
     if not finite:
         return 0.0, 1.0
     low, high = min(finite), max(finite)
-    # Values that all but agree need a range that floats can still tell apart.
+    # Values that are almost equal need a range in which floats can still differ.
     if high - low <= 1e-9 * max(abs(low), abs(high)):
         return _widened(low, high, 0.5 * max(abs(low), abs(high)) or 0.5)
     # An axis from 0 shows amounts truly, where that doesn't flatten the line.

@@ -12,7 +12,7 @@ from spmdrl.observability.report.run_files import RunData
 from spmdrl.observability.report.traffic_section import LINKS
 from spmdrl.observability.terminal.units import byte_unit
 
-# (title, unit, metric) of the curves that tell whether a run learns and stays sound.
+# (title, unit, metric) of the curves that show whether a run learns and stays sound.
 LEARNING = (
     ("Reward", "mean", "reward"),
     ("Response length", "tokens, mean", "completions/mean_length"),
@@ -133,7 +133,7 @@ def _band(run: RunData, metric: str) -> list[tuple[float, float, float]]:
             low, high = (values.get(name, math.nan) for name in ends)
             band.append((float(step), low, high))
     finite = [edge for edge in band if all(map(math.isfinite, edge))]
-    # Of rewards that are 0 or 1, nearly all percentiles are too, and say nothing that the mean doesn't.
+    # Percentiles of rewards that are 0 or 1 are nearly all 0 or 1 too, and add nothing to the mean.
     num_extreme = sum(end in (0.0, 1.0) for _, *ends_at in finite for end in ends_at)
     is_flat = metric == "reward" and num_extreme >= 0.9 * 2 * len(finite)
     return [] if is_flat else finite

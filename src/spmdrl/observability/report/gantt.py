@@ -94,7 +94,7 @@ def memory_by_owner(records: TimelineRecords) -> Parts:
 def _peaks(snapshots: Sequence[MemorySnapshot], owners: Sequence[str]) -> Parts:
     """The highest peak since the previous boundary over all steps, one row per stage that ended."""
     lengths = Counter(snapshot.step for snapshot in snapshots)
-    # The order is that of a whole step: an evaluation before it, say, has few of the stages.
+    # In the order of the step with most stages: that of an evaluation, for example, has few of them.
     known = [one.held for one in sorted(snapshots, key=lambda one: -lengths[one.step]) if one.held.peaks]
     used = [owner for owner in owners if any(one.peaks.get(owner) for one in known)]
     rows = []

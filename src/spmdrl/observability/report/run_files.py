@@ -25,7 +25,7 @@ class RunData:
     timeline: TimelineRecords
     samples: list[dict[str, Any]]
     checkpoints: list[dict[str, Any]]
-    """step, seconds, bytes, folder or None, error; of runs without such a file, by what their metrics say"""
+    """step, seconds, bytes, folder or None, error; taken from the metrics where a run has no such file"""
     kept: frozenset[str]
     """names of the checkpoint folders that are there"""
     summary: dict[str, Any]

@@ -76,7 +76,7 @@ def _leaves(path: str, tree: object) -> Iterator[tuple[str, str]]:
 
 
 def verdict_of(run: RunData) -> str:
-    """The summary's verdict; a run that never wrote its end is unfinished, and killed where nobody holds its folder."""
+    """The summary's verdict; without one the run is unfinished: still running if its folder is held, else killed."""
     verdict = run.summary.get("verdict")
     if verdict not in (None, "running"):
         return outcome(run.summary)

@@ -58,15 +58,15 @@ class Console:
     def doing(self, what: str) -> Iterator[None]:
         """Show what goes on in this block: at once on a terminal; in a log where it takes more than 5 seconds."""
         started = time.monotonic()
-        teller = threading.Timer(self._silent_seconds, self.note, [f"{what} ..."])
-        teller.daemon = True
+        timer = threading.Timer(self._silent_seconds, self.note, [f"{what} ..."])
+        timer.daemon = True
         if self._enabled and not self._on_terminal:
-            teller.start()
+            timer.start()
         try:
             with self.stage(what):
                 yield
         finally:
-            teller.cancel()
+            timer.cancel()
         if (seconds := time.monotonic() - started) > self._silent_seconds:
             self.note(f"{what}: {duration(seconds)}")
 
@@ -125,7 +125,7 @@ class Console:
             self._spinner.update(self._spinner.task_ids[0], doing=now)
 
     def _width(self) -> int:
-        """Columns of the terminal, at most 160; 160 where it doesn't say."""
+        """Columns of the terminal, at most 160; 160 where they are unknown."""
         try:
             columns = os.get_terminal_size(self._stream.fileno()).columns
         except (OSError, ValueError):
@@ -159,7 +159,7 @@ def summary_block(fields: Mapping[str, Any], *, phase: str = "") -> str:
     length = f"{steps} steps" if steps is not None else ""
     length += f" in {duration(seconds)}" if seconds is not None else ""
     head = f"{phase} {outcome(fields)}".lstrip()
-    # After the trouble's own colons another one would be lost.
+    # The trouble has colons of its own, among which another one would be overlooked.
     head += f" ({length.strip()})" if length and fields.get("trouble") else f": {length.strip()}" if length else ""
     rows = {
         "reward": _first_to_last(fields, "reward_first", "reward_last"),
@@ -179,7 +179,7 @@ def outcome(fields: Mapping[str, Any]) -> str:
 
 
 def _accuracy(fields: Mapping[str, Any]) -> str:
-    """Empty where rewards are no verdicts, so that there is no accuracy."""
+    """Empty where rewards aren't verdicts, so that there is no accuracy."""
     if fields.get("rewards_are_verdicts") is False:
         return ""
     text, rule = _first_to_last(fields, "accuracy_before", "accuracy_after"), fields.get("accuracy_rule")

@@ -17,7 +17,7 @@ FILE_SECONDS = 10.0
 class GenerationProgress:
     """Counts finished rows and their tokens: `generated 96/400 rows | 3.1k tok/s | eta 12s`, at most once a second.
 
-    `rows` says whose they are.
+    `rows` is the word for them, such as `rows of rank 0`.
     """
 
     def __init__(
@@ -30,15 +30,15 @@ class GenerationProgress:
         self._clock = clock
         self._on_terminal = self._stream.isatty()
         self._num_done = self._num_tokens = 0
-        self._started = self._told = clock()
+        self._started = self._printed = clock()
 
     def add(self, num_rows: int, num_tokens: int) -> None:
         """Count rows that have ended; the final line is always printed."""
         self._num_done += num_rows
         self._num_tokens += num_tokens
         now, is_last = self._clock(), self._num_done == self._num_rows
-        if is_last or now - self._told >= (TERMINAL_SECONDS if self._on_terminal else FILE_SECONDS):
-            self._told = now
+        if is_last or now - self._printed >= (TERMINAL_SECONDS if self._on_terminal else FILE_SECONDS):
+            self._printed = now
             self._print(max(now - self._started, 1e-9), is_last)
 
     def _print(self, seconds: float, is_last: bool) -> None:

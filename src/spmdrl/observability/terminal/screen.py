@@ -43,7 +43,7 @@ def show(text: object = "", *, stream: TextIO | None = None, end: str = "\n") ->
 
 @contextlib.contextmanager
 def waiting(text: str, *, enabled: bool = True) -> Iterator[None]:
-    """While the block runs, a terminal's last line says what goes on and for how many seconds; then it is empty again.
+    """While the block runs, show on a terminal's last line what goes on and for how many seconds; then clear the line.
 
     On standard error: standard output may be a verb's result. Nothing is written where that is no terminal.
     """

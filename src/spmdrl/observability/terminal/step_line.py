@@ -15,7 +15,7 @@ STAGE_NAMES = {state.value: state.short_name for state in WorkerState} | {
     "inference": "lp", "resharding": "reshard", "probe": "probe", "evaluation": "eval",
 }  # fmt: skip
 OTHER = "other"
-# What a terminal's line takes in besides reward, loss and gradient norm, as far as it fits: the most wanted first.
+# What a terminal's line shows besides reward, loss and gradient norm, as far as it fits: the most wanted first.
 WANTED = (
     "seconds", "eta", "zero-adv", "longest", "len", "kl", "mismatch", "tok/s", "ent", "mem", "timings",
 )  # fmt: skip
@@ -25,7 +25,7 @@ NUM_LONGEST = 2
 
 @dataclass(frozen=True)
 class StepFacts:
-    """A step's metrics, and what a line needs to know besides."""
+    """A step's metrics, and what else its line shows."""
 
     step: int
     metrics: Mapping[str, float]
@@ -33,7 +33,7 @@ class StepFacts:
     phase: str = ""
     """what kind of steps these are, such as grpo or sft"""
     seconds_per_step: float | None = None
-    """what the remaining time is reckoned with; without it, this step's own seconds"""
+    """used to estimate the remaining time; without it, this step's own seconds are"""
 
 
 def full_line(facts: StepFacts) -> str:

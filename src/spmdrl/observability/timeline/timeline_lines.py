@@ -1,8 +1,8 @@
-"""The lines of a timeline file: short ones, and the longer ones that earlier versions wrote.
+"""The lines of a timeline file: short ones, and the longer ones of earlier versions.
 
-A file begins with a header, whose time all others count from; one follows wherever a process went on with the file.
-Times are whole microseconds. Memory is written in full once a step, then what changed, so that no step needs another;
-null is an owner that is no longer there:
+A file begins with a header, whose time all others count from; another one follows wherever a process continued it.
+Times are whole microseconds. Memory is written in full once per step, then what changed, so that each step can be read
+by itself; null is an owner that is no longer there:
 
     {"step": -1, "rank": 3, "from": 1795302682.5}
     {"step": 1, "s": [stage, start, microseconds], "m": [[link, bytes, seconds], ...], "e": error, "b": 1}
@@ -130,7 +130,7 @@ class LineReader:
         self._known: Memory = {}
 
     def record(self, line: Mapping[str, Any]) -> Span | MemorySnapshot | None:
-        """What a line says; None of a header and of what is no line of a timeline."""
+        """The record in a line; None for a header, and for what isn't a line of a timeline."""
         step = line.get("step")
         if not isinstance(step, int):
             return None

@@ -19,7 +19,7 @@ PART_BYTES = 1 << 20
 
 
 class PartedWriter:
-    """Appends JSON objects, a line each, to an open file that is closed and compressed when it has grown."""
+    """Appends JSON objects, one per line, to an open file, which is closed and compressed once it has grown."""
 
     def __init__(self, path: Path, header: Mapping[str, Any], *, part_bytes: int = PART_BYTES):
         """`header` begins what this process writes in each file."""
@@ -102,7 +102,7 @@ def read_part(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _write_part(path: Path, lines: Iterable[dict[str, Any]]) -> None:
-    """Write a closed file, compressed where its name says so; a reader finds the old content or the new one."""
+    """Write a closed file, compressed if its name ends in .gz; a reader finds the old content or the new one."""
     aside, opened = path.with_name(f".{path.name}.tmp"), gzip.open if path.suffix == ".gz" else open
     with opened(aside, "wt", encoding="utf-8") as file:
         file.writelines(to_json(line) + "\n" for line in lines)

@@ -26,7 +26,7 @@ from spmdrl.resources.network.tensorpipe import AgentRenamed
 STORE, RPC = 0, 1
 """what a gate leads to"""
 
-# For which a connection may take to prove itself, and how many may be at it; then the oldest must go.
+# The time that a connection has to prove itself, and how many may be unproven; beyond that the oldest is ended.
 _PROOF_SECONDS = 10.0
 _MOST_UNPROVEN = 256
 
@@ -86,12 +86,12 @@ class Gate:
         return self._address
 
     def lead_to(self, service: int, door: Door) -> None:
-        """Let those who are admitted through a door from here on."""
+        """Connect admitted ranks to the service behind a door from here on."""
         self.forget(service)
         self._doors[service] = door
 
     def forget(self, service: int) -> None:
-        """Lead to a service no longer, here and at other ranks; connections that exist go on."""
+        """Connect to a service no longer, here and at other ranks; existing connections stay."""
         if (door := self._doors.pop(service, None)) is not None:
             door.close()
         for key in [key for key in self._ways if key[0].service == service]:
@@ -100,7 +100,7 @@ class Gate:
     def way_to(self, target: Target, disguised_port: int | None = None) -> int:
         """A port of 127.0.0.1 from which this process, and no other, reaches the target.
 
-        `disguised_port`: the port that the service itself believes to have, and names in its first answer.
+        `disguised_port`: the port that the service itself listens on, and names in its first answer.
         """
         key = target, disguised_port
         if key not in self._ways:
@@ -109,7 +109,7 @@ class Gate:
         return _port_of(self._ways[key])
 
     def check(self, target: Target) -> None:
-        """Knock at a target. Raises NoSecret, TurnedAway or another OSError."""
+        """Connect to a target once. Raises NoSecret, TurnedAway or another OSError."""
 
         async def knock() -> None:
             link = await self._dialled(target)
@@ -170,7 +170,7 @@ class Gate:
             return
         door = self._doors.get(hello.service)
         if door is None:
-            await link.refuse("what was asked for isn't open")
+            await link.refuse("its service isn't open")
             return
         link.welcome()
         own = door.admit()
@@ -212,7 +212,7 @@ class Gate:
 
     @contextlib.contextmanager
     def _kept_until_done(self, writer: asyncio.StreamWriter) -> Iterator[None]:
-        """Whatever goes wrong with a connection ends that connection, and nothing else."""
+        """An error of a connection ends that connection, and nothing else."""
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)

@@ -26,7 +26,7 @@ _WELCOME = b""
 
 
 class NoSecret(ValueError):
-    """Whoever answered doesn't hold this job's secret."""
+    """The other end doesn't hold this job's secret."""
 
 
 class TurnedAway(ConnectionError):
@@ -97,7 +97,7 @@ class Link:
         return payload
 
     async def refuse(self, reason: str) -> None:
-        """Turn the dialler away, which raises TurnedAway there."""
+        """Refuse the dialler, for which it raises TurnedAway."""
         self.send(reason.encode())
         await self.writer.drain()
 

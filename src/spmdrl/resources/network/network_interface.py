@@ -13,7 +13,7 @@ from pathlib import Path
 from spmdrl.resources.network.sockets import LOOPBACK
 from spmdrl.resources.startup.launch import LaunchEnvironment
 
-# Linux: ask an interface for its IPv4 address; the IPv6 addresses of all interfaces.
+# Linux: the request for an interface's IPv4 address, and the file with the IPv6 addresses of all interfaces.
 _SIOCGIFADDR = 0x8915
 _IPV6_ADDRESSES = Path("/proc/net/if_inet6")
 # For documentation only (RFC 5737): no host has it, so the way there is the default route.
@@ -60,7 +60,7 @@ def check_private(address: str, interface: str) -> None:
     """Refuse an address that hosts outside of the cluster can reach."""
     if ipaddress.ip_address(address).is_global:
         raise ValueError(
-            f"ranks would listen on {interface} at {address}, a public address, where anybody may connect; {_WAY_OUT}"
+            f"ranks would listen on {interface} at {address}, a public address, where anyone may connect; {_WAY_OUT}"
         )
 
 
@@ -68,9 +68,7 @@ def _address_among_nodes(master: str, *, trusted: bool) -> str:
     """This host's address towards the host of rank 0."""
     resolved = _resolved(master)
     if not trusted and ipaddress.ip_address(resolved).is_global:
-        raise ValueError(
-            f"MASTER_ADDR {master} is the public address {resolved}, where anybody may connect; {_WAY_OUT}"
-        )
+        raise ValueError(f"MASTER_ADDR {master} is the public address {resolved}, where anyone may connect; {_WAY_OUT}")
     own = address_towards(resolved)
     if ipaddress.ip_address(own).is_loopback and master != resolved:
         # Many systems give their own name a loopback address, which no other node can reach.

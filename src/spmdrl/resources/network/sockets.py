@@ -154,7 +154,7 @@ def _plain(name: tuple[Any, ...]) -> tuple[str, int]:
 
 
 def _own_sockets() -> Iterator[socket.socket]:
-    """Duplicates of this process's TCP sockets, each closed when the next is asked for."""
+    """Duplicates of this process's TCP sockets, each closed when the next one is taken."""
     for name in os.listdir(_descriptors()):
         with contextlib.suppress(OSError):
             duplicate = os.dup(int(name))

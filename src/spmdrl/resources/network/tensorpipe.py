@@ -14,8 +14,8 @@ _LONGEST_ANSWER_BYTES = 4096
 class AgentRenamed:
     """Puts the way to an agent in the place of its own address, to which TensorPipe makes its further connections.
 
-    TensorPipe sends frames with 8 bytes of length in front. The first one on an agent's first connection says where the
-    agent listens; all others pass unchanged.
+    TensorPipe sends frames with 8 bytes of length in front. The first one on an agent's first connection holds the
+    address where the agent listens; all others pass unchanged.
     """
 
     def __init__(self, agent_port: int, own_port: int):
