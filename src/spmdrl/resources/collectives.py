@@ -1,6 +1,6 @@
 """The few collectives that stages and engines need, by purpose; each does nothing in a group of one rank.
 
-All take host tensors unless said otherwise: they carry counts, lengths and metadata, not weights.
+All take host tensors, but for what a docstring excepts: they carry counts, lengths and metadata, not weights.
 """
 
 from __future__ import annotations
@@ -51,8 +51,7 @@ def gather_ragged(values: Tensor, group: Group = None) -> list[Tensor]:
 
 def gather_bytes(payload: bytes, group: Group = None) -> list[bytes]:
     """Every rank's bytes, in rank order. Collective."""
-    values = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else torch.empty(0, dtype=torch.uint8)
-    return [part.numpy().tobytes() for part in gather_ragged(values, group)]
+    return [part.numpy().tobytes() for part in gather_ragged(_as_tensor(payload), group)]
 
 
 def broadcast_ragged(
@@ -65,15 +64,11 @@ def broadcast_ragged(
     if group_size(group) == 1:
         assert values is not None, "the source rank must bring the bytes"
         return values
-    is_source = dist.get_rank() == src
-    size = torch.tensor([values.numel() if is_source and values is not None else -1])
+    own = values if dist.get_rank() == src else None
+    size = torch.tensor([-1 if own is None else own.numel()])
     dist.broadcast(size, src, group=group)
     assert size >= 0, "the source rank must bring the bytes"
-    content = (
-        values.to(device)
-        if is_source and values is not None
-        else torch.empty(int(size), dtype=torch.uint8, device=device)
-    )
+    content = torch.empty(int(size), dtype=torch.uint8, device=device) if own is None else own.to(device)
     if int(size):
         dist.broadcast(content, src, group=group)
     return content.cpu()
@@ -81,15 +76,12 @@ def broadcast_ragged(
 
 def broadcast_bytes(payload: bytes | None, src: int = 0, group: Group = None) -> bytes:
     """The bytes of global rank `src`, on every rank of the group. Collective."""
-    if group_size(group) == 1:
-        assert payload is not None, "the source rank must bring the bytes"
-        return payload
-    values = (
-        None
-        if payload is None
-        else torch.frombuffer(bytearray(payload) or bytearray(1), dtype=torch.uint8)[: len(payload)]
-    )
-    return broadcast_ragged(values, src, group).numpy().tobytes()
+    return broadcast_ragged(None if payload is None else _as_tensor(payload), src, group).numpy().tobytes()
+
+
+def _as_tensor(payload: bytes) -> Tensor:
+    # frombuffer refuses an empty buffer.
+    return torch.frombuffer(bytearray(payload) or bytearray(1), dtype=torch.uint8)[: len(payload)]
 
 
 def barrier(group: Group = None) -> None:

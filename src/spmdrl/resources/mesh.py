@@ -1,7 +1,7 @@
-"""The meshes of the update and the generation layout: the axes that engines talk over.
+"""The meshes of the update and the generation layout: the axes over which engines communicate.
 
 Of the update layout, ranks are numbered with the tensor axis innermost, then context, shard, data and pipeline, so that
-the axes that talk most stay inside a node.
+the axes with most traffic stay inside a node.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from spmdrl.resources.collectives import max_over, sum_over
 from spmdrl.resources.device import Device
 from spmdrl.resources.layout import GenerationLayout, UpdateLayout
 from spmdrl.resources.network.sockets import closing_new_listeners
@@ -33,17 +34,11 @@ class Axis:
 
     def sum(self, x: Tensor) -> Tensor:
         """A new tensor with the elementwise sum over the ranks; no gradient. Collective over the axis."""
-        return self._reduced(x, dist.ReduceOp.SUM)
+        return sum_over(x.detach(), self.group) if self.size > 1 else x.detach().clone()
 
     def max(self, x: Tensor) -> Tensor:
         """A new tensor with the elementwise maximum over the ranks; no gradient. Collective over the axis."""
-        return self._reduced(x, dist.ReduceOp.MAX)
-
-    def _reduced(self, x: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
-        out = x.detach().clone()
-        if self.size > 1:
-            dist.all_reduce(out, op=op, group=self.group)
-        return out
+        return max_over(x.detach(), self.group) if self.size > 1 else x.detach().clone()
 
 
 @dataclass(frozen=True)

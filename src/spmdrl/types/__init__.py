@@ -22,7 +22,7 @@ Integers = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Column:
-    """One field of a sample: a dense scalar a row, or, if `ragged`, a run of values a row."""
+    """One field of a sample: a dense scalar per row, or, if `ragged`, a run of values per row."""
 
     name: str
     dtype: torch.dtype
@@ -116,7 +116,7 @@ class Batch:
         self._offsets[name] = offsets
 
     def put_lists(self, name: str, lists_B: Sequence[Sequence[float]], dtype: torch.dtype) -> None:
-        """Pack one Python list a row into a ragged column."""
+        """Pack one Python list per row into a ragged column."""
         offsets = offsets_of([len(values) for values in lists_B])
         flat = [value for values in lists_B for value in values]
         self.put_ragged(name, torch.tensor(flat, dtype=dtype), offsets)
@@ -214,7 +214,7 @@ class CreditInputs:
     lengths_B: Tensor
     """int64, tokens per row that the model wrote; at least 1"""
     columns: Batch
-    """the columns that the algorithm asked for, of response tokens those that the model wrote"""
+    """the columns that the algorithm reads, of response tokens those that the model wrote"""
 
     def of_rows(self, index: Tensor) -> CreditInputs:
         """The inputs of some rows only."""
@@ -230,7 +230,7 @@ class TokenTerms:
     """under the weights being trained; carries the gradient"""
     entropy_R: Tensor
     columns: Mapping[str, Tensor]
-    """[R] each: `weights` and the columns that the algorithm asked for"""
+    """[R] each: `weights` and the columns that the algorithm reads"""
     row_of_token_R: Tensor
     """int64, the row within the micro-batch"""
     num_rows: int

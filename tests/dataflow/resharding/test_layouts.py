@@ -69,7 +69,7 @@ def config_of(case: Case):
 
 
 def held_slices(world: World, cases: list[Case]) -> list[dict[str, WeightSlice]]:
-    """What the engine's shards say on this rank, case by case."""
+    """The slices of the engine's shards on this rank, case by case."""
     out = []
     for model, layout in cases:
         mesh = build_update_mesh(fit_update_layout(layout, world.size), world.device, world.rank)

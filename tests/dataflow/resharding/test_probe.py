@@ -23,7 +23,7 @@ ROWS = [[5, 6, 7], [8, 9]]
 
 
 class KnownTrainer:
-    """Says -1, -2, ... of the tokens it is to rate."""
+    """Gives -1, -2, ... for the tokens it is to rate."""
 
     def score(self, rows: TokenRows, *, temperature: float | None = None) -> Scores:
         assert temperature == 1, "the generator's log-probs are unscaled"
@@ -33,7 +33,7 @@ class KnownTrainer:
 
 @dataclass
 class NearGenerator:
-    """Says the same of two rows of 3 and 2 tokens, but for the last token."""
+    """Gives the same for two rows of 3 and 2 tokens, but for the last token."""
 
     off_by: float
     version: int = 7
@@ -54,8 +54,8 @@ def test_the_largest_difference_within_the_tolerance_is_told():
 
 @pytest.mark.parametrize("off_by", [0.75, -0.75, math.nan, -math.inf])
 def test_a_larger_difference_is_refused_with_its_value_the_limit_and_the_version(off_by):
-    told = "inf" if not math.isfinite(off_by) else "0.75"
-    with pytest.raises(RuntimeError, match=rf"3 tokens at policy version 7 .* {told} nats.*probe_tolerance is 0.5"):
+    text = "inf" if not math.isfinite(off_by) else "0.75"
+    with pytest.raises(RuntimeError, match=rf"3 tokens at policy version 7 .* {text} nats.*probe_tolerance is 0.5"):
         probed(off_by, tolerance=0.5)
 
 

@@ -88,7 +88,7 @@ def _status(name: str) -> int:
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_no_rank_exceeds_its_share_and_one_unsharded_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    # glibc would keep freed blocks of up to 32 MiB in its heap, so that residence wouldn't tell what is in use.
+    # glibc would keep freed blocks of up to 32 MiB in its heap, so that residence wouldn't show what is in use.
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(MIB // 4))
     run_ranks(1, _write_weights, tmp_path)
     try:

@@ -79,7 +79,7 @@ def test_an_index_that_lies_about_a_tensor_is_refused(folder: Path) -> None:
         tensors[HEAD] = tensors[HEAD][:1].clone()
 
     rewritten(folder, stretch)
-    with pytest.raises(ValueError, match=rf"{FILE} is not a whole file .*{HEAD} has shape \(1, 8\), but is said"):
+    with pytest.raises(ValueError, match=rf"{FILE} is not a whole file .*{HEAD} has shape \(1, 8\), but its slice"):
         ShardFiles(folder)
 
 

@@ -77,7 +77,7 @@ class SeededWeights:
 
 
 def part_of(whole: Tensor, box: WeightSlice) -> Tensor:
-    """The view of a whole tensor that a slice of it says."""
+    """The view of a whole tensor that is a slice of it."""
     return whole[box.index_within(whole_slice(box.name, tuple(whole.shape)))]
 
 

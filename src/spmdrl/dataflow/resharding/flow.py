@@ -270,7 +270,7 @@ class ReshardingFlow:
         self._ledger.set("kv_cache", "device", held.get("kv_cache", 0))
 
     def _give_back_memory(self, freed_bytes: int) -> None:
-        """Freed bytes must leave this process's allocator before another one (the KV cache's, say) asks for them."""
+        """Freed bytes must leave this process's allocator before another one, such as the KV cache's, takes them."""
         if not self._world.device.is_cpu:
             self._world.device.empty_cache()
         elif freed_bytes >= LEAST_BYTES_TO_RELEASE:

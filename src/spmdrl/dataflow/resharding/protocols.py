@@ -1,4 +1,4 @@
-"""What the resharding flow asks of the engines on its two sides."""
+"""The parts of the engines that the resharding flow calls."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Shard(Protocol):
 
 
 class Trainer(Protocol):
-    """What the flow asks of a training engine."""
+    """The part of a training engine that the flow calls."""
 
     weights_on_device: bool
     """set by the flow; the engine refuses to compute while it is False, as that would crash the process, or change what
@@ -37,7 +37,7 @@ class Trainer(Protocol):
 
 
 class Generator(Protocol):
-    """What the flow asks of a generation engine."""
+    """The part of a generation engine that the flow calls."""
 
     version: int
 

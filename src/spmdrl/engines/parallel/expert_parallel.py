@@ -149,7 +149,7 @@ class RowCopies:
     def by_key(cls, key_NK: Tensor, is_copied_NK: Tensor, num_copies: int) -> RowCopies:
         """A copy for each of the `num_copies` keys marked, in stable order of the keys; waits for no device."""
         num_per_row = is_copied_NK.sum(1)
-        # Sorted to the end rather than picked by a mask, which would have to ask the device for their number.
+        # Sorted to the end rather than picked by a mask, which would wait for the device to count them.
         left_out = torch.iinfo(key_NK.dtype).max
         cell_M = key_NK.masked_fill(~is_copied_NK, left_out).flatten().argsort(stable=True)[:num_copies]
         return cls(cell_M, cell_M // key_NK.shape[1], cell_M.argsort(), num_per_row.cumsum(0) - num_per_row)

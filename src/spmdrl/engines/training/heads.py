@@ -2,7 +2,7 @@
 
 A head is made for one micro-batch and handed to the decoder, which calls it inside its own forward. Under tensor
 parallelism it gets this rank's share of the tokens and answers for all of them; the vocabulary is cut over the axis, so
-each rank computes its own logits, and only sums a place long travel. All logits are never held at once.
+each rank computes its own logits, and only sums per place travel. All logits are never held at once.
 
 Shape letters: `T` packed tokens of the micro-batch, or this rank's equal share of them; `P` places to rate; `D` model
 width; `V` vocabulary, or this rank's part of it; `C` places of one chunk.

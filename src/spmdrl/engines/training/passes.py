@@ -56,7 +56,7 @@ class Passes:
     def prepare(
         self, rows: TokenRows, plan: Sequence[list[int]], scope: RoutingScope | None = None
     ) -> Iterator[MicroBatch]:
-        """Move micro-batches to the device, one by one as they are asked for; with a scope, their routing is kept."""
+        """Move micro-batches to the device, one by one as they are taken; with a scope, their routing is recorded."""
         # Pipeline stages hand on hidden states of one shape.
         size = max(self._size(_rows_of(rows, members)) for members in plan) if self._pipeline and plan else None
         for members in plan:

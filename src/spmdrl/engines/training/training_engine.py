@@ -68,7 +68,7 @@ class TrainingConfig:
 class TrainingEngine:
     """One model's update shards and their optimizer.
 
-    A loss function is handed in with each update, so the engine knows no algorithm. Weights are allocated when the
+    A loss function is handed in with each update, so the engine has no algorithm in it. Weights are allocated when the
     engine is built and mean nothing until `load`. All ranks of one data rank (its pipeline, context and tensor axes)
     are given the same rows, and get the same answers.
     """
@@ -89,8 +89,8 @@ class TrainingEngine:
         """Build the shards. Collective over the mesh.
 
         A frozen engine only scores; it has no optimizer and keeps its weights in the dtype that it computes in. The
-        others keep float32 weights. `compute_dtype` is the device's own unless given. `rating` is what the head says
-        of rows: log-probs (a policy), a value a response token (a critic) or a value a row (a reward model).
+        others keep float32 weights. `compute_dtype` is the device's own unless given. `rating` is what the head gives:
+        log-probs (a policy), a value per response token (a critic) or a value per row (a reward model).
         Raises ValueError where the model has another head.
         """
         _check_head(config, rating)

@@ -77,7 +77,7 @@ class GeneratorFilling:
     def lent(self, shards: Mapping[str, Shard], storage: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Shards that are what the generator wants of their weights, in its dtype: it may read them where they lie.
 
-        Nobody writes to them meanwhile: the trainer refuses to compute until the generator sleeps.
+        They don't change meanwhile: the trainer refuses to compute until the generator sleeps.
         """
         names = lendable([shard.slice for shard in shards.values()], list(self._targets.values()))
         return {
@@ -91,8 +91,8 @@ class GeneratorFilling:
     ) -> Received:
         """Fills the generator with weights of this version. Collective over the world.
 
-        The buffer is released. Raises RuntimeError on every rank where a generator doesn't take what it wants; whether
-        it arrived is for `check` to say.
+        The buffer is released. Raises RuntimeError on every rank if a generator doesn't take what it wants; `check`
+        compares what arrived.
         """
         refuse_together("a generator shows other storage than it wants filled", self._storage_faults(storage))
         held = SlicedWeights({shard.slice: shard.tensor for shard in shards.values()})
@@ -136,7 +136,7 @@ class GeneratorFilling:
         received: list[Received] = []
         weights = self._whole_weights(held, watcher, received)
         self._generator.load_weights(weights)
-        # Other ranks wait for the buckets that an engine didn't ask for.
+        # Other ranks wait for the buckets that an engine didn't take.
         left = [name for name, _ in weights]
         faults = [f"{name} wasn't taken; load_weights must use up its iterator" for name in left]
         refuse_together("a generation engine stopped before it had all weights", faults)
@@ -145,7 +145,7 @@ class GeneratorFilling:
     def _whole_weights(
         self, held: SlicedWeights, watcher: Watcher, received: list[Received]
     ) -> Iterator[tuple[str, Tensor]]:
-        """Whole weights as their last bucket arrives; a weight is dropped here once the engine asks for the next."""
+        """Whole weights as their last bucket arrives; a weight is dropped here once the engine takes the next."""
         arriving: dict[str, Tensor] = {}
         for index, bucket in enumerate(self._buckets):
             for name in {piece.box.name: None for piece in bucket.pieces}:

@@ -26,13 +26,13 @@ _TOLERANCE_IN_16_BITS = 1.0
 
 
 class RatingTrainer(Protocol):
-    """What the probe asks of a training engine."""
+    """The part of a training engine that the probe calls."""
 
     def score(self, rows: TokenRows, *, temperature: float | None = None) -> Scores: ...
 
 
 class RatingGenerator(Protocol):
-    """What the probe asks of a generation engine."""
+    """The part of a generation engine that the probe calls."""
 
     version: int
 
@@ -65,7 +65,7 @@ class Probe:
         self._tolerance = tolerance
 
     def rate(self, step: int) -> Rated:
-        """What the trainer says, before the switch. Collective over the world."""
+        """Rate with the trainer, before the switch. Collective over the world."""
         rows = self._rows_of_step(step)
         tokens_T = torch.tensor([token for row in rows for token in row], dtype=torch.int64)
         packed = TokenRows(tokens_T, offsets_of([len(row) for row in rows]), torch.ones(len(rows), dtype=torch.int64))

@@ -34,7 +34,7 @@ class Piece:
 
     @property
     def contributor(self) -> int:
-        """The one rank that answers for this piece: it brings it into an all-gather and sums its checksum."""
+        """The one rank that sends this piece in an all-gather, and that sums its checksum."""
         return self.holders[self.number % len(self.holders)]
 
     @property
@@ -151,7 +151,7 @@ class _Load:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes on the busiest rank; an all-gather needs one segment a rank, each as large as the largest."""
+        """Bytes on the busiest rank; an all-gather needs one segment per rank, each as large as the largest."""
         exact = max(self.moved.values(), default=0)
         return max(exact, self._num_ranks * max(self.contributed.values(), default=0))
 

@@ -1,6 +1,6 @@
 """Which box of each weight a rank holds under an update layout and wants under a generation layout. Integers only.
 
-A `ParameterTable` says how each weight may be cut; a layout says among how many ranks. Update layouts are cut as the
+A `ParameterTable` holds how each weight may be cut, a layout among how many ranks. Update layouts are cut as the
 training engine does it: layers over the pipeline, experts, the tensor axis, and what is left in FSDP2's chunks.
 """
 

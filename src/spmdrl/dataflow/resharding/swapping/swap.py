@@ -81,7 +81,7 @@ class Swap:
         self._groups: dict[str, _Group] = {}
 
     def add_group(self, owner: Owner, tensors: TensorsByName) -> None:
-        """Adds a group; `tensors` is asked at each leaving, since optimizer state appears only with the first step."""
+        """Adds a group; `tensors` is called at each leaving, since optimizer state appears only with the first step."""
         assert owner not in self._groups, owner
         self._groups[owner] = _Group(owner, tensors, self._make_store(self._device, self._directory))
         self.account(owner)

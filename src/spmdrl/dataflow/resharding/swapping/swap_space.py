@@ -198,7 +198,7 @@ class _ReadingThread:
             for span in self._spans:
                 span.storage.resize_(span.num_bytes)
                 self._fill(span)
-        except BaseException as error:  # Raised again by wait, in the thread that asked.
+        except BaseException as error:  # Raised again by wait, in the thread that waits.
             self._error = error
         self._end = time.perf_counter()
 

@@ -138,7 +138,7 @@ class MicroBatch:
     """Which rows of the batch these are; empty for rows made up so that all ranks run as many micro-batches."""
     num_rows: int
     num_tokens: int
-    """Of the rows, whoever runs them."""
+    """Of the rows, on all context ranks together."""
     response: dict[str, Tensor]
     """Columns of the response tokens [R]."""
     row_of_response_R: Tensor

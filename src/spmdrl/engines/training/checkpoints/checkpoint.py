@@ -1,6 +1,6 @@
 """Checkpoints as folders that are either complete or not there.
 
-write aside, fsync -> manifest with a sha256 a file, fsync -> rename to step_N -> fsync of the parent
+write aside, fsync -> manifest with a sha256 per file, fsync -> rename to step_N -> fsync of the parent
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class CheckpointStore:
             try:
                 entries = {path.relative_to(aside).as_posix(): describe_file(path) for path in write(aside)}
             except WRITE_FAILURES as failure:
-                error = _said(failure)
+                error = _text_of(failure)
             own = json.dumps([{name: asdict(entry) for name, entry in entries.items()}, error])
             reports = [json.loads(report) for report in gather_bytes(own.encode())]
             error = next((report[1] for report in reports if report[1]), None)
@@ -130,7 +130,7 @@ class CheckpointStore:
             try:
                 action()
             except WRITE_FAILURES as failure:
-                error = _said(failure)
+                error = _text_of(failure)
         return broadcast_bytes(error.encode() if self.is_main else None).decode() or None
 
     def _publish(self, aside: Path, manifest: Manifest, kept: Collection[int]) -> None:
@@ -170,5 +170,5 @@ def _make_anew(folder: Path) -> None:
     folder.mkdir(parents=True)
 
 
-def _said(failure: BaseException) -> str:
+def _text_of(failure: BaseException) -> str:
     return f"{type(failure).__name__}: {failure}"

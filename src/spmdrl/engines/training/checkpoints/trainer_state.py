@@ -30,7 +30,7 @@ _SHARDS = "shards_*.safetensors"
 def trainer_state(engine: TrainingEngine) -> dict[str, Shard]:
     """Master weights, AdamW's means and its step count, under `kind/name`: the storage itself, not copies.
 
-    Over all ranks each slice stands in exactly one rank's answer; copies beyond the first add nothing.
+    Over all ranks each slice is in exactly one rank's state: the first copy's.
     """
     engine.check_weights_present("save the trainer's state")
     state: dict[str, Shard] = {}
@@ -97,7 +97,7 @@ class ShardFiles:
             piece = WeightSlice(key.partition("/")[2], tuple(starts), tuple(stops))
             shape = tuple(file.get_slice(key).get_shape())
             if len(starts) != len(stops) or piece.shape != shape or min(starts, default=0) < 0:
-                raise ValueError(f"{key} has shape {shape}, but is said to reach from {starts} to {stops}")
+                raise ValueError(f"{key} has shape {shape}, but its slice reaches from {starts} to {stops}")
             self._pieces.setdefault(key, []).append((file, piece))
 
     def _whole_shape(self, key: str) -> tuple[int, ...]:

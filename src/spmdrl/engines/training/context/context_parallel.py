@@ -110,7 +110,7 @@ class WithoutPadding:
 class UlyssesAttention:
     """Attention of all tokens for a share of the heads, between two all-to-alls (DeepSpeed-Ulysses, arXiv:2309.14509).
 
-    Each context rank brings equally many consecutive tokens. Collective over the axis, forward and backward.
+    Each context rank has equally many consecutive tokens. Collective over the axis, forward and backward.
     """
 
     def __init__(self, attend: Attend, context: Axis):

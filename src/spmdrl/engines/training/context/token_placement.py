@@ -103,7 +103,7 @@ def place_tokens(offsets: Tensor, context: Axis, kind: ContextKind, *, size: int
 
 
 def _padded_lengths(offsets: Tensor, context_size: int, kind: ContextKind) -> Tensor:
-    """[B] places of each row: a ring cuts rows into two chunks a rank, the other ways cut no row."""
+    """[B] places of each row: a ring cuts rows into two chunks per rank, Ulysses cuts no row."""
     unit = 2 * context_size if kind == "ring" and context_size > 1 else 1
     return (offsets.diff() + unit - 1) // unit * unit
 

@@ -1,7 +1,7 @@
 """Runs the stages of a pipelined decoder on micro-batches, by PyTorch's schedules for training.
 
 Between stages travel hidden states, forward, and their gradients, back. What a stage does with a micro-batch is the
-caller's: every rank of the axis knows all micro-batches, and tokens and losses are looked up by number.
+caller's: every rank of the axis has all micro-batches, and tokens and losses are looked up by number.
 
 Shape letters: `T` tokens of a micro-batch that this rank holds between blocks, equally many in all; `D` model width.
 """
@@ -72,7 +72,7 @@ class PipelineRunner:
 
         Between any two stages, hidden states have this shape [T, D] and dtype for all micro-batches. Returns the loss
         of each micro-batch on the rank of the last stage, nothing on the others. Collective over the pipeline axis,
-        and over whatever `compute` and FSDP2 talk over: all ranks name the same numbers.
+        and over the axes of `compute` and FSDP2: all ranks give the same numbers.
         """
         numbers = torch.arange(microbatch_count(num_microbatches, self._layout))
         task = StageTask(compute, num_microbatches, _travelling(hidden_shape, dtype))
@@ -168,7 +168,7 @@ class PipelineRunner:
 
 
 def _numbered_stage(decoder: Decoder) -> NumberedStage:
-    """A stage around a decoder, sharded if the decoder is: schedules ask the outermost module whether it is."""
+    """A stage around a decoder, sharded if the decoder is: schedules look at the outermost module only."""
     stage = NumberedStage(decoder)
     if isinstance(decoder, FSDPModule):
         sharded = next(weight for weight in decoder.parameters() if isinstance(weight, DTensor))

@@ -1,6 +1,6 @@
 """What training does about the choices of routers: even loads, and replayed choices.
 
-All of it sees real tokens only: not padding, and not the rows that a rank makes up while it only keeps others company.
+All of it counts real tokens only: not padding, and not the rows that a rank makes up to run as often as others.
 
 Shape letters: `L` sparse layers of the whole model, `T` packed tokens, `t` the places of one context rank, `B` rows of
 a micro-batch, `E` experts, `C` chosen experts of a token.
@@ -115,7 +115,7 @@ class LayerRecord:
     entropy: Tensor
     """Entropies in nats of the normalized affinities."""
     aux_loss: Tensor
-    """This rank's share of the balance loss, a mean over the rows of the step; 0 where it isn't asked for."""
+    """This rank's share of the balance loss, a mean over the rows of the step; 0 without a coefficient."""
 
 
 class RecordingRoute:

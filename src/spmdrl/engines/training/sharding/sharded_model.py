@@ -36,7 +36,7 @@ class Shard:
 
 
 class ShardedModel:
-    """The decoder stages of one rank, cut and sharded as the layout says, under the names of the whole model."""
+    """The decoder stages of one rank, cut and sharded by the layout, under the names of the whole model."""
 
     def __init__(self, config: DecoderConfig, stages: dict[int, Decoder], parts: dict[int, Parts], mesh: UpdateMesh):
         self.config = config

@@ -111,7 +111,7 @@ def _agreed(squares: float, terms: Sequence[LossTerms]) -> tuple[float, dict[str
     """Norm of the whole gradient and totals of all micro-batches, the same bits on all ranks. Collective over them.
 
     `squares` is the square of the gradients that this rank counts as the holder of. Stats by name rather than a
-    sum of vectors: a rank that ran only dummies doesn't know the metrics' names.
+    sum of vectors: a rank that ran only dummies has no names of metrics.
     """
     recorder = Recorder()
     recorder.total(_LOSS, 0.0)
