@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from spmdrl.bench.nodes.emulated_nodes import Node, emulated_nodes, refusal
+from spmdrl.bench.harness.emulated_nodes import Node, emulated_nodes, refusal
 from spmdrl.bench.nodes.nodes import rank_environment
 from tests.support.jobs import ROOT, environment, metrics_of, tiny_config, weights_digest
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from tests.support.ranks import run_ranks
 
+from spmdrl.bench.harness.emulated_nodes import LinkBytes, emulated_nodes, refusal
 from spmdrl.bench.nodes import nodes
 from spmdrl.bench.nodes.central_buffer import CentralBuffer, CentralDock
-from spmdrl.bench.nodes.emulated_nodes import LinkBytes, emulated_nodes, refusal
 from spmdrl.bench.nodes.flow_rank import RESULT_FILE, VARIANTS, Measured, RankTask
 from spmdrl.bench.nodes.sample_flow import FlowSize, StepRun, check_taken, make_step
 from spmdrl.dataflow.samples.samples import prompt_columns

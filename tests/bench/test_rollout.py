@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from spmdrl.bench.cli import main
-from spmdrl.bench.harness.commands import answering
+from spmdrl.bench.harness.peers import answering
 from spmdrl.bench.rollout.rollout import Runs, check_same_work
 from spmdrl.bench.rollout.rollout_work import Measured, Work, WorkSize, counted, make_work
 

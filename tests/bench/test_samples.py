@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from spmdrl.bench.cli import main
-from spmdrl.bench.harness.commands import run_to_end
+from spmdrl.bench.harness.peers import run_to_end
 from spmdrl.bench.samples.sample_driver import Settings, check_came_once, columns_of, measure, measure_memcpy
 from spmdrl.bench.samples.sample_peers import RowBuffer
 from spmdrl.bench.samples.sample_rows import (
@@ -153,7 +153,7 @@ def test_a_command_that_takes_too_long_is_ended():
 
 @needs_proc
 def test_a_terminated_bench_ends_its_command():
-    bench = "from spmdrl.bench.harness.commands import run_to_end; run_to_end(['sleep', '61.75'], {}, 60)"
+    bench = "from spmdrl.bench.harness.peers import run_to_end; run_to_end(['sleep', '61.75'], {}, 60)"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     process = subprocess.Popen([sys.executable, "-c", bench], env=environment)
     deadline = time.monotonic() + 20

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from spmdrl.bench.harness.bench_table import BenchTable
-from spmdrl.bench.harness.commands import run_to_end
+from spmdrl.bench.harness.peers import run_to_end
 from spmdrl.dataflow.resharding.moving.gather import SwapMode
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf.model_folder import hf_config_dict, parameter_shapes

@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from spmdrl.bench.harness.bench_table import BenchTable
-from spmdrl.bench.harness.commands import run_to_end
+from spmdrl.bench.harness.peers import run_to_end
 from spmdrl.bench.memory.memory_plot import memory_svg
 from spmdrl.bench.memory.memory_ranks import RESULT_FILE, SETTINGS_FILE, Look, Settings
 

@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
+from spmdrl.bench.harness.emulated_nodes import LinkBytes, link_bytes
 from spmdrl.bench.nodes.central_buffer import CentralDock
-from spmdrl.bench.nodes.emulated_nodes import LinkBytes, link_bytes
 from spmdrl.bench.nodes.sample_flow import NEEDS, FlowSize, StepRun, check_taken, make_step
 from spmdrl.dataflow.samples.balancing.balance import TokenCost
 from spmdrl.dataflow.samples.dock import TransferDock

@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from spmdrl.bench.harness.bench_table import BenchTable
-from spmdrl.bench.nodes.emulated_nodes import Node, emulated_nodes, refusal
+from spmdrl.bench.harness.emulated_nodes import Node, emulated_nodes, refusal
 from spmdrl.bench.nodes.flow_rank import FAILURE_FILE, RESULT_FILE, VARIANTS, Measured, RankTask
 from spmdrl.bench.nodes.sample_flow import FlowSize
 

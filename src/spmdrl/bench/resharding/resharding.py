@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
 from spmdrl.bench.harness.bench_table import BenchTable
-from spmdrl.bench.harness.commands import run_to_end
+from spmdrl.bench.harness.peers import run_to_end
 from spmdrl.bench.resharding.resharding_ranks import EXECUTORS, FULL_TENSOR, WAYS, Measured, ReshardTask
 from spmdrl.dataflow.resharding.moving.gather import ReshardConfig
 from spmdrl.engines.models.decoder import DecoderConfig

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from spmdrl.bench.harness.bench_table import BenchTable
-from spmdrl.bench.harness.commands import Answering, answering
 from spmdrl.bench.harness.lone_modules import copy_modules
+from spmdrl.bench.harness.peers import Answering, answering
 from spmdrl.bench.rollout.rollout_work import MODEL_FOLDER, Measured, Work, WorkSize, make_work
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf.model_folder import hf_config_dict, read_config

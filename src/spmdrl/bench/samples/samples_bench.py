@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from spmdrl.bench.harness.bench_table import BenchTable
-from spmdrl.bench.harness.commands import run_to_end
 from spmdrl.bench.harness.lone_modules import copy_modules
+from spmdrl.bench.harness.peers import run_to_end
 from spmdrl.bench.samples.sample_driver import Measured, Settings, measure_memcpy
 from spmdrl.bench.samples.sample_rows import Rows, RowsSize, padded_rows, ragged_rows
 

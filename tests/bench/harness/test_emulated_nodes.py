@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from spmdrl.bench.nodes.emulated_nodes import MAX_NODES, emulated_nodes, refusal
+from spmdrl.bench.harness.emulated_nodes import MAX_NODES, emulated_nodes, refusal
 
 _reason = refusal()
 needs_namespaces = pytest.mark.skipif(_reason is not None, reason=str(_reason))
@@ -22,7 +22,7 @@ SENT_BYTES = 16_000_000
 
 _RECEIVE = f"""
 import json, socket, time
-from spmdrl.bench.nodes.emulated_nodes import link_bytes
+from spmdrl.bench.harness.emulated_nodes import link_bytes
 server = socket.create_server(("0.0.0.0", 4000))
 print("ready", flush=True)
 peer, _ = server.accept()
@@ -38,7 +38,7 @@ socket.create_connection((sys.argv[1], 4000)).sendall(bytes({SENT_BYTES}))
 """
 _HOLD = """
 import signal, time
-from spmdrl.bench.nodes.emulated_nodes import emulated_nodes
+from spmdrl.bench.harness.emulated_nodes import emulated_nodes
 # A shell's background jobs and what they start ignore it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 with emulated_nodes(2, 1e8):
