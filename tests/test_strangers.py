@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
+from spmdrl.bench.harness.bench_ranks import launch_variables
 from spmdrl.bench.harness.emulated_nodes import Node, emulated_nodes, refusal
-from spmdrl.bench.nodes.nodes import rank_environment
 from tests.support.jobs import ROOT, environment, metrics_of, tiny_config, weights_digest
 
 pytestmark = [pytest.mark.ranks, pytest.mark.alone]
@@ -60,10 +60,11 @@ def ranks_on(nodes: Sequence[Node], ranks_per_node: int, arguments: list[str], l
     """One process a rank, as a launcher without a store starts them."""
     ranks = []
     try:
-        for rank in range(len(nodes) * ranks_per_node):
-            own = rank_environment(nodes, ranks_per_node, rank) if len(nodes) * ranks_per_node > 1 else {}
+        num_ranks = len(nodes) * ranks_per_node
+        for rank in range(num_ranks):
+            own = launch_variables(rank, num_ranks, nodes) if num_ranks > 1 else {}
             with open(f"{log}.{rank}", "wb") as screen:
-                command = nodes[rank // ranks_per_node].command([sys.executable, *arguments])
+                command = command_on(nodes[rank // ranks_per_node], arguments)
                 if len(nodes) == 1:
                     own.pop("GLOO_SOCKET_IFNAME", None), own.pop("TP_SOCKET_IFNAME", None)
                 env = environment(**{name: str(value) for name, value in own.items()})
@@ -86,9 +87,14 @@ def wait_for_steps(folder: Path, num_steps: int, ranks: Sequence[subprocess.Pope
         time.sleep(0.1)
 
 
+def command_on(node: Node, arguments: Sequence[str]) -> list[str]:
+    """Python on a node; the command becomes that process, so that ending it ends Python."""
+    return ["ip", "netns", "exec", node.name, sys.executable, *arguments]
+
+
 def on_node(node: Node, *arguments: str) -> Any:
     """What a stranger on a node prints."""
-    command = node.command([sys.executable, "-m", "tests.support.stranger", *arguments])
+    command = command_on(node, ["-m", "tests.support.stranger", *arguments])
     env = environment(TORCH_CPP_LOG_LEVEL="FATAL", PYTHONPATH=f"{ROOT / 'src'}:{ROOT}")
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=env, cwd=ROOT, timeout=600)
     return json.loads(done.stdout.splitlines()[-1])

@@ -5,16 +5,16 @@ from __future__ import annotations
 import argparse
 import math
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
 from tests.support.ranks import run_ranks
 
-from spmdrl.bench.harness.emulated_nodes import LinkBytes, emulated_nodes, refusal
+from spmdrl.bench.harness.bench_ranks import BenchRanks
+from spmdrl.bench.harness.emulated_nodes import INTERFACE, LinkBytes, emulated_nodes, refusal
 from spmdrl.bench.nodes import nodes
 from spmdrl.bench.nodes.central_buffer import CentralBuffer, CentralDock
-from spmdrl.bench.nodes.flow_rank import RESULT_FILE, VARIANTS, Measured, RankTask
+from spmdrl.bench.nodes.flow_rank import VARIANTS, FlowFigures, FlowTask, measure_variants
 from spmdrl.bench.nodes.sample_flow import FlowSize, StepRun, check_taken, make_step
 from spmdrl.dataflow.samples.samples import prompt_columns
 from spmdrl.dataflow.samples.volume import Link
@@ -110,9 +110,9 @@ def test_all_of_another_nodes_samples_go_through_the_central_buffer():
     assert remote[Link.PROCESS] == 0 and remote[Link.CROSS_NODE] > 0
 
 
-def _measured(step_seconds: list[float], sleeps: list[list[float]], cross_node: int) -> Measured:
+def _measured(step_seconds: list[float], sleeps: list[list[float]], cross_node: int) -> FlowFigures:
     payload = {"process": 100 - cross_node, "node": 0, "cross_node": cross_node}
-    return Measured(step_seconds, sleeps, 0.5, payload, LinkBytes(3_000_000, 1_000_000))
+    return FlowFigures(step_seconds, sleeps, 0.5, payload, LinkBytes(3_000_000, 1_000_000))
 
 
 def test_dispatch_is_what_a_step_takes_beyond_the_slowest_rank_of_each_state():
@@ -124,7 +124,9 @@ def test_dispatch_is_what_a_step_takes_beyond_the_slowest_rank_of_each_state():
 def test_ratios_are_those_of_the_most_nodes_against_the_fewest():
     one = [_measured([9.0], [[8.0]], 0)]
     two = [_measured([10.0], [[8.0]], 10), _measured([9.5], [[8.0]], 20)]
-    table = nodes.summarize({1: dict.fromkeys(VARIANTS, one), 2: dict.fromkeys(VARIANTS, two)})
+    table = nodes.summarize(
+        {1: [dict.fromkeys(VARIANTS, each) for each in one], 2: [dict.fromkeys(VARIANTS, each) for each in two]}
+    )
     assert len(table) == 6
     found = nodes.ratios(table)
     for suffix in ("", "_locality_off", "_central"):
@@ -145,10 +147,10 @@ def test_where_nodes_cant_be_emulated_the_bench_says_why_and_fails(monkeypatch: 
 
 @needs_namespaces
 @pytest.mark.ranks
-def test_ranks_on_two_nodes_run_all_variants_and_the_central_one_crosses_most(tmp_path: Path):
+def test_ranks_on_two_nodes_run_all_variants_and_the_central_one_crosses_most():
     with emulated_nodes(2, 3e8) as two:
-        nodes.run_ranks(two, 1, RankTask(AT_ONCE, 1, two[0].interface, str(tmp_path)))
-    rows = nodes.summarize({2: nodes.read_measured(tmp_path / RESULT_FILE)})
+        measured = BenchRanks(2, nodes=two).call(measure_variants, FlowTask(AT_ONCE, 1, INTERFACE))
+    rows = nodes.summarize({2: measured})
     shares = {str(row["variant"]): float(str(row["cross_node_share"])) for row in rows}
     assert shares["dock"] < 0.3 < shares["dock, locality off"]
     assert 0.3 < shares["central buffer"] < 0.7
@@ -159,6 +161,6 @@ def test_ranks_on_two_nodes_run_all_variants_and_the_central_one_crosses_most(tm
 
 @needs_namespaces
 @pytest.mark.ranks
-def test_a_rank_that_fails_ends_the_others_and_is_quoted(tmp_path: Path):
-    with emulated_nodes(2, 3e8) as two, pytest.raises(RuntimeError, match="no_such_link"):
-        nodes.run_ranks(two, 1, RankTask(AT_ONCE, 1, "no_such_link", str(tmp_path)))
+def test_a_rank_that_fails_ends_the_others_and_is_quoted():
+    with emulated_nodes(2, 3e8) as two, pytest.raises(RuntimeError, match="no interface no_such_link"):
+        BenchRanks(2, nodes=two).call(measure_variants, FlowTask(AT_ONCE, 1, "no_such_link"))

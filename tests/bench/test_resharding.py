@@ -9,7 +9,7 @@ import pytest
 from tests.support.ranks import run_ranks
 
 from spmdrl.bench.resharding.resharding import add_arguments, layouts_of, model_of, ratios_of, run
-from spmdrl.bench.resharding.resharding_ranks import WAYS, Measured, ReshardTask, measure_on_ranks
+from spmdrl.bench.resharding.resharding_ranks import WAYS, ReshardFigures, ReshardTask, measure_resharding
 from spmdrl.resources.layout import UpdateLayout
 
 SMALL = [
@@ -24,7 +24,7 @@ def arguments(*words: str) -> argparse.Namespace:
     return parser.parse_args([*SMALL, *words])
 
 
-def a_rank(**changes) -> Measured:
+def a_rank(**changes) -> ReshardFigures:
     values = {
         "least_bytes": 100,
         "buffer_bytes": {"exact": 5, "allgather": 8},
@@ -37,7 +37,7 @@ def a_rank(**changes) -> Measured:
         "peak_bytes": [95, 100, 95],
         "peak_resident_bytes": [95, 110, 95],
     }
-    return Measured(**(values | changes))
+    return ReshardFigures(**(values | changes))
 
 
 def test_ratios_are_those_of_the_slowest_rank_and_the_worst_layout():
@@ -56,12 +56,12 @@ def test_ratios_are_those_of_the_slowest_rank_and_the_worst_layout():
 
 
 @pytest.mark.ranks
-def test_all_ways_fill_weights_cut_along_two_dims_and_exact_receives_the_least(tmp_path):
+def test_all_ways_fill_weights_cut_along_two_dims_and_exact_receives_the_least():
     given = arguments()
     layout = layouts_of(4)[1]
     assert (layout.shard, layout.tensor) == (2, 2)
-    task = ReshardTask(model_of(given), layout, "bfloat16", 20_000, given.rounds, str(tmp_path))
-    for rank in run_ranks(4, measure_on_ranks, task)[0]:
+    task = ReshardTask(model_of(given), layout, "bfloat16", 20_000, given.rounds)
+    for rank in run_ranks(4, measure_resharding, task):
         assert set(rank.seconds) == set(rank.received_bytes) == set(rank.temporary_bytes) == set(WAYS)
         assert rank.received_bytes["exact"] == rank.least_bytes > 0
         # Those who gather whole parameters move them in the trainer's float32.

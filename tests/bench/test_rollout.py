@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
 from spmdrl.bench.cli import main
-from spmdrl.bench.harness.peers import answering
-from spmdrl.bench.rollout.rollout import Runs, check_same_work
-from spmdrl.bench.rollout.rollout_work import Measured, Work, WorkSize, counted, make_work
+from spmdrl.bench.harness.in_turn import Turns
+from spmdrl.bench.rollout.rollout import check_same_work
+from spmdrl.bench.rollout.rollout_work import EngineRun, Work, WorkSize, counted, make_work
 
 SIZE = WorkSize(num_prompts=40, group_size=8, prompt_length=6, limit=64, vocab_size=512)
 
@@ -20,8 +19,8 @@ def work_of(size: WorkSize = SIZE) -> Work:
     return make_work(size, rows_at_once=4, threads=1)
 
 
-def measured(row_lengths: list[int]) -> Measured:
-    return Measured(1.0, 1.0, tuple(row_lengths), {})
+def measured(row_lengths: list[int]) -> EngineRun:
+    return EngineRun(1.0, 1.0, tuple(row_lengths), {})
 
 
 def test_every_distribution_asks_for_a_quarter_of_the_limit_in_the_mean():
@@ -45,27 +44,11 @@ def test_tokens_count_up_to_the_first_stop_token_or_the_limit():
 
 def test_too_few_or_too_many_tokens_are_refused():
     work = work_of(WorkSize(num_prompts=1, group_size=2, prompt_length=4, limit=8, vocab_size=64))
-    good = {"fixed": [measured([2, 2])], "ragged": [measured([1, 8])]}
-    check_same_work({"native": Runs(good)}, work)
+    good = {"fixed": measured([2, 2]), "ragged": measured([1, 8])}
+    check_same_work({(name, "native"): Turns([found]) for name, found in good.items()}, work)
     for name, lengths in (("fixed", [2, 1]), ("fixed", [2]), ("ragged", [1, 9]), ("ragged", [0, 3])):
-        with pytest.raises(RuntimeError, match=f"other was asked for {name}"):
-            check_same_work({"other": Runs({name: [measured(lengths)]})}, work)
-
-
-def test_a_command_answers_line_by_line_and_says_why_it_does_not():
-    doubles = "for line in iter(input, 'end'): print(2 * int(line), flush=True)"
-    with answering([sys.executable, "-u", "-c", doubles], {}, 20) as command:
-        assert [command.ask("3"), command.ask("4")] == ["6\n", "8\n"]
-        with pytest.raises(RuntimeError, match="gave no answer:\n(.|\n)*invalid literal"):
-            command.ask("three")
-
-
-def test_a_command_that_answers_too_late_is_ended():
-    with (
-        answering(["sleep", "60"], {}, 0.2) as command,
-        pytest.raises(RuntimeError, match="sleep 60 gave no answer"),
-    ):
-        command.answer()
+        with pytest.raises(RuntimeError, match=f"other was given {name}"):
+            check_same_work({(name, "other"): Turns([measured(lengths)])}, work)
 
 
 @pytest.mark.slow

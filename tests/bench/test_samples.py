@@ -1,22 +1,15 @@
-"""The bench of the sample flow: every way brings the same rows, once, and no process is left behind."""
+"""The bench of the sample flow: every way brings the same rows, once."""
 
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
-from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from spmdrl.bench.cli import main
-from spmdrl.bench.harness.peers import run_to_end
-from spmdrl.bench.samples.sample_driver import Settings, check_came_once, columns_of, measure, measure_memcpy
+from spmdrl.bench.samples.sample_driver import StoreTask, check_came_once, columns_of, measure, measure_memcpy
 from spmdrl.bench.samples.sample_peers import RowBuffer
 from spmdrl.bench.samples.sample_rows import (
     COLUMNS,
@@ -33,7 +26,7 @@ from spmdrl.bench.samples.sample_tcp import PackedTcpPickle, TcpPickle
 from spmdrl.dataflow.samples.schema import rule_of
 
 SIZE = RowsSize(num_groups=5, group_size=2, prompt_length=3, response_length=9)
-SETTINGS = Settings(shapes=("ragged",), chunk=4, warm_up=1, steps=2, requests=3)
+TASK = StoreTask(shapes=("ragged",), chunk=4, warm_up=1, steps=2, requests=3)
 
 
 def test_rows_have_the_schemas_types_and_the_shape_of_eq_2():
@@ -91,7 +84,7 @@ def test_kept_memory_is_reused_and_holds_copies():
 
 
 def test_memcpy_takes_time_for_each_counted_step():
-    found = measure_memcpy(ragged_rows(SIZE), SETTINGS)
+    found = measure_memcpy(ragged_rows(SIZE), TASK)
     assert len(found.put_seconds) == len(found.get_seconds) == 2 and min(found.put_seconds) > 0
 
 
@@ -110,7 +103,7 @@ def test_a_row_buffer_gives_each_row_once_when_all_of_its_columns_are_there():
 @pytest.mark.parametrize("kind", [TcpPickle, PackedTcpPickle])
 def test_blobs_over_tcp_bring_every_row_to_another_process(kind: type[TcpPickle], tmp_path: Path):
     ragged_rows(SIZE).save(tmp_path / "ragged.npz")
-    found = measure(kind, SETTINGS, tmp_path)["ragged"]
+    found = measure(kind, TASK, tmp_path)["ragged"]
     assert len(found["put_seconds"]) == len(found["get_seconds"]) == 2
     assert len(found["request_seconds"]) == 3
 
@@ -120,49 +113,6 @@ def test_a_server_of_blobs_hears_nobody_without_its_token():
         stranger = TcpPickle((port, bytes(32)))
         with pytest.raises((EOFError, ConnectionError)):
             stranger.num_ready()
-
-
-needs_proc = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds daemons through /proc")
-LEAVES_A_DAEMON = """
-import subprocess, sys
-subprocess.Popen(["sleep", "61.2{code}"], start_new_session=True)
-sys.exit({code})
-"""
-
-
-def _is_running(command: str) -> bool:
-    lines = subprocess.run(["ps", "-eo", "stat,args"], capture_output=True, text=True, check=True).stdout.splitlines()
-    return any(line.endswith(command) and not line.startswith("Z") for line in lines)
-
-
-@needs_proc
-@pytest.mark.parametrize("code", [0, 3])
-def test_a_command_leaves_no_daemon_behind(code: int):
-    command = [sys.executable, "-c", LEAVES_A_DAEMON.format(code=code)]
-    with pytest.raises(RuntimeError, match="ended with 3") if code else nullcontext():
-        run_to_end(command, {}, 20)
-    assert not _is_running(f"sleep 61.2{code}")
-
-
-def test_a_command_that_takes_too_long_is_ended():
-    started = time.monotonic()
-    with pytest.raises(RuntimeError, match="nothing within 0.2 s"):
-        run_to_end(["sleep", "30"], {}, 0.2)
-    assert time.monotonic() - started < 10
-
-
-@needs_proc
-def test_a_terminated_bench_ends_its_command():
-    bench = "from spmdrl.bench.harness.peers import run_to_end; run_to_end(['sleep', '61.75'], {}, 60)"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    process = subprocess.Popen([sys.executable, "-c", bench], env=environment)
-    deadline = time.monotonic() + 20
-    while not _is_running("sleep 61.75") and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert _is_running("sleep 61.75")
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(20) == 128 + signal.SIGTERM
-    assert not _is_running("sleep 61.75")
 
 
 @pytest.mark.ranks

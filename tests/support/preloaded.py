@@ -13,7 +13,7 @@ import torch.distributed.pipelining
 import torch.distributed.rpc
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-import spmdrl.bench.layouts.layout_ranks
+import spmdrl.bench.layouts.layout_parity
 import spmdrl.verbs.train
 
 __all__ = [

@@ -8,22 +8,23 @@ device); give the same sizes to both.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import shlex
 import statistics
-import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from spmdrl.bench.harness.bench_table import BenchTable
+from spmdrl.bench.harness.in_turn import in_turn
+from spmdrl.bench.harness.peers import run_to_end
+from spmdrl.bench.harness.train_runs import STEPS_OF_WARM_UP, check_steps, train_steps
 
-# The first step of a process builds caches and optimizer state; the figures are those of the later ones.
-STEPS_OF_WARM_UP = 1
 PEER_NAMES = {"step": "ete", "generation": "gen", "update": "update"}
-LONGEST_RUN_SECONDS = 3600.0
+RATE = "tokens_per_second_per_device"
+_LONGEST_SECONDS = 3600.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,29 +42,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> BenchTable:
     """Run both in turn, and compare medians over all counted steps. Raises ValueError if a run gives no steps."""
-    ours: list[dict[str, float]] = []
-    peer: list[dict[str, float]] = []
-    for _ in range(arguments.rounds):
-        ours += our_steps(arguments)[STEPS_OF_WARM_UP:]
-        if arguments.peer:
-            peer += peer_steps(shlex.split(arguments.peer))[STEPS_OF_WARM_UP:]
-    if not ours or (arguments.peer and not peer):
-        raise ValueError(f"--steps {arguments.steps} leaves no step after {STEPS_OF_WARM_UP} of warm-up; raise it")
-    rows = [_row(name, ours, peer) for name in ("step", "generation", "update")]
-    rows.append(_row("tokens_per_second_per_device", ours, peer))
-    columns = ("quantity", "spmdrl", "peer", "peer / spmdrl") if peer else ("quantity", "spmdrl")
+    check_steps(arguments.steps)
+    trainers = {"ours": functools.partial(our_steps, arguments)}
+    if arguments.peer:
+        trainers["peer"] = functools.partial(peer_steps, shlex.split(arguments.peer))
+    turns = in_turn(trainers, arguments.rounds)
+    steps = {name: [step for each in turn.results for step in each] for name, turn in turns.items()}
+    if not all(steps.values()):
+        raise ValueError(f"--peer {arguments.peer} printed no step after {STEPS_OF_WARM_UP} of warm-up; let it do more")
     length = f"{'up to ' if arguments.natural_stops else ''}{arguments.length} tokens"
     sizes = f"{arguments.prompts_per_step} prompts x {arguments.num_generations} responses x {length}"
     return BenchTable(
-        title=f"bench step: {sizes}, {arguments.ranks} ranks, medians over {len(ours)} steps",
-        columns=columns,
-        rows=rows,
+        title=f"bench step: {sizes}, {arguments.ranks} ranks, medians over {len(steps['ours'])} steps",
+        rows=[_row(name, **steps) for name in (*PEER_NAMES, RATE)],
         notes=("seconds, but for tokens per second and device (Eq. 5 with real lengths)",),
-        details={"ours": ours, "peer": peer},
+        details={"ours": steps["ours"], "peer": steps.get("peer", [])},
     )
 
 
-def _row(name: str, ours: Sequence[Mapping[str, float]], peer: Sequence[Mapping[str, float]]) -> dict[str, object]:
+def _row(name: str, ours: Sequence[Mapping[str, float]], peer: Sequence[Mapping[str, float]] = ()) -> dict[str, object]:
     own = statistics.median(step[name] for step in ours)
     row: dict[str, object] = {"quantity": name, "spmdrl": own}
     if peer:
@@ -73,58 +70,38 @@ def _row(name: str, ours: Sequence[Mapping[str, float]], peer: Sequence[Mapping[
 
 
 def our_steps(arguments: argparse.Namespace) -> list[dict[str, float]]:
-    """Stages of each step of a run of the `train` verb on this machine."""
+    """The counted steps of a run of the `train` verb on this machine."""
+    settings = {
+        "model.path": arguments.model,
+        "data.train": arguments.prompts,
+        "rollout.prompts_per_step": arguments.prompts_per_step,
+        "rollout.num_generations": arguments.num_generations,
+        "rollout.max_completion_length": arguments.length,
+        "rollout.ignore_eos": str(not arguments.natural_stops).lower(),
+        "rollout.max_running_rows": arguments.prompts_per_step * arguments.num_generations,
+        "train.max_steps": arguments.steps,
+        "resources.device": "auto",
+    }
     with tempfile.TemporaryDirectory(prefix="spmdrl-bench-") as folder:
-        overrides = {
-            "model.path": arguments.model,
-            "data.train": arguments.prompts,
-            "rollout.prompts_per_step": arguments.prompts_per_step,
-            "rollout.num_generations": arguments.num_generations,
-            "rollout.max_completion_length": arguments.length,
-            "rollout.ignore_eos": str(not arguments.natural_stops).lower(),
-            "rollout.max_running_rows": arguments.prompts_per_step * arguments.num_generations,
-            "reward.functions": "[exact]",
-            "train.max_steps": arguments.steps,
-            "train.skip_zero_advantage": "false",
-            "run.dir": folder,
-            "resources.device": "auto",
-            "checkpoint.interval": 0,
-            "log.backends": "[jsonl]",
-        }
-        ranks = f"--nproc-per-node={arguments.ranks}"
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", ranks]
-        command = [*launcher, "-m", "spmdrl", "train", *(f"{key}={value}" for key, value in overrides.items())]
-        _checked(command)
-        lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
-        return [_named_as_ours(json.loads(line)) for line in lines]
-
-
-def _named_as_ours(metrics: Mapping[str, float]) -> dict[str, float]:
-    steps = {name: metrics[f"time/{name}"] for name in PEER_NAMES}
-    return steps | {"tokens_per_second_per_device": metrics["perf/eq5_tokens_per_second_per_device"]}
+        steps = train_steps(Path(folder), settings, num_ranks=arguments.ranks, environment=_environment())
+    return [{name: step[f"time/{name}"] for name in PEER_NAMES} | {RATE: step[f"perf/eq5_{RATE}"]} for step in steps]
 
 
 def peer_steps(command: Sequence[str]) -> list[dict[str, float]]:
-    """The steps that the other trainer printed, under our names."""
+    """The counted steps that the other trainer printed, under our names. Raises RuntimeError if it fails."""
     steps = []
-    for line in _checked(command).splitlines():
+    for line in run_to_end(command, _environment(), _LONGEST_SECONDS).splitlines():
         try:
             record = json.loads(line)
         except ValueError:
             continue
         if isinstance(record, dict) and "ete" in record:
             named = {name: float(record[theirs]) for name, theirs in PEER_NAMES.items()}
-            steps.append(named | {"tokens_per_second_per_device": float(record["tok_s"])})
-    return steps
+            steps.append(named | {RATE: float(record["tok_s"])})
+    return steps[STEPS_OF_WARM_UP:]
 
 
-def _checked(command: Sequence[str]) -> str:
-    """Run a command to its end and return what it printed. Raises ValueError with its last words if it failed."""
+def _environment() -> dict[str, str]:
+    """As many threads as each of two processes has cores for, unless the user chose."""
     threads = str(max(1, (os.cpu_count() or 1) // 2))
-    environment = {"OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE", **os.environ}
-    done = subprocess.run(  # noqa: S603 - the command is the user's own
-        command, capture_output=True, text=True, env=environment, timeout=LONGEST_RUN_SECONDS, check=False
-    )
-    if done.returncode:
-        raise ValueError(f"{shlex.join(command)} ended with code {done.returncode}:\n{done.stderr[-2000:]}")
-    return done.stdout
+    return {"OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE", **os.environ}

@@ -8,48 +8,53 @@ holds on the device.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import shutil
 import statistics
-import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-
+from spmdrl.bench.harness.bench_models import qwen3, write_model
 from spmdrl.bench.harness.bench_table import BenchTable
-from spmdrl.bench.harness.peers import run_to_end
+from spmdrl.bench.harness.in_turn import in_turn
+from spmdrl.bench.harness.train_runs import check_steps, train_steps
 from spmdrl.dataflow.resharding.moving.gather import SwapMode
-from spmdrl.engines.models.decoder import DecoderConfig
-from spmdrl.engines.models.hf.model_folder import hf_config_dict, parameter_shapes
-from spmdrl.engines.models.hf.model_weights import write_weights
-from spmdrl.engines.models.making.make_model import RandomWeights, make_char_tokenizer
+from spmdrl.engines.models.hf.model_folder import parameter_shapes
+from spmdrl.engines.models.making.make_model import make_char_tokenizer
 from spmdrl.observability.timeline.timeline import read_timeline
 
-QWEN_0_5B = DecoderConfig(
-    model_type="qwen2", vocab_size=151936, hidden_size=896, intermediate_size=4864, num_layers=24, num_heads=14,
-    num_kv_heads=2, head_size=64, rms_eps=1e-6, rope_theta=1e6, qk_norm=False, attention_bias=True, tied_head=True,
+QWEN_0_5B = qwen3(
+    model_type="qwen2",
+    vocab_size=151936,
+    hidden_size=896,
+    intermediate_size=4864,
+    num_layers=24,
+    num_heads=14,
+    num_kv_heads=2,
+    head_size=64,
+    rope_theta=1e6,
+    qk_norm=False,
+    attention_bias=True,
     max_positions=32768,
-)  # fmt: skip
+)
 MODES: tuple[SwapMode, ...] = ("auto", "always", "never")
-STEPS_OF_WARM_UP = 1
-_LONGEST_SECONDS = 3600.0
 _GIB = 1 << 30
 
 
-@dataclass
-class Runs:
-    """What the runs of one dtype and mode have shown."""
+@dataclass(frozen=True)
+class TrainedRun:
+    """What one run has shown."""
 
     step_seconds: list[float]
     reshard_seconds: list[float]
-    peak_gib: float = 0.0
-    generating_bytes: int = 0
+    peak_gib: float
+    generating_bytes: int
     """on the device at the end of generation, by the ledger of the fullest rank"""
-    decision: str = ""
+    decision: str
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,79 +70,73 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> BenchTable:
-    """Train in each mode and dtype in turn. Raises RuntimeError with a run's last words if it fails."""
-    if arguments.steps <= STEPS_OF_WARM_UP:
-        raise ValueError(f"--steps {arguments.steps} leaves no step after {STEPS_OF_WARM_UP} of warm-up; raise it")
-    found: dict[tuple[str, str], Runs] = {}
+    """Train in each mode and dtype in turn. Raises RuntimeError with the end of a run's stderr if it fails."""
+    check_steps(arguments.steps)
+    config = replace(QWEN_0_5B, num_layers=arguments.layers, vocab_size=arguments.vocabulary)
     with tempfile.TemporaryDirectory(prefix="spmdrl-bench-") as name:
         folder = Path(name)
-        config = replace(QWEN_0_5B, num_layers=arguments.layers, vocab_size=arguments.vocabulary)
-        _make_inputs(folder, config)
-        for number in range(arguments.rounds):
-            for dtype in arguments.dtypes:
-                for mode in arguments.modes:
-                    runs = found.setdefault((dtype, mode), Runs([], []))
-                    _train(arguments, folder, folder / f"{dtype}_{mode}_{number}", runs, dtype=dtype, mode=mode)
-    rows = [_row(dtype, mode, found) for dtype, mode in found]
+        write_model(folder / "model", config, eos_token_id=2)
+        make_char_tokenizer(folder / "model")
+        lines = [json.dumps({"prompt": f"{n}+{n + 7}=", "answer": str(2 * n + 7)}) for n in range(64)]
+        (folder / "prompts.jsonl").write_text("\n".join(lines) + "\n")
+        runs = {
+            (dtype, mode): functools.partial(_train, arguments, folder, dtype=dtype, mode=mode)
+            for dtype in arguments.dtypes
+            for mode in arguments.modes
+        }
+        found = {key: turn.results for key, turn in in_turn(runs, arguments.rounds).items()}
     num_parameters = sum(map(math.prod, parameter_shapes(config).values()))
     return BenchTable(
         title=f"bench swap: {num_parameters / 1e6:.0f}M parameters, {arguments.rows} responses of "
         f"{arguments.length} tokens, {arguments.ranks} ranks",
-        columns=tuple(rows[0]),
-        rows=rows,
+        rows=[_row(dtype, mode, found) for dtype, mode in found],
         notes=("seconds are medians of steps, of the slowest rank; GiB are of the fullest rank",),
-        details={"decisions": {f"{dtype} {mode}": runs.decision for (dtype, mode), runs in found.items()}},
+        details={"decisions": {f"{dtype} {mode}": each[-1].decision for (dtype, mode), each in found.items()}},
     )
 
 
-def _row(dtype: str, mode: str, found: Mapping[tuple[str, str], Runs]) -> dict[str, object]:
+def _row(dtype: str, mode: str, found: Mapping[tuple[str, str], Sequence[TrainedRun]]) -> dict[str, object]:
     runs, stays = found[dtype, mode], found.get((dtype, "never"))
-    seconds = statistics.median(runs.step_seconds)
+    seconds = _median_step(runs)
     return {
         "dtype": dtype,
         "reshard.swap": mode,
         "step s": seconds,
-        "of it resharding": statistics.median(runs.reshard_seconds),
-        "x never": seconds / statistics.median(stays.step_seconds) if stays else "",
-        "peak GiB": runs.peak_gib,
-        "while generating GiB": runs.generating_bytes / _GIB,
+        "of it resharding": statistics.median(seconds for run in runs for seconds in run.reshard_seconds),
+        "x never": seconds / _median_step(stays) if stays else "",
+        "peak GiB": max(run.peak_gib for run in runs),
+        "while generating GiB": runs[-1].generating_bytes / _GIB,
     }
 
 
-def _make_inputs(folder: Path, config: DecoderConfig) -> None:
-    """Write the model folder and the prompts."""
-    model = folder / "model"
-    model.mkdir()
-    (model / "config.json").write_text(json.dumps({**hf_config_dict(config, torch.float32), "eos_token_id": 2}))
-    make_char_tokenizer(model)
-    weights = RandomWeights(config, 0)
-    write_weights(model, ((name, weights(name)) for name in weights.names))
-    lines = [json.dumps({"prompt": f"{number}+{number + 7}=", "answer": str(2 * number + 7)}) for number in range(64)]
-    (folder / "prompts.jsonl").write_text("\n".join(lines) + "\n")
+def _median_step(runs: Sequence[TrainedRun]) -> float:
+    return statistics.median(seconds for run in runs for seconds in run.step_seconds)
 
 
-def _train(
-    arguments: argparse.Namespace, inputs: Path, folder: Path, runs: Runs, *, dtype: str, mode: str
-) -> None:  # fmt: skip
-    """One run of the `train` verb, whose figures are added to `runs`."""
+def _train(arguments: argparse.Namespace, inputs: Path, *, dtype: str, mode: str) -> TrainedRun:
+    """One run of the `train` verb."""
     settings = {
-        "model.path": inputs / "model", "model.dtype": dtype, "data.train": inputs / "prompts.jsonl",
-        "rollout.prompts_per_step": arguments.rows // 2, "rollout.num_generations": 2, "rollout.ignore_eos": "true",
-        "rollout.max_completion_length": arguments.length, "reward.functions": "[exact]",
-        "train.max_steps": arguments.steps, "train.skip_zero_advantage": "false", "checkpoint.interval": 0,
-        "log.backends": "[jsonl]", "resources.device": "cpu", "reshard.swap": mode, "run.dir": folder,
-    }  # fmt: skip
-    launcher = [sys.executable]
-    if arguments.ranks > 1:
-        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={arguments.ranks}"]
-    words = [f"{key}={value}" for key, value in settings.items()]
-    run_to_end([*launcher, "-m", "spmdrl", "train", *words], {}, _LONGEST_SECONDS)
-    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][STEPS_OF_WARM_UP:]
-    runs.step_seconds += [step["time/step"] for step in steps]
-    runs.reshard_seconds += [step["time/resharding"] for step in steps]
-    runs.peak_gib = max([runs.peak_gib, *(step["mem/peak_resident_gib"] for step in steps)])
+        "model.path": inputs / "model",
+        "model.dtype": dtype,
+        "data.train": inputs / "prompts.jsonl",
+        "rollout.prompts_per_step": arguments.rows // 2,
+        "rollout.num_generations": 2,
+        "rollout.max_completion_length": arguments.length,
+        "rollout.ignore_eos": "true",
+        "train.max_steps": arguments.steps,
+        "resources.device": "cpu",
+        "reshard.swap": mode,
+    }
+    folder = inputs / "run"
+    steps = train_steps(folder, settings, num_ranks=arguments.ranks, environment={})
     held = [snapshot.held for snapshot in read_timeline(folder / "timeline").snapshots]
-    runs.generating_bytes = max(look.device_bytes for look in held if look.stage == "generation")
-    runs.decision = json.dumps(json.loads((folder / "summary.json").read_text())["swap"])
+    run = TrainedRun(
+        [step["time/step"] for step in steps],
+        [step["time/resharding"] for step in steps],
+        max(step["mem/peak_resident_gib"] for step in steps),
+        max(look.device_bytes for look in held if look.stage == "generation"),
+        json.dumps(json.loads((folder / "summary.json").read_text())["swap"]),
+    )
     # Its checkpoint is four times as large as the model.
     shutil.rmtree(folder)
+    return run

@@ -78,7 +78,6 @@ def run(arguments: argparse.Namespace) -> BenchTable:
         rows.append(row)
     return BenchTable(
         title="bench table1: bytes of a step's sample flow and their dispatch time",
-        columns=tuple(rows[0]),
         rows=rows,
         notes=(
             "TCV is Eq. 2 in GiB, T100 and T1K are its seconds at 100 MiB/s and 1 GiB/s: what the paper calls GB and "

@@ -21,8 +21,9 @@ LINK_BYTES_PER_SECOND = 40e6
 SENT_BYTES = 16_000_000
 
 _RECEIVE = f"""
-import json, socket, time
-from spmdrl.bench.harness.emulated_nodes import link_bytes
+import json, socket, sys, time
+from spmdrl.bench.harness.emulated_nodes import Node, link_bytes
+Node(sys.argv[1], "", "").enter()
 server = socket.create_server(("0.0.0.0", 4000))
 print("ready", flush=True)
 peer, _ = server.accept()
@@ -34,7 +35,9 @@ print(json.dumps([seconds, link_bytes("link0").received]))
 """
 _SEND = f"""
 import socket, sys
-socket.create_connection((sys.argv[1], 4000)).sendall(bytes({SENT_BYTES}))
+from spmdrl.bench.harness.emulated_nodes import Node
+Node(sys.argv[1], "", "").enter()
+socket.create_connection((sys.argv[2], 4000)).sendall(bytes({SENT_BYTES}))
 """
 _HOLD = """
 import signal, time
@@ -67,10 +70,10 @@ def _holder() -> Iterator[subprocess.Popen[str]]:
 @needs_namespaces
 def test_bytes_between_nodes_take_as_long_as_their_link_says_and_are_counted():
     with emulated_nodes(2, LINK_BYTES_PER_SECOND) as (first, second):
-        receive = second.command([sys.executable, "-c", _RECEIVE])
+        receive = [sys.executable, "-c", _RECEIVE, second.name]
         with subprocess.Popen(receive, stdout=subprocess.PIPE, text=True) as receiver:
             assert receiver.stdout is not None and receiver.stdout.readline() == "ready\n"
-            subprocess.run(first.command([sys.executable, "-c", _SEND, second.address]), check=True, timeout=30)
+            subprocess.run([sys.executable, "-c", _SEND, first.name, second.address], check=True, timeout=30)
             seconds, received = json.loads(receiver.stdout.readline())
     # Bursts and buffers are about a megabyte ahead of the rate.
     assert seconds > 0.8 * SENT_BYTES / LINK_BYTES_PER_SECOND

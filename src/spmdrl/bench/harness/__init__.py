@@ -1,1 +1,1 @@
-"""What benches share: commands run to their end, and tables."""
+"""What benches share: ranks, emulated nodes, other programs, rounds, models and tables."""

@@ -15,23 +15,22 @@ WIDTH_OF_FILES = 200
 
 @dataclass(frozen=True)
 class BenchTable:
-    """One table: every row has a value for every column."""
+    """One table: every row has the same columns, in the same order."""
 
     title: str
-    columns: tuple[str, ...]
     rows: Sequence[Mapping[str, object]]
     notes: tuple[str, ...] = ()
     details: Mapping[str, object] = field(default_factory=dict)
     """for machines only: settings and raw figures behind the rows"""
     passed: bool = True
-    """whether the figures are such as they must be, where the bench has a limit for them"""
+    """whether the figures are within the limits that the bench has for them"""
 
     def print(self, stream: TextIO) -> None:
         screen = ScreenTable(title=self.title, title_justify="left")
-        for number, column in enumerate(self.columns):
+        for number, column in enumerate(self.rows[0] if self.rows else ()):
             screen.add_column(column, justify="left" if number == 0 else "right")
         for row in self.rows:
-            screen.add_row(*(_shown(row[column]) for column in self.columns))
+            screen.add_row(*map(_shown, row.values()))
         # In a file or a pipe, rows keep to one line.
         width = None if stream.isatty() else WIDTH_OF_FILES
         console = Console(file=stream, highlight=False, width=width)

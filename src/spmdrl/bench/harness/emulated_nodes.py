@@ -6,23 +6,26 @@ interface, no address and no route: nothing there can collide, and nothing outsi
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
+
+from spmdrl.bench.harness.peers import sigterm_as_exit
 
 INTERFACE = "link0"
 MAX_NODES = 250
 # A burst must hold the largest packet that the kernel hands over whole (64 KiB) and what flows between two timer ticks.
 _SHAPE = "burst 512kb latency 50ms"
+# Of Linux's sched.h.
+_CLONE_NEWNET = 0x40000000
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -35,9 +38,12 @@ class Node:
     """private, and unknown outside of the nodes"""
     interface: str
 
-    def command(self, argv: Sequence[str]) -> list[str]:
-        """The command that runs `argv` on this node; it becomes that process, so that ending it ends `argv`."""
-        return ["ip", "netns", "exec", self.name, *argv]
+    def enter(self) -> None:
+        """Move this process to the node: the sockets that it makes from here on are the node's."""
+        library = ctypes.CDLL(None, use_errno=True)
+        with open(f"/run/netns/{self.name}") as namespace:
+            if library.setns(namespace.fileno(), _CLONE_NEWNET):
+                raise OSError(ctypes.get_errno(), f"can't enter the network namespace {self.name}")
 
 
 @dataclass(frozen=True)
@@ -52,9 +58,13 @@ class LinkBytes:
 
 
 def link_bytes(interface: str) -> LinkBytes:
-    """The counters of an interface of the node on which this process runs."""
-    counters = Path("/sys/class/net") / interface / "statistics"
-    return LinkBytes(int((counters / "tx_bytes").read_text()), int((counters / "rx_bytes").read_text()))
+    """The counters of an interface of the node on which this process runs. Raises ValueError if it has none such."""
+    for line in Path("/proc/self/net/dev").read_text().splitlines():
+        name, _, counters = line.partition(":")
+        if name.strip() == interface:
+            received, sent = (int(counters.split()[place]) for place in (0, 8))
+            return LinkBytes(sent, received)
+    raise ValueError(f"this node has no interface {interface}")
 
 
 @contextmanager
@@ -67,7 +77,7 @@ def emulated_nodes(count: int, link_bytes_per_second: float) -> Iterator[list[No
     if not 1 <= count <= MAX_NODES:
         raise ValueError(f"{count} emulated nodes, but 1 to {MAX_NODES} are possible; choose fewer")
     _remove([name for name in _existing() if not _is_alive(_owner(name))])
-    with _sigterm_as_exit():
+    with sigterm_as_exit():
         try:
             yield _make(count, link_bytes_per_second)
         finally:
@@ -152,21 +162,3 @@ def _run(command: str) -> str:
     if done.returncode:
         raise RuntimeError(f"`{command}` failed: {done.stderr.strip() or f'exit status {done.returncode}'}")
     return done.stdout
-
-
-@contextmanager
-def _sigterm_as_exit() -> Iterator[None]:
-    """Make SIGTERM raise SystemExit in the main thread, as SIGINT raises KeyboardInterrupt."""
-    if threading.current_thread() is not threading.main_thread():
-        # Only the main thread receives signals and may say what they do.
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, _exit)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _exit(number: int, frame: FrameType | None) -> None:
-    sys.exit(128 + number)

@@ -1,10 +1,13 @@
-"""Runs a bench's commands, and leaves no process of them behind, not even a daemon that they started."""
+"""Runs what a bench compares with as commands, and leaves no process of theirs behind, not even a daemon."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
+import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,44 +15,50 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
+
+import spmdrl
 
 _MARK = "SPMDRL_BENCH_COMMAND"
 _LAST_WORDS = 3000
 
 
-def run_to_end(command: Sequence[str], environment: Mapping[str, str], limit_seconds: float) -> None:
-    """Run a command with some more variables. Raises RuntimeError with its last words if it fails or takes too long."""
-    with tempfile.TemporaryFile() as log:
-        with _started(command, environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log) as process:
+def run_to_end(command: Sequence[str], environment: Mapping[str, str], limit_seconds: float) -> str:
+    """Run a command with some more variables; returns what it printed.
+
+    Raises RuntimeError with the end of its stderr if it fails or takes too long.
+    """
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as log:
+        with _started(command, environment, stdin=subprocess.DEVNULL, stdout=out, stderr=log) as process:
             try:
                 code: object = process.wait(limit_seconds)
             except subprocess.TimeoutExpired:
                 code = f"nothing within {limit_seconds:g} s"
         if code:
-            raise RuntimeError(f"{shlex.join(command)} ended with {code}:\n{_last_words(log)}")
+            raise RuntimeError(f"{shlex.join(command)} ended with {code}:\n{_text(log)[-_LAST_WORDS:]}")
+        return _text(out)
 
 
-class Answering:
-    """A command that answers each line that it is given with a line of its own."""
+class Peer:
+    """A running command that sends a line of JSON on stdout for each line on its stdin (see replies.py)."""
 
     def __init__(self, process: subprocess.Popen[bytes], log: IO[bytes], limit_seconds: float):
         self._process = process
         self._log = log
         self._limit_seconds = limit_seconds
 
-    def ask(self, line: str) -> str:
-        """Give it a line and wait for its answer. Raises RuntimeError with its last words if none comes in time."""
+    def request(self, line: str) -> Any:
+        """Send a line, and wait for the reply. Raises RuntimeError as `reply` does."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(f"{line}\n".encode())
             self._process.stdin.flush()
-        return self.answer()
+        return self.reply()
 
-    def answer(self) -> str:
-        """Wait for a line that needs no asking. Raises RuntimeError with its last words if none comes in time."""
+    def reply(self) -> Any:
+        """Wait for a reply without a request. Raises RuntimeError with the end of its stderr if none comes in time."""
         assert self._process.stdout is not None
         # What ends the process ends the wait, as its pipe closes.
         alarm = threading.Timer(self._limit_seconds, self._process.kill)
@@ -60,18 +69,31 @@ class Answering:
             alarm.cancel()
         if not line:
             command = shlex.join(map(str, self._process.args))
-            raise RuntimeError(f"{command} gave no answer:\n{_last_words(self._log)}")
-        return line.decode()
+            raise RuntimeError(f"{command} sent no reply:\n{_text(self._log)[-_LAST_WORDS:]}")
+        return json.loads(line)
 
 
 @contextlib.contextmanager
-def answering(command: Sequence[str], environment: Mapping[str, str], limit_seconds: float) -> Iterator[Answering]:
-    """Start a command with some more variables, and end it on the way out; each answer may take `limit_seconds`."""
+def running(command: Sequence[str], environment: Mapping[str, str], limit_seconds: float) -> Iterator[Peer]:
+    """Start a command with some more variables, and end it on the way out; each reply may take `limit_seconds`."""
     with (
         tempfile.TemporaryFile() as log,
         _started(command, environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log) as process,
     ):
-        yield Answering(process, log, limit_seconds)
+        yield Peer(process, log, limit_seconds)
+
+
+def copy_modules(names: Iterable[str], folder: Path) -> None:
+    """Copy modules below `folder`, with the packages above them, for a Python that doesn't have this package."""
+    root = Path(next(iter(spmdrl.__path__))).parent
+    for name in names:
+        parts = name.split(".")
+        for depth in range(1, len(parts) + 1):
+            spec = importlib.util.find_spec(".".join(parts[:depth]))
+            assert spec is not None and spec.origin is not None
+            target = folder / Path(spec.origin).relative_to(root)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(spec.origin, target)
 
 
 @contextlib.contextmanager
@@ -89,16 +111,16 @@ def _started(
             _end(process, mark)
 
 
-def _last_words(log: IO[bytes]) -> str:
-    log.seek(0)
-    return log.read().decode(errors="replace")[-_LAST_WORDS:]
+def _text(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read().decode(errors="replace")
 
 
 @contextlib.contextmanager
 def sigterm_as_exit() -> Iterator[None]:
     """Make SIGTERM raise SystemExit in the main thread, as SIGINT raises KeyboardInterrupt."""
     if threading.current_thread() is not threading.main_thread():
-        # Only the main thread receives signals and may say what they do.
+        # Only the main thread receives signals and may install handlers.
         yield
         return
     before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from spmdrl.bench.harness.bench_models import qwen3
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.latent import LatentConfig
 from spmdrl.engines.models.making.make_model import RandomWeights
@@ -20,8 +22,7 @@ from spmdrl.types import WeightSlice, offsets_of, whole_slice
 
 # Eight heads, experts and columns of each kind go into eight ranks; a vocabulary of 53 tokens divides by nothing, and
 # four key heads are fewer than eight tensor ranks.
-_DENSE = DecoderConfig(
-    model_type="qwen3",
+_DENSE = qwen3(
     vocab_size=53,
     hidden_size=24,
     intermediate_size=40,
@@ -29,11 +30,7 @@ _DENSE = DecoderConfig(
     num_heads=8,
     num_kv_heads=4,
     head_size=8,
-    rms_eps=1e-6,
-    rope_theta=10000.0,
-    qk_norm=True,
     attention_bias=True,
-    tied_head=True,
     max_positions=256,
     rope_scaling=Llama3Scaling(4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_positions=64),
 )
@@ -60,7 +57,7 @@ MODELS: dict[str, DecoderConfig] = {
         latent=_LATENT,
     ),
 }
-"""By name; `model_for` says with how many layers."""
+"""By name; a case changes the number of layers."""
 
 # AdamW divides a gradient by its own size, which makes whole steps of the rounding of those that should be 0. With an
 # eps near the gradients' size a step is as precise as the gradient, and still not linear in it.
@@ -69,9 +66,28 @@ NUM_STEPS = 3
 TOKENS_PER_MICROBATCH = 96
 
 
-def model_for(name: str, layout: UpdateLayout) -> DecoderConfig:
-    """The model with a layer more than the layout has stages, so that they differ, and three layers at least."""
-    return replace(MODELS[name], num_layers=max(3, layout.pipeline * layout.pipeline_chunks + 1))
+@dataclass(frozen=True)
+class LayoutCase:
+    """One model under one layout, which is fitted."""
+
+    model: str
+    layout: UpdateLayout
+
+    @property
+    def config(self) -> DecoderConfig:
+        """The model with a layer more than the layout has stages, so that they differ, and three layers at least."""
+        num_layers = max(3, self.layout.pipeline * self.layout.pipeline_chunks + 1)
+        return replace(MODELS[self.model], num_layers=num_layers)
+
+    def reference_path(self, folder: Path) -> Path:
+        """The file with what one process makes of the same model."""
+        return folder / f"{self.model}-{self.config.num_layers}.safetensors"
+
+    @property
+    def degrees(self) -> tuple[int, ...]:
+        """What the layout's mesh depends on."""
+        layout = self.layout
+        return layout.data, layout.shard, layout.pipeline, layout.context, layout.tensor, layout.expert
 
 
 def make_rows(vocab_size: int) -> TokenRows:

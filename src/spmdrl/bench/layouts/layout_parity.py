@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -17,21 +16,24 @@ from spmdrl.bench.layouts.layout_models import (
     NUM_STEPS,
     OPTIM,
     TOKENS_PER_MICROBATCH,
+    LayoutCase,
     UnevenWeights,
     make_rows,
     token_mean_loss,
 )
-from spmdrl.bench.layouts.traffic import Traffic, axes_of_groups
+from spmdrl.bench.layouts.traffic import Traffic, axes_of_groups, with_own_groups
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.training.sharding.sharded_model import Shard
 from spmdrl.engines.training.training_engine import TrainingConfig, TrainingEngine
 from spmdrl.resources.device import Device
-from spmdrl.resources.mesh import UpdateMesh
+from spmdrl.resources.layout import UpdateLayout, fit_update_layout
+from spmdrl.resources.mesh import UpdateMesh, build_update_mesh
+from spmdrl.resources.world import World
 from spmdrl.types import whole_slice
 
 
 @dataclass(frozen=True)
-class Finding:
+class LayoutErrors:
     """Largest relative differences from one process, and what was sent; of one rank, or of all.
 
     That of a tensor is the largest absolute difference of an element over the largest absolute reference value.
@@ -46,21 +48,38 @@ class Finding:
     bytes: dict[str, int]
     """sent in the last step, by axis"""
 
-    def __or__(self, other: Finding) -> Finding:
+    def __or__(self, other: LayoutErrors) -> LayoutErrors:
         """Both together."""
-        return Finding(
+        return LayoutErrors(
             max(self.loss_error, other.loss_error),
             max(self.gradient_error, other.gradient_error),
             max(self.weight_error, other.weight_error),
             {axis: self.bytes.get(axis, 0) + other.bytes.get(axis, 0) for axis in {**self.bytes, **other.bytes}},
         )
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
+
+def write_references(world: World, cases: Sequence[LayoutCase], folder: Path) -> None:
+    """Train the model of each case on this rank alone, and write its reference."""
+    mesh = build_update_mesh(fit_update_layout(UpdateLayout(), 1), world.device, world.rank)
+    for case in cases:
+        _write_reference(case.config, mesh, world.device, case.reference_path(folder))
 
 
-def write_reference(config: DecoderConfig, mesh: UpdateMesh, device: Device, path: Path) -> None:
-    """Train on this rank alone and write what came of it: losses, gradients as `{step}/{name}`, and weights."""
+def compare_cases(world: World, cases: Sequence[LayoutCase], folder: Path) -> list[LayoutErrors]:
+    """What this rank finds of each case; all of them have one mesh. Collective over all ranks."""
+    mesh = with_own_groups(build_update_mesh(cases[0].layout, world.device, world.rank))
+    found = []
+    for case in cases:
+        try:
+            own_mesh = replace(mesh, layout=case.layout)
+            found.append(_compare(case.config, own_mesh, world.device, case.reference_path(folder)))
+        except Exception as error:
+            raise RuntimeError(f"{case.model} failed under {case.layout}: {error}") from error
+    return found
+
+
+def _write_reference(config: DecoderConfig, mesh: UpdateMesh, device: Device, path: Path) -> None:
+    """Write losses, gradients as `{step}/{name}`, and weights."""
     engine = _engine(config, mesh, device)
     tensors: dict[str, Tensor] = {}
 
@@ -72,8 +91,7 @@ def write_reference(config: DecoderConfig, mesh: UpdateMesh, device: Device, pat
     save_file({**tensors, "losses": torch.tensor(losses, dtype=torch.float64)}, path)
 
 
-def compare(config: DecoderConfig, mesh: UpdateMesh, device: Device, reference_path: Path) -> Finding:
-    """Train on all ranks of the mesh, and say what this rank finds. Collective over all ranks."""
+def _compare(config: DecoderConfig, mesh: UpdateMesh, device: Device, reference_path: Path) -> LayoutErrors:
     reference = load_file(reference_path)
     engine = _engine(config, mesh, device)
     gradient_errors: list[float] = []
@@ -84,7 +102,7 @@ def compare(config: DecoderConfig, mesh: UpdateMesh, device: Device, reference_p
 
     traffic = Traffic(axes_of_groups(mesh))
     losses = torch.tensor(_train(engine, look, last_step=traffic), dtype=torch.float64)
-    return Finding(
+    return LayoutErrors(
         _largest((losses - reference["losses"]) / reference["losses"]),
         max(gradient_errors),
         max(_difference(shard, reference[weight]) for weight, shard in engine.named_shards().items()),
@@ -128,5 +146,5 @@ def _difference(shard: Shard, reference: Tensor) -> float:
 
 
 def _largest(values: Tensor) -> float:
-    """The largest absolute value; what is no number counts as the worst."""
+    """The largest absolute value; NaN counts as infinite."""
     return float(values.abs().nan_to_num(nan=math.inf).max())

@@ -8,13 +8,19 @@ are those that all ranks together send in one step. The exit status is 1 if any 
 from __future__ import annotations
 
 import argparse
+import functools
+import itertools
+import operator
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import get_args
 
+from spmdrl.bench.harness.bench_ranks import BenchRanks
 from spmdrl.bench.harness.bench_table import BenchTable
-from spmdrl.bench.layouts.layout_models import MODELS
-from spmdrl.bench.layouts.layout_ranks import Case, run_cases
+from spmdrl.bench.layouts.layout_models import MODELS, LayoutCase
+from spmdrl.bench.layouts.layout_parity import LayoutErrors, compare_cases, write_references
 from spmdrl.engines.training.sharding.parallelize import check_layout
 from spmdrl.resources.layout import ContextKind, UpdateLayout, fit_update_layout
 
@@ -60,7 +66,6 @@ def run(arguments: argparse.Namespace) -> BenchTable:
     return BenchTable(
         title=f"bench layouts: {len(rows)} layouts beside one process, {len(wrong)} of them off by more than "
         f"{LARGEST_ERROR:g}",
-        columns=("model", "world_size", "layout", *_ERRORS, "bytes"),
         rows=rows,
         notes=tuple("refused: {model} on {world_size} ranks, {layout}: {reason}".format(**row) for row in refused),
         details={"refused": refused},
@@ -75,7 +80,7 @@ def exceeds(row: Mapping[str, object]) -> bool:
 
 def compare_layouts(num_ranks: int, models: Sequence[str]) -> Comparison:
     """Run every layout of so many ranks that the models allow."""
-    cases = [Case(model, layout) for model in models for layout in layouts_of(model, num_ranks)]
+    cases = [LayoutCase(model, layout) for model in models for layout in layouts_of(model, num_ranks)]
     reasons = {case: _refusal(case) for case in cases}
     found = run_cases([case for case in cases if not reasons[case]], num_ranks)
     named = {case: {"model": case.model, "world_size": num_ranks, "layout": str(case.layout)} for case in cases}
@@ -85,7 +90,25 @@ def compare_layouts(num_ranks: int, models: Sequence[str]) -> Comparison:
     )
 
 
-def _refusal(case: Case) -> str | None:
+def run_cases(cases: Sequence[LayoutCase], num_ranks: int) -> dict[LayoutCase, LayoutErrors]:
+    """Compare all cases with one process. Raises RuntimeError with the traceback of the first rank to fail."""
+    by_degrees = operator.attrgetter("degrees")
+    errors: dict[LayoutCase, LayoutErrors] = {}
+    with tempfile.TemporaryDirectory(prefix="spmdrl-bench-") as name:
+        folder = Path(name)
+        alone = list({case.reference_path(folder): case for case in cases}.values())
+        BenchRanks(1, start_method="forkserver").call(write_references, alone, folder)
+        # Ranks don't outlive their mesh, because PyTorch remembers meshes, and with them process groups that would be
+        # closed. They take longer to start than tiny models to train: one set of ranks for all cases of a mesh.
+        for _, group in itertools.groupby(sorted(cases, key=by_degrees), key=by_degrees):
+            of_mesh = list(group)
+            by_rank = BenchRanks(num_ranks, start_method="forkserver").call(compare_cases, of_mesh, folder)
+            for case, found in zip(of_mesh, zip(*by_rank, strict=True), strict=True):
+                errors[case] = functools.reduce(operator.or_, found)
+    return errors
+
+
+def _refusal(case: LayoutCase) -> str | None:
     """Why a model can't be trained so, in the engine's words."""
     try:
         check_layout(case.config, case.layout)

@@ -8,22 +8,17 @@ The ledger has no activations and no gradients, which end with the update. MindS
 from __future__ import annotations
 
 import argparse
-import json
-import sys
-import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 
+from spmdrl.bench.harness.bench_ranks import BenchRanks
 from spmdrl.bench.harness.bench_table import BenchTable
-from spmdrl.bench.harness.peers import run_to_end
 from spmdrl.bench.memory.memory_plot import memory_svg
-from spmdrl.bench.memory.memory_ranks import RESULT_FILE, SETTINGS_FILE, Look, Settings
+from spmdrl.bench.memory.memory_ranks import Look, WatchedStep, watch_step
 
 MIB = 1 << 20
-_LONGEST_SECONDS = 600.0
 # glibc would keep freed blocks of up to 32 MiB in its heap, so that residence wouldn't show what is in use.
-_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "MALLOC_MMAP_THRESHOLD_": str(MIB // 4)}
+_VARIABLES = {"MALLOC_MMAP_THRESHOLD_": str(MIB // 4)}
 _AWAY = ("update_weights", "optimizer")
 
 Phases = Mapping[str, Sequence[Look]]
@@ -38,20 +33,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> BenchTable:
-    """Watch a step of each kind. Raises RuntimeError with what the ranks said if they fail."""
-    curves = {
-        name: _watched(Settings(arguments.layers, arguments.rows, arguments.length, swap), arguments.ranks)
-        for name, swap in (("swap", True), ("no swap", False))
-    }
+    """Watch a step of each kind. Raises RuntimeError with the traceback of a rank that fails."""
+    curves = {}
+    for name, swap in (("swap", True), ("no swap", False)):
+        step = WatchedStep(arguments.layers, arguments.rows, arguments.length, swap)
+        curves[name] = BenchRanks(arguments.ranks, variables=_VARIABLES).call(watch_step, step)[0]
     if arguments.plot is not None:
         arguments.plot.parent.mkdir(parents=True, exist_ok=True)
         arguments.plot.write_text(memory_svg(curves))
-    rows = [_row(phase, curves) for phase in curves["swap"]]
     ratios = _ratios(curves)
     return BenchTable(
         title=f"bench memory: rank 0 of {arguments.ranks}, {arguments.layers} layers, MiB",
-        columns=tuple(rows[0]),
-        rows=rows,
+        rows=[_row(phase, curves) for phase in curves["swap"]],
         notes=(
             f"during generation the swap frees {ratios['freed_resident_vs_state']:.2f} x the training state by "
             f"resident memory, {ratios['freed_ledger_vs_state']:.2f} x by ledger",
@@ -59,18 +52,6 @@ def run(arguments: argparse.Namespace) -> BenchTable:
         ),
         details={"ratios": ratios, "owners_at_end": _owners_at_end(curves)},
     )
-
-
-def _watched(settings: Settings, num_ranks: int) -> dict[str, list[Look]]:
-    """What rank 0 held over a step, by phase."""
-    with tempfile.TemporaryDirectory(prefix="spmdrl-bench-") as name:
-        folder = Path(name)
-        (folder / SETTINGS_FILE).write_text(json.dumps(asdict(settings)))
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
-        command = [*launcher, "-m", "spmdrl.bench.memory.memory_ranks", name]
-        run_to_end(command, {**_ENVIRONMENT, "TMPDIR": name}, _LONGEST_SECONDS)
-        found = json.loads((folder / RESULT_FILE).read_text())
-    return {phase: [Look(**look) for look in looks] for phase, looks in found.items()}
 
 
 def _row(phase: str, curves: Mapping[str, Phases]) -> dict[str, object]:

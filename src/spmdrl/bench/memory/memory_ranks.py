@@ -1,19 +1,19 @@
-"""A rank of the memory bench, run by a launcher: one step with the swap or without it, watched while it runs."""
+"""A rank of the memory bench: one step with the swap of the training state or without it, watched while it runs."""
 
 from __future__ import annotations
 
-import json
-import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
+from spmdrl.bench.harness.bench_models import qwen3
 from spmdrl.dataflow.resharding.flow import ReshardingFlow
 from spmdrl.dataflow.resharding.moving.filling import GeneratorFilling, Watcher
 from spmdrl.dataflow.resharding.moving.gather import ReshardConfig
@@ -29,17 +29,15 @@ from spmdrl.engines.training.update.optimizer import OptimConfig
 from spmdrl.resources.layout import UpdateLayout
 from spmdrl.resources.memory import MemoryLedger, release_to_system, resident_bytes
 from spmdrl.resources.mesh import build_update_mesh
-from spmdrl.resources.world import World, open_world
+from spmdrl.resources.world import World
 from spmdrl.types import offsets_of
 from spmdrl.types.roles import POLICY
 
-RESULT_FILE, SETTINGS_FILE = "result.json", "settings.json"
-TIMEOUT_SECONDS = 120.0
 _SECONDS_BETWEEN_LOOKS = 0.01
 
 
 @dataclass(frozen=True)
-class Settings:
+class WatchedStep:
     """What both runs do."""
 
     num_layers: int
@@ -52,11 +50,16 @@ class Settings:
     @property
     def model(self) -> DecoderConfig:
         """A Qwen3 of 6.3M parameters, and 6.9M a layer."""
-        return DecoderConfig(
-            model_type="qwen3", vocab_size=8192, hidden_size=768, intermediate_size=2304, num_layers=self.num_layers,
-            num_heads=12, num_kv_heads=4, head_size=64, rms_eps=1e-6, rope_theta=10000.0, qk_norm=True,
-            attention_bias=False, tied_head=True, max_positions=2 * self.length,
-        )  # fmt: skip
+        return qwen3(
+            vocab_size=8192,
+            hidden_size=768,
+            intermediate_size=2304,
+            num_layers=self.num_layers,
+            num_heads=12,
+            num_kv_heads=4,
+            head_size=64,
+            max_positions=2 * self.length,
+        )
 
 
 @dataclass(frozen=True)
@@ -152,10 +155,10 @@ class Watch:
         look()
 
 
-class Step:
-    """The parts of one step on one rank. Its verbs are collective."""
+class StepOfOneRank:
+    """The parts of one step on one rank. Its methods are collective."""
 
-    def __init__(self, world: World, settings: Settings, folder: Path):
+    def __init__(self, world: World, settings: WatchedStep, folder: Path):
         model = settings.model
         mesh = build_update_mesh(UpdateLayout(shard=world.size), world.device, world.rank)
         self._settings = settings
@@ -196,37 +199,22 @@ def _likelihood(scores: Scores, micro: MicroBatch) -> LossTerms:
     return LossTerms(-scores.logprobs_R.mean(), {})
 
 
-def watch_step(world: World, settings: Settings, folder: Path) -> dict[str, list[Look]]:
+def watch_step(world: World, settings: WatchedStep) -> dict[str, list[Look]]:
     """What this rank held in each phase of a step, after a first one that is not counted. Collective."""
     idle = resident_bytes()
-    step = Step(world, settings, folder)
-    watch = Watch(step.ledger, idle)
-    phases = {
-        "update": step.update,
-        "switch": step.flow.to_generation,
-        "generation": step.generate,
-        "return": step.come_back,
-        "next update": step.update,
-    }
-    for work in phases.values():
-        work()
-    for name, work in phases.items():
-        with watch.phase(name):
+    with tempfile.TemporaryDirectory() as folder:
+        step = StepOfOneRank(world, settings, Path(folder))
+        watch = Watch(step.ledger, idle)
+        phases = {
+            "update": step.update,
+            "switch": step.flow.to_generation,
+            "generation": step.generate,
+            "return": step.come_back,
+            "next update": step.update,
+        }
+        for work in phases.values():
             work()
+        for name, work in phases.items():
+            with watch.phase(name):
+                work()
     return watch.phases
-
-
-def main() -> None:
-    """Run the step that the folder's settings describe; rank 0 writes what it held."""
-    torch.set_num_threads(1)
-    folder = Path(sys.argv[1])
-    settings = Settings(**json.loads((folder / SETTINGS_FILE).read_text()))
-    with open_world("cpu", TIMEOUT_SECONDS) as world:
-        phases = watch_step(world, settings, folder)
-        if world.is_main:
-            looks = {name: [asdict(look) for look in looks] for name, looks in phases.items()}
-            (folder / RESULT_FILE).write_text(json.dumps(looks))
-
-
-if __name__ == "__main__":
-    main()

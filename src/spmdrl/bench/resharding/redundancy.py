@@ -157,7 +157,6 @@ def run(arguments: argparse.Namespace) -> BenchTable:
     rows = [_row(case, found) for case, found in figures]
     return BenchTable(
         title="bench redundancy: GB in bfloat16 that naive resharding leaves unused, and that a switch moves",
-        columns=tuple(rows[0]),
         rows=rows,
         notes=(
             *dict.fromkeys(_shapes(case, found) for case, found in figures),

@@ -9,25 +9,29 @@ of the update and the generation state plus one bucket.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
+from spmdrl.bench.harness.bench_models import qwen3
+from spmdrl.bench.harness.bench_ranks import BenchRanks
 from spmdrl.bench.harness.bench_table import BenchTable
-from spmdrl.bench.harness.peers import run_to_end
-from spmdrl.bench.resharding.resharding_ranks import EXECUTORS, FULL_TENSOR, WAYS, Measured, ReshardTask
+from spmdrl.bench.resharding.resharding_ranks import (
+    EXECUTORS,
+    FULL_TENSOR,
+    WAYS,
+    ReshardFigures,
+    ReshardTask,
+    measure_resharding,
+)
 from spmdrl.dataflow.resharding.moving.gather import ReshardConfig
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.resources.layout import UpdateLayout, fit_update_layout
 
-_LONGEST_RUN_SECONDS = 600.0
 _MIB = 1 << 20
 MOST_BYTES_VS_LEAST, MOST_TEMPORARY_VS_BUCKET, MOST_PEAK_VS_LARGER = 1.02, 1.0, 1.1
 
-Found = Mapping[UpdateLayout, Sequence[Measured]]
+Found = Mapping[UpdateLayout, Sequence[ReshardFigures]]
 """what each rank measured, by layout"""
 
 
@@ -45,9 +49,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> BenchTable:
-    """Measure every layout on ranks of its own. Raises RuntimeError with the last words of ranks that failed."""
-    found = {layout: _measure(layout, arguments) for layout in layouts_of(arguments.ranks)}
-    bucket_bytes = _bucket_bytes(arguments)
+    """Measure every layout on ranks of its own. Raises RuntimeError with the traceback of ranks that failed."""
+    bucket_bytes = round(arguments.bucket_mib * _MIB)
+    found = {}
+    for layout in layouts_of(arguments.ranks):
+        task = ReshardTask(model_of(arguments), layout, arguments.dtype, bucket_bytes, arguments.rounds)
+        found[layout] = BenchRanks(arguments.ranks).call(measure_resharding, task)
     ratios = ratios_of(found, bucket_bytes)
     rows = [row for layout, ranks in found.items() for row in _rows(layout, ranks, bucket_bytes)]
     model = (
@@ -56,7 +63,6 @@ def run(arguments: argparse.Namespace) -> BenchTable:
     )
     return BenchTable(
         title=f"bench resharding: {model}, {arguments.ranks} ranks, buckets of {arguments.bucket_mib:g} MiB",
-        columns=tuple(rows[0]),
         rows=rows,
         notes=(
             f"seconds are medians over {arguments.rounds} rounds, bytes those of the busiest rank; temporary is how "
@@ -86,7 +92,7 @@ def ratios_of(found: Found, bucket_bytes: int) -> dict[str, float]:
     return {name: max(ratios[name] for ratios in by_layout) for name in by_layout[0]}
 
 
-def _ratios(ranks: Sequence[Measured], bucket_bytes: int) -> dict[str, float]:
+def _ratios(ranks: Sequence[ReshardFigures], bucket_bytes: int) -> dict[str, float]:
     seconds = {way: _median_seconds(ranks, way) for way in WAYS}
     least = sum(rank.least_bytes for rank in ranks)
     received = sum(rank.received_bytes["exact"] for rank in ranks)
@@ -104,15 +110,15 @@ def _ratios(ranks: Sequence[Measured], bucket_bytes: int) -> dict[str, float]:
     }
 
 
-def _larger(rank: Measured, bucket_bytes: int) -> int:
+def _larger(rank: ReshardFigures, bucket_bytes: int) -> int:
     return max(rank.update_bytes, rank.generation_bytes) + bucket_bytes
 
 
-def _median_seconds(ranks: Sequence[Measured], way: str) -> float:
+def _median_seconds(ranks: Sequence[ReshardFigures], way: str) -> float:
     return statistics.median(map(max, zip(*(rank.seconds[way] for rank in ranks), strict=True)))
 
 
-def _rows(layout: UpdateLayout, ranks: Sequence[Measured], bucket_bytes: int) -> list[dict[str, object]]:
+def _rows(layout: UpdateLayout, ranks: Sequence[ReshardFigures], bucket_bytes: int) -> list[dict[str, object]]:
     least = max(rank.least_bytes for rank in ranks) / _MIB
     rows: list[dict[str, object]] = [
         {
@@ -140,40 +146,6 @@ def _rows(layout: UpdateLayout, ranks: Sequence[Measured], bucket_bytes: int) ->
 
 
 def model_of(arguments: argparse.Namespace) -> DecoderConfig:
-    return DecoderConfig(
-        model_type="qwen3",
-        vocab_size=arguments.vocab_size,
-        hidden_size=arguments.hidden_size,
-        intermediate_size=arguments.intermediate_size,
-        num_layers=arguments.num_layers,
-        num_heads=arguments.num_heads,
-        num_kv_heads=arguments.num_kv_heads,
-        head_size=arguments.hidden_size // arguments.num_heads,
-        rms_eps=1e-6,
-        rope_theta=10000.0,
-        qk_norm=True,
-        attention_bias=False,
-        tied_head=True,
-        max_positions=4096,
-    )
-
-
-def _bucket_bytes(arguments: argparse.Namespace) -> int:
-    return round(arguments.bucket_mib * _MIB)
-
-
-def _measure(layout: UpdateLayout, arguments: argparse.Namespace) -> list[Measured]:
-    with tempfile.TemporaryDirectory(prefix="spmdrl-bench-") as folder:
-        task = ReshardTask(
-            model_of(arguments), layout, arguments.dtype, _bucket_bytes(arguments), arguments.rounds, folder
-        )
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={arguments.ranks}"]
-        command = [
-            sys.executable,
-            *launcher,
-            "-m",
-            "spmdrl.bench.resharding.resharding_ranks",
-            json.dumps(asdict(task)),
-        ]
-        run_to_end(command, {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}, _LONGEST_RUN_SECONDS)
-        return [Measured(**found) for found in json.loads(task.result_path.read_text())]
+    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads")
+    head_size = arguments.hidden_size // arguments.num_heads
+    return qwen3(**{name: getattr(arguments, name) for name in sizes}, head_size=head_size)

@@ -1,23 +1,21 @@
-"""A rank of the resharding bench: fills whole generation weights in several ways in turn, then switches for real.
-
-Started by a launcher with its task as JSON in its argument; the first rank writes what all of them measured.
-"""
+"""A rank of the resharding bench: fills whole generation weights in several ways in turn, then switches for real."""
 
 from __future__ import annotations
 
 import functools
-import json
-import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from spmdrl.bench.harness.in_turn import in_turn
 from spmdrl.bench.resharding.plan_bytes import least_bytes
 from spmdrl.dataflow.resharding.flow import ReshardingFlow
 from spmdrl.dataflow.resharding.moving.gather import BucketGatherer, Executor, ReshardConfig
@@ -29,11 +27,11 @@ from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.making.make_model import RandomWeights
 from spmdrl.engines.training.training_engine import TrainingConfig, TrainingEngine
 from spmdrl.engines.training.update.optimizer import OptimConfig
-from spmdrl.resources.collectives import barrier, gather_bytes
+from spmdrl.resources.collectives import barrier
 from spmdrl.resources.layout import UpdateLayout, fit_update_layout
-from spmdrl.resources.memory import MemoryLedger, release_to_system, resident_bytes
+from spmdrl.resources.memory import MemoryLedger, peak_resident_bytes, release_to_system, resident_bytes
 from spmdrl.resources.mesh import build_update_mesh
-from spmdrl.resources.world import World, open_world
+from spmdrl.resources.world import World
 from spmdrl.types import whole_slice
 from spmdrl.types.roles import POLICY
 
@@ -41,12 +39,11 @@ EXECUTORS: tuple[Executor, ...] = ("exact", "allgather")
 FULL_TENSOR = "full_tensor"
 """What others do: each parameter whole on every rank, then copied."""
 WAYS = (*EXECUTORS, FULL_TENSOR)
-_TIMEOUT_SECONDS = 300.0
 
 
 @dataclass(frozen=True)
 class ReshardTask:
-    """What every rank is given."""
+    """What every rank does."""
 
     model: DecoderConfig
     layout: UpdateLayout
@@ -54,23 +51,11 @@ class ReshardTask:
     """of the generation weights"""
     bucket_bytes: int
     rounds: int
-    folder: str
-    """takes the swapped state and the result"""
-
-    @classmethod
-    def from_json(cls, text: str) -> ReshardTask:
-        values = json.loads(text)
-        parts = {"model": DecoderConfig(**values["model"]), "layout": UpdateLayout(**values["layout"])}
-        return cls(**{**values, **parts})
-
-    @property
-    def result_path(self) -> Path:
-        return Path(self.folder) / "result.json"
 
 
 @dataclass
-class Measured:
-    """What one rank saw; lists go by round."""
+class ReshardFigures:
+    """What one rank measured; lists go by round."""
 
     least_bytes: int = 0
     """what no way can receive less than"""
@@ -89,18 +74,28 @@ class Measured:
     """the same by resident memory, without what the process holds besides the two states"""
 
 
-class _ResidentPeak:
-    """The most resident memory since it was made; Linux keeps count."""
+@dataclass(frozen=True)
+class MeasuredMove:
+    """What one move of weights took on this rank."""
 
-    def __init__(self) -> None:
-        release_to_system()
-        Path("/proc/self/clear_refs").write_text("5")
-        self.before = resident_bytes()
+    result: Any
+    """what it returned: of a way to fill weights, the bytes received"""
+    seconds: float
+    """until all ranks have done it"""
+    resident_growth: int
+    """bytes of resident memory at its peak, beyond those before"""
 
-    def growth(self) -> int:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        most = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
-        return max(0, most - self.before)
+
+def measure_move(move: Callable[[], Any]) -> MeasuredMove:
+    """Call `move` once all ranks are here. Collective over all ranks."""
+    barrier()
+    release_to_system()
+    # From here on the system counts the peak anew.
+    Path("/proc/self/clear_refs").write_text("5")
+    resident, started = resident_bytes(), time.perf_counter()
+    result = move()
+    barrier()
+    return MeasuredMove(result, time.perf_counter() - started, max(0, peak_resident_bytes() - resident))
 
 
 class ReshardBench:
@@ -118,15 +113,16 @@ class ReshardBench:
         device, dtype = world.device.torch_device, getattr(torch, task.dtype)
         self._generator = NativeEngine(task.model, RolloutConfig(), device, dtype)
 
-    def measure(self) -> Measured:
-        found = Measured()
+    def measure(self) -> ReshardFigures:
+        found = ReshardFigures()
         self._compare_ways(found)
         self._generator.wake_cache()
         self._generator.sleep()
-        self._switch(found)
+        with tempfile.TemporaryDirectory() as folder:
+            self._switch(found, Path(folder))
         return found
 
-    def _compare_ways(self, found: Measured) -> None:
+    def _compare_ways(self, found: ReshardFigures) -> None:
         storage = self._generator.wake_weights()
         agreed = self._agree(storage)
         found.least_bytes = least_bytes(agreed.plan)[self._world.rank]
@@ -145,14 +141,11 @@ class ReshardBench:
                 tensor.fill_(-1)
             ways[executor]()
             self._check(storage, executor)
-        for _ in range(self._task.rounds):
-            for way in WAYS:
-                barrier()
-                resident, started = _ResidentPeak(), time.perf_counter()
-                found.received_bytes[way] = ways[way]()
-                barrier()
-                found.seconds.setdefault(way, []).append(time.perf_counter() - started)
-                found.temporary_bytes.setdefault(way, []).append(resident.growth())
+        turns = in_turn({way: functools.partial(measure_move, ways[way]) for way in WAYS}, self._task.rounds)
+        for way, turn in turns.items():
+            found.received_bytes[way] = turn.results[-1].result
+            found.seconds[way] = [move.seconds for move in turn.results]
+            found.temporary_bytes[way] = [move.resident_growth for move in turn.results]
 
     def _agree(self, storage: dict[str, Tensor]) -> AgreedPlan:
         wanted = {whole_slice(name, tensor.shape): tensor.dtype for name, tensor in storage.items()}
@@ -194,20 +187,16 @@ class ReshardBench:
         for name, whole in self._whole_weights():
             assert torch.equal(storage[name], whole.to(storage[name].dtype)), f"{executor} changed {name}"
 
-    def _switch(self, found: Measured) -> None:
+    def _switch(self, found: ReshardFigures, folder: Path) -> None:
         ledger = MemoryLedger()
-        folder = Path(self._task.folder) / str(self._world.rank)
         config = ReshardConfig(bucket_bytes=self._task.bucket_bytes)
         flow = ReshardingFlow(self._world, {POLICY: self._trainer}, self._generator, config, ledger, folder)
         for _ in range(self._task.rounds):
             flow.account()
             found.update_bytes = ledger.snapshot("update").device_bytes
-            barrier()
-            resident, started = _ResidentPeak(), time.perf_counter()
-            flow.to_generation()
-            barrier()
-            found.switch_seconds.append(time.perf_counter() - started)
-            found.peak_resident_bytes.append(resident.growth() + found.update_bytes)
+            move = measure_move(flow.to_generation)
+            found.switch_seconds.append(move.seconds)
+            found.peak_resident_bytes.append(move.resident_growth + found.update_bytes)
             held = ledger.snapshot("to_generation")
             found.peak_bytes.append(held.peak)
             found.generation_bytes = held.device_bytes
@@ -216,20 +205,6 @@ class ReshardBench:
         flow.close()
 
 
-def measure_on_ranks(world: World, task: ReshardTask) -> list[Measured]:
-    """What every rank measured, on every rank. Collective over all ranks."""
-    own = json.dumps(asdict(ReshardBench(world, task).measure())).encode()
-    return [Measured(**json.loads(found)) for found in gather_bytes(own)]
-
-
-def main() -> None:
-    torch.set_num_threads(1)
-    task = ReshardTask.from_json(sys.argv[1])
-    with open_world("cpu", _TIMEOUT_SECONDS) as world:
-        found = measure_on_ranks(world, task)
-        if world.is_main:
-            task.result_path.write_text(json.dumps([asdict(rank) for rank in found]))
-
-
-if __name__ == "__main__":
-    main()
+def measure_resharding(world: World, task: ReshardTask) -> ReshardFigures:
+    """What this rank measured. Collective over all ranks."""
+    return ReshardBench(world, task).measure()

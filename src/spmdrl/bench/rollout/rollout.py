@@ -10,30 +10,29 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
+import functools
 import statistics
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from spmdrl.bench.harness.bench_models import qwen3, write_model
 from spmdrl.bench.harness.bench_table import BenchTable
-from spmdrl.bench.harness.lone_modules import copy_modules
-from spmdrl.bench.harness.peers import Answering, answering
-from spmdrl.bench.rollout.rollout_work import MODEL_FOLDER, Measured, Work, WorkSize, make_work
+from spmdrl.bench.harness.in_turn import Turns, in_turn
+from spmdrl.bench.harness.peers import Peer, copy_modules, running
+from spmdrl.bench.rollout.rollout_work import MODEL_FOLDER, EngineRun, Work, WorkSize, make_work
 from spmdrl.engines.models.decoder import DecoderConfig
-from spmdrl.engines.models.hf.model_folder import hf_config_dict, read_config
-from spmdrl.engines.models.hf.model_weights import write_weights
-from spmdrl.engines.models.making.make_model import RandomWeights
 
 NATIVE, PEERS = "native", ("generate", "continuous_batching", "vllm")
 ENGINES = (NATIVE, *PEERS)
 # What runs in vLLM's own environment: plain files, without what else this package needs.
-_COPIED_MODULES = ("rollout_work", "rollout_vllm")
+_COPIED_MODULES = (
+    "spmdrl.bench.harness.replies",
+    "spmdrl.bench.rollout.rollout_work",
+    "spmdrl.bench.rollout.rollout_vllm",
+)
 _VLLM_ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -45,8 +44,7 @@ _VLLM_ENVIRONMENT = {
 
 
 def _small_qwen3(*, hidden_size: int, intermediate_size: int, num_layers: int) -> DecoderConfig:
-    return DecoderConfig(
-        model_type="qwen3",
+    return qwen3(
         vocab_size=512,
         hidden_size=hidden_size,
         intermediate_size=intermediate_size,
@@ -54,12 +52,6 @@ def _small_qwen3(*, hidden_size: int, intermediate_size: int, num_layers: int) -
         num_heads=8,
         num_kv_heads=4,
         head_size=hidden_size // 8,
-        rms_eps=1e-6,
-        rope_theta=10000.0,
-        qk_norm=True,
-        attention_bias=False,
-        tied_head=True,
-        max_positions=4096,
     )
 
 
@@ -92,66 +84,56 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(text.split(","))
 
 
-@dataclass
-class Runs:
-    """What was measured of one engine with one model, by distribution."""
-
-    by_lengths: dict[str, list[Measured]] = field(default_factory=dict)
-    missing: str | None = None
-    """why nothing was"""
+Runs = Mapping[tuple[str, str], Turns[EngineRun]]
+"""what was measured with one model, by distribution of lengths and engine"""
 
 
 def run(arguments: argparse.Namespace) -> BenchTable:
     """Measure all in turn. Raises RuntimeError if the native engine fails; a peer that fails has a row that says so."""
-    found: dict[str, dict[str, Runs]] = {}
+    found: dict[str, Runs] = {}
     for model in arguments.models:
         with tempfile.TemporaryDirectory(prefix="spmdrl-bench-", ignore_cleanup_errors=True) as name:
             folder = Path(name)
-            work = _prepare(folder, model, arguments)
+            work = _prepare(folder, MADE_MODELS[model], arguments)
             found[model] = _measure(folder, work, arguments)
             check_same_work(found[model], work)
     return summarize(found, arguments)
 
 
-def _prepare(folder: Path, model: str, arguments: argparse.Namespace) -> Work:
+def _prepare(folder: Path, config: DecoderConfig, arguments: argparse.Namespace) -> Work:
     """Lay out what the engines read: the model, the work, and the modules for vLLM's Python."""
-    config = MADE_MODELS[model]
-    weights = RandomWeights(config, seed=0)
-    target = folder / MODEL_FOLDER
-    target.mkdir()
-    (target / "config.json").write_text(json.dumps(hf_config_dict(config, torch.float32)))
-    write_weights(target, ((weight, weights(weight)) for weight in weights.names))
+    write_model(folder / MODEL_FOLDER, config)
     size = WorkSize(
         num_prompts=arguments.prompts,
         group_size=arguments.group_size,
         prompt_length=arguments.prompt_length,
         limit=arguments.limit,
-        vocab_size=read_config(target).vocab_size,
+        vocab_size=config.vocab_size,
     )
     work = make_work(size, rows_at_once=arguments.rows_at_once, threads=arguments.threads, compiles=arguments.compile)
     work.save(folder)
-    copy_modules("spmdrl.bench.rollout", _COPIED_MODULES, folder / "modules")
+    copy_modules(_COPIED_MODULES, folder / "modules")
     return work
 
 
-def _measure(folder: Path, work: Work, arguments: argparse.Namespace) -> dict[str, Runs]:
-    runs = {engine: Runs() for engine in ENGINES if engine in (NATIVE, *arguments.engines)}
+def _measure(folder: Path, work: Work, arguments: argparse.Namespace) -> Runs:
+    engines = [engine for engine in ENGINES if engine in (NATIVE, *arguments.engines)]
     with contextlib.ExitStack() as stack:
-        started = {}
-        for engine in runs:
-            with _noting_failure(engine, runs):
-                started[engine] = stack.enter_context(_start(engine, folder, arguments))
-                started[engine].answer()
-        for _ in range(arguments.rounds):
-            for lengths in arguments.lengths or work.lengths:
-                for engine in [engine for engine in started if runs[engine].missing is None]:
-                    with _noting_failure(engine, runs):
-                        fields = json.loads(started[engine].ask(lengths))
-                        runs[engine].by_lengths.setdefault(lengths, []).append(Measured(**fields))
-    return runs
+        started = in_turn(
+            {engine: functools.partial(_start, engine, folder, arguments, stack) for engine in engines},
+            rounds=1,
+            optional=PEERS,
+        )
+        contenders = {
+            (lengths, engine): functools.partial(_generate, started[engine], lengths)
+            for lengths in arguments.lengths or work.lengths
+            for engine in engines
+        }
+        return in_turn(contenders, arguments.rounds, optional=[name for name in contenders if name[1] != NATIVE])
 
 
-def _start(engine: str, folder: Path, arguments: argparse.Namespace) -> contextlib.AbstractContextManager[Answering]:
+def _start(engine: str, folder: Path, arguments: argparse.Namespace, stack: contextlib.ExitStack) -> Peer:
+    """An engine that is ready; it is ended with the stack."""
     environment = {
         "OMP_NUM_THREADS": str(arguments.threads),
         "OMP_WAIT_POLICY": "PASSIVE",
@@ -162,56 +144,46 @@ def _start(engine: str, folder: Path, arguments: argparse.Namespace) -> contextl
         environment |= {**_VLLM_ENVIRONMENT, "PYTHONPATH": str(folder / "modules")}
     else:
         command = [sys.executable, "-m", "spmdrl.bench.rollout.rollout_engines", engine, str(folder)]
-    return answering(command, environment, arguments.limit_seconds)
+    peer = stack.enter_context(running(command, environment, arguments.limit_seconds))
+    peer.reply()
+    return peer
 
 
-@contextlib.contextmanager
-def _noting_failure(engine: str, runs: Mapping[str, Runs]) -> Any:
-    try:
-        yield
-    except (RuntimeError, OSError) as error:
-        if engine == NATIVE:
-            raise
-        runs[engine].missing = str(error).strip().splitlines()[-1]
+def _generate(started: Turns[Peer], lengths: str) -> EngineRun:
+    if started.missing is not None:
+        raise RuntimeError(started.missing)
+    return EngineRun(**started.results[0].request(lengths))
 
 
-def check_same_work(runs: Mapping[str, Runs], work: Work) -> None:
+def check_same_work(runs: Runs, work: Work) -> None:
     """Raise RuntimeError where an engine made too few or too many tokens: then its rate means nothing."""
-    for engine, measured in runs.items():
-        for lengths, of_rounds in measured.by_lengths.items():
-            asked = work.lengths[lengths]
-            for found in of_rounds:
-                made = found.row_lengths
-                if len(made) != work.num_rows or any(
-                    not 1 <= length <= limit or (length < limit and not asked.stop_ids)
-                    for length, limit in zip(made, asked.limits, strict=False)
-                ):
-                    raise RuntimeError(f"{engine} was asked for {lengths} lengths {asked.limits}, but made {made}")
+    for (lengths, engine), turns in runs.items():
+        asked = work.lengths[lengths]
+        for made in (found.row_lengths for found in turns.results):
+            if len(made) != work.num_rows or any(
+                not 1 <= length <= limit or (length < limit and not asked.stop_ids)
+                for length, limit in zip(made, asked.limits, strict=False)
+            ):
+                raise RuntimeError(f"{engine} was given {lengths} lengths {asked.limits}, but made {made}")
 
 
-def summarize(found: Mapping[str, Mapping[str, Runs]], arguments: argparse.Namespace) -> BenchTable:
+def summarize(found: Mapping[str, Runs], arguments: argparse.Namespace) -> BenchTable:
     """The table, and ratios of the native engine's rates to each other one's."""
-    rows = [
-        row
-        for model, runs in found.items()
-        for lengths in runs[NATIVE].by_lengths
-        for row in _rows(model, lengths, runs)
-    ]
+    rows = [_row(model, lengths, engine, runs) for model, runs in found.items() for lengths, engine in runs]
     at_once = f"{arguments.rows_at_once} rows at once" + (", native compiled" if arguments.compile else "")
     return BenchTable(
         title=f"bench rollout: {arguments.prompts} prompts x {arguments.group_size} responses of at most "
         f"{arguments.limit} tokens, {at_once}, {arguments.threads} threads, medians of {arguments.rounds} rounds",
-        columns=tuple(rows[0]),
         rows=rows,
         notes=_NOTES,
         details={
             "ratios": _ratios(rows, "native / it"),
             "ratios_of_cpu_time": _ratios(rows, "by CPU time"),
             "seconds": {
-                f"{model}_{engine}_{lengths}": [measured.seconds for measured in of_rounds]
+                f"{model}_{engine}_{lengths}": [each.seconds for each in turns.results]
                 for model, runs in found.items()
-                for engine, run in runs.items()
-                for lengths, of_rounds in run.by_lengths.items()
+                for (lengths, engine), turns in runs.items()
+                if turns.results
             },
         },
     )
@@ -224,38 +196,31 @@ _NOTES = (
 )
 
 
-def _rows(model: str, lengths: str, runs: Mapping[str, Runs]) -> list[dict[str, Any]]:
-    rates = {engine: _median_rates(run.by_lengths.get(lengths, [])) for engine, run in runs.items()}
-    wall, cpu = rates[NATIVE]
-    assert wall is not None and cpu is not None, f"the native engine wasn't measured with {lengths} lengths"
-    rows = []
-    for engine, run in runs.items():
-        measured = run.by_lengths.get(lengths, [])
-        own_wall, own_cpu = rates[engine]
-        share = [each.extra["matmul_seconds"] / each.cpu_seconds for each in measured if "matmul_seconds" in each.extra]
-        rows.append(
-            {
-                "model": model,
-                "lengths": lengths,
-                "engine": engine,
-                "tokens/s": own_wall,
-                "tokens/CPU s": own_cpu,
-                "native / it": own_wall and wall / own_wall,
-                "by CPU time": own_cpu and cpu / own_cpu,
-                "of matmul": statistics.median(share) if share else None,
-                "mean length": statistics.fmean(measured[0].row_lengths) if measured else None,
-                "remark": run.missing or "",
-            }
-        )
-    return rows
+def _row(model: str, lengths: str, engine: str, runs: Runs) -> dict[str, Any]:
+    found, native = runs[lengths, engine].results, runs[lengths, NATIVE].results
+    wall, cpu = _median_rates(found)
+    native_wall, native_cpu = _median_rates(native)
+    shares = [each.extra["matmul_seconds"] / each.cpu_seconds for each in found if "matmul_seconds" in each.extra]
+    return {
+        "model": model,
+        "lengths": lengths,
+        "engine": engine,
+        "tokens/s": wall,
+        "tokens/CPU s": cpu,
+        "native / it": wall and native_wall / wall,
+        "by CPU time": cpu and native_cpu / cpu,
+        "of matmul": statistics.median(shares) if shares else None,
+        "mean length": statistics.fmean(found[0].row_lengths) if found else None,
+        "remark": runs[lengths, engine].missing or "",
+    }
 
 
-def _median_rates(measured: Sequence[Measured]) -> tuple[float | None, float | None]:
-    """Tokens a second, and a second of CPU time."""
-    if not measured:
+def _median_rates(runs: Sequence[EngineRun]) -> tuple[Any, Any]:
+    """Tokens a second, and a second of CPU time; None without runs."""
+    if not runs:
         return None, None
-    wall = statistics.median(found.num_tokens / found.seconds for found in measured)
-    return wall, statistics.median(found.num_tokens / found.cpu_seconds for found in measured)
+    wall = statistics.median(run.num_tokens / run.seconds for run in runs)
+    return wall, statistics.median(run.num_tokens / run.cpu_seconds for run in runs)
 
 
 def _ratios(rows: Sequence[Mapping[str, Any]], column: str) -> dict[str, float]:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spmdrl.bench.rollout.rollout_work import Lengths, Work, answer, counted
+from spmdrl.bench.rollout.rollout_work import Lengths, Work, counted, serve
 from spmdrl.engines.generation.native.native_engine import NativeEngine
 from spmdrl.engines.generation.protocol import Request, SamplingParams
 from spmdrl.engines.generation.rollout_config import RolloutConfig
@@ -183,4 +183,4 @@ ENGINES = {"native": Native, "generate": Generate, "continuous_batching": Contin
 if __name__ == "__main__":
     name, folder = sys.argv[1:]
     torch.set_num_threads(Work.load(Path(folder)).threads)
-    answer(ENGINES[name], Path(folder))
+    serve(ENGINES[name], Path(folder))

@@ -1,6 +1,6 @@
 """vLLM's CPU build as an engine of the rollout bench.
 
-Needs nothing of this package but `rollout_work`, so that it runs in an environment of its own.
+Needs nothing of this package but `rollout_work` and `replies`, so that it runs in an environment of its own.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from spmdrl.bench.rollout.rollout_work import Lengths, Work, answer
+from spmdrl.bench.rollout.rollout_work import Lengths, Work, serve
 
 
 class Vllm:
@@ -53,4 +53,4 @@ class Vllm:
 
 
 if __name__ == "__main__":
-    answer(Vllm, Path(sys.argv[1]))
+    serve(Vllm, Path(sys.argv[1]))

@@ -1,20 +1,21 @@
-"""What every engine of the rollout bench generates, and the process that makes one of them do so when asked.
+"""What every engine of the rollout bench generates, and the loop of a process that runs one of them on request.
 
-Needs nothing but the standard library, so that it runs in an environment of its own.
+Needs nothing but the standard library and replies.py, so that it runs in an environment of its own.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
 import random
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
+
+from spmdrl.bench.harness.replies import open_replies
 
 MODEL_FOLDER, WORK_FILE = "model", "work.json"
 # Standard deviation of the logarithms of log-normal lengths, as of responses that reason more or less long.
@@ -93,7 +94,7 @@ def make_work(size: WorkSize, *, rows_at_once: int, threads: int, compiles: bool
 
 
 @dataclass(frozen=True)
-class Measured:
+class EngineRun:
     """One run of an engine through all rows of one distribution."""
 
     seconds: float
@@ -125,30 +126,27 @@ class Generator(Protocol):
         ...
 
 
-def measure(generator: Generator, lengths: Lengths, rows: Sequence[int], seed: int) -> Measured:
+def measure(generator: Generator, lengths: Lengths, rows: Sequence[int], seed: int) -> EngineRun:
     generator.prepare(lengths)
     start, cpu_start = time.perf_counter(), time.process_time()
     row_lengths = generator.generate(lengths, rows, seed)
     seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
-    return Measured(seconds, cpu_seconds, tuple(row_lengths), generator.extra())
+    return EngineRun(seconds, cpu_seconds, tuple(row_lengths), generator.extra())
 
 
-def answer(make: Any, folder: Path) -> None:
-    """Make the generator, then run it through the distribution that each line on stdin names; answer a line of JSON.
+def serve(make: Callable[[Path, Work], Generator], folder: Path) -> None:
+    """Make the generator; each line on stdin then names the distribution of one run, whose figures are the reply.
 
-    The first answer, which is empty, means that the generator is ready and warm.
+    The first reply, which is empty, means that the generator is ready and warm.
     """
-    # Libraries print to stdout too.
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
+    reply = open_replies()
     work = Work.load(folder)
-    generator: Generator = make(folder / MODEL_FOLDER, work)
+    generator = make(folder / MODEL_FOLDER, work)
     few = Lengths((4,) * work.num_rows)
     measure(generator, few, range(min(work.rows_at_once, work.num_rows)), seed=0)
-    answers.write("{}\n")
+    reply({})
     for number, line in enumerate(sys.stdin, start=1):
-        found = measure(generator, work.lengths[line.strip()], range(work.num_rows), seed=number)
-        answers.write(json.dumps(asdict(found)) + "\n")
+        reply(asdict(measure(generator, work.lengths[line.strip()], range(work.num_rows), seed=number)))
 
 
 def counted(token_ids: Sequence[int], limit: int, stop_ids: frozenset[int]) -> int:

@@ -119,7 +119,6 @@ def run(arguments: argparse.Namespace) -> BenchTable:
     return BenchTable(
         title=f"bench metadata: {job.num_rows} rows, {job.num_nodes} nodes x {job.ranks_per_node} ranks, "
         f"{len(stages)} worker states; one rank, one step",
-        columns=tuple(rows[0]),
         rows=rows,
         notes=(
             f"received bytes / closed formula = {ratio:.3f}; {total['received_bytes'] / job.num_rows:.1f} bytes a row",

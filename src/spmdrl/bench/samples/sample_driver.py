@@ -1,7 +1,7 @@
 """Drives a producer and a consumer over a store of another program, for the samples bench.
 
-Needs nothing but numpy and `sample_rows`, so that it runs in an environment of its own. Rows are given to stores as
-these are made for it: an array a row and column, or one a column where all of its rows are equally long.
+Needs nothing but numpy and the modules copied with it, so that it runs in an environment of its own. Rows are given to
+stores as these are made for it: an array a row and column, or one a column where all of its rows are equally long.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
@@ -20,9 +20,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from spmdrl.bench.harness.in_turn import seconds_of
+from spmdrl.bench.harness.replies import open_replies
 from spmdrl.bench.samples.sample_rows import COLUMNS, PROMPT, RESPONSE_COLUMNS, ROW_NUMBER, KeptMemory, Rows
 
 Columns = dict[str, Any]
+TASK_FILE = "task.json"
 
 
 class Store(Protocol):
@@ -41,8 +44,8 @@ class Store(Protocol):
 
 
 @dataclass
-class Measured:
-    """What one backend took for the rows of one shape, by counted step; every one of them puts and gets all rows."""
+class StoreFigures:
+    """What one store took for the rows of one shape, by counted step; every one of them puts and gets all rows."""
 
     put_seconds: list[float] = field(default_factory=list)
     get_seconds: list[float] = field(default_factory=list)
@@ -53,8 +56,8 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What every backend does, with the rows in each of the named files."""
+class StoreTask:
+    """What is done with every store and the rows in each of the named files."""
 
     shapes: tuple[str, ...]
     chunk: int
@@ -64,10 +67,12 @@ class Settings:
     steps: int
     requests: int
 
+    def save(self, folder: Path) -> None:
+        (folder / TASK_FILE).write_text(json.dumps(asdict(self)))
+
     @classmethod
-    def load(cls, folder: Path) -> Settings:
-        values = json.loads((folder / "settings.json").read_text())
-        return cls(**{**values, "shapes": tuple(values["shapes"])})
+    def load(cls, folder: Path) -> StoreTask:
+        return cls(**json.loads((folder / TASK_FILE).read_text()))
 
 
 def columns_of(rows: Rows, *, packed: bool) -> Columns:
@@ -83,17 +88,17 @@ def columns_of(rows: Rows, *, packed: bool) -> Columns:
     return columns
 
 
-def measure_memcpy(rows: Rows, settings: Settings) -> Measured:
+def measure_memcpy(rows: Rows, task: StoreTask) -> StoreFigures:
     """Copy all columns into kept memory, and from there into other kept memory, in this process with one thread."""
-    chunks, memory, found = list(rows.parts(settings.chunk)), KeptMemory(), Measured()
-    for step in range(settings.warm_up + settings.steps):
+    chunks, memory, found = list(rows.parts(task.chunk)), KeptMemory(), StoreFigures()
+    for step in range(task.warm_up + task.steps):
         start = time.perf_counter()
         stored = [_copied(chunk, memory, ("in", number)) for number, chunk in enumerate(chunks)]
         middle = time.perf_counter()
         for number, chunk in enumerate(stored):
             _copied(chunk, memory, ("out", number))
         stop = time.perf_counter()
-        if step >= settings.warm_up:
+        if step >= task.warm_up:
             found.put_seconds.append(middle - start)
             found.get_seconds.append(stop - middle)
     return found
@@ -104,7 +109,7 @@ def _copied(rows: Rows, memory: KeptMemory, place: tuple[str, int]) -> Rows:
     return Rows(rows.group_size, memory.copy(place, rows.offsets), columns)
 
 
-def measure(kind: type[Store], settings: Settings, folder: Path) -> dict[str, Any]:
+def measure(kind: type[Store], task: StoreTask, folder: Path) -> dict[str, Any]:
     """Be the producer, beside a consumer in another process."""
     spawn = multiprocessing.get_context("spawn")
     found = {}
@@ -115,28 +120,27 @@ def measure(kind: type[Store], settings: Settings, folder: Path) -> dict[str, An
         theirs.close()
         try:
             store = kind(address)
-            for shape in settings.shapes:
+            for shape in task.shapes:
                 rows = Rows.load(folder / f"{shape}.npz")
-                found[shape] = asdict(_measure_shape(store, pipe, settings, rows))
+                found[shape] = asdict(_measure_shape(store, pipe, task, rows))
         finally:
             consumer.kill()
             consumer.join()
     return found
 
 
-def _measure_shape(store: Store, consumer: Connection, settings: Settings, rows: Rows) -> Measured:
+def _measure_shape(store: Store, consumer: Connection, task: StoreTask, rows: Rows) -> StoreFigures:
     chunks = [
-        (part.columns[ROW_NUMBER].tolist(), columns_of(part, packed=store.packed))
-        for part in rows.parts(settings.chunk)
+        (part.columns[ROW_NUMBER].tolist(), columns_of(part, packed=store.packed)) for part in rows.parts(task.chunk)
     ]
-    counts, found = [len(numbers) for numbers, _ in chunks], Measured()
-    for step in range(settings.warm_up + settings.steps):
-        put_seconds = sum(timed(store.put, numbers, columns) for numbers, columns in chunks)
-        is_last = step == settings.warm_up + settings.steps - 1
-        consumer.send((settings.requests if is_last else 0, counts))
+    counts, found = [len(numbers) for numbers, _ in chunks], StoreFigures()
+    for step in range(task.warm_up + task.steps):
+        put_seconds = sum(seconds_of(store.put, numbers, columns) for numbers, columns in chunks)
+        is_last = step == task.warm_up + task.steps - 1
+        consumer.send((task.requests if is_last else 0, counts))
         answer = consumer.recv()
         check_came_once(answer.row_numbers, rows, answer.num_bytes)
-        if step >= settings.warm_up:
+        if step >= task.warm_up:
             found.put_seconds.append(put_seconds)
             found.get_seconds.append(answer.get_seconds)
         found.request_seconds += answer.request_seconds
@@ -170,7 +174,7 @@ def _consume(kind: type[Store], address: Any, producer: Connection) -> None:
     store = kind(address)
     while True:
         num_requests, counts = producer.recv()
-        requests = [timed(store.num_ready) for _ in range(num_requests)]
+        requests = [seconds_of(store.num_ready) for _ in range(num_requests)]
         got: list[Columns] = []
         start = time.perf_counter()
         for count in counts:
@@ -178,13 +182,6 @@ def _consume(kind: type[Store], address: Any, producer: Connection) -> None:
         seconds = time.perf_counter() - start
         numbers = [int(number) for columns in got for number in columns[ROW_NUMBER]]
         producer.send(_Answer(requests, seconds, numbers, sum(map(_num_bytes, got)), _resident_bytes()))
-
-
-def timed(function: Callable[..., object], *arguments: object) -> float:
-    """Seconds that a call takes."""
-    start = time.perf_counter()
-    function(*arguments)
-    return time.perf_counter() - start
 
 
 def _num_bytes(values: Any) -> int:
@@ -206,10 +203,9 @@ def _resident_bytes() -> int:
 
 
 def main(stores: Mapping[str, type[Store]]) -> None:
-    """Measure the store that the first argument names, with settings and rows of the folder of the second."""
-    name, folder = sys.argv[1], Path(sys.argv[2])
+    """Measure the store that the first argument names, with the task and the rows in the folder of the second."""
+    reply, (name, folder) = open_replies(), sys.argv[1:]
     try:
-        result: dict[str, Any] = {"shapes": measure(stores[name], Settings.load(folder), folder)}
+        reply(measure(stores[name], StoreTask.load(Path(folder)), Path(folder)))
     except ImportError as error:
-        result = {"missing": f"{error} in {sys.executable}"}
-    (folder / "result.json").write_text(json.dumps(result))
+        reply({"missing": f"{error} in {sys.executable}"})

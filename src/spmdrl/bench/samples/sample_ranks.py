@@ -1,4 +1,4 @@
-"""A rank of the samples bench, run by a launcher: the first one produces all rows, the second one consumes them.
+"""A rank of the samples bench: the first one produces all rows, the second one consumes them.
 
 They run a step as a training run does, state by state, through the product's dock, with states that only one of them
 works in. Their turns don't overlap, so that each has the machine to itself.
@@ -6,17 +6,18 @@ works in. Their turns don't overlap, so that each has the machine to itself.
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from array import array
-from dataclasses import asdict, dataclass, field
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from spmdrl.bench.samples.sample_driver import Measured, Settings, check_came_once, timed
+from spmdrl.bench.harness.in_turn import seconds_of
+from spmdrl.bench.samples.sample_driver import StoreFigures, StoreTask, check_came_once
 from spmdrl.bench.samples.sample_rows import COLUMNS, PROMPT, RESPONSE_COLUMNS, ROW_NUMBER, SCALARS, KeptMemory, Rows
 from spmdrl.dataflow.data.prompts import Prompt
 from spmdrl.dataflow.samples.balancing.sharing import RowGroups
@@ -28,10 +29,10 @@ from spmdrl.dataflow.samples.samples import Samples
 from spmdrl.dataflow.samples.schema import columns_mask, needs_by_state, rule_of
 from spmdrl.dataflow.samples.transport.transport import DockConfig
 from spmdrl.dataflow.samples.volume import Link
-from spmdrl.resources.collectives import barrier, gather_bytes
+from spmdrl.resources.collectives import barrier
 from spmdrl.resources.memory import resident_bytes
 from spmdrl.resources.mesh import Axis
-from spmdrl.resources.world import World, open_world
+from spmdrl.resources.world import World
 from spmdrl.types import Batch, WorkerState
 
 _TIMEOUT_SECONDS = 60.0
@@ -39,27 +40,61 @@ _STATES = (WorkerState.GENERATION, WorkerState.REWARD, WorkerState.REFERENCE, Wo
 
 
 @dataclass
-class MeasuredDock(Measured):
-    """What the dock took; `get_seconds` are those of taking views."""
-
-    copy_seconds: list[float] = field(default_factory=list)
-    """of copying all that was taken into the consumer's own memory"""
-    commit_seconds: list[float] = field(default_factory=list)
-    """of the collectives at the ends of states, on the slower rank"""
-    get_bytes_by_link: dict[str, int] = field(default_factory=dict)
-
-
-@dataclass
-class _Step:
+class DockStep:
     """What one rank measured in one step, in seconds."""
 
     put: float = 0.0
     get: float = 0.0
+    """of taking views"""
     copy: float = 0.0
+    """of copying all that was taken into the rank's own memory"""
     commit: float = 0.0
+    """of the collectives at the ends of states"""
     requests: list[float] = field(default_factory=list)
     row_numbers: list[int] = field(default_factory=list)
     num_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class DockShare:
+    """What one rank measured with rows of one shape."""
+
+    steps: list[DockStep]
+    resident_bytes: int
+    get_bytes: dict[str, int]
+    """by link"""
+
+
+@dataclass
+class DockFigures:
+    """What both ranks measured with rows of one shape."""
+
+    store: StoreFigures
+    copy_seconds: list[float]
+    """of copying what was taken into the consumer's own memory"""
+    commit_seconds: list[float]
+    """of the collectives at the ends of states, on the slower rank"""
+    get_bytes_by_link: dict[str, int]
+
+    @classmethod
+    def of(cls, shares: Sequence[DockShare], rows: Rows, warm_up: int) -> DockFigures:
+        """Join what the ranks measured. Raises RuntimeError if a step didn't bring every row once."""
+        steps = list(zip(*(share.steps for share in shares), strict=True))
+        for parts in steps:
+            numbers = [number for part in parts for number in part.row_numbers]
+            check_came_once(numbers, rows, sum(part.num_bytes for part in parts))
+        counted = steps[warm_up:]
+        links = Counter[str]()
+        for share in shares:
+            links.update(share.get_bytes)
+        store = StoreFigures(
+            put_seconds=[sum(part.put for part in parts) for parts in counted],
+            get_seconds=[sum(part.get for part in parts) for parts in counted],
+            request_seconds=[seconds for *_, consumer in steps for seconds in consumer.requests],
+            resident_bytes=[share.resident_bytes for share in shares],
+        )
+        copies = [sum(part.copy for part in parts) for parts in counted]
+        return cls(store, copies, [max(part.commit for part in parts) for parts in counted], dict(links))
 
 
 class BatchedRows:
@@ -100,37 +135,25 @@ def groups_of_bench(world: World) -> dict[WorkerState, RowGroups]:
 class DockBench:
     """Runs steps of one shape. All of its methods are collective over all ranks."""
 
-    def __init__(self, dock: TransferDock, world: World, settings: Settings):
+    def __init__(self, dock: TransferDock, world: World, task: StoreTask):
         self._dock = dock
         self._world = world
-        self._settings = settings
+        self._task = task
         self._kept = KeptMemory()
         self._num_steps = 0
 
-    def measure(self, rows: Rows) -> MeasuredDock:
-        """Warm up, then measure; the figures of all ranks, on every rank."""
-        batches, found, settings = BatchedRows(rows), MeasuredDock(), self._settings
-        before = self._dock.volume.copy()
-        for number in range(settings.warm_up + settings.steps):
-            is_last = number == settings.warm_up + settings.steps - 1
-            own = self._step(batches, settings.requests if is_last else 0)
-            steps = [_Step(**json.loads(part)) for part in gather_bytes(json.dumps(asdict(own)).encode())]
-            check_came_once([n for step in steps for n in step.row_numbers], rows, sum(s.num_bytes for s in steps))
-            if number >= settings.warm_up:
-                found.put_seconds.append(sum(step.put for step in steps))
-                found.get_seconds.append(sum(step.get for step in steps))
-                found.copy_seconds.append(sum(step.copy for step in steps))
-                found.commit_seconds.append(max(step.commit for step in steps))
-            found.request_seconds += steps[-1].requests
+    def measure(self, rows: Rows) -> DockShare:
+        """Warm up, then measure. Requests are timed in the last step."""
+        batches, before = BatchedRows(rows), self._dock.volume.copy()
+        num_steps = self._task.warm_up + self._task.steps
+        num_requests = [0] * (num_steps - 1) + [self._task.requests]
+        steps = [self._step(batches, number) for number in num_requests]
         gets = self._dock.volume.since(before).get_bytes
-        mine = {"resident": resident_bytes(), **{link.value: gets[link].total() for link in Link}}
-        ranks = [json.loads(part) for part in gather_bytes(json.dumps(mine).encode())]
-        found.resident_bytes = [rank["resident"] for rank in ranks]
-        found.get_bytes_by_link = {link.value: sum(rank[link.value] for rank in ranks) for link in Link}
-        return found
+        return DockShare(steps, resident_bytes(), {link.value: gets[link].total() for link in Link})
 
-    def _step(self, rows: BatchedRows, num_requests: int) -> _Step:
-        step, start = _Step(), time.perf_counter()
+    def _step(self, rows: BatchedRows, num_requests: int) -> DockStep:
+        barrier()
+        step, start = DockStep(), time.perf_counter()
         samples = self._dock.open_batch(self._num_steps, rows.prompts, rows.group_size)
         step.put += time.perf_counter() - start if self._world.is_main else 0.0
         self._num_steps += 1
@@ -138,19 +161,19 @@ class DockBench:
             self._run_state(state, samples, rows, step)
         if self._world.rank == self._world.size - 1:
             controller = controller_of_ready_rows(rows.num_rows)
-            step.requests = [timed(controller.ready_rows) for _ in range(num_requests)]
+            step.requests = [seconds_of(controller.ready_rows) for _ in range(num_requests)]
         self._read_all(samples, samples.take(WorkerState.UPDATE, ()).rows.tolist(), step)
         samples.commit(WorkerState.UPDATE)
         self._dock.close_batch(samples)
         return step
 
-    def _run_state(self, state: WorkerState, samples: Samples, rows: BatchedRows, step: _Step) -> None:
+    def _run_state(self, state: WorkerState, samples: Samples, rows: BatchedRows, step: DockStep) -> None:
         """Put what the state makes: generation as rows finish, in chunks; others all at once."""
         if num_rows := self._take_rows(state, samples):
-            made = rows.made_by(state, self._settings.chunk if state is WorkerState.GENERATION else num_rows)
-            step.put += sum(timed(samples.put, state, batch) for batch in made)
+            made = rows.made_by(state, self._task.chunk if state is WorkerState.GENERATION else num_rows)
+            step.put += sum(seconds_of(samples.put, state, batch) for batch in made)
         barrier()
-        step.commit += timed(samples.commit, state)
+        step.commit += seconds_of(samples.commit, state)
 
     def _take_rows(self, state: WorkerState, samples: Samples) -> int:
         """Take the rows that the state works on; how many they are on this rank."""
@@ -160,13 +183,13 @@ class DockBench:
             return len(samples.take_generated(state))
         return len(samples.take(state, ()))
 
-    def _read_all(self, samples: Samples, taken: list[int], step: _Step) -> None:
+    def _read_all(self, samples: Samples, taken: list[int], step: DockStep) -> None:
         """Read the rows that this rank took, a chunk at a time, and copy each chunk out."""
-        for first in range(0, len(taken), self._settings.chunk):
+        for first in range(0, len(taken), self._task.chunk):
             start = time.perf_counter()
-            batch = samples.read(taken[first : first + self._settings.chunk], COLUMNS)
+            batch = samples.read(taken[first : first + self._task.chunk], COLUMNS)
             step.get += time.perf_counter() - start
-            step.copy += timed(self._copy_out, batch, len(step.row_numbers))
+            step.copy += seconds_of(self._copy_out, batch, len(step.row_numbers))
             step.row_numbers += batch.dense(ROW_NUMBER).tolist()
             step.num_bytes += sum(_values(batch, name).nbytes for name in COLUMNS)
 
@@ -194,17 +217,8 @@ def _values(batch: Batch, name: str) -> np.ndarray:
     return (batch.values(name) if batch.is_ragged(name) else batch.dense(name)).numpy()
 
 
-def main() -> None:
-    """Measure the rows of all shapes in a folder, and write the figures there."""
-    torch.set_num_threads(1)
-    folder = Path(sys.argv[1])
-    settings = Settings.load(folder)
-    with open_world("cpu", _TIMEOUT_SECONDS) as world, open_dock(world) as dock:
-        bench = DockBench(dock, world, settings)
-        found = {shape: asdict(bench.measure(Rows.load(folder / f"{shape}.npz"))) for shape in settings.shapes}
-        if world.is_main:
-            (folder / "result.json").write_text(json.dumps({"shapes": found}))
-
-
-if __name__ == "__main__":
-    main()
+def measure_dock(world: World, task: StoreTask, folder: Path) -> dict[str, DockShare]:
+    """What this rank measured with the rows of each shape in the folder. Collective over all ranks."""
+    with open_dock(world) as dock:
+        bench = DockBench(dock, world, task)
+        return {shape: bench.measure(Rows.load(folder / f"{shape}.npz")) for shape in task.shapes}

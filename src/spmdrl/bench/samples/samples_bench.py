@@ -9,19 +9,21 @@ The dock's rows go through a step's worker states; generation puts chunks, later
 from __future__ import annotations
 
 import argparse
-import json
+import functools
 import statistics
 import sys
 import tempfile
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from spmdrl.bench.harness.bench_ranks import BenchRanks
 from spmdrl.bench.harness.bench_table import BenchTable
-from spmdrl.bench.harness.lone_modules import copy_modules
-from spmdrl.bench.harness.peers import run_to_end
-from spmdrl.bench.samples.sample_driver import Measured, Settings, measure_memcpy
+from spmdrl.bench.harness.in_turn import Turns, in_turn
+from spmdrl.bench.harness.peers import copy_modules, running
+from spmdrl.bench.samples.sample_driver import StoreFigures, StoreTask, measure_memcpy
+from spmdrl.bench.samples.sample_ranks import DockFigures, measure_dock
 from spmdrl.bench.samples.sample_rows import Rows, RowsSize, padded_rows, ragged_rows
 
 MEMCPY, VIEWS, COPIES = "memcpy", "dock", "dock, copied out"
@@ -34,7 +36,14 @@ PEERS = {
 }
 GOAL_OF_MEMCPY, GOAL_P50_MICROSECONDS = 0.5, 20
 # What runs in the peers' own environment: plain files, without what else this package needs.
-_COPIED_MODULES = ("sample_driver", "sample_peers", "sample_rows", "sample_tcp")
+_COPIED_MODULES = (
+    "spmdrl.bench.harness.in_turn",
+    "spmdrl.bench.harness.replies",
+    "spmdrl.bench.samples.sample_driver",
+    "spmdrl.bench.samples.sample_peers",
+    "spmdrl.bench.samples.sample_rows",
+    "spmdrl.bench.samples.sample_tcp",
+)
 _WARM_UP, _STEPS = 2, 3
 _LONGEST_SECONDS = 300.0
 _ENVIRONMENT = {
@@ -58,19 +67,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--peer-python", default=sys.executable, help="Python that has Ray and TransferQueue")
 
 
-@dataclass
-class Way:
-    """What was measured of one way to bring rows from one process to another, over all rounds."""
-
-    by_shape: dict[str, Measured] = field(default_factory=dict)
-    missing: str | None = None
-    """why nothing was"""
-
-    def add(self, found: Mapping[str, Measured]) -> None:
-        for shape, measured in found.items():
-            whole = self.by_shape.setdefault(shape, Measured())
-            for part in fields(Measured):
-                getattr(whole, part.name).extend(getattr(measured, part.name))
+Ways = Mapping[str, Turns[Mapping[str, StoreFigures]]]
+"""what each way to bring rows from one process to another took, by shape of the rows"""
 
 
 def run(arguments: argparse.Namespace) -> BenchTable:
@@ -78,99 +76,90 @@ def run(arguments: argparse.Namespace) -> BenchTable:
     size = RowsSize(arguments.groups, arguments.group_size, arguments.prompt_length, arguments.response_length)
     shapes = {"padded": padded_rows(size), "ragged": ragged_rows(size)}
     requests = -(-arguments.requests // (arguments.rounds * len(shapes)))
-    settings = Settings(tuple(shapes), arguments.chunk, _WARM_UP, _STEPS, requests)
-    ways = {name: Way() for name in (MEMCPY, VIEWS, COPIES, *PEERS)}
-    extra: list[dict[str, Any]] = []
+    task = StoreTask(tuple(shapes), arguments.chunk, _WARM_UP, _STEPS, requests)
     with tempfile.TemporaryDirectory(prefix="spmdrl-bench-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
-        _write(folder, shapes, settings)
-        for _ in range(arguments.rounds):
-            ways[MEMCPY].add({shape: measure_memcpy(rows, settings) for shape, rows in shapes.items()})
-            extra.append(_measure_dock(folder, ways))
-            for peer, way in ways.items():
-                if peer in PEERS and way.missing is None:
-                    _measure_peer(peer, arguments.peer_python, folder, way)
-    return summarize(ways, shapes, extra, arguments.rounds)
+        for shape, rows in shapes.items():
+            rows.save(folder / f"{shape}.npz")
+        task.save(folder)
+        copy_modules(_COPIED_MODULES, folder / "modules")
+        ways: dict[str, Any] = {
+            MEMCPY: lambda: {shape: measure_memcpy(rows, task) for shape, rows in shapes.items()},
+            VIEWS: lambda: _measure_dock(folder, shapes, task),
+        }
+        ways |= {peer: functools.partial(_measure_peer, peer, arguments.peer_python, folder) for peer in PEERS}
+        found = in_turn(ways, arguments.rounds, optional=PEERS)
+    dock = found.pop(VIEWS).results
+    views = Turns([{shape: each.store for shape, each in by_shape.items()} for by_shape in dock])
+    copies = Turns([{shape: _with_copies(each) for shape, each in by_shape.items()} for by_shape in dock])
+    return summarize({MEMCPY: found.pop(MEMCPY), VIEWS: views, COPIES: copies, **found}, shapes, dock)
 
 
-def _write(folder: Path, shapes: Mapping[str, Rows], settings: Settings) -> None:
-    """Lay out what the other processes read: rows, settings, and the modules for the peers' Python."""
-    for shape, rows in shapes.items():
-        rows.save(folder / f"{shape}.npz")
-    (folder / "settings.json").write_text(json.dumps(asdict(settings)))
-    copy_modules("spmdrl.bench.samples", _COPIED_MODULES, folder / "modules")
+def _measure_dock(folder: Path, shapes: Mapping[str, Rows], task: StoreTask) -> dict[str, DockFigures]:
+    shares = BenchRanks(2).call(measure_dock, task, folder)
+    return {
+        shape: DockFigures.of([share[shape] for share in shares], rows, task.warm_up) for shape, rows in shapes.items()
+    }
 
 
-def _environment(folder: Path) -> dict[str, str]:
-    """Variables of a command; what it leaves in temporary files goes with the folder."""
-    return {**_ENVIRONMENT, "TMPDIR": str(folder)}
+def _with_copies(dock: DockFigures) -> StoreFigures:
+    both = [get + copy for get, copy in zip(dock.store.get_seconds, dock.copy_seconds, strict=True)]
+    return replace(dock.store, get_seconds=both)
 
 
-def _measure_dock(folder: Path, ways: Mapping[str, Way]) -> dict[str, Any]:
-    """Add a round of the dock; returns the figures that other ways don't have, by shape."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    run_to_end(
-        [*launcher, "-m", "spmdrl.bench.samples.sample_ranks", str(folder)], _environment(folder), _LONGEST_SECONDS
-    )
-    found = json.loads((folder / "result.json").read_text())["shapes"]
-    extra: dict[str, Any] = {}
-    for shape, values in found.items():
-        own = {part.name: values.pop(part.name) for part in fields(Measured)}
-        views = Measured(**own)
-        both = [get + copy for get, copy in zip(views.get_seconds, values["copy_seconds"], strict=True)]
-        ways[VIEWS].add({shape: views})
-        ways[COPIES].add({shape: replace(views, get_seconds=both)})
-        extra[shape] = values
-    return extra
-
-
-def _measure_peer(name: str, python: str, folder: Path, way: Way) -> None:
-    """Add a round of another way, or why there is none."""
+def _measure_peer(name: str, python: str, folder: Path) -> dict[str, StoreFigures]:
+    """A round of another way. Raises RuntimeError if its Python has no such way."""
+    environment = {**_ENVIRONMENT, "TMPDIR": str(folder), "PYTHONPATH": str(folder / "modules")}
     command = [python, "-m", f"spmdrl.bench.samples.{PEERS[name]}", name, str(folder)]
-    try:
-        run_to_end(command, {**_environment(folder), "PYTHONPATH": str(folder / "modules")}, _LONGEST_SECONDS)
-    except (RuntimeError, OSError) as error:
-        way.missing = str(error).splitlines()[-1]
-        return
-    result = json.loads((folder / "result.json").read_text())
-    way.missing = result.get("missing")
-    way.add({shape: Measured(**values) for shape, values in result.get("shapes", {}).items()})
+    with running(command, environment, _LONGEST_SECONDS) as peer:
+        reply = peer.reply()
+    if "missing" in reply:
+        raise RuntimeError(reply["missing"])
+    return {shape: StoreFigures(**values) for shape, values in reply.items()}
 
 
-def summarize(
-    ways: Mapping[str, Way], shapes: Mapping[str, Rows], extra: list[dict[str, Any]], rounds: int
-) -> BenchTable:
+def summarize(ways: Ways, shapes: Mapping[str, Rows], dock: Sequence[Mapping[str, DockFigures]]) -> BenchTable:
     """The table, and ratios of the dock to each other way."""
-    rows = [_row(shape, name, way, shapes[shape], ways[MEMCPY]) for shape in shapes for name, way in ways.items()]
-    figures = {(row["rows"], row["way"]): row for row in rows}
+    rows = [_row(shape, name, ways, shapes[shape]) for shape in shapes for name in ways]
+    rates = {(row["rows"], row["way"]): row["put + get GB/s"] for row in rows}
     ratios = {
-        f"{shape}_vs_{name}": figures[shape, HEADLINE]["put + get GB/s"] / figures[shape, name]["put + get GB/s"]
+        f"{shape}_vs_{name}": rates[shape, HEADLINE] / rates[shape, name]
         for shape in shapes
         for name in (MEMCPY, *PEERS)
-        if ways[name].by_shape
+        if ways[name].results
     }
-    copied = {
-        f"{shape}_vs_{MEMCPY}": figures[shape, COPIES]["put + get GB/s"] / figures[shape, MEMCPY]["put + get GB/s"]
-        for shape in shapes
-    }
-    requests = [seconds for measured in ways[VIEWS].by_shape.values() for seconds in measured.request_seconds]
-    p50, p99 = (_microseconds(requests, share) for share in (0.5, 0.99))
+    copied = {f"{shape}_vs_{MEMCPY}": rates[shape, COPIES] / rates[shape, MEMCPY] for shape in shapes}
+    requests = [seconds for shape in shapes for seconds in _figures(ways[VIEWS], shape).request_seconds]
     some = next(iter(shapes.values()))
     return BenchTable(
-        title=f"bench samples: {some.num_rows} rows in groups of {some.group_size}, medians of {rounds * _STEPS} steps",
-        columns=tuple(rows[0]),
+        title=f"bench samples: {some.num_rows} rows in groups of {some.group_size}, medians of "
+        f"{len(dock) * _STEPS} steps",
         rows=rows,
         notes=_NOTES,
         details={
             "ratios": ratios,
             "ratios_copied_out": copied,
-            "metadata_p50_us": p50,
-            "metadata_p99_us": p99,
+            "metadata_p50_us": _microseconds(requests, 0.5),
+            "metadata_p99_us": _microseconds(requests, 0.99),
             "goals": {"of_memcpy": GOAL_OF_MEMCPY, "metadata_p50_us": GOAL_P50_MICROSECONDS},
             "payload_bytes": {shape: rows.payload_bytes for shape, rows in shapes.items()},
-            "dock": extra,
+            "dock": [{shape: _extra(figures) for shape, figures in by_shape.items()} for by_shape in dock],
         },
     )
+
+
+def _extra(dock: DockFigures) -> dict[str, Any]:
+    """The figures that other ways don't have."""
+    return {name: value for name, value in asdict(dock).items() if name != "store"}
+
+
+def _figures(turns: Turns[Mapping[str, StoreFigures]], shape: str) -> StoreFigures:
+    """All rounds of one way together."""
+    whole = StoreFigures()
+    for found in turns.results:
+        for name, values in asdict(found[shape]).items():
+            getattr(whole, name).extend(values)
+    return whole
 
 
 _NOTES = (
@@ -183,33 +172,31 @@ _NOTES = (
 )
 
 
-def _row(shape: str, name: str, way: Way, rows: Rows, limit: Way) -> dict[str, Any]:
-    found = way.by_shape.get(shape)
+def _row(shape: str, name: str, ways: Ways, rows: Rows) -> dict[str, Any]:
     row: dict[str, Any] = {"rows": shape, "way": name}
-    if found is None:
-        return row | dict.fromkeys(_FIGURES) | {"remark": way.missing}
-    put, get, both = _medians(found)
-    gigabytes = rows.payload_bytes / 1e9
+    if not ways[name].results:
+        return row | dict.fromkeys(_FIGURES) | {"remark": ways[name].missing}
+    found, limit = _figures(ways[name], shape), _figures(ways[MEMCPY], shape)
+    both, gigabytes = _median_of_both(found), rows.payload_bytes / 1e9
     figures: tuple[object, ...] = (
-        gigabytes / put,
-        gigabytes / get,
+        gigabytes / statistics.median(found.put_seconds),
+        gigabytes / statistics.median(found.get_seconds),
         2 * gigabytes / both,
-        _medians(limit.by_shape[shape])[2] / both,
+        _median_of_both(limit) / both,
         1e6 * both / rows.num_rows,
         _microseconds(found.request_seconds, 0.5),
         _microseconds(found.request_seconds, 0.99),
         " / ".join(f"{size / 1e6:.0f}" for size in found.resident_bytes[-2:]) or None,
     )
-    return row | dict(zip(_FIGURES, figures, strict=True)) | {"remark": way.missing or ""}
+    return row | dict(zip(_FIGURES, figures, strict=True)) | {"remark": ways[name].missing or ""}
 
 
 _FIGURES = ("put GB/s", "get GB/s", "put + get GB/s", "of memcpy", "us/row", "p50 us", "p99 us", "RSS")
 
 
-def _medians(found: Measured) -> tuple[float, float, float]:
-    """Seconds of putting, getting, and both."""
-    both = [put + get for put, get in zip(found.put_seconds, found.get_seconds, strict=True)]
-    return statistics.median(found.put_seconds), statistics.median(found.get_seconds), statistics.median(both)
+def _median_of_both(found: StoreFigures) -> float:
+    """Seconds of putting and getting."""
+    return statistics.median(put + get for put, get in zip(found.put_seconds, found.get_seconds, strict=True))
 
 
 def _microseconds(seconds: list[float], share: float) -> float | None:

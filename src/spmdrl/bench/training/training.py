@@ -8,25 +8,24 @@ The matmul rate is that of one large product measured in the same run, in the dt
 from __future__ import annotations
 
 import argparse
-import json
+import functools
 import math
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from spmdrl.bench.harness.bench_models import qwen3, write_model
 from spmdrl.bench.harness.bench_table import BenchTable
+from spmdrl.bench.harness.in_turn import in_turn
 from spmdrl.bench.training.plain_training import BATCHINGS, PlainTrainer
 from spmdrl.engines.models.decoder import DecoderConfig
-from spmdrl.engines.models.hf.model_folder import hf_config_dict, read_config
-from spmdrl.engines.models.hf.model_weights import write_weights
+from spmdrl.engines.models.hf.model_folder import read_config
 from spmdrl.engines.models.hf.weight_check import open_weights
-from spmdrl.engines.models.making.make_model import RandomWeights
 from spmdrl.engines.training.batching.microbatch import RowCost
 from spmdrl.engines.training.batching.packed_rows import LossTerms, MicroBatch, Scores, TokenRows
 from spmdrl.engines.training.training_engine import TrainingConfig, TrainingEngine
@@ -38,8 +37,7 @@ from spmdrl.resources.world import World, open_world
 from spmdrl.types import offsets_of
 
 OURS = "spmdrl"
-MADE_MODEL = DecoderConfig(
-    model_type="qwen3",
+MADE_MODEL = qwen3(
     vocab_size=8192,
     hidden_size=512,
     intermediate_size=1536,
@@ -47,17 +45,13 @@ MADE_MODEL = DecoderConfig(
     num_heads=8,
     num_kv_heads=4,
     head_size=64,
-    rms_eps=1e-6,
-    rope_theta=10000.0,
-    qk_norm=True,
-    attention_bias=False,
-    tied_head=True,
     max_positions=32768,
 )
 """What --model stands for when it isn't given: 30M parameters."""
 # Tokens of prompt in a row, as a share of the row.
 PROMPT_SHARE = (0.1, 0.5)
 MATMUL_SIZE_ON_CPU, MATMUL_SIZE = 1536, 8192
+_MATMUL = "one large product"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -77,9 +71,13 @@ def run(arguments: argparse.Namespace) -> BenchTable:
         config = read_config(folder)
         rows = make_rows(config.vocab_size, arguments)
         steps, max_tokens = _contenders(folder, config, rows, world, arguments.max_tokens)
-        measured = _measure(steps, world.device, arguments.rounds)
-    losses, seconds, flops_per_second = measured.losses, measured.seconds, measured.matmul_flops_per_second
-    _check_same_loss(losses)
+        losses = {name: step() for name, step in steps.items()}
+        _check_same_loss(losses)
+        # All see the same machine, the large product too.
+        timed = {name: functools.partial(_seconds_of, step, world.device) for name, step in steps.items()}
+        turns = in_turn({**timed, _MATMUL: functools.partial(matmul_rate, world.device)}, arguments.rounds)
+    flops_per_second = max(turns.pop(_MATMUL).results)
+    seconds = {name: turn.results for name, turn in turns.items()}
     flops = useful_flops(config, rows)
     medians = {name: statistics.median(taken) for name, taken in seconds.items()}
     lengths = rows.lengths_B.tolist()
@@ -98,7 +96,6 @@ def run(arguments: argparse.Namespace) -> BenchTable:
     return BenchTable(
         title=f"bench training: {len(lengths)} rows of {min(lengths)} to {max(lengths)} tokens, {sum(lengths)} in all, "
         f"micro-batches of at most {max_tokens}",
-        columns=tuple(table_rows[0]),
         rows=table_rows,
         notes=(
             f"{medians[best] / medians[OURS]:.2f} times as fast as {best}, the best of plain PyTorch; "
@@ -117,11 +114,8 @@ def _model_folder(given: Path | None) -> Iterator[Path]:
         yield given
         return
     with tempfile.TemporaryDirectory(prefix="spmdrl-bench-") as name:
-        folder = Path(name)
-        weights = RandomWeights(MADE_MODEL, seed=0)
-        (folder / "config.json").write_text(json.dumps(hf_config_dict(MADE_MODEL, torch.float32)))
-        write_weights(folder, ((weight, weights(weight)) for weight in weights.names))
-        yield folder
+        write_model(Path(name), MADE_MODEL)
+        yield Path(name)
 
 
 def make_rows(vocab_size: int, arguments: argparse.Namespace) -> TokenRows:
@@ -163,30 +157,12 @@ def _contenders(
     return steps, budget
 
 
-@dataclass(frozen=True)
-class _Measured:
-    losses: dict[str, float]
-    """Of each contender's first step."""
-    seconds: dict[str, list[float]]
-    """Of its later ones."""
-    matmul_flops_per_second: float
-    """The best of all rounds."""
-
-
-def _measure(steps: dict[str, Callable[[], float]], device: Device, rounds: int) -> _Measured:
-    """Run all contenders in turn, and a large product after each round, so that all see the same machine."""
-    losses = {name: step() for name, step in steps.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    rates = []
-    for _ in range(rounds):
-        for name, step in steps.items():
-            device.synchronize()
-            start = time.perf_counter()
-            step()
-            device.synchronize()
-            seconds[name].append(time.perf_counter() - start)
-        rates.append(matmul_rate(device))
-    return _Measured(losses, seconds, max(rates))
+def _seconds_of(step: Callable[[], object], device: Device) -> float:
+    device.synchronize()
+    start = time.perf_counter()
+    step()
+    device.synchronize()
+    return time.perf_counter() - start
 
 
 def _check_same_loss(losses: dict[str, float]) -> None:
@@ -210,11 +186,4 @@ def matmul_rate(device: Device) -> float:
     """Floating-point operations a second of one large product, the best of several."""
     size = MATMUL_SIZE_ON_CPU if device.is_cpu else MATMUL_SIZE
     left, right = (torch.randn(size, size, dtype=device.compute_dtype, device=device.torch_device) for _ in range(2))
-    best = math.inf
-    for _ in range(8):
-        device.synchronize()
-        start = time.perf_counter()
-        torch.mm(left, right)
-        device.synchronize()
-        best = min(best, time.perf_counter() - start)
-    return 2 * size**3 / best
+    return 2 * size**3 / min(_seconds_of(lambda: torch.mm(left, right), device) for _ in range(8))

@@ -1,0 +1,42 @@
+"""Runs of the `train` verb in which every step does the same work."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from spmdrl.bench.harness.peers import run_to_end
+
+# The first step of a process builds caches and optimizer state.
+STEPS_OF_WARM_UP = 1
+_LONGEST_SECONDS = 3600.0
+_SETTINGS = {
+    "reward.functions": "[exact]",
+    "train.skip_zero_advantage": "false",
+    "checkpoint.interval": 0,
+    "log.backends": "[jsonl]",
+}
+
+
+def check_steps(num_steps: int) -> None:
+    """Raises ValueError if warm-up leaves none of a run's steps."""
+    if num_steps <= STEPS_OF_WARM_UP:
+        raise ValueError(f"--steps {num_steps} leaves no step after {STEPS_OF_WARM_UP} of warm-up; raise it")
+
+
+def train_steps(
+    folder: Path, settings: Mapping[str, object], *, num_ranks: int, environment: Mapping[str, str]
+) -> list[dict[str, float]]:
+    """Train with these settings in a new run folder; returns the metrics of each step after warm-up.
+
+    Raises RuntimeError with the end of the run's stderr if it fails.
+    """
+    launcher = [sys.executable]
+    if num_ranks > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+    words = [f"{key}={value}" for key, value in {**_SETTINGS, **settings, "run.dir": folder}.items()]
+    run_to_end([*launcher, "-m", "spmdrl", "train", *words], environment, _LONGEST_SECONDS)
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines[STEPS_OF_WARM_UP:]]
