@@ -21,8 +21,8 @@ SIZES = argparse.Namespace(rows=40, mean_length=30.0, spread=0.7, longest=100)
 def test_plain_batches_hold_every_target_once_within_the_budget(batching):
     rows = make_rows(50, SIZES)
     batches = batching(rows, 128, torch.device("cpu"))
-    assert all(batch.tokens_BL.numel() <= 128 for batch in batches)
-    labels = torch.cat([batch.labels_BL[batch.labels_BL >= 0] for batch in batches])
+    assert all(batch.tokens.numel() <= 128 for batch in batches)
+    labels = torch.cat([batch.labels[batch.labels >= 0] for batch in batches])
     is_response = torch.cat(
         [torch.arange(length) >= prompt for length, prompt in zip(rows.lengths_B, rows.prompt_lengths_B, strict=True)]
     )

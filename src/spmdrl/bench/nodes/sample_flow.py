@@ -103,13 +103,13 @@ def make_step(size: FlowSize, num_nodes: int, step: int) -> FlowStep:
     """The lengths of a step on so many nodes; a function of its arguments alone."""
     random = np.random.default_rng((size.seed, step))
     num_prompts = size.rows_per_node // size.group_size
-    prompts_P = _lengths(random.standard_normal(num_prompts), size.max_prompt_length)
+    prompts_G = _lengths(random.standard_normal(num_prompts), size.max_prompt_length)
     # Responses to one prompt are alike: half of the variance is the prompt's.
     of_prompt, of_row = random.standard_normal((num_prompts, 1)), random.standard_normal((num_prompts, size.group_size))
-    responses_PN = _lengths((of_prompt + of_row) / 2**0.5, size.max_response_length)
+    responses_GN = _lengths((of_prompt + of_row) / 2**0.5, size.max_response_length)
     order = random.permutation(np.tile(np.arange(num_prompts), num_nodes))
-    responses_B = torch.from_numpy(responses_PN[order].reshape(-1))
-    return FlowStep(step, size.group_size, torch.from_numpy(prompts_P[order]), responses_B)
+    responses_B = torch.from_numpy(responses_GN[order].reshape(-1))
+    return FlowStep(step, size.group_size, torch.from_numpy(prompts_G[order]), responses_B)
 
 
 def _lengths(normal: np.ndarray[Any, np.dtype[np.float64]], longest: int) -> np.ndarray[Any, np.dtype[np.int64]]:

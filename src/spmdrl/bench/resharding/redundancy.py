@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
+from spmdrl.bench.harness.bench_models import qwen3
 from spmdrl.bench.harness.bench_table import BenchTable
 from spmdrl.bench.resharding.plan_bytes import allgather_bytes, least_bytes, redundant_bytes
 from spmdrl.dataflow.resharding.moving.gather import ReshardConfig
@@ -31,7 +32,7 @@ DEVICES_PER_NODE = 8
 GB, GIB = 1e9, 2**30
 
 # Sizes as their public config.json files have them.
-QWEN25_32B = DecoderConfig(
+QWEN25_32B = qwen3(
     model_type="qwen2",
     vocab_size=152064,
     hidden_size=5120,
@@ -40,14 +41,13 @@ QWEN25_32B = DecoderConfig(
     num_heads=40,
     num_kv_heads=8,
     head_size=128,
-    rms_eps=1e-6,
     rope_theta=1e6,
     qk_norm=False,
     attention_bias=True,
     tied_head=False,
     max_positions=32768,
 )
-QWEN3_30B_A3B = DecoderConfig(
+QWEN3_30B_A3B = qwen3(
     model_type="qwen3_moe",
     vocab_size=151936,
     hidden_size=2048,
@@ -56,10 +56,7 @@ QWEN3_30B_A3B = DecoderConfig(
     num_heads=32,
     num_kv_heads=4,
     head_size=128,
-    rms_eps=1e-6,
     rope_theta=1e6,
-    qk_norm=True,
-    attention_bias=False,
     tied_head=False,
     max_positions=40960,
     moe=MoeConfig(num_experts=128, experts_per_token=8, intermediate_size=768, normalize=True),
@@ -67,7 +64,7 @@ QWEN3_30B_A3B = DecoderConfig(
 
 
 @dataclass(frozen=True)
-class Case:
+class SwitchCase:
     """One switch of one model."""
 
     model: str
@@ -88,7 +85,7 @@ class Case:
 
 
 CASES = (
-    Case(
+    SwitchCase(
         "Qwen2.5-32B",
         "TP8DP2 -> TP4DP4",
         QWEN25_32B,
@@ -98,7 +95,7 @@ CASES = (
         remark="The paper's figure is the bracket, TW / UTP. GDP times it is less than all devices have, because GDP "
         "counts them only where each generates alone, as in Figure 3; here they are GDP x GTP = 16.",
     ),
-    Case(
+    SwitchCase(
         "Qwen3-30B-A3B",
         "TP2EP2DP2 -> TP1EP4DP4",
         QWEN3_30B_A3B,
@@ -108,7 +105,7 @@ CASES = (
         remark="The paper names no layout beside its figure; this one is Figure 3's, which it refers to there. The "
         "figure follows if it is of all devices together, in GB of 10^9 bytes.",
     ),
-    Case(
+    SwitchCase(
         "Qwen3-30B-A3B",
         "TP2EP8DP8 -> TP1EP16DP16",
         QWEN3_30B_A3B,
@@ -122,7 +119,7 @@ CASES = (
 
 
 @dataclass(frozen=True)
-class Figures:
+class SwitchBytes:
     """Bytes of one case; those by device are of the device with the most."""
 
     devices: int
@@ -171,7 +168,7 @@ def run(arguments: argparse.Namespace) -> BenchTable:
     )
 
 
-def _row(case: Case, found: Figures) -> dict[str, object]:
+def _row(case: SwitchCase, found: SwitchBytes) -> dict[str, object]:
     return {
         "model": case.model,
         "switch": case.switch,
@@ -186,7 +183,7 @@ def _row(case: Case, found: Figures) -> dict[str, object]:
     }
 
 
-def _shapes(case: Case, found: Figures) -> str:
+def _shapes(case: SwitchCase, found: SwitchBytes) -> str:
     config = case.config
     width = str(config.intermediate_size)
     if config.moe is not None:
@@ -199,7 +196,7 @@ def _shapes(case: Case, found: Figures) -> str:
     )
 
 
-def _working(case: Case, found: Figures) -> str:
+def _working(case: SwitchCase, found: SwitchBytes) -> str:
     generation = case.generation
     tensor_part = f"{found.tensor_weights / GB:.2f} / {case.update.tensor}"
     expert_part = f"{found.expert_weights / GB:.2f} / {generation.expert}"
@@ -211,7 +208,7 @@ def _working(case: Case, found: Figures) -> str:
     )
 
 
-def figures_of(case: Case) -> Figures:
+def figures_of(case: SwitchCase) -> SwitchBytes:
     """Derive the slices and the plan of a case, and count."""
     table = parameter_table(case.config)
     ranks = range(case.update.num_ranks)
@@ -225,7 +222,7 @@ def figures_of(case: Case) -> Figures:
     rules = table.rules.values()
     tensor_weights = _num_bytes(rule for rule in rules if rule.tensor is not None and not rule.is_expert)
     expert_weights = _num_bytes(rule for rule in rules if rule.is_expert)
-    return Figures(
+    return SwitchBytes(
         devices=len(ranks),
         tensor_weights=tensor_weights,
         expert_weights=expert_weights,

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spmdrl.bench.rollout.rollout_work import Lengths, Work, counted, serve
+from spmdrl.bench.rollout.rollout_work import BenchEngine, Lengths, Work, counted, serve
 from spmdrl.engines.generation.native.native_engine import NativeEngine
 from spmdrl.engines.generation.protocol import Request, SamplingParams
 from spmdrl.engines.generation.rollout_config import RolloutConfig
@@ -28,7 +28,7 @@ _MATMUL_REPEATS = 5
 _FEWEST_ROWS = 4
 
 
-class Native:
+class Native(BenchEngine):
     """The native engine, and what its matrix products alone would take."""
 
     def __init__(self, folder: Path, work: Work):
@@ -41,9 +41,6 @@ class Native:
         self._engine.wake_cache()
         self._num_steps = self._num_fed = 0
 
-    def prepare(self, lengths: Lengths) -> None:
-        self._num_steps = self._num_fed = 0
-
     def generate(self, lengths: Lengths, rows: Sequence[int], seed: int) -> list[int]:
         requests = []
         # Rows of one group that may be as long are one request.
@@ -52,7 +49,7 @@ class Native:
             sampling = SamplingParams(max_tokens=limit, stop_token_ids=lengths.stop_ids)
             requests.append(Request(taken, prompt, tuple(seed * len(rows) + row for row in taken), sampling))
         self._engine.submit(requests)
-        length_of = {}
+        self._num_steps, length_of = 0, {}
         while self._engine.num_unfinished:
             for response in self._engine.step():
                 length_of[response.row] = len(response.token_ids)
@@ -85,15 +82,12 @@ def _matmul_seconds(weights: Sequence[Tensor], num_rows: int) -> float:
     return best
 
 
-class Generate:
+class Generate(BenchEngine):
     """transformers' `generate`, as many rows a call as the others have at once, padded on the left."""
 
     def __init__(self, folder: Path, work: Work):
         self._work = work
         self._model = _load(folder)
-
-    def prepare(self, lengths: Lengths) -> None:
-        pass
 
     def generate(self, lengths: Lengths, rows: Sequence[int], seed: int) -> list[int]:
         torch.manual_seed(seed)
@@ -103,29 +97,26 @@ class Generate:
 
     def _batch(self, lengths: Lengths, rows: Sequence[int]) -> list[int]:
         prompts = [torch.tensor(self._work.prompt(row)) for row in rows]
-        tokens_BL = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True, padding_side="left")
-        lengths_B1 = torch.tensor([[len(prompt)] for prompt in prompts])
-        width = tokens_BL.shape[1]
+        tokens = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True, padding_side="left")
+        prompt_lengths = torch.tensor([[len(prompt)] for prompt in prompts])
+        width = tokens.shape[1]
         limits_B = torch.tensor([lengths.limits[row] for row in rows])
-        generated_BL = self._model.generate(
-            tokens_BL,
-            attention_mask=(torch.arange(width) >= width - lengths_B1).long(),
+        generated = self._model.generate(
+            tokens,
+            attention_mask=(torch.arange(width) >= width - prompt_lengths).long(),
             max_new_tokens=int(limits_B.max()),
             do_sample=True,
             top_k=0,
             eos_token_id=list(lengths.stop_ids) or None,
             pad_token_id=0,
-            stopping_criteria=[lambda tokens_BL, _: limits_B <= tokens_BL.shape[1] - width],
+            stopping_criteria=[lambda tokens, _: limits_B <= tokens.shape[1] - width],
         )
         stop_ids = frozenset(lengths.stop_ids)
-        responses = generated_BL[:, width:].tolist()
+        responses = generated[:, width:].tolist()
         return [counted(tokens, lengths.limits[row], stop_ids) for row, tokens in zip(rows, responses, strict=True)]
 
-    def extra(self) -> dict[str, float]:
-        return {}
 
-
-class ContinuousBatching:
+class ContinuousBatching(BenchEngine):
     """transformers' continuous batching, with its own paged cache."""
 
     def __init__(self, folder: Path, work: Work):
@@ -143,9 +134,6 @@ class ContinuousBatching:
             max_requests_per_batch=work.rows_at_once,
         )
         self._model = _load(folder)
-
-    def prepare(self, lengths: Lengths) -> None:
-        pass
 
     def generate(self, lengths: Lengths, rows: Sequence[int], seed: int) -> list[int]:
         manager = self._model.init_continuous_batching(self._sampling, continuous_batching_config=self._config)
@@ -166,9 +154,6 @@ class ContinuousBatching:
         finally:
             manager.stop(block=True)
         return [length_of[str(row)] for row in rows]
-
-    def extra(self) -> dict[str, float]:
-        return {}
 
 
 def _load(folder: Path) -> Any:

@@ -9,10 +9,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from spmdrl.bench.rollout.rollout_work import Lengths, Work, serve
+from spmdrl.bench.rollout.rollout_work import BenchEngine, Lengths, Work, serve
 
 
-class Vllm:
+class Vllm(BenchEngine):
     """vLLM with its engine in this process, and no log-probs asked for."""
 
     def __init__(self, folder: Path, work: Work):
@@ -30,7 +30,7 @@ class Vllm:
             seed=0,
         )
 
-    def prepare(self, lengths: Lengths) -> None:
+    def prepare(self) -> None:
         self._llm.reset_prefix_cache()
 
     def generate(self, lengths: Lengths, rows: Sequence[int], seed: int) -> list[int]:
@@ -47,9 +47,6 @@ class Vllm:
         ]
         outputs = self._llm.generate(prompts, sampling, use_tqdm=False)
         return [len(output.outputs[0].token_ids) for output in outputs]
-
-    def extra(self) -> dict[str, float]:
-        return {}
 
 
 if __name__ == "__main__":

@@ -10,10 +10,10 @@ import math
 import random
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Protocol
 
 from spmdrl.bench.harness.replies import open_replies
 
@@ -103,50 +103,49 @@ class EngineRun:
     row_lengths: tuple[int, ...]
     """tokens of each response"""
     extra: dict[str, float]
-    """what only this engine knows"""
+    """figures that only this engine has"""
 
     @property
     def num_tokens(self) -> int:
         return sum(self.row_lengths)
 
 
-class Generator(Protocol):
+class BenchEngine(ABC):
     """One engine with the model loaded."""
 
-    def prepare(self, lengths: Lengths) -> None:
-        """Get ready for a run, untimed: forget what an earlier one computed."""
-        ...
+    def prepare(self) -> None:  # noqa: B027 - most have nothing to forget
+        """Forget what an earlier run computed; this is not timed."""
 
+    @abstractmethod
     def generate(self, lengths: Lengths, rows: Sequence[int], seed: int) -> list[int]:
         """Sample a response to these rows at temperature 1 from the whole vocabulary; returns their lengths."""
-        ...
 
     def extra(self) -> dict[str, float]:
-        """Figures of the last run."""
-        ...
+        """Figures of the last run that only this engine has."""
+        return {}
 
 
-def measure(generator: Generator, lengths: Lengths, rows: Sequence[int], seed: int) -> EngineRun:
-    generator.prepare(lengths)
+def measure(engine: BenchEngine, lengths: Lengths, rows: Sequence[int], seed: int) -> EngineRun:
+    engine.prepare()
     start, cpu_start = time.perf_counter(), time.process_time()
-    row_lengths = generator.generate(lengths, rows, seed)
+    row_lengths = engine.generate(lengths, rows, seed)
     seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
-    return EngineRun(seconds, cpu_seconds, tuple(row_lengths), generator.extra())
+    return EngineRun(seconds, cpu_seconds, tuple(row_lengths), engine.extra())
 
 
-def serve(make: Callable[[Path, Work], Generator], folder: Path) -> None:
-    """Make the generator; each line on stdin then names the distribution of one run, whose figures are the reply.
+def serve(make: Callable[[Path, Work], BenchEngine], folder: Path) -> None:
+    """Make the engine; each line on stdin then names the distribution of one run, whose figures are the reply.
 
-    The first reply, which is empty, means that the generator is ready and warm.
+    The first reply, which is empty, means that the engine is ready and warm.
     """
     reply = open_replies()
     work = Work.load(folder)
-    generator = make(folder / MODEL_FOLDER, work)
+    engine = make(folder / MODEL_FOLDER, work)
     few = Lengths((4,) * work.num_rows)
-    measure(generator, few, range(min(work.rows_at_once, work.num_rows)), seed=0)
+    measure(engine, few, range(min(work.rows_at_once, work.num_rows)), seed=0)
     reply({})
     for number, line in enumerate(sys.stdin, start=1):
-        reply(asdict(measure(generator, work.lengths[line.strip()], range(work.num_rows), seed=number)))
+        reply(asdict(measure(engine, work.lengths[line.strip()], range(work.num_rows), seed=number)))
 
 
 def counted(token_ids: Sequence[int], limit: int, stop_ids: frozenset[int]) -> int:

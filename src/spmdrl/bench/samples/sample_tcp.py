@@ -7,12 +7,11 @@ import hmac
 import multiprocessing
 import pickle
 import secrets
-import selectors
 import socket
+import socketserver
 import struct
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
-from typing import Any
 
 import numpy as np
 
@@ -108,60 +107,50 @@ def _receive(source: socket.socket, size: int) -> bytearray:
     return data
 
 
-class _Server:
+class _BlobServer(socketserver.ThreadingTCPServer):
     """Keeps blobs for one consumer."""
 
     def __init__(self, token: bytes):
-        self.listener = socket.create_server((HOST, 0))
-        self._token = token
-        self._blobs: list[bytearray] = []
-        self._num_taken = 0
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self.listener, selectors.EVENT_READ)
+        super().__init__((HOST, 0), _BlobConnection)
+        self.token = token
+        self.blobs: list[bytearray] = []
+        self.num_taken = 0
 
-    def run(self) -> None:
-        while True:
-            for key, _ in self._selector.select():
-                peer: Any = key.fileobj
-                if peer is self.listener:
-                    self._accept()
-                    continue
-                try:
-                    self._answer(peer)
-                except EOFError:
-                    self._selector.unregister(peer)
 
-    def _accept(self) -> None:
-        peer, _ = self.listener.accept()
-        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+class _BlobConnection(socketserver.BaseRequestHandler):
+    request: socket.socket
+    server: _BlobServer
+
+    def handle(self) -> None:
+        self.request.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         # What the consumer unpickles must come from this bench's producer alone.
-        if hmac.compare_digest(_receive(peer, TOKEN_BYTES), self._token):
-            self._selector.register(peer, selectors.EVENT_READ)
-        else:
-            peer.close()
+        if hmac.compare_digest(_receive(self.request, TOKEN_BYTES), self.server.token):
+            with contextlib.suppress(EOFError):
+                while True:
+                    self._answer(*REQUEST.unpack(_receive(self.request, REQUEST.size)))
 
-    def _answer(self, peer: socket.socket) -> None:
-        request, size = REQUEST.unpack(_receive(peer, REQUEST.size))
-        if request == PUT:
-            self._blobs.append(_receive(peer, size))
-            peer.sendall(b"1")
-        elif request == GET:
-            blob = self._blobs[self._num_taken]
-            peer.sendall(SIZE.pack(len(blob)))
-            peer.sendall(blob)
-            self._num_taken += 1
-        elif request == COUNT:
-            peer.sendall(SIZE.pack(len(self._blobs) - self._num_taken))
+    def _answer(self, kind: int, size: int) -> None:
+        kept = self.server
+        if kind == PUT:
+            kept.blobs.append(_receive(self.request, size))
+            self.request.sendall(b"1")
+        elif kind == GET:
+            blob = kept.blobs[kept.num_taken]
+            self.request.sendall(SIZE.pack(len(blob)))
+            self.request.sendall(blob)
+            kept.num_taken += 1
+        elif kind == COUNT:
+            self.request.sendall(SIZE.pack(len(kept.blobs) - kept.num_taken))
         else:
-            self._blobs.clear()
-            self._num_taken = 0
-            peer.sendall(b"1")
+            kept.blobs.clear()
+            kept.num_taken = 0
+            self.request.sendall(b"1")
 
 
 def _serve(pipe: Connection, token: bytes) -> None:
-    server = _Server(token)
-    pipe.send(server.listener.getsockname()[1])
-    server.run()
+    server = _BlobServer(token)
+    pipe.send(server.server_address[1])
+    server.serve_forever()
 
 
 if __name__ == "__main__":

@@ -24,9 +24,10 @@ _SIMILAR_SHARE = 0.8
 class TokenBatch:
     """A rectangle of tokens, one row or several beside each other in each of its rows."""
 
-    tokens_BL: Tensor
-    labels_BL: Tensor
-    """The next token where it is to be learned, else -100."""
+    tokens: Tensor
+    """[rows of the rectangle, longest row]"""
+    labels: Tensor
+    """The next token where it is to be learned, else -100; shaped as the tokens."""
     arguments: dict[str, Tensor]
     """What shows the model where rows end."""
 
@@ -100,11 +101,11 @@ def _padded(rows: TokenRows, group: list[int], device: torch.device) -> TokenBat
     tokens, labels = zip(*(_tokens_and_labels(rows, row) for row in group), strict=True)
     pad = torch.nn.utils.rnn.pad_sequence
     lengths_B = rows.lengths_B[group]
-    mask_BL = torch.arange(int(lengths_B.max())) < lengths_B[:, None]
+    mask = torch.arange(int(lengths_B.max())) < lengths_B[:, None]
     return TokenBatch(
         pad(list(tokens), batch_first=True).to(device),
         pad(list(labels), batch_first=True, padding_value=_NO_TARGET).to(device),
-        {"attention_mask": mask_BL.to(torch.int64).to(device)},
+        {"attention_mask": mask.to(torch.int64).to(device)},
     )
 
 
@@ -123,10 +124,8 @@ def packed_batches(rows: TokenRows, max_tokens: int, device: torch.device) -> li
 def _packed(rows: TokenRows, group: list[int], device: torch.device) -> TokenBatch:
     tokens, labels = zip(*(_tokens_and_labels(rows, row) for row in group), strict=True)
     positions = [torch.arange(len(row)) for row in tokens]
-    tokens_BL, labels_BL, positions_BL = (
-        torch.cat(list(parts))[None].to(device) for parts in (tokens, labels, positions)
-    )
-    return TokenBatch(tokens_BL, labels_BL, {"position_ids": positions_BL})
+    tokens, labels, positions = (torch.cat(list(parts))[None].to(device) for parts in (tokens, labels, positions))
+    return TokenBatch(tokens, labels, {"position_ids": positions})
 
 
 def _tokens_and_labels(rows: TokenRows, row: int) -> tuple[Tensor, Tensor]:
@@ -139,17 +138,17 @@ def _tokens_and_labels(rows: TokenRows, row: int) -> tuple[Tensor, Tensor]:
 
 def loss_of_all_logits(model: Any, batch: TokenBatch) -> Tensor:
     """Logits everywhere, and the loss where there are targets: what most training scripts do."""
-    logits = model(batch.tokens_BL, use_cache=False, **batch.arguments).logits
-    targets = batch.labels_BL.flatten()
+    logits = model(batch.tokens, use_cache=False, **batch.arguments).logits
+    targets = batch.labels.flatten()
     return F.cross_entropy(logits.float().flatten(0, 1), targets, ignore_index=_NO_TARGET, reduction="sum")
 
 
 def loss_of_target_logits(model: Any, batch: TokenBatch) -> Tensor:
     """Logits only where there are targets."""
-    hidden = model.model(batch.tokens_BL, use_cache=False, **batch.arguments).last_hidden_state
-    has_target_BL = batch.labels_BL != _NO_TARGET
-    logits = model.lm_head(hidden[has_target_BL])
-    return F.cross_entropy(logits.float(), batch.labels_BL[has_target_BL], reduction="sum")
+    hidden = model.model(batch.tokens, use_cache=False, **batch.arguments).last_hidden_state
+    has_target = batch.labels != _NO_TARGET
+    logits = model.lm_head(hidden[has_target])
+    return F.cross_entropy(logits.float(), batch.labels[has_target], reduction="sum")
 
 
 BATCHINGS: dict[str, Batching] = {
