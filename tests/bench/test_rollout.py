@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from spmdrl.bench.cli import main
-from spmdrl.bench.harness.in_turn import Turns
+from spmdrl.bench.harness.in_turn import ContenderResults
 from spmdrl.bench.rollout.rollout import check_same_work
-from spmdrl.bench.rollout.rollout_work import EngineRun, Work, WorkSize, counted, make_work
+from spmdrl.bench.rollout.rollout_work import EngineRun, RolloutWork, WorkSize, counted, make_work
 
 SIZE = WorkSize(num_prompts=40, group_size=8, prompt_length=6, limit=64, vocab_size=512)
 
 
-def work_of(size: WorkSize = SIZE) -> Work:
+def work_of(size: WorkSize = SIZE) -> RolloutWork:
     return make_work(size, rows_at_once=4, threads=1)
 
 
@@ -33,7 +33,7 @@ def test_every_distribution_asks_for_a_quarter_of_the_limit_in_the_mean():
 
 def test_work_survives_a_file(tmp_path: Path):
     work_of().save(tmp_path)
-    assert Work.load(tmp_path) == work_of()
+    assert RolloutWork.load(tmp_path) == work_of()
 
 
 def test_tokens_count_up_to_the_first_stop_token_or_the_limit():
@@ -45,10 +45,10 @@ def test_tokens_count_up_to_the_first_stop_token_or_the_limit():
 def test_too_few_or_too_many_tokens_are_refused():
     work = work_of(WorkSize(num_prompts=1, group_size=2, prompt_length=4, limit=8, vocab_size=64))
     good = {"fixed": measured([2, 2]), "ragged": measured([1, 8])}
-    check_same_work({(name, "native"): Turns([found]) for name, found in good.items()}, work)
+    check_same_work({(name, "native"): ContenderResults([found]) for name, found in good.items()}, work)
     for name, lengths in (("fixed", [2, 1]), ("fixed", [2]), ("ragged", [1, 9]), ("ragged", [0, 3])):
         with pytest.raises(RuntimeError, match=f"other was given {name}"):
-            check_same_work({(name, "other"): Turns([measured(lengths)])}, work)
+            check_same_work({(name, "other"): ContenderResults([measured(lengths)])}, work)
 
 
 @pytest.mark.slow

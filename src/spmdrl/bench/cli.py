@@ -71,7 +71,7 @@ def bench_named(name: str) -> Bench:
 
 
 def docstring_of(name: str) -> str:
-    """What a bench's module says of itself, read from its source without importing it."""
+    """The docstring of a bench's module, read from its source without importing it."""
     path = f"{BENCHES[name].replace('.', '/')}.py"
     source = resources.files("spmdrl.bench").joinpath(path).read_text(encoding="utf-8")
     return (ast.get_docstring(ast.parse(source)) or "").strip()

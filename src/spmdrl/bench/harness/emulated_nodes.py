@@ -35,7 +35,7 @@ class Node:
 
     name: str
     address: str
-    """private, and unknown outside of the nodes"""
+    """private to the nodes"""
     interface: str
 
     def enter(self) -> None:
@@ -72,7 +72,7 @@ def emulated_nodes(count: int, link_bytes_per_second: float) -> Iterator[list[No
     """Make so many nodes, and remove them at the end, also after an exception, SIGINT or SIGTERM.
 
     What a process left behind that was killed is removed first. One set of nodes at a time in a process. Raises
-    RuntimeError with what the system said where it allows no namespaces.
+    RuntimeError with the system's message where it allows no namespaces.
     """
     if not 1 <= count <= MAX_NODES:
         raise ValueError(f"{count} emulated nodes, but 1 to {MAX_NODES} are possible; choose fewer")

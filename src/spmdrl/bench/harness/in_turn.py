@@ -11,7 +11,7 @@ Name, Result = TypeVar("Name", bound=Hashable), TypeVar("Result")
 
 
 @dataclass
-class Turns(Generic[Result]):
+class ContenderResults(Generic[Result]):
     """What one contender returned, by round."""
 
     results: list[Result] = field(default_factory=list)
@@ -21,9 +21,9 @@ class Turns(Generic[Result]):
 
 def in_turn(
     contenders: Mapping[Name, Callable[[], Result]], rounds: int, *, optional: Collection[Name] = ()
-) -> dict[Name, Turns[Result]]:
+) -> dict[Name, ContenderResults[Result]]:
     """Call each contender once per round. Optional ones may raise RuntimeError or OSError."""
-    turns: dict[Name, Turns[Result]] = {name: Turns() for name in contenders}
+    turns: dict[Name, ContenderResults[Result]] = {name: ContenderResults() for name in contenders}
     for _ in range(rounds):
         for name, contender in contenders.items():
             if turns[name].missing is not None:

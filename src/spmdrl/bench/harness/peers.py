@@ -22,7 +22,7 @@ from typing import IO, Any
 import spmdrl
 
 _MARK = "SPMDRL_BENCH_COMMAND"
-_LAST_WORDS = 3000
+_MOST_LOG_CHARACTERS = 3000
 
 
 def run_to_end(command: Sequence[str], environment: Mapping[str, str], limit_seconds: float) -> str:
@@ -37,7 +37,7 @@ def run_to_end(command: Sequence[str], environment: Mapping[str, str], limit_sec
             except subprocess.TimeoutExpired:
                 code = f"nothing within {limit_seconds:g} s"
         if code:
-            raise RuntimeError(f"{shlex.join(command)} ended with {code}:\n{_text(log)[-_LAST_WORDS:]}")
+            raise RuntimeError(f"{shlex.join(command)} ended with {code}:\n{_text(log)[-_MOST_LOG_CHARACTERS:]}")
         return _text(out)
 
 
@@ -69,7 +69,7 @@ class Peer:
             alarm.cancel()
         if not line:
             command = shlex.join(map(str, self._process.args))
-            raise RuntimeError(f"{command} sent no reply:\n{_text(self._log)[-_LAST_WORDS:]}")
+            raise RuntimeError(f"{command} sent no reply:\n{_text(self._log)[-_MOST_LOG_CHARACTERS:]}")
         return json.loads(line)
 
 

@@ -96,12 +96,12 @@ def _compare(config: DecoderConfig, mesh: UpdateMesh, device: Device, reference_
     engine = _engine(config, mesh, device)
     gradient_errors: list[float] = []
 
-    def look(step: int, gradients: Mapping[str, Shard]) -> None:
+    def compare_gradients(step: int, gradients: Mapping[str, Shard]) -> None:
         for weight, _ in engine.model.named_parameters():
             gradient_errors.append(_difference(gradients[weight], reference[f"{step}/{weight}"]))
 
     traffic = Traffic(axes_of_groups(mesh))
-    losses = torch.tensor(_train(engine, look, last_step=traffic), dtype=torch.float64)
+    losses = torch.tensor(_train(engine, compare_gradients, last_step=traffic), dtype=torch.float64)
     return LayoutErrors(
         _largest((losses - reference["losses"]) / reference["losses"]),
         max(gradient_errors),
@@ -123,7 +123,7 @@ def _train(
     *,
     last_step: AbstractContextManager | None = None,
 ) -> list[float]:
-    """Make the steps, show the gradients of each, and return the losses. Collective over the mesh."""
+    """Make the steps, call `see` with the gradients of each, and return the losses. Collective over the mesh."""
     rows = make_rows(engine.config.vocab_size)
     mine = rows.select(range(engine.mesh.data.rank, len(rows), engine.mesh.data.size))
     losses = []

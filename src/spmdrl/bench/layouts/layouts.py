@@ -51,14 +51,14 @@ def _models(text: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What came of some layouts: a row for each that ran, and the reason for each that can't be."""
+    """A row for each layout that ran, and the reason for each that is refused."""
 
     rows: list[dict[str, object]]
     refused: list[dict[str, object]]
 
 
 def run(arguments: argparse.Namespace) -> BenchTable:
-    """Compare all layouts of the sizes and models asked for."""
+    """Compare all layouts of the chosen sizes and models."""
     parts = [compare_layouts(num_ranks, arguments.models) for num_ranks in arguments.world_size]
     rows = [row for part in parts for row in part.rows]
     refused = [row for part in parts for row in part.refused]
@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> BenchTable:
 
 
 def exceeds(row: Mapping[str, object]) -> bool:
-    """Whether any error of a row is above the limit, or no number."""
+    """Whether any error of a row is above the limit or NaN."""
     return not all(row[error] <= LARGEST_ERROR for error in _ERRORS)
 
 
@@ -109,7 +109,7 @@ def run_cases(cases: Sequence[LayoutCase], num_ranks: int) -> dict[LayoutCase, L
 
 
 def _refusal(case: LayoutCase) -> str | None:
-    """Why a model can't be trained so, in the engine's words."""
+    """The engine's reason why a model can't be trained so."""
     try:
         check_layout(case.config, case.layout)
     except ValueError as error:

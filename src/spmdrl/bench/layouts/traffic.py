@@ -1,6 +1,6 @@
 """Counts the bytes that collectives send, by the axis of the update layout that they run over.
 
-Counted is what the calls ask for, not what a network carries: the bytes that a rank sends in the usual ring algorithms,
+Counted is what the calls imply, not what a network carries: the bytes that a rank sends in the usual ring algorithms,
 and in an all-to-all those that aren't for the rank itself.
 """
 

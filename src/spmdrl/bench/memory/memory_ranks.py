@@ -124,7 +124,7 @@ class StayingFlow:
 
 
 class Watch:
-    """Looks at this rank's memory from a thread of its own, phase by phase."""
+    """Samples this rank's memory from a thread of its own, phase by phase."""
 
     def __init__(self, ledger: MemoryLedger, idle_bytes: int):
         self.phases: dict[str, list[Look]] = {}

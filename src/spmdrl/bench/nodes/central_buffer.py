@@ -20,7 +20,7 @@ from spmdrl.dataflow.samples.samples import prompt_columns
 from spmdrl.dataflow.samples.schema import RULES, column_number
 from spmdrl.dataflow.samples.store.frame import pack, read_frame
 from spmdrl.dataflow.samples.transport.rpc_agent import join_rpc, leave_rpc
-from spmdrl.dataflow.samples.volume import Link
+from spmdrl.dataflow.samples.volume import Link, Volume, column_bytes
 from spmdrl.resources.collectives import barrier
 from spmdrl.resources.world import World
 from spmdrl.types import Batch, WorkerState
@@ -111,30 +111,17 @@ def _buffer() -> CentralBuffer:
     return _hosted
 
 
-class PayloadBytes:
-    """Bytes that this rank put and took, by link."""
-
-    def __init__(self) -> None:
-        self._bytes = dict.fromkeys(Link, 0)
-
-    def add(self, link: Link, batch: Batch) -> None:
-        self._bytes[link] += batch.num_bytes()
-
-    def payload_bytes(self, link: Link) -> int:
-        return self._bytes[link]
-
-
 class CentralDock:
     """Opens and closes batches as the transfer dock does. Opening and leaving are collective over all ranks."""
 
     def __init__(self, world: World, timeout_seconds: float):
         self.world = world
-        self.volume = PayloadBytes()
+        self.volume = Volume()
         self._timeout_seconds = timeout_seconds
         global _hosted
         _hosted = CentralBuffer(world.size) if world.is_main else None
         if world.size > 1:
-            self._join()
+            join_rpc(f"central{world.rank}", world, [remote_put, remote_take], timeout_seconds, plain_tcp=True)
 
     def open_batch(self, step: int, prompts: Sequence[Prompt], group_size: int) -> CentralSamples:
         """Store the prompts, which every rank has. Nothing is communicated."""
@@ -149,7 +136,7 @@ class CentralDock:
         barrier()
 
     def put(self, batch: Batch) -> None:
-        self.volume.add(self._link, batch)
+        self.volume.count_put(self._link, column_bytes(batch))
         if _hosted is not None:
             _hosted.put(batch)
         else:
@@ -161,7 +148,7 @@ class CentralDock:
         else:
             columns = torch.tensor([column_number(name) for name in names], dtype=torch.int64)
             batch = read_frame(rpc.rpc_sync(_HOST, remote_take, (self.world.rank, columns)))
-        self.volume.add(self._link, batch)
+        self.volume.count_get(self._link, column_bytes(batch))
         return batch
 
     @property
@@ -169,11 +156,6 @@ class CentralDock:
         if self.world.is_main:
             return Link.PROCESS
         return Link.NODE if self.world.node == 0 else Link.CROSS_NODE
-
-    def _join(self) -> None:
-        join_rpc(
-            f"central{self.world.rank}", self.world, [remote_put, remote_take], self._timeout_seconds, plain_tcp=True
-        )
 
     def __enter__(self) -> CentralDock:
         return self

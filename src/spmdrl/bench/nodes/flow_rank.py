@@ -74,12 +74,16 @@ def _measure(dock: Dock, world: World, task: FlowTask) -> FlowFigures:
     """Run a step without emulated compute whose content is checked, then those that count. Collective."""
     at_once = replace(task.size, scored_tokens_per_second=math.inf, decode_steps_per_second=math.inf)
     _run_step(dock, world, at_once, 0)
-    volume, link, cpu = _payload_bytes(dock), link_bytes(task.interface), time.process_time()
+    volume, counters, cpu = dock.volume.copy(), link_bytes(task.interface), time.process_time()
     steps = [_run_step(dock, world, task.size, step) for step in range(1, task.num_steps + 1)]
-    moved = {name: count - volume[name] for name, count in _payload_bytes(dock).items()}
-    cpu_seconds = time.process_time() - cpu
-    over_link = link_bytes(task.interface) - link
-    return FlowFigures([seconds for seconds, _ in steps], [slept for _, slept in steps], cpu_seconds, moved, over_link)
+    moved = dock.volume.since(volume)
+    return FlowFigures(
+        step_seconds=[seconds for seconds, _ in steps],
+        sleep_seconds=[slept for _, slept in steps],
+        cpu_seconds=time.process_time() - cpu,
+        payload_bytes={link.value: moved.payload_bytes(link) for link in Link},
+        over_link=link_bytes(task.interface) - counters,
+    )
 
 
 def _run_step(dock: Dock, world: World, size: FlowSize, number: int) -> tuple[float, list[float]]:
@@ -96,7 +100,3 @@ def _run_step(dock: Dock, world: World, size: FlowSize, number: int) -> tuple[fl
     if number == 0:
         check_taken(taken, step)
     return seconds, list(part.seconds.values())
-
-
-def _payload_bytes(dock: Dock) -> dict[str, int]:
-    return {link.value: dock.volume.payload_bytes(link) for link in Link}

@@ -41,7 +41,7 @@ def _counts(text: str) -> list[int]:
 
 
 def run(arguments: argparse.Namespace) -> BenchTable:
-    """Measure all node counts. Where namespaces aren't permitted, the table says why, and didn't pass."""
+    """Measure all node counts. Where namespaces aren't permitted, the table has the reason, and hasn't passed."""
     if reason := refusal():
         return BenchTable("bench nodes: not run", [{"reason": reason}], passed=False)
     size = FlowSize(rows_per_node=arguments.rows_per_node)

@@ -118,7 +118,7 @@ def _lengths(normal: np.ndarray[Any, np.dtype[np.float64]], longest: int) -> np.
 
 
 class FlowSamples(Protocol):
-    """What the flow asks of the samples of a step."""
+    """What the flow calls on the samples of a step."""
 
     def deal_generation(self) -> list[int]: ...
     def take(self, state: WorkerState, names: Iterable[str]) -> Batch: ...
@@ -128,7 +128,7 @@ class FlowSamples(Protocol):
 
 
 class StepRun:
-    """One rank's part of a step. `seconds` says how long it slept for each worker state."""
+    """One rank's part of a step. `seconds` is how long it slept for each worker state."""
 
     def __init__(self, samples: FlowSamples, step: FlowStep, size: FlowSize):
         self.seconds: dict[WorkerState, float] = {}

@@ -1,7 +1,7 @@
 """Update shards become whole generation weights: the two executors beside full_tensor(), and the peak of a switch.
 
 A random model's shards fill the storage of one generation engine a rank, on gloo ranks of this machine: `exact` sends
-what is missing, `allgather` is the paper's, and `full_tensor` is what others do, every parameter whole, then copied.
+what is missing, `allgather` is the paper's, and `full_tensor` is the usual way, every parameter whole, then copied.
 The three take turns. Then the whole switch runs, with optimizer state, and its peak of memory is set beside the larger
 of the update and the generation state plus one bucket.
 """

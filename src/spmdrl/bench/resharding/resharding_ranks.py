@@ -37,7 +37,7 @@ from spmdrl.types.roles import POLICY
 
 EXECUTORS: tuple[Executor, ...] = ("exact", "allgather")
 FULL_TENSOR = "full_tensor"
-"""What others do: each parameter whole on every rank, then copied."""
+"""The usual way elsewhere: each parameter whole on every rank, then copied."""
 WAYS = (*EXECUTORS, FULL_TENSOR)
 
 

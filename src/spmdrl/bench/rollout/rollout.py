@@ -20,9 +20,9 @@ from typing import Any
 
 from spmdrl.bench.harness.bench_models import qwen3, write_model
 from spmdrl.bench.harness.bench_table import BenchTable
-from spmdrl.bench.harness.in_turn import Turns, in_turn
+from spmdrl.bench.harness.in_turn import ContenderResults, in_turn
 from spmdrl.bench.harness.peers import Peer, copy_modules, running
-from spmdrl.bench.rollout.rollout_work import MODEL_FOLDER, EngineRun, Work, WorkSize, make_work
+from spmdrl.bench.rollout.rollout_work import MODEL_FOLDER, EngineRun, RolloutWork, WorkSize, make_work
 from spmdrl.engines.models.decoder import DecoderConfig
 
 NATIVE, PEERS = "native", ("generate", "continuous_batching", "vllm")
@@ -84,12 +84,12 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(text.split(","))
 
 
-Runs = Mapping[tuple[str, str], Turns[EngineRun]]
+Runs = Mapping[tuple[str, str], ContenderResults[EngineRun]]
 """what was measured with one model, by distribution of lengths and engine"""
 
 
 def run(arguments: argparse.Namespace) -> BenchTable:
-    """Measure all in turn. Raises RuntimeError if the native engine fails; a peer that fails has a row that says so."""
+    """Measure all in turn. Raises RuntimeError if the native engine fails; peers that fail have a remark."""
     found: dict[str, Runs] = {}
     for model in arguments.models:
         with tempfile.TemporaryDirectory(prefix="spmdrl-bench-", ignore_cleanup_errors=True) as name:
@@ -100,7 +100,7 @@ def run(arguments: argparse.Namespace) -> BenchTable:
     return summarize(found, arguments)
 
 
-def _prepare(folder: Path, config: DecoderConfig, arguments: argparse.Namespace) -> Work:
+def _prepare(folder: Path, config: DecoderConfig, arguments: argparse.Namespace) -> RolloutWork:
     """Lay out what the engines read: the model, the work, and the modules for vLLM's Python."""
     write_model(folder / MODEL_FOLDER, config)
     size = WorkSize(
@@ -116,7 +116,7 @@ def _prepare(folder: Path, config: DecoderConfig, arguments: argparse.Namespace)
     return work
 
 
-def _measure(folder: Path, work: Work, arguments: argparse.Namespace) -> Runs:
+def _measure(folder: Path, work: RolloutWork, arguments: argparse.Namespace) -> Runs:
     engines = [engine for engine in ENGINES if engine in (NATIVE, *arguments.engines)]
     with contextlib.ExitStack() as stack:
         started = in_turn(
@@ -149,22 +149,22 @@ def _start(engine: str, folder: Path, arguments: argparse.Namespace, stack: cont
     return peer
 
 
-def _generate(started: Turns[Peer], lengths: str) -> EngineRun:
+def _generate(started: ContenderResults[Peer], lengths: str) -> EngineRun:
     if started.missing is not None:
         raise RuntimeError(started.missing)
     return EngineRun(**started.results[0].request(lengths))
 
 
-def check_same_work(runs: Runs, work: Work) -> None:
+def check_same_work(runs: Runs, work: RolloutWork) -> None:
     """Raise RuntimeError where an engine made too few or too many tokens: then its rate means nothing."""
     for (lengths, engine), turns in runs.items():
-        asked = work.lengths[lengths]
+        wanted = work.lengths[lengths]
         for made in (found.row_lengths for found in turns.results):
             if len(made) != work.num_rows or any(
-                not 1 <= length <= limit or (length < limit and not asked.stop_ids)
-                for length, limit in zip(made, asked.limits, strict=False)
+                not 1 <= length <= limit or (length < limit and not wanted.stop_ids)
+                for length, limit in zip(made, wanted.limits, strict=False)
             ):
-                raise RuntimeError(f"{engine} was given {lengths} lengths {asked.limits}, but made {made}")
+                raise RuntimeError(f"{engine} was given {lengths} lengths {wanted.limits}, but made {made}")
 
 
 def summarize(found: Mapping[str, Runs], arguments: argparse.Namespace) -> BenchTable:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spmdrl.bench.rollout.rollout_work import BenchEngine, Lengths, Work, counted, serve
+from spmdrl.bench.rollout.rollout_work import BenchEngine, Lengths, RolloutWork, counted, serve
 from spmdrl.engines.generation.native.native_engine import NativeEngine
 from spmdrl.engines.generation.protocol import Request, SamplingParams
 from spmdrl.engines.generation.rollout_config import RolloutConfig
@@ -31,7 +31,7 @@ _FEWEST_ROWS = 4
 class Native(BenchEngine):
     """The native engine, and what its matrix products alone would take."""
 
-    def __init__(self, folder: Path, work: Work):
+    def __init__(self, folder: Path, work: RolloutWork):
         self._work = work
         config = read_config(folder)
         rollout = RolloutConfig(max_running_rows=work.rows_at_once, compile=work.compiles)
@@ -85,7 +85,7 @@ def _matmul_seconds(weights: Sequence[Tensor], num_rows: int) -> float:
 class Generate(BenchEngine):
     """transformers' `generate`, as many rows a call as the others have at once, padded on the left."""
 
-    def __init__(self, folder: Path, work: Work):
+    def __init__(self, folder: Path, work: RolloutWork):
         self._work = work
         self._model = _load(folder)
 
@@ -119,7 +119,7 @@ class Generate(BenchEngine):
 class ContinuousBatching(BenchEngine):
     """transformers' continuous batching, with its own paged cache."""
 
-    def __init__(self, folder: Path, work: Work):
+    def __init__(self, folder: Path, work: RolloutWork):
         # Imported here because it takes seconds, and is in newer versions only.
         from transformers import ContinuousBatchingConfig, GenerationConfig
 
@@ -167,5 +167,5 @@ ENGINES = {"native": Native, "generate": Generate, "continuous_batching": Contin
 
 if __name__ == "__main__":
     name, folder = sys.argv[1:]
-    torch.set_num_threads(Work.load(Path(folder)).threads)
+    torch.set_num_threads(RolloutWork.load(Path(folder)).threads)
     serve(ENGINES[name], Path(folder))

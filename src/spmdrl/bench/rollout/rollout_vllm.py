@@ -9,13 +9,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from spmdrl.bench.rollout.rollout_work import BenchEngine, Lengths, Work, serve
+from spmdrl.bench.rollout.rollout_work import BenchEngine, Lengths, RolloutWork, serve
 
 
 class Vllm(BenchEngine):
-    """vLLM with its engine in this process, and no log-probs asked for."""
+    """vLLM with its engine in this process, without log-probs."""
 
-    def __init__(self, folder: Path, work: Work):
+    def __init__(self, folder: Path, work: RolloutWork):
         # Imported here because only this engine has it.
         import vllm
 

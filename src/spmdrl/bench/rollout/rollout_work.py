@@ -31,7 +31,7 @@ class Lengths:
 
 
 @dataclass(frozen=True)
-class Work:
+class RolloutWork:
     """Prompts in groups, and the lengths of their responses by the name of a distribution."""
 
     prompts: tuple[tuple[int, ...], ...]
@@ -53,13 +53,13 @@ class Work:
         (folder / WORK_FILE).write_text(json.dumps(asdict(self)))
 
     @staticmethod
-    def load(folder: Path) -> Work:
+    def load(folder: Path) -> RolloutWork:
         fields = json.loads((folder / WORK_FILE).read_text())
         fields["prompts"] = tuple(map(tuple, fields["prompts"]))
         fields["lengths"] = {
             name: Lengths(tuple(found["limits"]), tuple(found["stop_ids"])) for name, found in fields["lengths"].items()
         }
-        return Work(**fields)
+        return RolloutWork(**fields)
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class WorkSize:
     vocab_size: int
 
 
-def make_work(size: WorkSize, *, rows_at_once: int, threads: int, compiles: bool = False) -> Work:
+def make_work(size: WorkSize, *, rows_at_once: int, threads: int, compiles: bool = False) -> RolloutWork:
     """Random prompts and three ways to end, whose responses hold about as many tokens in all."""
     rng = random.Random(0)  # noqa: S311 - the same on every machine, and no secret
     half, num_rows, mean = max(1, size.prompt_length // 2), size.num_prompts * size.group_size, size.limit / 4
@@ -90,7 +90,7 @@ def make_work(size: WorkSize, *, rows_at_once: int, threads: int, compiles: bool
         # Random weights make every token about as likely, so that each draw ends a row with the same chance.
         "ragged": Lengths((size.limit,) * num_rows, tuple(range(max(1, round(size.vocab_size / mean))))),
     }
-    return Work(prompts, size.group_size, rows_at_once, threads, lengths, compiles)
+    return RolloutWork(prompts, size.group_size, rows_at_once, threads, lengths, compiles)
 
 
 @dataclass(frozen=True)
@@ -133,13 +133,13 @@ def measure(engine: BenchEngine, lengths: Lengths, rows: Sequence[int], seed: in
     return EngineRun(seconds, cpu_seconds, tuple(row_lengths), engine.extra())
 
 
-def serve(make: Callable[[Path, Work], BenchEngine], folder: Path) -> None:
+def serve(make: Callable[[Path, RolloutWork], BenchEngine], folder: Path) -> None:
     """Make the engine; each line on stdin then names the distribution of one run, whose figures are the reply.
 
     The first reply, which is empty, means that the engine is ready and warm.
     """
     reply = open_replies()
-    work = Work.load(folder)
+    work = RolloutWork.load(folder)
     engine = make(folder / MODEL_FOLDER, work)
     few = Lengths((4,) * work.num_rows)
     measure(engine, few, range(min(work.rows_at_once, work.num_rows)), seed=0)

@@ -32,7 +32,7 @@ NEEDS = needs_by_state({"advantages", "old_logprobs", "ref_logprobs"})
 
 
 @dataclass(frozen=True)
-class Stage:
+class AnnouncingState:
     """A worker state, and the columns that it announces."""
 
     name: str
@@ -43,15 +43,15 @@ class Stage:
 
 
 STAGES = (
-    Stage("generation", WorkerState.GENERATION, ("response_ids", "rollout_logprobs"), whole_groups=True),
-    Stage("reward", WorkerState.REWARD, ("reward",), whole_groups=True),
-    Stage("reference", WorkerState.REFERENCE, ("ref_logprobs",)),
-    Stage("old_logprobs", WorkerState.OLD_LOGPROBS, ("old_logprobs",)),
+    AnnouncingState("generation", WorkerState.GENERATION, ("response_ids", "rollout_logprobs"), whole_groups=True),
+    AnnouncingState("reward", WorkerState.REWARD, ("reward",), whole_groups=True),
+    AnnouncingState("reference", WorkerState.REFERENCE, ("ref_logprobs",)),
+    AnnouncingState("old_logprobs", WorkerState.OLD_LOGPROBS, ("old_logprobs",)),
     # A critic and a reward model would announce columns like these two, which nothing else makes here.
-    Stage("values", WorkerState.OLD_LOGPROBS, ("versions",)),
-    Stage("reward_model", WorkerState.REFERENCE, ("reward_verdict",)),
-    Stage("advantage", WorkerState.ADVANTAGE, ("advantages",)),
-    Stage("update", WorkerState.UPDATE, ()),
+    AnnouncingState("values", WorkerState.OLD_LOGPROBS, ("versions",)),
+    AnnouncingState("reward_model", WorkerState.REFERENCE, ("reward_verdict",)),
+    AnnouncingState("advantage", WorkerState.ADVANTAGE, ("advantages",)),
+    AnnouncingState("update", WorkerState.UPDATE, ()),
 )
 OPTIONAL_STAGES = ("reward_model", "values")
 
@@ -122,7 +122,7 @@ def run(arguments: argparse.Namespace) -> BenchTable:
         rows=rows,
         notes=(
             f"received bytes / closed formula = {ratio:.3f}; {total['received_bytes'] / job.num_rows:.1f} bytes a row",
-            "a prompt's metadata is known to all ranks without a message",
+            "all ranks have a prompt's metadata without a message",
         ),
         details={
             "bytes_per_rank_and_step": total["received_bytes"],
@@ -133,7 +133,7 @@ def run(arguments: argparse.Namespace) -> BenchTable:
     )
 
 
-def formula_bytes(job: Job, stage: Stage) -> int:
+def formula_bytes(job: Job, stage: AnnouncingState) -> int:
     """Bytes that one rank receives of a state's metadata, if every rank has its share of one node's rows.
 
     A message is a word each for its kind, its columns, its row numbers, its one home and each announced length; then
@@ -156,7 +156,7 @@ def _bytes_for(count: int) -> int:
     return next(width for width in (1, 2, 4) if count <= 256**width)
 
 
-def measured_step(job: Job, stages: Sequence[Stage], step: int) -> list[Cost]:
+def measured_step(job: Job, stages: Sequence[AnnouncingState], step: int) -> list[Cost]:
     """One rank's work on metadata in one step, state by state."""
     random = np.random.default_rng((SEED, step))
     rows = np.arange(job.num_rows)
@@ -179,7 +179,7 @@ class _Player:
         self._dealer = Dealer(job.rules, step, job.group_size)
         self._generated: list[Integers] = []
 
-    def play(self, stage: Stage) -> Cost:
+    def play(self, stage: AnnouncingState) -> Cost:
         # Two states that read the same have a controller each.
         controller = Controller(stage.state, NEEDS[stage.state], self._lives.catalogue)
         ready, ready_us = _timed(controller.ready_rows)
@@ -193,7 +193,7 @@ class _Player:
         received = sum(words.nbytes for words in packed[:-1])
         return Cost(received, ready_us, deal_us, claim_us, observe_us, finish_us, poll_us)
 
-    def _deal(self, stage: Stage, ready: Integers) -> list[Integers]:
+    def _deal(self, stage: AnnouncingState, ready: Integers) -> list[Integers]:
         """Every rank's rows."""
         if stage.state is WorkerState.GENERATION:
             self._generated = list(self._dealer.deal_generation(ready, self._lives.catalogue).values())
@@ -201,7 +201,7 @@ class _Player:
             return self._generated
         return list(self._dealer.deal(stage.state, ready, self._lives.catalogue).values())
 
-    def _pack(self, stage: Stage, share: Integers) -> Integers:
+    def _pack(self, stage: AnnouncingState, share: Integers) -> Integers:
         columns = columns_mask(stage.makes)
         lengths = dict.fromkeys(announced_lengths(columns), self._responses[share])
         return pack_news([RowMetadata(share, self._lives.catalogue.homes[share], columns, lengths)])

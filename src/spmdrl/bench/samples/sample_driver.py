@@ -170,7 +170,7 @@ class _Answer:
 
 
 def _consume(kind: type[Store], address: Any, producer: Connection) -> None:
-    """Get all rows each time that the producer says so."""
+    """Get all rows whenever the producer sends their numbers per chunk."""
     store = kind(address)
     while True:
         num_requests, counts = producer.recv()

@@ -1,7 +1,6 @@
 """The rows of the samples bench: the columns of Eq. 2 (arXiv:2507.19017), packed, and in a file for other programs.
 
-One column as long as the prompt, five as long as the response, and three scalars, all of 4 bytes a value. Letters: `B`
-rows, `T` response tokens of all rows.
+One column as long as the prompt, five as long as the response, and three scalars, all of 4 bytes a value.
 """
 
 from __future__ import annotations
@@ -89,7 +88,7 @@ class Rows:
             yield self.part(start, min(start + num_rows, self.num_rows))
 
     def save(self, path: Path) -> None:
-        """Write the rows for `load` and for programs that know of numpy only."""
+        """Write the rows for `load` and for programs that have numpy only."""
         # numpy writes an array's bytes, not a pickle, unless it holds Python objects.
         np.savez(path, group_size=self.group_size, offsets=self.offsets, **self.columns)
 

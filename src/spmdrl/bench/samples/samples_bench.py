@@ -1,4 +1,4 @@
-"""The sample flow on one node: rows from one process to another, through the dock and through what others use.
+"""The sample flow on one node: rows from one process to another, through the dock and through other stores.
 
 Rows have the columns of the paper's Eq. 2: one as long as the prompt, five as long as the response, three scalars.
 They are put and got in chunks, all padded to one length, then with responses of log-normal lengths. The limit is
@@ -20,7 +20,7 @@ from typing import Any
 
 from spmdrl.bench.harness.bench_ranks import BenchRanks
 from spmdrl.bench.harness.bench_table import BenchTable
-from spmdrl.bench.harness.in_turn import Turns, in_turn
+from spmdrl.bench.harness.in_turn import ContenderResults, in_turn
 from spmdrl.bench.harness.peers import copy_modules, running
 from spmdrl.bench.samples.sample_driver import StoreFigures, StoreTask, measure_memcpy
 from spmdrl.bench.samples.sample_ranks import DockFigures, measure_dock
@@ -67,12 +67,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--peer-python", default=sys.executable, help="Python that has Ray and TransferQueue")
 
 
-Ways = Mapping[str, Turns[Mapping[str, StoreFigures]]]
+Ways = Mapping[str, ContenderResults[Mapping[str, StoreFigures]]]
 """what each way to bring rows from one process to another took, by shape of the rows"""
 
 
 def run(arguments: argparse.Namespace) -> BenchTable:
-    """Measure all in turn. Raises RuntimeError if the dock fails; another way that fails has a row that says so."""
+    """Measure all in turn. Raises RuntimeError if the dock fails; another way that fails has a row with the reason."""
     size = RowsSize(arguments.groups, arguments.group_size, arguments.prompt_length, arguments.response_length)
     shapes = {"padded": padded_rows(size), "ragged": ragged_rows(size)}
     requests = -(-arguments.requests // (arguments.rounds * len(shapes)))
@@ -90,8 +90,8 @@ def run(arguments: argparse.Namespace) -> BenchTable:
         ways |= {peer: functools.partial(_measure_peer, peer, arguments.peer_python, folder) for peer in PEERS}
         found = in_turn(ways, arguments.rounds, optional=PEERS)
     dock = found.pop(VIEWS).results
-    views = Turns([{shape: each.store for shape, each in by_shape.items()} for by_shape in dock])
-    copies = Turns([{shape: _with_copies(each) for shape, each in by_shape.items()} for by_shape in dock])
+    views = ContenderResults([{shape: each.store for shape, each in by_shape.items()} for by_shape in dock])
+    copies = ContenderResults([{shape: _with_copies(each) for shape, each in by_shape.items()} for by_shape in dock])
     return summarize({MEMCPY: found.pop(MEMCPY), VIEWS: views, COPIES: copies, **found}, shapes, dock)
 
 
@@ -153,7 +153,7 @@ def _extra(dock: DockFigures) -> dict[str, Any]:
     return {name: value for name, value in asdict(dock).items() if name != "store"}
 
 
-def _figures(turns: Turns[Mapping[str, StoreFigures]], shape: str) -> StoreFigures:
+def _figures(turns: ContenderResults[Mapping[str, StoreFigures]], shape: str) -> StoreFigures:
     """All rounds of one way together."""
     whole = StoreFigures()
     for found in turns.results:
