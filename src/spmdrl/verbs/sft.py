@@ -22,7 +22,7 @@ from spmdrl.job.evaluation.evaluator import build_evaluator
 from spmdrl.job.evaluation.held_out import HeldOut
 from spmdrl.job.model.model_source import ModelSource, prepare_model
 from spmdrl.job.model.replica import build_policys_replica
-from spmdrl.job.model.role_models import ModelsAlone, RoleModel, build_trainer
+from spmdrl.job.model.role_models import RoleModels, build_role_models, saved_state
 from spmdrl.job.model.switching import build_switching
 from spmdrl.job.run.outcome import WARM_START, finished_model
 from spmdrl.job.run.run import Run
@@ -34,7 +34,6 @@ from spmdrl.job.start.start_checks import CheckedRun, check_run
 from spmdrl.job.training_step import build_turns
 from spmdrl.observability.metrics import Recorder
 from spmdrl.observability.terminal.console import Console
-from spmdrl.resources.mesh import build_update_mesh
 from spmdrl.resources.world import World
 from spmdrl.types import offsets_of
 from spmdrl.types.roles import POLICY
@@ -51,11 +50,6 @@ def main(loaded: LoadedConfig[Config]) -> int:
     with open_job(checked) as world, hold_folder_of_training(config.run, world, resume=config.resume):
         train_supervised(checked, world)
     return 0
-
-
-def admit_supervised(checked: CheckedRun, world: World) -> None:
-    """Refuse a folder whose supervised run, which has ended, was another one. Collective."""
-    Run(checked, world).admit({POLICY: ModelSource.of(prepare_model(checked.config, world))})
 
 
 def warm_started(checked: CheckedRun, world: World) -> CheckedRun:
@@ -79,7 +73,8 @@ def warm_started(checked: CheckedRun, world: World) -> CheckedRun:
         model = finished_model(folder, world)
     else:
         with start_up():
-            admit_supervised(warm_start, world)
+            # Refuses a folder whose supervised run, which has ended, was another one.
+            Run(warm_start, world).admit({POLICY: ModelSource.of(prepare_model(inner, world))})
     if model is None:
         raise ConfigError(f"the warm start left no checkpoint in {folder}: the disk refused it; free some")
     console.note(f"--- now {config.algo.name}: {config.train.max_steps} steps with rewards, from {model} ---")
@@ -95,36 +90,27 @@ def train_supervised(checked: CheckedRun, world: World) -> None:
             check_answers(prepared)
             run.admit(prepared.sources)
             print_banner(checked, prepared, world, run.console)
-            policy = _build_policy(checked, prepared.source, run)
-            run.resume(ModelsAlone([policy]) if checked.config.checkpoint.model_only else policy)
-            held_out = _build_held_out(checked, run, policy, prepared, stack)
-        _train(checked.config.sft, run, policy.trainer, prepared, held_out)
+            with run.console.doing("loading the weights"):
+                models = build_role_models(checked, prepared.sources, world)
+            run.resume(saved_state(checked.config.checkpoint, models))
+            held_out = _build_held_out(checked, run, models, prepared, stack)
+        _train(checked.config.sft, run, models[POLICY].trainer, prepared, held_out)
         run.finish(**held_out.summary())
 
 
-def _build_policy(checked: CheckedRun, source: ModelSource, run: Run) -> RoleModel:
-    config, world = checked.config, run.world
-    mesh = build_update_mesh(checked.layout, world.device, world.rank)
-    with run.console.doing("loading the weights"):
-        trainer = build_trainer(
-            config, source, mesh, world, role=POLICY, optim=config.sft.optim, num_steps=run.num_steps, temperature=1.0
-        )
-    return RoleModel(POLICY, trainer, source, world)
-
-
-def _build_held_out(checked: CheckedRun, run: Run, policy: RoleModel, prepared: Prepared, stack: ExitStack) -> HeldOut:
+def _build_held_out(checked: CheckedRun, run: Run, models: RoleModels, prepared: Prepared, stack: ExitStack) -> HeldOut:
     """Evaluations of a policy that answers nothing else."""
     config = checked.config
     if prepared.held_out is None:
         return HeldOut(None, None, run, config.eval)
-    replica = build_policys_replica(checked, policy.source, run.world)
+    replica = build_policys_replica(checked, prepared.source, run.world)
     pool = stack.enter_context(RewardPool(config.reward))
     turns = build_turns(config, replica, prepared, run.world, stack)
     evaluator = build_evaluator(config, prepared, replica, pool, turns)
     assert evaluator is not None, "there are held-out rows"
     prompts = evaluator.prompts
     switching = build_switching(
-        config, run.logs, {POLICY: policy}, replica, stack,
+        config, run.logs, models, replica, stack,
         num_rows=evaluator.num_rows, prompt_at=lambda position: prompts[position % len(prompts)],
     )  # fmt: skip
     return HeldOut(evaluator, switching, run, config.eval)
@@ -165,7 +151,7 @@ def answer_probability(result: UpdateResult) -> float:
 
 @dataclass
 class AnswerWatch:
-    """Says when the answers have become probable enough."""
+    """Decides when the answers are probable enough."""
 
     goal: float | None
     recent: tuple[float, ...] = ()

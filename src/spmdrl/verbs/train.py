@@ -18,13 +18,12 @@ from spmdrl.engines.reward.pool import RewardPool
 from spmdrl.job.evaluation.evaluator import build_evaluator
 from spmdrl.job.evaluation.held_out import HeldOut
 from spmdrl.job.model.replica import build_policys_replica
-from spmdrl.job.model.role_models import ModelsAlone, build_role_models, saved_models
+from spmdrl.job.model.role_models import build_role_models, saved_state
 from spmdrl.job.model.switching import Switching, build_switching
 from spmdrl.job.rollouts.kept_rollouts import KeptRollouts
 from spmdrl.job.rollouts.samples_report import SamplesReport, estimates_of
 from spmdrl.job.run.run import Run
 from spmdrl.job.run.run_folder import hold_folder_of_training
-from spmdrl.job.run.savable import Savable, Together
 from spmdrl.job.start.banner import print_banner
 from spmdrl.job.start.prepared import prepare_together
 from spmdrl.job.start.rank_facts import open_job
@@ -38,9 +37,9 @@ from spmdrl.job.training_step import (
     build_stages,
     build_turns,
 )
-from spmdrl.resources.mesh import build_update_mesh
 from spmdrl.resources.startup.launch import command_of
 from spmdrl.resources.world import make_deterministic
+from spmdrl.types.roles import POLICY
 from spmdrl.verbs.sft import warm_started
 
 
@@ -121,14 +120,12 @@ def build(checked: CheckedRun, run: Run, stack: ExitStack) -> Training:
     run.admit(prepared.sources)
     print_banner(checked, prepared, world, run.console)
     tokenizer, prompts = prepared.tokenizer, prepared.prompts
-    mesh = build_update_mesh(checked.layout, world.device, world.rank)
     with run.console.doing("loading the weights"):
-        models = build_role_models(config, prepared.sources, {"all": mesh}, world)
+        models = build_role_models(checked, prepared.sources, world)
     with run.console.doing("starting the generation engine"):
         replica = build_policys_replica(checked, prepared.source, world)
-    saved, carried = saved_models(models), build_carried(config, replica, run.console)
-    state: Savable = ModelsAlone(saved) if config.checkpoint.model_only else Together(*saved, carried)
-    run.resume(state)
+    carried = build_carried(config, replica, run.console)
+    run.resume(saved_state(config.checkpoint, models, carried))
 
     with run.console.doing("starting the rewards"):
         pool = stack.enter_context(RewardPool(config.reward))
@@ -137,7 +134,7 @@ def build(checked: CheckedRun, run: Run, stack: ExitStack) -> Training:
     num_rows = max(carried.rules.most_groups * config.rollout.num_generations, evaluator.num_rows if evaluator else 0)
     switching = build_switching(config, run.logs, models, replica, stack, num_rows=num_rows, prompt_at=prompts.at)
     device = world.device.torch_device
-    row_groups = groups_of_training(mesh, device) | groups_of_generation(replica.mesh, device)
+    row_groups = groups_of_training(models[POLICY].trainer.mesh, device) | groups_of_generation(replica.mesh, device)
     dock = stack.enter_context(TransferDock(world, checked.needs, config.dock, seed=config.seed, row_groups=row_groups))
     rollouts = Rollouts(config, replica, turns)
     shown = ShownRows(config.log.samples_per_step)

@@ -8,11 +8,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from spmdrl.config.config import Config
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf.model_folder import hf_config_dict
 from spmdrl.engines.models.hf.model_weights import write_weights
 from spmdrl.engines.models.tokenizer import TOKENIZER_FILES
+from spmdrl.engines.training.checkpoints.checkpoint import CheckpointConfig
 from spmdrl.engines.training.checkpoints.trainer_state import (
     ShardFiles,
     load_trainer_state,
@@ -21,9 +21,11 @@ from spmdrl.engines.training.checkpoints.trainer_state import (
 )
 from spmdrl.engines.training.routing.routers import RoutingConfig
 from spmdrl.engines.training.training_engine import TrainingEngine
-from spmdrl.engines.training.update.optimizer import OptimConfig
 from spmdrl.job.model.model_source import MODEL, ModelSource, token_ids_of
-from spmdrl.resources.mesh import UpdateMesh
+from spmdrl.job.run.savable import Savable, Together
+from spmdrl.job.start.start_checks import CheckedRun
+from spmdrl.resources.device import Device
+from spmdrl.resources.mesh import UpdateMesh, build_update_mesh
 from spmdrl.resources.world import World
 from spmdrl.types.roles import CRITIC, POLICY, RankSet, Role
 
@@ -79,11 +81,6 @@ class RoleModel:
 RoleModels = Mapping[Role, RoleModel]
 
 
-def saved_models(models: RoleModels) -> list[RoleModel]:
-    """Those that checkpoints hold."""
-    return [model for role, model in models.items() if role.checkpoint is not None]
-
-
 class ModelsAlone:
     """What checkpoints hold with `checkpoint.model_only`."""
 
@@ -100,39 +97,42 @@ class ModelsAlone:
             model.read_from(folder)
 
 
-def build_role_models(
-    config: Config, sources: Mapping[Role, ModelSource], meshes: Mapping[RankSet, UpdateMesh], world: World
-) -> RoleModels:
-    """The models of a run that trains on rewards. Collective."""
-    optim, num_steps = dict.fromkeys(sources, config.optim), dict.fromkeys(sources, config.train.max_steps)
-    if config.critic is not None:
-        optim[CRITIC] = config.critic.optim
-        num_steps[POLICY] = max(1, config.train.max_steps - config.critic.warmup_steps)
-    models = {}
-    for role, source in sources.items():
-        engine = build_trainer(
-            config, source, meshes[role.ranks], world, role=role, optim=optim[role], num_steps=num_steps[role],
-            temperature=config.rollout.temperature,
-        )  # fmt: skip
-        models[role] = RoleModel(role, engine, source, world)
-    return models
+def saved_state(config: CheckpointConfig, models: RoleModels, *others: Savable) -> Savable:
+    """What checkpoints hold: the models that are saved, and beside them `others`."""
+    saved = [model for role, model in models.items() if role.checkpoint is not None]
+    return ModelsAlone(saved) if config.model_only else Together(*saved, *others)
 
 
-def build_trainer(
-    config: Config, source: ModelSource, mesh: UpdateMesh, world: World, *,
-    role: Role, optim: OptimConfig, num_steps: int, temperature: float,
-) -> TrainingEngine:  # fmt: skip
-    """A training engine that holds the source's weights. Collective."""
+def build_role_models(checked: CheckedRun, sources: Mapping[Role, ModelSource], world: World) -> RoleModels:
+    """The models of a run, cut by its update layout, with the weights of their sources. Collective."""
+    meshes: dict[RankSet, UpdateMesh] = {"all": build_update_mesh(checked.layout, world.device, world.rank)}
+    return {
+        role: RoleModel(role, _build_trainer(checked, role, source, meshes[role.ranks], world.device), source, world)
+        for role, source in sources.items()
+    }
+
+
+def _build_trainer(
+    checked: CheckedRun, role: Role, source: ModelSource, mesh: UpdateMesh, device: Device
+) -> TrainingEngine:
+    config, critic = checked.config, checked.config.critic
+    optim, num_steps, temperature = config.optim, checked.num_steps, config.rollout.temperature
+    if checked.verb == "sft":
+        optim, temperature = config.sft.optim, 1.0
+    elif critic is not None and role is CRITIC:
+        optim = critic.optim
+    elif critic is not None and role is POLICY:
+        num_steps = max(1, num_steps - critic.warmup_steps)
     routing = config.train.routing if role is POLICY else _routing_beside(config.train.routing, source.decoder)
     engine = TrainingEngine(
         source.decoder,
         replace(config.train, max_steps=num_steps, routing=routing),
         optim,
         mesh,
-        world.device,
+        device,
         frozen=not role.is_trained,
         temperature=temperature,
-        compute_dtype=config.model.compute_dtype(world.device.kind),
+        compute_dtype=config.model.compute_dtype(device.kind),
         rating=role.rating,
     )
     engine.load(source.initial_weights())
