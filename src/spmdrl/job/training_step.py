@@ -78,7 +78,7 @@ def build_carried(config: Config, replica: Replica, console: Console) -> Carried
 
 
 def build_prompts_of_step(checked: CheckedRun, prompts: PromptSource, carried: CarriedGroups) -> PromptsOfStep:
-    """The prompts in order, so many a step; where groups take several steps, first those that were left over."""
+    """The prompts in order, as many as a step trains; where groups take several steps, first those left over."""
     num_prompts = checked.config.rollout.prompts_per_step
 
     def pending_and_new(step: int) -> tuple[list[Prompt], list[int]]:
@@ -127,7 +127,7 @@ class StageParts:
 
 
 def build_stages(checked: CheckedRun, run: Run, parts: StageParts) -> Stages:
-    """The worker states that the algorithm's columns ask for."""
+    """The worker states that make the algorithm's columns."""
     config, recorder, turns = checked.config, run.logs.recorder, turn_columns(checked.config.environment)
     reward = RewardStage(parts.pool, config.reward, parts.tokenizer.decode, recorder)
     recording = [parts.rollouts.recorder] if parts.rollouts.recorder is not None else []

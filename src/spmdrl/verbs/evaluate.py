@@ -51,8 +51,8 @@ def _write_results(config: Config, evaluation: Evaluation, seconds: float) -> No
     folder = config.run.folder
     samples = folder / "eval.jsonl"
     write_records(samples, evaluation.records)
-    asked = {"model": config.model.path, "data": str(config.data.eval), "rewards": list(config.reward.functions)}
-    fields = asked | evaluation.fields() | {"seconds": seconds, "versions": software_versions()}
+    settings = {"model": config.model.path, "data": str(config.data.eval), "rewards": list(config.reward.functions)}
+    fields = settings | evaluation.fields() | {"seconds": seconds, "versions": software_versions()}
     summary = write_verb_summary(folder, "eval", fields)
     console = Console()
     console.note(evaluation.described())

@@ -85,9 +85,9 @@ def _show_answers(prompts: Sequence[str], answers: Sequence[Mapping[str, Any]]) 
 
 
 def _write_summary(config: Config, lines: Sequence[str], seconds: float) -> None:
-    asked = {"model": config.model.path, "data": str(config.data.eval), "num_samples": config.eval.num_samples}
+    settings = {"model": config.model.path, "data": str(config.data.eval), "num_samples": config.eval.num_samples}
     found = {"rows": len(lines), "finish": Counter(json.loads(line)["finish"] for line in lines), "seconds": seconds}
-    write_verb_summary(config.run.folder, "generate", asked | found | {"versions": software_versions()})
+    write_verb_summary(config.run.folder, "generate", settings | found | {"versions": software_versions()})
 
 
 def keep_answers(checked: CheckedRun, world: World, folder: Path) -> KeptAnswers:
@@ -109,12 +109,12 @@ def keep_answers(checked: CheckedRun, world: World, folder: Path) -> KeptAnswers
     replica = load_replica(config, source, world, console)
     requests = _requests(config, prompts, replica, sampling, done, source.decoder.max_positions)
     progress = _progress(replica, requests) if world.is_main else None
-    asked = [prompts[request.rows[0] // config.eval.num_samples] for request in requests]
+    prompts_of_requests = [prompts[request.rows[0] // config.eval.num_samples] for request in requests]
     with ExitStack() as stack:
         turns = build_turns(config, replica, prepared, world, stack)
-        for number, responses in run_rollout(replica.engine, requests, asked, turns):
+        for number, responses in run_rollout(replica.engine, requests, prompts_of_requests, turns):
             if replica.mesh.is_leader:
-                kept.add([_record(asked[number], response, tokenizer) for response in responses])
+                kept.add([_record(prompts_of_requests[number], response, tokenizer) for response in responses])
             if progress is not None:
                 progress.add(len(responses), sum(response.num_own_tokens for response in responses))
     return kept
@@ -139,9 +139,9 @@ def _requests(
 
 
 def _progress(replica: Replica, requests: Sequence[Request]) -> GenerationProgress:
-    # Other replicas aren't asked: they have as many rows, give or take a prompt.
-    rows_told = "rows" if len(replica.mesh.replicas) == 1 else "rows of this replica"
-    return GenerationProgress(sum(len(request.rows) for request in requests), rows_told)
+    # Those of this replica alone: others have as many rows, give or take a prompt.
+    rows_shown = "rows" if len(replica.mesh.replicas) == 1 else "rows of this replica"
+    return GenerationProgress(sum(len(request.rows) for request in requests), rows_shown)
 
 
 def _identity(config: Config, source: ModelSource, prompts: Sequence[Prompt]) -> dict[str, object]:

@@ -45,7 +45,7 @@ class Evaluation:
     num_failed: int
     """answers without a reward; they count as wrong"""
     records: list[dict[str, Any]]
-    """one a sample, in row order"""
+    """one per sample, in row order"""
 
     def described(self) -> str:
         """Mean reward and accuracy with their intervals; of rewards that are no verdicts, the share that reaches 1."""
@@ -53,7 +53,7 @@ class Evaluation:
         return text + (f"; {self.num_failed} answers had no reward and count as wrong" if self.num_failed else "")
 
     def fields(self) -> dict[str, Any]:
-        """What a summary says of it; intervals of 95%, null where there is none."""
+        """Its fields in a summary; intervals are of 95%, null where they are unknown."""
         return {
             "mean_reward": self.mean_reward.value,
             "mean_reward_interval": interval_of(self.mean_reward),
@@ -154,7 +154,7 @@ def _group(number: int) -> tuple[str, int]:
 
 
 def evaluation_of(records: list[dict[str, Any]], num_samples: int) -> Evaluation:
-    """Statistics over records in row order, `num_samples` a prompt."""
+    """Statistics over records in row order, `num_samples` per prompt."""
     rewards = [record["reward"] for record in records]
     is_right = [reward is not None and reward >= 1.0 for reward in rewards]
     by_prompt = [is_right[start : start + num_samples] for start in range(0, len(records), num_samples)]
@@ -204,5 +204,5 @@ def build_evaluator(
 
 
 def write_records(path: Path, records: Sequence[dict[str, Any]]) -> None:
-    """One line a record; the file appears whole or not at all."""
+    """One line per record; the file appears whole or not at all."""
     write_atomic(path, "".join(to_json(record) + "\n" for record in records))

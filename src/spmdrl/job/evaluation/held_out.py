@@ -25,7 +25,7 @@ class HeldOut:
         self.last: Evaluation | None = None
 
     def before(self) -> None:
-        """The evaluation before the first step, where `eval.before_train` asks for it."""
+        """The evaluation before the first step, with `eval.before_train`."""
         if self._run.start_step == 0 and self._config.before_train:
             self._run.begin_step()
             evaluation = self._evaluate(0)
@@ -33,13 +33,13 @@ class HeldOut:
                 self._run.finish_evaluation_before(evaluation.accuracy)
 
     def when_due(self, step: int) -> None:
-        """The evaluation after a step: each `eval.interval` steps, and after the last one."""
+        """The evaluation after a step: every `eval.interval` steps, and after the last one."""
         interval = self._config.interval
         if self._run.is_last(step) or (interval and step % interval == 0):
             self._evaluate(step)
 
     def summary(self) -> dict[str, object]:
-        """What summary.json says of the last evaluation."""
+        """The last evaluation's fields of summary.json."""
         if self.last is None:
             return {}
         accuracy = self.last.accuracy

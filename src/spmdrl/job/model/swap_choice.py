@@ -20,7 +20,7 @@ from spmdrl.resources.memory import resident_bytes
 from spmdrl.resources.world import World
 from spmdrl.types.roles import POLICY, Role
 
-# A CPU's activations, the page cache and other programs want memory too, and the free memory is an estimate.
+# A CPU's activations, the page cache and other programs need memory too, and the free memory is an estimate.
 _SHARE_OF_A_HOST = 0.8
 _PROGRAM_BYTES = 512 << 20
 
@@ -28,7 +28,7 @@ _PROGRAM_BYTES = 512 << 20
 def decide_residence(
     config: Config, world: World, trainers: Mapping[Role, TrainingEngine], replica: Replica, *, num_rows: int
 ) -> Residence:  # fmt: skip
-    """What `reshard.swap` comes to; the engines are built. Collective over the world.
+    """Whether the training state leaves the device for generation; the engines are built. Collective over the world.
 
     `num_rows` are those that all replicas together generate at once.
     """

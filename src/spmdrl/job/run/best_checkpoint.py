@@ -52,7 +52,7 @@ def point_to(best: BestStep, root: Path) -> None:
 
 
 def unknown_metric(name: str, metrics: Mapping[str, float]) -> str:
-    """What to say of a metric that a saved step doesn't have."""
+    """The warning about a metric that no saved step has."""
     near = difflib.get_close_matches(name, metrics, 3, 0.5)
     advice = f"did you mean {' or '.join(near)}?" if near else f"the metrics are {', '.join(sorted(metrics))}"
     return f"WARNING: checkpoint.best is {name}, but no step so far has that metric, so none is kept for it; {advice}"

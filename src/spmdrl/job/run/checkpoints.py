@@ -19,13 +19,13 @@ from spmdrl.observability.terminal.units import bytes_text, duration
 
 
 class Checkpoints:
-    """Saves the state of a run; what went wrong with the last save is part of the run's outcome."""
+    """Saves the state of a run, and remembers whether the last save failed."""
 
     def __init__(self, store: CheckpointStore, state: Savable, logs: RunLogs, point: ResumePoint | None):
         """`state` is what checkpoints hold. The link leads to the best step up to `point`: later ones come again."""
         self.store = store
         self.newest = point.folder if point else None
-        """the folder of the checkpoint that the run would go on from"""
+        """the folder of the newest checkpoint"""
         self._state = state
         self._logs = logs
         self._best: BestStep | None = None

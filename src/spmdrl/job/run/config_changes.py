@@ -34,7 +34,7 @@ def keep_config(resolved: str, folder: Path, point: ResumePoint | None, console:
 
 
 def resolved_config_until(step: int) -> str:
-    """The name under which a run keeps the configuration with which it came to a step."""
+    """The name of the file with the configuration that a run had until a step."""
     return f"config.resolved.step_{step:06d}.yaml"
 
 

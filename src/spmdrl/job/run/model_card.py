@@ -13,7 +13,7 @@ CARD = "README.md"
 
 
 def model_card(checked: CheckedRun, step: int) -> str:
-    """The card of the model after a step of a run; the licence is left to who publishes the model."""
+    """The card of the model after a step of a run; its licence is for the publisher to state."""
     config, base_model, phase = checked.config, checked.base_model, checked.phase
     front = ["library_name: transformers", "pipeline_tag: text-generation", f"tags: [spmdrl, {phase}]"]
     # The hub refuses a base model that it can't look up.

@@ -37,7 +37,7 @@ def note_abandoned(folder: Path, console: Console) -> None:
 
 
 def write_start(folder: Path, world: World, num_parameters: int) -> None:
-    """Write down who runs, on what, and that it does."""
+    """Write what the run was started by and on, and that it is running."""
     devices = f"{world.size} x {world.device.kind}"
     facts = {"versions": software_versions(), "devices": devices} | start_facts()
     write_summary(folder, verdict="running", parameters=num_parameters, **facts)
@@ -78,7 +78,7 @@ def write_outcome(folder: Path, fields: Mapping[str, object], console: Console, 
 
 
 def finished_model(folder: Path, world: World) -> Path | None:
-    """The model that a run left in its folder, or None if it didn't come to its end. Collective."""
+    """The model that a run left in its folder, or None if it isn't finished. Collective."""
     is_done = on_main(world, lambda: read_summary(folder).get("verdict") == "done")
     return newest_model(folder, world) if is_done else None
 

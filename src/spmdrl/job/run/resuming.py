@@ -1,4 +1,4 @@
-"""Where a run goes on: which of its checkpoints is sound, is of this very run, and holds what training needs."""
+"""The checkpoint that a run resumes from: sound, of this very run, and with all that training needs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Number = StrictInt | StrictFloat
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What a run has come to; a checkpoint holds it beside the training state, as run.json."""
+    """The state of a run beside the training state; run.json of a checkpoint."""
 
     step: Annotated[int, Strict(), Ge(0)]
     identity: Mapping[str, Any]
@@ -62,14 +62,14 @@ class RunRecord:
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """A sound checkpoint to go on from."""
+    """A sound checkpoint to resume from."""
 
     folder: Path
     record: RunRecord
 
 
 class Resuming:
-    """The checkpoint that a run goes on from: chosen before models are loaded, and read once they are."""
+    """The checkpoint that a run resumes from: chosen before models are loaded, and read once they are."""
 
     def __init__(
         self, store: CheckpointStore, config: Config, world: World, *, identity: Mapping[str, Any], console: Console

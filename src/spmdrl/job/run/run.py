@@ -1,4 +1,4 @@
-"""One run on this rank, from its admission to its outcome: what it has come to, and where it goes on after a stop."""
+"""One run on this rank, from its admission to its outcome: its steps, its record, and how it resumes after a stop."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Run:
         self.console = Console(enabled=world.is_main)
         self.num_steps = checked.num_steps
         self.start_step = 0
-        """the step that a resumed run goes on after"""
+        """the last step that was done before this job"""
         self._checked = checked
         self._store = CheckpointStore(
             self.folder / CHECKPOINTS, checked.config.checkpoint, is_main=world.is_main,

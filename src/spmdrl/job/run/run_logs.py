@@ -41,7 +41,7 @@ class RunLogs:
             self._samples.truncate_after(last_step)
 
     def write_step(self, step: int, seconds: float, before: Mapping[str, float]) -> dict[str, float]:
-        """Reduce the step's metrics over ranks and write them, with what `before`, the last step's, count. Collective.
+        """Reduce the step's metrics over ranks and write them; counts go on from `before`, the last step's. Collective.
 
         `seconds` are this rank's. Returns the metrics, the same on every rank.
         """

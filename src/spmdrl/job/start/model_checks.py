@@ -34,7 +34,7 @@ def check_model_fits(config: Config, decoder: DecoderConfig, layout: UpdateLayou
 
 
 def check_generation_fits(config: Config, decoder: DecoderConfig) -> None:
-    """Refuse a model that can't be cut, or compiled, as generation asks. Raises ValueError."""
+    """Refuse a model that can't be cut, or compiled, as generation needs it. Raises ValueError."""
     layout = config.resources.generation
     check_tensor_parallel(decoder, layout.tensor, "resources.generation.tensor")
     check_expert_parallel(decoder, layout.expert, "resources.generation.expert")
@@ -104,10 +104,10 @@ def check_batch_invariant(config: Config, layout: UpdateLayout, device_kind: str
     # Nothing but CPUs has auto mean float32 and the native engine.
     wrong = {key: pair for key, pair in wanted.items() if pair[0] not in (pair[1], "auto")}
     if wrong:
-        said = ", ".join(f"{key} is {value}" for key, (value, _) in wrong.items())
+        values = ", ".join(f"{key} is {value}" for key, (value, _) in wrong.items())
         way_out = ", ".join(f"{key} to {value}" for key, (_, value) in wrong.items())
         raise ValueError(
-            f"debug.batch_invariant is true, but {said}: sums over ranks, other dtypes and other engines round "
+            f"debug.batch_invariant is true, but {values}: sums over ranks, other dtypes and other engines round "
             f"otherwise; set {way_out}, or debug.batch_invariant to false"
         )
 

@@ -49,7 +49,7 @@ def identity_of(checked: CheckedRun, model: Path) -> dict[str, Any]:
 
 
 def rows_digest(rows: Sequence[SourceRows]) -> str:
-    """A short digest of what the rows say, wherever their files are."""
+    """A short digest of the rows' content, wherever their files are."""
     digest = hashlib.sha256()
     for source in rows:
         digest.update(f"{len(source.rows)}:{source.source.weight}:".encode())

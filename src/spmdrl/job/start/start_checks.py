@@ -35,6 +35,7 @@ from spmdrl.types import WorkerState
 from spmdrl.types.roles import POLICY, ROLES, Role
 
 Verb = Literal["train", "sft", "eval", "generate", "check"]
+_TRAINED = ("train", "sft", "check")
 
 
 @dataclass(frozen=True)
@@ -76,55 +77,64 @@ def check_run(
 
     `prompts` take the place of the rows of `data.eval`. `launch` is another job than this one to check for.
     """
-    is_here = launch is None
-    with start_up(), waiting("checking settings and data", enabled=read_launch_environment(os.environ).rank == 0):
-        config = loaded.value
-        launch = launch or read_launch_environment(os.environ)
-        layout = fit_update_layout(config.resources.update, launch.world_size)
-        check_generation_layout(config.resources.generation, launch.world_size)
-        is_trained = verb in ("train", "sft", "check")
-        if is_here:
-            # A layout for other ranks may be checked where their devices aren't.
-            find_device(config.resources.device, launch.local_rank)
-        if (decoder := decoder_at_hand(config)) is not None:
-            check_generation_fits(config, decoder)
-            if is_trained:
-                check_model_fits(config, decoder, layout)
-        if config.debug.batch_invariant:
-            check_batch_invariant(config, layout, find_device(config.resources.device, launch.local_rank).kind)
-        if config.rollout.engine == "vllm":
-            check_vllm(config)
-            if is_here:
-                check_vllm_is_there()
-        if is_here and verb in ("train", "sft", "check"):
-            check_backends(config.log)
+    config, own = loaded.value, read_launch_environment(os.environ)
+    with start_up(), waiting("checking settings and data", enabled=own.rank == 0):
+        layout = _check_layouts(config, verb, launch or own, is_here=launch is None)
         algorithm = build_algorithm(config.algo)
         needs = states_of(config, algorithm)
         if verb in ("train", "check"):
             check_sizes(config, algorithm)
-        # `generate` judges nothing, and `sft` only what it evaluates.
-        are_judged = verb in ("train", "eval", "check") or (verb == "sft" and config.data.eval is not None)
-        answers = are_judged and needs_answer(config.reward.functions)
-        train_needs = RowNeeds(answer=answers and verb != "sft", completion=verb == "sft" or config.sft.max_steps > 0)
-        train_rows = read_rows(config.data.train, config.data, needs=train_needs) if is_trained else []
-        eval_rows = []
-        if prompts:
-            eval_rows = [rows_of_prompts(prompts)]
-        elif verb == "generate" and config.data.eval is None:
-            raise ValueError(
-                "there is nothing to answer: set data.eval to a data file, or write prompt='...' (- is standard input)"
-            )
-        elif config.data.eval is not None or verb == "eval":
-            eval_rows = read_rows(config.data.eval, config.data, needs=RowNeeds(answer=answers), key="data.eval")
-        if are_judged:
-            # Loads the functions in a child and ends it: a missing file or name is refused before the first rollout.
-            with RewardPool(config.reward, 1) as pool:
-                judged = train_rows if verb in ("train", "check") else []
-                check_columns(pool.required_columns(), [*judged, *eval_rows])
-        if config.environment.function is not None and (are_judged or verb == "generate"):
-            check_environment(config)
+        train_rows, eval_rows = _checked_rows(config, verb, prompts)
     base_model = config.model.path or "random weights (model.make)"
     return CheckedRun(verb, config, resolved_yaml(loaded), layout, algorithm, needs, train_rows, eval_rows, base_model)
+
+
+def _check_layouts(config: Config, verb: Verb, launch: LaunchEnvironment, *, is_here: bool) -> UpdateLayout:
+    """The update layout of a job; a layout for another job may be checked where its devices and packages aren't."""
+    layout = fit_update_layout(config.resources.update, launch.world_size)
+    check_generation_layout(config.resources.generation, launch.world_size)
+    is_trained = verb in _TRAINED
+    if is_here:
+        find_device(config.resources.device, launch.local_rank)
+    if (decoder := decoder_at_hand(config)) is not None:
+        check_generation_fits(config, decoder)
+        if is_trained:
+            check_model_fits(config, decoder, layout)
+    if config.debug.batch_invariant:
+        check_batch_invariant(config, layout, find_device(config.resources.device, launch.local_rank).kind)
+    if config.rollout.engine == "vllm":
+        check_vllm(config)
+        if is_here:
+            check_vllm_is_there()
+    if is_here and is_trained:
+        check_backends(config.log)
+    return layout
+
+
+def _checked_rows(config: Config, verb: Verb, prompts: Sequence[str]) -> tuple[list[SourceRows], list[SourceRows]]:
+    """The rows to train on and to evaluate, which the reward functions and the environment can work with."""
+    # `generate` judges nothing, and `sft` only what it evaluates.
+    are_judged = verb in ("train", "eval", "check") or (verb == "sft" and config.data.eval is not None)
+    answers = are_judged and needs_answer(config.reward.functions)
+    train_needs = RowNeeds(answer=answers and verb != "sft", completion=verb == "sft" or config.sft.max_steps > 0)
+    train_rows = read_rows(config.data.train, config.data, needs=train_needs) if verb in _TRAINED else []
+    eval_rows = []
+    if prompts:
+        eval_rows = [rows_of_prompts(prompts)]
+    elif verb == "generate" and config.data.eval is None:
+        raise ValueError(
+            "there is nothing to answer: set data.eval to a data file, or write prompt='...' (- is standard input)"
+        )
+    elif config.data.eval is not None or verb == "eval":
+        eval_rows = read_rows(config.data.eval, config.data, needs=RowNeeds(answer=answers), key="data.eval")
+    if are_judged:
+        # Loads the functions in a child and ends it: a missing file or name is refused before the first rollout.
+        with RewardPool(config.reward, 1) as pool:
+            judged = train_rows if verb in ("train", "check") else []
+            check_columns(pool.required_columns(), [*judged, *eval_rows])
+    if config.environment.function is not None and (are_judged or verb == "generate"):
+        check_environment(config)
+    return train_rows, eval_rows
 
 
 def check_columns(required: Mapping[str, Sequence[str]], sources: Sequence[SourceRows]) -> None:
@@ -143,7 +153,7 @@ def check_columns(required: Mapping[str, Sequence[str]], sources: Sequence[Sourc
 
 
 def states_of(config: Config, algorithm: Algorithm) -> dict[WorkerState, frozenset[str]]:
-    """The worker states that the algorithm's columns ask for. Raises ValueError for a column that no state makes."""
+    """The worker states that make the algorithm's columns. Raises ValueError for a column that no state makes."""
     num_updates = config.train.updates_per_step * config.train.epochs_per_step
     replayed = replayed_columns(config.train.routing)
     columns = update_columns(algorithm.columns_for_loss(num_updates), agreement_of(config))
@@ -201,14 +211,13 @@ def check_sizes(config: Config, algorithm: Algorithm) -> None:
             "debug.rollouts_from replays recorded responses, but evaluations need a model that answers; "
             "set data.eval to null"
         )
-    if rollout.partial_max_rounds > 1 and (config.debug.rollouts_from or config.debug.rollouts_to):
-        key = "rollouts_from" if config.debug.rollouts_from else "rollouts_to"
+    key = next((key for key in ("rollouts_from", "rollouts_to") if getattr(config.debug, key)), None)
+    if key is not None and rollout.partial_max_rounds > 1:
         raise ValueError(
             f"rollout.partial_max_rounds is {rollout.partial_max_rounds}, but debug.{key} is about steps whose "
             f"responses are all of that step; set partial_max_rounds to 1 or leave out debug.{key}"
         )
-    if train.routing.replay == "rollout" and (config.debug.rollouts_from or config.debug.rollouts_to):
-        key = "rollouts_from" if config.debug.rollouts_from else "rollouts_to"
+    if key is not None and train.routing.replay == "rollout":
         raise ValueError(
             f"train.routing.replay is rollout, but the files of debug.{key} hold no experts; set train.routing.replay "
             f"to none or leave out debug.{key}"

@@ -22,7 +22,7 @@ class FirstFailure:
 
     @property
     def is_interruption(self) -> bool:
-        """Whether it was Ctrl-C, which all ranks get and one of them says."""
+        """Whether it was Ctrl-C, which all ranks get and one of them reports."""
         return self.cause == _INTERRUPTION
 
 

@@ -56,7 +56,7 @@ def end_with_launcher(environ: Mapping[str, str] = os.environ) -> None:
 
 
 def announce(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Have the ranks that this launcher starts know where it would be seen, so that orphans recognise themselves."""
+    """Export where this launcher is visible to the ranks that it starts, so that orphans recognise themselves."""
     environ[_VARIABLE] = f"in {_namespace()}"
 
 

@@ -95,7 +95,7 @@ def agree(store: dist.Store, launch: LaunchEnvironment, topic: str, facts: Facts
         return
     if not _wait_until(lambda: own.check([_VERDICT]), _waited_by_others(timeout_seconds)):
         raise StartRefused(f"rank 0 has not compared {topic} after {timeout_seconds:g} s; look for its last output")
-    _heed(own)
+    _accept_verdict(own)
 
 
 def _publish(own: dist.Store, rank: int, facts: Facts, refusal: str | None) -> None:
@@ -175,11 +175,11 @@ def _join(
         )
     if old_verdict is not None:
         raise StartRefused(old_verdict.decode())
-    _heed(own)
+    _accept_verdict(own)
     return own
 
 
-def _heed(own: dist.Store) -> None:
+def _accept_verdict(own: dist.Store) -> None:
     verdict = own.get(_VERDICT)
     own.add(_NOTICED, 1)
     if verdict != _AGREED:

@@ -93,7 +93,7 @@ def _plain_store(launch: LaunchEnvironment, timeout: timedelta) -> dist.Store:
     deadline = time.monotonic() + timeout.total_seconds()
     while launch.rank != 0 and not store.check([ATTEMPT_KEY]) and time.monotonic() < deadline:
         if store.check([_GATE_KEY]):
-            raise StartRefused(_of_two_minds(launch.rank, trusted=True))
+            raise StartRefused(_disagreement(launch.rank, trusted=True))
         time.sleep(_PAUSE_SECONDS)
     return store
 
@@ -149,7 +149,7 @@ def _join_store(gate: Gate, launch: LaunchEnvironment, timeout: timedelta, path:
     doubted_since: float | None = None
     while True:
         if board is not None and board.check([ATTEMPT_KEY]):
-            raise StartRefused(_of_two_minds(launch.rank, trusted=False))
+            raise StartRefused(_disagreement(launch.rank, trusted=False))
         problem = "it hasn't written where it listens"
         address = _announced(board) if board else _at_masters_port(launch)
         if address is not None:
@@ -173,8 +173,8 @@ def _join_store(gate: Gate, launch: LaunchEnvironment, timeout: timedelta, path:
         time.sleep(_PAUSE_SECONDS)
 
 
-def _of_two_minds(rank: int, *, trusted: bool) -> str:
-    """Of ranks that would wait for each other in two places."""
+def _disagreement(rank: int, *, trusted: bool) -> str:
+    """The refusal of ranks that would wait for each other in two places."""
     mine, other = ("true", "false") if trusted else ("false", "true")
     return (
         f"ranks disagree about resources.trusted_network: {other} on rank 0, {mine} on rank {rank}; "
