@@ -158,7 +158,7 @@ def test_a_head_that_does_not_fit_the_question_is_told_so(world):
         critic.score(make_rows())
     with pytest.raises(RuntimeError, match="is a policy, which has no value head"):
         make_engine(world).values(make_rows())
-    with pytest.raises(ValueError, match="a value head, which says no tokens"):
+    with pytest.raises(ValueError, match="has a value head and can.t generate"):
         NativeEngine(VALUE_CONFIG, RolloutConfig(), torch.device("cpu"), torch.float32)
 
 

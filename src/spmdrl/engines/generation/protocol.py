@@ -1,4 +1,4 @@
-"""What a rollout asks of a generation engine, and what it gets back.
+"""Requests to a generation engine, its responses, and the engine's interface.
 
     asleep --wake_weights--> weights to be filled --wake_cache--> awake --sleep--> asleep
 
@@ -45,7 +45,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end a response; they are part of it."""
     stop_strings: tuple[str, ...] = ()
-    """Texts that end a response with the token that completes one; it is part of it, with whatever else it says."""
+    """Texts that end a response with the token that completes one; it is part of it, with all of its text."""
 
 
 @dataclass(frozen=True)
@@ -66,18 +66,18 @@ class PartialResponse:
         if not len(self.token_ids) == len(self.logprobs) == len(self.versions):
             raise ValueError(
                 f"a partial response has {len(self.token_ids)} tokens, {len(self.logprobs)} log-probs and "
-                f"{len(self.versions)} versions; give one of each a token"
+                f"{len(self.versions)} versions; give one of each per token"
             )
 
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt and the rows (one a sample) that answer it: a group, whose prompt is computed once."""
+    """One prompt and the rows (one per sample) that answer it: a group, whose prompt is computed once."""
 
     rows: tuple[int, ...]
     prompt_ids: tuple[int, ...]
     seeds: tuple[int, ...]
-    """One 63-bit integer a row: with the position it fixes the row's random numbers."""
+    """One 63-bit integer per row: with the position it fixes the row's random numbers."""
     sampling: SamplingParams
     partial: tuple[PartialResponse, ...] | None = None
     """What each row has already. It counts towards max_tokens and comes back as the head of the response; with the
@@ -91,11 +91,11 @@ class Request:
     def __post_init__(self) -> None:
         if not self.rows or len(self.rows) != len(self.seeds):
             raise ValueError(
-                f"a request has {len(self.rows)} rows and {len(self.seeds)} seeds; give at least one row, a seed each"
+                f"a request has {len(self.rows)} rows and {len(self.seeds)} seeds; give a seed per row"
             )
         if self.partial is not None and len(self.partial) != len(self.rows):
             raise ValueError(
-                f"a request has {len(self.rows)} rows and {len(self.partial)} partial responses; give one a row or None"
+                f"a request has {len(self.rows)} rows and {len(self.partial)} partial responses; give one per row"
             )
         if not self.prompt_ids:
             raise ValueError(f"rows {list(self.rows)} have an empty prompt; give it a token, such as a start token")
@@ -198,11 +198,11 @@ class GenerationEngine(Protocol):
         ...
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of each whole weight that it wants all or some of, by the decoder's name."""
+        """Shape of each whole weight that it holds all or part of, by the decoder's name."""
         ...
 
     def weight_slices(self) -> dict[str, WeightSlice]:
-        """Which box of each of them it wants on this rank."""
+        """Which box of each of them it holds on this rank."""
         ...
 
     def wake_weights(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:

@@ -66,7 +66,7 @@ class DecoderConfig:
     unrotated_layers: tuple[int, ...] = ()
     """Layers whose queries and keys aren't rotated (SmolLM3)."""
     head: Literal["vocab", "value"] = "vocab"
-    """vocab: a language model's logits, from lm_head or the embedding; value: one number a token, from score."""
+    """vocab: a language model's logits, from lm_head or the embedding; value: one number per token, from score."""
 
     def __post_init__(self) -> None:
         if self.head == "value" and self.tied_head:
@@ -94,7 +94,7 @@ class DecoderConfig:
 
     @property
     def num_outputs(self) -> int:
-        """Rows of the head's weight: what it says of each token."""
+        """Rows of the head's weight: its outputs per token."""
         return self.vocab_size if self.head == "vocab" else 1
 
     @property
@@ -109,7 +109,7 @@ class DecoderConfig:
 
     @property
     def value_head_size(self) -> int:
-        """Head size V of the values."""
+        """Head size of the values."""
         return self.head_size if self.latent is None else self.latent.value_size
 
 

@@ -3,7 +3,7 @@
 Keys and values of all heads are made of one small vector a token, and so are queries where `query_rank` is given. Of
 each key, a part is rotated, and that part is the same in all heads.
 
-Shape letters: `T` packed tokens, `D` model width, `H` heads, `K` head size of queries and keys, `V` head size of
+Shape letters: `T` packed tokens, `D` model width, `H` heads, `K` head size of queries and keys, `U` head size of
 values.
 """
 
@@ -36,7 +36,7 @@ class LatentConfig:
     value_size: int
     """Head size V of the values."""
     rotates_neighbours: bool = True
-    """Whether the rotation turns pairs of neighbours (as DeepSeek's weights want it), or dims half a part away."""
+    """Whether the rotation turns pairs of neighbours (as DeepSeek's weights require), or dims half a part away."""
 
     def __post_init__(self) -> None:
         if self.rotary_size % 2:
@@ -77,8 +77,8 @@ class LatentAttention(nn.Module):
 
     def forward(self, hidden_TD: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
         q_THK = self._queries(hidden_TD, rotation)
-        k_THK, v_THV = self._keys_and_values(hidden_TD, rotation)
-        return self.o_proj(attend(self.layer, q_THK, k_THK, v_THV).flatten(-2))
+        k_THK, v_THU = self._keys_and_values(hidden_TD, rotation)
+        return self.o_proj(attend(self.layer, q_THK, k_THK, v_THU).flatten(-2))
 
     def _queries(self, hidden_TD: Tensor, rotation: Rotation) -> Tensor:
         if self.config.query_rank is None:
@@ -96,9 +96,9 @@ class LatentAttention(nn.Module):
         compressed, rotary = self.kv_a_proj_with_mqa(hidden_TD).split(sizes, dim=-1)
         sizes = [self.config.plain_size, self.config.value_size]
         expanded = self.kv_b_proj(self.kv_a_layernorm(compressed)).unflatten(-1, (-1, sum(sizes)))
-        plain, v_THV = expanded.split(sizes, dim=-1)
+        plain, v_THU = expanded.split(sizes, dim=-1)
         turned = self._rotate(rotary[:, None], rotation).expand(-1, plain.shape[1], -1)
-        return torch.cat((plain, turned), dim=-1), v_THV
+        return torch.cat((plain, turned), dim=-1), v_THU
 
     def _rotate(self, heads: Tensor, rotation: Rotation) -> Tensor:
         return rotation.apply_to_pairs(heads) if self.config.rotates_neighbours else rotation.apply(heads)

@@ -1,7 +1,7 @@
 """What every decoder layer is built of: the norm, the gated feed-forward, and the attention that the caller supplies.
 
 Shape letters: `T` packed tokens, `D` model width, `H` query heads, `J` key and value heads, `K` head size of queries
-and keys, `V` head size of values.
+and keys, `U` head size of values.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from spmdrl.engines.models.kernels.packed import PackedRows
 class Attend(Protocol):
     """Causal attention of one layer's packed queries over whatever keys and values the caller keeps."""
 
-    def __call__(self, layer: int, q_THK: Tensor, k_TJK: Tensor, v_TJV: Tensor) -> Tensor:
-        """Return the attended values [T, H, V]; queries and keys arrive normalized and rotated.
+    def __call__(self, layer: int, q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor) -> Tensor:
+        """Return the attended values [T, H, U]; queries and keys arrive normalized and rotated.
 
         The softmax scale is always 1 / sqrt(K): a model with another one multiplies its queries.
         """
@@ -62,6 +62,6 @@ class PackedCausalAttention:
         """Plan for rows with these offsets [B + 1]; give them on the CPU to avoid waiting for the device."""
         self._rows = PackedRows(offsets)
 
-    def __call__(self, layer: int, q_THK: Tensor, k_TJK: Tensor, v_TJV: Tensor) -> Tensor:
-        """Return the attended values [T, H, V]; J divides H, and V is at most K."""
-        return ops.packed_attention(q_THK, k_TJK, v_TJV, self._rows)
+    def __call__(self, layer: int, q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor) -> Tensor:
+        """Return the attended values [T, H, U]; J divides H, and U is at most K."""
+        return ops.packed_attention(q_THK, k_TJK, v_TJU, self._rows)

@@ -4,7 +4,7 @@ How tokens reach the experts is a `Dispatch`: here, in this process; replaced fr
 ranks. Which experts they reach can be recorded, replayed or judged by a `Route`.
 
 Shape letters: `T` packed tokens, `D` model width, `E` experts, `C` chosen experts of a token, `I` width of an expert,
-`R` rows that experts work on, one for each token and chosen expert.
+`M` rows that experts work on, one for each token and chosen expert.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class MoeConfig:
         if self.is_group_limited and (group_size < 2 or self.groups_per_token * group_size < self.experts_per_token):
             raise ValueError(
                 f"topk_group {self.groups_per_token} groups of {group_size} experts can't give num_experts_per_tok "
-                f"{self.experts_per_token} experts a token, of groups of at least 2; raise topk_group or lower n_group"
+                f"{self.experts_per_token} experts per token, from groups of 2 or more; raise topk_group or lower n_group"
             )
 
     @property
@@ -78,7 +78,7 @@ class Route(Protocol):
 
 
 Compute = Callable[[Tensor, Tensor], Tensor]
-"""From rows [R, D] sorted by expert and the number of rows of each expert [E] to the experts' outputs [R, D]."""
+"""From rows [M, D] sorted by expert and the number of rows of each expert [E] to the experts' outputs [M, D]."""
 
 
 class Dispatch(Protocol):
@@ -94,26 +94,26 @@ class Dispatch(Protocol):
 # Each row has one place, so both directions of both passes are gathers: no scatter-add, no order of summation.
 class _ToExperts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden_TD: Tensor, order_R: Tensor, place_TC: Tensor) -> Tensor:
+    def forward(ctx: Any, hidden_TD: Tensor, order_M: Tensor, place_TC: Tensor) -> Tensor:
         ctx.save_for_backward(place_TC)
-        return hidden_TD.index_select(0, order_R // place_TC.shape[1])
+        return hidden_TD.index_select(0, order_M // place_TC.shape[1])
 
     @staticmethod
-    def backward(ctx: Any, gradient_RD: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, gradient_MD: Tensor) -> tuple[Tensor, None, None]:
         (place_TC,) = ctx.saved_tensors
-        return gradient_RD.index_select(0, place_TC.flatten()).unflatten(0, place_TC.shape).sum(1), None, None
+        return gradient_MD.index_select(0, place_TC.flatten()).unflatten(0, place_TC.shape).sum(1), None, None
 
 
 class _FromExperts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows_RD: Tensor, order_R: Tensor, place_TC: Tensor) -> Tensor:
-        ctx.save_for_backward(order_R)
-        return rows_RD.index_select(0, place_TC.flatten()).unflatten(0, place_TC.shape)
+    def forward(ctx: Any, rows_MD: Tensor, order_M: Tensor, place_TC: Tensor) -> Tensor:
+        ctx.save_for_backward(order_M)
+        return rows_MD.index_select(0, place_TC.flatten()).unflatten(0, place_TC.shape)
 
     @staticmethod
     def backward(ctx: Any, gradient_TCD: Tensor) -> tuple[Tensor, None, None]:
-        (order_R,) = ctx.saved_tensors
-        return gradient_TCD.flatten(0, 1).index_select(0, order_R), None, None
+        (order_M,) = ctx.saved_tensors
+        return gradient_TCD.flatten(0, 1).index_select(0, order_M), None, None
 
 
 class LocalDispatch:
@@ -122,14 +122,14 @@ class LocalDispatch:
     def __call__(
         self, hidden_TD: Tensor, chosen_TC: Tensor, weights_TC: Tensor, num_experts: int, compute: Compute
     ) -> Tensor:
-        expert_R = chosen_TC.flatten()
-        order_R = expert_R.argsort(stable=True)
-        places = torch.arange(len(order_R), device=order_R.device)
-        place_TC = torch.empty_like(order_R).scatter_(0, order_R, places).view_as(chosen_TC)
+        expert_M = chosen_TC.flatten()
+        order_M = expert_M.argsort(stable=True)
+        places = torch.arange(len(order_M), device=order_M.device)
+        place_TC = torch.empty_like(order_M).scatter_(0, order_M, places).view_as(chosen_TC)
         # Not bincount, which waits for the device.
-        counts_E = expert_R.new_zeros(num_experts).scatter_add_(0, expert_R, torch.ones_like(expert_R))
-        rows_RD = compute(_ToExperts.apply(hidden_TD, order_R, place_TC), counts_E)
-        outputs_TCD = _FromExperts.apply(rows_RD, order_R, place_TC)
+        counts_E = expert_M.new_zeros(num_experts).scatter_add_(0, expert_M, torch.ones_like(expert_M))
+        rows_MD = compute(_ToExperts.apply(hidden_TD, order_M, place_TC), counts_E)
+        outputs_TCD = _FromExperts.apply(rows_MD, order_M, place_TC)
         return torch.bmm(weights_TC[:, None].to(outputs_TCD.dtype), outputs_TCD).squeeze(1)
 
 
@@ -189,10 +189,10 @@ class Experts(nn.Module):
     def forward(self, hidden_TD: Tensor, chosen_TC: Tensor, weights_TC: Tensor) -> Tensor:
         return self.dispatch(hidden_TD, chosen_TC, weights_TC, self.num_experts, self._compute)
 
-    def _compute(self, rows_RD: Tensor, counts_E: Tensor) -> Tensor:
-        gate_RI = ops.grouped_linear(rows_RD, self.gate_proj, counts_E)
-        up_RI = ops.grouped_linear(rows_RD, self.up_proj, counts_E)
-        return ops.grouped_linear(ops.swiglu(gate_RI, up_RI), self.down_proj, counts_E)
+    def _compute(self, rows_MD: Tensor, counts_E: Tensor) -> Tensor:
+        gate_MI = ops.grouped_linear(rows_MD, self.gate_proj, counts_E)
+        up_MI = ops.grouped_linear(rows_MD, self.up_proj, counts_E)
+        return ops.grouped_linear(ops.swiglu(gate_MI, up_MI), self.down_proj, counts_E)
 
 
 class SparseFeedForward(nn.Module):

@@ -89,7 +89,7 @@ class ModelTokenizer:
 def stop_token_ids(folder: Path, eos_token_id: int | None) -> tuple[int, ...]:
     """The tokenizer's end token, then those of generation_config.json or, where it names none, of config.json.
 
-    Chat models have several. Raises ValueError where there is none, since no response could end.
+    Chat models have several. Raises ValueError if there is none, since no response could end.
     """
     found = [] if eos_token_id is None else [eos_token_id]
     for name in ("generation_config.json", "config.json"):

@@ -1,4 +1,4 @@
-"""What goes to reward functions, what each of them gives back, and how that becomes one reward a row."""
+"""What goes to reward functions, what each of them gives back, and how that becomes one reward per row."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def function_names(specs: Sequence[str]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class RewardCall:
-    """Rows that are scored together; every list, and every column, has one entry a row."""
+    """Rows that are scored together; every list, and every column, has one entry per row."""
 
     prompts: Sequence[Any]
     completions: Sequence[str]
@@ -31,7 +31,7 @@ class RewardCall:
         lengths |= {f"column '{name}'": len(values) for name, values in self.columns.items()}
         wrong = {name: length for name, length in lengths.items() if length != num_rows}
         if wrong:
-            raise ValueError(f"a reward call has {num_rows} prompts, but {wrong}; give one entry a row")
+            raise ValueError(f"a reward call has {num_rows} prompts, but {wrong}; give one entry per row")
 
     @property
     def num_rows(self) -> int:
@@ -78,7 +78,7 @@ def combine(key: Hashable, scores: Mapping[str, FunctionScores], weights: Sequen
 
 
 def joined(key: Hashable, parts: Sequence[tuple[Sequence[int], RewardResult]]) -> RewardResult:
-    """One result for rows that several calls scored; each part says which of the rows it has, all in all 0 to n - 1."""
+    """One result for rows that several calls scored; the parts' rows partition range(n)."""
     place = {row: (part, at) for part, (rows, _) in enumerate(parts) for at, row in enumerate(rows)}
     places = [place[row] for row in range(len(place))]
     results = [result for _, result in parts]

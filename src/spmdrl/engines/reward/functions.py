@@ -41,7 +41,7 @@ def needs_answer(specs: Iterable[str]) -> bool:
 
 
 def load_functions(specs: Sequence[str]) -> list[RewardFunction]:
-    """Load `exact`, `number`, `math`, `pkg.mod:fn` or `file.py:fn`; ValueError says what can't be loaded."""
+    """Load `exact`, `number`, `math`, `pkg.mod:fn` or `file.py:fn`; raises ValueError if one can't be loaded."""
     return [_load(spec, name) for spec, name in zip(specs, function_names(specs), strict=True)]
 
 
@@ -56,7 +56,7 @@ def _load(spec: str, name: str) -> RewardFunction:
 def load(specs: Sequence[str]) -> tuple[Callable[[dict[str, Any]], Any], dict[str, list[str]]]:
     """What a worker process runs: an answer to each call's message; and the columns that each function needs.
 
-    Raises ValueError where a function can't be loaded.
+    Raises ValueError if a function can't be loaded.
     """
     functions = load_functions(specs)
 

@@ -100,7 +100,7 @@ class _ScoresOfCalls:
 class RewardPool:
     """Scores calls asynchronously: `submit` returns at once, `collect` waits.
 
-    The constructor loads the functions, in a child unless inline, and raises ValueError where one can't be loaded.
+    The constructor loads the functions, in a child unless inline, and raises ValueError if one can't be loaded.
     Inline, `submit` computes the rewards itself and nothing can be killed. `close` leaves no process behind.
     """
 

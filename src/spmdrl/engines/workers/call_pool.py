@@ -44,7 +44,7 @@ class CallPool(Generic[A]):
     """`submit` returns at once, `collect` waits.
 
     A thread keeps `num_workers` processes busy, kills those over their deadline and replaces those that died. The
-    constructor returns once every one has loaded the functions, and raises ValueError where one can't. Inline, `submit`
+    constructor returns once every one has loaded the functions, and raises ValueError if one can't. Inline, `submit`
     computes the answer itself and nothing can be killed. `close` leaves no process behind.
     """
 

@@ -164,7 +164,7 @@ class WorkerProcess:
             raise WorkerLost(f"something else wrote into its pipe ({error})") from error
 
     def kill(self) -> str:
-        """End the worker with all that it started, and say how it ended."""
+        """End the worker with all that it started; returns how it ended."""
         assert self._process.stdin is not None and self._process.stdout is not None
         if self._has_ended:
             # Its pipe closes a moment before the guard sees how it ended.
@@ -198,7 +198,7 @@ def clean_environment(
 ) -> dict[str, str]:
     """Those variables that are on the list or named in `also`, the setting `key`.
 
-    Raises ValueError where one of `also` isn't set.
+    Raises ValueError if one of `also` isn't set.
     """
     missing = [name for name in also if name not in environment]
     if missing:

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, NoReturn
 
 from spmdrl.engines.workers.descent import die_with_parent
 
-# What a worker reports to its guard, one a line, and the guard's answer.
+# What a worker reports to its guard, one per line, and the guard's answer.
 LOADED, ENDED, SEEN = b"loaded", b"ended", b"."
 
 
@@ -103,7 +103,7 @@ def _refuse_questions(section: str) -> None:
 
 
 def no_terminal(what: str, section: str) -> str:
-    """Why a function of this section of the configuration can't ask anybody, and where it can."""
+    """The message where a function of this section of the configuration waits for input, and where it can."""
     return (
         f"a {section} function called {what}, but {section} processes have no terminal; run one rank under a "
         f"debugger, `python -m pdb -m spmdrl ...`: {section} functions then run inside it"

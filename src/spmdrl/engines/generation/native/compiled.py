@@ -3,7 +3,7 @@
 Two things stay outside the graph, as operations that it calls: attention over the paged cache, and products with packed
 weights. All else is fused. The graph is compiled on first use, for any number of rows, and serves all weights to come.
 
-Shape letters: `B` rows, `H` query heads, `J` key and value heads, `K` head size of queries and keys, `V` head size of
+Shape letters: `B` rows, `H` query heads, `J` key and value heads, `K` head size of queries and keys, `U` head size of
 values, `D` and `O` inputs and outputs of a product.
 """
 
@@ -33,12 +33,12 @@ class _Outside:
 _running: list[_Outside] = []
 
 
-def _attend(q_BHK: Tensor, k_BJK: Tensor, v_BJV: Tensor, layer: int) -> Tensor:
-    return _running[-1].attend(layer, q_BHK, k_BJK, v_BJV).contiguous()
+def _attend(q_BHK: Tensor, k_BJK: Tensor, v_BJU: Tensor, layer: int) -> Tensor:
+    return _running[-1].attend(layer, q_BHK, k_BJK, v_BJU).contiguous()
 
 
-def _attend_shape(q_BHK: Tensor, k_BJK: Tensor, v_BJV: Tensor, layer: int) -> Tensor:
-    return q_BHK.new_empty(*q_BHK.shape[:2], v_BJV.shape[2])
+def _attend_shape(q_BHK: Tensor, k_BJK: Tensor, v_BJU: Tensor, layer: int) -> Tensor:
+    return q_BHK.new_empty(*q_BHK.shape[:2], v_BJU.shape[2])
 
 
 def _multiply(rows_BD: Tensor, product: int, width: int) -> Tensor:
@@ -68,7 +68,7 @@ class CompiledStep:
     """A decoder's step, compiled; used in inference mode, always in the same one of its weights' two layouts."""
 
     def __init__(self, decoder: Decoder, logits: Callable[[Tensor], Tensor], products: Sequence[Callable[..., Tensor]]):
-        """`logits` is what the head says of hidden states; `products` are what `multiply_outside` calls by number."""
+        """`logits` is the head, of hidden states; `products` are what `multiply_outside` calls by number."""
 
         def step(tokens_B: Tensor, positions_B: Tensor) -> Tensor:
             return decoder(tokens_B, positions_B, _attend_outside, lambda hidden_BD, _: logits(hidden_BD))
@@ -105,7 +105,7 @@ def check_compiles(config: DecoderConfig, layout: GenerationLayout) -> None:
 
 
 def check_compiler() -> None:
-    """Raise ValueError where this machine has no C++ compiler, which graphs on a CPU need."""
+    """Raise ValueError if this machine has no C++ compiler, which graphs on a CPU need."""
     # Imported here because they take a second.
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
@@ -119,8 +119,8 @@ def check_compiler() -> None:
         ) from error
 
 
-def _attend_outside(layer: int, q_BHK: Tensor, k_BJK: Tensor, v_BJV: Tensor) -> Tensor:
-    return torch.ops.spmdrl.attend(q_BHK, k_BJK, v_BJV, layer)
+def _attend_outside(layer: int, q_BHK: Tensor, k_BJK: Tensor, v_BJU: Tensor) -> Tensor:
+    return torch.ops.spmdrl.attend(q_BHK, k_BJK, v_BJU, layer)
 
 
 def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -5,7 +5,7 @@
 Packed are those of linear layers, in the layout in which decoding steps read them fastest. Layers that have the same
 input become one product. Where no layout is faster than the plain one, nothing is packed.
 
-Shape letters: `R` rows, `D` inputs of a linear layer, `V` vocabulary or this rank's part of it.
+Shape letters: `B` rows, `D` inputs of a linear layer, `V` vocabulary or this rank's part of it.
 """
 
 from __future__ import annotations
@@ -108,10 +108,10 @@ class PackedWeights(FreeableWeights):
     def num_bytes(self) -> int:
         return super().num_bytes + sum(product.num_bytes for product in self.products)
 
-    def logits(self, hidden_RD: Tensor) -> Tensor:
-        """What the head, tied or not, says of hidden states [R, V]."""
-        (logits_RV,) = self._head(hidden_RD)
-        return logits_RV
+    def logits(self, hidden_BD: Tensor) -> Tensor:
+        """The head, tied or not, of hidden states [B, V]."""
+        (logits_BV,) = self._head(hidden_BD)
+        return logits_BV
 
     def pack(self) -> None:
         """Pack what isn't yet; the weights must be awake and filled."""
@@ -169,12 +169,12 @@ class Product:
     def of(cls, *layers: nn.Linear) -> Product:
         return cls([layer.weight for layer in layers], [layer.bias for layer in layers])
 
-    def __call__(self, rows_RD: Tensor) -> Sequence[Tensor]:
+    def __call__(self, rows_BD: Tensor) -> Sequence[Tensor]:
         if self.is_packed:
             is_traced = torch.compiler.is_compiling()
-            outputs = multiply_outside(rows_RD, self.number, self._width) if is_traced else self.packed(rows_RD)
+            outputs = multiply_outside(rows_BD, self.number, self._width) if is_traced else self.packed(rows_BD)
             return outputs.split(self._sizes, dim=-1)
-        return [F.linear(rows_RD, weight, bias) for weight, bias in zip(self.weights, self._biases, strict=True)]
+        return [F.linear(rows_BD, weight, bias) for weight, bias in zip(self.weights, self._biases, strict=True)]
 
     @property
     def is_packed(self) -> bool:
@@ -184,10 +184,10 @@ class Product:
     def num_bytes(self) -> int:
         return 0 if self._packed is None else self._packed.num_bytes
 
-    def packed(self, rows_RD: Tensor) -> Tensor:
+    def packed(self, rows_BD: Tensor) -> Tensor:
         """All layers' outputs beside each other, of packed layers."""
         assert self._packed is not None, "the product isn't packed"
-        return self._packed(rows_RD)
+        return self._packed(rows_BD)
 
     def pack(self) -> None:
         biases = [bias for bias in self._biases if bias is not None]
@@ -217,7 +217,7 @@ def _installed(decoder: Decoder) -> Iterator[Product]:
     for module in decoder.model.modules():
         if type(module) is nn.Linear and module not in joined:
             product = Product.of(module)
-            module.forward = lambda rows_RD, product=product: product(rows_RD)[0]
+            module.forward = lambda rows_BD, product=product: product(rows_BD)[0]
             yield product
 
 

@@ -3,7 +3,8 @@
 Under tensor parallelism a rank has some of the heads, columns and tokens of the vocabulary, and all logits in the end;
 with experts spread over ranks, tokens go to them and come back.
 
-Shape letters: `G` groups, `B` rows, `T` packed tokens, `V` vocabulary, `D` model width, `S` ranks of the tensor axis.
+Shape letters: `B` rows, or groups of them, `T` packed tokens, `V` vocabulary, `D` model width, `A` ranks of the tensor
+axis.
 """
 
 from __future__ import annotations
@@ -84,8 +85,8 @@ class CachedDecoder:
 
     def prefill(self, chunks: Sequence[Chunk]) -> None:
         """Fill the blocks of these chunks and leave the last logits in the groups that they end; none still runs."""
-        logits_GV = self._chunk_logits(chunks)
-        for chunk, logits_V in zip([chunk for chunk in chunks if chunk.is_last], logits_GV, strict=True):
+        logits_BV = self._chunk_logits(chunks)
+        for chunk, logits_V in zip([chunk for chunk in chunks if chunk.is_last], logits_BV, strict=True):
             chunk.group.logits_V = logits_V
         if self._recorder is not None:
             taken_TLC = self._recorder.take()
@@ -136,7 +137,7 @@ class CachedDecoder:
         return [logprobs[:-1] for logprobs in logprobs_T.split([len(row) for row in rows])]
 
     def _chunk_logits(self, chunks: Sequence[Chunk]) -> Tensor:
-        """Logits [G, V] of the last position of each group that ends with its chunk."""
+        """Logits [B, V] of the last position of each group that ends with its chunk."""
         tokens = [token for chunk in chunks for token in chunk.group.token_ids[chunk.start : chunk.stop]]
         spans = [Span(chunk.group.table, chunk.start, chunk.stop) for chunk in chunks]
         lacking = max(LEAST_ROWS - len(tokens), 0)
@@ -144,18 +145,18 @@ class CachedDecoder:
             tokens, spans = tokens + [0] * lacking, [*spans, Span([SCRATCH_BLOCK] * lacking, 0, lacking)]
         stops = itertools.accumulate(chunk.num_tokens for chunk in chunks)
         last = [stop - 1 for chunk, stop in zip(chunks, stops, strict=True) if chunk.is_last]
-        last_G = self._tensor(last + [0] * (LEAST_ROWS - len(last)))
-        logits_GV = self._run(
+        last_B = self._tensor(last + [0] * (LEAST_ROWS - len(last)))
+        logits_BV = self._run(
             tokens,
             [position for span in spans for position in range(span.start, span.stop)],
             PrefillAttention(self.cache, spans),
-            lambda hidden_TD: self._logits(hidden_TD[last_G]),
+            lambda hidden_TD: self._logits(hidden_TD[last_B]),
             self._recorder,
         )
-        return logits_GV[: len(last)].float()
+        return logits_BV[: len(last)].float()
 
     def _step(self, tokens: list[int], positions: list[int], attend: Attend) -> Tensor:
-        """Logits of one token a row."""
+        """Logits of one token per row."""
         if self._compiled is None:
             return self._run(tokens, positions, attend, self._logits, self._recorder)
         self._settle_weights()
@@ -185,8 +186,8 @@ class CachedDecoder:
         if vocabulary.axis.size == 1:
             return logits_BV
         padded_BV = F.pad(logits_BV, (0, vocabulary.widest - logits_BV.shape[1]))
-        parts_SBV = gather_rows(padded_BV, vocabulary.axis).unflatten(0, (vocabulary.axis.size, -1))
-        return parts_SBV.transpose(0, 1).flatten(1)[:, : vocabulary.size]
+        parts_ABV = gather_rows(padded_BV, vocabulary.axis).unflatten(0, (vocabulary.axis.size, -1))
+        return parts_ABV.transpose(0, 1).flatten(1)[:, : vocabulary.size]
 
     def _tensor(self, values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self._device)

@@ -59,7 +59,7 @@ class NativeEngine:
                 "empty it or set rollout.engine to vllm"
             )
         if config.head != "vocab":
-            raise ValueError("the model has a value head, which says no tokens; set model.path to a language model")
+            raise ValueError("the model has a value head and can't generate; set model.path to a language model")
         self._version = 0
         self._config = config
         self._rollout = rollout
@@ -156,7 +156,7 @@ class NativeEngine:
         return dict(self._forward.parts.slices)
 
     def wake_weights(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
-        # Whoever asks for the weights may change them.
+        # The caller may change the weights.
         self._scheduler.forget_prefixes()
         return self._weights.wake(names)
 

@@ -1,4 +1,4 @@
-"""What the native engine knows of a row while it works on it, and of rows that start from the same tokens."""
+"""The state of a row that the native engine works on, and of rows that start from the same tokens."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class Admission:
     rows: list[Row]
 
     def take_choices(self) -> None:
-        """Tell the rows where the tokens went that they start from, if that is recorded."""
+        """Give the rows the expert choices of the tokens that they start from, if they are recorded."""
         if self.group.choices:
             fed_TLC = torch.cat(self.group.choices)
             self.group.choices[:] = [fed_TLC]

@@ -26,7 +26,7 @@ _MIX_SECOND = 0x94D049BB133111EB - (1 << 64)
 
 @dataclass(frozen=True)
 class RowSampling:
-    """Sampling parameters of a batch, one entry a row, and what none of its rows needs."""
+    """Sampling parameters of a batch, one entry per row, and what none of its rows needs."""
 
     streams_B: Tensor
     """The rows' seeds, mixed; see `uniforms`."""
@@ -74,7 +74,7 @@ class RowSampling:
 
 @dataclass(frozen=True)
 class Drawn:
-    """One token a row, with its log-prob under the distribution scaled by the temperature and not filtered."""
+    """One token per row, with its log-prob under the distribution scaled by the temperature and not filtered."""
 
     tokens_B: Tensor
     logprobs_B: Tensor
@@ -131,7 +131,7 @@ def invert_cdf(weights_BV: Tensor, uniforms_B: Tensor) -> Tensor:
 
 
 def uniforms(streams_B: Tensor, positions_B: Tensor) -> Tensor:
-    """One float32 uniform number in [0, 1) a row, a pure function of its stream and position.
+    """One float32 uniform number in [0, 1) per row, a pure function of its stream and position.
 
     A stream is `splitmix64` of a seed: seeds that differ by the gamma would otherwise share a shifted sequence.
     """
@@ -153,7 +153,7 @@ def logical_shift_right(values: Tensor, num_bits: int) -> Tensor:
 
 
 class RowDrawer:
-    """Draws tokens as each row's request says."""
+    """Draws tokens with the sampling parameters of each row's request."""
 
     def __init__(self, device: torch.device, decode: Decode | None):
         """Rows with stop strings need `decode`, the text of tokens."""

@@ -26,7 +26,7 @@ class Family:
     default_head_size: int | None = None
     """Head size where head_dim isn't given; None is hidden_size / num_attention_heads."""
     has_attention_bias: bool | None = None
-    """Whether attention projections have biases; None lets attention_bias say so."""
+    """Whether attention projections have biases; None: as attention_bias is set."""
     default_attention_bias: bool = False
     """What attention_bias is where it isn't given."""
     default_theta: float = 10000.0
@@ -34,7 +34,7 @@ class Family:
     default_tying: bool = False
     """Whether the head is the embedding where tie_word_embeddings isn't given."""
     default_padding: int | None = None
-    """The padding token where pad_token_id isn't given; transformers wants it inside the vocabulary."""
+    """The padding token where pad_token_id isn't given; transformers requires it inside the vocabulary."""
     has_own_kv_heads: bool = False
     """Whether there are as many key as query heads where num_key_value_heads isn't given."""
     default_window: int | None = None
@@ -42,7 +42,7 @@ class Family:
     has_window_flag: bool = False
     """Whether sliding_window counts only beside use_sliding_window."""
     has_window_layers: bool = False
-    """Whether layer_types or max_window_layers say which layers have the window, rather than all."""
+    """Whether layer_types or max_window_layers select the layers that have the window, rather than all."""
     has_mlp_bias: bool = False
     """Whether mlp_bias may be true."""
     read_unrotated: Callable[[Mapping[str, Any]], tuple[int, ...]] = lambda raw: ()
@@ -244,7 +244,7 @@ OTHER_NAMES = {"kimi_k2": "deepseek_v3"}
 
 
 def family_name(model_type: object) -> str:
-    """The family of a config.json's model_type; raises ValueError where none computes it."""
+    """The family of a config.json's model_type; raises ValueError if none computes it."""
     name = OTHER_NAMES.get(model_type, model_type) if isinstance(model_type, str) else ""
     if name not in FAMILIES:
         others = ", ".join(f"{other} (as {family})" for other, family in OTHER_NAMES.items())

@@ -36,7 +36,7 @@ class ModelFingerprint:
 
 
 def fingerprint(folder: str | Path) -> ModelFingerprint:
-    """Read a local model folder. Raises ValueError where config.json or the weights can't be used.
+    """Read a local model folder. Raises ValueError if config.json or the weights can't be used.
 
     Reads at most some megabytes of a large model, and all of a small one's weights. Models that differ in a few
     values only may be taken for the same.

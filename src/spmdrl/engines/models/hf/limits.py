@@ -1,4 +1,4 @@
-"""What config.json may ask for that the decoder doesn't compute: refused by name, rather than left out."""
+"""Refuses by name what config.json may contain that the decoder doesn't compute."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def resolve_model_folder(path: str, patterns: Sequence[str] = HUB_FILES, *, key:
 
     `key` is where the config has it.
 
-    Raises ValueError where there is neither a folder nor a hub snapshot to be had.
+    Raises ValueError if there is neither a folder nor a hub snapshot to be had.
     """
     folder = Path(path).expanduser()
     if folder.is_dir():

@@ -74,12 +74,12 @@ class WeightFiles:
         return _DTYPE_NAMES.get(dtype, dtype.lower())
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The whole shape of a weight; raises ValueError where its experts differ."""
+        """The whole shape of a weight; raises ValueError if its experts differ."""
         shape = self._alike(name, lambda stored: tuple(stored.get_shape()))
         return (self._num_experts[name], *shape) if name in self._num_experts else shape
 
     def dtype(self, name: str) -> str:
-        """How a weight is stored, in safetensors' words such as BF16; raises ValueError where its experts differ."""
+        """How a weight is stored, in safetensors' words such as BF16; raises ValueError if its experts differ."""
         return self._alike(name, lambda stored: stored.get_dtype())
 
     def read(self, wanted: WeightSlice) -> Tensor:
@@ -139,7 +139,7 @@ class WeightFiles:
         return first
 
     def _check_index(self) -> None:
-        """Each file holds exactly what the index says of it: transformers goes by the files, others by the index."""
+        """Each file holds exactly what the index lists for it: transformers reads by the files, others by the index."""
         for file_name in sorted(set(self._file_of.values())):
             listed = {name for name, place in self._file_of.items() if place == file_name}
             if differing := sorted(listed ^ set(self._open(file_name).keys())):
@@ -206,7 +206,7 @@ def expert_name(stacked: str, expert: int) -> str:
 
 
 def count_experts(names: Iterable[str]) -> dict[str, int]:
-    """How many experts each stacked weight has in these files' names; raises ValueError where a number is left out."""
+    """How many experts each stacked weight has in these files' names; raises ValueError if a number is left out."""
     numbers: dict[str, list[int]] = {}
     for name in names:
         if match := _OF_ONE_EXPERT.fullmatch(name):
@@ -238,7 +238,7 @@ def write_weights(
     """Write weights in the Hugging Face layout: model.safetensors, or numbered files and an index.
 
     Stacked experts are written one by one. Each tensor is copied as it comes, so the giver may reuse its storage for
-    the next; at most one file's worth is held. Files get their final names last. Raises ValueError where `folder`
+    the next; at most one file's worth is held. Files get their final names last. Raises ValueError if `folder`
     already holds weights.
     """
     folder = Path(folder)

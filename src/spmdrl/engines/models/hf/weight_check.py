@@ -25,7 +25,7 @@ _MOST_NAMED = 3
 
 
 def open_weights(folder: str | Path, config: DecoderConfig) -> WeightFiles:
-    """The weights of a folder whose config.json holds `config`; raises ValueError where the two don't fit exactly.
+    """The weights of a folder whose config.json holds `config`; raises ValueError if the two don't fit exactly.
 
     Reads the headers of all files; values only of a tied head that is stored beside the embedding.
     """
@@ -95,7 +95,7 @@ def _check_weight(files: WeightFiles, name: str, expected: tuple[int, ...]) -> N
 
 
 def _check_tied_head(files: WeightFiles) -> None:
-    """transformers uses a stored head that differs from the embedding, whatever the config says."""
+    """transformers uses a stored head that differs from the embedding, whatever the config has."""
     same_shape = files.shape(_LANGUAGE_HEAD) == files.shape(_EMBEDDING)
     if not same_shape or not _are_equal(files, _LANGUAGE_HEAD, _EMBEDDING):
         raise ValueError(

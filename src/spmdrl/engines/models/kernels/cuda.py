@@ -48,11 +48,11 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return plain.swiglu(gate, up)
 
 
-def grouped_linear(rows_RD: Tensor, weights_EOD: Tensor, counts_E: Tensor) -> Tensor:
-    capable = torch.cuda.get_device_capability(rows_RD.device) >= _GROUPED_CAPABILITY
-    if rows_RD.dtype == torch.bfloat16 and capable and grouped_mm_takes(rows_RD, weights_EOD):
-        return grouped_mm_linear(rows_RD, weights_EOD, counts_E)
-    return plain.grouped_linear(rows_RD, weights_EOD, counts_E)
+def grouped_linear(rows_MD: Tensor, weights_EOD: Tensor, counts_E: Tensor) -> Tensor:
+    capable = torch.cuda.get_device_capability(rows_MD.device) >= _GROUPED_CAPABILITY
+    if rows_MD.dtype == torch.bfloat16 and capable and grouped_mm_takes(rows_MD, weights_EOD):
+        return grouped_mm_linear(rows_MD, weights_EOD, counts_E)
+    return plain.grouped_linear(rows_MD, weights_EOD, counts_E)
 
 
 def add_matmul(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
@@ -61,11 +61,11 @@ def add_matmul(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return plain.add_matmul(out, a, b)
 
 
-def packed_attention(q_THK: Tensor, k_TJK: Tensor, v_TJV: Tensor, rows: PackedRows) -> Tensor:
+def packed_attention(q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, rows: PackedRows) -> Tensor:
     if not rows.lengths or not _flash_can(q_THK):
-        return padded_attention(q_THK, k_TJK, v_TJV, rows.padded(q_THK.device))
-    value_size = v_TJV.shape[-1]
-    v_TJK = pad_values(k_TJK, v_TJV)
+        return padded_attention(q_THK, k_TJK, v_TJU, rows.padded(q_THK.device))
+    value_size = v_TJU.shape[-1]
+    v_TJK = pad_values(k_TJK, v_TJU)
     options = dict(_CAUSAL)
     if (share := q_THK.shape[1] // k_TJK.shape[1]) > 1:
         if _VARLEN_SHARES_KEYS:

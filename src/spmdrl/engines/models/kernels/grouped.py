@@ -1,6 +1,6 @@
 """Linear layers of several experts by torch's grouped matrix product, where it takes the sizes.
 
-Shape letters: `R` rows sorted by expert, `E` experts, `D` inputs and `O` outputs of a linear layer.
+Shape letters: `M` rows sorted by expert, `E` experts, `D` inputs and `O` outputs of a linear layer.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from torch import Tensor
 _STRIDE_BYTES = 16
 
 
-def grouped_mm_takes(rows_RD: Tensor, weights_EOD: Tensor) -> bool:
+def grouped_mm_takes(rows_MD: Tensor, weights_EOD: Tensor) -> bool:
     """Whether there are rows, and all strides are as the grouped product demands them."""
     widths = weights_EOD.shape[1:]
-    return len(rows_RD) > 0 and all(width * rows_RD.element_size() % _STRIDE_BYTES == 0 for width in widths)
+    return len(rows_MD) > 0 and all(width * rows_MD.element_size() % _STRIDE_BYTES == 0 for width in widths)
 
 
-def grouped_mm_linear(rows_RD: Tensor, weights_EOD: Tensor, counts_E: Tensor) -> Tensor:
-    """Each expert's linear layer on its own rows; returns [R, O]."""
-    ends_E = counts_E.to(rows_RD.device, non_blocking=True).cumsum(0).to(torch.int32)
-    product_RO = F.grouped_mm(rows_RD.contiguous(), weights_EOD.transpose(1, 2), offs=ends_E)
-    return _ContiguousGradient.apply(product_RO)
+def grouped_mm_linear(rows_MD: Tensor, weights_EOD: Tensor, counts_E: Tensor) -> Tensor:
+    """Each expert's linear layer on its own rows; returns [M, O]."""
+    ends_E = counts_E.to(rows_MD.device, non_blocking=True).cumsum(0).to(torch.int32)
+    product_MO = F.grouped_mm(rows_MD.contiguous(), weights_EOD.transpose(1, 2), offs=ends_E)
+    return _ContiguousGradient.apply(product_MO)
 
 
 class _ContiguousGradient(torch.autograd.Function):

@@ -10,8 +10,8 @@ and in the update. What that takes, in float32 on one thread:
 
 Only forward passes are so: gradients are right to rounding, as they are elsewhere.
 
-Shape letters: `T` packed tokens, `N` rows, `Q` queries of a row, `S` key positions, `H` query heads, `J` key and value
-heads, `K` head size of queries and keys, `V` head size of values, `R` rows sorted by expert, `E` experts, `D` inputs
+Shape letters: `T` packed tokens, `B` rows, `Q` queries of a row, `S` key positions, `H` query heads, `J` key and value
+heads, `K` head size of queries and keys, `U` head size of values, `M` rows sorted by expert, `E` experts, `D` inputs
 and `O` outputs of a linear layer.
 """
 
@@ -45,19 +45,19 @@ def _one_plus_exp(x: Tensor) -> Tensor:
     return 1 + x.clamp(max=_LARGEST_EXPONENT).exp()
 
 
-def grouped_linear(rows_RD: Tensor, weights_EOD: Tensor, counts_E: Tensor) -> Tensor:
-    groups = zip(rows_RD.split(counts_E.tolist()), weights_EOD.unbind(), strict=True)
+def grouped_linear(rows_MD: Tensor, weights_EOD: Tensor, counts_E: Tensor) -> Tensor:
+    groups = zip(rows_MD.split(counts_E.tolist()), weights_EOD.unbind(), strict=True)
     return torch.cat([linear(rows, weight) for rows, weight in groups])
 
 
-def masked_attention(q_NHQK: Tensor, k_NJSK: Tensor, v_NJSV: Tensor, mask: Tensor) -> Tensor:
-    return _Attention.apply(q_NHQK, k_NJSK, v_NJSV, mask)
+def masked_attention(q_BHQK: Tensor, k_BJSK: Tensor, v_BJSU: Tensor, mask: Tensor) -> Tensor:
+    return _Attention.apply(q_BHQK, k_BJSK, v_BJSU, mask)
 
 
-def packed_attention(q_THK: Tensor, k_TJK: Tensor, v_TJV: Tensor, rows: PackedRows) -> Tensor:
+def packed_attention(q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, rows: PackedRows) -> Tensor:
     # Row by row: rows of equal length together would give the same bits, sooner.
-    attended = [nothing_attended(q_THK[:0], k_TJK[:0], v_TJV[:0])]
-    for q, k, v in zip(*(heads.split(rows.lengths) for heads in (q_THK, k_TJK, v_TJV)), strict=True):
+    attended = [nothing_attended(q_THK[:0], k_TJK[:0], v_TJU[:0])]
+    for q, k, v in zip(*(heads.split(rows.lengths) for heads in (q_THK, k_TJK, v_TJU)), strict=True):
         q_1HQK, k_1JSK, v_1JSV = (heads.transpose(0, 1)[None] for heads in (q, k, v))
         mask_QS = torch.ones(len(q), len(q), dtype=torch.bool, device=q.device).tril()
         attended.append(masked_attention(q_1HQK, k_1JSK, v_1JSV, mask_QS)[0].transpose(0, 1))
@@ -68,9 +68,9 @@ class _Attention(torch.autograd.Function):
     """Forward by blocks; backward through torch's own attention, which gives the same result to rounding."""
 
     @staticmethod
-    def forward(ctx: Any, q_NHQK: Tensor, k_NJSK: Tensor, v_NJSV: Tensor, mask: Tensor) -> Tensor:
-        ctx.save_for_backward(q_NHQK, k_NJSK, v_NJSV, mask)
-        return attend_by_blocks(q_NHQK, k_NJSK, v_NJSV, mask)
+    def forward(ctx: Any, q_BHQK: Tensor, k_BJSK: Tensor, v_BJSU: Tensor, mask: Tensor) -> Tensor:
+        ctx.save_for_backward(q_BHQK, k_BJSK, v_BJSU, mask)
+        return attend_by_blocks(q_BHQK, k_BJSK, v_BJSU, mask)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -81,23 +81,23 @@ class _Attention(torch.autograd.Function):
         return *torch.autograd.grad(out, inputs, gradient), None
 
 
-def attend_by_blocks(q_NHQK: Tensor, k_NJSK: Tensor, v_NJSV: Tensor, mask: Tensor) -> Tensor:
+def attend_by_blocks(q_BHQK: Tensor, k_BJSK: Tensor, v_BJSU: Tensor, mask: Tensor) -> Tensor:
     """Attention with a running softmax over blocks of keys (Milakov and Gimelshein 2018, Algorithm 3); no gradient.
 
-    Each query has at least one key in the first block that the mask, which broadcasts to [N, 1, Q, S], lets it see.
+    Each query has at least one key in the first block that the mask, which broadcasts to [B, 1, Q, S], lets it see.
     """
     mask = mask if mask.dtype == torch.bool else mask == 0
-    num_rows, num_heads, num_queries, head_size = q_NHQK.shape
-    num_kv_heads, value_size = k_NJSK.shape[1], v_NJSV.shape[-1]
+    num_rows, num_heads, num_queries, head_size = q_BHQK.shape
+    num_kv_heads, value_size = k_BJSK.shape[1], v_BJSU.shape[-1]
     share = num_heads // num_kv_heads
     # All queries of a key head are the rows of one product, [NJ, share x Q, K].
-    queries = q_NHQK.reshape(num_rows * num_kv_heads, share * num_queries, head_size)
+    queries = q_BHQK.reshape(num_rows * num_kv_heads, share * num_queries, head_size)
     queries = F.pad(queries, (0, 0, 0, max(LEAST_ROWS - share * num_queries, 0)))
     mask = mask.expand(num_rows, 1, num_queries, -1)
     largest = queries.new_full((*queries.shape[:2], 1), -torch.inf)
     total, out = torch.zeros_like(largest), queries.new_zeros(*queries.shape[:2], value_size)
-    for start in range(0, k_NJSK.shape[2], KEY_BLOCK):
-        keys, values = (_block(heads, start) for heads in (k_NJSK, v_NJSV))
+    for start in range(0, k_BJSK.shape[2], KEY_BLOCK):
+        keys, values = (_block(heads, start) for heads in (k_BJSK, v_BJSU))
         scores = torch.bmm(queries, keys.transpose(1, 2)) * head_size**-0.5
         scores.masked_fill_(_hidden(mask, start, num_kv_heads, share, scores.shape[1]), -torch.inf)
         new_largest = torch.maximum(largest, scores.amax(-1, keepdim=True))
@@ -108,15 +108,15 @@ def attend_by_blocks(q_NHQK: Tensor, k_NJSK: Tensor, v_NJSV: Tensor, mask: Tenso
     return (out / total)[:, : share * num_queries].reshape(num_rows, num_heads, num_queries, value_size)
 
 
-def _block(heads_NJSK: Tensor, start: int) -> Tensor:
-    """The block of keys or values that begins at `start` [N x J, KEY_BLOCK, K], filled up with zeros."""
-    block = heads_NJSK[:, :, start : start + KEY_BLOCK]
+def _block(heads_BJSK: Tensor, start: int) -> Tensor:
+    """The block of keys or values that begins at `start` [B x J, KEY_BLOCK, K], filled up with zeros."""
+    block = heads_BJSK[:, :, start : start + KEY_BLOCK]
     return F.pad(block, (0, 0, 0, KEY_BLOCK - block.shape[2])).flatten(0, 1).contiguous()
 
 
-def _hidden(mask_N1QS: Tensor, start: int, num_kv_heads: int, share: int, num_padded: int) -> Tensor:
-    """Which keys of the block each query must not see [N x J, padded share x Q, KEY_BLOCK]."""
-    hidden = ~mask_N1QS[..., start : start + KEY_BLOCK]
+def _hidden(mask_B1QS: Tensor, start: int, num_kv_heads: int, share: int, num_padded: int) -> Tensor:
+    """Which keys of the block each query must not see [B x J, padded share x Q, KEY_BLOCK]."""
+    hidden = ~mask_B1QS[..., start : start + KEY_BLOCK]
     hidden = F.pad(hidden, (0, KEY_BLOCK - hidden.shape[-1]), value=True)
     hidden = hidden.repeat(1, 1, share, 1)
     # Queries that only pad see everything: what they give is cut off, but it must not be NaN.

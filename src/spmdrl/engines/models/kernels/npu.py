@@ -47,27 +47,27 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return _operators().npu_swiglu(torch.cat((gate, up), dim=-1), dim=-1)
 
 
-def grouped_linear(rows_RD: Tensor, weights_EOD: Tensor, counts_E: Tensor) -> Tensor:
-    if not len(rows_RD):
-        return plain.grouped_linear(rows_RD, weights_EOD, counts_E)
-    return _GroupedLinear.apply(rows_RD, weights_EOD, counts_E.to(rows_RD.device, torch.int64))
+def grouped_linear(rows_MD: Tensor, weights_EOD: Tensor, counts_E: Tensor) -> Tensor:
+    if not len(rows_MD):
+        return plain.grouped_linear(rows_MD, weights_EOD, counts_E)
+    return _GroupedLinear.apply(rows_MD, weights_EOD, counts_E.to(rows_MD.device, torch.int64))
 
 
 # The operator has no gradient of its own.
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows_RD: Tensor, weights_EOD: Tensor, counts_E: Tensor) -> Tensor:
-        ctx.save_for_backward(rows_RD, weights_EOD, counts_E)
-        return _grouped_matmul(rows_RD, weights_EOD.transpose(1, 2), counts_E, _GROUPS_OF_ROWS)
+    def forward(ctx: Any, rows_MD: Tensor, weights_EOD: Tensor, counts_E: Tensor) -> Tensor:
+        ctx.save_for_backward(rows_MD, weights_EOD, counts_E)
+        return _grouped_matmul(rows_MD, weights_EOD.transpose(1, 2), counts_E, _GROUPS_OF_ROWS)
 
     @staticmethod
-    def backward(ctx: Any, gradient_RO: Tensor) -> tuple[Tensor | None, ...]:
-        rows_RD, weights_EOD, counts_E = ctx.saved_tensors
-        gradient_RO = gradient_RO.contiguous()
-        by_rows_RD = _grouped_matmul(gradient_RO, weights_EOD, counts_E, _GROUPS_OF_ROWS)
-        by_weights_EOD = _grouped_matmul(gradient_RO.T, rows_RD, counts_E, _GROUPS_OF_SUMMANDS)
+    def backward(ctx: Any, gradient_MO: Tensor) -> tuple[Tensor | None, ...]:
+        rows_MD, weights_EOD, counts_E = ctx.saved_tensors
+        gradient_MO = gradient_MO.contiguous()
+        by_rows_MD = _grouped_matmul(gradient_MO, weights_EOD, counts_E, _GROUPS_OF_ROWS)
+        by_weights_EOD = _grouped_matmul(gradient_MO.T, rows_MD, counts_E, _GROUPS_OF_SUMMANDS)
         # What the operator leaves in the place of an expert without rows isn't documented.
-        return by_rows_RD, by_weights_EOD.masked_fill_((counts_E == 0)[:, None, None], 0), None
+        return by_rows_MD, by_weights_EOD.masked_fill_((counts_E == 0)[:, None, None], 0), None
 
 
 def _grouped_matmul(x: Tensor, weight: Tensor, counts_E: Tensor, group_type: int) -> Tensor:
@@ -85,14 +85,14 @@ def add_matmul(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return out
 
 
-def packed_attention(q_THK: Tensor, k_TJK: Tensor, v_TJV: Tensor, rows: PackedRows) -> Tensor:
+def packed_attention(q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, rows: PackedRows) -> Tensor:
     if not rows.lengths:
-        return nothing_attended(q_THK, k_TJK, v_TJV)
+        return nothing_attended(q_THK, k_TJK, v_TJU)
     row_ends = rows.offsets[1:]
     attended, *_ = _operators().npu_fusion_attention(
         q_THK,
         k_TJK,
-        pad_values(k_TJK, v_TJV),
+        pad_values(k_TJK, v_TJU),
         q_THK.shape[1],
         "TND",
         atten_mask=_triangle(q_THK.device),
@@ -101,7 +101,7 @@ def packed_attention(q_THK: Tensor, k_TJK: Tensor, v_TJV: Tensor, rows: PackedRo
         actual_seq_kvlen=row_ends,
         sparse_mode=_CAUSAL_MODE,
     )
-    return attended[..., : v_TJV.shape[-1]]
+    return attended[..., : v_TJU.shape[-1]]
 
 
 @cache

@@ -1,8 +1,7 @@
 """The operations by name; each runs the implementation that the table names for its tensors' device, or the plain one.
 
-Shape letters: `T` packed tokens, `H` query heads, `J` key and value heads, `K` head size, `V` head size of values,
-`N` rows, `Q` queries of a row, `S` key positions, `R` rows, `E` experts, `D` inputs and `O` outputs of a linear layer,
-`M` and `N` dims of a matrix.
+Shape letters: `T` packed tokens, `H` query heads, `J` key and value heads, `K` head size, `U` head size of values,
+`B` rows, `Q` queries of a row, `S` key positions, `M` rows, `E` experts, `D` inputs and `O` outputs of a linear layer.
 """
 
 from __future__ import annotations
@@ -62,12 +61,12 @@ def sigmoid(x: Tensor) -> Tensor:
     return implementation("sigmoid", x)(x)
 
 
-def grouped_linear(rows_RD: Tensor, weights_EOD: Tensor, counts_E: Tensor) -> Tensor:
-    """Apply each expert's linear layer to its own rows, which lie sorted by expert; returns [R, O].
+def grouped_linear(rows_MD: Tensor, weights_EOD: Tensor, counts_E: Tensor) -> Tensor:
+    """Apply each expert's linear layer to its own rows, which lie sorted by expert; returns [M, O].
 
     `counts_E` int64 adds up to R and may hold zeros; every expert's weight gets a gradient.
     """
-    return implementation("grouped_linear", rows_RD)(rows_RD, weights_EOD, counts_E)
+    return implementation("grouped_linear", rows_MD)(rows_MD, weights_EOD, counts_E)
 
 
 def blocked_linear(weight_OD: Tensor, bias_O: Tensor | None) -> cpu.BlockedLinear | None:
@@ -76,22 +75,22 @@ def blocked_linear(weight_OD: Tensor, bias_O: Tensor | None) -> cpu.BlockedLinea
 
 
 def add_matmul(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """Add a.T @ b, of a [T, M] and b [T, N], to the float32 `out` [M, N] in place; returns `out`. No gradient."""
+    """Add a.T @ b, of a [T, O] and b [T, D], to the float32 `out` [O, D] in place; returns `out`. No gradient."""
     return implementation("add_matmul", out)(out, a, b)
 
 
-def packed_attention(q_THK: Tensor, k_TJK: Tensor, v_TJV: Tensor, rows: PackedRows) -> Tensor:
-    """Causal attention inside each row and none across rows, scaled by 1 / sqrt(K); returns [T, H, V].
+def packed_attention(q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, rows: PackedRows) -> Tensor:
+    """Causal attention inside each row and none across rows, scaled by 1 / sqrt(K); returns [T, H, U].
 
     J divides H. Values may have a smaller head size than keys.
     """
-    return implementation("packed_attention", q_THK)(q_THK, k_TJK, v_TJV, rows)
+    return implementation("packed_attention", q_THK)(q_THK, k_TJK, v_TJU, rows)
 
 
-def masked_attention(q_NHQK: Tensor, k_NJSK: Tensor, v_NJSV: Tensor, mask: Tensor) -> Tensor:
-    """Attention to the keys for which the mask, which broadcasts to [N, 1, Q, S], is true; returns [N, H, Q, V].
+def masked_attention(q_BHQK: Tensor, k_BJSK: Tensor, v_BJSU: Tensor, mask: Tensor) -> Tensor:
+    """Attention to the keys for which the mask, which broadcasts to [B, 1, Q, S], is true; returns [B, H, Q, U].
 
     A mask of numbers has 0 for true and -inf for false, and is added to the scores.
     Scaled by 1 / sqrt(K). J divides H. Every query sees at least one of the first keys.
     """
-    return implementation("masked_attention", q_NHQK)(q_NHQK, k_NJSK, v_NJSV, mask)
+    return implementation("masked_attention", q_BHQK)(q_BHQK, k_BJSK, v_BJSU, mask)

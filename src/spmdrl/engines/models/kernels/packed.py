@@ -3,7 +3,7 @@
 Padding lives only inside one attention call: the rest of the decoder sees packed tokens. Indexes are made once for a
 micro-batch and serve all its layers.
 
-Shape letters: `T` packed tokens, `H` query heads, `J` key and value heads, `K` head size, `V` head size of values. A
+Shape letters: `T` packed tokens, `H` query heads, `J` key and value heads, `K` head size, `U` head size of values. A
 *slot* is a place in a padded block.
 """
 
@@ -155,13 +155,13 @@ class _FromSlots(torch.autograd.Function):
         return at_slots.index_fill_(0, ctx.plan.padded_slots, 0), None
 
 
-def padded_attention(q_THK: Tensor, k_TJK: Tensor, v_TJV: Tensor, plan: PaddedPlan) -> Tensor:
-    """Attend inside each row of the plan; returns [T, H, V]."""
+def padded_attention(q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, plan: PaddedPlan) -> Tensor:
+    """Attend inside each row of the plan; returns [T, H, U]."""
     if not plan.blocks:
-        return nothing_attended(q_THK, k_TJK, v_TJV)
+        return nothing_attended(q_THK, k_TJK, v_TJU)
     if plan.is_identity:
-        return _attend_blocks(q_THK, k_TJK, v_TJV, plan.blocks)
-    queries, keys, values = (_ToSlots.apply(heads, plan) for heads in (q_THK, k_TJK, v_TJV))
+        return _attend_blocks(q_THK, k_TJK, v_TJU, plan.blocks)
+    queries, keys, values = (_ToSlots.apply(heads, plan) for heads in (q_THK, k_TJK, v_TJU))
     return _FromSlots.apply(_attend_blocks(queries, keys, values, plan.blocks), plan)
 
 
@@ -185,6 +185,6 @@ def pad_values(keys: Tensor, values: Tensor) -> Tensor:
     return F.pad(values, (0, missing)) if missing else values
 
 
-def nothing_attended(q_THK: Tensor, k_TJK: Tensor, v_TJV: Tensor) -> Tensor:
+def nothing_attended(q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor) -> Tensor:
     """The result of no tokens [0, H, V], which differentiates by all three all the same."""
-    return q_THK[..., : v_TJV.shape[-1]] + 0.0 * (k_TJK.sum() + v_TJV.sum())
+    return q_THK[..., : v_TJU.shape[-1]] + 0.0 * (k_TJK.sum() + v_TJU.sum())

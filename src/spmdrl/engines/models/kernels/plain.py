@@ -1,7 +1,7 @@
 """Each operation in plain PyTorch: what the others are tested against, and what devices without their own run.
 
-Shape letters: `T` packed tokens, `H` query heads, `J` key and value heads, `K` head size, `V` head size of values,
-`N` rows, `Q` queries of a row, `S` key positions, `R` rows sorted by expert, `E` experts, `D` inputs and `O` outputs of
+Shape letters: `T` packed tokens, `H` query heads, `J` key and value heads, `K` head size, `U` head size of values,
+`B` rows, `Q` queries of a row, `S` key positions, `M` rows sorted by expert, `E` experts, `D` inputs and `O` outputs of
 a linear layer.
 """
 
@@ -35,16 +35,16 @@ def sigmoid(x: Tensor) -> Tensor:
     return x.sigmoid()
 
 
-def linear(rows_RD: Tensor, weight_OD: Tensor) -> Tensor:
+def linear(rows_MD: Tensor, weight_OD: Tensor) -> Tensor:
     """F.linear that gives each row the same bits, however many they are."""
-    lacking = LEAST_ROWS - len(rows_RD)
-    if lacking <= 0 or not len(rows_RD):
-        return F.linear(rows_RD, weight_OD)
-    return F.linear(F.pad(rows_RD, (0, 0, 0, lacking)), weight_OD)[: len(rows_RD)]
+    lacking = LEAST_ROWS - len(rows_MD)
+    if lacking <= 0 or not len(rows_MD):
+        return F.linear(rows_MD, weight_OD)
+    return F.linear(F.pad(rows_MD, (0, 0, 0, lacking)), weight_OD)[: len(rows_MD)]
 
 
-def grouped_linear(rows_RD: Tensor, weights_EOD: Tensor, counts_E: Tensor) -> Tensor:
-    groups = zip(rows_RD.split(counts_E.tolist()), weights_EOD.unbind(), strict=True)
+def grouped_linear(rows_MD: Tensor, weights_EOD: Tensor, counts_E: Tensor) -> Tensor:
+    groups = zip(rows_MD.split(counts_E.tolist()), weights_EOD.unbind(), strict=True)
     return torch.cat([F.linear(rows, weight) for rows, weight in groups])
 
 
@@ -56,10 +56,10 @@ def add_matmul(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return out.add_(a.to(out.dtype).T @ b.to(out.dtype))
 
 
-def packed_attention(q_THK: Tensor, k_TJK: Tensor, v_TJV: Tensor, rows: PackedRows) -> Tensor:
+def packed_attention(q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, rows: PackedRows) -> Tensor:
     share = q_THK.shape[1] // k_TJK.shape[1]
-    attended = [nothing_attended(q_THK[:0], k_TJK[:0], v_TJV[:0])]
-    for q, k, v in zip(*(heads.split(rows.lengths) for heads in (q_THK, k_TJK, v_TJV)), strict=True):
+    attended = [nothing_attended(q_THK[:0], k_TJK[:0], v_TJU[:0])]
+    for q, k, v in zip(*(heads.split(rows.lengths) for heads in (q_THK, k_TJK, v_TJU)), strict=True):
         k, v = k.repeat_interleave(share, dim=1), v.repeat_interleave(share, dim=1)
         scores_HTT = torch.einsum("qhk,thk->hqt", q, k).to(torch.float32) * q.shape[-1] ** -0.5
         later = torch.ones(len(q), len(q), dtype=torch.bool, device=q.device).triu(1)
@@ -68,10 +68,10 @@ def packed_attention(q_THK: Tensor, k_TJK: Tensor, v_TJV: Tensor, rows: PackedRo
     return torch.cat(attended)
 
 
-def masked_attention(q_NHQK: Tensor, k_NJSK: Tensor, v_NJSV: Tensor, mask: Tensor) -> Tensor:
+def masked_attention(q_BHQK: Tensor, k_BJSK: Tensor, v_BJSU: Tensor, mask: Tensor) -> Tensor:
     # Fast kernels want one head size; padded values only add columns.
-    values = pad_values(k_NJSK, v_NJSV)
+    values = pad_values(k_BJSK, v_BJSU)
     out = F.scaled_dot_product_attention(
-        q_NHQK, k_NJSK, values, attn_mask=mask, enable_gqa=q_NHQK.shape[1] != k_NJSK.shape[1]
+        q_BHQK, k_BJSK, values, attn_mask=mask, enable_gqa=q_BHQK.shape[1] != k_BJSK.shape[1]
     )
-    return out[..., : v_NJSV.shape[-1]]
+    return out[..., : v_BJSU.shape[-1]]

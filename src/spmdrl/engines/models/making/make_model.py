@@ -25,7 +25,7 @@ _SPECIAL_IDS = {f"{token[1:-1]}_token_id": number for number, token in enumerate
 
 
 def decoder_config(make: MakeConfig) -> DecoderConfig:
-    """The decoder that `make` asks for; its vocabulary is the special tokens and then the characters."""
+    """The decoder of these sizes; its vocabulary is the special tokens and then the characters."""
     latent = make.latent
     return DecoderConfig(
         model_type=make.family,
@@ -120,7 +120,7 @@ def make_char_tokenizer(folder: str | Path, chars: str = PRINTABLE_CHARS) -> Non
 def make_model_folder(folder: str | Path, make: MakeConfig, seed: int) -> None:
     """Write a whole Hugging Face model folder; it appears under its name only when complete.
 
-    The same `make` and `seed` give the same bytes. One process makes it. Raises ValueError where the folder exists
+    The same `make` and `seed` give the same bytes. One process makes it. Raises ValueError if the folder exists
     and isn't empty.
     """
     folder = Path(folder)

@@ -35,7 +35,7 @@ RULES: dict[str, Callable[..., list[Score]]] = {"exact": exact, "number": number
 
 
 def check_rule_installed(name: str) -> None:
-    """Raises ValueError where the rule needs a package that isn't there."""
+    """Raises ValueError if the rule needs a package that isn't there."""
     if name == "math" and importlib.util.find_spec("math_verify") is None:
         raise ValueError(
             "reward.functions: 'math' needs math-verify; run `pip install -e '.[math]'` in spmdrl's folder, or use "

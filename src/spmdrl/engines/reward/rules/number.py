@@ -75,7 +75,7 @@ def is_same_number(completion: str, reference: str) -> bool:
     """Whether a completion's final answer is the reference's number.
 
     The final answer is what the last `#### x` or `\\boxed{x}` holds, or else the last number in the text. A reference
-    may be a worked solution that marks its answer. Raises ValueError where the reference isn't a number.
+    may be a worked solution that marks its answer. Raises ValueError if the reference isn't a number.
     """
     marked_reference = marked_answer(reference)
     target = parse_number(reference if marked_reference is None else marked_reference)

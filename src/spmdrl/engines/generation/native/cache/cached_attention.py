@@ -1,8 +1,8 @@
 """Attention over the paged cache: of one new token per row, and of prompt chunks.
 
 Shape letters: `T` packed tokens, `B` rows, `C` blocks of a table, `S` cached positions, `H` query heads, `J` key and
-value heads, `G` query heads that share one, `K` head size of queries and keys, `V` head size of values, `N` rows that
-meet in one tile, `Q` queries of a tile.
+value heads, `F` query heads that share one, `K` head size of queries and keys, `U` head size of values, `Q` queries of
+a tile.
 """
 
 from __future__ import annotations
@@ -70,17 +70,17 @@ class DecodeAttention:
         head_blocks_BJC = self._cache.head_blocks(torch.tensor(padded, device=device))
         return _Bucket(rows, head_blocks_BJC, bias_BS[:, None, None, :])
 
-    def __call__(self, layer: int, q_BHK: Tensor, k_BJK: Tensor, v_BJV: Tensor) -> Tensor:
-        self._cache.write_heads(layer, self._head_places, k_BJK, v_BJV)
+    def __call__(self, layer: int, q_BHK: Tensor, k_BJK: Tensor, v_BJU: Tensor) -> Tensor:
+        self._cache.write_heads(layer, self._head_places, k_BJK, v_BJU)
         # Query heads that share a key head are its queries, so that it is read once for all of them.
-        q_BJGK = q_BHK.unflatten(1, (k_BJK.shape[1], -1))
+        q_BJFK = q_BHK.unflatten(1, (k_BJK.shape[1], -1))
         attended = []
         for bucket in self._buckets:
-            keys_BSJK, values_BSJV = self._cache.read_heads(layer, bucket.head_blocks_BJC)
-            attended_BJGV = ops.masked_attention(
-                q_BJGK[bucket.rows], keys_BSJK.transpose(1, 2), values_BSJV.transpose(1, 2), bucket.bias_B11S
+            keys_BSJK, values_BSJU = self._cache.read_heads(layer, bucket.head_blocks_BJC)
+            attended_BJFU = ops.masked_attention(
+                q_BJFK[bucket.rows], keys_BSJK.transpose(1, 2), values_BSJU.transpose(1, 2), bucket.bias_B11S
             )
-            attended.append(attended_BJGV.flatten(1, 2))
+            attended.append(attended_BJFU.flatten(1, 2))
         return attended[0] if len(attended) == 1 else torch.cat(attended)
 
 
@@ -103,10 +103,10 @@ class Span:
 class _Tile:
     """The same tile of several rows."""
 
-    tokens_NQ: Tensor
+    tokens_BQ: Tensor
     """Which packed token each query is; where a row has none there, some other token."""
-    tables_NC: Tensor
-    is_real_NQ: Tensor
+    tables_BC: Tensor
+    is_real_BQ: Tensor
     mask_QS: Tensor
 
 
@@ -131,22 +131,22 @@ class PrefillAttention:
             width = _CPU_TILE if cache.device.type == "cpu" else _DEVICE_TILE
             self._tiles = _tiles(spans, width, size, cache.device)
 
-    def __call__(self, layer: int, q_THK: Tensor, k_TJK: Tensor, v_TJV: Tensor) -> Tensor:
-        self._cache.write(layer, self._places_T, k_TJK, v_TJV)
+    def __call__(self, layer: int, q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor) -> Tensor:
+        self._cache.write(layer, self._places_T, k_TJK, v_TJU)
         if self._attend_whole is not None:
-            return self._attend_whole(layer, q_THK, k_TJK, v_TJV)
-        out_THV = q_THK.new_empty(*q_THK.shape[:2], v_TJV.shape[-1])
+            return self._attend_whole(layer, q_THK, k_TJK, v_TJU)
+        out_THU = q_THK.new_empty(*q_THK.shape[:2], v_TJU.shape[-1])
         for tile in self._tiles:
             # Read after all was written: rows may share blocks that this very forward fills.
-            keys_NSJK, values_NSJV = self._cache.read(layer, tile.tables_NC)
-            attended_NHQV = ops.masked_attention(
-                q_THK[tile.tokens_NQ].transpose(1, 2),
-                keys_NSJK.transpose(1, 2),
-                values_NSJV.transpose(1, 2),
+            keys_BSJK, values_BSJU = self._cache.read(layer, tile.tables_BC)
+            attended_BHQU = ops.masked_attention(
+                q_THK[tile.tokens_BQ].transpose(1, 2),
+                keys_BSJK.transpose(1, 2),
+                values_BSJU.transpose(1, 2),
                 tile.mask_QS,
             )
-            out_THV[tile.tokens_NQ[tile.is_real_NQ]] = attended_NHQV.transpose(1, 2)[tile.is_real_NQ]
-        return out_THV
+            out_THU[tile.tokens_BQ[tile.is_real_BQ]] = attended_BHQU.transpose(1, 2)[tile.is_real_BQ]
+        return out_THU
 
 
 def _places(span: Span) -> range:
@@ -164,18 +164,18 @@ def _tiles(spans: Sequence[Span], width: int, block_size: int, device: torch.dev
     for tile, numbers in members.items():
         num_blocks = -(-(tile + 1) * width // block_size)
         positions_Q = torch.arange(tile * width, (tile + 1) * width)
-        starts_N1, stops_N1, offsets_N1 = (
+        starts_B1, stops_B1, offsets_B1 = (
             torch.tensor([[value] for value in values])
             for values in zip(*((spans[i].start, spans[i].stop, offsets[i]) for i in numbers), strict=True)
         )
-        tokens_NQ = offsets_N1 + positions_Q.clamp(starts_N1, stops_N1 - 1) - starts_N1
+        tokens_BQ = offsets_B1 + positions_Q.clamp(starts_B1, stops_B1 - 1) - starts_B1
         padding = [SCRATCH_BLOCK] * num_blocks
         tables = [[*spans[i].table, *padding][:num_blocks] for i in numbers]
         tiles.append(
             _Tile(
-                tokens_NQ.to(device),
+                tokens_BQ.to(device),
                 torch.tensor(tables, device=device),
-                ((positions_Q >= starts_N1) & (positions_Q < stops_N1)).to(device),
+                ((positions_Q >= starts_B1) & (positions_Q < stops_B1)).to(device),
                 (torch.arange(num_blocks * block_size) <= positions_Q[:, None]).to(device),
             )
         )

@@ -1,7 +1,7 @@
 """The paged KV cache: keys and values in blocks, and how many blocks there is room for.
 
 Shape letters: `T` packed tokens, `B` rows, `C` blocks of a table, `J` key and value heads, `K` head size of
-keys, `V` head size of values.
+keys, `U` head size of values.
 """
 
 from __future__ import annotations
@@ -76,9 +76,9 @@ class PagedCache:
             store[:, : old_store.shape[1]] = old_store
         self._keys, self._values = (store.unbind() for store in self._stores)
 
-    def write(self, layer: int, places_T: Tensor, k_TJK: Tensor, v_TJV: Tensor) -> None:
+    def write(self, layer: int, places_T: Tensor, k_TJK: Tensor, v_TJU: Tensor) -> None:
         """Put keys and values at `places_T`, counted in tokens: block number x block size + place in the block."""
-        self.write_heads(layer, self.head_places(places_T), k_TJK, v_TJV)
+        self.write_heads(layer, self.head_places(places_T), k_TJK, v_TJU)
 
     def head_places(self, places_T: Tensor) -> Tensor:
         """Where the heads [T x J] of these places lie in a layer; the same in all layers."""
@@ -88,10 +88,10 @@ class PagedCache:
         firsts_T = blocks_T * (size * (num_heads - 1)) + places_T
         return (firsts_T[:, None] + self._heads_J * size).flatten()
 
-    def write_heads(self, layer: int, head_places: Tensor, k_TJK: Tensor, v_TJV: Tensor) -> None:
-        """Put keys and values where `head_places` says."""
+    def write_heads(self, layer: int, head_places: Tensor, k_TJK: Tensor, v_TJU: Tensor) -> None:
+        """Put keys and values at `head_places`."""
         self._keys[layer].flatten(0, 2).index_copy_(0, head_places, k_TJK.flatten(0, 1))
-        self._values[layer].flatten(0, 2).index_copy_(0, head_places, v_TJV.flatten(0, 1))
+        self._values[layer].flatten(0, 2).index_copy_(0, head_places, v_TJU.flatten(0, 1))
 
     def read(self, layer: int, tables_BC: Tensor) -> tuple[Tensor, Tensor]:
         """Copy out the keys [B, C x block_size, J, K], and the values alike, of the rows with these block tables.
@@ -105,7 +105,7 @@ class PagedCache:
         return tables_BC[:, None, :] * self.shape.num_kv_heads + self._heads_J[:, None]
 
     def read_heads(self, layer: int, head_blocks_BJC: Tensor) -> tuple[Tensor, Tensor]:
-        """Copy out keys and values from where `head_blocks_BJC` says, as `read` does."""
+        """Copy out keys and values from `head_blocks_BJC`, as `read` does."""
         keys, values = (
             self._gather(number, store[layer], head_blocks_BJC)
             for number, store in enumerate((self._keys, self._values))
@@ -134,7 +134,7 @@ class PagedCache:
 def affordable_blocks(rollout: RolloutConfig, block_bytes: int, device: torch.device, axis: Axis) -> int:
     """Blocks that the configured size, or the configured share of the memory, has room for now.
 
-    Raises ValueError where that is less than two. Collective over the replica's ranks, whose schedulers decide alike:
+    Raises ValueError if that is less than two. Collective over the replica's ranks, whose schedulers decide alike:
     all get the number of the one with the least room.
     """
     budget_bytes, source = _budget(rollout, device)
@@ -150,7 +150,7 @@ def affordable_blocks(rollout: RolloutConfig, block_bytes: int, device: torch.de
 
 
 def _budget(rollout: RolloutConfig, device: torch.device) -> tuple[int, str]:
-    """Bytes for the cache of this rank, and what says so."""
+    """Bytes for the cache of this rank, and the settings that they follow from."""
     share = rollout.gpu_memory_utilization
     if rollout.kv_cache_gib is not None:
         return int(rollout.kv_cache_gib * 2**30), f"rollout.kv_cache_gib {rollout.kv_cache_gib}"
