@@ -61,7 +61,7 @@ class MoeConfig:
         if self.is_group_limited and (group_size < 2 or self.groups_per_token * group_size < self.experts_per_token):
             raise ValueError(
                 f"topk_group {self.groups_per_token} groups of {group_size} experts can't give num_experts_per_tok "
-                f"{self.experts_per_token} experts per token, from groups of 2 or more; raise topk_group or lower n_group"
+                f"{self.experts_per_token} experts per token, of groups of 2 or more; raise topk_group or lower n_group"
             )
 
     @property
