@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from spmdrl.config.given import Given, show
 from spmdrl.config.key_names import Alias, Settings
 
 
+def _typed(given: Given, words: str, *types: type) -> Any:
+    """The value, refused where it is of another type."""
+    if type(given.value) not in types:
+        raise ValueError(f"is {show(given)}, but must be {words}")
+    return given.value
+
+
 def _number(given: Given) -> int | float:
-    if isinstance(given.value, bool) or not isinstance(given.value, int | float):
-        raise ValueError(f"is {show(given)}, but must be a number")
-    return given.value
-
-
-def _whole(given: Given) -> int:
-    if isinstance(given.value, bool) or not isinstance(given.value, int):
-        raise ValueError(f"is {show(given)}, but must be a whole number")
-    return given.value
+    value: int | float = _typed(given, "a number", int, float)
+    return value
 
 
 def _count(settings: Settings, key: str) -> int:
@@ -29,7 +30,7 @@ def _count(settings: Settings, key: str) -> int:
 
 def _samples(given: Given, settings: Settings) -> dict[str, Any]:
     """Samples of one optimizer step to prompts of a step."""
-    num_samples = _whole(given)
+    num_samples = _typed(given, "a whole number", int)
     num_generations = _count(settings, "rollout.num_generations")
     num_updates = _count(settings, "train.updates_per_step")
     num_prompts, rest = divmod(num_samples * num_updates, num_generations)
@@ -70,9 +71,8 @@ def _kl_in_loss(given: Given, settings: Settings) -> dict[str, Any]:
 
 
 def _use_tis(given: Given, settings: Settings) -> dict[str, Any]:
-    if not isinstance(given.value, bool):
-        raise ValueError(f"is {show(given)}, but must be true or false; algo.rollout_is names the other corrections")
-    return {"algo.rollout_is": "tis" if given.value else "none"}
+    is_on = _typed(given, "true or false; algo.rollout_is names the other corrections", bool)
+    return {"algo.rollout_is": "tis" if is_on else "none"}
 
 
 def _tis_cap(given: Given, settings: Settings) -> dict[str, Any]:
@@ -83,19 +83,11 @@ def _tis_cap(given: Given, settings: Settings) -> dict[str, Any]:
     return {"algo.rollout_is_clip": cap, "algo.rollout_is": "tis"}
 
 
-def _interval(given: Given, key: str) -> dict[str, Any]:
+def _interval(given: Given, settings: Settings, *, key: str = "checkpoint.interval") -> dict[str, Any]:
     value = _number(given)
     if isinstance(value, float):
         raise ValueError(f"is {given.text}, but {key} counts steps; set it to a whole number of them")
     return {key: 0 if value == -1 else value}
-
-
-def _save_freq(given: Given, settings: Settings) -> dict[str, Any]:
-    return _interval(given, "checkpoint.interval")
-
-
-def _test_freq(given: Given, settings: Settings) -> dict[str, Any]:
-    return _interval(given, "eval.interval")
 
 
 def _save_steps(given: Given, settings: Settings) -> dict[str, Any]:
@@ -104,7 +96,7 @@ def _save_steps(given: Given, settings: Settings) -> dict[str, Any]:
         raise ValueError(
             f"counts optimizer steps, of which a step has {updates} here; set checkpoint.interval, which counts steps"
         )
-    return _interval(given, "checkpoint.interval")
+    return _interval(given, settings)
 
 
 def _resume_mode(given: Given, settings: Settings) -> dict[str, Any]:
@@ -118,9 +110,8 @@ def _resume_mode(given: Given, settings: Settings) -> dict[str, Any]:
 
 
 def _offload(given: Given, settings: Settings) -> dict[str, Any]:
-    if not isinstance(given.value, bool):
-        raise ValueError(f"is {show(given)}, but must be true or false; reshard.swap also takes auto")
-    return {"reshard.swap": "always" if given.value else "never"}
+    is_on = _typed(given, "true or false; reshard.swap also takes auto", bool)
+    return {"reshard.swap": "always" if is_on else "never"}
 
 
 # TRL's own functions, whose names mean nothing here.
@@ -199,14 +190,17 @@ ALIASES: Mapping[str, Alias] = {
     "ppo_epochs": Alias("train.epochs_per_step", "verl", "times that each sample is trained on"),
     "num_iterations": Alias("train.epochs_per_step", "TRL", "times that each sample is trained on"),
     "max_tokens_per_gpu": Alias("train.max_tokens_per_microbatch", "slime", "tokens of a micro-batch on one device"),
-    "save_freq": Alias("checkpoint.interval", "verl", "steps; -1 is never", "-1 is 0: the last step only", _save_freq),
+    "save_freq": Alias("checkpoint.interval", "verl", "steps; -1 is never", "-1 is 0: the last step only", _interval),
     "save_steps": Alias(
         "checkpoint.interval", "TRL", "optimizer steps", "refused where a step has several optimizer steps", _save_steps
     ),
     "resume_mode": Alias(
         "resume", "verl", "auto, disable or resume_path", "disable: never; resume_path is refused", _resume_mode
     ),
-    "test_freq": Alias("eval.interval", "verl", "steps; -1 is never", "-1 is 0: before and after only", _test_freq),
+    "test_freq": Alias(
+        "eval.interval", "verl", "steps; -1 is never", "-1 is 0: before and after only",
+        partial(_interval, key="eval.interval"),
+    ),
     "reward_funcs": Alias(
         "reward.functions", "TRL", "names or dotted paths", "pkg.mod.fn: pkg.mod:fn; TRL's own names are refused",
         _reward_funcs,

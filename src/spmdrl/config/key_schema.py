@@ -42,8 +42,10 @@ class Key:
 
     @property
     def sections(self) -> tuple[Any, ...]:
-        """The dataclasses that the key may hold; none where it holds a value."""
-        return sections_of(self.kind)
+        """The dataclasses that the key may hold: one, or those that a tag chooses between; none if it holds a value."""
+        members = members_of(self.kind)
+        is_section = all(map(is_dataclass, members)) and (len(members) == 1 or tag_of(self.kind) is not None)
+        return members if is_section else ()
 
     @property
     def text(self) -> str:
@@ -118,13 +120,6 @@ def members_of(kind: Any) -> tuple[Any, ...]:
     if get_origin(kind) not in (Union, types.UnionType):
         return (kind,)
     return tuple(member for member in map(bare, get_args(kind)) if member is not type(None))
-
-
-def sections_of(kind: Any) -> tuple[Any, ...]:
-    """The dataclasses that a field of this type holds: one, one or null, or those that a tag chooses between."""
-    members = members_of(kind)
-    is_section = all(map(is_dataclass, members)) and (len(members) == 1 or tag_of(kind) is not None)
-    return members if is_section else ()
 
 
 def tag_of(kind: Any) -> str | None:
