@@ -1,4 +1,4 @@
-"""The metadata bench measures every state, and its bytes are those of the closed formula."""
+"""The metadata bench measures every state, and news take fewer bytes than the closed formula, which packs nothing."""
 
 from __future__ import annotations
 
@@ -28,6 +28,6 @@ def test_each_state_has_its_bytes_and_microseconds(states):
     assert table.details["bytes_per_rank_and_step"] == by_state["step"]["received_bytes"]
 
 
-def test_bytes_agree_with_the_closed_formula():
+def test_news_take_fewer_bytes_than_numbers_of_the_least_width():
     table = run("--rows", "16384", "--nodes", "4", "--ranks-per-node", "2", "--steps", "1")
-    assert table.details["ratios"]["received_vs_formula"] == pytest.approx(1, abs=0.1)
+    assert 0.5 < table.details["ratios"]["received_vs_formula"] < 0.9

@@ -11,7 +11,7 @@ from tests.support.jobs import run_job, tiny_config
 
 from spmdrl.algorithms.table import build_algorithm
 from spmdrl.config.config import load_config
-from spmdrl.dataflow.samples.store.arena import Arena
+from spmdrl.dataflow.samples.store.shared_memory import Pool, host_pool
 from spmdrl.job.run.memory_advice import OutOfMemory, explained_memory, is_out_of_memory
 from spmdrl.job.run.run import Run
 from spmdrl.job.start.start_checks import CheckedRun
@@ -63,8 +63,9 @@ def test_the_devices_own_error_is_recognised():
 def test_other_errors_and_full_buffers_of_our_own_stay_as_they_are():
     with pytest.raises(RuntimeError, match="shape"), explained_memory(CONFIG.rollout, CONFIG.train, lambda: "update"):
         torch.ones(2).view(3)
+    host = host_pool(1, 1)
     with pytest.raises(MemoryError) as caught, explained_memory(CONFIG.rollout, CONFIG.train, lambda: "update"):
-        Arena(0, 64).take(128)
+        Pool(host.address, 0).allocate(1 << 20)
     assert not is_out_of_memory(caught.value)
 
 

@@ -22,7 +22,7 @@ from spmdrl.config.reader import LoadedConfig, read_config
 from spmdrl.config.wished import WISHED
 from spmdrl.dataflow.data.data_rows import DataConfig
 from spmdrl.dataflow.resharding.moving.gather import ReshardConfig
-from spmdrl.dataflow.samples.transport.transport import DockConfig
+from spmdrl.dataflow.samples.dock import DockConfig
 from spmdrl.dataflow.stages.critic.critic_config import CriticConfig
 from spmdrl.engines.environment.environment_pool import EnvironmentConfig
 from spmdrl.engines.generation.rollout_config import RolloutConfig

@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 
 from spmdrl.dataflow.data.prompts import Prompt
-from spmdrl.dataflow.samples.dock import TransferDock
+from spmdrl.dataflow.samples.dock import DockConfig, TransferDock
 from spmdrl.dataflow.samples.samples import Samples
 from spmdrl.dataflow.samples.schema import needs_by_state
-from spmdrl.dataflow.samples.transport.transport import DockConfig
 from spmdrl.resources.device import find_device
 from spmdrl.resources.startup.launch import LaunchEnvironment
 from spmdrl.resources.world import World
@@ -93,13 +92,11 @@ def run_step(dock: TransferDock, step: int, dropped: tuple[int, ...] = ()) -> di
     batch = samples.take(WorkerState.UPDATE, names)
     check_training_rows(batch)
     samples.commit(WorkerState.UPDATE)
-    lengths = samples.lengths("rollout_logprobs").tolist()
     accounting = dock.close_batch(samples)
     return {
         "generated": generated,
         "rewarded": rewarded,
         "trained": batch.rows.tolist(),
-        "lengths": lengths,
         "num_trained": accounting.num_trained,
         "num_dropped": dict(accounting.num_dropped),
     }

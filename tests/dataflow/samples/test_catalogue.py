@@ -5,20 +5,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmdrl.dataflow.samples.control.catalogue import Catalogue
-from spmdrl.dataflow.samples.control.row_news import RowDrop, RowMetadata, Stored
+from spmdrl.dataflow.samples.control.catalogue import Catalogue, RowDrop, RowMetadata
 from spmdrl.dataflow.samples.schema import columns_mask
-from spmdrl.dataflow.samples.store.shared_memory import Place
 
 NUM_ROWS, GROUP_SIZE = 12, 4
 row_sets = st.sets(st.integers(0, NUM_ROWS - 1))
 COLUMNS = ["response_ids", "reward", "rollout_logprobs"]
 
 
-def news(rows, name: str, home: int = 0) -> RowMetadata:
+def news(rows, name: str) -> RowMetadata:
     index = np.array(sorted(rows), dtype=np.int64)
     lengths = {name: index + 1} if name == "response_ids" else {}
-    return RowMetadata(index, np.full_like(index, home), columns_mask([name]), lengths)
+    return RowMetadata(index, columns_mask([name]), lengths)
+
+
+def catalogue_of(num_rows: int, group_size: int = 1) -> Catalogue:
+    return Catalogue(np.zeros(num_rows, dtype=np.int64), group_size)
 
 
 def facts_of(entries) -> list:
@@ -36,7 +38,6 @@ def facts_of(entries) -> list:
 def known(catalogue: Catalogue) -> tuple:
     dropped = np.flatnonzero(catalogue.is_dropped)
     return (
-        catalogue.homes.tolist(),
         catalogue.columns.tolist(),
         catalogue.lengths("rollout_logprobs").tolist(),
         {reason: rows.tolist() for reason, rows in catalogue.rows_by_reason().items() if rows.size},
@@ -47,7 +48,7 @@ def known(catalogue: Catalogue) -> tuple:
 @given(st.lists(st.tuples(st.sampled_from([*COLUMNS, "late", "broken"]), row_sets), max_size=8), st.randoms())
 def test_the_order_of_facts_makes_no_difference(entries, random):
     facts = facts_of(entries)
-    one, other = Catalogue(NUM_ROWS), Catalogue(NUM_ROWS)
+    one, other = catalogue_of(NUM_ROWS), catalogue_of(NUM_ROWS)
     for fact in facts:
         one.observe(fact)
     random.shuffle(facts)
@@ -58,7 +59,7 @@ def test_the_order_of_facts_makes_no_difference(entries, random):
 
 @given(st.lists(st.tuples(st.sampled_from(["late", "broken"]), row_sets), max_size=5))
 def test_a_dropped_row_has_one_reason(entries):
-    catalogue = Catalogue(NUM_ROWS)
+    catalogue = catalogue_of(NUM_ROWS)
     for fact in facts_of(entries):
         catalogue.observe(fact)
     dropped = set().union(*(rows for _, rows in entries))
@@ -69,7 +70,7 @@ def test_a_dropped_row_has_one_reason(entries):
 
 
 def test_lengths_are_there_with_their_column():
-    catalogue = Catalogue(3)
+    catalogue = catalogue_of(3)
     catalogue.observe(news({0, 2}, "response_ids"))
     catalogue.observe(news({2}, "rollout_logprobs"))
     assert catalogue.lengths("response_ids").tolist() == [1, -1, 3]
@@ -77,29 +78,22 @@ def test_lengths_are_there_with_their_column():
 
 
 def lengths_of(length: int) -> RowMetadata:
-    return RowMetadata(
-        np.array([3]), np.array([0]), columns_mask(["response_ids"]), {"response_ids": np.array([length])}
-    )
+    return RowMetadata(np.array([3]), columns_mask(["response_ids"]), {"response_ids": np.array([length])})
 
 
 @pytest.mark.parametrize(
     ("fact", "message"),
     [
         (news({2, 5}, "reward"), "columns .'reward'. of row 2 are announced twice"),
-        (RowMetadata(np.array([7, 8, 7]), np.zeros(3), columns_mask(["reward"]), {}), "of row 7 are announced twice"),
-        (news({1}, "response_ids", home=1), "row 1 moves from warehouse 0"),
+        (RowMetadata(np.array([7, 8, 7]), columns_mask(["reward"]), {}), "of row 7 are announced twice"),
         (news({NUM_ROWS}, "reward"), "outside of the batch"),
         (news({-1}, "reward"), "outside of the batch"),
-        (news({3}, "reward", home=1), r"group 0 live in warehouses \[-1, 0, 0, 1\]"),
-        (news({8}, "reward", home=-2), "can't live in warehouse -2"),
-        (lengths_of(-1), "aren't within"),
-        (lengths_of(2**31), "aren't within"),
+        (lengths_of(-1), "row 3 can't have -1 values of 'response_ids'"),
         (RowDrop(np.array([3, 99]), "late"), "outside of the batch"),
-        (Stored(np.array([3, 4]), 1, Place(0, 0, 8)), "2 places of rows were announced to all ranks"),
     ],
 )
 def test_facts_that_contradict_are_refused_and_leave_no_trace(fact, message):
-    catalogue = Catalogue(NUM_ROWS, GROUP_SIZE)
+    catalogue = catalogue_of(NUM_ROWS, GROUP_SIZE)
     catalogue.observe(news({1, 2}, "reward"))
     before, version = known(catalogue), catalogue.version
     with pytest.raises(ValueError, match=message):
@@ -109,6 +103,6 @@ def test_facts_that_contradict_are_refused_and_leave_no_trace(fact, message):
 
 def test_rows_named_twice_and_broken_groups_are_refused():
     with pytest.raises(ValueError, match="row 3 is named twice among 3 rows"):
-        Catalogue(NUM_ROWS).checked([3, 1, 3])
+        catalogue_of(NUM_ROWS).checked([3, 1, 3])
     with pytest.raises(ValueError, match="groups of 5"):
-        Catalogue(NUM_ROWS, 5)
+        catalogue_of(NUM_ROWS, 5)

@@ -5,9 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmdrl.dataflow.samples.control.catalogue import Catalogue
-from spmdrl.dataflow.samples.control.controller import Controller, RowStatus
-from spmdrl.dataflow.samples.control.row_news import RowMetadata
+from spmdrl.dataflow.samples.control.catalogue import Catalogue, RowMetadata
+from spmdrl.dataflow.samples.control.row_lives import Controller, RowStatus
 from spmdrl.dataflow.samples.schema import columns_mask
 from spmdrl.types import WorkerState
 
@@ -20,11 +19,11 @@ row_sets = st.sets(st.integers(0, NUM_ROWS - 1))
 def news(rows, name: str) -> RowMetadata:
     index = np.array(sorted(rows), dtype=np.int64)
     lengths = {name: index + 1} if name == "response_ids" else {}
-    return RowMetadata(index, np.zeros_like(index), columns_mask([name]), lengths)
+    return RowMetadata(index, columns_mask([name]), lengths)
 
 
 def make_controller(group_size: int = 1) -> tuple[Controller, Catalogue]:
-    catalogue = Catalogue(NUM_ROWS, group_size)
+    catalogue = Catalogue(np.zeros(NUM_ROWS, dtype=np.int64), group_size)
     return Controller(WorkerState.ADVANTAGE, NEEDS, catalogue), catalogue
 
 

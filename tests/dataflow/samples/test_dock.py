@@ -9,9 +9,11 @@ import pytest
 import torch
 import torch.distributed.rpc as rpc
 
-from spmdrl.dataflow.samples.dock import TransferDock
-from spmdrl.dataflow.samples.transport.transport import DockConfig, Transport
-from spmdrl.dataflow.samples.volume import Link
+from spmdrl.dataflow.samples.control.catalogue import Catalogue
+from spmdrl.dataflow.samples.dock import DockConfig, TransferDock
+from spmdrl.dataflow.samples.store.warehouse import Warehouse
+from spmdrl.dataflow.samples.transport.several_nodes import SeveralNodes
+from spmdrl.dataflow.samples.volume import Link, Volume
 from spmdrl.resources.collectives import barrier, gather_ragged
 from spmdrl.resources.world import World
 from spmdrl.types import Batch, WorkerState
@@ -42,7 +44,6 @@ def test_one_rank_runs_a_whole_step_without_rpc():
         for step in range(2):
             did = run_step(dock, step)
             assert did["generated"] == did["rewarded"] == did["trained"] == ALL_ROWS
-            assert did["lengths"] == [len(response_of(row)) for row in ALL_ROWS]
             assert did["num_trained"] == NUM_ROWS and did["num_dropped"] == {}
         assert dock.volume.payload_bytes(Link.PROCESS) > 0
         assert dock.volume.payload_bytes(Link.CROSS_NODE) == dock.volume.metadata_bytes == 0
@@ -57,7 +58,7 @@ def test_dropped_rows_are_not_trained_and_are_accounted_for():
 def test_a_closed_batch_leaves_nothing_in_the_warehouse():
     dock = open_dock(ONE_RANK)
     run_step(dock, 0)
-    assert dock._parts.transport.warehouse.num_bytes == 0
+    assert dock._parts.warehouse.num_bytes == 0
 
 
 def test_a_batch_with_rows_left_over_is_not_closed():
@@ -101,7 +102,7 @@ def steps_of_rank(world: World, locality: bool = True) -> dict:
     with open_dock(world, DockConfig(20.0, locality=locality)) as dock:
         did = [run_step(dock, step, dropped=(5,)) for step in range(2)]
         volume = dock.volume
-        left = dock._parts.transport.warehouse.num_bytes
+        left = dock._parts.warehouse.num_bytes
     return {
         "steps": did,
         "bytes": {link.value: volume.payload_bytes(link) for link in Link},
@@ -117,7 +118,6 @@ def check_whole_steps(ranks: list[dict]) -> None:
         for key in ("generated", "rewarded"):
             assert sorted(row for rank in did for row in rank[key]) == ALL_ROWS
         assert sorted(row for rank in did for row in rank["trained"]) == [row for row in ALL_ROWS if row != 5]
-        assert all(rank["lengths"] == [len(response_of(row)) for row in ALL_ROWS] for rank in did)
         assert all(rank["num_trained"] == NUM_ROWS - 1 and rank["num_dropped"] == {"no reward": 1} for rank in did)
         tokens = [sum(len(response_of(row)) for row in rank["trained"]) for rank in did]
         assert max(tokens) - min(tokens) <= 0.15 * sum(tokens)
@@ -184,7 +184,8 @@ def rewards_of(rows: list[int]) -> Batch:
 
 def requests_that_fail(world: World) -> dict[str, str]:
     """Rank 1 asks rank 0's warehouse for what it lacks, sends it gadgets, and finds it stopped and then gone."""
-    transport = Transport(world, DockConfig(timeout_seconds=1.0))
+    nodes = SeveralNodes(Warehouse(), Volume(), world, timeout_seconds=1.0, locality=True, plain_tcp=False)
+    on_rank_0 = Catalogue(np.zeros(NUM_ROWS, dtype=np.int64))
     pids = [int(pid) for pid in gather_ragged(torch.tensor([os.getpid()]))]
     errors: dict[str, str] = {}
 
@@ -195,21 +196,21 @@ def requests_that_fail(world: World) -> dict[str, str]:
             errors[name] = f"{type(error).__name__}: {error}"
 
     if world.rank == 1:
-        note("missing", transport.get, 0, np.array([7]), ["reward"])
+        note("missing", nodes.get, np.array([7]), ["reward"], on_rank_0)
         note("gadget", rpc.rpc_sync, "dock0", os.system, args=("true",))
-        note("after", transport.get, 0, np.array([8]), ["reward"])
+        note("after", nodes.get, np.array([8]), ["reward"], on_rank_0)
         os.kill(pids[0], signal.SIGSTOP)
         started = time.perf_counter()
-        note("stopped", transport.get, 0, np.arange(3, 9), ["reward", "finished"])
+        note("stopped", nodes.get, np.arange(3, 9), ["reward", "finished"], on_rank_0)
         errors["seconds"] = str(time.perf_counter() - started)
         os.kill(pids[0], signal.SIGCONT)
     barrier()
     if world.rank == 0:
-        transport.abandon()
+        nodes.leave(graceful=False)
     barrier()
     if world.rank == 1:
-        note("gone", transport.put, 0, rewards_of([4, 5]))
-        transport.close()
+        note("gone", nodes.put, rewards_of([4, 5]), on_rank_0)
+        nodes.leave(graceful=True)
     return errors
 
 

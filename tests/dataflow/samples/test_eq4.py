@@ -20,10 +20,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from spmdrl.dataflow.samples.dock import TransferDock
+from spmdrl.dataflow.samples.dock import DockConfig, TransferDock
 from spmdrl.dataflow.samples.samples import Samples
 from spmdrl.dataflow.samples.schema import rule_of
-from spmdrl.dataflow.samples.transport.transport import DockConfig
 from spmdrl.dataflow.samples.volume import FlowShape, Link, Volume, warehouse_gib
 from spmdrl.resources.world import World
 from spmdrl.types import Batch, WorkerState, offsets_of

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spmdrl.dataflow.samples.dock import DockConfig
 from spmdrl.dataflow.samples.transport.exchange import transfers
-from spmdrl.dataflow.samples.transport.transport import DockConfig
 from spmdrl.resources.collectives import barrier
 from spmdrl.resources.startup.launch import LaunchEnvironment
 from spmdrl.resources.world import World

@@ -1,27 +1,19 @@
-"""News survive packing, in little room, and words that nobody packed are refused."""
+"""News survive packing, in little room, and other bytes are refused."""
 
 from __future__ import annotations
+
+import zlib
 
 import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from spmdrl.dataflow.samples.control.row_news import (
-    RowDrop,
-    RowMetadata,
-    Stored,
-    announced_lengths,
-    joined,
-    pack_integers,
-    pack_news,
-    unpack_news,
-)
+from spmdrl.dataflow.samples.control.catalogue import RowDrop, RowMetadata, announced_lengths, joined
+from spmdrl.dataflow.samples.control.row_news import pack_news, unpack_news
 from spmdrl.dataflow.samples.schema import RULES, columns_mask
-from spmdrl.dataflow.samples.store.shared_memory import Place
 
 NUM_ROWS = 300
-sizes = st.integers(0, 2**31 - 1)
 
 
 def integers(values) -> np.ndarray:
@@ -43,17 +35,15 @@ def row_numbers(draw) -> np.ndarray:
 @st.composite
 def entries(draw):
     rows = draw(row_numbers())
-    kind = draw(st.sampled_from([RowMetadata, RowDrop, Stored]))
-    if kind is RowDrop:
+    if draw(st.booleans()):
         return RowDrop(rows, draw(st.text(max_size=20)))
     seed = np.random.default_rng(draw(st.integers(0, 2**16)))
     columns = draw(st.integers(0, 2 ** len(RULES) - 1))
-    if kind is Stored:
-        place = Place(draw(st.integers(0, 63)), draw(st.integers(0, 2**50)), draw(sizes))
-        return Stored(rows, columns, place, draw(st.sampled_from([None, seed.integers(0, 99, rows.size)])))
-    spread = 10 ** seed.integers(0, 9)
-    lengths = {name: seed.integers(0, spread, rows.size) for name in announced_lengths(columns)}
-    return RowMetadata(rows, seed.integers(0, draw(st.sampled_from([1, 500])), rows.size), columns, lengths)
+    lengths = {name: seed.integers(0, 10 ** seed.integers(1, 9), rows.size) for name in announced_lengths(columns)}
+    num_frames = draw(st.integers(0, min(3, rows.size)))
+    places = seed.integers(0, 2**50, (num_frames, 4))
+    places[:, 3] = [len(part) for part in np.array_split(rows, num_frames)] if num_frames else []
+    return RowMetadata(rows, columns, lengths, places)
 
 
 def content(entry) -> dict:
@@ -66,7 +56,7 @@ def content(entry) -> dict:
 
 @given(st.lists(entries(), max_size=5))
 def test_news_survive_packing(sent):
-    received = unpack_news(pack_news(sent), NUM_ROWS)
+    received = unpack_news(pack_news(sent))
     assert [type(entry) for entry in received] == [type(entry) for entry in sent]
     assert [content(entry) for entry in received] == [content(entry) for entry in sent]
 
@@ -80,7 +70,7 @@ def test_joined_news_say_the_same_of_every_row(sent):
             for at, row in enumerate(entry.rows.tolist()):
                 if isinstance(entry, RowMetadata):
                     lengths = {name: int(values[at]) for name, values in entry.lengths.items()}
-                    out.append(("metadata", entry.columns, row, int(entry.homes[at]), str(lengths)))
+                    out.append(("metadata", entry.columns, row, str(lengths)))
                 elif isinstance(entry, RowDrop):
                     out.append(("drop", entry.reason, row))
         return sorted(set(out))
@@ -89,67 +79,39 @@ def test_joined_news_say_the_same_of_every_row(sent):
     assert said(merged) == said(sent)
     drops = [entry.rows.tolist() for entry in merged if isinstance(entry, RowDrop)]
     assert all(len(set(rows)) == len(rows) for rows in drops)
+    places = [entry.places.tolist() for entry in merged if isinstance(entry, RowMetadata)]
+    frames = [place for entry in sent if isinstance(entry, RowMetadata) for place in entry.places.tolist()]
+    assert sorted(place for some in places for place in some) == sorted(frames)
     masks = [entry.columns for entry in merged if isinstance(entry, RowMetadata)]
     assert len(masks) == len(set(masks))
 
 
-@pytest.mark.parametrize(
-    ("values", "num_words"),
-    [
-        ([], 1),
-        ([7] * 1000, 1),
-        (range(2**30, 2**30 + 1000), 2),
-        ([8 * group + member for group in range(0, 100, 2) for member in range(8)], 51),
-        (range(0, 8 * 256, 8), 1 + 256 * 2 // 8),
-        (range(5, 5 + 2 * 80, 2), 1 + 80 // 8),
-        ([0, 70_000] * 100, 1 + 200 * 4 // 8),
-        ([0, 2**40] * 100, 1 + 200),
-    ],
-)
-def test_integers_take_as_little_room_as_their_spread_allows(values, num_words):
-    assert pack_integers(integers(values)).size == num_words
-
-
-@given(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=40))
-@example([1 | 2**54 << 8, 4095])
-@example([1 | 9 << 8, 0, 9 | 1 << 8, 5 << 32 | 9, 0])
-def test_any_words_are_read_or_refused(words):
-    try:
-        news = unpack_news(integers(words), NUM_ROWS)
-    except ValueError:
-        return
-    assert sum(entry.rows.size for entry in news) <= NUM_ROWS * len(words)
+def test_a_row_takes_a_few_bytes():
+    random = np.random.default_rng(0)
+    rows, columns = np.sort(random.choice(4096, 512, replace=False)), columns_mask(["response_ids"])
+    lengths = {"response_ids": random.lognormal(6.5, 0.8, rows.size).astype(np.int64)}
+    assert len(pack_news([RowMetadata(rows, columns_mask(["reward"]), {})])) < 2 * rows.size
+    assert len(pack_news([RowMetadata(rows, columns, lengths)])) < 4.5 * rows.size
+    assert len(pack_news([RowDrop(np.arange(1 << 20), "late")])) < 1 << 16
 
 
 @given(st.lists(entries(), min_size=1, max_size=3), st.data())
-def test_damaged_words_are_read_or_refused(sent, data):
-    packed = pack_news(sent)
-    at = data.draw(st.integers(0, packed.size - 1))
-    packed[at] ^= 1 << data.draw(st.integers(0, 62))
+def test_damaged_bytes_are_refused_or_say_the_same(sent, data):
+    packed = bytearray(pack_news(sent))
+    packed[data.draw(st.integers(0, len(packed) - 1))] ^= 1 << data.draw(st.integers(0, 7))
     try:
-        news = unpack_news(packed[: data.draw(st.integers(0, packed.size))], NUM_ROWS)
-    except ValueError:
-        return
-    assert sum(entry.rows.size for entry in news) <= NUM_ROWS * packed.size
+        # A few bits of a zlib stream mean nothing.
+        assert [content(entry) for entry in unpack_news(bytes(packed))] == [content(entry) for entry in sent]
+    except ValueError as error:
+        assert "same version on all ranks" in str(error)
+    with pytest.raises(ValueError, match="same version on all ranks"):
+        unpack_news(pack_news(sent)[:-1])
 
 
-def test_words_that_are_never_written_are_refused():
-    rows = np.arange(4)
-    whole = pack_news([RowMetadata(rows, np.zeros_like(rows), columns_mask(["reward"]), {})])
-    with pytest.raises(ValueError, match="ends at word 4, but 1 are due"):
-        unpack_news(whole[:-1], NUM_ROWS)
-    with pytest.raises(ValueError, match="unknown kind 77"):
-        unpack_news(integers([77]), NUM_ROWS)
-    with pytest.raises(ValueError, match="announces 4 rows at once"):
-        unpack_news(whole, 3)
-    with pytest.raises(ValueError, match="names columns 0x800000"):
-        unpack_news(integers([whole[0], 1 << 23]), NUM_ROWS)
-    with pytest.raises(ValueError, match="reason of 1000000 bytes"):
-        unpack_news(integers([2 | 4 << 8, 10**6, *pack_integers(rows)]), NUM_ROWS)
-
-
-def test_few_words_never_become_many_rows():
-    rows = np.arange(NUM_ROWS)
-    one = pack_news([RowDrop(rows, "x")])
-    with pytest.raises(ValueError, match="too often"):
-        unpack_news(np.tile(one, 1000), NUM_ROWS)
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"no news", zlib.compress(b'[["late", 2]]\n' + bytes(7)), zlib.compress(b"[[8388608, 0, 0]]\n")],
+)
+def test_bytes_that_are_never_written_are_refused(content):
+    with pytest.raises(ValueError, match="are no news of rows"):
+        unpack_news(content)

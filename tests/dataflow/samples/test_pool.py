@@ -16,7 +16,6 @@ import torch
 
 from spmdrl.dataflow.samples.store.frame import OutgoingFrame, read_frame
 from spmdrl.dataflow.samples.store.shared_memory import (
-    JOURNAL_BYTES,
     Place,
     Pool,
     PoolHost,
@@ -123,13 +122,13 @@ def test_the_default_capacity_is_the_machine_and_costs_nothing():
 @pytest.mark.parametrize(
     "place",
     [
-        Place(1, JOURNAL_BYTES, 64),
-        Place(-1, JOURNAL_BYTES, 64),
-        Place(0, JOURNAL_BYTES - 64, 64),
-        Place(0, JOURNAL_BYTES, CAPACITY + 1),
+        Place(1, 0, 64),
+        Place(-1, 0, 64),
+        Place(0, -64, 64),
+        Place(0, 0, CAPACITY + 1),
         Place(0, 2**63, 64),
-        Place(0, JOURNAL_BYTES, 0),
-        Place(0, JOURNAL_BYTES, -64),
+        Place(0, 0, 0),
+        Place(0, 0, -64),
     ],
 )
 def test_places_outside_of_the_pool_are_refused(place):
@@ -138,24 +137,24 @@ def test_places_outside_of_the_pool_are_refused(place):
         pool.view(place)
 
 
-def test_freed_room_is_used_again_and_a_full_pool_says_so():
+def test_frames_never_share_a_cache_line_and_a_full_pool_says_what_is_taken():
     (pool,) = pools(1)
-    place = pool.allocate(CAPACITY)
-    with pytest.raises(MemoryError, match=f"{CAPACITY} of {CAPACITY} bytes are taken"):
+    assert [pool.allocate(size).start for size in (1, 64, 65, 64)] == [0, 64, 128, 256]
+    with pytest.raises(MemoryError, match=f"{CAPACITY} bytes of samples find no room: 320 of {CAPACITY} bytes are"):
+        pool.allocate(CAPACITY)
+    pool.clear()
+    assert pool.allocate(CAPACITY).start == 0
+    with pytest.raises(MemoryError, match="lower the rows of a step"):
         pool.allocate(1)
-    pool.free(place)
-    assert pool.allocate(CAPACITY) == place
 
 
 @pytest.mark.parametrize("create", [memory_file, temporary_file])
-def test_trim_returns_the_pages_that_only_an_earlier_batch_needed(create):
+def test_pages_that_only_an_earlier_batch_needed_return_to_the_system(create):
     (pool,) = pools(1, create)
 
     def run_batch(num_bytes: int) -> int:
-        place = pool.allocate(num_bytes)
-        pool.view(place).fill_(1)
-        pool.free(place)
-        pool.trim()
+        pool.view(pool.allocate(num_bytes)).fill_(1)
+        pool.clear()
         return pool.held_bytes
 
     def is_about(held: int, expected: int) -> bool:
@@ -166,9 +165,8 @@ def test_trim_returns_the_pages_that_only_an_earlier_batch_needed(create):
     assert is_about(run_batch(4 * MIB), 4 * MIB)
     kept = pool.allocate(2 * MIB)
     assert pool.view(kept).sum() == 2 * MIB, "pages that are reused are kept"
-    pool.trim()
+    pool.clear()
     assert is_about(pool.held_bytes, 2 * MIB)
-    assert pool.view(kept).sum() == 2 * MIB, "what is allocated is never given back"
 
 
 def test_views_outlive_a_closed_pool():

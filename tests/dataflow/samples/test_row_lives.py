@@ -3,8 +3,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from spmdrl.dataflow.samples.control.row_lives import DEFERRED, RowLives, restored
-from spmdrl.dataflow.samples.control.row_news import RowDrop, RowMetadata, announced_lengths
+from spmdrl.dataflow.samples.control.catalogue import RowDrop, RowMetadata, announced_lengths
+from spmdrl.dataflow.samples.control.row_lives import DEFERRED, RowLives
+from spmdrl.dataflow.samples.control.saved_lives import restored, snapshot
 from spmdrl.dataflow.samples.schema import columns_mask, needs_by_state
 from spmdrl.types import WorkerState
 
@@ -17,25 +18,24 @@ def homes_on(num_nodes: int) -> np.ndarray:
     return np.arange(NUM_ROWS) // GROUP_SIZE % num_nodes
 
 
-def metadata(lives: RowLives, rows, *names: str) -> RowMetadata:
+def metadata(rows, *names: str) -> RowMetadata:
     index, mask = np.array(sorted(rows), dtype=np.int64), columns_mask(names)
     lengths = dict.fromkeys(announced_lengths(mask), 10 * index + 1)
-    return RowMetadata(index, lives.catalogue.homes[index], mask, lengths)
+    return RowMetadata(index, mask, lengths)
 
 
 def born() -> RowLives:
     """Rows with their prompts, at home on two nodes."""
-    lives = RowLives(NEEDS, step=5, num_rows=NUM_ROWS, group_size=GROUP_SIZE)
+    lives = RowLives(NEEDS, homes_on(2), step=5, group_size=GROUP_SIZE)
     rows, mask = np.arange(NUM_ROWS), columns_mask(["prompt_ids"])
-    homes = homes_on(2)
-    lives.observe([RowMetadata(rows, homes, mask, {"prompt_ids": rows // GROUP_SIZE + 1})])
+    lives.observe([RowMetadata(rows, mask, {"prompt_ids": rows // GROUP_SIZE + 1})])
     return lives
 
 
 def run_state(lives: RowLives, state: WorkerState, *made: str, rows=range(NUM_ROWS)) -> None:
     lives.claim(state, list(rows))
     lives.finish(state)
-    lives.observe([metadata(lives, rows, *made)] if made else [])
+    lives.observe([metadata(rows, *made)] if made else [])
 
 
 def advance_to_update(lives: RowLives) -> None:
@@ -71,7 +71,7 @@ def test_deferred_rows_leave_the_batch_and_are_counted_apart():
     assert (account.num_trained, account.num_deferred, account.num_pending) == (3, 4, 0)
     assert account.num_dropped == {"no reward": 1}
     assert lives.deferred_rows().tolist() == [4, 5, 6, 7] and lives.dropped_rows().tolist() == [3]
-    kept = restored(NEEDS, lives.snapshot(), lives.catalogue.homes)
+    kept = restored(NEEDS, snapshot(lives), lives.catalogue.homes)
     assert kept.account() == account
 
 
@@ -85,7 +85,7 @@ def test_a_batch_settles_only_without_pending_rows():
 
 
 def fully_known(lives: RowLives) -> dict[str, list]:
-    return {key: array.tolist() for key, array in lives.snapshot().items()}
+    return {key: array.tolist() for key, array in snapshot(lives).items()}
 
 
 @pytest.mark.parametrize("num_nodes", [1, 2, 3, 4])
@@ -95,10 +95,10 @@ def test_saved_lives_go_on_on_any_number_of_nodes(num_nodes):
     run_state(lives, WorkerState.REWARD, "reward", rows=[0, 1, 4])
     lives.observe([RowDrop(np.array([7]), "late"), RowDrop(np.array([2]), "broken \N{SNOWMAN}")])
     lives.claim(WorkerState.REWARD, [3, 5])
-    again = restored(NEEDS, lives.snapshot(), homes_on(num_nodes))
+    again = restored(NEEDS, snapshot(lives), homes_on(num_nodes))
     assert again.catalogue.homes.tolist() == homes_on(num_nodes).tolist()
-    assert again.controller(WorkerState.REWARD).ready_rows().tolist() == [3, 5, 6]
-    assert again.controller(WorkerState.ADVANTAGE).ready_rows().tolist() == [0, 1, 4]
+    assert again.controllers[WorkerState.REWARD].ready_rows().tolist() == [3, 5, 6]
+    assert again.controllers[WorkerState.ADVANTAGE].ready_rows().tolist() == [0, 1, 4]
     assert again.catalogue.lengths("response_ids").tolist() == lives.catalogue.lengths("response_ids").tolist()
     assert again.account() == lives.account()
     assert fully_known(again) == fully_known(lives)
@@ -107,15 +107,15 @@ def test_saved_lives_go_on_on_any_number_of_nodes(num_nodes):
 def test_a_row_with_columns_of_an_unfinished_state_is_not_saved():
     lives = born()
     lives.claim(WorkerState.GENERATION, [4, 5])
-    lives.observe([metadata(lives, [5], "response_ids")])
+    lives.observe([metadata([5], "response_ids")])
     with pytest.raises(ValueError, match="row 5 is claimed for generation, but has its columns already"):
-        lives.snapshot()
+        snapshot(lives)
     lives.finish(WorkerState.GENERATION)
-    lives.snapshot()
+    snapshot(lives)
 
 
 def test_lives_of_other_states_are_not_restored():
-    saved = born().snapshot()
+    saved = snapshot(born())
     other = needs_by_state({"advantages", "ref_logprobs"})
     with pytest.raises(ValueError, match="saved with states advantage, generation, .* but the run has .*reference"):
         restored(other, saved, homes_on(1))

@@ -23,16 +23,10 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from spmdrl.dataflow.samples.control.controller import RowStatus
-from spmdrl.dataflow.samples.control.row_lives import RowLives, restored
-from spmdrl.dataflow.samples.control.row_news import (
-    RowDrop,
-    RowMetadata,
-    announced_lengths,
-    joined,
-    pack_news,
-    unpack_news,
-)
+from spmdrl.dataflow.samples.control.catalogue import RowDrop, RowMetadata, announced_lengths, joined
+from spmdrl.dataflow.samples.control.row_lives import RowLives, RowStatus
+from spmdrl.dataflow.samples.control.row_news import pack_news, unpack_news
+from spmdrl.dataflow.samples.control.saved_lives import restored, snapshot
 from spmdrl.dataflow.samples.schema import columns_mask, needs_by_state
 from spmdrl.types import WorkerState
 
@@ -55,7 +49,7 @@ seeds = st.integers(0, 2**32)
 class Truth:
     """What must be so once everybody has heard everything."""
 
-    homes: dict[int, int] = field(default_factory=dict)
+    homes: list[int] = field(default_factory=list)
     """by group"""
     columns: dict[int, set[str]] = field(default_factory=lambda: {row: set() for row in ROWS})
     dropped: dict[int, str] = field(default_factory=dict)
@@ -81,10 +75,9 @@ class Nodes(RuleBasedStateMachine):
 
     @initialize(num_nodes=st.integers(1, 3), seed=seeds)
     def start(self, num_nodes: int, seed: int) -> None:
-        self.truth = Truth()
-        self.replicas = [
-            RowLives(NEEDS, step=STEP, num_rows=len(ROWS), group_size=GROUP_SIZE) for _ in range(num_nodes)
-        ]
+        self.truth = Truth([Random(seed + group).randrange(num_nodes) for group in range(NUM_GROUPS)])
+        homes = np.array(self.truth.homes).repeat(GROUP_SIZE)
+        self.replicas = [RowLives(NEEDS, homes, step=STEP, group_size=GROUP_SIZE) for _ in range(num_nodes)]
         self.begin_hearing()
         self.put_prompts(seed)
         self.work(seed)
@@ -105,19 +98,20 @@ class Nodes(RuleBasedStateMachine):
         """Store columns in the rows' home and announce them."""
         index, mask = np.array(rows, dtype=np.int64), columns_mask(names)
         lengths = dict.fromkeys(announced_lengths(mask), index + 10)
-        homes = np.array([self.truth.home(row) for row in rows], dtype=np.int64)
         for row in rows:
             assert not self.truth.columns[row].intersection(names), "a column is made once"
             self.truth.columns[row].update(names)
             self.truth.payload[self.truth.home(row)].update({(row, name): f"{name} of {row}" for name in names})
-        self.told[writer].append(RowMetadata(index, homes, mask, lengths))
+        self.told[writer].append(RowMetadata(index, mask, lengths))
+
+    def groups_without_prompts(self) -> list[int]:
+        return [group for group in range(NUM_GROUPS) if not self.truth.columns[group * GROUP_SIZE]]
 
     @rule(seed=seeds)
     def put_prompts(self, seed: int) -> None:
         random = Random(seed)
-        unborn = [group for group in range(NUM_GROUPS) if group not in self.truth.homes]
+        unborn = self.groups_without_prompts()
         for group in random.sample(unborn, random.randint(len(unborn) // 2, len(unborn))):
-            self.truth.homes[group] = random.randrange(len(self.replicas))
             rows = [row for row in ROWS if row // GROUP_SIZE == group]
             self.announce_columns(random.randrange(len(self.replicas)), rows, ("prompt_ids",))
 
@@ -141,7 +135,7 @@ class Nodes(RuleBasedStateMachine):
         start = self.heard[replica][writer]
         news = self.told[writer][start : start + count]
         packed = pack_news(joined(news) if count % 2 else news)
-        self.replicas[replica].observe(unpack_news(packed, len(ROWS)))
+        self.replicas[replica].observe(unpack_news(packed))
         self.heard[replica][writer] += count
 
     def hear_all(self, random: Random) -> None:
@@ -223,7 +217,7 @@ class Nodes(RuleBasedStateMachine):
     def save(self) -> None:
         self.hear_all(Random(0))
         self.check()
-        snapshots = [replica.snapshot() for replica in self.replicas]
+        snapshots = [snapshot(replica) for replica in self.replicas]
         for other in snapshots[1:]:
             assert other.keys() == snapshots[0].keys()
             assert all(np.array_equal(other[key], array) for key, array in snapshots[0].items())
@@ -236,7 +230,7 @@ class Nodes(RuleBasedStateMachine):
         homes_G = np.array([Random(seed + group).randrange(num_nodes) for group in range(NUM_GROUPS)])
         self.truth = copy.deepcopy(self.saved_truth)
         self.truth.claimed = {state: {} for state in MADE}
-        self.truth.homes = {group: int(homes_G[group]) for group in self.truth.homes}
+        self.truth.homes = homes_G.tolist()
         contents = {key: value for held in self.truth.payload.values() for key, value in held.items()}
         self.truth.payload = {node: {} for node in range(num_nodes)}
         for (row, name), value in contents.items():
@@ -262,7 +256,7 @@ class Nodes(RuleBasedStateMachine):
 
     def check_facts(self, replica: RowLives) -> None:
         truth, catalogue = self.truth, replica.catalogue
-        assert catalogue.homes.tolist() == [truth.homes.get(row // GROUP_SIZE, -1) for row in ROWS]
+        assert catalogue.homes.tolist() == [truth.home(row) for row in ROWS]
         assert catalogue.columns.tolist() == [columns_mask(truth.columns[row]) for row in ROWS]
         for name in ("response_ids", "advantages"):
             expected = [row + 10 if name in truth.columns[row] else -1 for row in ROWS]
@@ -274,7 +268,7 @@ class Nodes(RuleBasedStateMachine):
     def check_claims(self, replica: RowLives) -> None:
         truth = self.truth
         for state in MADE:
-            controller = replica.controller(state)
+            controller = replica.controllers[state]
             assert controller.ready_rows().tolist() == truth.ready(state)
             assert controller.rows_with(RowStatus.CLAIMED).tolist() == sorted(truth.claimed[state])
             assert controller.rows_with(RowStatus.CONSUMED).tolist() == sorted(truth.done[state])
@@ -289,13 +283,12 @@ class Nodes(RuleBasedStateMachine):
         if not hasattr(self, "replicas"):
             return
         random = Random(0)
-        for group in set(range(NUM_GROUPS)) - self.truth.homes.keys():
-            self.truth.homes[group] = 0
+        for group in self.groups_without_prompts():
             self.announce_columns(0, [row for row in ROWS if row // GROUP_SIZE == group], ("prompt_ids",))
         self.hear_all(random)
         for state in MADE:
             for replica in self.replicas:
-                replica.claim(state, replica.controller(state).ready_rows())
+                replica.claim(state, replica.controllers[state].ready_rows())
             self.truth.claimed[state] |= dict.fromkeys(self.truth.ready(state), 0)
             if MADE[state] and self.unmade(state):
                 self.announce_columns(0, self.unmade(state), MADE[state])

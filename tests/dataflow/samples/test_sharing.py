@@ -3,9 +3,8 @@
 import pytest
 
 from spmdrl.dataflow.samples.balancing.sharing import groups_of_training
-from spmdrl.dataflow.samples.dock import TransferDock
+from spmdrl.dataflow.samples.dock import DockConfig, TransferDock
 from spmdrl.dataflow.samples.schema import needs_by_state
-from spmdrl.dataflow.samples.transport.transport import DockConfig
 from spmdrl.resources.layout import UpdateLayout
 from spmdrl.resources.mesh import build_update_mesh
 from spmdrl.resources.world import World

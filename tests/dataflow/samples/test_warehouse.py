@@ -4,11 +4,13 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spmdrl.dataflow.samples.control.catalogue import joined, metadata_of
 from spmdrl.dataflow.samples.store.shared_memory import Pool, host_pool
 from spmdrl.dataflow.samples.store.warehouse import Warehouse
 from spmdrl.dataflow.samples.volume import Link, Volume
@@ -31,9 +33,6 @@ def shared_by(num_ranks: int) -> Iterator[list[Warehouse]]:
     host = host_pool(num_ranks, 1 << 24)
     warehouses = [Warehouse(Pool(host.address, rank)) for rank in range(num_ranks)]
     host.forget_names()
-    for warehouse in warehouses:
-        warehouse.begin(0)
-        warehouse.open(1000)
     try:
         yield warehouses
     finally:
@@ -97,16 +96,15 @@ def test_a_missing_column_is_named_with_its_row(warehouse):
         warehouse.get([1], ["advantages"])
 
 
-def test_memory_goes_with_the_last_row_of_a_chunk(warehouse):
+def test_a_cleared_warehouse_holds_nothing_and_takes_the_same_rows_again(warehouse):
     warehouse.put(make_batch([0, 1, 2]))
-    held = warehouse.num_bytes
-    assert held == make_batch([0, 1, 2]).num_bytes()
-    warehouse.drop([0, 1, 99])
-    assert warehouse.num_bytes == held
+    assert warehouse.num_bytes == make_batch([0, 1, 2]).num_bytes()
+    warehouse.clear()
+    assert warehouse.num_bytes == 0
     with pytest.raises(KeyError):
         warehouse.get([1], ["reward"])
-    warehouse.drop([2])
-    assert warehouse.num_bytes == 0
+    warehouse.put(make_batch([2, 1]))
+    assert same(warehouse.get([1, 2], ["response_ids", "reward"]), make_batch([1, 2]))
 
 
 def test_a_column_is_stored_once(warehouse):
@@ -120,7 +118,7 @@ def test_a_column_is_stored_once(warehouse):
 def test_several_rows_may_share_one_stored_value(warehouse):
     prompts = Batch.of_rows([0, 1])
     prompts.put_lists("prompt_ids", [[1, 2], [3]], torch.int32)
-    warehouse.put(prompts, positions=[0, 0, 1, 1], rows=[4, 5, 6, 7])
+    warehouse.keep(prompts, positions=[0, 0, 1, 1], rows=[4, 5, 6, 7])
     assert warehouse.num_bytes == prompts.num_bytes()
     assert warehouse.get([7, 4, 5], ["prompt_ids"]).to_lists("prompt_ids") == [[3], [1, 2], [1, 2]]
 
@@ -138,8 +136,6 @@ def test_threads_put_and_get_at_once(warehouse):
             for row in range(first, first + 40):
                 warehouse.put(make_batch([row]))
                 assert same(warehouse.get([row], ["response_ids", "reward"]), make_batch([row]))
-                if row % 2:
-                    warehouse.drop([row])
         except BaseException as error:
             errors.append(error)
 
@@ -149,13 +145,14 @@ def test_threads_put_and_get_at_once(warehouse):
     for thread in threads:
         thread.join()
     assert not errors
-    kept = [100 * number + row for number in range(4) for row in range(0, 40, 2)]
+    kept = [100 * number + row for number in range(4) for row in range(40)]
     assert same(warehouse.get(kept, ["response_ids", "reward"]), make_batch(kept))
 
 
 def test_a_ranks_rows_are_read_in_place_by_its_neighbour():
     with shared_by(2) as (first, second):
-        first.put(make_batch(range(8)))
+        theirs = make_batch(range(8))
+        second.add_frames(metadata_of(theirs, first.put(theirs)), np.ones(12, dtype=bool))
         second.put(make_batch(range(8, 12)))
         whole = second.get(range(8), ["reward", "response_ids"])
         assert same(whole, make_batch(range(8)))
@@ -175,17 +172,31 @@ def test_a_ranks_rows_are_read_in_place_by_its_neighbour():
         del whole, again, part
 
 
-def test_memory_of_dropped_rows_is_used_again_and_the_next_batch_starts_empty():
+def test_frames_are_indexed_once_and_only_those_of_rows_that_live_here():
     with shared_by(2) as (first, second):
-        for epoch in range(1, 40):
+        batches = [make_batch([0, 1]), make_batch([2, 3]), make_batch([4])]
+        news = joined(metadata_of(batch, first.put(batch)) for batch in batches)
+        is_here = np.array([True, True, False, False, True])
+        for entry in news:
+            second.add_frames(entry, is_here)
+            # The rank that stored the rows has indexed them already.
+            first.add_frames(entry, is_here)
+        assert same(second.get([4, 0, 1], ["response_ids", "reward"]), make_batch([4, 0, 1]))
+        with pytest.raises(KeyError, match="row 2 has no column"):
+            second.get([2], ["reward"])
+
+
+def test_memory_of_earlier_batches_is_used_again_and_the_next_batch_starts_empty():
+    with shared_by(2) as (first, second):
+        places = []
+        for _ in range(40):
             big = Batch.of_rows(range(4))
             big.put_lists("response_ids", [[row] * 100_000 for row in range(4)], torch.int32)
-            first.put(big)
+            places.append(first.put(big))
+            second.add_frames(metadata_of(big, places[-1]), np.ones(4, dtype=bool))
             assert second.get([3], ["response_ids"]).values("response_ids")[-1] == 3
             for warehouse in (first, second):
-                warehouse.drop(range(4))
-                warehouse.begin(epoch)
-                warehouse.open(1000)
+                warehouse.clear()
             with pytest.raises(KeyError):
                 second.get([3], ["response_ids"])
-        assert first.num_bytes == second.num_bytes == 0
+        assert first.num_bytes == second.num_bytes == 0 and len(set(places)) == 1

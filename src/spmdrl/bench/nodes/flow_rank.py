@@ -12,8 +12,7 @@ from spmdrl.bench.harness.emulated_nodes import LinkBytes, link_bytes
 from spmdrl.bench.nodes.central_buffer import CentralDock
 from spmdrl.bench.nodes.sample_flow import NEEDS, FlowSize, StepRun, check_taken, make_step
 from spmdrl.dataflow.samples.balancing.balance import TokenCost
-from spmdrl.dataflow.samples.dock import TransferDock
-from spmdrl.dataflow.samples.transport.transport import DockConfig
+from spmdrl.dataflow.samples.dock import DockConfig, TransferDock
 from spmdrl.dataflow.samples.volume import Link
 from spmdrl.resources.collectives import barrier
 from spmdrl.resources.world import World

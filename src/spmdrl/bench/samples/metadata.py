@@ -18,15 +18,16 @@ import numpy as np
 
 from spmdrl.bench.harness.bench_table import BenchTable
 from spmdrl.dataflow.samples.balancing.dealing import Dealer, DealRules
-from spmdrl.dataflow.samples.control.controller import Controller
-from spmdrl.dataflow.samples.control.row_lives import RowLives
-from spmdrl.dataflow.samples.control.row_news import RowMetadata, announced_lengths, pack_news, unpack_news
+from spmdrl.dataflow.samples.control.catalogue import RowMetadata, announced_lengths
+from spmdrl.dataflow.samples.control.row_lives import Controller, RowLives
+from spmdrl.dataflow.samples.control.row_news import pack_news, unpack_news
 from spmdrl.dataflow.samples.schema import columns_mask, needs_by_state
 from spmdrl.resources.startup.launch import LaunchEnvironment
 from spmdrl.types import Integers, WorkerState
 
 SEED = 0
 MAX_PROMPT_LENGTH, MAX_RESPONSE_LENGTH = 512, 8192
+MEAN_ROW_BYTES = 8192
 WORD_BYTES = 8
 NEEDS = needs_by_state({"advantages", "old_logprobs", "ref_logprobs"})
 
@@ -134,7 +135,7 @@ def run(arguments: argparse.Namespace) -> BenchTable:
 
 
 def formula_bytes(job: Job, stage: AnnouncingState) -> int:
-    """Bytes that one rank receives of a state's metadata, if every rank has its share of one node's rows.
+    """Bytes of a state's metadata for one rank, uncompressed, if every rank has its share of one node's rows.
 
     A message is a word each for its kind, its columns, its row numbers, its one home and each announced length; then
     a row number takes as many bytes as the rows of a node need, or whole groups a word each where that is less; a
@@ -164,9 +165,9 @@ def measured_step(job: Job, stages: Sequence[AnnouncingState], step: int) -> lis
     homes = np.repeat(homes_G, job.group_size)
     prompts_G = random.integers(32, MAX_PROMPT_LENGTH, homes_G.size)
     responses = random.lognormal(6.5, 0.8, job.num_rows).astype(np.int64).clip(1, MAX_RESPONSE_LENGTH)
-    lives = RowLives(NEEDS, step=step, num_rows=job.num_rows, group_size=job.group_size)
+    lives = RowLives(NEEDS, homes, step=step, group_size=job.group_size)
     prompts = np.repeat(prompts_G, job.group_size)
-    lives.observe([RowMetadata(rows, homes, columns_mask(["prompt_ids"]), {"prompt_ids": prompts})])
+    lives.observe([RowMetadata(rows, columns_mask(["prompt_ids"]), {"prompt_ids": prompts})])
     player = _Player(job, lives, step, responses)
     return [player.play(stage) for stage in stages]
 
@@ -190,7 +191,7 @@ class _Player:
         _, finish_us = _timed(lambda: controller.consume(ready))
         controller.ready_rows()
         _, poll_us = _timed(controller.ready_rows)
-        received = sum(words.nbytes for words in packed[:-1])
+        received = sum(map(len, packed[:-1]))
         return Cost(received, ready_us, deal_us, claim_us, observe_us, finish_us, poll_us)
 
     def _deal(self, stage: AnnouncingState, ready: Integers) -> list[Integers]:
@@ -201,13 +202,17 @@ class _Player:
             return self._generated
         return list(self._dealer.deal(stage.state, ready, self._lives.catalogue).values())
 
-    def _pack(self, stage: AnnouncingState, share: Integers) -> Integers:
+    def _pack(self, stage: AnnouncingState, share: Integers) -> bytes:
+        """A rank's news, with the places of its frames: generation stores group by group, other states at once."""
         columns = columns_mask(stage.makes)
         lengths = dict.fromkeys(announced_lengths(columns), self._responses[share])
-        return pack_news([RowMetadata(share, self._lives.catalogue.homes[share], columns, lengths)])
+        sizes = np.diff(np.arange(0, share.size + 1, self._job.group_size if stage.whole_groups else share.size or 1))
+        frame_bytes = sizes * MEAN_ROW_BYTES
+        places = np.stack([0 * sizes, frame_bytes.cumsum() - frame_bytes, frame_bytes, sizes], axis=1)
+        return pack_news([RowMetadata(share, columns, lengths, places)])
 
-    def _observe(self, packed: Sequence[Integers]) -> None:
-        self._lives.observe(entry for words in packed for entry in unpack_news(words, self._job.num_rows))
+    def _observe(self, packed: Sequence[bytes]) -> None:
+        self._lives.observe(entry for part in packed for entry in unpack_news(part))
 
 
 Result = TypeVar("Result")

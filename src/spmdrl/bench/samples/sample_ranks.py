@@ -21,13 +21,11 @@ from spmdrl.bench.samples.sample_driver import StoreFigures, StoreTask, check_ca
 from spmdrl.bench.samples.sample_rows import COLUMNS, PROMPT, RESPONSE_COLUMNS, ROW_NUMBER, SCALARS, KeptMemory, Rows
 from spmdrl.dataflow.data.prompts import Prompt
 from spmdrl.dataflow.samples.balancing.sharing import RowGroups
-from spmdrl.dataflow.samples.control.controller import Controller
-from spmdrl.dataflow.samples.control.row_lives import RowLives
-from spmdrl.dataflow.samples.control.row_news import RowMetadata, announced_lengths
-from spmdrl.dataflow.samples.dock import TransferDock
+from spmdrl.dataflow.samples.control.catalogue import RowMetadata, announced_lengths
+from spmdrl.dataflow.samples.control.row_lives import Controller, RowLives
+from spmdrl.dataflow.samples.dock import DockConfig, TransferDock
 from spmdrl.dataflow.samples.samples import Samples
 from spmdrl.dataflow.samples.schema import columns_mask, needs_by_state, rule_of
-from spmdrl.dataflow.samples.transport.transport import DockConfig
 from spmdrl.dataflow.samples.volume import Link
 from spmdrl.resources.collectives import barrier
 from spmdrl.resources.memory import resident_bytes
@@ -202,10 +200,10 @@ class DockBench:
 
 def controller_of_ready_rows(num_rows: int) -> Controller:
     """The update's controller in a rank that has read that all rows have all columns."""
-    lives = RowLives(needs_by_state(COLUMNS), step=0, num_rows=num_rows)
     rows, columns = np.arange(num_rows), columns_mask(COLUMNS)
-    lives.observe([RowMetadata(rows, 0 * rows, columns, dict.fromkeys(announced_lengths(columns), rows))])
-    return lives.controller(WorkerState.UPDATE)
+    lives = RowLives(needs_by_state(COLUMNS), 0 * rows, step=0)
+    lives.observe([RowMetadata(rows, columns, dict.fromkeys(announced_lengths(columns), rows))])
+    return lives.controllers[WorkerState.UPDATE]
 
 
 def open_dock(world: World) -> TransferDock:

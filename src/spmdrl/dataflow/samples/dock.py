@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
+from typing import Annotated, Literal
 
-import torch
+from annotated_types import Gt
 
 from spmdrl.dataflow.data.prompts import Prompt
 from spmdrl.dataflow.samples.balancing.balance import TokenCost
@@ -13,11 +15,26 @@ from spmdrl.dataflow.samples.balancing.dealing import DealRules
 from spmdrl.dataflow.samples.balancing.sharing import RowGroups
 from spmdrl.dataflow.samples.control.row_lives import Accounting
 from spmdrl.dataflow.samples.samples import DockParts, Samples
-from spmdrl.dataflow.samples.transport.transport import DockConfig, Transport
+from spmdrl.dataflow.samples.store.shared_memory import open_pool
+from spmdrl.dataflow.samples.store.warehouse import OneNode, Warehouse
+from spmdrl.dataflow.samples.transport.several_nodes import SeveralNodes
 from spmdrl.dataflow.samples.volume import Volume
 from spmdrl.resources.collectives import barrier
 from spmdrl.resources.world import World
 from spmdrl.types import WorkerState
+
+
+@dataclass(frozen=True)
+class DockConfig:
+    """How the transfer dock places rows, and how it waits."""
+
+    timeout_seconds: Annotated[float, Gt(0)] = 120.0
+    """longest that one request to a warehouse may take before the job ends with an error"""
+    locality: bool = True
+    """whether rows stay on the node that generates them and are assigned within it first; false: the paper's
+    placement"""
+    network: Literal["auto", "tcp"] = "auto"
+    """how nodes exchange requests on a trusted network; auto: by whatever TensorPipe finds best; tcp: by plain TCP"""
 
 
 class TransferDock:
@@ -41,22 +58,28 @@ class TransferDock:
         if WorkerState.UPDATE not in needs_by_state:
             raise ValueError("the dock's states lack the update, so no row could ever be trained; add what it reads")
         needs = {state: frozenset(names) for state, names in needs_by_state.items()}
-        transport = Transport(world, config)
+        warehouse, volume = Warehouse(open_pool(world)), Volume()
+        payload = (
+            OneNode(warehouse, volume)
+            if world.num_nodes == 1
+            else SeveralNodes(
+                warehouse, volume, world, config.timeout_seconds,
+                locality=config.locality, plain_tcp=config.network == "tcp",
+            )
+        )  # fmt: skip
         rules = DealRules(world.launch, seed, cost or TokenCost(), config.locality, row_groups or {})
-        self._parts = DockParts(world, needs, transport, rules)
+        self._parts = DockParts(world, needs, rules, warehouse, payload, volume)
         self._open: Samples | None = None
-        self._epoch = 0
-        transport.warehouse.begin(self._epoch)
 
     @property
     def volume(self) -> Volume:
         """Bytes that this rank has moved so far, by link and column."""
-        return self._parts.transport.volume
+        return self._parts.volume
 
     @property
     def held_bytes(self) -> int:
         """Host memory that this rank's rows take."""
-        return self._parts.transport.warehouse.held_bytes
+        return self._parts.warehouse.held_bytes
 
     def open_batch(self, step: int, prompts: Sequence[Prompt], group_size: int, holders: Sequence[int] = ()) -> Samples:
         """Samples of a step: `group_size` responses to each prompt, the same on every rank. Nothing is communicated.
@@ -76,13 +99,9 @@ class TransferDock:
         """
         assert samples is self._open, f"step {samples.step} isn't the open batch"
         accounting = samples.account()
-        warehouse = self._parts.transport.warehouse
         # A slow rank may still read rows that this one no longer needs.
         barrier()
-        warehouse.drop(torch.arange(samples.num_rows))
-        warehouse.trim()
-        self._epoch += 1
-        warehouse.begin(self._epoch)
+        self._parts.warehouse.clear()
         # A fast rank must not store rows of the next batch where a slow one has not begun it.
         barrier()
         self._open = None
@@ -90,11 +109,11 @@ class TransferDock:
 
     def close(self) -> None:
         """Leave in order. Collective over all ranks."""
-        self._parts.transport.close()
+        self._parts.payload.leave(graceful=True)
 
     def abandon(self) -> None:
         """Leave after a failure, without waiting for other ranks."""
-        self._parts.transport.abandon()
+        self._parts.payload.leave(graceful=False)
 
     def __enter__(self) -> TransferDock:
         return self

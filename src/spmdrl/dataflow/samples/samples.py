@@ -2,39 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import Tensor
 
 from spmdrl.dataflow.data.prompts import Prompt
 from spmdrl.dataflow.samples.balancing.dealing import Dealer, DealRules, Shares
-from spmdrl.dataflow.samples.control.controller import RowStatus
-from spmdrl.dataflow.samples.control.row_lives import DEFERRED, Accounting, Arrays, RowLives, restored
-from spmdrl.dataflow.samples.control.row_news import (
-    News,
-    RowDrop,
-    RowMetadata,
-    announced_lengths,
-    joined,
-    pack_news,
-    unpack_news,
-)
+from spmdrl.dataflow.samples.control.catalogue import Catalogue, News, RowDrop, RowMetadata, metadata_of
+from spmdrl.dataflow.samples.control.row_lives import DEFERRED, Accounting, RowLives, RowStatus
+from spmdrl.dataflow.samples.control.row_news import exchanged
+from spmdrl.dataflow.samples.control.saved_lives import restored, saved_columns, snapshot
 from spmdrl.dataflow.samples.schema import (
+    PROMPT_COLUMNS,
     check_columns,
+    check_row_lengths,
     columns_mask,
-    length_column,
+    names_of_mask,
 )
 from spmdrl.dataflow.samples.store.keeping import read_columns, read_lives, write_columns, write_lives
-from spmdrl.dataflow.samples.transport.payload import Payload
-from spmdrl.dataflow.samples.transport.transport import Transport
-from spmdrl.resources.collectives import barrier, gather_ragged
+from spmdrl.dataflow.samples.store.shared_memory import Place
+from spmdrl.dataflow.samples.store.warehouse import Warehouse
+from spmdrl.dataflow.samples.volume import Volume
 from spmdrl.resources.world import World
 from spmdrl.types import Batch, Integers, WorkerState, offsets_of
+
+
+class Payload(Protocol):
+    """Where columns are put, and how they reach the ranks that took their rows."""
+
+    def put(self, batch: Batch, catalogue: Catalogue) -> list[tuple[Batch, Place | None]]:
+        """Store columns in the homes of their rows; the rows of each home, and their place in shared memory."""
+
+    def get(self, rows: Integers, names: list[str], catalogue: Catalogue) -> Batch:
+        """Columns of any rows. Only this rank takes part."""
+
+    def exchange(self, own: Integers, shares: Shares, names: list[str], catalogue: Catalogue) -> Batch:
+        """This rank's rows, while ranks get theirs of `shares`. Collective where rows cross nodes."""
+
+    def leave(self, *, graceful: bool) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -43,8 +52,10 @@ class DockParts:
 
     world: World
     needs_by_state: Mapping[WorkerState, frozenset[str]]
-    transport: Transport
     rules: DealRules
+    warehouse: Warehouse
+    payload: Payload
+    volume: Volume
 
 
 class Samples:
@@ -60,36 +71,29 @@ class Samples:
         self.step = step
         self.prompts = prompts
         self.group_size = group_size
-        self.num_rows = num_rows = len(prompts) * group_size
+        self.num_rows = len(prompts) * group_size
         self._dock = dock
-        self._lives = RowLives(dock.needs_by_state, step=step, num_rows=num_rows, group_size=group_size)
         self._dealer = Dealer(dock.rules, step, group_size)
-        self._payload = Payload(dock.transport, dock.world, self._lives.catalogue)
-        dock.transport.warehouse.open(num_rows)
+        columns = prompt_columns(prompts)
+        homes = self._dealer.deal_homes(columns.lengths("prompt_ids").numpy(), holders).repeat(group_size)
+        self._lives = RowLives(dock.needs_by_state, homes, step=step, group_size=group_size)
         self._shares: dict[WorkerState, Shares] = {}
-        self._mine: dict[WorkerState, NDArray[np.bool_]] = {}
+        """by state, the rows that each rank claimed last"""
         self._news: list[News] = []
-        self._put_prompts(holders)
+        """what this rank put and dropped since the last commit"""
+        self._keep_prompts(columns)
 
-    # Rows are born
+    def _keep_prompts(self, prompts: Batch) -> None:
+        """Keep the prompts' token ids, which every rank has anyway. Nothing is communicated.
 
-    def _put_prompts(self, holders: Sequence[int]) -> None:
-        """Store the prompts' token ids. Nothing is communicated.
-
-        Groups are dealt over nodes in equal parts. With locality, each rank keeps the prompts, which it has anyway,
-        and they never travel; else each home does.
+        With locality each rank keeps those of all rows, so that they never travel; else those of its node's rows.
         """
-        prompts = prompt_columns(self.prompts)
         rows = np.arange(self.num_rows)
         groups = rows // self.group_size
-        homes = self._dealer.deal_homes(prompts.lengths("prompt_ids").numpy(), holders)[groups]
-        columns = columns_mask(prompts.names)
-        lengths = {name: prompts.lengths(name).numpy()[groups] for name in announced_lengths(columns)}
-        self._lives.observe([RowMetadata(rows, homes, columns, lengths)])
-        if self._dock.rules.locality:
-            self._payload.keep_prompts(prompts, groups)
-        else:
-            self._payload.store_own_prompts(prompts, groups, homes)
+        lengths = {"prompt_ids": prompts.lengths("prompt_ids").numpy()[groups]}
+        self._lives.observe([RowMetadata(rows, columns_mask(PROMPT_COLUMNS), lengths)])
+        kept = rows if self._dock.rules.locality else self._rows_here()
+        self._dock.warehouse.keep(prompts, kept, groups[kept])
 
     def prompt_of(self, row: int) -> Prompt:
         """The prompt that a row answers."""
@@ -101,7 +105,7 @@ class Samples:
         Where ranks generate together, all of them get the rows of the first, which alone puts what they make.
         """
         state = WorkerState.GENERATION
-        rows = self._lives.controller(state).ready_rows(by_group=True)
+        rows = self._lives.controllers[state].ready_rows(by_group=True)
         shares = self._dealer.deal_generation(rows, self._lives.catalogue)
         own, groups = self._claim(state, shares), self._dock.rules.row_groups.get(state)
         return (own if groups is None else shares.get(groups.leader, own)).tolist()
@@ -116,27 +120,32 @@ class Samples:
         Collective where rows cross nodes.
         """
         names = self._checked(state, names)
-        shares = self._dealer.deal(state, self._lives.controller(state).ready_rows(), self._lives.catalogue)
+        shares = self._dealer.deal(state, self._lives.controllers[state].ready_rows(), self._lives.catalogue)
         own = self._claim(state, shares)
         groups = self._dock.rules.row_groups.get(state)
         if groups is None:
-            return self._payload.exchange(own, shares, names)
+            return self._exchange(own, shares, names)
         rows = shares.get(groups.leader, own)
-        if self._payload.all_read_in_place(groups.members.ranks, rows):
-            return self._payload.exchange(rows, shares, names)
-        batch = self._payload.exchange(own, shares, names)
+        nodes = {self._dock.world.launch.node_of(rank) for rank in groups.members.ranks}
+        if nodes.issuperset(self._lives.catalogue.homes[rows].tolist()) and len(nodes) == 1:
+            # All ranks of the group read the rows in place.
+            return self._exchange(rows, shares, names)
+        batch = self._exchange(own, shares, names)
         return groups.share(batch if groups.is_leader else None)
+
+    def _exchange(self, rows: Integers, shares: Shares, names: list[str]) -> Batch:
+        return self._dock.payload.exchange(rows, shares, names, self._lives.catalogue)
 
     def take_generated(self, state: WorkerState) -> list[int]:
         """Claim all rows that are ready for `state`, each rank those that it put as generated, and move nothing."""
         generated = self._shares.get(WorkerState.GENERATION)
         assert generated is not None, f"{state.value} takes what ranks generated, but nothing was dealt for generation"
-        ready = self._lives.controller(state).ready_rows()
+        ready = self._lives.controllers[state].ready_rows()
         return self._claim(state, {rank: rows[np.isin(rows, ready)] for rank, rows in generated.items()}).tolist()
 
     def read(self, rows: Sequence[int], names: Iterable[str]) -> Batch:
         """Look at columns of some rows without claiming them: for a report, say. Only this rank takes part."""
-        return self._payload.get(np.asarray(rows, dtype=np.int64), sorted(names))
+        return self._dock.payload.get(np.asarray(rows, dtype=np.int64), sorted(names), self._lives.catalogue)
 
     def put(self, state: WorkerState, batch: Batch) -> None:
         """Store columns that `state` made of rows that this rank took, each in the row's home.
@@ -148,19 +157,17 @@ class Samples:
         groups = self._dock.rules.row_groups.get(state)
         if groups is not None and not groups.is_leader:
             return
-        host = batch.on_host()
+        host, rank = batch.on_host(), self._dock.world.rank
         rows = host.rows.numpy()
-        mine = self._mine.get(state)
-        strangers = rows if mine is None else rows[~mine[rows]]
+        strangers = rows[~np.isin(rows, self._shares.get(state, {}).get(rank, ()))]
         if strangers.size:
-            rank = self._dock.world.rank
             raise ValueError(f"rank {rank} puts {state.value} columns of row {strangers[0]}, which it didn't take")
-        self._check_lengths(host)
-        columns = columns_mask(host.names)
-        lengths = {name: host.lengths(name).numpy() for name in announced_lengths(columns)}
-        entry = RowMetadata(rows, self._homes[rows], columns, lengths)
-        self._payload.put(host)
-        self._news.append(entry)
+        check_row_lengths(host, self._lives.catalogue.lengths)
+        self._news += self._stored(host)
+
+    def _stored(self, batch: Batch) -> list[RowMetadata]:
+        parts = self._dock.payload.put(batch, self._lives.catalogue)
+        return [metadata_of(part, place) for part, place in parts]
 
     def mark_deferred(self, rows: Sequence[int]) -> None:
         """Take rows out of the batch from the next `commit` on, as they go on in a later step's."""
@@ -173,14 +180,21 @@ class Samples:
 
     def commit(self, state: WorkerState) -> None:
         """Publish what was put and dropped, and end the claims of `state`. Collective over all ranks."""
-        packed = torch.from_numpy(pack_news(joined(self._news)))
-        self._news.clear()
-        gathered = gather_ragged(packed)
-        self._payload.settle()
-        received = sum(part.numel() for part in gathered) - packed.numel()
-        self._dock.transport.volume.metadata_bytes += received * packed.element_size()
+        news, self._news = self._all_news(self._news), []
         self._lives.finish(state)
-        self._lives.observe(entry for part in gathered for entry in unpack_news(part.numpy(), self.num_rows))
+        self._lives.observe(news)
+
+    def _all_news(self, own: list[News]) -> list[News]:
+        """All ranks' news; from here on this rank reads what others of its node stored. Collective over all ranks."""
+        if self._dock.world.size == 1:
+            return own
+        news, received_bytes = exchanged(own)
+        self._dock.volume.metadata_bytes += received_bytes
+        is_here = self._lives.catalogue.homes == self._dock.world.node
+        for entry in news:
+            if isinstance(entry, RowMetadata):
+                self._dock.warehouse.add_frames(entry, is_here)
+        return news
 
     # Rows are kept over a restart
 
@@ -188,10 +202,18 @@ class Samples:
         """Write all that this batch holds, between two states; returns this rank's files. Every rank calls it."""
         world, paths = self._dock.world, []
         if world.is_main:
-            paths.append(write_lives(folder, self._lives.snapshot()))
+            paths.append(write_lives(folder, snapshot(self._lives)))
         if world.local_rank == 0:
-            paths.append(write_columns(folder, world.node, self._payload.columns_here()))
+            paths.append(write_columns(folder, world.node, self._columns_here()))
         return paths
+
+    def _columns_here(self) -> Iterator[Batch]:
+        """What this node's rows hold, one column at a time, but for the prompts, which the next job reads again."""
+        here = self._rows_here()
+        columns = self._lives.catalogue.columns[here]
+        for name in names_of_mask(int(np.bitwise_or.reduce(columns, initial=0))):
+            if name not in PROMPT_COLUMNS:
+                yield self._dock.warehouse.get(here[(columns & columns_mask([name])) != 0], [name])
 
     def read_from(self, folder: Path) -> None:
         """Take back what `write_to` wrote, on any number of nodes. Collective.
@@ -199,41 +221,38 @@ class Samples:
         Raises ValueError for a folder of another step, or with another number of rows or states. Damaged files raise
         whatever they make fail, after which the batch can't be used.
         """
+        stored: list[News] = []
         try:
-            self._read_from(folder)
+            self._read_from(folder, stored)
         finally:
-            # The node's other ranks read what its first rank has stored now.
-            barrier()
+            self._all_news(stored)
 
-    def _read_from(self, folder: Path) -> None:
+    def _read_from(self, folder: Path, stored: list[News]) -> None:
+        """Restore the rows' lives, and on the first rank of each node the payload; adds to `stored` where that lies."""
         saved = read_lives(folder)
         expected = [self.step, self.num_rows, self.group_size]
         if saved["batch"].tolist() != expected:
             raise ValueError(
                 f"{folder} holds step, rows and responses a prompt {saved['batch'].tolist()}, but they are {expected}"
             )
-        world, homes = self._dock.world, self._homes
-        self._lives = restored(self._dock.needs_by_state, saved, homes)
-        self._payload.catalogue = self._lives.catalogue
+        self._lives = restored(self._dock.needs_by_state, saved, self._lives.catalogue.homes)
         # The ranks that generated them are unknown: rows still to be rewarded are dealt anew.
         self._shares.setdefault(WorkerState.GENERATION, {})
-        if world.local_rank == 0:
-            prompts, missing = self._payload.everywhere, _columns_of_node(saved, homes == world.node)
-            for batch in read_columns(folder, np.flatnonzero(homes == world.node)):
-                (name,) = batch.names
-                if name not in prompts:
-                    self._payload.put(batch)
-                found = batch.rows.numpy()
-                missing[name] = np.setdiff1d(missing.get(name, found), found)
-            for name, rows in missing.items():
-                if rows.size and name not in prompts:
-                    raise ValueError(f"{folder} lacks {name} of row {rows[0]}; a node's file is missing or another")
+        if self._dock.world.local_rank != 0:
+            return
+        here = self._rows_here()
+        names = [name for name in saved_columns(saved) if name not in PROMPT_COLUMNS]
+        missing = {name: here[saved[f"has/{name}"][here]] for name in names}
+        for batch in read_columns(folder, here):
+            (name,) = batch.names
+            if name not in PROMPT_COLUMNS:
+                stored += self._stored(batch)
+                missing[name] = np.setdiff1d(missing.get(name, ()), batch.rows.numpy())
+        for name, rows in missing.items():
+            if rows.size:
+                raise ValueError(f"{folder} lacks {name} of row {rows[0]}; a node's file is missing or another")
 
     # What is known
-
-    def lengths(self, name: str) -> Tensor:
-        """Row lengths [num_rows] of a ragged column, from metadata; 0 where it isn't there."""
-        return torch.from_numpy(self._lives.catalogue.lengths(name).clip(min=0))
 
     @property
     def rows_of_step(self) -> Integers:
@@ -247,19 +266,19 @@ class Samples:
 
     def is_trained(self, row: int) -> bool:
         """Whether the update has used this row."""
-        return row in self._lives.controller(WorkerState.UPDATE).rows_with(RowStatus.CONSUMED)
+        return row in self._lives.controllers[WorkerState.UPDATE].rows_with(RowStatus.CONSUMED)
 
     def account(self) -> Accounting:
         """Where every row ended. Raises RuntimeError if one was neither trained, dropped nor deferred."""
         return self._lives.settled()
 
-    @property
-    def _homes(self) -> Integers:
-        return self._lives.catalogue.homes
+    def _rows_here(self) -> Integers:
+        """The rows that live on this node."""
+        return np.flatnonzero(self._lives.catalogue.homes == self._dock.world.node)
 
     def _checked(self, state: WorkerState, names: Iterable[str]) -> list[str]:
         names = sorted(names)
-        needs = self._lives.controller(state).needs
+        needs = self._lives.controllers[state].needs
         undeclared = set(names) - needs
         if undeclared:
             raise ValueError(
@@ -272,27 +291,7 @@ class Samples:
         """Claim every rank's share here too, and return this rank's."""
         self._lives.claim(state, np.concatenate([*shares.values(), np.empty(0, dtype=np.int64)]))
         self._shares[state] = shares
-        own = shares.get(self._dock.world.rank, np.empty(0, dtype=np.int64))
-        self._mine.setdefault(state, np.zeros(self.num_rows, dtype=bool))[own] = True
-        return own
-
-    def _check_lengths(self, batch: Batch) -> None:
-        """Refuse a column whose rows aren't as long as those of the column that it goes with."""
-        for name in batch.names:
-            if not batch.is_ragged(name) or length_column(name) == name:
-                continue
-            other = length_column(name)
-            if other in batch and batch.offsets(name) is batch.offsets(other):
-                continue
-            lengths, rows = np.diff(batch.offsets(name).numpy()), batch.rows.numpy()
-            known = batch.lengths(other).numpy() if other in batch else self._lives.catalogue.lengths(other)[rows]
-            expected = known.clip(min=0)
-            if not np.array_equal(lengths, expected):
-                at = int((lengths != expected).argmax())
-                raise ValueError(
-                    f"column {name!r} has {lengths[at]} values in row {rows[at]}, but {other!r} has {expected[at]}; "
-                    "put one value for each of its tokens"
-                )
+        return shares.get(self._dock.world.rank, np.empty(0, dtype=np.int64))
 
 
 def prompt_columns(prompts: Sequence[Prompt]) -> Batch:
@@ -302,9 +301,3 @@ def prompt_columns(prompts: Sequence[Prompt]) -> Batch:
     values = np.concatenate([np.empty(0, dtype=np.int32), *ids])
     batch.put_ragged("prompt_ids", torch.from_numpy(values), offsets_of([part.size for part in ids]))
     return batch
-
-
-def _columns_of_node(saved: Arrays, is_here: NDArray[np.bool_]) -> dict[str, Integers]:
-    """The rows of a node that have each column, by what was saved of them."""
-    named = [(key.removeprefix("has/"), has) for key, has in saved.items() if key.startswith("has/")]
-    return {name: np.flatnonzero(has & is_here) for name, has in named}

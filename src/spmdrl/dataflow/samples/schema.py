@@ -6,12 +6,13 @@ A row is one response: row = prompt * N + k, so the prompt (the group) of a row 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
-from spmdrl.types import Batch, Column, WorkerState
+from spmdrl.types import Batch, Column, Integers, WorkerState
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,8 @@ RULES: tuple[ColumnRule, ...] = (
     replace(_per_response_token("turns", torch.int16, WorkerState.GENERATION, "prompt_ids"), is_always_made=False),
 )
 
+PROMPT_COLUMNS = frozenset(rule.name for rule in RULES if rule.made_by is None)
+
 _NUMBERS: Mapping[str, int] = {rule.name: number for number, rule in enumerate(RULES)}
 
 
@@ -131,6 +134,27 @@ def check_column(batch: Batch, name: str) -> None:
             f"column {name!r} is {kinds[batch.is_ragged(name)]} {tensor.dtype}, but the schema says "
             f"{kinds[column.ragged]} {column.dtype}; convert it before putting it"
         )
+
+
+def check_row_lengths(batch: Batch, known_lengths: Callable[[str], Integers]) -> None:
+    """Refuse a column whose rows aren't as long as those of the column that it goes with.
+
+    `known_lengths` gives the lengths [num_rows] of a column that isn't in the batch.
+    """
+    for name in batch.names:
+        if not batch.is_ragged(name) or length_column(name) == name:
+            continue
+        other = length_column(name)
+        if other in batch and batch.offsets(name) is batch.offsets(other):
+            continue
+        lengths, rows = batch.lengths(name).numpy(), batch.rows.numpy()
+        expected = batch.lengths(other).numpy() if other in batch else known_lengths(other)[rows].clip(min=0)
+        if not np.array_equal(lengths, expected):
+            at = int((lengths != expected).argmax())
+            raise ValueError(
+                f"column {name!r} has {lengths[at]} values in row {rows[at]}, but {other!r} has {expected[at]}; put "
+                "one value for each of its tokens"
+            )
 
 
 def empty_batch(names: Iterable[str]) -> Batch:

@@ -11,9 +11,8 @@ from tests.support.ranks import run_ranks
 
 from spmdrl.dataflow.data.prompts import Prompt
 from spmdrl.dataflow.samples.balancing.sharing import groups_of_generation
-from spmdrl.dataflow.samples.dock import TransferDock
+from spmdrl.dataflow.samples.dock import DockConfig, TransferDock
 from spmdrl.dataflow.samples.schema import needs_by_state
-from spmdrl.dataflow.samples.transport.transport import DockConfig
 from spmdrl.dataflow.stages.rollout.generation import GenerationStage
 from spmdrl.dataflow.stages.rollout.requests import EndedResponses
 from spmdrl.engines.generation.native.native_engine import NativeEngine

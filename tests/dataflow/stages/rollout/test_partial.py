@@ -17,9 +17,8 @@ from tests.support.ranks import run_ranks
 from spmdrl.dataflow.data.prompts import Prompt
 from spmdrl.dataflow.samples.balancing.sharing import groups_of_generation
 from spmdrl.dataflow.samples.carried import CarriedGroups
-from spmdrl.dataflow.samples.dock import TransferDock
+from spmdrl.dataflow.samples.dock import DockConfig, TransferDock
 from spmdrl.dataflow.samples.rounds import RoundRules
-from spmdrl.dataflow.samples.transport.transport import DockConfig
 from spmdrl.dataflow.stages.reward import RewardStage
 from spmdrl.dataflow.stages.rollout.generation import GenerationStage
 from spmdrl.dataflow.stages.rollout.partial import PartialGenerationStage

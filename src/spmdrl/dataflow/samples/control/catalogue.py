@@ -1,20 +1,89 @@
-"""The catalogue of a batch: what is true of a row whatever the worker state, observed once for all controllers."""
+"""News of rows, and the catalogue that observes them: what is true of a row whatever the worker state."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from spmdrl.dataflow.samples.control.row_news import News, RowDrop, RowMetadata
-from spmdrl.dataflow.samples.schema import columns_mask, length_column, names_of_mask
-from spmdrl.types import Integers
+from spmdrl.dataflow.samples.schema import columns_mask, length_column, names_of_mask, rule_of
+from spmdrl.types import Batch, Integers
 
 _NOT_DROPPED = -1
-_NO_HOME = -1
-# Lengths travel two in a word.
-_LONGEST_ROW = (1 << 31) - 1
+
+
+def _no_places() -> Integers:
+    return np.empty((0, 4), dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class RowMetadata:
+    """News of rows: which columns they got, how long the ragged ones are, and where they were stored.
+
+    rows [B]; columns is a mask of schema bits; lengths maps each ragged column whose lengths aren't those of another
+    column to int64 [B]. places [frames, 4] are the frames in memory that the ranks of a node share which hold these
+    rows one after the other: writer, start, bytes and number of rows of each; none where a rank is alone on its node.
+    """
+
+    rows: Integers
+    columns: int
+    lengths: Mapping[str, Integers]
+    places: Integers = field(default_factory=_no_places)
+
+
+@dataclass(frozen=True)
+class RowDrop:
+    """News of rows that won't be trained on, and why."""
+
+    rows: Integers
+    reason: str
+
+
+News = RowMetadata | RowDrop
+
+
+def metadata_of(batch: Batch, place: Sequence[int] | None = None) -> RowMetadata:
+    """News of a batch that was stored, in shared memory at `place` (writer, start, bytes)."""
+    columns = columns_mask(batch.names)
+    lengths = {name: batch.lengths(name).numpy() for name in announced_lengths(columns)}
+    places = _no_places() if place is None else np.array([[*place, len(batch)]], dtype=np.int64)
+    return RowMetadata(batch.rows.numpy(), columns, lengths, places)
+
+
+@functools.lru_cache
+def announced_lengths(columns: int) -> tuple[str, ...]:
+    """The columns of this mask whose row lengths travel in metadata, in schema order."""
+    ragged = [name for name in names_of_mask(columns) if rule_of(name).column.ragged]
+    return tuple(name for name in ragged if length_column(name) == name)
+
+
+def joined(news: Iterable[News]) -> list[News]:
+    """The same news in as few entries as possible: metadata of the same columns, and drops for the same reason."""
+    metadata: dict[int, list[RowMetadata]] = {}
+    drops: dict[str, list[RowDrop]] = {}
+    for entry in news:
+        if isinstance(entry, RowMetadata):
+            metadata.setdefault(entry.columns, []).append(entry)
+        else:
+            drops.setdefault(entry.reason, []).append(entry)
+    # A row may be dropped again before others read of it.
+    dropped = [RowDrop(np.unique(np.concatenate([one.rows for one in same])), why) for why, same in drops.items()]
+    return [*map(_join, metadata.values()), *dropped]
+
+
+def _join(entries: list[RowMetadata]) -> RowMetadata:
+    if len(entries) == 1:
+        return entries[0]
+    columns = entries[0].columns
+    return RowMetadata(
+        np.concatenate([entry.rows for entry in entries]),
+        columns,
+        {name: np.concatenate([entry.lengths[name] for entry in entries]) for name in announced_lengths(columns)},
+        np.concatenate([entry.places for entry in entries]),
+    )
 
 
 class Catalogue:
@@ -23,16 +92,17 @@ class Catalogue:
     Its content is a function of the news that it observed, not of their order.
     """
 
-    def __init__(self, num_rows: int, group_size: int = 1):
-        if group_size < 1 or num_rows % group_size:
-            raise ValueError(f"{num_rows} rows don't divide into groups of {group_size}; use a multiple of it")
-        self.num_rows = num_rows
+    def __init__(self, homes: Integers, group_size: int = 1):
+        """`homes` [num_rows]: the warehouse of each row, which is the same for all rows of a group."""
+        if group_size < 1 or homes.size % group_size:
+            raise ValueError(f"{homes.size} rows don't divide into groups of {group_size}; use a multiple of it")
+        self.homes = homes
+        self.num_rows = num_rows = homes.size
         self.group_size = group_size
         self.version = 0
         """changes whenever news come in, so that answers can be kept until then"""
-        self.homes: Integers = np.full(num_rows, _NO_HOME, dtype=np.int64)
         self.columns: Integers = np.zeros(num_rows, dtype=np.int64)
-        """a mask of schema bits a row"""
+        """a mask of schema bits per row"""
         self._lengths: dict[str, Integers] = {}
         self._reasons: list[str] = []
         self._reason: Integers = np.full(num_rows, _NOT_DROPPED, dtype=np.int64)
@@ -41,12 +111,8 @@ class Catalogue:
         """Record columns or drops. Raises ValueError, and records nothing, for news that contradict each other."""
         if isinstance(entry, RowDrop):
             self.drop(entry.rows, entry.reason)
-        elif isinstance(entry, RowMetadata):
-            self._add_columns(entry)
         else:
-            raise ValueError(
-                f"{entry.rows.size} places of rows were announced to all ranks; they are for their node only"
-            )
+            self._add_columns(entry)
 
     def drop(self, rows: ArrayLike, reason: str) -> None:
         """Take rows out of play for good. Of several reasons the first in the alphabet stays."""
@@ -62,11 +128,6 @@ class Catalogue:
     def is_dropped(self) -> NDArray[np.bool_]:
         """Whether each row was dropped [num_rows]."""
         return self._reason != _NOT_DROPPED
-
-    @property
-    def has_home(self) -> NDArray[np.bool_]:
-        """Whether each row exists yet [num_rows]."""
-        return self.homes != _NO_HOME
 
     def lengths(self, name: str) -> Integers:
         """Row lengths [num_rows] of a ragged column, -1 where it isn't there yet."""
@@ -101,11 +162,9 @@ class Catalogue:
         if not rows.size:
             return
         self._refuse_repeated(rows, metadata.columns)
-        homes = self._homes_with(rows, metadata.homes)
         for name, lengths in metadata.lengths.items():
-            if lengths.min() < 0 or lengths.max() > _LONGEST_ROW:
-                raise ValueError(f"lengths {lengths.min()}..{lengths.max()} of {name!r} aren't within 0..2^31 - 1")
-        self.homes = homes
+            if lengths.min() < 0:
+                raise ValueError(f"row {rows[lengths.argmin()]} can't have {lengths.min()} values of {name!r}")
         self.columns[rows] |= metadata.columns
         for name, lengths in metadata.lengths.items():
             self._lengths_of(name)[rows] = lengths
@@ -117,27 +176,6 @@ class Catalogue:
         if twice is not None:
             names = names_of_mask(int(self.columns[twice]) & columns or columns)
             raise ValueError(f"columns {names} of row {twice} are announced twice; one state makes each once")
-
-    def _homes_with(self, rows: Integers, homes: Integers) -> Integers:
-        """The homes of all rows once these are there."""
-        old = self.homes[rows]
-        if np.array_equal(old, homes):
-            return self.homes
-        moved = (old != _NO_HOME) & (old != homes)
-        if moved.any():
-            raise ValueError(f"row {rows[moved][0]} moves from warehouse {old[moved][0]}; a home never changes")
-        if homes.min() < 0:
-            raise ValueError(f"row {rows[homes.argmin()]} can't live in warehouse {homes.min()}; they count from 0")
-        after = self.homes.copy()
-        after[rows] = homes
-        by_group = after.reshape(-1, self.group_size)
-        split = ((by_group != by_group.max(axis=1, keepdims=True)) & (by_group != _NO_HOME)).any(axis=1)
-        if split.any():
-            group = int(split.argmax())
-            raise ValueError(
-                f"the rows of group {group} live in warehouses {by_group[group].tolist()}; a group has one home"
-            )
-        return after
 
     def _lengths_of(self, name: str) -> Integers:
         return self._lengths.setdefault(name, np.zeros(self.num_rows, dtype=np.int64))

@@ -1,24 +1,136 @@
-"""The lives of a batch's rows: one catalogue and all controllers, decided alike in every rank, saved and restored."""
+"""The lives of a batch's rows: one catalogue and a controller per worker state, the same in every rank.
+
+Nothing here communicates. Ranks that observed the same news and made the same claims agree on every row.
+"""
 
 from __future__ import annotations
 
-import json
+import enum
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from spmdrl.dataflow.samples.control.catalogue import Catalogue
-from spmdrl.dataflow.samples.control.controller import Controller, RowStatus
-from spmdrl.dataflow.samples.control.row_news import News, RowMetadata, announced_lengths, joined
-from spmdrl.dataflow.samples.schema import RULES, columns_mask, names_of_mask
+from spmdrl.dataflow.samples.control.catalogue import Catalogue, News, joined
+from spmdrl.dataflow.samples.schema import columns_mask, names_of_mask
 from spmdrl.types import Integers, WorkerState
-
-Arrays = dict[str, NDArray[np.generic]]
 
 DEFERRED = "deferred"
 """What takes a row out of its batch, as a drop does, though it isn't lost: it goes on in the batch of a later step."""
+
+
+class RowStatus(enum.IntEnum):
+    """Where a row stands for one worker state; a drop counts once no rank holds the row."""
+
+    WAITING = 0
+    CLAIMED = 1
+    CONSUMED = 2
+    DROPPED = 3
+
+
+class Controller:
+    """Tracks, for one worker state, which rows are usable: absent -> ready -> claimed -> consumed.
+
+    A row that is dropped while it is claimed may still be consumed, so that it makes no difference which of the two is
+    announced first.
+    """
+
+    def __init__(self, state: WorkerState, needs: frozenset[str], catalogue: Catalogue):
+        self.state = state
+        self.needs = needs
+        self._catalogue = catalogue
+        self._needs_mask = columns_mask(needs)
+        self._held = np.full(catalogue.num_rows, RowStatus.WAITING, dtype=np.int8)
+        self._num_changes = 0
+        # Answers, and the versions of catalogue and claims of which they are true.
+        self._ready: NDArray[np.bool_] = np.zeros(catalogue.num_rows, dtype=np.bool_)
+        self._ready_rows: dict[bool, Integers] = {}
+        self._answered_at = (-1, -1)
+
+    def ready_rows(self, *, by_group: bool = False) -> Integers:
+        """Rows that may be claimed, ascending; `by_group`: only of groups whose undropped rows are all ready.
+
+        The answer is kept until something changes, and can't be written to.
+        """
+        ready = self._is_ready()
+        if by_group not in self._ready_rows:
+            rows = np.flatnonzero(ready & self._settled_groups(ready) if by_group else ready)
+            rows.flags.writeable = False
+            self._ready_rows[by_group] = rows
+        return self._ready_rows[by_group]
+
+    def claim(self, rows: ArrayLike) -> None:
+        """ready -> claimed. Raises ValueError, and claims nothing, if a row isn't ready."""
+        index = self._catalogue.checked(rows)
+        ready = self._is_ready()[index]
+        if not ready.all():
+            row = int(index[ready.argmin()])
+            raise ValueError(f"{self.state.value} can't claim row {row}: it {self.describe(row)}")
+        self._hold(index, RowStatus.CLAIMED)
+
+    def consume(self, rows: ArrayLike) -> None:
+        """claimed -> consumed. Raises ValueError, and consumes nothing, if a row wasn't claimed."""
+        self._hold(self._claimed(rows), RowStatus.CONSUMED)
+
+    def resume(self, rows: ArrayLike) -> None:
+        """Start where a saved controller stood, which had consumed these rows."""
+        self._hold(self._catalogue.checked(rows), RowStatus.CONSUMED)
+
+    def rows_with(self, status: RowStatus) -> Integers:
+        """Rows of this status, ascending."""
+        if status is RowStatus.CLAIMED or status is RowStatus.CONSUMED:
+            return np.flatnonzero(self._held == int(status))
+        is_free, is_dropped = self._held == int(RowStatus.WAITING), self._catalogue.is_dropped
+        return np.flatnonzero(is_free & is_dropped if status is RowStatus.DROPPED else is_free & ~is_dropped)
+
+    def status(self, row: int) -> RowStatus:
+        held = RowStatus(self._held[row])
+        is_out = held is RowStatus.WAITING and self._catalogue.is_dropped[row]
+        return RowStatus.DROPPED if is_out else held
+
+    def missing_columns(self, row: int) -> list[str]:
+        """What this state needs of a row and isn't there yet, in schema order."""
+        return names_of_mask(self._needs_mask & ~int(self._catalogue.columns[row]))
+
+    def describe(self, row: int) -> str:
+        """Where a row stands for this state, to follow 'row 5 ' in a message."""
+        status = self.status(row)
+        if status is not RowStatus.WAITING:
+            return f"is {status.name.lower()} for {self.state.value}"
+        lacking = self.missing_columns(row)
+        if lacking:
+            return f"waits for columns {', '.join(lacking)} before {self.state.value}"
+        return f"is ready for {self.state.value}"
+
+    def _is_ready(self) -> NDArray[np.bool_]:
+        """Whether each row may be claimed [num_rows], worked out anew only if something has changed."""
+        now = (self._catalogue.version, self._num_changes)
+        if now != self._answered_at:
+            complete = (self._catalogue.columns & self._needs_mask) == self._needs_mask
+            self._ready = complete & ~self._catalogue.is_dropped & (self._held == RowStatus.WAITING)
+            self._ready_rows.clear()
+            self._answered_at = now
+        return self._ready
+
+    def _settled_groups(self, ready: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Whether each row's group waits for nothing more: its rows are ready, or dropped and held by no rank."""
+        settled = ready | ((self._held == RowStatus.WAITING) & self._catalogue.is_dropped)
+        size = self._catalogue.group_size
+        return settled.reshape(-1, size).all(axis=1).repeat(size)
+
+    def _claimed(self, rows: ArrayLike) -> Integers:
+        index = self._catalogue.checked(rows)
+        claimed = self._held[index] == RowStatus.CLAIMED
+        if not claimed.all():
+            row = int(index[claimed.argmin()])
+            status = self.status(row).name.lower()
+            raise ValueError(f"{self.state.value} can't consume row {row}: it is {status}, not claimed")
+        return index
+
+    def _hold(self, rows: Integers, status: RowStatus) -> None:
+        self._held[rows] = status
+        self._num_changes += 1
 
 
 @dataclass(frozen=True)
@@ -42,31 +154,29 @@ class RowLives:
     """
 
     def __init__(
-        self, needs_by_state: Mapping[WorkerState, frozenset[str]], *, step: int, num_rows: int, group_size: int = 1
+        self, needs_by_state: Mapping[WorkerState, frozenset[str]], homes: Integers, *, step: int, group_size: int = 1
     ):
+        """`homes` [num_rows]: the warehouse of each row, which is the same for all rows of a group."""
         self.step = step
-        self.catalogue = Catalogue(num_rows, group_size)
-        self._controllers = {state: Controller(state, needs, self.catalogue) for state, needs in needs_by_state.items()}
+        self.catalogue = Catalogue(homes, group_size)
+        self.controllers = {state: Controller(state, needs, self.catalogue) for state, needs in needs_by_state.items()}
 
     def observe(self, news: Iterable[News]) -> None:
         """Apply news, in any order. Raises ValueError for news that contradict each other."""
         for entry in joined(news):
             self.catalogue.observe(entry)
 
-    def controller(self, state: WorkerState) -> Controller:
-        return self._controllers[state]
-
     def claim(self, state: WorkerState, rows: ArrayLike) -> None:
         """Rows of all takers go ready -> claimed. Raises ValueError if one isn't ready."""
-        self._controllers[state].claim(rows)
+        self.controllers[state].claim(rows)
 
     def finish(self, state: WorkerState) -> None:
         """All rows that are claimed for `state` go claimed -> consumed."""
-        controller = self._controllers[state]
+        controller = self.controllers[state]
         controller.consume(controller.rows_with(RowStatus.CLAIMED))
 
     def trained_rows(self) -> Integers:
-        return self._controllers[WorkerState.UPDATE].rows_with(RowStatus.CONSUMED)
+        return self.controllers[WorkerState.UPDATE].rows_with(RowStatus.CONSUMED)
 
     def dropped_rows(self) -> Integers:
         is_dropped = self.catalogue.is_dropped
@@ -98,67 +208,6 @@ class RowLives:
         if pending.size:
             raise RuntimeError(
                 f"step {self.step}: {pending.size} of {self.catalogue.num_rows} rows were neither trained nor dropped; "
-                f"row {pending[0]} {self._controllers[WorkerState.UPDATE].describe(int(pending[0]))}"
+                f"row {pending[0]} {self.controllers[WorkerState.UPDATE].describe(int(pending[0]))}"
             )
         return self.account()
-
-    def snapshot(self) -> Arrays:
-        """All of it as arrays, equal on all ranks between two commits; claims are left out, for their holders go.
-
-        Raises ValueError for a claimed row whose new columns are known already: they can't be made again.
-        """
-        catalogue = self.catalogue
-        self._refuse_half_made()
-        names = names_of_mask(int(np.bitwise_or.reduce(catalogue.columns, initial=0)))
-        reasons = {reason: rows for reason, rows in sorted(catalogue.rows_by_reason().items()) if rows.size}
-        out: Arrays = {
-            "batch": np.array([self.step, catalogue.num_rows, catalogue.group_size], dtype=np.int64),
-            "has_home": catalogue.has_home,
-            "reasons": np.frombuffer(json.dumps(list(reasons)).encode(), dtype=np.uint8),
-        }
-        out |= {f"dropped/{number}": rows for number, rows in enumerate(reasons.values())}
-        out |= {f"has/{name}": (catalogue.columns & columns_mask([name])) != 0 for name in names}
-        out |= {f"lengths/{name}": catalogue.lengths(name) for name in announced_lengths(columns_mask(names))}
-        for state, controller in self._controllers.items():
-            out[f"consumed/{state.value}"] = controller.rows_with(RowStatus.CONSUMED)
-        return out
-
-    def _refuse_half_made(self) -> None:
-        for state, controller in self._controllers.items():
-            claimed = controller.rows_with(RowStatus.CLAIMED)
-            made = columns_mask(rule.name for rule in RULES if rule.made_by is state)
-            half_made = claimed[(self.catalogue.columns[claimed] & made) != 0]
-            if half_made.size:
-                raise ValueError(
-                    f"row {half_made[0]} is claimed for {state.value}, but has its columns already; finish "
-                    f"{state.value} before saving"
-                )
-
-
-def restored(needs_by_state: Mapping[WorkerState, frozenset[str]], saved: Arrays, homes: Integers) -> RowLives:
-    """The lives that `snapshot` saved, with rows in new homes [num_rows]; a row that had none has none.
-
-    Raises ValueError for another set of worker states than the saved one.
-    """
-    step, num_rows, group_size = saved["batch"].tolist()
-    kept = sorted(key.removeprefix("consumed/") for key in saved if key.startswith("consumed/"))
-    wanted = sorted(state.value for state in needs_by_state)
-    if kept != wanted:
-        raise ValueError(f"rows were saved with states {', '.join(kept)}, but the run has {', '.join(wanted)}")
-    lives = RowLives(needs_by_state, step=step, num_rows=num_rows, group_size=group_size)
-    born = np.flatnonzero(saved["has_home"])
-    lives.observe([RowMetadata(born, homes[born], 0, {})])
-    for key in saved:
-        if key.startswith("has/"):
-            lives.observe([_saved_column(key.removeprefix("has/"), saved, homes)])
-    for number, reason in enumerate(json.loads(saved["reasons"].tobytes())):
-        lives.catalogue.drop(saved[f"dropped/{number}"], reason)
-    for state in needs_by_state:
-        lives.controller(state).resume(saved[f"consumed/{state.value}"])
-    return lives
-
-
-def _saved_column(name: str, saved: Arrays, homes: Integers) -> RowMetadata:
-    rows, columns = np.flatnonzero(saved[f"has/{name}"]), columns_mask([name])
-    lengths = {name: saved[f"lengths/{name}"].astype(np.int64)[rows] for name in announced_lengths(columns)}
-    return RowMetadata(rows, homes[rows], columns, lengths)

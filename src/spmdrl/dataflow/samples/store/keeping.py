@@ -11,7 +11,7 @@ from safetensors.numpy import load_file as load_arrays
 from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import load_file, save_file
 
-from spmdrl.dataflow.samples.control.row_lives import Arrays
+from spmdrl.dataflow.samples.control.saved_lives import Arrays
 from spmdrl.types import Batch, Integers
 
 LIVES = "rows.safetensors"
@@ -19,7 +19,7 @@ _NODE_FILES = "node_*.safetensors"
 
 
 def write_lives(folder: Path, arrays: Arrays) -> Path:
-    """Write what `RowLives.snapshot` gave."""
+    """Write what `snapshot` gave."""
     folder.mkdir(parents=True, exist_ok=True)
     save_arrays(arrays, folder / LIVES)
     return folder / LIVES

@@ -1,8 +1,8 @@
 """The memory that the ranks of one node share for samples: one sparse file a rank, which all of them map.
 
 The files have no name that could outlive the processes: the node's first rank makes them, the others open them through
-it, and from then on they last as long as a process maps them. Only one rank, the writer, stores into a file; the first
-part of it is the writer's journal.
+it, and from then on they last as long as a process maps them. Only one rank, the writer, stores into a file: frames,
+one behind the other, until all of them are forgotten at a step's end.
 """
 
 from __future__ import annotations
@@ -13,20 +13,16 @@ import json
 import mmap
 import os
 import tempfile
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from spmdrl.dataflow.samples.store.arena import Arena
-
-JOURNAL_BYTES = 128 << 20
-"""kept free of frames at the start of a file; pages that no message reaches cost nothing"""
+from spmdrl.dataflow.samples.store.frame import ALIGNMENT
+from spmdrl.resources.collectives import barrier, gather_bytes
+from spmdrl.resources.world import World
 
 _CLOSE_ON_EXEC = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -99,14 +95,14 @@ def host_pool(
         raise ValueError(f"a pool needs writers and room, but got {num_writers} writers of {capacity} bytes each")
     if create is None:
         create = memory_file if hasattr(_LIBC, "memfd_create") else temporary_file
-    return PoolHost(num_writers, JOURNAL_BYTES + -(-capacity // page) * page, create)
+    return PoolHost(num_writers, -(-capacity // page) * page, create)
 
 
 class Pool:
-    """A rank's part in its node's memory. Thread-safe.
+    """A rank's part in its node's memory.
 
     Views hold the memory mapped for as long as they live, after `close` too; what they show is only what was stored
-    until the place is freed.
+    until the writer clears its file.
     """
 
     def __init__(self, address: bytes, writer: int):
@@ -119,57 +115,71 @@ class Pool:
         self._maps = [_map(path, inode, self._file_bytes) for path, inode in files]
         self._own_file = _open(*files[writer])
         self._close_own_file = weakref.finalize(self, os.close, self._own_file)
-        self._lock = threading.Lock()
-        self._arena = Arena(JOURNAL_BYTES, self._file_bytes)
-        self._touched = JOURNAL_BYTES
-        """pages of frames from here on are known to hold nothing"""
+        self._end = 0
+        """where the next frame begins"""
+        self._touched = 0
+        """where the pages that earlier batches reached end"""
 
     def allocate(self, num_bytes: int) -> Place:
         """Room in this rank's file, from a multiple of 64 on; a MemoryError where none is left."""
-        with self._lock:
-            return Place(self.writer, self._arena.take(num_bytes), num_bytes)
+        assert num_bytes > 0, num_bytes
+        start = self._end
+        if start + num_bytes > self._file_bytes:
+            raise MemoryError(
+                f"{num_bytes} bytes of samples find no room: {start} of {self._file_bytes} bytes are taken; lower the "
+                "rows of a step, or give the node more memory"
+            )
+        self._end = -(-(start + num_bytes) // ALIGNMENT) * ALIGNMENT
+        return Place(self.writer, start, num_bytes)
 
     def view(self, place: Place) -> Tensor:
         """The bytes [num_bytes] at a place of any writer, uint8, without a copy."""
         writer, start, num_bytes = place
         known = 0 <= writer < self.num_writers and num_bytes > 0
-        if not known or start < JOURNAL_BYTES or start + num_bytes > self._file_bytes:
+        if not known or start < 0 or start + num_bytes > self._file_bytes:
             raise ValueError(
-                f"{place} lies outside of the pool: {self.num_writers} writers, bytes {JOURNAL_BYTES} to "
-                f"{self._file_bytes} of each file"
+                f"{place} lies outside of the pool: {self.num_writers} writers of {self._file_bytes} bytes each"
             )
         return torch.frombuffer(self._maps[writer], dtype=torch.uint8, count=num_bytes, offset=start)
 
-    def free(self, place: Place) -> None:
-        """Free room in this rank's file, which must not be read from then on."""
-        assert place.writer == self.writer, f"{place} isn't writer {self.writer}'s to free"
-        with self._lock:
-            self._arena.give_back(place.start)
+    def clear(self) -> None:
+        """Free all room in this rank's file, which must not be read from then on.
 
-    def trim(self) -> None:
-        """Return pages that nothing reached since the last trim to the system, and keep those that will be reused.
-
-        Where the platform can't punch holes into files, they stay.
+        Pages that this batch reached are kept for the next one; those that only earlier ones reached return to the
+        system, where the platform can punch holes into files.
         """
-        with self._lock:
-            used_until = -(-self._arena.restart_peak() // mmap.PAGESIZE) * mmap.PAGESIZE
-            if used_until < self._touched and hasattr(mmap, "MADV_REMOVE"):
-                self._maps[self.writer].madvise(mmap.MADV_REMOVE, used_until, self._touched - used_until)
-            self._touched = used_until
+        used_until = -(-self._end // mmap.PAGESIZE) * mmap.PAGESIZE
+        if used_until < self._touched and hasattr(mmap, "MADV_REMOVE"):
+            self._maps[self.writer].madvise(mmap.MADV_REMOVE, used_until, self._touched - used_until)
+        self._end, self._touched = 0, used_until
 
     @property
     def held_bytes(self) -> int:
-        """What this rank's file takes of the machine's memory, its journal included."""
+        """What this rank's file takes of the machine's memory."""
         return os.fstat(self._own_file).st_blocks * 512
-
-    def journal_words(self, writer: int) -> NDArray[np.int64]:
-        """The part of a writer's file that its journal lives in."""
-        return np.frombuffer(self._maps[writer], dtype=np.int64, count=JOURNAL_BYTES // 8)
 
     def close(self) -> None:
         """Let go of the memory; the last process to do so frees it."""
         self._maps = []
         self._close_own_file()
+
+
+def open_pool(world: World) -> Pool | None:
+    """The memory that the ranks of this node share, made by the first of them; None for a rank that is alone there.
+
+    Collective over all ranks.
+    """
+    launch = world.launch
+    if launch.local_world_size == 1:
+        return None
+    host = host_pool(launch.local_world_size) if launch.local_rank == 0 else None
+    addresses = gather_bytes(host.address if host else b"")
+    pool = Pool(addresses[launch.first_rank_of(launch.node_rank)], launch.local_rank)
+    # Until all ranks have opened the memory, its maker must keep it open.
+    barrier()
+    if host is not None:
+        host.forget_names()
+    return pool
 
 
 def _forget(files: Sequence[SharedFile]) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from spmdrl.dataflow.samples.schema import RULES, column_number
 from spmdrl.dataflow.samples.store.frame import pack, read_frame
+from spmdrl.dataflow.samples.store.shared_memory import Place
 from spmdrl.dataflow.samples.store.warehouse import Warehouse
 from spmdrl.dataflow.samples.transport.rpc_agent import join_rpc, leave_rpc
 from spmdrl.resources.world import World
@@ -33,8 +34,11 @@ class RemoteWarehouses:
         join_rpc(_worker_name(world.rank), world, [remote_put, remote_get], timeout_seconds, plain_tcp=plain_tcp)
         self._joined = True
 
-    def put(self, warehouse: int, batch: Batch) -> None:
-        self._call(warehouse, f"to store {_columns_of_rows(batch.names, batch.rows)} in", remote_put, pack(batch))
+    def put(self, warehouse: int, batch: Batch) -> Place | None:
+        """Store rows; returns where in that node's memory, if its ranks share one."""
+        what = f"to store {_columns_of_rows(batch.names, batch.rows)} in"
+        (place,) = self._call(warehouse, what, remote_put, pack(batch))
+        return Place(*place.tolist()) if place.numel() else None
 
     def get(self, warehouse: int, rows: Tensor, names: Sequence[str]) -> Batch:
         """The named columns of the rows, in this order. Raises KeyError with row and column where one is missing."""
@@ -77,11 +81,10 @@ _REFUSALS: dict[str, type[Exception]] = {"KeyError": KeyError, "ValueError": Val
 
 
 def remote_put(frame: Tensor) -> tuple[str, str, list[Tensor]]:
-    """Store the batch of this frame."""
+    """Store the batch of this frame; the answer is its place in the node's memory."""
 
     def put(warehouse: Warehouse) -> list[Tensor]:
-        warehouse.put(read_frame(frame))
-        return []
+        return [torch.tensor(warehouse.put(read_frame(frame)) or (), dtype=torch.int64)]
 
     return _answered(put)
 
