@@ -23,7 +23,7 @@ from spmdrl.engines.models.hf.model_folder import (
 )
 from spmdrl.engines.models.making.make_config import MakeConfig
 from spmdrl.engines.models.moe import MoeConfig
-from spmdrl.engines.models.rope import YarnScaling
+from spmdrl.engines.models.rope_scaling import YarnScaling
 
 QWEN2 = {
     "model_type": "qwen2",

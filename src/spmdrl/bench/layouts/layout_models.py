@@ -14,7 +14,7 @@ from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.latent import LatentConfig
 from spmdrl.engines.models.making.make_model import RandomWeights
 from spmdrl.engines.models.moe import MoeConfig
-from spmdrl.engines.models.rope import Llama3Scaling, YarnScaling
+from spmdrl.engines.models.rope_scaling import Llama3Scaling, YarnScaling
 from spmdrl.engines.training.batching.packed_rows import LossTerms, MicroBatch, Scores, TokenRows
 from spmdrl.engines.training.update.optimizer import OptimConfig
 from spmdrl.resources.layout import UpdateLayout

@@ -16,9 +16,9 @@ from typing import Literal, TypeVar
 from torch import Tensor, nn
 
 from spmdrl.engines.models.latent import LatentAttention, LatentConfig
-from spmdrl.engines.models.layers import Attend, FeedForward, RMSNorm
+from spmdrl.engines.models.layers import Attend, FeedForward, RMSNorm, Rotation
 from spmdrl.engines.models.moe import MoeConfig, Route, SparseFeedForward
-from spmdrl.engines.models.rope import RopeScaling, Rotation
+from spmdrl.engines.models.rope_scaling import RopeScaling
 
 R = TypeVar("R")
 

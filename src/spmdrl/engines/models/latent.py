@@ -14,8 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from spmdrl.engines.models.layers import Attend, RMSNorm
-from spmdrl.engines.models.rope import Rotation
+from spmdrl.engines.models.layers import Attend, RMSNorm, Rotation
 
 # transformers' DeepSeek norms of the compressed vectors have this, whatever rms_norm_eps says.
 _LATENT_EPS = 1e-6

@@ -1,4 +1,4 @@
-"""What every decoder layer is built of: the norm, the gated feed-forward, and the attention that the caller supplies.
+"""What decoder layers are built of: norm, rotary embedding, gated feed-forward, and the interface of attention.
 
 Shape letters: `T` packed tokens, `D` model width, `H` query heads, `J` key and value heads, `K` head size of queries
 and keys, `U` head size of values.
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from spmdrl.engines.models.kernels import ops
 from spmdrl.engines.models.kernels.packed import PackedRows
+from spmdrl.engines.models.rope_scaling import RopeScaling
 
 
 class Attend(Protocol):
@@ -36,6 +37,33 @@ class RMSNorm(nn.Module):
 
     def forward(self, values: Tensor) -> Tensor:
         return ops.rms_norm(values, self.weight, self.eps)
+
+
+# A plain class, because FSDP's mixed precision casts every float tensor that it finds in a layer's arguments to
+# bfloat16, also inside tuples and dataclasses, and neighbouring positions would merge.
+class Rotation:
+    """Rotary embedding of packed positions (RoFormer, arXiv:2104.09864, eq. 34), half-split, in float32."""
+
+    def __init__(self, positions_T: Tensor, size: int, theta: float, scaling: RopeScaling | None = None):
+        """Rotate vectors of `size`: a head, or the part of it that turns."""
+        exponents = torch.arange(0, size, 2, device=positions_T.device, dtype=torch.float32) / size
+        frequencies = 1.0 / theta**exponents
+        amplitude = 1.0
+        self.latent_softmax_factor = 1.0
+        """What latent attention multiplies its softmax scale by."""
+        if scaling is not None:
+            frequencies, amplitude = scaling.stretch(frequencies, theta), scaling.amplitude
+            self.latent_softmax_factor = scaling.latent_softmax_factor
+        angles = positions_T.to(torch.float32)[:, None, None] * frequencies
+        self.cos, self.sin = angles.cos() * amplitude, angles.sin() * amplitude  # each [T, 1, K / 2]
+
+    def apply(self, heads: Tensor) -> Tensor:
+        """Rotate heads [T, H, K]; computed in float32, returned in their dtype."""
+        return ops.rotate(heads, self.cos, self.sin)
+
+    def apply_to_pairs(self, heads: Tensor) -> Tensor:
+        """Rotate heads whose pairs are neighbours; the result is half-split, which changes no product of two."""
+        return self.apply(torch.cat((heads[..., 0::2], heads[..., 1::2]), dim=-1))
 
 
 class FeedForward(nn.Module):

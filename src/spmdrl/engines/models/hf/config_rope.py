@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from spmdrl.engines.models.hf.config_values import entries, flag, number, only, whole_number
-from spmdrl.engines.models.rope import Llama3Scaling, RopeScaling, YarnScaling
+from spmdrl.engines.models.rope_scaling import Llama3Scaling, RopeScaling, YarnScaling
 
 _COMMON_KEYS = {"type", "rope_type", "rope_theta", "partial_rotary_factor"}
 _KEYS_OF_KIND = {

@@ -1,6 +1,6 @@
-"""Rotary position embedding (RoFormer, arXiv:2104.09864) and the two ways in which models stretch it to longer rows.
+"""The two ways in which models stretch rotary position embeddings to longer rows.
 
-Shape letters: `T` packed tokens, `H` heads, `K` head size.
+Shape letters: `K` head size.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-
-from spmdrl.engines.models.kernels import ops
 
 
 @dataclass(frozen=True)
@@ -115,33 +113,6 @@ class YarnScaling:
 
 
 RopeScaling = Llama3Scaling | YarnScaling
-
-
-# A plain class, because FSDP's mixed precision casts every float tensor that it finds in a layer's arguments to
-# bfloat16, also inside tuples and dataclasses, and neighbouring positions would merge.
-class Rotation:
-    """Rotary embedding of packed positions (RoFormer, eq. 34), half-split, in float32."""
-
-    def __init__(self, positions_T: Tensor, size: int, theta: float, scaling: RopeScaling | None = None):
-        """Rotate vectors of `size`: a head, or the part of it that turns."""
-        exponents = torch.arange(0, size, 2, device=positions_T.device, dtype=torch.float32) / size
-        frequencies = 1.0 / theta**exponents
-        amplitude = 1.0
-        self.latent_softmax_factor = 1.0
-        """What latent attention multiplies its softmax scale by."""
-        if scaling is not None:
-            frequencies, amplitude = scaling.stretch(frequencies, theta), scaling.amplitude
-            self.latent_softmax_factor = scaling.latent_softmax_factor
-        angles = positions_T.to(torch.float32)[:, None, None] * frequencies
-        self.cos, self.sin = angles.cos() * amplitude, angles.sin() * amplitude  # each [T, 1, K / 2]
-
-    def apply(self, heads: Tensor) -> Tensor:
-        """Rotate heads [T, H, K]; computed in float32, returned in their dtype."""
-        return ops.rotate(heads, self.cos, self.sin)
-
-    def apply_to_pairs(self, heads: Tensor) -> Tensor:
-        """Rotate heads whose pairs are neighbours; the result is half-split, which changes no product of two."""
-        return self.apply(torch.cat((heads[..., 0::2], heads[..., 1::2]), dim=-1))
 
 
 def _blend(frequencies: Tensor, kept: Tensor, factor: float) -> Tensor:
