@@ -14,6 +14,7 @@ from spmdrl.dataflow.stages.reward import RewardFailure
 from spmdrl.dataflow.stages.stages import Stages
 from spmdrl.dataflow.stages.update_report import ShownRows
 from spmdrl.engines.models.kernels.ops import compute_batch_invariantly
+from spmdrl.engines.models.row_cost import row_cost_of
 from spmdrl.engines.reward.pool import RewardPool
 from spmdrl.job.evaluation.evaluator import build_evaluator
 from spmdrl.job.evaluation.held_out import HeldOut
@@ -135,7 +136,10 @@ def build(checked: CheckedRun, run: Run, stack: ExitStack) -> Training:
     switching = build_switching(config, run.logs, models, replica, stack, num_rows=num_rows, prompt_at=prompts.at)
     device = world.device.torch_device
     row_groups = groups_of_training(models[POLICY].trainer.mesh, device) | groups_of_generation(replica.mesh, device)
-    dock = stack.enter_context(TransferDock(world, checked.needs, config.dock, seed=config.seed, row_groups=row_groups))
+    cost = row_cost_of(prepared.source.decoder)
+    dock = stack.enter_context(
+        TransferDock(world, checked.needs, config.dock, seed=config.seed, cost=cost, row_groups=row_groups)
+    )
     rollouts = Rollouts(config, replica, turns)
     shown = ShownRows(config.log.samples_per_step)
     sample_flow = estimates_of(config, checked.needs, world.num_nodes)

@@ -13,19 +13,16 @@ from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf.model_folder import parameter_shapes
 from spmdrl.engines.models.latent import LatentConfig
 from spmdrl.engines.models.moe import MoeConfig
-from spmdrl.engines.training.batching.microbatch import (
-    RowCost,
-    fewest_microbatches,
-    largest_differencing,
-    plan_microbatches,
-)
+from spmdrl.engines.models.row_cost import row_cost_of
+from spmdrl.engines.training.batching.microbatch import fewest_microbatches, plan_microbatches
 from spmdrl.engines.training.batching.packed_rows import TokenRows, dummy_rows, to_microbatch
 from spmdrl.types import offsets_of
+from spmdrl.types.partition import RowCost
 from tests.engines.training.tiny import CONFIG, make_rows
 
-COST = RowCost(per_token=10.0, per_token_squared=1.0)
+COST = RowCost(per_token=10, per_token_squared=1)
 # Of a model with about 4096 channels: a token's weights cost as much as its attention over 100,000 others.
-COST_OF_LARGE_MODEL = RowCost(per_token=100_000.0, per_token_squared=1.0)
+COST_OF_LARGE_MODEL = RowCost(per_token=100_000, per_token_squared=1)
 LENGTHS = st.lists(st.integers(2, 40), max_size=30)
 
 
@@ -51,31 +48,9 @@ def test_long_rows_weigh_more_than_their_tokens():
     assert plan == [[0], [1, 2, 3, 4]]
 
 
-def spread(plan: list[list[int]], values: list[float]) -> float:
-    sums = [sum(values[row] for row in rows) for rows in plan]
-    return max(sums) - min(sums)
-
-
-def greedily_spread(values: list[float], count: int) -> list[list[int]]:
-    """Each row, longest first, to the cheapest group (Graham's rule), without a budget."""
-    plan: list[list[int]] = [[] for _ in range(count)]
-    for row in sorted(range(len(values)), key=lambda row: -values[row]):
-        min(plan, key=lambda rows: sum(values[member] for member in rows)).append(row)
-    return plan
-
-
 def log_normal_lengths(seed: int, num_rows: int) -> list[int]:
     drawn = np.random.default_rng(seed).lognormal(mean=5.5, sigma=0.8, size=num_rows)
     return [max(2, min(3000, int(length))) for length in drawn]
-
-
-def test_costs_are_spread_less_than_by_the_greedy_rule():
-    ours, greedy = [], []
-    for seed in range(40):
-        costs = [COST_OF_LARGE_MODEL.of(length) for length in log_normal_lengths(seed, num_rows=30 + seed)]
-        ours.append(spread(largest_differencing(costs, 4), costs))
-        greedy.append(spread(greedily_spread(costs, 4), costs))
-    assert sum(ours) < sum(greedy) / 2
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -97,26 +72,14 @@ def test_rows_that_fill_the_budget_are_alone_and_leave_the_rest_balanced():
 def test_a_budget_that_balance_would_break_is_kept():
     # Equal costs would put all the short rows together, 24 tokens.
     lengths = [15, *[2] * 12]
-    plan = plan_microbatches(lengths, max_tokens=20, cost=RowCost(0.0, 1.0), agree=lambda count: count)
+    plan = plan_microbatches(lengths, max_tokens=20, cost=RowCost(0, 1), agree=lambda count: count)
     assert sorted(sum(lengths[row] for row in rows) for rows in plan) == [19, 20]
 
 
-@given(st.lists(st.floats(0, 1e6), max_size=25), st.integers(1, 30))
-def test_differencing_puts_every_index_in_one_group(values, num_groups):
-    groups = largest_differencing(values, num_groups)
-    assert len(groups) == num_groups
-    assert sorted(index for group in groups for index in group) == list(range(len(values)))
-
-
-@given(st.lists(st.integers(1, 100), min_size=1, max_size=25), st.integers(1, 6))
-def test_differencing_spreads_sums_by_at_most_the_largest_value(values, num_groups):
-    assert spread(largest_differencing(values, num_groups), values) <= max(values)
-
-
 def test_the_cost_of_a_model_counts_its_weights_and_its_attention():
-    cost = RowCost.of_model(CONFIG)
-    assert cost.per_token_squared == 2 * 4 * 4
-    assert cost.per_token == 2 * (8 * 4 * 2 * (4 + 2) + 3 * 8 * 13) + 17 * 8
+    cost = row_cost_of(CONFIG)
+    assert cost.per_token_squared == 2 * 2 * 4 * 4
+    assert cost.per_token == 2 * (2 * (8 * 4 * 2 * (4 + 2) + 3 * 8 * 13) + 17 * 8)
 
 
 def weights_that_a_token_meets(config: DecoderConfig) -> int:
@@ -144,9 +107,9 @@ def test_the_cost_of_a_sparse_latent_model_counts_what_a_token_meets(query_rank)
         moe=moe,
         latent=latent,
     )
-    cost = RowCost.of_model(config)
-    assert cost.per_token == weights_that_a_token_meets(config)
-    assert cost.per_token_squared == 3 * 4 * (6 + 3) / 2
+    cost = row_cost_of(config)
+    assert cost.per_token == 2 * weights_that_a_token_meets(config)
+    assert cost.per_token_squared == 3 * 4 * (6 + 3)
 
 
 def test_a_microbatch_points_at_the_tokens_before_each_response_token():

@@ -11,7 +11,6 @@ from typing import Any
 from spmdrl.bench.harness.emulated_nodes import LinkBytes, link_bytes
 from spmdrl.bench.nodes.central_buffer import CentralDock
 from spmdrl.bench.nodes.sample_flow import NEEDS, FlowSize, StepRun, check_taken, make_step
-from spmdrl.dataflow.samples.balancing.balance import TokenCost
 from spmdrl.dataflow.samples.dock import DockConfig, TransferDock
 from spmdrl.dataflow.samples.volume import Link
 from spmdrl.resources.collectives import barrier
@@ -48,9 +47,7 @@ class FlowFigures:
 
 def open_dock(world: World, *, locality: bool) -> TransferDock:
     """The product's dock, kept to the nodes' links. Collective over all ranks."""
-    # The emulated compute grows with tokens alone.
-    cost = TokenCost(linear=1, quadratic=0)
-    return TransferDock(world, NEEDS, DockConfig(TIMEOUT_SECONDS, locality, network="tcp"), cost=cost)
+    return TransferDock(world, NEEDS, DockConfig(TIMEOUT_SECONDS, locality, network="tcp"))
 
 
 VARIANTS: dict[str, Callable[[World], Dock]] = {

@@ -26,7 +26,7 @@ from spmdrl.bench.training.plain_training import BATCHINGS, PlainTrainer
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf.model_folder import read_config
 from spmdrl.engines.models.hf.weight_check import open_weights
-from spmdrl.engines.training.batching.microbatch import RowCost
+from spmdrl.engines.models.row_cost import row_cost_of
 from spmdrl.engines.training.batching.packed_rows import LossTerms, MicroBatch, Scores, TokenRows
 from spmdrl.engines.training.training_engine import TrainingConfig, TrainingEngine
 from spmdrl.engines.training.update.optimizer import OptimConfig
@@ -176,10 +176,10 @@ def useful_flops(config: DecoderConfig, rows: TokenRows) -> float:
 
     The head is needed at response tokens only.
     """
-    cost = RowCost.of_model(config)
+    cost = row_cost_of(config)
     forward = sum(cost.of(length) for length in rows.lengths_B.tolist())
-    forward -= (rows.tokens_T.numel() - rows.num_response_tokens) * config.vocab_size * config.hidden_size
-    return 3 * 2 * forward
+    forward -= 2 * (rows.tokens_T.numel() - rows.num_response_tokens) * config.vocab_size * config.hidden_size
+    return 3 * forward
 
 
 def matmul_rate(device: Device) -> float:

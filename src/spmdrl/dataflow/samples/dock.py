@@ -10,7 +10,6 @@ from typing import Annotated, Literal
 from annotated_types import Gt
 
 from spmdrl.dataflow.data.prompts import Prompt
-from spmdrl.dataflow.samples.balancing.balance import TokenCost
 from spmdrl.dataflow.samples.balancing.dealing import DealRules
 from spmdrl.dataflow.samples.balancing.sharing import RowGroups
 from spmdrl.dataflow.samples.control.row_lives import Accounting
@@ -22,6 +21,7 @@ from spmdrl.dataflow.samples.volume import Volume
 from spmdrl.resources.collectives import barrier
 from spmdrl.resources.world import World
 from spmdrl.types import WorkerState
+from spmdrl.types.partition import TOKENS, RowCost
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class TransferDock:
     """Opens and closes batches of samples, one at a time. Building it is collective over all ranks.
 
     As a context manager it leaves in order, or without waiting after an error.
-    `needs_by_state` names the columns that each worker state of the run reads, the update's included; `row_groups` says
-    in which states ranks work on the same rows.
+    `needs_by_state` names the columns that each worker state of the run reads, the update's included; `cost` is what
+    ranks get equal shares of; `row_groups` says in which states ranks work on the same rows.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class TransferDock:
         config: DockConfig,
         *,
         seed: int = 0,
-        cost: TokenCost | None = None,
+        cost: RowCost = TOKENS,
         row_groups: Mapping[WorkerState, RowGroups] | None = None,
     ):
         if WorkerState.UPDATE not in needs_by_state:
@@ -67,7 +67,7 @@ class TransferDock:
                 locality=config.locality, plain_tcp=config.network == "tcp",
             )
         )  # fmt: skip
-        rules = DealRules(world.launch, seed, cost or TokenCost(), config.locality, row_groups or {})
+        rules = DealRules(world.launch, seed, cost, config.locality, row_groups or {})
         self._parts = DockParts(world, needs, rules, warehouse, payload, volume)
         self._open: Samples | None = None
 

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf.model_weights import WeightSource
+from spmdrl.engines.models.row_cost import row_cost_of
 from spmdrl.engines.training.batching.microbatch import (
     DEFAULT_TOKENS_PER_MICROBATCH,
     DEFAULT_TOKENS_PER_MICROBATCH_ON_CPU,
-    RowCost,
     plan_microbatches,
 )
 from spmdrl.engines.training.batching.packed_rows import LossFunction, LossTerms, MicroBatch, Scores, TokenRows
@@ -118,7 +118,7 @@ class TrainingEngine:
         self._updater: Updater | None = None
         if not frozen:
             self._updater = Updater(self.model, optim, device, num_updates=training.num_updates)
-        self._row_cost = RowCost.of_model(config)
+        self._row_cost = row_cost_of(config)
 
     def load(self, source: WeightSource) -> None:
         """Fill the weights; each rank reads only the slices that it holds."""

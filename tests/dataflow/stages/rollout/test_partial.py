@@ -85,7 +85,7 @@ class Run:
         self.num_scored: list[int] = []
         """rows that this rank's reward function had seen at the end of each step"""
         self.stage = GenerationStage(
-            engine=self.engine, mesh=self.mesh, sampling=sampling, seed=3, listeners=[self.reward],
+            engine=self.engine, mesh=self.mesh, sampling=sampling, seed=4, listeners=[self.reward],
             recorder=self.recorder,
         )  # fmt: skip
         if self.carried.is_used:

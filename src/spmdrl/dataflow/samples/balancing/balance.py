@@ -1,31 +1,32 @@
 """Who works on which rows: pure functions of metadata, which every rank evaluates alike.
 
-All is integers, so that no rounding can make two ranks or platforms disagree. Shape letters: `B` rows, `G` groups,
-`U` units (rows that stay together, the costliest first), `S` seats (takers, in an order that changes with the step),
-`N` nodes.
+    rows --> units ----------> nodes -----------------> seats -------------> takers
+             (rows that        (the home, but for       (differencing in     (ranks; the seating
+             stay together)    surplus and strays)      a node, then local   changes with the step)
+                                                        search over all)
+
+All is integers, so that no rounding can make two ranks or platforms disagree. Arrays are [num_rows] or, by suffix, [G]
+groups, and [num_units], [num_seats] or [num_nodes] in what units, seats and nodes have.
 """
 
 from __future__ import annotations
 
+import hashlib
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from spmdrl.dataflow.samples.balancing.local_search import even_out, split_by
-from spmdrl.dataflow.samples.balancing.node_shares import Seats, Units, nodes_of_units
+from spmdrl.dataflow.samples.balancing.local_search import even_out
+from spmdrl.dataflow.samples.balancing.node_shares import Seats, Units, nodes_of_units, split_by
 from spmdrl.types import Integers
+from spmdrl.types.partition import largest_differencing
 
 SLACK_PERCENT = 2
 """What the heaviest taker may carry above the mean before rows leave their node."""
 GROUP_SLACK_PERCENT = 5
 """The same where whole groups are dealt: there are fewer of them to choose from."""
-
-# Constants of splitmix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014).
-_GOLDEN_GAMMA = 0x9E3779B97F4A7C15
-_MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-_64_BITS = 2**64 - 1
 
 
 @dataclass(frozen=True)
@@ -34,21 +35,6 @@ class Taker:
 
     rank: int
     node: int
-
-
-@dataclass(frozen=True)
-class TokenCost:
-    """Work of a row of L tokens: linear * L + quadratic * L^2, in arbitrary integer units.
-
-    A decoder layer of width D costs about 24 D^2 operations a token in its matrix products and 2 L D in causal
-    attention, so linear : quadratic = 12 D : 1; the default is D = 1024.
-    """
-
-    linear: int = 12 * 1024
-    quadratic: int = 1
-
-    def of(self, lengths_B: Integers) -> Integers:
-        return self.linear * lengths_B + self.quadratic * lengths_B * lengths_B
 
 
 @dataclass(frozen=True)
@@ -70,7 +56,7 @@ def assign_rows(
     group_size: int | None = None,
     locality: bool = True,
 ) -> list[Integers]:
-    """Deal rows over takers, each row once; returns ascending rows a taker, in the order of `takers`.
+    """Deal rows over takers, each row once; returns ascending rows per taker, in the order of `takers`.
 
     A unit is a row, or with `group_size` the rows of a group (row // group_size). The heaviest taker carries at most
     `SLACK_PERCENT` (groups: `GROUP_SLACK_PERCENT`) above the mean wherever no unit costs more than that percentage of
@@ -89,18 +75,18 @@ def assign_rows(
     rows, unit_of_row, units = _units(loads, seats, group_size)
     limit = _limit(units.costs, len(takers), GROUP_SLACK_PERCENT if group_size else SLACK_PERCENT)
     nodes = nodes_of_units(units, seats, limit=limit)
-    seat_of_unit, carried = _longest_first(units.costs, nodes, seats)
-    seat_of_unit = even_out(seat_of_unit, units.costs, carried, nodes_S=seats.nodes, limit=limit)
+    seat_of_unit = _seats_of_units(units.costs, nodes, seats)
+    seat_of_unit = even_out(seat_of_unit, units.costs, nodes=seats.nodes, limit=limit)
     return split_by(seats.takers[seat_of_unit][unit_of_row], len(takers), values=rows)
 
 
 def deal_groups(
     homes_G: Integers, lengths_G: Integers, takers: Sequence[Taker], *, seed: int, step: int, locality: bool = True
 ) -> list[Integers]:
-    """Deal whole groups for generation: ascending positions of groups a taker, in the order of `takers`.
+    """Deal whole groups for generation: ascending positions of groups per taker, in the order of `takers`.
 
     The takers of a group's home node share its groups evenly: equal numbers first, since responses cost most, then
-    equal prompt lengths. A group without a taker at home goes to the node with the fewest groups a taker. Without
+    equal prompt lengths. A group without a taker at home goes to the node with the fewest groups per taker. Without
     `locality`, homes don't count.
     """
     if not takers:
@@ -110,14 +96,14 @@ def deal_groups(
     if not locality:
         takers, homes_G = _on_one_node(takers, homes_G)
     seats = _seat(takers, seed=seed, step=step)
-    order_U = np.argsort(-lengths_G, kind="stable")
-    lengths_U = lengths_G[order_U]
-    units = Units(lengths_U + (lengths_G.sum() + 1), lengths_U, seats.number_nodes(homes_G[order_U]))
+    order = np.argsort(-lengths_G, kind="stable")
+    lengths = lengths_G[order]
+    units = Units(lengths + (lengths_G.sum() + 1), lengths, seats.number_nodes(homes_G[order]))
     # A limit that no rank can reach, so that all units stay at home.
     nodes = nodes_of_units(units, seats, limit=int(units.costs.sum()))
-    seat_of_unit, _ = _longest_first(units.costs, nodes, seats)
-    taker_of_group = np.empty_like(order_U)
-    taker_of_group[order_U] = seats.takers[seat_of_unit]
+    seat_of_unit = _seats_of_units(units.costs, nodes, seats)
+    taker_of_group = np.empty_like(order)
+    taker_of_group[order] = seats.takers[seat_of_unit]
     return split_by(taker_of_group, len(takers))
 
 
@@ -127,7 +113,7 @@ def deal_new_groups(
     """Deal groups of which some have a taker already (its position in `takers`, -1 where there is none).
 
     The others go, the longest prompt first, to the taker with the fewest groups, then the fewest prompt tokens. Returns
-    ascending positions of groups a taker, in the order of `takers`.
+    ascending positions of groups per taker, in the order of `takers`.
     """
     seats = _seat(takers, seed=seed, step=step)
     taken = taker_of_group >= 0
@@ -144,30 +130,24 @@ def deal_new_groups(
     return split_by(out, len(takers))
 
 
-def homes_of_groups(num_groups: int, takers_N: Integers, *, seed: int, step: int, locality: bool = True) -> Integers:
-    """The home node of each group [G]: consecutive parts, as large as the node has ranks that generate.
+def homes_of_groups(num_groups: int, num_takers: Integers, *, seed: int, step: int, locality: bool = True) -> Integers:
+    """The home node of each group [G]: consecutive parts, as large as the node has ranks that generate, `num_takers`.
 
     What remains goes to other such nodes each step. Without `locality`, groups go round all nodes in turn, as the paper
     stores them.
     """
     groups = np.arange(num_groups, dtype=np.int64)
     if not locality:
-        return groups % takers_N.size
-    nodes = np.flatnonzero(takers_N)
-    parts = num_groups * takers_N[nodes] // takers_N.sum()
-    has_one_more = (np.arange(nodes.size) - _scramble(seed, step)) % nodes.size < num_groups - parts.sum()
+        return groups % num_takers.size
+    nodes = np.flatnonzero(num_takers)
+    parts = num_groups * num_takers[nodes] // num_takers.sum()
+    has_one_more = (np.arange(nodes.size) + _scramble(seed, step) % nodes.size) % nodes.size < num_groups - parts.sum()
     return np.repeat(nodes, parts + has_one_more)
 
 
 def _scramble(*counters: int) -> int:
-    """An integer in [0, 2^62) that depends on all counters: splitmix64 of each in turn."""
-    bits = 0
-    for counter in counters:
-        bits = (bits + counter * _GOLDEN_GAMMA + _GOLDEN_GAMMA) & _64_BITS
-        bits = ((bits ^ (bits >> 30)) * _MULTIPLIERS[0]) & _64_BITS
-        bits = ((bits ^ (bits >> 27)) * _MULTIPLIERS[1]) & _64_BITS
-        bits ^= bits >> 31
-    return bits >> 2
+    """An integer that depends on all counters, the same on every platform."""
+    return int.from_bytes(hashlib.blake2b(repr(counters).encode(), digest_size=8).digest(), "big")
 
 
 def _on_one_node(takers: Sequence[Taker], homes: Integers) -> tuple[list[Taker], Integers]:
@@ -204,29 +184,24 @@ def _units(loads: RowLoads, seats: Seats, group_size: int | None) -> tuple[Integ
     return rows, place[units_in_row_order], Units(costs[order], tokens[order], seats.number_nodes(homes[order]))
 
 
-def _limit(costs_U: Integers, num_takers: int, slack_percent: int) -> int:
+def _limit(costs: Integers, num_takers: int, slack_percent: int) -> int:
     """What the heaviest taker may carry: the mean and its slack, or more where no deal of these units can do with it.
 
     Of the k * num_takers + 1 costliest units, some taker carries at least k + 1.
     """
-    sums = np.concatenate([[0], costs_U.cumsum()])
+    sums = np.concatenate([[0], costs.cumsum()])
     total = int(sums[-1])
-    ends = np.arange(1, costs_U.size + 1, num_takers)
+    ends = np.arange(1, costs.size + 1, num_takers)
     unavoidable = int((sums[ends] - sums[ends - 1 - np.arange(ends.size)]).max())
     return max(total * (100 + slack_percent) // (100 * num_takers), -(-total // num_takers), unavoidable)
 
 
-def _longest_first(costs_U: Integers, nodes_U: Integers, seats: Seats) -> tuple[Integers, list[int]]:
-    """Give each unit, the costliest first, to the lightest seat of its node; returns seats of units, loads of seats."""
-    bits = len(seats.takers).bit_length()
-    mask = (1 << bits) - 1
-    # load and seat in one integer, so that a heap compares them at once; ascending numbers are a heap already
-    heaps: list[list[int]] = [[] for _ in range(seats.num_nodes)]
-    for seat, node in enumerate(seats.nodes.tolist()):
-        heaps[node].append(seat)
-    lightest = [
-        heapq.heapreplace(heap := heaps[node], heap[0] + (cost << bits))
-        for cost, node in zip(costs_U.tolist(), nodes_U.tolist(), strict=True)
-    ]
-    loads = sorted((load & mask, load >> bits) for heap in heaps for load in heap)
-    return np.array([load & mask for load in lightest]), [load for _, load in loads]
+def _seats_of_units(costs: Integers, nodes: Integers, seats: Seats) -> Integers:
+    """Spread each node's units evenly over its seats, the heaviest share to the first; returns seats of units."""
+    out = np.empty_like(nodes)
+    seats_by_node = split_by(seats.nodes, seats.num_nodes)
+    for own_seats, units in zip(seats_by_node, split_by(nodes, seats.num_nodes), strict=True):
+        shares = largest_differencing(costs[units].tolist(), own_seats.size)
+        for seat, share in zip(own_seats.tolist(), shares, strict=True):
+            out[units[share]] = seat
+    return out

@@ -10,7 +10,6 @@ import numpy as np
 from spmdrl.dataflow.samples.balancing.balance import (
     RowLoads,
     Taker,
-    TokenCost,
     assign_rows,
     deal_groups,
     deal_new_groups,
@@ -20,6 +19,7 @@ from spmdrl.dataflow.samples.balancing.sharing import RowGroups
 from spmdrl.dataflow.samples.control.catalogue import Catalogue
 from spmdrl.resources.startup.launch import LaunchEnvironment
 from spmdrl.types import Integers, WorkerState
+from spmdrl.types.partition import TOKENS, RowCost
 
 Shares = Mapping[int, Integers]
 """The rows of each rank that has some."""
@@ -31,7 +31,7 @@ class DealRules:
 
     launch: LaunchEnvironment
     seed: int
-    cost: TokenCost = field(default_factory=TokenCost)
+    cost: RowCost = TOKENS
     locality: bool = True
     row_groups: Mapping[WorkerState, RowGroups] = field(default_factory=dict)
     """in which states ranks work on the same rows; in others, each rank works on its own"""
@@ -44,9 +44,11 @@ class DealRules:
 
     def homes(self, num_groups: int, step: int) -> Integers:
         """The home node of each group [G] of a step."""
+        if self.launch.num_nodes == 1:
+            return np.zeros(num_groups, dtype=np.int64)
         generating = [taker.node for taker in self.takers(WorkerState.GENERATION)]
-        takers_N = np.bincount(generating, minlength=self.launch.num_nodes)
-        return homes_of_groups(num_groups, takers_N, seed=self.seed, step=step, locality=self.locality)
+        num_takers = np.bincount(generating, minlength=self.launch.num_nodes)
+        return homes_of_groups(num_groups, num_takers, seed=self.seed, step=step, locality=self.locality)
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,8 @@ class Dealer:
     def deal_generation(self, rows: Integers, catalogue: Catalogue) -> Shares:
         """Rows of whole groups, ascending, for the ranks that generate them."""
         takers = self._rules.takers(WorkerState.GENERATION)
+        if len(takers) == 1:
+            return {takers[0].rank: rows}
         first = rows[:: self._group_size]
         dealt = self._carried
         if dealt is None:
@@ -106,15 +110,20 @@ class Dealer:
 
     def deal(self, state: WorkerState, rows: Integers, catalogue: Catalogue, *, by_group: bool = False) -> Shares:
         """Rows for the ranks that take them for a state; `by_group`: whole groups to a rank."""
-        lengths = (catalogue.lengths("prompt_ids").clip(min=0) + catalogue.lengths("response_ids").clip(min=0))[rows]
         takers = self._rules.takers(state)
+        if len(takers) == 1:
+            return {takers[0].rank: rows}
+        lengths = (catalogue.lengths("prompt_ids").clip(min=0) + catalogue.lengths("response_ids").clip(min=0))[rows]
         key = (tuple(takers), by_group)
         known = self._deals.get(key)
         # States that take the same rows get the same shares, and a large batch takes a second to deal.
         if known is not None and np.array_equal(known.rows, rows) and np.array_equal(known.lengths, lengths):
             return known.shares
+        costs = self._rules.cost.of(lengths)
+        # Leave room for sums of all and for percentages of these in 64 bits.
+        costs >>= max(int(costs.max(initial=0)).bit_length() + rows.size.bit_length() - 54, 0)
         dealt = assign_rows(
-            RowLoads(rows, catalogue.homes[rows], self._rules.cost.of(lengths), lengths),
+            RowLoads(rows, catalogue.homes[rows], costs, lengths),
             takers,
             seed=self._rules.seed,
             step=self._step,

@@ -1,7 +1,4 @@
-"""Decides which node works on what: its own units, but for what its takers may not carry.
-
-Shape letters: `U` units (rows that stay together), the costliest first; `S` seats (takers in this step's order).
-"""
+"""Decides which node works on what: its own units, but for what its takers may not carry."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from spmdrl.types import Integers
 
 @dataclass(frozen=True)
 class Seats:
-    """Takers in the order in which they come first in this step."""
+    """Takers in the order in which they come first in this step; arrays are [num_seats]."""
 
     takers: Integers
     """their places in the caller's order"""
@@ -37,7 +34,7 @@ class Seats:
 
 @dataclass(frozen=True)
 class Units:
-    """What is dealt in one piece, the costliest first and of equals the first row first; each is [U]."""
+    """What is dealt in one piece, the costliest first and of equals the first row first; arrays are [num_units]."""
 
     costs: Integers
     tokens: Integers
@@ -48,7 +45,7 @@ class Units:
 def nodes_of_units(units: Units, seats: Seats, *, limit: int) -> Integers:
     """The node that works on each unit: its home, but for what has no taker there and what these may not carry.
 
-    `limit` is what one taker may carry. Other nodes get it, the one with the least load a taker first.
+    `limit` is what one taker may carry. Other nodes get it, the one with the least load per taker first.
     """
     nodes = units.homes.copy()
     at_home = nodes >= 0
@@ -66,11 +63,11 @@ def nodes_of_units(units: Units, seats: Seats, *, limit: int) -> Integers:
 
 
 class _Receivers:
-    """Nodes by load a taker, the lightest first."""
+    """Nodes by load per taker, the lightest first."""
 
     def __init__(self, loads: list[int], sizes: list[int]):
         self._loads, self._sizes = loads, sizes
-        # Loads a taker, times a common number, so that they are integers.
+        # Loads per taker, times a common number, so that they are integers.
         common = math.lcm(*sizes)
         self._weights = [common // size for size in sizes]
         self._heap = [(loads[node] * self._weights[node], node) for node in range(len(loads))]
@@ -92,7 +89,7 @@ class _Receivers:
 def _shed(units: Units, nodes: Integers, receivers: _Receivers, *, home: int, excess: int, limit: int) -> None:
     """Move units worth `excess`, rounded up to a unit, from their home to light nodes, as far as these can take them.
 
-    Those with the most cost a token go first, as they cost the least bytes, as long as they fit into the excess; then
+    Those with the most cost per token go first, as they cost the least bytes, as long as they fit into the excess; then
     the cheapest of the others, which is worth all that is left.
     """
     mine = np.flatnonzero(units.homes == home)
@@ -110,3 +107,12 @@ def _shed(units: Units, nodes: Integers, receivers: _Receivers, *, home: int, ex
     cost, unit = min(too_large, default=(0, -1))
     if cost and receivers.can_take(cost, limit):
         nodes[unit] = receivers.give(cost)
+
+
+def split_by(owners: Integers, num_owners: int, *, values: Integers | None = None) -> list[Integers]:
+    """The values (default: positions) of each owner, in their order."""
+    # numpy sorts 16 bits in linear time.
+    order = np.argsort(owners.astype(np.uint16) if num_owners <= 2**16 else owners, kind="stable")
+    ends = np.bincount(owners, minlength=num_owners).cumsum().tolist()
+    sorted_values = order if values is None else values[order]
+    return [sorted_values[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)]
