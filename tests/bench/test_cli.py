@@ -10,6 +10,7 @@ import pytest
 from tests.support.jobs import environment
 
 from spmdrl.bench.cli import BENCHES, bench_named, docstring_of, main
+from spmdrl.cli.command_line import main as spmdrl_main
 
 
 def test_help_imports_no_torch():
@@ -31,6 +32,21 @@ def test_every_bench_has_the_help_of_its_module():
         module = importlib.import_module(f"spmdrl.bench.{module}")
         assert docstring_of(name).splitlines()[0] == (module.__doc__ or "").strip().splitlines()[0]
         assert callable(bench_named(name).add_arguments) and callable(bench_named(name).run)
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("nodes --rows-per-node 30", "30 rows a node, but it must be a multiple of 8, the responses a prompt; try 24"),
+        ("samples --groups 0", "num_groups of the rows is 0, but must be >= 1; choose a larger one"),
+        ("step --model m --prompts p --steps 1", "--steps 1 leaves no step after 1 of warm-up; raise it"),
+        ("training --model nowhere", "nowhere"),
+    ],
+)
+def test_sizes_that_cant_be_are_refused_in_one_line(command: str, message: str, capsys):
+    assert spmdrl_main(["bench", *command.split()]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and message in lines[0]
 
 
 def test_a_bench_that_is_not_there_is_refused_with_those_that_are(capsys):

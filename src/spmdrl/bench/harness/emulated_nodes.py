@@ -76,7 +76,7 @@ def emulated_nodes(count: int, link_bytes_per_second: float) -> Iterator[list[No
     """
     if not 1 <= count <= MAX_NODES:
         raise ValueError(f"{count} emulated nodes, but 1 to {MAX_NODES} are possible; choose fewer")
-    _remove([name for name in _existing() if not _is_alive(_owner(name))])
+    _remove([name for name in _existing() if not Path(f"/proc/{_owner(name)}").exists()])
     with sigterm_as_exit():
         try:
             yield _make(count, link_bytes_per_second)
@@ -145,16 +145,6 @@ def _existing() -> list[str]:
     """All namespaces that this module made, whichever process did."""
     listed = [line.split()[0] for line in _run("ip netns list").splitlines() if line]
     return [name for name in listed if re.fullmatch(r"spmdrl-\d+-\w+", name)]
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 def _run(command: str) -> str:

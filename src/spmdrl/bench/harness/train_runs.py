@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from spmdrl.bench.harness.peers import run_to_end
+from spmdrl.config.reader import ConfigError
 
 # The first step of a process builds caches and optimizer state.
 STEPS_OF_WARM_UP = 1
@@ -21,9 +22,9 @@ _SETTINGS = {
 
 
 def check_steps(num_steps: int) -> None:
-    """Raises ValueError if warm-up leaves none of a run's steps."""
+    """Raises ConfigError if warm-up leaves none of a run's steps."""
     if num_steps <= STEPS_OF_WARM_UP:
-        raise ValueError(f"--steps {num_steps} leaves no step after {STEPS_OF_WARM_UP} of warm-up; raise it")
+        raise ConfigError(f"--steps {num_steps} leaves no step after {STEPS_OF_WARM_UP} of warm-up; raise it")
 
 
 def train_steps(

@@ -19,6 +19,7 @@ from spmdrl.bench.harness.bench_table import BenchTable
 from spmdrl.bench.harness.emulated_nodes import INTERFACE, emulated_nodes, refusal
 from spmdrl.bench.nodes.flow_rank import VARIANTS, FlowFigures, FlowTask, measure_variants
 from spmdrl.bench.nodes.sample_flow import FlowSize
+from spmdrl.config.reader import start_up
 from spmdrl.resources.startup.rendezvous import Network
 
 _SHORT_NAMES = {"dock": "", "dock, locality off": "_locality_off", "central buffer": "_central"}
@@ -42,9 +43,10 @@ def _counts(text: str) -> list[int]:
 
 def run(arguments: argparse.Namespace) -> BenchTable:
     """Measure all node counts. Where namespaces aren't permitted, the table has the reason, and hasn't passed."""
+    with start_up():
+        size = FlowSize(rows_per_node=arguments.rows_per_node)
     if reason := refusal():
         return BenchTable("bench nodes: not run", [{"reason": reason}], passed=False)
-    size = FlowSize(rows_per_node=arguments.rows_per_node)
     task = FlowTask(size, arguments.steps, INTERFACE)
     measured = {}
     with emulated_nodes(max(arguments.nodes), arguments.link_mb * 1e6) as nodes:

@@ -24,6 +24,7 @@ from spmdrl.bench.resharding.resharding_ranks import (
     ReshardTask,
     measure_resharding,
 )
+from spmdrl.config.reader import start_up
 from spmdrl.dataflow.resharding.moving.gather import ReshardConfig
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.resources.layout import UpdateLayout, fit_update_layout
@@ -50,10 +51,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> BenchTable:
     """Measure every layout on ranks of its own. Raises RuntimeError with the traceback of ranks that failed."""
+    with start_up():
+        model, layouts = model_of(arguments), layouts_of(arguments.ranks)
     bucket_bytes = round(arguments.bucket_mib * _MIB)
     found = {}
-    for layout in layouts_of(arguments.ranks):
-        task = ReshardTask(model_of(arguments), layout, arguments.dtype, bucket_bytes, arguments.rounds)
+    for layout in layouts:
+        task = ReshardTask(model, layout, arguments.dtype, bucket_bytes, arguments.rounds)
         found[layout] = BenchRanks(arguments.ranks).call(measure_resharding, task)
     ratios = ratios_of(found, bucket_bytes)
     rows = [row for layout, ranks in found.items() for row in _rows(layout, ranks, bucket_bytes)]

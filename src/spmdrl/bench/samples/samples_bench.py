@@ -25,6 +25,7 @@ from spmdrl.bench.harness.peers import copy_modules, running
 from spmdrl.bench.samples.sample_driver import StoreFigures, StoreTask, measure_memcpy
 from spmdrl.bench.samples.sample_ranks import DockFigures, measure_dock
 from spmdrl.bench.samples.sample_rows import Rows, RowsSize, padded_rows, ragged_rows
+from spmdrl.config.reader import start_up
 
 MEMCPY, VIEWS, COPIES = "memcpy", "dock", "dock, copied out"
 HEADLINE = VIEWS
@@ -73,7 +74,8 @@ Ways = Mapping[str, ContenderResults[Mapping[str, StoreFigures]]]
 
 def run(arguments: argparse.Namespace) -> BenchTable:
     """Measure all in turn. Raises RuntimeError if the dock fails; another way that fails has a row with the reason."""
-    size = RowsSize(arguments.groups, arguments.group_size, arguments.prompt_length, arguments.response_length)
+    with start_up():
+        size = RowsSize(arguments.groups, arguments.group_size, arguments.prompt_length, arguments.response_length)
     shapes = {"padded": padded_rows(size), "ragged": ragged_rows(size)}
     requests = -(-arguments.requests // (arguments.rounds * len(shapes)))
     task = StoreTask(tuple(shapes), arguments.chunk, _WARM_UP, _STEPS, requests)

@@ -23,6 +23,7 @@ from spmdrl.bench.harness.bench_models import qwen3, write_model
 from spmdrl.bench.harness.bench_table import BenchTable
 from spmdrl.bench.harness.in_turn import in_turn
 from spmdrl.bench.training.plain_training import BATCHINGS, PlainTrainer
+from spmdrl.config.reader import start_up
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf.model_folder import read_config
 from spmdrl.engines.models.hf.weight_check import open_weights
@@ -68,7 +69,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> BenchTable:
     """Run all in turn, and compare medians. Raises ValueError where their losses differ."""
     with open_world(arguments.device) as world, _model_folder(arguments.model) as folder:
-        config = read_config(folder)
+        with start_up():
+            config = read_config(folder)
         rows = make_rows(config.vocab_size, arguments)
         steps, max_tokens = _contenders(folder, config, rows, world, arguments.max_tokens)
         losses = {name: step() for name, step in steps.items()}
