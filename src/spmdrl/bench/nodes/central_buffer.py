@@ -135,28 +135,6 @@ class CentralDock:
             _hosted.clear()
         barrier()
 
-    def put(self, batch: Batch) -> None:
-        self.volume.count_put(self._link, column_bytes(batch))
-        if _hosted is not None:
-            _hosted.put(batch)
-        else:
-            rpc.rpc_sync(_HOST, remote_put, (pack(batch),))
-
-    def take(self, names: list[str]) -> Batch:
-        if _hosted is not None:
-            batch = _hosted.take(self.world.rank, names)
-        else:
-            columns = torch.tensor([column_number(name) for name in names], dtype=torch.int64)
-            batch = read_frame(rpc.rpc_sync(_HOST, remote_take, (self.world.rank, columns)))
-        self.volume.count_get(self._link, column_bytes(batch))
-        return batch
-
-    @property
-    def _link(self) -> Link:
-        if self.world.is_main:
-            return Link.PROCESS
-        return Link.NODE if self.world.node == 0 else Link.CROSS_NODE
-
     def __enter__(self) -> CentralDock:
         return self
 
@@ -173,19 +151,26 @@ class CentralSamples:
     def __init__(self, dock: CentralDock, num_rows: int, group_size: int):
         self.num_rows = num_rows
         self.group_size = group_size
-        self._dock = dock
+        self._dock, self._world = dock, dock.world
         self._generated: list[int] = []
 
     def deal_generation(self) -> list[int]:
         """The rows, in whole groups, that this rank generates: equally many each."""
-        world, num_groups = self._dock.world, self.num_rows // self.group_size
-        first, stop = (rank * num_groups // world.size * self.group_size for rank in (world.rank, world.rank + 1))
+        rank, size, num_groups = self._world.rank, self._world.size, self.num_rows // self.group_size
+        first, stop = (number * num_groups // size * self.group_size for number in (rank, rank + 1))
         self._generated = list(range(first, stop))
         return self._generated
 
     def take(self, state: WorkerState, names: Iterable[str]) -> Batch:
         """This rank's share of all rows, with the named columns."""
-        return self._dock.take(sorted(names))
+        wanted = sorted(names)
+        if _hosted is not None:
+            batch = _hosted.take(self._world.rank, wanted)
+        else:
+            columns = torch.tensor([column_number(name) for name in wanted], dtype=torch.int64)
+            batch = read_frame(rpc.rpc_sync(_HOST, remote_take, (self._world.rank, columns)))
+        self._dock.volume.count_get(self._link, column_bytes(batch))
+        return batch
 
     def take_generated(self, state: WorkerState) -> list[int]:
         """The rows that this rank generated; nothing is moved."""
@@ -193,8 +178,18 @@ class CentralSamples:
 
     def put(self, state: WorkerState, batch: Batch) -> None:
         """Store columns in the buffer."""
-        self._dock.put(batch)
+        self._dock.volume.count_put(self._link, column_bytes(batch))
+        if _hosted is not None:
+            _hosted.put(batch)
+        else:
+            rpc.rpc_sync(_HOST, remote_put, (pack(batch),))
 
     def commit(self, state: WorkerState) -> None:
         """Wait until all ranks have put and taken all that they do in `state`. Collective over all ranks."""
         barrier()
+
+    @property
+    def _link(self) -> Link:
+        if self._world.is_main:
+            return Link.PROCESS
+        return Link.NODE if self._world.node == 0 else Link.CROSS_NODE
