@@ -108,7 +108,10 @@ def keep_answers(checked: CheckedRun, world: World, folder: Path) -> KeptAnswers
         console.note(note)
     replica = load_replica(config, source, world, console)
     requests = _requests(config, prompts, replica, sampling, done, source.decoder.max_positions)
-    progress = _progress(replica, requests) if world.is_main else None
+    # Those of this replica alone: others have as many rows, give or take a prompt.
+    unit = "rows" if len(replica.mesh.replicas) == 1 else "rows of this replica"
+    num_rows = sum(len(request.rows) for request in requests)
+    progress = GenerationProgress(num_rows, unit) if world.is_main else None
     prompts_of_requests = [prompts[request.rows[0] // config.eval.num_samples] for request in requests]
     with ExitStack() as stack:
         turns = build_turns(config, replica, prepared, world, stack)
@@ -136,12 +139,6 @@ def _requests(
         if rows:
             requests.append(Request(rows, prompt_ids, seeds, limited))
     return requests
-
-
-def _progress(replica: Replica, requests: Sequence[Request]) -> GenerationProgress:
-    # Those of this replica alone: others have as many rows, give or take a prompt.
-    rows_shown = "rows" if len(replica.mesh.replicas) == 1 else "rows of this replica"
-    return GenerationProgress(sum(len(request.rows) for request in requests), rows_shown)
 
 
 def _identity(config: Config, source: ModelSource, prompts: Sequence[Prompt]) -> dict[str, object]:

@@ -20,7 +20,7 @@ from spmdrl.engines.training.batching.packed_rows import LossTerms, MicroBatch, 
 from spmdrl.engines.training.training_engine import TrainingEngine, UpdateResult
 from spmdrl.job.evaluation.evaluator import build_evaluator
 from spmdrl.job.evaluation.held_out import HeldOut
-from spmdrl.job.model.model_source import ModelSource, prepare_model
+from spmdrl.job.model.model_source import prepare_model
 from spmdrl.job.model.replica import build_policys_replica
 from spmdrl.job.model.role_models import RoleModels, build_role_models, saved_state
 from spmdrl.job.model.switching import build_switching
@@ -74,7 +74,7 @@ def warm_started(checked: CheckedRun, world: World) -> CheckedRun:
     else:
         with start_up():
             # Refuses a folder whose supervised run, which has ended, was another one.
-            Run(warm_start, world).admit({POLICY: ModelSource.of(prepare_model(inner, world))})
+            Run(warm_start, world).admit({POLICY: prepare_model(inner, world)})
     if model is None:
         raise ConfigError(f"the warm start left no checkpoint in {folder}: the disk refused it; free some")
     console.note(f"--- now {config.algo.name}: {config.train.max_steps} steps with rewards, from {model} ---")

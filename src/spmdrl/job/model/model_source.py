@@ -97,27 +97,23 @@ def token_ids_of(folder: Path) -> dict[str, object]:
     return {key: value for key, value in raw.items() if key.endswith("_token_id")}
 
 
-def prepare_model(config: Config, world: World) -> Path:
-    """The folder of the model to start from: a Hugging Face folder, a run's newest checkpoint, or one made by code.
+def prepare_model(config: Config, world: World) -> ModelSource:
+    """The model to start from: of a Hugging Face folder, of a run's newest checkpoint, or made by code.
 
     Collective: the main rank makes the model where `model.make` asks for one, and all ranks must find the same. Raises
     ValueError where the run's folder holds one of other sizes.
     """
-    folder = _model_folder(config, world)
-    world.agree(lambda: model_facts(folder))
-    return folder
-
-
-def _model_folder(config: Config, world: World) -> Path:
     if config.model.make is not None:
         folder = config.run.folder / "initial_model"
         if world.is_main and not folder.exists():
             make_model_folder(folder, config.model.make, config.seed)
         barrier()
         _check_made(folder, config)
-        return folder
-    assert config.model.path is not None
-    return newest_model(Path(config.model.path), world) or resolve_model_folder(config.model.path)
+    else:
+        assert config.model.path is not None
+        folder = newest_model(Path(config.model.path), world) or resolve_model_folder(config.model.path)
+    world.agree(lambda: model_facts(folder))
+    return ModelSource.of(folder)
 
 
 def agree_on_models(sources: Mapping[Role, ModelSource], world: World) -> None:

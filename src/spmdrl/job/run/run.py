@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 from spmdrl.engines.training.checkpoints.checkpoint import CheckpointStore
 from spmdrl.job.model.model_source import CHECKPOINTS, MODEL, ModelSource
@@ -15,7 +16,7 @@ from spmdrl.job.run.memory_advice import explained_memory
 from spmdrl.job.run.model_card import CARD, model_card
 from spmdrl.job.run.outcome import note_abandoned, outcome_of, tracked_run, write_early_end, write_outcome, write_start
 from spmdrl.job.run.resuming import RUN_FILE, ResumePoint, Resuming, RunRecord
-from spmdrl.job.run.run_folder import check_disk_space, checkpoint_bytes, num_parameters, on_every_rank, on_main
+from spmdrl.job.run.run_folder import check_disk_space, num_parameters, on_every_rank, on_main
 from spmdrl.job.run.run_logs import RunLogs
 from spmdrl.job.run.savable import Savable
 from spmdrl.job.start.run_identity import identity_of
@@ -79,10 +80,10 @@ class Run:
         steps_left = 0 if record.is_finished else self.num_steps - record.step
         if steps_left > 0:
             decoders = [source.decoder for role, source in sources.items() if role.checkpoint is not None]
-            num_bytes = checkpoint_bytes(
-                config.checkpoint, decoders, config.model.compute_dtype(self.world.device.kind)
+            dtype = config.model.compute_dtype(self.world.device.kind)
+            on_main(
+                self.world, partial(check_disk_space, config.run, self._store, decoders, dtype, num_steps=steps_left)
             )
-            on_main(self.world, lambda: check_disk_space(config.run, self._store, num_bytes, num_steps=steps_left))
 
     def resume(self, state: Savable) -> None:
         """Read the checkpoint that was chosen, and begin to write into the folder. `state` is what checkpoints hold."""
@@ -162,8 +163,12 @@ class Run:
     def recording_failure(self) -> Iterator[None]:
         """Record an exception in summary and report, then re-raise it, explained."""
         config = self._checked.config
+
+        def failed_stage() -> str | None:
+            return self.logs.timeline.failed_stage if self._has_begun else None
+
         try:
-            with explained_memory(config.rollout, config.train, self._failed_stage):
+            with explained_memory(config.rollout, config.train, failed_stage):
                 yield
         except KeyboardInterrupt as failure:
             # Published at once, before the report takes its time.
@@ -174,9 +179,6 @@ class Run:
             first = self.world.first_failure(failure)
             self._end_early("failed", first.cause if first.rank == 0 else f"rank {first.rank}: {first.cause}")
             raise
-
-    def _failed_stage(self) -> str | None:
-        return self.logs.timeline.failed_stage if self._has_begun else None
 
     def _end_early(self, verdict: str, error: str | None) -> None:
         self.console.close()

@@ -17,7 +17,7 @@ from spmdrl.config.config import RunConfig
 from spmdrl.config.reader import ConfigError
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf.model_folder import parameter_shapes
-from spmdrl.engines.training.checkpoints.checkpoint import CheckpointConfig, CheckpointStore
+from spmdrl.engines.training.checkpoints.checkpoint import CheckpointStore
 from spmdrl.observability.holder import LOCK_FILE, FolderHeld, held
 from spmdrl.observability.terminal.console import Console
 from spmdrl.resources.collectives import broadcast_bytes, gather_bytes
@@ -114,18 +114,16 @@ def num_parameters(decoder: DecoderConfig) -> int:
     return sum(prod(shape) for shape in parameter_shapes(decoder).values())
 
 
-def checkpoint_bytes(config: CheckpointConfig, decoders: Iterable[DecoderConfig], dtype: torch.dtype) -> int:
-    """The size of one checkpoint's tensors, which are those of all these models."""
-    trainer = 0 if config.model_only else _TRAINER_BYTES_PER_PARAMETER
-    return sum(map(num_parameters, decoders)) * (dtype.itemsize + trainer)
-
-
-def check_disk_space(config: RunConfig, store: CheckpointStore, num_bytes: int, *, num_steps: int) -> None:
-    """Refuse a disk on which the checkpoints of `num_steps` more steps don't fit, `num_bytes` each.
+def check_disk_space(
+    config: RunConfig, store: CheckpointStore, decoders: Iterable[DecoderConfig], dtype: torch.dtype, *, num_steps: int
+) -> None:
+    """Refuse a disk on which the checkpoints of `num_steps` more steps don't fit; each holds all these models.
 
     A checkpoint is written whole before the oldest goes, so there is one more than is kept. Raises ValueError.
     """
     checkpoint, present = store.config, len(store.steps())
+    bytes_each = dtype.itemsize + (0 if checkpoint.model_only else _TRAINER_BYTES_PER_PARAMETER)
+    num_bytes = sum(map(num_parameters, decoders)) * bytes_each
     num_saves = -(-num_steps // checkpoint.interval) if checkpoint.interval else 1
     count = max(1, min(num_saves, checkpoint.keep_last + 1 + (checkpoint.best is not None)) - present)
     folder = config.folder

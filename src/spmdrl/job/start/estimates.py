@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from spmdrl.config.config import Config
@@ -14,7 +13,7 @@ from spmdrl.dataflow.resharding.planning.slice_layouts import (
 )
 from spmdrl.engines.generation.native.cache.paged import CacheShape
 from spmdrl.engines.models.decoder import DecoderConfig
-from spmdrl.engines.models.hf.model_folder import parameter_shapes
+from spmdrl.job.run.run_folder import num_parameters
 from spmdrl.job.start.prepared import Prepared
 from spmdrl.job.start.start_checks import CheckedRun
 from spmdrl.observability.terminal.units import bytes_text, count
@@ -83,10 +82,10 @@ def estimate_lines(
     """The estimates as text."""
     config, rollout, prompts = checked.config, checked.config.rollout, prepared.prompts
     decoders = {role: source.decoder for role, source in prepared.sources.items()}
-    num_parameters = sum(math.prod(shape) for shape in parameter_shapes(decoders[POLICY]).values())
     owners = rank_bytes(checked, decoders, launch, device_kind)
     dtype = str(config.model.compute_dtype(device_kind)).removeprefix("torch.")
-    yield f"model: {count(num_parameters)} parameters ({num_parameters}), computed in {dtype} on {device_kind}"
+    num_elements = num_parameters(decoders[POLICY])
+    yield f"model: {count(num_elements)} parameters ({num_elements}), computed in {dtype} on {device_kind}"
     named = {owner.replace("_", " "): num_bytes for owner, num_bytes in owners.items() if num_bytes}
     yield "bytes a rank, at most: " + ", ".join(f"{owner} {bytes_text(size)}" for owner, size in named.items())
     generating = owners["generation_weights"] + owners["kv_cache"]

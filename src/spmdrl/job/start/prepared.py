@@ -86,7 +86,7 @@ def prepare_together(checked: CheckedRun, world: World, console: Console) -> Pre
     Warns where prompts come from a chat template whose end of turn doesn't end responses.
     """
     with console.doing("reading the model's config, tokenizer and prompts"):
-        prepared = prepare(checked, ModelSource.of(prepare_model(checked.config, world)))
+        prepared = prepare(checked, prepare_model(checked.config, world))
         agree_on_models(prepared.sources, world)
     prompts = prepared.held_out if prepared.train_prompts is None else prepared.train_prompts
     if prompts is not None and prompts.uses_template and (warning := prepared.tokenizer.end_of_turn_warning()):

@@ -13,7 +13,6 @@ from torch.distributed import HashStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
-    RendezvousParameters,
     RendezvousStoreInfo,
 )
 from torch.distributed.elastic.rendezvous import rendezvous_handler_registry as registered
@@ -61,14 +60,10 @@ def _free_port() -> int:
         return bound.getsockname()[1]
 
 
-def _handler(parameters: RendezvousParameters) -> RendezvousHandler:
-    return OneNodeRendezvous(parameters.run_id)
-
-
 def keep_to_one_node(arguments: Namespace) -> None:
     """Replace torchrun's rendezvous in its arguments, unless they are about several nodes or name one."""
     if arguments.nnodes not in ("1", "1:1") or arguments.rdzv_endpoint:
         return
     if arguments.standalone or arguments.rdzv_backend == "static":
-        registered.register(_BACKEND, _handler)
+        registered.register(_BACKEND, lambda parameters: OneNodeRendezvous(parameters.run_id))
         arguments.standalone, arguments.rdzv_backend = False, _BACKEND
