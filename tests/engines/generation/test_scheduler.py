@@ -3,9 +3,10 @@ from __future__ import annotations
 import pytest
 
 from spmdrl.engines.generation.native.cache.blocks import BlockPool
-from spmdrl.engines.generation.native.cache.scheduler import Scheduler, SchedulerLimits
+from spmdrl.engines.generation.native.cache.scheduler import Scheduler
 from spmdrl.engines.generation.native.running_rows import Admission, Row, groups_of
 from spmdrl.engines.generation.protocol import PartialResponse, Request, SamplingParams
+from spmdrl.engines.generation.rollout_config import RolloutConfig
 
 STOP = 9
 
@@ -17,7 +18,11 @@ def group(first_row: int, num_rows: int, prompt: int | tuple[int, ...], max_toke
 
 
 def scheduler_of(pool: BlockPool, block_size: int, slots: int, prefill: int = 100, shares: bool = True) -> Scheduler:
-    return Scheduler(pool, SchedulerLimits(block_size, slots, prefill, shares))
+    return Scheduler(pool, limits(block_size, slots, prefill), shares_prefixes=shares)
+
+
+def limits(block_size: int, slots: int, prefill: int) -> RolloutConfig:
+    return RolloutConfig(block_size=block_size, max_running_rows=slots, max_prefill_tokens=prefill)
 
 
 def give_token(scheduler: Scheduler, row: Row, token: int) -> bool:

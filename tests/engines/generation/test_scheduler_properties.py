@@ -6,16 +6,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spmdrl.engines.generation.native.cache.blocks import BlockPool
-from spmdrl.engines.generation.native.cache.scheduler import Scheduler, SchedulerLimits
+from spmdrl.engines.generation.native.cache.scheduler import Scheduler
 from spmdrl.engines.generation.native.running_rows import Row
 from spmdrl.engines.generation.protocol import Request
-from tests.engines.generation.test_scheduler import STOP, give_token, group, scheduler_of
+from spmdrl.engines.generation.rollout_config import RolloutConfig
+from tests.engines.generation.test_scheduler import STOP, give_token, group, limits, scheduler_of
 
 
 class Engine:
     """Steps a scheduler over a cache of which each place holds the tokens up to its own: its whole context."""
 
-    def __init__(self, pool: BlockPool, scheduler: Scheduler, limits: SchedulerLimits, draw):
+    def __init__(self, pool: BlockPool, scheduler: Scheduler, limits: RolloutConfig, draw):
         self.pool, self.scheduler, self.limits, self.draw = pool, scheduler, limits, draw
         self.places: dict[tuple[int, int], tuple[int, ...]] = {}
         self.ended: list[int] = []
@@ -99,12 +100,12 @@ def requests_of(shapes) -> list[Request]:
 def test_rows_find_their_context_end_in_turn_and_leak_no_block(
     shapes, late, block_size, slots, prefill, shares, spare, data
 ):
-    requests, limits, pool = requests_of(shapes), SchedulerLimits(block_size, slots, prefill, shares), BlockPool()
+    requests, rollout, pool = requests_of(shapes), limits(block_size, slots, prefill), BlockPool()
     # Room for the longest row alone.
     pool.grow(1 + max(-(-(len(shape[1]) + shape[2] - 1) // block_size) for shape in shapes) + spare)
-    scheduler = Scheduler(pool, limits)
+    scheduler = Scheduler(pool, rollout, shares_prefixes=shares)
     is_ample = pool.num_blocks >= scheduler.blocks_wanted(requests) and slots >= sum(shape[0] for shape in shapes)
-    engine = Engine(pool, scheduler, limits, lambda: data.draw(st.sampled_from([1, 1, 2, STOP])))
+    engine = Engine(pool, scheduler, rollout, lambda: data.draw(st.sampled_from([1, 1, 2, STOP])))
     later = requests[len(requests) - min(late, len(requests) - 1) :]
     scheduler.submit(requests[: len(requests) - len(later)])
     order = [row for request in requests for row in request.rows]

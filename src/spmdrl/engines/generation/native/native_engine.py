@@ -18,7 +18,7 @@ from torch import Tensor
 from spmdrl.engines.generation.expert_choices import ChoiceRecorder
 from spmdrl.engines.generation.native.cache.blocks import BlockPool
 from spmdrl.engines.generation.native.cache.paged import affordable_blocks
-from spmdrl.engines.generation.native.cache.scheduler import Admitted, Scheduler, SchedulerLimits
+from spmdrl.engines.generation.native.cache.scheduler import Admitted, Scheduler
 from spmdrl.engines.generation.native.forward import CachedDecoder
 from spmdrl.engines.generation.native.running_rows import Row
 from spmdrl.engines.generation.native.sampling import RowDrawer
@@ -66,23 +66,14 @@ class NativeEngine:
         self._device = device
         self._mesh = lone_generation_mesh() if mesh is None else mesh
         self._lockstep = Lockstep(self._mesh.expert, device)
-        self._forward = CachedDecoder(
-            config,
-            self._mesh,
-            device,
-            dtype,
-            rollout,
-            recorder,
-        )
+        self._forward = CachedDecoder(config, self._mesh, device, dtype, rollout, recorder)
         self._cache = self._forward.cache
         self._weights = self._forward.weights
         self._drawer = RowDrawer(device, decode)
         # A recorder must see every token fed, so none may be taken from others' blocks.
-        self._limits = SchedulerLimits(
-            rollout.block_size, rollout.max_running_rows, rollout.max_prefill_tokens, shares_prefixes=recorder is None
-        )
+        self._shares_prefixes = recorder is None
         self._pool = BlockPool()
-        self._scheduler = Scheduler(self._pool, self._limits)
+        self._scheduler = Scheduler(self._pool, rollout, shares_prefixes=self._shares_prefixes)
         self._most_blocks = 0
         self._is_mid_step = False
         self._others_work = False
@@ -216,7 +207,7 @@ class NativeEngine:
         """Allocate an empty cache, and schedule anew."""
         self._cache.resize(num_blocks)
         self._pool = BlockPool(num_blocks)
-        self._scheduler = Scheduler(self._pool, self._limits)
+        self._scheduler = Scheduler(self._pool, self._rollout, shares_prefixes=self._shares_prefixes)
         self._is_mid_step = False
 
     def _grow_cache(self, num_blocks: int) -> None:

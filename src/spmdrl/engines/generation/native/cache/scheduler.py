@@ -21,20 +21,7 @@ from dataclasses import dataclass
 from spmdrl.engines.generation.native.cache.blocks import BlockPool, PrefixCache
 from spmdrl.engines.generation.native.running_rows import Admission, Chunk, Group, Row, groups_of
 from spmdrl.engines.generation.protocol import Request, Response
-
-
-@dataclass(frozen=True)
-class SchedulerLimits:
-    """What one engine step may hold."""
-
-    block_size: int
-    """Tokens in a block."""
-    max_running_rows: int
-    """Rows decoded at once."""
-    max_prefill_tokens: int
-    """Tokens in the chunks of one step."""
-    shares_prefixes: bool = True
-    """Whether groups share full blocks of equal tokens."""
+from spmdrl.engines.generation.rollout_config import RolloutConfig
 
 
 @dataclass(frozen=True)
@@ -56,12 +43,14 @@ class BlockCopies:
 class Scheduler:
     """The waiting and the running rows of one engine, over the blocks of one pool."""
 
-    def __init__(self, pool: BlockPool, limits: SchedulerLimits):
+    def __init__(self, pool: BlockPool, rollout: RolloutConfig, *, shares_prefixes: bool = True):
+        """Without `shares_prefixes`, groups don't share full blocks of equal tokens."""
         self.running: dict[int, Row] = {}
         """By number, oldest first."""
         self._pool = pool
-        self._limits = limits
-        self._prefixes = PrefixCache(pool, limits.block_size)
+        self._rollout = rollout
+        self._shares_prefixes = shares_prefixes
+        self._prefixes = PrefixCache(pool, rollout.block_size)
         self._waiting: deque[Group] = deque()
         self._unfinished: set[int] = set()
 
@@ -90,7 +79,7 @@ class Scheduler:
         queue = [*self._waiting, *(group for request in requests for group in groups_of(request))]
         least = max((self._most_blocks(group.request) for group in queue), default=0)
         queue.sort(key=self._growth, reverse=True)
-        num_slots = self._limits.max_running_rows - len(self.running)
+        num_slots = self._rollout.max_running_rows - len(self.running)
         wanted = self._pool.num_blocks - self._pool.num_free
         # One more each, as a row may have to copy the block that it shares with its siblings.
         wanted += sum(self._most_blocks(row.request) + 1 - len(row.table) for row in self.running.values())
@@ -102,8 +91,8 @@ class Scheduler:
 
     def admit(self) -> Admitted:
         """Start waiting rows, first come first served, until the next one lacks a slot, blocks or its last chunk."""
-        admitted, num_tokens = Admitted([], []), self._limits.max_prefill_tokens
-        while self._waiting and len(self.running) < self._limits.max_running_rows:
+        admitted, num_tokens = Admitted([], []), self._rollout.max_prefill_tokens
+        while self._waiting and len(self.running) < self._rollout.max_running_rows:
             group = self._waiting[0]
             if not self._hold(group):
                 break
@@ -133,7 +122,7 @@ class Scheduler:
 
         Where blocks run out, the newest rows no longer run afterwards.
         """
-        copies, size = BlockCopies([], []), self._limits.block_size
+        copies, size = BlockCopies([], []), self._rollout.block_size
         for row in list(self.running.values()):
             index = (row.length - 1) // size
             # Checked again after each block that is freed: a holder less may make the row's own block its own.
@@ -179,7 +168,7 @@ class Scheduler:
         """
         if group.table:
             return True
-        known = self._prefixes.find(group.token_ids) if self._limits.shares_prefixes else []
+        known = self._prefixes.find(group.token_ids) if self._shares_prefixes else []
         num_new = self._num_blocks(group.length) - len(known)
         while True:
             wanted = num_new + sum(not self._pool.is_held(block) for block in known)
@@ -191,20 +180,20 @@ class Scheduler:
                 return False
         self._pool.share(known)
         group.table = [*known, *(self._pool.take() for _ in range(num_new))]
-        group.num_computed = len(known) * self._limits.block_size
+        group.num_computed = len(known) * self._rollout.block_size
         return True
 
     def _next_chunk(self, group: Group, num_tokens: int) -> Chunk:
         """The group's next chunk; from now on its blocks may be shared, by groups whose chunks run behind it."""
         start = group.num_computed
         group.num_computed = min(start + num_tokens, group.length)
-        if self._limits.shares_prefixes:
+        if self._shares_prefixes:
             self._prefixes.add(group.token_ids, group.table, group.num_computed)
         return Chunk(group, start, group.num_computed)
 
     def _start_rows(self, group: Group) -> list[Row]:
         """Start as many rows of the group as have a slot and find a block or two each; one if nothing runs."""
-        num_rows = min(len(group.rows), self._limits.max_running_rows - len(self.running))
+        num_rows = min(len(group.rows), self._rollout.max_running_rows - len(self.running))
         if first_blocks := self._first_blocks(group):
             num_rows = min(num_rows, max(0, self._pool.num_free - self._num_growing()) // first_blocks)
         if not self.running:
@@ -250,7 +239,7 @@ class Scheduler:
         num_positions = self._num_positions(group.request)
         if num_positions == group.length:
             return 0
-        return self._num_blocks(num_positions) - group.length // self._limits.block_size
+        return self._num_blocks(num_positions) - group.length // self._rollout.block_size
 
     def _num_positions(self, request: Request) -> int:
         """Most positions of a row; its last token is never fed, so never kept."""
@@ -260,14 +249,14 @@ class Scheduler:
         return self._num_blocks(self._num_positions(request))
 
     def _num_blocks(self, num_positions: int) -> int:
-        return -(-num_positions // self._limits.block_size)
+        return -(-num_positions // self._rollout.block_size)
 
     def _check_fits(self, row: Row) -> None:
         needed, usable = self._most_blocks(row.request), self._pool.num_blocks - 1
         if needed > usable:
             raise ValueError(
                 f"row {row.row} can need {needed} KV blocks ({len(row.request.prompt_ids)} prompt + "
-                f"{row.request.sampling.max_tokens} new tokens in blocks of {self._limits.block_size}), but the cache "
+                f"{row.request.sampling.max_tokens} new tokens in blocks of {self._rollout.block_size}), but the cache "
                 f"has {usable}; "
                 "raise rollout.kv_cache_gib or rollout.gpu_memory_utilization, or lower rollout.max_completion_length"
             )
