@@ -164,15 +164,17 @@ class Leaving:
         spans = _spans_of(tensors)
         same_storages = group.copied_storages == _addresses(spans)
         self._is_copied = version is not None and version == group.copied_version and same_storages
-        num_bytes = _end_of(spans)
         if not self._is_copied:
+            num_bytes = spans[-1].offset + spans[-1].num_bytes if spans else 0
             group.store.reserve(num_bytes)
             group.copied_version = None
             ledger.set(group.owner, "host", num_bytes)
         group.spans, group.state = spans, "leaving"
-        self._waiting = _tensors_by_storage(tensors)
-        self._span_at = {span.storage.data_ptr(): span for span in spans}
-        self._names_of = {name: tensor.untyped_storage().data_ptr() for name, tensor in tensors.items()}
+        # Tensors of one storage share the set of those among them that haven't been moved yet.
+        shared: dict[int, tuple[Span, set[str]]] = {span.storage.data_ptr(): (span, set()) for span in spans}
+        self._waiting = {name: shared[tensor.untyped_storage().data_ptr()] for name, tensor in tensors.items()}
+        for name, (_, users) in self._waiting.items():
+            users.add(name)
         self._copying: list[tuple[Ticket, list[Span]]] = []
 
     def move(self, names: Iterable[str]) -> None:
@@ -187,23 +189,19 @@ class Leaving:
 
     def finish(self) -> Left:
         """Moves what is left and waits for all copies."""
-        self.move([name for names in self._waiting.values() for name in names])
+        self.move(list(self._waiting))
         self._free_copied(wait=True)
         self._group.state, self._group.copied_version = "host", self._version
         freed = sum(span.num_bytes for span in self._group.spans)
         return Left(freed, copied_bytes=0 if self._is_copied else freed)
 
     def _span_without(self, name: str) -> Span | None:
-        """The span that can go once `name` needs it no more; None while others do, or if it has gone."""
-        address = self._names_of.get(name)
-        users = self._waiting.get(address) if address is not None else None
-        if not users or address is None:
+        """The span that can go once `name` needs it no more; None while others do, or where it isn't waiting."""
+        if name not in self._waiting:
             return None
+        span, users = self._waiting.pop(name)
         users.discard(name)
-        if users:
-            return None
-        del self._waiting[address]
-        return self._span_at[address]
+        return None if users else span
 
     def _write(self, spans: list[Span]) -> Ticket:
         try:
@@ -257,17 +255,6 @@ def _spans_of(tensors: Mapping[str, Tensor]) -> list[Span]:
 
 def _addresses(spans: list[Span]) -> list[tuple[int, int]]:
     return [(span.storage.data_ptr(), span.num_bytes) for span in spans]
-
-
-def _end_of(spans: list[Span]) -> int:
-    return spans[-1].offset + spans[-1].num_bytes if spans else 0
-
-
-def _tensors_by_storage(tensors: Mapping[str, Tensor]) -> dict[int, set[str]]:
-    names: dict[int, set[str]] = {}
-    for name, tensor in tensors.items():
-        names.setdefault(tensor.untyped_storage().data_ptr(), set()).add(name)
-    return names
 
 
 def _free(spans: list[Span]) -> None:
