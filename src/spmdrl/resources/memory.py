@@ -48,16 +48,8 @@ class MemoryLedger:
             self._peaks[owner] = max(self._peaks[owner], num_bytes)
         self._bytes[owner, place] = num_bytes
 
-    def add(self, owner: Owner, place: Place, num_bytes: int) -> None:
-        """Adds `num_bytes` (negative: subtracts) to what `owner` holds at `place`."""
-        self.set(owner, place, self._bytes.get((owner, place), 0) + num_bytes)
-
     def bytes_of(self, owner: Owner, place: Place = "device") -> int:
         return self._bytes[owner, place]
-
-    def peak(self, owner: Owner) -> int:
-        """The most device bytes that `owner` has held since the last snapshot."""
-        return self._peaks[owner]
 
     def snapshot(self, stage: str) -> HeldMemory:
         """Freezes present bytes and peaks under the name of the stage that ends; from here on, peaks count anew."""

@@ -65,11 +65,6 @@ class UpdateMesh:
         """The first rank of each group of ranks that work on the same rows."""
         return tuple(place * self.context.size * self.tensor.size for place in range(self.data.size))
 
-    @property
-    def replica(self) -> int:
-        """Which copy of the dense weights this rank belongs to."""
-        return self.data.rank // self.layout.shard
-
 
 @dataclass(frozen=True)
 class GenerationMesh:

@@ -218,7 +218,7 @@ def switch_sharded(
         trainer.train(x), plain.train(x)
         plain.drop_gradients()
     result["state"] = all(map(torch.equal, trainer.state_bytes(), plain.state_bytes()))
-    result["peak"] = ledger.peak("bucket")
+    result["peak"] = ledger.snapshot("to_generation").peaks["bucket"]
     result["least"] = sum(
         (weight.numel() - trainer.named_shards()[name].tensor.numel()) * generator.dtypes[name].itemsize
         for name, weight in whole_weights(trainer).items()

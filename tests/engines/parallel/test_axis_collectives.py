@@ -16,27 +16,27 @@ def _mesh(world: World, **degrees: int):
 
 def _places(world: World):
     mesh = _mesh(world, pipeline=2, shard=1, context=2, expert=2)
-    return [mesh.pipeline.rank, mesh.data.rank, mesh.context.rank, mesh.expert.rank, mesh.model.ranks, mesh.replica]
+    return [mesh.pipeline.rank, mesh.data.rank, mesh.context.rank, mesh.expert.rank, mesh.model.ranks]
 
 
 @pytest.mark.ranks
 def test_ranks_stand_where_the_layout_puts_them():
     assert run_ranks(4, _places) == [
-        [0, 0, 0, 0, (0, 1, 2, 3), 0],
-        [0, 0, 1, 1, (0, 1, 2, 3), 0],
-        [1, 0, 0, 0, (0, 1, 2, 3), 0],
-        [1, 0, 1, 1, (0, 1, 2, 3), 0],
+        [0, 0, 0, 0, (0, 1, 2, 3)],
+        [0, 0, 1, 1, (0, 1, 2, 3)],
+        [1, 0, 0, 0, (0, 1, 2, 3)],
+        [1, 0, 1, 1, (0, 1, 2, 3)],
     ]
 
 
 def _expert_places(world: World):
     mesh = _mesh(world, data=2, shard=2, expert=2)
-    return [mesh.replica, mesh.expert.rank, mesh.expert_shards.size(), mesh.dense_shards.size()]
+    return [mesh.expert.rank, mesh.expert_shards.size(), mesh.dense_shards.size()]
 
 
 @pytest.mark.ranks
 def test_experts_take_their_ranks_from_the_shards_of_a_replica():
-    assert run_ranks(4, _expert_places) == [[0, 0, 2, 4], [0, 1, 2, 4], [1, 0, 2, 4], [1, 1, 2, 4]]
+    assert run_ranks(4, _expert_places) == [[0, 2, 4], [1, 2, 4], [0, 2, 4], [1, 2, 4]]
 
 
 def _sums(world: World):
