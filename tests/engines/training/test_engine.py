@@ -17,6 +17,7 @@ from spmdrl.engines.training.training_engine import TrainingConfig, TrainingEngi
 from tests.engines.training.tiny import (
     CONFIG,
     OPTIM,
+    TEMPERATURE,
     SeededWeights,
     make_engine,
     make_rows,
@@ -88,7 +89,7 @@ def test_a_step_that_is_not_finite_changes_nothing(world, loss):
     assert result.skipped and engine.update_count == 1
     for key, shard in trainer_state(engine).items():
         assert torch.equal(shard.tensor, before[key]), key
-    assert engine.named_gradients() == {}
+    assert engine.model.named_gradients() == {}
     assert not engine.update(make_rows(), weighted_nll).skipped
 
 
@@ -108,7 +109,7 @@ def test_weights_that_are_away_are_refused_instead_of_read(world):
 def test_a_frozen_engine_scores_alike_but_does_not_update(world):
     trained = make_engine(world)
     frozen = TrainingEngine(
-        CONFIG, TrainingConfig(), OPTIM, trained.mesh, world.device, frozen=True, temperature=trained.temperature
+        CONFIG, TrainingConfig(), OPTIM, trained.mesh, world.device, frozen=True, temperature=TEMPERATURE
     )
     frozen.load(SeededWeights())
     assert torch.equal(frozen.score(make_rows()).logprobs_R, trained.score(make_rows()).logprobs_R)
@@ -143,7 +144,7 @@ def test_bfloat16_computation_keeps_float32_weights(world):
         UNCLIPPED,
         full.mesh,
         world.device,
-        temperature=full.temperature,
+        temperature=TEMPERATURE,
         compute_dtype=torch.bfloat16,
     )
     half.load(SeededWeights())

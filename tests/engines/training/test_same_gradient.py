@@ -40,7 +40,7 @@ def gradient_of(
     engine.load(RandomWeights(config, seed=1))
     share = order[mesh.data.rank * len(order) // mesh.data.size : (mesh.data.rank + 1) * len(order) // mesh.data.size]
     engine.accumulate(make_rows(NUM_ROWS).select(share), weighted_nll)
-    whole = engine.model.gather_whole(engine.named_gradients(), torch.float32)
+    whole = engine.model.gather_whole(engine.model.named_gradients(), torch.float32)
     return torch.cat([gradient.flatten() for _, gradient in whole])
 
 

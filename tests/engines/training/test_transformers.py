@@ -11,6 +11,7 @@ from spmdrl.engines.training.update.optimizer import learning_rate
 from tests.engines.training.tiny import (
     CONFIG,
     OPTIM,
+    TEMPERATURE,
     SeededWeights,
     make_engine,
     make_rows,
@@ -61,7 +62,7 @@ def test_three_steps_equal_a_plain_training_loop(world):
     optimizer = torch.optim.AdamW(model.parameters(), lr=OPTIM.lr, eps=OPTIM.eps, weight_decay=0.0)
     for step in range(3):
         result = engine.update(make_rows(), weighted_nll)
-        loss = plain_loss(model, engine.temperature)
+        loss = plain_loss(model, TEMPERATURE)
         optimizer.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIM.max_grad_norm)

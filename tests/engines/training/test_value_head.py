@@ -190,7 +190,7 @@ def regression(world: World, rating: Rating, layout: UpdateLayout) -> tuple[floa
     values = engine.values(rows)
     accumulated = engine.accumulate(rows, LOSSES[rating])
     assert accumulated.num_microbatches > 1
-    gathered = engine.model.gather_whole(engine.named_gradients(), torch.float32)
+    gathered = engine.model.gather_whole(engine.model.named_gradients(), torch.float32)
     gradients = {name: gradient.clone() for name, gradient in gathered}
     return engine.step(accumulated).loss, gradients, values
 

@@ -56,6 +56,7 @@ SPARSE = replace(
     tied_head=True,
     moe=MoeConfig(num_experts=8, experts_per_token=3, intermediate_size=4, normalize=True, dense_layers=(0,)),
 )
+TEMPERATURE = 0.8
 # A large eps keeps Adam from turning the rounding of near-zero gradients into whole steps.
 OPTIM = OptimConfig(lr=1e-2, eps=1e-4, max_grad_norm=0.5, warmup_steps=2)
 
@@ -108,7 +109,7 @@ def make_engine(
     fitted = fit_update_layout(layout or UpdateLayout(), world.size)
     mesh = build_update_mesh(fitted, world.device, world.rank)
     training = TrainingConfig(max_tokens_per_microbatch=max_tokens)
-    engine = TrainingEngine(CONFIG, training, optim, mesh, world.device, temperature=0.8)
+    engine = TrainingEngine(CONFIG, training, optim, mesh, world.device, temperature=TEMPERATURE)
     engine.load(SeededWeights())
     return engine
 

@@ -130,7 +130,7 @@ def _train(
     for step in range(NUM_STEPS):
         with (step + 1 == NUM_STEPS and last_step) or nullcontext():
             accumulated = engine.accumulate(mine, token_mean_loss)
-            see(step, engine.named_gradients())
+            see(step, engine.model.named_gradients())
             losses.append(engine.step(accumulated).loss)
         engine.drop_gradients()
     return losses

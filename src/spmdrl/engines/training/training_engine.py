@@ -98,8 +98,7 @@ class TrainingEngine:
             raise ValueError(f"temperature is {temperature}, but log-probabilities divide by it; use one above 0")
         check_layout(config, mesh.layout)
         compute_dtype = compute_dtype or device.compute_dtype
-        self.config, self.training, self.optim = config, training, optim
-        self.mesh, self.device, self.temperature = mesh, device, temperature
+        self.config, self.training, self.mesh, self.device = config, training, mesh, device
         self.compute_dtype = compute_dtype
         self.rating = rating
         self.weights_on_device = True
@@ -196,10 +195,6 @@ class TrainingEngine:
     def named_shards(self) -> dict[str, Shard]:
         """The weights that this rank holds, by name."""
         return self.model.named_shards()
-
-    def named_gradients(self) -> dict[str, Shard]:
-        """The gradients that are there, cut as the weights are."""
-        return self.model.named_gradients()
 
     def whole_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Yield each weight whole, good until the next one. Collective: every rank takes all of them."""
