@@ -17,7 +17,7 @@ from spmdrl.engines.parallel.tensor_parallel import (
     is_first,
     sum_tensor_gradients,
 )
-from spmdrl.engines.parallel.vocabulary import VocabularyPart
+from spmdrl.engines.parallel.weight_cuts import VocabularyPart
 from spmdrl.engines.training.heads import LogprobHead, ValueHead
 from spmdrl.resources.layout import UpdateLayout
 from spmdrl.resources.mesh import Axis, build_update_mesh

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from spmdrl.engines.parallel.vocabulary import VocabularyPart
+from spmdrl.engines.parallel.weight_cuts import VocabularyPart
 from spmdrl.engines.training.heads import logprobs_and_entropy
 from spmdrl.resources.layout import UpdateLayout
 from spmdrl.resources.mesh import build_update_mesh

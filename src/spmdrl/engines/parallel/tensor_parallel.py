@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from spmdrl.engines.models.decoder import Decoder, DecoderConfig
 from spmdrl.engines.parallel.axis_collectives import gather_rows, scatter_row_sums
 from spmdrl.engines.parallel.parts import Parts, TensorCopies
-from spmdrl.engines.parallel.vocabulary import VocabularyPart
-from spmdrl.engines.parallel.weight_cuts import is_of_experts, is_summed, tensor_cut
+from spmdrl.engines.parallel.weight_cuts import VocabularyPart, is_of_experts, is_summed, tensor_cut
 from spmdrl.resources.mesh import Axis
 
 SUM_BYTES = 64 << 20

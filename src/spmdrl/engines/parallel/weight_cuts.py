@@ -8,7 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 from spmdrl.engines.models.decoder import DecoderConfig
+from spmdrl.resources.mesh import Axis
 
 _OUTPUTS, _INPUTS = 0, 1
 """The dims of a projection's weight."""
@@ -86,7 +90,31 @@ def expert_shard_dim(shape: Sequence[int], num_ranks: int) -> int:
 
 
 def chunk_of(length: int, num_ranks: int, rank: int) -> tuple[int, int]:
-    """The half-open interval that a rank gets: chunks rounded up, as FSDP2 cuts rows, so the last may be short or
-    empty."""
+    """The half-open interval of a rank: chunks rounded up, as FSDP2 cuts rows; the last may be short or empty."""
     chunk = -(-length // num_ranks)
     return min(rank * chunk, length), min((rank + 1) * chunk, length)
+
+
+@dataclass(frozen=True)
+class VocabularyPart:
+    """The tokens whose rows of the embedding and of the head this rank holds."""
+
+    start: int
+    stop: int
+    widest: int
+    """Tokens of the largest part; the last one may be smaller."""
+    size: int
+    """Tokens of the whole vocabulary."""
+    axis: Axis
+    """The ranks that hold the parts."""
+
+    @classmethod
+    def of(cls, vocab_size: int, axis: Axis) -> VocabularyPart:
+        """The part of a rank of the tensor axis."""
+        start, stop = chunk_of(vocab_size, axis.size, axis.rank)
+        return cls(start, stop, -(-vocab_size // axis.size), vocab_size, axis)
+
+    def local(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Each token's place in this part, and whether it is in it at all; other parts' tokens are put at place 0."""
+        here = (tokens >= self.start) & (tokens < self.stop)
+        return torch.where(here, tokens - self.start, 0), here

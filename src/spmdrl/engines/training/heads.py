@@ -21,7 +21,7 @@ from torch import Tensor
 from spmdrl.engines.models.kernels import ops
 from spmdrl.engines.models.kernels.plain import linear
 from spmdrl.engines.parallel.axis_collectives import gather_own_gradient, gather_rows
-from spmdrl.engines.parallel.vocabulary import VocabularyPart
+from spmdrl.engines.parallel.weight_cuts import VocabularyPart
 from spmdrl.resources.mesh import Axis
 
 LOGITS_CHUNK_BYTES = 128 << 20

@@ -12,7 +12,7 @@ from torch import Tensor
 from spmdrl.engines.models.decoder import Decoder
 from spmdrl.engines.models.kernels.plain import LEAST_ROWS
 from spmdrl.engines.parallel.tensor_parallel import sum_tensor_gradients
-from spmdrl.engines.parallel.vocabulary import VocabularyPart
+from spmdrl.engines.parallel.weight_cuts import VocabularyPart
 from spmdrl.engines.training.batching.packed_rows import MicroBatch, TokenRows, dummy_rows, to_microbatch
 from spmdrl.engines.training.context.context_parallel import at_places, share_of
 from spmdrl.engines.training.context.token_placement import num_places, place_tokens

@@ -34,7 +34,7 @@ from spmdrl.engines.parallel.axis_collectives import gather_rows
 from spmdrl.engines.parallel.expert_parallel import apply_expert_parallel
 from spmdrl.engines.parallel.parts import Parts
 from spmdrl.engines.parallel.tensor_parallel import apply_tensor_parallel
-from spmdrl.engines.parallel.vocabulary import VocabularyPart
+from spmdrl.engines.parallel.weight_cuts import VocabularyPart
 from spmdrl.resources.mesh import GenerationMesh
 
 
