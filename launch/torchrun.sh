@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # One verb on several nodes: the same command on each of them, in an environment that spmdrl is installed in.
 #   HEAD=node0 NODES=4 RANKS_PER_NODE=8 bash launch/torchrun.sh train run.yaml key.path=value
-# Close port 29400 of HEAD to all but the nodes: whoever reaches torchrun's store there can run code in torchrun.
+# Close port 29400 of HEAD to all but the nodes: anyone who reaches torchrun's store there can run code in torchrun.
 set -euo pipefail
 : "${HEAD:?the name or address of one of the nodes, the same on all of them}"
 # torchrun's own options and ranks; where one fails, the last line is the cause.

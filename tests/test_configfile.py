@@ -199,7 +199,7 @@ def test_one_key_under_two_names_in_one_file_is_refused(tmp_path: Path) -> None:
         (
             "rollout: 3",
             "a.yaml:2: rollout is 3, but must be a mapping with keys of num_generations, top_p, engine_kwargs; "
-            "write its keys below rollout:, one a line, or {name: value}",
+            "write its keys below rollout:, one per line, or {name: value}",
         ),
         ("train: [{path: a, weight: heavy}]", "a.yaml:2: train[0].weight is 'heavy', but must be a number"),
         ("train: {path: a, wieght: 2}", "a.yaml:2: unknown key train.wieght (= 2)"),

@@ -1,8 +1,8 @@
 """torchrun whose last line is the cause: `python -m spmdrl.torchrun [torchrun's options] -m spmdrl train run.yaml`.
 
 Options and ranks are torchrun's own; on one node it opens no port. Where ranks fail, its page of tracebacks is left
-out: the rank that failed first has named the cause in one line already, and of a rank that was killed, one line says
-that.
+out: the rank that failed first has named the cause in one line already, and for a rank that was killed, one line names
+it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from spmdrl.resources.startup.ending import cause_of
 from spmdrl.resources.startup.launcher import announce
 from spmdrl.resources.startup.one_node import keep_to_one_node
 
-# What torchrun reports of ranks that end is what their own line says, or follows from it.
+# What torchrun reports of ranks that end is in their own line, or follows from it.
 _QUIETED = ("torch.distributed.elastic.", "torch.distributed.launcher.", "torch.distributed.run")
 
 
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except Exception as error:
-        # Such as a rendezvous that nobody came to, or the end of another node's launcher.
+        # Such as a rendezvous without other nodes, or the end of another node's launcher.
         show(f"torchrun: {cause_of(error)}", stream=sys.stderr)
         return 1
     return 0

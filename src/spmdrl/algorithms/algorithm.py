@@ -155,7 +155,7 @@ class Algorithm(ABC):
         """The advantage of each row [B] from the rewards of a whole batch; `groups_B` numbers the prompts."""
 
     def loss(self, terms: TokenTerms) -> TokenLoss:
-        """The policy loss per token, weighted as `rollout_is` says, with the KL term where the loss has one."""
+        """The policy loss per token, weighted by `rollout_is`, with the KL term where the loss has one."""
         columns = terms.columns
         # In the only update of a batch the old policy is the one being trained: the ratio is 1, its gradient isn't 0.
         old_logprobs_R = columns.get("old_logprobs", terms.logprobs_R.detach())

@@ -125,7 +125,7 @@ def _way_out(kind: Any, given: Given, key: str) -> str:
     if {tuple, list} & set(families):
         return f"write [{given.text}]" if given.text else "write [first, second]"
     if any(is_dataclass(member) for member in members) or dict in families:
-        return f"write its keys below {key}:, one a line, or {{name: value}}"
+        return f"write its keys below {key}:, one per line, or {{name: value}}"
     if given.value is None:
         return "write a value, or leave the key out" + (', or "" for empty text' if str in families else "")
     return f"write {choices[0]}" if choices else f"write one such as {_example(families)}"

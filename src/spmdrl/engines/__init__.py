@@ -1,1 +1,1 @@
-"""Layer 2, what computes: knows tensors, not columns, not algorithms."""
+"""Layer 2, what computes: works on tensors, without columns or algorithms."""

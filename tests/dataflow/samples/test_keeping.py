@@ -66,6 +66,6 @@ def test_what_was_written_of_another_step_is_refused(tmp_path):
     write(flow.ONE_RANK, tmp_path)
     with flow.open_dock(flow.ONE_RANK) as dock:
         samples = open_samples(dock, step=4)
-        with pytest.raises(ValueError, match=r"holds step, rows and responses a prompt \[3, 24, 4\], but they are \[4"):
+        with pytest.raises(ValueError, match=r"responses per prompt \[3, 24, 4\], but they are \[4"):
             samples.read_from(tmp_path)
         dock.abandon()

@@ -49,7 +49,7 @@ class CarriedGroups:
         return groups_of_step(self.known, step, self.rules)
 
     def responses(self, serial: int) -> Batch:
-        """What a group of this rank has so far, one row a response in order."""
+        """What a group of this rank has so far, one row per response in order."""
         return self._responses[serial]
 
     def carry(self, known: Sequence[CarriedGroup], responses: Mapping[int, Batch]) -> None:

@@ -42,7 +42,7 @@ class TransferDock:
 
     As a context manager it leaves in order, or without waiting after an error.
     `needs_by_state` names the columns that each worker state of the run reads, the update's included; `cost` is what
-    ranks get equal shares of; `row_groups` says in which states ranks work on the same rows.
+    ranks get equal shares of; `row_groups` names the states in which ranks work on the same rows.
     """
 
     def __init__(

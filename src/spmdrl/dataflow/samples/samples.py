@@ -144,7 +144,7 @@ class Samples:
         return self._claim(state, {rank: rows[np.isin(rows, ready)] for rank, rows in generated.items()}).tolist()
 
     def read(self, rows: Sequence[int], names: Iterable[str]) -> Batch:
-        """Look at columns of some rows without claiming them: for a report, say. Only this rank takes part."""
+        """Read columns of some rows without claiming them, as for a report. Only this rank takes part."""
         return self._dock.payload.get(np.asarray(rows, dtype=np.int64), sorted(names), self._lives.catalogue)
 
     def put(self, state: WorkerState, batch: Batch) -> None:
@@ -233,7 +233,7 @@ class Samples:
         expected = [self.step, self.num_rows, self.group_size]
         if saved["batch"].tolist() != expected:
             raise ValueError(
-                f"{folder} holds step, rows and responses a prompt {saved['batch'].tolist()}, but they are {expected}"
+                f"{folder} holds step, rows and responses per prompt {saved['batch'].tolist()}, but they are {expected}"
             )
         self._lives = restored(self._dock.needs_by_state, saved, self._lives.catalogue.homes)
         # The ranks that generated them are unknown: rows still to be rewarded are dealt anew.

@@ -29,7 +29,7 @@ class Credit(Protocol):
 class AdvantageStage:
     """Every rank selects from all rows and credits them, alike, and stores the advantages of the rows it took.
 
-    Collective: every rank calls it once a step. Columns that the algorithm asks for are gathered on every rank.
+    Collective: every rank calls it once per step. Columns that the algorithm reads are gathered on every rank.
     """
 
     state = WorkerState.ADVANTAGE

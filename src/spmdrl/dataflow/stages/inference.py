@@ -24,7 +24,7 @@ Presence = Callable[[], AbstractContextManager[None]]
 
 
 class ScoreStage:
-    """Scores responses with one engine. Collective: every rank calls it once a step."""
+    """Scores responses with one engine. Collective: every rank calls it once per step."""
 
     def __init__(
         self, state: WorkerState, engine: TrainingEngine, presence: Presence = nullcontext, *,

@@ -1,4 +1,4 @@
-"""The reward state: rewards are asked for while responses still come, and waited for here."""
+"""The reward state: scoring begins while responses still come, and is waited for here."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class RewardStage:
         self._rewards.begin(ended)
 
     def __call__(self, samples: Samples) -> None:
-        """Wait for the rewards of the rows that this rank generated. Collective: every rank calls it once a step.
+        """Wait for the rewards of the rows that this rank generated. Collective: every rank calls it once per step.
 
         Raises RuntimeError on every rank when more than `reward.max_error_rate` of the calls failed.
         """

@@ -58,7 +58,7 @@ class UpdatePlan:
 
 
 class UpdateStage:
-    """Trains on the rows this rank took. Collective: every rank calls it once a step."""
+    """Trains on the rows this rank took. Collective: every rank calls it once per step."""
 
     state = WorkerState.UPDATE
 
@@ -112,7 +112,7 @@ class UpdateStage:
         weights = model_tokens.spread(learner.token_weights(lengths_B, scope))
         batch.put_ragged("weights", weights, batch.offsets("response_ids"))
         self.shown.mark(batch)
-        # Where no row has a signal the optimizer still makes its step, as momentum asks for one.
+        # Where no row has a signal the optimizer still makes its step, because of its momentum.
         if self.plan.skip_zero_advantage and learner.needs_signal() and num_with_signal > 0:
             batch = batch.select(has_signal_B.nonzero().squeeze(1))
         self.recorder.total("update/rows", len(batch) if self._is_first_of_copy else 0)

@@ -90,9 +90,7 @@ class Request:
 
     def __post_init__(self) -> None:
         if not self.rows or len(self.rows) != len(self.seeds):
-            raise ValueError(
-                f"a request has {len(self.rows)} rows and {len(self.seeds)} seeds; give a seed per row"
-            )
+            raise ValueError(f"a request has {len(self.rows)} rows and {len(self.seeds)} seeds; give a seed per row")
         if self.partial is not None and len(self.partial) != len(self.rows):
             raise ValueError(
                 f"a request has {len(self.rows)} rows and {len(self.partial)} partial responses; give one per row"

@@ -1,7 +1,7 @@
 """Rollouts written to disk, and an engine that answers from them instead of generating.
 
-It fixes what a policy said, so that the update can be compared across numbers of ranks or versions of the code. A step
-has one safetensors file, or several parts of it: ranks that each write what they generated need not gather it.
+It fixes a policy's responses, so that the update can be compared across numbers of ranks or versions of the code. A
+step has one safetensors file, or several parts of it: ranks that each write what they generated need not gather it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _FINISHES: tuple[Finish, ...] = get_args(Finish)
 
 
 def rollout_file(folder: Path, step: int, part: int = 0) -> Path:
-    """Where part `part` (a rank, say) of the rollouts of a step is recorded."""
+    """Where part `part` (such as a rank's) of the rollouts of a step is recorded."""
     return folder / f"step_{step:06d}.part_{part:05d}.safetensors"
 
 
@@ -82,7 +82,7 @@ def packed_outcomes(responses: Sequence[Response]) -> tuple[Tensor, Tensor]:
 
 
 def unpacked_outcomes(rewards: Tensor, verdicts: Tensor) -> list[Outcome | None]:
-    """What `packed_outcomes` was given, without what an error said."""
+    """What `packed_outcomes` was given, without the errors' texts."""
     return [
         None if verdict < 0 else Outcome(reward if Verdict(verdict).has_reward else None, Verdict(verdict))
         for reward, verdict in zip(rewards.tolist(), verdicts.tolist(), strict=True)
@@ -98,7 +98,7 @@ class ReplayEngine:
     wants_iterator: ClassVar[bool] = False
 
     def __init__(self, folder: Path, *, has_turns: bool = False):
-        """`has_turns` says whether the run has an environment."""
+        """`has_turns`: whether the run has an environment."""
         self.version = 0
         self._has_turns = has_turns
         self._folder = folder

@@ -71,7 +71,7 @@ class DecoderConfig:
     def __post_init__(self) -> None:
         if self.head == "value" and self.tied_head:
             raise ValueError(
-                "head is value, but tied_head says that the head is the embedding; make a value model of a language "
+                "head is value, but by tied_head the head is the embedding; make a value model of a language "
                 "model's config by with_value_head()"
             )
         if self.num_heads % self.num_kv_heads:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from spmdrl.engines.models.layers import Attend, RMSNorm, Rotation
 
-# transformers' DeepSeek norms of the compressed vectors have this, whatever rms_norm_eps says.
+# transformers' DeepSeek norms of the compressed vectors have this, whatever rms_norm_eps is.
 _LATENT_EPS = 1e-6
 
 

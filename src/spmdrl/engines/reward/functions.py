@@ -116,7 +116,7 @@ def score(function: RewardFunction, call: RewardCall) -> FunctionScores:
         rows = _as_list(outcome)
         if rows is None or len(rows) != call.num_rows:
             got = f"a {type(outcome).__name__}" if rows is None else f"{len(rows)} values"
-            error = f"{function.name} returned {got} for {call.num_rows} rows; return a list with one value a row"
+            error = f"{function.name} returned {got} for {call.num_rows} rows; return a list with one value per row"
             return FunctionScores.failed(call.num_rows, Verdict.MALFORMED, error)
         outcomes = rows
     return _checked(function.name, outcomes)

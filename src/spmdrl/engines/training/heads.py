@@ -62,7 +62,7 @@ class LogprobHead:
 
 @dataclass(frozen=True)
 class ValueHead:
-    """One number a place: a critic's value before each response token, or a reward model's score at a row's end.
+    """One number per place: a critic's value before each response token, or a reward model's score at a row's end.
 
     The weight [1, D] is whole on every rank of the tensor axis. Each rank rates its own tokens, so that its gradient
     is a part of a sum over the axis, as of every weight that isn't cut.

@@ -189,7 +189,7 @@ def line_of(message: Any) -> bytes:
     """A message on a pipe: a line of JSON. Values that JSON doesn't have (dates, decimals) become their text."""
     line = json.dumps(message, default=str).encode() + b"\n"
     if len(line) > _MAX_LINE_BYTES:
-        raise ValueError(f"a call takes {len(line)} bytes, but at most {_MAX_LINE_BYTES}; send fewer rows a call")
+        raise ValueError(f"a call takes {len(line)} bytes, but at most {_MAX_LINE_BYTES}; send fewer rows per call")
     return line
 
 

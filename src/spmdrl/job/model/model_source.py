@@ -100,7 +100,7 @@ def token_ids_of(folder: Path) -> dict[str, object]:
 def prepare_model(config: Config, world: World) -> ModelSource:
     """The model to start from: of a Hugging Face folder, of a run's newest checkpoint, or made by code.
 
-    Collective: the main rank makes the model where `model.make` asks for one, and all ranks must find the same. Raises
+    Collective: the main rank makes the model where `model.make` is set, and all ranks must find the same. Raises
     ValueError where the run's folder holds one of other sizes.
     """
     if config.model.make is not None:

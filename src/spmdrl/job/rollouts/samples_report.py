@@ -72,7 +72,7 @@ class SamplesReport:
         )
 
     def _tokens(self, samples: Samples, one: Batch) -> list[SampleToken]:
-        """The row's tokens with what the update knows of them; a dropped row has no advantages."""
+        """The row's tokens with what the update read of them; a dropped row has no advantages."""
         row = int(one.rows)
         ids, generated = (one.to_lists(name)[0] for name in ("response_ids", "rollout_logprobs"))
         unknown: list[float | None] = [None] * len(ids)

@@ -44,10 +44,10 @@ def _lines(checked: CheckedRun, prepared: Prepared, world: World) -> Iterator[st
     )
     samples = config.rollout.prompts_per_step * config.rollout.num_generations
     if checked.verb == "sft":
-        a_step, rows_a_step = f"{config.sft.rows_per_step} rows a step", config.sft.rows_per_step
+        a_step, rows_a_step = f"{config.sft.rows_per_step} rows per step", config.sft.rows_per_step
     else:
         rows_a_step = config.rollout.prompts_per_step
-        a_step = f"{rows_a_step} prompts x {config.rollout.num_generations} responses = {samples} samples a step"
+        a_step = f"{rows_a_step} prompts x {config.rollout.num_generations} responses = {samples} samples per step"
     yield (
         f"data   {len(prompts)} rows | {a_step} | {checked.num_steps} steps = "
         f"{checked.num_steps * rows_a_step / max(len(prompts), 1):.3g} passes over the rows"

@@ -87,7 +87,7 @@ def estimate_lines(
     num_elements = num_parameters(decoders[POLICY])
     yield f"model: {count(num_elements)} parameters ({num_elements}), computed in {dtype} on {device_kind}"
     named = {owner.replace("_", " "): num_bytes for owner, num_bytes in owners.items() if num_bytes}
-    yield "bytes a rank, at most: " + ", ".join(f"{owner} {bytes_text(size)}" for owner, size in named.items())
+    yield "bytes per rank, at most: " + ", ".join(f"{owner} {bytes_text(size)}" for owner, size in named.items())
     generating = owners["generation_weights"] + owners["kv_cache"]
     updating = sum(owners.values()) - generating
     yield (

@@ -63,6 +63,6 @@ def _search(store: dist.Store, own: FirstFailure, patience: float, found: list[F
                 return
             time.sleep(0.02)
     except (RuntimeError, ValueError, TypeError):
-        # Rank 0, which keeps the store, has ended, and its own output says why.
+        # Rank 0, which keeps the store, has ended; the reason is in its own output.
         if own.rank != 0:
             found.append(FirstFailure(0, own.cause if own.is_interruption else "it ended first; its output says why"))

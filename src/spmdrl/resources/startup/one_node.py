@@ -1,4 +1,4 @@
-"""torchrun's rendezvous on one node, without the store that torchrun opens on all interfaces, to anybody.
+"""torchrun's rendezvous on one node, without the store that torchrun opens on all interfaces, for anyone.
 
 Anyone who reaches torchrun's own store can run code in torchrun, which unpickles what it finds there. One node needs no
 such store: the agent has one in its own memory, and ranks meet at rank 0's gate (rendezvous.py).

@@ -1,8 +1,8 @@
 """The store through which ranks find each other before there is a process group.
 
 Rank 0 keeps it behind its gate, so that only ranks with the job's secret can read or change it, and each attempt of a
-job has one of its own. The launcher's store, which answers anybody, is only where rank 0 writes where its gate is;
-whatever else stands there, no gate proves to hold the secret.
+job has one of its own. The launcher's store, which answers anyone, only holds the address of rank 0's gate; if
+anything else is written there, no gate behind it can prove to hold the secret.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _PAUSE_SECONDS = 0.1
 # For which another secret may answer: an earlier attempt's rank 0 or a stranger may have been faster.
 _DOUBT_SECONDS = 10.0
 _TRUSTED = (
-    "resources.trusted_network is true: whoever reaches this job's ports can run code in it and change its rows; "
+    "resources.trusted_network is true: anyone who reaches this job's ports can run code in it and change its rows; "
     "only a firewall protects it"
 )
 

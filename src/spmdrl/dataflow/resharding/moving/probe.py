@@ -48,7 +48,7 @@ class Rated:
 
 
 class Probe:
-    """Has both sides rate the rows of a step; every rank, those of a replica together, rates them all."""
+    """Has both sides compute the log-probs of rows of a step; each rank, or replica together, computes them all."""
 
     def __init__(
         self,

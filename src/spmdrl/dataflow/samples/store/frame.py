@@ -124,7 +124,7 @@ class Arrays:
 
 
 def read_frame(frame_N: Tensor) -> Batch:
-    """The batch in a frame, as views of its memory; anything that is no frame of this schema is a FrameError."""
+    """The batch in a frame, as views of its memory. Raises FrameError for anything but a frame of this schema."""
     arrays = read_arrays(frame_N)
     batch = Batch(torch.from_numpy(arrays.rows))
     shared = {id(offsets): torch.from_numpy(offsets) for offsets in arrays.offsets.values()}
@@ -137,7 +137,7 @@ def read_frame(frame_N: Tensor) -> Batch:
 
 
 def read_arrays(frame_N: Tensor, *, trusted: bool = False) -> Arrays:
-    """What is in a frame, as views of its memory; anything that is no frame of this schema is a FrameError.
+    """What is in a frame, as views of its memory. Raises FrameError for anything but a frame of this schema.
 
     `trusted`: this code wrote the frame, so rows and offsets aren't looked through.
     """

@@ -106,7 +106,7 @@ class Pool:
     """
 
     def __init__(self, address: bytes, writer: int):
-        """Open what `host_pool` made; `writer` is this rank's file. A file that can't be opened is an OSError."""
+        """Open what `host_pool` made; `writer` is this rank's file. Raises OSError for a file that can't be opened."""
         content = json.loads(address)
         files = content["files"]
         self.writer, self.num_writers = writer, len(files)
@@ -190,7 +190,7 @@ def _forget(files: Sequence[SharedFile]) -> None:
 
 
 def _open(path: str, inode: int) -> int:
-    """A descriptor of the file; another file under the same path is an OSError too."""
+    """A descriptor of the file. Raises OSError, also where another file has its path."""
     hint = "the ranks of a node must run as one user, see each other in /proc, and start together"
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)

@@ -136,7 +136,7 @@ class Shelves:
     def add(self, chunk: Chunk, rows: ArrayLike, positions: ArrayLike | None = None) -> None:
         """Add a chunk. Raises ValueError for a row that has one of its columns already.
 
-        `rows` says which row each position holds, or with `positions` which rows lie where: several at one, it may be.
+        `rows` are the rows at each position, or with `positions` those at these, of which several may be equal.
         """
         index = np.asarray(rows, dtype=np.int64)
         place = np.arange(chunk.num_rows) if positions is None else np.asarray(positions, dtype=np.int64)

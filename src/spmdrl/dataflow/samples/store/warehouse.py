@@ -63,7 +63,7 @@ class Warehouse:
                 self._shelves.add(Chunk(len(batch), batch.names, partial(_arrays_of, batch)), index, positions)
 
     def add_frames(self, metadata: RowMetadata, is_here: NDArray[np.bool_]) -> None:
-        """Index what other ranks of this node stored; `is_here` [num_rows] says which rows live on this node."""
+        """Index what other ranks of this node stored; `is_here` [num_rows] marks the rows that live on this node."""
         if self._pool is None or not len(metadata.places):
             return
         ends = metadata.places[:, 3].cumsum()

@@ -1,6 +1,6 @@
 """The exchange at a stage boundary: rows go from their home nodes to the ranks that took them, point to point.
 
-Every rank knows from metadata who takes which rows and how long they are, so sender and receiver agree on each
+Every rank has in its metadata which rank takes which rows and how long they are, so sender and receiver agree on each
 message and its size without a word.
 """
 

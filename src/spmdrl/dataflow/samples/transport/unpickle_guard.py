@@ -51,7 +51,7 @@ def _rpc_globals() -> dict[tuple[str, str], Any]:
 
 
 class AllowListUnpickler(pickle.Unpickler):
-    """Unpickles plain data and the names on the list; all else is an UnpicklingError before anything runs."""
+    """Unpickles plain data and the names on the list; raises UnpicklingError for all else before anything runs."""
 
     allowed: dict[tuple[str, str], Any] = {}
 

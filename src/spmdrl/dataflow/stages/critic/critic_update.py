@@ -22,7 +22,7 @@ from spmdrl.types import Batch, WorkerState
 
 
 class CriticUpdateStage:
-    """Trains the critic on the rows that the policy is trained on. Collective: every rank calls it once a step."""
+    """Trains the critic on the rows that the policy is trained on. Collective: every rank calls it once per step."""
 
     state = WorkerState.CRITIC_UPDATE
 

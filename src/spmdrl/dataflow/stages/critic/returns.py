@@ -14,7 +14,7 @@ from spmdrl.types import Batch, WorkerState
 
 
 class ReturnsStage:
-    """Puts the Monte-Carlo return of each token. Collective: every rank calls it once a step."""
+    """Puts the Monte-Carlo return of each token. Collective: every rank calls it once per step."""
 
     state = WorkerState.RETURNS
 

@@ -20,7 +20,7 @@ from spmdrl.types import Batch, WorkerState, offsets_of
 
 @dataclass(kw_only=True)
 class GenerationStage:
-    """Runs this rank's engine over the groups dealt to its replica. Collective: every rank calls it once a step.
+    """Runs this rank's engine over the groups dealt to its replica. Collective: every rank calls it once per step.
 
     The ranks of a replica get the same responses; the first of them acts for all.
     """

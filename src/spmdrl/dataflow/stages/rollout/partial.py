@@ -45,7 +45,7 @@ class OwnGroup:
         return tuple(response.row for response in self.begun)
 
     def request(self, sampling: SamplingParams) -> Request | None:
-        """What the rows that go on ask of the engine; None where all have ended."""
+        """The engine's request for the rows that go on; None where all have ended."""
         members = [number for number, response in enumerate(self.begun) if response.finish == "aborted"]
         if not members:
             return None
@@ -68,7 +68,7 @@ class OwnGroup:
 class PartialGenerationStage(GenerationStage):
     """Works on more groups than its step trains: each replica stops when it has its quota, and carries the rest over.
 
-    Collective: every rank calls it once a step.
+    Collective: every rank calls it once per step.
     """
 
     carried: CarriedGroups

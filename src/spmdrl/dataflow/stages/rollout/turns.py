@@ -145,7 +145,7 @@ class RolloutTurns:
 
 
 def _first_requests(request: Request, rows: dict[int, TurnRow]) -> list[Request]:
-    """What the engine is asked first: of rows without tokens together, so that their prompt is computed once."""
+    """The first requests to the engine: one for all rows without tokens, so that their prompt is computed once."""
     begun = [rows[row] for row in request.rows if rows[row].so_far.token_ids]
     fresh = [member for member, row in enumerate(request.rows) if not rows[row].so_far.token_ids]
     requests = [row.turn_request() for row in begun]

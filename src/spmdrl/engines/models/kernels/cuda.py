@@ -21,11 +21,11 @@ except ImportError:
     LigerRMSNormFunction = LigerSiLUMulFunction = None
 
 _HALF = (torch.bfloat16, torch.float16)
-# What flash attention asks of devices and heads.
+# What flash attention requires of devices and heads.
 _FLASH_CAPABILITY = (8, 0)
 _FLASH_LARGEST_HEAD = 256
 _FLASH_HEAD_MULTIPLE = 8
-# torch's grouped matrix product asks for the same devices, and for bfloat16.
+# torch's grouped matrix product requires the same devices, and bfloat16.
 _GROUPED_CAPABILITY = (8, 0)
 # Torch 2.10 has a flag for causal masks and repeats no key heads; later releases have a window and a flag for them.
 _VARLEN_PARAMETERS = inspect.signature(varlen_attn).parameters

@@ -88,8 +88,8 @@ class CheckpointStore:
         """Write one checkpoint. Collective: every rank calls it with what writes its own files.
 
         `write(folder)` returns the paths that this rank wrote below `folder`. If it fails for want of space on any
-        rank, nothing is left behind, the earlier checkpoints stay, and the result says why. Of those, the steps in
-        `kept` stay in any case.
+        rank, nothing is left behind, the earlier checkpoints stay, and the result has the reason. Of those, the steps
+        in `kept` stay in any case.
         """
         aside = self.root / f".writing_{step_folder_name(step)}"
         entries: dict[str, FileEntry] = {}

@@ -55,11 +55,11 @@ def _chunk_complaint(layout: UpdateLayout) -> tuple[str, str]:
     """What a schedule has against the number of chunks, and the way out; empty where nothing."""
     chunks, schedule = layout.pipeline_chunks, layout.pipeline_schedule
     if schedule in _ONE_CHUNK and chunks != 1:
-        return "holds one chunk of layers a rank", "set it to 1, or pipeline_schedule to interleaved or zero_bubble"
+        return "holds one chunk of layers per rank", "set it to 1, or pipeline_schedule to interleaved or zero_bubble"
     if schedule == "interleaved" and chunks < 2:
-        return "interleaves several chunks of layers a rank", "set it to 2 or more, or pipeline_schedule to 1f1b"
+        return "interleaves several chunks of layers per rank", "set it to 2 or more, or pipeline_schedule to 1f1b"
     if schedule == "zbv" and chunks != 2:
-        return "holds exactly 2 chunks of layers a rank", "set it to 2, or pipeline_schedule to zero_bubble"
+        return "holds exactly 2 chunks of layers per rank", "set it to 2, or pipeline_schedule to zero_bubble"
     return "", ""
 
 
