@@ -62,8 +62,8 @@ class Taken:
     def __init__(self, batch: Batch):
         self.batch, self.rows_of_step, self.group_size, self.step = batch, np.arange(len(batch)), 1, 1
 
-    def take(self, state, names):
-        return self.batch.select(range(len(self.batch)), names)
+    def take(self, state):
+        return self.batch.select(range(len(self.batch)))
 
     def commit(self, state): ...
 
@@ -121,7 +121,9 @@ def trainer_with(world: World, weights: Weights, replay: str) -> TrainingEngine:
 
 def logprobs_in_update(world: World, batch: Batch, weights: Weights, replay: str) -> Tensor:
     engine, learner = trainer_with(world, weights, replay), Watching()
-    UpdateStage(engine, UpdatePlan(1, 1, 6, False), Recorder(), ShownRows(0))(Taken(batch), learner)
+    # Where nothing is replayed, the update reads no choices.
+    read = batch if replay == "rollout" else batch.select(range(len(batch)), {*batch.names} - {ROUTED_EXPERTS})
+    UpdateStage(engine, UpdatePlan(1, 1, 6, False), Recorder(), ShownRows(0))(Taken(read), learner)
     return learner.logprobs_R
 
 

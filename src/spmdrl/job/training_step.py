@@ -35,7 +35,7 @@ from spmdrl.job.model.role_models import RoleModels
 from spmdrl.job.model.switching import Switching
 from spmdrl.job.run.run import Run
 from spmdrl.job.start.prepared import Prepared
-from spmdrl.job.start.start_checks import CheckedRun, agreement_of, turn_columns
+from spmdrl.job.start.start_checks import CheckedRun, agreement_of
 from spmdrl.observability.logs.outage import going_on_without
 from spmdrl.observability.terminal.console import Console
 from spmdrl.resources.world import World
@@ -128,7 +128,7 @@ class StageParts:
 
 def build_stages(checked: CheckedRun, run: Run, parts: StageParts) -> Stages:
     """The worker states that make the algorithm's columns."""
-    config, recorder, turns = checked.config, run.logs.recorder, turn_columns(checked.config.environment)
+    config, recorder = checked.config, run.logs.recorder
     reward = RewardStage(parts.pool, config.reward, parts.tokenizer.decode, recorder)
     recording = [parts.rollouts.recorder] if parts.rollouts.recorder is not None else []
     replica, sampling = parts.rollouts.replica, config.rollout.sampling(parts.tokenizer.stop_token_ids)
@@ -144,21 +144,20 @@ def build_stages(checked: CheckedRun, run: Run, parts: StageParts) -> Stages:
     for state in checked.needs:
         if state.work == "score" and (role := state.role) is not None:
             present = partial(parts.switching.present, role)
-            stage = ScoreStage(state, parts.models[role].trainer, present, turns=turns)
+            stage = ScoreStage(state, parts.models[role].trainer, present)
             (with_actor if role.presence == "training" else without_actor).append(stage)
     critic = config.critic
     plan = UpdatePlan(
         config.train.epochs_per_step, config.train.updates_per_step, config.rollout.max_completion_length,
-        config.train.skip_zero_advantage, agreement_of(config), turns,
-        first_step=critic.warmup_steps + 1 if critic else 1,
+        config.train.skip_zero_advantage, agreement_of(config), first_step=critic.warmup_steps + 1 if critic else 1,
     )  # fmt: skip
     with_credit: list[CriticUpdateStage] = []
     if critic is not None:
-        with_actor.append(ReturnsStage(critic.gamma, turns=turns))
+        with_actor.append(ReturnsStage(critic.gamma))
         with_credit.append(CriticUpdateStage(parts.models[CRITIC].trainer, critic, plan, recorder))
     return Stages(
         generation=generation, without_actor=without_actor, with_actor=with_actor,
-        advantage=AdvantageStage(recorder, turns=turns), with_credit=with_credit,
+        advantage=AdvantageStage(recorder), with_credit=with_credit,
         update=UpdateStage(parts.models[POLICY].trainer, plan, recorder, parts.shown), timeline=run.logs.timeline,
         at_end=parts.switching.note_memory,
     )  # fmt: skip

@@ -28,7 +28,7 @@ from spmdrl.job.run.run_folder import hold_folder_of_training
 from spmdrl.job.start.banner import print_banner
 from spmdrl.job.start.prepared import prepare_together
 from spmdrl.job.start.rank_facts import open_job
-from spmdrl.job.start.start_checks import CheckedRun, check_run, turn_columns
+from spmdrl.job.start.start_checks import CheckedRun, check_run
 from spmdrl.job.training_step import (
     PromptsOfStep,
     Rollouts,
@@ -82,6 +82,15 @@ class Training:
     kept_rollouts: KeptRollouts
     report: SamplesReport
     rollouts: Rollouts
+
+
+# One step. At each `|` all ranks commit: what one of them put is there for the states that read it.
+#
+#   rank       switch | generate           | reward        reference    | old log-probs | credit     | update
+#   waits for  slices | its engine         | its children               | weights       | all rows   | all gradients
+#   puts              | responses          | rewards       ref_logprobs | old_logprobs  | advantages | nothing
+#   children          | score each response as it ends > |
+#   device     generation's weights, cache | update weights return > . . . . . . . . . . . . . . . . . . . . . . .
 
 
 def loop(training: Training) -> None:
@@ -156,8 +165,6 @@ def build(checked: CheckedRun, run: Run, stack: ExitStack) -> Training:
         kept_rollouts=KeptRollouts(
             run.checkpoints.store, run.logs, carried, identity=run.identity, start_step=run.start_step
         ),
-        report=SamplesReport(
-            run.logs, dock, shown, tokenizer.decode, rewards=config.reward.names, turns=turn_columns(config.environment)
-        ),
+        report=SamplesReport(run.logs, dock, shown, tokenizer.decode, rewards=config.reward.names),
         rollouts=rollouts,
     )

@@ -72,8 +72,8 @@ class Taken:
         self.dropped: dict[str, list[int]] = {}
         self.advantages: dict[int, list[float]] = {}
 
-    def take(self, state, names):
-        return self.batch.select(range(len(self.batch)), names)
+    def take(self, state):
+        return self.batch.select(range(len(self.batch)))
 
     def mark_dropped(self, rows, reason):
         if rows:
@@ -114,7 +114,7 @@ def credited(
     batch.put_dense("reward", torch.tensor([REWARDS[row] for row in rows]))
     batch.put_dense("finished", torch.tensor([FINISHED[row] for row in rows], dtype=torch.int32))
     samples, recorder = kind(batch), Recorder()
-    AdvantageStage(recorder, turns=frozenset({TURNS} & set(samples.batch.names)))(samples, algorithm)
+    AdvantageStage(recorder)(samples, algorithm)
     return samples.advantages, samples.dropped, merge(gather_bytes(encode(recorder.drain())))
 
 

@@ -54,7 +54,10 @@ class Taken:
     def __init__(self, batch: Batch):
         self.batch, self.rows_of_step, self.group_size, self.step = batch, np.arange(len(LENGTHS)), 1, 7
 
-    def take(self, state, names):
+    def reads(self, state):
+        return {*self.batch.names, "advantages"}
+
+    def take(self, state, names=None):
         return self.batch.select(range(len(self.batch)), names)
 
     def commit(self, state): ...
@@ -143,7 +146,7 @@ def test_what_an_environment_wrote_has_no_return_and_discounts_none():
     batch.put_lists("turns", [[1, 0, 0, 2], [1, 1], [1, 1, 1]], torch.int16)
     batch.put_dense("reward", torch.tensor([8.0, float("nan"), 4.0]))
     samples = Rewarded(batch)
-    ReturnsStage(0.5, turns=frozenset({"turns"}))(samples)
+    ReturnsStage(0.5)(samples)
     assert samples.columns.rows.tolist() == [0, 2]
     assert samples.columns.to_lists("returns") == [[4.0, 0.0, 0.0, 8.0], [1.0, 2.0, 4.0]]
 

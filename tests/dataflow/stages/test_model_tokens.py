@@ -113,7 +113,7 @@ def one_step(world: World, layout: UpdateLayout) -> tuple[dict, dict]:
     batch, _ = rows_of(TURNS_OF_ROWS, 5)
     expected = of_transformers(batch, source)
     mine = [row for row in range(len(batch)) if row % engine.mesh.data.size == engine.mesh.data.rank]
-    plan = UpdatePlan(1, 1, 16, skip_zero_advantage=False, turns=frozenset({TURNS}))
+    plan = UpdatePlan(1, 1, 16, skip_zero_advantage=False)
     recorder = Recorder()
     UpdateStage(engine, plan, recorder, ShownRows(6))(Taken(batch.select(mine), len(batch)), Grpo(GrpoConfig()))
     return merge(gather_bytes(encode(recorder.drain()))), expected

@@ -37,8 +37,8 @@ class Taken:
     def __init__(self, batch: Batch, num_rows: int):
         self.batch, self.rows_of_step, self.group_size, self.step = batch, np.arange(num_rows), 1, 7
 
-    def take(self, state, names):
-        return self.batch.select(range(len(self.batch)), names)
+    def take(self, state):
+        return self.batch.select(range(len(self.batch)))
 
     def commit(self, state): ...
 

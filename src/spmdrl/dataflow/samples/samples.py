@@ -112,14 +112,19 @@ class Samples:
 
     # States take and put
 
-    def take(self, state: WorkerState, names: Iterable[str]) -> Batch:
-        """Claim all rows that are ready for `state`, and return this rank's share of them with the named columns.
+    def reads(self, state: WorkerState) -> frozenset[str]:
+        """The columns that rows must have before `state` gets them."""
+        return self._lives.controllers[state].needs
 
+    def take(self, state: WorkerState, names: Iterable[str] | None = None) -> Batch:
+        """Claim all rows that are ready for `state`, and return this rank's share of them with all that it reads.
+
+        With `names` only those columns come along.
         Where ranks work on the same rows, the first of them takes and the others get what it took. The batch may be a
         view of stored rows: it must not be changed, and it is valid until the batch of this step is closed.
         Collective where rows cross nodes.
         """
-        names = self._checked(state, names)
+        names = sorted(self.reads(state)) if names is None else self._checked(state, names)
         shares = self._dealer.deal(state, self._lives.controllers[state].ready_rows(), self._lives.catalogue)
         own = self._claim(state, shares)
         groups = self._dock.rules.row_groups.get(state)
@@ -277,8 +282,7 @@ class Samples:
         return np.flatnonzero(self._lives.catalogue.homes == self._dock.world.node)
 
     def _checked(self, state: WorkerState, names: Iterable[str]) -> list[str]:
-        names = sorted(names)
-        needs = self._lives.controllers[state].needs
+        names, needs = sorted(names), self.reads(state)
         undeclared = set(names) - needs
         if undeclared:
             raise ValueError(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from spmdrl.dataflow.samples.dock import Samples
 from spmdrl.dataflow.samples.schema import length_column
-from spmdrl.dataflow.stages.rows import ModelTokens
+from spmdrl.dataflow.stages.rows import TURNS, ModelTokens
 from spmdrl.observability.metrics import Recorder
 from spmdrl.resources.collectives import gather_ragged
 from spmdrl.types import Batch, CreditInputs, WorkerState, gather_ragged_rows, offsets_of
@@ -34,21 +34,19 @@ class AdvantageStage:
 
     state = WorkerState.ADVANTAGE
 
-    def __init__(self, recorder: Recorder, *, turns: frozenset[str] = frozenset()):
-        """`turns` is the column that rows of an environment have, where the run has one."""
+    def __init__(self, recorder: Recorder):
         self.recorder = recorder
-        self._of_rows = frozenset({"response_ids"}) | turns
 
     def __call__(self, samples: Samples, credit: Credit) -> None:
-        names = sorted(credit.columns_for_credit())
-        batch = samples.take(self.state, {"reward", *self._of_rows, *names})
-        rows, inputs = _of_all_ranks(batch, names, samples.group_size)
+        batch = samples.take(self.state)
+        rows, inputs = _of_all_ranks(batch, sorted(credit.columns_for_credit()), samples.group_size)
         self._report(inputs.rewards_B, inputs.groups_B)
         for name, values in credit.credit_metrics(inputs).items():
             self.recorder.mean(name, float(values.double().mean()))
         kept = self._select(samples, credit.select(inputs), rows, batch.rows)
         if kept.numel():
-            own = batch.select(torch.isin(batch.rows, rows[kept]).nonzero().squeeze(1), self._of_rows)
+            of_rows = [name for name in ("response_ids", TURNS) if name in batch]
+            own = batch.select(torch.isin(batch.rows, rows[kept]).nonzero().squeeze(1), of_rows)
             samples.put(self.state, _advantages(own, rows[kept], inputs.of_rows(kept), credit))
         samples.commit(self.state)
 

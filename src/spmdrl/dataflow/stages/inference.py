@@ -14,11 +14,10 @@ from torch import Tensor
 
 from spmdrl.dataflow.samples.dock import Samples
 from spmdrl.dataflow.samples.schema import column_of
-from spmdrl.dataflow.stages.rows import ModelTokens, replayed_columns, token_rows
+from spmdrl.dataflow.stages.rows import ModelTokens, token_rows
 from spmdrl.engines.training.batching.packed_rows import TokenRows
 from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.types import Batch, WorkerState
-from spmdrl.types.roles import POLICY
 
 Presence = Callable[[], AbstractContextManager[None]]
 
@@ -26,24 +25,15 @@ Presence = Callable[[], AbstractContextManager[None]]
 class ScoreStage:
     """Scores responses with one engine. Collective: every rank calls it once per step."""
 
-    def __init__(
-        self, state: WorkerState, engine: TrainingEngine, presence: Presence = nullcontext, *,
-        turns: frozenset[str] = frozenset(),
-    ):  # fmt: skip
-        """`presence` brings the engine's weights to the device, and releases them when it is left.
-
-        `turns` is the column that rows of an environment have, where the run has one.
-        """
+    def __init__(self, state: WorkerState, engine: TrainingEngine, presence: Presence = nullcontext):
+        """`presence` brings the engine's weights to the device, and releases them when it is left."""
         self.state = state
         self.column = column_of(state)
         self.engine = engine
         self.presence = presence
-        # The routers of other models never saw these tokens.
-        replayed = replayed_columns(engine.training.routing) if state.role is POLICY else frozenset()
-        self._of_rows = turns | replayed
 
     def __call__(self, samples: Samples) -> None:
-        batch = samples.take(self.state, {"prompt_ids", "response_ids", *self._of_rows})
+        batch = samples.take(self.state)
         with self.presence():
             found_R = self._rate(token_rows(batch, self.engine.config))
         scored = Batch(batch.rows)

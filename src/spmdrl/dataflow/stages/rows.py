@@ -19,7 +19,7 @@ from torch import Tensor
 from spmdrl.dataflow.samples.dock import Samples
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.training.batching.packed_rows import TokenRows
-from spmdrl.engines.training.routing.routers import RoutingConfig, experts_of_rows
+from spmdrl.engines.training.routing.routers import experts_of_rows
 from spmdrl.types import Batch, offsets_of
 
 ROUTED_EXPERTS = "routed_experts"
@@ -77,11 +77,6 @@ def join_ragged(batch: Batch, first: str, second: str) -> tuple[Tensor, Tensor]:
 def _positions(starts_B: Tensor, lengths_B: Tensor) -> Tensor:
     within = torch.arange(int(lengths_B.sum())) - offsets_of(lengths_B)[:-1].repeat_interleave(lengths_B)
     return starts_B.repeat_interleave(lengths_B) + within
-
-
-def replayed_columns(routing: RoutingConfig) -> frozenset[str]:
-    """What a pass over the policy's own rows reads so that tokens go to the experts that generation chose."""
-    return frozenset({ROUTED_EXPERTS} if routing.replay == "rollout" else ())
 
 
 def mini_batch_of_rows(batch: Batch, samples: Samples, num_parts: int) -> Tensor:

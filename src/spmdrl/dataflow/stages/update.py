@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.dataflow.samples.dock import Samples
-from spmdrl.dataflow.stages.rows import ModelTokens, mini_batch_of_rows, replayed_columns, token_rows
+from spmdrl.dataflow.stages.rows import ModelTokens, mini_batch_of_rows, token_rows
 from spmdrl.dataflow.stages.update_report import SHOWN, ShownRows, mismatch, record_lags
 from spmdrl.engines.training.batching.packed_rows import LossTerms, MicroBatch, Scores
 from spmdrl.engines.training.training_engine import TrainingEngine, UpdateResult
@@ -47,8 +47,6 @@ class UpdatePlan:
     max_completion_length: int
     skip_zero_advantage: bool
     agreement: Agreement = "measured"
-    turns: frozenset[str] = frozenset()
-    """the column that rows of an environment have, where the run has one"""
     first_step: int = 1
     """steps before it leave the weights as they are"""
 
@@ -72,8 +70,7 @@ class UpdateStage:
         for_loss = learner.columns_for_loss(self.plan.num_updates)
         columns = sorted(update_columns(for_loss, self.plan.agreement))
         stands_in = OLD_LOGPROBS in for_loss - set(columns)
-        replayed = replayed_columns(self.engine.training.routing)
-        batch = samples.take(self.state, {"prompt_ids", "response_ids", *columns, *replayed, *self.plan.turns})
+        batch = samples.take(self.state)
         version = self.engine.update_count
         if self._is_first_of_copy:
             record_lags(self.recorder, ModelTokens.of(batch).pick(batch.values("versions")), version)

@@ -24,16 +24,14 @@ class SamplesReport:
     """Writes samples from the main rank, and records each rank's traffic."""
 
     def __init__(
-        self, logs: RunLogs, dock: TransferDock, shown: ShownRows, decode: DecodeTokens, *,
-        rewards: Sequence[str], turns: Collection[str],
+        self, logs: RunLogs, dock: TransferDock, shown: ShownRows, decode: DecodeTokens, *, rewards: Sequence[str]
     ):  # fmt: skip
-        """`rewards` are the names of the reward functions, `turns` the columns of rows that have turns."""
+        """`rewards` are the names of the reward functions."""
         self._logs = logs
         self._dock = dock
         self._shown = shown
         self._decode = decode
         self._rewards = rewards
-        self._columns = [*COLUMNS, *turns]
         self._texts: dict[int, str] = {}
         self._volume = dock.volume.copy()
 
@@ -41,7 +39,8 @@ class SamplesReport:
         """Write `log.samples_per_step` rows: those of one prompt first, then others of the step's prompts."""
         if not self._logs.world.is_main or not self._shown.rows:
             return
-        batch = samples.read(self._shown.rows, self._columns)
+        turns = samples.reads(WorkerState.UPDATE) & {TURNS}
+        batch = samples.read(self._shown.rows, [*COLUMNS, *turns])
         records = [self._record(samples, batch, position) for position in range(len(batch))]
         self._logs.write_samples(samples.step, records)
 

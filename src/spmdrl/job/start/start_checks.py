@@ -13,9 +13,9 @@ from spmdrl.config.config import Config
 from spmdrl.config.reader import LoadedConfig, resolved_yaml, start_up
 from spmdrl.dataflow.data.data_rows import RowNeeds, SourceRows, read_rows, rows_of_prompts
 from spmdrl.dataflow.samples.schema import needs_by_state
-from spmdrl.dataflow.stages.rows import TURNS, replayed_columns
+from spmdrl.dataflow.stages.rows import ROUTED_EXPERTS, TURNS
 from spmdrl.dataflow.stages.update import Agreement, update_columns
-from spmdrl.engines.environment.environment_pool import EnvironmentConfig, EnvironmentPool
+from spmdrl.engines.environment.environment_pool import EnvironmentPool
 from spmdrl.engines.reward.functions import needs_answer
 from spmdrl.engines.reward.pool import RewardPool
 from spmdrl.job.start.model_checks import (
@@ -155,9 +155,10 @@ def check_columns(required: Mapping[str, Sequence[str]], sources: Sequence[Sourc
 def states_of(config: Config, algorithm: Algorithm) -> dict[WorkerState, frozenset[str]]:
     """The worker states that make the algorithm's columns. Raises ValueError for a column that no state makes."""
     num_updates = config.train.updates_per_step * config.train.epochs_per_step
-    replayed = replayed_columns(config.train.routing)
+    # Passes over the policy's rows send tokens to the experts that generation chose; other routers never saw them.
+    replayed = {ROUTED_EXPERTS} if config.train.routing.replay == "rollout" else set()
     columns = update_columns(algorithm.columns_for_loss(num_updates), agreement_of(config))
-    turns = turn_columns(config.environment)
+    turns = {TURNS} if config.environment.function is not None else set()
     reads = {"prompt_ids", "response_ids", *columns, *replayed, *turns}
     credit = {"reward", "response_ids", *turns, *algorithm.columns_for_credit()}
     of_rows = {state: turns for state in WorkerState if state.work == "score" or state is WorkerState.RETURNS}
@@ -176,11 +177,6 @@ def check_environment(config: Config) -> None:
             "to false"
         )
     EnvironmentPool(config.environment, 1).close()
-
-
-def turn_columns(config: EnvironmentConfig) -> frozenset[str]:
-    """The column that rows have where an environment writes some of their tokens."""
-    return frozenset({TURNS} if config.function is not None else ())
 
 
 def agreement_of(config: Config) -> Agreement:

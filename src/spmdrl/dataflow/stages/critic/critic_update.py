@@ -33,7 +33,8 @@ class CriticUpdateStage:
         self.recorder = recorder
 
     def __call__(self, samples: Samples) -> None:
-        batch = samples.take(self.state, {"prompt_ids", "response_ids", "values", "returns", *self.plan.turns})
+        # Rows wait for their advantages, since those that get none are dropped; the critic itself needs none.
+        batch = samples.take(self.state, samples.reads(self.state) - {"advantages"})
         self._report_fit(batch)
         part_B = mini_batch_of_rows(batch, samples, self.plan.updates_per_epoch)
         for _ in range(self.plan.epochs):

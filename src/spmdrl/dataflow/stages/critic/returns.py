@@ -18,13 +18,11 @@ class ReturnsStage:
 
     state = WorkerState.RETURNS
 
-    def __init__(self, gamma: float, *, turns: frozenset[str] = frozenset()):
-        """`turns` is the column that rows of an environment have, where the run has one."""
+    def __init__(self, gamma: float):
         self.gamma = gamma
-        self._of_rows = frozenset({"response_ids"}) | turns
 
     def __call__(self, samples: Samples) -> None:
-        batch = samples.take(self.state, {"reward", *self._of_rows})
+        batch = samples.take(self.state)
         # Rows without a reward get no return; the advantage state drops them.
         rated = batch.select((~batch.dense("reward").isnan()).nonzero().squeeze(1))
         model_tokens, out = ModelTokens.of(rated), Batch(rated.rows)
