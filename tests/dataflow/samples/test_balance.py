@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spmdrl.dataflow.samples.balancing.balance import (
-    GROUP_SLACK_PERCENT,
     SLACK_PERCENT,
     RowLoads,
     Taker,
@@ -22,10 +21,6 @@ from spmdrl.types.partition import RowCost
 GROUP_SIZE = 3
 COST = RowCost(per_token=12 * 1024, per_token_squared=1)
 ALLOWED = 1 + SLACK_PERCENT / 100
-
-
-def allowed(group_size: int | None) -> float:
-    return ALLOWED if group_size is None else 1 + GROUP_SLACK_PERCENT / 100
 
 
 def loads_of(homes, costs, rows=None) -> RowLoads:
@@ -58,12 +53,12 @@ def is_foreign(shares, loads, takers) -> np.ndarray:
     return foreign
 
 
-def surplus_by_node(loads, takers, group_size=None) -> np.ndarray:
+def surplus_by_node(loads, takers) -> np.ndarray:
     """What leaves each node whose takers may carry no more than their slack: the load above that."""
     nodes = range(1 + max(taker.node for taker in takers))
     load = np.array([loads.costs[loads.homes == node].sum() for node in nodes])
     sizes = np.array([sum(taker.node == node for taker in takers) for node in nodes])
-    return np.maximum(load - sizes * loads.costs.sum() * allowed(group_size) / len(takers), 0)
+    return np.maximum(load - sizes * loads.costs.sum() * ALLOWED / len(takers), 0)
 
 
 @st.composite
@@ -91,27 +86,24 @@ def fine_problems(draw):
     return RowLoads(np.arange(num_rows), homes, COST.of(lengths), lengths), takers
 
 
-@given(problems(), st.sampled_from([None, GROUP_SIZE]), st.booleans(), st.integers(0, 2**64))
-def test_every_row_is_assigned_exactly_once_and_groups_stay_whole(problem, group_size, locality, seed):
+@given(problems(), st.booleans(), st.integers(0, 2**64))
+def test_every_row_is_assigned_exactly_once(problem, locality, seed):
     loads, takers = problem
-    shares = assign_rows(loads, takers, seed=seed, step=3, group_size=group_size, locality=locality)
+    shares = assign_rows(loads, takers, seed=seed, step=3, locality=locality)
     assert len(shares) == len(takers)
     assert sorted(row for share in shares for row in share) == loads.rows.tolist()
     assert all((np.diff(share) > 0).all() for share in shares)
-    if group_size:
-        groups = [set((share // group_size).tolist()) for share in shares]
-        assert sum(map(len, groups)) == len(set().union(*groups))
 
 
-@given(problems(), st.randoms(), st.sampled_from([None, GROUP_SIZE]))
-def test_the_order_in_which_rows_and_takers_are_named_makes_no_difference(problem, random, group_size):
+@given(problems(), st.randoms())
+def test_the_order_in_which_rows_and_takers_are_named_makes_no_difference(problem, random):
     loads, takers = problem
     order, numbers = list(range(loads.rows.size)), list(range(len(takers)))
     random.shuffle(order)
     random.shuffle(numbers)
     shuffled = RowLoads(loads.rows[order], loads.homes[order], loads.costs[order], loads.lengths[order])
-    shares = assign_rows(loads, takers, seed=5, step=1, group_size=group_size)
-    again = assign_rows(shuffled, [takers[number] for number in numbers], seed=5, step=1, group_size=group_size)
+    shares = assign_rows(loads, takers, seed=5, step=1)
+    again = assign_rows(shuffled, [takers[number] for number in numbers], seed=5, step=1)
     assert [share.tolist() for share in again] == [shares[number].tolist() for number in numbers]
 
 
@@ -141,19 +133,16 @@ def test_a_node_gives_away_its_surplus_and_a_row_or_so_for_each_taker(problem):
         assert surplus <= gone <= surplus + (1 + num_takers) * loads.costs.max() * (gone > 0)
 
 
-@pytest.mark.parametrize("group_size", [None, 8])
 @pytest.mark.parametrize("num_takers", [32, 128])
-def test_little_more_than_the_surplus_of_uneven_nodes_is_moved(num_takers, group_size):
+def test_little_more_than_the_surplus_of_uneven_nodes_is_moved(num_takers):
     loads, takers = responses(8192, 16, seed=1, skew=0.5), nodes_of(num_takers, 16)
-    shares = assign_rows(loads, takers, seed=0, step=0, group_size=group_size)
-    assert carried(shares, loads.costs).max() <= loads.costs.sum() * allowed(group_size) / num_takers
+    shares = assign_rows(loads, takers, seed=0, step=0)
+    assert carried(shares, loads.costs).max() <= loads.costs.sum() * ALLOWED / num_takers
     foreign = is_foreign(shares, loads, takers)
-    surplus = surplus_by_node(loads, takers, group_size)
-    mean_unit = loads.costs.mean() * (group_size or 1)
-    assert loads.costs[foreign].sum() <= surplus.sum() + 16 * 0.6 * mean_unit
+    surplus = surplus_by_node(loads, takers)
+    assert loads.costs[foreign].sum() <= surplus.sum() + 16 * 0.6 * loads.costs.mean()
     # Those that move are the long ones, so they are fewer tokens than their share of the cost.
-    if group_size is None:
-        assert loads.lengths[foreign].sum() / loads.lengths.sum() < 0.9 * surplus.sum() / loads.costs.sum()
+    assert loads.lengths[foreign].sum() / loads.lengths.sum() < 0.9 * surplus.sum() / loads.costs.sum()
 
 
 @given(st.integers(1, 3), st.integers(1, 4), st.integers(1, 5))
@@ -232,11 +221,10 @@ def test_takers_need_equal_numbers_of_micro_batches_or_one_more(num_takers, num_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("group_size", [None, 8])
-def test_half_a_million_rows_are_dealt_evenly_over_a_thousand_takers(group_size):
+def test_half_a_million_rows_are_dealt_evenly_over_a_thousand_takers():
     loads, takers = responses(524_288, 128, seed=0, skew=0.3), nodes_of(1024, 128)
-    shares = assign_rows(loads, takers, seed=0, step=0, group_size=group_size)
-    assert carried(shares, loads.costs).max() <= loads.costs.sum() * allowed(group_size) / 1024
+    shares = assign_rows(loads, takers, seed=0, step=0)
+    assert carried(shares, loads.costs).max() <= loads.costs.sum() * ALLOWED / 1024
 
 
 def test_no_taker_at_all_is_refused():
@@ -244,11 +232,6 @@ def test_no_taker_at_all_is_refused():
         assign_rows(loads_of([0], [1]), [], seed=0, step=0)
     with pytest.raises(ValueError, match="1 groups have no taker"):
         deal_groups(np.array([0]), np.array([5]), [], seed=0, step=0)
-
-
-def test_a_group_on_two_nodes_is_refused():
-    with pytest.raises(AssertionError, match="group 1 lives on nodes 0 and 1"):
-        assign_rows(loads_of([0, 0, 0, 1], [1] * 4), nodes_of(2, 2), seed=0, step=0, group_size=2)
 
 
 TAKERS_OF_NODES = st.lists(st.integers(0, 4), min_size=1, max_size=6).filter(any)

@@ -1,9 +1,9 @@
 """Who works on which rows: pure functions of metadata, which every rank evaluates alike.
 
-    rows --> units ----------> nodes -----------------> seats -------------> takers
-             (rows that        (the home, but for       (differencing in     (ranks; the seating
-             stay together)    surplus and strays)      a node, then local   changes with the step)
-                                                        search over all)
+    units -------------> nodes -----------------> seats ----------------> takers
+    (rows or groups,     (the home, but for       (differencing in        (ranks; the seating
+    costliest first)     surplus and strays)      a node, then local      changes with the step)
+                                                  search over all)
 
 All is integers, so that no rounding can make two ranks or platforms disagree. Arrays are [num_rows] or, by suffix, [G]
 groups, and [num_units], [num_seats] or [num_nodes] in what units, seats and nodes have.
@@ -25,8 +25,6 @@ from spmdrl.types.partition import largest_differencing
 
 SLACK_PERCENT = 2
 """What the heaviest taker may carry above the mean before rows leave their node."""
-GROUP_SLACK_PERCENT = 5
-"""The same where whole groups are dealt: there are fewer of them to choose from."""
 
 
 @dataclass(frozen=True)
@@ -53,15 +51,13 @@ def assign_rows(
     *,
     seed: int,
     step: int,
-    group_size: int | None = None,
     locality: bool = True,
 ) -> list[Integers]:
     """Deal rows over takers, each row once; returns ascending rows per taker, in the order of `takers`.
 
-    A unit is a row, or with `group_size` the rows of a group (row // group_size). The heaviest taker carries at most
-    `SLACK_PERCENT` (groups: `GROUP_SLACK_PERCENT`) above the mean wherever no unit costs more than that percentage of
+    The heaviest taker carries at most `SLACK_PERCENT` above the mean wherever no row costs more than that percentage of
     it, and mostly where some do. Under this condition little leaves its node: its surplus over what its takers may
-    carry, which no deal can avoid, rounded up to whole units; and what has no taker at home. Without `locality`, homes
+    carry, which no deal can avoid, rounded up to whole rows; and what has no taker at home. Without `locality`, homes
     don't count. (seed, step) decides between equal takers, so that no rank always gets the longest row.
     """
     if not takers:
@@ -72,12 +68,17 @@ def assign_rows(
         takers, homes = _on_one_node(takers, loads.homes)
         loads = replace(loads, homes=homes)
     seats = _seat(takers, seed=seed, step=step)
-    rows, unit_of_row, units = _units(loads, seats, group_size)
-    limit = _limit(units.costs, len(takers), GROUP_SLACK_PERCENT if group_size else SLACK_PERCENT)
+    # Ascending rows, and of equal costs the first row first.
+    ascending = np.argsort(loads.rows, kind="stable")
+    order = ascending[np.argsort(-loads.costs[ascending], kind="stable")]
+    units = Units(loads.costs[order], loads.lengths[order], seats.number_nodes(loads.homes[order]))
+    limit = _limit(units.costs, len(takers))
     nodes = nodes_of_units(units, seats, limit=limit)
     seat_of_unit = _seats_of_units(units.costs, nodes, seats)
     seat_of_unit = even_out(seat_of_unit, units.costs, nodes=seats.nodes, limit=limit)
-    return split_by(seats.takers[seat_of_unit][unit_of_row], len(takers), values=rows)
+    taker_of_row = np.empty_like(order)
+    taker_of_row[order] = seats.takers[seat_of_unit]
+    return split_by(taker_of_row[ascending], len(takers), values=loads.rows[ascending])
 
 
 def deal_groups(
@@ -163,28 +164,7 @@ def _seat(takers: Sequence[Taker], *, seed: int, step: int) -> Seats:
     return Seats(np.array(order), np.array(nodes), numbers)
 
 
-def _units(loads: RowLoads, seats: Seats, group_size: int | None) -> tuple[Integers, Integers, Units]:
-    """Ascending rows, the unit of each, and the units."""
-    rows, homes, costs, tokens = loads.rows, loads.homes, loads.costs, loads.lengths
-    if not (rows[1:] > rows[:-1]).all():
-        order = np.argsort(rows, kind="stable")
-        rows, homes, costs, tokens = rows[order], homes[order], costs[order], tokens[order]
-    units_in_row_order = np.arange(rows.size)
-    if group_size:
-        groups = rows // group_size
-        is_first = np.concatenate([[True], groups[1:] != groups[:-1]])
-        split = np.flatnonzero(~is_first[1:] & (homes[1:] != homes[:-1]))
-        assert not split.size, f"group {groups[split[0]]} lives on nodes {homes[split[0]]} and {homes[split[0] + 1]}"
-        starts = np.flatnonzero(is_first)
-        units_in_row_order = np.cumsum(is_first) - 1
-        homes, costs, tokens = homes[starts], np.add.reduceat(costs, starts), np.add.reduceat(tokens, starts)
-    order = np.argsort(-costs, kind="stable")
-    place = np.empty_like(order)
-    place[order] = np.arange(order.size)
-    return rows, place[units_in_row_order], Units(costs[order], tokens[order], seats.number_nodes(homes[order]))
-
-
-def _limit(costs: Integers, num_takers: int, slack_percent: int) -> int:
+def _limit(costs: Integers, num_takers: int) -> int:
     """What the heaviest taker may carry: the mean and its slack, or more where no deal of these units can do with it.
 
     Of the k * num_takers + 1 costliest units, some taker carries at least k + 1.
@@ -193,7 +173,7 @@ def _limit(costs: Integers, num_takers: int, slack_percent: int) -> int:
     total = int(sums[-1])
     ends = np.arange(1, costs.size + 1, num_takers)
     unavoidable = int((sums[ends] - sums[ends - 1 - np.arange(ends.size)]).max())
-    return max(total * (100 + slack_percent) // (100 * num_takers), -(-total // num_takers), unavoidable)
+    return max(total * (100 + SLACK_PERCENT) // (100 * num_takers), -(-total // num_takers), unavoidable)
 
 
 def _seats_of_units(costs: Integers, nodes: Integers, seats: Seats) -> Integers:

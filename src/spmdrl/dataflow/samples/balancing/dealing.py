@@ -67,7 +67,7 @@ class Dealer:
         self._rules = rules
         self._step = step
         self._group_size = group_size
-        self._deals: dict[tuple[tuple[Taker, ...], bool], _Deal] = {}
+        self._deals: dict[tuple[Taker, ...], _Deal] = {}
         self._carried: list[Integers] | None = None
 
     def deal_homes(self, lengths_G: Integers, holders: Sequence[int]) -> Integers:
@@ -108,14 +108,13 @@ class Dealer:
         within = np.arange(self._group_size)
         return {taker.rank: (first[groups, None] + within).ravel() for taker, groups in zip(takers, dealt, strict=True)}
 
-    def deal(self, state: WorkerState, rows: Integers, catalogue: Catalogue, *, by_group: bool = False) -> Shares:
-        """Rows for the ranks that take them for a state; `by_group`: whole groups to a rank."""
+    def deal(self, state: WorkerState, rows: Integers, catalogue: Catalogue) -> Shares:
+        """Rows for the ranks that take them for a state."""
         takers = self._rules.takers(state)
         if len(takers) == 1:
             return {takers[0].rank: rows}
         lengths = (catalogue.lengths("prompt_ids").clip(min=0) + catalogue.lengths("response_ids").clip(min=0))[rows]
-        key = (tuple(takers), by_group)
-        known = self._deals.get(key)
+        known = self._deals.get(tuple(takers))
         # States that take the same rows get the same shares, and a large batch takes a second to deal.
         if known is not None and np.array_equal(known.rows, rows) and np.array_equal(known.lengths, lengths):
             return known.shares
@@ -127,9 +126,8 @@ class Dealer:
             takers,
             seed=self._rules.seed,
             step=self._step,
-            group_size=self._group_size if by_group else None,
             locality=self._rules.locality,
         )
         shares = {taker.rank: mine for taker, mine in zip(takers, dealt, strict=True)}
-        self._deals[key] = _Deal(rows, lengths, shares)
+        self._deals[tuple(takers)] = _Deal(rows, lengths, shares)
         return shares
