@@ -2,7 +2,7 @@
 
 import pytest
 
-from spmdrl.dataflow.samples.balancing.sharing import groups_of_training
+from spmdrl.dataflow.samples.balancing.dealing import groups_of_training
 from spmdrl.dataflow.samples.dock import DockConfig, TransferDock
 from spmdrl.dataflow.samples.schema import needs_by_state
 from spmdrl.resources.layout import UpdateLayout

@@ -20,7 +20,7 @@ from spmdrl.bench.harness.in_turn import seconds_of
 from spmdrl.bench.samples.sample_driver import StoreFigures, StoreTask, check_came_once
 from spmdrl.bench.samples.sample_rows import COLUMNS, PROMPT, RESPONSE_COLUMNS, ROW_NUMBER, SCALARS, KeptMemory, Rows
 from spmdrl.dataflow.data.prompts import Prompt
-from spmdrl.dataflow.samples.balancing.sharing import RowGroups
+from spmdrl.dataflow.samples.balancing.dealing import RowGroups
 from spmdrl.dataflow.samples.control.catalogue import RowMetadata, announced_lengths
 from spmdrl.dataflow.samples.control.row_lives import Controller, RowLives
 from spmdrl.dataflow.samples.dock import DockConfig, TransferDock

@@ -10,8 +10,7 @@ from typing import Annotated, Literal
 from annotated_types import Gt
 
 from spmdrl.dataflow.data.prompts import Prompt
-from spmdrl.dataflow.samples.balancing.dealing import DealRules
-from spmdrl.dataflow.samples.balancing.sharing import RowGroups
+from spmdrl.dataflow.samples.balancing.dealing import DealRules, RowGroups
 from spmdrl.dataflow.samples.control.row_lives import Accounting
 from spmdrl.dataflow.samples.samples import DockParts, Samples
 from spmdrl.dataflow.samples.store.shared_memory import open_pool

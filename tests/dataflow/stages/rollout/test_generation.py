@@ -10,7 +10,7 @@ from tests.engines.generation.support import TINY, prompt_of
 from tests.support.ranks import run_ranks
 
 from spmdrl.dataflow.data.prompts import Prompt
-from spmdrl.dataflow.samples.balancing.sharing import groups_of_generation
+from spmdrl.dataflow.samples.balancing.dealing import groups_of_generation
 from spmdrl.dataflow.samples.dock import DockConfig, TransferDock
 from spmdrl.dataflow.samples.schema import needs_by_state
 from spmdrl.dataflow.stages.rollout.generation import GenerationStage

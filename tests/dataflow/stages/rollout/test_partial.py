@@ -15,7 +15,7 @@ from tests.engines.generation.support import TINY, prompt_of
 from tests.support.ranks import run_ranks
 
 from spmdrl.dataflow.data.prompts import Prompt
-from spmdrl.dataflow.samples.balancing.sharing import groups_of_generation
+from spmdrl.dataflow.samples.balancing.dealing import groups_of_generation
 from spmdrl.dataflow.samples.carried import CarriedGroups
 from spmdrl.dataflow.samples.dock import DockConfig, TransferDock
 from spmdrl.dataflow.samples.rounds import RoundRules

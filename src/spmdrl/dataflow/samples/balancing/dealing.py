@@ -1,4 +1,4 @@
-"""Which ranks take which rows of a step's batch, by the pure functions of balance, for each worker state."""
+"""Which ranks take which rows of a step's batch, by the pure functions of balance, and which work on the same ones."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 
 from spmdrl.dataflow.samples.balancing.balance import (
     RowLoads,
@@ -15,14 +16,46 @@ from spmdrl.dataflow.samples.balancing.balance import (
     deal_new_groups,
     homes_of_groups,
 )
-from spmdrl.dataflow.samples.balancing.sharing import RowGroups
 from spmdrl.dataflow.samples.control.catalogue import Catalogue
+from spmdrl.dataflow.samples.store.frame import pack, read_frame
+from spmdrl.resources.collectives import broadcast_ragged
+from spmdrl.resources.mesh import Axis, GenerationMesh, UpdateMesh
 from spmdrl.resources.startup.launch import LaunchEnvironment
-from spmdrl.types import Integers, WorkerState
+from spmdrl.types import Batch, Integers, WorkerState
 from spmdrl.types.partition import TOKENS, RowCost
 
 Shares = Mapping[int, Integers]
 """The rows of each rank that has some."""
+
+
+@dataclass(frozen=True)
+class RowGroups:
+    """How ranks are grouped by the rows that they work on."""
+
+    leaders: tuple[int, ...]
+    """the rank of each group that takes rows and puts columns"""
+    members: Axis
+    """this rank's group, its leader first"""
+    device: torch.device = torch.device("cpu")
+    """where shared rows travel: between accelerators, by their own links"""
+
+    @property
+    def is_leader(self) -> bool:
+        return self.members.rank == 0
+
+    @property
+    def leader(self) -> int:
+        """The rank that takes rows for this rank."""
+        return self.members.ranks[0]
+
+    def share(self, batch: Batch | None) -> Batch:
+        """The leader's batch, on every rank of the group. Collective over the group."""
+        if self.members.size == 1:
+            assert batch is not None, "the one rank of a group is its leader"
+            return batch
+        frame = None if batch is None else pack(batch)
+        shared = broadcast_ragged(frame, self.leader, self.members.group, self.device)
+        return read_frame(shared) if batch is None else batch
 
 
 @dataclass(frozen=True)
@@ -49,6 +82,17 @@ class DealRules:
         generating = [taker.node for taker in self.takers(WorkerState.GENERATION)]
         num_takers = np.bincount(generating, minlength=self.launch.num_nodes)
         return homes_of_groups(num_groups, num_takers, seed=self.seed, step=step, locality=self.locality)
+
+
+def groups_of_training(mesh: UpdateMesh, device: torch.device) -> dict[WorkerState, RowGroups]:
+    """The groups of an update layout, for every state that uses a training engine."""
+    groups = RowGroups(mesh.leaders, mesh.model, device)
+    return {state: groups for state in WorkerState if state.uses_training_engine}
+
+
+def groups_of_generation(mesh: GenerationMesh, device: torch.device) -> dict[WorkerState, RowGroups]:
+    """The replicas of a generation layout, whose ranks answer the same prompts."""
+    return {WorkerState.GENERATION: RowGroups(mesh.leaders, mesh.tensor, device)}
 
 
 @dataclass(frozen=True)
