@@ -83,7 +83,7 @@ def quotas(rounds_by_taker: Sequence[Sequence[int]], rules: RoundRules) -> list[
     """How many of its groups each taker is to finish for training, `num_wanted` in all.
 
     A group in its last round always counts. The rest goes to the replicas that would leave most groups over,
-    so that all leave equally many. It follows from the deal alone, never from who is faster.
+    so that all leave equally many. It follows from the deal alone, never from timing.
     """
     numbers = [sum(round_ >= rules.max_rounds for round_ in rounds) for rounds in rounds_by_taker]
     num_groups, num_last = sum(map(len, rounds_by_taker)), sum(numbers)

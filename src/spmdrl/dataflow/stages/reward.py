@@ -107,8 +107,8 @@ def columns_of(rows: Sequence[int], results: Sequence[RewardResult]) -> Batch:
 
 
 @dataclass
-class _Asked:
-    """What became of one group: its responses wait for a call, or are in one."""
+class _GroupRewards:
+    """The responses of one group: they wait for a call, are in one, or were judged by the environment."""
 
     waiting: dict[int, Response] = field(default_factory=dict)
     calls: list[tuple[int, ...]] = field(default_factory=list)
@@ -126,28 +126,28 @@ class StreamedRewards:
     def __init__(self, pool: RewardPool, decode: DecodeTokens):
         self._pool = pool
         self._decode = decode
-        self._groups: dict[Hashable, _Asked] = {}
+        self._groups: dict[Hashable, _GroupRewards] = {}
 
     def begin(self, ended: EndedResponses) -> None:
         """Start on the rewards of these responses as far as `reward.call_level` lets it, and return at once."""
-        asked = self._groups.setdefault(ended.group, _Asked())
-        known = {member for members in asked.calls for member in members}
+        begun = self._groups.setdefault(ended.group, _GroupRewards())
+        known = {member for members in begun.calls for member in members}
         for member, response in ended.by_member.items():
             if response.outcome is not None:
-                asked.judged[member] = self._judged(ended.group, response.outcome)
+                begun.judged[member] = self._judged(ended.group, response.outcome)
             elif member not in known:
-                asked.waiting[member] = response
-        is_whole = len(asked.waiting) + len(asked.judged) == ended.group_size
-        if asked.waiting and (self._pool.call_level == "response" or is_whole):
-            members = tuple(sorted(asked.waiting))
-            self._submit((ended.group, members[0]), ended.prompt, [asked.waiting[member] for member in members])
-            asked.calls.append(members)
-            asked.waiting.clear()
+                begun.waiting[member] = response
+        is_whole = len(begun.waiting) + len(begun.judged) == ended.group_size
+        if begun.waiting and (self._pool.call_level == "response" or is_whole):
+            members = tuple(sorted(begun.waiting))
+            self._submit((ended.group, members[0]), ended.prompt, [begun.waiting[member] for member in members])
+            begun.calls.append(members)
+            begun.waiting.clear()
 
     def collect(self, groups: Sequence[Hashable]) -> list[RewardResult]:
         """Wait for the rewards of these groups, all of whose responses were begun, and forget them."""
-        asked = {group: self._groups.pop(group) for group in groups}
-        keys = [(group, members[0]) for group, one in asked.items() for members in one.calls]
+        begun = {group: self._groups.pop(group) for group in groups}
+        keys = [(group, members[0]) for group, one in begun.items() for members in one.calls]
         results = dict(zip(keys, self._pool.collect(keys), strict=True))
         return [
             joined(
@@ -157,7 +157,7 @@ class StreamedRewards:
                     *(((member,), result) for member, result in one.judged.items()),
                 ],
             )
-            for group, one in asked.items()
+            for group, one in begun.items()
         ]
 
     def _judged(self, key: Hashable, outcome: Outcome) -> RewardResult:

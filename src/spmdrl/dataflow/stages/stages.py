@@ -32,7 +32,7 @@ class Stages:
         advantage: AdvantageStage, with_credit: Sequence[Stage], update: UpdateStage, timeline: Timeline,
         at_end: AtStageEnd,
     ):  # fmt: skip
-        """`at_end(step, stage)` is called at each stage's end: the place to write down who holds how much memory."""
+        """`at_end(step, stage)` is called at each stage's end: the place to record what memory is held."""
         self.without_actor = [self._timed(stage) for stage in without_actor]
         self.with_actor = [self._timed(stage) for stage in with_actor]
         self.with_credit = [self._timed(stage) for stage in with_credit]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Interval
@@ -14,7 +14,6 @@ from spmdrl.engines.environment.environment_runner import (
     KEY,
     StepResult,
     load_environment,
-    message_of,
     read_step,
     take_step,
 )
@@ -89,7 +88,7 @@ class EnvironmentPool:
 
     def submit(self, key: Hashable, episode: Episode) -> None:
         """Ask for the step after a turn under a key of the caller's."""
-        self._calls.submit(key, message_of(episode), 1)
+        self._calls.submit(key, asdict(episode), 1)
 
     def collect(self, keys: Sequence[Hashable]) -> list[StepResult]:
         """Wait for the results of these steps and take them out, in the order of `keys`."""

@@ -60,11 +60,6 @@ def load(specs: Sequence[str]) -> tuple[Callable[[dict[str, Any]], Any], None]:
     return answer, None
 
 
-def message_of(episode: Episode) -> dict[str, Any]:
-    """The episode as it travels to a worker."""
-    return asdict(episode)
-
-
 def take_step(environment: Environment, message: dict[str, Any]) -> StepResult:
     """One step of the environment, its outcome checked; what it raises becomes the verdict `CRASHED`."""
     turns = tuple(Turn(**turn) for turn in message["turns"])

@@ -34,8 +34,8 @@ SPARSE = replace(
 COLUMNS = ("response_ids", "rollout_logprobs", "versions", "finished")
 
 
-class Heard:
-    """A listener that keeps the rows it was told of."""
+class Ended:
+    """A listener that keeps the rows whose responses it got."""
 
     def __init__(self):
         self.rows: list[int] = []
@@ -53,17 +53,17 @@ def prompts() -> list[Prompt]:
 
 
 def generate(world: World, config: DecoderConfig, layout: GenerationLayout) -> tuple[dict, list[int], dict]:
-    """The samples as this rank sees them, the rows that its listener heard of, and the metrics of all ranks."""
+    """The samples as this rank sees them, the rows that its listener got, and the metrics of all ranks."""
     device = world.device.torch_device
     mesh = build_generation_mesh(layout, world.device, world.size, world.rank)
     engine = NativeEngine(config, RolloutConfig(block_size=4), device, torch.float32, mesh=mesh)
     weights = RandomWeights(config, 0)
     engine.load_weights((name, 4 * weights(name)) for name in engine.weight_shapes())
     engine.wake_cache()
-    heard, recorder = Heard(), Recorder()
+    ended, recorder = Ended(), Recorder()
     sampling = SamplingParams(max_tokens=6, stop_token_ids=tuple(range(10)))
     stage = GenerationStage(
-        engine=engine, mesh=mesh, sampling=sampling, seed=3, listeners=[heard], recorder=recorder
+        engine=engine, mesh=mesh, sampling=sampling, seed=3, listeners=[ended], recorder=recorder
     )  # fmt: skip
     needs = needs_by_state({"advantages", "rollout_logprobs"})
     dock = TransferDock(world, needs, DockConfig(20.0), row_groups=groups_of_generation(mesh, device))
@@ -73,7 +73,7 @@ def generate(world: World, config: DecoderConfig, layout: GenerationLayout) -> t
     seen = samples.read(range(num_rows), COLUMNS)
     rows = {name: seen.to_lists(name) if seen.is_ragged(name) else seen.dense(name).tolist() for name in COLUMNS}
     dock.close()
-    return rows, heard.rows, merge(gather_bytes(encode(recorder.drain())))
+    return rows, ended.rows, merge(gather_bytes(encode(recorder.drain())))
 
 
 @pytest.mark.ranks
@@ -89,8 +89,8 @@ def generate(world: World, config: DecoderConfig, layout: GenerationLayout) -> t
     ids=["dense", "strided", "experts cut", "experts spread", "experts spread over replicas"],
 )
 def test_replicas_of_several_ranks_answer_as_one_rank_does(ranks, config, layout):
-    ((expected, heard, metrics),) = run_ranks(1, generate, config, GenerationLayout())
-    assert sorted(heard) == list(range(NUM_PROMPTS * GROUP_SIZE))
+    ((expected, ended, metrics),) = run_ranks(1, generate, config, GenerationLayout())
+    assert sorted(ended) == list(range(NUM_PROMPTS * GROUP_SIZE))
     assert len({*map(tuple, expected["response_ids"])}) > NUM_PROMPTS, "rows must differ for an order to show"
     answers = run_ranks(ranks, generate, config, layout)
     for rank, (rows, own, totals) in enumerate(answers):
@@ -98,6 +98,6 @@ def test_replicas_of_several_ranks_answer_as_one_rank_does(ranks, config, layout
             assert rows[name] == (answers[0][0] if name == "rollout_logprobs" else expected)[name], (rank, name)
         assert bool(own) == (layout.place(rank)[1] == 0)
         assert totals["generation/tokens"] == metrics["generation/tokens"]
-    assert sorted(row for _, own, _ in answers for row in own) == sorted(heard), "each row is told of once"
+    assert sorted(row for _, own, _ in answers for row in own) == sorted(ended), "each row is passed on once"
     for found, row in zip(answers[0][0]["rollout_logprobs"], expected["rollout_logprobs"], strict=True):
         assert found == pytest.approx(row, abs=1e-4)
