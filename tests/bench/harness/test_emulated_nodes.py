@@ -23,7 +23,7 @@ SENT_BYTES = 16_000_000
 _RECEIVE = f"""
 import json, socket, sys, time
 from spmdrl.bench.harness.emulated_nodes import Node, link_bytes
-Node(sys.argv[1], "", "").enter()
+Node(sys.argv[1], "").enter()
 server = socket.create_server(("0.0.0.0", 4000))
 print("ready", flush=True)
 peer, _ = server.accept()
@@ -36,7 +36,7 @@ print(json.dumps([seconds, link_bytes("link0").received]))
 _SEND = f"""
 import socket, sys
 from spmdrl.bench.harness.emulated_nodes import Node
-Node(sys.argv[1], "", "").enter()
+Node(sys.argv[1], "").enter()
 socket.create_connection((sys.argv[2], 4000)).sendall(bytes({SENT_BYTES}))
 """
 _HOLD = """

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 from torch.distributed import TCPStore
 
-from spmdrl.bench.harness.emulated_nodes import Node
+from spmdrl.bench.harness.emulated_nodes import INTERFACE, Node
 from spmdrl.bench.harness.peers import sigterm_as_exit
 from spmdrl.resources.network.sockets import LOOPBACK
 from spmdrl.resources.startup.ending import PeerFailed
@@ -78,7 +78,7 @@ class BenchRanks:
 
 
 def launch_variables(rank: int, num_ranks: int, nodes: Sequence[Node] = ()) -> dict[str, str]:
-    """What a launcher would set for a rank; on nodes, their links are the only interfaces."""
+    """What a launcher would set for a rank; on nodes, with the interface of their links."""
     ranks_per_node = num_ranks // max(1, len(nodes))
     numbers = {
         "RANK": rank,
@@ -91,7 +91,7 @@ def launch_variables(rank: int, num_ranks: int, nodes: Sequence[Node] = ()) -> d
     variables = {name: str(number) for name, number in numbers.items()} | {"MASTER_ADDR": LOOPBACK}
     if nodes:
         variables |= {"MASTER_ADDR": nodes[0].address, "MASTER_PORT": str(_NODES_PORT)}
-        variables |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), nodes[0].interface)
+        variables |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), INTERFACE)
     return variables
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from spmdrl.bench.harness.peers import sigterm_as_exit
 
 INTERFACE = "link0"
+"""of every node; its only one but loopback"""
 MAX_NODES = 250
 # A burst must hold the largest packet that the kernel hands over whole (64 KiB) and what flows between two timer ticks.
 _SHAPE = "burst 512kb latency 50ms"
@@ -36,7 +37,6 @@ class Node:
     name: str
     address: str
     """private to the nodes"""
-    interface: str
 
     def enter(self) -> None:
         """Move this process to the node: the sockets that it makes from here on are the node's."""
@@ -107,19 +107,19 @@ def _make(count: int, link_bytes_per_second: float) -> list[Node]:
     _run(f"ip netns add {switch}")
     _run(f"ip -n {switch} link add bridge0 type bridge")
     _run(f"ip -n {switch} link set bridge0 up")
-    nodes = [Node(_name(str(number)), f"10.0.0.{number + 1}", INTERFACE) for number in range(count)]
+    nodes = [Node(_name(str(number)), f"10.0.0.{number + 1}") for number in range(count)]
     for number, node in enumerate(nodes):
         port = f"port{number}"
         _run(f"ip netns add {node.name}")
-        _run(f"ip -n {switch} link add {port} type veth peer name {node.interface} netns {node.name}")
-        _run(f"ip -n {node.name} address add {node.address}/24 dev {node.interface}")
+        _run(f"ip -n {switch} link add {port} type veth peer name {INTERFACE} netns {node.name}")
+        _run(f"ip -n {node.name} address add {node.address}/24 dev {INTERFACE}")
         # Without IPv6 addresses of their own, idle links stay silent, and their counters count what ranks send.
-        _run(f"ip -n {node.name} link set {node.interface} addrgenmode none")
-        for namespace, interface in ((node.name, node.interface), (switch, port)):
+        _run(f"ip -n {node.name} link set {INTERFACE} addrgenmode none")
+        for namespace, interface in ((node.name, INTERFACE), (switch, port)):
             rate = f"rate {round(8 * link_bytes_per_second)}bit"
             _run(f"tc -n {namespace} qdisc add dev {interface} root tbf {rate} {_SHAPE}")
         _run(f"ip -n {switch} link set {port} master bridge0 up")
-        _run(f"ip -n {node.name} link set {node.interface} up")
+        _run(f"ip -n {node.name} link set {INTERFACE} up")
         _run(f"ip -n {node.name} link set lo up")
     return nodes
 
