@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -33,6 +32,7 @@ from spmdrl.engines.training.training_engine import TrainingConfig
 from spmdrl.engines.training.update.optimizer import OptimConfig
 from spmdrl.observability.logs.log import LogConfig
 from spmdrl.observability.terminal.screen import safe_text
+from spmdrl.observability.terminal.spelling import nearest
 from spmdrl.resources.layout import ResourcesConfig
 
 
@@ -168,8 +168,8 @@ class Config:
     def __post_init__(self) -> None:
         is_step = self.resume.isascii() and self.resume.isdigit()
         if not is_step and self.resume not in ("auto", "never") and not Path(self.resume).is_dir():
-            near = difflib.get_close_matches(self.resume, ("auto", "always", "never"), 1, 0.5)
-            advice = f"did you mean {'never' if near == ['never'] else 'auto'}? " if near else ""
+            near = nearest(self.resume, ("auto", "always", "never"))
+            advice = f"did you mean {'never' if near == 'never' else 'auto'}? " if near else ""
             raise ValueError(
                 f"resume is {self.resume!r}, which is neither auto, never, a step's number, nor a folder; {advice}"
                 "auto goes on from the newest checkpoint, never starts anew"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import re
 from collections.abc import Iterator
@@ -11,6 +10,8 @@ from typing import Any, Literal
 from urllib.parse import parse_qsl, urlsplit
 
 import numpy as np
+
+from spmdrl.observability.terminal.spelling import nearest
 
 SCHEME = "synthetic://"
 # Up to this many pairs are all put in a random order; of more, pairs are drawn until enough differ.
@@ -127,5 +128,5 @@ def _shuffled_pairs(task: SyntheticTask) -> Iterator[tuple[int, int]]:
 
 
 def _unknown(what: str, name: str, known: tuple[str, ...]) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"{what} '{name}'" + (f"; did you mean '{close[0]}'?" if close else f"; known are {', '.join(known)}")
+    close = nearest(name, known)
+    return f"{what} '{name}'" + (f"; did you mean '{close}'?" if close else f"; known are {', '.join(known)}")
