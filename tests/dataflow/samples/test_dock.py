@@ -217,7 +217,7 @@ def requests_that_fail(world: World) -> dict[str, str]:
 @pytest.mark.ranks
 def test_a_request_that_fails_says_who_waited_for_what():
     errors = run_ranks(2, requests_that_fail, ranks_per_node=1)[1]
-    assert "warehouse 0 (rank 0), asked by rank 1: row 7 has no column 'reward'" in errors["missing"]
+    assert "warehouse 0 (rank 0), requested by rank 1: row 7 has no column 'reward'" in errors["missing"]
     assert "refused a remote message that names posix.system" in errors["gadget"]
     assert "row 8 has no column" in errors["after"], "the warehouse goes on after a refused message"
     assert errors["stopped"].startswith("TimeoutError: rank 1 waited 1.")

@@ -16,13 +16,7 @@ from spmdrl.dataflow.samples.control.catalogue import Catalogue, News, RowDrop, 
 from spmdrl.dataflow.samples.control.row_lives import DEFERRED, Accounting, RowLives, RowStatus
 from spmdrl.dataflow.samples.control.row_news import exchanged
 from spmdrl.dataflow.samples.control.saved_lives import restored, saved_columns, snapshot
-from spmdrl.dataflow.samples.schema import (
-    PROMPT_COLUMNS,
-    check_columns,
-    check_row_lengths,
-    columns_mask,
-    names_of_mask,
-)
+from spmdrl.dataflow.samples.schema import PROMPT_COLUMNS, check_columns, check_row_lengths, columns_mask, names_of_mask
 from spmdrl.dataflow.samples.store.keeping import read_columns, read_lives, write_columns, write_lives
 from spmdrl.dataflow.samples.store.shared_memory import Place
 from spmdrl.dataflow.samples.store.warehouse import Warehouse
@@ -61,8 +55,10 @@ class DockParts:
 class Samples:
     """The rows of one step. Row r is response r % group_size of prompt r // group_size.
 
-    Its methods decide alike on every rank, so every rank calls them in the same order; only `put`, `mark_dropped` and
-    `read` are local to a rank, and what they change becomes known to all at the next `commit`.
+    Its methods decide the same on every rank, so every rank calls them in the same order; only `put`, `mark_dropped`
+    and `read` are local to a rank. What they change reaches the other ranks by the next `commit`:
+
+        put -> payload, and its metadata -> news --commit--> lives of all ranks -> ready rows -> shares -> take
     """
 
     def __init__(

@@ -74,7 +74,7 @@ class FlowShape:
     num_prompts: int
     """Prompts in a global batch (G)."""
     responses_each: int
-    """Responses a prompt (N)."""
+    """Responses per prompt (N)."""
     max_prompt_length: int
     """Tokens (PL)."""
     max_response_length: int
@@ -82,7 +82,7 @@ class FlowShape:
     num_response_items: int
     """Items as long as a response, such as old and reference log-probs (n)."""
     num_scalars: int
-    """Scalars a sample, such as its index and length (M)."""
+    """Scalars per sample, such as its index and length (M)."""
     item_bytes: int = 4
     """Bytes of one value (B)."""
 

@@ -2,8 +2,8 @@
 
 A frame is an int64 header (format, number of rows, number of columns, then each column's schema number and number of
 values, in schema order), then the rows, the offsets and the values, each starting at a multiple of 64 bytes. Columns
-that have their lengths from one column share one offsets array. Header and schema settle where everything lies, so a
-frame holds no position that could lead astray, and no pickled object.
+that have their lengths from one column share one offsets array. Header and schema settle where everything lies: a
+frame contains no positions, so a corrupt one can't point outside itself, and no pickled object.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def read_frame(frame_N: Tensor) -> Batch:
 def read_arrays(frame_N: Tensor, *, trusted: bool = False) -> Arrays:
     """What is in a frame, as views of its memory. Raises FrameError for anything but a frame of this schema.
 
-    `trusted`: this code wrote the frame, so rows and offsets aren't looked through.
+    `trusted`: a rank of this node wrote the frame, so rows and offsets aren't checked one by one.
     """
     num_rows, num_values = _read_header(frame_N)
     layout = _layout(num_rows, num_values)

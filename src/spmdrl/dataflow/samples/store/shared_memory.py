@@ -1,4 +1,4 @@
-"""The memory that the ranks of one node share for samples: one sparse file a rank, which all of them map.
+"""The memory that the ranks of one node share for samples: one sparse file per rank, which all of them map.
 
 The files have no name that could outlive the processes: the node's first rank makes them, the others open them through
 it, and from then on they last as long as a process maps them. Only one rank, the writer, stores into a file: frames,
@@ -84,7 +84,7 @@ class PoolHost:
 def host_pool(
     num_writers: int, capacity_bytes: int | None = None, *, create: Callable[[], SharedFile] | None = None
 ) -> PoolHost:
-    """Make one sparse file a writer.
+    """Make one sparse file per writer.
 
     `capacity_bytes`: what each writer may store, by default the machine's memory, since only pages that were written
     take memory. `create` makes one file, by default in memory wherever the platform can.
@@ -121,7 +121,7 @@ class Pool:
         """where the pages that earlier batches reached end"""
 
     def allocate(self, num_bytes: int) -> Place:
-        """Room in this rank's file, from a multiple of 64 on; a MemoryError where none is left."""
+        """Room in this rank's file, from a multiple of 64 on. Raises MemoryError if none is left."""
         assert num_bytes > 0, num_bytes
         start = self._end
         if start + num_bytes > self._file_bytes:

@@ -69,7 +69,8 @@ class RemoteWarehouses:
             raise _explained(who, error, self._timeout_seconds) from error
         refusal, text, tensors = answer
         if refusal:
-            raise _REFUSALS[refusal](f"warehouse {warehouse} (rank {host}), asked by rank {self._world.rank}: {text}")
+            who = f"warehouse {warehouse} (rank {host}), requested by rank {self._world.rank}"
+            raise _REFUSALS[refusal](f"{who}: {text}")
         return list(tensors)
 
 
@@ -95,7 +96,7 @@ def remote_get(rows: Tensor, columns: Tensor) -> tuple[str, str, list[Tensor]]:
     def get(warehouse: Warehouse) -> list[Tensor]:
         numbers = columns.tolist()
         if any(not 0 <= number < len(RULES) for number in numbers):
-            raise ValueError(f"asked for column numbers {numbers}, but the schema has {len(RULES)} columns")
+            raise ValueError(f"column numbers {numbers} are requested, but the schema has {len(RULES)} columns")
         return [pack(warehouse.get(rows, [RULES[number].name for number in numbers]))]
 
     return _answered(get)
