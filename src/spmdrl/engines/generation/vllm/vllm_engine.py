@@ -157,11 +157,9 @@ class VllmEngine:
     def memory_bytes(self) -> dict[str, int]:
         """What this rank's weights and KV cache take by their sizes; on CPU always, as vLLM can't sleep there."""
         num_weights = sum(math.prod(shape) for shape in self.weight_shapes().values())
+        weight_bytes = num_weights // self._tensor * self._dtype.itemsize
         return {
-            "generation_weights": num_weights
-            // self._tensor
-            * self._dtype.itemsize
-            * (self._weights_awake or self._on_cpu),
+            "generation_weights": weight_bytes * (self._weights_awake or self._on_cpu),
             "kv_cache": self._cache_bytes * (self._cache_awake or self._on_cpu),
         }
 
