@@ -6,16 +6,16 @@ Their responses stay on the ranks that generate them, so that nothing travels; e
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor
 
 from spmdrl.dataflow.samples.rounds import CarriedGroup, RoundRules, StepGroups, groups_of_step
+from spmdrl.dataflow.samples.store.keeping import column_tensors, read_column
 from spmdrl.resources.mesh import GenerationMesh
 from spmdrl.types import Batch
 
@@ -70,7 +70,10 @@ class CarriedGroups:
             paths.append(folder / _GROUPS)
         if self._mesh.is_leader and self._responses:
             path = folder / _RESPONSES.replace("*", f"{self._mesh.rank:05d}")
-            save_file({key: value for item in self._responses.items() for key, value in _tensors(*item)}, path)
+            tensors = {}
+            for serial, batch in self._responses.items():
+                tensors |= column_tensors(batch, f"{serial}/")
+            save_file(tensors, path)
             paths.append(path)
         return paths
 
@@ -96,37 +99,22 @@ class CarriedGroups:
         return self._mesh.tensor.ranks[0]
 
 
-def _tensors(serial: int, batch: Batch) -> Iterator[tuple[str, Tensor]]:
-    """The columns of a group's responses, by names that begin with its serial."""
-    for name in batch.names:
-        ragged = batch.is_ragged(name)
-        yield f"{serial}/{name}/values", (batch.values(name) if ragged else batch.dense(name)).contiguous()
-        if ragged:
-            yield f"{serial}/{name}/offsets", batch.offsets(name).contiguous()
-
-
 def _read_responses(folder: Path, serials: Sequence[int]) -> dict[int, Batch]:
     """The responses of these groups, by any rank."""
     out: dict[int, Batch] = {}
     for path in sorted(folder.glob(_RESPONSES)) if serials else ():
         with safe_open(path, framework="pt") as file:
-            keys = file.keys()
-            here = {int(key.partition("/")[0]) for key in keys}
-            out |= {serial: _read_group(file, serial, keys) for serial in serials if serial in here}
+            here = {int(key.partition("/")[0]) for key in file.keys()}
+            out |= {serial: _read_group(file, serial) for serial in serials if serial in here}
     missing = set(serials) - out.keys()
     if missing:
         raise ValueError(f"{folder} lacks the responses of prompts {sorted(missing)}; a rank's file is missing")
     return out
 
 
-def _read_group(file: Any, serial: int, keys: Collection[str]) -> Batch:
+def _read_group(file: Any, serial: int) -> Batch:
     batch = Batch.of_rows(range(len(file.get_tensor(f"{serial}/{FINISH}/values"))))
-    for key in keys:
+    for key in file.keys():
         if key.startswith(f"{serial}/") and key.endswith("/values"):
-            name, values = key.split("/")[1], file.get_tensor(key)
-            offsets = key.removesuffix("values") + "offsets"
-            if offsets in keys:
-                batch.put_ragged(name, values, file.get_tensor(offsets))
-            else:
-                batch.put_dense(name, values)
+            read_column(batch, file, key.removesuffix("/values"))
     return batch

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from spmdrl.engines.generation.protocol import Finish, Request, Response
 from spmdrl.engines.workers.verdict import Outcome, Verdict
-from spmdrl.types import WeightSlice
+from spmdrl.types import WeightSlice, offsets_of
 
 _FINISHES: tuple[Finish, ...] = get_args(Finish)
 
@@ -32,9 +32,9 @@ def record_rollouts(path: Path, responses: Sequence[Response], prompts: Mapping[
     columns = {
         "rows": torch.tensor([response.row for response in responses], dtype=torch.int64),
         "finish": torch.tensor([_FINISHES.index(response.finish) for response in responses], dtype=torch.uint8),
-        "prompt_offsets": _offsets(prompts[response.row] for response in responses),
+        "prompt_offsets": offsets_of([len(prompts[response.row]) for response in responses]),
         "prompt_ids": _packed((prompts[response.row] for response in responses), torch.int64),
-        "offsets": _offsets(response.token_ids for response in responses),
+        "offsets": offsets_of([len(response.token_ids) for response in responses]),
         "token_ids": _packed((response.token_ids for response in responses), torch.int64),
         "logprobs": _packed((response.logprobs for response in responses), torch.float64),
         "versions": _packed((response.versions for response in responses), torch.int64),
@@ -202,11 +202,6 @@ class ReplayEngine:
     def _require_awake(self) -> None:
         if not self._awake:
             raise RuntimeError("a sleeping engine can't take requests or step; call wake_weights, then wake_cache")
-
-
-def _offsets(lists: Iterable[Sequence[float]]) -> Tensor:
-    lengths = torch.tensor([len(values) for values in lists], dtype=torch.int64)
-    return torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
 
 
 def _packed(lists: Iterable[Sequence[float]], dtype: torch.dtype) -> Tensor:
