@@ -1,4 +1,12 @@
-"""A step's rollouts on disk: a job that dies after generation takes them up instead of generating again."""
+"""A step's rollouts on disk: a job that dies after generation takes them up instead of generating again.
+
+What is kept of rollouts, and why; a batch's columns are written in one way (`samples/store/keeping.py`):
+
+    rollouts/ (checkpoint.keep_rollouts)   this file; the step that runs, until its checkpoint is written
+    carried/ in a checkpoint               `CarriedGroups`; groups that a later step goes on with (partial rollout)
+    debug.rollouts_to, rollouts_from       `replay.py`; every step, for a comparison with the same responses
+    generated.parts/                       `kept_answers.py`; answers of the verb generate, as text
+"""
 
 from __future__ import annotations
 
