@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from spmdrl.config.config import Config
+from spmdrl.config.config import Config, DebugConfig
 from spmdrl.dataflow.data.prompts import Prompt, PromptSource
+from spmdrl.dataflow.samples.balancing.dealing import groups_of_generation, groups_of_training
 from spmdrl.dataflow.samples.carried import CarriedGroups
+from spmdrl.dataflow.samples.dock import TransferDock
 from spmdrl.dataflow.samples.rounds import RoundRules
 from spmdrl.dataflow.stages.advantage import AdvantageStage
 from spmdrl.dataflow.stages.critic.critic_update import CriticUpdateStage
@@ -27,11 +29,12 @@ from spmdrl.dataflow.stages.update_report import ShownRows
 from spmdrl.engines.environment.environment_pool import EnvironmentPool
 from spmdrl.engines.generation.native.native_engine import Lockstep
 from spmdrl.engines.generation.replay import ReplayEngine
+from spmdrl.engines.models.row_cost import row_cost_of
 from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.engines.reward.pool import RewardPool
 from spmdrl.engines.training.checkpoints.checkpoint import WRITE_FAILURES
 from spmdrl.job.model.replica import Replica
-from spmdrl.job.model.role_models import RoleModels
+from spmdrl.job.model.role_models import RoleModel, RoleModels
 from spmdrl.job.model.switching import Switching
 from spmdrl.job.run.run import Run
 from spmdrl.job.start.prepared import Prepared
@@ -88,19 +91,24 @@ def build_prompts_of_step(checked: CheckedRun, prompts: PromptSource, carried: C
     return pending_and_new if carried.is_used else lambda step: (prompts.take(step - 1, num_prompts), [])
 
 
+def build_dock(checked: CheckedRun, policy: RoleModel, replica: Replica, world: World) -> TransferDock:
+    """The sample flow, in which ranks share rows as the layouts of the policy group them."""
+    config, device = checked.config, world.device.torch_device
+    row_groups = groups_of_training(policy.trainer.mesh, device) | groups_of_generation(replica.mesh, device)
+    cost = row_cost_of(policy.source.decoder)
+    return TransferDock(world, checked.needs, config.dock, seed=config.seed, cost=cost, row_groups=row_groups)
+
+
 class Rollouts:
     """What answers the prompts of a step: the replica, or responses recorded before; and their recording."""
 
-    def __init__(self, config: Config, replica: Replica, turns: RolloutTurns | None):
-        debug, mesh = config.debug, replica.mesh
-        self._replay = (
-            ReplayEngine(Path(debug.rollouts_from), has_turns=turns is not None) if debug.rollouts_from else None
-        )
+    def __init__(self, config: DebugConfig, replica: Replica, turns: RolloutTurns | None):
+        source, target, mesh = config.rollouts_from, config.rollouts_to, replica.mesh
+        self._replay = ReplayEngine(Path(source), has_turns=turns is not None) if source else None
         self.replica = Replica(self._replay or replica.engine, mesh)
         # What was recorded holds all turns.
         self.turns = None if self._replay else turns
-        records = debug.rollouts_to and mesh.is_leader
-        self.recorder = RolloutRecorder(Path(debug.rollouts_to), mesh.rank) if records else None
+        self.recorder = RolloutRecorder(Path(target), mesh.rank) if target and mesh.is_leader else None
 
     def begin_step(self, step: int) -> None:
         if self._replay is not None:

@@ -8,13 +8,11 @@ from dataclasses import dataclass
 
 from spmdrl.config.config import Config
 from spmdrl.config.reader import ConfigError, LoadedConfig, start_up
-from spmdrl.dataflow.samples.balancing.dealing import groups_of_generation, groups_of_training
 from spmdrl.dataflow.samples.dock import TransferDock
 from spmdrl.dataflow.stages.reward import RewardFailure
 from spmdrl.dataflow.stages.stages import Stages
 from spmdrl.dataflow.stages.update_report import ShownRows
 from spmdrl.engines.models.kernels.ops import compute_batch_invariantly
-from spmdrl.engines.models.row_cost import row_cost_of
 from spmdrl.engines.reward.pool import RewardPool
 from spmdrl.job.evaluation.evaluator import build_evaluator
 from spmdrl.job.evaluation.held_out import HeldOut
@@ -34,6 +32,7 @@ from spmdrl.job.training_step import (
     Rollouts,
     StageParts,
     build_carried,
+    build_dock,
     build_prompts_of_step,
     build_stages,
     build_turns,
@@ -63,8 +62,8 @@ def main(loaded: LoadedConfig[Config]) -> int:
             except RewardFailure as failure:
                 raise ConfigError(str(failure)) from failure
             run.finish(**training.held_out.summary())
-            ask = command_of("generate", f"model.path={run.folder}", "prompt='...'")
-            run.console.note(f"  next       {ask}")
+            answer = command_of("generate", f"model.path={run.folder}", "prompt='...'")
+            run.console.note(f"  next       {answer}")
     return 0
 
 
@@ -143,13 +142,8 @@ def build(checked: CheckedRun, run: Run, stack: ExitStack) -> Training:
     evaluator = build_evaluator(config, prepared, replica, pool, turns)
     num_rows = max(carried.rules.most_groups * config.rollout.num_generations, evaluator.num_rows if evaluator else 0)
     switching = build_switching(config, run.logs, models, replica, stack, num_rows=num_rows, prompt_at=prompts.at)
-    device = world.device.torch_device
-    row_groups = groups_of_training(models[POLICY].trainer.mesh, device) | groups_of_generation(replica.mesh, device)
-    cost = row_cost_of(prepared.source.decoder)
-    dock = stack.enter_context(
-        TransferDock(world, checked.needs, config.dock, seed=config.seed, cost=cost, row_groups=row_groups)
-    )
-    rollouts = Rollouts(config, replica, turns)
+    dock = stack.enter_context(build_dock(checked, models[POLICY], replica, world))
+    rollouts = Rollouts(config.debug, replica, turns)
     shown = ShownRows(config.log.samples_per_step)
     sample_flow = estimates_of(config, checked.needs, world.num_nodes)
     run.logs.add_to_summary("the sample flow's estimates", sample_flow=sample_flow)
