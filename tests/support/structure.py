@@ -112,6 +112,43 @@ def cycles(imports: Mapping[str, set[str]]) -> list[list[str]]:
     return found
 
 
+def names_used(tree: ast.Module) -> Iterator[str]:
+    """Names that a module reads, calls or passes, attributes and short texts (`getattr`, tables) included."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            yield node.id
+        elif isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, ast.keyword) and node.arg:
+            yield node.arg
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value) < 60:
+            yield from re.findall(r"\w+", node.value)
+
+
+def unused(trees: Mapping[str, ast.Module]) -> list[str]:
+    """Functions, classes and methods that no module names, but for what a class from elsewhere asks for."""
+    used = {name for tree in trees.values() for name in names_used(tree)}
+    own = {node.name for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    found = []
+    for module, tree in trees.items():
+        holders: list[ast.Module | ast.ClassDef] = [tree]
+        holders += [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and not extends_others(node, own)]
+        found += [
+            f"{module}.{node.name}"
+            for holder in holders
+            for node in holder.body
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef))
+            and node.name not in used
+            and not node.name.startswith("__")
+        ]
+    return sorted(found)
+
+
+def extends_others(node: ast.ClassDef, own: Iterable[str]) -> bool:
+    """Whether a class has a base that the package doesn't define."""
+    return any(not isinstance(base, ast.Name) or base.id not in own for base in node.bases)
+
+
 def reached(imports: Mapping[str, set[str]], entries: Iterable[str]) -> set[str]:
     todo = [name for name in entries if name in imports]
     seen = set(todo)
@@ -151,6 +188,7 @@ def figures(package: Path) -> dict[str, object]:
         "modules_nothing_in_the_product_imports": sorted(
             set(product) - is_package - reached(product, [*ENTRIES, *(f"verbs.{name}" for name in modules)])
         ),
+        "names_that_only_tests_or_benches_use": unused({name: trees[name] for name in modules if not is_bench[name]}),
     }
 
 
