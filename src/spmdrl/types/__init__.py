@@ -75,45 +75,64 @@ def whole_slice(name: str, shape: Sequence[int]) -> WeightSlice:
     return WeightSlice(name, (0,) * len(shape), tuple(shape))
 
 
-class Batch:
-    """Rows of packed columns, never padded.
+_ROWS, _OFFSETS = "rows", "offsets"
+_HOST = torch.device("cpu")
 
-    A dense column is a tensor [B]. A ragged column is (values [T], offsets [B + 1]): row b holds
-    `values[offsets[b]:offsets[b + 1]]`. The values of all columns live in one TensorDict; offsets stay on the host.
+
+class Batch:
+    """Rows of packed columns, never padded: a view on one TensorDict, which holds all that a batch is.
+
+    `data["rows"]` are the rows' numbers, int64 [B]. A dense column is `data[name]` [B]. A ragged column is its values
+    `data[name]` [T] and its offsets `data["offsets", name]` [B + 1]: row b has `values[offsets[b]:offsets[b + 1]]`.
     """
 
-    def __init__(self, rows: Tensor, data: TensorDict | None = None, offsets: Mapping[str, Tensor] | None = None):
-        """`data` holds values by column; of those in `offsets`, packed ones."""
-        self.rows = rows
-        self.data = data if data is not None else TensorDict({}, batch_size=[])
-        self._offsets = dict(offsets or {})
+    def __init__(self, rows: Tensor):
+        """No columns yet; `rows` are int64 [B]."""
+        self.data = TensorDict({_ROWS: rows, _OFFSETS: {}}, batch_size=[])
+
+    @classmethod
+    def over(cls, data: TensorDict) -> Batch:
+        """A view on a batch's data, whatever moved, mapped or copied it. Nothing is copied.
+
+        Raises ValueError if rows or offsets are missing.
+        """
+        if missing := sorted({_ROWS, _OFFSETS} - set(map(str, data.keys()))):
+            raise ValueError(f"a batch's TensorDict has no {missing}; its keys: {sorted(map(str, data.keys()))}")
+        batch = cls.__new__(cls)
+        batch.data = data
+        return batch
 
     @classmethod
     def of_rows(cls, rows: Iterable[int]) -> Batch:
         return cls(torch.tensor(list(rows), dtype=torch.int64))
+
+    @property
+    def rows(self) -> Tensor:
+        return self.data[_ROWS]
 
     def __len__(self) -> int:
         return self.rows.numel()
 
     @property
     def names(self) -> list[str]:
-        return sorted(str(name) for name in self.data.keys())
+        return sorted({str(name) for name in self.data.keys()} - {_ROWS, _OFFSETS})
 
     def __contains__(self, name: str) -> bool:
-        return name in self.data.keys()
+        return name in self.data
 
     def is_ragged(self, name: str) -> bool:
-        return name in self._offsets
+        return name in self.data[_OFFSETS]
 
     def put_dense(self, name: str, values_B: Tensor) -> None:
         assert values_B.shape == (len(self),), (name, tuple(values_B.shape), len(self))
         self.data[name] = values_B
-        self._offsets.pop(name, None)
+        if self.is_ragged(name):
+            del self.data[_OFFSETS][name]
 
     def put_ragged(self, name: str, values_T: Tensor, offsets: Tensor) -> None:
         assert offsets.shape == (len(self) + 1,), (name, tuple(offsets.shape), len(self))
         self.data[name] = values_T
-        self._offsets[name] = offsets
+        self.data[_OFFSETS][name] = offsets
 
     def put_lists(self, name: str, lists_B: Sequence[Sequence[float]], dtype: torch.dtype) -> None:
         """Pack one Python list per row into a ragged column."""
@@ -125,28 +144,26 @@ class Batch:
         """Take over the columns of a batch of the same rows."""
         assert self.rows.shape == other.rows.shape, (self.rows.shape, other.rows.shape)
         self.data.update(other.data)
-        self._offsets.update(other._offsets)
 
     def on_host(self) -> Batch:
         """The same batch with all tensors on the host and without gradients; itself, if it is such a batch."""
-        leaves = [self.rows, *(self.data[name] for name in self.names)]
-        if all(leaf.device.type == "cpu" and not leaf.requires_grad for leaf in leaves):
+        if not any(leaf.requires_grad or leaf.device != _HOST for leaf in self._leaves()):
             return self
-        return Batch(self.rows.cpu(), self.data.detach().to("cpu"), self._offsets)
+        return Batch.over(self.data.detach().to(_HOST))
 
     def dense(self, name: str) -> Tensor:
         """The column's values [B]."""
-        assert name not in self._offsets, f"{name} is a ragged column"
+        assert not self.is_ragged(name), f"{name} is a ragged column"
         return self.data[name]
 
     def values(self, name: str) -> Tensor:
         """A ragged column's packed values [T]."""
-        assert name in self._offsets, f"{name} is a dense column"
+        assert self.is_ragged(name), f"{name} is a dense column"
         return self.data[name]
 
     def offsets(self, name: str) -> Tensor:
         """A ragged column's offsets [B + 1]."""
-        return self._offsets[name]
+        return self.data[_OFFSETS][name]
 
     def lengths(self, name: str) -> Tensor:
         """A ragged column's row lengths [B]."""
@@ -170,8 +187,10 @@ class Batch:
 
     def num_bytes(self) -> int:
         """Bytes of all columns' tensors, offsets included, row indexes not."""
-        values = sum(self.data[name].nbytes for name in self.names)
-        return values + sum(offsets.nbytes for offsets in self._offsets.values())
+        return sum(leaf.nbytes for leaf in self._leaves()) - self.rows.nbytes
+
+    def _leaves(self) -> list[Tensor]:
+        return [self.rows, *self.data[_OFFSETS].values(), *(self.data[name] for name in self.names)]
 
     @staticmethod
     def concatenate(batches: Sequence[Batch]) -> Batch:

@@ -1,0 +1,69 @@
+"""A batch is a view on one TensorDict: whatever handles TensorDicts handles batches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from spmdrl.types import Batch
+
+
+def some_batch() -> Batch:
+    batch = Batch.of_rows([7, 3, 5])
+    batch.put_lists("tokens", [[1, 2, 3], [], [4]], torch.int32)
+    batch.put_dense("rewards", torch.tensor([0.5, 1.0, -2.0]))
+    return batch
+
+
+def assert_same(batch: Batch, other: Batch) -> None:
+    assert batch.rows.tolist() == other.rows.tolist() and batch.names == other.names
+    assert batch.to_lists("tokens") == other.to_lists("tokens")
+    assert torch.equal(batch.dense("rewards"), other.dense("rewards"))
+
+
+def test_all_of_a_batch_lies_in_its_tensordict():
+    batch = some_batch()
+    assert_same(Batch.over(batch.data), batch)
+    assert list(vars(batch)) == ["data"]
+
+
+def test_what_a_tensordict_can_do_a_batch_survives(tmp_path):
+    batch = some_batch()
+    batch.data.memmap(tmp_path / "batch")
+    for data in (
+        batch.data.clone(),
+        batch.data.detach().to("cpu"),
+        batch.data.consolidate(),
+        TensorDict(batch.data.to_dict(), batch_size=[]),
+        TensorDict.load_memmap(tmp_path / "batch"),
+    ):
+        assert_same(Batch.over(data), batch)
+
+
+def test_a_tensordict_of_other_content_is_no_batch():
+    with pytest.raises(ValueError, match=r"has no \['offsets'\].*\['rewards', 'rows'\]"):
+        Batch.over(TensorDict({"rows": torch.arange(2), "rewards": torch.ones(2)}, batch_size=[]))
+
+
+def test_a_dense_column_takes_the_place_of_a_ragged_one_and_back():
+    batch = some_batch()
+    batch.put_dense("tokens", torch.tensor([1, 2, 3]))
+    assert not batch.is_ragged("tokens") and batch.num_bytes() == 3 * 8 + 3 * 4
+    batch.put_lists("tokens", [[9], [8], [7]], torch.int32)
+    assert batch.to_lists("tokens") == [[9], [8], [7]]
+
+
+def test_columns_of_the_same_rows_are_joined():
+    batch, other = some_batch(), Batch.of_rows([7, 3, 5])
+    other.put_lists("values", [[0.5], [], [1.5, 2.5]], torch.float32)
+    batch.update(other)
+    assert batch.names == ["rewards", "tokens", "values"]
+    assert batch.to_lists("values") == [[0.5], [], [1.5, 2.5]] and batch.to_lists("tokens") == [[1, 2, 3], [], [4]]
+
+
+def test_gradients_stay_behind_when_a_batch_goes_to_the_host():
+    batch = some_batch()
+    assert batch.on_host() is batch
+    batch.put_dense("loss", torch.ones(3, requires_grad=True))
+    assert not batch.on_host().dense("loss").requires_grad
