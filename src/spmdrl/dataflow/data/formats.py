@@ -5,7 +5,6 @@ Memory is bounded by the longest row that is allowed, whatever a file holds, unt
 
 from __future__ import annotations
 
-import codecs
 import csv
 import gzip
 import json
@@ -15,6 +14,8 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
+
+from spmdrl.dataflow.data.json_array import array_values, repeated_key
 
 MOST_ROW_BYTES = 16 << 20
 _CHUNK_BYTES = 1 << 20
@@ -151,117 +152,17 @@ def _record(path: str, place: str, value: Any, rule: str) -> Record | BadRow:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if (twice := _repeated_key(pairs)) is not None:
+    if (twice := repeated_key(pairs)) is not None:
         raise Flaw("duplicate_key", f"the key '{twice}' stands twice")
     return dict(pairs)
 
 
-def _repeated_key(pairs: list[tuple[str, Any]]) -> str | None:
-    keys = [key for key, _ in pairs]
-    return None if len(set(keys)) == len(keys) else next(key for key in keys if keys.count(key) > 1)
-
-
 def _array_rows(path: str, chunks: Iterator[bytes]) -> Rows:
-    text = _ArrayText(path, chunks)
-    text.skip("[")
-    separator = "]" if text.next_letter() == "]" else ","
-    while separator == ",":
-        place, value, twice = text.value()
+    for place, value, twice in array_values(path, chunks, MOST_ROW_BYTES):
         if twice is not None:
             yield BadRow(place, "duplicate_key", f"the key '{twice}' stands twice")
         else:
             yield _record(path, place, value, "the array has one object per row")
-        separator = text.next_letter()
-        if separator not in (",", "]"):
-            raise text.fault("',' or ']' expected after a row")
-        if separator == ",":
-            text.skip(",")
-    text.skip("]")
-    if text.next_letter():
-        raise text.fault("text after the array's end")
-
-
-class _ArrayText:
-    """The text of one JSON array, read as far as its next row needs. A fault in it hides all rows behind it."""
-
-    def __init__(self, path: str, chunks: Iterator[bytes]):
-        self._path = path
-        self._texts = codecs.iterdecode(chunks, "utf-8")
-        self._text = ""
-        self._at = 0
-        self._line = 1
-        self._line_start = 0
-        """where the line begins, counted from the text's own beginning; below 0 where that part is gone"""
-        self._has_ended = False
-        self._twice: str | None = None
-        self._decoder = json.JSONDecoder(object_pairs_hook=self._object)
-
-    def next_letter(self) -> str:
-        """The next letter that isn't space, or nothing at the end."""
-        while True:
-            start = self._at
-            while self._at < len(self._text) and self._text[self._at] in " \t\r\n":
-                self._at += 1
-            self._count_lines(start, self._at)
-            if self._at < len(self._text):
-                return self._text[self._at]
-            if not self._read_on():
-                return ""
-
-    def skip(self, letter: str) -> None:
-        assert self.next_letter() == letter, (self._path, letter)
-        self._at += 1
-
-    def value(self) -> tuple[str, Any, str | None]:
-        """The next value, after where it begins; and a key that stands in it twice."""
-        self.next_letter()
-        place = f"{self._path}:{self._line}:{self._at - self._line_start + 1}"
-        while True:
-            self._twice = None
-            try:
-                value, end = self._decoder.raw_decode(self._text, self._at)
-                # A number that reaches the end of the text may go on.
-                if end < len(self._text) or not self._read_on():
-                    self._count_lines(self._at, end)
-                    self._at = end
-                    return place, value, self._twice
-            except json.JSONDecodeError as error:
-                if len(self._text) - self._at > MOST_ROW_BYTES or not self._read_on():
-                    raise self.fault(error.msg) from error
-            except (RecursionError, ValueError) as error:
-                raise self.fault("nested too deeply" if isinstance(error, RecursionError) else str(error)) from error
-
-    def fault(self, reason: str) -> ValueError:
-        return ValueError(
-            f"{self._path}:{self._line}: not a JSON array: {reason}; no row after this place can be read, mend the file"
-        )
-
-    def _count_lines(self, start: int, end: int) -> None:
-        last = self._text.rfind("\n", start, end)
-        if last >= 0:
-            self._line += self._text.count("\n", start, end)
-            self._line_start = last + 1
-
-    def _read_on(self) -> bool:
-        """Read about as much as is waiting, so that a long row isn't parsed many times; False at the end."""
-        parts = [self._text[self._at :]]
-        wanted = max(1, len(parts[0]))
-        try:
-            while wanted > 0 and not self._has_ended:
-                part = next(self._texts, None)
-                self._has_ended = part is None
-                parts.append(part or "")
-                wanted -= len(parts[-1])
-        except UnicodeDecodeError as error:
-            raise self.fault(f"byte 0x{error.object[error.start]:02x} isn't UTF-8") from error
-        self._line_start -= self._at
-        self._text, self._at = "".join(parts), 0
-        return len(self._text) > len(parts[0])
-
-    def _object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        if (twice := _repeated_key(pairs)) is not None:
-            self._twice = twice
-        return dict(pairs)
 
 
 def _read_csv(path: str, chunks: Iterator[bytes], delimiter: str) -> Rows:
