@@ -16,7 +16,7 @@ from spmdrl.bench.nodes import nodes
 from spmdrl.bench.nodes.central_buffer import CentralBuffer, CentralDock
 from spmdrl.bench.nodes.flow_rank import VARIANTS, FlowFigures, FlowTask, measure_variants
 from spmdrl.bench.nodes.sample_flow import FlowSize, StepRun, check_taken, make_step
-from spmdrl.dataflow.samples.samples import prompt_columns
+from spmdrl.dataflow.data.prompts import prompt_columns
 from spmdrl.dataflow.samples.volume import Link
 from spmdrl.resources.world import World
 from spmdrl.types import Batch

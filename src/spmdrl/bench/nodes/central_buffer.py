@@ -15,8 +15,7 @@ import torch
 import torch.distributed.rpc as rpc
 from torch import Tensor
 
-from spmdrl.dataflow.data.prompts import Prompt
-from spmdrl.dataflow.samples.samples import prompt_columns
+from spmdrl.dataflow.data.prompts import Prompt, prompt_columns
 from spmdrl.dataflow.samples.schema import RULES, column_number
 from spmdrl.dataflow.samples.store.frame import pack, read_frame
 from spmdrl.dataflow.samples.transport.rpc_agent import join_rpc, leave_rpc

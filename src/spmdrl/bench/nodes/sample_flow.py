@@ -16,8 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spmdrl.dataflow.data.prompts import Prompt
-from spmdrl.dataflow.samples.samples import prompt_columns
+from spmdrl.dataflow.data.prompts import Prompt, prompt_columns
 from spmdrl.dataflow.samples.schema import needs_by_state, rule_of
 from spmdrl.types import Batch, WorkerState, offsets_of
 

@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 
 from spmdrl.dataflow.data.column_names import Messages
 from spmdrl.dataflow.data.data_rows import DataConfig, Row, SourceRows
 from spmdrl.dataflow.data.formats import BadRow
 from spmdrl.dataflow.data.records import BadRows
+from spmdrl.types import Batch, offsets_of
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +49,15 @@ class Prompt:
     original: str | Messages
     completion: str | None = None
     """the text that supervised training learns, where it isn't the answer"""
+
+
+def prompt_columns(prompts: Sequence[Prompt]) -> Batch:
+    """The prompts as the dock stores them, one row each."""
+    ids = [np.asarray(prompt.prompt_ids, dtype=np.int32) for prompt in prompts]
+    batch = Batch.of_rows(range(len(ids)))
+    values = np.concatenate([np.empty(0, dtype=np.int32), *ids])
+    batch.put_ragged("prompt_ids", torch.from_numpy(values), offsets_of([part.size for part in ids]))
+    return batch
 
 
 @dataclass(frozen=True)

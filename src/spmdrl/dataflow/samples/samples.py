@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
-import torch
 
-from spmdrl.dataflow.data.prompts import Prompt
+from spmdrl.dataflow.data.prompts import Prompt, prompt_columns
 from spmdrl.dataflow.samples.balancing.dealing import Dealer, DealRules, Shares
 from spmdrl.dataflow.samples.control.catalogue import Catalogue, News, RowDrop, RowMetadata, metadata_of
 from spmdrl.dataflow.samples.control.row_lives import DEFERRED, Accounting, RowLives, RowStatus
@@ -22,7 +21,7 @@ from spmdrl.dataflow.samples.store.shared_memory import Place
 from spmdrl.dataflow.samples.store.warehouse import Warehouse
 from spmdrl.dataflow.samples.volume import Volume
 from spmdrl.resources.world import World
-from spmdrl.types import Batch, Integers, WorkerState, offsets_of
+from spmdrl.types import Batch, Integers, WorkerState
 
 
 class Payload(Protocol):
@@ -292,12 +291,3 @@ class Samples:
         self._lives.claim(state, np.concatenate([*shares.values(), np.empty(0, dtype=np.int64)]))
         self._shares[state] = shares
         return shares.get(self._dock.world.rank, np.empty(0, dtype=np.int64))
-
-
-def prompt_columns(prompts: Sequence[Prompt]) -> Batch:
-    """The prompts as the dock stores them, one row each."""
-    ids = [np.asarray(prompt.prompt_ids, dtype=np.int32) for prompt in prompts]
-    batch = Batch.of_rows(range(len(ids)))
-    values = np.concatenate([np.empty(0, dtype=np.int32), *ids])
-    batch.put_ragged("prompt_ids", torch.from_numpy(values), offsets_of([part.size for part in ids]))
-    return batch
