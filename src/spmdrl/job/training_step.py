@@ -1,4 +1,4 @@
-"""Builds what a step of training on rewards runs: its prompts, its rollouts and its worker states."""
+"""Builds what a step of training on rewards runs: its prompts, the dock and its worker states."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from spmdrl.config.config import Config, DebugConfig
+from spmdrl.config.config import Config
 from spmdrl.dataflow.data.prompts import Prompt, PromptSource
 from spmdrl.dataflow.samples.balancing.dealing import groups_of_generation, groups_of_training
 from spmdrl.dataflow.samples.carried import CarriedGroups
@@ -21,25 +21,22 @@ from spmdrl.dataflow.stages.inference import ScoreStage
 from spmdrl.dataflow.stages.reward import RewardStage
 from spmdrl.dataflow.stages.rollout.generation import GenerationStage
 from spmdrl.dataflow.stages.rollout.partial import PartialGenerationStage
-from spmdrl.dataflow.stages.rollout.requests import RolloutRecorder
+from spmdrl.dataflow.stages.rollout.recorded import RecordedGeneration
 from spmdrl.dataflow.stages.rollout.turns import RolloutTurns
-from spmdrl.dataflow.stages.stages import Stages
+from spmdrl.dataflow.stages.stages import Stage, Stages
 from spmdrl.dataflow.stages.update import UpdatePlan, UpdateStage
 from spmdrl.dataflow.stages.update_report import ShownRows
 from spmdrl.engines.environment.environment_pool import EnvironmentPool
 from spmdrl.engines.generation.native.native_engine import Lockstep
-from spmdrl.engines.generation.replay import ReplayEngine
 from spmdrl.engines.models.row_cost import row_cost_of
 from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.engines.reward.pool import RewardPool
-from spmdrl.engines.training.checkpoints.checkpoint import WRITE_FAILURES
 from spmdrl.job.model.replica import Replica
 from spmdrl.job.model.role_models import RoleModel, RoleModels
 from spmdrl.job.model.switching import Switching
 from spmdrl.job.run.run import Run
 from spmdrl.job.start.prepared import Prepared
 from spmdrl.job.start.start_checks import CheckedRun, agreement_of
-from spmdrl.observability.logs.outage import going_on_without
 from spmdrl.observability.terminal.console import Console
 from spmdrl.resources.world import World
 from spmdrl.types.roles import CRITIC, POLICY
@@ -99,34 +96,13 @@ def build_dock(checked: CheckedRun, policy: RoleModel, replica: Replica, world: 
     return TransferDock(world, checked.needs, config.dock, seed=config.seed, cost=cost, row_groups=row_groups)
 
 
-class Rollouts:
-    """What answers the prompts of a step: the replica, or responses recorded before; and their recording."""
-
-    def __init__(self, config: DebugConfig, replica: Replica, turns: RolloutTurns | None):
-        source, target, mesh = config.rollouts_from, config.rollouts_to, replica.mesh
-        self._replay = ReplayEngine(Path(source), has_turns=turns is not None) if source else None
-        self.replica = Replica(self._replay or replica.engine, mesh)
-        # What was recorded holds all turns.
-        self.turns = None if self._replay else turns
-        self.recorder = RolloutRecorder(Path(target), mesh.rank) if target and mesh.is_leader else None
-
-    def begin_step(self, step: int) -> None:
-        if self._replay is not None:
-            self._replay.begin_step(step)
-            self._replay.wake_cache()
-
-    def end_step(self, step: int) -> None:
-        if self.recorder is not None:
-            with going_on_without(f"the rollouts of step {step}", WRITE_FAILURES):
-                self.recorder.write(step)
-
-
 @dataclass(frozen=True)
 class StageParts:
     """What the worker states of a training run work with."""
 
     models: RoleModels
-    rollouts: Rollouts
+    replica: Replica
+    turns: RolloutTurns | None
     carried: CarriedGroups
     pool: RewardPool
     tokenizer: ModelTokenizer
@@ -138,15 +114,6 @@ def build_stages(checked: CheckedRun, run: Run, parts: StageParts) -> Stages:
     """The worker states that make the algorithm's columns."""
     config, recorder = checked.config, run.logs.recorder
     reward = RewardStage(parts.pool, config.reward, parts.tokenizer.decode, recorder)
-    recording = [parts.rollouts.recorder] if parts.rollouts.recorder is not None else []
-    replica, sampling = parts.rollouts.replica, config.rollout.sampling(parts.tokenizer.stop_token_ids)
-    generation = GenerationStage(
-        engine=replica.engine, mesh=replica.mesh, sampling=sampling, seed=config.seed, listeners=[reward, *recording],
-        recorder=recorder, turns=parts.rollouts.turns,
-    )  # fmt: skip
-    if parts.carried.is_used:
-        lockstep = Lockstep(replica.mesh.expert, run.world.device.torch_device)
-        generation = PartialGenerationStage(**vars(generation), carried=parts.carried, lockstep=lockstep)
     without_actor: list[RewardStage | ScoreStage] = [reward]
     with_actor: list[ReturnsStage | ScoreStage] = []
     for state in checked.needs:
@@ -164,8 +131,24 @@ def build_stages(checked: CheckedRun, run: Run, parts: StageParts) -> Stages:
         with_actor.append(ReturnsStage(critic.gamma))
         with_credit.append(CriticUpdateStage(parts.models[CRITIC].trainer, critic, plan, recorder))
     return Stages(
-        generation=generation, without_actor=without_actor, with_actor=with_actor,
+        generation=_build_generation(checked, run, parts, reward), without_actor=without_actor, with_actor=with_actor,
         advantage=AdvantageStage(recorder), with_credit=with_credit,
         update=UpdateStage(parts.models[POLICY].trainer, plan, recorder, parts.shown), timeline=run.logs.timeline,
         at_end=parts.switching.note_memory,
     )  # fmt: skip
+
+
+def _build_generation(checked: CheckedRun, run: Run, parts: StageParts, reward: RewardStage) -> Stage:
+    config, mesh = checked.config, parts.replica.mesh
+    sampling, debug = config.rollout.sampling(parts.tokenizer.stop_token_ids), config.debug
+    generation = GenerationStage(
+        engine=parts.replica.engine, mesh=mesh, sampling=sampling, seed=config.seed, listeners=[reward],
+        recorder=run.logs.recorder, turns=parts.turns,
+    )  # fmt: skip
+    if parts.carried.is_used:
+        lockstep = Lockstep(mesh.expert, run.world.device.torch_device)
+        return PartialGenerationStage(**vars(generation), carried=parts.carried, lockstep=lockstep)
+    if debug.rollouts_from or debug.rollouts_to:
+        source, target = (Path(name) if name else None for name in (debug.rollouts_from, debug.rollouts_to))
+        return RecordedGeneration(generation, source=source, target=target)
+    return generation

@@ -29,7 +29,6 @@ from spmdrl.job.start.rank_facts import open_job
 from spmdrl.job.start.start_checks import CheckedRun, check_run
 from spmdrl.job.training_step import (
     PromptsOfStep,
-    Rollouts,
     StageParts,
     build_carried,
     build_dock,
@@ -80,7 +79,6 @@ class Training:
     held_out: HeldOut
     kept_rollouts: KeptRollouts
     report: SamplesReport
-    rollouts: Rollouts
 
 
 # One step. At each `|` all ranks commit: what one of them put is there for the states that read it.
@@ -101,10 +99,8 @@ def loop(training: Training) -> None:
         prompts, holders = training.prompts_of_step(step)
         samples = training.dock.open_batch(step, prompts, num_generations, holders)
         if not training.kept_rollouts.take_up(samples):
-            training.rollouts.begin_step(step)
             switching.to_generation(step)
             stages.generate(samples)
-            training.rollouts.end_step(step)
             switching.start_return(step)
         for stage in stages.without_actor:
             stage(samples)
@@ -143,11 +139,10 @@ def build(checked: CheckedRun, run: Run, stack: ExitStack) -> Training:
     num_rows = max(carried.rules.most_groups * config.rollout.num_generations, evaluator.num_rows if evaluator else 0)
     switching = build_switching(config, run.logs, models, replica, stack, num_rows=num_rows, prompt_at=prompts.at)
     dock = stack.enter_context(build_dock(checked, models[POLICY], replica, world))
-    rollouts = Rollouts(config.debug, replica, turns)
     shown = ShownRows(config.log.samples_per_step)
     sample_flow = estimates_of(config, checked.needs, world.num_nodes)
     run.logs.add_to_summary("the sample flow's estimates", sample_flow=sample_flow)
-    parts = StageParts(models, rollouts, carried, pool, tokenizer, switching, shown)
+    parts = StageParts(models, replica, turns, carried, pool, tokenizer, switching, shown)
     return Training(
         run=run,
         checked=checked,
@@ -160,5 +155,4 @@ def build(checked: CheckedRun, run: Run, stack: ExitStack) -> Training:
             run.checkpoints.store, run.logs, carried, identity=run.identity, start_step=run.start_step
         ),
         report=SamplesReport(run.logs, dock, shown, tokenizer.decode, rewards=config.reward.names),
-        rollouts=rollouts,
     )

@@ -8,7 +8,6 @@ from typing import Protocol
 
 from spmdrl.dataflow.samples.dock import Samples
 from spmdrl.dataflow.stages.advantage import AdvantageStage, Credit
-from spmdrl.dataflow.stages.rollout.generation import GenerationStage
 from spmdrl.dataflow.stages.update import Learner, UpdateStage
 from spmdrl.observability.timeline.timeline import Timeline
 from spmdrl.types import WorkerState
@@ -28,7 +27,7 @@ class Stages:
     """Calls each worker state under the timeline's clock."""
 
     def __init__(
-        self, *, generation: GenerationStage, without_actor: Sequence[Stage], with_actor: Sequence[Stage],
+        self, *, generation: Stage, without_actor: Sequence[Stage], with_actor: Sequence[Stage],
         advantage: AdvantageStage, with_credit: Sequence[Stage], update: UpdateStage, timeline: Timeline,
         at_end: AtStageEnd,
     ):  # fmt: skip

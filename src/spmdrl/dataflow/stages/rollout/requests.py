@@ -5,12 +5,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 from spmdrl.dataflow.data.prompts import Prompt
 from spmdrl.engines.generation.protocol import GenerationEngine, Request, Response
-from spmdrl.engines.generation.replay import record_rollouts, rollout_file
 
 Answers = Iterator[tuple[int, list[Response]]]
 """Numbers of requests, each with those of its responses that ended in one engine step."""
@@ -85,26 +83,3 @@ class ResponseListener(Protocol):
     """
 
     def ended(self, ended: EndedResponses) -> None: ...
-
-
-class RolloutRecorder:
-    """A listener that keeps a step's responses and writes this rank's part of them to disk at the step's end."""
-
-    def __init__(self, folder: Path, rank: int):
-        self.folder = folder
-        self.rank = rank
-        self._responses: list[Response] = []
-        self._prompts: dict[int, tuple[int, ...]] = {}
-
-    def ended(self, ended: EndedResponses) -> None:
-        responses, prompt_ids = ended.by_member.values(), tuple(ended.prompt.prompt_ids)
-        self._responses += responses
-        self._prompts |= {response.row: prompt_ids for response in responses}
-
-    def write(self, step: int) -> None:
-        """Write what was generated in this step, and forget it."""
-        try:
-            record_rollouts(rollout_file(self.folder, step, self.rank), self._responses, self._prompts)
-        finally:
-            self._responses.clear()
-            self._prompts.clear()

@@ -1,0 +1,56 @@
+"""The generation state over rollouts on disk, for `debug.rollouts_from` and `debug.rollouts_to`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import ClassVar
+
+from spmdrl.dataflow.samples.dock import Samples
+from spmdrl.dataflow.stages.rollout.generation import GenerationStage
+from spmdrl.dataflow.stages.rollout.requests import EndedResponses
+from spmdrl.engines.generation.protocol import Response
+from spmdrl.engines.generation.replay import ReplayEngine, record_rollouts, rollout_file
+from spmdrl.engines.training.checkpoints.checkpoint import WRITE_FAILURES
+from spmdrl.observability.logs.outage import going_on_without
+from spmdrl.types import WorkerState
+
+
+class RecordedGeneration:
+    """Answers the prompts of each step with what `source` recorded for them, or writes the answers into `target`.
+
+    Each replica's first rank writes its part of a step. Collective: every rank calls it once per step.
+    """
+
+    state: ClassVar = WorkerState.GENERATION
+
+    def __init__(self, generation: GenerationStage, *, source: Path | None, target: Path | None):
+        self._replay: ReplayEngine | None = None
+        if source is not None:
+            self._replay = ReplayEngine(source, has_turns=generation.turns is not None)
+            # What was recorded holds all turns.
+            generation = replace(generation, engine=self._replay, turns=None)
+        self._target = target if generation.mesh.is_leader else None
+        if self._target is not None:
+            generation = replace(generation, listeners=[*generation.listeners, self])
+        self._generation = generation
+        self._responses: list[Response] = []
+        self._prompts: dict[int, tuple[int, ...]] = {}
+
+    def __call__(self, samples: Samples) -> None:
+        if self._replay is not None:
+            self._replay.begin_step(samples.step)
+            self._replay.wake_cache()
+        self._generation(samples)
+        if self._target is not None:
+            path = rollout_file(self._target, samples.step, self._generation.mesh.rank)
+            with going_on_without(f"the rollouts of step {samples.step}", WRITE_FAILURES):
+                record_rollouts(path, self._responses, self._prompts)
+            self._responses.clear()
+            self._prompts.clear()
+
+    def ended(self, ended: EndedResponses) -> None:
+        """Keep responses until the step's end."""
+        prompt_ids = tuple(ended.prompt.prompt_ids)
+        self._responses += ended.by_member.values()
+        self._prompts |= {response.row: prompt_ids for response in ended.by_member.values()}
