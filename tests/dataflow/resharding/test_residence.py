@@ -42,6 +42,6 @@ def test_the_decision_is_one_sentence_with_its_figures():
     assert Residence("auto", *fits).sentence == "swap: never needed, 10.1 of 22.0 GiB"
     assert Residence("auto", *tight).sentence == "swap: at every switch, else 10.1 of 8.0 GiB"
     assert "reshard.swap is always" in Residence("always", *fits).sentence
-    assert Residence("never", *fits).sentence.startswith("swap: never, as reshard.swap says")
+    assert Residence("never", *fits).sentence.startswith("swap: never, as reshard.swap is never")
     assert Residence("never", *tight).sentence.startswith("WARNING")
     assert Residence("auto", *tight).summary["swaps"] is True

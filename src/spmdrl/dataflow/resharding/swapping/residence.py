@@ -61,7 +61,7 @@ class Residence:
         if self.mode == "always":
             return f"swap: at every switch, as reshard.swap is always (else {figures})"
         warning = "" if self.fits else "WARNING: "
-        return f"{warning}swap: never, by reshard.swap: {figures}"
+        return f"{warning}swap: never, as reshard.swap is never ({figures})"
 
     @property
     def summary(self) -> dict[str, object]:
