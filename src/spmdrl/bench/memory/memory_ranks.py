@@ -9,15 +9,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
 from spmdrl.bench.harness.bench_models import qwen3
 from spmdrl.dataflow.resharding.flow import ReshardingFlow
-from spmdrl.dataflow.resharding.moving.filling import GeneratorFilling, Watcher
 from spmdrl.dataflow.resharding.moving.gather import ReshardConfig
-from spmdrl.dataflow.resharding.swapping.swap import storage_bytes
 from spmdrl.engines.generation.native.native_engine import NativeEngine
 from spmdrl.engines.generation.protocol import Request, SamplingParams
 from spmdrl.engines.generation.rollout_config import RolloutConfig
@@ -71,58 +68,6 @@ class Look:
     ledger: dict[str, int]
 
 
-class Flow(Protocol):
-    """A way to switch between update and generation."""
-
-    def to_generation(self) -> object: ...
-    def start_return(self) -> object: ...
-    def to_update(self) -> object: ...
-    def account(self) -> None: ...
-
-
-class StayingFlow:
-    """A switch without the swap: the generator is filled beside the training state, which stays on the device."""
-
-    def __init__(self, world: World, trainer: TrainingEngine, generator: NativeEngine, ledger: MemoryLedger):
-        self._world = world
-        self._trainer = trainer
-        self._generator = generator
-        self._ledger = ledger
-        self._config = ReshardConfig()
-        self._filling: GeneratorFilling | None = None
-
-    def to_generation(self) -> None:
-        self._trainer.reshard()
-        self._trainer.drop_gradients()
-        storage, shards = self._generator.wake_weights(), self._trainer.named_shards()
-        if self._filling is None:
-            self._filling = GeneratorFilling(self._world, shards, self._generator, storage, self._config)
-        self._ledger.set("bucket", "device", self._filling.buffer_bytes)
-        unwatched = Watcher(woken=lambda names: None, sent=lambda names: None)
-        self._filling.run(shards, storage, version=self._trainer.update_count, watcher=unwatched)
-        self._ledger.set("bucket", "device", 0)
-        self._generator.wake_cache()
-        self.account()
-
-    def start_return(self) -> None:
-        self._generator.sleep()
-        if self._filling is not None:
-            self._filling.forget_storage()
-        release_to_system()
-        self.account()
-
-    def to_update(self) -> None:
-        """Nothing has to come back."""
-
-    def account(self) -> None:
-        shards = [shard.tensor for shard in self._trainer.named_shards().values()]
-        self._ledger.set("update_weights", "device", storage_bytes(shards))
-        self._ledger.set("optimizer", "device", storage_bytes(self._trainer.optimizer_tensors()))
-        held = self._generator.memory_bytes()
-        self._ledger.set("generation_weights", "device", held["generation_weights"])
-        self._ledger.set("kv_cache", "device", held["kv_cache"])
-
-
 class Watch:
     """Samples this rank's memory from a thread of its own, phase by phase."""
 
@@ -166,11 +111,15 @@ class StepOfOneRank:
         self._trainer.load(RandomWeights(model, 0))
         self._generator = NativeEngine(model, RolloutConfig(), world.device.torch_device, torch.float32)
         self.ledger = MemoryLedger()
-        self.flow: Flow = StayingFlow(world, self._trainer, self._generator, self.ledger)
-        if settings.swap:
-            self.flow = ReshardingFlow(
-                world, {POLICY: self._trainer}, self._generator, ReshardConfig(), self.ledger, folder
-            )
+        self.flow = ReshardingFlow(
+            world,
+            {POLICY: self._trainer},
+            self._generator,
+            ReshardConfig(),
+            self.ledger,
+            folder,
+            swaps=settings.swap,
+        )
 
     def update(self) -> None:
         num_rows, length = self._settings.num_rows, 2 * self._settings.length
