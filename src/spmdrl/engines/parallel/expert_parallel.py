@@ -3,8 +3,8 @@
 A token travels once to each rank that holds any of its experts, with their weights; that rank adds the weighted outputs
 up, and one row comes back. All sums are over sorted copies, so that they have one order.
 
-Shape letters: `T` tokens of this rank, `C` chosen experts of a token, `E` experts held here, `S` ranks of the axis,
-`D` model width, `N` rows and `M` copies of them, `R` rows that arrive, `P` pairs of such a row and an expert held here.
+Shape letters: `T` tokens of this rank, `C` chosen experts of a token, `E` experts held here, `A` ranks of the axis,
+`D` model width, `Z` rows and `M` copies of them, `W` rows that arrive, `P` pairs of such a row and an expert held here.
 """
 
 from __future__ import annotations
@@ -77,30 +77,30 @@ class AllToAllDispatch:
         run_TC = chosen_TC // num_held
         here_TC = run_TC % self.columns == self.column
         place_TC = run_TC // self.columns
-        travels_TS = _marked(place_TC, here_TC, axis.size)
-        trip = _Trip.agreed(place_TC * num_held + chosen_TC % num_held, here_TC, travels_TS, num_held, axis)
+        travels_TA = _marked(place_TC, here_TC, axis.size)
+        trip = _Trip.agreed(place_TC * num_held + chosen_TC % num_held, here_TC, travels_TA, num_held, axis)
 
-        rank_TS = torch.arange(axis.size, device=chosen_TC.device).expand_as(travels_TS)
-        sent = RowCopies.by_key(rank_TS, travels_TS, sum(trip.send_counts))
+        rank_TA = torch.arange(axis.size, device=chosen_TC.device).expand_as(travels_TA)
+        sent = RowCopies.by_key(rank_TA, travels_TA, sum(trip.send_counts))
         # Weights ride along in the dtype in which they are multiplied.
         message_TX = torch.cat((hidden_TD, weights_TC.to(hidden_TD.dtype)), dim=1)
-        arrived_RX = exchange_rows(sent.spread(message_TX), trip.send_counts, trip.receive_counts, axis)
-        hidden_RD, weights_RC = arrived_RX.split((hidden_TD.shape[1], chosen_TC.shape[1]), dim=1)
+        arrived_WX = exchange_rows(sent.spread(message_TX), trip.send_counts, trip.receive_counts, axis)
+        hidden_WD, weights_WC = arrived_WX.split((hidden_TD.shape[1], chosen_TC.shape[1]), dim=1)
 
         chosen_MC = chosen_TC.to(torch.int32).index_select(0, sent.row_M)
         first_held = (axis.rank * self.columns + self.column) * num_held
-        chosen_RC = exchange_rows(chosen_MC, trip.send_counts, trip.receive_counts, axis) - first_held
-        pairs = RowCopies.by_key(chosen_RC, (chosen_RC >= 0) & (chosen_RC < num_held), trip.num_pairs)
-        outputs_PD = compute(pairs.spread(hidden_RD), trip.counts_E)
-        weights_P = weights_RC.flatten().index_select(0, pairs.cell_M)
+        chosen_WC = exchange_rows(chosen_MC, trip.send_counts, trip.receive_counts, axis) - first_held
+        pairs = RowCopies.by_key(chosen_WC, (chosen_WC >= 0) & (chosen_WC < num_held), trip.num_pairs)
+        outputs_PD = compute(pairs.spread(hidden_WD), trip.counts_E)
+        weights_P = weights_WC.flatten().index_select(0, pairs.cell_M)
         back_MD = exchange_rows(pairs.add_up(outputs_PD, weights_P), trip.receive_counts, trip.send_counts, axis)
         return sent.add_up(back_MD)
 
 
 def _marked(place_TC: Tensor, here_TC: Tensor, num_places: int) -> Tensor:
-    """Whether any choice [T, C] that counts here is of a place [T, S]."""
-    counts_TS = place_TC.new_zeros(len(place_TC), num_places)
-    return counts_TS.scatter_add_(1, place_TC, here_TC.to(counts_TS.dtype)) > 0
+    """Whether any choice [T, C] that counts here is of a place [T, A]."""
+    counts_TA = place_TC.new_zeros(len(place_TC), num_places)
+    return counts_TA.scatter_add_(1, place_TC, here_TC.to(counts_TA.dtype)) > 0
 
 
 @dataclass(frozen=True)
@@ -117,76 +117,76 @@ class _Trip:
     """How many of them each held expert works on; on the device."""
 
     @classmethod
-    def agreed(cls, expert_TC: Tensor, here_TC: Tensor, travels_TS: Tensor, num_held: int, axis: Axis) -> _Trip:
+    def agreed(cls, expert_TC: Tensor, here_TC: Tensor, travels_TA: Tensor, num_held: int, axis: Axis) -> _Trip:
         """Exchange the counts. Collective over the axis; waits for the device once.
 
         `expert_TC` numbers the column's experts; only choices that are `here_TC` count.
         """
         chosen = expert_TC.flatten()
-        pairs_SE = chosen.new_zeros(axis.size * num_held)
-        pairs_SE.scatter_add_(0, chosen, here_TC.flatten().to(chosen.dtype))
-        send_S = travels_TS.sum(0)
-        received = exchange_counts(torch.cat((send_S[:, None], pairs_SE.view(axis.size, num_held)), dim=1), axis)
+        pairs_AE = chosen.new_zeros(axis.size * num_held)
+        pairs_AE.scatter_add_(0, chosen, here_TC.flatten().to(chosen.dtype))
+        send_A = travels_TA.sum(0)
+        received = exchange_counts(torch.cat((send_A[:, None], pairs_AE.view(axis.size, num_held)), dim=1), axis)
         counts_E = received[:, 1:].sum(0)
-        *rows, num_pairs = torch.cat((send_S, received[:, 0], counts_E.sum(0, keepdim=True))).tolist()
+        *rows, num_pairs = torch.cat((send_A, received[:, 0], counts_E.sum(0, keepdim=True))).tolist()
         return cls(rows[: axis.size], rows[axis.size :], num_pairs, counts_E)
 
 
 @dataclass(frozen=True)
 class RowCopies:
-    """M copies of N rows, sorted by a key: rows are spread into copies, and copies are added up into rows."""
+    """M copies of Z rows with Y keys each, sorted by key: rows are spread into copies, which are added up into rows."""
 
     cell_M: Tensor
-    """The flat index of each copy's key in the [N, K] keys."""
+    """The flat index of each copy's key in the [Z, Y] keys."""
     row_M: Tensor
     """The row that each copy is of."""
     copy_M: Tensor
     """The copies in the order of their rows."""
-    start_N: Tensor
+    start_Z: Tensor
     """Where the copies of each row begin in `copy_M`."""
 
     @classmethod
-    def by_key(cls, key_NK: Tensor, is_copied_NK: Tensor, num_copies: int) -> RowCopies:
+    def by_key(cls, key_ZY: Tensor, is_copied_ZY: Tensor, num_copies: int) -> RowCopies:
         """A copy for each of the `num_copies` keys marked, in stable order of the keys; waits for no device."""
-        num_per_row = is_copied_NK.sum(1)
+        num_per_row = is_copied_ZY.sum(1)
         # Sorted to the end rather than picked by a mask, which would wait for the device to count them.
-        left_out = torch.iinfo(key_NK.dtype).max
-        cell_M = key_NK.masked_fill(~is_copied_NK, left_out).flatten().argsort(stable=True)[:num_copies]
-        return cls(cell_M, cell_M // key_NK.shape[1], cell_M.argsort(), num_per_row.cumsum(0) - num_per_row)
+        left_out = torch.iinfo(key_ZY.dtype).max
+        cell_M = key_ZY.masked_fill(~is_copied_ZY, left_out).flatten().argsort(stable=True)[:num_copies]
+        return cls(cell_M, cell_M // key_ZY.shape[1], cell_M.argsort(), num_per_row.cumsum(0) - num_per_row)
 
-    def spread(self, rows_ND: Tensor) -> Tensor:
+    def spread(self, rows_ZD: Tensor) -> Tensor:
         """The copies [M, D]; backward adds their gradients up."""
-        return _Spread.apply(rows_ND, self.row_M, self.copy_M, self.start_N)
+        return _Spread.apply(rows_ZD, self.row_M, self.copy_M, self.start_Z)
 
     def add_up(self, copies_MD: Tensor, weights_M: Tensor | None = None) -> Tensor:
-        """The (weighted) sum [N, D] of each row's copies, 0 where there are none."""
-        return _AddUp.apply(copies_MD, weights_M, self.row_M, self.copy_M, self.start_N)
+        """The (weighted) sum [Z, D] of each row's copies, 0 where there are none."""
+        return _AddUp.apply(copies_MD, weights_M, self.row_M, self.copy_M, self.start_Z)
 
 
 class _Spread(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows_ND: Tensor, row_M: Tensor, copy_M: Tensor, start_N: Tensor) -> Tensor:
-        ctx.save_for_backward(copy_M, start_N)
-        return rows_ND.index_select(0, row_M)
+    def forward(ctx: Any, rows_ZD: Tensor, row_M: Tensor, copy_M: Tensor, start_Z: Tensor) -> Tensor:
+        ctx.save_for_backward(copy_M, start_Z)
+        return rows_ZD.index_select(0, row_M)
 
     @staticmethod
     def backward(ctx: Any, gradient_MD: Tensor) -> tuple[Tensor, None, None, None]:
-        copy_M, start_N = ctx.saved_tensors
-        return _sums(gradient_MD, None, copy_M, start_N), None, None, None
+        copy_M, start_Z = ctx.saved_tensors
+        return _sums(gradient_MD, None, copy_M, start_Z), None, None, None
 
 
 class _AddUp(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, copies_MD: Tensor, weights_M: Tensor | None, row_M: Tensor, copy_M: Tensor, start_N: Tensor
+        ctx: Any, copies_MD: Tensor, weights_M: Tensor | None, row_M: Tensor, copy_M: Tensor, start_Z: Tensor
     ) -> Tensor:
         ctx.save_for_backward(row_M, *(() if weights_M is None else (copies_MD, weights_M)))
-        return _sums(copies_MD, weights_M, copy_M, start_N)
+        return _sums(copies_MD, weights_M, copy_M, start_Z)
 
     @staticmethod
-    def backward(ctx: Any, gradient_ND: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, gradient_ZD: Tensor) -> tuple[Tensor | None, ...]:
         row_M, *weighted = ctx.saved_tensors
-        gradient_MD = gradient_ND.index_select(0, row_M)
+        gradient_MD = gradient_ZD.index_select(0, row_M)
         if not weighted:
             return gradient_MD, None, None, None, None
         copies_MD, weights_M = weighted
@@ -194,8 +194,8 @@ class _AddUp(torch.autograd.Function):
         return gradient_MD * weights_M[:, None], by_weights_M, None, None, None
 
 
-def _sums(copies_MD: Tensor, weights_M: Tensor | None, copy_M: Tensor, start_N: Tensor) -> Tensor:
+def _sums(copies_MD: Tensor, weights_M: Tensor | None, copy_M: Tensor, start_Z: Tensor) -> Tensor:
     """The (weighted) sum of each row's copies."""
     by_row_M = None if weights_M is None else weights_M.index_select(0, copy_M)
     # One pass without intermediate products, in the order of the copies: that of index_add isn't fixed on GPUs.
-    return F.embedding_bag(copy_M, copies_MD.contiguous(), start_N, mode="sum", per_sample_weights=by_row_M)
+    return F.embedding_bag(copy_M, copies_MD.contiguous(), start_Z, mode="sum", per_sample_weights=by_row_M)

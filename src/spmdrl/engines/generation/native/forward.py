@@ -126,7 +126,7 @@ class CachedDecoder:
         logits_TV = self._run(
             [token for row in padded for token in row],
             [position for row in padded for position in range(len(row))],
-            lambda layer, q_THK, k_TJK, v_TJV: ops.packed_attention(q_THK, k_TJK, v_TJV, packed),
+            lambda layer, q_THK, k_TJK, v_TJU: ops.packed_attention(q_THK, k_TJK, v_TJU, packed),
             self._logits,
             None,
         ).float()

@@ -4,7 +4,7 @@ The parts are joined by their logsumexps: each output weighs exp(its logsumexp -
 joint output and logsumexp only (FlashAttention-2, arXiv:2307.08691, sections 2.2 and 3.1.2).
 
 Shape letters: `T` packed queries, `S` packed keys, `H` query heads, `J` key and value heads, `K` head size of queries
-and keys, `V` of values.
+and keys, `U` of values.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from spmdrl.engines.training.context.packed_flash import packed_flash_backward, 
 from spmdrl.engines.training.context.row_pairs import PaddedGroup, PaddedSide, Places, RowPairs
 
 Inputs = tuple[Tensor, Tensor, Tensor]
-"""Queries [T, H, K], keys [S, J, K] and values [S, J, V]."""
+"""Queries [T, H, K], keys [S, J, K] and values [S, J, U]."""
 
 
 def attend_rows(inputs: Inputs, pairs: RowPairs) -> tuple[Tensor, Tensor]:
-    """Output [T, H, V] and logsumexp of the scores [T, H] of each query over its row's keys, without a graph."""
+    """Output [T, H, U] and logsumexp of the scores [T, H] of each query over its row's keys, without a graph."""
     scale = inputs[0].shape[-1] ** -0.5
     widened = _widened(inputs)
     attend = packed_flash_forward if runs_packed_flash(widened[0]) else _padded_forward
@@ -30,7 +30,7 @@ def attend_rows(inputs: Inputs, pairs: RowPairs) -> tuple[Tensor, Tensor]:
     return out[..., : inputs[2].shape[-1]], lse
 
 
-def attend_rows_backward(by_out_THV: Tensor, inputs: Inputs, whole: tuple[Tensor, Tensor], pairs: RowPairs) -> Inputs:
+def attend_rows_backward(by_out_THU: Tensor, inputs: Inputs, whole: tuple[Tensor, Tensor], pairs: RowPairs) -> Inputs:
     """What these rows add to the gradients of queries, keys and values.
 
     `inputs` are those of `attend_rows`; `whole` is the output and the logsumexp over all keys of a query.
@@ -39,7 +39,7 @@ def attend_rows_backward(by_out_THV: Tensor, inputs: Inputs, whole: tuple[Tensor
     widened = _widened(inputs)
     size = widened[0].shape[-1]
     attend_backward = packed_flash_backward if runs_packed_flash(widened[0]) else _padded_backward
-    by_out, out = (F.pad(x, (0, size - x.shape[-1])) for x in (by_out_THV, whole[0]))
+    by_out, out = (F.pad(x, (0, size - x.shape[-1])) for x in (by_out_THU, whole[0]))
     gradients = attend_backward(by_out, widened, (out, whole[1]), pairs, scale=scale)
     by_q, by_k, by_v = (gradient[..., : x.shape[-1]] for gradient, x in zip(gradients, inputs, strict=True))
     return by_q, by_k, by_v

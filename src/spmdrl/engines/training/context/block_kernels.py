@@ -3,8 +3,8 @@
 Backward takes output and logsumexp of the *whole* softmax, of which the block may be a part: its probabilities are
 exp(score - logsumexp) (FlashAttention-2, arXiv:2307.08691, section 3.1.2).
 
-Shape letters: `B` rows, `H` query heads, `J` key and value heads, `L` queries and `M` keys of a padded row, `K` head
-size of queries, keys and values alike; `G` = H / J.
+Shape letters: `B` rows, `H` query heads, `J` key and value heads, `Q` queries and `S` keys of a padded row, `K` head
+size of queries, keys and values alike, `F` query heads that share a key head.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class PaddedBlock:
     """Padded rows of queries with their keys and values."""
 
     q: Tensor
-    """[B, H, L, K]"""
+    """[B, H, Q, K]"""
     k: Tensor
-    """[B, J, M, K]"""
+    """[B, J, S, K]"""
     v: Tensor
-    """[B, J, M, K]"""
+    """[B, J, S, K]"""
     mask: Tensor | None
-    """[B, 1, 1, M], added to the scores"""
+    """[B, 1, 1, S], added to the scores"""
     is_causal: bool
     scale: float
 
@@ -43,7 +43,7 @@ class PaddedKernel:
     """One way to compute a padded block."""
 
     forward: Callable[[PaddedBlock], tuple[Tensor, Tensor]]
-    """Gives output [B, H, L, K] and logsumexp [B, H, L]."""
+    """Gives output [B, H, Q, K] and logsumexp [B, H, Q]."""
     backward: Callable[[PaddedBlock, Tensor, Tensor, Tensor], Gradients]
     """Takes the output's gradient, output and logsumexp; gives the gradients of q, k and v."""
 
@@ -90,10 +90,10 @@ def _plain_forward(block: PaddedBlock, *, chunk_bytes: int) -> tuple[Tensor, Ten
     out, lse = torch.empty_like(block.q), block.q.new_empty(block.q.shape[:-1], dtype=_wide(block.q))
     for queries, keys in _chunks(block, chunk_bytes):
         scores = _scores(block, queries, keys)
-        lse_BJGL = torch.logsumexp(scores, dim=-1)
-        weights = scores.sub_(lse_BJGL[..., None]).exp_().to(block.v.dtype)
+        lse_BJFQ = torch.logsumexp(scores, dim=-1)
+        weights = scores.sub_(lse_BJFQ[..., None]).exp_().to(block.v.dtype)
         out[:, :, queries] = _per_query_head(_rows_by(weights, block.v[:, :, keys]))
-        lse[:, :, queries] = _per_query_head(lse_BJGL)
+        lse[:, :, queries] = _per_query_head(lse_BJFQ)
     return out, lse
 
 
@@ -104,15 +104,15 @@ def _plain_backward(block: PaddedBlock, by_out: Tensor, out: Tensor, lse: Tensor
     # d score = p * (d p - sum(d out * out)), as the rows of p sum to 1.
     share = (by_out * out).sum(-1, dtype=_wide(out))
     for queries, keys in _chunks(block, chunk_bytes):
-        lse_BJGL, share_BJGL, by_out_BJGLK, q_BJGLK = (
+        lse_BJFQ, share_BJFQ, by_out_BJFQK, q_BJFQK = (
             _per_kv_head(x[:, :, queries], num_kv_heads) for x in (lse, share, by_out, block.q)
         )
-        weights = _scores(block, queries, keys).sub_(lse_BJGL[..., None]).exp_()
-        by_v[:, :, keys] += _columns_by(weights.to(by_out.dtype), by_out_BJGLK)
-        by_scores = _rows_by(by_out_BJGLK, block.v[:, :, keys].mT).to(weights.dtype).sub_(share_BJGL[..., None])
+        weights = _scores(block, queries, keys).sub_(lse_BJFQ[..., None]).exp_()
+        by_v[:, :, keys] += _columns_by(weights.to(by_out.dtype), by_out_BJFQK)
+        by_scores = _rows_by(by_out_BJFQK, block.v[:, :, keys].mT).to(weights.dtype).sub_(share_BJFQ[..., None])
         by_scores = by_scores.mul_(weights).mul_(block.scale).to(block.q.dtype)
         by_q[:, :, queries] = _per_query_head(_rows_by(by_scores, block.k[:, :, keys]))
-        by_k[:, :, keys] += _columns_by(by_scores, q_BJGLK)
+        by_k[:, :, keys] += _columns_by(by_scores, q_BJFQK)
     return by_q, by_k.to(block.k.dtype), by_v.to(block.v.dtype)
 
 
@@ -131,9 +131,9 @@ def _chunks(block: PaddedBlock, chunk_bytes: int) -> Iterator[tuple[slice, slice
 
 
 def _scores(block: PaddedBlock, queries: slice, keys: slice) -> Tensor:
-    """[B, J, G, queries, keys], masked, in float32 or wider."""
-    q_BJGLK = _per_kv_head(block.q[:, :, queries], block.k.shape[1])
-    scores = _rows_by(q_BJGLK, block.k[:, :, keys].mT).to(_wide(block.q)).mul_(block.scale)
+    """[B, J, F, queries, keys], masked, in float32 or wider."""
+    q_BJFQK = _per_kv_head(block.q[:, :, queries], block.k.shape[1])
+    scores = _rows_by(q_BJFQK, block.k[:, :, keys].mT).to(_wide(block.q)).mul_(block.scale)
     if block.is_causal:
         ahead = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1 + queries.start)
         scores.masked_fill_(ahead, -torch.inf)
@@ -143,23 +143,23 @@ def _scores(block: PaddedBlock, queries: slice, keys: slice) -> Tensor:
 
 
 def _per_kv_head(x: Tensor, num_kv_heads: int) -> Tensor:
-    """[B, H, ...] as [B, J, G, ...]."""
+    """[B, H, ...] as [B, J, F, ...]."""
     return x.unflatten(1, (num_kv_heads, -1))
 
 
 def _per_query_head(x: Tensor) -> Tensor:
-    """[B, J, G, ...] as [B, H, ...]."""
+    """[B, J, F, ...] as [B, H, ...]."""
     return x.flatten(1, 2)
 
 
-def _rows_by(rows_BJGLX: Tensor, matrix_BJXY: Tensor) -> Tensor:
-    """[B, J, G, L, Y]: every group's rows times their key head's matrix, in one product for each key head."""
-    return (rows_BJGLX.flatten(2, 3) @ matrix_BJXY).unflatten(2, rows_BJGLX.shape[2:4])
+def _rows_by(rows_BJFQX: Tensor, matrix_BJXY: Tensor) -> Tensor:
+    """[B, J, F, Q, Y]: every group's rows times their key head's matrix, in one product for each key head."""
+    return (rows_BJFQX.flatten(2, 3) @ matrix_BJXY).unflatten(2, rows_BJFQX.shape[2:4])
 
 
-def _columns_by(left_BJGLX: Tensor, right_BJGLY: Tensor) -> Tensor:
+def _columns_by(left_BJFQX: Tensor, right_BJFQY: Tensor) -> Tensor:
     """[B, J, X, Y]: left transposed times right, summed over queries and groups."""
-    return left_BJGLX.flatten(2, 3).mT @ right_BJGLY.flatten(2, 3)
+    return left_BJFQX.flatten(2, 3).mT @ right_BJFQY.flatten(2, 3)
 
 
 CPU_FLASH = PaddedKernel(_cpu_flash_forward, _cpu_flash_backward)

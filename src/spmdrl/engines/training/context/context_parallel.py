@@ -1,7 +1,7 @@
 """What one context rank runs of a micro-batch, and its attention: packed, by ring, or by exchanging tokens for heads.
 
 Shape letters: `C` context ranks, `T` tokens of one, `A` of all, `R` ratings of all, `P` of one, `H` query heads, `h`
-those that one rank attends for, `J` key and value heads, `K` head size of queries and keys, `V` of values.
+those that one rank attends for, `J` key and value heads, `K` head size of queries and keys, `U` of values.
 """
 
 from __future__ import annotations
@@ -99,11 +99,11 @@ class WithoutPadding:
     def __init__(self, attend: Attend, num_tokens: int):
         self._attend, self._num_tokens = attend, num_tokens
 
-    def __call__(self, layer: int, q_THK: Tensor, k_TJK: Tensor, v_TJV: Tensor) -> Tensor:
+    def __call__(self, layer: int, q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor) -> Tensor:
         num_padding = q_THK.shape[0] - self._num_tokens
         if num_padding == 0:
-            return self._attend(layer, q_THK, k_TJK, v_TJV)
-        attended = self._attend(layer, *(heads[: self._num_tokens] for heads in (q_THK, k_TJK, v_TJV)))
+            return self._attend(layer, q_THK, k_TJK, v_TJU)
+        attended = self._attend(layer, *(heads[: self._num_tokens] for heads in (q_THK, k_TJK, v_TJU)))
         return F.pad(attended, (0, 0, 0, 0, 0, num_padding))
 
 
@@ -117,20 +117,20 @@ class UlyssesAttention:
         """`attend` is the attention of the tokens of all ranks."""
         self._attend, self._context = attend, context
 
-    def __call__(self, layer: int, q_THK: Tensor, k_TJK: Tensor, v_TJV: Tensor) -> Tensor:
+    def __call__(self, layer: int, q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor) -> Tensor:
         size = self._context.size
         # With fewer key heads than ranks, ranks whose query heads share a key head all get it.
         repeats = max(1, size // k_TJK.shape[1])
         if repeats > 1:
-            k_TJK, v_TJV = k_TJK.repeat_interleave(repeats, dim=1), v_TJV.repeat_interleave(repeats, dim=1)
-        by_rank = [heads.unflatten(1, (size, -1)) for heads in (q_THK, k_TJK, v_TJV)]
+            k_TJK, v_TJU = k_TJK.repeat_interleave(repeats, dim=1), v_TJU.repeat_interleave(repeats, dim=1)
+        by_rank = [heads.unflatten(1, (size, -1)) for heads in (q_THK, k_TJK, v_TJU)]
         # One exchange for all three: [T, C, heads of one rank x head size] side by side.
         joined = torch.cat([heads.flatten(2) for heads in by_rank], dim=-1)
         parts = self._exchange(joined.transpose(0, 1)).split([heads[0, 0].numel() for heads in by_rank], dim=-1)
         q, k, v = (part.unflatten(-1, heads.shape[2:]) for part, heads in zip(parts, by_rank, strict=True))
-        attended_AhV = self._attend(layer, q, k, v)
-        attended_CThV = self._exchange(attended_AhV.unflatten(0, (size, -1))).unflatten(0, (size, -1))
-        return attended_CThV.transpose(0, 1).flatten(1, 2)
+        attended_AhU = self._attend(layer, q, k, v)
+        attended_CThU = self._exchange(attended_AhU.unflatten(0, (size, -1))).unflatten(0, (size, -1))
+        return attended_CThU.transpose(0, 1).flatten(1, 2)
 
     def _exchange(self, parts: Tensor) -> Tensor:
         """Send parts[c] [T, ...] to rank c; return what comes, joined in rank order."""

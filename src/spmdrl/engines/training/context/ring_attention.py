@@ -10,7 +10,7 @@ of rank j,
 
 which is as much work for every j but its own.
 
-Shape letters: `T` this rank's tokens, `H` query heads, `J` key and value heads, `K` head size of queries and keys, `V`
+Shape letters: `T` this rank's tokens, `H` query heads, `J` key and value heads, `K` head size of queries and keys, `U`
 of values.
 """
 
@@ -82,30 +82,30 @@ class RingAttention:
         assert context.size > 1, context
         self._plan, self._context = plan_ring(chunk_lengths_B, device), context
 
-    def __call__(self, layer: int, q_THK: Tensor, k_TJK: Tensor, v_TJV: Tensor) -> Tensor:
-        return _Ring.apply(q_THK, k_TJK, v_TJV, self._plan, self._context)
+    def __call__(self, layer: int, q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor) -> Tensor:
+        return _Ring.apply(q_THK, k_TJK, v_TJU, self._plan, self._context)
 
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q_THK: Tensor, k_TJK: Tensor, v_TJV: Tensor, plan: RingPlan, context: Axis) -> Tensor:
-        out_THV, lse_TH = _ring_forward((q_THK, k_TJK, v_TJV), plan, context)
-        ctx.save_for_backward(q_THK, k_TJK, v_TJV, out_THV, lse_TH)
+    def forward(ctx: Any, q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, plan: RingPlan, context: Axis) -> Tensor:
+        out_THU, lse_TH = _ring_forward((q_THK, k_TJK, v_TJU), plan, context)
+        ctx.save_for_backward(q_THK, k_TJK, v_TJU, out_THU, lse_TH)
         ctx.plan, ctx.context = plan, context
-        return out_THV
+        return out_THU
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, by_out_THV: Tensor) -> tuple[Tensor | None, ...]:
-        q_THK, k_TJK, v_TJV, out_THV, lse_TH = ctx.saved_tensors
-        whole = (out_THV, lse_TH)
-        return *_ring_backward(by_out_THV, (q_THK, k_TJK, v_TJV), whole, ctx.plan, ctx.context), None, None
+    def backward(ctx: Any, by_out_THU: Tensor) -> tuple[Tensor | None, ...]:
+        q_THK, k_TJK, v_TJU, out_THU, lse_TH = ctx.saved_tensors
+        whole = (out_THU, lse_TH)
+        return *_ring_backward(by_out_THU, (q_THK, k_TJK, v_TJU), whole, ctx.plan, ctx.context), None, None
 
 
 def _ring_forward(inputs: Inputs, plan: RingPlan, context: Axis) -> tuple[Tensor, Tensor]:
     """Output in the queries' dtype, and logsumexp, over the keys of all ranks."""
     q_THK, *keys_values = inputs
-    out_THV, lse_TH = torch.empty(0), torch.empty(0)
+    out_THU, lse_TH = torch.empty(0), torch.empty(0)
     for step in range(context.size):
         # The next keys travel while these are worked on.
         arriving = RingShift(keys_values, context) if step + 1 < context.size else None
@@ -113,25 +113,25 @@ def _ring_forward(inputs: Inputs, plan: RingPlan, context: Axis) -> tuple[Tensor
         k, v = (x[block.keys] for x in keys_values)
         out, lse = attend_rows((q_THK[block.queries], k, v), block.pairs)
         if step == 0:
-            out_THV, lse_TH = out.to(torch.promote_types(out.dtype, torch.float32)), lse
+            out_THU, lse_TH = out.to(torch.promote_types(out.dtype, torch.float32)), lse
         else:
-            _join(out_THV, lse_TH, block.queries, out, lse)
+            _join(out_THU, lse_TH, block.queries, out, lse)
         if arriving is not None:
             keys_values = arriving.wait()
-    return out_THV.to(q_THK.dtype), lse_TH
+    return out_THU.to(q_THK.dtype), lse_TH
 
 
-def _join(out_THV: Tensor, lse_TH: Tensor, queries: Places, out: Tensor, lse: Tensor) -> None:
+def _join(out_THU: Tensor, lse_TH: Tensor, queries: Places, out: Tensor, lse: Tensor) -> None:
     """Take more keys' output and logsumexp into those of some queries, in place."""
     lse_so_far = lse_TH[queries]
     # exp(b) / (exp(a) + exp(b)), without overflow.
     share = torch.sigmoid(lse - lse_so_far)[..., None]
-    out_THV[queries] = torch.lerp(out_THV[queries], out.to(out_THV.dtype), share)
+    out_THU[queries] = torch.lerp(out_THU[queries], out.to(out_THU.dtype), share)
     lse_TH[queries] = torch.logaddexp(lse_so_far, lse)
 
 
 def _ring_backward(
-    by_out_THV: Tensor, inputs: Inputs, whole: tuple[Tensor, Tensor], plan: RingPlan, context: Axis
+    by_out_THU: Tensor, inputs: Inputs, whole: tuple[Tensor, Tensor], plan: RingPlan, context: Axis
 ) -> Inputs:
     """Gradients of the own queries, keys and values; those of keys and values gather on their way around."""
     q_THK, *keys_values = inputs
@@ -141,7 +141,7 @@ def _ring_backward(
     for step in range(context.size):
         arriving = RingShift(keys_values, context) if step + 1 < context.size else None
         block = plan.block(context.rank, (context.rank - step) % context.size)
-        out, lse, by_out, q = (x[block.queries] for x in (*whole, by_out_THV, q_THK))
+        out, lse, by_out, q = (x[block.queries] for x in (*whole, by_out_THU, q_THK))
         k, v = (x[block.keys] for x in keys_values)
         by_q, by_k, by_v = attend_rows_backward(by_out, (q, k, v), (out, lse), block.pairs)
         by_q_THK[block.queries] += by_q
