@@ -11,6 +11,7 @@ import pytest
 
 from spmdrl.engines.reward.calls import read_scores
 from spmdrl.engines.reward.pool import RewardConfig, RewardPool
+from spmdrl.engines.workers.call_pool import runs_inline
 from spmdrl.engines.workers.descent import ProcessTree
 from spmdrl.engines.workers.verdict import Verdict
 
@@ -330,8 +331,8 @@ def test_inline_runs_in_this_process_and_auto_follows_the_debugger(monkeypatch):
         assert scored(pool, "fine").rewards == [1.0]
         assert scored(pool, "raise").verdicts == [Verdict.CRASHED]
     monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "pdb", "-m", "spmdrl"])
-    assert RewardConfig().runs_inline
-    assert not RewardConfig(isolation="process").runs_inline
+    assert runs_inline(RewardConfig().isolation)
+    assert not runs_inline("process")
 
 
 def test_a_key_is_used_once_and_an_unknown_key_is_refused():

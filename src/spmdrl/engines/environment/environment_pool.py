@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from annotated_types import Ge, Interval
 
@@ -18,7 +18,7 @@ from spmdrl.engines.environment.environment_runner import (
     take_step,
 )
 from spmdrl.engines.environment.episode import Episode
-from spmdrl.engines.workers.call_pool import CallPool, is_debugged
+from spmdrl.engines.workers.call_pool import CallPool, Isolation, runs_inline
 from spmdrl.engines.workers.process import PendingCall, WorkerSetup
 from spmdrl.engines.workers.verdict import Verdict
 
@@ -38,7 +38,7 @@ class EnvironmentConfig:
     """a step of the environment that takes longer is killed, and its row has no reward"""
     workers: Annotated[int, Ge(1)] = 1
     """environment processes per generation replica"""
-    isolation: Literal["auto", "process", "inline"] = "auto"
+    isolation: Isolation = "auto"
     """process: in child processes, which can be killed; inline: in the training process; auto: inline under pdb, else
     process"""
     memory_limit_gib: Annotated[float, Interval(gt=0, lt=math.inf)] | None = 4.0
@@ -46,10 +46,6 @@ class EnvironmentConfig:
     limit"""
     variables: tuple[str, ...] = ()
     """environment variables passed to the processes beside the common ones, such as the key of a service"""
-
-    @property
-    def runs_inline(self) -> bool:
-        return self.isolation == "inline" or (self.isolation == "auto" and is_debugged())
 
 
 class EnvironmentPool:
@@ -61,7 +57,6 @@ class EnvironmentPool:
 
     def __init__(self, config: EnvironmentConfig, num_workers: int | None = None):
         assert config.function is not None, f"without {KEY} there is no environment"
-        limit = None if config.memory_limit_gib is None else int(config.memory_limit_gib * 2**30)
         setup = WorkerSetup(
             section="environment",
             functions_key=KEY,
@@ -69,9 +64,9 @@ class EnvironmentPool:
             runner=environment_runner.__name__,
             functions=[config.function],
             environment=config.variables,
-            memory_limit_bytes=limit,
+            memory_limit_gib=config.memory_limit_gib,
         )
-        environment = load_environment(config.function) if config.runs_inline else None
+        environment = load_environment(config.function) if runs_inline(config.isolation) else None
         self._calls = CallPool(
             setup,
             _Steps(),

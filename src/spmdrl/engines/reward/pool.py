@@ -20,7 +20,7 @@ from spmdrl.engines.reward.calls import (
     read_scores,
 )
 from spmdrl.engines.reward.functions import load_functions, required_columns, score
-from spmdrl.engines.workers.call_pool import CallPool, is_debugged
+from spmdrl.engines.workers.call_pool import CallPool, Isolation, is_debugged, runs_inline
 from spmdrl.engines.workers.process import PendingCall, WorkerSetup
 from spmdrl.engines.workers.verdict import Verdict
 
@@ -44,7 +44,7 @@ class RewardConfig:
     """the run stops where more than this share of a step's rows couldn't be scored"""
     workers: Annotated[int, Ge(1)] = 1
     """reward processes per rank"""
-    isolation: Literal["auto", "process", "inline"] = "auto"
+    isolation: Isolation = "auto"
     """process: in child processes, which can be killed; inline: in the training process; auto: inline under pdb, else
     process"""
     memory_limit_gib: Annotated[float, Interval(gt=0, lt=math.inf)] | None = 4.0
@@ -60,7 +60,7 @@ class RewardConfig:
         if self.weights is not None and len(self.weights) != len(self.functions):
             raise ValueError(
                 f"reward.weights has {len(self.weights)} values, but reward.functions has {len(self.functions)}; "
-                "give one weight a function, or leave reward.weights out"
+                "give one weight per function, or leave reward.weights out"
             )
         if self.weights is not None and not all(map(math.isfinite, self.weights)):
             raise ValueError(f"reward.weights is {list(self.weights)}, but every weight must be finite")
@@ -74,14 +74,6 @@ class RewardConfig:
     def names(self) -> tuple[str, ...]:
         """The functions' names in `RewardResult.parts` and in metrics."""
         return function_names(self.functions)
-
-    @property
-    def memory_limit_bytes(self) -> int | None:
-        return None if self.memory_limit_gib is None else int(self.memory_limit_gib * 2**30)
-
-    @property
-    def runs_inline(self) -> bool:
-        return self.isolation == "inline" or (self.isolation == "auto" and is_debugged())
 
 
 @dataclass(frozen=True)
@@ -108,7 +100,7 @@ class RewardPool:
         self.call_level = config.call_level
         self.names = config.names
         self._weights = config.weights or (1.0,) * len(config.functions)
-        self._functions = load_functions(config.functions) if config.runs_inline else None
+        self._functions = load_functions(config.functions) if runs_inline(config.isolation) else None
         setup = WorkerSetup(
             section="reward",
             functions_key="reward.functions",
@@ -116,7 +108,7 @@ class RewardPool:
             runner=functions.__name__,
             functions=config.functions,
             environment=config.environment,
-            memory_limit_bytes=config.memory_limit_bytes,
+            memory_limit_gib=config.memory_limit_gib,
         )
         self._calls = CallPool(
             setup,

@@ -13,10 +13,12 @@ from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
 from itertools import pairwise
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from spmdrl.engines.workers.process import PendingCall, WorkerLost, WorkerProcess, WorkerSetup, line_of
 from spmdrl.engines.workers.verdict import Verdict
+
+Isolation = Literal["auto", "process", "inline"]
 
 A = TypeVar("A")
 A_co = TypeVar("A_co", covariant=True)
@@ -26,6 +28,11 @@ def is_debugged() -> bool:
     """Whether a debugger runs this process: a trace function is set, or it was started by pdb or debugpy."""
     started_by_debugger = any(flag == "-m" and module in ("pdb", "debugpy") for flag, module in pairwise(sys.orig_argv))
     return sys.gettrace() is not None or started_by_debugger
+
+
+def runs_inline(isolation: Isolation) -> bool:
+    """Whether calls run in this process: where that is set, and under a debugger unless processes are."""
+    return isolation == "inline" or (isolation == "auto" and is_debugged())
 
 
 class Answers(Protocol[A_co]):

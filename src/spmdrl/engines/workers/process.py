@@ -67,7 +67,11 @@ class WorkerSetup:
     functions: Sequence[str]
     environment: Sequence[str]
     """variables that it gets beside those on the list"""
-    memory_limit_bytes: int | None
+    memory_limit_gib: float | None
+
+    @property
+    def memory_limit_bytes(self) -> int | None:
+        return None if self.memory_limit_gib is None else int(self.memory_limit_gib * 2**30)
 
     @property
     def endings(self) -> dict[int, str]:
