@@ -23,10 +23,10 @@ from spmdrl.engines.training.sharding.sharded_model import ShardedModel, local_g
 from spmdrl.resources.device import Device
 from spmdrl.types.roles import Rating
 
-Finish = Callable[[MicroBatch, tuple[Tensor, ...]], Tensor]
+ToScalar = Callable[[MicroBatch, tuple[Tensor, ...]], Tensor]
 """What the last stage makes of a micro-batch and its head's ratings: the scalar from which backward starts."""
-See = Callable[[MicroBatch, tuple[Tensor, ...]], None]
-"""Called with a micro-batch and its head's ratings."""
+Collect = Callable[[MicroBatch, tuple[Tensor, ...]], None]
+"""Takes over a micro-batch's ratings."""
 
 
 class Passes:
@@ -64,50 +64,55 @@ class Passes:
             micro = self._placed(to_microbatch(chosen, members, self._device, self._rating), chosen, size)
             yield micro if scope is None else replace(micro, route=_recording_route(scope, chosen, micro))
 
-    def evaluate(self, micros: Iterable[MicroBatch], see: See, *, temperature: float | None = None) -> None:
-        """Run forward without a gradient, and call `see` on the ranks that hold the head.
+    def evaluate(self, micros: Iterable[MicroBatch], collect: Collect, *, temperature: float | None = None) -> None:
+        """Run forward without a gradient, and call `collect` on the ranks that hold the head.
 
         At the model's own temperature unless another is given. Collective over the mesh.
         """
 
-        def finish(micro: MicroBatch, ratings: tuple[Tensor, ...]) -> Tensor:
-            see(micro, ratings)
+        def to_scalar(micro: MicroBatch, ratings: tuple[Tensor, ...]) -> Tensor:
+            collect(micro, ratings)
             return ratings[0].new_zeros(())
 
         with torch.no_grad():
             if self._pipeline is None:
                 for micro in micros:
-                    self._run(self._model.stages[0], None, micro, finish, temperature)
+                    self._run(self._model.stages[0], None, micro, to_scalar, temperature)
             else:
-                self._through_pipeline(self._pipeline.evaluate, list(micros), finish, temperature)
+                self._through_pipeline(self._pipeline.evaluate, list(micros), to_scalar, temperature)
 
-    def train(self, micros: Iterable[MicroBatch], finish: Finish) -> None:
+    def train(self, micros: Iterable[MicroBatch], to_scalar: ToScalar) -> None:
         """Add every micro-batch's gradient to the weights'. Collective over the mesh."""
         if self._pipeline is None:
             for micro in micros:
-                self._run(self._model.stages[0], None, micro, finish).backward()
+                self._run(self._model.stages[0], None, micro, to_scalar).backward()
         else:
-            self._through_pipeline(self._pipeline.train, list(micros), finish)
+            self._through_pipeline(self._pipeline.train, list(micros), to_scalar)
         self._sum_copies()
 
     def _through_pipeline(
-        self, run: Callable[..., Any], micros: list[MicroBatch], finish: Finish, temperature: float | None = None
+        self, run: Callable[..., Any], micros: list[MicroBatch], to_scalar: ToScalar, temperature: float | None = None
     ) -> None:
         def compute(stage: Decoder, inputs: Tensor, microbatch: int) -> Tensor:
-            return self._run(stage, inputs, micros[microbatch], finish, temperature)
+            return self._run(stage, inputs, micros[microbatch], to_scalar, temperature)
 
         num_tokens = micros[0].tokens_T.numel() // self._mesh.tensor.size
         run(len(micros), (num_tokens, self._model.config.hidden_size), self._dtype, compute)
 
     def _run(
-        self, stage: Decoder, inputs: Tensor | None, micro: MicroBatch, finish: Finish, temperature: float | None = None
+        self,
+        stage: Decoder,
+        inputs: Tensor | None,
+        micro: MicroBatch,
+        to_scalar: ToScalar,
+        temperature: float | None = None,
     ) -> Tensor:
         """One stage's forward: hidden states for the next stage, or the scalar that the last one ends in."""
         first = micro.tokens_T if stage.span.embeds else inputs
         out: Any = stage(first, micro.positions_T, micro.attend, self._head(micro, temperature), micro.route)
         if not stage.span.heads:
             return out
-        return finish(micro, out if micro.gather_R is None else tuple(map(micro.gather_R, out)))
+        return to_scalar(micro, out if micro.gather_R is None else tuple(map(micro.gather_R, out)))
 
     def _head(self, micro: MicroBatch, temperature: float | None) -> TokenHead:
         if micro.targets_P is None:

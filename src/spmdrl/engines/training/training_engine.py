@@ -19,7 +19,7 @@ from spmdrl.engines.training.batching.microbatch import (
     plan_microbatches,
 )
 from spmdrl.engines.training.batching.packed_rows import LossFunction, LossTerms, MicroBatch, Scores, TokenRows
-from spmdrl.engines.training.passes import Passes, See
+from spmdrl.engines.training.passes import Collect, Passes
 from spmdrl.engines.training.routing.router_statistics import RouterStatistics
 from spmdrl.engines.training.routing.routers import RoutingConfig, RoutingScope
 from spmdrl.engines.training.sharding.parallelize import Precision, build_sharded_model, check_layout
@@ -133,12 +133,12 @@ class TrainingEngine:
         logprobs_R = torch.zeros(rows.num_response_tokens, dtype=torch.float32)
         entropy_R = torch.zeros_like(logprobs_R)
 
-        def see(micro: MicroBatch, ratings: tuple[Tensor, ...]) -> None:
+        def collect(micro: MicroBatch, ratings: tuple[Tensor, ...]) -> None:
             index = rows.response_index(micro.members)
             for found_R, rated_R in zip((logprobs_R, entropy_R), ratings, strict=True):
                 found_R[index] = rated_R.to("cpu")
 
-        self._evaluate("score", rows, see, temperature=temperature)
+        self._evaluate("score", rows, collect, temperature=temperature)
         return Scores(*map(self.mesh.pipeline.sum, (logprobs_R, entropy_R)))
 
     def values(self, rows: TokenRows) -> Tensor:
@@ -148,10 +148,10 @@ class TrainingEngine:
         by_token = self.rating == "token_values"
         values = torch.zeros(rows.num_response_tokens if by_token else len(rows), dtype=torch.float32)
 
-        def see(micro: MicroBatch, ratings: tuple[Tensor, ...]) -> None:
+        def collect(micro: MicroBatch, ratings: tuple[Tensor, ...]) -> None:
             values[rows.response_index(micro.members) if by_token else micro.members] = ratings[0].to("cpu")
 
-        self._evaluate("rate", rows, see)
+        self._evaluate("rate", rows, collect)
         return self.mesh.pipeline.sum(values)
 
     def update(self, rows: TokenRows, loss: LossFunction) -> UpdateResult:
@@ -176,7 +176,7 @@ class TrainingEngine:
         micros = list(self._passes.prepare(rows, plan, self._routing_scope(rows)))
         reported: list[LossTerms] = []
 
-        def finish(micro: MicroBatch, ratings: tuple[Tensor, ...]) -> Tensor:
+        def to_scalar(micro: MicroBatch, ratings: tuple[Tensor, ...]) -> Tensor:
             if not micro.members:
                 return sum(0.0 * values.sum() for values in ratings)
             terms = loss(Scores(*ratings) if self.rating == "logprobs" else ratings[0], micro)
@@ -184,7 +184,7 @@ class TrainingEngine:
             reported.append(terms.detached())
             return terms.loss
 
-        self._passes.train(micros, finish)
+        self._passes.train(micros, to_scalar)
         return Accumulated(reported if self._passes.has_ratings else [], self._router_statistics(micros), len(micros))
 
     def step(self, accumulated: Accumulated) -> UpdateResult:
@@ -245,7 +245,7 @@ class TrainingEngine:
         return self.mesh.data.sum(torch.tensor(counts)).tolist()
 
     def _plan(self, rows: TokenRows) -> list[list[int]]:
-        # Ranks that share a row's tokens together take as many times the budget.
+        # Context ranks share each row's tokens, so together they have that many times the budget.
         return plan_microbatches(
             rows.lengths_B.tolist(),
             max_tokens=self.training.tokens_per_microbatch(self.device) * self.mesh.context.size,
@@ -253,11 +253,11 @@ class TrainingEngine:
             agree=lambda count: int(self.mesh.data.max(torch.tensor([count]))),
         )
 
-    def _evaluate(self, action: str, rows: TokenRows, see: See, *, temperature: float | None = None) -> None:
+    def _evaluate(self, action: str, rows: TokenRows, collect: Collect, *, temperature: float | None = None) -> None:
         self.check_weights_present(action)
         if plan := self._plan(rows):
             scope = self._routing_scope(rows) if rows.experts_TLC is not None else None
-            self._passes.evaluate(self._passes.prepare(rows, plan, scope), see, temperature=temperature)
+            self._passes.evaluate(self._passes.prepare(rows, plan, scope), collect, temperature=temperature)
 
     def _routing_scope(self, rows: TokenRows) -> RoutingScope | None:
         """What the routers of one update share. Collective over the data axes."""
