@@ -128,9 +128,7 @@ class ReplayEngine:
 
     def submit(self, requests: Sequence[Request]) -> None:
         self._require_awake()
-        for request in requests:
-            for row in request.rows:
-                self._pending[row] = self._answer(row, request.prompt_ids)
+        self._pending |= {row: self._answer(row, one.prompt_ids) for one in requests for row in one.rows}
 
     def _answer(self, row: int, prompt_ids: tuple[int, ...]) -> Response:
         if row not in self._recorded:
