@@ -104,6 +104,3 @@ def test_no_rank_exceeds_its_share_and_one_unsharded_block(tmp_path: Path, monke
         # One block, its weights and its unreduced gradient.
         assert found.update < weights + gradients + optimizer + 2 * BLOCK
         assert found.after < weights + optimizer + ALLOWANCE
-
-
-# A tied embedding as large as all layers: its gradient is what an update with 16-bit copies has most of.

@@ -50,7 +50,7 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class PartialResponse:
-    """What a row has already, so that its answer goes on where it was aborted; without tokens, it starts."""
+    """What a row has already, so that its answer continues where it was aborted; empty for a row that starts."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -101,7 +101,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Response:
-    """What one row got."""
+    """The answer of one row."""
 
     row: int
     token_ids: tuple[int, ...]
@@ -164,7 +164,7 @@ class GenerationEngine(Protocol):
     """Policy version of the weights held; the resharding flow sets it."""
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queue the requests, all or none; ValueError for a row that can never fit or has ended already."""
+        """Queue the requests, all or none. Raises ValueError if a row can never fit or has ended already."""
         ...
 
     def step(self) -> list[Response]:
@@ -223,7 +223,7 @@ class GenerationEngine(Protocol):
         ...
 
     def sleep(self) -> None:
-        """Free weights and KV cache; RuntimeError while rows are unfinished."""
+        """Free weights and KV cache. Raises RuntimeError while rows are unfinished."""
         ...
 
     def cache_bytes_for(self, num_rows: int, num_tokens: int) -> int:

@@ -28,7 +28,7 @@ class DecoderConfig:
     """What the decoder needs of a Hugging Face config.json."""
 
     model_type: str
-    """A family of hf_families.py, such as llama or deepseek_v3."""
+    """A family of hf/families.py, such as llama or deepseek_v3."""
     vocab_size: int
     """Rows of the embedding and of the head."""
     hidden_size: int

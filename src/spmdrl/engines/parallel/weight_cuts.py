@@ -1,4 +1,4 @@
-"""How each weight of a decoder is cut over ranks: one table, which modules carry out and plans follow on paper.
+"""How each weight of a decoder is cut over ranks: one table, for the cuts of modules and for plans on paper.
 
 A new projection is a line of `_TENSOR_CUTS`, by the name that its module has.
 """
@@ -26,7 +26,7 @@ _TENSOR_CUTS = {
     "v_proj": (_OUTPUTS, "key heads"),
     "gate_proj": (_OUTPUTS, "columns"),
     "up_proj": (_OUTPUTS, "columns"),
-    # These read what others give by outputs, and the ranks' results add up.
+    # Their inputs are the cut outputs of others, so the ranks' results add up.
     "o_proj": (_INPUTS, "heads"),
     "down_proj": (_INPUTS, "columns"),
 }
@@ -36,13 +36,13 @@ heads, and MLA's down projections, which all heads share."""
 
 @dataclass(frozen=True)
 class TensorCut:
-    """How the tensor axis cuts a weight: by heads, columns or tokens of the vocabulary, rounded up a rank."""
+    """How the tensor axis cuts a weight: by heads, columns or tokens of the vocabulary, each share rounded up."""
 
     dim: int
     num_units: int
     """What is dealt out: heads are query heads, also for keys and values."""
     units_per_slot: int = 1
-    """Units that share a slot of the dim, as query heads do a key head; ranks that split them hold the slot both."""
+    """Units that share a slot of the dim, as query heads share a key head; a rank with any of them holds the slot."""
 
     def interval(self, length: int, num_ranks: int, rank: int) -> tuple[int, int]:
         """The part of a dim of this length that a rank holds."""

@@ -119,6 +119,6 @@ def _is_sound(part: FunctionScores, num_rows: int) -> bool:
 
 
 def read_columns(message: Any) -> dict[str, list[str]]:
-    """Columns by function as a worker sent them; the functions' own code may have had its hands on them."""
+    """Columns by function as a worker sent them, untrusted: the functions' own code may have changed them."""
     entries = message.items() if isinstance(message, dict) else ()
     return {str(name): list(map(str, columns)) for name, columns in entries if isinstance(columns, list)}

@@ -65,10 +65,10 @@ class ProcessTree:
             self._newest = newest
             unclear = {one for pid, one in found.items() if pid not in self._own | self._foreign | {self._root}}
             if unclear <= before:
-                # Their parents are another user's, and hidden.
+                # Their parents are hidden, as another user's processes are.
                 self._foreign |= {one.pid for one in unclear}
                 return [found[pid] for pid in self._own]
-            # Their parents have just ended: who the next ones are, another look shows.
+            # Their parents have just ended: look again for the new ones.
             before, self._newest = unclear, None
 
     def end(self) -> bool:

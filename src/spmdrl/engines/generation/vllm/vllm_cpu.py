@@ -31,7 +31,7 @@ def check_sizes(config: DecoderConfig, tensor: int, head_sizes: list[int]) -> No
     if width % (tensor * _EXPERT_WIDTH_MULTIPLE):
         raise ValueError(
             f"an expert is {width} wide and cut in {tensor}, but vLLM on CPU takes new weights only for multiples of "
-            f"{_EXPERT_WIDTH_MULTIPLE} a rank; set rollout.engine to native"
+            f"{_EXPERT_WIDTH_MULTIPLE} per rank; set rollout.engine to native"
         )
 
 
@@ -49,13 +49,13 @@ def first_expert_weights(model: nn.Module) -> Tensor | None:
 
 
 def pack_again(model: nn.Module, *, experts: bool) -> None:
-    """Pack what `reload_weights` left: the head always, which doesn't matter to one that isn't tied; experts if asked.
+    """Pack what `reload_weights` left: the head always, which is harmless where it isn't tied; `experts` on request.
 
     Packed experts must not be packed twice.
     """
     layer: Any
     for layer in model.modules():
-        # By name, as only vllm.py imports vllm.
+        # By name, as only vllm_engine.py imports vllm.
         if type(layer).__name__ == "ParallelLMHead":
             layer.quant_method.process_weights_after_loading(layer)
     if experts:

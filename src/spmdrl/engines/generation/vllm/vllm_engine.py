@@ -61,7 +61,7 @@ class VllmEngine:
             self._prepare_cpu()
         with _launch_variables():
             self._llm = vllm.LLM(**(self._arguments(model_folder, rollout) | rollout.engine_kwargs))
-        self._let_go()
+        self._detach()
         self._packs_experts = self._on_cpu and self._reload_leaves_experts()
         self._discard()
 
@@ -223,8 +223,8 @@ class VllmEngine:
             arguments["kv_cache_memory_bytes"] = cache_bytes
         return arguments
 
-    def _let_go(self) -> None:
-        """Undo what would outlive the engine or end with it."""
+    def _detach(self) -> None:
+        """Undo what would outlive the engine, or what would end the job's own with it."""
         from vllm.distributed.parallel_state import get_tp_group
 
         # Its shared memory has a name, so a job that is killed would leave it behind; here nothing is sent through it.

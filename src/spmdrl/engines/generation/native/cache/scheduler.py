@@ -59,7 +59,7 @@ class Scheduler:
         return len(self._unfinished)
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queue the requests, all or none; ValueError for rows that are here already, have ended or can never fit."""
+        """Queue the requests, all or none. Raises ValueError if a row is here already, has ended or can never fit."""
         seen = set(self._unfinished)
         groups = [group for request in requests for group in groups_of(request)]
         for row in [row for group in groups for row in group.rows]:
@@ -94,7 +94,7 @@ class Scheduler:
         admitted, num_tokens = Admitted([], []), self._rollout.max_prefill_tokens
         while self._waiting and len(self.running) < self._rollout.max_running_rows:
             group = self._waiting[0]
-            if not self._hold(group):
+            if not self._allocate(group):
                 break
             if group.num_computed < group.length:
                 if not num_tokens:
@@ -118,14 +118,14 @@ class Scheduler:
         return admitted
 
     def make_room(self) -> BlockCopies:
-        """Give each running row a block of its own for its newest position; returns the copies that this takes.
+        """Give each running row a block of its own for its newest position; returns the copies that this requires.
 
         Where blocks run out, the newest rows no longer run afterwards.
         """
         copies, size = BlockCopies([], []), self._rollout.block_size
         for row in list(self.running.values()):
             index = (row.length - 1) // size
-            # Checked again after each block that is freed: a holder less may make the row's own block its own.
+            # Checked again after each block that is freed: with one holder fewer, the block may no longer be shared.
             while row.row in self.running and (index == len(row.table) or self._pool.is_shared(row.table[index])):
                 if not self._pool.num_free:
                     self._free_newest()
@@ -148,7 +148,7 @@ class Scheduler:
         """Forget all rows; returns them with their tokens so far."""
         rows = [*self.running.values(), *(row for group in self._waiting for row in group.rows)]
         for group in self._waiting:
-            self._let_go(group)
+            self._release(group)
         for row in list(self.running.values()):
             self.finish(row)
         self._waiting.clear()
@@ -158,13 +158,13 @@ class Scheduler:
     def forget_prefixes(self) -> None:
         """Compute anew what no row has started from yet: the weights are others, or the cache is."""
         for group in self._waiting:
-            self._let_go(group)
+            self._release(group)
         self._prefixes.clear()
 
-    def _hold(self, group: Group) -> bool:
-        """Give the group blocks for all that it starts from, as far as none are known; False where they don't suffice.
+    def _allocate(self, group: Group) -> bool:
+        """Give the group blocks for all tokens that it starts from, known prefixes shared; False if too few are free.
 
-        As long as something runs, each running row that may still grow, and the one to start, must find a block more.
+        While rows run, a block must be left for each of them that can still grow, and the new row's first ones.
         """
         if group.table:
             return True
@@ -219,11 +219,11 @@ class Scheduler:
         """Take its blocks from the last waiting group that has any; False where none has."""
         for group in reversed(self._waiting):
             if group.table:
-                self._let_go(group)
+                self._release(group)
                 return True
         return False
 
-    def _let_go(self, group: Group) -> None:
+    def _release(self, group: Group) -> None:
         self._pool.release(group.table)
         group.table, group.num_computed, group.logits_V, group.choices = [], 0, None, []
 
