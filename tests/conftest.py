@@ -82,7 +82,7 @@ def room(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         return
     folder = tmp_path_factory.getbasetemp().parent
     with open(folder / "door.lock", "w") as door, open(folder / "room.lock", "w") as inside:
-        # Who waits for an empty room holds the door, so that nobody else goes in before.
+        # A test that waits for an empty room holds the door, so that no other enters first.
         fcntl.flock(door, fcntl.LOCK_EX)
         fcntl.flock(inside, fcntl.LOCK_EX if request.node.get_closest_marker("alone") else fcntl.LOCK_SH)
         fcntl.flock(door, fcntl.LOCK_UN)

@@ -1,4 +1,4 @@
-"""What README and messages say, held against what is there and what can be installed."""
+"""What README and messages promise, compared with what is there and what can be installed."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def train(config: Path, folder: Path, num_steps: int, *more: str) -> list[str]:
 
 @contextlib.contextmanager
 def ranks_on(nodes: Sequence[Node], ranks_per_node: int, arguments: list[str], log: Path) -> Iterator[list]:
-    """One process a rank, as a launcher without a store starts them."""
+    """One process per rank, as a launcher without a store starts them."""
     ranks = []
     try:
         num_ranks = len(nodes) * ranks_per_node

@@ -1,4 +1,4 @@
-"""A job says at its start what it is about to do."""
+"""A job prints at its start what it is about to do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The best checkpoint stays and is found by its link; a checkpoint of the model alone is small and said to be one."""
+"""The best checkpoint stays and is found by its link; a checkpoint of the model alone is small and marked as one."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def test_one_rank_holds_the_whole_model_and_eight_an_eighth_or_a_little_more():
     assert num_elements / 8 * 4 <= part["update_weights"] < num_elements / 8 * 4 * 1.1
     assert part["reference_weights"] * 2 == part["update_weights"]
     assert part["generation_weights"] == 2 * num_elements
-    # A replica a rank: an eighth of the rows, and half the bytes a number.
+    # One replica per rank: an eighth of the rows, and half the bytes per number.
     assert part["kv_cache"] * 16 == whole["kv_cache"]
 
 

@@ -1,4 +1,4 @@
-"""Evaluations say what they measured, by which rule, and leave a training run's outcome alone."""
+"""Evaluations state what they measured and by which rule, and leave a training run's outcome alone."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def refused(world: World, folders: list[Path], identity: dict) -> str:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("is_shared", [True, False], ids=["one folder", "a folder a node"])
+@pytest.mark.parametrize("is_shared", [True, False], ids=["one folder", "a folder per node"])
 def test_ranks_answer_what_no_rank_has_answered_and_the_main_rank_gets_all_in_order(tmp_path, is_shared):
     folders = [tmp_path / "shared"] * 3 if is_shared else [tmp_path / str(rank) for rank in range(3)]
     assert run_ranks(3, keep, folders, [[4, 0], [], [5]], ranks_per_node=1) == [[]] * 3

@@ -1,4 +1,4 @@
-"""What a job tells of the distance between rollout and trainer."""
+"""What a job reports of the distance between rollout and trainer."""
 
 from __future__ import annotations
 
@@ -60,4 +60,4 @@ def test_generator_and_trainer_agree_to_the_last_bit(tmp_path, model, ranks):
     assert len(steps) == 20
     assert all(step["mismatch/abs_max"] == 0 and step["grad_norm"] > 0 for step in steps)
     assert any(step["completions/min_length"] + 64 < step["completions/max_length"] for step in steps), "all alike"
-    assert "time/old_logprobs" not in steps[0], "what generation told stands in for it"
+    assert "time/old_logprobs" not in steps[0], "the log-probs of generation stand in for it"

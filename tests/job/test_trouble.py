@@ -1,4 +1,4 @@
-"""A run whose updates do nothing says so while it runs and in its outcome."""
+"""A run whose updates do nothing is reported as such while it runs and in its outcome."""
 
 from __future__ import annotations
 

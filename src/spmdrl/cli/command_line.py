@@ -54,7 +54,7 @@ examples:
   python -m spmdrl report runs/a
   python -m spmdrl bench --help
 
-spmdrl VERB --help says more about a verb, and spmdrl help KEY about a key or section, such as algo.kl_coef or rollout.
+spmdrl VERB --help describes a verb, and spmdrl help KEY a key or section, such as algo.kl_coef or rollout.
 spmdrl help --markdown is the page of all keys (docs/config.md), and spmdrl help --schema their JSON schema.
 """
 
@@ -253,15 +253,15 @@ def _refuse_alone(error: ConfigError, rank: int, others: LaunchEnvironment) -> i
     started = time.monotonic()
     if rank == 0:
         _refuse(error, rank)
-    is_said_by_rank_0 = False
+    is_shown_by_rank_0 = False
     # Imported only now, since it brings torch with it.
     if others.world_size > 1 and "torch" in sys.modules:
         from spmdrl.resources.world import refuse_all
 
-        is_said_by_rank_0 = refuse_all(others, str(error))
+        is_shown_by_rank_0 = refuse_all(others, str(error))
     # Not before rank 0 has printed: a launcher ends the other ranks as soon as one of them has failed.
-    _wait_for_rank_0(rank, None if is_said_by_rank_0 else started)
-    if rank != 0 and not is_said_by_rank_0:
+    _wait_for_rank_0(rank, None if is_shown_by_rank_0 else started)
+    if rank != 0 and not is_shown_by_rank_0:
         _refuse(error, rank)
     return 2
 

@@ -60,7 +60,7 @@ class Conversion:
     unknown: list[tuple[str, Given]] = field(default_factory=list)
     missing: list[tuple[str, Any]] = field(default_factory=list)
     as_text: dict[Path, Given] = field(default_factory=dict)
-    """values that YAML sees as numbers or truth values, where the tree now has their text"""
+    """values that YAML reads as numbers or truth values, for which the tree now has their text"""
 
     @property
     def origin(self) -> dict[str, str]:

@@ -11,7 +11,7 @@ from spmdrl.observability.terminal.units import scientific
 Metrics = Mapping[str, float]
 
 STEPS_BEFORE_WARNING = 3
-"""so many steps in a row without a signal are no chance"""
+"""as many steps in a row without a signal are no coincidence"""
 _COUNTED = {
     "health/updates": "update/count",
     "health/updates_skipped": "update/skipped",
@@ -39,7 +39,7 @@ def counts_so_far(metrics: Metrics, before: Metrics) -> dict[str, float]:
 
 
 class HealthWatch:
-    """Makes the warnings of a run, each kind of them at its 1st, 10th, 100th, ... time."""
+    """Decides what to warn of in a run: each kind of trouble at its 1st, 10th, 100th, ... occurrence."""
 
     def __init__(self) -> None:
         self._times: Counter[str] = Counter()

@@ -38,7 +38,7 @@ class MemoryLedger:
         self._device_peak = 0
 
     def set(self, owner: Owner, place: Place, num_bytes: int) -> None:
-        """Records that `owner` now holds `num_bytes` at `place`."""
+        """Record that `owner` now holds `num_bytes` at `place`."""
         if (owner, place) not in self._bytes:
             raise ValueError(f"the ledger has no {owner!r} on {place!r}; owners are {OWNERS}, places {PLACES}")
         assert num_bytes >= 0, (owner, place, num_bytes)
@@ -52,7 +52,7 @@ class MemoryLedger:
         return self._bytes[owner, place]
 
     def snapshot(self, stage: str) -> HeldMemory:
-        """Freezes present bytes and peaks under the name of the stage that ends; from here on, peaks count anew."""
+        """Freeze present bytes and peaks under the name of the stage that ends; peaks count anew from here on."""
         device: dict[str, int] = {owner: self._bytes[owner, "device"] for owner in OWNERS}
         host: dict[str, int] = {owner: self._bytes[owner, "host"] for owner in OWNERS}
         peaks, peak = self._peaks, self._device_peak
@@ -66,9 +66,7 @@ def resident_bytes() -> int:
         with open("/proc/self/statm", encoding="ascii") as statm:
             return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
-        # getrusage counts KiB, except on macOS, which counts bytes.
-        unit = 1 if sys.platform == "darwin" else 1024
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        return peak_resident_bytes()
 
 
 def peak_resident_bytes() -> int:
@@ -78,22 +76,23 @@ def peak_resident_bytes() -> int:
             sizes = dict(line.split(":", 1) for line in status)
             return int(sizes["VmHWM"].split()[0]) * 1024
     except (OSError, KeyError):
+        # getrusage counts KiB, except on macOS, which counts bytes.
         unit = 1 if sys.platform == "darwin" else 1024
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def release_to_system() -> None:
-    """Gives the allocator's free pages back to the operating system; garbage in reference cycles stays."""
+    """Give the allocator's free pages back to the operating system; garbage in reference cycles stays."""
     trim = _from_glibc("malloc_trim")
     if trim is not None:
         trim(0)
 
 
 def return_large_blocks() -> None:
-    """Has freed blocks of 8 MiB and more leave the process at once, unless its environment sizes them already.
+    """Make freed blocks of 8 MiB and more leave the process at once, unless its environment sets the sizes already.
 
     glibc would keep blocks of up to 32 MiB, in gaps that are too small for the next aligned block of the same size.
-    What an update with 16-bit copies of the weights leaves of them there is as much as these copies.
+    After an update with 16-bit copies of the weights, these gaps amount to as much memory as the copies.
     """
     mallopt = _from_glibc("mallopt")
     if mallopt is None or "MALLOC_MMAP_THRESHOLD_" in os.environ or "mmap_threshold" in os.getenv("GLIBC_TUNABLES", ""):

@@ -42,7 +42,7 @@ FILE = "generated.jsonl"
 
 
 def main(loaded: LoadedConfig[Config], prompts: Sequence[str] = ()) -> int:
-    """Answer prompts with `rollout`'s sampling, `eval.num_samples` times each.
+    """Answer prompts with the sampling of the section `rollout`, `eval.num_samples` times each.
 
     Those of `data.eval` are answered into the run's folder, and the same command again goes on with the answers of one
     that was interrupted. `prompts`, where there are any, take their place; their answers are shown and leave no file.
@@ -127,7 +127,7 @@ def _requests(
     config: Config, prompts: Sequence[Prompt], replica: Replica, sampling: SamplingParams, done: set[int],
     max_positions: int,
 ) -> list[Request]:  # fmt: skip
-    """What this replica is to answer: of its prompts, the rows that aren't done. Answers end at the last position."""
+    """This replica's requests: the rows of its prompts that aren't done. Answers end at the model's last position."""
     size, requests = config.eval.num_samples, []
     for number in replica.share_of(len(prompts)):
         rows = tuple(row for row in range(number * size, (number + 1) * size) if row not in done)
@@ -142,7 +142,7 @@ def _requests(
 
 
 def _identity(config: Config, source: ModelSource, prompts: Sequence[Prompt]) -> dict[str, object]:
-    """What makes an answer another one."""
+    """The settings and inputs that answers depend on; those of an interrupted run must be the same."""
     rollout = config.rollout
     files = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(source.folder.iterdir())]
     return {

@@ -1,7 +1,4 @@
-"""The `sft` verb: supervised training on the answers of `data.train`, with the engine that reinforcement learning uses.
-
-Shape letters: `R` response tokens of a micro-batch, packed.
-"""
+"""The `sft` verb: supervised training on the answers of `data.train`, with the engine of reinforcement learning."""
 
 from __future__ import annotations
 
@@ -125,7 +122,7 @@ def _train(sft: SftConfig, run: Run, trainer: TrainingEngine, prepared: Prepared
         chosen = prepared.prompts.take(step - 1, sft.rows_per_step)[rows_axis.rank :: rows_axis.size]
         with run.logs.timeline.stage("update", step):
             result = trainer.update(*supervised_batch(chosen, prepared.tokenizer, trainer))
-        if watch.sees(answer_probability(result)):
+        if watch.is_enough(answer_probability(result)):
             run.end_early()
         _report(run.logs.recorder, result, num_ranks=run.world.size)
         held_out.when_due(step)
@@ -156,7 +153,8 @@ class AnswerWatch:
     goal: float | None
     recent: tuple[float, ...] = ()
 
-    def sees(self, probability: float) -> bool:
+    def is_enough(self, probability: float) -> bool:
+        """Whether the mean over the last `STEPS_OF_AVERAGE` steps, this one included, reaches the goal."""
         self.recent = (*self.recent, probability)[-STEPS_OF_AVERAGE:]
         return self.goal is not None and sum(self.recent) / STEPS_OF_AVERAGE >= self.goal
 
@@ -191,6 +189,7 @@ def completion_of(prompt: Prompt) -> str:
 
 
 def rows_of(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]) -> TokenRows:
+    """Each prompt and its completion as one packed row."""
     runs = [[*prompt, *completion] for prompt, completion in zip(prompts, completions, strict=True)]
     return TokenRows(
         tokens_T=torch.tensor([token for run in runs for token in run], dtype=torch.int64),

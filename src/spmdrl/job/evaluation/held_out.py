@@ -74,7 +74,7 @@ class HeldOut:
         return evaluation
 
     def _all_verdicts(self, evaluation: Evaluation) -> Evaluation:
-        """Once a reward was something else than 0 or 1, no evaluation of this run has an accuracy."""
+        """Once any reward was neither 0 nor 1, no evaluation of this run has an accuracy."""
         before = read_summary(self._run.folder).get("rewards_are_verdicts", True)
         return replace(evaluation, is_verdict=evaluation.is_verdict and before)
 

@@ -22,7 +22,7 @@ from spmdrl.engines.training.checkpoints.trainer_state import (
 from spmdrl.engines.training.routing.routers import RoutingConfig
 from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.job.model.model_source import MODEL, ModelSource, token_ids_of
-from spmdrl.job.run.savable import Savable, Together
+from spmdrl.job.run.savable import Savable, SavedParts
 from spmdrl.job.start.start_checks import CheckedRun
 from spmdrl.resources.device import Device
 from spmdrl.resources.mesh import UpdateMesh, build_update_mesh
@@ -100,7 +100,7 @@ class ModelsAlone:
 def saved_state(config: CheckpointConfig, models: RoleModels, *others: Savable) -> Savable:
     """What checkpoints hold: the models that are saved, and beside them `others`."""
     saved = [model for role, model in models.items() if role.checkpoint is not None]
-    return ModelsAlone(saved) if config.model_only else Together(*saved, *others)
+    return ModelsAlone(saved) if config.model_only else SavedParts(*saved, *others)
 
 
 def build_role_models(checked: CheckedRun, sources: Mapping[Role, ModelSource], world: World) -> RoleModels:

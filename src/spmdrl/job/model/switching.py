@@ -41,7 +41,7 @@ class Switching:
         with self._probed(step), self._logs.timeline.stage("resharding", step):
             stats = self._flow.to_generation()
             self._note_received(stats)
-            # Copies out go on in all of the switch: the optimizer's first, then the weights' as they are sent.
+            # Copies to the host last for the whole switch: the optimizer's first, then the weights' as they are sent.
             self._note_swapped(Moved("to_host", stats.copied_bytes, stats.seconds))
         self.note_memory(step, "to_generation")
 
@@ -87,7 +87,7 @@ class Switching:
 
     @contextmanager
     def _probed(self, step: int) -> Iterator[None]:
-        """The trainer rates some rows before this block, and the generator, which it fills, after it."""
+        """The trainer rates some rows before this block, and the generator, which the block fills, after it."""
         if self._probe is None:
             yield
             return

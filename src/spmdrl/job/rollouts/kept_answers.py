@@ -70,9 +70,9 @@ class KeptAnswers:
         if self._file is not None:
             self._file.close()
         rows_by_rank = self._rows_by_rank()
-        # The main rank reads what it sees; of the rest, the first rank that sees a row brings it.
-        seen_before = set().union(*rows_by_rank[: self._world.rank])
-        brought = "".join(line for row, line in self._lines() if row not in seen_before) if self._world.rank else ""
+        # The main rank reads the files that are visible to it; each other row comes from the first rank that finds it.
+        found_before = set().union(*rows_by_rank[: self._world.rank])
+        brought = "".join(line for row, line in self._lines() if row not in found_before) if self._world.rank else ""
         gathered = gather_bytes(brought.encode())
         if not self._world.is_main:
             return []
@@ -89,7 +89,7 @@ class KeptAnswers:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def _rows_by_rank(self) -> list[set[int]]:
-        """The rows that each rank sees."""
+        """The rows whose answers each rank finds."""
         own = json.dumps([row for row, _ in self._lines()])
         return [set(json.loads(part)) for part in gather_bytes(own.encode())]
 
@@ -131,7 +131,7 @@ class KeptAnswers:
 
 
 def _row_of(line: bytes) -> int | None:
-    """The row of an answer, or None for a line that `add` didn't write so."""
+    """The row of an answer, or None for a line that isn't as `add` wrote it."""
     try:
         # What is written is ASCII, so that another byte is damage.
         content = json.loads(line.decode("ascii"))

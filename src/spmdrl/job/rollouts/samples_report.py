@@ -88,7 +88,7 @@ class SamplesReport:
         ]
 
     def _text(self, token: int) -> str:
-        """What one token reads as by itself: of a character that it is a part of, a replacement."""
+        """One token's text by itself; a replacement character where the token is only part of a character."""
         if token not in self._texts:
             self._texts[token] = self._decode([token])
         return self._texts[token]
@@ -119,7 +119,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def estimates_of(config: Config, states: Collection[WorkerState], num_warehouses: int) -> dict[str, float]:
-    """Sizes of a run's sample flow in the paper's terms, and its Eq. 1, 2 and 4 in GiB a step (arXiv:2507.19017)."""
+    """Sizes of a run's sample flow in the paper's terms, and its Eq. 1, 2 and 4 in GiB per step (arXiv:2507.19017)."""
     flow = FlowShape.of_states(
         states,
         num_prompts=config.rollout.prompts_per_step,

@@ -38,13 +38,13 @@ def better_of(
 
 
 def is_due_for_best(config: CheckpointConfig, best: BestStep | None, step: int, metrics: Mapping[str, float]) -> bool:
-    """Whether a step is saved for its value alone: evaluations are too rare to meet the checkpoints by chance."""
+    """Whether a step is saved for its value alone: evaluations are too rare to coincide with checkpoints."""
     is_evaluation = config.best is not None and config.best.startswith(_EVALUATIONS)
     return is_evaluation and better_of(config, best, step, metrics) != best
 
 
 def point_to(best: BestStep, root: Path) -> None:
-    """Let the link `best` lead to a step's folder, which is there; a reader finds the old one or the new one."""
+    """Point the link `best` at a step's folder, which must exist; a reader finds the old target or the new one."""
     link, aside = root / LINK, root / f".{LINK}.new"
     aside.unlink(missing_ok=True)
     aside.symlink_to(step_folder_name(best.step))

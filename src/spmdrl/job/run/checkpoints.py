@@ -103,7 +103,7 @@ class Checkpoints:
             self._log.close()
 
     def _take_best(self, best: BestStep | None, metrics: Mapping[str, float]) -> None:
-        """Let the link lead to the best checkpoint, now that it is there."""
+        """Point the link at the best checkpoint, now that it is there."""
         name, logs = self.store.config.best, self._logs
         if best is not None and best != self._best:
             self._best = best

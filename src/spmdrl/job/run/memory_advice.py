@@ -38,7 +38,7 @@ def explained_memory(rollout: RolloutConfig, train: TrainingConfig, stage: Calla
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocator raised this, rather than a full buffer of ours, which has a message of its own."""
+    """Whether an allocator raised this, rather than one of our own buffers, whose error has a way out already."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
     text = str(error)

@@ -1,4 +1,4 @@
-"""What a run's folder holds of its beginning and its end: summary.json, and a report of all that was logged."""
+"""What a run's folder records of its beginning and its end: summary.json, and a report of all that was logged."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def write_early_end(folder: Path, verdict: str, error: str | None) -> None:
 
 
 def outcome_of(record: RunRecord, folder: Path, checkpoints: Checkpoints) -> dict[str, object]:
-    """The fields of a run that came to its end; unknown ones are None."""
+    """The summary's fields of a run that finished; unknown ones are None."""
     newest = checkpoints.newest
     return {
         "verdict": "done",
@@ -67,7 +67,7 @@ def outcome_of(record: RunRecord, folder: Path, checkpoints: Checkpoints) -> dic
 
 
 def write_outcome(folder: Path, fields: Mapping[str, object], console: Console, *, phase: str) -> None:
-    """Write and print how a run ended; what an earlier part of a resumed run has found out stays."""
+    """Write and print how a run ended; fields of an earlier part of a resumed run stay."""
     known = {name: value for name, value in fields.items() if value is not None}
     with going_on_without("the summary and report"):
         # An error is that of an earlier part, which this one got over.

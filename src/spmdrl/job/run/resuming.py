@@ -166,7 +166,7 @@ class Resuming:
         return [f"{folder} doesn't record {', '.join(unknown)}; taken to be the same as now"] if unknown else []
 
     def _problem_of_reading(self, state: Savable, folder: Path) -> str:
-        """Take the state back; what hindered the first rank that could not, on every rank. Collective."""
+        """Read the state; returns the problem of the first rank that failed, or "", on every rank. Collective."""
         problem = ""
         try:
             with self._console.doing("reading the checkpoint"):

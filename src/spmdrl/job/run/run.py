@@ -97,7 +97,7 @@ class Run:
             self.console.note(f"resumed from {point.folder} after step {self.start_step}")
 
     def _begin(self, state: Savable, point: ResumePoint | None) -> None:
-        """Open the logs, and cut from them what will be done again; without a checkpoint that is all of it."""
+        """Open the logs, and cut from them the steps that will be done again: all of them without a checkpoint."""
         config, resolved = self._checked.config, self._checked.resolved_config
         if self.world.is_main:
             note_abandoned(self.folder, self.console)

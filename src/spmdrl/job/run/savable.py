@@ -18,8 +18,8 @@ class Savable(Protocol):
         ...
 
 
-class Together:
-    """Several parts, kept in one checkpoint."""
+class SavedParts:
+    """Several parts in one checkpoint."""
 
     def __init__(self, *parts: Savable):
         self._parts = parts

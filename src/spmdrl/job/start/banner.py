@@ -34,7 +34,7 @@ def _lines(checked: CheckedRun, prepared: Prepared, world: World) -> Iterator[st
     ranks = f"{world.size} rank{'s'[: world.size > 1]} on {world.num_nodes} node{'s'[: world.num_nodes > 1]}"
     device, generation = world.device, config.resources.generation
     name = f"cpu, {torch.get_num_threads()} threads each" if device.is_cpu else device.module.get_device_name()
-    replicas = world.size // max(generation.tensor, generation.expert)
+    replicas = world.size // generation.tensor
     update = "whole on each rank" if str(checked.layout) == "1" else checked.layout
     cut = "" if str(generation) == "1" else f"{generation} x "
     engine = generation_engine_name(config.rollout, device.kind)
@@ -42,18 +42,19 @@ def _lines(checked: CheckedRun, prepared: Prepared, world: World) -> Iterator[st
         f"ranks  {ranks} | {name} | update {update} | "
         f"generation {cut}{replicas} replica{'s'[: replicas > 1]} | engine {engine}"
     )
-    samples = config.rollout.prompts_per_step * config.rollout.num_generations
     if checked.verb == "sft":
-        a_step, rows_a_step = f"{config.sft.rows_per_step} rows per step", config.sft.rows_per_step
+        rows_per_step = config.sft.rows_per_step
+        step = f"{rows_per_step} rows per step"
     else:
-        rows_a_step = config.rollout.prompts_per_step
-        a_step = f"{rows_a_step} prompts x {config.rollout.num_generations} responses = {samples} samples per step"
+        rows_per_step = config.rollout.prompts_per_step
+        samples = rows_per_step * config.rollout.num_generations
+        step = f"{rows_per_step} prompts x {config.rollout.num_generations} responses = {samples} samples per step"
     yield (
-        f"data   {len(prompts)} rows | {a_step} | {checked.num_steps} steps = "
-        f"{checked.num_steps * rows_a_step / max(len(prompts), 1):.3g} passes over the rows"
+        f"data   {len(prompts)} rows | {step} | {checked.num_steps} steps = "
+        f"{checked.num_steps * rows_per_step / max(len(prompts), 1):.3g} passes over the rows"
     )
     interval = config.checkpoint.interval
-    saves = f"checkpoints each {interval} steps and at the end" if interval else "a checkpoint at the end"
+    saves = f"a checkpoint every {interval} steps and at the end" if interval else "a checkpoint at the end"
     yield f"run    {config.run.folder} | {checked.phase} | seed {config.seed} | {saves}"
     if stored != computed:
         yield (

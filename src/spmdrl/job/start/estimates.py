@@ -72,7 +72,7 @@ def _cache_bytes(config: Config, decoder: DecoderConfig, num_ranks: int, device_
     num_tokens = min(config.data.max_prompt_length + rollout.max_completion_length, decoder.max_positions)
     num_rows = (rollout.prompts_per_step + rollout.extra_prompts) * rollout.num_generations
     rows_each = min(-(-num_rows // (num_ranks // layout.tensor)), rollout.max_running_rows)
-    # One more each, as a row may have to copy the block that it shares with its siblings.
+    # One more block per row, which may have to copy the one that it shares with its siblings.
     return rows_each * (-(-num_tokens // rollout.block_size) + 1) * shape.block_bytes
 
 

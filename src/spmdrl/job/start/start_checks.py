@@ -1,4 +1,4 @@
-"""Everything that can be refused before ranks talk and before a model is loaded."""
+"""Everything that can be refused before ranks communicate and before a model is loaded."""
 
 from __future__ import annotations
 

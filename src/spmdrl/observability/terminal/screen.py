@@ -1,4 +1,4 @@
-"""The edge to a person's terminal: text from outside reaches it without any power over it."""
+"""The edge to a person's terminal: text from outside can't control it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def show(text: object = "", *, stream: TextIO | None = None, end: str = "\n") ->
 
 @contextlib.contextmanager
 def waiting(text: str, *, enabled: bool = True) -> Iterator[None]:
-    """While the block runs, show on a terminal's last line what goes on and for how many seconds; then clear the line.
+    """While the block runs, show on a terminal's last line what is going on and since when; then clear the line.
 
     On standard error: standard output may be a verb's result. Nothing is written where that is no terminal.
     """

@@ -55,7 +55,7 @@ def bytes_text(num_bytes: float) -> str:
 
 
 def fixed(value: float, decimals: int) -> str:
-    """A value with so many decimals, or in scientific form where these would hide it or it is huge."""
+    """A value with this many decimals, or in scientific form where it is too small for them or huge."""
     if not math.isfinite(value):
         return str(value)
     hidden = value != 0 and abs(value) < 0.5 * 10**-decimals

@@ -46,7 +46,7 @@ class Address:
 
 @dataclass(frozen=True)
 class Target:
-    """What a rank wants to reach."""
+    """A service of another rank."""
 
     address: Address
     rank: int
@@ -61,7 +61,7 @@ class Gate:
         self._rank = rank
         self._incarnation = secrets.token_bytes(8)
         self._admitted: dict[int, bytes] = {}
-        """ranks that came, each with what distinguishes its processes"""
+        """ranks that have connected, each with the bytes that distinguish its processes"""
         self._doors: dict[int, Door] = {}
         self._ways: dict[tuple[Target, int | None], asyncio.Server] = {}
         self._unproven: deque[asyncio.StreamWriter] = deque()

@@ -38,7 +38,7 @@ def _own_folder(environ: Mapping[str, str]) -> Path:
 
 
 def read_or_make_secret(path: Path) -> bytes:
-    """The secret in a file, which the first rank that comes makes. Raises ValueError where others might read it."""
+    """The secret in a file, which the first rank to need it makes. Raises ValueError where others might read it."""
     try:
         if not os.path.lexists(path):
             _make(path)

@@ -13,9 +13,9 @@ from spmdrl.resources.startup.ending import FirstFailure, cause_of
 
 _COUNT = "failures"
 _FIRST = "first failure"
-# In which a rank that lost its connections looks for the failure of another one.
+# In which a rank that lost its connections looks for another rank's failure.
 _CONSEQUENCE_SECONDS = 5.0
-# In which rank 0 may name first what all ranks find alike.
+# In which rank 0 may be the first to publish what all ranks find alike.
 _ALIKE_SECONDS = 2.0
 _STORE_SECONDS = 3.0
 _CONSEQUENCES = re.compile(
