@@ -16,7 +16,7 @@ KNOWN = [CarriedGroup(serial, 1 + serial % 2, (0, 2)[serial % 2]) for serial in 
 
 
 def mesh_of(rank: int, num_ranks: int, tensor: int) -> GenerationMesh:
-    """Replicas of consecutive ranks, which don't talk."""
+    """Replicas of consecutive ranks, without process groups."""
     replicas = tuple(tuple(range(first, first + tensor)) for first in range(0, num_ranks, tensor))
     own, place = replicas[rank // tensor], rank % tensor
     layout = GenerationLayout(tensor=tensor, tensor_stride=1)

@@ -1,4 +1,4 @@
-"""Rewards are asked for as responses end, each once, and come back for the right rows."""
+"""Rewards are requested as responses end, each once, and come back for the right rows."""
 
 from __future__ import annotations
 
@@ -119,14 +119,14 @@ def test_members_keep_their_rewards_parts_and_verdicts_in_whatever_order_they_en
     assert "isn't finite" in result.error
 
 
-def test_a_response_that_is_spoken_of_again_is_scored_once_and_groups_wait_until_they_are_asked_for():
+def test_a_repeated_response_is_scored_once_and_groups_wait_until_they_are_collected():
     noted.CALLS.clear()
     with RewardPool(RewardConfig(NOTED, isolation="inline")) as pool:
         rewards = StreamedRewards(pool, spelled)
         rewards.begin(ended(1, a="x", b="y"))
         rewards.begin(ended(2, a="1", b="2", c="3", d="4"))
         assert len(rewards.collect([2])[0].rewards) == GROUP_SIZE
-        # The next step tells of a carried group's ended responses, then of those that end in it.
+        # The next step passes on a carried group's ended responses again, then those that end in it.
         rewards.begin(ended(1, a="x", b="y"))
         rewards.begin(ended(1, a="x", c="z", d="w"))
         assert len(rewards.collect([1])[0].rewards) == GROUP_SIZE

@@ -122,7 +122,7 @@ class PromptSource:
         self, rows: Sequence[SourceRows], tokenizer: Tokenizer, config: DataConfig, seed: int, *, vocab_size: int
     ):
         """`vocab_size` is the model's: tokenizers may have more tokens than it has embeddings."""
-        kept = [_fitting(part, tokenizer, config, vocab_size) for part in rows]
+        kept = [_usable_rows(part, tokenizer, config, vocab_size) for part in rows]
         too_long = [bad for part in kept for bad in part.skipped]
         if too_long and config.on_bad_row == "error":
             raise BadRows(too_long, sum(len(part.rows) for part in rows))
@@ -198,14 +198,14 @@ class PromptSource:
 
 
 @dataclass(frozen=True)
-class _FittingRows:
+class _UsableRows:
     rows: tuple[Row, ...]
     prompts: TokenizedPrompts
     positions: list[int]
     skipped: list[BadRow]
 
 
-def _fitting(part: SourceRows, tokenizer: Tokenizer, config: DataConfig, vocab_size: int) -> _FittingRows:
+def _usable_rows(part: SourceRows, tokenizer: Tokenizer, config: DataConfig, vocab_size: int) -> _UsableRows:
     """Which rows have between 1 and `data.max_prompt_length` tokens, all of them in the model's vocabulary."""
     prompts = tokenize_prompts([row.prompt for row in part.rows], tokenizer, config)
     positions: list[int] = []
@@ -223,7 +223,7 @@ def _fitting(part: SourceRows, tokenizer: Tokenizer, config: DataConfig, vocab_s
         else:
             problem = f"the prompt has {length} tokens, but data.max_prompt_length is {config.max_prompt_length}"
             skipped.append(BadRow(row.place, "prompt_too_long", problem))
-    return _FittingRows(part.rows, prompts, positions, skipped)
+    return _UsableRows(part.rows, prompts, positions, skipped)
 
 
 def foreign_token(token_id: int, tokenizer: Tokenizer, vocab_size: int) -> str:

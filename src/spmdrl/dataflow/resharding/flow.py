@@ -29,22 +29,22 @@ from spmdrl.types.roles import POLICY, Role
 
 @dataclass(frozen=True)
 class ReshardStats:
-    """What one verb of the flow cost this rank."""
+    """What one switch of the flow cost this rank."""
 
     seconds: float
     received_bytes: int = 0
     cross_node_bytes: int = 0
     """of the bytes received: what came from other nodes"""
     move_seconds: float = 0.0
-    """of the seconds: those in which weights moved, and left behind the moving"""
+    """of the seconds: those in which weights were moved, and left the device once they were"""
     swapped_bytes: int = 0
     """freed on the device, or brought back to it"""
     copied_bytes: int = 0
     """of the bytes freed: those that the host had no copy of yet"""
     returned: CopyTimes | None = None
-    """when the training state was copied back, of the verb that waited for it"""
+    """when the training state was copied back; set by the switch that waited for it"""
     hidden_share: float = 0.0
-    """of the time of that copy: what passed before the verb was called"""
+    """the share of that copy's time that had passed before the switch was called"""
 
 
 # Giving back the pages of a small model costs more, in faults when they are used again, than the memory is worth.
@@ -70,8 +70,8 @@ class ReshardingFlow:
     ):
         """`trainers` holds the policy, which fills the generator, and the run's other models.
 
-        `directory` takes the temporary files of a CPU's host side. `swaps` is what `reshard.swap` comes to here:
-        without it the training state stays on the device.
+        `directory` takes the temporary files of a CPU's host side. `swaps` is what `reshard.swap` resolves
+        to: without it the training state stays on the device.
         """
         self._world = world
         self._policy = trainers[POLICY]

@@ -36,7 +36,7 @@ class RoundRules:
 
 @dataclass(frozen=True)
 class CarriedGroup:
-    """A group that a step begun and a later one goes on with."""
+    """A group that one step began and a later one goes on with."""
 
     serial: int
     rounds: int
@@ -70,7 +70,7 @@ class StepGroups:
 def groups_of_step(carried: Sequence[CarriedGroup], step: int, rules: RoundRules) -> StepGroups:
     """The groups of a step, counted from 1, before which `carried` was left over.
 
-    Every step trains `num_wanted` groups, so the earlier ones begun (step - 1) * num_wanted and those carried.
+    Every step trains `num_wanted` groups, so the earlier ones began (step - 1) * num_wanted and those carried.
     """
     num_begun = (step - 1) * rules.num_wanted + len(carried)
     most = rules.most_groups

@@ -34,7 +34,7 @@ class Payload(Protocol):
         """Columns of any rows. Only this rank takes part."""
 
     def exchange(self, own: Integers, shares: Shares, names: list[str], catalogue: Catalogue) -> Batch:
-        """This rank's rows, while ranks get theirs of `shares`. Collective where rows cross nodes."""
+        """This rank's rows `own`, while the other ranks get theirs by `shares`. Collective where rows cross nodes."""
 
     def leave(self, *, graceful: bool) -> None: ...
 
@@ -55,7 +55,7 @@ class Samples:
     """The rows of one step. Row r is response r % group_size of prompt r // group_size.
 
     Its methods decide the same on every rank, so every rank calls them in the same order; only `put`, `mark_dropped`
-    and `read` are local to a rank. What they change reaches the other ranks by the next `commit`:
+    and `read` are local to a rank. What they change reaches the other ranks with the next `commit`:
 
         put -> payload, and its metadata -> news --commit--> lives of all ranks -> ready rows -> shares -> take
     """
@@ -114,10 +114,9 @@ class Samples:
     def take(self, state: WorkerState, names: Iterable[str] | None = None) -> Batch:
         """Claim all rows that are ready for `state`, and return this rank's share of them with all that it reads.
 
-        With `names` only those columns come along.
-        Where ranks work on the same rows, the first of them takes and the others get what it took. The batch may be a
-        view of stored rows: it must not be changed, and it is valid until the batch of this step is closed.
-        Collective where rows cross nodes.
+        With `names` only those columns come along. Where ranks work on the same rows, the first of them takes and the
+        others get what it took. The batch may be a view of stored rows: it must not be changed, and it is valid until
+        the batch of this step is closed. Collective where rows cross nodes.
         """
         names = sorted(self.reads(state)) if names is None else self._checked(state, names)
         shares = self._dealer.deal(state, self._lives.controllers[state].ready_rows(), self._lives.catalogue)
@@ -159,9 +158,9 @@ class Samples:
             return
         host, rank = batch.on_host(), self._dock.world.rank
         rows = host.rows.numpy()
-        strangers = rows[~np.isin(rows, self._shares.get(state, {}).get(rank, ()))]
-        if strangers.size:
-            raise ValueError(f"rank {rank} puts {state.value} columns of row {strangers[0]}, which it didn't take")
+        foreign = rows[~np.isin(rows, self._shares.get(state, {}).get(rank, ()))]
+        if foreign.size:
+            raise ValueError(f"rank {rank} puts {state.value} columns of row {foreign[0]}, which it didn't take")
         check_row_lengths(host, self._lives.catalogue.lengths)
         self._news += self._stored(host)
 
@@ -170,7 +169,7 @@ class Samples:
         return [metadata_of(part, place) for part, place in parts]
 
     def mark_deferred(self, rows: Sequence[int]) -> None:
-        """Take rows out of the batch from the next `commit` on, as they go on in a later step's."""
+        """Take rows out of the batch from the next `commit` on; they go on in the batch of a later step."""
         self.mark_dropped(rows, DEFERRED)
 
     def mark_dropped(self, rows: Sequence[int], reason: str) -> None:
@@ -196,7 +195,7 @@ class Samples:
                 self._dock.warehouse.add_frames(entry, is_here)
         return news
 
-    # Rows are kept over a restart
+    # Keeping rows over a restart
 
     def write_to(self, folder: Path) -> list[Path]:
         """Write all that this batch holds, between two states; returns this rank's files. Every rank calls it."""
@@ -228,7 +227,7 @@ class Samples:
             self._all_news(stored)
 
     def _read_from(self, folder: Path, stored: list[News]) -> None:
-        """Restore the rows' lives, and on the first rank of each node the payload; adds to `stored` where that lies."""
+        """Restore the rows' lives, and on the first rank of each node the payload, whose news it adds to `stored`."""
         saved = read_lives(folder)
         expected = [self.step, self.num_rows, self.group_size]
         if saved["batch"].tolist() != expected:
@@ -252,7 +251,7 @@ class Samples:
             if rows.size:
                 raise ValueError(f"{folder} lacks {name} of row {rows[0]}; a node's file is missing or another")
 
-    # What is known
+    # What became of the rows
 
     @property
     def rows_of_step(self) -> Integers:
@@ -261,7 +260,7 @@ class Samples:
         return rows[~np.isin(rows, self._lives.deferred_rows())]
 
     def generation_shares(self) -> Shares:
-        """The rows that each rank was dealt to generate."""
+        """The rows dealt to each rank for generation."""
         return self._shares[WorkerState.GENERATION]
 
     def is_trained(self, row: int) -> bool:

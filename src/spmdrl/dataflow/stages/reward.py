@@ -47,7 +47,7 @@ class RewardStage:
     def __call__(self, samples: Samples) -> None:
         """Wait for the rewards of the rows that this rank generated. Collective: every rank calls it once per step.
 
-        Raises RuntimeError on every rank when more than `reward.max_error_rate` of the calls failed.
+        Raises RewardFailure on every rank when more than `reward.max_error_rate` of the calls failed.
         """
         rows = samples.take_generated(self.state)
         # Groups that go on in a later step aren't among them; their rewards wait in the pool.

@@ -1,7 +1,7 @@
 """From columns of the dock to the packed rows that engines take, and which of their tokens the model wrote.
 
 The dock keeps rows as they are. Engines and algorithms get the model's tokens alone, so that nothing that an
-environment wrote is rated, weighted, counted or learnt.
+environment wrote is scored, weighted, counted or learnt.
 
 Shape letters: `R` packed response tokens that the model wrote.
 """
@@ -63,7 +63,7 @@ class ModelTokens:
         return out
 
 
-def join_ragged(batch: Batch, first: str, second: str) -> tuple[Tensor, Tensor]:
+def _join_ragged(batch: Batch, first: str, second: str) -> tuple[Tensor, Tensor]:
     """Values and offsets of rows that hold `first`'s run, then `second`'s."""
     first_lengths, second_lengths = batch.lengths(first), batch.lengths(second)
     offsets = offsets_of(first_lengths + second_lengths)
@@ -91,7 +91,7 @@ def token_rows(batch: Batch, model: DecoderConfig, response_columns: Iterable[st
 
     Where the batch has the experts of its tokens, the rows have them too, as `model` uses them.
     """
-    tokens_T, offsets = join_ragged(batch, "prompt_ids", "response_ids")
+    tokens_T, offsets = _join_ragged(batch, "prompt_ids", "response_ids")
     model_tokens = ModelTokens.of(batch)
     response = {name: model_tokens.pick(batch.values(name)) for name in response_columns}
     experts_TLC = None

@@ -22,8 +22,11 @@ from spmdrl.observability.metrics import Recorder
 from spmdrl.types import Batch, LossScope, TokenLoss, TokenTerms, WorkerState
 
 Agreement = Literal["measured", "checked", "used"]
-"""What is done about generator and trainer agreeing: it is measured; any difference is an error; or, besides, the
-generator's log-probs stand in for the trainer's own of before the update, and nothing computes these."""
+"""What is done about differences between the log-probs of generator and trainer.
+
+measured: they are reported; checked: any is an error; used: besides, nothing computes `old_logprobs`, for which the
+generator's stand in.
+"""
 
 OLD_LOGPROBS = "old_logprobs"
 _MEASURED_COLUMNS = frozenset({"rollout_logprobs", "versions"})
@@ -151,13 +154,13 @@ def rows_with_signal(batch: Batch) -> Tensor:
 
 
 def update_columns(columns_for_loss: Iterable[str], agreement: Agreement) -> frozenset[str]:
-    """What the update reads: the columns of the loss, and those by which the two are measured."""
+    """What the update reads: the columns of the loss, and those that compare generator and trainer."""
     columns = frozenset(columns_for_loss) | _MEASURED_COLUMNS
     return columns - {OLD_LOGPROBS} if agreement == "used" else columns
 
 
 def check_agreement(largest: float, step: int) -> None:
-    """Raise RuntimeError where the two differ, although they must not."""
+    """Raise RuntimeError if a log-prob of the generator differs from the trainer's."""
     if largest > 0:
         raise RuntimeError(
             f"debug.batch_invariant: in step {step} a log-prob of the generator differs by {largest:.3g} from the "
@@ -173,7 +176,7 @@ class PolicyLoss:
     version: int
     """the policy version that the step began with"""
     old: Literal["column", "own", "unknown"]
-    """where the trainer's log-probs under that version are: in a column, in what this update finds, or nowhere"""
+    """where the trainer's log-probs under that version are: in a column, among what this update computes, or nowhere"""
     shown: ShownRows | None
     """keeps them of some rows"""
 
@@ -188,6 +191,6 @@ class PolicyLoss:
             return LossTerms(weighted, metrics)
         old_R = columns[OLD_LOGPROBS] if self.old == "column" else scores.logprobs_R.detach()
         if self.shown is not None:
-            self.shown.see(columns[SHOWN], old_R)
+            self.shown.add(columns[SHOWN], old_R)
         means, maxima = mismatch(old_R, columns, self.version)
         return LossTerms(weighted, metrics | means, maxima)

@@ -62,10 +62,10 @@ class ShownRows:
     """Keeps what the first update of a step finds of a few rows: those of one prompt, and others of all prompts."""
 
     def __init__(self, wanted: int | None):
-        """None wants all responses to one prompt, and a few others."""
+        """`wanted` counts rows; None: all responses to one prompt, and a few others."""
         self._wanted = wanted
         self._rows = torch.empty(0, dtype=torch.int64)
-        self._seen: list[tuple[Tensor, Tensor]] = []
+        self._kept: list[tuple[Tensor, Tensor]] = []
         self._logprobs: dict[int, list[float]] = {}
 
     @property
@@ -73,7 +73,7 @@ class ShownRows:
         return self._rows.tolist()
 
     def begin_step(self, rows: Integers, group_size: int) -> None:
-        """Forget the step before, and choose among this one's rows, `group_size` after each other of each prompt."""
+        """Forget the step before, and choose among this one's `rows`, `group_size` consecutive ones per prompt."""
         self._rows = torch.from_numpy(rows[chosen_places(rows.size, self._wanted, group_size)])
         self._logprobs.clear()
 
@@ -83,17 +83,17 @@ class ShownRows:
         offsets = batch.offsets("response_ids")
         batch.put_ragged(SHOWN, row_B.repeat_interleave(offsets.diff()), offsets)
 
-    def see(self, row_R: Tensor, logprobs_R: Tensor) -> None:
+    def add(self, row_R: Tensor, logprobs_R: Tensor) -> None:
         """Keep log-probs of tokens; they stay on the device, which needn't be waited for."""
-        self._seen.append((row_R, logprobs_R))
+        self._kept.append((row_R, logprobs_R))
 
     def gather(self) -> None:
-        """Bring together what all ranks saw; ranks that saw the same rows saw the same. Collective over all ranks."""
+        """Collect what all ranks kept; those with the same rows kept the same. Collective over all ranks."""
         if not len(self._rows):
             return
         none = (torch.empty(0, dtype=torch.int64), torch.empty(0))
-        row_R, logprobs_R = (torch.cat(parts).cpu() for parts in zip(*[none, *self._seen_on_host()], strict=True))
-        self._seen.clear()
+        row_R, logprobs_R = (torch.cat(parts).cpu() for parts in zip(*[none, *self._kept_on_host()], strict=True))
+        self._kept.clear()
         for rows, values in zip(gather_ragged(row_R), gather_ragged(logprobs_R), strict=True):
             for row in rows.unique().tolist():
                 self._logprobs[row] = values[rows == row].tolist()
@@ -102,5 +102,5 @@ class ShownRows:
         """The trainer's log-probs of a row's tokens before the update; None where the update left the row out."""
         return self._logprobs.get(row)
 
-    def _seen_on_host(self) -> list[tuple[Tensor, Tensor]]:
-        return [(row_R[row_R >= 0].cpu(), logprobs_R[row_R >= 0].cpu()) for row_R, logprobs_R in self._seen]
+    def _kept_on_host(self) -> list[tuple[Tensor, Tensor]]:
+        return [(row_R[row_R >= 0].cpu(), logprobs_R[row_R >= 0].cpu()) for row_R, logprobs_R in self._kept]

@@ -1,7 +1,9 @@
-"""The probe of a switch: trainer and generator rate the same few tokens, before any is generated with the new weights.
+"""The probe of a switch: trainer and generator score the same few tokens, before any is generated with the new weights.
 
 Checksums show that slices arrived as they were sent; the probe shows that the generator computes with them what the
-trainer does. Shape letter: `R` rated tokens, all but the first of each row, packed.
+trainer does.
+
+Shape letters: `T` packed tokens, `R` packed response tokens, which here are all but the first of each row.
 """
 
 from __future__ import annotations

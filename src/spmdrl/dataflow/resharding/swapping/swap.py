@@ -42,7 +42,7 @@ class Returned:
 
 @dataclass(frozen=True)
 class Left:
-    """A group, or all of it that was to go, that has left the device."""
+    """A group that has left the device, but for tensors that stay."""
 
     freed_bytes: int
     copied_bytes: int

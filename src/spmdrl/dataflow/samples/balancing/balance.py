@@ -5,8 +5,8 @@
     costliest first)     surplus and strays)      a node, then local      changes with the step)
                                                   search over all)
 
-All is integers, so that no rounding can make two ranks or platforms disagree. Arrays are [num_rows] or, by suffix, [G]
-groups, and [num_units], [num_seats] or [num_nodes] in what units, seats and nodes have.
+All numbers are integers, so that no rounding can make two ranks or platforms disagree. Arrays are [num_rows] or, by
+suffix, [G] groups; those of units, seats and nodes are [num_units], [num_seats] and [num_nodes].
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def _scramble(*counters: int) -> int:
 
 
 def _on_one_node(takers: Sequence[Taker], homes: Integers) -> tuple[list[Taker], Integers]:
-    """The same, had the job a single node."""
+    """The same takers and homes as if the job had a single node."""
     return [Taker(taker.rank, 0) for taker in takers], np.zeros_like(homes)
 
 

@@ -60,7 +60,7 @@ class RowGroups:
 
 @dataclass(frozen=True)
 class DealRules:
-    """What deals of every step go by, besides metadata."""
+    """What the shares of every step depend on, besides metadata."""
 
     launch: LaunchEnvironment
     seed: int

@@ -69,7 +69,7 @@ def joined(news: Iterable[News]) -> list[News]:
             metadata.setdefault(entry.columns, []).append(entry)
         else:
             drops.setdefault(entry.reason, []).append(entry)
-    # A row may be dropped again before others read of it.
+    # A rank may drop a row again before the next commit.
     dropped = [RowDrop(np.unique(np.concatenate([one.rows for one in same])), why) for why, same in drops.items()]
     return [*map(_join, metadata.values()), *dropped]
 

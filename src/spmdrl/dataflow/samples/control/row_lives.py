@@ -17,7 +17,7 @@ from spmdrl.dataflow.samples.schema import columns_mask, names_of_mask
 from spmdrl.types import Integers, WorkerState
 
 DEFERRED = "deferred"
-"""What takes a row out of its batch, as a drop does, though it isn't lost: it goes on in the batch of a later step."""
+"""The reason for which a row leaves its batch without being lost: it goes on in the batch of a later step."""
 
 
 class RowStatus(enum.IntEnum):
@@ -43,7 +43,7 @@ class Controller:
         self._needs_mask = columns_mask(needs)
         self._held = np.full(catalogue.num_rows, RowStatus.WAITING, dtype=np.int8)
         self._num_changes = 0
-        # Answers, and the versions of catalogue and claims of which they are true.
+        # Kept answers, and the versions of catalogue and claims that they are for.
         self._ready: NDArray[np.bool_] = np.zeros(catalogue.num_rows, dtype=np.bool_)
         self._ready_rows: dict[bool, Integers] = {}
         self._answered_at = (-1, -1)

@@ -17,10 +17,10 @@ Arrays = dict[str, NDArray[np.generic]]
 
 
 def snapshot(lives: RowLives) -> Arrays:
-    """All of it as arrays, the same on all ranks between two commits.
+    """The lives as arrays, the same on all ranks between two commits.
 
-    Claims aren't saved, as their holders end with the job. Raises ValueError for a
-    claimed row whose new columns are known already: they can't be made again.
+    Claims aren't saved, as their holders end with the job. Raises ValueError for a claimed row that has a column of the
+    claiming state already: it can't be made again.
     """
     catalogue = lives.catalogue
     _refuse_half_made(lives)

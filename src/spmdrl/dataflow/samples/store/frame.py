@@ -81,11 +81,11 @@ class OutgoingFrame:
     def num_bytes(self) -> int:
         return self._layout.num_bytes
 
-    def write(self, out_N: Tensor) -> None:
-        """Copy the batch into memory of exactly the frame's size."""
-        if out_N.shape != (self.num_bytes,) or out_N.dtype != torch.uint8:
-            raise ValueError(f"a frame of {self.num_bytes} bytes doesn't fit {out_N.dtype} {tuple(out_N.shape)}")
-        memory, layout = out_N.numpy(), self._layout
+    def write(self, out: Tensor) -> None:
+        """Copy the batch into uint8 memory [num_bytes]."""
+        if out.shape != (self.num_bytes,) or out.dtype != torch.uint8:
+            raise ValueError(f"a frame of {self.num_bytes} bytes doesn't fit {out.dtype} {tuple(out.shape)}")
+        memory, layout = out.numpy(), self._layout
         table = [word for number, values in self._values.items() for word in (number, values.numel())]
         head = (_FORMAT, self._rows.numel(), len(self._values))
         struct.pack_into(f"={_FIXED_WORDS + len(table)}q", memory.data, 0, *head, *table)
@@ -123,9 +123,12 @@ class Arrays:
     """of ragged columns; those with the same row lengths share an array"""
 
 
-def read_frame(frame_N: Tensor) -> Batch:
-    """The batch in a frame, as views of its memory. Raises FrameError for anything but a frame of this schema."""
-    arrays = read_arrays(frame_N)
+def read_frame(frame: Tensor) -> Batch:
+    """The batch in a frame (uint8 [num_bytes]), as views of its memory.
+
+    Raises FrameError for anything but a frame of this schema.
+    """
+    arrays = read_arrays(frame)
     batch = Batch(torch.from_numpy(arrays.rows))
     shared = {id(offsets): torch.from_numpy(offsets) for offsets in arrays.offsets.values()}
     for name, values in arrays.values.items():
@@ -136,14 +139,14 @@ def read_frame(frame_N: Tensor) -> Batch:
     return batch
 
 
-def read_arrays(frame_N: Tensor, *, trusted: bool = False) -> Arrays:
+def read_arrays(frame: Tensor, *, trusted: bool = False) -> Arrays:
     """What is in a frame, as views of its memory. Raises FrameError for anything but a frame of this schema.
 
     `trusted`: a rank of this node wrote the frame, so rows and offsets aren't checked one by one.
     """
-    num_rows, num_values = _read_header(frame_N)
+    num_rows, num_values = _read_header(frame)
     layout = _layout(num_rows, num_values)
-    memory = frame_N.numpy()
+    memory = frame.numpy()
     if layout.num_bytes != memory.size:
         raise FrameError(f"a frame of {memory.size} bytes announces {layout.num_bytes}")
     rows = _part(memory, layout.rows, num_rows, _INT64)
@@ -189,14 +192,14 @@ def _store(memory: NDArray[np.uint8], start: int, part: Tensor) -> None:
     memory[start : start + source.nbytes].view(source.dtype)[:] = source
 
 
-def _read_header(frame_N: Tensor) -> tuple[int, dict[int, int]]:
+def _read_header(frame: Tensor) -> tuple[int, dict[int, int]]:
     """The number of rows, and each column's number of values; sizes aren't compared with the frame's yet."""
-    if frame_N.dtype != torch.uint8 or frame_N.ndim != 1 or not frame_N.is_contiguous() or frame_N.device.type != "cpu":
-        raise FrameError(f"a frame is a run of bytes on the host, not {frame_N.dtype} {tuple(frame_N.shape)}")
-    size = frame_N.numel()
-    if size < ALIGNMENT or size % ALIGNMENT or frame_N.storage_offset() % _WORD:
-        raise FrameError(f"{size} bytes from byte {frame_N.storage_offset()} of their memory are no whole frame")
-    words = frame_N.numpy().view(np.int64)
+    if frame.dtype != torch.uint8 or frame.ndim != 1 or not frame.is_contiguous() or frame.device.type != "cpu":
+        raise FrameError(f"a frame is a run of bytes on the host, not {frame.dtype} {tuple(frame.shape)}")
+    size = frame.numel()
+    if size < ALIGNMENT or size % ALIGNMENT or frame.storage_offset() % _WORD:
+        raise FrameError(f"{size} bytes from byte {frame.storage_offset()} of their memory are no whole frame")
+    words = frame.numpy().view(np.int64)
     kind, num_rows, num_columns = words[:_FIXED_WORDS].tolist()
     if kind != _FORMAT:
         raise FrameError(f"a frame begins with {_FORMAT:#x}, not {kind:#x}; do all ranks run the same version?")

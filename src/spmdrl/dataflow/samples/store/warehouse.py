@@ -1,7 +1,7 @@
 """A node's warehouse, as one rank of the node sees it: the payload of the rows whose home is this node.
 
 On a node with several ranks the payload lies in shared memory that the local-rank-0 process created. Each rank writes
-frames into its own file and reads all files in place; where the others' frames lie it learns at the next commit.
+frames into its own file and reads all files in place; the next commit brings it the places of the others' frames.
 """
 
 from __future__ import annotations

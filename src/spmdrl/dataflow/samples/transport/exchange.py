@@ -1,7 +1,7 @@
 """The exchange at a stage boundary: rows go from their home nodes to the ranks that took them, point to point.
 
-Every rank has in its metadata which rank takes which rows and how long they are, so sender and receiver agree on each
-message and its size without a word.
+Every rank has in its metadata which rank takes which rows and how long they are, so sender and receiver derive the
+same messages and sizes, and nothing is requested.
 """
 
 from __future__ import annotations

@@ -119,22 +119,22 @@ class PartialGenerationStage(GenerationStage):
         self, own: Sequence[OwnGroup], is_enough: Callable[[], bool] | None
     ) -> Iterator[tuple[OwnGroup, tuple[Response, ...]]]:
         """Each group with its responses, as the last of them comes; those that were whole before come first."""
-        asked, requests = [], []
+        requested, requests = [], []
         for group in own:
             self._notify_of_ended(group, group.begun)
             request = group.request(self.sampling)
             if request is None:
                 yield group, group.begun
             else:
-                asked.append(group)
+                requested.append(group)
                 requests.append(request)
-        answers: list[list[Response]] = [[] for _ in asked]
-        prompts = [group.prompt for group in asked]
+        answers: list[list[Response]] = [[] for _ in requested]
+        prompts = [group.prompt for group in requested]
         for number, responses in run_rollout(self.engine, requests, prompts, self.turns, is_enough):
-            self._notify_of_ended(asked[number], responses)
+            self._notify_of_ended(requested[number], responses)
             answers[number] += responses
             if len(answers[number]) == len(requests[number].rows):
-                yield asked[number], asked[number].answered(answers[number])
+                yield requested[number], requested[number].answered(answers[number])
 
     def _notify_of_ended(self, group: OwnGroup, responses: Sequence[Response]) -> None:
         ended = [response for response in responses if response.finish != "aborted"]

@@ -84,7 +84,7 @@ class RolloutTurns:
             waiting = {row: when for row, when in waiting.items() if row not in due}
             yield from by_request(done, request_of)
         aborted = engine.abort() if engine.has_work else []
-        yield from by_request(self._carried(engine, rows, aborted, list(waiting)), request_of)
+        yield from by_request(self._left_over(engine, rows, aborted, list(waiting)), request_of)
 
     def _after_turn(self, row: TurnRow, response: Response) -> list[Response]:
         """The whole response where the row can't go on; else its step is under way."""
@@ -103,7 +103,7 @@ class RolloutTurns:
             engine.submit(requests)
         return [row.response(finish) for row, finish in ends if finish is not None]
 
-    def _carried(
+    def _left_over(
         self, engine: GenerationEngine, rows: dict[int, TurnRow], aborted: Sequence[Response], waiting: Sequence[int]
     ) -> list[Response]:
         """What is left when the engine stops early. Steps under way are waited for, so that none is taken twice."""
