@@ -250,6 +250,6 @@ def family_name(model_type: object) -> str:
         others = ", ".join(f"{other} (as {family})" for other, family in OTHER_NAMES.items())
         raise ValueError(
             f"model_type {model_type!r} is not supported; supported are {', '.join(FAMILIES)} and {others}; a family "
-            f"of the same layers is added as one entry in spmdrl/engines/models/{Path(__file__).name}"
+            f"of the same layers is added as one entry in spmdrl/engines/models/hf/{Path(__file__).name}"
         )
     return name
