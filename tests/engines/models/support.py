@@ -11,11 +11,7 @@ from spmdrl.engines.models.decoder import Decoder
 from spmdrl.engines.models.hf.model_folder import read_config
 from spmdrl.engines.models.hf.weight_check import open_weights
 from spmdrl.engines.models.layers import PackedCausalAttention
-from spmdrl.types import WeightSlice, offsets_of
-
-
-def whole(name: str, shape: tuple[int, ...]) -> WeightSlice:
-    return WeightSlice(name, (0,) * len(shape), shape)
+from spmdrl.types import offsets_of, whole_slice
 
 
 def load_decoder(folder: Path) -> Decoder:
@@ -23,7 +19,7 @@ def load_decoder(folder: Path) -> Decoder:
     files = open_weights(folder, decoder.config)
     with torch.no_grad():
         for name, weight in decoder.state_dict().items():
-            weight.copy_(files.read(whole(name, tuple(weight.shape))))
+            weight.copy_(files.read(whole_slice(name, tuple(weight.shape))))
     return decoder
 
 

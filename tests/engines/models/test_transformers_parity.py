@@ -29,7 +29,8 @@ from spmdrl.engines.generation.protocol import Request, SamplingParams
 from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.hf.model_folder import hf_config_dict, parameter_shapes, read_config
 from spmdrl.engines.models.hf.model_weights import WeightFiles, write_weights
-from tests.engines.models.support import load_decoder, packed_logits, random_rows, whole
+from spmdrl.types import whole_slice
+from tests.engines.models.support import load_decoder, packed_logits, random_rows
 
 VOCABULARY = 61
 LENGTHS = [5, 1, 23, 12]
@@ -182,7 +183,7 @@ def test_greedy_tokens_of_the_native_engine_have_parity_with_transformers(case: 
     theirs.save_pretrained(tmp_path)
     engine = NativeEngine(read_config(tmp_path), RolloutConfig(block_size=4), torch.device("cpu"), torch.float32)
     files = WeightFiles(tmp_path)
-    engine.load_weights((name, files.read(whole(name, shape))) for name, shape in engine.weight_shapes().items())
+    engine.load_weights((name, files.read(whole_slice(name, shape))) for name, shape in engine.weight_shapes().items())
     engine.wake_cache()
     prompts = random_rows([3, 7, 14], VOCABULARY, seed=1)
     sampling = SamplingParams(temperature=0.0, max_tokens=20)

@@ -14,8 +14,8 @@ from spmdrl.engines.models.hf.model_folder import hf_config_dict, read_config
 from spmdrl.engines.models.hf.model_weights import WeightFiles, write_weights
 from spmdrl.engines.models.making.make_config import MakeConfig
 from spmdrl.engines.models.making.make_model import RandomWeights, decoder_config
-from spmdrl.types import WeightSlice
-from tests.engines.models.support import load_decoder, packed_logits, random_rows, whole
+from spmdrl.types import WeightSlice, whole_slice
+from tests.engines.models.support import load_decoder, packed_logits, random_rows
 
 MAKE = MakeConfig(hidden_size=32, num_layers=2, intermediate_size=48, chars="0123456789+=")
 CONFIG = decoder_config(MAKE)
@@ -53,7 +53,7 @@ def test_what_transformers_writes_has_bitwise_parity_here(max_shard_size: str, t
     assert files.names == sorted(expected)
     for name, weight in expected.items():
         assert files.shape(name) == tuple(weight.shape)
-        assert torch.equal(files.read(whole(name, files.shape(name))), weight)
+        assert torch.equal(files.read(whole_slice(name, files.shape(name))), weight)
     assert read_config(tmp_path).head_size == 8
 
 
@@ -63,7 +63,7 @@ def test_a_round_trip_keeps_every_bit_and_dtype_whatever_the_storage(tmp_path: P
     write_weights(tmp_path, weights.items(), max_shard_bytes=100)
     files = WeightFiles(tmp_path)
     for name, weight in weights.items():
-        read = files.read(whole(name, tuple(weight.shape)))
+        read = files.read(whole_slice(name, tuple(weight.shape)))
         assert read.dtype is weight.dtype and torch.equal(read, weight)
 
 
@@ -71,7 +71,7 @@ def test_a_buffer_may_be_reused_between_two_weights(tmp_path: Path) -> None:
     buffer = torch.empty(4)
     write_weights(tmp_path, ((f"w{value}", buffer.fill_(value)) for value in range(3)))
     files = WeightFiles(tmp_path)
-    assert [files.read(whole(name, (4,)))[0].item() for name in files.names] == [0.0, 1.0, 2.0]
+    assert [files.read(whole_slice(name, (4,)))[0].item() for name in files.names] == [0.0, 1.0, 2.0]
 
 
 def test_weights_are_never_written_beside_others(tmp_path: Path) -> None:
@@ -101,10 +101,10 @@ def test_any_box_of_a_weight_can_be_read(
 def test_missing_or_misshaped_weights_are_named(stored: tuple[WeightFiles, torch.Tensor], tmp_path: Path) -> None:
     files, _ = stored
     with pytest.raises(ValueError, match="holds no weight w2; the nearest name there is w;"):
-        files.read(whole("w2", (5, 7)))
+        files.read(whole_slice("w2", (5, 7)))
     for wrong in ((6, 7), (5,)):
         with pytest.raises(ValueError, match=r"w in .* has shape \(5, 7\), but elements"):
-            files.read(whole("w", wrong))
+            files.read(whole_slice("w", wrong))
     with pytest.raises(ValueError, match="neither model.safetensors nor"):
         WeightFiles(tmp_path)
 
@@ -156,8 +156,8 @@ def test_stacked_experts_lie_one_by_one_in_files(sparse: WeightFiles) -> None:
     weights = RandomWeights(SPARSE, seed=0)
     assert sparse.names == weights.names
     assert sparse.shape(STACKED) == weights.shape(STACKED) == (5, 3, 32)
-    assert torch.equal(sparse.read(whole(STACKED, (5, 3, 32))), weights(STACKED))
-    of_one = sparse.read(whole("model.layers.0.mlp.experts.4.up_proj.weight", (3, 32)))
+    assert torch.equal(sparse.read(whole_slice(STACKED, (5, 3, 32))), weights(STACKED))
+    of_one = sparse.read(whole_slice("model.layers.0.mlp.experts.4.up_proj.weight", (3, 32)))
     assert torch.equal(of_one, weights(STACKED)[4])
 
 
@@ -176,7 +176,7 @@ def test_any_box_of_stacked_experts_can_be_read_and_made(
 
 def test_a_box_beyond_the_experts_and_a_left_out_expert_are_named(sparse: WeightFiles, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"experts.up_proj in .* has shape \(5, 3, 32\), but elements"):
-        sparse.read(whole(STACKED, (6, 3, 32)))
+        sparse.read(whole_slice(STACKED, (6, 3, 32)))
     prefix = "model.layers.0.mlp.experts"
     write_weights(tmp_path, [(f"{prefix}.{expert}.up_proj.weight", torch.ones(2)) for expert in (0, 2)])
     with pytest.raises(ValueError, match="experts.1.up_proj.weight is missing beside 2 other experts"):
