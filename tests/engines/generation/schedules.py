@@ -40,7 +40,7 @@ class Schedule:
     is_tight: bool = False
     """Whether the cache holds little more than the longest row."""
     one_by_one: bool = False
-    """Whether requests come last first, one a step."""
+    """Whether requests come last first, one per step."""
 
 
 SCHEDULES = {

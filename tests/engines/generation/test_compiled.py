@@ -1,4 +1,4 @@
-"""The compiled decoding step says what the plain one says."""
+"""The compiled decoding step gives what the plain one gives."""
 
 from __future__ import annotations
 

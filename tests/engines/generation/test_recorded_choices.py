@@ -1,4 +1,4 @@
-"""The native engine says where its tokens went."""
+"""The native engine records the experts that its tokens went to."""
 
 from __future__ import annotations
 

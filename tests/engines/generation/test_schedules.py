@@ -1,4 +1,4 @@
-"""Whatever the schedule, a row gets the same tokens: those that transformers' `generate` says."""
+"""Whatever the schedule, a row gets the same tokens: those of transformers' `generate`."""
 
 from __future__ import annotations
 

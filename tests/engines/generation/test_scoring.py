@@ -47,7 +47,7 @@ def test_scores_are_the_logprobs_of_a_full_sequence_forward(family):
         torch.testing.assert_close(scored, expected, atol=1e-4, rtol=1e-4)
 
 
-def test_scores_are_those_told_when_the_tokens_were_generated_and_change_nothing_of_what_follows():
+def test_scores_are_the_logprobs_of_generation_and_scoring_changes_nothing_that_follows():
     engine = awake_engine()
     asked = [request(prompt_of(9), [0, 1], SamplingParams(max_tokens=8))]
     generated = run(engine, asked)

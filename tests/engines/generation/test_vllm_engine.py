@@ -1,7 +1,7 @@
 """vLLM itself, on CPU: it answers as transformers does with the weights that it was given last.
 
-An engine lives in ranks of its own, as vLLM patches the process that it runs in, and each is asked for all that the
-tests below want to know of it.
+An engine lives in ranks of its own, as vLLM patches the process that it runs in, and each answers all requests
+that the tests below check.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.support.ranks import run_ranks
 
 pytestmark = [
     pytest.mark.vllm,
-    pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM isn't installed; docs/vllm.md tells how"),
+    pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM isn't installed; see docs/vllm.md"),
 ]
 
 DENSE = MakeConfig(hidden_size=128, num_layers=2, num_heads=4, num_kv_heads=2, intermediate_size=192, max_positions=256)
@@ -63,14 +63,14 @@ def requests(sampling: SamplingParams) -> list[Request]:
 
 
 def resumed(aborted: dict[int, Response]) -> list[Request]:
-    """One request a row, which goes on after the tokens that the row already has."""
+    """One request per row, which continues after the tokens that the row already has."""
     return [
         Request((row,), prompt_of(row), (row,), GREEDY, (PartialResponse(got.token_ids, got.logprobs, got.versions),))
         for row, got in aborted.items()
     ]
 
 
-def say(token_ids: Sequence[int]) -> str:
+def as_text(token_ids: Sequence[int]) -> str:
     return " ".join(map(str, token_ids))
 
 
@@ -80,7 +80,7 @@ def prompt_of(row: int) -> tuple[int, ...]:
 
 def ask(world: World, folders: list[str], tensor: int) -> Answers:
     rollout = RolloutConfig(temperature=0.7, max_running_rows=8)
-    engine = VllmEngine(Path(folders[0]), rollout, torch.device("cpu"), torch.float32, tensor=tensor, decode=say)
+    engine = VllmEngine(Path(folders[0]), rollout, torch.device("cpu"), torch.float32, tensor=tensor, decode=as_text)
     with pytest.raises(RuntimeError, match="a sleeping engine can't generate"):
         engine.submit(requests(GREEDY))
     answers = {"first": run(awake(engine, folders[0], 0), requests(SAMPLED))}
@@ -91,8 +91,8 @@ def ask(world: World, folders: list[str], tensor: int) -> Answers:
     answers["stopped"] = run(
         engine, [request(LONG_PROMPT, [0], SamplingParams(0, max_tokens=9, stop_token_ids=(stop,)))]
     )
-    said = SamplingParams(0, max_tokens=9, stop_strings=(say(answers["greedy"][0].token_ids[2:5]),))
-    answers["said"] = run(engine, [request(LONG_PROMPT, [0], said)])
+    stop_string = SamplingParams(0, max_tokens=9, stop_strings=(as_text(answers["greedy"][0].token_ids[2:5]),))
+    answers["stop_string"] = run(engine, [request(LONG_PROMPT, [0], stop_string)])
     engine.submit(requests(GREEDY))
     for _ in range(5):
         engine.step()
@@ -182,7 +182,7 @@ def test_a_stop_token_ends_a_row_and_is_part_of_it(asked: Asked):
     stopped, whole = asked["stopped"][0], asked["greedy"][0].token_ids
     assert stopped.finish == "stop"
     assert stopped.token_ids == whole[: whole.index(stopped.token_ids[-1]) + 1]
-    assert asked["said"][0].finish == "stop" and asked["said"][0].token_ids == whole[:5]
+    assert asked["stop_string"][0].finish == "stop" and asked["stop_string"][0].token_ids == whole[:5]
 
 
 def test_an_aborted_row_goes_on_as_if_nothing_had_happened(asked: Asked):

@@ -12,7 +12,7 @@ from tests.support.jobs import REWARD, finished, metrics_of, run_job
 
 pytestmark = [
     pytest.mark.vllm,
-    pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM isn't installed; docs/vllm.md tells how"),
+    pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM isn't installed; see docs/vllm.md"),
 ]
 
 STEPS = 4

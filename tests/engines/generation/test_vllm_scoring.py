@@ -27,7 +27,7 @@ from tests.support.ranks import run_ranks
 
 pytestmark = [
     pytest.mark.vllm,
-    pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM isn't installed; docs/vllm.md tells how"),
+    pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM isn't installed; see docs/vllm.md"),
 ]
 
 ROWS = [list(LONG_PROMPT), list(SHORT_PROMPT)]
@@ -35,7 +35,7 @@ ROWS = [list(LONG_PROMPT), list(SHORT_PROMPT)]
 
 def score(world: World, folders: list[str], temperature: float, top_p: float) -> list[list[list[float]]]:
     """With the first weights, with the second ones, and again after they generated from the same prompts."""
-    # The two choices have vLLM tell log-probs of generated tokens in its two ways.
+    # The two choices use both of vLLM's modes for log-probs of generated tokens.
     rollout = RolloutConfig(temperature=temperature, top_p=top_p, max_running_rows=8)
     engine = VllmEngine(Path(folders[0]), rollout, torch.device("cpu"), torch.float32, tensor=world.size)
     scored = [engine_scores(awake(engine, folders[0], 0))]

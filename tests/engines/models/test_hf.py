@@ -127,7 +127,7 @@ def test_settings_without_effect_here_are_accepted(change: dict[str, Any], tmp_p
     assert config_of(tmp_path, QWEN2 | change) == config_of(tmp_path, QWEN2)
 
 
-# As published, without entries that say nothing about the decoder.
+# As published, without entries that have no effect on the decoder.
 DEEPSEEK = {
     "model_type": "deepseek_v3",
     "attention_bias": False,

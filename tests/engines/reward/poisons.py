@@ -209,7 +209,7 @@ def _environment(num_rows):
 
 
 def _fork_and_die(num_rows):
-    # The forked child keeps the pipe open: the end of the pipe can't tell that the worker died.
+    # The forked child keeps the pipe open: its end doesn't show that the worker died.
     if os.fork() == 0:
         time.sleep(60)
     os._exit(4)

@@ -116,7 +116,7 @@ def tokens_of_row(kept: Tensor) -> RoutedTokens:
 
 
 def route_half(world: World) -> tuple[float, dict, list]:
-    """Route every other token of each row, with two rows a micro-batch: loss, gradients, all ranks' counts of row 1."""
+    """Route every other token of each row, two rows per micro-batch: loss, gradients, all ranks' counts of row 1."""
     mesh = build_update_mesh(UpdateLayout(shard=1, context=2), world.device, world.rank)
     keep = {row: torch.arange(mesh.context.rank, length, 2) for row, length in enumerate(LENGTHS)}
     total, gradients = 0.0, {}
@@ -203,7 +203,7 @@ def test_replay_changes_choices_and_replaying_the_routers_own_changes_nothing():
     unknown_TC = torch.full_like(own_TC, -1)
     plain = run_layer(layer, hidden_TD, None)
     same = run_layer(layer, hidden_TD, torch.stack((unknown_TC, own_TC)).to(torch.int16))
-    # Layer 2 is the second sparse one, so what is given for the first says nothing about it.
+    # Layer 2 is the second sparse one, so what is given for the first doesn't affect it.
     unknown = run_layer(layer, hidden_TD, torch.stack((own_TC, unknown_TC)).to(torch.int16))
     for result in (same, unknown):
         assert all(torch.equal(value, expected) for value, expected in zip(result, plain, strict=True))

@@ -3,12 +3,12 @@
 So a token's log-prob is the same when a batch of other rows decodes beside it, when its row is scored in one piece,
 and in the update. What that takes, in float32 on one thread:
 
-- a matrix product rounds each row alike from LEAST_ROWS rows on, and otherwise with fewer: fewer are padded;
-- silu and sigmoid round the last elements of a tensor otherwise than the rest, their parts exp, + and / don't;
+- a matrix product rounds each row alike from LEAST_ROWS rows on, but differently with fewer: fewer are padded;
+- silu and sigmoid round the last elements of a tensor differently from the rest; their parts exp, + and / don't;
 - attention meets the keys in blocks at fixed positions, each as wide as the others, and a block that is masked
   whole changes no bit of what the ones before it gave.
 
-Only forward passes are so: gradients are right to rounding, as they are elsewhere.
+This holds for forward passes only: gradients are right to rounding, as they are elsewhere.
 
 Shape letters: `T` packed tokens, `B` rows, `Q` queries of a row, `S` key positions, `H` query heads, `J` key and value
 heads, `K` head size of queries and keys, `U` head size of values, `M` rows sorted by expert, `E` experts, `D` inputs
@@ -58,9 +58,9 @@ def packed_attention(q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, rows: PackedRo
     # Row by row: rows of equal length together would give the same bits, sooner.
     attended = [nothing_attended(q_THK[:0], k_TJK[:0], v_TJU[:0])]
     for q, k, v in zip(*(heads.split(rows.lengths) for heads in (q_THK, k_TJK, v_TJU)), strict=True):
-        q_1HQK, k_1JSK, v_1JSV = (heads.transpose(0, 1)[None] for heads in (q, k, v))
+        q_1HQK, k_1JSK, v_1JSU = (heads.transpose(0, 1)[None] for heads in (q, k, v))
         mask_QS = torch.ones(len(q), len(q), dtype=torch.bool, device=q.device).tril()
-        attended.append(masked_attention(q_1HQK, k_1JSK, v_1JSV, mask_QS)[0].transpose(0, 1))
+        attended.append(masked_attention(q_1HQK, k_1JSK, v_1JSU, mask_QS)[0].transpose(0, 1))
     return torch.cat(attended)
 
 
@@ -90,7 +90,7 @@ def attend_by_blocks(q_BHQK: Tensor, k_BJSK: Tensor, v_BJSU: Tensor, mask: Tenso
     num_rows, num_heads, num_queries, head_size = q_BHQK.shape
     num_kv_heads, value_size = k_BJSK.shape[1], v_BJSU.shape[-1]
     share = num_heads // num_kv_heads
-    # All queries of a key head are the rows of one product, [NJ, share x Q, K].
+    # All queries of a key head are the rows of one product, [B x J, share x Q, K].
     queries = q_BHQK.reshape(num_rows * num_kv_heads, share * num_queries, head_size)
     queries = F.pad(queries, (0, 0, 0, max(LEAST_ROWS - share * num_queries, 0)))
     mask = mask.expand(num_rows, 1, num_queries, -1)

@@ -166,7 +166,7 @@ def padded_attention(q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, plan: PaddedPl
 
 
 def _attend_blocks(queries: Tensor, keys: Tensor, values: Tensor, blocks: Sequence[Block]) -> Tensor:
-    """Attend in each block of slots; returns [slots, H, V]."""
+    """Attend in each block of slots; returns [slots, H, U]."""
     value_size = values.shape[-1]
     # Fast kernels want one head size: padded with zeros, long rows take less than half the time.
     values = pad_values(keys, values)
@@ -186,5 +186,5 @@ def pad_values(keys: Tensor, values: Tensor) -> Tensor:
 
 
 def nothing_attended(q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor) -> Tensor:
-    """The result of no tokens [0, H, V], which differentiates by all three all the same."""
+    """The result of no tokens [0, H, U], which differentiates by all three all the same."""
     return q_THK[..., : v_TJU.shape[-1]] + 0.0 * (k_TJK.sum() + v_TJU.sum())

@@ -99,7 +99,7 @@ class RandomWeights:
 
 
 def make_char_tokenizer(folder: str | Path, chars: str = PRINTABLE_CHARS) -> None:
-    """Write a tokenizer of single characters: <pad> <bos> <eos> <unk> are 0 to 3, then one token a character."""
+    """Write a tokenizer of single characters: <pad> <bos> <eos> <unk> are 0 to 3, then one token per character."""
     # Imported here because only a made model needs it, and start-up time counts.
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
