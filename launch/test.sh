@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Everything that CI runs: bash launch/test.sh [pytest's arguments ...]
-# Every check runs, whatever the others say; the exit code is 0 where all are content. pytest's summary comes last.
+# Every check runs, whatever the others find; the exit code is 0 if all pass. pytest's summary comes last.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/environment.sh
@@ -21,7 +21,7 @@ check .venv/bin/ruff check src tests
 check .venv/bin/lint-imports
 check .venv/bin/mypy
 if [ -n "$failed" ]; then
-    printf '== FAILED, whatever the tests say now:%s\n' "$failed" >&2
+    printf '== FAILED, whatever the tests find now:%s\n' "$failed" >&2
 fi
 printf '== pytest\n'
 # Several workers, so that what they print and --pdb take "-n 0" behind this command.

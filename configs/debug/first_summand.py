@@ -1,4 +1,4 @@
-"""A reward that can be read off the prompt, whatever the response says: for runs that train a critic."""
+"""A reward that can be read off the prompt, whatever the response is: for runs that train a critic."""
 
 
 def first_summand(prompts, completions, **columns):

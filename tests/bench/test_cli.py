@@ -37,7 +37,7 @@ def test_every_bench_has_the_help_of_its_module():
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        ("nodes --rows-per-node 30", "30 rows a node, but it must be a multiple of 8, the responses a prompt; try 24"),
+        ("nodes --rows-per-node 30", "must be a multiple of 8, the responses per prompt; try 24"),
         ("samples --groups 0", "num_groups of the rows is 0, but must be >= 1; choose a larger one"),
         ("step --model m --prompts p --steps 1", "--steps 1 leaves no step after 1 of warm-up; raise it"),
         ("training --model nowhere", "nowhere"),

@@ -20,7 +20,7 @@ def look(seconds: float, resident: int, **ledger: int) -> Look:
     return Look(seconds, resident, {"update_weights": 0, "kv_cache": 0, "bucket": 0} | ledger)
 
 
-def test_the_plot_stacks_what_somebody_holds_and_keeps_peaks():
+def test_the_plot_stacks_what_is_held_and_keeps_peaks():
     looks = [
         look(0.0, 100, update_weights=50),
         *(look(0.1 * n, 100) for n in range(1, 400)),

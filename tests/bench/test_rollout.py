@@ -1,4 +1,4 @@
-"""The rollout bench: every engine generates the same rows to the same lengths, and what can't run says why."""
+"""The rollout bench: every engine generates the same rows to the same lengths, and a missing one has the reason."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_too_few_or_too_many_tokens_are_refused():
 
 @pytest.mark.slow
 @pytest.mark.ranks
-def test_the_rollout_bench_compares_all_engines_and_says_which_is_missing(capfd, tmp_path: Path):
+def test_the_rollout_bench_compares_all_engines_and_names_what_is_missing(capfd, tmp_path: Path):
     sizes = ["--models", "1M", "--prompts", "2", "--group-size", "3", "--prompt-length", "8", "--limit", "16"]
     nowhere = str(tmp_path / "python")
     assert main(["rollout", *sizes, "--rows-at-once", "4", "--rounds", "1", "--vllm-python", nowhere, "--json"]) == 0

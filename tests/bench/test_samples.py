@@ -108,7 +108,7 @@ def test_blobs_over_tcp_bring_every_row_to_another_process(kind: type[TcpPickle]
     assert len(found["request_seconds"]) == 3
 
 
-def test_a_server_of_blobs_hears_nobody_without_its_token():
+def test_a_server_of_blobs_refuses_connections_without_its_token():
     with TcpPickle.serve() as (port, _):
         stranger = TcpPickle((port, bytes(32)))
         with pytest.raises((EOFError, ConnectionError)):
@@ -117,7 +117,7 @@ def test_a_server_of_blobs_hears_nobody_without_its_token():
 
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_the_samples_bench_compares_all_ways_and_says_which_is_missing(capfd):
+def test_the_samples_bench_compares_all_ways_and_names_what_is_missing(capfd):
     sizes = ["--groups", "4", "--group-size", "2", "--prompt-length", "4", "--response-length", "16"]
     assert main(["samples", *sizes, "--chunk", "3", "--rounds", "1", "--requests", "20", "--json"]) == 0
     content = json.loads(capfd.readouterr().out)

@@ -1,4 +1,4 @@
-"""The swap bench trains a small model in each mode, and its memory is what the mode says."""
+"""The swap bench trains a small model in each mode, and its memory is what the mode promises."""
 
 from __future__ import annotations
 

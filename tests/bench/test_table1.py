@@ -30,5 +30,5 @@ def test_every_printed_figure_follows_from_the_formulas(capsys):
     [("0.97", 0.969, "rounded"), ("0.96", 0.969, "cut off"), ("0.95", 0.969, "differs"), ("3.1K", 3088, "rounded"),
      ("31K", 31999, "cut off"), ("32K", 31999, "rounded"), ("30K", 31999, "differs")],
 )  # fmt: skip
-def test_printed_digits_are_told_from_exact_values(text, exact, verdict):
+def test_printed_digits_are_compared_with_exact_values(text, exact, verdict):
     assert Printed(text).compared_with(exact) == verdict

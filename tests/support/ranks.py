@@ -42,7 +42,7 @@ def run_ranks(
     `ranks_per_node` pretends that the ranks live on several nodes. `start_method`: "spawn" where the C library must
     read this process's environment anew.
     """
-    # The parent holds the rendezvous store itself, as torchrun's agent does, so the port is bound before it is told.
+    # The parent holds the rendezvous store itself, as torchrun's agent does, so the port is bound before ranks get it.
     store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
     ranks = [
         _start(
@@ -62,7 +62,7 @@ def run_ranks(
 
 
 def rank_environment(rank: int, world_size: int, ranks_per_node: int, port: int) -> dict[str, str]:
-    """What a launcher tells a rank."""
+    """What a launcher sets for a rank."""
     node, local_rank = divmod(rank, ranks_per_node)
     numbers = {
         "RANK": rank,
@@ -103,7 +103,7 @@ def start_server() -> None:
     """Start the process that others are forked from; it goes on importing while this one does something else."""
     multiprocessing.set_forkserver_preload(["tests.support.preloaded"])
     with pytest.MonkeyPatch.context() as patch:
-        # First on its path: the copy that is tested, whichever is installed.
+        # First on its path: the copy that is tested, not an installed one.
         patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "src"), str(ROOT)]))
         patch.setenv("OMP_NUM_THREADS", "1")
         forkserver.ensure_running()
@@ -118,7 +118,7 @@ def _rank_main(environment: dict[str, str], pipe: Connection, function: Callable
             try:
                 result = function(world, *args)
             except BaseException:
-                # Told before the process group closes, so that the peers' connection errors come second.
+                # Sent before the process group closes, so that the peers' connection errors come second.
                 pipe.send_bytes(pickle.dumps((False, traceback.format_exc())))
                 raise
         pipe.send_bytes(pickle.dumps((True, result)))
@@ -144,7 +144,7 @@ def _receive(pipe: Connection, rank: int) -> Any:
     try:
         succeeded, value = pickle.loads(pipe.recv_bytes())
     except EOFError:
-        raise RuntimeError(f"rank {rank} died without a word") from None
+        raise RuntimeError(f"rank {rank} died without an exception") from None
     if not succeeded:
         raise RuntimeError(f"rank {rank} failed:\n{value}")
     return value

@@ -93,7 +93,7 @@ def _watched(terminal: int, process: subprocess.Popen[bytes], interrupt_at: str,
         if ready:
             try:
                 piece = os.read(terminal, 65536)
-            except OSError:  # Linux's answer once nobody holds the other end.
+            except OSError:  # what Linux returns once the other end is closed.
                 break
             content, latest = content + piece, now
         elif process.poll() is not None:

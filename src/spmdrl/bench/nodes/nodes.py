@@ -56,8 +56,8 @@ def run(arguments: argparse.Namespace) -> BenchTable:
             measured[count] = ranks.call(measure_variants, task)
     rows = summarize(measured)
     return BenchTable(
-        title=f"bench nodes: {size.rows_per_node} rows a node, {arguments.ranks_per_node} ranks a node, links of "
-        f"{arguments.link_mb:g} MB/s, medians of {arguments.steps} steps",
+        title=f"bench nodes: {size.rows_per_node} rows per node, {arguments.ranks_per_node} ranks per node, links "
+        f"of {arguments.link_mb:g} MB/s, medians of {arguments.steps} steps",
         rows=rows,
         notes=("cross_node_share: of the payload bytes put and taken; megabytes: of one step, veth_mb over all links",),
         details={"ratios": ratios(rows), "size": asdict(size)},

@@ -34,7 +34,7 @@ class FlowSize:
     rows_per_node: int = 256
     """with 8 nodes the batch of the first row of Table 1: 256 prompts x 8 responses"""
     group_size: int = 8
-    """responses a prompt"""
+    """responses per prompt"""
     max_prompt_length: int = 1024
     """tokens; half of the table's"""
     max_response_length: int = 4096
@@ -48,14 +48,14 @@ class FlowSize:
     def __post_init__(self) -> None:
         if self.rows_per_node < self.group_size or self.rows_per_node % self.group_size:
             raise ValueError(
-                f"{self.rows_per_node} rows a node, but it must be a multiple of {self.group_size}, the responses a "
-                f"prompt; try {max(1, self.rows_per_node // self.group_size) * self.group_size}"
+                f"{self.rows_per_node} rows per node, but it must be a multiple of {self.group_size}, the responses "
+                f"per prompt; try {max(1, self.rows_per_node // self.group_size) * self.group_size}"
             )
 
 
 @dataclass(frozen=True)
 class FlowStep:
-    """One step's row lengths [B], in row order; prompts' lengths are one a group."""
+    """One step's row lengths [B], in row order; prompts' lengths are one per group."""
 
     step: int
     group_size: int
@@ -76,7 +76,7 @@ class FlowStep:
         return [Prompt("", array("i", [number]) * length, "", None, {}, "") for number, length in enumerate(lengths)]
 
     def column(self, name: str, rows: Tensor) -> Batch:
-        """A column of one value a response token, made of its rows' numbers and of its name."""
+        """A column of one value per response token, made of its rows' numbers and of its name."""
         lengths_B = self.response_lengths_B[rows]
         batch = Batch(rows)
         values_B = (rows * _FACTORS[name]).to(dtype_of(name))

@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--engines", type=_names, default=ENGINES, help=f"of {','.join(ENGINES)}; all by default")
     parser.add_argument("--lengths", type=_names, help="of fixed,lognormal,ragged; all by default")
     parser.add_argument("--prompts", type=int, default=32)
-    parser.add_argument("--group-size", type=int, default=8, help="responses a prompt")
+    parser.add_argument("--group-size", type=int, default=8, help="responses per prompt")
     parser.add_argument("--prompt-length", type=int, default=32, help="mean tokens of a prompt")
     parser.add_argument("--limit", type=int, default=256, help="most tokens of a response, 4 times the mean")
     parser.add_argument("--rows-at-once", type=int, default=64, help="rows that an engine decodes together")

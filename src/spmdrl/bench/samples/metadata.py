@@ -101,7 +101,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", type=int, default=524288, help="responses of one step")
     parser.add_argument("--nodes", type=int, default=128)
     parser.add_argument("--ranks-per-node", type=int, default=8)
-    parser.add_argument("--group-size", type=int, default=16, help="responses a prompt")
+    parser.add_argument("--group-size", type=int, default=16, help="responses per prompt")
     parser.add_argument("--states", type=int, default=8, choices=range(6, 9), help="worker states")
     parser.add_argument("--steps", type=int, default=3, help="steps measured; the figures are medians")
 
@@ -122,7 +122,7 @@ def run(arguments: argparse.Namespace) -> BenchTable:
         f"{len(stages)} worker states; one rank, one step",
         rows=rows,
         notes=(
-            f"received bytes / closed formula = {ratio:.3f}; {total['received_bytes'] / job.num_rows:.1f} bytes a row",
+            f"received / closed formula = {ratio:.3f}; {total['received_bytes'] / job.num_rows:.1f} bytes per row",
             "all ranks have a prompt's metadata without a message",
         ),
         details={

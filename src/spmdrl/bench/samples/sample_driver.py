@@ -1,7 +1,7 @@
 """Drives a producer and a consumer over a store of another program, for the samples bench.
 
 Needs nothing but numpy and the modules copied with it, so that it runs in an environment of its own. Rows are given to
-stores as these are made for it: an array a row and column, or one a column where all of its rows are equally long.
+stores as these are made for it: an array per row and column, or one per column where all of its rows are equally long.
 """
 
 from __future__ import annotations

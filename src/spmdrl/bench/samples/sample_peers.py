@@ -18,7 +18,7 @@ HOST = "127.0.0.1"
 
 
 class RowBuffer:
-    """A replay buffer with a value a row and column, as a central actor holds it."""
+    """A replay buffer with a value per row and column, as a central actor holds it."""
 
     def __init__(self) -> None:
         self.clear()

@@ -91,7 +91,7 @@ class TcpPickle:
 
 
 class PackedTcpPickle(TcpPickle):
-    """The same with one array a column, however long its rows: what pickle is best at."""
+    """The same with one array per column, however long its rows: what pickle is best at."""
 
     packed = True
 

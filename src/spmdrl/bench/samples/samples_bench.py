@@ -59,7 +59,7 @@ _ENVIRONMENT = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--groups", type=int, default=128, help="prompts")
-    parser.add_argument("--group-size", type=int, default=8, help="responses a prompt")
+    parser.add_argument("--group-size", type=int, default=8, help="responses per prompt")
     parser.add_argument("--prompt-length", type=int, default=512, help="tokens")
     parser.add_argument("--response-length", type=int, default=4096, help="tokens of the longest response")
     parser.add_argument("--chunk", type=int, default=256, help="rows of one put or get")
