@@ -22,8 +22,10 @@ LEARNT = ("reward", "loss", "grad_norm", "entropy", "completions/mean_length", "
 
 
 def trained(folder: Path, *settings: str) -> list[dict]:
-    """The metrics of a tiny run on 2 ranks."""
-    finished(run_job("train", tiny_config(folder.parent), f"run.dir={folder}", *SETTINGS, *settings, ranks=2))
+    """The metrics of a tiny run on 2 ranks, whose banner counts its replicas."""
+    job = finished(run_job("train", tiny_config(folder.parent), f"run.dir={folder}", *SETTINGS, *settings, ranks=2))
+    num_replicas = 1 if "resources.generation.tensor=2" in settings else 2
+    assert re.search(rf"\| generation .*\b{num_replicas} replicas? \|", job.stdout), job.stdout
     return metrics_of(folder)
 
 
@@ -92,7 +94,7 @@ def refusal(settings: list[str]) -> str:
 
 
 @pytest.mark.ranks
-def test_models_and_engines_that_do_not_suit_the_generation_layout_are_refused_before_ranks_talk():
+def test_models_and_engines_that_do_not_suit_the_generation_layout_are_refused_before_ranks_communicate():
     key, sparse, vllm = "resources.generation", "model.make={family: qwen3_moe, num_experts: 6}", "rollout.engine=vllm"
     cases = [
         (["model.make={num_kv_heads: 1}", f"{key}.tensor=4"], "^$"),

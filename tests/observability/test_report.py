@@ -16,7 +16,7 @@ from spmdrl.observability.logs.log import MetricsLog
 from spmdrl.observability.report.charts import Chart, Series, chart_svg, downsample, moving_mean, ticks
 from spmdrl.observability.report.report import main, write_report
 from spmdrl.observability.report.samples_section import fitting, sample_viewer
-from spmdrl.observability.summary import start_facts, write_summary
+from spmdrl.observability.summary import provenance, write_summary
 from tests.observability.synthetic import HOSTILE, write_run
 
 MAX_BYTES = 5_000_000
@@ -145,7 +145,7 @@ def test_the_contents_lead_to_every_section_that_is_there(small_run: Path):
 
 
 def test_a_run_says_by_what_command_where_when_and_of_which_source_it_was_made(tmp_path: Path):
-    write_summary(tmp_path, verdict="done", parameters=1_234_000, **start_facts())
+    write_summary(tmp_path, verdict="done", parameters=1_234_000, **provenance())
     text = write_report(tmp_path).read_text()
     for name in ("Command", "Host", "Started"):
         assert re.search(f"<dt>{name}</dt><dd>.+?</dd>", text)

@@ -165,9 +165,13 @@ class Config:
     """auto: from the newest checkpoint of the run's folder, if any; never: start anew; or a step number or a checkpoint
     folder"""
 
+    @property
+    def resume_step(self) -> int | None:
+        """The step that `resume` names; None where it names none."""
+        return int(self.resume) if self.resume.isascii() and self.resume.isdigit() else None
+
     def __post_init__(self) -> None:
-        is_step = self.resume.isascii() and self.resume.isdigit()
-        if not is_step and self.resume not in ("auto", "never") and not Path(self.resume).is_dir():
+        if self.resume_step is None and self.resume not in ("auto", "never") and not Path(self.resume).is_dir():
             near = nearest(self.resume, ("auto", "always", "never"))
             advice = f"did you mean {'never' if near == 'never' else 'auto'}? " if near else ""
             raise ValueError(

@@ -53,8 +53,8 @@ def read_summary(run_dir: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def start_facts() -> dict[str, str]:
-    """What this job was started by, where, when and of which source; the commit only in a clone that has git."""
+def provenance() -> dict[str, str]:
+    """The job's command, host, start time and, in a git clone, commit."""
     facts = {
         "command": shlex.join(sys.orig_argv),
         "host": platform.node(),

@@ -18,7 +18,7 @@ from spmdrl.observability.logs.log import METRICS_FILE, LogConfig, read_metrics
 from spmdrl.observability.logs.outage import going_on_without
 from spmdrl.observability.logs.trackers import TrackedRun
 from spmdrl.observability.report.report import write_report
-from spmdrl.observability.summary import read_summary, software_versions, start_facts, write_summary
+from spmdrl.observability.summary import provenance, read_summary, software_versions, write_summary
 from spmdrl.observability.terminal.console import Console
 from spmdrl.resources.world import World
 
@@ -39,7 +39,7 @@ def note_abandoned(folder: Path, console: Console) -> None:
 def write_start(folder: Path, world: World, num_parameters: int) -> None:
     """Write what the run was started by and on, and that it is running."""
     devices = f"{world.size} x {world.device.kind}"
-    facts = {"versions": software_versions(), "devices": devices} | start_facts()
+    facts = {"versions": software_versions(), "devices": devices} | provenance()
     write_summary(folder, verdict="running", parameters=num_parameters, **facts)
 
 

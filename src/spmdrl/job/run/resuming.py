@@ -113,10 +113,11 @@ class Resuming:
     def _chosen_folder(self) -> tuple[Path | None, list[str]]:
         store, wanted = self._store, self._config.resume
         if wanted not in ("auto", "never"):
-            folder = store.folder_of(int(wanted)) if is_step(wanted) else Path(wanted)
+            step = self._config.resume_step
+            folder = Path(wanted) if step is None else store.folder_of(step)
             problem = self._damage_of(folder)
             if problem is not None:
-                sound = [step for step in store.steps() if self._damage_of(store.folder_of(step)) is None]
+                sound = [one for one in store.steps() if self._damage_of(store.folder_of(one)) is None]
                 raise ValueError(
                     f"resume is {wanted!r}, but {folder} can't be used: {problem}; steps that can: {sound}"
                 )
@@ -194,8 +195,3 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         changed = [key for key in changed if key != "data.train"]
     changed += [key for key in OPTIONAL if (key in before) != (key in now)]
     return [f"{key} was {before.get(key)!r} and is {now.get(key)!r}" for key in changed]
-
-
-def is_step(wanted: str) -> bool:
-    """Whether `resume` is a step's number, rather than a folder."""
-    return wanted.isascii() and wanted.isdigit()
