@@ -186,9 +186,9 @@ def test_entropy_is_that_of_the_affinities():
     assert float(route.records[LAYER].entropy) == pytest.approx(2 * torch.tensor(NUM_EXPERTS).log().item())
 
 
-def run_layer(layer: SparseFeedForward, hidden_TD: Tensor, experts_LtC: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def run_layer(layer: SparseFeedForward, hidden_TD: Tensor, experts_LTC: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Output, gradient of the router and counts of a layer under recomputation."""
-    tokens = RoutedTokens(torch.zeros(len(hidden_TD), dtype=torch.int64), torch.tensor([len(hidden_TD)]), experts_LtC)
+    tokens = RoutedTokens(torch.zeros(len(hidden_TD), dtype=torch.int64), torch.tensor([len(hidden_TD)]), experts_LTC)
     route = RecordingRoute(replace(scope_of(), routing=RoutingConfig()), tokens)
     layer.zero_grad()
     out_TD = checkpoint(layer, hidden_TD, route, use_reentrant=False)

@@ -2,8 +2,8 @@
 
 All of it counts real tokens only: not padding, and not the rows that a rank makes up to run as often as others.
 
-Shape letters: `L` sparse layers of the whole model, `T` packed tokens, `t` the places of one context rank, `B` rows of
-a micro-batch, `E` experts, `C` chosen experts of a token.
+Shape letters: `L` sparse layers of the whole model, `T` packed tokens, of a micro-batch those that this rank routes,
+`B` rows of a micro-batch, `E` experts, `C` chosen experts of a token.
 """
 
 from __future__ import annotations
@@ -98,11 +98,11 @@ class RoutingScope:
 class RoutedTokens:
     """The tokens of one micro-batch that this rank routes."""
 
-    row_t: Tensor
+    row_T: Tensor
     """The row at each place; -1 where nothing counts: padding, made-up rows."""
     lengths_B: Tensor
     """Tokens of each row on all context ranks."""
-    experts_LtC: Tensor | None = None
+    experts_LTC: Tensor | None = None
     """Experts to be used instead of the router's choice; its own where -1."""
 
 
@@ -129,9 +129,9 @@ class RecordingRoute:
         """By layer, those run so far."""
         self._scope = scope
         self._tokens = tokens
-        self._is_real_t = tokens.row_t >= 0
-        # Places without a row count in one more, so that nothing waits for the device to pick the others.
-        self._row_t = tokens.row_t.where(self._is_real_t, len(tokens.lengths_B))
+        self._is_real_T = tokens.row_T >= 0
+        # Tokens without a row count towards an extra last row: picking the others would wait for the device.
+        self._row_T = tokens.row_T.where(self._is_real_T, len(tokens.lengths_B))
         self._place_of_layer = {layer: place for place, layer in enumerate(sparse_layers(scope.model))}
 
     def __call__(self, layer: int, scores_TE: Tensor, chosen_TC: Tensor) -> tuple[Tensor, Tensor]:
@@ -143,7 +143,7 @@ class RecordingRoute:
             affinity_TE = scores_TE / total_T1
             slope_TE = self._slopes(scores_TE) if coefficient else torch.zeros_like(scores_TE)
             aux_loss_T1 = (slope_TE * affinity_TE).sum(-1, keepdim=True)
-            entropy_T = torch.special.entr(affinity_TE).sum(-1).where(self._is_real_t, 0)
+            entropy_T = torch.special.entr(affinity_TE).sum(-1).where(self._is_real_T, 0)
             counts_E = self._counts_per_row(chosen_TC)[:-1].sum(0)
             self.records[layer] = LayerRecord(counts_E, entropy_T.sum(), aux_loss_T1.sum())
             # Through the normalization. Tensor ranks hold the same tokens, and their gradients are summed.
@@ -151,9 +151,9 @@ class RecordingRoute:
         return (_AddGradient.apply(scores_TE, by_scores_TE) if coefficient else scores_TE), chosen_TC
 
     def _replayed(self, layer: int, chosen_TC: Tensor) -> Tensor:
-        if self._tokens.experts_LtC is None:
+        if self._tokens.experts_LTC is None:
             return chosen_TC
-        given_TC = self._tokens.experts_LtC[self._place_of_layer[layer]].to(chosen_TC.dtype)
+        given_TC = self._tokens.experts_LTC[self._place_of_layer[layer]].to(chosen_TC.dtype)
         return given_TC.where(given_TC >= 0, chosen_TC)
 
     def _slopes(self, scores_TE: Tensor) -> Tensor:
@@ -167,18 +167,18 @@ class RecordingRoute:
         counts_BE = self._scope.context.sum(self._counts_per_row(best_TC)[:-1])
         frequency_BE = counts_BE * (moe.num_experts / moe.experts_per_token) / lengths_B1
         slope_BE = frequency_BE / lengths_B1 / self._scope.num_rows
-        return F.pad(slope_BE, (0, 0, 0, 1)).index_select(0, self._row_t)
+        return F.pad(slope_BE, (0, 0, 0, 1)).index_select(0, self._row_T)
 
     def _counts_per_row(self, experts_TC: Tensor) -> Tensor:
         """How often each row has each expert, [B + 1, E]; what doesn't count is in the last row."""
         num_rows, num_experts = len(self._tokens.lengths_B) + 1, self._scope.moe.num_experts
-        cells = (self._row_t[:, None] * num_experts + experts_TC).flatten()
+        cells = (self._row_T[:, None] * num_experts + experts_TC).flatten()
         counts = cells.new_zeros(num_rows * num_experts).scatter_add_(0, cells, torch.ones_like(cells))
         return counts.view(num_rows, num_experts)
 
 
 class _AddGradient(torch.autograd.Function):
-    """Hands values on, and adds a term of the loss to their gradient."""
+    """The identity forward; backward adds a term of the loss to the gradient."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, by_values: Tensor) -> Tensor:
