@@ -97,7 +97,7 @@ class CachedDecoder:
 
     def decode(self, rows: Sequence[Row]) -> Tensor:
         """Feed the newest token of every row and return the logits [B, V] of the next, float32; none still runs."""
-        # A multiple, because a CPU's silu rounds elements that don't fill a whole vector otherwise than the rest.
+        # A multiple, because a CPU's silu rounds elements that don't fill a whole vector differently from the rest.
         lacking = -len(rows) % LEAST_ROWS if rows else LEAST_ROWS
         # Sorted, because attention takes rows of similar length together.
         order = sorted(range(len(rows)), key=lambda index: rows[index].length)
@@ -131,7 +131,7 @@ class CachedDecoder:
             None,
         ).float()
         following_T1 = self._tensor([*tokens[1:], 0])[:, None]
-        # In the steps in which training computes log-probs, which log_softmax rounds otherwise.
+        # In the same steps as training, as log_softmax rounds differently.
         logits_TV = logits_TV[: len(tokens)] - logits_TV[: len(tokens)].amax(-1, keepdim=True)
         logprobs_T = logits_TV.gather(1, following_T1).squeeze(1) - logits_TV.exp().sum(-1).log()
         return [logprobs[:-1] for logprobs in logprobs_T.split([len(row) for row in rows])]

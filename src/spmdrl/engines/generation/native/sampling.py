@@ -86,7 +86,7 @@ def draw(logits_BV: Tensor, positions_B: Tensor, rows: RowSampling) -> Drawn:
     At temperature 0 the token is the likeliest one and the log-prob is that of temperature 1.
     """
     scaled_BV = logits_BV / rows.divisor_B1 if rows.has_scaling else logits_BV
-    # In the steps in which training computes log-probs, which log_softmax rounds otherwise.
+    # In the same steps as training, as log_softmax rounds differently.
     scaled_BV = scaled_BV - scaled_BV.amax(-1, keepdim=True)
     weights_BV = scaled_BV.exp()
     log_sum_B = weights_BV.sum(-1).log()
