@@ -47,7 +47,7 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """What one run has shown."""
+    """What was measured in one run."""
 
     step_seconds: list[float]
     reshard_seconds: list[float]

@@ -131,7 +131,7 @@ def sigterm_as_exit() -> Iterator[None]:
 
 
 def _end(process: subprocess.Popen[bytes], mark: str) -> None:
-    """Kill what is left of a command: its session, and where there is a /proc, all that it started."""
+    """Kill what is left of a command: its session, and on systems with /proc everything that it started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -119,18 +119,18 @@ def _engine(config: DecoderConfig, mesh: UpdateMesh, device: Device) -> Training
 
 def _train(
     engine: TrainingEngine,
-    see: Callable[[int, Mapping[str, Shard]], None],
+    visit: Callable[[int, Mapping[str, Shard]], None],
     *,
     last_step: AbstractContextManager | None = None,
 ) -> list[float]:
-    """Make the steps, call `see` with the gradients of each, and return the losses. Collective over the mesh."""
+    """Make the steps, call `visit` with the gradients of each, and return the losses. Collective over the mesh."""
     rows = make_rows(engine.config.vocab_size)
     mine = rows.select(range(engine.mesh.data.rank, len(rows), engine.mesh.data.size))
     losses = []
     for step in range(NUM_STEPS):
         with (step + 1 == NUM_STEPS and last_step) or nullcontext():
             accumulated = engine.accumulate(mine, token_mean_loss)
-            see(step, engine.model.named_gradients())
+            visit(step, engine.model.named_gradients())
             losses.append(engine.step(accumulated).loss)
         engine.drop_gradients()
     return losses

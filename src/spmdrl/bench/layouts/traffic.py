@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from spmdrl.resources.mesh import Axis, UpdateMesh
 
-EVERYBODY = "all"
-"""The name of what all ranks exchange outside any axis: loss, norm and metrics."""
+ALL_RANKS = "all"
+"""In place of an axis, for what all ranks exchange: loss, norm and metrics."""
 
 Given = Mapping[str, Any]
 """What a collective was called with, by the names in its schema."""
@@ -41,12 +41,12 @@ class Traffic(TorchDispatchMode):
 
     def _count(self, func: Any, args: tuple) -> None:
         name = str(func).split(".")[1]
-        # An unforeseen operation must not go uncounted.
+        # A new kind of collective must not go uncounted.
         assert name in _SENT_BYTES, f"no rule for the bytes that {func} sends"
         given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
         group = dist.ProcessGroup.unbox(given["process_group"])
         if num_bytes := round(_SENT_BYTES[name](given, group)):
-            self.bytes[self._axis_of_group.get(group.group_name, EVERYBODY)] += num_bytes
+            self.bytes[self._axis_of_group.get(group.group_name, ALL_RANKS)] += num_bytes
 
 
 def _size(given: Given, name: str) -> int:
@@ -73,7 +73,7 @@ _SENT_BYTES: dict[str, Callable[[Given, dist.ProcessGroup], float]] = {
     "_allgather_base_": lambda given, group: (group.size() - 1) * _size(given, "input_tensor"),
     "_reduce_scatter_base_": lambda given, group: _others(group) * _size(given, "input_tensor"),
     "alltoall_base_": _exchanged,
-    # The last rank of the ring hands nothing on; all together send n - 1 times the whole.
+    # The last rank of the ring sends nothing on; all together send n - 1 times the whole.
     "broadcast_": lambda given, group: _others(group) * _size(given, "tensors"),
     "send": lambda given, group: _size(given, "tensors"),
     "recv_": lambda given, group: 0,

@@ -19,7 +19,7 @@ _STYLE = "text{font:11px sans-serif;fill:#333}.grid{stroke:#ddd}.resident{fill:n
 
 
 def memory_svg(curves: Mapping[str, Phases]) -> str:
-    """One panel a curve, on one scale; each phase is as wide as any other, whatever it took."""
+    """One panel per curve, on one scale; all phases are equally wide, however long they took."""
     looks = [look for phases in curves.values() for some in phases.values() for look in some]
     peak = max(max(look.resident, sum(look.ledger.values())) for look in looks)
     owners = [owner for owner in looks[0].ledger if any(look.ledger[owner] for look in looks)]

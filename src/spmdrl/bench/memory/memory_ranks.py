@@ -78,19 +78,19 @@ class Watch:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Look on while the block runs, and once more at its end."""
+        """Sample from the start of the block to its end."""
         looks, ended, started = self.phases.setdefault(name, []), threading.Event(), time.perf_counter()
 
         def look() -> None:
             device = dict(self._ledger.snapshot(name).device)
             looks.append(Look(time.perf_counter() - started, resident_bytes() - self._idle_bytes, device))
 
-        def look_on() -> None:
+        def look_repeatedly() -> None:
             while not ended.wait(_SECONDS_BETWEEN_LOOKS):
                 look()
 
         look()
-        thread = threading.Thread(target=look_on)
+        thread = threading.Thread(target=look_repeatedly)
         thread.start()
         try:
             yield

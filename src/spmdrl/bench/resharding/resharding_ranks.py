@@ -58,7 +58,7 @@ class ReshardFigures:
     """What one rank measured; lists go by round."""
 
     least_bytes: int = 0
-    """what no way can receive less than"""
+    """lower bound on what any way receives"""
     buffer_bytes: dict[str, int] = field(default_factory=dict)
     """by executor: what it may take at most"""
     received_bytes: dict[str, int] = field(default_factory=dict)

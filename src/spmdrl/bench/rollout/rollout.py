@@ -156,7 +156,7 @@ def _generate(started: ContenderResults[Peer], lengths: str) -> EngineRun:
 
 
 def check_same_work(runs: Runs, work: RolloutWork) -> None:
-    """Raise RuntimeError where an engine made too few or too many tokens: then its rate means nothing."""
+    """Raise RuntimeError if an engine made too few or too many tokens, which would make its rate meaningless."""
     for (lengths, engine), turns in runs.items():
         wanted = work.lengths[lengths]
         for made in (found.row_lengths for found in turns.results):

@@ -29,10 +29,10 @@ TASK_FILE = "task.json"
 
 
 class Store(Protocol):
-    """Where rows wait for their consumer. Both processes open it, at the address that `serve` gave."""
+    """Holds rows until their consumer gets them. Both processes open it at the address that `serve` yields."""
 
     packed: bool
-    """whether it is given ragged columns as one array too"""
+    """whether ragged columns are put as one array too"""
 
     def __init__(self, address: Any): ...
     @staticmethod
@@ -45,12 +45,12 @@ class Store(Protocol):
 
 @dataclass
 class StoreFigures:
-    """What one store took for the rows of one shape, by counted step; every one of them puts and gets all rows."""
+    """Seconds and memory of one store with rows of one shape, by counted step; each step puts and gets all rows."""
 
     put_seconds: list[float] = field(default_factory=list)
     get_seconds: list[float] = field(default_factory=list)
     request_seconds: list[float] = field(default_factory=list)
-    """of requests whether there is something to get"""
+    """of requests for the number of rows that are ready"""
     resident_bytes: list[int] = field(default_factory=list)
     """of producer and consumer, shared memory included"""
 

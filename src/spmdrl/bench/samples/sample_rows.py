@@ -127,7 +127,7 @@ def _rows(size: RowsSize, lengths_B: Array, seed: int = 0) -> Rows:
 
 
 class KeptMemory:
-    """Private memory that is there from the first copy on, so that later ones touch no fresh page."""
+    """Private memory, allocated at the first copy, so that later ones touch no fresh page."""
 
     def __init__(self) -> None:
         self._arrays: dict[object, Array] = {}

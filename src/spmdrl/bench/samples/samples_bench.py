@@ -169,7 +169,7 @@ _NOTES = (
     "once a row",
     f"of memcpy: put + get; goals: {GOAL_OF_MEMCPY} padded and ragged; the ratios of --json are those of '{HEADLINE}', "
     "what taking returns: views where rows lie together",
-    f"p50, p99: of a request whether rows are ready; goal: {GOAL_P50_MICROSECONDS} us at the median",
+    f"p50, p99: of a request for ready rows; goal: {GOAL_P50_MICROSECONDS} us at the median",
     "RSS: producer / consumer in MB, with shared memory, without processes of the store",
 )
 
