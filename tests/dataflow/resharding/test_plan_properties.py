@@ -130,7 +130,7 @@ def test_every_wanted_element_is_received_once_between_all_layouts_of_up_to_4_ra
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("num_ranks", range(5, 1 + int(os.environ.get("SPMDRL_MOST_RANKS", "5"))))
 def test_every_wanted_element_is_received_once_between_all_layouts_of_more_ranks(model, num_ranks):
-    """Up to as many ranks as SPMDRL_MOST_RANKS says; 16 take a quarter of an hour."""
+    """Up to SPMDRL_MOST_RANKS ranks; 16 take a quarter of an hour."""
     check_all_pairs(model, num_ranks)
 
 

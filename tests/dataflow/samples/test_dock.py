@@ -183,7 +183,7 @@ def rewards_of(rows: list[int]) -> Batch:
 
 
 def requests_that_fail(world: World) -> dict[str, str]:
-    """Rank 1 asks rank 0's warehouse for what it lacks, sends it gadgets, and finds it stopped and then gone."""
+    """Rank 1 requests what rank 0's warehouse lacks, sends it gadgets, and finds it stopped and then gone."""
     nodes = SeveralNodes(Warehouse(), Volume(), world, timeout_seconds=1.0, locality=True, plain_tcp=False)
     on_rank_0 = Catalogue(np.zeros(NUM_ROWS, dtype=np.int64))
     pids = [int(pid) for pid in gather_ragged(torch.tensor([os.getpid()]))]

@@ -6,10 +6,10 @@ Eq. 4 has, for each of G x N rows padded to PL and SL, in values of 4 bytes:
 - 3 n SL: each of the n items that are as long as the response is put once, by the state that makes it, and fetched
   twice. Here the advantage state and the update fetch them all; the states between take the rows that their rank
   generated, which moves nothing;
-- 8 (C + 1) M: the M scalars are put once and fetched twice, too, which is 3 M; the rest is what the C controllers are
-  told of them. Ours are replicated, and a rank hears packed news once for all its controllers. So we are below the
-  equation here, and above it by 8 bytes of offsets for each row of a ragged column; both are far below 1% at these
-  sizes.
+- 8 (C + 1) M: the M scalars are put once and fetched twice, too, which is 3 M; the rest is what the C controllers
+  receive of them. Ours are replicated, and a rank receives packed news once for all its controllers. So we are below
+  the equation here, and above it by 8 bytes of offsets for each row of a ragged column; both are far below 1% at
+  these sizes.
 
 Rows are dealt over warehouses whoever makes or takes them (`dock.locality: false`), as in the paper. All links count,
 and the sum over ranks is that of all S warehouses.

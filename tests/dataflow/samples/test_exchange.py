@@ -1,4 +1,4 @@
-"""The exchange between nodes: what it moves, and what it says when the other side doesn't."""
+"""The exchange between nodes: what it moves, and its error when the other side doesn't."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_each_row_comes_once_from_a_rank_of_its_home(num_nodes, ranks_per_node, 
 
 
 def take_from_a_rank_that_hangs(world: World) -> str:
-    """Rank 0 doesn't come to its part in the exchange; what rank 1 is told."""
+    """Rank 0 doesn't come to its part in the exchange; returns rank 1's error."""
     dock = flow.open_dock(world, DockConfig(timeout_seconds=1.0, locality=False))
     samples = dock.open_batch(0, flow.make_prompts(), flow.GROUP_SIZE)
     flow.generate(samples, samples.deal_generation())

@@ -267,6 +267,6 @@ class limited_memory:
 
 
 def status_bytes(name: str) -> int:
-    """One of the sizes that the kernel tells of this process."""
+    """One of the sizes that the kernel reports of this process."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name + ":"))

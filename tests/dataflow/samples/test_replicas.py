@@ -1,4 +1,4 @@
-"""Replicas of several ranks: rows to generate are dealt to replicas, and their first ranks speak for them."""
+"""Replicas of several ranks: rows to generate are dealt to replicas, and their first ranks put for them."""
 
 import pytest
 

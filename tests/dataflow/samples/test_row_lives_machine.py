@@ -1,7 +1,7 @@
 """Random lives of rows on several nodes, with losses and restores: no row is lost, doubled or split from its group.
 
-Every node has its replica of the rows' lives and hears the others' news at its own pace, in its own order and in its
-own portions. A model in plain sets says what must come out.
+Every node has its replica of the rows' lives and observes the others' news at its own pace, in its own order and in
+its own portions. A model in plain sets has what must come out.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ class Nodes(RuleBasedStateMachine):
         self.finish(state, random)
 
     def finish(self, state: WorkerState, random: Random) -> None:
-        """All replicas end a state's claims; whether they hear of its columns before or after makes no difference."""
+        """All replicas end a state's claims; whether they observe its columns before or after makes no difference."""
         for replica in range(len(self.replicas)):
             for writer in range(len(self.told)):
                 left = len(self.told[writer]) - self.heard[replica][writer]
@@ -249,7 +249,7 @@ class Nodes(RuleBasedStateMachine):
             assert counts == [rows.size for rows in places]
 
     def check(self) -> None:
-        """All replicas say what the truth says."""
+        """All replicas agree with the truth."""
         for replica in self.replicas:
             self.check_facts(replica)
             self.check_claims(replica)
@@ -301,7 +301,7 @@ class Nodes(RuleBasedStateMachine):
 
 
 def test_no_row_is_lost_doubled_or_split_in_random_sequences():
-    """A thousand sequences, or as many as SPMDRL_SEQUENCES says."""
+    """A thousand sequences, or as many as SPMDRL_SEQUENCES names."""
     few_steps = settings(
         max_examples=int(os.environ.get("SPMDRL_SEQUENCES", "1000")),
         stateful_step_count=8,

@@ -47,7 +47,7 @@ def child(function: Callable[..., None], *args):
 
 
 def receive(pipe: Connection):
-    assert pipe.poll(60), "the other process says nothing"
+    assert pipe.poll(60), "the other process sends nothing"
     return pipe.recv()
 
 
@@ -200,7 +200,7 @@ def test_frames_go_both_ways_between_two_processes():
 
 
 def make_pool(pipe: Connection, create: Callable[[], SharedFile]) -> None:
-    """Host and writer 0: stores, forgets the names when it is told to, then waits."""
+    """Host and writer 0: stores, forgets the names on request, then waits."""
     host = host_pool(2, CAPACITY, create=create)
     pool = Pool(host.address, 0)
     pipe.send(host.address)

@@ -1,4 +1,4 @@
-"""What an update tells of the distance between the tokens' makers and their learner."""
+"""What an update reports of the distance between generator and trainer."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from spmdrl.engines.environment.episode import End, Episode, Observation
 
 
 class Answering:
-    """Says how long the turn was, in letters that depend on the row's seed, and ends the row after three turns."""
+    """Answers with the turn's length, in letters that depend on the row's seed, and ends the row after three turns."""
 
     def step(self, episode: Episode):
         if len(episode.turns) == 2:
@@ -17,7 +17,7 @@ class Answering:
 
 
 class Judging:
-    """Ends each row with a reward of its own, or fails as the prompt says."""
+    """Ends each row with a reward of its own, or fails, by its prompt."""
 
     def step(self, episode: Episode):
         what = episode.columns["what"]
