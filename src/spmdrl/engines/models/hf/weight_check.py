@@ -13,12 +13,11 @@ import torch
 
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf.model_folder import count_prediction_layers, parameter_shapes
-from spmdrl.engines.models.hf.model_weights import WeightFiles
+from spmdrl.engines.models.hf.model_weights import VALUE_HEAD, WeightFiles
 from spmdrl.types import WeightSlice
 
 _EMBEDDING = "model.embed_tokens.weight"
 _LANGUAGE_HEAD = "lm_head.weight"
-_VALUE_HEAD = "score.weight"
 _DTYPES = ("F64", "F32", "F16", "BF16")
 _ROWS_AT_A_TIME = 4096
 _MOST_NAMED = 3
@@ -78,7 +77,7 @@ def _is_harmless(name: str, config: DecoderConfig) -> bool:
         # The head of the language model that it was made of; a bias is refused by the reader, unless it is 0.
         return name in (_LANGUAGE_HEAD, "score.bias")
     # The head of a value model; a head beside a tied one is compared with the embedding.
-    return name == _VALUE_HEAD or (name == _LANGUAGE_HEAD and config.tied_head)
+    return name == VALUE_HEAD or (name == _LANGUAGE_HEAD and config.tied_head)
 
 
 def _check_weight(files: WeightFiles, name: str, expected: tuple[int, ...]) -> None:
