@@ -11,7 +11,7 @@ class Terminal(io.StringIO):
 
 
 def told(stream: io.StringIO, seconds_each: float, num_groups: int) -> str:
-    """What is told of groups of 2 rows and 100 tokens, one after each so many seconds."""
+    """What is printed of groups of 2 rows and 100 tokens, one after each of these numbers of seconds."""
     now = [5.0]
     progress = GenerationProgress(2 * num_groups, stream=stream, clock=lambda: now[0])
     for _ in range(num_groups):

@@ -25,7 +25,7 @@ class Fault:
     kind: Any
     """the type that the schema has there"""
     refusal: str = ""
-    """the words of a dataclass that refuses its own values"""
+    """the message of a dataclass that refuses its own values"""
     advice: str = ""
     """what to do about a key that another member of a union has"""
 
@@ -46,7 +46,7 @@ class Fault:
 
     @property
     def wants_text(self) -> bool:
-        """Whether the text of a number may do where the number doesn't."""
+        """Whether a number's text may be valid where the number isn't."""
         return self.type in ("string_type", "literal_error")
 
     def message(self, given: Given, way_out: str | None) -> str:

@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         path = write_report(arguments.run_dir, others=arguments.other_run_dirs, out=arguments.output)
         if arguments.watch is not None:
-            show(f"report: {path}, written anew each {arguments.watch:g} s while the run goes on; Ctrl-C ends this")
+            show(f"report: {path}, rewritten every {arguments.watch:g} s while the run goes on; Ctrl-C ends this")
             _watch(arguments)
     except FileNotFoundError as error:
         show(f"spmdrl report: {error}", stream=sys.stderr)
@@ -61,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _watch(arguments: argparse.Namespace) -> None:
-    """Write the report again and again while a job holds the run's folder, and once more after it."""
+    """Rewrite the report while a job holds the run's folder, and once more after it."""
     is_running = True
     with contextlib.suppress(KeyboardInterrupt):
         while is_running:
@@ -73,7 +73,7 @@ def _watch(arguments: argparse.Namespace) -> None:
 def _seconds(text: str) -> float:
     value = float(text)
     if not 0.1 <= value <= 86_400:
-        raise argparse.ArgumentTypeError(f"{text} is no time to wait; give 0.1 to 86400 seconds")
+        raise argparse.ArgumentTypeError(f"{text} is no interval; give 0.1 to 86400 seconds")
     return value
 
 
@@ -84,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--output", type=Path, metavar="FILE", help="where to write it instead of RUN_DIR/report.html")
     parser.add_argument(
         "--watch", type=_seconds, nargs="?", const=10.0, metavar="SECONDS",
-        help="write it again each so many seconds (10) while the run goes on; the page's `live` box reloads it",
+        help="rewrite it every SECONDS (10) while the run goes on; the page's `live` box reloads it",
     )  # fmt: skip
     parser.add_argument("--perfetto", type=Path, metavar="FILE", help="also write the timeline as a Perfetto trace")
     return parser

@@ -21,7 +21,7 @@ class RunData:
 
     run_dir: Path
     metrics: dict[int, dict[str, float]]
-    """By step, rising; a step that was written twice counts as its later line."""
+    """In step order; of a step that was written twice, the later line."""
     timeline: TimelineRecords
     samples: list[dict[str, Any]]
     checkpoints: list[dict[str, Any]]

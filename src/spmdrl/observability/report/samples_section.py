@@ -34,7 +34,7 @@ def sample_viewer(records: Sequence[Mapping[str, Any]]) -> Parts:
 def fitting(samples: Sequence[Mapping[str, Any]], max_bytes: int) -> list[Mapping[str, Any]]:
     """Samples of evenly spread steps, the last one included, whose JSON takes at most `max_bytes`.
 
-    Of a single step that takes more, its first samples.
+    If a single step takes more, its first samples.
     """
     sizes = [len(htmlsafe_json_dumps(sample, **JSON_FORMAT)) + 1 for sample in samples]
     size_of: dict[int, int] = {}

@@ -21,7 +21,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class TimelineRecords:
-    """All that the ranks of a run wrote, in the order of time."""
+    """All that the ranks of a run wrote, by time."""
 
     spans: list[Span]
     snapshots: list[MemorySnapshot]
@@ -37,7 +37,7 @@ class Timeline:
 
     def __init__(self, path: Path, rank: int, *, shown: Callable[[str], AbstractContextManager[None]] = nullcontext,
                  part_bytes: int = PART_BYTES):  # fmt: skip
-        """`shown` makes the context that a stage of a name is in, such as one that names it on a screen."""
+        """`shown(name)` is a context around each stage, such as one that shows its name on a screen."""
         self.rank = rank
         self._shown = shown
         # Wall time places ranks beside each other; the monotonic clock measures, so that no clock change bends a stage.
@@ -47,7 +47,7 @@ class Timeline:
         self._seconds: dict[int, dict[str, float]] = {}
         self._moved_in_open_stages: list[list[Moved]] = []
         self.failed_stage: str | None = None
-        """The innermost stage that the last error has left; None once another has begun."""
+        """The innermost stage that the last error ended; None once another has begun."""
 
     @contextmanager
     def stage(self, name: str, step: int) -> Iterator[None]:
@@ -147,7 +147,7 @@ def _stage_event(span: Span, origin: float) -> dict[str, Any]:
 
 
 def _memory_events(snapshot: MemorySnapshot, origin: float) -> Iterator[dict[str, Any]]:
-    """Counters of what was held and, where it is known, of the peaks since the boundary before."""
+    """Counters of what was held and, where they are known, of the peaks since the previous boundary."""
     held, micros = snapshot.held, (snapshot.time - origin) * 1e6
     event = {"ph": "C", "pid": snapshot.rank, "ts": micros}
     yield event | {"name": "device memory", "args": held.device}

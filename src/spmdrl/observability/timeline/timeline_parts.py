@@ -22,7 +22,7 @@ class PartedWriter:
     """Appends JSON objects, one per line, to an open file, which is closed and compressed once it has grown."""
 
     def __init__(self, path: Path, header: Mapping[str, Any], *, part_bytes: int = PART_BYTES):
-        """`header` begins what this process writes in each file."""
+        """`header` is the first line that this process writes into each file."""
         self._path = path
         self._header = header
         self._part_bytes = part_bytes
@@ -32,7 +32,7 @@ class PartedWriter:
     def write(self, record: Mapping[str, Any]) -> None:
         """Append one object; a new file begins with a new step, since a step's lines belong together."""
         step = record["step"]
-        # What the disk hasn't taken yet belongs into the open file.
+        # What the disk hasn't taken yet belongs in the open file.
         if step > self._last_step and self._writer.num_waiting == 0:
             with going_on_without("a closed part of the timeline"):
                 if self._path.stat().st_size > self._part_bytes:
