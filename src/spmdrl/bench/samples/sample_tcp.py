@@ -136,9 +136,10 @@ class _BlobConnection(socketserver.BaseRequestHandler):
             self.request.sendall(b"1")
         elif kind == GET:
             blob = kept.blobs[kept.num_taken]
+            # Counted before the consumer has it: the other connection may then clear all, in a thread of its own.
+            kept.num_taken += 1
             self.request.sendall(SIZE.pack(len(blob)))
             self.request.sendall(blob)
-            kept.num_taken += 1
         elif kind == COUNT:
             self.request.sendall(SIZE.pack(len(kept.blobs) - kept.num_taken))
         else:
