@@ -47,7 +47,7 @@ seeds = st.integers(0, 2**32)
 
 @dataclass
 class Truth:
-    """What must be so once everybody has heard everything."""
+    """What must be so once every replica has received all news."""
 
     homes: list[int] = field(default_factory=list)
     """by group"""
@@ -85,10 +85,10 @@ class Nodes(RuleBasedStateMachine):
 
     def begin_hearing(self) -> None:
         nodes = range(len(self.replicas))
-        self.told: list[list[RowMetadata | RowDrop]] = [[] for _ in nodes]
+        self.sent: list[list[RowMetadata | RowDrop]] = [[] for _ in nodes]
         """by writer"""
-        self.heard = [[0 for _ in nodes] for _ in nodes]
-        """by replica and writer how many of its news it has heard"""
+        self.received = [[0 for _ in nodes] for _ in nodes]
+        """by replica and writer how many of its news it has received"""
         self.half_made: set[WorkerState] = set()
         """states that put columns since they last finished"""
         for node in nodes:
@@ -102,7 +102,7 @@ class Nodes(RuleBasedStateMachine):
             assert not self.truth.columns[row].intersection(names), "a column is made once"
             self.truth.columns[row].update(names)
             self.truth.payload[self.truth.home(row)].update({(row, name): f"{name} of {row}" for name in names})
-        self.told[writer].append(RowMetadata(index, mask, lengths))
+        self.sent[writer].append(RowMetadata(index, mask, lengths))
 
     def groups_without_prompts(self) -> list[int]:
         return [group for group in range(NUM_GROUPS) if not self.truth.columns[group * GROUP_SIZE]]
@@ -121,28 +121,28 @@ class Nodes(RuleBasedStateMachine):
         rows = [row for row in ROWS if random.random() < 0.1]
         for row in rows:
             self.truth.dropped[row] = min(reason, self.truth.dropped.get(row, reason))
-        self.told[random.randrange(len(self.replicas))].append(RowDrop(np.array(rows, dtype=np.int64), reason))
+        self.sent[random.randrange(len(self.replicas))].append(RowDrop(np.array(rows, dtype=np.int64), reason))
 
     @rule(seed=seeds)
     def hear_some(self, seed: int) -> None:
         random = Random(seed)
         for replica in range(len(self.replicas)):
-            for writer in random.sample(range(len(self.told)), len(self.told)):
-                left = len(self.told[writer]) - self.heard[replica][writer]
-                self.hear(replica, writer, random.randint(0, left))
+            for writer in random.sample(range(len(self.sent)), len(self.sent)):
+                left = len(self.sent[writer]) - self.received[replica][writer]
+                self.receive(replica, writer, random.randint(0, left))
 
-    def hear(self, replica: int, writer: int, count: int) -> None:
-        start = self.heard[replica][writer]
-        news = self.told[writer][start : start + count]
+    def receive(self, replica: int, writer: int, count: int) -> None:
+        start = self.received[replica][writer]
+        news = self.sent[writer][start : start + count]
         packed = pack_news(joined(news) if count % 2 else news)
         self.replicas[replica].observe(unpack_news(packed))
-        self.heard[replica][writer] += count
+        self.received[replica][writer] += count
 
-    def hear_all(self, random: Random) -> None:
+    def receive_all(self, random: Random) -> None:
         """What a commit does."""
         for replica in range(len(self.replicas)):
-            for writer in random.sample(range(len(self.told)), len(self.told)):
-                self.hear(replica, writer, len(self.told[writer]) - self.heard[replica][writer])
+            for writer in random.sample(range(len(self.sent)), len(self.sent)):
+                self.receive(replica, writer, len(self.sent[writer]) - self.received[replica][writer])
 
     @rule(seed=seeds)
     def work(self, seed: int) -> None:
@@ -160,7 +160,7 @@ class Nodes(RuleBasedStateMachine):
         self.check()
 
     def take_some(self, random: Random) -> None:
-        self.hear_all(random)
+        self.receive_all(random)
         state = random.choice([state for state in MADE if self.truth.ready(state)] or list(MADE))
         ready = self.truth.ready(state)
         rows = random.sample(ready, random.randint(len(ready) // 2, len(ready)))
@@ -195,16 +195,16 @@ class Nodes(RuleBasedStateMachine):
         for _ in range(random.randint(1, 3)):
             self.put_some(state, random)
         failed = self.unmade(state) if MADE[state] else []
-        self.told[0].append(RowDrop(np.array(failed, dtype=np.int64), "failed"))
+        self.sent[0].append(RowDrop(np.array(failed, dtype=np.int64), "failed"))
         self.truth.dropped |= {row: min("failed", self.truth.dropped.get(row, "failed")) for row in failed}
         self.finish(state, random)
 
     def finish(self, state: WorkerState, random: Random) -> None:
         """All replicas end a state's claims; whether they observe its columns before or after makes no difference."""
         for replica in range(len(self.replicas)):
-            for writer in range(len(self.told)):
-                left = len(self.told[writer]) - self.heard[replica][writer]
-                self.hear(replica, writer, random.randint(0, left))
+            for writer in range(len(self.sent)):
+                left = len(self.sent[writer]) - self.received[replica][writer]
+                self.receive(replica, writer, random.randint(0, left))
             self.replicas[replica].finish(state)
         rows = self.truth.claimed[state].keys()
         assert self.truth.trained().isdisjoint(rows) or state is not WorkerState.UPDATE, "a row is trained once"
@@ -215,7 +215,7 @@ class Nodes(RuleBasedStateMachine):
     @precondition(lambda self: not self.half_made)
     @rule()
     def save(self) -> None:
-        self.hear_all(Random(0))
+        self.receive_all(Random(0))
         self.check()
         snapshots = [snapshot(replica) for replica in self.replicas]
         for other in snapshots[1:]:
@@ -285,7 +285,7 @@ class Nodes(RuleBasedStateMachine):
         random = Random(0)
         for group in self.groups_without_prompts():
             self.announce_columns(0, [row for row in ROWS if row // GROUP_SIZE == group], ("prompt_ids",))
-        self.hear_all(random)
+        self.receive_all(random)
         for state in MADE:
             for replica in self.replicas:
                 replica.claim(state, replica.controllers[state].ready_rows())
@@ -293,7 +293,7 @@ class Nodes(RuleBasedStateMachine):
             if MADE[state] and self.unmade(state):
                 self.announce_columns(0, self.unmade(state), MADE[state])
             self.finish(state, random)
-            self.hear_all(random)
+            self.receive_all(random)
         self.check()
         accounts = [replica.settled() for replica in self.replicas]
         assert all(account == accounts[0] for account in accounts)
