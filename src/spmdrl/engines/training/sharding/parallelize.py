@@ -26,7 +26,7 @@ from spmdrl.engines.training.context.context_parallel import check_context_paral
 from spmdrl.engines.training.pipeline.assignment import check_pipeline, layer_spans, stage_numbers
 from spmdrl.engines.training.sharding.sharded_model import ShardedModel
 from spmdrl.resources.layout import UpdateLayout
-from spmdrl.resources.mesh import UpdateMesh
+from spmdrl.resources.mesh import Axis, UpdateMesh
 
 
 @dataclass(frozen=True)
@@ -106,9 +106,9 @@ def shard_modules(decoder: Decoder, mesh: UpdateMesh, precision: Precision) -> N
                 lone.update(experts.parameters())
                 continue
             placement = functools.partial(_expert_placement, num_ranks=mesh.layout.expert_shard)
-            options = _fsdp_options(mesh.expert_shards, precision)
+            options = _fsdp_options(mesh.expert_shards, mesh.pipeline, precision)
             _sum_gradients(fully_shard(experts, mesh=mesh.expert_shards, shard_placement_fn=placement, **options))
-    options = _fsdp_options(mesh.dense_shards, precision)
+    options = _fsdp_options(mesh.dense_shards, mesh.pipeline, precision)
     for module in (*_vocabulary_modules(decoder), *decoder.layers, decoder):
         _sum_gradients(fully_shard(module, mesh=mesh.dense_shards, ignored_params=lone or None, **options))
     if not decoder.config.tied_head and decoder.model.embed_tokens is not None:
@@ -116,13 +116,15 @@ def shard_modules(decoder: Decoder, mesh: UpdateMesh, precision: Precision) -> N
         decoder.model.embed_tokens.set_unshard_in_backward(False)
 
 
-def _fsdp_options(shards: DeviceMesh, precision: Precision) -> dict[str, Any]:
+def _fsdp_options(shards: DeviceMesh, pipeline: Axis, precision: Precision) -> dict[str, Any]:
     """How FSDP2 treats weights that lie on these ranks.
 
-    Gradients are summed over ranks in float32. Where there is one rank nothing is summed: FSDP2, which holds a
-    module's gradient three times while it reduces it, then holds it in the narrower dtype, and widens it at the end.
+    Gradients are summed in float32, over ranks and over micro-batches. On one rank without a pipeline FSDP2 sums
+    nothing before it widens each micro-batch's gradient. It holds a module's gradient three times while it reduces it,
+    so it then does that in the narrower dtype. A pipeline's micro-batches are added up first and reduced once.
     """
-    reduce_dtype = precision.compute if shards.size() == 1 else torch.float32
+    sums_nothing = shards.size() == 1 and pipeline.size == 1
+    reduce_dtype = precision.compute if sums_nothing else torch.float32
     policy = MixedPrecisionPolicy(param_dtype=precision.compute, reduce_dtype=reduce_dtype)
     return {"mp_policy": policy, "reshard_after_forward": True}
 
