@@ -5,6 +5,8 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
@@ -16,11 +18,12 @@ from tests.support.ranks import HOST, run_ranks
 from torch.distributed import TCPStore
 
 from spmdrl.resources.collectives import gather_bytes
+from spmdrl.resources.device import Device
 from spmdrl.resources.network.secret import VARIABLE
 from spmdrl.resources.network.sockets import listening_sockets
 from spmdrl.resources.startup.launch import LaunchEnvironment, StartRefused
 from spmdrl.resources.startup.rendezvous import Network, meet_at_store
-from spmdrl.resources.world import World
+from spmdrl.resources.world import World, connect
 
 SECONDS = timedelta(seconds=10)
 
@@ -152,3 +155,39 @@ def test_ranks_listen_on_loopback_and_gloo_is_closed_once_it_is_connected():
         assert found["total"] == 2.0 and found["gathered"] == 2
         # The gate, or the way to rank 0's, and the group made last, which nobody has closed.
         assert found["hosts"] == ["127.0.0.1"] * 2
+
+
+def connect_two(monkeypatch, init: Callable[[int], None]) -> list[float | str]:
+    """When each of two ranks, here threads, is connected, or the error that it gets instead."""
+    monkeypatch.setattr(dist, "init_process_group", lambda *args, rank, **kwargs: init(rank))
+    store = dist.HashStore()
+
+    def enter(rank: int) -> float | str:
+        world = World(launch_of(rank, 0), Device("cpu"), store)
+        try:
+            connect(world, 30)
+        except RuntimeError as error:
+            return str(world.first_failure(error))
+        return time.monotonic()
+
+    with ThreadPoolExecutor(2) as ranks:
+        return list(ranks.map(enter, range(2)))
+
+
+def test_no_rank_goes_on_before_all_have_made_their_connections(monkeypatch):
+    def init(rank: int) -> None:
+        time.sleep(0.5 * rank)
+
+    started = time.monotonic()
+    assert min(connect_two(monkeypatch, init)) > started + 0.5
+
+
+def test_a_rank_that_cannot_connect_is_named_by_the_others_at_once(monkeypatch):
+    def init(rank: int) -> None:
+        if rank == 1:
+            raise RuntimeError("no more sockets")
+
+    started = time.monotonic()
+    first, second = connect_two(monkeypatch, init)
+    assert first == second and "no more sockets" in first
+    assert time.monotonic() < started + 20

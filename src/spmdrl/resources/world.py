@@ -17,7 +17,7 @@ from spmdrl.resources.memory import return_large_blocks
 from spmdrl.resources.network.gate import Gate
 from spmdrl.resources.network.sockets import LOOPBACK, closing_new_listeners
 from spmdrl.resources.startup.ending import FirstFailure, PeerFailed, cause_of
-from spmdrl.resources.startup.first_failure import find_first
+from spmdrl.resources.startup.first_failure import find_first, wait_for_all
 from spmdrl.resources.startup.launch import LaunchEnvironment, StartRefused, read_launch_environment
 from spmdrl.resources.startup.rank_agreement import Facts, agree, meet
 from spmdrl.resources.startup.rendezvous import Network, meet_at_store
@@ -112,19 +112,28 @@ def open_world(
         facts = {**(facts or {}), "the kind of device": found.kind}
         store = meet(meeting.store, launch, facts, timeout_seconds=start_timeout_seconds)
         _has_met = True
-        timeout = timedelta(seconds=timeout_seconds)
-        store.set_timeout(timeout)
-        with closing_new_listeners():
-            dist.init_process_group(
-                found.backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout
-            )
+        store.set_timeout(timedelta(seconds=timeout_seconds))
         world = World(launch, found, store, timeout_seconds, meeting.gate, meeting.address)
         try:
             with _blaming_the_first(world):
+                with closing_new_listeners():
+                    connect(world, start_timeout_seconds)
                 yield world
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
+
+
+def connect(world: World, timeout_seconds: float) -> None:
+    """Make the process group, and return once it is there on every rank.
+
+    gloo doesn't wait for that: a rank that left its group at once would break the connections that others still make.
+    """
+    dist.init_process_group(
+        world.device.backend, store=world.store, rank=world.rank, world_size=world.size,
+        timeout=timedelta(seconds=world.timeout_seconds),
+    )  # fmt: skip
+    wait_for_all(world.store, world.size, "connected", timeout_seconds)
 
 
 @contextlib.contextmanager

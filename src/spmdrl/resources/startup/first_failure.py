@@ -43,6 +43,22 @@ def find_first(store: dist.Store, rank: int, failure: BaseException) -> FirstFai
     return found[-1]
 
 
+def wait_for_all(store: dist.Store, size: int, state: str, timeout_seconds: float) -> None:
+    """Return once every rank has come here. `state`: what they are then, used once in a job.
+
+    Raises RuntimeError if a rank has failed, or if some are missing after `timeout_seconds`.
+    """
+    store.add(state, 1)
+    deadline, pause = time.monotonic() + timeout_seconds, 0.001
+    while store.add(state, 0) < size:
+        if store.check([_FIRST]):
+            raise RuntimeError("Interrupted by another rank's failure")
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"{store.add(state, 0)} of {size} ranks are {state} after {timeout_seconds:g} s")
+        time.sleep(pause)
+        pause = min(2 * pause, 0.1)
+
+
 def is_consequence(failure: BaseException) -> bool:
     """Whether this is how the end of another rank looks from here."""
     return isinstance(failure, (RuntimeError, OSError)) and _CONSEQUENCES.search(str(failure)) is not None
