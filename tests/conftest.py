@@ -5,11 +5,15 @@ from __future__ import annotations
 import fcntl
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    import torch
 
 # Set before torch is imported: many small ranks share few cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -66,12 +70,81 @@ def _is_helper(pid: int) -> bool:
     return b"resource_tracker" in command or b"multiprocessing.forkserver" in command
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--device",
+        default=os.environ.get("SPMDRL_TEST_DEVICE", "cpu"),
+        help="where tests run what can run on a device: cpu, cuda, npu, or sim, a simulated accelerator",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Have this process and those that tests start use the device of `--device`."""
+    kind = config.getoption("--device")
+    os.environ["SPMDRL_TEST_DEVICE"] = kind
+    if kind == "cpu":
+        return
+    from tests.support.chosen_device import install_chosen, why_missing
+
+    try:
+        if why_missing() is None:
+            install_chosen()
+    except ValueError as error:
+        raise pytest.UsageError(str(error)) from error
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Elsewhere than on a CPU, skip what holds only there; skip all where a simulated device can't be made."""
+    if config.getoption("--device") == "cpu":
+        return
+    from tests.support.chosen_device import why_missing
+
+    missing = why_missing()
+    for item in items:
+        if missing is not None:
+            item.add_marker(pytest.mark.skip(reason=missing))
+        elif (mark := item.get_closest_marker("cpu_only")) is not None:
+            item.add_marker(pytest.mark.skip(reason=f"on a CPU only: {mark.kwargs['reason']}"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    """Note whether the test used the device, and fail it where the device noticed a race."""
+    from tests.support.chosen_device import Uses, chosen_kind, races_found
+
+    uses, num_races = Uses.count, len(races_found())
+    result = yield
+    if Uses.count > uses or {"device", "world"} & set(getattr(item, "fixturenames", ())):
+        item.user_properties.append(("device", chosen_kind()))
+    races = races_found()[num_races:]
+    assert not races, "\n".join(races)
+    return result
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Count the tests that ran on the device: a run in which none did proves nothing about it."""
+    kind = config.getoption("--device")
+    if kind == "cpu":
+        return
+    passed = terminalreporter.stats.get("passed", [])
+    on_device = sum(("device", kind) in report.user_properties for report in passed)
+    terminalreporter.write_line(f"on {kind}: {on_device} of the {len(passed)} tests that passed")
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Let the process that ranks are forked from import what it needs, while the first tests run without it."""
     if any(item.get_closest_marker("ranks") for item in session.items):
         from tests.support.ranks import start_server
 
         start_server()
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """The device of `--device`, for tensors, models and engines of a test's own process."""
+    from tests.support.chosen_device import chosen_device
+
+    return chosen_device()
 
 
 @pytest.fixture(autouse=True)

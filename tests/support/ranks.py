@@ -1,4 +1,4 @@
-"""Starts fresh gloo ranks on this host, runs one function in each, and brings the results back in rank order.
+"""Starts fresh ranks on this host, each of which runs one function on the tests' device, and collects the results.
 
 Ranks are forked from one process that has imported what takes long (see preloaded.py) and done nothing else, so they
 start at once.
@@ -23,6 +23,8 @@ from typing import Any, Literal
 import pytest
 from torch.distributed import TCPStore
 
+from tests.support.chosen_device import Uses, skip_without_devices
+
 HOST = "127.0.0.1"
 ROOT = Path(__file__).parents[2]
 
@@ -42,6 +44,8 @@ def run_ranks(
     `ranks_per_node` pretends that the ranks live on several nodes. `start_method`: "spawn" where the C library must
     read this process's environment anew.
     """
+    skip_without_devices(min(world_size, ranks_per_node or world_size))
+    Uses.count += 1
     # The parent holds the rendezvous store itself, as torchrun's agent does, so the port is bound before ranks get it.
     store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
     ranks = [
@@ -113,10 +117,13 @@ def _rank_main(environment: dict[str, str], pipe: Connection, function: Callable
     os.environ.update(environment)
     try:
         from spmdrl.resources.world import open_world
+        from tests.support.chosen_device import install_chosen, races_found
 
-        with open_world("cpu") as world:
+        with open_world(install_chosen()) as world:
             try:
                 result = function(world, *args)
+                races = races_found()
+                assert not races, races
             except BaseException:
                 # Sent before the process group closes, so that the peers' connection errors come second.
                 pipe.send_bytes(pickle.dumps((False, traceback.format_exc())))

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 import pytest
 
 from spmdrl.resources.world import World, open_world
+from tests.support.chosen_device import chosen_kind
 
 
 @pytest.fixture(scope="package")
 def world() -> Iterator[World]:
-    with open_world("cpu") as opened:
+    with open_world(chosen_kind()) as opened:
         yield opened

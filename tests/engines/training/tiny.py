@@ -109,7 +109,9 @@ def make_engine(
     fitted = fit_update_layout(layout or UpdateLayout(), world.size)
     mesh = build_update_mesh(fitted, world.device, world.rank)
     training = TrainingConfig(max_tokens_per_microbatch=max_tokens)
-    engine = TrainingEngine(CONFIG, training, optim, mesh, world.device, temperature=TEMPERATURE)
+    engine = TrainingEngine(
+        CONFIG, training, optim, mesh, world.device, temperature=TEMPERATURE, compute_dtype=torch.float32
+    )
     engine.load(SeededWeights())
     return engine
 
@@ -144,5 +146,5 @@ def relative_difference(left: Tensor, right: Tensor) -> float:
 
 
 def whole_weights(engine: TrainingEngine) -> dict[str, Tensor]:
-    """Copies of the weights, gathered where they are sharded. Collective."""
-    return {name: weight.clone() for name, weight in engine.whole_weights(torch.float32)}
+    """Copies of the weights on the host, gathered where they are sharded. Collective."""
+    return {name: weight.to("cpu", copy=True) for name, weight in engine.whole_weights(torch.float32)}
