@@ -20,8 +20,10 @@ from spmdrl.engines.models.kernels import ops
 from spmdrl.engines.models.layers import PackedCausalAttention
 from spmdrl.types import offsets_of
 
-# Short enough for short prompts not to be mostly padding, long enough for few attention calls.
-_CPU_TILE, _DEVICE_TILE = 32, 128
+# Queries per tile: short enough for short prompts not to be mostly padding, long enough for few attention calls.
+# Kinds of device that aren't named here cut no rows that begin at position 0.
+WHOLE_ROW_TILES = {"cpu": 32}
+_LATER_TILE = 128
 
 
 @dataclass(frozen=True)
@@ -125,11 +127,11 @@ class PrefillAttention:
         self._places_T = torch.tensor(places, device=cache.device)
         self._tiles: list[_Tile] = []
         self._attend_whole: PackedCausalAttention | None = None
-        if cache.device.type != "cpu" and not any(span.start for span in spans):
+        width = WHOLE_ROW_TILES.get(cache.device.type)
+        if width is None and not any(span.start for span in spans):
             self._attend_whole = PackedCausalAttention(offsets_of([span.stop for span in spans]))
         else:
-            width = _CPU_TILE if cache.device.type == "cpu" else _DEVICE_TILE
-            self._tiles = _tiles(spans, width, size, cache.device)
+            self._tiles = _tiles(spans, width or _LATER_TILE, size, cache.device)
 
     def __call__(self, layer: int, q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor) -> Tensor:
         self._cache.write(layer, self._places_T, k_TJK, v_TJU)
