@@ -14,7 +14,7 @@ ROW = re.compile(r"^\| `([^`]+)` \|([^|]*)\|([^|]*)\|([^|]*)\|$", re.MULTILINE)
 KINDS = ("mean", "total", "maximum", "minimum", "alike")
 # What the jobs of this test don't do: accelerators and other nodes, failures, routers with a bias.
 ELSEWHERE = {
-    "mem/{stage}_peak_gib", "mem/total_gib", "checkpoint/failed", "reward/errors/{verdict}",
+    "mem/{stage}_held_gib", "mem/{stage}_peak_gib", "mem/total_gib", "checkpoint/failed", "reward/errors/{verdict}",
     "router/bias_abs_max", "log/refused_writes", "environment/turns", "environment/tokens",
 }  # fmt: skip
 # Sparse, several updates per step, reference, critic, correction, rollouts over several steps: what records most.

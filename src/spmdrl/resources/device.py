@@ -64,6 +64,10 @@ class Device:
         free, total = self.module.mem_get_info()
         return total - free, total
 
+    def held_bytes(self) -> int:
+        """The device memory in tensors of this process; for accelerators only."""
+        return self.module.memory_allocated()
+
     def take_peak_bytes(self) -> int:
         """The most device memory that PyTorch held since the last call; for accelerators only."""
         peak = self.module.max_memory_allocated()

@@ -67,3 +67,15 @@ def test_a_row_reads_what_another_writes_in_the_same_forward() -> None:
     rows.cache.resize(100)
     first, second = rows.attend((longest, 0, 60), (longest, 60, 100))
     assert torch.equal(torch.cat((first, second)), whole)
+
+
+def test_what_was_read_counts_until_the_cache_is_freed() -> None:
+    cache, taken = PagedCache(CacheShape(1, 4, 2, 8, 6, torch.float32), torch.device("cpu")), []
+    for num_blocks in (9, 0):
+        cache.resize(num_blocks)
+        taken.append(cache.num_bytes)
+        if num_blocks:
+            keys, values = cache.read(0, torch.tensor([[1, 2], [3, 8]]))
+            taken.append(cache.num_bytes)
+    blocks = 9 * cache.shape.block_bytes
+    assert taken == [blocks, blocks + keys.nbytes + values.nbytes, 0]

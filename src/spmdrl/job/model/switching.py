@@ -82,6 +82,7 @@ class Switching:
             recorder.maximum("mem/resident_gib", resident_bytes() / 2**30)
             recorder.maximum("mem/peak_resident_gib", peak_resident_bytes() / 2**30)
         else:
+            recorder.maximum(f"mem/{stage}_held_gib", device.held_bytes() / 2**30)
             recorder.maximum(f"mem/{stage}_peak_gib", device.take_peak_bytes() / 2**30)
             recorder.maximum("mem/total_gib", memory[1] / 2**30)
 

@@ -57,7 +57,8 @@ class PagedCache:
 
     @property
     def num_bytes(self) -> int:
-        return sum(store.untyped_storage().nbytes() for store in self._stores)
+        """Of the blocks and of the workspaces into which they are read."""
+        return sum(tensor.untyped_storage().nbytes() for tensor in (*self._stores, *self._workspaces))
 
     def resize(self, num_blocks: int) -> None:
         """Hold `num_blocks` blocks, keeping what the first ones hold; at 0 the storage is freed."""
