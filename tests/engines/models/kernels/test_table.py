@@ -85,7 +85,7 @@ def device_or_skip(kind: str) -> torch.device:
 
 
 def test_every_operation_is_tested_on_every_kind_of_device() -> None:
-    assert set(CASES) | {"add_matmul", "blocked_linear"} == set(TABLE)
+    assert set(CASES) | {"add_matmul", "blocked_linear", "paged_attention"} == set(TABLE)
     for name, kinds in TABLE.items():
         assert set(kinds) == {"cpu", "cuda", "npu"}
         assert callable(getattr(plain, name)) and callable(getattr(ops, name))

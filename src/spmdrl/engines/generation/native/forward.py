@@ -18,7 +18,12 @@ from torch import Tensor
 
 from spmdrl.engines.generation.expert_choices import ChoiceRecorder
 from spmdrl.engines.generation.native.cache.blocks import SCRATCH_BLOCK
-from spmdrl.engines.generation.native.cache.cached_attention import DecodeAttention, PrefillAttention, Span
+from spmdrl.engines.generation.native.cache.cached_attention import (
+    DecodeAttention,
+    PagedDecodeAttention,
+    PrefillAttention,
+    Span,
+)
 from spmdrl.engines.generation.native.cache.paged import CacheShape, PagedCache
 from spmdrl.engines.generation.native.compiled import CompiledStep, check_compiler, check_compiles
 from spmdrl.engines.generation.native.engine_weights import PackedWeights
@@ -104,10 +109,11 @@ class CachedDecoder:
         fed = [rows[index] for index in order]
         lengths = [1] * lacking + [row.length for row in fed]
         tables = [[SCRATCH_BLOCK]] * lacking + [row.table for row in fed]
+        attention = PagedDecodeAttention.of_rows if ops.reads_pages(self._device) else DecodeAttention
         logits_BV = self._step(
             [0] * lacking + [row.token_ids[-1] for row in fed],
             [length - 1 for length in lengths],
-            DecodeAttention(self.cache, tables, lengths),
+            attention(self.cache, tables, lengths),
         )
         if self._recorder is not None:
             # Unbound tokens are views: a step's choices live until its last row ends.

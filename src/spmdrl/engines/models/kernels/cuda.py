@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -36,14 +37,15 @@ _VARLEN_SHARES_KEYS = "enable_gqa" in _VARLEN_PARAMETERS
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if x.dtype != weight.dtype:
         return plain.rms_norm(x, weight, eps)
-    if LigerRMSNormFunction is not None:
+    # A graph of torch.compile fuses norms itself.
+    if LigerRMSNormFunction is not None and not torch.compiler.is_compiling():
         # Out of place, because the residual stream reads the same gradient.
         return LigerRMSNormFunction.apply(x, weight, eps, 0.0, "llama", False)
     return F.rms_norm(x, x.shape[-1:], weight, eps)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    if LigerSiLUMulFunction is not None and gate.numel():
+    if LigerSiLUMulFunction is not None and gate.numel() and not torch.compiler.is_compiling():
         return LigerSiLUMulFunction.apply(gate, up)
     return plain.swiglu(gate, up)
 
@@ -74,6 +76,18 @@ def packed_attention(q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, rows: PackedRo
             k_TJK, v_TJK = k_TJK.repeat_interleave(share, dim=1), v_TJK.repeat_interleave(share, dim=1)
     ends = rows.cumulative(q_THK.device)
     return varlen_attn(q_THK, k_TJK, v_TJK, ends, ends, rows.longest, rows.longest, **options)[..., :value_size]
+
+
+def _paged_attention(q_BHK: Tensor, keys: Tensor, values: Tensor, tables_BC: Tensor, lengths_B: Tensor) -> Tensor:
+    # Comes with torch's CUDA builds alone.
+    from spmdrl.engines.models.kernels import paged_kernel
+
+    return paged_kernel.paged_attention(q_BHK, keys, values, tables_BC, lengths_B)
+
+
+# Not varlen_attn, which takes block tables from 2.12 on, in blocks of 256 positions, and whose second version leaves
+# rows unwritten where it splits them: https://github.com/pytorch/pytorch/issues/194167
+paged_attention = plain.paged_attention if find_spec("triton") is None else _paged_attention
 
 
 def _flash_can(q_THK: Tensor) -> bool:

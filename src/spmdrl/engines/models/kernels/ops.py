@@ -1,7 +1,8 @@
 """The operations by name; each runs the implementation that the table names for its tensors' device, or the plain one.
 
 Shape letters: `T` packed tokens, `H` query heads, `J` key and value heads, `K` head size, `U` head size of values,
-`B` rows, `Q` queries of a row, `S` key positions, `M` rows, `E` experts, `D` inputs and `O` outputs of a linear layer.
+`B` rows, `Q` queries of a row, `S` key positions, `C` blocks of a table, `M` rows, `E` experts, `D` inputs and `O`
+outputs of a linear layer.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ TABLE: dict[str, dict[str, Callable[..., Any]]] = {
     "grouped_linear": {"cpu": cpu.grouped_linear, "cuda": cuda.grouped_linear, "npu": npu.grouped_linear},
     "blocked_linear": {"cpu": cpu.blocked_linear, "cuda": plain.blocked_linear, "npu": plain.blocked_linear},
     "add_matmul": {"cpu": cpu.add_matmul, "cuda": cuda.add_matmul, "npu": npu.add_matmul},
+    "paged_attention": {"cpu": plain.paged_attention, "cuda": cuda.paged_attention, "npu": plain.paged_attention},
     "packed_attention": {"cpu": cpu.packed_attention, "cuda": cuda.packed_attention, "npu": npu.packed_attention},
 }
 
@@ -94,3 +96,18 @@ def masked_attention(q_BHQK: Tensor, k_BJSK: Tensor, v_BJSU: Tensor, mask: Tenso
     Scaled by 1 / sqrt(K). J divides H. Every query sees at least one of the first keys.
     """
     return implementation("masked_attention", q_BHQK)(q_BHQK, k_BJSK, v_BJSU, mask)
+
+
+def paged_attention(q_BHK: Tensor, keys: Tensor, values: Tensor, tables_BC: Tensor, lengths_B: Tensor) -> Tensor:
+    """Attention of one query per row to its first `lengths_B` cached positions; returns [B, H, U].
+
+    Position s of a row is place s % block_size of block `tables_BC`[s // block_size]; keys are [blocks, J, block size,
+    K], values [blocks, J, block size, U]. Tables and lengths are int32, lengths at least 1. Scaled by 1 / sqrt(K). J
+    divides H.
+    """
+    return implementation("paged_attention", q_BHK)(q_BHK, keys, values, tables_BC, lengths_B)
+
+
+def reads_pages(device: torch.device) -> bool:
+    """Whether paged attention reads blocks where they lie; the plain one copies them beside each other first."""
+    return TABLE["paged_attention"].get(device.type, plain.paged_attention) is not plain.paged_attention

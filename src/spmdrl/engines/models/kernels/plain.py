@@ -1,8 +1,8 @@
 """Each operation in plain PyTorch: what the others are tested against, and what devices without their own run.
 
 Shape letters: `T` packed tokens, `H` query heads, `J` key and value heads, `K` head size, `U` head size of values,
-`B` rows, `Q` queries of a row, `S` key positions, `M` rows sorted by expert, `E` experts, `D` inputs and `O` outputs of
-a linear layer.
+`F` query heads that share a key head, `B` rows, `Q` queries of a row, `S` key positions, `C` blocks of a table, `M`
+rows sorted by expert, `E` experts, `D` inputs and `O` outputs of a linear layer.
 """
 
 from __future__ import annotations
@@ -75,3 +75,15 @@ def masked_attention(q_BHQK: Tensor, k_BJSK: Tensor, v_BJSU: Tensor, mask: Tenso
         q_BHQK, k_BJSK, values, attn_mask=mask, enable_gqa=q_BHQK.shape[1] != k_BJSK.shape[1]
     )
     return out[..., : v_BJSU.shape[-1]]
+
+
+def paged_attention(q_BHK: Tensor, keys: Tensor, values: Tensor, tables_BC: Tensor, lengths_B: Tensor) -> Tensor:
+    (num_rows, num_blocks), (_, num_heads, block_size, _) = tables_BC.shape, keys.shape
+    keys_BJSK, values_BJSU = (
+        store.index_select(0, tables_BC.flatten()).view(num_rows, num_blocks, *store.shape[1:]).transpose(1, 2)
+        .flatten(2, 3) for store in (keys, values)
+    )  # fmt: skip
+    is_cached_BS = torch.arange(num_blocks * block_size, device=lengths_B.device) < lengths_B[:, None]
+    # Query heads that share a key head are its queries, so that it is read once for all of them.
+    q_BJFK = q_BHK.unflatten(1, (num_heads, -1))
+    return masked_attention(q_BJFK, keys_BJSK, values_BJSU, is_cached_BS[:, None, None]).flatten(1, 2)

@@ -92,6 +92,33 @@ def _padded_width(num_blocks: int) -> int:
     return power * 3 // 4 if power >= 4 and num_blocks <= power * 3 // 4 else power
 
 
+class PagedDecodeAttention:
+    """The same, reading blocks where they lie; an `Attend`. No size follows from what tables or lengths hold."""
+
+    def __init__(self, cache: PagedCache, tables_BC: Tensor, lengths_B: Tensor):
+        """Row b has `lengths_B`[b] positions, the new token's included; both are int32 on the cache's device."""
+        self._cache = cache
+        self._tables_BC = tables_BC
+        self._lengths_B = lengths_B.contiguous()
+        size = cache.shape.block_size
+        newest_B = lengths_B.to(torch.int64) - 1
+        blocks_B = tables_BC.gather(1, (newest_B // size)[:, None]).squeeze(1)
+        self._head_places = cache.head_places(blocks_B * size + newest_B % size)
+
+    @classmethod
+    def of_rows(
+        cls, cache: PagedCache, tables: Sequence[Sequence[int]], lengths: Sequence[int]
+    ) -> PagedDecodeAttention:
+        width = max(map(len, tables))
+        padded = [[*table, *[SCRATCH_BLOCK] * (width - len(table))] for table in tables]
+        tables_BC, lengths_B = (torch.tensor(x, dtype=torch.int32, device=cache.device) for x in (padded, lengths))
+        return cls(cache, tables_BC, lengths_B)
+
+    def __call__(self, layer: int, q_BHK: Tensor, k_BJK: Tensor, v_BJU: Tensor) -> Tensor:
+        self._cache.write_heads(layer, self._head_places, k_BJK, v_BJU)
+        return ops.paged_attention(q_BHK, *self._cache.stored(layer), self._tables_BC, self._lengths_B)
+
+
 @dataclass(frozen=True)
 class Span:
     """The positions [start, stop) of one row, whose blocks `table` hold all that is before them."""

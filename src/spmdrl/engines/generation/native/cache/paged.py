@@ -77,6 +77,10 @@ class PagedCache:
             store[:, : old_store.shape[1]] = old_store
         self._keys, self._values = (store.unbind() for store in self._stores)
 
+    def stored(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys [blocks, J, block_size, K] and values [blocks, J, block_size, U] of a layer, where they lie."""
+        return self._keys[layer], self._values[layer]
+
     def write(self, layer: int, places_T: Tensor, k_TJK: Tensor, v_TJU: Tensor) -> None:
         """Put keys and values at `places_T`, counted in tokens: block number x block size + place in the block."""
         self.write_heads(layer, self.head_places(places_T), k_TJK, v_TJU)
