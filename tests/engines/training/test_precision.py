@@ -169,3 +169,14 @@ def test_all_of_it_holds_in_every_layout():
             assert distance_of_reference == 0, layout
         # A pipeline rates on its last rank only.
         assert set.union(*(kept_there.rated for _, kept_there, _ in found)) == {torch.float32}, layout
+
+
+def test_correction_biases_are_exported_in_float32(world):
+    config = replace(MODEL, model_type="deepseek_v3", moe=replace(MODEL.moe, scoring="sigmoid"))
+    engine = engine_of(world, ALONE, config=config)
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+    # bfloat16 would round it to 0.5, and with it the choice of experts.
+    engine.named_shards()[bias].tensor.fill_(0.501)
+    exported = {name: weight.clone() for name, weight in engine.whole_weights(torch.bfloat16)}
+    assert {name for name, weight in exported.items() if weight.dtype is not torch.bfloat16} == {bias}
+    assert torch.equal(exported[bias], torch.full((4,), 0.501))

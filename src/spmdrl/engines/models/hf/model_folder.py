@@ -172,6 +172,12 @@ def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     return {name: tuple(weight.shape) for name, weight in decoder.state_dict().items()}
 
 
+def buffer_dtypes(config: DecoderConfig) -> dict[str, torch.dtype]:
+    """The dtype of each buffer that is a weight, by name: it keeps it whatever dtype the parameters are in."""
+    with torch.device("meta"):
+        return {name: buffer.dtype for name, buffer in Decoder(config).named_buffers()}
+
+
 def _decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
     model_type = family_name(raw.get("model_type"))
     family = FAMILIES[model_type]

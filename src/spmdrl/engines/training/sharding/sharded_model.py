@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from spmdrl.engines.models.decoder import Decoder, DecoderConfig
-from spmdrl.engines.models.hf.model_folder import parameter_shapes
+from spmdrl.engines.models.hf.model_folder import buffer_dtypes, parameter_shapes
 from spmdrl.engines.parallel.parts import Parts
 from spmdrl.engines.parallel.tensor_parallel import is_first
 from spmdrl.engines.parallel.weight_cuts import chunk_of
@@ -97,8 +97,10 @@ class ShardedModel:
     def gather_whole(self, shards: Mapping[str, Shard], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Yield each tensor whole, good until the next one. Collective over all ranks: each takes all of them.
 
-        The shards are weights, or gradients under the weights' names; those that some rank lacks count as 0.
+        The shards are weights, or gradients under the weights' names; those that some rank lacks count as 0. Buffers
+        keep their own dtype.
         """
+        kept = buffer_dtypes(self.config)
         device = next(iter(self.named_weights()))[1].device
         for name, shape in parameter_shapes(self.config).items():
             # Sums of bits with zeros keep every bit; of numbers, they would lose the sign of -0.
@@ -108,7 +110,7 @@ class ShardedModel:
                 bits[shard.slice.index_within(whole_slice(name, shape))] = (
                     shard.tensor.detach().to(torch.float32).view(torch.int32)
                 )
-            yield name, sum_over(bits).view(torch.float32).to(dtype)
+            yield name, sum_over(bits).view(torch.float32).to(kept.get(name, dtype))
 
     def tied_gradients(self) -> list[Tensor]:
         """What this rank stores of the gradients of a tied weight: of the embedding, or of the head's copy of it."""
