@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf.model_folder import hf_config_dict
 from spmdrl.engines.models.hf.model_weights import write_weights
@@ -40,6 +42,8 @@ class RoleModel:
     trainer: TrainingEngine
     source: ModelSource
     world: World
+    saved_dtype: torch.dtype
+    """dtype of the weights in the Hugging Face folders that it writes"""
 
     def write_to(self, folder: Path) -> list[Path]:
         """Write model and trainer state into a checkpoint; returns this rank's files. Collective."""
@@ -55,8 +59,7 @@ class RoleModel:
     def write_model(self, checkpoint: Path) -> list[Path]:
         """Write the model into a checkpoint, as a Hugging Face folder; returns this rank's files. Collective."""
         folder = self._folder_in(checkpoint) / MODEL
-        dtype = self.trainer.compute_dtype
-        weights = self.trainer.whole_weights(dtype)
+        weights = self.trainer.whole_weights(self.saved_dtype)
         try:
             if not self.world.is_main:
                 return []
@@ -66,7 +69,7 @@ class RoleModel:
             # The gathers are collective: ranks that keep nothing take part, and so does one whose disk is full.
             for _ in weights:
                 pass
-        config = hf_config_dict(self.source.decoder, dtype) | token_ids_of(self.source.folder)
+        config = hf_config_dict(self.source.decoder, self.saved_dtype) | token_ids_of(self.source.folder)
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         for name in TOKENIZER_FILES:
             if (self.source.folder / name).is_file():
@@ -106,8 +109,12 @@ def saved_state(config: CheckpointConfig, models: RoleModels, *others: Savable) 
 def build_role_models(checked: CheckedRun, sources: Mapping[Role, ModelSource], world: World) -> RoleModels:
     """The models of a run, cut by its update layout, with the weights of their sources. Collective."""
     meshes: dict[RankSet, UpdateMesh] = {"all": build_update_mesh(checked.layout, world.device, world.rank)}
+    config = checked.config
+    saved_dtype = config.checkpoint.model_dtype(config.model.compute_dtype(world.device.kind))
     return {
-        role: RoleModel(role, _build_trainer(checked, role, source, meshes[role.ranks], world.device), source, world)
+        role: RoleModel(
+            role, _build_trainer(checked, role, source, meshes[role.ranks], world.device), source, world, saved_dtype
+        )
         for role, source in sources.items()
     }
 

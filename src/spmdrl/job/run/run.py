@@ -80,7 +80,7 @@ class Run:
         steps_left = 0 if record.is_finished else self.num_steps - record.step
         if steps_left > 0:
             decoders = [source.decoder for role, source in sources.items() if role.checkpoint is not None]
-            dtype = config.model.compute_dtype(self.world.device.kind)
+            dtype = config.checkpoint.model_dtype(config.model.compute_dtype(self.world.device.kind))
             on_main(
                 self.world, partial(check_disk_space, config.run, self._store, decoders, dtype, num_steps=steps_left)
             )

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
+import torch
 from annotated_types import Ge
 from safetensors import SafetensorError
 
@@ -48,6 +49,9 @@ class CheckpointConfig:
     model_only: bool = False
     """whether to write the model alone, without the optimizer: a fraction of the bytes, but not enough to resume
     from"""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """dtype of the model's weights in checkpoints; auto: that of the computation (model.dtype). Resuming doesn't depend
+    on it: a trainer's own weights are kept in float32"""
     best: str | None = None
     """a metric, such as eval/accuracy or reward, whose best checkpoint is kept and linked as `best`; a better eval/
     metric is saved even where no checkpoint is due; null: none"""
@@ -60,6 +64,12 @@ class CheckpointConfig:
                 "checkpoint.model_only and checkpoint.keep_rollouts are both true, but rollouts are kept for a "
                 "run that resumes, which needs the trainer's state; set one of them to false"
             )
+
+    def model_dtype(self, computed: torch.dtype) -> torch.dtype:
+        """The dtype of the model's weights in checkpoints of a run that computes in this one."""
+        if self.dtype == "auto":
+            return computed
+        return torch.float32 if self.dtype == "float32" else torch.bfloat16
 
 
 @dataclass(frozen=True)
