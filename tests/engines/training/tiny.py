@@ -104,7 +104,12 @@ def packed(lengths: Sequence[int]) -> tuple[Tensor, PackedCausalAttention]:
 
 
 def make_engine(
-    world: World, *, layout: UpdateLayout | None = None, max_tokens: int | None = None, optim: OptimConfig = OPTIM
+    world: World,
+    *,
+    layout: UpdateLayout | None = None,
+    max_tokens: int | None = None,
+    optim: OptimConfig = OPTIM,
+    compute_dtype: torch.dtype | None = None,
 ) -> TrainingEngine:
     fitted = fit_update_layout(layout or UpdateLayout(), world.size)
     mesh = build_update_mesh(fitted, world.device, world.rank)
