@@ -117,4 +117,6 @@ def test_small_steps_in_bfloat16_are_as_near_to_float32_as_those_of_a_plain_loop
         return torch.cat([(weights[name] - start[name]).flatten() for name in start])
 
     theirs = relative_difference(moved(plain_bfloat16), moved(exact))
-    assert relative_difference(moved(whole_weights(engine)), moved(exact)) < 1.5 * theirs < 0.3
+    ours = relative_difference(moved(whole_weights(engine)), moved(exact))
+    # Not nearer than bfloat16 can be.
+    assert theirs / 5 < ours < 1.5 * theirs < 0.3

@@ -109,13 +109,13 @@ def make_engine(
     layout: UpdateLayout | None = None,
     max_tokens: int | None = None,
     optim: OptimConfig = OPTIM,
-    compute_dtype: torch.dtype | None = None,
+    compute_dtype: torch.dtype = torch.float32,
 ) -> TrainingEngine:
     fitted = fit_update_layout(layout or UpdateLayout(), world.size)
     mesh = build_update_mesh(fitted, world.device, world.rank)
     training = TrainingConfig(max_tokens_per_microbatch=max_tokens)
     engine = TrainingEngine(
-        CONFIG, training, optim, mesh, world.device, temperature=TEMPERATURE, compute_dtype=torch.float32
+        CONFIG, training, optim, mesh, world.device, temperature=TEMPERATURE, compute_dtype=compute_dtype
     )
     engine.load(SeededWeights())
     return engine
