@@ -20,8 +20,8 @@ from spmdrl.dataflow.resharding.moving.filling import GeneratorFilling, Names, W
 from spmdrl.dataflow.resharding.moving.gather import Received, ReshardConfig
 from spmdrl.dataflow.resharding.planning.slice_agreement import check_same_version
 from spmdrl.dataflow.resharding.protocols import Generator, Trainer
-from spmdrl.dataflow.resharding.swapping.swap import Leaving, Left, MakeStore, StayingSwap, Swap
-from spmdrl.dataflow.resharding.swapping.swap_space import CopyTimes, make_host_store
+from spmdrl.dataflow.resharding.swapping.swap import Leaving, Left, MakeStore, StayingSwap, Swap, make_host_store
+from spmdrl.dataflow.resharding.swapping.swap_space import CopyTimes
 from spmdrl.resources.memory import MemoryLedger, release_to_system
 from spmdrl.resources.world import World
 from spmdrl.types.roles import POLICY, Role

@@ -15,14 +15,15 @@ from typing import Literal
 
 from torch import Tensor
 
+from spmdrl.dataflow.resharding.swapping.pinned_store import PinnedStore
 from spmdrl.dataflow.resharding.swapping.swap_space import (
     CopyTimes,
+    FileStore,
     HostStore,
     NoStore,
     ReturnTicket,
     Span,
     Ticket,
-    make_host_store,
 )
 from spmdrl.resources.device import Device
 from spmdrl.resources.memory import MemoryLedger, Owner
@@ -30,6 +31,10 @@ from spmdrl.resources.memory import MemoryLedger, Owner
 TensorsByName = Callable[[], Mapping[str, Tensor]]
 MakeStore = Callable[[Device, Path], HostStore]
 _ALIGNMENT = 512
+
+
+def make_host_store(device: Device, directory: Path) -> HostStore:
+    return FileStore(directory) if device.is_cpu else PinnedStore(device)
 
 
 @dataclass(frozen=True)
