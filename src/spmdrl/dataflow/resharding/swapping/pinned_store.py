@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -12,18 +13,35 @@ from spmdrl.resources.device import Device
 
 
 class PinnedStore:
-    """One pinned buffer, copied to and from on a side stream of its own."""
+    """Pinned slabs, copied to and from on a side stream of this store's own.
 
-    def __init__(self, device: Device):
+    PyTorch rounds the size of pinned memory up to a power of two, which would nearly double one large buffer. Each slab
+    is a power of two itself, so that at most the last one is larger than needed.
+    """
+
+    def __init__(self, device: Device, *, slab_bytes: int = 1 << 30):
+        """`slab_bytes`, the size of the largest slabs, is a power of two."""
         self._device = device
+        self._slab_bytes = slab_bytes
         self._stream = device.module.Stream()
-        self._pinned = torch.empty(0, dtype=torch.uint8)
+        self._slabs: list[torch.Tensor] = []
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(map(len, self._slabs))
 
     def reserve(self, num_bytes: int) -> None:
-        if self._pinned.numel() < num_bytes:
-            # A copy still reading the old buffer would otherwise lose it.
-            self._stream.synchronize()
-            self._pinned = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+        try:
+            while (missing := num_bytes - self.num_bytes) > 0:
+                size = min(self._slab_bytes, 1 << (missing - 1).bit_length())
+                self._slabs.append(torch.empty(size, dtype=torch.uint8, pin_memory=True))
+        except RuntimeError as error:
+            raise OSError(
+                errno.ENOMEM,
+                f"no pinned host memory for {num_bytes} bytes of swapped training state beyond {self.num_bytes} "
+                f"({str(error).splitlines()[0]}); start fewer ranks per node, shard the state over more "
+                "(resources.update.shard), or set reshard.swap to never where the device's memory allows it",
+            ) from error
 
     def write(self, spans: Sequence[Span]) -> Ticket:
         return self._copy(spans, returning=False)
@@ -35,7 +53,7 @@ class PinnedStore:
 
     def close(self) -> None:
         self._stream.synchronize()
-        self._pinned = torch.empty(0, dtype=torch.uint8)
+        self._slabs.clear()
 
     def _copy(self, spans: Sequence[Span], *, returning: bool) -> ReturnTicket:
         module = self._device.module
@@ -45,12 +63,20 @@ class PinnedStore:
             begun, copied = module.Event(enable_timing=True), module.Event(enable_timing=True)
             begun.record(self._stream)
             for span in spans:
-                on_host = self._pinned[span.offset : span.offset + span.num_bytes]
-                on_device = _bytes_tensor(span.storage)
-                to, source = (on_device, on_host) if returning else (on_host, on_device)
-                to.copy_(source, non_blocking=True)
+                for on_device, on_host in self._parts(span):
+                    to, source = (on_device, on_host) if returning else (on_host, on_device)
+                    to.copy_(source, non_blocking=True)
             copied.record(self._stream)
         return _EventTicket(self._device, begun, copied)
+
+    def _parts(self, span: Span) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """The bytes of a span, cut where slabs end, each with its place on the host."""
+        on_device, slab_start = _bytes_tensor(span.storage), 0
+        for slab in self._slabs:
+            start, stop = max(span.offset, slab_start), min(span.offset + span.num_bytes, slab_start + len(slab))
+            if start < stop:
+                yield on_device[start - span.offset : stop - span.offset], slab[start - slab_start : stop - slab_start]
+            slab_start += len(slab)
 
 
 class _EventTicket:
