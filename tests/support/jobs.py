@@ -10,14 +10,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from torch.distributed import TCPStore
 
+from spmdrl.resources.device import DeviceKind
+from tests.support.chosen_device import VARIABLE, Uses, chosen_kind, install_chosen, races_found, skip_without_devices
 from tests.support.ranks import HOST, end, fork, rank_environment
 
 ROOT = Path(__file__).parents[2]
@@ -37,6 +39,10 @@ checkpoint: {interval: 0}
 """
 
 
+# Elsewhere than on a CPU: its dtype, and a cache that takes little of the device.
+ON_DEVICES = ("model.dtype=float32", "rollout.kv_cache_gib=0.02")
+_RUNNING_MODELS = ("train", "sft", "eval", "generate")
+
 # A model that was never trained gets some of it, so that every step has gradients.
 REWARD = """
 def share_of_digits(completions, **columns):
@@ -54,15 +60,25 @@ def tiny_config(folder: Path) -> Path:
 def environment(**extra: str) -> dict[str, str]:
     """This process's environment without a launcher's variables, so that jobs started from it are their own."""
     inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    own = {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    return inherited | own | extra
+    path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
+    return inherited | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"} | extra
 
 
 def job_command(verb: str, *arguments: str | Path, ranks: int = 1) -> list[str]:
+    skip_without_devices(ranks)
+    Uses.count += 1
     launcher = [sys.executable]
     if ranks > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    return [*launcher, "-m", "spmdrl", verb, *map(str, arguments)]
+    launcher += ["-m"]
+    if chosen_kind() not in get_args(DeviceKind):
+        launcher += ["tests.support.simulated_accelerator", "--name", chosen_kind()]
+    return [*launcher, "spmdrl", *_arguments(chosen_kind(), verb, *arguments)]
+
+
+def _arguments(kind: str, verb: str, *arguments: str | Path) -> list[str]:
+    on_device = ON_DEVICES if kind != "cpu" and verb in _RUNNING_MODELS else ()
+    return [verb, *on_device, *map(str, arguments)]
 
 
 def launch_job(
@@ -81,25 +97,35 @@ def run_job(
     ranks: int = 1,
     timeout: float = 120,
     only_on: Mapping[int, Sequence[str]] | None = None,
+    kind: str | None = None,
+    prepare: Callable[[], object] | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """As `launch_job`, in forked processes: without the seconds in which Python and torchrun start.
 
-    `only_on` holds further arguments of single ranks.
+    `only_on` holds further arguments of single ranks. The device is of the tests' kind, or of `kind`; `prepare`, which
+    must be importable, is called in each process before the job.
     """
-    command = [verb, *map(str, arguments)]
+    if kind is None:
+        skip_without_devices(ranks)
+        Uses.count += 1
+    kind = kind or chosen_kind()
+    command = _arguments(kind, verb, *arguments)
     store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
     launched = [rank_environment(rank, ranks, ranks, store.port) for rank in range(ranks)] if ranks > 1 else [{}]
+    launched = [own | {VARIABLE: kind} for own in launched]
     with tempfile.TemporaryDirectory() as folder:
         screens = [Path(folder) / "stdout", Path(folder) / "stderr"]
         processes = [
-            fork(_be_job, environment(**own), screens, [*command, *(only_on or {}).get(rank, ())])
+            fork(_be_job, environment(**own), screens, [*command, *(only_on or {}).get(rank, ())], prepare)
             for rank, own in enumerate(launched)
         ]
         code = _code_of_all(processes, time.monotonic() + timeout)
         return subprocess.CompletedProcess(command, code, *(screen.read_text() for screen in screens))
 
 
-def _be_job(own: dict[str, str], screens: Sequence[Path], command: list[str]) -> None:
+def _be_job(
+    own: dict[str, str], screens: Sequence[Path], command: list[str], prepare: Callable[[], object] | None
+) -> None:
     """Do in this process what `python -m spmdrl` does in its own."""
     for number, screen in enumerate(screens, 1):
         file = os.open(screen, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -110,7 +136,13 @@ def _be_job(own: dict[str, str], screens: Sequence[Path], command: list[str]) ->
     os.chdir(ROOT)
     from spmdrl.cli.command_line import main
 
-    raise SystemExit(main(command))
+    install_chosen()
+    if prepare is not None:
+        prepare()
+    code = main(command)
+    if races := races_found():
+        raise SystemExit("\n".join(races))
+    raise SystemExit(code)
 
 
 def _code_of_all(processes: Sequence[BaseProcess], deadline: float) -> int:
