@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from spmdrl.bench.harness.peers import run_to_end, running
+from spmdrl.bench.harness.peers import CommandFailed, run_to_end, running
 
 DOUBLES = """
 import sys
@@ -61,6 +61,17 @@ def test_a_command_leaves_no_daemon_behind(code: int):
     with pytest.raises(RuntimeError, match="ended with 3") if code else nullcontext():
         run_to_end(command, {}, 20)
     assert not _is_running(f"sleep 61.2{code}")
+
+
+RUNS_ANOTHER = "from spmdrl.bench.harness.peers import run_to_end; run_to_end(['sleep', '61.5'], {}, 60)"
+
+
+@needs_proc
+def test_a_command_that_takes_too_long_is_ended_with_those_that_it_runs():
+    with pytest.raises(CommandFailed) as failed:
+        run_to_end([sys.executable, "-c", RUNS_ANOTHER], {"PYTHONPATH": os.pathsep.join(sys.path)}, 4)
+    assert failed.value.how == "nothing within 4 s"
+    assert not _is_running("sleep 61.5")
 
 
 def test_a_command_that_takes_too_long_is_ended():

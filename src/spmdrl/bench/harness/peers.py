@@ -21,23 +21,35 @@ from typing import IO, Any
 
 import spmdrl
 
-_MARK = "SPMDRL_BENCH_COMMAND"
+_MARK, _BEFORE_MARK = "SPMDRL_BENCH_COMMAND", "/"
 _MOST_LOG_CHARACTERS = 3000
+
+
+class CommandFailed(RuntimeError):
+    """A command failed, or took too long."""
+
+    def __init__(self, command: Sequence[str], how: str, log: str):
+        super().__init__(f"{shlex.join(command)} ended with {how}:\n{log[-_MOST_LOG_CHARACTERS:]}")
+        self.how = how
+        """its exit code, negative for a signal, or `nothing within 10 s`"""
+        self.log = log
+        """its stderr"""
 
 
 def run_to_end(command: Sequence[str], environment: Mapping[str, str], limit_seconds: float) -> str:
     """Run a command with some more variables; returns what it printed.
 
-    Raises RuntimeError with the end of its stderr if it fails or takes too long.
+    Raises CommandFailed with the end of its stderr if it fails or takes too long.
     """
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as log:
         with _started(command, environment, stdin=subprocess.DEVNULL, stdout=out, stderr=log) as process:
             try:
-                code: object = process.wait(limit_seconds)
+                code = process.wait(limit_seconds)
+                how = str(code) if code else ""
             except subprocess.TimeoutExpired:
-                code = f"nothing within {limit_seconds:g} s"
-        if code:
-            raise RuntimeError(f"{shlex.join(command)} ended with {code}:\n{_text(log)[-_MOST_LOG_CHARACTERS:]}")
+                how = f"nothing within {limit_seconds:g} s"
+        if how:
+            raise CommandFailed(command, how, _text(log))
         return _text(out)
 
 
@@ -100,9 +112,10 @@ def copy_modules(names: Iterable[str], folder: Path) -> None:
 def _started(
     command: Sequence[str], environment: Mapping[str, str], **streams: Any
 ) -> Iterator[subprocess.Popen[bytes]]:
-    # Whatever the command starts inherits the mark, also where it leaves the command's session.
+    # Whatever the command starts inherits the mark, also where it leaves the command's session. Commands that it runs
+    # with marks of their own keep this one too, or they would outlive it where it is killed.
     mark = uuid.uuid4().hex
-    variables = {**os.environ, **environment, _MARK: mark}
+    variables = {**os.environ, **environment, _MARK: f"{os.environ.get(_MARK, '')}{_BEFORE_MARK}{mark}"}
     with sigterm_as_exit():
         process = subprocess.Popen(command, env=variables, start_new_session=True, **streams)
         try:
@@ -145,9 +158,10 @@ def _end(process: subprocess.Popen[bytes], mark: str) -> None:
 
 def _marked(mark: str) -> list[int]:
     """Processes with this mark in their environment; those that have ended show none."""
-    line, found = f"{_MARK}={mark}".encode(), []
+    name, found = f"{_MARK}=".encode(), []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if line in (folder / "environ").read_bytes().split(b"\0"):
+            variables = (folder / "environ").read_bytes().split(b"\0")
+            if any(line.startswith(name) and f"{_BEFORE_MARK}{mark}".encode() in line for line in variables):
                 found.append(int(folder.name))
     return found
