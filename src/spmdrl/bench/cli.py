@@ -35,7 +35,7 @@ BENCHES = {
     "rollout": "rollout.rollout",
     "samples": "samples.samples_bench",
     "step": "step",
-    "swap": "swap_modes",
+    "swap": "memory.swap_modes",
     "table1": "table1",
     "training": "training.training",
 }

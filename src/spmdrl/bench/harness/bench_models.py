@@ -28,6 +28,49 @@ def qwen3(**fields: Any) -> DecoderConfig:
     return DecoderConfig(**(defaults | fields))
 
 
+QWEN_0_5B = qwen3(
+    model_type="qwen2",
+    vocab_size=151936,
+    hidden_size=896,
+    intermediate_size=4864,
+    num_layers=24,
+    num_heads=14,
+    num_kv_heads=2,
+    head_size=64,
+    rope_theta=1e6,
+    qk_norm=False,
+    attention_bias=True,
+    max_positions=32768,
+)
+"""The shape of Qwen2.5-0.5B."""
+QWEN_7B = qwen3(
+    model_type="qwen2",
+    vocab_size=152064,
+    hidden_size=3584,
+    intermediate_size=18944,
+    num_layers=28,
+    num_heads=28,
+    num_kv_heads=4,
+    head_size=128,
+    rope_theta=1e6,
+    qk_norm=False,
+    attention_bias=True,
+    tied_head=False,
+    max_positions=32768,
+)
+"""The shape of Qwen2.5-7B."""
+TINY = qwen3(
+    vocab_size=512,
+    hidden_size=64,
+    intermediate_size=192,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_size=16,
+)
+"""200 thousand parameters: what any device has done at once."""
+
+
 def write_model(folder: Path, config: DecoderConfig, **hf_fields: Any) -> None:
     """Make a Hugging Face folder with random float32 weights; `hf_fields` are added to its config.json."""
     folder.mkdir(exist_ok=True)

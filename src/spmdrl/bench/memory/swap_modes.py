@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from spmdrl.bench.harness.bench_models import qwen3, write_model
+from spmdrl.bench.harness.bench_models import QWEN_0_5B, write_model
 from spmdrl.bench.harness.bench_table import BenchTable
 from spmdrl.bench.harness.in_turn import in_turn
 from spmdrl.bench.harness.train_runs import check_steps, train_steps
@@ -27,20 +27,6 @@ from spmdrl.engines.models.hf.model_folder import parameter_shapes
 from spmdrl.engines.models.making.make_model import make_char_tokenizer
 from spmdrl.observability.timeline.timeline import read_timeline
 
-QWEN_0_5B = qwen3(
-    model_type="qwen2",
-    vocab_size=151936,
-    hidden_size=896,
-    intermediate_size=4864,
-    num_layers=24,
-    num_heads=14,
-    num_kv_heads=2,
-    head_size=64,
-    rope_theta=1e6,
-    qk_norm=False,
-    attention_bias=True,
-    max_positions=32768,
-)
 MODES: tuple[SwapMode, ...] = ("auto", "always", "never")
 _GIB = 1 << 30
 
