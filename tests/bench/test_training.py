@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 
 import pytest
@@ -10,11 +9,11 @@ import torch
 
 from spmdrl.bench.cli import main
 from spmdrl.bench.training.plain_training import packed_batches, padded_batches, similar_batches
-from spmdrl.bench.training.training import make_rows
+from spmdrl.bench.training.training import RowSizes, make_rows
 from spmdrl.engines.models.making.make_config import MakeConfig
 from spmdrl.engines.models.making.make_model import make_model_folder
 
-SIZES = argparse.Namespace(rows=40, mean_length=30.0, spread=0.7, longest=100)
+SIZES = RowSizes(rows=40, mean_length=30.0, spread=0.7, longest=100)
 
 
 @pytest.mark.parametrize("batching", [padded_batches, similar_batches, packed_batches])
@@ -30,7 +29,7 @@ def test_plain_batches_hold_every_target_once_within_the_budget(batching):
 
 
 def test_lengths_are_long_tailed_and_have_the_mean_asked_for():
-    lengths = make_rows(50, argparse.Namespace(rows=2000, mean_length=30.0, spread=0.7, longest=1000)).lengths_B
+    lengths = make_rows(50, RowSizes(rows=2000, mean_length=30.0, spread=0.7, longest=1000)).lengths_B
     assert float(lengths.float().mean()) == pytest.approx(30.0, rel=0.05)
     assert float(lengths.float().median()) < 26.0
 

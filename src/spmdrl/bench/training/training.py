@@ -12,15 +12,16 @@ import functools
 import math
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from spmdrl.bench.harness.bench_models import qwen3, write_model
 from spmdrl.bench.harness.bench_table import BenchTable
+from spmdrl.bench.harness.device_times import device_seconds
 from spmdrl.bench.harness.in_turn import in_turn
 from spmdrl.bench.training.plain_training import BATCHINGS, PlainTrainer
 from spmdrl.config.reader import start_up
@@ -28,7 +29,7 @@ from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf.model_folder import read_config
 from spmdrl.engines.models.hf.weight_check import open_weights
 from spmdrl.engines.models.row_cost import row_cost_of
-from spmdrl.engines.training.batching.packed_rows import LossTerms, MicroBatch, Scores, TokenRows
+from spmdrl.engines.training.batching.packed_rows import LossFunction, LossTerms, MicroBatch, Scores, TokenRows
 from spmdrl.engines.training.training_engine import TrainingConfig, TrainingEngine
 from spmdrl.engines.training.update.optimizer import OptimConfig
 from spmdrl.resources.device import Device
@@ -57,10 +58,12 @@ _MATMUL = "one large product"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", type=Path, help="Hugging Face folder; a random Qwen3 of 30M parameters unless given")
-    parser.add_argument("--rows", type=int, default=32, help="rows of one step")
-    parser.add_argument("--mean-length", type=float, default=192.0, help="mean tokens of a row")
-    parser.add_argument("--spread", type=float, default=0.7, help="standard deviation of the lengths' logarithms")
-    parser.add_argument("--longest", type=int, default=2048, help="tokens of the longest row")
+    sizes = RowSizes()
+    parser.add_argument("--rows", type=int, default=sizes.rows, help="rows of one step")
+    parser.add_argument("--mean-length", type=float, default=sizes.mean_length, help="mean tokens of a row")
+    spread_help = "standard deviation of the lengths' logarithms"
+    parser.add_argument("--spread", type=float, default=sizes.spread, help=spread_help)
+    parser.add_argument("--longest", type=int, default=sizes.longest, help="tokens of the longest row")
     parser.add_argument("--max-tokens", type=int, help="tokens of one micro-batch; the engine's default unless given")
     parser.add_argument("--rounds", type=int, default=3, help="steps that are counted, after one of warm-up")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or npu")
@@ -71,13 +74,15 @@ def run(arguments: argparse.Namespace) -> BenchTable:
     with open_world(arguments.device) as world, _model_folder(arguments.model) as folder:
         with start_up():
             config = read_config(folder)
-        rows = make_rows(config.vocab_size, arguments)
+        sizes = RowSizes(arguments.rows, arguments.mean_length, arguments.spread, arguments.longest)
+        rows = make_rows(config.vocab_size, sizes)
         steps, max_tokens = _contenders(folder, config, rows, world, arguments.max_tokens)
         losses = {name: step() for name, step in steps.items()}
         _check_same_loss(losses)
         # All see the same machine, the large product too.
-        timed = {name: functools.partial(_seconds_of, step, world.device) for name, step in steps.items()}
-        turns = in_turn({**timed, _MATMUL: functools.partial(matmul_rate, world.device)}, arguments.rounds)
+        timed = {name: functools.partial(device_seconds, step, world.device) for name, step in steps.items()}
+        size = MATMUL_SIZE_ON_CPU if world.device.is_cpu else MATMUL_SIZE
+        turns = in_turn({**timed, _MATMUL: functools.partial(matmul_rate, world.device, size)}, arguments.rounds)
     flops_per_second = max(turns.pop(_MATMUL).results)
     seconds = {name: turn.results for name, turn in turns.items()}
     flops = useful_flops(config, rows)
@@ -120,15 +125,26 @@ def _model_folder(given: Path | None) -> Iterator[Path]:
         yield Path(name)
 
 
-def make_rows(vocab_size: int, arguments: argparse.Namespace) -> TokenRows:
-    """Rows of random tokens with log-normal lengths, the same on every machine."""
+@dataclass(frozen=True)
+class RowSizes:
+    """Log-normal lengths of rows."""
+
+    rows: int = 32
+    mean_length: float = 192.0
+    spread: float = 0.7
+    """standard deviation of the lengths' logarithms"""
+    longest: int = 2048
+
+
+def make_rows(vocab_size: int, sizes: RowSizes) -> TokenRows:
+    """Rows of random tokens with these lengths, the same on every machine."""
     generator = torch.Generator().manual_seed(0)
     # The mean of a log-normal variable is exp(location + spread**2 / 2).
-    location = math.log(arguments.mean_length) - arguments.spread**2 / 2
-    logarithms_B = location + arguments.spread * torch.randn(arguments.rows, generator=generator)
-    lengths_B = logarithms_B.exp().round().to(torch.int64).clamp(2, arguments.longest)
+    location = math.log(sizes.mean_length) - sizes.spread**2 / 2
+    logarithms_B = location + sizes.spread * torch.randn(sizes.rows, generator=generator)
+    lengths_B = logarithms_B.exp().round().to(torch.int64).clamp(2, sizes.longest)
     least, most = PROMPT_SHARE
-    shares_B = least + (most - least) * torch.rand(arguments.rows, generator=generator)
+    shares_B = least + (most - least) * torch.rand(sizes.rows, generator=generator)
     return TokenRows(
         tokens_T=torch.randint(vocab_size, (int(lengths_B.sum()),), generator=generator),
         offsets=offsets_of(lengths_B),
@@ -148,10 +164,7 @@ def _contenders(
     engine.load(open_weights(folder, config))
     plain = PlainTrainer(folder, optim, world.device)
     num_targets = rows.num_response_tokens
-
-    def mean_loss(scores: Scores, micro: MicroBatch) -> LossTerms:
-        return LossTerms(-scores.logprobs_R.sum() / num_targets, {})
-
+    mean_loss = mean_loss_of(num_targets)
     steps: dict[str, Callable[[], float]] = {OURS: lambda: engine.update(rows, mean_loss).loss}
     for name, batching in BATCHINGS.items():
         batches = batching.batches(rows, budget, world.device.torch_device)
@@ -159,12 +172,13 @@ def _contenders(
     return steps, budget
 
 
-def _seconds_of(step: Callable[[], object], device: Device) -> float:
-    device.synchronize()
-    start = time.perf_counter()
-    step()
-    device.synchronize()
-    return time.perf_counter() - start
+def mean_loss_of(num_targets: int) -> LossFunction:
+    """Minus the mean log-prob of so many response tokens, of all micro-batches and ranks together."""
+
+    def mean_loss(scores: Scores, micro: MicroBatch) -> LossTerms:
+        return LossTerms(-scores.logprobs_R.sum() / num_targets, {})
+
+    return mean_loss
 
 
 def _check_same_loss(losses: dict[str, float]) -> None:
@@ -184,8 +198,7 @@ def useful_flops(config: DecoderConfig, rows: TokenRows) -> float:
     return 3 * forward
 
 
-def matmul_rate(device: Device) -> float:
-    """Floating-point operations a second of one large product, the best of several."""
-    size = MATMUL_SIZE_ON_CPU if device.is_cpu else MATMUL_SIZE
+def matmul_rate(device: Device, size: int) -> float:
+    """Floating-point operations a second of one product of square matrices, the best of several."""
     left, right = (torch.randn(size, size, dtype=device.compute_dtype, device=device.torch_device) for _ in range(2))
-    return 2 * size**3 / min(_seconds_of(lambda: torch.mm(left, right), device) for _ in range(8))
+    return 2 * size**3 / min(device_seconds(lambda: torch.mm(left, right), device) for _ in range(8))

@@ -1,0 +1,25 @@
+"""Seconds of work on a device: from the moment at which it is idle to the one at which it is idle again."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+from spmdrl.resources.device import Device
+
+
+def device_seconds(work: Callable[[], object], device: Device) -> float:
+    """Seconds that one call takes, what it queues on the device included."""
+    device.synchronize()
+    start = time.perf_counter()
+    work()
+    device.synchronize()
+    return time.perf_counter() - start
+
+
+def median_seconds(work: Callable[[], object], device: Device, *, repeats: int = 5, warm_up: int = 1) -> float:
+    """The median of several calls, after some of warm-up."""
+    for _ in range(warm_up):
+        work()
+    return statistics.median(device_seconds(work, device) for _ in range(repeats))
