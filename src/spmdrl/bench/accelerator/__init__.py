@@ -1,0 +1,1 @@
+"""What a device must do for a job, checked stage by stage."""

@@ -1,0 +1,167 @@
+"""The kernel table on this device beside the plain operations in float32 on the CPU, forward and backward.
+
+Shape letters: `M` rows, `E` experts, `D` inputs and `O` outputs of a linear layer, `T` packed tokens, `H` query heads,
+`J` key and value heads, `K` head size, `B` rows, `Q` queries of a row, `S` key positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from spmdrl.bench.accelerator.stage_run import StageRun, StageSkipped
+from spmdrl.bench.harness.device_times import median_seconds
+from spmdrl.engines.models.kernels import cuda, ops, plain
+from spmdrl.engines.models.kernels.packed import PackedRows
+from spmdrl.types import offsets_of
+
+TOLERANCES = {torch.float32: 3e-5, torch.bfloat16: 3e-2}
+"""of the largest difference, in units of the largest value"""
+_TOKENS = {"full": 4096, "small": 64}
+_WIDTHS = {"full": 2048, "small": 64}
+_NUM_EXPERTS = 8
+
+
+@dataclass(frozen=True)
+class OperationCase:
+    """One way to call an operation: shapes of inputs that differentiate, then fixed arguments."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    fixed: Callable[[torch.device], tuple[Any, ...]] = lambda device: ()
+
+
+def cases(num_tokens: int, width: int) -> dict[str, OperationCase]:
+    """One case per differentiable operation, with so many tokens and features."""
+    heads, head_size = 8, max(16, width // 32)
+    queries, keys = (num_tokens, heads, head_size), (num_tokens, heads // 2, head_size)
+    row_lengths = [num_tokens // 2, num_tokens // 4, 1, num_tokens - num_tokens // 2 - num_tokens // 4 - 1]
+    return {
+        "rms_norm": OperationCase(((num_tokens, width), (width,)), lambda device: (1e-6,)),
+        "rotate": OperationCase((queries,), lambda device: _angles(num_tokens, head_size, device)),
+        "swiglu": OperationCase(((num_tokens, width),) * 2),
+        "sigmoid": OperationCase(((num_tokens, width),)),
+        "grouped_linear": OperationCase(
+            ((num_tokens, width), (_NUM_EXPERTS, width // 2, width)), lambda device: (_counts(num_tokens).to(device),)
+        ),
+        "packed_attention": OperationCase((queries, keys, keys), lambda device: (PackedRows(offsets_of(row_lengths)),)),
+        "masked_attention": OperationCase(
+            ((4, heads, 3, head_size), *((4, heads // 2, num_tokens, head_size),) * 2),
+            lambda device: (_seen(num_tokens).to(device),),
+        ),
+    }
+
+
+def _angles(num_tokens: int, head_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    frequencies = torch.logspace(0, -4, head_size // 2)
+    turn = torch.arange(num_tokens, dtype=torch.float32)[:, None, None] * frequencies
+    return turn.cos().to(device), turn.sin().to(device)
+
+
+def _counts(num_tokens: int) -> Tensor:
+    """Rows of each expert; one has none."""
+    counts_E = torch.full((_NUM_EXPERTS,), num_tokens // _NUM_EXPERTS)
+    counts_E[0] += counts_E[1] + num_tokens % _NUM_EXPERTS
+    counts_E[1] = 0
+    return counts_E
+
+
+def _seen(num_keys: int) -> Tensor:
+    """Which keys the queries of four rows see."""
+    lengths_B = torch.tensor([1, num_keys // 3, num_keys // 2, num_keys])
+    return (torch.arange(num_keys) < lengths_B[:, None])[:, None, None]
+
+
+def check_kernels(run: StageRun) -> None:
+    errors: dict[str, dict[str, float]] = {}
+    for dtype, tolerance in TOLERANCES.items():
+        found = errors[_name(dtype)] = _errors_of_all(run, dtype)
+        for operation, error in found.items():
+            fault = f"{operation} in {_name(dtype)} is off by {error:.1e} of its largest value, more than {tolerance:g}"
+            run.require(error <= tolerance, fault)
+        run.figures[f"largest_error_{_name(dtype)}"] = max(found.values())
+    run.figures["operations"] = len(errors["float32"])
+    run.figures["errors"] = errors
+
+
+def _errors_of_all(run: StageRun, dtype: torch.dtype) -> dict[str, float]:
+    device = run.device.torch_device
+    num_tokens, width = _TOKENS[run.scale], _WIDTHS[run.scale]
+    errors = {}
+    for operation, case in cases(num_tokens, width).items():
+        inputs = _inputs(case, dtype)
+        results = results_and_gradients(getattr(ops, operation), [x.to(device) for x in inputs], case.fixed(device))
+        # The plain one in float32, of the same rounded inputs, is the truth for both dtypes.
+        exact = [x.float() for x in inputs]
+        references = results_and_gradients(getattr(plain, operation), exact, case.fixed(torch.device("cpu")))
+        errors[operation] = max(map(relative_error, results, references))
+    errors["add_matmul"] = _error_of_add_matmul(device, dtype, num_tokens, width)
+    return errors
+
+
+def _inputs(case: OperationCase, dtype: torch.dtype) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in case.shapes]
+
+
+def results_and_gradients(
+    function: Callable[..., Tensor], inputs: Sequence[Tensor], fixed: Sequence[Any]
+) -> list[Tensor]:
+    """The result and its gradients with respect to all inputs, for random weights of the result's elements."""
+    inputs = [x.detach().requires_grad_() for x in inputs]
+    out = function(*inputs, *fixed)
+    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.device)
+    return [out, *torch.autograd.grad((out.float() * weights).sum(), inputs)]
+
+
+def relative_error(result: Tensor, reference: Tensor) -> float:
+    """The largest difference in units of the reference's largest value, or of 1 where that is less.
+
+    Infinite where the result isn't finite.
+    """
+    difference = (result.detach().cpu().float() - reference.detach().float()).abs().max()
+    error = float(difference / reference.detach().abs().max().clamp(min=1.0))
+    return error if error == error else float("inf")
+
+
+def _error_of_add_matmul(device: torch.device, dtype: torch.dtype, num_tokens: int, width: int) -> float:
+    generator = torch.Generator().manual_seed(0)
+    out, a, b = (
+        torch.randn(shape, generator=generator)
+        for shape in ((width, width // 2), (num_tokens, width), (num_tokens, width // 2))
+    )
+    a, b = a.to(dtype), b.to(dtype)
+    expected = plain.add_matmul(out.clone(), a, b)
+    return relative_error(ops.add_matmul(out.to(device), a.to(device), b.to(device)), expected)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def check_liger(run: StageRun) -> None:
+    """liger-kernel's operations beside PyTorch's own, which they replace where it is installed."""
+    if cuda.LigerRMSNormFunction is None:
+        raise StageSkipped("liger-kernel is installed, but its operations can't be imported")
+    all_cases = cases(_TOKENS[run.scale], _WIDTHS[run.scale])
+    ours = {"rms_norm": cuda.rms_norm, "swiglu": cuda.swiglu}
+    others: dict[str, Callable[..., Tensor]] = {
+        "rms_norm": lambda x, weight, eps: F.rms_norm(x, x.shape[-1:], weight, eps),
+        "swiglu": plain.swiglu,
+    }
+    for name, function in ours.items():
+        inputs = [x.to(run.device.torch_device) for x in _inputs(all_cases[name], torch.bfloat16)]
+        fixed = all_cases[name].fixed(run.device.torch_device)
+        seconds, results = {}, {}
+        for which, called in (("liger", function), ("torch", others[name])):
+            results[which] = results_and_gradients(called, inputs, fixed)
+            seconds[which] = median_seconds(partial(called, *inputs, *fixed), run.device)
+        error = max(map(relative_error, results["liger"], [x.cpu() for x in results["torch"]]))
+        run.require(error <= TOLERANCES[torch.bfloat16], f"liger's {name} is off by {error:.1e} of its largest value")
+        run.figures[f"{name}_error"] = error
+        run.figures[f"{name}_times_as_fast"] = seconds["torch"] / seconds["liger"]
