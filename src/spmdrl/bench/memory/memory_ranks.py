@@ -43,6 +43,8 @@ class WatchedStep:
     length: int
     """tokens of a prompt, and of its response"""
     swap: bool
+    kv_cache_gib: float | None = None
+    """of the generator; by what the rows need unless given"""
 
     @property
     def model(self) -> DecoderConfig:
@@ -109,7 +111,9 @@ class StepOfOneRank:
         self._settings = settings
         self._trainer = TrainingEngine(model, TrainingConfig(), OptimConfig(lr=1e-4), mesh, world.device)
         self._trainer.load(RandomWeights(model, 0))
-        self._generator = NativeEngine(model, RolloutConfig(), world.device.torch_device, torch.float32)
+        rollout = RolloutConfig(kv_cache_gib=settings.kv_cache_gib)
+        device = world.device
+        self._generator = NativeEngine(model, rollout, device.torch_device, device.compute_dtype)
         self.ledger = MemoryLedger()
         self.flow = ReshardingFlow(
             world,
