@@ -9,10 +9,16 @@ import sys
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import Protocol, TextIO, cast
 
-if TYPE_CHECKING:
-    from spmdrl.bench.harness.bench_table import BenchTable
+
+class BenchResult(Protocol):
+    """What a bench found."""
+
+    @property
+    def passed(self) -> bool: ...
+    def print(self, stream: TextIO) -> None: ...
+    def to_json(self) -> str: ...
 
 
 class Bench(Protocol):
@@ -21,11 +27,12 @@ class Bench(Protocol):
     __doc__: str | None
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
-    def run(self, arguments: argparse.Namespace) -> BenchTable: ...
+    def run(self, arguments: argparse.Namespace) -> BenchResult: ...
 
 
 # The module of each bench below this package. Most bring torch with them: only the one that runs is imported.
 BENCHES = {
+    "accelerator": "accelerator.accelerator_check",
     "layouts": "layouts.layouts",
     "memory": "memory.memory_bench",
     "metadata": "samples.metadata",

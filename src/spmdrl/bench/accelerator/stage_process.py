@@ -1,0 +1,65 @@
+"""One stage in processes of its own: `python -m spmdrl.bench.accelerator.stage_process MODULE:FUNCTION ...`.
+
+Each rank writes its outcome into a file. A stage that crashes leaves none, and ends nothing but itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+
+from spmdrl.bench.accelerator.stage_run import RankOutcome, StageRun, StageSkipped
+from spmdrl.resources.startup.ending import PeerFailed, cause_of
+from spmdrl.resources.world import open_world
+
+# A rank that waits longer for another one has lost it; the stage's own limit is 480 s.
+_LONGEST_WAIT_SECONDS = 240.0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("function", help="module:function")
+    parser.add_argument("--kind", required=True)
+    parser.add_argument("--scale", required=True)
+    parser.add_argument("--ranks", type=int, required=True)
+    parser.add_argument("--out", type=Path, required=True, help="folder of the ranks' outcomes")
+    parser.add_argument("--starts-jobs", action="store_true")
+    arguments = parser.parse_args()
+    path = arguments.out / f"rank_{os.environ.get('RANK', '0')}.json"
+    with tempfile.TemporaryDirectory(prefix="spmdrl-check-", ignore_cleanup_errors=True) as folder:
+        run = StageRun(arguments.kind, arguments.scale, arguments.ranks, Path(folder))
+        try:
+            _run(run, arguments.function, starts_jobs=arguments.starts_jobs)
+        except StageSkipped as reason:
+            RankOutcome({}, skipped=str(reason)).write(path)
+        except PeerFailed:
+            # The rank that failed first has the reason.
+            return 1
+        except Exception as error:
+            traceback.print_exc(file=sys.stderr)
+            run.faults.append(cause_of(error))
+            run.outcome().write(path)
+            return 1
+        else:
+            run.outcome().write(path)
+    return 0
+
+
+def _run(run: StageRun, name: str, *, starts_jobs: bool) -> None:
+    module, _, function = name.partition(":")
+    stage = getattr(importlib.import_module(module), function)
+    if starts_jobs:
+        stage(run)
+        return
+    with open_world(run.kind, _LONGEST_WAIT_SECONDS) as world:
+        run.joined = world
+        stage(run)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,47 @@
+"""Stages of the accelerator check that end in every way in which one can."""
+
+from __future__ import annotations
+
+import os
+import time
+
+from spmdrl.bench.accelerator.stage_run import StageRun, StageSkipped
+from spmdrl.bench.accelerator.stage_table import Stage
+
+
+def works(run: StageRun) -> None:
+    run.figures["ranks"] = run.world.size
+    run.figures["rate"] = 1.0 - 0.5 * run.world.rank
+    run.aim("rate", 0.9, "turn it up")
+
+
+def finds_a_fault(run: StageRun) -> None:
+    run.figures["before"] = 1
+    run.require(run.world.rank == 0, "two is not three")
+
+
+def raises(run: StageRun) -> None:
+    run.figures["before"] = 1
+    raise ValueError("the planted error\nwith a second line")
+
+
+def crashes(run: StageRun) -> None:
+    os.abort()
+
+
+def hangs(run: StageRun) -> None:
+    time.sleep(600)
+
+
+def is_skipped(run: StageRun) -> None:
+    raise StageSkipped("nothing to check here")
+
+
+PLANTED = [
+    Stage(
+        function.__name__, f"{__name__}:{function.__name__}", "", starts_jobs=function in (raises, crashes, is_skipped)
+    )
+    for function in (raises, crashes, is_skipped, works)
+]
+HANGING = Stage("hangs", f"{__name__}:hangs", "", starts_jobs=True, limit_seconds=6)
+ON_TWO_RANKS = [Stage(function.__name__, f"{__name__}:{function.__name__}", "") for function in (works, finds_a_fault)]

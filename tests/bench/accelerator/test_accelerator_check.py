@@ -1,0 +1,155 @@
+"""Whatever becomes of a stage is a verdict, the other stages go on, and what passed is not run again."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import jsonschema
+import pytest
+from tests.bench.accelerator.planted_stages import HANGING, ON_TWO_RANKS, PLANTED
+from tests.support.jobs import ROOT
+
+from spmdrl.bench.accelerator.accelerator_check import Check, chosen_stages, run_stages
+from spmdrl.bench.accelerator.check_report import CheckReport, StageVerdict, verdict_of
+from spmdrl.bench.accelerator.stage_run import Goal, RankOutcome
+from spmdrl.bench.accelerator.stage_table import STAGES
+from spmdrl.cli.command_line import main as spmdrl_main
+from spmdrl.config.reader import ConfigError
+
+CPU = {"kind": "cpu", "name": "a test", "count": 1}
+SCHEMA = {
+    "type": "object",
+    "required": ["device", "stages"],
+    "additionalProperties": False,
+    "properties": {
+        "device": {"type": "object", "required": ["kind", "name", "count"]},
+        "stages": {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "required": ["stage", "verdict", "reason", "figures"],
+                "additionalProperties": False,
+                "properties": {
+                    "stage": {"type": "string"},
+                    "verdict": {"enum": ["passed", "failed", "skipped"]},
+                    "reason": {"type": "string"},
+                    "figures": {"type": "object"},
+                },
+            },
+        },
+    },
+}
+
+
+@pytest.fixture(autouse=True)
+def children_find_the_tests(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "src"), str(ROOT)]))
+
+
+def check_in(folder: Path, **settings: object) -> Check:
+    return replace(Check(CPU, "full", 1, folder), **settings)
+
+
+def verdicts_of(report: CheckReport) -> dict[str, StageVerdict]:
+    return {verdict.stage: verdict for verdict in report.stages}
+
+
+@pytest.mark.slow
+def test_whatever_becomes_of_a_stage_is_a_verdict_and_what_passed_is_not_run_again(tmp_path):
+    report = run_stages(PLANTED, check_in(tmp_path))
+    found = verdicts_of(report)
+    assert not report.passed
+    assert (found["raises"].verdict, found["raises"].reason) == ("failed", "ValueError: the planted error")
+    assert found["raises"].figures["before"] == 1
+    assert "the planted error\nwith a second line" in (tmp_path / "raises.log").read_text()
+    assert found["crashes"].verdict == "failed" and "ended with -6" in found["crashes"].reason
+    assert (found["is_skipped"].verdict, found["is_skipped"].reason) == ("skipped", "nothing to check here")
+    assert found["works"].verdict == "passed" and found["works"].figures["ranks"] == 1
+    jsonschema.validate(json.loads(report.to_json()), SCHEMA)
+    assert (tmp_path / "accelerator_check.json").read_text() == report.to_json()
+    assert "| raises | failed | before 1, seconds" in (tmp_path / "accelerator_check.md").read_text()
+
+    works = [stage for stage in PLANTED if stage.name == "works"]
+    kept = found["works"]
+    assert run_stages(works, check_in(tmp_path)).stages == [kept]
+    # Run anew: another device, or by wish.
+    newer = check_in(tmp_path, device=CPU | {"torch": "another"})
+    assert run_stages(works, newer).stages[0].figures["seconds"] != kept.figures["seconds"]
+    before = (tmp_path / "works.json").stat().st_mtime_ns
+    run_stages(works, replace(newer, again=True))
+    assert (tmp_path / "works.json").stat().st_mtime_ns > before
+
+
+@pytest.mark.slow
+def test_a_stage_that_hangs_is_ended(tmp_path):
+    [verdict] = run_stages([HANGING], check_in(tmp_path)).stages
+    assert (verdict.verdict, verdict.reason) == ("failed", "ended, as there was nothing within 6 s")
+
+
+@pytest.mark.slow
+def test_ranks_are_one_stage_whose_fault_names_the_rank(tmp_path):
+    found = verdicts_of(run_stages(ON_TWO_RANKS, check_in(tmp_path, num_ranks=2)))
+    assert found["works"].figures["ranks"] == 2 and found["works"].figures["rate"] == 0.5
+    assert found["works"].reason == "below goal: rate is 0.50, not 0.9 or more: turn it up"
+    assert found["works"].verdict == "passed"
+    assert (found["finds_a_fault"].verdict, found["finds_a_fault"].reason) == ("failed", "rank 1: two is not three")
+
+
+def test_a_figure_below_its_goal_is_shown_and_fails_nothing():
+    outcome = RankOutcome({"share": 0.5, "table": {"a": 1}}, goals=[Goal("share", 0.9, "do better")])
+    verdict = verdict_of("swap", [outcome], crash=None, seconds=1.0)
+    assert verdict.verdict == "passed"
+    assert verdict.reason == "below goal: share is 0.50, not 0.9 or more: do better"
+    screen = io.StringIO()
+    report = CheckReport(CPU, [verdict])
+    report.print(screen)
+    assert report.passed
+    assert "| swap | passed | share 0.5 (goal 0.9), seconds 1 | below goal: share is 0.50" in screen.getvalue()
+
+
+def test_a_rank_that_died_without_a_word_fails_the_stage():
+    verdict = verdict_of("device", [RankOutcome({"a": 1})], crash="its process ended with -9", seconds=1.0)
+    assert (verdict.verdict, verdict.reason) == ("failed", "its process ended with -9")
+
+
+def test_stages_run_in_the_order_of_the_table_and_unknown_ones_are_refused():
+    assert [stage.name for stage in chosen_stages(["swap", "device"])] == ["device", "swap"]
+    assert chosen_stages([]) == list(STAGES)
+    with pytest.raises(ConfigError, match="no stage is named speed; there are device, "):
+        chosen_stages(["speed"])
+
+
+def test_every_stage_names_a_function_and_is_explained():
+    page = (ROOT / "docs" / "accelerators.md").read_text()
+    for stage in STAGES:
+        module, _, function = stage.function.partition(":")
+        path = ROOT / "src" / f"{module.replace('.', '/')}.py"
+        assert f"def {function}(run: StageRun) -> None:" in path.read_text()
+        assert f"| `{stage.name}` |" in page
+
+
+def test_what_a_kind_of_device_lacks_is_skipped_with_its_reason():
+    reasons = {stage.name: stage.skipped_on(CPU) for stage in STAGES}
+    assert reasons["swap"] and reasons["liger"] == "liger-kernel is used on CUDA only"
+    assert reasons["vllm"] == "vllm is not installed"
+    assert {
+        stage.name for stage in STAGES if stage.skipped_on({"kind": "cuda", "vllm": "1", "liger_kernel": "1"})
+    } == set()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--device cuda", "resources.device is 'cuda', but PyTorch finds 'cpu'"),
+        ("--nproc 0", "--nproc is 0, but a check needs a rank"),
+        ("speed", "no stage is named speed"),
+    ],
+)
+def test_what_is_not_there_is_refused_in_one_line(words: str, message: str, tmp_path, capsys):
+    assert spmdrl_main(["bench", "accelerator", *words.split(), "--folder", str(tmp_path)]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and message in lines[0]
