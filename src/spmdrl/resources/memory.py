@@ -23,6 +23,7 @@ OWNERS: tuple[Owner, ...] = (
     "gradients",
     "generation_weights",
     "kv_cache",
+    "decode_graphs",
     "bucket",
 )
 PLACES: tuple[Place, ...] = get_args(Place)

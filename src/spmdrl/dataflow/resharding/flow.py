@@ -268,6 +268,7 @@ class ReshardingFlow:
         held = self._generator.memory_bytes()
         self._ledger.set("generation_weights", "device", held.get("generation_weights", 0))
         self._ledger.set("kv_cache", "device", held.get("kv_cache", 0))
+        self._ledger.set("decode_graphs", "device", held.get("decode_graphs", 0))
 
     def _give_back_memory(self, freed_bytes: int) -> None:
         """Freed bytes must leave this process's allocator before another one, such as the KV cache's, takes them."""

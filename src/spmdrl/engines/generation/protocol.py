@@ -231,5 +231,5 @@ class GenerationEngine(Protocol):
         ...
 
     def memory_bytes(self) -> dict[str, int]:
-        """Bytes on the device now: `generation_weights` and `kv_cache`."""
+        """Bytes on the device now: `generation_weights`, `kv_cache` and, where there are any, `decode_graphs`."""
         ...

@@ -60,6 +60,10 @@ class RolloutConfig:
     """whether the native engine compiles its decoding step (torch.compile) once per run; needs a dense model, whole
     weights on each rank and, on a CPU, a C++ compiler. Takes half a minute or more, and pays most for small models or
     batches; a sampled row may then depend, by rounding, on the rows decoded beside it"""
+    cuda_graphs: bool | None = None
+    """whether decoding steps are captured as CUDA graphs, and started before the host has read the tokens of the one
+    before; null: where that is possible. true is refused where it isn't: the native engine needs CUDA, a dense model
+    and whole weights on each rank. With vLLM, false means enforce_eager"""
     kv_cache_gib: Annotated[float, Gt(0)] | None = None
     """size of the native engine's KV cache in GiB; null: by gpu_memory_utilization, on a CPU at most what
     max_running_rows need. Where rows need more, some wait, and running ones may have to be computed again"""

@@ -16,6 +16,7 @@ from spmdrl.dataflow.samples.schema import needs_by_state
 from spmdrl.dataflow.stages.rows import ROUTED_EXPERTS, TURNS
 from spmdrl.dataflow.stages.update import Agreement, update_columns
 from spmdrl.engines.environment.environment_pool import EnvironmentPool
+from spmdrl.engines.generation.native.graphs.graph_steps import wants_graphs
 from spmdrl.engines.reward.functions import needs_answer
 from spmdrl.engines.reward.pool import RewardPool
 from spmdrl.job.start.model_checks import (
@@ -94,10 +95,11 @@ def _check_layouts(config: Config, verb: Verb, launch: LaunchEnvironment, *, is_
     layout = fit_update_layout(config.resources.update, launch.world_size)
     check_generation_layout(config.resources.generation, launch.world_size)
     is_trained = verb in _TRAINED
-    if is_here:
-        find_device(config.resources.device, launch.local_rank)
+    device = find_device(config.resources.device, launch.local_rank) if is_here else None
     if (decoder := decoder_at_hand(config)) is not None:
         check_generation_fits(config, decoder)
+        if device is not None and config.rollout.engine != "vllm":
+            wants_graphs(config.rollout, decoder, config.resources.generation, device.torch_device)
         if is_trained:
             check_model_fits(config, decoder, layout)
     if config.debug.batch_invariant:

@@ -123,6 +123,13 @@ class CachedDecoder:
         place_of = {index: place for place, index in enumerate(order, start=lacking)}
         return logits_BV[self._tensor([place_of[index] for index in range(len(rows))])].float()
 
+    def step_logits(self, tokens_B: Tensor, positions_B: Tensor, attend: Attend) -> Tensor:
+        """Logits [B, V] of a decoding step whose inputs are on the device; no choices of experts are recorded."""
+        self._settle_weights()
+        if self._compiled is not None:
+            return self._compiled(tokens_B, positions_B, attend)
+        return self._decoder(tokens_B, positions_B, attend, lambda hidden_BD, _: self._logits(hidden_BD))
+
     def score(self, rows: Sequence[Sequence[int]]) -> list[Tensor]:
         """Log-probs, float32, of the tokens of each row but its first, each given those before it; no cache is used."""
         tokens = [token for row in rows for token in row]
@@ -165,8 +172,7 @@ class CachedDecoder:
         """Logits of one token per row."""
         if self._compiled is None:
             return self._run(tokens, positions, attend, self._logits, self._recorder)
-        self._settle_weights()
-        return self._compiled(self._tensor(tokens), self._tensor(positions), attend)
+        return self.step_logits(self._tensor(tokens), self._tensor(positions), attend)
 
     def _run(
         self,

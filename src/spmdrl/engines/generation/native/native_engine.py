@@ -20,12 +20,16 @@ from spmdrl.engines.generation.native.cache.blocks import BlockPool
 from spmdrl.engines.generation.native.cache.paged import affordable_blocks
 from spmdrl.engines.generation.native.cache.scheduler import Admitted, Scheduler
 from spmdrl.engines.generation.native.forward import CachedDecoder
+from spmdrl.engines.generation.native.graphs.fixed_step import FixedStep
+from spmdrl.engines.generation.native.graphs.graph_steps import wants_graphs
+from spmdrl.engines.generation.native.graphs.step_pipeline import StepPipeline
+from spmdrl.engines.generation.native.lockstep import Lockstep
 from spmdrl.engines.generation.native.running_rows import Row
 from spmdrl.engines.generation.native.sampling import RowDrawer
-from spmdrl.engines.generation.protocol import Decode, Request, Response, all_weights
+from spmdrl.engines.generation.protocol import Decode, Finish, Request, Response, all_weights
 from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.decoder import DecoderConfig
-from spmdrl.resources.mesh import Axis, GenerationMesh, lone_generation_mesh
+from spmdrl.resources.mesh import GenerationMesh, lone_generation_mesh
 from spmdrl.types import WeightSlice, whole_slice
 
 
@@ -70,6 +74,10 @@ class NativeEngine:
         self._cache = self._forward.cache
         self._weights = self._forward.weights
         self._drawer = RowDrawer(device, decode)
+        self._pipeline: StepPipeline | None = None
+        if wants_graphs(rollout, config, self._mesh.layout, device):
+            step = FixedStep(self._forward.step_logits, self._cache, device, rollout.max_running_rows)
+            self._pipeline = StepPipeline(step, device, self._drawer)
         # A recorder must see every token fed, so none may be taken from others' blocks.
         self._shares_prefixes = recorder is None
         self._pool = BlockPool()
@@ -120,12 +128,14 @@ class NativeEngine:
         self._is_mid_step = True
         responses = self._start_rows(self._scheduler.admit())
         if self._scheduler.running or not self._lockstep.is_alone:
-            responses += self._decode()
+            responses += self._decode() if self._pipeline is None else self._decode_ahead(self._pipeline)
         self._is_mid_step = False
         self._note_work()
         return responses
 
     def abort(self) -> list[Response]:
+        if self._pipeline is not None:
+            self._pipeline.drop()
         responses = self._scheduler.abort()
         if self._is_mid_step:
             # What a step that failed left in the cache may not even be finite.
@@ -149,10 +159,12 @@ class NativeEngine:
     def wake_weights(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
         # The caller may change the weights.
         self._scheduler.forget_prefixes()
+        self._forget_graphs()
         return self._weights.wake(names)
 
     def borrow_weights(self, weights: Mapping[str, Tensor]) -> None:
         self._scheduler.forget_prefixes()
+        self._forget_graphs()
         self._weights.borrow(weights)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -173,6 +185,8 @@ class NativeEngine:
     def sleep(self) -> None:
         if self.num_unfinished:
             raise RuntimeError(f"{self.num_unfinished} rows are unfinished; step until they end, or abort them first")
+        if self._pipeline is not None:
+            self._pipeline.release()
         self._cache.resize(0)
         self._weights.sleep()
         self._drawer.forget()
@@ -186,7 +200,8 @@ class NativeEngine:
         return min(num_rows, self._rollout.max_running_rows) * blocks_each * shape.block_bytes
 
     def memory_bytes(self) -> dict[str, int]:
-        return {"generation_weights": self._weights.num_bytes, "kv_cache": self._cache.num_bytes}
+        held = {"generation_weights": self._weights.num_bytes, "kv_cache": self._cache.num_bytes}
+        return held if self._pipeline is None else held | {"decode_graphs": self._pipeline.num_bytes}
 
     def _require_awake(self, action: str) -> None:
         if not (self._weights.are_awake and self._cache.num_blocks):
@@ -205,6 +220,7 @@ class NativeEngine:
 
     def _open_cache(self, num_blocks: int) -> None:
         """Allocate an empty cache, and schedule anew."""
+        self._forget_graphs()
         self._cache.resize(num_blocks)
         self._pool = BlockPool(num_blocks)
         self._scheduler = Scheduler(self._pool, self._rollout, shares_prefixes=self._shares_prefixes)
@@ -214,8 +230,14 @@ class NativeEngine:
         if num_blocks > self._cache.num_blocks:
             # By a quarter at least: growing copies, and requests may come one at a time.
             num_blocks = min(max(num_blocks, self._cache.num_blocks * 5 // 4), self._most_blocks)
+            self._forget_graphs()
             self._cache.resize(num_blocks)
             self._pool.grow(num_blocks)
+
+    def _forget_graphs(self) -> None:
+        """Weights or cache move, or are others."""
+        if self._pipeline is not None:
+            self._pipeline.forget()
 
     def _note_work(self) -> None:
         """Find out whether replicas that share experts have rows to step for. Collective over them."""
@@ -237,35 +259,42 @@ class NativeEngine:
 
     def _decode(self) -> list[Response]:
         """Feed the newest token of every running row and draw the next."""
-        copies = self._scheduler.make_room()
-        if copies.sources:
-            self._cache.copy_blocks(copies.sources, copies.targets)
+        self._make_room()
         rows = list(self._scheduler.running.values())
         logits_BV = self._forward.decode(rows)
         return self._draw(rows, logits_BV) if rows else []
 
-    def _draw(self, rows: list[Row], logits_BV: Tensor) -> list[Response]:
-        """Draw one token of each row; returns the rows that it ended."""
+    def _decode_ahead(self, pipeline: StepPipeline) -> list[Response]:
+        """Start a step of the rows that go on, then read what the one before it drew."""
         responses = []
-        for row, finish in self._drawer(rows, logits_BV, self.version):
-            self._scheduler.finish(row)
-            responses.append(row.response(finish))
+        # Rows may be preempted, which takes all of their tokens.
+        if self._pool.num_free < len(self._scheduler.running):
+            responses += self._read(pipeline, num_left=0)
+        self._make_room()
+        rows = self._scheduler.going_on()
+        if rows:
+            most_rows = min(self.num_unfinished, self._rollout.max_running_rows)
+            pipeline.start(rows, self.version, most_rows=most_rows, most_blocks=self._scheduler.widest_table())
+        return responses + self._read(pipeline, num_left=1 if rows else 0)
+
+    def _read(self, pipeline: StepPipeline, *, num_left: int) -> list[Response]:
+        """Read steps until the newest ones are left; returns the rows that they ended."""
+        responses = []
+        while pipeline.num_started > num_left:
+            responses += self._ended(pipeline.take())
         return responses
 
+    def _make_room(self) -> None:
+        copies = self._scheduler.make_room()
+        if copies.sources:
+            self._cache.copy_blocks(copies.sources, copies.targets)
 
-class Lockstep:
-    """The replicas that share experts: all must run a forward where one does; alone, it agrees with itself."""
+    def _draw(self, rows: list[Row], logits_BV: Tensor) -> list[Response]:
+        """Draw one token of each row; returns the rows that it ended."""
+        return self._ended(self._drawer(rows, logits_BV, self.version))
 
-    def __init__(self, axis: Axis, device: torch.device):
-        self._axis = axis
-        self._device = device
-
-    @property
-    def is_alone(self) -> bool:
-        return self._axis.size == 1
-
-    def most(self, *counts: int) -> list[int]:
-        """The largest of each count over the replicas. Collective over them."""
-        if self.is_alone:
-            return list(counts)
-        return self._axis.max(torch.tensor(counts, device=self._device)).tolist()
+    def _ended(self, rows: list[tuple[Row, Finish]]) -> list[Response]:
+        """Free what the rows held that ended, and why."""
+        for row, _ in rows:
+            self._scheduler.finish(row)
+        return [row.response(finish) for row, finish in rows]

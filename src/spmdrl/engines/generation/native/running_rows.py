@@ -24,11 +24,18 @@ class Row:
     table: list[int] = field(default_factory=list)
     choices: RowChoices | None = None
     """Where the tokens fed so far went, if that is recorded."""
+    num_ahead: int = 0
+    """Its tokens on the device that the host hasn't read."""
 
     @property
     def length(self) -> int:
         """Positions of the prompt and of all its tokens, the newest included."""
-        return len(self.request.prompt_ids) + len(self.token_ids)
+        return len(self.request.prompt_ids) + len(self.token_ids) + self.num_ahead
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it has, with what the host hasn't read, all the tokens that it may have."""
+        return len(self.token_ids) + self.num_ahead >= self.request.sampling.max_tokens
 
     @property
     def finish(self) -> Finish | None:

@@ -8,6 +8,7 @@ Shape letters: `B` rows, `V` vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -25,8 +26,22 @@ _MIX_SECOND = 0x94D049BB133111EB - (1 << 64)
 
 
 @dataclass(frozen=True)
+class SamplingKinds:
+    """What any row of a batch needs of `draw`."""
+
+    has_scaling: bool
+    """Whether any row's logits are divided by another number than 1."""
+    has_filters: bool
+    """Whether any row drops tokens."""
+    has_greedy: bool
+    """Whether any row takes the likeliest token."""
+    has_draws: bool
+    """Whether any row draws its token."""
+
+
+@dataclass(frozen=True)
 class RowSampling:
-    """Sampling parameters of a batch, one entry per row, and what none of its rows needs."""
+    """Sampling parameters of a batch, one entry per row."""
 
     streams_B: Tensor
     """The rows' seeds, mixed; see `uniforms`."""
@@ -37,14 +52,7 @@ class RowSampling:
     top_p_B: Tensor
     top_k_B: Tensor
     min_p_B: Tensor
-    has_scaling: bool
-    """Whether any row's logits are divided by another number than 1."""
-    has_filters: bool
-    """Whether any row drops tokens."""
-    has_greedy: bool
-    """Whether any row takes the likeliest token."""
-    has_draws: bool
-    """Whether any row draws its token."""
+    kinds: SamplingKinds
 
     @classmethod
     def of_rows(cls, seeds: Sequence[int], sampling: Sequence[SamplingParams], device: torch.device) -> RowSampling:
@@ -65,11 +73,18 @@ class RowSampling:
             top_p_B=column("top_p", torch.float32),
             top_k_B=column("top_k", torch.int64),
             min_p_B=column("min_p", torch.float32),
-            has_scaling=any(params.temperature not in (0, 1) for params in distinct),
-            has_filters=any(params.top_p < 1 or params.top_k > 0 or params.min_p > 0 for params in distinct),
-            has_greedy=any(params.temperature == 0 for params in distinct),
-            has_draws=any(params.temperature > 0 for params in distinct),
+            kinds=SamplingKinds(
+                has_scaling=any(params.temperature not in (0, 1) for params in distinct),
+                has_filters=any(params.top_p < 1 or params.top_k > 0 or params.min_p > 0 for params in distinct),
+                has_greedy=any(params.temperature == 0 for params in distinct),
+                has_draws=any(params.temperature > 0 for params in distinct),
+            ),
         )
+
+    @property
+    def columns(self) -> tuple[Tensor, ...]:
+        """All parameters, row by row."""
+        return (self.streams_B, self.divisor_B1, self.greedy_B, self.top_p_B, self.top_k_B, self.min_p_B)
 
 
 @dataclass(frozen=True)
@@ -85,18 +100,18 @@ def draw(logits_BV: Tensor, positions_B: Tensor, rows: RowSampling) -> Drawn:
 
     At temperature 0 the token is the likeliest one and the log-prob is that of temperature 1.
     """
-    scaled_BV = logits_BV / rows.divisor_B1 if rows.has_scaling else logits_BV
+    scaled_BV = logits_BV / rows.divisor_B1 if rows.kinds.has_scaling else logits_BV
     # In the same steps as training, as log_softmax rounds differently.
     scaled_BV = scaled_BV - scaled_BV.amax(-1, keepdim=True)
     weights_BV = scaled_BV.exp()
     log_sum_B = weights_BV.sum(-1).log()
-    if not rows.has_draws:
+    if not rows.kinds.has_draws:
         tokens_B = logits_BV.argmax(-1)
     else:
-        if rows.has_filters:
+        if rows.kinds.has_filters:
             weights_BV = keep_likely(weights_BV, rows)
         tokens_B = invert_cdf(weights_BV, uniforms(rows.streams_B, positions_B))
-        if rows.has_greedy:
+        if rows.kinds.has_greedy:
             tokens_B = torch.where(rows.greedy_B, logits_BV.argmax(-1), tokens_B)
     return Drawn(tokens_B, scaled_BV.gather(-1, tokens_B[:, None]).squeeze(-1) - log_sum_B)
 
@@ -172,11 +187,17 @@ class RowDrawer:
         Raises RuntimeError where logits aren't finite.
         """
         positions_B = torch.tensor([row.length for row in rows], device=self._device)
-        drawn = draw(logits_BV, positions_B, self._sampling_of(rows))
-        if not drawn.logprobs_B.isfinite().all():
+        drawn = draw(logits_BV, positions_B, self.sampling_of(rows))
+        return self.append(rows, drawn.tokens_B.tolist(), drawn.logprobs_B.tolist(), version)
+
+    def append(
+        self, rows: Sequence[Row], tokens: Sequence[int], logprobs: Sequence[float], version: int
+    ) -> list[tuple[Row, Finish]]:
+        """The same with tokens and log-probs that are drawn already."""
+        if not all(map(math.isfinite, logprobs)):
             raise RuntimeError(f"the logits of policy version {version} aren't finite; its weights are broken")
         ended = []
-        for row, token, logprob in zip(rows, drawn.tokens_B.tolist(), drawn.logprobs_B.tolist(), strict=True):
+        for row, token, logprob in zip(rows, tokens, logprobs, strict=True):
             row.token_ids.append(token)
             row.logprobs.append(logprob)
             row.versions.append(version)
@@ -189,7 +210,8 @@ class RowDrawer:
         """Keep no rows."""
         self._sampling = None
 
-    def _sampling_of(self, rows: list[Row]) -> RowSampling:
+    def sampling_of(self, rows: list[Row]) -> RowSampling:
+        """The rows' parameters and random numbers, on the device."""
         # Most steps draw for the rows of the one before.
         if self._sampling is None or self._sampling[0] != rows:
             seeds, sampling = [row.seed for row in rows], [row.request.sampling for row in rows]

@@ -219,6 +219,8 @@ class VllmEngine:
             cache_bytes = cache_bytes or vllm_cpu.default_cache_bytes(self._config, self._position_bytes, rows)
             # Compiling takes longer than the small models of a CPU run need.
             arguments["enforce_eager"] = True
+        if rollout.cuda_graphs is False:
+            arguments["enforce_eager"] = True
         if cache_bytes is not None:
             arguments["kv_cache_memory_bytes"] = cache_bytes
         return arguments

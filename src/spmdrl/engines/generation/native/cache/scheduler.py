@@ -118,12 +118,12 @@ class Scheduler:
         return admitted
 
     def make_room(self) -> BlockCopies:
-        """Give each running row a block of its own for its newest position; returns the copies that this requires.
+        """Give each row that goes on a block of its own for its newest position; returns the copies that this requires.
 
         Where blocks run out, the newest rows no longer run afterwards.
         """
         copies, size = BlockCopies([], []), self._rollout.block_size
-        for row in list(self.running.values()):
+        for row in self.going_on():
             index = (row.length - 1) // size
             # Checked again after each block that is freed: with one holder fewer, the block may no longer be shared.
             while row.row in self.running and (index == len(row.table) or self._pool.is_shared(row.table[index])):
@@ -137,6 +137,14 @@ class Scheduler:
                     copies.targets.append(row.table[index])
                     self._pool.release(copies.sources[-1:])
         return copies
+
+    def going_on(self) -> list[Row]:
+        """The running rows that may get one more token, oldest first."""
+        return [row for row in self.running.values() if not row.is_full]
+
+    def widest_table(self) -> int:
+        """Most blocks that any running row can take."""
+        return max(self._most_blocks(row.request) for row in self.running.values())
 
     def finish(self, row: Row) -> None:
         """Forget a running row and free what it held."""

@@ -1,0 +1,1 @@
+"""Decoding steps captured as graphs, and started ahead of what the host reads."""

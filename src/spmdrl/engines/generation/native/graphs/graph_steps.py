@@ -1,0 +1,136 @@
+"""Decoding steps captured as CUDA graphs: all rules of capture and replay.
+
+- A graph replays kernels with the addresses that they had when it was captured. Weights and KV cache get other ones at
+  each switch, as they are freed in between; so a graph lives from its first use until either of them moves. Capturing
+  is one forward's launches, and at most one per shape and switch.
+- The first step captured is the largest that the submitted rows can need. All graphs share one memory pool, in which
+  the smaller ones find the room of the larger: they run one after another, and leave nothing there.
+- Each shape runs once before its first capture, on the stream that captures: libraries allocate and kernels are loaded
+  on first use, which a capture forbids. Its rows are padding then, so that nothing is written but the scratch block.
+- The capture's error mode is "thread_local", as the threads of NCCL and of the swap may use the device meanwhile.
+- What is captured neither waits for the device nor branches on its values; sizes come from the shape alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from spmdrl.engines.generation.native.graphs.fixed_step import StepShape
+from spmdrl.engines.generation.rollout_config import RolloutConfig
+from spmdrl.engines.models.decoder import DecoderConfig
+from spmdrl.engines.models.kernels import ops
+from spmdrl.resources.layout import GenerationLayout
+
+Run = Callable[[], None]
+
+
+class Graph(Protocol):
+    """A captured step."""
+
+    num_bytes: int
+    """Memory that capturing took, beyond what the pool had."""
+
+    def replay(self) -> None:
+        """Run it once more, on the current stream."""
+        ...
+
+
+class CudaCapture:
+    """Captures steps into one memory pool."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def warm_up(self, run: Run) -> None:
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            run()
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+    def capture(self, run: Run) -> Graph:
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved(self._device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            run()
+        return _CudaGraph(graph, torch.cuda.memory_reserved(self._device) - before)
+
+
+class _CudaGraph:
+    def __init__(self, graph: torch.cuda.CUDAGraph, num_bytes: int):
+        self._graph = graph
+        self.num_bytes = num_bytes
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+
+CAPTURES: dict[str, Callable[[torch.device], Any]] = {"cuda": CudaCapture}
+"""What captures on a kind of device; other kinds have no graphs."""
+
+
+class GraphSteps:
+    """The graphs of one engine, by shape."""
+
+    def __init__(self, device: torch.device, run: Callable[[StepShape], None]):
+        self._device = device
+        self._run = run
+        self._capture: Any = None
+        self._graphs: dict[StepShape, Graph] = {}
+        self._warm: set[StepShape] = set()
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(graph.num_bytes for graph in self._graphs.values())
+
+    def lacks(self, shape: StepShape) -> bool:
+        """Whether the shape is to be captured before it can be replayed."""
+        return shape not in self._graphs
+
+    def capture(self, shape: StepShape) -> None:
+        """Capture a step whose inputs are padding; what it would write is written if the shape is new."""
+        if self._capture is None:
+            self._capture = CAPTURES[self._device.type](self._device)
+        if shape not in self._warm:
+            self._capture.warm_up(lambda: self._run(shape))
+            self._warm.add(shape)
+        self._graphs[shape] = self._capture.capture(lambda: self._run(shape))
+
+    def replay(self, shape: StepShape) -> None:
+        self._graphs[shape].replay()
+
+    def forget(self) -> None:
+        """Drop all graphs and their memory, because weights or cache move."""
+        self._graphs.clear()
+        self._capture = None
+
+
+def _why_no_graphs(config: DecoderConfig, layout: GenerationLayout, device: torch.device) -> str | None:
+    """Why a decoder's steps can't be captured here, or None if they can."""
+    if device.type not in CAPTURES:
+        return f"graphs are captured on {' and '.join(CAPTURES)} alone, and the device is {device.type}"
+    if config.moe is not None:
+        return "the model is sparse, and the sizes of its experts' products depend on the tokens"
+    if layout.tensor > 1:
+        return f"resources.generation.tensor is {layout.tensor}, and a graph holds no collectives"
+    if not ops.reads_pages(device):
+        return "attention over the paged cache needs Triton, which isn't installed"
+    return None
+
+
+def wants_graphs(rollout: RolloutConfig, config: DecoderConfig, layout: GenerationLayout, device: torch.device) -> bool:
+    """Whether decoding steps run as graphs. Raises ValueError, with a way out, where they must and can't."""
+    if rollout.cuda_graphs is False:
+        return False
+    reason = _why_no_graphs(config, layout, device)
+    if reason and rollout.cuda_graphs:
+        raise ValueError(
+            f"rollout.cuda_graphs is true, but {reason}; set it to null, which uses graphs where they can be"
+        )
+    return reason is None

@@ -1,0 +1,227 @@
+"""Decoding steps that run as graphs, started before the last one was read, answer as those run one by one do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+from spmdrl.engines.generation.native.graphs.fixed_step import padded_rows, padded_width
+from spmdrl.engines.generation.native.graphs.graph_steps import CAPTURES
+from spmdrl.engines.generation.native.native_engine import NativeEngine
+from spmdrl.engines.generation.protocol import PartialResponse, Request, Response, SamplingParams
+from spmdrl.engines.generation.rollout_config import RolloutConfig
+from spmdrl.engines.models.decoder import DecoderConfig
+from spmdrl.engines.models.kernels import plain
+from spmdrl.engines.models.kernels.ops import TABLE
+from tests.engines.generation.recorded_graphs import RecordingCapture
+from tests.engines.generation.schedules import (
+    FAMILIES,
+    GREEDY,
+    SCHEDULES,
+    requests_with,
+    responses_of,
+    rollout_of,
+    tokens_in,
+    weights_of,
+)
+from tests.engines.generation.support import prompt_of, request, run
+
+# Rows that end one by one, in an order of their own.
+SAMPLED = SamplingParams(max_tokens=14, stop_token_ids=(3, 4, 5))
+QWEN = FAMILIES["qwen3"]
+
+
+@pytest.fixture(autouse=True)
+def captures(monkeypatch: pytest.MonkeyPatch) -> list[RecordingCapture]:
+    """Graphs and paged attention on the CPU; returns what captured, one for each time that memory moved."""
+    monkeypatch.setitem(CAPTURES, "cpu", RecordingCapture)
+    monkeypatch.setitem(TABLE["paged_attention"], "cpu", lambda *arguments: plain.paged_attention(*arguments))
+    monkeypatch.setattr(RecordingCapture, "made", [])
+    return RecordingCapture.made
+
+
+def engine_of(rollout: RolloutConfig, config: DecoderConfig = QWEN, *, graphs: bool = True) -> NativeEngine:
+    # As on accelerators, where weights lie plain.
+    rollout = replace(rollout, cuda_graphs=graphs, pack_weights=False)
+    return NativeEngine(config, rollout, torch.device("cpu"), torch.float32)
+
+
+def filled(engine: NativeEngine, scale: float = 1.0) -> NativeEngine:
+    engine.load_weights((name, scale * weight) for name, weight in weights_of(engine._config).items())
+    engine.wake_cache()
+    return engine
+
+
+def assert_same(found: dict[int, Response], expected: dict[int, Response]) -> None:
+    assert tokens_in(found) == tokens_in(expected)
+    for row, response in found.items():
+        assert response.finish == expected[row].finish and response.versions == expected[row].versions
+        torch.testing.assert_close(response.logprobs, expected[row].logprobs, atol=1e-4, rtol=0)
+
+
+def answers_of(requests: Sequence[Request]) -> list[dict[int, Response]]:
+    """Without graphs and with them."""
+    return [run(filled(engine_of(RolloutConfig(block_size=4), graphs=graphs)), requests) for graphs in (False, True)]
+
+
+@pytest.mark.parametrize("how", SCHEDULES)
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_every_schedule(how: str, sampling: SamplingParams, captures: list[RecordingCapture]) -> None:
+    schedule = SCHEDULES[how]
+    expected, found = (
+        responses_of(filled(engine_of(rollout_of(QWEN, schedule, 1), graphs=graphs)), schedule, requests_with(sampling))
+        for graphs in (False, True)
+    )
+    assert sum(capture.num_captured for capture in captures) > 0
+    assert_same(found, expected)
+
+
+@pytest.mark.parametrize("family", [name for name, config in FAMILIES.items() if config.moe is None])
+def test_every_dense_family(family: str) -> None:
+    rollout = RolloutConfig(block_size=4)
+    expected, found = (
+        run(filled(engine_of(rollout, FAMILIES[family], graphs=graphs)), requests_with(SAMPLED))
+        for graphs in (False, True)
+    )
+    assert_same(found, expected)
+
+
+def test_rows_leave_through_every_padded_size() -> None:
+    lengths = range(1, 40)
+    requests = [request(prompt_of(3 + n % 5), [n], SamplingParams(temperature=0.7, max_tokens=n)) for n in lengths]
+    expected, found = (
+        run(filled(engine_of(RolloutConfig(block_size=4), graphs=graphs)), requests) for graphs in (0, 1)
+    )
+    assert_same(found, expected)
+
+
+def test_rows_of_different_sampling_and_filters() -> None:
+    kinds = [SAMPLED, GREEDY, replace(SAMPLED, top_p=0.7, top_k=9), replace(SAMPLED, temperature=1.5, min_p=0.05)]
+    requests = [request(prompt_of(4 + n), [n], kinds[n % 4]) for n in range(11)]
+    expected, found = (
+        run(filled(engine_of(RolloutConfig(block_size=4), graphs=graphs)), requests) for graphs in (0, 1)
+    )
+    assert_same(found, expected)
+
+
+def test_weights_that_move_are_captured_anew(captures: list[RecordingCapture]) -> None:
+    plain_engine, engine = (engine_of(RolloutConfig(block_size=4), graphs=graphs) for graphs in (False, True))
+    answers = []
+    for scale in (1.0, -1.0, 0.5):
+        expected, found = (run(filled(which, scale), requests_with(SAMPLED)) for which in (plain_engine, engine))
+        assert_same(found, expected)
+        answers.append(tokens_in(found))
+        plain_engine.sleep(), engine.sleep()
+    assert answers[0] != answers[1] != answers[2]
+
+
+def test_weights_filled_again_while_rows_run_are_used() -> None:
+    def answered(graphs: bool) -> dict[int, Response]:
+        engine = filled(engine_of(RolloutConfig(block_size=4), graphs=graphs))
+        engine.submit(requests_with(GREEDY))
+        # A step that the host hasn't read was run with the old weights.
+        responses = engine.step() + engine.step() + (engine.step() if graphs else [])
+        engine.version = 1
+        for name, weight in engine.wake_weights().items():
+            weight.copy_(-weights_of(QWEN)[name])
+        while engine.has_work:
+            responses += engine.step()
+        return {response.row: response for response in responses}
+
+    found, expected = answered(True), answered(False)
+    assert {version for response in found.values() for version in response.versions} == {0, 1}
+    assert found[0].versions.count(0) == 4 and expected[0].versions.count(0) == 3
+
+
+def test_the_largest_step_is_captured_first(captures: list[RecordingCapture], monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, sizes = filled(engine_of(RolloutConfig(block_size=4, max_running_rows=20, kv_cache_gib=1e-3))), []
+    inner = engine._pipeline._graphs._run
+    monkeypatch.setattr(engine._pipeline._graphs, "_run", lambda shape: (sizes.append(shape.num_rows), inner(shape)))
+    # The first step starts no more than a prompt of 30 tokens.
+    engine._rollout = engine._scheduler._rollout = replace(engine._rollout, max_prefill_tokens=30)
+    run(engine, [request(prompt_of(30, seed), [2 * seed, 2 * seed + 1], GREEDY) for seed in range(12)])
+    order = list(dict.fromkeys(sizes))
+    assert order[:2] == [24, 4] and len(captures) == 1 and captures[0].num_captured == len(order) <= 6
+
+
+def test_padding_reaches_no_row() -> None:
+    engines = [filled(engine_of(RolloutConfig(block_size=4))) for _ in range(2)]
+    requests = [request(prompt_of(7), [0, 1, 2, 3, 4], SAMPLED)]
+    for engine, value in zip(engines, (0.0, 7.0), strict=True):
+        for store in engine._cache._stores:
+            store[:, 0] = value
+    first, second = (run(engine, requests) for engine in engines)
+    assert first == second
+    # Of the 8 rows of a step, 3 wrote into the scratch block, and nowhere else.
+    alone = [
+        run(filled(engine_of(RolloutConfig(block_size=4))), [request(prompt_of(7), [n], SAMPLED)])[n] for n in range(5)
+    ]
+    assert [response.token_ids for response in alone] == [first[n].token_ids for n in range(5)]
+
+
+def continued(requests: Sequence[Request], responses: Sequence[Response]) -> list[Request]:
+    partial = {r.row: PartialResponse(r.token_ids, r.logprobs, r.versions) for r in responses if r.finish == "aborted"}
+    return [
+        replace(request, rows=(row,), seeds=(seed,), partial=(partial[row],))
+        for request in requests
+        for row, seed in zip(request.rows, request.seeds, strict=True)
+        if row in partial
+    ]
+
+
+def test_aborted_rows_go_on_as_if_they_had_never_stopped() -> None:
+    requests = requests_with(SAMPLED)
+    expected = run(filled(engine_of(RolloutConfig(block_size=4), graphs=False)), requests)
+    engine, found = filled(engine_of(RolloutConfig(block_size=4))), {}
+    while requests:
+        engine.submit(requests)
+        responses = engine.step() + engine.step() + engine.step() + engine.abort()
+        found |= {response.row: response for response in responses if response.finish != "aborted"}
+        requests = continued(requests, responses)
+    assert_same(found, expected)
+
+
+def test_weights_that_are_not_finite_stop_the_generation() -> None:
+    engine = filled(engine_of(RolloutConfig(block_size=4)))
+    engine.submit([request(prompt_of(5), [0], GREEDY)])
+    engine.step()
+    engine.wake_weights()["model.norm.weight"].fill_(float("nan"))
+    with pytest.raises(RuntimeError, match="policy version 0 aren't finite"):
+        while engine.has_work:
+            engine.step()
+    (response,) = engine.abort()
+    assert len(response.token_ids) in (1, 2)
+    engine.sleep()
+
+
+def test_graphs_are_in_the_memory_held_and_end_with_the_engine() -> None:
+    engine = filled(engine_of(RolloutConfig(block_size=4)))
+    assert engine.memory_bytes()["decode_graphs"] == 0
+    run(engine, requests_with(GREEDY))
+    assert engine.memory_bytes()["decode_graphs"] > 1000
+    engine.sleep()
+    assert not any(engine.memory_bytes().values())
+
+
+def test_padded_sizes() -> None:
+    sizes = sorted({padded_rows(number) for number in range(1, 257)})
+    assert sizes == [4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256]
+    assert all(number <= padded_rows(number) < number * 1.5 + 4 for number in range(1, 2000))
+    assert [padded_width(number) for number in (1, 16, 17, 65, 1024)] == [16, 16, 64, 256, 1024]
+
+
+def test_what_cannot_be_captured_is_refused_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(words: str, config: DecoderConfig = QWEN) -> None:
+        with pytest.raises(ValueError, match=f"rollout.cuda_graphs is true, but .*{words}.*; set it to null"):
+            engine_of(RolloutConfig(block_size=4), config)
+        left_out = NativeEngine(config, RolloutConfig(), torch.device("cpu"), torch.float32)
+        assert left_out._pipeline is None
+
+    refuse("the model is sparse", FAMILIES["qwen3_moe"])
+    monkeypatch.setitem(TABLE["paged_attention"], "cpu", plain.paged_attention)
+    refuse("needs Triton")
+    monkeypatch.delitem(CAPTURES, "cpu")
+    refuse("the device is cpu")
