@@ -23,7 +23,7 @@ from typing import Any, Literal
 import pytest
 from torch.distributed import TCPStore
 
-from tests.support.chosen_device import Uses, skip_without_devices
+from tests.support.chosen_device import VARIABLE, Uses, chosen_kind, skip_without_devices
 
 HOST = "127.0.0.1"
 ROOT = Path(__file__).parents[2]
@@ -36,21 +36,27 @@ def run_ranks(
     timeout: float = 60,
     ranks_per_node: int | None = None,
     start_method: Literal["forkserver", "spawn"] = "forkserver",
+    device: str | None = None,
 ) -> list[Any]:
     """Call `function(world, *args)` on each rank and return the picklable results in rank order.
 
     `function` must be importable (a module's top level). The first rank that fails ends all of them, and its traceback
     is raised as a RuntimeError; ranks that take longer than `timeout` seconds in all are killed with a TimeoutError.
     `ranks_per_node` pretends that the ranks live on several nodes. `start_method`: "spawn" where the C library must
-    read this process's environment anew.
+    read this process's environment anew. `device`: the kind of device if it isn't the tests'.
     """
-    skip_without_devices(min(world_size, ranks_per_node or world_size))
-    Uses.count += 1
+    if device is None:
+        skip_without_devices(min(world_size, ranks_per_node or world_size))
+        Uses.count += 1
     # The parent holds the rendezvous store itself, as torchrun's agent does, so the port is bound before ranks get it.
     store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+    chosen = {VARIABLE: device or chosen_kind()}
     ranks = [
         _start(
-            rank_environment(rank, world_size, ranks_per_node or world_size, store.port), start_method, function, args
+            rank_environment(rank, world_size, ranks_per_node or world_size, store.port) | chosen,
+            start_method,
+            function,
+            args,
         )
         for rank in range(world_size)
     ]
