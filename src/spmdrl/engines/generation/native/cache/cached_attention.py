@@ -135,7 +135,10 @@ class _Tile:
     tokens_BQ: Tensor
     """Which packed token each query is; where a row has none there, some other token."""
     tables_BC: Tensor
-    is_real_BQ: Tensor
+    own_slots: Tensor
+    """The queries, of [B x Q], that have a token of their own."""
+    own_tokens: Tensor
+    """That token of each."""
     mask_QS: Tensor
 
 
@@ -174,7 +177,7 @@ class PrefillAttention:
                 values_BSJU.transpose(1, 2),
                 tile.mask_QS,
             )
-            out_THU[tile.tokens_BQ[tile.is_real_BQ]] = attended_BHQU.transpose(1, 2)[tile.is_real_BQ]
+            out_THU[tile.own_tokens] = attended_BHQU.transpose(1, 2).flatten(0, 1)[tile.own_slots]
         return out_THU
 
 
@@ -198,13 +201,16 @@ def _tiles(spans: Sequence[Span], width: int, block_size: int, device: torch.dev
             for values in zip(*((spans[i].start, spans[i].stop, offsets[i]) for i in numbers), strict=True)
         )
         tokens_BQ = offsets_B1 + positions_Q.clamp(starts_B1, stops_B1 - 1) - starts_B1
+        # On the host: a device would have to be waited for, in every layer, to count them.
+        own_slots = ((positions_Q >= starts_B1) & (positions_Q < stops_B1)).flatten().nonzero().squeeze(1)
         padding = [SCRATCH_BLOCK] * num_blocks
         tables = [[*spans[i].table, *padding][:num_blocks] for i in numbers]
         tiles.append(
             _Tile(
                 tokens_BQ.to(device),
                 torch.tensor(tables, device=device),
-                ((positions_Q >= starts_B1) & (positions_Q < stops_B1)).to(device),
+                own_slots.to(device),
+                tokens_BQ.flatten()[own_slots].to(device),
                 (torch.arange(num_blocks * block_size) <= positions_Q[:, None]).to(device),
             )
         )
