@@ -1,0 +1,1 @@
+"""Tests of the paths of CUDA devices and NPUs, without either."""

@@ -1,0 +1,323 @@
+"""What runs on a fake CUDA device, trace by trace; `python -m tests.accelerators.cuda_traces` prints them as JSON.
+
+Each trace runs code of the product as a GPU would get it, and checks what comes out by shape, dtype and device. The
+numbers themselves need a device, or the CPU's own tests.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+import textwrap
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from spmdrl.algorithms.grpo import GrpoConfig
+from spmdrl.algorithms.rloo import RlooConfig
+from spmdrl.algorithms.table import build_algorithm
+from spmdrl.dataflow.stages.critic.critic_update import ValueLoss
+from spmdrl.dataflow.stages.update import PolicyLoss
+from spmdrl.engines.generation.native.native_engine import NativeEngine
+from spmdrl.engines.generation.protocol import SamplingParams
+from spmdrl.engines.generation.rollout_config import RolloutConfig
+from spmdrl.engines.models.decoder import Decoder, DecoderConfig
+from spmdrl.engines.models.kernels import ops, plain
+from spmdrl.engines.models.layers import PackedCausalAttention
+from spmdrl.engines.training.batching.packed_rows import TokenRows
+from spmdrl.engines.training.context.block_attention import attend_rows, attend_rows_backward
+from spmdrl.engines.training.context.row_pairs import RowPairs
+from spmdrl.engines.training.heads import LogprobHead, ValueHead
+from spmdrl.engines.training.training_engine import TrainingConfig, TrainingEngine
+from spmdrl.engines.training.update.optimizer import OptimConfig
+from spmdrl.resources.device import Device
+from spmdrl.resources.layout import UpdateLayout, fit_update_layout
+from spmdrl.resources.mesh import build_update_mesh
+from spmdrl.resources.world import open_world
+from spmdrl.types import offsets_of
+from spmdrl.types.roles import Rating
+from tests.accelerators.fake_cuda import FakeCuda, fake_cuda
+from tests.accelerators.published_models import PUBLISHED
+from tests.engines.generation.support import request, run
+from tests.engines.models.kernels.test_table import CASES, Case, counts
+from tests.engines.training.test_block_attention import CASES as PAIRS
+from tests.engines.training.tiny import axis_of
+
+Trace = Callable[[FakeCuda], None]
+DTYPES = (torch.float32, torch.bfloat16)
+# 64 tokens: each expert of every model gets the same whole number of rows.
+LENGTHS = [10, 1, 29, 24]
+# Experts with the same number of rows each, since the device's counts all read alike on the host.
+KERNELS = CASES | {
+    "grouped_linear": [
+        Case(((12, 16), (4, 8, 16)), counts(3, 3, 3, 3)),
+        Case(((8, 13), (2, 7, 13)), counts(4, 4)),
+        Case(((0, 16), (3, 8, 16)), counts(0, 0, 0)),
+    ]
+}
+FLASH, GROUPED = "torch_attn::_varlen_attn", "aten::_grouped_mm"
+
+
+def kernels() -> Iterator[tuple[str, Trace]]:
+    """Operations of the table, and the attention of parts of a softmax."""
+    yield "a sum of host and device is refused", refuse_mixed_devices
+    for name, cases in KERNELS.items():
+        for dtype in DTYPES:
+            yield f"{name}, {_short(dtype)}", partial(run_kernel, name=name, cases=cases, dtype=dtype)
+    yield "add_matmul", add_matmul
+    yield "blocked_linear", blocked_linear
+    yield "packed_attention and grouped_linear at compute capability 7.5", old_device
+    for case, dtype in itertools.product(PAIRS, DTYPES):
+        yield f"ring attention, {case}, {_short(dtype)}", partial(attend_in_parts, case=case, dtype=dtype)
+
+
+def models() -> Iterator[tuple[str, Trace]]:
+    """Every family, forward and backward to each weight."""
+    for family, dtype in itertools.product(PUBLISHED, DTYPES):
+        config = PUBLISHED[family] if dtype == torch.bfloat16 else _smaller(PUBLISHED[family])
+        yield f"{family}, {_short(dtype)}", partial(differentiate, config=config, dtype=dtype)
+
+
+def engines() -> Iterator[tuple[str, Trace]]:
+    """The training engine as a policy, critic, reference and reward model, and the native generation engine."""
+    for name, loss in losses().items():
+        yield f"update, {name}", partial(update, config=_smaller(PUBLISHED["qwen2"]), loss=loss)
+    yield "update, sparse layers", partial(update, config=_smaller(PUBLISHED["deepseek_v3"]))
+    yield "critic", value_head
+    yield "reward model", reward_model
+    for family in ("qwen2", "deepseek_v3"):
+        yield f"frozen {family}, bfloat16", partial(score, config=PUBLISHED[family])
+    for family in ("qwen2", "qwen3_moe", "deepseek_v3"):
+        yield f"generation, {family}, bfloat16", partial(generate, config=PUBLISHED[family], dtype=torch.bfloat16)
+    yield "generation, qwen2, float32", partial(generate, config=_smaller(PUBLISHED["qwen2"]), dtype=torch.float32)
+
+
+GROUPS = {"kernels": kernels, "models": models, "engines": engines}
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _smaller(config: DecoderConfig) -> DecoderConfig:
+    """One layer, and few experts where it has any, as in float32 each has a product of its own."""
+    if config.moe is None:
+        return replace(config, num_layers=1)
+    moe = replace(config.moe, num_experts=16, num_groups=1, groups_per_token=1, dense_layers=())
+    return replace(config, num_layers=1, moe=moe)
+
+
+def refuse_mixed_devices(cuda: FakeCuda) -> None:
+    try:
+        torch.ones(3, device=cuda.device) + torch.ones(3)
+    except RuntimeError as error:
+        assert "same device" in str(error), error
+    else:
+        raise AssertionError("nothing was raised")
+
+
+def run_kernel(cuda: FakeCuda, *, name: str, cases: list[Case], dtype: torch.dtype) -> None:
+    """The CUDA implementation of an operation, which gives tensors like the plain one's on a CPU."""
+    assert "cuda" in ops.TABLE[name], name
+    for case in cases:
+        cuda.integer = case.shapes[0][0] // case.shapes[1][0] if name == "grouped_linear" else 0
+        results, expected = (
+            _outputs(function, case, dtype, device)
+            for function, device in ((getattr(ops, name), cuda.device), (getattr(plain, name), torch.device("cpu")))
+        )
+        for result, reference in zip(results, expected, strict=True):
+            _assert_like(result, reference, cuda.device)
+    fused = {"packed_attention": FLASH, "grouped_linear": GROUPED}.get(name)
+    assert fused is None or (cuda.operators[fused] > 0) == (dtype == torch.bfloat16 and cuda.capability >= (8, 0)), (
+        cuda.operators
+    )
+
+
+def _outputs(function: Callable[..., Tensor], case: Case, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    inputs = [torch.zeros(shape, dtype=dtype, device=device, requires_grad=True) for shape in case.shapes]
+    out = function(*inputs, *case.fixed(device))
+    return [out, *torch.autograd.grad(out.sum(), inputs)]
+
+
+def _assert_like(result: Tensor, reference: Tensor, device: torch.device) -> None:
+    assert (result.shape, result.dtype) == (reference.shape, reference.dtype), (result, reference)
+    assert result.device == device, result
+
+
+def add_matmul(cuda: FakeCuda) -> None:
+    for dtype in DTYPES:
+        out = torch.zeros(16, 24, device=cuda.device)
+        a, b = (torch.zeros(8, width, dtype=dtype, device=cuda.device) for width in (16, 24))
+        assert ops.add_matmul(out, a, b) is out
+    assert cuda.operators["aten::addmm"] == 1, cuda.operators
+
+
+def old_device(cuda: FakeCuda) -> None:
+    cuda.capability = (7, 5)
+    for name in ("packed_attention", "grouped_linear"):
+        run_kernel(cuda, name=name, cases=KERNELS[name], dtype=torch.bfloat16)
+
+
+def blocked_linear(cuda: FakeCuda) -> None:
+    assert ops.blocked_linear(torch.zeros(4, 8, device=cuda.device), None) is None
+
+
+def differentiate(cuda: FakeCuda, *, config: DecoderConfig, dtype: torch.dtype) -> None:
+    """Packed rows through the decoder and its head, and back to every weight."""
+    cuda.integer = _rows_per_expert(config)
+    with torch.device("meta"):
+        decoder = Decoder(config)
+    decoder.to(dtype).to_empty(device=cuda.device)
+    tokens_T = torch.zeros(sum(LENGTHS), dtype=torch.int64, device=cuda.device)
+    positions_T = torch.cat([torch.arange(length) for length in LENGTHS]).to(cuda.device)
+    places_P = torch.arange(sum(LENGTHS) - 1, device=cuda.device)
+    head = LogprobHead(places_P, tokens_T[1:])
+    logprobs_P, entropy_P = decoder(tokens_T, positions_T, PackedCausalAttention(offsets_of(LENGTHS)), head)
+    assert logprobs_P.dtype == entropy_P.dtype == torch.float32
+    (logprobs_P + entropy_P).sum().backward()
+    for name, weight in decoder.named_parameters():
+        assert weight.grad is not None, name
+        _assert_like(weight.grad, weight, cuda.device)
+    assert bool(cuda.operators[FLASH]) == (dtype == torch.bfloat16), cuda.operators
+    # Nothing waits for the device, but where each expert has a product of its own size.
+    assert (cuda.host_reads > 0) == (config.moe is not None and dtype == torch.float32), cuda.host_reads
+
+
+def _rows_per_expert(config: DecoderConfig) -> int:
+    return 0 if config.moe is None else sum(LENGTHS) * config.moe.experts_per_token // config.moe.num_experts
+
+
+def rows_of(lengths: list[int], **columns: Tensor) -> TokenRows:
+    """Rows with prompts of one token."""
+    num_tokens = sum(lengths)
+    return TokenRows(
+        torch.arange(num_tokens) % 7, offsets_of(lengths), torch.ones(len(lengths), dtype=torch.int64), columns
+    )
+
+
+def engine_of(cuda: FakeCuda, config: DecoderConfig, *, rating: Rating = "logprobs", **options: object):
+    """A training engine whose tensors are the device's and whose mesh has one rank, so that nothing is sent."""
+    device = Device(cuda.device.type)
+    mesh = build_update_mesh(fit_update_layout(UpdateLayout(), 1), Device("cpu"), 0)
+    cuda.integer = _rows_per_expert(config)
+    training = TrainingConfig(max_steps=2)
+    return TrainingEngine(config, training, OptimConfig(lr=1e-3), mesh, device, rating=rating, **options)
+
+
+def losses() -> dict[str, PolicyLoss]:
+    """Losses that differ in what they compute on the device."""
+    configs = {
+        "grpo": GrpoConfig(),
+        "grpo, KL in the loss": GrpoConfig(kl_coef=0.1),
+        "grpo, importance weights per row": GrpoConfig(rollout_is="seq-mask-tis"),
+        "rloo": RlooConfig(),
+        "rloo, a ratio per row": RlooConfig(ratio_level="sequence"),
+    }
+    return {name: PolicyLoss(build_algorithm(config), 1, "column", None) for name, config in configs.items()}
+
+
+def update(cuda: FakeCuda, *, config: DecoderConfig, loss: PolicyLoss | None = None) -> None:
+    """Micro-batches, forward, backward, the agreed norm, clipping and the fused optimizer step."""
+    engine = engine_of(cuda, config, compute_dtype=torch.float32)
+    num_response = sum(LENGTHS) - len(LENGTHS)
+    names = ("weights", "advantages", "old_logprobs", "ref_logprobs", "rollout_logprobs", "versions")
+    rows = rows_of(LENGTHS, **{name: torch.ones(num_response) for name in names})
+    result = engine.update(rows, loss or losses()["grpo"])
+    assert not result.skipped and result.num_microbatches == 1
+    assert cuda.operators["aten::_fused_adamw_"] == 1, cuda.operators
+    for means in engine.optimizer_state().values():
+        assert {tensor.device for tensor in means.values()} == {cuda.device}
+
+
+def score(cuda: FakeCuda, *, config: DecoderConfig) -> None:
+    """A reference model, in the dtype that it computes in."""
+    engine = engine_of(cuda, config, frozen=True)
+    scores = engine.score(rows_of(LENGTHS))
+    assert scores.logprobs_R.shape == (sum(LENGTHS) - len(LENGTHS),) and scores.logprobs_R.device.type == "cpu"
+    assert cuda.operators[FLASH] == 2, cuda.operators
+
+
+def value_head(cuda: FakeCuda) -> None:
+    config = PUBLISHED["qwen3"].with_value_head()
+    engine = engine_of(cuda, config, rating="token_values", compute_dtype=torch.float32)
+    num_response = sum(LENGTHS) - len(LENGTHS)
+    rows = rows_of(LENGTHS, values=torch.ones(num_response), returns=torch.ones(num_response))
+    assert engine.values(rows).shape == (num_response,)
+    engine.update(rows, ValueLoss(num_response, clip=0.2))
+    assert cuda.operators["aten::_fused_adamw_"] == 1
+
+
+def reward_model(cuda: FakeCuda) -> None:
+    config = PUBLISHED["llama"].with_value_head()
+    engine = engine_of(cuda, config, rating="row_values", frozen=True)
+    assert engine.values(rows_of(LENGTHS)).shape == (len(LENGTHS),)
+    hidden_TD, weight_1D = (torch.zeros(n, 8, dtype=torch.bfloat16, device=cuda.device) for n in (4, 1))
+    (values_P,) = ValueHead(torch.tensor([1, 3], device=cuda.device), axis_of("tensor"))(hidden_TD, weight_1D)
+    assert (values_P.shape, values_P.dtype) == ((2,), torch.float32)
+
+
+def generate(cuda: FakeCuda, *, config: DecoderConfig, dtype: torch.dtype) -> None:
+    """Groups, shared prefixes, chunks behind cached ones, blocks copied on write, and every filter of sampling."""
+    rollout = RolloutConfig(block_size=16, max_prefill_tokens=48, kv_cache_gib=0.25, max_running_rows=8)
+    engine = NativeEngine(config, rollout, cuda.device, dtype)
+    engine.wake_weights()
+    engine.wake_cache()
+    every = SamplingParams(temperature=0.7, top_p=0.9, top_k=20, min_p=0.01, max_tokens=3)
+    greedy = SamplingParams(temperature=0, max_tokens=3)
+    prompts = [tuple(range(40)), tuple(range(70)), (5,)]
+    requests = [request(prompt, [2 * i, 2 * i + 1], greedy if i else every) for i, prompt in enumerate(prompts)]
+    responses = run(engine, requests)
+    assert {len(response.token_ids) for response in responses.values()} == {3} and len(responses) == 6
+    assert [len(logprobs) for logprobs in engine.score([[1, 2, 3], [4, 5]])] == [2, 1]
+
+
+def attend_in_parts(cuda: FakeCuda, *, case: str, dtype: torch.dtype) -> None:
+    """A rank's queries against another's keys, forward and backward, with values narrower than keys."""
+    queries, keys, is_causal = PAIRS[case]
+    pairs = RowPairs(queries, keys, is_causal=is_causal, device=cuda.device)
+    for head_size, value_size in ((128, 128), (192, 128), (20, 12)):
+        shapes = (sum(queries), 8, head_size), (sum(keys), 2, head_size), (sum(keys), 2, value_size)
+        inputs = tuple(torch.zeros(shape, dtype=dtype, device=cuda.device) for shape in shapes)
+        out, lse = attend_rows(inputs, pairs)
+        assert (out.shape, out.dtype) == ((sum(queries), 8, value_size), dtype)
+        assert (lse.shape, lse.dtype) == ((sum(queries), 8), torch.float32)
+        for gradient, given in zip(attend_rows_backward(out, inputs, (out, lse), pairs), inputs, strict=True):
+            _assert_like(gradient, given, cuda.device)
+    for operator in ("aten::_flash_attention_forward", "aten::_flash_attention_backward"):
+        assert cuda.operators[operator] == (3 if dtype == torch.bfloat16 else 0), cuda.operators
+
+
+def as_markdown() -> str:
+    """The traces by group, as the page on accelerators lists them."""
+    lines = []
+    for group, of_group in GROUPS.items():
+        dtypes: dict[str, list[str]] = {}
+        for name, _ in of_group():
+            base, _, dtype = name.rpartition(", ")
+            in_dtype = dtype in map(_short, DTYPES)
+            dtypes.setdefault(base if in_dtype else name, []).extend([dtype] if in_dtype else [])
+        listed = "; ".join(f"{name} ({', '.join(of)})" if of else name for name, of in dtypes.items())
+        lines.append(textwrap.fill(f"- {group}: {listed}.", width=118, subsequent_indent="  ", break_on_hyphens=False))
+    return "\n".join(lines)
+
+
+def main() -> None:
+    failures: dict[str, str | None] = {}
+    with open_world("cpu"):
+        for name, trace in GROUPS[sys.argv[1]]():
+            try:
+                with fake_cuda() as cuda:
+                    trace(cuda)
+                failures[name] = None
+            except Exception:
+                failures[name] = traceback.format_exc()
+    print(json.dumps(failures))
+
+
+if __name__ == "__main__":
+    main()

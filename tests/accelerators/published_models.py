@@ -1,0 +1,64 @@
+"""Each family in the sizes of a published model, but with two layers: on fake tensors, size costs nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from spmdrl.engines.models.decoder import DecoderConfig
+from spmdrl.engines.models.latent import LatentConfig
+from spmdrl.engines.models.moe import MoeConfig
+from spmdrl.engines.models.rope_scaling import Llama3Scaling, YarnScaling
+
+LLAMA = DecoderConfig(
+    model_type="llama",
+    vocab_size=128256,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_layers=2,
+    num_heads=32,
+    num_kv_heads=8,
+    head_size=128,
+    rms_eps=1e-5,
+    rope_theta=500000.0,
+    qk_norm=False,
+    attention_bias=False,
+    tied_head=False,
+    max_positions=131072,
+    rope_scaling=Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_positions=8192),
+)
+QWEN3 = replace(
+    LLAMA, model_type="qwen3", vocab_size=151936, intermediate_size=12288, qk_norm=True, rope_scaling=None, rms_eps=1e-6
+)
+PUBLISHED: dict[str, DecoderConfig] = {
+    "llama": LLAMA,
+    "mistral": replace(LLAMA, model_type="mistral", vocab_size=32768, rope_scaling=None),
+    "smollm3": replace(
+        LLAMA, model_type="smollm3", hidden_size=2048, intermediate_size=11008, num_heads=16, num_kv_heads=4,
+        tied_head=True, rope_scaling=None, unrotated_layers=(1,),
+    ),
+    "seed_oss": replace(
+        LLAMA, model_type="seed_oss", vocab_size=155136, hidden_size=5120, intermediate_size=27648, num_heads=80,
+        attention_bias=True, rope_scaling=None,
+    ),
+    "qwen2": replace(
+        LLAMA, model_type="qwen2", vocab_size=151936, hidden_size=896, intermediate_size=4864, num_heads=14,
+        num_kv_heads=2, head_size=64, attention_bias=True, tied_head=True, rope_scaling=None,
+    ),
+    "qwen3": QWEN3,
+    "qwen3_moe": replace(
+        QWEN3, model_type="qwen3_moe", hidden_size=2048, intermediate_size=6144, num_kv_heads=4,
+        moe=MoeConfig(num_experts=128, experts_per_token=8, intermediate_size=768, normalize=True),
+    ),
+    "deepseek_v3": replace(
+        LLAMA, model_type="deepseek_v3", vocab_size=129280, hidden_size=7168, intermediate_size=18432, num_heads=128,
+        num_kv_heads=128, head_size=192, rms_eps=1e-6, rope_theta=10000.0, max_positions=163840,
+        rope_scaling=YarnScaling(
+            factor=40.0, original_positions=4096, beta_fast=32.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0
+        ),
+        latent=LatentConfig(query_rank=1536, key_value_rank=512, plain_size=128, rotary_size=64, value_size=128),
+        moe=MoeConfig(
+            num_experts=256, experts_per_token=8, intermediate_size=2048, scoring="sigmoid", normalize=True,
+            weight_scale=2.5, num_groups=8, groups_per_token=4, num_shared_experts=1, dense_layers=(0,),
+        ),
+    ),
+}  # fmt: skip
