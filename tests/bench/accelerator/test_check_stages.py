@@ -56,7 +56,7 @@ def test_a_wrong_kernel_is_found_by_name(tmp_path, monkeypatch):
 
 def test_every_operation_of_the_kernel_table_is_checked():
     # Packed weights are the CPU's only.
-    assert {*kernel_parity.cases(64, 64), "add_matmul", "blocked_linear"} == set(ops.TABLE)
+    assert {*kernel_parity.cases(64, 64), *kernel_parity.FORWARD_ONLY, "blocked_linear"} == set(ops.TABLE)
 
 
 def test_what_is_not_finite_is_infinitely_wrong():

@@ -100,7 +100,7 @@ def _errors_of_all(run: StageRun, dtype: torch.dtype) -> dict[str, float]:
         exact = [x.float() for x in inputs]
         references = results_and_gradients(getattr(plain, operation), exact, case.fixed(torch.device("cpu")))
         errors[operation] = max(map(relative_error, results, references))
-    errors["add_matmul"] = _error_of_add_matmul(device, dtype, num_tokens, width)
+    errors |= {name: error(device, dtype, num_tokens, width) for name, error in FORWARD_ONLY.items()}
     return errors
 
 
@@ -138,6 +138,27 @@ def _error_of_add_matmul(device: torch.device, dtype: torch.dtype, num_tokens: i
     a, b = a.to(dtype), b.to(dtype)
     expected = plain.add_matmul(out.clone(), a, b)
     return relative_error(ops.add_matmul(out.to(device), a.to(device), b.to(device)), expected)
+
+
+def _error_of_paged_attention(device: torch.device, dtype: torch.dtype, num_tokens: int, width: int) -> float:
+    """Rows of several lengths, whose blocks lie in any order in a cache of `num_tokens` positions."""
+    generator = torch.Generator().manual_seed(0)
+    block_size, head_size, heads = 16, max(16, width // 32), 8
+    num_blocks = num_tokens // block_size
+    lengths_B = torch.tensor([1, block_size, block_size + 1, num_tokens // 2, num_tokens - 3], dtype=torch.int32)
+    tables_BC = torch.stack([torch.randperm(num_blocks, generator=generator) for _ in lengths_B]).to(torch.int32)
+    q = torch.randn(len(lengths_B), heads, head_size, generator=generator).to(dtype)
+    keys, values = (
+        torch.randn(num_blocks, heads // 2, block_size, head_size, generator=generator).to(dtype) for _ in range(2)
+    )
+    expected = plain.paged_attention(q.float(), keys.float(), values.float(), tables_BC, lengths_B)
+    return relative_error(
+        ops.paged_attention(*(x.to(device) for x in (q, keys, values, tables_BC, lengths_B))), expected
+    )
+
+
+FORWARD_ONLY = {"add_matmul": _error_of_add_matmul, "paged_attention": _error_of_paged_attention}
+"""How far operations without a gradient are off."""
 
 
 def _name(dtype: torch.dtype) -> str:
