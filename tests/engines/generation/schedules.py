@@ -16,7 +16,8 @@ from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.making.make_config import MakeConfig
 from spmdrl.engines.models.making.make_model import RandomWeights, decoder_config
 from spmdrl.resources.mesh import GenerationMesh
-from tests.engines.generation.support import TINY, prompt_of, request, run
+from tests.engines.generation.support import TINY, prompt_of, request, run, small_rollout
+from tests.support.chosen_device import chosen_device
 
 SIZES = {"hidden_size": 32, "num_layers": 2, "intermediate_size": 48, "max_positions": 128}
 FAMILIES = {
@@ -66,7 +67,7 @@ def engine_of(
     recorder: ChoiceRecorder | None = None,
 ) -> NativeEngine:
     engine = NativeEngine(
-        config, rollout_of(config, schedule, 1 if mesh is None else mesh.tensor.size), torch.device("cpu"),
+        config, rollout_of(config, schedule, 1 if mesh is None else mesh.tensor.size), chosen_device(),
         torch.float32, mesh=mesh, recorder=recorder,
     )  # fmt: skip
     engine.load_weights(weights_of(config).items())
@@ -81,7 +82,7 @@ def rollout_of(config: DecoderConfig, schedule: Schedule, tensor: int) -> Rollou
         token_bytes = 4 * config.num_layers * num_heads * (config.head_size + config.value_head_size)
         num_blocks = 1 + -(-(max(map(len, PROMPTS)) + GREEDY.max_tokens - 1) // BLOCK_SIZE) + 3
         gib = num_blocks * BLOCK_SIZE * token_bytes / 2**30
-    return RolloutConfig(block_size=BLOCK_SIZE, kv_cache_gib=gib, **schedule.rollout)
+    return small_rollout(block_size=BLOCK_SIZE, **schedule.rollout, **({} if gib is None else {"kv_cache_gib": gib}))
 
 
 def requests_with(sampling: SamplingParams) -> list[Request]:

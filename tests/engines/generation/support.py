@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -11,6 +12,7 @@ from spmdrl.engines.generation.protocol import Decode, GenerationEngine, Request
 from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.making.make_model import RandomWeights
+from tests.support.chosen_device import chosen_device, chosen_kind
 
 TINY = DecoderConfig(
     model_type="qwen3",
@@ -30,9 +32,16 @@ TINY = DecoderConfig(
 )
 
 
+def small_rollout(**settings: Any) -> RolloutConfig:
+    """Small blocks, and a small cache where it is allocated whole: a test has several engines awake."""
+    if chosen_kind() != "cpu":
+        settings = {"kv_cache_gib": 2**-8, **settings}
+    return RolloutConfig(**{"block_size": 4, **settings})
+
+
 def make_engine(rollout: RolloutConfig, config: DecoderConfig = TINY, decode: Decode | None = None) -> NativeEngine:
     """An engine that sleeps."""
-    return NativeEngine(config, rollout, torch.device("cpu"), torch.float32, decode=decode)
+    return NativeEngine(config, rollout, chosen_device(), torch.float32, decode=decode)
 
 
 def wake(engine: NativeEngine, seed: int = 0) -> NativeEngine:
@@ -44,7 +53,7 @@ def wake(engine: NativeEngine, seed: int = 0) -> NativeEngine:
 
 
 def awake_engine(**rollout: object) -> NativeEngine:
-    return wake(make_engine(RolloutConfig(**{"block_size": 4, **rollout})))
+    return wake(make_engine(small_rollout(**rollout)))
 
 
 def request(
@@ -62,6 +71,18 @@ def run(engine: GenerationEngine, requests: Sequence[Request]) -> dict[int, Resp
             assert response.row not in responses
             responses[response.row] = response
     return responses
+
+
+def assert_same_answers(found: dict[int, Response], expected: dict[int, Response]) -> None:
+    """Equal on a CPU; elsewhere attention may round a row's log-probs by what is beside it."""
+    if chosen_kind() == "cpu":
+        assert found == expected
+        return
+    assert {row: response.token_ids for row, response in found.items()} == {
+        row: response.token_ids for row, response in expected.items()
+    }
+    for row, response in found.items():
+        torch.testing.assert_close(response.logprobs, expected[row].logprobs, atol=1e-5, rtol=0)
 
 
 def prompt_of(length: int, seed: int = 0) -> tuple[int, ...]:

@@ -8,13 +8,13 @@ import torch.nn.functional as F
 
 from spmdrl.engines.generation.native.native_engine import NativeEngine
 from spmdrl.engines.generation.protocol import SamplingParams
-from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.decoder import Decoder, DecoderConfig
 from spmdrl.engines.models.layers import PackedCausalAttention
 from spmdrl.engines.models.making.make_config import MakeConfig
 from spmdrl.engines.models.making.make_model import RandomWeights, decoder_config
 from spmdrl.types import offsets_of
-from tests.engines.generation.support import request, run
+from tests.engines.generation.support import request, run, small_rollout
+from tests.support.chosen_device import chosen_device
 
 SIZES = {"hidden_size": 32, "num_layers": 2, "intermediate_size": 48, "max_positions": 128}
 SPARSE = decoder_config(MakeConfig(family="qwen3_moe", num_dense_layers=1, **SIZES))
@@ -33,7 +33,7 @@ def weights_of(config: DecoderConfig) -> dict[str, torch.Tensor]:
 
 
 def awake_engine(config: DecoderConfig, dtype: torch.dtype = torch.float32, **rollout: object) -> NativeEngine:
-    engine = NativeEngine(config, RolloutConfig(**{"block_size": 4, **rollout}), torch.device("cpu"), dtype)
+    engine = NativeEngine(config, small_rollout(**rollout), chosen_device(), dtype)
     engine.load_weights(weights_of(config).items())
     engine.wake_cache()
     return engine
@@ -75,7 +75,7 @@ def test_the_correction_bias_is_a_weight_and_stays_float32() -> None:
     weights = engine.wake_weights()
     assert set(weights) == set(engine.weight_shapes()) == set(weights_of(LATENT))
     assert {name for name, weight in weights.items() if weight.dtype is not torch.bfloat16} == {BIAS}
-    assert torch.equal(weights[BIAS], torch.linspace(-1, 1, 8))
+    assert torch.equal(weights[BIAS].cpu(), torch.linspace(-1, 1, 8))
     assert len(run(engine, [request((5, 6), [0], SamplingParams(max_tokens=3))])[0].token_ids) == 3
 
 

@@ -9,7 +9,17 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 from spmdrl.engines.generation.native.native_engine import NativeEngine
 from spmdrl.engines.generation.protocol import Response, SamplingParams
 from spmdrl.engines.generation.rollout_config import RolloutConfig
-from tests.engines.generation.support import TINY, awake_engine, make_engine, prompt_of, request, run, wake
+from tests.engines.generation.support import (
+    TINY,
+    assert_same_answers,
+    awake_engine,
+    make_engine,
+    prompt_of,
+    request,
+    run,
+    small_rollout,
+    wake,
+)
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 LENGTHS = [1, 3, 4, 5, 9, 17]
@@ -36,7 +46,7 @@ def model() -> PreTrainedModel:
 
 
 def engine_of(model: PreTrainedModel, **rollout: object) -> NativeEngine:
-    engine = make_engine(RolloutConfig(**{"block_size": 4, **rollout}))
+    engine = make_engine(small_rollout(**rollout))
     engine.load_weights(model.named_parameters())
     engine.wake_cache()
     return engine
@@ -86,6 +96,7 @@ def test_a_rows_tokens_do_not_depend_on_the_rows_beside_it():
         torch.testing.assert_close(response.logprobs, together[response.row].logprobs, atol=1e-5, rtol=0)
 
 
+@pytest.mark.cpu_only(reason="elsewhere attention may round a row by what is beside it")
 def test_decoding_rounds_a_row_alike_in_every_batch():
     # An even number: the last values of an activation function whose number is no multiple of 32 are rounded apart.
     requests = [request(prompt_of(6), [row], SamplingParams(max_tokens=30)) for row in range(8)]
@@ -98,14 +109,14 @@ def test_siblings_copy_the_shared_block_before_writing_into_it():
     rows = list(range(8))
     shared = run(awake_engine(), [request(prompt, rows, sampling)])
     separate = run(awake_engine(), [request(prompt, [row], sampling) for row in rows])
-    assert shared == separate
+    assert_same_answers(shared, separate)
     assert len({response.token_ids for response in shared.values()}) == len(rows)
 
 
 def test_a_group_larger_than_the_slots_gets_the_same_answers():
     prompt, sampling = prompt_of(7), SamplingParams(max_tokens=5)
     expected = run(awake_engine(), [request(prompt, range(10), sampling)])
-    assert run(awake_engine(max_running_rows=3), [request(prompt, range(10), sampling)]) == expected
+    assert_same_answers(run(awake_engine(max_running_rows=3), [request(prompt, range(10), sampling)]), expected)
 
 
 def test_a_small_cache_only_makes_rows_wait():
@@ -175,7 +186,7 @@ def test_abort_returns_the_tokens_so_far_and_the_answer_can_go_on():
 
 
 def test_a_sleeping_engine_refuses_work_and_holds_no_bytes():
-    engine = make_engine(RolloutConfig(block_size=4))
+    engine = make_engine(small_rollout())
     nothing = {"generation_weights": 0, "kv_cache": 0}
     assert engine.memory_bytes() == nothing
     with pytest.raises(RuntimeError, match="can't wake before the weights"):
@@ -205,8 +216,8 @@ def test_an_engine_with_unfinished_rows_does_not_sleep():
 
 
 def test_weights_filled_in_place_are_the_ones_used():
-    engine = make_engine(RolloutConfig(block_size=4))
-    other = wake(make_engine(RolloutConfig(block_size=4)), seed=1)
+    engine = make_engine(small_rollout())
+    other = wake(make_engine(small_rollout()), seed=1)
     weights = engine.wake_weights()
     assert {name: tuple(weight.shape) for name, weight in weights.items()} == engine.weight_shapes()
     for name, weight in other.wake_weights().items():

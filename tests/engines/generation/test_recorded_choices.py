@@ -11,11 +11,11 @@ from torch import Tensor
 from spmdrl.engines.generation.expert_choices import ChoiceRecorder
 from spmdrl.engines.generation.native.native_engine import NativeEngine
 from spmdrl.engines.generation.protocol import SamplingParams
-from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.decoder import Decoder
 from spmdrl.engines.models.layers import PackedCausalAttention
 from spmdrl.engines.models.moe import MoeConfig
-from tests.engines.generation.support import TINY, prompt_of, request, run
+from tests.engines.generation.support import TINY, prompt_of, request, run, small_rollout
+from tests.support.chosen_device import chosen_device
 
 SPARSE = replace(
     TINY,
@@ -32,8 +32,8 @@ def weights_of(engine: NativeEngine) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("slots", [2, 64])
 def test_responses_bring_the_experts_that_one_forward_over_the_row_chooses(slots: int):
-    rollout = RolloutConfig(block_size=4, max_running_rows=slots)
-    engine = NativeEngine(SPARSE, rollout, torch.device("cpu"), torch.float32, recorder=ChoiceRecorder())
+    rollout = small_rollout(max_running_rows=slots)
+    engine = NativeEngine(SPARSE, rollout, chosen_device(), torch.float32, recorder=ChoiceRecorder())
     weights = weights_of(engine)
     engine.load_weights(weights.items())
     engine.wake_cache()

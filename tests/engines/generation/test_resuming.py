@@ -14,6 +14,7 @@ from spmdrl.engines.generation.protocol import PartialResponse, Request, Respons
 from spmdrl.engines.generation.rollout_config import RolloutConfig
 from tests.engines.generation.schedules import FAMILIES, GREEDY, SCHEDULES, engine_of, requests_with, responses_of
 from tests.engines.generation.support import awake_engine, prompt_of, request, run, wake
+from tests.support.chosen_device import chosen_device
 
 SAMPLED = SamplingParams(temperature=0.9, top_p=0.95, max_tokens=14, stop_token_ids=(3,))
 
@@ -150,7 +151,7 @@ def test_a_failing_submit_leaves_the_engine_as_it_was() -> None:
 
 
 def test_a_cache_too_small_for_two_blocks_is_refused() -> None:
-    engine = NativeEngine(FAMILIES["qwen3"], RolloutConfig(kv_cache_gib=1e-6), torch.device("cpu"), torch.float32)
+    engine = NativeEngine(FAMILIES["qwen3"], RolloutConfig(kv_cache_gib=1e-6), chosen_device(), torch.float32)
     engine.wake_weights()
     with pytest.raises(ValueError, match="rollout.kv_cache_gib 1e-06 leaves 1073 bytes for the KV cache"):
         engine.wake_cache()

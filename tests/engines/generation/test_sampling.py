@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 
 from spmdrl.engines.generation.native.sampling import RowSampling, draw, invert_cdf, keep_likely, splitmix64, uniforms
 from spmdrl.engines.generation.protocol import SamplingParams
+from tests.support.chosen_device import chosen_device
 
-CPU = torch.device("cpu")
 LOGITS = [2.0, 1.0, 0.5, 0.5, 0.0, -1.0, -1.5, -4.0]
 NUM_DRAWS = 20_000
 
 
 def rows_of(sampling: list[SamplingParams], seeds: list[int] | None = None) -> RowSampling:
-    return RowSampling.of_rows(seeds or list(range(len(sampling))), sampling, CPU)
+    return RowSampling.of_rows(seeds or list(range(len(sampling))), sampling, chosen_device())
 
 
 def reference_distribution(logits: list[float], sampling: SamplingParams) -> np.ndarray:
@@ -37,15 +37,15 @@ def reference_distribution(logits: list[float], sampling: SamplingParams) -> np.
     return probs / probs.sum()
 
 
-def test_splitmix64_gives_the_published_sequence():
+def test_splitmix64_gives_the_published_sequence(device):
     gamma = 0x9E3779B97F4A7C15 - (1 << 64)
-    state = 1234567 + torch.arange(5) * gamma
+    state = 1234567 + torch.arange(5, device=device) * gamma
     known = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821]
     assert [value % (1 << 64) for value in splitmix64(state).tolist()] == known
 
 
-def test_uniforms_depend_on_seed_and_position_and_fill_the_unit_interval():
-    seeds, positions = torch.meshgrid(torch.arange(200), torch.arange(200), indexing="ij")
+def test_uniforms_depend_on_seed_and_position_and_fill_the_unit_interval(device):
+    seeds, positions = torch.meshgrid(torch.arange(200, device=device), torch.arange(200, device=device), indexing="ij")
     numbers = uniforms(splitmix64(seeds.flatten()), positions.flatten())
     assert numbers.min() >= 0 and numbers.max() < 1
     assert abs(numbers.mean() - 0.5) < 0.005
@@ -67,18 +67,18 @@ def test_uniforms_depend_on_seed_and_position_and_fill_the_unit_interval():
         SamplingParams(temperature=1.5, top_k=5, top_p=0.7, min_p=0.05),
     ],
 )
-def test_tokens_follow_the_filtered_distribution(sampling: SamplingParams):
-    logits_BV = torch.tensor(LOGITS).repeat(NUM_DRAWS, 1)
-    positions_B = torch.arange(NUM_DRAWS)
+def test_tokens_follow_the_filtered_distribution(sampling: SamplingParams, device: torch.device):
+    logits_BV = torch.tensor(LOGITS, device=device).repeat(NUM_DRAWS, 1)
+    positions_B = torch.arange(NUM_DRAWS, device=device)
     drawn = draw(logits_BV, positions_B, rows_of([sampling] * NUM_DRAWS, [77] * NUM_DRAWS))
     expected = reference_distribution(LOGITS, sampling)
-    counts = np.bincount(drawn.tokens_B.numpy(), minlength=len(LOGITS))
+    counts = np.bincount(drawn.tokens_B.cpu().numpy(), minlength=len(LOGITS))
     assert not counts[expected == 0].any()
     chi_square = (((counts - NUM_DRAWS * expected) ** 2)[expected > 0] / (NUM_DRAWS * expected[expected > 0])).sum()
     # 99.99% point of chi-square with 7 degrees of freedom.
     assert chi_square < 29.9
     scaled = (torch.tensor(LOGITS) / sampling.temperature).log_softmax(-1)
-    torch.testing.assert_close(drawn.logprobs_B, scaled[drawn.tokens_B])
+    torch.testing.assert_close(drawn.logprobs_B.cpu(), scaled[drawn.tokens_B.cpu()])
 
 
 @settings(deadline=None, max_examples=60)
@@ -92,7 +92,7 @@ def test_tokens_follow_the_filtered_distribution(sampling: SamplingParams):
 def test_filters_keep_what_the_reference_keeps(logits, temperature, top_p, top_k, min_p):
     sampling = SamplingParams(temperature, top_p, top_k, min_p)
     probs_BV = (torch.tensor([logits]) / temperature).softmax(-1)
-    kept = keep_likely(probs_BV, rows_of([sampling]))[0]
+    kept = keep_likely(probs_BV.to(chosen_device()), rows_of([sampling]))[0].cpu()
     expected = reference_distribution(logits, sampling)
     # A threshold met to within rounding may go either way.
     close = np.abs(kept.numpy() / kept.sum().item() - expected).max() < 1e-4
@@ -106,21 +106,22 @@ def threshold_is_met_exactly(probs: np.ndarray, sampling: SamplingParams) -> boo
     return bool(near_top_p or np.abs(descending - sampling.min_p * descending[0]).min() < 1e-5)
 
 
-def test_greedy_takes_the_likeliest_token_with_its_logprob_at_temperature_one():
-    drawn = draw(torch.tensor([LOGITS, LOGITS]), torch.tensor([3, 3]), rows_of([SamplingParams(temperature=0)] * 2))
+def test_greedy_takes_the_likeliest_token_with_its_logprob_at_temperature_one(device):
+    logits_BV = torch.tensor([LOGITS, LOGITS], device=device)
+    drawn = draw(logits_BV, torch.tensor([3, 3], device=device), rows_of([SamplingParams(temperature=0)] * 2))
     assert drawn.tokens_B.tolist() == [0, 0]
-    torch.testing.assert_close(drawn.logprobs_B, torch.tensor(LOGITS).log_softmax(-1)[:1].expand(2))
+    torch.testing.assert_close(drawn.logprobs_B.cpu(), torch.tensor(LOGITS).log_softmax(-1)[:1].expand(2))
 
 
-def test_a_row_draws_the_same_beside_rows_with_other_parameters():
+def test_a_row_draws_the_same_beside_rows_with_other_parameters(device):
     sampling = [
         SamplingParams(),
         SamplingParams(temperature=0),
         SamplingParams(0.7, top_p=0.9),
         SamplingParams(top_k=2),
     ]
-    logits_BV = torch.randn(4, 50, generator=torch.Generator().manual_seed(0))
-    positions_B = torch.tensor([5, 6, 7, 8])
+    logits_BV = torch.randn(4, 50, generator=torch.Generator().manual_seed(0)).to(device)
+    positions_B = torch.tensor([5, 6, 7, 8], device=device)
     together = draw(logits_BV, positions_B, rows_of(sampling))
     for row in range(4):
         alone = draw(
@@ -131,15 +132,16 @@ def test_a_row_draws_the_same_beside_rows_with_other_parameters():
 
 
 @pytest.mark.parametrize("uniform", [0.0, 0.5, 1 - 2.0**-24])
-def test_a_token_of_weight_zero_is_never_drawn(uniform: float):
-    weights_BV = torch.tensor([[0.0, 0.3, 0.0, 0.1, 0.0], [0.0, 0.0, 1e-7, 0.0, 0.0]])
-    tokens_B = invert_cdf(weights_BV, torch.full((2,), uniform))
+def test_a_token_of_weight_zero_is_never_drawn(uniform: float, device: torch.device):
+    weights_BV = torch.tensor([[0.0, 0.3, 0.0, 0.1, 0.0], [0.0, 0.0, 1e-7, 0.0, 0.0]], device=device)
+    tokens_B = invert_cdf(weights_BV, torch.full((2,), uniform, device=device))
     assert (weights_BV.gather(1, tokens_B[:, None]) > 0).all()
 
 
-def test_all_tokens_of_a_flat_distribution_are_drawn_alike():
+def test_all_tokens_of_a_flat_distribution_are_drawn_alike(device):
     size = 1000
     rows = rows_of([SamplingParams()] * NUM_DRAWS)
-    drawn = draw(torch.zeros(NUM_DRAWS, size), torch.zeros(NUM_DRAWS, dtype=torch.int64), rows)
+    positions_B = torch.zeros(NUM_DRAWS, dtype=torch.int64, device=device)
+    drawn = draw(torch.zeros(NUM_DRAWS, size, device=device), positions_B, rows)
     assert max(Counter(drawn.tokens_B.tolist()).values()) < 50
     assert drawn.tokens_B.unique().numel() > 990

@@ -17,7 +17,8 @@ from spmdrl.engines.models.layers import PackedCausalAttention
 from spmdrl.engines.models.making.make_config import MakeConfig
 from spmdrl.engines.models.making.make_model import RandomWeights, decoder_config
 from spmdrl.types import offsets_of
-from tests.engines.generation.support import TINY, awake_engine, make_engine, prompt_of, request, run
+from tests.engines.generation.support import TINY, awake_engine, make_engine, prompt_of, request, run, small_rollout
+from tests.support.chosen_device import chosen_device
 
 ROWS = [[5, 6, 7, 8, 9, 10], [11, 12], list(range(4, 40))]
 
@@ -35,7 +36,7 @@ def test_scores_are_the_logprobs_of_a_full_sequence_forward(family):
     config = decoder_config(make)
     decoder = Decoder(config)
     decoder.load_state_dict(weights_of(config))
-    engine = NativeEngine(config, RolloutConfig(), torch.device("cpu"), torch.float32)
+    engine = NativeEngine(config, small_rollout(), chosen_device(), torch.float32)
     engine.load_weights(weights_of(config).items())
     engine.wake_cache()
     for row, scored in zip(ROWS, engine.score(ROWS), strict=True):
@@ -44,7 +45,7 @@ def test_scores_are_the_logprobs_of_a_full_sequence_forward(family):
         logits_TV = decoder(tokens_T, torch.arange(len(row)), attend, F.linear)
         expected = logits_TV[:-1].log_softmax(-1).gather(1, tokens_T[1:, None])[:, 0]
         assert scored.dtype == torch.float32
-        torch.testing.assert_close(scored, expected, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(scored.cpu(), expected, atol=1e-4, rtol=1e-4)
 
 
 def test_scores_are_the_logprobs_of_generation_and_scoring_changes_nothing_that_follows():

@@ -6,7 +6,7 @@ import pytest
 
 from spmdrl.engines.generation.protocol import SamplingParams, completes_stop_string
 from spmdrl.engines.generation.rollout_config import RolloutConfig
-from tests.engines.generation.support import make_engine, prompt_of, request, run, wake
+from tests.engines.generation.support import make_engine, prompt_of, request, run, small_rollout, wake
 
 
 def of_bytes(token_ids: Sequence[int]) -> str:
@@ -42,18 +42,18 @@ def test_no_more_is_decoded_than_the_longest_string_can_take() -> None:
 
 def test_a_stop_string_ends_the_row_and_belongs_to_it() -> None:
     sampling = SamplingParams(temperature=0, max_tokens=12)
-    free = run(wake(make_engine(RolloutConfig())), [request(prompt_of(5), [0], sampling)])[0]
+    free = run(wake(make_engine(small_rollout())), [request(prompt_of(5), [0], sampling)])[0]
     stop = of_letters(free.token_ids[4:7])
     expected = free.token_ids[: of_letters(free.token_ids).index(stop) + 3]
     sampling = SamplingParams(temperature=0, max_tokens=len(expected), stop_strings=("never said", stop))
-    engine = wake(make_engine(RolloutConfig(), decode=of_letters))
+    engine = wake(make_engine(small_rollout(), decode=of_letters))
     stopped = run(engine, [request(prompt_of(5), [0], sampling)])[0]
     assert (stopped.token_ids, stopped.finish) == (expected, "stop")
     assert len(stopped.logprobs) == len(expected)
 
 
 def test_stop_strings_without_a_tokenizer_are_refused() -> None:
-    engine = wake(make_engine(RolloutConfig()))
+    engine = wake(make_engine(small_rollout()))
     with pytest.raises(ValueError, match=r"rows \[0, 1\] have stop strings \['x'\], but"):
         engine.submit([request(prompt_of(5), [0, 1], SamplingParams(max_tokens=4, stop_strings=("x",)))])
     assert not engine.num_unfinished

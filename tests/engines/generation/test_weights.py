@@ -20,10 +20,10 @@ class Scaled(nn.Module):
 
 
 @pytest.fixture
-def held() -> tuple[Scaled, FreeableWeights]:
+def held(device: torch.device) -> tuple[Scaled, FreeableWeights]:
     with torch.device("meta"):
         module = Scaled()
-    return module, FreeableWeights(module, torch.device("cpu"), torch.float32)
+    return module, FreeableWeights(module, device, torch.float32)
 
 
 def fill(weights: FreeableWeights) -> None:
@@ -31,7 +31,7 @@ def fill(weights: FreeableWeights) -> None:
         weights.wake()[name].fill_(value)
 
 
-def test_weights_wake_one_by_one(held):
+def test_weights_wake_one_by_one(held, device):
     module, weights = held
     assert weights.num_bytes == 0 and not weights.are_awake
     weights.wake(["scale"])
@@ -41,23 +41,23 @@ def test_weights_wake_one_by_one(held):
     parameter = module.linear.weight
     for _ in range(2):
         fill(weights)
-        assert module(torch.ones(3)).tolist() == [15.0, 15.0] and module.linear.weight is parameter
+        assert module(torch.ones(3, device=device)).tolist() == [15.0, 15.0] and module.linear.weight is parameter
         weights.sleep()
         assert weights.num_bytes == 0
 
 
 @pytest.mark.parametrize("name", ["linear.weight", "scale"])
-def test_what_is_borrowed_is_read_where_it_lies_and_left_alone(held, name):
+def test_what_is_borrowed_is_read_where_it_lies_and_left_alone(held, device, name):
     module, weights = held
     fill(weights)
-    lender = torch.full((2, 3) if name == "linear.weight" else (2,), 10.0)
+    lender = torch.full((2, 3) if name == "linear.weight" else (2,), 10.0, device=device)
     for value in (10.0, 20.0):
         lender.fill_(value)
         weights.borrow({name: lender})
         assert weights.wake()[name].data_ptr() == lender.data_ptr() and weights.num_bytes == 40 - lender.nbytes
         expected = (3 * value + 2) * 3 if name == "linear.weight" else 5 * value
-        assert weights.are_awake and module(torch.ones(3)).tolist() == [expected, expected]
+        assert weights.are_awake and module(torch.ones(3, device=device)).tolist() == [expected, expected]
         weights.sleep()
         assert lender.tolist() == torch.full_like(lender, value).tolist()
         fill(weights)
-        assert module(torch.ones(3)).tolist() == [15.0, 15.0]
+        assert module(torch.ones(3, device=device)).tolist() == [15.0, 15.0]
