@@ -42,7 +42,8 @@ def test_experts_take_their_ranks_from_the_shards_of_a_replica():
 def _sums(world: World):
     """Gradients on each rank of a loss that weighs every gathered, scattered or exchanged row."""
     axis = _mesh(world, shard=1, tensor=world.size).tensor
-    own = (torch.arange(4.0).reshape(4, 1) + 10 * world.rank).requires_grad_()
+    device = world.device.torch_device
+    own = (torch.arange(4.0, device=device).reshape(4, 1) + 10 * world.rank).requires_grad_()
     gathered = along.gather_rows(own, axis)
     scattered = along.scatter_row_sums(own, axis)
     send = [1, 3] if world.rank == 0 else [2, 2]
@@ -52,7 +53,7 @@ def _sums(world: World):
     values = [tensor.detach().flatten().tolist() for tensor in (gathered, scattered, exchanged, uneven)]
     gradients = []
     for tensor in (gathered, scattered, exchanged, uneven):
-        weights = (1 + torch.arange(len(tensor)).reshape(-1, 1)) * (1.0 + world.rank)
+        weights = (1 + torch.arange(len(tensor), device=device).reshape(-1, 1)) * (1.0 + world.rank)
         (gradient,) = torch.autograd.grad((weights * tensor).sum(), own)
         gradients.append(gradient.flatten().tolist())
     return values, gradients
@@ -73,8 +74,8 @@ def test_rows_are_gathered_summed_and_exchanged_with_the_gradients_of_the_whole(
 
 def _ring(world: World):
     axis = _mesh(world, shard=1, context=world.size).context
-    ids = torch.tensor([world.rank, 7])
-    counts = along.exchange_counts(torch.arange(world.size) + 10 * world.rank, axis)
+    ids = torch.tensor([world.rank, 7], device=world.device.torch_device)
+    counts = along.exchange_counts(torch.arange(world.size, device=ids.device) + 10 * world.rank, axis)
     (received,) = along.RingShift([ids], axis).wait()
     total, largest = axis.sum(ids), axis.max(ids)
     return [tensor.tolist() for tensor in (received, counts, total, largest)]

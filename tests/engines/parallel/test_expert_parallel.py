@@ -16,6 +16,7 @@ from spmdrl.resources.mesh import Axis, build_update_mesh
 from spmdrl.resources.world import World
 from spmdrl.types import WeightSlice
 from tests.engines.training.tiny import SPARSE, axis_of, fill
+from tests.support.chosen_device import chosen_device
 from tests.support.ranks import run_ranks
 
 NUM_EXPERTS, WIDTH = SPARSE.moe.num_experts, SPARSE.hidden_size
@@ -55,24 +56,26 @@ def sparse_layer(axis: Axis) -> SparseFeedForward:
 
 def tokens_of(rank: int, case: str) -> Tensor:
     num_tokens = 0 if case == "no_tokens" and rank == 1 else 5 + rank
-    return torch.randn(num_tokens, WIDTH, generator=torch.Generator().manual_seed(rank))
+    return torch.randn(num_tokens, WIDTH, generator=torch.Generator().manual_seed(rank)).to(chosen_device())
 
 
 def run(layer: nn.Module, tokens: Tensor, case: str, *, recompute: bool) -> list[Tensor]:
     """Output, gradient of the tokens and gradient of the router of a loss over these tokens."""
     tokens = tokens.clone().requires_grad_()
     # Experts 0 to 2 for all tokens, the others for none.
-    route = Chosen(torch.tensor([[2, 0, 1]]).expand(len(tokens), -1)) if case == "one_rank" else None
+    route = (
+        Chosen(torch.tensor([[2, 0, 1]], device=tokens.device).expand(len(tokens), -1)) if case == "one_rank" else None
+    )
     out = checkpoint(layer, tokens, route, use_reentrant=False) if recompute else layer(tokens, route)
-    (out * torch.linspace(0.1, 0.2, WIDTH)).square().sum().backward()
-    return [out.detach(), tokens.grad, layer.gate.weight.grad]
+    (out * torch.linspace(0.1, 0.2, WIDTH, device=tokens.device)).square().sum().backward()
+    return [out.detach().cpu(), tokens.grad.cpu(), layer.gate.weight.grad.cpu()]
 
 
 def run_spread(world: World, case: str, recompute: bool) -> tuple[list[Tensor], list[Tensor]]:
     mesh = build_update_mesh(UpdateLayout(shard=world.size, expert=world.size), world.device, world.rank)
     layer = sparse_layer(mesh.expert)
     results = run(layer, tokens_of(world.rank, case), case, recompute=recompute)
-    return results, [getattr(layer.experts, name).grad for name in WEIGHTS]
+    return results, [getattr(layer.experts, name).grad.cpu() for name in WEIGHTS]
 
 
 def run_all_cases(world: World) -> list[tuple[list[Tensor], list[Tensor]]]:
@@ -93,7 +96,7 @@ def test_spread_experts_equal_experts_in_one_place(num_ranks):
             torch.testing.assert_close(output, outputs[rank], **CLOSE)
             torch.testing.assert_close(by_input, inputs[rank], **CLOSE)
             for name, gradient in zip(WEIGHTS, by_experts, strict=True):
-                expected = getattr(layer.experts, name).grad.chunk(num_ranks)[rank]
+                expected = getattr(layer.experts, name).grad.cpu().chunk(num_ranks)[rank]
                 torch.testing.assert_close(gradient, expected, **CLOSE)
         by_router = sum(results[number][0][2] for results in ranks)
         torch.testing.assert_close(by_router, whole[2], **CLOSE)

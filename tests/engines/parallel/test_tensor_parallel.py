@@ -23,6 +23,7 @@ from spmdrl.resources.layout import UpdateLayout
 from spmdrl.resources.mesh import Axis, build_update_mesh
 from spmdrl.resources.world import World
 from tests.engines.training.tiny import CONFIG, LATENT, axis_of, fill, packed, part_of
+from tests.support.chosen_device import chosen_device
 from tests.support.ranks import run_ranks
 
 # 17 tokens divide by nothing; on 4 ranks each of the 2 key heads is held twice.
@@ -62,7 +63,7 @@ class Balance:
     """A route that changes nothing and adds up an auxiliary loss."""
 
     def __init__(self) -> None:
-        self.loss = torch.zeros(())
+        self.loss = torch.zeros((), device=chosen_device())
 
     def __call__(self, layer: int, scores_TE: Tensor, chosen_TC: Tensor) -> tuple[Tensor, Tensor]:
         self.loss = self.loss + scores_TE.square().sum()
@@ -72,7 +73,7 @@ class Balance:
 def rate(decoder: Decoder, axis: Axis) -> dict[str, Tensor]:
     """Log-probs, entropies and the gradient of a loss of both, before any sum over the axis."""
     generator = torch.Generator().manual_seed(1)
-    tokens_T = torch.randint(0, decoder.config.vocab_size, (sum(LENGTHS),), generator=generator)
+    tokens_T = torch.randint(0, decoder.config.vocab_size, (sum(LENGTHS),), generator=generator).to(chosen_device())
     positions_T, attend = packed(LENGTHS)
     places_P = (positions_T[1:] > 0).nonzero().flatten()
     head = LogprobHead(
@@ -80,11 +81,11 @@ def rate(decoder: Decoder, axis: Axis) -> dict[str, Tensor]:
     )
     balance = Balance()
     logprobs_P, entropy_P = decoder(tokens_T, positions_T, attend, head, balance)
-    pulls_P = torch.randn(len(places_P), generator=generator)
+    pulls_P = torch.randn(len(places_P), generator=generator).to(chosen_device())
     loss = (pulls_P * logprobs_P).sum() - 0.3 * (pulls_P.flip(0) * entropy_P).sum()
     # Each rank routes all tokens, so the auxiliary loss must be shared out.
     (loss + balance.loss / axis.size).backward()
-    return {"logprobs": logprobs_P.detach(), "entropy": entropy_P.detach(), "loss": loss.detach()}
+    return {"logprobs": logprobs_P.detach().cpu(), "entropy": entropy_P.detach().cpu(), "loss": loss.detach().cpu()}
 
 
 def gradients_of(decoder: Decoder) -> dict[str, Tensor]:
@@ -97,7 +98,7 @@ def _rated_in_parts(world: World, config: DecoderConfig):
     outputs = rate(fill(decoder, parts), axis)
     # So few bytes that several sums are needed.
     sum_tensor_gradients(gradients_of(decoder), parts, axis, sum_bytes=200)
-    return outputs, {name: (parts.slices[name], gradient) for name, gradient in gradients_of(decoder).items()}
+    return outputs, {name: (parts.slices[name], gradient.cpu()) for name, gradient in gradients_of(decoder).items()}
 
 
 @pytest.mark.ranks
@@ -112,7 +113,7 @@ def test_a_cut_decoder_computes_what_the_whole_one_does(config, num_ranks):
             torch.testing.assert_close(outputs_here[name], expected, rtol=1e-5, atol=1e-5, msg=name)
         assert set(gradients_here) == set(gradients)
         for name, (box, gradient) in gradients_here.items():
-            expected = part_of(gradients[name], box)
+            expected = part_of(gradients[name].cpu(), box)
             assert gradients[name].any(), name
             torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-5, msg=name)
 
@@ -159,12 +160,12 @@ def test_what_does_not_divide_is_refused_with_the_degrees_that_do(config, tensor
 
 def _valued_in_parts(world: World):
     axis = build_update_mesh(UpdateLayout(shard=1, tensor=world.size), world.device, world.rank).tensor
-    hidden_TD, weight_VD = _value_inputs()
+    hidden_TD, weight_VD = (x.to(world.device.torch_device) for x in _value_inputs())
     own_TD = hidden_TD.chunk(axis.size)[axis.rank].clone().requires_grad_()
     weight_VD.requires_grad_()
-    (values_P,) = ValueHead(torch.tensor([5, 0, 3]), axis)(own_TD, weight_VD)
-    (values_P * torch.tensor([1.0, 2.0, 4.0])).sum().backward()
-    return values_P.detach(), own_TD.grad, weight_VD.grad
+    (values_P,) = ValueHead(torch.tensor([5, 0, 3], device=own_TD.device), axis)(own_TD, weight_VD)
+    (values_P * torch.tensor([1.0, 2.0, 4.0], device=own_TD.device)).sum().backward()
+    return values_P.detach().cpu(), own_TD.grad.cpu(), weight_VD.grad.cpu()
 
 
 def _value_inputs() -> tuple[Tensor, Tensor]:

@@ -12,7 +12,6 @@ from spmdrl.engines.training.context.block_attention import attend_rows, attend_
 from spmdrl.engines.training.context.block_kernels import CPU_FLASH, PaddedBlock, plain_kernel
 from spmdrl.engines.training.context.row_pairs import RowPairs
 
-CPU = torch.device("cpu")
 CASES = {
     "causal": ([3, 30, 1, 7], [3, 30, 1, 7], True),
     "more keys": ([2, 15, 1, 6], [4, 30, 2, 12], False),
@@ -36,18 +35,18 @@ def expected(inputs: list[Tensor], pairs: RowPairs) -> tuple[Tensor, Tensor]:
     return torch.cat(outs), torch.cat(lses)
 
 
-def random_inputs(pairs: RowPairs, *, value_size: int = 8, device: torch.device = CPU) -> list[Tensor]:
+def random_inputs(pairs: RowPairs, *, value_size: int = 8) -> list[Tensor]:
     torch.manual_seed(0)
     num_queries, num_keys = sum(pairs.query_lengths_B), sum(pairs.key_lengths_B)
     shapes = ((num_queries, 4, 8), (num_keys, 2, 8), (num_keys, 2, value_size))
-    return [torch.randn(shape, device=device, requires_grad=True) for shape in shapes]
+    return [torch.randn(shape).to(pairs.device).requires_grad_() for shape in shapes]
 
 
 @pytest.mark.parametrize("value_size", [8, 5, 11])
 @pytest.mark.parametrize("case", CASES)
-def test_rows_attend_to_their_keys_with_logsumexps(case: str, value_size: int) -> None:
+def test_rows_attend_to_their_keys_with_logsumexps(case: str, value_size: int, device: torch.device) -> None:
     queries, keys, is_causal = CASES[case]
-    pairs = RowPairs(queries, keys, is_causal=is_causal, device=CPU)
+    pairs = RowPairs(queries, keys, is_causal=is_causal, device=device)
     inputs = random_inputs(pairs, value_size=value_size)
     whole = expected(inputs, pairs)
     by_out = torch.randn_like(whole[0])
@@ -77,8 +76,8 @@ def test_the_plain_kernel_gives_what_the_cpus_gives_in_any_chunks(is_causal: boo
         torch.testing.assert_close(ours, theirs, atol=2e-6, rtol=1e-5)
 
 
-def test_bfloat16_stays_near_float32() -> None:
-    pairs = RowPairs([2, 15], [4, 30], is_causal=False, device=CPU)
+def test_bfloat16_stays_near_float32(device: torch.device) -> None:
+    pairs = RowPairs([2, 15], [4, 30], is_causal=False, device=device)
     inputs = [x.detach() for x in random_inputs(pairs)]
     exact, lse = attend_rows(tuple(inputs), pairs)
     near, near_lse = attend_rows(tuple(x.to(torch.bfloat16) for x in inputs), pairs)
@@ -93,7 +92,7 @@ def test_bfloat16_stays_near_float32() -> None:
 def test_packed_flash_on_cuda_stays_near_float32(case: str) -> None:
     queries, keys, is_causal = CASES[case]
     pairs = RowPairs(queries, keys, is_causal=is_causal, device=torch.device("cuda"))
-    inputs = random_inputs(pairs, value_size=5, device=pairs.device)
+    inputs = random_inputs(pairs, value_size=5)
     whole = expected(inputs, pairs)
     by_out = torch.randn_like(whole[0])
     gradients = torch.autograd.grad(whole[0], inputs, by_out)

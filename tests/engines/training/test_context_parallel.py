@@ -19,9 +19,9 @@ from spmdrl.resources.mesh import Axis
 from spmdrl.resources.world import World
 from spmdrl.types import offsets_of
 from tests.engines.training.tiny import CONFIG
+from tests.support.chosen_device import chosen_device
 from tests.support.ranks import run_ranks
 
-CPU = torch.device("cpu")
 LENGTHS = {"mixed": [1, 70, 13, 1, 33, 34, 2], "one": [37], "short": [1, 1], "equal": [16, 16, 16]}
 HEADS = {"all": (4, 4), "grouped": (8, 4), "one key head": (4, 1)}
 # What rows, with which heads.
@@ -36,14 +36,15 @@ def _relative_error(ours: Tensor, theirs: Tensor) -> float:
 
 def _own(values_T: Tensor, placement: Placement) -> Tensor:
     """A rank's part of packed values, with garbage at padding."""
-    own = values_T[placement.source_T.clamp(min=0)]
-    own[placement.source_T < 0] = 3.0
+    source_T = placement.source_T.to(values_T.device)
+    own = values_T[source_T.clamp(min=0)]
+    own[source_T < 0] = 3.0
     return own
 
 
 def _whole(own_t: Tensor, placement: Placement) -> Tensor:
     """The packed values of which each rank brings its own."""
-    source_T = placement.source_T
+    source_T = placement.source_T.to(own_t.device)
     whole_T = own_t.new_zeros((len(placement.place_A), *own_t.shape[1:]))
     whole_T[source_T[source_T >= 0]] = own_t[source_T >= 0]
     dist.all_reduce(whole_T)
@@ -55,8 +56,8 @@ def _attention_errors(axis: Axis, kind: ContextKind, lengths: list[int], heads: 
     torch.manual_seed(0)
     offsets = offsets_of(lengths)
     shapes = ((heads[0], 8), (heads[1], 8), (heads[1], 6))
-    whole = [torch.randn(sum(lengths), *shape, requires_grad=True) for shape in shapes]
-    weight = torch.randn(sum(lengths), heads[0], 6)
+    whole = [torch.randn(sum(lengths), *shape).to(chosen_device()).requires_grad_() for shape in shapes]
+    weight = torch.randn(sum(lengths), heads[0], 6).to(chosen_device())
     expected = PackedCausalAttention(offsets)(0, *whole)
     gradients = torch.autograd.grad((expected * weight).sum(), whole)
 
@@ -64,8 +65,8 @@ def _attention_errors(axis: Axis, kind: ContextKind, lengths: list[int], heads: 
     size = (num_places(offsets, axis.size, kind) // unit + 2) * unit
     placement = place_tokens(offsets, axis, kind, size=size)
     own = [_own(x.detach(), placement).requires_grad_() for x in whole]
-    real = placement.source_T >= 0
-    attended = attention_of(placement, CPU)(0, *own)
+    real = (placement.source_T >= 0).to(chosen_device())
+    attended = attention_of(placement, chosen_device())(0, *own)
     parts = torch.autograd.grad((attended * _own(weight, placement))[real].sum(), own)
     errors = {}
     for name, ours, theirs in zip(("out", "q", "k", "v"), (attended, *parts), (expected, *gradients), strict=True):
@@ -88,9 +89,9 @@ def _decoder_errors(axis: Axis, kind: ContextKind, lengths: list[int]) -> dict[s
     torch.manual_seed(1)
     prompts_B = torch.tensor([1 + length // 3 for length in lengths])
     rows = TokenRows(torch.randint(17, (sum(lengths),)), offsets_of(lengths), prompts_B)
-    weights_R = torch.randn(rows.num_response_tokens)
-    decoder = Decoder(CONFIG)
-    micro = to_microbatch(rows, range(len(rows)), CPU, "logprobs")
+    weights_R = torch.randn(rows.num_response_tokens).to(chosen_device())
+    decoder = Decoder(CONFIG).to(chosen_device())
+    micro = to_microbatch(rows, range(len(rows)), chosen_device(), "logprobs")
     expected_R = _scores(micro, decoder)
     gradients = torch.autograd.grad((weights_R * expected_R).sum(), list(decoder.parameters()))
 

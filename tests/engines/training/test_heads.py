@@ -13,6 +13,7 @@ from spmdrl.engines.training.heads import logprobs_and_entropy
 from spmdrl.resources.layout import UpdateLayout
 from spmdrl.resources.mesh import build_update_mesh
 from spmdrl.resources.world import World
+from tests.support.chosen_device import chosen_device
 from tests.support.ranks import run_ranks
 
 NUM_ROWS, WIDTH, VOCAB = 21, 6, 40
@@ -23,7 +24,8 @@ def inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(3)
     hidden_RD = torch.randn(NUM_ROWS, WIDTH, generator=generator).to(dtype)
     head_weight_VD = torch.randn(VOCAB, WIDTH, generator=generator).to(dtype)
-    return hidden_RD, head_weight_VD, torch.randint(0, VOCAB, (NUM_ROWS,), generator=generator)
+    targets_R = torch.randint(0, VOCAB, (NUM_ROWS,), generator=generator)
+    return tuple(tensor.to(chosen_device()) for tensor in (hidden_RD, head_weight_VD, targets_R))
 
 
 def reference(
@@ -38,7 +40,7 @@ def reference(
 @pytest.mark.parametrize("weights", [(1.0, 0.0), (0.0, 1.0), (0.7, -0.3)])
 def test_values_and_gradients_equal_the_float64_definition(chunk_bytes, weights):
     hidden_RD, head_weight_VD, targets_R = inputs()
-    pulls = torch.linspace(-1, 1, NUM_ROWS)
+    pulls = torch.linspace(-1, 1, NUM_ROWS, device=hidden_RD.device)
     results = []
     for dtype in (torch.float32, torch.float64):
         hidden, head = (tensor.to(dtype, copy=True).requires_grad_() for tensor in (hidden_RD, head_weight_VD))
@@ -139,6 +141,7 @@ def _peaks_of_more_and_more_rows(world: World) -> list[int]:
     return peaks
 
 
+@pytest.mark.cpu_only(reason="it measures resident memory of the host")
 @pytest.mark.ranks
 def test_memory_does_not_grow_with_tokens_times_a_real_vocabulary():
     [(before, few, many)] = run_ranks(1, _peaks_of_more_and_more_rows)
@@ -157,13 +160,13 @@ def _rated_by_parts(world: World):
         hidden_RD, head_weight_VD, targets_R, temperature=0.7, vocabulary=vocabulary, chunk_bytes=CHUNK_BYTES
     )
     (logprobs_R.sum() + 0.5 * entropy_R.sum()).backward()
-    return logprobs_R.detach(), entropy_R.detach(), hidden_RD.grad, head_weight_VD.grad
+    return [tensor.cpu() for tensor in (logprobs_R.detach(), entropy_R.detach(), hidden_RD.grad, head_weight_VD.grad)]
 
 
 @pytest.mark.ranks
 def test_parts_of_a_vocabulary_rate_as_the_whole_does():
     hidden_RD, head_weight_VD, targets_R = (
-        tensor.double() if tensor.is_floating_point() else tensor for tensor in inputs()
+        tensor.cpu().double() if tensor.is_floating_point() else tensor.cpu() for tensor in inputs()
     )
     hidden_RD.requires_grad_()
     head_weight_VD.requires_grad_()

@@ -85,6 +85,7 @@ def _status(name: str) -> int:
     return int(lines[name].split()[0]) << 10
 
 
+@pytest.mark.cpu_only(reason="it measures resident memory of the host")
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_no_rank_exceeds_its_share_and_one_unsharded_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

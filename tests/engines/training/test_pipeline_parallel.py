@@ -19,6 +19,7 @@ from spmdrl.resources.layout import UpdateLayout
 from spmdrl.resources.mesh import UpdateMesh, build_update_mesh
 from spmdrl.resources.world import World
 from tests.engines.training.tiny import CONFIG, LATENT, packed
+from tests.support.chosen_device import chosen_device
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -64,8 +65,8 @@ class Batch:
 
     def compute(self, stage: Decoder, inputs: Tensor | None, microbatch: int) -> Tensor:
         generator = torch.Generator().manual_seed(100 * self.seed + microbatch)
-        tokens_T = torch.randint(0, self.config.vocab_size, (NUM_TOKENS,), generator=generator)
-        weights_T = torch.rand(NUM_TOKENS, generator=generator)
+        tokens_T = torch.randint(0, self.config.vocab_size, (NUM_TOKENS,), generator=generator).to(chosen_device())
+        weights_T = torch.rand(NUM_TOKENS, generator=generator).to(chosen_device())
         first = 3 + microbatch
         positions_T, attend = packed((first, NUM_TOKENS - first))
 
@@ -78,7 +79,7 @@ class Batch:
 
 def fill(decoder: Decoder) -> Decoder:
     """Give every weight values that depend on its name alone."""
-    decoder.to_empty(device="cpu")
+    decoder.to_empty(device=chosen_device())
     with torch.no_grad():
         for name, held in decoder.state_dict().items():
             generator = torch.Generator().manual_seed(sum(name.encode()))
@@ -106,7 +107,7 @@ def build_runner(config: DecoderConfig, mesh: UpdateMesh) -> tuple[PipelineRunne
     if mesh.data.size > 1:
         for decoder in stages.values():
             shard(decoder, mesh)
-    return PipelineRunner(stages, mesh.pipeline, mesh.layout, torch.device("cpu")), stages
+    return PipelineRunner(stages, mesh.pipeline, mesh.layout, chosen_device()), stages
 
 
 def expected(config: DecoderConfig, count: int, num_seeds: int) -> tuple[list[list[Tensor]], dict[str, Tensor]]:

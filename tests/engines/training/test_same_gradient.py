@@ -41,7 +41,7 @@ def gradient_of(
     share = order[mesh.data.rank * len(order) // mesh.data.size : (mesh.data.rank + 1) * len(order) // mesh.data.size]
     engine.accumulate(make_rows(NUM_ROWS).select(share), weighted_nll)
     whole = engine.model.gather_whole(engine.model.named_gradients(), torch.float32)
-    return torch.cat([gradient.flatten() for _, gradient in whole])
+    return torch.cat([gradient.flatten().cpu() for _, gradient in whole])
 
 
 def shuffled(seed: int) -> list[int]:

@@ -45,7 +45,7 @@ def value_engine(
 ) -> TrainingEngine:
     mesh = build_update_mesh(fit_update_layout(layout or UpdateLayout(), world.size), world.device, world.rank)
     training = TrainingConfig(max_tokens_per_microbatch=13)
-    engine = TrainingEngine(config, training, UNCLIPPED, mesh, world.device, rating=rating)
+    engine = TrainingEngine(config, training, UNCLIPPED, mesh, world.device, rating=rating, compute_dtype=torch.float32)
     engine.load(source)
     return engine
 
@@ -191,7 +191,7 @@ def regression(world: World, rating: Rating, layout: UpdateLayout) -> tuple[floa
     accumulated = engine.accumulate(rows, LOSSES[rating])
     assert accumulated.num_microbatches > 1
     gathered = engine.model.gather_whole(engine.model.named_gradients(), torch.float32)
-    gradients = {name: gradient.clone() for name, gradient in gathered}
+    gradients = {name: gradient.to("cpu", copy=True) for name, gradient in gathered}
     return engine.step(accumulated).loss, gradients, values
 
 

@@ -19,6 +19,7 @@ from spmdrl.resources.layout import UpdateLayout, fit_update_layout
 from spmdrl.resources.mesh import Axis, build_update_mesh
 from spmdrl.resources.world import World
 from spmdrl.types import WeightSlice, offsets_of, whole_slice
+from tests.support.chosen_device import chosen_device
 
 # 17 and 13 divide by nothing, and 4 rows of a head norm over 3 ranks leave the last one empty.
 CONFIG = DecoderConfig(
@@ -84,7 +85,7 @@ def part_of(whole: Tensor, box: WeightSlice) -> Tensor:
 
 def fill(decoder: Decoder, parts: Parts) -> Decoder:
     """Give a decoder its slices of weights that depend on nothing but their names' order."""
-    decoder.to_empty(device="cpu")
+    decoder.to_empty(device=chosen_device())
     generator = torch.Generator().manual_seed(0)
     whole = {name: torch.randn(shape, generator=generator) * 0.3 for name, shape in sorted(parts.shapes.items())}
     with torch.no_grad():
@@ -100,7 +101,8 @@ def axis_of(name: str, size: int = 1, rank: int = 0) -> Axis:
 
 def packed(lengths: Sequence[int]) -> tuple[Tensor, PackedCausalAttention]:
     """Positions [T] of rows of these lengths, one after the other, and causal attention within each."""
-    return torch.cat([torch.arange(length) for length in lengths]), PackedCausalAttention(offsets_of(lengths))
+    positions_T = torch.cat([torch.arange(length) for length in lengths])
+    return positions_T.to(chosen_device()), PackedCausalAttention(offsets_of(lengths))
 
 
 def make_engine(
