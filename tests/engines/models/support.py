@@ -12,6 +12,7 @@ from spmdrl.engines.models.hf.model_folder import read_config
 from spmdrl.engines.models.hf.weight_check import open_weights
 from spmdrl.engines.models.layers import PackedCausalAttention
 from spmdrl.types import offsets_of, whole_slice
+from tests.support.chosen_device import chosen_device
 
 
 def load_decoder(folder: Path) -> Decoder:
@@ -20,7 +21,7 @@ def load_decoder(folder: Path) -> Decoder:
     with torch.no_grad():
         for name, weight in decoder.state_dict().items():
             weight.copy_(files.read(whole_slice(name, tuple(weight.shape))))
-    return decoder
+    return decoder.to(chosen_device())
 
 
 def random_rows(lengths: list[int], vocab_size: int, seed: int = 0) -> list[Tensor]:
@@ -29,9 +30,10 @@ def random_rows(lengths: list[int], vocab_size: int, seed: int = 0) -> list[Tens
 
 
 def packed_logits(decoder: Decoder, rows: list[Tensor]) -> list[Tensor]:
-    """Logits [length, V] of each row, all rows in one packed forward."""
-    lengths = [len(row) for row in rows]
-    positions_T = torch.cat([torch.arange(length) for length in lengths])
+    """Logits [length, V] of each row, all rows in one packed forward; on the host, with their gradient."""
+    lengths, device = [len(row) for row in rows], chosen_device()
+    positions_T = torch.cat([torch.arange(length) for length in lengths]).to(device)
     attend = PackedCausalAttention(offsets_of(lengths))
-    logits_TV = decoder(torch.cat(rows), positions_T, attend, lambda hidden_TD, head_VD: hidden_TD @ head_VD.T)
-    return list(logits_TV.split(lengths))
+    tokens_T = torch.cat(rows).to(device)
+    logits_TV = decoder(tokens_T, positions_T, attend, lambda hidden_TD, head_VD: hidden_TD @ head_VD.T)
+    return list(logits_TV.cpu().split(lengths))

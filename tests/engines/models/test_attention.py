@@ -9,6 +9,7 @@ from torch import Tensor
 
 from spmdrl.engines.models.layers import PackedCausalAttention
 from spmdrl.types import offsets_of
+from tests.support.chosen_device import chosen_device
 
 
 def one_row_at_a_time(lengths: list[int], q_THK: Tensor, k_TJK: Tensor, v_TJK: Tensor) -> Tensor:
@@ -18,7 +19,7 @@ def one_row_at_a_time(lengths: list[int], q_THK: Tensor, k_TJK: Tensor, v_TJK: T
     for q, k, v in zip(q_THK.split(lengths), k_TJK.split(lengths), v_TJK.split(lengths), strict=True):
         k, v = k.repeat_interleave(share, dim=1), v.repeat_interleave(share, dim=1)
         scores = torch.einsum("qhk,thk->hqt", q, k) / q.shape[-1] ** 0.5
-        hidden = torch.ones(len(q), len(q), dtype=torch.bool).triu(1)
+        hidden = torch.ones(len(q), len(q), dtype=torch.bool, device=q.device).triu(1)
         rows.append(torch.einsum("hqt,thk->qhk", F.softmax(scores.masked_fill(hidden, -torch.inf), dim=-1), v))
     return torch.cat(rows)
 
@@ -26,11 +27,13 @@ def one_row_at_a_time(lengths: list[int], q_THK: Tensor, k_TJK: Tensor, v_TJK: T
 @pytest.mark.parametrize("value_size", [8, 6])
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("lengths", [[7], [3, 40, 1, 21, 60, 22], [9, 9, 9], [30, 70, 5], [2, 0, 3], [0, 4]])
-def test_packed_rows_attend_like_separate_rows(lengths: list[int], num_kv_heads: int, value_size: int) -> None:
+def test_packed_rows_attend_like_separate_rows(
+    lengths: list[int], num_kv_heads: int, value_size: int, device: torch.device
+) -> None:
     torch.manual_seed(0)
     shapes = [(sum(lengths), 4, 8), (sum(lengths), num_kv_heads, 8), (sum(lengths), num_kv_heads, value_size)]
-    inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]
-    weight = torch.randn(sum(lengths), 4, value_size)
+    inputs = [torch.randn(shape).to(device).requires_grad_() for shape in shapes]
+    weight = torch.randn(sum(lengths), 4, value_size).to(device)
     attended = PackedCausalAttention(offsets_of(lengths))(0, *inputs)
     expected = one_row_at_a_time(lengths, *inputs)
     torch.testing.assert_close(attended, expected, atol=1e-5, rtol=1e-5)
@@ -45,7 +48,7 @@ def test_packed_rows_attend_like_separate_rows(lengths: list[int], num_kv_heads:
 def test_a_token_never_reaches_other_rows_or_earlier_positions(lengths: list[int], data: st.DataObject) -> None:
     changed = data.draw(st.integers(0, sum(lengths) - 1))
     torch.manual_seed(0)
-    q, k, v = (torch.randn(sum(lengths), 2, 4) for _ in range(3))
+    q, k, v = (torch.randn(sum(lengths), 2, 4).to(chosen_device()) for _ in range(3))
     attend = PackedCausalAttention(offsets_of(lengths))
     before = attend(0, q, k, v)
     k[changed] += 1.0
@@ -56,8 +59,9 @@ def test_a_token_never_reaches_other_rows_or_earlier_positions(lengths: list[int
 
 
 @pytest.mark.parametrize("lengths", [[], [0, 0]])
-def test_no_tokens_give_an_empty_result_that_still_differentiates(lengths: list[int]) -> None:
-    q, k, v = torch.zeros(0, 4, 8, requires_grad=True), torch.zeros(0, 2, 8), torch.zeros(0, 2, 6)
+def test_no_tokens_give_an_empty_result_that_still_differentiates(lengths: list[int], device: torch.device) -> None:
+    q, k, v = (torch.zeros(shape, device=device) for shape in ((0, 4, 8), (0, 2, 8), (0, 2, 6)))
+    q.requires_grad_()
     attended = PackedCausalAttention(offsets_of(lengths))(0, q, k, v)
     assert attended.shape == (0, 4, 6)
     attended.sum().backward()

@@ -15,8 +15,10 @@ from spmdrl.engines.models.hf.model_folder import parameter_shapes, read_config
 from spmdrl.engines.models.layers import PackedCausalAttention
 from spmdrl.engines.models.making.make_config import MakeConfig
 from spmdrl.engines.models.making.make_model import RandomWeights, decoder_config
+from spmdrl.resources.device import BACKENDS
 from spmdrl.types import offsets_of
 from tests.engines.models.support import load_decoder, packed_logits, random_rows
+from tests.support.chosen_device import chosen_device, chosen_kind
 
 FAMILIES = [
     pytest.param(Qwen3Config, {"head_dim": 16}, id="qwen3"),
@@ -73,9 +75,9 @@ def test_sharding_in_bfloat16_leaves_the_rotation_in_float32(tmp_path: Path) -> 
     decoder.layers[0].self_attn.register_forward_pre_hook(
         lambda module, inputs: seen.append((inputs[0].dtype, inputs[1].cos.dtype))
     )
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(BACKENDS[chosen_kind()], store=dist.HashStore(), rank=0, world_size=1)
     try:
-        mesh = init_device_mesh("cpu", (1,))
+        mesh = init_device_mesh(chosen_kind(), (1,))
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
         for layer in decoder.layers:
             fully_shard(layer, mesh=mesh, mp_policy=policy)
@@ -120,7 +122,7 @@ def test_spans_in_a_row_are_the_whole_decoder(family: str, tied: bool) -> None:
     def filled(span: LayerSpan | None) -> Decoder:
         decoder = Decoder(config, span)
         decoder.load_state_dict({name: weights(name) for name in decoder.state_dict()})
-        return decoder
+        return decoder.to(chosen_device())
 
     spans = [LayerSpan(0, 1, True, False), LayerSpan(1, 3, False, False), LayerSpan(3, 4, False, True)]
     parts = [filled(span) for span in spans]
@@ -128,7 +130,8 @@ def test_spans_in_a_row_are_the_whole_decoder(family: str, tied: bool) -> None:
     assert set(names) == set(weights.names) and len(names) == len(weights.names) + tied
     assert [layer.self_attn.layer for part in parts for layer in part.layers] == [0, 1, 2, 3]
 
-    tokens_T, positions_T = torch.randint(config.vocab_size, (9,)), torch.cat((torch.arange(4), torch.arange(5)))
+    positions_T = torch.cat((torch.arange(4), torch.arange(5))).to(chosen_device())
+    tokens_T = torch.randint(config.vocab_size, (9,)).to(chosen_device())
     attend = PackedCausalAttention(offsets_of([4, 5]))
     passed = tokens_T
     for part in parts:

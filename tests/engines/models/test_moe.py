@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spmdrl.engines.models.moe import LocalDispatch, MoeConfig, Router, SparseFeedForward
+from tests.support.chosen_device import chosen_device
 
 CONFIG = MoeConfig(num_experts=5, experts_per_token=2, intermediate_size=3)
 
@@ -16,19 +17,19 @@ def sparse_layer(config: MoeConfig = CONFIG) -> SparseFeedForward:
     with torch.no_grad():
         for weight in layer.state_dict().values():
             weight.normal_()
-    return layer
+    return layer.to(chosen_device())
 
 
-def test_tokens_get_the_weighted_sum_of_their_experts_and_so_do_gradients() -> None:
+def test_tokens_get_the_weighted_sum_of_their_experts_and_so_do_gradients(device: torch.device) -> None:
     layer = sparse_layer().double()
     # No token reaches the last expert.
-    chosen_TC = torch.tensor([[0, 3], [2, 0], [3, 1], [0, 1]])
+    chosen_TC = torch.tensor([[0, 3], [2, 0], [3, 1], [0, 1]], device=device)
 
     def run(hidden_TD: Tensor, weights_TC: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
         named = {"gate_proj": gate, "up_proj": up, "down_proj": down}
         return torch.func.functional_call(layer.experts, named, (hidden_TD, chosen_TC, weights_TC))
 
-    hidden_TD, weights_TC = torch.randn(4, 4).double(), torch.rand(4, 2).double()
+    hidden_TD, weights_TC = (x.to(device).double() for x in (torch.randn(4, 4), torch.rand(4, 2)))
     inputs = [hidden_TD, weights_TC, *(getattr(layer.experts, f"{name}_proj") for name in ("gate", "up", "down"))]
     gate, up, down = (tensor.detach() for tensor in inputs[2:])
     for token in range(4):
@@ -40,31 +41,32 @@ def test_tokens_get_the_weighted_sum_of_their_experts_and_so_do_gradients() -> N
     assert torch.autograd.gradcheck(run, [tensor.detach().requires_grad_() for tensor in inputs])
 
 
-def test_no_tokens_are_no_trouble() -> None:
+def test_no_tokens_are_no_trouble(device: torch.device) -> None:
     layer = sparse_layer()
-    out_TD = layer(torch.empty(0, 4))
+    out_TD = layer(torch.empty(0, 4, device=device))
     assert out_TD.shape == (0, 4)
     out_TD.sum().backward()
     assert all(weight.grad is not None for weight in layer.experts.parameters())
 
 
-def test_experts_work_on_rows_sorted_by_expert_in_token_order() -> None:
+def test_experts_work_on_rows_sorted_by_expert_in_token_order(device: torch.device) -> None:
     seen: list[tuple[list[float], list[int]]] = []
 
     def compute(rows_RD: Tensor, counts_E: Tensor) -> Tensor:
         seen.append((rows_RD[:, 0].tolist(), counts_E.tolist()))
         return rows_RD
 
-    hidden_TD = torch.tensor([[10.0], [11.0], [12.0]])
-    chosen_TC, weights_TC = torch.tensor([[3, 0], [0, 1], [3, 1]]), torch.tensor([[1.0, 2.0]] * 3)
+    hidden_TD = torch.tensor([[10.0], [11.0], [12.0]], device=device)
+    chosen_TC = torch.tensor([[3, 0], [0, 1], [3, 1]], device=device)
+    weights_TC = torch.tensor([[1.0, 2.0]] * 3, device=device)
     out_TD = LocalDispatch()(hidden_TD, chosen_TC, weights_TC, 4, compute)
     assert seen == [([10.0, 11.0, 11.0, 12.0, 10.0, 12.0], [2, 2, 0, 2])]
     assert torch.equal(out_TD, 3 * hidden_TD)
 
 
-def test_a_route_sees_and_replaces_scores_and_choice() -> None:
+def test_a_route_sees_and_replaces_scores_and_choice(device: torch.device) -> None:
     layer = sparse_layer()
-    hidden_TD = torch.randn(6, 4)
+    hidden_TD = torch.randn(6, 4).to(device)
     calls: list[tuple[int, Tensor, Tensor]] = []
 
     def record(number: int, scores_TE: Tensor, chosen_TC: Tensor) -> tuple[Tensor, Tensor]:
@@ -83,12 +85,13 @@ def test_a_route_sees_and_replaces_scores_and_choice() -> None:
     assert layer.gate.weight.grad.norm() > 0
 
 
-def test_the_correction_bias_and_the_groups_decide_the_choice_but_not_the_weights() -> None:
+def test_the_correction_bias_and_the_groups_decide_the_choice_but_not_the_weights(device: torch.device) -> None:
     config = MoeConfig(6, 2, 3, scoring="sigmoid", normalize=True, weight_scale=2.0, num_groups=3, groups_per_token=1)
     router = Router(1, config)
     # Affinities rise with the expert's number, so that without a bias the last group has the best two.
     router.load_state_dict({"weight": torch.arange(6.0)[:, None] / 4, "e_score_correction_bias": torch.zeros(6)})
-    hidden_TD = torch.ones(1, 1)
+    router.to(device)
+    hidden_TD = torch.ones(1, 1, device=device)
     scores_TE, chosen_TC = router(hidden_TD)
     assert sorted(chosen_TC[0].tolist()) == [4, 5]
     # The best single expert is now of the first group, but the best pair isn't.
@@ -99,11 +102,11 @@ def test_the_correction_bias_and_the_groups_decide_the_choice_but_not_the_weight
     torch.testing.assert_close(router.weigh(scores_TE, chosen_TC)[0], expected)
 
 
-def test_affinities_are_float32_in_a_bfloat16_model() -> None:
+def test_affinities_are_float32_in_a_bfloat16_model(device: torch.device) -> None:
     layer = sparse_layer().to(torch.bfloat16)
-    scores_TE, _ = layer.gate(torch.randn(3, 4, dtype=torch.bfloat16))
+    scores_TE, _ = layer.gate(torch.randn(3, 4, dtype=torch.bfloat16, device=device))
     assert scores_TE.dtype is torch.float32
-    assert layer(torch.randn(3, 4, dtype=torch.bfloat16)).dtype is torch.bfloat16
+    assert layer(torch.randn(3, 4, dtype=torch.bfloat16, device=device)).dtype is torch.bfloat16
 
 
 @pytest.mark.parametrize(

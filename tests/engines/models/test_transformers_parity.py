@@ -26,11 +26,12 @@ from transformers import (
 
 from spmdrl.engines.generation.native.native_engine import NativeEngine
 from spmdrl.engines.generation.protocol import Request, SamplingParams
-from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.hf.model_folder import hf_config_dict, parameter_shapes, read_config
 from spmdrl.engines.models.hf.model_weights import WeightFiles, write_weights
 from spmdrl.types import whole_slice
+from tests.engines.generation.support import small_rollout
 from tests.engines.models.support import load_decoder, packed_logits, random_rows
+from tests.support.chosen_device import chosen_device
 
 VOCABULARY = 61
 LENGTHS = [5, 1, 23, 12]
@@ -174,14 +175,14 @@ def test_logits_and_gradients_of_packed_rows_have_parity_with_transformers(case:
     scale = max(float(reference.norm()) for reference in references.values())
     for name, weight in weights.items():
         reference = references[name]
-        assert (weight.grad - reference).norm() <= 1e-4 * max(float(reference.norm()), 1e-3 * scale), name
+        assert (weight.grad.cpu() - reference).norm() <= 1e-4 * max(float(reference.norm()), 1e-3 * scale), name
 
 
 @every_case
 def test_greedy_tokens_of_the_native_engine_have_parity_with_transformers(case: Case, tmp_path: Path) -> None:
     theirs = tiny_model(case)
     theirs.save_pretrained(tmp_path)
-    engine = NativeEngine(read_config(tmp_path), RolloutConfig(block_size=4), torch.device("cpu"), torch.float32)
+    engine = NativeEngine(read_config(tmp_path), small_rollout(), chosen_device(), torch.float32)
     files = WeightFiles(tmp_path)
     engine.load_weights((name, files.read(whole_slice(name, shape))) for name, shape in engine.weight_shapes().items())
     engine.wake_cache()

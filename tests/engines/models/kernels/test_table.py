@@ -12,6 +12,7 @@ from spmdrl.engines.models.kernels import ops, plain
 from spmdrl.engines.models.kernels.ops import TABLE
 from spmdrl.engines.models.kernels.packed import PackedRows
 from spmdrl.types import offsets_of
+from tests.support.chosen_device import chosen_device, chosen_kind
 
 HALF_TOLERANCE = 2e-2
 EXACT_TOLERANCE = 1e-5
@@ -65,7 +66,9 @@ CASES: dict[str, list[Case]] = {
     ],
 }
 DIFFERENTIABLE = [
-    pytest.param(name, kind, case, id=f"{name}-{kind}-{number}", marks=[] if kind == "cpu" else pytest.mark.gpu)
+    pytest.param(
+        name, kind, case, id=f"{name}-{kind}-{number}", marks=[] if kind in ("cpu", chosen_kind()) else pytest.mark.gpu
+    )
     for name, cases in CASES.items()
     for kind in TABLE[name]
     for number, case in enumerate(cases)
@@ -81,13 +84,13 @@ def device_or_skip(kind: str) -> torch.device:
             pytest.skip(f"torch_npu can't be imported: {error}")
     if kind != "cpu" and not getattr(torch, kind).is_available():
         pytest.skip(f"this machine has no {kind} device")
-    return torch.device(kind)
+    return chosen_device() if kind == chosen_kind() else torch.device(kind)
 
 
 def test_every_operation_is_tested_on_every_kind_of_device() -> None:
     assert set(CASES) | {"add_matmul", "blocked_linear", "paged_attention"} == set(TABLE)
     for name, kinds in TABLE.items():
-        assert set(kinds) == {"cpu", "cuda", "npu"}
+        assert set(kinds) == {"cpu", "cuda", "npu", chosen_kind()}
         assert callable(getattr(plain, name)) and callable(getattr(ops, name))
 
 
@@ -121,7 +124,11 @@ def results_and_gradients(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[] if kind == "cpu" else pytest.mark.gpu) for kind in TABLE["add_matmul"]]
+    "kind",
+    [
+        pytest.param(kind, marks=[] if kind in ("cpu", chosen_kind()) else pytest.mark.gpu)
+        for kind in TABLE["add_matmul"]
+    ],
 )
 def test_a_product_is_added_to_float32_in_place(kind: str, dtype: torch.dtype) -> None:
     device = device_or_skip(kind)
