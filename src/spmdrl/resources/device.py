@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 DeviceKind = Literal["cpu", "cuda", "npu"]
 
@@ -73,6 +74,19 @@ class Device:
         peak = self.module.max_memory_allocated()
         self.module.reset_peak_memory_stats()
         return peak
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A host tensor on a device, copied without waiting for what the device still has to do; itself on the CPU.
+
+    Only pinned memory is copied in the background: from any other, the host waits until the copy's turn has come. The
+    pinned copy needn't be kept, since its allocator doesn't hand out the memory again before the device has read it.
+    """
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    # Memory can be pinned for the process's own kind of device; any other one is the CPU, or a fake.
+    if accelerator is None or accelerator.type != device.type:
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def find_device(wanted: str, local_rank: int) -> Device:

@@ -20,7 +20,7 @@ from spmdrl.engines.training.heads import LogprobHead, TokenHead, ValueHead
 from spmdrl.engines.training.pipeline.pipeline_runner import PipelineRunner, sum_tied_gradients
 from spmdrl.engines.training.routing.routers import RecordingRoute, RoutedTokens, RoutingScope
 from spmdrl.engines.training.sharding.sharded_model import ShardedModel, local_gradients
-from spmdrl.resources.device import Device
+from spmdrl.resources.device import Device, to_device
 from spmdrl.types.roles import Rating
 
 ToScalar = Callable[[MicroBatch, tuple[Tensor, ...]], Tensor]
@@ -154,11 +154,11 @@ def _recording_route(scope: RoutingScope, rows: TokenRows, micro: MicroBatch) ->
     row_T = micro.row_T if micro.members else torch.full_like(micro.row_T, -1)
     experts_LTC = None
     if rows.experts_TLC is not None:
-        experts_TLC = rows.experts_TLC.to(device)
+        experts_TLC = to_device(rows.experts_TLC, device)
         if micro.source_T is not None:
             experts_TLC = at_places(experts_TLC, micro.source_T, padding=-1)
         experts_LTC = experts_TLC.transpose(0, 1)
-    return RecordingRoute(scope, RoutedTokens(row_T, rows.lengths_B.to(device), experts_LTC))
+    return RecordingRoute(scope, RoutedTokens(row_T, to_device(rows.lengths_B, device), experts_LTC))
 
 
 def _rows_of(rows: TokenRows, members: Sequence[int]) -> TokenRows:

@@ -19,7 +19,7 @@ from spmdrl.engines.training.batching.microbatch import (
     plan_microbatches,
 )
 from spmdrl.engines.training.batching.packed_rows import LossFunction, LossTerms, MicroBatch, Scores, TokenRows
-from spmdrl.engines.training.passes import Collect, Passes
+from spmdrl.engines.training.passes import Passes
 from spmdrl.engines.training.routing.router_statistics import RouterStatistics
 from spmdrl.engines.training.routing.routers import RoutingConfig, RoutingScope
 from spmdrl.engines.training.sharding.parallelize import Precision, build_sharded_model, check_layout
@@ -132,13 +132,10 @@ class TrainingEngine:
             raise RuntimeError("this engine has a value head, which gives no log-probs; call values, or build a policy")
         logprobs_R = torch.zeros(rows.num_response_tokens, dtype=torch.float32)
         entropy_R = torch.zeros_like(logprobs_R)
-
-        def collect(micro: MicroBatch, ratings: tuple[Tensor, ...]) -> None:
-            index = rows.response_index(micro.members)
+        for members, ratings in self._ratings("score", rows, temperature=temperature):
+            index = rows.response_index(members)
             for found_R, rated_R in zip((logprobs_R, entropy_R), ratings, strict=True):
                 found_R[index] = rated_R.to("cpu")
-
-        self._evaluate("score", rows, collect, temperature=temperature)
         return Scores(*map(self.mesh.pipeline.sum, (logprobs_R, entropy_R)))
 
     def values(self, rows: TokenRows) -> Tensor:
@@ -147,11 +144,8 @@ class TrainingEngine:
             raise RuntimeError("this engine is a policy, which has no value head; call score, or build a critic")
         by_token = self.rating == "token_values"
         values = torch.zeros(rows.num_response_tokens if by_token else len(rows), dtype=torch.float32)
-
-        def collect(micro: MicroBatch, ratings: tuple[Tensor, ...]) -> None:
-            values[rows.response_index(micro.members) if by_token else micro.members] = ratings[0].to("cpu")
-
-        self._evaluate("rate", rows, collect)
+        for members, ratings in self._ratings("rate", rows):
+            values[rows.response_index(members) if by_token else members] = ratings[0].to("cpu")
         return self.mesh.pipeline.sum(values)
 
     def update(self, rows: TokenRows, loss: LossFunction) -> UpdateResult:
@@ -253,11 +247,23 @@ class TrainingEngine:
             agree=lambda count: int(self.mesh.data.max(torch.tensor([count]))),
         )
 
-    def _evaluate(self, action: str, rows: TokenRows, collect: Collect, *, temperature: float | None = None) -> None:
+    def _ratings(
+        self, action: str, rows: TokenRows, *, temperature: float | None = None
+    ) -> list[tuple[Sequence[int], tuple[Tensor, ...]]]:
+        """The members and ratings of each micro-batch, on the device; none on ranks without the head. Collective.
+
+        All of them, since reading those of one micro-batch would wait for the device before the next is queued.
+        """
         self.check_weights_present(action)
+        found: list[tuple[Sequence[int], tuple[Tensor, ...]]] = []
+
+        def collect(micro: MicroBatch, ratings: tuple[Tensor, ...]) -> None:
+            found.append((micro.members, ratings))
+
         if plan := self._plan(rows):
             scope = self._routing_scope(rows) if rows.experts_TLC is not None else None
             self._passes.evaluate(self._passes.prepare(rows, plan, scope), collect, temperature=temperature)
+        return found
 
     def _routing_scope(self, rows: TokenRows) -> RoutingScope | None:
         """What the routers of one update share. Collective over the data axes."""

@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from spmdrl.resources.device import to_device
+
 # One more attention call costs a CPU about as much as a few dozen padded tokens, so short rows share a block even
 # when their lengths differ by half, and long rows only when padding adds little.
 _SHORT_SPREAD = 16
@@ -70,9 +72,9 @@ class PaddedPlan:
     def to(self, device: torch.device) -> PaddedPlan:
         return replace(
             self,
-            token_of_slot=self.token_of_slot.to(device),
-            slot_of_token=self.slot_of_token.to(device),
-            padded_slots=self.padded_slots.to(device),
+            token_of_slot=to_device(self.token_of_slot, device),
+            slot_of_token=to_device(self.slot_of_token, device),
+            padded_slots=to_device(self.padded_slots, device),
         )
 
 
@@ -120,7 +122,7 @@ class PackedRows:
     def cumulative(self, device: torch.device) -> Tensor:
         """The offsets as int32 on a device."""
         if device not in self._cumulative:
-            self._cumulative[device] = torch.tensor(self.offsets, dtype=torch.int32).to(device)
+            self._cumulative[device] = to_device(torch.tensor(self.offsets, dtype=torch.int32), device)
         return self._cumulative[device]
 
     def padded(self, device: torch.device) -> PaddedPlan:

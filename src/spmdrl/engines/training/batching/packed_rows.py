@@ -14,6 +14,7 @@ from torch import Tensor
 
 from spmdrl.engines.models.layers import Attend, PackedCausalAttention
 from spmdrl.engines.training.routing.routers import RecordingRoute
+from spmdrl.resources.device import to_device
 from spmdrl.types import gather_ragged_rows, offsets_of
 from spmdrl.types.roles import Rating
 
@@ -171,15 +172,15 @@ def to_microbatch(rows: TokenRows, members: Sequence[int], device: torch.device,
         members,
         num_rows=len(rows),
         num_tokens=rows.tokens_T.numel(),
-        response={name: values.to(device) for name, values in rows.response.items()},
-        row_of_response_R=row_of_response_R.to(device),
-        tokens_T=rows.tokens_T.to(device),
-        positions_T=positions_T.to(device),
-        row_T=row_T.to(device),
+        response={name: to_device(values, device) for name, values in rows.response.items()},
+        row_of_response_R=to_device(row_of_response_R, device),
+        tokens_T=to_device(rows.tokens_T, device),
+        positions_T=to_device(positions_T, device),
+        row_T=to_device(row_T, device),
         # The offsets stay on the host, so that nothing waits for the device.
         attend=PackedCausalAttention(rows.offsets),
-        places_P=places_P.to(device),
-        targets_P=rows.tokens_T[places_P + 1].to(device) if rating == "logprobs" else None,
+        places_P=to_device(places_P, device),
+        targets_P=to_device(rows.tokens_T[places_P + 1], device) if rating == "logprobs" else None,
     )
 
 

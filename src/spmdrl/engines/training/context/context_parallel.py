@@ -18,6 +18,7 @@ from spmdrl.engines.parallel.axis_collectives import exchange_rows, gather_own_g
 from spmdrl.engines.training.batching.packed_rows import MicroBatch
 from spmdrl.engines.training.context.ring_attention import RingAttention
 from spmdrl.engines.training.context.token_placement import Placement, RatedTokens
+from spmdrl.resources.device import to_device
 from spmdrl.resources.layout import ContextKind
 from spmdrl.resources.mesh import Axis
 
@@ -44,14 +45,14 @@ def _heads_fit(num_heads: int, num_kv_heads: int, context: int) -> bool:
 def share_of(micro: MicroBatch, rated_R: Tensor, placement: Placement) -> MicroBatch:
     """The part of a micro-batch that this context rank runs; `rated_R` are the packed tokens to rate, on the host."""
     device, rated = micro.tokens_T.device, RatedTokens.of(placement, rated_R)
-    source_T, index_P = placement.source_T.to(device), rated.index_P.to(device)
+    source_T, index_P = to_device(placement.source_T, device), to_device(rated.index_P, device)
     return replace(
         micro,
         tokens_T=at_places(micro.tokens_T, source_T, padding=0),
         positions_T=at_places(micro.positions_T, source_T, padding=0),
         row_T=at_places(micro.row_T, source_T, padding=-1),
         attend=attention_of(placement, device),
-        places_P=rated.places_P.to(device),
+        places_P=to_device(rated.places_P, device),
         targets_P=None if micro.targets_P is None else micro.targets_P[index_P],
         source_T=source_T,
         gather_R=None if placement.context.size == 1 else GatherRatings.of(rated, placement.context, device),
@@ -77,7 +78,7 @@ class GatherRatings:
 
     @classmethod
     def of(cls, rated: RatedTokens, context: Axis, device: torch.device) -> GatherRatings:
-        return cls(rated.counts, rated.order_R.to(device), context)
+        return cls(rated.counts, to_device(rated.order_R, device), context)
 
     def __call__(self, values_P: Tensor) -> Tensor:
         return gather_own_gradient(values_P, self.counts, self.context).index_select(0, self.order_R)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.engines.models.kernels.packed import group_rows
+from spmdrl.resources.device import to_device
 from spmdrl.types import offsets_of
 
 Places = slice | Tensor
@@ -24,7 +25,7 @@ def as_places(index: Tensor, device: torch.device) -> Places:
     first = int(index[0]) if index.numel() else 0
     if torch.equal(index, torch.arange(first, first + index.numel())):
         return slice(first, first + index.numel())
-    return index.to(device)
+    return to_device(index, device)
 
 
 @dataclass(frozen=True)
@@ -67,12 +68,12 @@ class RowPairs:
     @cached_property
     def query_offsets(self) -> Tensor:
         """[B + 1] int32, on the device."""
-        return offsets_of(self.query_lengths_B).to(self.device, torch.int32)
+        return to_device(offsets_of(self.query_lengths_B).to(torch.int32), self.device)
 
     @cached_property
     def key_offsets(self) -> Tensor:
         """[B + 1] int32, on the device."""
-        return offsets_of(self.key_lengths_B).to(self.device, torch.int32)
+        return to_device(offsets_of(self.key_lengths_B).to(torch.int32), self.device)
 
     @cached_property
     def groups(self) -> tuple[PaddedGroup, ...]:
@@ -99,5 +100,5 @@ def _padded(lengths_B: Sequence[int], rows: list[int], device: torch.device) -> 
         of_slot=as_places(of_slot, device),
         slots=as_places(slots, device),
         tokens=as_places(of_slot[slots], device),
-        padding=None if bool(is_own.all()) else ~is_own[:, None, :, None].to(device),
+        padding=None if bool(is_own.all()) else to_device(~is_own[:, None, :, None], device),
     )
