@@ -57,6 +57,8 @@ def settings(*overrides: str) -> dict[str, object]:
         (["save_freq=-1"], {"checkpoint.interval": 0}),
         (["save_steps=20"], {"checkpoint.interval": 20}),
         (["resume_mode=disable"], {"resume": "never"}),
+        (["enforce_eager=true"], {"rollout.cuda_graphs": False}),
+        (["rollout.enforce_eager=false"], {"rollout.cuda_graphs": None}),
         (["param_offload=true"], {"reshard.swap": "always"}),
         (["optimizer_offload=false"], {"reshard.swap": "never"}),
         (["reward_funcs=pkg.mod.fn"], {"reward.functions": ("pkg.mod:fn",)}),

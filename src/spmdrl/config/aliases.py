@@ -114,6 +114,11 @@ def _offload(given: Given, settings: Settings) -> dict[str, Any]:
     return {"reshard.swap": "always" if is_on else "never"}
 
 
+def _enforce_eager(given: Given, settings: Settings) -> dict[str, Any]:
+    is_eager = _typed(given, "true or false", bool)
+    return {"rollout.cuda_graphs": False if is_eager else None}
+
+
 # TRL's own functions, whose names mean nothing here.
 _TRL_REWARDS = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward", "get_soft_overlong_punishment")
 
@@ -141,6 +146,8 @@ _TO_PROMPTS = "samples x train.updates_per_step / rollout.num_generations"
 _COMPLETIONS = "responses to one prompt"
 _LENGTH = "most tokens of a response"
 _OFFLOADED = "true: always, false: never; weights and optimizer state leave together"
+_EAGER = "whether decoding does without graphs"
+_GRAPHS = "true: false, false: null, which has graphs where they can be"
 
 ALIASES: Mapping[str, Alias] = {
     "model_name_or_path": Alias("model.path", "TRL", "a folder or hub name"),
@@ -207,5 +214,7 @@ ALIASES: Mapping[str, Alias] = {
     ),
     "param_offload": Alias("reshard.swap", "verl", "weights leave for generation", _OFFLOADED, _offload),
     "optimizer_offload": Alias("reshard.swap", "verl", "optimizer state leaves for generation", _OFFLOADED, _offload),
+    "enforce_eager": Alias("rollout.cuda_graphs", "OpenRLHF, vLLM", _EAGER, _GRAPHS, _enforce_eager),
+    "rollout.enforce_eager": Alias("rollout.cuda_graphs", "verl", _EAGER, _GRAPHS, _enforce_eager),
     "output_dir": Alias("run.dir", "TRL", "the run's folder"),
 }  # fmt: skip
