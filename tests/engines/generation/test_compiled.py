@@ -65,6 +65,11 @@ def test_what_cannot_be_compiled_is_refused_with_a_way_out(monkeypatch) -> None:
     with pytest.raises(ValueError, match="resources.generation.tensor is 2"):
         compiled.check_compiles(FAMILIES["qwen3"], layout)
 
+    monkeypatch.setattr(compiled, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="Triton isn't installed.*pip install triton"):
+        compiled.check_compiler(torch.device("cuda"))
+    compiled.check_compiler(torch.device("xpu"))
+
     def fail() -> str:
         raise InvalidCxxCompiler
 

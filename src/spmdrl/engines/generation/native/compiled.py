@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from types import FunctionType
 from typing import Any
 
@@ -104,8 +105,15 @@ def check_compiles(config: DecoderConfig, layout: GenerationLayout) -> None:
         )
 
 
-def check_compiler() -> None:
-    """Raise ValueError if this machine has no C++ compiler, which graphs on a CPU need."""
+def check_compiler(device: torch.device) -> None:
+    """Raise ValueError if this machine lacks what graphs are compiled by: a C++ compiler for a CPU, Triton for CUDA."""
+    if device.type == "cuda" and find_spec("triton") is None:
+        raise ValueError(
+            "rollout.compile is true, but Triton isn't installed, which PyTorch's builds for CUDA bring along; "
+            "pip install triton, or set rollout.compile to false"
+        )
+    if device.type != "cpu":
+        return
     # Imported here because they take a second.
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler

@@ -83,8 +83,7 @@ class CachedDecoder:
         self._compiled: CompiledStep | None = None
         if rollout.compile:
             check_compiles(config, mesh.layout)
-            if device.type == "cpu":
-                check_compiler()
+            check_compiler(device)
             products = [product.packed for product in self.weights.products]
             self._compiled = CompiledStep(decoder, self._logits, products)
 
