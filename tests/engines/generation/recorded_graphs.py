@@ -47,8 +47,11 @@ class RecordingCapture:
     made: list[RecordingCapture] = []
 
     def __init__(self, device: torch.device):
-        self.num_captured = 0
+        self.num_captured = self.num_forgotten = 0
         self.made.append(self)
+
+    def forget(self) -> None:
+        self.num_forgotten += 1
 
     def warm_up(self, run: Callable[[], None]) -> None:
         run()

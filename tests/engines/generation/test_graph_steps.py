@@ -36,7 +36,7 @@ QWEN = FAMILIES["qwen3"]
 
 @pytest.fixture(autouse=True)
 def captures(monkeypatch: pytest.MonkeyPatch) -> list[RecordingCapture]:
-    """Graphs and paged attention on the CPU; returns what captured, one for each time that memory moved."""
+    """Graphs and paged attention on the CPU; returns what captured, one for each engine."""
     monkeypatch.setitem(CAPTURES, "cpu", RecordingCapture)
     monkeypatch.setitem(TABLE["paged_attention"], "cpu", lambda *arguments: plain.paged_attention(*arguments))
     monkeypatch.setattr(RecordingCapture, "made", [])
@@ -116,6 +116,7 @@ def test_weights_that_move_are_captured_anew(captures: list[RecordingCapture]) -
         answers.append(tokens_in(found))
         plain_engine.sleep(), engine.sleep()
     assert answers[0] != answers[1] != answers[2]
+    assert len(captures) == 1 and captures[0].num_forgotten == 3
 
 
 def test_weights_filled_again_while_rows_run_are_used() -> None:
@@ -225,3 +226,28 @@ def test_what_cannot_be_captured_is_refused_with_a_reason(monkeypatch: pytest.Mo
     refuse("needs Triton")
     monkeypatch.delitem(CAPTURES, "cpu")
     refuse("the device is cpu")
+
+
+def test_a_capture_that_fails_has_a_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def capture(self: RecordingCapture, run: object) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(RecordingCapture, "capture", capture)
+    with pytest.raises(RuntimeError, match="of 4 rows couldn't be captured.*set rollout.cuda_graphs to false"):
+        run(filled(engine_of(RolloutConfig(block_size=4))), [request(prompt_of(5), [0], GREEDY)])
+
+
+def test_longer_tables_are_made_room_for_while_rows_run() -> None:
+    longer = replace(SAMPLED, max_tokens=100)
+
+    def answered(graphs: bool) -> dict[int, Response]:
+        engine = filled(engine_of(RolloutConfig(block_size=4), graphs=graphs))
+        engine.submit([request(prompt_of(20), [0, 1], SAMPLED)])
+        responses = engine.step() + engine.step()
+        engine.submit([request(prompt_of(6), [2, 3], longer)])
+        while engine.has_work:
+            responses += engine.step()
+        responses += run(engine, [request(prompt_of(9), [4], SAMPLED)]).values()
+        return {response.row: response for response in responses}
+
+    assert_same(answered(True), answered(False))

@@ -77,7 +77,7 @@ class NativeEngine:
         self._pipeline: StepPipeline | None = None
         if wants_graphs(rollout, config, self._mesh.layout, device):
             step = FixedStep(self._forward.step_logits, self._cache, device, rollout.max_running_rows)
-            self._pipeline = StepPipeline(step, device, self._drawer)
+            self._pipeline = StepPipeline(step, device, self._drawer, rollout.max_running_rows)
         # A recorder must see every token fed, so none may be taken from others' blocks.
         self._shares_prefixes = recorder is None
         self._pool = BlockPool()

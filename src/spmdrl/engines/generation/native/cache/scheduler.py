@@ -144,7 +144,8 @@ class Scheduler:
 
     def widest_table(self) -> int:
         """Most blocks that any running row can take."""
-        return max(self._most_blocks(row.request) for row in self.running.values())
+        requests = {id(row.request): row.request for row in self.running.values()}
+        return max(map(self._most_blocks, requests.values()))
 
     def finish(self, row: Row) -> None:
         """Forget a running row and free what it held."""

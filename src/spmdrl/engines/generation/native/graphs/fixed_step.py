@@ -62,19 +62,36 @@ class FedRow:
     source: int | None
 
 
-def step_integers(rows: Sequence[FedRow], shape: StepShape) -> Tensor:
-    """What the step is fed, int32 [B, 3 + C]; rows that only pad it write into the scratch block."""
-    integers = torch.zeros((shape.num_rows, _TABLE + shape.width), dtype=torch.int32)
-    integers[:, _SOURCE] = _NONE
-    integers[:, _LENGTH] = 1
-    integers[:, _TABLE:] = SCRATCH_BLOCK
-    numbers = integers.numpy()
-    for place, fed in enumerate(rows):
-        row = fed.row
-        given, source = (row.token_ids[-1], _NONE) if fed.source is None else (0, fed.source)
-        numbers[place, :_TABLE] = given, source, row.length
-        numbers[place, _TABLE : _TABLE + len(row.table)] = row.table
-    return integers
+class StepIntegers:
+    """What steps are fed, written on the host; kept from one to the next, since most tables stay as they are."""
+
+    def __init__(self, max_rows: int, width: int):
+        self._integers = torch.zeros((padded_rows(max_rows), _TABLE + width), dtype=torch.int32)
+        self._numbers = self._integers.numpy()
+        self._written: list[tuple[Row, int, int] | None] = [None] * len(self._integers)
+        """The row of each place, and the length and last block of its table; None where the place is padding."""
+
+    def fill(self, rows: Sequence[FedRow], num_rows: int) -> Tensor:
+        """Integers [B, 3 + C] of these rows, valid until the next call; padding writes into the scratch block."""
+        numbers, fed = self._numbers, [row.row for row in rows]
+        for place, row in enumerate(fed):
+            table = row.table
+            written = (row, len(table), table[-1])
+            # A table changes at its end only: it gets another block, or a copy of the last one.
+            if written != self._written[place]:
+                numbers[place, _TABLE : _TABLE + len(table)] = table
+                numbers[place, _TABLE + len(table) :] = SCRATCH_BLOCK
+                self._written[place] = written
+        for place in range(len(rows), num_rows):
+            if self._written[place] is not None:
+                numbers[place, _TABLE:], self._written[place] = SCRATCH_BLOCK, None
+        padding = [0] * (num_rows - len(rows))
+        given = [row.row.token_ids[-1] if row.source is None else 0 for row in rows]
+        sources = [_NONE if row.source is None else row.source for row in rows]
+        numbers[:num_rows, _GIVEN] = given + padding
+        numbers[:num_rows, _SOURCE] = sources + [_NONE] * len(padding)
+        numbers[:num_rows, _LENGTH] = [row.length for row in fed] + [1] * len(padding)
+        return self._integers[:num_rows]
 
 
 @dataclass(frozen=True)
@@ -115,7 +132,8 @@ class FixedStep:
         self._logits = logits
         self._cache = cache
         self._max_rows = padded_rows(max_rows)
-        self._width = 0
+        self.width = 0
+        """Blocks of the tables that there is room for."""
         self._device = device
         self._held: _Buffers | None = None
 
@@ -135,9 +153,9 @@ class FixedStep:
 
     def make_room(self, width: int) -> bool:
         """Take memory for tables of `width` blocks; returns whether addresses changed, and with them all contents."""
-        if self._held is not None and width <= self._width:
+        if self._held is not None and width <= self.width:
             return False
-        self._held, self._width = _Buffers.of(self._max_rows, width, self._device), width
+        self._held, self.width = _Buffers.of(self._max_rows, width, self._device), width
         return True
 
     def release(self) -> None:
@@ -145,7 +163,7 @@ class FixedStep:
         self._held = None
 
     def feed(self, integers: Tensor) -> None:
-        """Take what the next step is fed (`step_integers`), from pinned memory without waiting for the copy."""
+        """Take what the next step is fed (`StepIntegers`), from pinned memory without waiting for the copy."""
         self._integers(*integers.shape).copy_(integers, non_blocking=True)
 
     def set_sampling(self, sampling: RowSampling) -> None:

@@ -7,6 +7,8 @@
   the smaller ones find the room of the larger: they run one after another, and leave nothing there.
 - Each shape runs once before its first capture, on the stream that captures: libraries allocate and kernels are loaded
   on first use, which a capture forbids. Its rows are padding then, so that nothing is written but the scratch block.
+  That stream stays the same, since matrix products keep a workspace for each.
+- The device is waited for before graphs and their pool are dropped: the last of them may still run.
 - The capture's error mode is "thread_local", as the threads of NCCL and of the swap may use the device meanwhile.
 - What is captured neither waits for the device nor branches on its values; sizes come from the shape alone.
 """
@@ -44,6 +46,10 @@ class CudaCapture:
     def __init__(self, device: torch.device):
         self._device = device
         self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def forget(self) -> None:
+        torch.cuda.synchronize(self._device)
         self._pool = torch.cuda.graph_pool_handle()
 
     def warm_up(self, run: Run) -> None:
@@ -100,15 +106,22 @@ class GraphSteps:
         if shape not in self._warm:
             self._capture.warm_up(lambda: self._run(shape))
             self._warm.add(shape)
-        self._graphs[shape] = self._capture.capture(lambda: self._run(shape))
+        try:
+            self._graphs[shape] = self._capture.capture(lambda: self._run(shape))
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"a decoding step of {shape.num_rows} rows couldn't be captured as a graph; set rollout.cuda_graphs to "
+                "false to do without"
+            ) from error
 
     def replay(self, shape: StepShape) -> None:
         self._graphs[shape].replay()
 
     def forget(self) -> None:
         """Drop all graphs and their memory, because weights or cache move."""
-        self._graphs.clear()
-        self._capture = None
+        if self._graphs:
+            self._capture.forget()
+            self._graphs.clear()
 
 
 def _why_no_graphs(config: DecoderConfig, layout: GenerationLayout, device: torch.device) -> str | None:

@@ -18,10 +18,10 @@ from torch import Tensor
 from spmdrl.engines.generation.native.graphs.fixed_step import (
     FedRow,
     FixedStep,
+    StepIntegers,
     StepShape,
     padded_rows,
     padded_width,
-    step_integers,
 )
 from spmdrl.engines.generation.native.graphs.graph_steps import GraphSteps
 from spmdrl.engines.generation.native.running_rows import Row
@@ -46,8 +46,10 @@ class _Started:
 class StepPipeline:
     """Starts steps and reads what they drew, in order."""
 
-    def __init__(self, step: FixedStep, device: torch.device, drawer: RowDrawer):
+    def __init__(self, step: FixedStep, device: torch.device, drawer: RowDrawer, max_rows: int):
         self._step = step
+        self._max_rows = max_rows
+        self._integers = StepIntegers(0, 0)
         self._graphs = GraphSteps(device, step)
         self._device = device
         self._drawer = drawer
@@ -67,11 +69,11 @@ class StepPipeline:
         """Start a step of these rows; at most `most_rows` and tables of `most_blocks` can follow before others come."""
         self._make_room(padded_width(most_blocks))
         sampling = self._sampling_of(rows)
-        shape = StepShape(padded_rows(len(rows)), padded_width(most_blocks), sampling.kinds)
+        shape = StepShape(padded_rows(len(rows)), self._step.width, sampling.kinds)
         self._prepare(shape, replace(shape, num_rows=padded_rows(most_rows)))
         before = {id(row): place for place, row in enumerate(self._started[-1].rows)} if self._started else {}
         fed = [FedRow(row, before[id(row)] if row.num_ahead else None) for row in rows]
-        integers = self._pinned(step_integers(fed, shape))
+        integers = self._copied(self._integers.fill(fed, shape.num_rows))
         self._step.feed(integers)
         self._graphs.replay(shape)
         for row in rows:
@@ -111,7 +113,7 @@ class StepPipeline:
         self.drop()
         self.forget()
         self._step.release()
-        self._sampling = None
+        self._sampling, self._integers = None, StepIntegers(0, 0)
 
     def _prepare(self, shape: StepShape, largest: StepShape) -> None:
         """Capture the shape, and before it the largest that can follow."""
@@ -122,7 +124,7 @@ class StepPipeline:
         kept_B = tokens_B.clone()
         for wanted in dict.fromkeys((largest, shape)):
             if self._graphs.lacks(wanted):
-                self._step.feed(self._pinned(step_integers([], wanted)))
+                self._step.feed(self._copied(self._integers.fill([], wanted.num_rows)))
                 self._graphs.capture(wanted)
         tokens_B.copy_(kept_B)
 
@@ -131,7 +133,7 @@ class StepPipeline:
         drawn = [values.clone() for values in self._step.drawn] if self._started else []
         if self._step.make_room(width):
             self._graphs.forget()
-            self._sampling = None
+            self._sampling, self._integers = None, StepIntegers(self._max_rows, width)
             for own, values in zip(self._step.drawn, drawn, strict=False):
                 own.copy_(values)
 
@@ -155,5 +157,6 @@ class StepPipeline:
             copied.record()
         return _Started(list(rows), version, integers, tokens_B, logprobs_B, copied)
 
-    def _pinned(self, tensor: Tensor) -> Tensor:
-        return tensor if self._device.type == "cpu" else tensor.pin_memory()
+    def _copied(self, integers: Tensor) -> Tensor:
+        """A copy that the device may read while the next one is written."""
+        return torch.empty_like(integers, pin_memory=self._device.type != "cpu").copy_(integers)
