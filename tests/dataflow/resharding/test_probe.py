@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from spmdrl.dataflow.resharding.moving.gather import ReshardConfig
-from spmdrl.dataflow.resharding.moving.probe import Probe, default_tolerance, probe_rows
+from spmdrl.dataflow.resharding.moving.probe import Probe, default_tolerance, exempt_share, probe_rows
 from spmdrl.engines.training.batching.packed_rows import Scores, TokenRows
 from spmdrl.resources.world import World
 from tests.support.ranks import run_ranks
@@ -57,6 +57,36 @@ def test_a_larger_difference_is_refused_with_its_value_the_limit_and_the_version
     text = "inf" if not math.isfinite(off_by) else "0.75"
     with pytest.raises(RuntimeError, match=rf"3 tokens at policy version 7 .* {text} nats.*probe_tolerance is 0.5"):
         probed(off_by, tolerance=0.5)
+
+
+@dataclass
+class ChangedExperts:
+    """Is off by so much for some of the 8 tokens of a row of 9."""
+
+    off_by: float
+    num_off: int
+    version: int = 7
+
+    def score(self, rows: Sequence[Sequence[int]]) -> list[Tensor]:
+        logprobs = -torch.arange(1.0, 9.0)
+        logprobs[torch.randperm(8)[: self.num_off]] += self.off_by
+        return [logprobs]
+
+
+def probed_sparse(off_by: float, num_off: int) -> float:
+    share = exempt_share(torch.bfloat16, has_experts=True)
+    generator = ChangedExperts(off_by, num_off)
+    probe = Probe(KnownTrainer(), generator, lambda step: [list(range(9))], tolerance=1.0, exempt_share=share)
+    return probe.check(probe.rate(1))
+
+
+def test_in_16_bits_a_quarter_of_the_tokens_may_change_experts_and_no_more():
+    assert probed_sparse(3.0, num_off=2) == 3.0
+    with pytest.raises(RuntimeError, match="8 tokens .* by up to 3 nats and 3 without the 2 farthest, but"):
+        probed_sparse(3.0, num_off=3)
+    with pytest.raises(RuntimeError, match="differ by up to inf nats, but"):
+        probed_sparse(math.nan, num_off=1)
+    assert exempt_share(torch.float32, has_experts=True) == exempt_share(torch.bfloat16, has_experts=False) == 0
 
 
 def off_on_one_rank(world: World) -> str:

@@ -9,7 +9,7 @@ from itertools import count
 from spmdrl.config.config import Config
 from spmdrl.dataflow.data.prompts import Prompt
 from spmdrl.dataflow.resharding.flow import ReshardingFlow, ReshardStats
-from spmdrl.dataflow.resharding.moving.probe import Probe, default_tolerance, probe_rows
+from spmdrl.dataflow.resharding.moving.probe import Probe, default_tolerance, exempt_share, probe_rows
 from spmdrl.job.model.replica import Replica
 from spmdrl.job.model.role_models import RoleModel, RoleModels
 from spmdrl.job.model.swap_choice import announce, decide_residence, swap_folder
@@ -156,8 +156,10 @@ def _probe(config: Config, policy: RoleModel, replica: Replica, prompt_at: Promp
     num_tokens, tolerance = config.reshard.probe_tokens, config.reshard.probe_tolerance
     if num_tokens == 0:
         return None
+    dtype = policy.trainer.compute_dtype
     if tolerance is None:
-        tolerance = default_tolerance(policy.trainer.compute_dtype)
+        tolerance = default_tolerance(dtype)
+    exempt = exempt_share(dtype, has_experts=policy.source.decoder.moe is not None)
     # An engine that rates prompts beside generating needs a position for a token after them.
     longest = policy.source.decoder.max_positions - 1
 
@@ -165,4 +167,4 @@ def _probe(config: Config, policy: RoleModel, replica: Replica, prompt_at: Promp
         positions = count(max(step - 1, 0) * config.rollout.prompts_per_step)
         return probe_rows((prompt_at(position).prompt_ids for position in positions), num_tokens, longest)
 
-    return Probe(policy.trainer, replica.engine, rows_of_step, tolerance=tolerance)
+    return Probe(policy.trainer, replica.engine, rows_of_step, tolerance=tolerance, exempt_share=exempt)

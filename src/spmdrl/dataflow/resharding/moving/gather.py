@@ -44,7 +44,8 @@ class ReshardConfig:
     probe_tokens: int = 32
     """prompt tokens whose log-probs trainer and generator both compute at each switch, before generation; 0: none"""
     probe_tolerance: Annotated[float, Ge(0)] | None = None
-    """largest difference of these log-probs, in nats, that doesn't end the run; null: 0.01 in float32, 1 in 16 bits"""
+    """largest difference of these log-probs, in nats, that doesn't end the run; null: 0.01 in float32, 1 in 16 bits. In
+    16 bits a quarter of the tokens may be beyond it in models with experts"""
     swap: SwapMode = "auto"
     """whether the training state leaves the device while responses are generated; auto: only where both don't fit"""
     swap_dir: str | None = None
