@@ -43,6 +43,7 @@ from spmdrl.types import offsets_of
 from spmdrl.types.roles import Rating
 from tests.accelerators.fake_cuda import FakeCuda, fake_cuda
 from tests.accelerators.published_models import PUBLISHED
+from tests.accelerators.step_traces import captured_step, pages_of_shapes
 from tests.engines.generation.support import request, run
 from tests.engines.models.kernels.test_table import CASES, Case, counts
 from tests.engines.training.test_block_attention import CASES as PAIRS
@@ -94,6 +95,9 @@ def engines() -> Iterator[tuple[str, Trace]]:
         yield f"frozen {family}, bfloat16", partial(score, config=PUBLISHED[family])
     for family in ("qwen2", "qwen3_moe", "deepseek_v3"):
         yield f"generation, {family}, bfloat16", partial(generate, config=PUBLISHED[family], dtype=torch.bfloat16)
+    for family in PUBLISHED:
+        if PUBLISHED[family].moe is None:
+            yield f"captured step, {family}, bfloat16", partial(captured_step, config=PUBLISHED[family])
     yield "generation, qwen2, float32", partial(generate, config=_smaller(PUBLISHED["qwen2"]), dtype=torch.float32)
 
 
@@ -263,7 +267,9 @@ def reward_model(cuda: FakeCuda) -> None:
 
 def generate(cuda: FakeCuda, *, config: DecoderConfig, dtype: torch.dtype) -> None:
     """Groups, shared prefixes, chunks behind cached ones, blocks copied on write, and every filter of sampling."""
-    rollout = RolloutConfig(block_size=16, max_prefill_tokens=48, kv_cache_gib=0.25, max_running_rows=8)
+    rollout = RolloutConfig(
+        block_size=16, max_prefill_tokens=48, kv_cache_gib=0.25, max_running_rows=8, cuda_graphs=False
+    )
     engine = NativeEngine(config, rollout, cuda.device, dtype)
     engine.wake_weights()
     engine.wake_cache()
@@ -271,7 +277,8 @@ def generate(cuda: FakeCuda, *, config: DecoderConfig, dtype: torch.dtype) -> No
     greedy = SamplingParams(temperature=0, max_tokens=3)
     prompts = [tuple(range(40)), tuple(range(70)), (5,)]
     requests = [request(prompt, [2 * i, 2 * i + 1], greedy if i else every) for i, prompt in enumerate(prompts)]
-    responses = run(engine, requests)
+    with pages_of_shapes():
+        responses = run(engine, requests)
     assert {len(response.token_ids) for response in responses.values()} == {3} and len(responses) == 6
     assert [len(logprobs) for logprobs in engine.score([[1, 2, 3], [4, 5]])] == [2, 1]
 

@@ -33,7 +33,7 @@ class Graph(Protocol):
     """A captured step."""
 
     num_bytes: int
-    """Memory that capturing took, beyond what the pool had."""
+    """Of tensors that it keeps; what the pool reserves for those in between is the allocator's, as its cache is."""
 
     def replay(self) -> None:
         """Run it once more, on the current stream."""
@@ -59,13 +59,11 @@ class CudaCapture:
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
     def capture(self, run: Run) -> Graph:
-        torch.cuda.synchronize(self._device)
-        torch.cuda.empty_cache()
-        before = torch.cuda.memory_reserved(self._device)
+        before = torch.cuda.memory_allocated(self._device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             run()
-        return _CudaGraph(graph, torch.cuda.memory_reserved(self._device) - before)
+        return _CudaGraph(graph, torch.cuda.memory_allocated(self._device) - before)
 
 
 class _CudaGraph:
