@@ -37,6 +37,7 @@ class DeviceModule(ModuleType):
     def __init__(self, name: str, extension: Any):
         super().__init__(f"torch.{name}")
         self._extension = extension
+        self._num_taken = 0
 
     # A factory, since a subclass of torch.Event is refused by its own elapsed_time.
     def Event(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> torch.Event:  # noqa: N802
@@ -157,7 +158,13 @@ class DeviceModule(ModuleType):
 
     def races(self) -> list[str]:
         """What the race check found so far; each was also raised at the operator that it names."""
-        return self._extension.races()
+        return self._extension.races()[self._num_taken :]
+
+    def take_races(self) -> list[str]:
+        """The same, without these from here on: for tests that expect some."""
+        taken = self.races()
+        self._num_taken += len(taken)
+        return taken
 
     def check_races(self, on: bool) -> None:
         """Whether accesses are checked for a missing wait; on at first."""
