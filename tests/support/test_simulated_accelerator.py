@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from spmdrl.resources.world import World
 from tests.support import simulated_accelerator
@@ -137,6 +139,38 @@ def reduce_and_gather(world: World) -> list[float]:
 
 def test_ranks_communicate_from_devices_and_from_the_host():
     assert on_device(reduce_and_gather, num_ranks=2) == [[3.0, 3.0, 3.0, 4.0, 4.0, 4.0, 2.0]] * 2
+
+
+def trained_in_shards(world: World, late_kernels: bool) -> tuple[list[Tensor], dict[str, int]]:
+    """Whole weights after three sharded steps in bfloat16, and which kernels ran at once where others were late."""
+    on_device = world.device.kind == "sim"
+    if on_device:
+        module(world).late_kernels(late_kernels)
+    torch.manual_seed(0)
+    model = Model(torch.float32).to(world.device.torch_device)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    mesh = init_device_mesh(world.device.kind, (world.size,))
+    for part in (model[1], model[-1], model):
+        fully_shard(part, mesh=mesh, mp_policy=policy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    tokens = ((torch.arange(64) + world.rank) % 32).view(4, 16).to(world.device.torch_device)
+    for _ in range(3):
+        loss = F.cross_entropy(model(tokens).flatten(0, 1).float(), tokens.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    weights = [weight.full_tensor().detach().cpu() for weight in model.parameters()]
+    return [*weights, loss.detach().cpu()], module(world).late_counts()[1] if on_device else {}
+
+
+def test_sharded_training_in_bfloat16_gives_the_bits_of_the_cpu():
+    expected = run_ranks(2, trained_in_shards, False, device="cpu")
+    for late_kernels in (False, True):
+        found = on_device(trained_in_shards, late_kernels, num_ranks=2)
+        for (ours, at_once), (theirs, _) in zip(found, expected, strict=True):
+            assert all(map(torch.equal, ours, theirs))
+            assert set(at_once) == ({"aten::native_layer_norm"} if late_kernels else set())
 
 
 def stand_for_npu(world: World) -> tuple[str, list[float]]:
