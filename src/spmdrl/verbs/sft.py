@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -68,6 +69,9 @@ def warm_started(checked: CheckedRun, world: World) -> CheckedRun:
     if model is None:
         console.note(f"--- first sft: up to {config.sft.max_steps} supervised steps on the answers, a warm start ---")
         train_supervised(warm_start, world)
+        # FSDP2's parts refer to each other in cycles, which would keep these weights on the device beside the next.
+        gc.collect()
+        world.device.empty_cache()
         model = finished_model(folder, world)
     else:
         with start_up():
