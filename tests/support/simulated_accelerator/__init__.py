@@ -23,12 +23,17 @@ from tests.support.simulated_accelerator.torch_module import DeviceModule
 __all__ = ["install", "why_not"]
 
 
-@functools.cache
 def install(name: str = "sim") -> ModuleType:
     """Register the device as `torch.<name>` in this process, and in spmdrl's tables; returns that module.
 
     The name stays for the life of the process. Compiles on first use.
     """
+    return _installed(name)
+
+
+# With the default filled in: calls with and without it are one.
+@functools.cache
+def _installed(name: str) -> ModuleType:
     extension = compiling.load()
     torch.utils.rename_privateuse1_backend(name)
     module = DeviceModule(name, extension)
