@@ -20,6 +20,10 @@ check() {
 check .venv/bin/ruff check src tests
 check .venv/bin/lint-imports
 check .venv/bin/mypy
+if [ $# -eq 0 ]; then
+    # Arguments choose among the tests below, of which these are some.
+    check .venv/bin/pytest --device sim -m "on_device and not gpu" --numprocesses "$workers" --dist worksteal -q
+fi
 if [ -n "$failed" ]; then
     printf '== FAILED, whatever the tests find now:%s\n' "$failed" >&2
 fi

@@ -59,6 +59,7 @@ def full_sequence_logprobs(model: PreTrainedModel, prompt: tuple[int, ...], resp
     return logprobs_TV.gather(1, torch.tensor(response.token_ids)[:, None])[:, 0]
 
 
+@pytest.mark.on_device
 @pytest.mark.parametrize("slots", [3, 64])
 def test_greedy_tokens_equal_transformers_generate(model: PreTrainedModel, slots: int):
     prompts = [prompt_of(length) for length in LENGTHS]
@@ -104,6 +105,7 @@ def test_decoding_rounds_a_row_alike_in_every_batch():
     assert together == alone
 
 
+@pytest.mark.on_device
 def test_siblings_copy_the_shared_block_before_writing_into_it():
     prompt, sampling = prompt_of(6), SamplingParams(max_tokens=10)
     rows = list(range(8))
@@ -172,6 +174,7 @@ def test_each_token_carries_the_version_it_was_drawn_with():
     assert responses[0].versions == (3, 3, 4, 5, 6)
 
 
+@pytest.mark.on_device
 def test_abort_returns_the_tokens_so_far_and_the_answer_can_go_on():
     sampling = SamplingParams(max_tokens=12)
     whole = run(awake_engine(), [request(prompt_of(6), [5], sampling)])[5]
@@ -215,6 +218,7 @@ def test_an_engine_with_unfinished_rows_does_not_sleep():
     engine.sleep()
 
 
+@pytest.mark.on_device
 def test_weights_filled_in_place_are_the_ones_used():
     engine = make_engine(small_rollout())
     other = wake(make_engine(small_rollout()), seed=1)

@@ -118,6 +118,7 @@ def test_experts_recorded_before_an_abort_are_kept_under_other_weights() -> None
         assert resumed[old.row].choices.shape == anew[old.row].choices.shape
 
 
+@pytest.mark.on_device
 def test_after_a_failed_step_abort_returns_the_tokens_and_the_engine_works_again() -> None:
     requests = [request(prompt_of(length), [2 * length, 2 * length + 1], GREEDY) for length in (6, 9)]
     whole = run(awake_engine(), requests)

@@ -54,6 +54,7 @@ def test_uniforms_depend_on_seed_and_position_and_fill_the_unit_interval(device)
     assert numbers.unique().numel() > 40_000 - 150
 
 
+@pytest.mark.on_device
 @pytest.mark.parametrize(
     "sampling",
     [
@@ -113,6 +114,7 @@ def test_greedy_takes_the_likeliest_token_with_its_logprob_at_temperature_one(de
     torch.testing.assert_close(drawn.logprobs_B.cpu(), torch.tensor(LOGITS).log_softmax(-1)[:1].expand(2))
 
 
+@pytest.mark.on_device
 def test_a_row_draws_the_same_beside_rows_with_other_parameters(device):
     sampling = [
         SamplingParams(),

@@ -29,6 +29,7 @@ def weights_of(config: DecoderConfig) -> dict[str, torch.Tensor]:
     return {name: 4 * weights(name) for name in weights.names}
 
 
+@pytest.mark.on_device
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "deepseek_v3"])
 @torch.no_grad()
 def test_scores_are_the_logprobs_of_a_full_sequence_forward(family):

@@ -46,6 +46,7 @@ def test_weights_wake_one_by_one(held, device):
         assert weights.num_bytes == 0
 
 
+@pytest.mark.on_device
 @pytest.mark.parametrize("name", ["linear.weight", "scale"])
 def test_what_is_borrowed_is_read_where_it_lies_and_left_alone(held, device, name):
     module, weights = held

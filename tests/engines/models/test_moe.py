@@ -20,6 +20,7 @@ def sparse_layer(config: MoeConfig = CONFIG) -> SparseFeedForward:
     return layer.to(chosen_device())
 
 
+@pytest.mark.on_device
 def test_tokens_get_the_weighted_sum_of_their_experts_and_so_do_gradients(device: torch.device) -> None:
     layer = sparse_layer().double()
     # No token reaches the last expert.

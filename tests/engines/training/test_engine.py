@@ -34,6 +34,7 @@ def whole_gradient(engine: TrainingEngine) -> torch.Tensor:
     return torch.cat([means["exp_avg"].flatten() for means in engine.optimizer_state().values()])
 
 
+@pytest.mark.on_device
 def test_gradients_are_the_same_in_any_microbatches(world):
     reference = make_engine(world, optim=UNCLIPPED)
     expected = reference.update(make_rows(), weighted_nll)
@@ -80,6 +81,7 @@ def infinite_gradient(scores: Scores, micro: MicroBatch) -> LossTerms:
     return LossTerms((scores.logprobs_R - scores.logprobs_R.detach()).abs().sqrt().sum(), {})
 
 
+@pytest.mark.on_device
 @pytest.mark.parametrize("loss", [nan_loss, infinite_gradient])
 def test_a_step_that_is_not_finite_changes_nothing(world, loss):
     engine = make_engine(world)
@@ -143,6 +145,7 @@ def test_the_learning_rate_follows_the_steps_made(world):
     assert [engine.update(make_rows(), weighted_nll).lr for _ in range(3)] == [0.005, 0.01, 0.01]
 
 
+@pytest.mark.on_device
 def test_bfloat16_computation_keeps_float32_weights(world):
     full = make_engine(world)
     half = TrainingEngine(
@@ -164,6 +167,7 @@ def test_bfloat16_computation_keeps_float32_weights(world):
     assert not torch.equal(trained.cpu(), SeededWeights().tensors["lm_head.weight"])
 
 
+@pytest.mark.on_device
 def test_training_goes_on_from_a_written_state_bit_for_bit(world, tmp_path):
     engine = make_engine(world)
     engine.update(make_rows(), weighted_nll)

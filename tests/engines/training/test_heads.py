@@ -36,6 +36,7 @@ def reference(
     return all_RV.gather(1, targets_R[:, None]).squeeze(1), -(all_RV.exp() * all_RV).sum(-1)
 
 
+@pytest.mark.on_device
 @pytest.mark.parametrize("chunk_bytes", [1, CHUNK_BYTES, 1 << 20])
 @pytest.mark.parametrize("weights", [(1.0, 0.0), (0.0, 1.0), (0.7, -0.3)])
 def test_values_and_gradients_equal_the_float64_definition(chunk_bytes, weights):

@@ -58,6 +58,7 @@ def device_world(world: Any) -> Any:
     return world
 
 
+@pytest.mark.on_device
 def test_scores_are_read_once_all_are_computed(device_world):
     engine = make_engine(device_world, max_tokens=13)
     engine.score(make_rows())
@@ -66,6 +67,7 @@ def test_scores_are_read_once_all_are_computed(device_world):
     assert not host.between
 
 
+@pytest.mark.on_device
 def test_an_update_reads_nothing_before_its_last_product(device_world):
     engine = make_engine(device_world, max_tokens=13)
     engine.update(make_rows(), weighted_nll)

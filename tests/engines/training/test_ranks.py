@@ -74,6 +74,7 @@ def assert_like_one_rank(ranks: list, one: tuple) -> None:
     torch.testing.assert_close(logprobs_R, expected_logprobs, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.on_device
 def test_sharded_and_replicated_ranks_with_uneven_rows_train_as_one_process_does(world):
     [one] = trained(world, [UpdateLayout()])
     layouts = [UpdateLayout(data=1, shard=2), UpdateLayout(data=2, shard=1)]

@@ -75,6 +75,7 @@ def gradients_of_splits(world: World) -> list[Tensor]:
     return found
 
 
+@pytest.mark.on_device
 @pytest.mark.ranks
 def test_rows_split_in_any_way_over_ranks_have_one_gradient_also_when_layers_run_again(world):
     expected = gradient_of(world, UpdateLayout(shard=1), list(range(NUM_ROWS)), config=SPARSE, max_tokens=10_000)

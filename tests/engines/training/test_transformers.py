@@ -58,6 +58,7 @@ def plain_losses(model: torch.nn.Module, temperature: float) -> Iterator[torch.T
         yield -(weights * (logprobs + 0.1 * entropy)).sum()
 
 
+@pytest.mark.on_device
 def test_three_steps_equal_a_plain_training_loop(world):
     engine, model = make_engine(world, max_tokens=25), transformers_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=OPTIM.lr, eps=OPTIM.eps, weight_decay=0.0)

@@ -199,6 +199,7 @@ def regressions(world: World, layouts: list[UpdateLayout]) -> list[tuple[float, 
     return [regression(world, rating, layout) for layout in layouts for rating in LOSSES]
 
 
+@pytest.mark.on_device
 @pytest.mark.ranks
 def test_value_regression_on_cut_ranks_equals_one_process(world):
     layouts = [UpdateLayout(tensor=2), UpdateLayout(context=2, context_kind="ring"), UpdateLayout(pipeline=2)]

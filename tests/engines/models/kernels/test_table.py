@@ -94,6 +94,7 @@ def test_every_operation_is_tested_on_every_kind_of_device() -> None:
         assert callable(getattr(plain, name)) and callable(getattr(ops, name))
 
 
+@pytest.mark.on_device
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name, kind, case", DIFFERENTIABLE)
 def test_an_implementation_equals_the_plain_one(name: str, kind: str, case: Case, dtype: torch.dtype) -> None:
