@@ -6,6 +6,7 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from spmdrl.engines.models.kernels import plain
@@ -15,6 +16,8 @@ _HALF = (torch.bfloat16, torch.float16)
 # npu_fusion_attention's sparse mode 3 is the causal mask of each row, which it reads from one triangle of this size.
 _CAUSAL_MODE = 3
 _TRIANGLE_SIZE = 2048
+# The most rows that its documentation allows in one call.
+_MOST_ROWS = 1024
 # npu_grouped_matmul's words: one output tensor, groups along the rows (0) or along the summed dim (2), sizes as counts.
 _ONE_OUTPUT = 3
 _GROUPS_OF_ROWS, _GROUPS_OF_SUMMANDS = 0, 2
@@ -44,12 +47,17 @@ def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    if not gate.numel():
+        return plain.swiglu(gate, up)
     return _operators().npu_swiglu(torch.cat((gate, up), dim=-1), dim=-1)
 
 
 def grouped_linear(rows_MD: Tensor, weights_EOD: Tensor, counts_E: Tensor) -> Tensor:
     if not len(rows_MD):
         return plain.grouped_linear(rows_MD, weights_EOD, counts_E)
+    if len(weights_EOD) == 1:
+        # The operator refuses a list of one count.
+        return F.linear(rows_MD, weights_EOD[0])
     return _GroupedLinear.apply(rows_MD, weights_EOD, counts_E.to(rows_MD.device, torch.int64))
 
 
@@ -80,19 +88,34 @@ def _grouped_matmul(x: Tensor, weight: Tensor, counts_E: Tensor, group_type: int
 def add_matmul(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
     if not (a.dtype in _HALF and a.dtype == b.dtype and a.numel() and b.numel()):
         return plain.add_matmul(out, a, b)
-    # torch_npu's name begins with an underscore; MindSpeed's operator of the same name is built on the side.
-    _operators()._npu_matmul_add_fp32(a, b, out)
+    try:
+        # torch_npu's name begins with an underscore; MindSpeed's operator of the same name is built on the side.
+        _operators()._npu_matmul_add_fp32(a, b, out)
+    except OSError:
+        # It is Ascend's transformer library's (NNAL), which is installed apart from CANN.
+        return plain.add_matmul(out, a, b)
     return out
 
 
 def packed_attention(q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, rows: PackedRows) -> Tensor:
     if not rows.lengths:
         return nothing_attended(q_THK, k_TJK, v_TJU)
-    row_ends = rows.offsets[1:]
-    attended, *_ = _operators().npu_fusion_attention(
+    values = pad_values(k_TJK, v_TJU)
+    attended = []
+    for first in range(0, len(rows.lengths), _MOST_ROWS):
+        offsets = rows.offsets[first : first + _MOST_ROWS + 1]
+        tokens = slice(offsets[0], offsets[-1])
+        row_ends = [offset - offsets[0] for offset in offsets[1:]]
+        attended.append(_attend(q_THK[tokens], k_TJK[tokens], values[tokens], row_ends))
+    attended_THK = attended[0] if len(attended) == 1 else torch.cat(attended)
+    return attended_THK[..., : v_TJU.shape[-1]]
+
+
+def _attend(q_THK: Tensor, k_TJK: Tensor, v_TJK: Tensor, row_ends: list[int]) -> Tensor:
+    attended_THK, *_ = _operators().npu_fusion_attention(
         q_THK,
         k_TJK,
-        pad_values(k_TJK, v_TJU),
+        v_TJK,
         q_THK.shape[1],
         "TND",
         atten_mask=_triangle(q_THK.device),
@@ -101,7 +124,7 @@ def packed_attention(q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, rows: PackedRo
         actual_seq_kvlen=row_ends,
         sparse_mode=_CAUSAL_MODE,
     )
-    return attended[..., : v_TJU.shape[-1]]
+    return attended_THK
 
 
 @cache
