@@ -53,6 +53,12 @@ STAGES = (
     ),
     Stage("bfloat16", f"{_STAGES}.precision:check_bfloat16", "an update in bfloat16 is that in float32"),
     Stage(
+        "graphs",
+        f"{_STAGES}.graph_parity:check_graphs",
+        "decoding steps as graphs draw what plain ones draw",
+        only_on_cuda="graphs are captured on CUDA only",
+    ),
+    Stage(
         "swap",
         f"{_STAGES}.swap_speed:check_swap",
         "training state leaves and comes back whole, as fast as pinned copies",
