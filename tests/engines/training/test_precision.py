@@ -177,6 +177,6 @@ def test_correction_biases_are_exported_in_float32(world):
     bias = "model.layers.1.mlp.gate.e_score_correction_bias"
     # bfloat16 would round it to 0.5, and with it the choice of experts.
     engine.named_shards()[bias].tensor.fill_(0.501)
-    exported = {name: weight.clone() for name, weight in engine.whole_weights(torch.bfloat16)}
+    exported = {name: weight.to("cpu", copy=True) for name, weight in engine.whole_weights(torch.bfloat16)}
     assert {name for name, weight in exported.items() if weight.dtype is not torch.bfloat16} == {bias}
     assert torch.equal(exported[bias], torch.full((4,), 0.501))
