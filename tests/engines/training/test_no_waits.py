@@ -19,11 +19,12 @@ PRODUCTS = ("mm", "addmm", "bmm", "_fused_adamw_")
 
 
 class HostWaits(TorchDispatchMode):
-    """Counts the operations at which the host waits for the device, between the first product and the last one."""
+    """Counts the operations at which the host waits for the device: all of them, and those between two products."""
 
     def __init__(self) -> None:
         super().__init__()
         self.between: Counter[str] = Counter()
+        self.all: Counter[str] = Counter()
         self._since_product: Counter[str] | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -32,8 +33,10 @@ class HostWaits(TorchDispatchMode):
         if name in PRODUCTS:
             self.between += self._since_product or Counter()
             self._since_product = Counter()
-        elif self._since_product is not None and waits(name, args, kwargs, out):
-            self._since_product[name] += 1
+        elif waits(name, args, kwargs, out):
+            self.all[name] += 1
+            if self._since_product is not None:
+                self._since_product[name] += 1
         return out
 
 
@@ -74,3 +77,14 @@ def test_an_update_reads_nothing_before_its_last_product(device_world):
     with HostWaits() as host:
         engine.accumulate(make_rows(), weighted_nll)
     assert not host.between
+
+
+def test_a_step_reads_as_often_after_many_microbatches_as_after_one(device_world):
+    reads = []
+    for max_tokens in (1, 10_000):
+        engine = make_engine(device_world, max_tokens=max_tokens)
+        accumulated = engine.accumulate(make_rows(), weighted_nll)
+        with HostWaits() as host:
+            engine.step(accumulated)
+        reads.append(host.all)
+    assert reads[0] == reads[1] and reads[0].total()

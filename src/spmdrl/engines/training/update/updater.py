@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from spmdrl.engines.training.batching.packed_rows import LossTerms
@@ -115,13 +116,32 @@ def _agreed(squares: float, terms: Sequence[LossTerms]) -> tuple[float, dict[str
     """
     recorder = Recorder()
     recorder.total(_LOSS, 0.0)
+    numbers = iter(_read([scalar for one in terms for scalar in _scalars(one)]))
     for one in terms:
-        recorder.total(_LOSS, float(one.loss))
-        for name, (total, count) in one.metrics.items():
-            recorder.add(name, Stat("mean", float(total), float(count)))
-        for name, value in one.maxima.items():
-            recorder.maximum(name, float(value))
+        recorder.total(_LOSS, next(numbers))
+        for name in one.metrics:
+            recorder.add(name, Stat("mean", next(numbers), next(numbers)))
+        for name in one.maxima:
+            recorder.maximum(name, next(numbers))
     payload = json.dumps([squares, table_of(recorder.drain())]).encode()
     answers = [json.loads(answer) for answer in gather_bytes(payload)]
     # In the order of the ranks, as every rank must get the same sum.
     return math.sqrt(sum(square for square, _ in answers)), totals_of([table for _, table in answers])
+
+
+def _scalars(terms: LossTerms) -> list[Tensor]:
+    """The loss, the sum and count of each metric, and the maxima."""
+    return [terms.loss, *(scalar for pair in terms.metrics.values() for scalar in pair), *terms.maxima.values()]
+
+
+def _read(scalars: Sequence[Tensor]) -> list[float]:
+    """Their values, in one copy from the device for each dtype: a copy each would take longer than many a kernel."""
+    groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for index, scalar in enumerate(scalars):
+        groups.setdefault((scalar.device, scalar.dtype), []).append(index)
+    numbers = [0.0] * len(scalars)
+    for members in groups.values():
+        values = torch.stack([scalars[index].reshape(()) for index in members]).tolist()
+        for index, value in zip(members, values, strict=True):
+            numbers[index] = float(value)
+    return numbers
