@@ -7,7 +7,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
+from spmdrl.engines.generation.native import sampling
 from spmdrl.engines.generation.native.sampling import RowSampling, draw, invert_cdf, keep_likely, splitmix64, uniforms
 from spmdrl.engines.generation.protocol import SamplingParams
 from tests.support.chosen_device import chosen_device
@@ -147,3 +149,30 @@ def test_all_tokens_of_a_flat_distribution_are_drawn_alike(device):
     drawn = draw(torch.zeros(NUM_DRAWS, size, device=device), positions_B, rows)
     assert max(Counter(drawn.tokens_B.tolist()).values()) < 50
     assert drawn.tokens_B.unique().numel() > 990
+
+
+def test_draws_stay_the_same_where_cumulated_sums_must_be_of_integers(monkeypatch):
+    weights_BV = torch.randn(64, 1000, generator=torch.Generator().manual_seed(0)).exp()
+    weights_BV = torch.where(weights_BV > 1, weights_BV, 0.0) / weights_BV.amax(-1, keepdim=True)
+    uniforms_B = torch.rand(64, generator=torch.Generator().manual_seed(1))
+    tokens_B = invert_cdf(weights_BV, uniforms_B)
+    monkeypatch.setattr(sampling, "FLOAT_SUMS_REFUSED", ("cpu",))
+    monkeypatch.setattr(Tensor, "cumsum", _of_integers(Tensor.cumsum))
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.equal(invert_cdf(weights_BV, uniforms_B), tokens_B)
+        assert bool((weights_BV.gather(1, tokens_B[:, None]) > 0).all())
+        weights_BV[3, 7] = float("nan")
+        assert sampling.cumulated(weights_BV).isnan().all(-1).nonzero().tolist() == [[3]]
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def _of_integers(cumsum):
+    """As CUDA's kernels are where they must be deterministic."""
+
+    def refusing(tensor, dim):
+        assert not tensor.is_floating_point(), "cumsum_cuda_kernel does not have a deterministic implementation"
+        return cumsum(tensor, dim)
+
+    return refusing
