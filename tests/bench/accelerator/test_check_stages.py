@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import multiprocessing
 from pathlib import Path
 
 import pytest
 import torch
+from tests.support import simulated_accelerator
 from tests.support.ranks import run_ranks
 
 from spmdrl.bench.accelerator.stage_run import StageRun
@@ -62,3 +64,28 @@ def test_every_operation_of_the_kernel_table_is_checked():
 def test_what_is_not_finite_is_infinitely_wrong():
     assert relative_error(torch.tensor([float("nan")]), torch.ones(1)) == float("inf")
     assert relative_error(torch.tensor([2.0, 4.0]), torch.tensor([2.0, 5.0])) == pytest.approx(0.2)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_stages_of_accelerators_find_nothing_wrong_on_the_simulated_one(tmp_path):
+    if reason := simulated_accelerator.why_not():
+        pytest.skip(reason)
+    names = [stage.name for stage in STAGES if not stage.starts_jobs and not stage.only_on_cuda]
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(1) as pool:
+        found = pool.apply(_on_simulated_one, (names, tmp_path))
+    assert list(found) == names
+    assert {name: faults for name, (faults, _) in found.items() if faults} == {}
+    assert found["switch_peak"][1]["peak_of_larger_state"] < 1.2
+    assert found["ledger"][1]["largest_difference"] < 0.01
+
+
+def _on_simulated_one(names: list[str], folder: Path) -> dict[str, tuple[list[str], dict]]:
+    """Faults and figures by stage; a race ends the process's stage with its own error."""
+    module = simulated_accelerator.install()
+    stages = {stage.name: stage for stage in STAGES}
+    with open_world("sim") as world:
+        runs = {name: run_of(world, stages[name], folder) for name in names}
+    assert module.races() == []
+    return {name: (run.faults, run.figures) for name, run in runs.items()}

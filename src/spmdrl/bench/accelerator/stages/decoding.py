@@ -97,7 +97,7 @@ def _missing_bytes(config: DecoderConfig, sizes: DecodeSizes, device: Device) ->
     used, total = memory
     dtype = device.compute_dtype
     needed = _weight_bytes(config, dtype) + _cache_bytes(config, sizes, max(sizes.batches), dtype)
-    return 1.1 * needed + _GIB - (total - used)
+    return 1.1 * needed + sizes.copied_bytes - (total - used)
 
 
 def _bytes_per_step(config: DecoderConfig, sizes: DecodeSizes, batch: int, dtype: torch.dtype) -> float:
