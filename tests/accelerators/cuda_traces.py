@@ -6,6 +6,7 @@ numbers themselves need a device, or the CPU's own tests.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import sys
@@ -16,7 +17,9 @@ from dataclasses import replace
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from spmdrl.algorithms.grpo import GrpoConfig
 from spmdrl.algorithms.rloo import RlooConfig
@@ -31,13 +34,14 @@ from spmdrl.engines.models.kernels import ops, plain
 from spmdrl.engines.models.layers import PackedCausalAttention
 from spmdrl.engines.training.batching.packed_rows import TokenRows
 from spmdrl.engines.training.context.block_attention import attend_rows, attend_rows_backward
+from spmdrl.engines.training.context.ring_attention import RingAttention
 from spmdrl.engines.training.context.row_pairs import RowPairs
 from spmdrl.engines.training.heads import LogprobHead, ValueHead
 from spmdrl.engines.training.training_engine import TrainingConfig, TrainingEngine
 from spmdrl.engines.training.update.optimizer import OptimConfig
 from spmdrl.resources.device import Device
-from spmdrl.resources.layout import UpdateLayout, fit_update_layout
-from spmdrl.resources.mesh import build_update_mesh
+from spmdrl.resources.layout import GenerationLayout, UpdateLayout, fit_update_layout
+from spmdrl.resources.mesh import Axis, build_generation_mesh, build_update_mesh
 from spmdrl.resources.world import open_world
 from spmdrl.types import offsets_of
 from spmdrl.types.roles import Rating
@@ -101,7 +105,20 @@ def engines() -> Iterator[tuple[str, Trace]]:
     yield "generation, qwen2, float32", partial(generate, config=_smaller(PUBLISHED["qwen2"]), dtype=torch.float32)
 
 
-GROUPS = {"kernels": kernels, "models": models, "engines": engines}
+def layouts() -> Iterator[tuple[str, Trace]]:
+    """The first of two ranks: its part of the weights or tokens, and what it sends."""
+    for family in ("qwen2", "deepseek_v3"):
+        yield f"tensor 2, frozen {family}, bfloat16", partial(score_in_parts, config=PUBLISHED[family])
+    yield "tensor 2, gradients, qwen2, float32", partial(accumulate_in_parts, config=_smaller(PUBLISHED["qwen2"]))
+    yield (
+        "tensor 2, generation, qwen2, bfloat16",
+        partial(generate, config=PUBLISHED["qwen2"], dtype=torch.bfloat16, tensor=2),
+    )
+    for dtype in DTYPES:
+        yield f"context 2, ring attention, {_short(dtype)}", partial(attend_in_ring, dtype=dtype)
+
+
+GROUPS = {"kernels": kernels, "models": models, "engines": engines, "layouts": layouts}
 
 
 def _short(dtype: torch.dtype) -> str:
@@ -204,10 +221,12 @@ def rows_of(lengths: list[int], **columns: Tensor) -> TokenRows:
     )
 
 
-def engine_of(cuda: FakeCuda, config: DecoderConfig, *, rating: Rating = "logprobs", **options: object):
-    """A training engine whose tensors are the device's and whose mesh has one rank, so that nothing is sent."""
+def engine_of(
+    cuda: FakeCuda, config: DecoderConfig, *, rating: Rating = "logprobs", tensor: int = 1, **options: object
+):
+    """A training engine whose tensors are the device's; its mesh has but a tensor axis, so that nothing is sharded."""
     device = Device(cuda.device.type)
-    mesh = build_update_mesh(fit_update_layout(UpdateLayout(), 1), Device("cpu"), 0)
+    mesh = build_update_mesh(fit_update_layout(UpdateLayout(tensor=tensor), tensor), Device("cpu"), 0)
     cuda.integer = _rows_per_expert(config)
     training = TrainingConfig(max_steps=2)
     return TrainingEngine(config, training, OptimConfig(lr=1e-3), mesh, device, rating=rating, **options)
@@ -246,6 +265,35 @@ def score(cuda: FakeCuda, *, config: DecoderConfig) -> None:
     assert cuda.operators[FLASH] == 2, cuda.operators
 
 
+def score_in_parts(cuda: FakeCuda, *, config: DecoderConfig) -> None:
+    engine = engine_of(cuda, config, frozen=True, tensor=2)
+    assert engine.score(rows_of(LENGTHS)).logprobs_R.shape == (sum(LENGTHS) - len(LENGTHS),)
+    assert cuda.operators["c10d::_allgather_base_"] and cuda.operators["c10d::_reduce_scatter_base_"]
+
+
+def accumulate_in_parts(cuda: FakeCuda, *, config: DecoderConfig) -> None:
+    """Gradients of a rank's parts, summed where both ranks hold a weight; the agreed norm needs true ranks."""
+    engine = engine_of(cuda, config, compute_dtype=torch.float32, tensor=2)
+    names = ("weights", "advantages", "old_logprobs", "rollout_logprobs", "versions")
+    columns = {name: torch.ones(sum(LENGTHS) - len(LENGTHS)) for name in names}
+    assert engine.accumulate(rows_of(LENGTHS, **columns), losses()["grpo"]).num_microbatches == 1
+    for name, gradient in engine.model.named_gradients().items():
+        _assert_like(gradient.tensor, engine.named_shards()[name].tensor, cuda.device)
+    assert cuda.operators["c10d::allreduce_"], cuda.operators
+
+
+def attend_in_ring(cuda: FakeCuda, *, dtype: torch.dtype) -> None:
+    lengths = [16, 3, 30]
+    attend = RingAttention(lengths, Axis("context", 2, 0, None, (0, 1)), cuda.device)
+    shapes = [(2 * sum(lengths), num_heads, 128) for num_heads in (8, 2, 2)]
+    inputs = [torch.zeros(shape, dtype=dtype, device=cuda.device, requires_grad=True) for shape in shapes]
+    out = attend(0, *inputs)
+    _assert_like(out, inputs[0], cuda.device)
+    for gradient, given in zip(torch.autograd.grad(out.sum(), inputs), inputs, strict=True):
+        _assert_like(gradient, given, cuda.device)
+    assert cuda.operators["c10d::send"] == cuda.operators["c10d::recv_"] > 0, cuda.operators
+
+
 def value_head(cuda: FakeCuda) -> None:
     config = PUBLISHED["qwen3"].with_value_head()
     engine = engine_of(cuda, config, rating="token_values", compute_dtype=torch.float32)
@@ -265,14 +313,18 @@ def reward_model(cuda: FakeCuda) -> None:
     assert (values_P.shape, values_P.dtype) == ((2,), torch.float32)
 
 
-def generate(cuda: FakeCuda, *, config: DecoderConfig, dtype: torch.dtype) -> None:
+def generate(cuda: FakeCuda, *, config: DecoderConfig, dtype: torch.dtype, tensor: int = 1) -> None:
     """Groups, shared prefixes, chunks behind cached ones, blocks copied on write, and every filter of sampling."""
     rollout = RolloutConfig(
         block_size=16, max_prefill_tokens=48, kv_cache_gib=0.25, max_running_rows=8, cuda_graphs=False
     )
-    engine = NativeEngine(config, rollout, cuda.device, dtype)
+    mesh = build_generation_mesh(GenerationLayout(tensor=tensor), Device("cpu"), tensor, 0)
+    engine = NativeEngine(config, rollout, cuda.device, dtype, mesh=mesh)
     engine.wake_weights()
+    # Ranks of a tensor axis agree on the largest of minus their number of blocks.
+    cuda.integer = -64
     engine.wake_cache()
+    cuda.integer = 0
     every = SamplingParams(temperature=0.7, top_p=0.9, top_k=20, min_p=0.01, max_tokens=3)
     greedy = SamplingParams(temperature=0, max_tokens=3)
     prompts = [tuple(range(40)), tuple(range(70)), (5,)]
@@ -313,11 +365,19 @@ def as_markdown() -> str:
     return "\n".join(lines)
 
 
+@contextlib.contextmanager
+def _two_ranks() -> Iterator[None]:
+    """A process group in which this rank is the first of two, and nothing is sent."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
 def main() -> None:
     failures: dict[str, str | None] = {}
-    # Where Triton is installed its kernel would be chosen, and it takes no fake tensors.
-    ops.TABLE["paged_attention"]["cuda"] = plain.paged_attention
-    with open_world("cpu"):
+    with _two_ranks() if sys.argv[1] == "layouts" else open_world("cpu"):
         for name, trace in GROUPS[sys.argv[1]]():
             try:
                 with fake_cuda() as cuda:

@@ -18,7 +18,7 @@ from tests.support.jobs import ROOT
 
 @pytest.mark.parametrize(
     "group",
-    ["kernels", pytest.param("models", marks=pytest.mark.slow), pytest.param("engines", marks=pytest.mark.slow)],
+    ["kernels", *(pytest.param(group, marks=pytest.mark.slow) for group in ("models", "engines", "layouts"))],
 )
 def test_what_a_gpu_would_run_has_its_shapes_dtypes_and_device(group: str) -> None:
     if reason := why_not():
