@@ -251,3 +251,17 @@ def test_longer_tables_are_made_room_for_while_rows_run() -> None:
         return {response.row: response for response in responses}
 
     assert_same(answered(True), answered(False))
+
+
+def test_a_row_may_end_with_the_token_that_is_on_its_way_when_blocks_run_out() -> None:
+    block_bytes = 2 * QWEN.num_layers * 4 * QWEN.num_kv_heads * QWEN.head_size * 4
+    # Eight blocks: the older row takes seven in the end, and the newer one two or three meanwhile.
+    rollout = RolloutConfig(block_size=4, kv_cache_gib=9 * block_bytes / 2**30)
+    older, newer = replace(SAMPLED, max_tokens=20, stop_token_ids=()), replace(SAMPLED, stop_token_ids=())
+    for num_tokens in range(2, 12):
+        requests = [
+            request(prompt_of(8), [0], older),
+            request(prompt_of(6, num_tokens), [1], replace(newer, max_tokens=num_tokens)),
+        ]
+        expected, found = (run(filled(engine_of(rollout, graphs=graphs)), requests) for graphs in (False, True))
+        assert_same(found, expected)
