@@ -196,6 +196,7 @@ def copy_without_waiting(world: World) -> tuple[float, float, float]:
     with sim.stream(side):
         source.copy_(pinned, non_blocking=True)
         copied = side.record_event()
+    assert sim.num_queued() == 2
     too_early = (source + 0)[0].item()
     sim.current_stream().wait_event(copied)
     after_waiting = (source + 0)[0].item()
@@ -206,6 +207,31 @@ def copy_without_waiting(world: World) -> tuple[float, float, float]:
 def test_a_copy_that_nothing_waits_for_has_not_happened():
     (seen,) = on_device(copy_without_waiting)
     assert seen == (0.0, 7.0, 7.0)
+
+
+def free_while_a_copy_reads(world: World, is_recorded: bool) -> list[str]:
+    sim = module(world)
+    pinned, side = torch.empty(1000, pin_memory=True), sim.Stream()
+    source = torch.ones(1000, device="sim")
+    side.wait_stream(sim.current_stream())
+    with sim.stream(side):
+        pinned.copy_(source, non_blocking=True)
+    if is_recorded:
+        source.record_stream(side)
+    del source
+    try:
+        torch.full((1000,), 2.0, device="sim")
+    except RuntimeError as race:
+        assert "race" in str(race)
+    side.synchronize()
+    assert pinned[0].item() == 1.0 or not is_recorded
+    return sim.take_races()
+
+
+def test_memory_is_used_anew_only_behind_the_streams_that_were_recorded():
+    assert on_device(free_while_a_copy_reads, True) == [[]]
+    ((race,),) = on_device(free_while_a_copy_reads, False)
+    assert "aten::fill_ writes" in race and "aten::copy_ (of memory that was freed)" in race
 
 
 def mix_devices(world: World) -> list[str]:

@@ -38,7 +38,8 @@ struct DeviceMemory {
   c10::CachingDeviceAllocator::DeviceStats stats;
 };
 
-std::array<DeviceMemory, kNumDevices> devices;
+// Never destroyed, like all tables here: tensors may outlive what a process destroys at its end.
+std::array<DeviceMemory, kNumDevices>& devices = *new std::array<DeviceMemory, kNumDevices>;
 char* device_addresses = nullptr;
 char* kernel_addresses = nullptr;
 
@@ -185,7 +186,7 @@ DeviceAllocator the_allocator;
 REGISTER_ALLOCATOR(kDeviceType, &the_allocator)
 
 std::map<const char*, size_t>& pinned_blocks() {
-  static std::map<const char*, size_t> bytes_by_begin;
+  static auto& bytes_by_begin = *new std::map<const char*, size_t>;
   return bytes_by_begin;
 }
 

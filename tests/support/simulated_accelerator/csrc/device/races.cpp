@@ -23,7 +23,7 @@ struct Accesses {
 constexpr char kFreed[] = " (of memory that was freed)";
 
 std::map<const char*, Accesses>& accesses() {
-  static std::map<const char*, Accesses> by_allocation;
+  static auto& by_allocation = *new std::map<const char*, Accesses>;
   return by_allocation;
 }
 

@@ -57,12 +57,12 @@ struct Streams {
 };
 
 Streams& streams() {
-  static Streams all;
+  static auto& all = *new Streams;
   return all;
 }
 
 // One clock for all threads of the host.
-Clock host_clock;
+Clock& host_clock = *new Clock;
 std::exception_ptr unreported;
 thread_local int chosen_device = 0;
 thread_local std::array<int64_t, kNumDevices> chosen_streams{};
