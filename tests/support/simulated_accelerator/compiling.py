@@ -36,18 +36,19 @@ def why_not() -> str | None:
 
 
 def load() -> ModuleType:
-    """The extension; the first process that needs it compiles it while the others wait.
-
-    Raises RuntimeError with the compiler's messages where that fails.
-    """
-    spec = importlib.util.spec_from_file_location(_NAME, _built())
+    """The extension; see `built`."""
+    spec = importlib.util.spec_from_file_location(_NAME, built())
     assert spec is not None and spec.loader is not None
     extension = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(extension)
     return extension
 
 
-def _built() -> Path:
+def built() -> Path:
+    """The compiled library; the first process that needs it compiles it while the others wait.
+
+    Raises RuntimeError with the compiler's messages if that fails.
+    """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spmdrl-tests"
     library = cache / f"{_NAME}-{_version()}.so"
     if library.is_file():
@@ -73,9 +74,8 @@ def _version() -> str:
 
 
 def _compile(folder: Path) -> Path:
-    sources = list(_SOURCES.rglob("*.cpp"))
-    # The largest of them first, so that it isn't the last to end.
-    sources.sort(key=lambda source: len(source.relative_to(_SOURCES).parts))
+    # What takes longest lies nearest to the root; it starts first, so that it isn't the last to end.
+    sources = sorted(_SOURCES.rglob("*.cpp"), key=lambda source: (len(source.parts), source.name != "module.cpp"))
     includes = [*cpp_extension.include_paths(), sysconfig.get_paths()["include"]]
     options = [*_FLAGS, *(f"-isystem{path}" for path in includes)]
     objects = [folder / f"{source.stem}.o" for source in sources]
