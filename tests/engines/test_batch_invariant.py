@@ -93,6 +93,7 @@ def check_same_bits(world: World, name: str) -> None:
     assert trainer.score(rows_of(prompts, [first])).logprobs_R[0] == together[0]
 
 
+@pytest.mark.cpu_only(reason="the batch-invariant operations are a CPU's")
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", MODELS)
 def test_generator_and_trainer_agree_to_the_last_bit(name):
