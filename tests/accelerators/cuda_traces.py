@@ -12,7 +12,7 @@ import json
 import sys
 import textwrap
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -30,12 +30,9 @@ from spmdrl.engines.generation.native.native_engine import NativeEngine
 from spmdrl.engines.generation.protocol import SamplingParams
 from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.decoder import Decoder, DecoderConfig
-from spmdrl.engines.models.kernels import ops, plain
 from spmdrl.engines.models.layers import PackedCausalAttention
 from spmdrl.engines.training.batching.packed_rows import TokenRows
-from spmdrl.engines.training.context.block_attention import attend_rows, attend_rows_backward
 from spmdrl.engines.training.context.ring_attention import RingAttention
-from spmdrl.engines.training.context.row_pairs import RowPairs
 from spmdrl.engines.training.heads import LogprobHead, ValueHead
 from spmdrl.engines.training.training_engine import TrainingConfig, TrainingEngine
 from spmdrl.engines.training.update.optimizer import OptimConfig
@@ -46,46 +43,21 @@ from spmdrl.resources.world import open_world
 from spmdrl.types import offsets_of
 from spmdrl.types.roles import Rating
 from tests.accelerators.fake_cuda import FakeCuda, fake_cuda
+from tests.accelerators.kernel_traces import DTYPES, FLASH, Trace, assert_like, kernels, short
 from tests.accelerators.published_models import PUBLISHED
 from tests.accelerators.step_traces import captured_step, pages_of_shapes
 from tests.engines.generation.support import request, run
-from tests.engines.models.kernels.test_table import CASES, Case, counts
-from tests.engines.training.test_block_attention import CASES as PAIRS
 from tests.engines.training.tiny import axis_of
 
-Trace = Callable[[FakeCuda], None]
-DTYPES = (torch.float32, torch.bfloat16)
 # 64 tokens: each expert of every model gets the same whole number of rows.
 LENGTHS = [10, 1, 29, 24]
-# Experts with the same number of rows each, since the device's counts all read alike on the host.
-KERNELS = CASES | {
-    "grouped_linear": [
-        Case(((12, 16), (4, 8, 16)), counts(3, 3, 3, 3)),
-        Case(((8, 13), (2, 7, 13)), counts(4, 4)),
-        Case(((0, 16), (3, 8, 16)), counts(0, 0, 0)),
-    ]
-}
-FLASH, GROUPED = "torch_attn::_varlen_attn", "aten::_grouped_mm"
-
-
-def kernels() -> Iterator[tuple[str, Trace]]:
-    """Operations of the table, and the attention of parts of a softmax."""
-    yield "a sum of host and device is refused", refuse_mixed_devices
-    for name, cases in KERNELS.items():
-        for dtype in DTYPES:
-            yield f"{name}, {_short(dtype)}", partial(run_kernel, name=name, cases=cases, dtype=dtype)
-    yield "add_matmul", add_matmul
-    yield "blocked_linear", blocked_linear
-    yield "packed_attention and grouped_linear at compute capability 7.5", old_device
-    for case, dtype in itertools.product(PAIRS, DTYPES):
-        yield f"ring attention, {case}, {_short(dtype)}", partial(attend_in_parts, case=case, dtype=dtype)
 
 
 def models() -> Iterator[tuple[str, Trace]]:
     """Every family, forward and backward to each weight."""
     for family, dtype in itertools.product(PUBLISHED, DTYPES):
         config = PUBLISHED[family] if dtype == torch.bfloat16 else _smaller(PUBLISHED[family])
-        yield f"{family}, {_short(dtype)}", partial(differentiate, config=config, dtype=dtype)
+        yield f"{family}, {short(dtype)}", partial(differentiate, config=config, dtype=dtype)
 
 
 def engines() -> Iterator[tuple[str, Trace]]:
@@ -115,14 +87,10 @@ def layouts() -> Iterator[tuple[str, Trace]]:
         partial(generate, config=PUBLISHED["qwen2"], dtype=torch.bfloat16, tensor=2),
     )
     for dtype in DTYPES:
-        yield f"context 2, ring attention, {_short(dtype)}", partial(attend_in_ring, dtype=dtype)
+        yield f"context 2, ring attention, {short(dtype)}", partial(attend_in_ring, dtype=dtype)
 
 
 GROUPS = {"kernels": kernels, "models": models, "engines": engines, "layouts": layouts}
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _smaller(config: DecoderConfig) -> DecoderConfig:
@@ -131,61 +99,6 @@ def _smaller(config: DecoderConfig) -> DecoderConfig:
         return replace(config, num_layers=1)
     moe = replace(config.moe, num_experts=16, num_groups=1, groups_per_token=1, dense_layers=())
     return replace(config, num_layers=1, moe=moe)
-
-
-def refuse_mixed_devices(cuda: FakeCuda) -> None:
-    try:
-        torch.ones(3, device=cuda.device) + torch.ones(3)
-    except RuntimeError as error:
-        assert "same device" in str(error), error
-    else:
-        raise AssertionError("nothing was raised")
-
-
-def run_kernel(cuda: FakeCuda, *, name: str, cases: list[Case], dtype: torch.dtype) -> None:
-    """The CUDA implementation of an operation, which gives tensors like the plain one's on a CPU."""
-    assert "cuda" in ops.TABLE[name], name
-    for case in cases:
-        cuda.integer = case.shapes[0][0] // case.shapes[1][0] if name == "grouped_linear" else 0
-        results, expected = (
-            _outputs(function, case, dtype, device)
-            for function, device in ((getattr(ops, name), cuda.device), (getattr(plain, name), torch.device("cpu")))
-        )
-        for result, reference in zip(results, expected, strict=True):
-            _assert_like(result, reference, cuda.device)
-    fused = {"packed_attention": FLASH, "grouped_linear": GROUPED}.get(name)
-    assert fused is None or (cuda.operators[fused] > 0) == (dtype == torch.bfloat16 and cuda.capability >= (8, 0)), (
-        cuda.operators
-    )
-
-
-def _outputs(function: Callable[..., Tensor], case: Case, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    inputs = [torch.zeros(shape, dtype=dtype, device=device, requires_grad=True) for shape in case.shapes]
-    out = function(*inputs, *case.fixed(device))
-    return [out, *torch.autograd.grad(out.sum(), inputs)]
-
-
-def _assert_like(result: Tensor, reference: Tensor, device: torch.device) -> None:
-    assert (result.shape, result.dtype) == (reference.shape, reference.dtype), (result, reference)
-    assert result.device == device, result
-
-
-def add_matmul(cuda: FakeCuda) -> None:
-    for dtype in DTYPES:
-        out = torch.zeros(16, 24, device=cuda.device)
-        a, b = (torch.zeros(8, width, dtype=dtype, device=cuda.device) for width in (16, 24))
-        assert ops.add_matmul(out, a, b) is out
-    assert cuda.operators["aten::addmm"] == 1, cuda.operators
-
-
-def old_device(cuda: FakeCuda) -> None:
-    cuda.capability = (7, 5)
-    for name in ("packed_attention", "grouped_linear"):
-        run_kernel(cuda, name=name, cases=KERNELS[name], dtype=torch.bfloat16)
-
-
-def blocked_linear(cuda: FakeCuda) -> None:
-    assert ops.blocked_linear(torch.zeros(4, 8, device=cuda.device), None) is None
 
 
 def differentiate(cuda: FakeCuda, *, config: DecoderConfig, dtype: torch.dtype) -> None:
@@ -203,7 +116,7 @@ def differentiate(cuda: FakeCuda, *, config: DecoderConfig, dtype: torch.dtype) 
     (logprobs_P + entropy_P).sum().backward()
     for name, weight in decoder.named_parameters():
         assert weight.grad is not None, name
-        _assert_like(weight.grad, weight, cuda.device)
+        assert_like(weight.grad, weight, cuda.device)
     assert bool(cuda.operators[FLASH]) == (dtype == torch.bfloat16), cuda.operators
     # Nothing waits for the device, but where each expert has a product of its own size.
     assert (cuda.host_reads > 0) == (config.moe is not None and dtype == torch.float32), cuda.host_reads
@@ -278,7 +191,7 @@ def accumulate_in_parts(cuda: FakeCuda, *, config: DecoderConfig) -> None:
     columns = {name: torch.ones(sum(LENGTHS) - len(LENGTHS)) for name in names}
     assert engine.accumulate(rows_of(LENGTHS, **columns), losses()["grpo"]).num_microbatches == 1
     for name, gradient in engine.model.named_gradients().items():
-        _assert_like(gradient.tensor, engine.named_shards()[name].tensor, cuda.device)
+        assert_like(gradient.tensor, engine.named_shards()[name].tensor, cuda.device)
     assert cuda.operators["c10d::allreduce_"], cuda.operators
 
 
@@ -288,9 +201,9 @@ def attend_in_ring(cuda: FakeCuda, *, dtype: torch.dtype) -> None:
     shapes = [(2 * sum(lengths), num_heads, 128) for num_heads in (8, 2, 2)]
     inputs = [torch.zeros(shape, dtype=dtype, device=cuda.device, requires_grad=True) for shape in shapes]
     out = attend(0, *inputs)
-    _assert_like(out, inputs[0], cuda.device)
+    assert_like(out, inputs[0], cuda.device)
     for gradient, given in zip(torch.autograd.grad(out.sum(), inputs), inputs, strict=True):
-        _assert_like(gradient, given, cuda.device)
+        assert_like(gradient, given, cuda.device)
     assert cuda.operators["c10d::send"] == cuda.operators["c10d::recv_"] > 0, cuda.operators
 
 
@@ -335,22 +248,6 @@ def generate(cuda: FakeCuda, *, config: DecoderConfig, dtype: torch.dtype, tenso
     assert [len(logprobs) for logprobs in engine.score([[1, 2, 3], [4, 5]])] == [2, 1]
 
 
-def attend_in_parts(cuda: FakeCuda, *, case: str, dtype: torch.dtype) -> None:
-    """A rank's queries against another's keys, forward and backward, with values narrower than keys."""
-    queries, keys, is_causal = PAIRS[case]
-    pairs = RowPairs(queries, keys, is_causal=is_causal, device=cuda.device)
-    for head_size, value_size in ((128, 128), (192, 128), (20, 12)):
-        shapes = (sum(queries), 8, head_size), (sum(keys), 2, head_size), (sum(keys), 2, value_size)
-        inputs = tuple(torch.zeros(shape, dtype=dtype, device=cuda.device) for shape in shapes)
-        out, lse = attend_rows(inputs, pairs)
-        assert (out.shape, out.dtype) == ((sum(queries), 8, value_size), dtype)
-        assert (lse.shape, lse.dtype) == ((sum(queries), 8), torch.float32)
-        for gradient, given in zip(attend_rows_backward(out, inputs, (out, lse), pairs), inputs, strict=True):
-            _assert_like(gradient, given, cuda.device)
-    for operator in ("aten::_flash_attention_forward", "aten::_flash_attention_backward"):
-        assert cuda.operators[operator] == (3 if dtype == torch.bfloat16 else 0), cuda.operators
-
-
 def as_markdown() -> str:
     """The traces by group, as the page on accelerators lists them."""
     lines = []
@@ -358,7 +255,7 @@ def as_markdown() -> str:
         dtypes: dict[str, list[str]] = {}
         for name, _ in of_group():
             base, _, dtype = name.rpartition(", ")
-            in_dtype = dtype in map(_short, DTYPES)
+            in_dtype = dtype in map(short, DTYPES)
             dtypes.setdefault(base if in_dtype else name, []).extend([dtype] if in_dtype else [])
         listed = "; ".join(f"{name} ({', '.join(of)})" if of else name for name, of in dtypes.items())
         lines.append(textwrap.fill(f"- {group}: {listed}.", width=118, subsequent_indent="  ", break_on_hyphens=False))
