@@ -83,6 +83,7 @@ def switch_and_measure(world: World, directory: str) -> dict[str, object]:
 @pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.cpu_only(reason="device memory isn't resident memory of the process")
 def test_update_state_is_off_the_device_and_out_of_resident_memory_during_generation(tmp_path, num_ranks):
     for seen in run_ranks(num_ranks, switch_and_measure, str(tmp_path), timeout=120):
         assert seen["update"]["update_weights"] + seen["update"]["optimizer"] == pytest.approx(seen["state"], rel=0.01)
@@ -108,7 +109,7 @@ class SmallLogs:
 
 def switch_with_a_reference(world: World, directory: str) -> bytes:
     """One step of switches; the metrics' payload."""
-    mesh = init_device_mesh("cpu", (world.size,))
+    mesh = init_device_mesh(world.device.kind, (world.size,))
     trainer, reference = SmallTrainer(make_model(), mesh), SmallTrainer(make_model(seed=1), mesh)
     trainer.train(torch.ones(2, 5))
     generator = SmallGenerator({name: shard.global_shape for name, shard in trainer.named_shards().items()})

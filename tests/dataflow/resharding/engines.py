@@ -13,6 +13,13 @@ from torch.distributed.tensor import DTensor
 
 from spmdrl.types import WeightSlice
 from tests.dataflow.resharding.tables import fsdp_slices, whole_slices
+from tests.support.chosen_device import Uses, chosen_kind
+
+
+def selected_device() -> torch.device:
+    """The device of the tests; of several, the one that this process has selected."""
+    Uses.count += 1
+    return torch.device(chosen_kind())
 
 
 @dataclass(frozen=True)
@@ -44,7 +51,7 @@ class SmallTrainer:
     """A model with AdamW, plain or sharded over the last axis of a mesh."""
 
     def __init__(self, model: nn.Sequential, mesh: DeviceMesh | None = None):
-        self.model = model
+        self.model = model.to(selected_device())
         self.mesh = mesh
         self.weights_on_device = True
         self.update_count = 0
@@ -55,7 +62,7 @@ class SmallTrainer:
 
     def train(self, x: Tensor) -> float:
         assert self.weights_on_device
-        loss = self.model(x).square().mean()
+        loss = self.model(x.to(selected_device())).square().mean()
         loss.backward()
         self.optimizer.step()
         self.update_count += 1
@@ -119,7 +126,8 @@ class SmallGenerator:
         """All at once, whichever are named."""
         if not self.weights:
             self.weights = {
-                name: torch.full(shape, -7.0, dtype=self.dtypes[name]) for name, shape in self.shapes.items()
+                name: torch.full(shape, -7.0, dtype=self.dtypes[name], device=selected_device())
+                for name, shape in self.shapes.items()
             }
         return self.weights
 
@@ -131,7 +139,7 @@ class SmallGenerator:
         raise AssertionError("this generator shows its storage")
 
     def wake_cache(self) -> None:
-        self.cache = torch.zeros(64)
+        self.cache = torch.zeros(64, device=selected_device())
 
     def sleep(self) -> None:
         self.weights, self.borrowed, self.cache = {}, set(), None

@@ -112,6 +112,7 @@ def overlap(one: StageSpan, other: StageSpan) -> float:
 
 
 @pytest.mark.alone
+@pytest.mark.cpu_only(reason="the link is emulated by a file, which only a CPU swaps to")
 def test_the_return_is_hidden_behind_the_stages_that_run_meanwhile(tmp_path):
     metrics, spans = step_with_stages(tmp_path, STAGES)
     (copy,) = [span for span in spans if span.background]
@@ -124,6 +125,7 @@ def test_the_return_is_hidden_behind_the_stages_that_run_meanwhile(tmp_path):
 
 
 @pytest.mark.alone
+@pytest.mark.cpu_only(reason="the link is emulated by a file, which only a CPU swaps to")
 def test_without_stages_in_between_the_return_is_waited_for(tmp_path):
     metrics, spans = step_with_stages(tmp_path, ())
     (copy,) = [span for span in spans if span.background]

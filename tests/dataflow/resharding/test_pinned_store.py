@@ -20,6 +20,8 @@ def test_state_comes_back_from_several_slabs_bit_for_bit(device: torch.device, t
     if device.type == "cpu":
         pytest.skip("beside a CPU swapped state lies in a file")
     tensors = {"a": torch.randn(3000, 7), "b": torch.randn(5).bfloat16(), "c": torch.arange(900), "d": torch.empty(0)}
+    memory = torch.get_device_module(device)
+    held_before = memory.memory_allocated()
     on_device = {name: tensor.to(device) for name, tensor in tensors.items()}
     shown: list[str] = []
     stores: list[PinnedStore] = []
@@ -34,6 +36,8 @@ def test_state_comes_back_from_several_slabs_bit_for_bit(device: torch.device, t
     for shown in (["b", "c"], list(tensors)):
         swap.to_host("optimizer")
         assert all(on_device[name].untyped_storage().nbytes() == 0 for name in shown)
+        if shown == list(tensors):
+            assert memory.memory_allocated() == held_before
         # As a stage would, that takes the freed memory.
         other = torch.full((30000,), torch.nan, device=device)
         swap.start_return("optimizer")

@@ -83,7 +83,7 @@ class HastyGenerator(StreamedGenerator):
 
 
 def make_trainer(world: World) -> SmallTrainer:
-    return SmallTrainer(make_model(), init_device_mesh("cpu", (world.size,)))
+    return SmallTrainer(make_model(), init_device_mesh(world.device.kind, (world.size,)))
 
 
 def make_flow(world: World, trainer: SmallTrainer, generator: SmallGenerator, directory: str, **config):
