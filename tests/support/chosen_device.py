@@ -55,10 +55,10 @@ class Uses:
 
 
 def chosen_device() -> torch.device:
-    """The chosen device, or the first of its kind, for what a test makes in its own process."""
+    """The device of the chosen kind that this process uses: a rank's own, or the first."""
     Uses.count += 1
     kind = chosen_kind()
-    return torch.device(kind) if kind == "cpu" else torch.device(kind, 0)
+    return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
 
 
 def races_found() -> list[str]:
