@@ -14,6 +14,7 @@ import traceback
 from pathlib import Path
 
 from spmdrl.bench.accelerator.stage_run import RankOutcome, StageRun, StageSkipped
+from spmdrl.bench.harness.peers import CommandFailed
 from spmdrl.resources.startup.ending import PeerFailed, cause_of
 from spmdrl.resources.world import open_world
 
@@ -42,7 +43,7 @@ def main() -> int:
             return 1
         except Exception as error:
             traceback.print_exc(file=sys.stderr)
-            run.faults.append(cause_of(error))
+            run.faults.append(_reason(error))
             run.outcome().write(path)
             return 1
         else:
@@ -59,6 +60,13 @@ def _run(run: StageRun, name: str, *, starts_jobs: bool) -> None:
     with open_world(run.kind, _LONGEST_WAIT_SECONDS) as world:
         run.joined = world
         stage(run)
+
+
+def _reason(error: Exception) -> str:
+    """In one line; of a job that failed, the last one of its log, which names the cause."""
+    lines = error.log.split("\n") if isinstance(error, CommandFailed) else []
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    return last or cause_of(error)
 
 
 if __name__ == "__main__":

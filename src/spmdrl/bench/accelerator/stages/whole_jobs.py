@@ -143,5 +143,7 @@ def _step_settings(run: StageRun) -> dict[str, object]:
 def _train(run: StageRun, folder: Path, settings: Settings) -> Steps:
     """The metrics of each step after warm-up."""
     environment = {"OMP_WAIT_POLICY": "PASSIVE"}
-    on_device = {**settings, "resources.device": run.kind, "log.samples_per_step": 0}
+    # The check has found the device, so that auto finds the same.
+    device = "cpu" if run.kind == "cpu" else "auto"
+    on_device = {**settings, "resources.device": device, "log.samples_per_step": 0}
     return train_steps(folder, on_device, num_ranks=run.num_ranks, environment=environment)
