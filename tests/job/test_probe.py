@@ -66,10 +66,12 @@ def likelihood(scores, micro):
 
 def build(world: World, case: Case, directory: str) -> tuple[TrainingEngine, NativeEngine, ReshardingFlow]:
     mesh = build_update_mesh(fit_update_layout(case.update, world.size), world.device, world.rank)
-    trainer = TrainingEngine(case.model, TrainingConfig(), OPTIM, mesh, world.device, temperature=0.7)
+    trainer = TrainingEngine(
+        case.model, TrainingConfig(), OPTIM, mesh, world.device, temperature=0.7, compute_dtype=torch.float32
+    )
     trainer.load(RandomWeights(case.model, 0))
     generation = build_generation_mesh(case.generation, world.device, world.size, world.rank)
-    generator = NativeEngine(case.model, RolloutConfig(), torch.device("cpu"), torch.float32, mesh=generation)
+    generator = NativeEngine(case.model, RolloutConfig(), world.device.torch_device, torch.float32, mesh=generation)
     flow = case.flow(world, {POLICY: trainer}, generator, ReshardConfig(verify=True), MemoryLedger(), Path(directory))
     return trainer, generator, flow
 

@@ -30,7 +30,8 @@ def test_every_mode_has_the_same_bits_also_when_it_is_resumed_in_another(tmp_pat
         mine = [f"run.dir={folder}", f"reshard.swap={mode}", f"reshard.swap_dir={tmp_path / 'swap'}"]
         screen = finished(run_job("train", config, *settings, *mine, ranks=num_ranks)).stdout
         assert screen.count("swap: ") == 1
-    assert not list((tmp_path / "swap").iterdir())
+    # Beside a CPU alone is there such a folder.
+    assert not list((tmp_path / "swap").glob("*"))
     digests = {mode: [weights_digest(folder, step) for step in (1, 2, 3)] for mode, folder in runs.items()}
     assert digests["always"] == digests["never"] == digests["auto"]
     assert same_numbers(runs["always"]) == same_numbers(runs["never"])
@@ -46,6 +47,7 @@ def test_every_mode_has_the_same_bits_also_when_it_is_resumed_in_another(tmp_pat
     assert not summary_of(runs["always"])["swap"]["swaps"]
 
 
+@pytest.mark.cpu_only(reason="beside an accelerator state is swapped to pinned memory")
 def test_a_folder_that_cannot_take_the_state_is_refused_with_its_key_and_not_used_without_a_swap(tmp_path):
     (tmp_path / "file").write_text("")
     config, folder = tiny_config(tmp_path), f"reshard.swap_dir={tmp_path / 'file' / 'swap'}"

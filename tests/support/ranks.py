@@ -48,6 +48,9 @@ def run_ranks(
     if device is None:
         skip_without_devices(min(world_size, ranks_per_node or world_size))
         Uses.count += 1
+    if (device or chosen_kind()) == "sim":
+        # Small operations take it a few times as long as a CPU.
+        timeout *= 4
     # The parent holds the rendezvous store itself, as torchrun's agent does, so the port is bound before ranks get it.
     store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
     chosen = {VARIABLE: device or chosen_kind()}

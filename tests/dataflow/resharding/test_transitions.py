@@ -184,7 +184,7 @@ def switch_between(world: World, transitions: Transitions, executor: Executor) -
     """The rows that this rank answered after each transition, as one rank with whole weights answers them."""
     answered = []
     config = MODELS[transitions.model]
-    alone = NativeEngine(config, RolloutConfig(), torch.device("cpu"), torch.float32)
+    alone = NativeEngine(config, RolloutConfig(), world.device.torch_device, torch.float32)
     with tempfile.TemporaryDirectory() as folder:
         for update in transitions.updates:
             layout = fit_update_layout(update, world.size)
@@ -219,7 +219,7 @@ class Switch:
         folder: Path,
     ):  # fmt: skip
         self.mesh = mesh
-        self.generator = NativeEngine(config, RolloutConfig(), torch.device("cpu"), torch.float32, mesh=mesh)
+        self.generator = NativeEngine(config, RolloutConfig(), world.device.torch_device, torch.float32, mesh=mesh)
         reshard = ReshardConfig(bucket_bytes=4096, executor=executor, verify=True)
         self.ledger = MemoryLedger()
         self.flow = ReshardingFlow(world, {POLICY: trainer}, self.generator, reshard, self.ledger, folder)
