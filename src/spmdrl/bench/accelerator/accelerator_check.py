@@ -115,7 +115,7 @@ def run_stages(stages: Sequence[Stage], check: Check) -> CheckReport:
 
 def _notes(check: Check) -> tuple[str, ...]:
     sizes = "full sizes" if check.scale == "full" else "small sizes, without goals"
-    return (f"{check.num_ranks} ranks, {sizes}; verdicts and logs are in {check.folder}",)
+    return (f"{check.num_ranks} rank{'s' * (check.num_ranks > 1)}, {sizes}; verdicts and logs are in {check.folder}",)
 
 
 def _run_stage(stage: Stage, check: Check) -> StageVerdict:
