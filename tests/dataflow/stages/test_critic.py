@@ -67,13 +67,15 @@ def one_step(world: World, layout: UpdateLayout, critic: CriticConfig, plan: Upd
     """Merged metrics of one step, the whole weights after it, and the values before it."""
     mesh = build_update_mesh(fit_update_layout(layout, world.size), world.device, world.rank)
     training = TrainingConfig(max_tokens_per_microbatch=16)
-    engine = TrainingEngine(MODEL, training, OPTIM, mesh, world.device, rating="token_values")
+    engine = TrainingEngine(
+        MODEL, training, OPTIM, mesh, world.device, rating="token_values", compute_dtype=torch.float32
+    )
     engine.load(RandomWeights(MODEL, seed=0))
     batch, recorder = rows_of_step(), Recorder()
     values_R = engine.values(token_rows(batch, MODEL))
     mine = [row for row in range(len(LENGTHS)) if row % engine.mesh.data.size == engine.mesh.data.rank]
     CriticUpdateStage(engine, critic, plan, recorder)(Taken(batch.select(mine)))
-    weights = {name: weight.clone() for name, weight in engine.whole_weights(torch.float32)}
+    weights = {name: weight.to("cpu", copy=True) for name, weight in engine.whole_weights(torch.float32)}
     return merge(gather_bytes(encode(recorder.drain()))), weights, values_R
 
 

@@ -107,7 +107,8 @@ TURNS_OF_ROWS = [[1, 1, 0, 0, 2, 2], [1], [1, 0, 2, 0, 0, 3], [0, 1, 1], [1, 1, 
 def one_step(world: World, layout: UpdateLayout) -> tuple[dict, dict]:
     """The metrics of one update of rows with inserted tokens, and the gradient's norm that transformers finds."""
     mesh = build_update_mesh(fit_update_layout(layout, world.size), world.device, world.rank)
-    engine = TrainingEngine(MODEL, TrainingConfig(max_tokens_per_microbatch=16), OPTIM, mesh, world.device)
+    training = TrainingConfig(max_tokens_per_microbatch=16)
+    engine = TrainingEngine(MODEL, training, OPTIM, mesh, world.device, compute_dtype=torch.float32)
     source = SeededWeights()
     engine.load(source)
     batch, _ = rows_of(TURNS_OF_ROWS, 5)
