@@ -28,8 +28,19 @@ def qwen3(**fields: Any) -> DecoderConfig:
     return DecoderConfig(**(defaults | fields))
 
 
-QWEN_0_5B = qwen3(
-    model_type="qwen2",
+def qwen25(**fields: Any) -> DecoderConfig:
+    """A Qwen2.5 with these sizes."""
+    defaults = {
+        "model_type": "qwen2",
+        "rope_theta": 1e6,
+        "qk_norm": False,
+        "attention_bias": True,
+        "max_positions": 32768,
+    }
+    return qwen3(**(defaults | fields))
+
+
+QWEN_0_5B = qwen25(
     vocab_size=151936,
     hidden_size=896,
     intermediate_size=4864,
@@ -37,14 +48,9 @@ QWEN_0_5B = qwen3(
     num_heads=14,
     num_kv_heads=2,
     head_size=64,
-    rope_theta=1e6,
-    qk_norm=False,
-    attention_bias=True,
-    max_positions=32768,
 )
 """The shape of Qwen2.5-0.5B."""
-QWEN_7B = qwen3(
-    model_type="qwen2",
+QWEN_7B = qwen25(
     vocab_size=152064,
     hidden_size=3584,
     intermediate_size=18944,
@@ -52,11 +58,7 @@ QWEN_7B = qwen3(
     num_heads=28,
     num_kv_heads=4,
     head_size=128,
-    rope_theta=1e6,
-    qk_norm=False,
-    attention_bias=True,
     tied_head=False,
-    max_positions=32768,
 )
 """The shape of Qwen2.5-7B."""
 TINY = qwen3(

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
-from spmdrl.bench.harness.bench_models import qwen3
+from spmdrl.bench.harness.bench_models import qwen3, qwen25
 from spmdrl.bench.harness.bench_table import BenchTable
 from spmdrl.bench.resharding.plan_bytes import allgather_bytes, least_bytes, redundant_bytes
 from spmdrl.dataflow.resharding.moving.gather import ReshardConfig
@@ -32,8 +32,7 @@ DEVICES_PER_NODE = 8
 GB, GIB = 1e9, 2**30
 
 # Sizes as their public config.json files have them.
-QWEN25_32B = qwen3(
-    model_type="qwen2",
+QWEN25_32B = qwen25(
     vocab_size=152064,
     hidden_size=5120,
     intermediate_size=27648,
@@ -41,11 +40,7 @@ QWEN25_32B = qwen3(
     num_heads=40,
     num_kv_heads=8,
     head_size=128,
-    rope_theta=1e6,
-    qk_norm=False,
-    attention_bias=True,
     tied_head=False,
-    max_positions=32768,
 )
 QWEN3_30B_A3B = qwen3(
     model_type="qwen3_moe",
