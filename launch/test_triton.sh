@@ -8,7 +8,10 @@ source launch/environment.sh
 prepare_environment dev
 if ! [ -e .triton/installed ]; then
     say "installing Triton in .triton"
-    .venv/bin/python -m pip install -qq --disable-pip-version-check --upgrade --no-deps --target .triton "triton>=3.5,<4"
+    .venv/bin/python -m pip install -qq --disable-pip-version-check --upgrade --no-deps --target .triton "triton>=3.5,<4" || {
+        printf '== Triton tests LEFT OUT: Triton could not be installed here\n'
+        exit 69
+    }
     touch .triton/installed
 fi
 share_cores 2
