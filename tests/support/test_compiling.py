@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
+import os
 from pathlib import Path
 
 import pytest
 
+from tests.support.ranks import end, fork
 from tests.support.simulated_accelerator import compiling, why_not
 
 SOURCES = list((Path(compiling.__file__).parent / "csrc").rglob("*.cpp"))
@@ -26,10 +26,18 @@ def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return noted
 
 
-def test_of_processes_that_need_it_at_once_one_compiles(calls: Path) -> None:
-    with ProcessPoolExecutor(3, mp_context=get_context("fork")) as pool:
-        libraries = [pool.submit(compiling.built) for _ in range(3)]
-        (library,) = {future.result() for future in libraries}
+def _build(environment: dict[str, str], out: Path) -> None:
+    os.environ.update(environment)
+    out.write_text(str(compiling.built()))
+
+
+def test_of_processes_that_need_it_at_once_one_compiles(calls: Path, tmp_path: Path) -> None:
+    # Not forked from this process: children would lack the threads of what earlier tests left in PyTorch, and abort.
+    outs = [tmp_path / f"library_{index}" for index in range(3)]
+    processes = [fork(_build, dict(os.environ), out) for out in outs]
+    for process in processes:
+        end(process, grace_seconds=60)
+    (library,) = {Path(out.read_text()) for out in outs}
     assert len(calls.read_text().split()) == len(SOURCES) + 1
     # Nothing but the library and its lock is left.
     assert {path.suffix for path in library.parent.iterdir()} == {".so", ".lock"}
