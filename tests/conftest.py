@@ -15,6 +15,8 @@ from hypothesis import settings
 if TYPE_CHECKING:
     import torch
 
+    from spmdrl.resources.world import World
+
 # Set before torch is imported: many small ranks share few cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Read when torch is imported, also by the process that ranks are forked from.
@@ -145,6 +147,16 @@ def device() -> torch.device:
     from tests.support.chosen_device import chosen_device
 
     return chosen_device()
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    """A world of one rank, this process, on the device of `--device`."""
+    from spmdrl.resources.world import open_world
+    from tests.support.chosen_device import chosen_kind
+
+    with open_world(chosen_kind()) as opened:
+        yield opened
 
 
 @pytest.fixture(autouse=True)
