@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from safetensors import safe_open
+from tests.support.chosen_device import chosen_kind
 from tests.support.jobs import finished, run_job, tiny_config
 
 from spmdrl.observability.terminal.units import count
@@ -23,7 +24,8 @@ def test_a_job_names_model_ranks_data_and_folder_before_its_first_step(tmp_path:
     assert f"model  {model} (random weights) | {size} parameters | stored float32, computed float32 | " in before_sft
     assert "stops at '<eos>' (2)" in before_sft
     assert "40 rows | 256 rows per step | 1 steps = 6.4 passes over the rows" in before_sft
-    assert "ranks  2 ranks on 1 node | cpu" in before_grpo and "update shard 2 | generation 2 replicas" in before_grpo
+    assert f"ranks  2 ranks on 1 node | {chosen_kind()}" in before_grpo
+    assert "update shard 2 | generation 2 replicas" in before_grpo
     assert "8 prompts x 4 responses = 32 samples per step | 3 steps = 0.6 passes over the rows" in before_grpo
     assert f"run    {tmp_path / 'run'} | grpo | seed 0 | a checkpoint at the end" in before_grpo
     assert "NOTE" not in job.stdout and re.search(r"checkpoint of step 3: .* in .*step_000003", rest)

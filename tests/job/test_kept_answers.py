@@ -12,7 +12,7 @@ from tests.support.jobs import ROOT, environment, finished, job_command, run_job
 from tests.support.ranks import run_ranks
 
 from spmdrl.job.rollouts.kept_answers import FOLDER, KeptAnswers
-from spmdrl.resources.world import World, open_world
+from spmdrl.resources.world import World
 
 IDENTITY = {"seed": 0, "rollout.temperature": 1.0}
 SETTINGS = [
@@ -66,17 +66,16 @@ def test_ranks_answer_what_no_rank_has_answered_and_the_main_rank_gets_all_in_or
     assert not any((folder / FOLDER).exists() for folder in folders)
 
 
-def test_half_a_line_at_the_end_is_no_answer_and_nothing_is_appended_to_it(tmp_path):
-    with open_world("cpu") as world:
-        kept = KeptAnswers(tmp_path, IDENTITY, world)
-        kept.add(answers_of(3, 1))
-        part = tmp_path / FOLDER / "rank_00000.jsonl"
-        part.write_bytes(part.read_bytes() + b'{"row": 2, "resp')
-        again = KeptAnswers(tmp_path, IDENTITY, world)
-        assert again.rows() == {1, 3}
-        again.add(answers_of(2))
-        assert [json.loads(line) for line in part.read_text().splitlines()] == answers_of(3, 1, 2)
-        assert [json.loads(line) for line in again.gathered()] == answers_of(1, 2, 3)
+def test_half_a_line_at_the_end_is_no_answer_and_nothing_is_appended_to_it(tmp_path, world):
+    kept = KeptAnswers(tmp_path, IDENTITY, world)
+    kept.add(answers_of(3, 1))
+    part = tmp_path / FOLDER / "rank_00000.jsonl"
+    part.write_bytes(part.read_bytes() + b'{"row": 2, "resp')
+    again = KeptAnswers(tmp_path, IDENTITY, world)
+    assert again.rows() == {1, 3}
+    again.add(answers_of(2))
+    assert [json.loads(line) for line in part.read_text().splitlines()] == answers_of(3, 1, 2)
+    assert [json.loads(line) for line in again.gathered()] == answers_of(1, 2, 3)
 
 
 def kill_in_the_middle(command: list[str], folder: Path) -> list[dict]:
@@ -118,11 +117,10 @@ def test_a_killed_generate_leaves_its_answers_and_the_same_command_again_goes_on
 
 
 @pytest.mark.slow
-def test_resume_never_puts_the_answers_of_an_interrupted_generate_aside(tmp_path):
+def test_resume_never_puts_the_answers_of_an_interrupted_generate_aside(tmp_path, world):
     config, folder = tiny_config(tmp_path), tmp_path / "run"
     few = ["data.eval=synthetic://addition?low=0&high=9&count=5&split=test", f"run.dir={folder}"]
-    with open_world("cpu") as world:
-        KeptAnswers(folder, {"seed": 9}, world).add(answers_of(0))
+    KeptAnswers(folder, {"seed": 9}, world).add(answers_of(0))
     assert "interrupted `generate` with other settings" in run_job("generate", config, *few).stderr
     job = finished(run_job("generate", config, *few, "resume=never"))
     assert "generated 5/5 rows" in job.stderr
@@ -130,16 +128,15 @@ def test_resume_never_puts_the_answers_of_an_interrupted_generate_aside(tmp_path
     assert not (folder / FOLDER).exists() and len((folder / "generated.jsonl").read_text().splitlines()) == 5
 
 
-def test_damaged_lines_are_answered_anew_and_a_damaged_identity_is_refused(tmp_path):
-    with open_world("cpu") as world:
-        kept = KeptAnswers(tmp_path, {"seed": 0}, world)
-        kept.add(answers_of(0, 1, 2))
-        path = tmp_path / FOLDER / "rank_00000.jsonl"
-        lines = path.read_bytes().splitlines(keepends=True)
-        odd = [b"null\n", b"[1]\n", b'{"row": "1"}\n', b'{"row": true}\n', b'{"row": -1}\n', b"[" * 50_000 + b"\n"]
-        path.write_bytes(b"".join([lines[0], lines[1].replace(b"r", b"\xf2"), *odd, lines[2]]))
-        assert KeptAnswers(tmp_path, {"seed": 0}, world).rows() == {0, 2}
-        for content in (b"", b"null", b"\xff", b"[" * 50_000):
-            (tmp_path / FOLDER / "identity.json").write_bytes(content)
-            with pytest.raises(ValueError, match=r"identity.json is damaged; .* resume=never"):
-                KeptAnswers(tmp_path, {"seed": 0}, world).rows()
+def test_damaged_lines_are_answered_anew_and_a_damaged_identity_is_refused(tmp_path, world):
+    kept = KeptAnswers(tmp_path, {"seed": 0}, world)
+    kept.add(answers_of(0, 1, 2))
+    path = tmp_path / FOLDER / "rank_00000.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    odd = [b"null\n", b"[1]\n", b'{"row": "1"}\n', b'{"row": true}\n', b'{"row": -1}\n', b"[" * 50_000 + b"\n"]
+    path.write_bytes(b"".join([lines[0], lines[1].replace(b"r", b"\xf2"), *odd, lines[2]]))
+    assert KeptAnswers(tmp_path, {"seed": 0}, world).rows() == {0, 2}
+    for content in (b"", b"null", b"\xff", b"[" * 50_000):
+        (tmp_path / FOLDER / "identity.json").write_bytes(content)
+        with pytest.raises(ValueError, match=r"identity.json is damaged; .* resume=never"):
+            KeptAnswers(tmp_path, {"seed": 0}, world).rows()

@@ -50,6 +50,7 @@ MODELS = {
 
 @pytest.mark.ranks
 @pytest.mark.slow
+@pytest.mark.cpu_only(reason="the batch-invariant operations are a CPU's")
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_generator_and_trainer_agree_to_the_last_bit(tmp_path, model, ranks):

@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from tests.engines.generation.support import TINY, prompt_of, request, run
+from tests.engines.generation.support import TINY, prompt_of, request, run, small_rollout
+from tests.support.chosen_device import chosen_device
 from tests.support.jobs import finished, metrics_of, run_job, tiny_config
 from torch import Tensor
 
@@ -21,7 +22,6 @@ from spmdrl.dataflow.stages.update_report import ShownRows
 from spmdrl.engines.generation.expert_choices import ChoiceRecorder
 from spmdrl.engines.generation.native.native_engine import NativeEngine
 from spmdrl.engines.generation.protocol import SamplingParams
-from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.moe import MoeConfig
 from spmdrl.engines.training.routing.routers import RoutingConfig
 from spmdrl.engines.training.training_engine import OptimConfig, TrainingConfig, TrainingEngine
@@ -29,7 +29,7 @@ from spmdrl.job.start.start_checks import check_run, states_of
 from spmdrl.observability.metrics import Recorder
 from spmdrl.resources.layout import UpdateLayout
 from spmdrl.resources.mesh import build_update_mesh
-from spmdrl.resources.world import World, open_world
+from spmdrl.resources.world import World
 from spmdrl.types import Batch, TokenLoss, WorkerState
 
 NUM_EXPERTS, NUM_CHOICES = 8, 2
@@ -78,7 +78,7 @@ class Watching:
         return frozenset({"rollout_logprobs", "advantages"})
 
     def loss(self, terms):
-        self.logprobs_R = terms.logprobs_R.detach().clone()
+        self.logprobs_R = terms.logprobs_R.detach().to("cpu", copy=True)
         return TokenLoss(-terms.logprobs_R, {})
 
     def token_weights(self, lengths_B, scope):
@@ -89,7 +89,7 @@ class Watching:
 
 
 def generated() -> tuple[Batch, Weights]:
-    engine = NativeEngine(SPARSE, RolloutConfig(), torch.device("cpu"), torch.float32, recorder=ChoiceRecorder())
+    engine = NativeEngine(SPARSE, small_rollout(), chosen_device(), torch.float32, recorder=ChoiceRecorder())
     weights = Weights(engine.weight_shapes())
     engine.load_weights(weights.tensors.items())
     engine.wake_cache()
@@ -127,23 +127,21 @@ def logprobs_in_update(world: World, batch: Batch, weights: Weights, replay: str
     return learner.logprobs_R
 
 
-def test_an_update_uses_the_recorded_experts_and_only_where_it_is_asked_to():
+def test_an_update_uses_the_recorded_experts_and_only_where_it_is_asked_to(world):
     batch, weights = generated()
     expected = batch.values("rollout_logprobs").sort().values
-    with open_world("cpu") as world:
-        same = logprobs_in_update(world, batch, weights, "rollout").sort().values
-        other = logprobs_in_update(world, rerouted(batch), weights, "rollout").sort().values
-        unasked = logprobs_in_update(world, rerouted(batch), weights, "none").sort().values
+    same = logprobs_in_update(world, batch, weights, "rollout").sort().values
+    other = logprobs_in_update(world, rerouted(batch), weights, "rollout").sort().values
+    unasked = logprobs_in_update(world, rerouted(batch), weights, "none").sort().values
     assert torch.allclose(same, expected, atol=1e-5)
     assert torch.allclose(unasked, expected, atol=1e-5)
     assert (other - expected).abs().mean() > 1e-3
 
 
-def test_scores_follow_the_recorded_experts_too():
+def test_scores_follow_the_recorded_experts_too(world):
     batch, weights = generated()
-    with open_world("cpu") as world:
-        engine = trainer_with(world, weights, "rollout")
-        same, other = (engine.score(token_rows(rows, SPARSE)).logprobs_R for rows in (batch, rerouted(batch)))
+    engine = trainer_with(world, weights, "rollout")
+    same, other = (engine.score(token_rows(rows, SPARSE)).logprobs_R.cpu() for rows in (batch, rerouted(batch)))
     assert torch.allclose(same, batch.values("rollout_logprobs"), atol=1e-5)
     assert (other - same).abs().mean() > 1e-3
 
