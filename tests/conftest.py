@@ -27,6 +27,8 @@ settings.register_profile("any machine", deadline=None)
 settings.load_profile("any machine")
 
 SHARED_MEMORY = Path("/dev/shm")
+FIXTURES_ON_DEVICE = pytest.StashKey[set[str]]()
+"""The names of those that used the device, of the module, package or session that they were made for."""
 
 
 def named_memory() -> set[str]:
@@ -110,13 +112,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(request: pytest.FixtureRequest) -> Generator[None, object, object]:
+    """Note whether the fixture used the device, as its tests do then."""
+    from tests.support.chosen_device import Uses
+
+    uses = Uses.count
+    result = yield
+    if Uses.count > uses and request.fixturename is not None:
+        request.node.stash.setdefault(FIXTURES_ON_DEVICE, set()).add(request.fixturename)
+    return result
+
+
+@pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     """Note whether the test used the device, and fail it where the device noticed a race."""
     from tests.support.chosen_device import Uses, chosen_kind, races_found
 
     uses, num_races = Uses.count, len(races_found())
     result = yield
-    if Uses.count > uses or {"device", "world"} & set(getattr(item, "fixturenames", ())):
+    fixtures = set().union(*(node.stash.get(FIXTURES_ON_DEVICE, set()) for node in item.listchain()))
+    if Uses.count > uses or fixtures & set(getattr(item, "fixturenames", ())):
         item.user_properties.append(("device", chosen_kind()))
     races = races_found()[num_races:]
     assert not races, "\n".join(races)
@@ -153,9 +168,9 @@ def device() -> torch.device:
 def world() -> Iterator[World]:
     """A world of one rank, this process, on the device of `--device`."""
     from spmdrl.resources.world import open_world
-    from tests.support.chosen_device import chosen_kind
+    from tests.support.chosen_device import chosen_device
 
-    with open_world(chosen_kind()) as opened:
+    with open_world(chosen_device().type) as opened:
         yield opened
 
 
