@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -82,11 +83,31 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     Only pinned memory is copied in the background: from any other, the host waits until the copy's turn has come. The
     pinned copy needn't be kept, since its allocator doesn't hand out the memory again before the device has read it.
     """
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    # Memory can be pinned for the process's own kind of device; any other one is the CPU, or a fake.
-    if accelerator is None or accelerator.type != device.type:
+    if not _pins_for(device):
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors on the host, each itself where it is there already; otherwise the host waits once for all copies.
+
+    What the current stream was given before is computed first.
+    """
+    copies = [_begin_copy(tensor) if _pins_for(tensor.device) else tensor.cpu() for tensor in tensors]
+    for device in {tensor.device for tensor in tensors if _pins_for(tensor.device)}:
+        torch.accelerator.current_stream(device).synchronize()
+    return copies
+
+
+def _pins_for(device: torch.device) -> bool:
+    """Whether memory can be pinned for it: it is the process's own kind of device, and not the CPU or a fake."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return accelerator is not None and accelerator.type == device.type
+
+
+def _begin_copy(tensor: Tensor) -> Tensor:
+    """A copy in pinned memory, complete when the current stream has come to it."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 def find_device(wanted: str, local_rank: int) -> Device:

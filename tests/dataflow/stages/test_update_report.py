@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import weakref
 from itertools import pairwise
 
+import numpy as np
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.host_waits import HostWaits
 
-from spmdrl.dataflow.stages.update_report import chosen_places
+from spmdrl.dataflow.stages.update_report import ShownRows, chosen_places
 
 
 @given(st.integers(0, 200), st.integers(0, 40), st.integers(1, 16))
@@ -26,3 +31,27 @@ def test_as_many_places_as_wanted_are_chosen_once_each_those_of_the_first_group_
 def test_without_a_number_all_responses_to_one_prompt_are_chosen_and_a_few_others():
     assert chosen_places(128, None, 8) == [*range(8), 8, 38, 68, 98]
     assert chosen_places(8, None, 8) == list(range(8))
+
+
+def test_of_many_microbatches_the_shown_rows_are_kept_and_read_with_one_wait(device):
+    shown = ShownRows(2)
+    shown.begin_step(np.arange(4, 10), group_size=2)
+    for row, logprobs in ((4, [-1.0, -2.0]), (-1, [-3.0]), (5, [-0.5]), (-1, [-4.0, -5.0])):
+        row_R = torch.full((len(logprobs),), row, device=device)
+        shown.add(row_R, torch.tensor(logprobs, device=device))
+    with HostWaits() as host:
+        shown.gather()
+    assert shown.rows == [4, 5]
+    assert [shown.logprobs(row) for row in (4, 5, 6)] == [[-1.0, -2.0], [-0.5], None]
+    assert host.all.total() == (device.type != "cpu")
+
+
+@pytest.mark.parametrize("wanted", [0, 1])
+def test_nothing_of_a_step_is_kept_beyond_it(wanted):
+    shown, logprobs_R = ShownRows(wanted), torch.zeros(2)
+    kept = weakref.ref(logprobs_R)
+    shown.begin_step(np.arange(4), group_size=2)
+    shown.add(torch.tensor([0, 0]), logprobs_R)
+    del logprobs_R
+    shown.gather()
+    assert kept() is None

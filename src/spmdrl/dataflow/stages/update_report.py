@@ -12,6 +12,7 @@ from torch import Tensor
 
 from spmdrl.observability.metrics import Recorder
 from spmdrl.resources.collectives import gather_ragged
+from spmdrl.resources.device import to_host
 from spmdrl.types import Batch, Integers
 
 SHOWN = "shown"
@@ -75,6 +76,7 @@ class ShownRows:
     def begin_step(self, rows: Integers, group_size: int) -> None:
         """Forget the step before, and choose among this one's `rows`, `group_size` consecutive ones per prompt."""
         self._rows = torch.from_numpy(rows[chosen_places(rows.size, self._wanted, group_size)])
+        self._kept.clear()
         self._logprobs.clear()
 
     def mark(self, batch: Batch) -> None:
@@ -85,16 +87,18 @@ class ShownRows:
 
     def add(self, row_R: Tensor, logprobs_R: Tensor) -> None:
         """Keep log-probs of tokens; they stay on the device, which needn't be waited for."""
-        self._kept.append((row_R, logprobs_R))
+        if len(self._rows):
+            self._kept.append((row_R, logprobs_R))
 
     def gather(self) -> None:
         """Collect what all ranks kept; those with the same rows kept the same. Collective over all ranks."""
         if not len(self._rows):
             return
-        none = (torch.empty(0, dtype=torch.int64), torch.empty(0))
-        row_R, logprobs_R = (torch.cat(parts).cpu() for parts in zip(*[none, *self._kept_on_host()], strict=True))
+        # Copied with the tokens that aren't shown: choosing on the device would make the host wait once more.
+        row_R, logprobs_R = to_host([torch.cat(parts) for parts in zip(*self._kept, strict=True)] or _nothing())
         self._kept.clear()
-        for rows, values in zip(gather_ragged(row_R), gather_ragged(logprobs_R), strict=True):
+        is_shown_R = row_R >= 0
+        for rows, values in zip(gather_ragged(row_R[is_shown_R]), gather_ragged(logprobs_R[is_shown_R]), strict=True):
             for row in rows.unique().tolist():
                 self._logprobs[row] = values[rows == row].tolist()
 
@@ -102,5 +106,7 @@ class ShownRows:
         """The trainer's log-probs of a row's tokens before the update; None where the update left the row out."""
         return self._logprobs.get(row)
 
-    def _kept_on_host(self) -> list[tuple[Tensor, Tensor]]:
-        return [(row_R[row_R >= 0].cpu(), logprobs_R[row_R >= 0].cpu()) for row_R, logprobs_R in self._kept]
+
+def _nothing() -> list[Tensor]:
+    """Rows and log-probs of no tokens."""
+    return [torch.empty(0, dtype=torch.int64), torch.empty(0)]
