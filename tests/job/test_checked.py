@@ -17,6 +17,7 @@ from spmdrl.resources.startup.launch import LaunchEnvironment
 from spmdrl.types import WorkerState as State
 
 MODEL = ["model.make={}", "data.train=synthetic://addition?count=10"]
+EXACT = ["debug.batch_invariant=true", "resources.device=cpu"]
 
 
 def states(*overrides: str) -> list[State]:
@@ -37,10 +38,9 @@ def test_more_updates_a_step_bring_the_old_logprobs_and_a_kl_term_the_reference(
 
 
 def test_log_probs_that_agree_to_the_bit_need_no_second_pass():
-    exact = "debug.batch_invariant=true"
-    assert State.OLD_LOGPROBS not in states("train.updates_per_step=2", exact)
+    assert State.OLD_LOGPROBS not in states("train.updates_per_step=2", *EXACT)
     # What was begun in an earlier step has that step's log-probs.
-    assert State.OLD_LOGPROBS in states("train.updates_per_step=2", exact, "rollout.partial_max_rounds=2")
+    assert State.OLD_LOGPROBS in states("train.updates_per_step=2", *EXACT, "rollout.partial_max_rounds=2")
 
 
 def test_the_configs_of_the_repository_are_right():
@@ -58,10 +58,10 @@ def test_the_configs_of_the_repository_are_right():
     [
         (["train.updates_per_step=64"], "updates_per_step is 64.*prompts_per_step = 32"),
         (
-            ["debug.batch_invariant=true", "rollout.engine=vllm", "model.dtype=bfloat16"],
+            [*EXACT, "rollout.engine=vllm", "model.dtype=bfloat16"],
             "set model.dtype to float32, rollout.engine to native, or debug.batch_invariant to false",
         ),
-        (["debug.batch_invariant=true", "rollout.compile=true"], "set rollout.compile to false, or debug"),
+        ([*EXACT, "rollout.compile=true"], "set rollout.compile to false, or debug"),
         (
             ["model.make={family: qwen3_moe}", "rollout.compile=true"],
             "rollout.compile is true, but the model is sparse.*set rollout.compile to false",
