@@ -6,18 +6,24 @@ Any access that isn't ordered behind another stream's ends a job with an error.
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
+import threading
+import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from subprocess import CompletedProcess
 
 import pytest
 import torch
 from tests.support import simulated_accelerator
-from tests.support.jobs import ROOT, finished, metrics_of, run_job, tiny_config, untimed, weights_digest
+from tests.support.jobs import ROOT, finished, metrics_of, run_job, summary_of, tiny_config, untimed, weights_digest
 from tests.support.ranks import end, fork
 
 from spmdrl.engines.models.kernels import ops, plain
+from spmdrl.engines.training.context import block_kernels
 from spmdrl.observability.timeline.timeline import MemorySnapshot, read_timeline
 
 pytestmark = [
@@ -40,6 +46,7 @@ SHARE = 0.01
 
 def as_the_device_computes() -> None:
     ops.TABLE["blocked_linear"]["cpu"] = plain.blocked_linear
+    block_kernels.PADDED_KERNELS["cpu"] = block_kernels.PLAIN
     torch.backends.cuda.enable_flash_sdp(False)
 
 
@@ -51,10 +58,24 @@ def with_nothing_late() -> None:
     simulated_accelerator.install("sim").late_copies(False)
 
 
-def with_little_memory() -> None:
+def with_memory(mib: int) -> None:
     device = simulated_accelerator.install("sim")
     for index in range(device.device_count()):
-        device.set_memory_limit(8 << 20, index)
+        device.set_memory_limit(mib << 20, index)
+
+
+def killed_in_the_step_after(checkpoint: Path) -> None:
+    """Kill the first rank once a checkpoint is whole, while its device has work that hasn't run."""
+    device = simulated_accelerator.install("sim")
+    device.late_kernels(True)
+
+    def watch() -> None:
+        while not checkpoint.exists() or device.num_queued(0) == 0:
+            time.sleep(0.001)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if os.environ["RANK"] == "0":
+        threading.Thread(target=watch, daemon=True).start()
 
 
 def on_cpu(verb: str, *arguments: str | Path, ranks: int = 1) -> CompletedProcess[str]:
@@ -146,6 +167,33 @@ def test_a_killed_job_goes_on_to_the_same_bits_whenever_kernels_and_copies_run(
     assert learnt(run, 2) == learnt(two_ranks, 2)
 
 
+def test_a_rank_killed_in_a_step_leaves_a_run_that_goes_on_to_the_same_bits(
+    quickstart: list[str], two_ranks: Path, tmp_path: Path
+) -> None:
+    settings = [*quickstart, *SHARDED, f"run.dir={tmp_path}"]
+    saved, lost = (tmp_path / "checkpoints" / name for name in ("step_000001", "step_000002"))
+    job = run_job("train", *settings, ranks=2, kind="sim", prepare=partial(killed_in_the_step_after, saved))
+    assert job.returncode == -signal.SIGKILL and saved.exists() and not lost.exists()
+    assert "resumed from" in on_device("train", *settings, ranks=2).stdout
+    assert learnt(tmp_path, 2) == learnt(two_ranks, 2)
+
+
+def test_state_is_swapped_where_the_device_is_too_small_for_all_of_it(
+    quickstart: list[str], one_rank: Path, tmp_path: Path
+) -> None:
+    settings = [*quickstart, "reshard.swap=auto", f"run.dir={tmp_path}"]
+    job = on_device("train", *settings, prepare=partial(with_memory, 128))
+    assert "swap: at every switch, else" in job.stdout
+    assert summary_of(tmp_path)["swap"]["swaps"] and learnt(tmp_path, 2) == learnt(one_rank, 2)
+
+
+def test_supervised_training_gives_the_same_bits_as_on_a_cpu(quickstart: list[str], tmp_path: Path) -> None:
+    for run in (on_cpu, on_device):
+        run("sft", *quickstart, *SHARDED, f"run.dir={tmp_path / run.__name__}", ranks=2)
+    found, expected = (learnt(tmp_path / run.__name__, 2) for run in (on_device, on_cpu))
+    assert found == expected and len(found[0]) >= 2
+
+
 def test_a_checkpoint_gives_the_same_answers_as_on_a_cpu(one_rank: Path, tmp_path: Path) -> None:
     settings = [QUICKSTART[0], f"model.path={one_rank}", "model.make=null", "eval.max_rows=8", "eval.num_samples=2"]
     answers: dict[str, list[str]] = {}
@@ -163,7 +211,7 @@ def test_a_job_that_the_device_has_too_little_memory_for_ends_with_what_to_lower
     quickstart: list[str], tmp_path: Path
 ) -> None:
     settings = ["rollout.kv_cache_gib=0.002", "train.max_tokens_per_microbatch=100000"]
-    job = run_job("train", *QUICKSTART, *settings, f"run.dir={tmp_path}", kind="sim", prepare=with_little_memory)
+    job = run_job("train", *QUICKSTART, *settings, f"run.dir={tmp_path}", kind="sim", prepare=partial(with_memory, 8))
     assert job.returncode not in (0, 2)
     assert "needs more memory than there is: lower " in job.stderr, job.stderr[-2000:]
 
@@ -178,6 +226,8 @@ OTHERS = {
     "all-gather of verified weights": (
         "resources.update.shard=2", "reshard.executor=allgather", "reshard.verify=true", "reshard.swap=always",
     ),
+    "pipeline": ("resources.update.pipeline=2", "reshard.swap=always"),
+    "context": ("resources.update.context=2", "reshard.swap=always"),
     "exact sends without a swap": ("resources.update.tensor=2", "reshard.swap=never", "reshard.verify=true"),
 }  # fmt: skip
 

@@ -50,7 +50,7 @@ class PaddedKernel:
 
 def padded_kernel(device_kind: str) -> PaddedKernel:
     """The fastest kernel that runs on every dtype of this kind of device."""
-    return _KERNELS.get(device_kind, PLAIN)
+    return PADDED_KERNELS.get(device_kind, PLAIN)
 
 
 # The operators behind scaled_dot_product_attention, called directly because only they take and give logsumexps.
@@ -165,4 +165,4 @@ def _columns_by(left_BJFQX: Tensor, right_BJFQY: Tensor) -> Tensor:
 CPU_FLASH = PaddedKernel(_cpu_flash_forward, _cpu_flash_backward)
 PLAIN = plain_kernel(SCORES_CHUNK_BYTES)
 
-_KERNELS = {"cpu": CPU_FLASH}
+PADDED_KERNELS = {"cpu": CPU_FLASH}
