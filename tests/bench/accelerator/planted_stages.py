@@ -26,6 +26,7 @@ def raises(run: StageRun) -> None:
 
 
 def crashes(run: StageRun) -> None:
+    (run.folder / "model").write_bytes(bytes(1000))
     os.abort()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -82,6 +83,16 @@ def test_whatever_becomes_of_a_stage_is_a_verdict_and_what_passed_is_not_run_aga
     before = (tmp_path / "works.json").stat().st_mtime_ns
     run_stages(works, replace(newer, again=True))
     assert (tmp_path / "works.json").stat().st_mtime_ns > before
+
+
+@pytest.mark.slow
+def test_what_a_stage_that_crashes_wrote_is_removed(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    crashes = [stage for stage in PLANTED if stage.name == "crashes"]
+    [verdict] = run_stages(crashes, check_in(tmp_path / "check")).stages
+    assert "ended with -6" in verdict.reason
+    assert [path.name for path in tmp_path.iterdir()] == ["check"]
 
 
 @pytest.mark.slow

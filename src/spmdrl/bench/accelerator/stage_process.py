@@ -32,7 +32,8 @@ def main() -> int:
     parser.add_argument("--starts-jobs", action="store_true")
     arguments = parser.parse_args()
     path = arguments.out / f"rank_{os.environ.get('RANK', '0')}.json"
-    with tempfile.TemporaryDirectory(prefix="spmdrl-check-", ignore_cleanup_errors=True) as folder:
+    # Inside of what the check removes, in case this process is killed.
+    with tempfile.TemporaryDirectory(dir=arguments.out, ignore_cleanup_errors=True) as folder:
         run = StageRun(arguments.kind, arguments.scale, arguments.ranks, Path(folder))
         try:
             _run(run, arguments.function, starts_jobs=arguments.starts_jobs)
