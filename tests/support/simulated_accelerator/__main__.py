@@ -1,4 +1,7 @@
-"""Runs a module on the simulated accelerator: `python -m tests.support.simulated_accelerator spmdrl train ...`."""
+"""Runs a module on the simulated accelerator: `python -m tests.support.simulated_accelerator spmdrl train ...`.
+
+So do the Python processes that the module starts.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,8 @@ import argparse
 import runpy
 import sys
 
-from tests.support.simulated_accelerator import install, why_not
+from tests.support.simulated_accelerator.compiling import why_not
+from tests.support.simulated_accelerator.registering import Options, install_with
 
 
 def main() -> None:
@@ -19,11 +23,7 @@ def main() -> None:
     given = parser.parse_args()
     if reason := why_not():
         parser.error(reason)
-    device = install(given.name)
-    device.late_kernels(given.late_kernels)
-    if given.memory_bytes is not None:
-        for index in range(device.device_count()):
-            device.set_memory_limit(given.memory_bytes, index)
+    install_with(Options(given.name, late_kernels=given.late_kernels, memory_bytes=given.memory_bytes))
     sys.argv = [given.module, *given.arguments]
     runpy.run_module(given.module, run_name="__main__", alter_sys=True)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -38,12 +38,15 @@ class DeviceModule(ModuleType):
         super().__init__(f"torch.{name}")
         self._extension = extension
         self._num_taken = 0
+        self.before_use: Callable[[], None] = lambda: None
 
     # A factory, since a subclass of torch.Event is refused by its own elapsed_time.
     def Event(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> torch.Event:  # noqa: N802
         return torch.Event(backend_name(), enable_timing=enable_timing, blocking=blocking, interprocess=interprocess)
 
     def is_available(self) -> bool:
+        # Whatever uses a device first asks whether there is one.
+        self.before_use()
         return True
 
     def is_initialized(self) -> bool:

@@ -41,6 +41,7 @@ _DIGITS: Settings = {
     "rollout.prompts_per_step": 8,
     "rollout.num_generations": 8,
     "rollout.max_completion_length": 8,
+    "rollout.kv_cache_gib": 0.02,
     "optim.lr": 1e-2,
     "train.max_steps": 8 + STEPS_OF_WARM_UP,
 }

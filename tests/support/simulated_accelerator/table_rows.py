@@ -1,0 +1,19 @@
+"""The simulated device's rows of spmdrl's tables: it computes as a CPU does."""
+
+from __future__ import annotations
+
+from spmdrl.engines.generation.native.cache import cached_attention
+from spmdrl.engines.models.kernels import ops, plain
+from spmdrl.engines.training.update import optimizer
+from spmdrl.resources import device as devices
+
+
+def fill_tables(name: str, library: str) -> None:
+    """Add the rows of the device of this name, whose collective library has that one."""
+    devices.BACKENDS[name] = f"cpu:gloo,{name}:{library}"
+    for functions in ops.TABLE.values():
+        functions[name] = functions["cpu"]
+    # Weights in blocks are oneDNN's own tensors, which no other device can hold.
+    ops.TABLE["blocked_linear"][name] = plain.blocked_linear
+    cached_attention.WHOLE_ROW_TILES[name] = cached_attention.WHOLE_ROW_TILES["cpu"]
+    optimizer.FUSED_ADAMW += (name,)
