@@ -120,9 +120,14 @@ def find_device(wanted: str, local_rank: int) -> Device:
     if wanted == "cpu" or (wanted == "auto" and kind == "cpu"):
         return Device("cpu")
     if wanted not in ("auto", kind):
+        # What this build of PyTorch is for, whether the node has it or not.
+        built = torch.accelerator.current_accelerator()
+        remedy = "install the PyTorch build for that device"
+        if built is not None and built.type == wanted:
+            remedy = "this PyTorch is built for it: check the driver, and variables such as CUDA_VISIBLE_DEVICES"
         raise ValueError(
             f"resources.device is {wanted!r}, but PyTorch finds {kind!r} on this node; "
-            "install the PyTorch build for that device, or set resources.device to auto"
+            f"{remedy}, or set resources.device to auto"
         )
     count = torch.accelerator.device_count()
     if local_rank >= count:
