@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import os
 import sys
 import textwrap
 import traceback
@@ -282,7 +283,10 @@ def main() -> None:
                 failures[name] = None
             except Exception:
                 failures[name] = traceback.format_exc()
-    print(json.dumps(failures))
+    print(json.dumps(failures), flush=True)
+    # Autograd's thread for the device ends a moment after the last backward, and Python's finalization beside it
+    # aborts the process.
+    os._exit(0)
 
 
 if __name__ == "__main__":
