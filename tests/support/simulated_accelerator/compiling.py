@@ -11,7 +11,6 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 
@@ -21,7 +20,7 @@ from torch.utils import cpp_extension
 _NAME = "simulated_device"
 _SOURCES = Path(__file__).parent / "csrc"
 # Kernels are PyTorch's own: what is compiled here only calls them, and compiles in half the time unoptimized.
-_FLAGS = ["-std=c++20", "-O0", "-fPIC", f"-DTORCH_EXTENSION_NAME={_NAME}"]
+_FLAGS = ["-std=c++20", "-O0", "-fPIC", "-shared", f"-DTORCH_EXTENSION_NAME={_NAME}"]
 
 
 def why_not() -> str | None:
@@ -74,21 +73,14 @@ def _version() -> str:
 
 
 def _compile(folder: Path) -> Path:
-    # What takes longest lies nearest to the root; it starts first, so that it isn't the last to end.
-    sources = sorted(_SOURCES.rglob("*.cpp"), key=lambda source: (len(source.parts), source.name != "module.cpp"))
-    includes = [*cpp_extension.include_paths(), sysconfig.get_paths()["include"]]
-    options = [*_FLAGS, *(f"-isystem{path}" for path in includes)]
-    objects = [folder / f"{source.stem}.o" for source in sources]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(lambda source, made: _run(*options, "-c", source, "-o", made), sources, objects))
-    library = folder / f"{_NAME}.so"
-    paths = [f"-L{path}" for path in cpp_extension.library_paths()]
-    _run("-shared", *objects, *paths, "-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python", "-o", library)
-    return library
-
-
-def _run(*arguments: str | Path) -> None:
-    command = [cpp_extension.get_cxx_compiler(), *map(str, arguments)]
+    # As one source: what takes long is to read PyTorch's headers, which so is done once.
+    whole, library = folder / f"{_NAME}.cpp", folder / f"{_NAME}.so"
+    whole.write_text("".join(f'#include "{source}"\n' for source in sorted(_SOURCES.rglob("*.cpp"))))
+    includes = [f"-isystem{path}" for path in (*cpp_extension.include_paths(), sysconfig.get_paths()["include"])]
+    libraries = [f"-L{path}" for path in cpp_extension.library_paths()]
+    libraries += ["-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"]
+    command = [cpp_extension.get_cxx_compiler(), *_FLAGS, *includes, str(whole), *libraries, "-o", str(library)]
     ended = subprocess.run(command, capture_output=True, text=True)
     if ended.returncode != 0:
         raise RuntimeError(f"the simulated device doesn't compile: {' '.join(command)}\n{ended.stderr}")
+    return library
