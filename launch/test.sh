@@ -17,12 +17,19 @@ check() {
     "$@" || failed="$failed ${1##*/}"
 }
 
+if [ $# -eq 0 ]; then
+    # The simulated device compiles beside the next checks, each of which takes one core. The tests wait for it, or
+    # compile it themselves and show what is wrong.
+    .venv/bin/python -c "from tests.support.simulated_accelerator.compiling import built; built()" > /dev/null 2>&1 &
+fi
 check .venv/bin/ruff check src tests
 check .venv/bin/lint-imports
 check .venv/bin/mypy
 if [ $# -eq 0 ]; then
-    # Arguments choose among the tests below, of which these are some.
-    check .venv/bin/pytest --device sim -m "on_device and not gpu" --numprocesses "$workers" --dist worksteal -q
+    # Arguments choose among the tests below, of which these are some. Their files alone are imported.
+    files=$(grep -rl --include="*.py" "mark.on_device" tests)
+    # shellcheck disable=SC2086
+    check .venv/bin/pytest --device sim -m "on_device and not gpu" --numprocesses "$workers" --dist worksteal -q $files
 fi
 if [ -n "$failed" ]; then
     printf '== FAILED, whatever the tests find now:%s\n' "$failed" >&2
