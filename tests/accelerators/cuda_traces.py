@@ -19,12 +19,8 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from spmdrl.algorithms.grpo import GrpoConfig
-from spmdrl.algorithms.rloo import RlooConfig
-from spmdrl.algorithms.table import build_algorithm
 from spmdrl.dataflow.stages.critic.critic_update import ValueLoss
 from spmdrl.dataflow.stages.update import PolicyLoss
 from spmdrl.engines.generation.native.native_engine import NativeEngine
@@ -32,7 +28,6 @@ from spmdrl.engines.generation.protocol import SamplingParams
 from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.decoder import Decoder, DecoderConfig
 from spmdrl.engines.models.layers import PackedCausalAttention
-from spmdrl.engines.training.batching.packed_rows import TokenRows
 from spmdrl.engines.training.context.ring_attention import RingAttention
 from spmdrl.engines.training.heads import LogprobHead, ValueHead
 from spmdrl.engines.training.training_engine import TrainingConfig, TrainingEngine
@@ -46,12 +41,11 @@ from spmdrl.types.roles import Rating
 from tests.accelerators.fake_cuda import FakeCuda, fake_cuda
 from tests.accelerators.kernel_traces import DTYPES, FLASH, Trace, assert_like, kernels, short
 from tests.accelerators.published_models import PUBLISHED
+from tests.accelerators.sharding_traces import sharded_update
 from tests.accelerators.step_traces import captured_step, pages_of_shapes
+from tests.accelerators.training_inputs import LENGTHS, losses, policy_rows, rows_of
 from tests.engines.generation.support import request, run
 from tests.engines.training.tiny import axis_of
-
-# 64 tokens: each expert of every model gets the same whole number of rows.
-LENGTHS = [10, 1, 29, 24]
 
 
 def models() -> Iterator[tuple[str, Trace]]:
@@ -91,7 +85,18 @@ def layouts() -> Iterator[tuple[str, Trace]]:
         yield f"context 2, ring attention, {short(dtype)}", partial(attend_in_ring, dtype=dtype)
 
 
-GROUPS = {"kernels": kernels, "models": models, "engines": engines, "layouts": layouts}
+def sharding() -> Iterator[tuple[str, Trace]]:
+    """The first of four ranks under FSDP2, with float32 shards."""
+    made = partial(sharded_update, rows=policy_rows(), loss=losses()["grpo"])
+    for layout in (UpdateLayout(shard=4), UpdateLayout(data=2, shard=2)):
+        name = f"data {layout.data}, shard {layout.shard}" if layout.data > 1 else f"shard {layout.shard}"
+        for family in ("llama", "qwen2"):
+            yield f"{name}, update, {family}, bfloat16", partial(made, config=PUBLISHED[family], layout=layout)
+
+
+GROUPS = {"kernels": kernels, "models": models, "engines": engines, "layouts": layouts, "sharding": sharding}
+NUM_RANKS = {"layouts": 2, "sharding": 4}
+"""Ranks of the group, where the first of several is traced."""
 
 
 def _smaller(config: DecoderConfig) -> DecoderConfig:
@@ -127,14 +132,6 @@ def _rows_per_expert(config: DecoderConfig) -> int:
     return 0 if config.moe is None else sum(LENGTHS) * config.moe.experts_per_token // config.moe.num_experts
 
 
-def rows_of(lengths: list[int], **columns: Tensor) -> TokenRows:
-    """Rows with prompts of one token."""
-    num_tokens = sum(lengths)
-    return TokenRows(
-        torch.arange(num_tokens) % 7, offsets_of(lengths), torch.ones(len(lengths), dtype=torch.int64), columns
-    )
-
-
 def engine_of(
     cuda: FakeCuda, config: DecoderConfig, *, rating: Rating = "logprobs", tensor: int = 1, **options: object
 ):
@@ -146,25 +143,10 @@ def engine_of(
     return TrainingEngine(config, training, OptimConfig(lr=1e-3), mesh, device, rating=rating, **options)
 
 
-def losses() -> dict[str, PolicyLoss]:
-    """Losses that differ in what they compute on the device."""
-    configs = {
-        "grpo": GrpoConfig(),
-        "grpo, KL in the loss": GrpoConfig(kl_coef=0.1),
-        "grpo, importance weights per row": GrpoConfig(rollout_is="seq-mask-tis"),
-        "rloo": RlooConfig(),
-        "rloo, a ratio per row": RlooConfig(ratio_level="sequence"),
-    }
-    return {name: PolicyLoss(build_algorithm(config), 1, "column", None) for name, config in configs.items()}
-
-
 def update(cuda: FakeCuda, *, config: DecoderConfig, loss: PolicyLoss | None = None) -> None:
     """Micro-batches, forward, backward, the agreed norm, clipping and the fused optimizer step."""
     engine = engine_of(cuda, config, compute_dtype=torch.float32)
-    num_response = sum(LENGTHS) - len(LENGTHS)
-    names = ("weights", "advantages", "old_logprobs", "ref_logprobs", "rollout_logprobs", "versions")
-    rows = rows_of(LENGTHS, **{name: torch.ones(num_response) for name in names})
-    result = engine.update(rows, loss or losses()["grpo"])
+    result = engine.update(policy_rows(), loss or losses()["grpo"])
     assert not result.skipped and result.num_microbatches == 1
     assert cuda.operators["aten::_fused_adamw_"] == 1, cuda.operators
     for means in engine.optimizer_state().values():
@@ -188,9 +170,7 @@ def score_in_parts(cuda: FakeCuda, *, config: DecoderConfig) -> None:
 def accumulate_in_parts(cuda: FakeCuda, *, config: DecoderConfig) -> None:
     """Gradients of a rank's parts, summed where both ranks hold a weight; the agreed norm needs true ranks."""
     engine = engine_of(cuda, config, compute_dtype=torch.float32, tensor=2)
-    names = ("weights", "advantages", "old_logprobs", "rollout_logprobs", "versions")
-    columns = {name: torch.ones(sum(LENGTHS) - len(LENGTHS)) for name in names}
-    assert engine.accumulate(rows_of(LENGTHS, **columns), losses()["grpo"]).num_microbatches == 1
+    assert engine.accumulate(policy_rows(), losses()["grpo"]).num_microbatches == 1
     for name, gradient in engine.model.named_gradients().items():
         assert_like(gradient.tensor, engine.named_shards()[name].tensor, cuda.device)
     assert cuda.operators["c10d::allreduce_"], cuda.operators
@@ -264,9 +244,9 @@ def as_markdown() -> str:
 
 
 @contextlib.contextmanager
-def _two_ranks() -> Iterator[None]:
-    """A process group in which this rank is the first of two, and nothing is sent."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+def _first_of(num_ranks: int) -> Iterator[None]:
+    """A process group in which this rank is the first, and nothing is sent."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
     try:
         yield
     finally:
@@ -275,8 +255,9 @@ def _two_ranks() -> Iterator[None]:
 
 def main() -> None:
     failures: dict[str, str | None] = {}
-    with _two_ranks() if sys.argv[1] == "layouts" else open_world("cpu"):
-        for name, trace in GROUPS[sys.argv[1]]():
+    group = sys.argv[1]
+    with _first_of(NUM_RANKS[group]) if group in NUM_RANKS else open_world("cpu"):
+        for name, trace in GROUPS[group]():
             try:
                 with fake_cuda() as cuda:
                     trace(cuda)

@@ -16,15 +16,66 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.distributed.tensor import DTensor
 from torch.utils import cpp_extension
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 GUARD_SOURCE = Path(__file__).with_name("fake_cuda.cpp")
+
+
+class FakeEvent:
+    """A point in a stream that is always past."""
+
+    def __init__(self, **_: bool):
+        pass
+
+    def record(self, stream: FakeStream | None = None) -> None:
+        pass
+
+    def wait(self, stream: FakeStream | None = None) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        return 0.0
+
+
+class FakeStream:
+    """A queue that nothing waits in; as a context, what `torch.cuda.stream` returns."""
+
+    device = torch.device("cuda", 0)
+
+    def __init__(self, *_: int, **__: int):
+        pass
+
+    def record_event(self, event: FakeEvent | None = None) -> FakeEvent:
+        return event or FakeEvent()
+
+    def wait_event(self, event: FakeEvent) -> None:
+        pass
+
+    def wait_stream(self, stream: FakeStream) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        pass
 
 
 class FakeCuda(TorchDispatchMode):
@@ -47,9 +98,14 @@ class FakeCuda(TorchDispatchMode):
         if function is torch.ops.prim.device.default:
             return args[0].fake_device if isinstance(args[0], FakeTensor) else args[0].device
         kwargs = kwargs or {}
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
         if not any(map(_is_of_device, tree_leaves((args, kwargs)))):
             with unset_fake_temporarily():
-                return function(*args, **kwargs)
+                result = function(*args, **kwargs)
+                if function._schema.name == "c10d::allgather_":
+                    _repeat(*args[:2])
+                return result
         # Under inference mode, operators arrive that autograd would have taken apart.
         with self:
             parts = function.decompose(*args, **kwargs)
@@ -84,6 +140,13 @@ class FakeCuda(TorchDispatchMode):
         return True if value.dtype == torch.bool else 0.0 if value.is_floating_point() else self.integer
 
 
+def _repeat(outputs: list[list[Tensor]], inputs: list[Tensor]) -> None:
+    """Have ranks gather on the host as if all others had what this one has."""
+    for parts, own in zip(outputs, inputs, strict=True):
+        for part in parts:
+            part.copy_(own)
+
+
 def _is_of_device(value: Any) -> bool:
     return isinstance(value, FakeTensor) or (isinstance(value, torch.device) and value.type == "cuda")
 
@@ -93,14 +156,15 @@ def fake_cuda() -> Iterator[FakeCuda]:
     """A device while the context is open, in a process started in `guarded_environment`."""
     fake = FakeTensorMode()
     device = FakeCuda(fake)
-    found = torch.cuda.get_device_capability
-    # The one fact of a device that code asks the driver for rather than a tensor.
-    torch.cuda.get_device_capability = lambda asked=None: device.capability
-    try:
-        with fake, device:
-            yield device
-    finally:
-        torch.cuda.get_device_capability = found
+    # What code asks the driver for rather than a tensor.
+    driver = {
+        "Event": FakeEvent, "Stream": FakeStream, "current_stream": lambda *_: FakeStream(),
+        "stream": lambda stream: stream, "get_device_capability": lambda *_: device.capability,
+        "current_device": lambda: 0, "device_count": lambda: 8, "set_device": lambda *_: None,
+        "is_initialized": lambda: True,
+    }  # fmt: skip
+    with mock.patch.multiple(torch.cuda, **driver), fake, device:
+        yield device
 
 
 def why_not() -> str | None:

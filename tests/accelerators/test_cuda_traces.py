@@ -1,4 +1,4 @@
-"""The CUDA paths run on fake tensors: kernels, every family, both engines; the page on accelerators lists them."""
+"""CUDA paths run on fake tensors: kernels, every family, both engines, FSDP2; the page on accelerators lists them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from tests.support.jobs import ROOT
 
 @pytest.mark.parametrize(
     "group",
-    ["kernels", *(pytest.param(group, marks=pytest.mark.slow) for group in ("models", "engines", "layouts"))],
+    [
+        "kernels",
+        *(pytest.param(group, marks=pytest.mark.slow) for group in ("models", "engines", "layouts", "sharding")),
+    ],
 )
 def test_what_a_gpu_would_run_has_its_shapes_dtypes_and_device(group: str) -> None:
     if reason := why_not():
