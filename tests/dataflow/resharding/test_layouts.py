@@ -74,7 +74,7 @@ def held_slices(world: World, cases: list[Case]) -> list[dict[str, WeightSlice]]
     for model, layout in cases:
         mesh = build_update_mesh(fit_update_layout(layout, world.size), world.device, world.rank)
         config = config_of((model, layout))
-        sharded = build_sharded_model(config, mesh, FLOAT32, device=torch.device("cpu"), recompute=False)
+        sharded = build_sharded_model(config, mesh, FLOAT32, device=world.device.torch_device, recompute=False)
         out.append({name: shard.slice for name, shard in sharded.named_shards().items()})
     return out
 
@@ -149,7 +149,7 @@ def test_generation_experts_are_whole_where_they_are_dealt_out_and_cut_like_matr
         ("mla", GenerationLayout(2, expert=2)),
     ],
 )
-def test_generation_slices_are_those_that_the_engine_wants(model, layout):
+def test_generation_slices_are_those_that_the_engine_wants(model, layout, device):
     ranks = sorted(range(8), key=layout.place)
     replicas = tuple(tuple(ranks[first : first + layout.tensor]) for first in range(0, 8, layout.tensor))
     num_sharing = max(1, layout.expert // layout.tensor)
@@ -162,7 +162,7 @@ def test_generation_slices_are_those_that_the_engine_wants(model, layout):
             tensor=axis_of("tensor", layout.tensor, place),
             expert=axis_of("expert", num_sharing, replica % num_sharing),
         )
-        engine = NativeEngine(MODELS[model], RolloutConfig(), torch.device("cpu"), torch.float32, mesh=mesh)
+        engine = NativeEngine(MODELS[model], RolloutConfig(), device, torch.float32, mesh=mesh)
         assert generated(model, layout, rank) == engine.weight_slices()
 
 

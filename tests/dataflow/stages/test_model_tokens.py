@@ -62,7 +62,7 @@ TURN_LISTS = st.lists(
 
 @given(TURN_LISTS, st.sampled_from(ALGORITHMS), st.integers(0, 99))
 @settings(max_examples=60, deadline=None)
-def test_what_an_environment_inserts_changes_no_loss_gradient_or_metric(turns, config, seed):
+def test_what_an_environment_inserts_changes_no_loss_gradient_or_metric(device, turns, config, seed):
     results = []
     for rows in (turns, [[turn for turn in row if turn] for row in turns]):
         batch, logprobs_R = rows_of(rows, seed)
@@ -72,8 +72,8 @@ def test_what_an_environment_inserts_changes_no_loss_gradient_or_metric(turns, c
         weights = tokens.spread(learner.token_weights(tokens.lengths_B, scope))
         batch.put_ragged("weights", weights, batch.offsets(TURNS))
         packed = token_rows(batch, MODEL, [*COLUMNS, "versions", "weights"])
-        micro = to_microbatch(packed, range(len(packed)), torch.device("cpu"), "logprobs")
-        logprobs_R.requires_grad_()
+        micro = to_microbatch(packed, range(len(packed)), device, "logprobs")
+        logprobs_R = logprobs_R.to(device).requires_grad_()
         terms = PolicyLoss(learner, 0, "column", None)(Scores(logprobs_R, logprobs_R.detach().exp()), micro)
         terms.loss.backward()
         assert micro.targets_P.tolist() == tokens.pick(batch.values("response_ids")).tolist()

@@ -73,13 +73,13 @@ def test_a_row_reads_what_another_writes_in_the_same_forward() -> None:
     assert torch.equal(torch.cat((first, second)), whole)
 
 
-def test_what_was_read_counts_until_the_cache_is_freed() -> None:
-    cache, taken = PagedCache(CacheShape(1, 4, 2, 8, 6, torch.float32), torch.device("cpu")), []
+def test_what_was_read_counts_until_the_cache_is_freed(device: torch.device) -> None:
+    cache, taken = PagedCache(CacheShape(1, 4, 2, 8, 6, torch.float32), device), []
     for num_blocks in (9, 0):
         cache.resize(num_blocks)
         taken.append(cache.num_bytes)
         if num_blocks:
-            keys, values = cache.read(0, torch.tensor([[1, 2], [3, 8]]))
+            keys, values = cache.read(0, torch.tensor([[1, 2], [3, 8]], device=device))
             taken.append(cache.num_bytes)
     blocks = 9 * cache.shape.block_bytes
     assert taken == [blocks, blocks + keys.nbytes + values.nbytes, 0]

@@ -112,9 +112,9 @@ def test_the_cost_of_a_sparse_latent_model_counts_what_a_token_meets(query_rank)
     assert cost.per_token_squared == 3 * 4 * (6 + 3)
 
 
-def test_a_microbatch_points_at_the_tokens_before_each_response_token():
+def test_a_microbatch_points_at_the_tokens_before_each_response_token(device):
     rows = TokenRows(torch.arange(10, 17), offsets_of([4, 3]), torch.tensor([2, 1]))
-    micro = to_microbatch(rows, [0, 1], torch.device("cpu"), "logprobs")
+    micro = to_microbatch(rows, [0, 1], device, "logprobs")
     assert micro.targets_P.tolist() == [12, 13, 15, 16]
     assert micro.places_P.tolist() == [1, 2, 4, 5]
     assert micro.row_of_response_R.tolist() == [0, 0, 1, 1]

@@ -24,6 +24,7 @@ from spmdrl.resources.layout import UpdateLayout
 from spmdrl.resources.mesh import Axis, build_update_mesh
 from spmdrl.resources.world import World
 from tests.engines.training.tiny import SPARSE, axis_of
+from tests.support.chosen_device import chosen_device
 from tests.support.ranks import run_ranks
 
 NUM_EXPERTS, CHOICES, WIDTH = 6, 2, SPARSE.hidden_size
@@ -72,11 +73,13 @@ def reference(config: DecoderConfig) -> tuple[float, list[Tensor]]:
 
 def route_rows(rows: list[int], scope: RoutingScope, keep: dict[int, Tensor], num_padding: int) -> tuple[float, dict]:
     """Route the kept tokens of some rows; the recorded loss and each row's gradient at its kept tokens."""
-    leaves = {row: products()[row][keep[row]].requires_grad_() for row in rows}
-    padding_TE = torch.full((num_padding, NUM_EXPERTS), 0.7, requires_grad=True)
+    device = chosen_device()
+    leaves = {row: products()[row][keep[row]].to(device).requires_grad_() for row in rows}
+    padding_TE = torch.full((num_padding, NUM_EXPERTS), 0.7, device=device, requires_grad=True)
     scores_TE = score(torch.cat([*leaves.values(), padding_TE]), scope.model)
     numbers = [number for number, row in enumerate(rows) for _ in range(len(leaves[row]))]
-    tokens = RoutedTokens(torch.tensor(numbers + [-1] * num_padding), torch.tensor([LENGTHS[row] for row in rows]))
+    row_T, lengths_B = numbers + [-1] * num_padding, [LENGTHS[row] for row in rows]
+    tokens = RoutedTokens(torch.tensor(row_T, device=device), torch.tensor(lengths_B, device=device))
     route = RecordingRoute(scope, tokens)
     chosen_TC = scores_TE.topk(CHOICES, dim=-1).indices
     # Run twice, as a recomputed layer is.
@@ -87,7 +90,7 @@ def route_rows(rows: list[int], scope: RoutingScope, keep: dict[int, Tensor], nu
     assert not padding_TE.grad.any()
     record = route.records[LAYER]
     assert int(record.counts_E.sum()) == CHOICES * len(numbers)
-    return float(record.aux_loss), {row: leaf.grad for row, leaf in leaves.items()}
+    return float(record.aux_loss), {row: leaf.grad.cpu() for row, leaf in leaves.items()}
 
 
 @pytest.mark.parametrize("config", [MODEL, SIGMOID], ids=["softmax", "sigmoid"])
@@ -112,7 +115,9 @@ def test_tensor_ranks_share_the_gradient_that_their_sum_has():
 
 
 def tokens_of_row(kept: Tensor) -> RoutedTokens:
-    return RoutedTokens(torch.zeros(len(kept), dtype=torch.int64), torch.tensor([LENGTHS[1]]))
+    device = chosen_device()
+    row_T = torch.zeros(len(kept), dtype=torch.int64, device=device)
+    return RoutedTokens(row_T, torch.tensor([LENGTHS[1]], device=device))
 
 
 def route_half(world: World) -> tuple[float, dict, list]:
@@ -123,9 +128,9 @@ def route_half(world: World) -> tuple[float, dict, list]:
     for rows in ([0, 1], [2, 3]):
         part, by_row = route_rows(rows, scope_of(context=mesh.context), keep, num_padding=world.rank)
         total, gradients = total + part, gradients | by_row
-    statistics = RouterStatistics(MODEL, ROUTING, torch.device("cpu"))
+    statistics = RouterStatistics(MODEL, ROUTING, world.device.torch_device)
     route = RecordingRoute(scope_of(context=mesh.context), tokens_of_row(keep[1]))
-    scores_TE = score(products()[1][keep[1]], MODEL)
+    scores_TE = score(products()[1][keep[1]].to(world.device.torch_device), MODEL)
     route(LAYER, scores_TE, scores_TE.topk(CHOICES, dim=-1).indices)
     statistics.add(route)
     return total, gradients, statistics.totals(mesh).counts_LE.tolist()
@@ -150,12 +155,12 @@ def sparse_decoder(config: DecoderConfig) -> Decoder:
     generator = torch.Generator().manual_seed(1)
     for parameter in decoder.parameters():
         parameter.data.normal_(generator=generator)
-    return decoder
+    return decoder.to(chosen_device())
 
 
 def test_biases_move_towards_even_loads_by_the_rate(world):
-    routing = RoutingConfig(bias_update_rate=0.25)
-    counts_LE = torch.tensor([[4, 1, 1, 0, 4, 2], [2, 2, 2, 2, 2, 2]])
+    routing, device = RoutingConfig(bias_update_rate=0.25), world.device.torch_device
+    counts_LE = torch.tensor([[4, 1, 1, 0, 4, 2], [2, 2, 2, 2, 2, 2]], device=device)
     totals = RouterTotals(SIGMOID, routing, counts_LE, torch.zeros(2), torch.zeros(2))
     decoder = sparse_decoder(SIGMOID)
     totals.update_bias(decoder)
@@ -164,8 +169,8 @@ def test_biases_move_towards_even_loads_by_the_rate(world):
     assert biases[0].tolist() == [-0.5, 0.5, 0.5, 0.5, -0.5, 0.0]
     assert biases[1].tolist() == [0.0] * 6
     mesh = build_update_mesh(UpdateLayout(shard=1), world.device, world.rank)
-    assert largest_bias([decoder], mesh, torch.device("cpu")) == 0.5
-    assert largest_bias([sparse_decoder(MODEL)], mesh, torch.device("cpu")) == 0.0
+    assert largest_bias([decoder], mesh, device) == 0.5
+    assert largest_bias([sparse_decoder(MODEL)], mesh, device) == 0.0
 
 
 def test_metrics_are_means_over_layers_relative_to_the_mean_load():
@@ -179,16 +184,18 @@ def test_metrics_are_means_over_layers_relative_to_the_mean_load():
     }
 
 
-def test_entropy_is_that_of_the_affinities():
-    route = RecordingRoute(scope_of(), RoutedTokens(torch.tensor([0, 0, -1]), torch.tensor([2])))
-    scores_TE = torch.full((3, NUM_EXPERTS), 1 / NUM_EXPERTS)
-    route(LAYER, scores_TE, torch.zeros(3, CHOICES, dtype=torch.int64))
+def test_entropy_is_that_of_the_affinities(device):
+    tokens = RoutedTokens(torch.tensor([0, 0, -1], device=device), torch.tensor([2], device=device))
+    route = RecordingRoute(scope_of(), tokens)
+    scores_TE = torch.full((3, NUM_EXPERTS), 1 / NUM_EXPERTS, device=device)
+    route(LAYER, scores_TE, torch.zeros(3, CHOICES, dtype=torch.int64, device=device))
     assert float(route.records[LAYER].entropy) == pytest.approx(2 * torch.tensor(NUM_EXPERTS).log().item())
 
 
 def run_layer(layer: SparseFeedForward, hidden_TD: Tensor, experts_LTC: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Output, gradient of the router and counts of a layer under recomputation."""
-    tokens = RoutedTokens(torch.zeros(len(hidden_TD), dtype=torch.int64), torch.tensor([len(hidden_TD)]), experts_LTC)
+    row_T = torch.zeros(len(hidden_TD), dtype=torch.int64, device=hidden_TD.device)
+    tokens = RoutedTokens(row_T, torch.tensor([len(hidden_TD)], device=hidden_TD.device), experts_LTC)
     route = RecordingRoute(replace(scope_of(), routing=RoutingConfig()), tokens)
     layer.zero_grad()
     out_TD = checkpoint(layer, hidden_TD, route, use_reentrant=False)
@@ -196,9 +203,9 @@ def run_layer(layer: SparseFeedForward, hidden_TD: Tensor, experts_LTC: Tensor |
     return out_TD.detach(), layer.gate.weight.grad.clone(), route.records[layer.layer].counts_E
 
 
-def test_replay_changes_choices_and_replaying_the_routers_own_changes_nothing():
+def test_replay_changes_choices_and_replaying_the_routers_own_changes_nothing(device):
     layer = sparse_decoder(MODEL).layers[2].mlp
-    hidden_TD = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(2), requires_grad=True)
+    hidden_TD = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(2)).to(device).requires_grad_()
     own_TC = layer.gate(hidden_TD)[1]
     unknown_TC = torch.full_like(own_TC, -1)
     plain = run_layer(layer, hidden_TD, None)
@@ -208,12 +215,12 @@ def test_replay_changes_choices_and_replaying_the_routers_own_changes_nothing():
     for result in (same, unknown):
         assert all(torch.equal(value, expected) for value, expected in zip(result, plain, strict=True))
     given_TC = own_TC.clone()
-    given_TC[:-1] = torch.tensor([1, 4])
+    given_TC[:-1] = torch.tensor([1, 4], device=device)
     given_TC[-1] = -1
     replayed = run_layer(layer, hidden_TD, torch.stack((unknown_TC, given_TC)).to(torch.int16))
     torch.testing.assert_close(replayed[0][-1], plain[0][-1])
     assert not torch.allclose(replayed[0][:-1], plain[0][:-1]) and not torch.equal(replayed[1], plain[1])
-    expected = torch.cat((torch.tensor([1, 4]).repeat(4), own_TC[-1])).bincount(minlength=NUM_EXPERTS)
+    expected = torch.cat((torch.tensor([1, 4], device=device).repeat(4), own_TC[-1])).bincount(minlength=NUM_EXPERTS)
     assert torch.equal(replayed[2], expected)
 
 

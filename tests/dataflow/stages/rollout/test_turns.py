@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-import torch
-from tests.engines.generation.support import TINY, prompt_of
+from tests.engines.generation.support import TINY, make_engine, prompt_of, small_rollout
+from tests.support.chosen_device import chosen_device
 
 from spmdrl.dataflow.data.prompts import Prompt
 from spmdrl.dataflow.stages.rollout.partial import OwnGroup, nothing_yet, packed, unpacked
@@ -18,7 +18,6 @@ from spmdrl.engines.environment.environment_pool import EnvironmentConfig, Envir
 from spmdrl.engines.generation.native.native_engine import Lockstep, NativeEngine
 from spmdrl.engines.generation.protocol import Response, SamplingParams
 from spmdrl.engines.generation.replay import ReplayEngine, read_rollouts, record_rollouts, rollout_file
-from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.making.make_model import RandomWeights
 from spmdrl.engines.workers.verdict import Verdict
 from spmdrl.resources.mesh import lone_generation_mesh
@@ -34,9 +33,7 @@ def decode(token_ids: Sequence[int]) -> str:
 
 
 def engine_of(**rollout: object) -> NativeEngine:
-    engine = NativeEngine(
-        TINY, RolloutConfig(**{"block_size": 4, **rollout}), torch.device("cpu"), torch.float32, decode=decode
-    )
+    engine = make_engine(small_rollout(**rollout), decode=decode)
     weights = RandomWeights(TINY, 0)
     engine.load_weights((name, 4 * weights(name)) for name in engine.weight_shapes())
     engine.wake_cache()
@@ -51,7 +48,7 @@ def pool():
 
 def turns_of(pool: EnvironmentPool, return_after: int = 2, vocab_size: int = TINY.vocab_size) -> RolloutTurns:
     mesh = lone_generation_mesh()
-    lockstep = Lockstep(mesh.expert, torch.device("cpu"))
+    lockstep = Lockstep(mesh.expert, chosen_device())
     encode = lambda text: [LETTERS.index(letter) for letter in text]  # noqa: E731
     return RolloutTurns(
         pool, mesh, lockstep=lockstep, decode=decode, encode=encode, vocab_size=vocab_size, return_after=return_after
