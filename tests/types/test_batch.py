@@ -6,6 +6,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from spmdrl.resources.device import to_host
 from spmdrl.types import Batch
 
 
@@ -64,6 +65,6 @@ def test_columns_of_the_same_rows_are_joined():
 
 def test_gradients_stay_behind_when_a_batch_goes_to_the_host():
     batch = some_batch()
-    assert batch.on_host() is batch
+    assert batch.on_host(to_host) is batch
     batch.put_dense("loss", torch.ones(3, requires_grad=True))
-    assert not batch.on_host().dense("loss").requires_grad
+    assert not batch.on_host(to_host).dense("loss").requires_grad

@@ -1,6 +1,7 @@
 """The few collectives that stages and engines need, by purpose; each does nothing in a group of one rank.
 
-All take host tensors, but for what a docstring excepts: they carry counts, lengths and metadata, not weights.
+All but the reductions take host tensors: they carry counts, lengths and metadata, not weights. A reduction of a
+device's tensor travels by the links between devices.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ Shape letters: `B` rows, `T` packed tokens of those rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -145,11 +145,21 @@ class Batch:
         assert self.rows.shape == other.rows.shape, (self.rows.shape, other.rows.shape)
         self.data.update(other.data)
 
-    def on_host(self) -> Batch:
-        """The same batch with all tensors on the host and without gradients; itself, if it is such a batch."""
-        if not any(leaf.requires_grad or leaf.device != _HOST for leaf in self._leaves()):
+    def on_host(self, to_host: Callable[[Sequence[Tensor]], Sequence[Tensor]]) -> Batch:
+        """The same batch with all tensors on the host and without gradients; itself, if it is such a batch.
+
+        `to_host` copies tensors to the host, and is called once; host tensors are kept as they are.
+        """
+        leaves = self.data.items(include_nested=True, leaves_only=True)
+        tensors = {key: leaf for key, leaf in leaves if isinstance(leaf, Tensor)}
+        moved = {key: leaf.detach() for key, leaf in tensors.items() if leaf.requires_grad or leaf.device != _HOST}
+        if not moved:
             return self
-        return Batch.over(self.data.detach().to(_HOST))
+        # A TensorDict that has a device would move what is put into it there.
+        data = self.data.copy().clear_device_()
+        for key, leaf in zip(moved, to_host([*moved.values()]), strict=True):
+            data[key] = leaf
+        return Batch.over(data)
 
     def dense(self, name: str) -> Tensor:
         """The column's values [B]."""

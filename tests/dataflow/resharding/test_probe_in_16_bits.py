@@ -76,7 +76,7 @@ def logprobs(world: World, config: DecoderConfig, layout: UpdateLayout, misplace
     engine.load(SharpWeights(config, misplaced))
     tokens = torch.randint(config.vocab_size, (NUM_PROBES, TOKENS), generator=torch.Generator().manual_seed(3))
     rows = TokenRows(tokens.flatten(), offsets_of([TOKENS] * NUM_PROBES), torch.ones(NUM_PROBES, dtype=torch.int64))
-    return engine.score(rows).logprobs_R.view(NUM_PROBES, -1)
+    return engine.score(rows).logprobs_R.cpu().view(NUM_PROBES, -1)
 
 
 def distances(world: World, config: DecoderConfig) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,7 @@ from spmdrl.resources.device import find_device
 from spmdrl.resources.startup.launch import LaunchEnvironment
 from spmdrl.resources.world import World
 from spmdrl.types import Batch, WorkerState, offsets_of
+from tests.support.chosen_device import chosen_device
 
 NUM_ROWS, GROUP_SIZE = 24, 4
 ONE_RANK = World(LaunchEnvironment(), find_device("cpu", 0))
@@ -33,6 +34,11 @@ def response_of(row: int) -> list[int]:
     return [1000 * row + token for token in range(row * 7 % 11 + 1)]
 
 
+def put_from_device(samples: Samples, state: WorkerState, batch: Batch) -> None:
+    """Put a batch whose tensors lie on the tests' device."""
+    samples.put(state, Batch.over(batch.data.to(chosen_device())))
+
+
 def put_group(samples: Samples, group: list[int]) -> None:
     """Put the responses of these rows."""
     batch = Batch.of_rows(group)
@@ -41,7 +47,7 @@ def put_group(samples: Samples, group: list[int]) -> None:
     batch.put_lists("rollout_logprobs", [[-0.5] * len(tokens) for tokens in responses], torch.float32)
     batch.put_lists("versions", [[3] * len(tokens) for tokens in responses], torch.int32)
     batch.put_dense("finished", torch.ones(len(group), dtype=torch.int32))
-    samples.put(WorkerState.GENERATION, batch)
+    put_from_device(samples, WorkerState.GENERATION, batch)
 
 
 def generate(samples: Samples, rows: list[int]) -> None:
@@ -56,7 +62,7 @@ def reward(samples: Samples) -> list[int]:
     batch = Batch.of_rows(rows)
     batch.put_dense("reward", torch.tensor([float(row) for row in rows], dtype=torch.float32))
     batch.put_dense("reward_verdict", torch.zeros(len(rows), dtype=torch.int32))
-    samples.put(WorkerState.REWARD, batch)
+    put_from_device(samples, WorkerState.REWARD, batch)
     samples.commit(WorkerState.REWARD)
     return rows
 
@@ -66,7 +72,7 @@ def credit(samples: Samples, dropped: tuple[int, ...] = ()) -> None:
     lengths = taken.lengths("response_ids")
     batch = Batch(taken.rows)
     batch.put_ragged("advantages", taken.dense("reward").repeat_interleave(lengths), offsets_of(lengths))
-    samples.put(WorkerState.ADVANTAGE, batch)
+    put_from_device(samples, WorkerState.ADVANTAGE, batch)
     samples.mark_dropped(dropped, "no reward")
     samples.commit(WorkerState.ADVANTAGE)
 

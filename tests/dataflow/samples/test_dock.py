@@ -16,7 +16,7 @@ from spmdrl.dataflow.samples.transport.several_nodes import SeveralNodes
 from spmdrl.dataflow.samples.volume import Link, Volume
 from spmdrl.resources.collectives import barrier, gather_ragged
 from spmdrl.resources.world import World
-from spmdrl.types import Batch, WorkerState
+from spmdrl.types import Batch, WorkerState, offsets_of
 from tests.dataflow.samples.flow import (
     GROUP_SIZE,
     NUM_ROWS,
@@ -29,6 +29,7 @@ from tests.dataflow.samples.flow import (
     reward,
     run_step,
 )
+from tests.support.host_waits import HostWaits
 from tests.support.ranks import run_ranks
 
 ALL_ROWS = list(range(NUM_ROWS))
@@ -91,6 +92,41 @@ def test_misuse_is_refused_with_a_way_out():
     wrong.put_lists("advantages", [[0.0]] * len(taken), torch.float32)
     with pytest.raises(ValueError, match="has 1 values in row 1, but 'response_ids' has 8"):
         samples.put(WorkerState.ADVANTAGE, wrong)
+
+
+@pytest.mark.parametrize("values", [torch.zeros(4, device="meta"), torch.zeros(4).to_sparse()], ids=["meta", "sparse"])
+def test_values_that_the_host_cannot_keep_are_refused(values):
+    samples = open_samples(open_dock(ONE_RANK))
+    batch = Batch.of_rows(range(4))
+    batch.put_dense("reward", values)
+    with pytest.raises(ValueError, match="column 'reward' is a torch.* tensor on .*; convert it before putting it"):
+        samples.put(WorkerState.REWARD, batch)
+
+
+def test_columns_of_a_device_are_copied_once_with_one_wait_and_those_of_the_host_are_kept(device):
+    dock = open_dock(ONE_RANK)
+    samples = open_samples(dock)
+    rows = samples.deal_generation()
+    batch = Batch.of_rows(rows)
+    offsets = offsets_of([len(response_of(row)) for row in rows])
+    ids_T = torch.tensor([token for row in rows for token in response_of(row)], dtype=torch.int32, device=device)
+    # Computed here: what is put is what these give, however late they run.
+    batch.put_ragged("response_ids", ids_T * 1, offsets)
+    batch.put_ragged("rollout_logprobs", ids_T * -0.5, offsets)
+    batch.put_ragged("versions", ids_T * 0 + 3, offsets)
+    batch.put_dense("finished", torch.ones(len(rows), dtype=torch.int32))
+    with HostWaits() as host:
+        samples.put(WorkerState.GENERATION, batch)
+    samples.commit(WorkerState.GENERATION)
+    assert host.all.total() == (device.type != "cpu")
+    read = samples.read(rows, ["response_ids", "rollout_logprobs", "versions", "finished"])
+    assert read.to_lists("response_ids") == [response_of(row) for row in rows]
+    assert read.to_lists("rollout_logprobs") == [[-0.5 * token for token in response_of(row)] for row in rows]
+    assert read.values("versions").eq(3).all()
+    names = ["response_ids", "rollout_logprobs", "versions"] if device.type == "cpu" else []
+    for name in names:
+        assert read.values(name).data_ptr() == batch.values(name).data_ptr(), name
+    assert read.dense("finished").data_ptr() == batch.dense("finished").data_ptr()
 
 
 def test_a_dock_without_an_update_is_refused():

@@ -72,7 +72,7 @@ def one_step(world: World, layout: UpdateLayout, critic: CriticConfig, plan: Upd
     )
     engine.load(RandomWeights(MODEL, seed=0))
     batch, recorder = rows_of_step(), Recorder()
-    values_R = engine.values(token_rows(batch, MODEL))
+    values_R = engine.values(token_rows(batch, MODEL)).cpu()
     mine = [row for row in range(len(LENGTHS)) if row % engine.mesh.data.size == engine.mesh.data.rank]
     CriticUpdateStage(engine, critic, plan, recorder)(Taken(batch.select(mine)))
     weights = {name: weight.to("cpu", copy=True) for name, weight in engine.whole_weights(torch.float32)}
@@ -161,9 +161,9 @@ def test_equal_returns_have_no_variance_to_explain():
     assert explained_variance(torch.tensor([7.0, 7.0]), torch.tensor([1.0, 2.0]), lambda sums: sums) == 0
 
 
-def test_a_value_beyond_the_bound_gets_no_gradient_away_from_it():
+def test_a_value_beyond_the_bound_gets_no_gradient_away_from_it(device):
     rows = token_rows(rows_of_step(), MODEL, ["values", "returns"])
-    micro = to_microbatch(rows, range(len(rows)), torch.device("cpu"), "token_values")
+    micro = to_microbatch(rows, range(len(rows)), device, "token_values")
     before_R, returns_R = micro.response["values"], micro.response["returns"]
     # All the way to the return: beyond the bound where that is far, so that the clipped error is the larger one.
     values_R = returns_R.clone().requires_grad_()

@@ -54,7 +54,7 @@ def rows_of_step(engine: TrainingEngine, errors: Sequence[float]) -> Batch:
     batch.put_lists("prompt_ids", tokens([2] * len(LENGTHS)), torch.int32)
     batch.put_lists("response_ids", tokens(LENGTHS), torch.int32)
     offsets = batch.offsets("response_ids")
-    scores = engine.score(token_rows(batch, engine.config)).logprobs_R
+    scores = engine.score(token_rows(batch, engine.config)).logprobs_R.cpu()
     errors_R = torch.tensor(errors).repeat_interleave(offsets.diff())
     batch.put_ragged("rollout_logprobs", scores + errors_R, offsets)
     batch.put_ragged("old_logprobs", scores, offsets)

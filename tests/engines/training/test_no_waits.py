@@ -18,12 +18,13 @@ def device_world(world: Any) -> Any:
 
 
 @pytest.mark.on_device
-def test_scores_are_read_once_all_are_computed(device_world):
+def test_scores_stay_on_the_device_and_nothing_waits_for_them(device_world):
     engine = make_engine(device_world, max_tokens=13)
     engine.score(make_rows())
     with HostWaits() as host:
-        engine.score(make_rows())
-    assert not host.between
+        scores = engine.score(make_rows())
+    assert not host.all
+    assert scores.logprobs_R.device == device_world.device.torch_device
 
 
 @pytest.mark.on_device

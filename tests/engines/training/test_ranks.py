@@ -55,7 +55,7 @@ def trained(world: World, layouts: list[UpdateLayout]) -> list[tuple[list[Update
     for layout in layouts:
         engine, results = train_three_steps(world, layout)
         scores = engine.score(uneven_rows(world.rank, world.size))
-        out.append((results, whole_weights(engine), scores.logprobs_R))
+        out.append((results, whole_weights(engine), scores.logprobs_R.cpu()))
     return out
 
 

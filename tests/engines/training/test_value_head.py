@@ -107,7 +107,7 @@ def test_row_values_have_parity_with_sequence_classification_of_transformers(wor
     with torch.no_grad():
         expected_B = model(padded, attention_mask=(padded != PADDING).long()).logits.squeeze(1)
     engine = value_engine(world, "row_values", WeightFiles(tmp_path), config=read_config(tmp_path))
-    torch.testing.assert_close(engine.values(rows), expected_B, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(engine.values(rows).cpu(), expected_B, rtol=1e-4, atol=1e-4)
     assert expected_B.std() > 0.1
 
 
@@ -120,7 +120,7 @@ def test_token_values_have_parity_with_token_classification_of_transformers(worl
             for tokens, prompt_length in zip(row_tokens(rows), rows.prompt_lengths_B.tolist(), strict=True)
         ]
     engine = value_engine(world, "token_values", WeightFiles(tmp_path), config=read_config(tmp_path))
-    torch.testing.assert_close(engine.values(rows), torch.cat(expected), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(engine.values(rows).cpu(), torch.cat(expected), rtol=1e-4, atol=1e-4)
 
 
 def test_what_we_write_of_a_value_model_has_parity_in_transformers(world, tmp_path):
@@ -133,7 +133,7 @@ def test_what_we_write_of_a_value_model_has_parity_in_transformers(world, tmp_pa
     assert not report["missing_keys"] and not report["unexpected_keys"]
     with torch.no_grad():
         expected_B = torch.cat([model.eval()(tokens[None]).logits[0] for tokens in row_tokens(rows)])
-    torch.testing.assert_close(value_engine(world, "row_values", weights).values(rows), expected_B)
+    torch.testing.assert_close(value_engine(world, "row_values", weights).values(rows).cpu(), expected_B)
 
 
 def test_a_classifier_of_two_labels_is_refused(tmp_path):
@@ -159,7 +159,7 @@ def test_a_head_that_does_not_fit_the_question_is_told_so(world):
     with pytest.raises(RuntimeError, match="is a policy, which has no value head"):
         make_engine(world).values(make_rows())
     with pytest.raises(ValueError, match="has a value head and can.t generate"):
-        NativeEngine(VALUE_CONFIG, RolloutConfig(), torch.device("cpu"), torch.float32)
+        NativeEngine(VALUE_CONFIG, RolloutConfig(), world.device.torch_device, torch.float32)
 
 
 def test_a_critic_starts_from_a_language_model_at_zero_and_learns(world):
@@ -187,7 +187,7 @@ def test_a_value_head_that_is_the_embedding_is_refused():
 def regression(world: World, rating: Rating, layout: UpdateLayout) -> tuple[float, dict[str, Tensor], Tensor]:
     """One update's loss and whole gradient, and the values before it."""
     engine, rows = value_engine(world, rating, RandomWeights(VALUE_CONFIG, seed=0), layout=layout), make_rows()
-    values = engine.values(rows)
+    values = engine.values(rows).cpu()
     accumulated = engine.accumulate(rows, LOSSES[rating])
     assert accumulated.num_microbatches > 1
     gathered = engine.model.gather_whole(engine.model.named_gradients(), torch.float32)

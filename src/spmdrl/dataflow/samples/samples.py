@@ -20,6 +20,7 @@ from spmdrl.dataflow.samples.store.keeping import read_columns, read_lives, writ
 from spmdrl.dataflow.samples.store.shared_memory import Place
 from spmdrl.dataflow.samples.store.warehouse import Warehouse
 from spmdrl.dataflow.samples.volume import Volume
+from spmdrl.resources.device import to_host
 from spmdrl.resources.world import World
 from spmdrl.types import Batch, Integers, WorkerState
 
@@ -149,6 +150,7 @@ class Samples:
     def put(self, state: WorkerState, batch: Batch) -> None:
         """Store columns that `state` made of rows that this rank took, each in the row's home.
 
+        Values may lie on a device: they are copied to the host here, all with one wait, before anything reads them.
         Where ranks work on the same rows, the rank that took them stores for all. Tensors of the batch may be taken
         over: they must not change any more.
         """
@@ -156,7 +158,7 @@ class Samples:
         groups = self._dock.rules.row_groups.get(state)
         if groups is not None and not groups.is_leader:
             return
-        host, rank = batch.on_host(), self._dock.world.rank
+        host, rank = batch.on_host(to_host), self._dock.world.rank
         rows = host.rows.numpy()
         foreign = rows[~np.isin(rows, self._shares.get(state, {}).get(rank, ()))]
         if foreign.size:

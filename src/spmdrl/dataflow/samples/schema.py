@@ -134,6 +134,11 @@ def check_column(batch: Batch, name: str) -> None:
             f"column {name!r} is {kinds[batch.is_ragged(name)]} {tensor.dtype}, but the schema says "
             f"{kinds[column.ragged]} {column.dtype}; convert it before putting it"
         )
+    if tensor.is_meta or tensor.layout != torch.strided:
+        raise ValueError(
+            f"column {name!r} is a {tensor.layout} tensor on {tensor.device}, but the host keeps strided tensors with "
+            "values; convert it before putting it"
+        )
 
 
 def check_row_lengths(batch: Batch, known_lengths: Callable[[str], Integers]) -> None:

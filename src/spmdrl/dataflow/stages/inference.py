@@ -37,13 +37,13 @@ class ScoreStage:
         with self.presence():
             found_R = self._rate(token_rows(batch, self.engine.config))
         scored = Batch(batch.rows)
-        found = ModelTokens.of(batch).spread(found_R.float().cpu())
+        found = ModelTokens.of(batch).spread(found_R)
         scored.put_ragged(self.column, found, batch.offsets("response_ids"))
         samples.put(self.state, scored)
         samples.commit(self.state)
 
     def _rate(self, rows: TokenRows) -> Tensor:
-        """What the model's head gives for each response token [R]. Collective over the mesh."""
+        """What the model's head gives for each response token [R], on the device. Collective over the mesh."""
         if self.engine.rating == "token_values":
             return self.engine.values(rows)
         return self.engine.score(rows).logprobs_R

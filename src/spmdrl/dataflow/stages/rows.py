@@ -20,6 +20,7 @@ from spmdrl.dataflow.samples.dock import Samples
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.training.batching.packed_rows import TokenRows
 from spmdrl.engines.training.routing.routers import experts_of_rows
+from spmdrl.resources.device import to_device
 from spmdrl.types import Batch, offsets_of
 
 ROUTED_EXPERTS = "routed_experts"
@@ -55,11 +56,12 @@ class ModelTokens:
         return values if self.is_model is None else values[self.is_model]
 
     def spread(self, values_R: Tensor) -> Tensor:
-        """One value per response token: 0 where the environment wrote it."""
+        """One value per response token, on the device of `values_R`: 0 where the environment wrote it."""
         if self.is_model is None:
             return values_R
         out = values_R.new_zeros(len(self.is_model))
-        out[self.is_model] = values_R
+        # Positions are found on the host: from a mask the device would have to count them while the host waits.
+        out[to_device(self.is_model.nonzero().squeeze(1), out.device)] = values_R
         return out
 
 

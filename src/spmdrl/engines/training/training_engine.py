@@ -26,7 +26,7 @@ from spmdrl.engines.training.sharding.parallelize import Precision, build_sharde
 from spmdrl.engines.training.sharding.sharded_model import Shard
 from spmdrl.engines.training.update.optimizer import OptimConfig
 from spmdrl.engines.training.update.updater import Accumulated, Updater, UpdateResult
-from spmdrl.resources.device import Device
+from spmdrl.resources.device import Device, to_device
 from spmdrl.resources.mesh import UpdateMesh
 from spmdrl.types.roles import Rating
 
@@ -127,25 +127,28 @@ class TrainingEngine:
                 shard.tensor.copy_(source.read(shard.slice))
 
     def score(self, rows: TokenRows, *, temperature: float | None = None) -> Scores:
-        """Rate the response tokens, by default at the engine's temperature; on the host, in row order. Collective."""
+        """Rate the response tokens, by default at the engine's temperature; on the device, in row order. Collective."""
         if self.rating != "logprobs":
             raise RuntimeError("this engine has a value head, which gives no log-probs; call values, or build a policy")
-        logprobs_R = torch.zeros(rows.num_response_tokens, dtype=torch.float32)
+        device = self.device.torch_device
+        logprobs_R = torch.zeros(rows.num_response_tokens, dtype=torch.float32, device=device)
         entropy_R = torch.zeros_like(logprobs_R)
         for members, ratings in self._ratings("score", rows, temperature=temperature):
-            index = rows.response_index(members)
+            index = to_device(rows.response_index(members), device)
             for found_R, rated_R in zip((logprobs_R, entropy_R), ratings, strict=True):
-                found_R[index] = rated_R.to("cpu")
+                found_R[index] = rated_R
         return Scores(*map(self.mesh.pipeline.sum, (logprobs_R, entropy_R)))
 
     def values(self, rows: TokenRows) -> Tensor:
-        """What a value head gives for rows, on the host: [R], or [B] of a reward model. Collective over the mesh."""
+        """What a value head gives for rows, on the device: [R], or [B] of a reward model. Collective over the mesh."""
         if self.rating == "logprobs":
             raise RuntimeError("this engine is a policy, which has no value head; call score, or build a critic")
-        by_token = self.rating == "token_values"
-        values = torch.zeros(rows.num_response_tokens if by_token else len(rows), dtype=torch.float32)
+        by_token, device = self.rating == "token_values", self.device.torch_device
+        size = rows.num_response_tokens if by_token else len(rows)
+        values = torch.zeros(size, dtype=torch.float32, device=device)
         for members, ratings in self._ratings("rate", rows):
-            values[rows.response_index(members) if by_token else members] = ratings[0].to("cpu")
+            index = rows.response_index(members) if by_token else torch.tensor(members, dtype=torch.int64)
+            values[to_device(index, device)] = ratings[0]
         return self.mesh.pipeline.sum(values)
 
     def update(self, rows: TokenRows, loss: LossFunction) -> UpdateResult:

@@ -71,7 +71,7 @@ def _train(run: StageRun, device: Device, rows: TokenRows, dtype: torch.dtype) -
     mesh = build_update_mesh(fit_update_layout(UpdateLayout(), run.world.size), device, run.world.rank)
     engine = TrainingEngine(config, TrainingConfig(), _OPTIM, mesh, device, compute_dtype=dtype)
     engine.load(RandomWeights(config, seed=0))
-    logprobs_R = engine.score(rows).logprobs_R
+    logprobs_R = engine.score(rows).logprobs_R.cpu()
     loss = mean_loss_of(rows.num_response_tokens * run.world.size)
     updates = [engine.update(rows, loss) for _ in range(_NUM_UPDATES)]
     return TrainedModel([update.loss for update in updates], [update.grad_norm for update in updates], logprobs_R)

@@ -78,7 +78,7 @@ class Probe:
         rows = self._rows_of_step(step)
         tokens_T = torch.tensor([token for row in rows for token in row], dtype=torch.int64)
         packed = TokenRows(tokens_T, offsets_of([len(row) for row in rows]), torch.ones(len(rows), dtype=torch.int64))
-        return Rated(rows, self._trainer.score(packed, temperature=1.0).logprobs_R)
+        return Rated(rows, self._trainer.score(packed, temperature=1.0).logprobs_R.cpu())
 
     def check(self, rated: Rated) -> float:
         """The largest difference of a log-prob on any rank, after the switch. Collective over the world.
