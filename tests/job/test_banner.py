@@ -6,15 +6,15 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors import safe_open
-from tests.support.chosen_device import chosen_kind
 from tests.support.jobs import finished, run_job, tiny_config
 
 from spmdrl.observability.terminal.units import count
 
 
 @pytest.mark.ranks
-def test_a_job_names_model_ranks_data_and_folder_before_its_first_step(tmp_path: Path):
+def test_a_job_names_model_ranks_data_and_folder_before_its_first_step(tmp_path: Path, device: torch.device):
     job = finished(run_job("train", tiny_config(tmp_path), f"run.dir={tmp_path / 'run'}", "sft.max_steps=1", ranks=2))
     before_sft, _, rest = job.stdout.partition("sft step 1/1")
     before_grpo = rest.partition("grpo step 1/3")[0]
@@ -24,7 +24,8 @@ def test_a_job_names_model_ranks_data_and_folder_before_its_first_step(tmp_path:
     assert f"model  {model} (random weights) | {size} parameters | stored float32, computed float32 | " in before_sft
     assert "stops at '<eos>' (2)" in before_sft
     assert "40 rows | 256 rows per step | 1 steps = 6.4 passes over the rows" in before_sft
-    assert f"ranks  2 ranks on 1 node | {chosen_kind()}" in before_grpo
+    name = "cpu" if device.type == "cpu" else torch.get_device_module(device).get_device_name()
+    assert f"ranks  2 ranks on 1 node | {name}" in before_grpo
     assert "update shard 2 | generation 2 replicas" in before_grpo
     assert "8 prompts x 4 responses = 32 samples per step | 3 steps = 0.6 passes over the rows" in before_grpo
     assert f"run    {tmp_path / 'run'} | grpo | seed 0 | a checkpoint at the end" in before_grpo
