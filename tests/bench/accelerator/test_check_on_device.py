@@ -29,7 +29,7 @@ def check(*arguments: str, on: tuple[str, ...], folder: Path) -> dict[str, Any]:
 
 
 def test_the_stage_of_whole_jobs_passes(tmp_path):
-    found = check("quickstart", on=(), folder=tmp_path)
+    found = check("quickstart", "--nproc", "1", on=(), folder=tmp_path)
     assert found["device"]["kind"] == "sim"
     [stage] = found["stages"]
     assert (stage["verdict"], stage["reason"]) == ("passed", "")

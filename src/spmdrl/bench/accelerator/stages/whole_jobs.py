@@ -56,6 +56,7 @@ _CLOCKED = re.compile("(time|perf|mem)/|reshard/.*(seconds|per_second|hidden_sha
 # Prompts x responses, tokens of each response.
 _STEP_SIZES = {"full": (32, 8, 256), "small": (4, 2, 8)}
 _STEP_MODELS = {"full": QWEN_0_5B, "small": TINY}
+_STEP_CACHES: Mapping[str, Settings] = {"full": {}, "small": {"rollout.kv_cache_gib": 0.02}}
 _PARTS = {"rollout": "generation", "logprobs": "old_logprobs", "update": "update", "switch": "resharding"}
 _NUM_STEPS = STEPS_OF_WARM_UP + 3
 _LARGEST_MISMATCH = 0.05
@@ -94,7 +95,7 @@ def _first_difference(first: Steps, second: Steps) -> str | None:
 
 def check_step(run: StageRun) -> None:
     """Train a few steps of a random model, and show the share of each part in a step."""
-    steps = _train(run, run.folder / "run", _step_settings(run))
+    steps = _train(run, run.folder / "run", _step_settings(run) | _STEP_CACHES[run.scale])
     whole = statistics.median(step["time/step"] for step in steps)
     run.figures["seconds_per_step"] = whole
     parts = {part: [step.get(f"time/{stage}", 0.0) for step in steps] for part, stage in _PARTS.items()}
