@@ -18,6 +18,8 @@ from spmdrl.resources.layout import GenerationLayout
 from tests.engines.generation.schedules import FAMILIES, GREEDY, requests_with, tokens_in, weights_of
 from tests.engines.generation.support import run
 
+pytestmark = pytest.mark.cpu_only(reason="it compiles for the CPU")
+
 # Rows that end one by one, so that steps have any number of rows.
 SAMPLED = SamplingParams(max_tokens=14, stop_token_ids=(3, 4, 5))
 

@@ -29,6 +29,8 @@ from tests.engines.generation.schedules import (
 )
 from tests.engines.generation.support import prompt_of, request, run
 
+pytestmark = pytest.mark.cpu_only(reason="the graphs that are recorded here are a CPU's")
+
 # Rows that end one by one, in an order of their own.
 SAMPLED = SamplingParams(max_tokens=14, stop_token_ids=(3, 4, 5))
 QWEN = FAMILIES["qwen3"]
