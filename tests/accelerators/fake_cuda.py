@@ -170,7 +170,7 @@ def fake_cuda() -> Iterator[FakeCuda]:
 def why_not() -> str | None:
     """What keeps this machine from backward passes on fake CUDA tensors; None if nothing does."""
     if torch.backends.cuda.is_built():
-        return None
+        return None if torch.cuda.is_available() else "a CUDA build of PyTorch needs a GPU for this, a CPU build none"
     compiler = cpp_extension.get_cxx_compiler()
     try:
         subprocess.run([compiler, "--version"], check=True, capture_output=True)
