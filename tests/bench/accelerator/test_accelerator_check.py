@@ -11,7 +11,7 @@ from pathlib import Path
 
 import jsonschema
 import pytest
-from tests.bench.accelerator.planted_stages import HANGING, ON_TWO_RANKS, PLANTED
+from tests.bench.accelerator.planted_stages import FAULTY, HANGING, PLANTED
 from tests.support.jobs import ROOT
 
 from spmdrl.bench.accelerator.accelerator_check import Check, chosen_stages, run_stages
@@ -103,16 +103,15 @@ def test_a_stage_that_hangs_is_ended(tmp_path):
 
 @pytest.mark.slow
 def test_ranks_are_one_stage_whose_fault_names_the_rank(tmp_path):
-    found = verdicts_of(run_stages(ON_TWO_RANKS, check_in(tmp_path, num_ranks=2)))
-    assert found["works"].figures["ranks"] == 2 and found["works"].figures["rate"] == 0.5
-    assert found["works"].reason == "below goal: rate is 0.50, not 0.9 or more: turn it up"
-    assert found["works"].verdict == "passed"
-    assert (found["finds_a_fault"].verdict, found["finds_a_fault"].reason) == ("failed", "rank 1: two is not three")
+    [verdict] = run_stages([FAULTY], check_in(tmp_path, num_ranks=2)).stages
+    assert verdict.figures["ranks"] == 2 and verdict.figures["rate"] == 0.5
+    assert (verdict.verdict, verdict.reason) == ("failed", "rank 1: two is not three")
 
 
 def test_a_figure_below_its_goal_is_shown_and_fails_nothing():
-    outcome = RankOutcome({"share": 0.5, "table": {"a": 1}}, goals=[Goal("share", 0.9, "do better")])
-    verdict = verdict_of("swap", [outcome], crash=None, seconds=1.0)
+    goals = [Goal("share", 0.9, "do better")]
+    ranks = [RankOutcome({"share": share, "table": {"a": 1}}, goals=goals) for share in (1.0, 0.5)]
+    verdict = verdict_of("swap", ranks, crash=None, seconds=1.0)
     assert verdict.verdict == "passed"
     assert verdict.reason == "below goal: share is 0.50, not 0.9 or more: do better"
     screen = io.StringIO()
