@@ -15,7 +15,9 @@ SAMPLED = SamplingParams(max_tokens=14, stop_token_ids=(3, 4, 5))
 
 @pytest.mark.parametrize("schedule", ["at once", "all of it"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_pages_read_where_they_lie(family: str, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_read_where_they_lie(
+    family: str, schedule: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def finish(how: str):
         return responses_of(engine_of(FAMILIES[family], SCHEDULES[how]), SCHEDULES[how], requests_with(SAMPLED))
 
@@ -25,7 +27,7 @@ def test_pages_read_where_they_lie(family: str, schedule: str, monkeypatch: pyte
         calls.append(arguments)
         return plain.paged_attention(*arguments)
 
-    monkeypatch.setitem(TABLE["paged_attention"], "cpu", paged_attention)
+    monkeypatch.setitem(TABLE["paged_attention"], device.type, paged_attention)
     found = finish(schedule)
     assert calls and all(tables.dtype == lengths.dtype == torch.int32 for *_, tables, lengths in calls)
     assert tokens_in(found) == tokens_in(expected)
