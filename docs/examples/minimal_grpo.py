@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from spmdrl.algorithms.grpo import Grpo, GrpoConfig
+from spmdrl.algorithms.policy.grpo import Grpo, GrpoConfig
 from spmdrl.engines.generation.native.native_engine import NativeEngine
 from spmdrl.engines.generation.protocol import Request, Response, SamplingParams
 from spmdrl.engines.generation.rollout_config import RolloutConfig

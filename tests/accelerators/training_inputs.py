@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from spmdrl.algorithms.grpo import GrpoConfig
-from spmdrl.algorithms.rloo import RlooConfig
+from spmdrl.algorithms.policy.grpo import GrpoConfig
+from spmdrl.algorithms.policy.rloo import RlooConfig
 from spmdrl.algorithms.table import build_algorithm
 from spmdrl.dataflow.stages.update import PolicyLoss
 from spmdrl.engines.training.batching.packed_rows import TokenRows

@@ -13,7 +13,7 @@ from tests.support.jobs import ROOT, environment, metrics_of, tiny_config
 
 PAGE = (ROOT / "docs/algorithms.md").read_text().partition("## Add an algorithm")[2]
 
-IMPORT = "from spmdrl.algorithms.maxrl import MaxRl, MaxRlConfig\n"
+IMPORT = "from spmdrl.algorithms.policy.maxrl import MaxRl, MaxRlConfig\n"
 
 
 def with_the_pages_files(folder: Path) -> Path:
@@ -23,11 +23,11 @@ def with_the_pages_files(folder: Path) -> Path:
     source = folder / "src"
     shutil.copytree(ROOT / "src/spmdrl", source / "spmdrl", ignore=shutil.ignore_patterns("__pycache__"))
     algorithms = source / "spmdrl/algorithms"
-    (algorithms / "maxrl.py").write_text(algorithm)
+    (algorithms / "policy/maxrl.py").write_text(algorithm)
     table = algorithms / "table.py"
     lines = table.read_text().splitlines(keepends=True)
     lines.insert(lines.index("    GrpoConfig: Grpo,\n"), line)
-    lines.insert(lines.index("from spmdrl.algorithms.grpo import Grpo, GrpoConfig\n"), IMPORT)
+    lines.insert(lines.index("from spmdrl.algorithms.policy.grpo import Grpo, GrpoConfig\n"), IMPORT)
     table.write_text("".join(lines))
     (folder / "maxrl.yaml").write_text(config)
     (folder / "test_maxrl.py").write_text(test)

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spmdrl.algorithms.correction import correction_rule
-from spmdrl.algorithms.grpo import Grpo, GrpoConfig
+from spmdrl.algorithms.policy.grpo import Grpo, GrpoConfig
+from spmdrl.algorithms.terms.correction import correction_rule
 from spmdrl.types import TokenTerms
 
 ROWS = st.lists(st.lists(st.floats(-3, 3), min_size=1, max_size=6), min_size=1, max_size=5)

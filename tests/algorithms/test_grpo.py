@@ -6,9 +6,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spmdrl.algorithms.advantages import EPSILON, group_relative_advantages
-from spmdrl.algorithms.grpo import Grpo, GrpoConfig
-from spmdrl.algorithms.losses import ClipRange, clipped_policy_loss, kl_estimate, sequence_log_ratio, token_weights
+from spmdrl.algorithms.policy.grpo import Grpo, GrpoConfig
+from spmdrl.algorithms.terms.advantages import EPSILON, group_relative_advantages
+from spmdrl.algorithms.terms.losses import (
+    ClipRange,
+    clipped_policy_loss,
+    kl_estimate,
+    sequence_log_ratio,
+    token_weights,
+)
 from spmdrl.types import Batch, CreditInputs, LossScope, TokenTerms
 
 REWARDS = st.lists(st.sampled_from([0.0, 0.25, 1.0]), min_size=1, max_size=24)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.jobs import ROOT, finished, metrics_of, run_job
 
-from spmdrl.algorithms.rloo import Rloo, RlooConfig
+from spmdrl.algorithms.policy.rloo import Rloo, RlooConfig
 from spmdrl.config.config import load_config
 from spmdrl.config.reader import ConfigError
 from spmdrl.types import Batch, CreditInputs, LossScope, TokenTerms

@@ -14,9 +14,9 @@ import torch
 from annotated_types import Ge, Interval
 from torch import Tensor
 
-from spmdrl.algorithms.advantages import row_sums, sums_to_row_end
-from spmdrl.algorithms.correction import DEFAULT_CLIPS, CorrectionRule, RolloutIs, correction_rule
-from spmdrl.algorithms.losses import (
+from spmdrl.algorithms.terms.advantages import row_sums, sums_to_row_end
+from spmdrl.algorithms.terms.correction import DEFAULT_CLIPS, CorrectionRule, RolloutIs, correction_rule
+from spmdrl.algorithms.terms.losses import (
     BOUNDED,
     ClipRange,
     LossAggregation,

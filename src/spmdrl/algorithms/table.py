@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from spmdrl.algorithms.algorithm import AlgoConfig, Algorithm
-from spmdrl.algorithms.grpo import Grpo, GrpoConfig
-from spmdrl.algorithms.rloo import Rloo, RlooConfig
+from spmdrl.algorithms.policy.grpo import Grpo, GrpoConfig
+from spmdrl.algorithms.policy.rloo import Rloo, RlooConfig
 
 ALGORITHMS: Mapping[type[AlgoConfig], type[Algorithm]] = {
     GrpoConfig: Grpo,

@@ -14,7 +14,7 @@ from annotated_types import Ge, Interval
 from pydantic import Field
 
 from spmdrl.algorithms.algorithm import AlgoConfig
-from spmdrl.algorithms.grpo import GrpoConfig
+from spmdrl.algorithms.policy.grpo import GrpoConfig
 from spmdrl.algorithms.table import ALGORITHMS
 from spmdrl.config.aliases import ALIASES
 from spmdrl.config.reader import LoadedConfig, read_config

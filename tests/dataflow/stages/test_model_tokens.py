@@ -11,7 +11,7 @@ from tests.engines.training.tiny import OPTIM, SeededWeights
 from tests.support.ranks import run_ranks
 from torch import Tensor
 
-from spmdrl.algorithms.grpo import Grpo, GrpoConfig
+from spmdrl.algorithms.policy.grpo import Grpo, GrpoConfig
 from spmdrl.dataflow.stages.rows import TURNS, ModelTokens, token_rows
 from spmdrl.dataflow.stages.update import PolicyLoss, UpdatePlan, UpdateStage
 from spmdrl.dataflow.stages.update_report import ShownRows

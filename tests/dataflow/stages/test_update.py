@@ -11,7 +11,7 @@ import torch
 from tests.engines.training.tiny import CONFIG, OPTIM, SeededWeights
 from tests.support.ranks import run_ranks
 
-from spmdrl.algorithms.grpo import Grpo, GrpoConfig
+from spmdrl.algorithms.policy.grpo import Grpo, GrpoConfig
 from spmdrl.dataflow.stages.rows import token_rows
 from spmdrl.dataflow.stages.update import UpdatePlan, UpdateStage
 from spmdrl.dataflow.stages.update_report import ShownRows

@@ -8,9 +8,9 @@ from typing import Annotated, Literal
 from annotated_types import Gt
 from torch import Tensor
 
-from spmdrl.algorithms.advantages import group_relative_advantages
 from spmdrl.algorithms.algorithm import AlgoConfig, Algorithm
-from spmdrl.algorithms.losses import ClipRange, clipped_policy, sequence_log_ratio
+from spmdrl.algorithms.terms.advantages import group_relative_advantages
+from spmdrl.algorithms.terms.losses import ClipRange, clipped_policy, sequence_log_ratio
 from spmdrl.types import TokenLoss, TokenTerms
 
 

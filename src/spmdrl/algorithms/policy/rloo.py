@@ -12,9 +12,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from spmdrl.algorithms.advantages import group_sizes
 from spmdrl.algorithms.algorithm import AlgoConfig, Algorithm
-from spmdrl.algorithms.losses import ClipRange, LossAggregation, clipped_policy, sums_and_lengths
+from spmdrl.algorithms.terms.advantages import group_sizes
+from spmdrl.algorithms.terms.losses import ClipRange, LossAggregation, clipped_policy, sums_and_lengths
 from spmdrl.types import TokenLoss, TokenTerms
 
 

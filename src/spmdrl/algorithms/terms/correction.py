@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from spmdrl.algorithms.losses import bounded_exp, sequence_log_ratio
+from spmdrl.algorithms.terms.losses import bounded_exp, sequence_log_ratio
 
 Rule = Literal["tis", "icepop", "seq-mask-tis"]
 RolloutIs = Literal["none", "tis", "icepop", "seq-mask-tis"]

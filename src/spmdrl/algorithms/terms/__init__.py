@@ -1,0 +1,1 @@
+"""What algorithms are made of: advantages, token losses, corrections of off-policy tokens."""
