@@ -11,16 +11,14 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import torch
-from annotated_types import Ge, Interval
+from annotated_types import Ge
 from torch import Tensor
 
 from spmdrl.algorithms.terms.advantages import row_sums, sums_to_row_end
 from spmdrl.algorithms.terms.correction import DEFAULT_CLIPS, CorrectionRule, RolloutIs, correction_rule
 from spmdrl.algorithms.terms.losses import (
     BOUNDED,
-    ClipRange,
     LossAggregation,
-    clipped_policy,
     is_beyond_bound,
     kl_estimate,
     token_weights,
@@ -42,10 +40,6 @@ class AlgoConfig:
     advantage"""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """estimator of the KL divergence (Schulman 2020, "Approximating KL Divergence"); k1 can't be used in the loss"""
-    clip_ratio_low: Annotated[float, Interval(ge=0, lt=1)] = 0.2
-    """the probability ratio is clipped below at 1 - this"""
-    clip_ratio_high: Annotated[float, Ge(0)] = 0.2
-    """the probability ratio is clipped above at 1 + this; more than clip_ratio_low is DAPO's clip-higher"""
     loss_agg: LossAggregation = "token-mean"
     """how token losses become one number; token-mean: mean over all tokens; seq-mean-...: mean over rows of a row's
     mean (token-mean), sum (token-sum), or sum / rollout.max_completion_length (token-sum-norm, Dr. GRPO)"""
@@ -91,7 +85,7 @@ class AlgoConfig:
 class Algorithm(ABC):
     """Pure functions over tensors; the set of stages follows from the columns they read.
 
-    A new algorithm overrides `row_advantages`, and what else of it differs from PPO's clipped loss with token ratios.
+    A new algorithm brings `row_advantages` and `policy_loss` (`Clipped` has PPO's), and what else of it differs.
     """
 
     config: AlgoConfig
@@ -176,10 +170,9 @@ class Algorithm(ABC):
             bounded_R = bounded_R | is_beyond_bound(columns["ref_logprobs"] - terms.logprobs_R)
         return TokenLoss(loss_R, metrics | {BOUNDED: bounded_R.float()})
 
+    @abstractmethod
     def policy_loss(self, terms: TokenTerms, old_logprobs_R: Tensor) -> TokenLoss:
-        """The policy's own part of the loss: PPO's, with a ratio per token."""
-        clip = ClipRange(self.config.clip_ratio_low, self.config.clip_ratio_high)
-        return clipped_policy(terms.logprobs_R - old_logprobs_R, terms.columns["advantages"], clip)
+        """The policy's own part of the loss per response token, from its log-probs and those the step began with."""
 
     def token_weights(self, lengths_B: Tensor, scope: LossScope) -> Tensor:
         """The weight of each response token [R], so that the weighted sum over all ranks is the loss."""

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Literal
 
-from annotated_types import Gt
 from torch import Tensor
 
-from spmdrl.algorithms.algorithm import AlgoConfig, Algorithm
+from spmdrl.algorithms.clipped import Clipped, ClippedConfig
 from spmdrl.algorithms.terms.advantages import group_relative_advantages
-from spmdrl.algorithms.terms.losses import ClipRange, clipped_policy, sequence_log_ratio
-from spmdrl.types import TokenLoss, TokenTerms
+from spmdrl.algorithms.terms.losses import sequence_log_ratio
+from spmdrl.types import TokenTerms
 
 
 @dataclass(frozen=True)
-class GrpoConfig(AlgoConfig):
-    """Group-relative advantages and PPO's clipped loss (arXiv:2402.03300)."""
+class GroupRelativeConfig(ClippedConfig):
+    """Settings of GRPO and of what was made of it."""
 
-    name: Literal["grpo"] = "grpo"
-    """the algorithm"""
-    clip_ratio_c: Annotated[float, Gt(1)] | None = None
-    """dual clip: for negative advantages the loss is at most this times -advantage; null: off"""
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """rewards minus their group's mean are divided by the standard deviation of the group or of the batch; none: not
     divided"""
@@ -30,10 +25,18 @@ class GrpoConfig(AlgoConfig):
 
 
 @dataclass(frozen=True)
-class Grpo(Algorithm):
+class GrpoConfig(GroupRelativeConfig):
+    """Group-relative advantages and PPO's clipped loss (arXiv:2402.03300)."""
+
+    name: Literal["grpo"] = "grpo"
+    """the algorithm"""
+
+
+@dataclass(frozen=True)
+class Grpo(Clipped):
     """With clip_ratio_high above clip_ratio_low it has DAPO's clip-higher; with ratio_level sequence it is GSPO."""
 
-    config: GrpoConfig
+    config: GroupRelativeConfig
 
     @property
     def min_responses(self) -> int:
@@ -42,10 +45,8 @@ class Grpo(Algorithm):
     def row_advantages(self, rewards_B: Tensor, groups_B: Tensor) -> Tensor:
         return group_relative_advantages(rewards_B, groups_B, self.config.scale_rewards)
 
-    def policy_loss(self, terms: TokenTerms, old_logprobs_R: Tensor) -> TokenLoss:
-        config = self.config
-        log_ratio_R = terms.logprobs_R - old_logprobs_R
-        if config.ratio_level == "sequence":
-            log_ratio_R = sequence_log_ratio(log_ratio_R, terms.row_of_token_R, terms.num_rows)
-        clip = ClipRange(config.clip_ratio_low, config.clip_ratio_high, config.clip_ratio_c)
-        return clipped_policy(log_ratio_R, terms.columns["advantages"], clip)
+    def log_ratio(self, terms: TokenTerms, old_logprobs_R: Tensor) -> Tensor:
+        log_ratio_R = super().log_ratio(terms, old_logprobs_R)
+        if self.config.ratio_level == "token":
+            return log_ratio_R
+        return sequence_log_ratio(log_ratio_R, terms.row_of_token_R, terms.num_rows)

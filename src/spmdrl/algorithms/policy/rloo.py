@@ -12,14 +12,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from spmdrl.algorithms.algorithm import AlgoConfig, Algorithm
+from spmdrl.algorithms.clipped import Clipped, ClippedConfig
 from spmdrl.algorithms.terms.advantages import group_sizes
-from spmdrl.algorithms.terms.losses import ClipRange, LossAggregation, clipped_policy, sums_and_lengths
+from spmdrl.algorithms.terms.losses import LossAggregation, clipped_policy, sums_and_lengths
 from spmdrl.types import TokenLoss, TokenTerms
 
 
 @dataclass(frozen=True)
-class RlooConfig(AlgoConfig):
+class RlooConfig(ClippedConfig):
     """REINFORCE with a leave-one-out baseline (arXiv:2402.14740)."""
 
     name: Literal["rloo"] = "rloo"
@@ -48,7 +48,7 @@ class RlooConfig(AlgoConfig):
 
 
 @dataclass(frozen=True)
-class Rloo(Algorithm):
+class Rloo(Clipped):
     """A row's reward less the mean reward of the other responses to its prompt, times the gradient of its log-prob."""
 
     config: RlooConfig
@@ -76,8 +76,8 @@ class Rloo(Algorithm):
             return TokenLoss(-advantages_R * terms.logprobs_R, {})
         if config.ratio_level == "token":
             return super().policy_loss(terms, old_logprobs_R)
-        row_R, clip = terms.row_of_token_R, ClipRange(config.clip_ratio_low, config.clip_ratio_high)
+        row_R = terms.row_of_token_R
         sums_B, lengths_B = sums_and_lengths(terms.logprobs_R - old_logprobs_R, row_R, terms.num_rows)
-        policy = clipped_policy(sums_B[row_R], advantages_R, clip)
+        policy = clipped_policy(sums_B[row_R], advantages_R, config.clip)
         # Each token bears an equal part of its row's loss, so that a row's sum is that of the paper's one action.
         return TokenLoss(policy.loss_R / lengths_B[row_R], policy.metrics)
