@@ -13,17 +13,19 @@ from spmdrl.types import TokenTerms
 ROWS = st.lists(st.lists(st.floats(-3, 3), min_size=1, max_size=6), min_size=1, max_size=5)
 
 
-def weights_by_numpy(kind: str, clip: tuple[float, ...], rows: list[list[float]]) -> np.ndarray:
+def weights_by_numpy(kind: str, clip: tuple[float, ...], rows: list[list[float]], total=np.mean) -> np.ndarray:
     """The definitions, row by row."""
     out = []
     for row in rows:
         ratio = np.exp(np.asarray(row, dtype=np.float64))
-        if kind == "tis":
+        if kind == "importance":
+            out.append(ratio)
+        elif kind == "tis":
             out.append(np.minimum(ratio, clip[0]))
         elif kind == "icepop":
             out.append(np.where((ratio >= clip[0]) & (ratio <= clip[1]), ratio, 0.0))
         else:
-            mean = np.exp(np.mean(row))
+            mean = np.exp(total(row))
             out.append(np.minimum(ratio, clip[2]) * (clip[0] <= mean <= clip[1]))
     return np.concatenate(out)
 
@@ -34,7 +36,9 @@ def packed(rows: list[list[float]]) -> tuple[torch.Tensor, torch.Tensor, int]:
     return torch.tensor(values, dtype=torch.float64), row_R, len(rows)
 
 
-@pytest.mark.parametrize(("kind", "clip"), [("tis", (1.5,)), ("icepop", (0.6, 1.7)), ("seq-mask-tis", (0.6, 1.7, 1.3))])
+@pytest.mark.parametrize(
+    ("kind", "clip"), [("importance", ()), ("tis", (1.5,)), ("icepop", (0.6, 1.7)), ("seq-mask-tis", (0.6, 1.7, 1.3))]
+)
 @given(ROWS)
 @settings(max_examples=40)
 def test_weights_follow_their_definition(kind, clip, rows):
@@ -42,11 +46,25 @@ def test_weights_follow_their_definition(kind, clip, rows):
     expected = weights_by_numpy(kind, clip, rows)
     np.testing.assert_allclose(correction.weights_R.numpy(), expected, rtol=1e-12, atol=0)
     assert np.array_equal(correction.masked_R.numpy() == 1, expected == 0)
-    is_capped = expected == clip[-1] if kind != "icepop" else np.zeros_like(expected)
+    is_capped = expected == clip[-1] if "tis" in kind else np.zeros_like(expected)
     assert np.array_equal(correction.clipped_R.numpy() == 1, is_capped)
 
 
-@pytest.mark.parametrize("kind", ["tis", "icepop", "seq-mask-tis"])
+@given(ROWS)
+@settings(max_examples=40)
+def test_the_product_of_a_row_takes_the_place_of_its_mean(rows):
+    clip = (0.6, 1.7, 1.3)
+    correction = correction_rule("seq-mask-tis", clip, "sum")(*packed(rows))
+    expected = weights_by_numpy("seq-mask-tis", clip, rows, total=np.sum)
+    np.testing.assert_allclose(correction.weights_R.numpy(), expected, rtol=1e-12, atol=0)
+
+
+def test_a_ratio_over_rows_needs_a_rule_over_rows():
+    with pytest.raises(ValueError, match="set algo.rollout_is to seq-mask-tis"):
+        GrpoConfig(rollout_is="tis", rollout_is_sequence="sum")
+
+
+@pytest.mark.parametrize("kind", ["importance", "tis", "icepop", "seq-mask-tis"])
 def test_tokens_that_both_engines_rate_alike_keep_their_weight(kind):
     correction = correction_rule(kind, None)(*packed([[0.0, 0.0], [0.0]]))
     assert correction.weights_R.tolist() == [1.0, 1.0, 1.0]

@@ -11,17 +11,19 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import torch
-from annotated_types import Ge
+from annotated_types import Ge, Gt
 from torch import Tensor
 
 from spmdrl.algorithms.terms.advantages import row_sums, sums_to_row_end
 from spmdrl.algorithms.terms.correction import DEFAULT_CLIPS, CorrectionRule, RolloutIs, correction_rule
+from spmdrl.algorithms.terms.kl import KlEstimator, KlGradient, kl_estimate, kl_loss
 from spmdrl.algorithms.terms.losses import (
     BOUNDED,
     LossAggregation,
     is_beyond_bound,
-    kl_estimate,
+    sequence_mean,
     token_weights,
+    weighted,
 )
 from spmdrl.types import CreditInputs, LossScope, TokenLoss, TokenTerms
 
@@ -38,38 +40,60 @@ class AlgoConfig:
     """loss: the KL term is added to each token's loss; reward: its sum over a row is subtracted from the reward before
     advantages are computed; advantage: its sum over a token and all later ones is subtracted from the token's
     advantage"""
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    kl_estimator: KlEstimator = "k3"
     """estimator of the KL divergence (Schulman 2020, "Approximating KL Divergence"); k1 can't be used in the loss"""
+    kl_gradient: KlGradient = "plain"
+    """how the KL term in the loss is differentiated; plain: as it stands, with the tokens taken as given (the GRPO
+    paper); importance: weighted by the probability ratio to the policy that the step began with, which is exact for the
+    policy being trained (DeepSeek-V3.2, TRL); straight_through: the estimate's value with the gradient of k2 (verl's
+    k1+ and k3+)"""
+    entropy_coef: float = 0.0
+    """weight of the policy's entropy, which is subtracted from each token's loss: a bonus where it is above 0"""
     loss_agg: LossAggregation = "token-mean"
     """how token losses become one number; token-mean: mean over all tokens; seq-mean-...: mean over rows of a row's
     mean (token-mean), sum (token-sum), or sum / rollout.max_completion_length (token-sum-norm, Dr. GRPO)"""
     rollout_is: RolloutIs = "none"
-    """how tokens are weighted by trainer's / generator's probability; tis: capped at C; icepop: tokens outside [alpha,
-    beta] dropped; seq-mask-tis: rows whose geometric mean lies outside [alpha, beta] dropped, the others' tokens capped
-    at C"""
+    """how tokens are weighted by trainer's / generator's probability; importance: by it; tis: capped at C; icepop:
+    tokens outside [alpha, beta] dropped; seq-mask-tis: rows outside [alpha, beta] dropped, the others' tokens capped at
+    C"""
     rollout_is_clip: float | tuple[float, ...] | None = None
     """C of tis, [alpha, beta] of icepop or [alpha, beta, C] of seq-mask-tis; null: 2.0, [0.5, 5.0] or [0.5, 5.0,
     2.0]"""
+    rollout_is_sequence: Literal["mean", "sum"] = "mean"
+    """what seq-mask-tis compares with its bounds; mean: the geometric mean of a row's ratios (OpenRLHF); sum: their
+    product (TRL), which leaves its bounds sooner the longer a row is"""
+    off_policy_bound: Annotated[float, Gt(0)] | None = None
+    """rows with a negative advantage are left out of the loss where log(generator's / present policy's probability) has
+    a mean above this, in nats (off-policy sequence masking, DeepSeek-V3.2, arXiv:2512.02556, Eq. 9); null: none are"""
 
     def __post_init__(self) -> None:
-        if self.kl_coef > 0 and self.kl_in == "loss" and self.kl_estimator == "k1":
+        if self.kl_in_loss and self.kl_estimator == "k1" and self.kl_gradient == "plain":
             raise ValueError(
                 f"algo.kl_in is loss and algo.kl_estimator is k1 (algo.kl_coef {self.kl_coef}), but k1's gradient is "
                 "that of the log-prob alone, whose expectation is 0: nothing would be pulled back to the reference; "
-                "set algo.kl_estimator to k3 or k2, or algo.kl_in to reward"
+                "set algo.kl_estimator to k3 or k2, algo.kl_in to reward, or algo.kl_gradient to importance"
             )
         if self.rollout_is != "none":
-            correction_rule(self.rollout_is, self.rollout_is_clip)
+            correction_rule(self.rollout_is, self.rollout_is_clip, self.rollout_is_sequence)
         elif self.rollout_is_clip is not None:
             raise ValueError(
                 f"algo.rollout_is_clip is {self.rollout_is_clip}, but algo.rollout_is is none, which bounds nothing; "
                 f"name a rule ({', '.join(DEFAULT_CLIPS)}) or leave algo.rollout_is_clip out"
             )
+        if self.rollout_is_sequence != "mean" and self.rollout_is != "seq-mask-tis":
+            raise ValueError(
+                f"algo.rollout_is_sequence is {self.rollout_is_sequence}, but algo.rollout_is {self.rollout_is} looks "
+                "at tokens alone; set algo.rollout_is to seq-mask-tis, or leave algo.rollout_is_sequence out"
+            )
 
     @property
     def correction(self) -> CorrectionRule | None:
         """The rule that `rollout_is` and `rollout_is_clip` name."""
-        return None if self.rollout_is == "none" else correction_rule(self.rollout_is, self.rollout_is_clip)
+        return (
+            None
+            if self.rollout_is == "none"
+            else correction_rule(self.rollout_is, self.rollout_is_clip, self.rollout_is_sequence)
+        )
 
     @property
     def kl_in_loss(self) -> bool:
@@ -102,7 +126,7 @@ class Algorithm(ABC):
     def columns_for_loss(self, num_updates: int) -> frozenset[str]:
         """Columns that `loss` needs when a batch is used for `num_updates` optimizer steps."""
         columns = {"advantages"}
-        if self.config.correction is not None:
+        if self.config.correction is not None or self.config.off_policy_bound is not None:
             columns.add("rollout_logprobs")
         if num_updates > 1:
             columns.add("old_logprobs")
@@ -112,7 +136,7 @@ class Algorithm(ABC):
 
     def needs_signal(self) -> bool:
         """Whether a row whose advantage is 0 has no gradient, so that an update may leave it out."""
-        return not self.config.kl_in_loss
+        return not self.config.kl_in_loss and self.config.entropy_coef == 0
 
     def token_kl(self, logprobs_R: Tensor, ref_logprobs_R: Tensor) -> Tensor:
         """The estimate of KL(policy || reference) at each response token [R]."""
@@ -159,16 +183,31 @@ class Algorithm(ABC):
         if self.config.correction is not None:
             off_policy_R = old_logprobs_R - columns["rollout_logprobs"]
             correction = self.config.correction(off_policy_R, terms.row_of_token_R, terms.num_rows)
-            # Not a product alone: 0 times what isn't finite would be NaN.
-            loss_R = torch.where(correction.weights_R == 0, 0.0, correction.weights_R * loss_R)
+            loss_R = weighted(loss_R, correction.weights_R)
             metrics |= correction.metrics
             bounded_R = bounded_R | is_beyond_bound(off_policy_R)
+        if self.config.off_policy_bound is not None:
+            kept_R = self._near_policy(terms, self.config.off_policy_bound)
+            loss_R, metrics["off_policy/masked_share"] = weighted(loss_R, kept_R), 1 - kept_R
         if self.config.kl_in_loss:
             kl_R = self.token_kl(terms.logprobs_R, columns["ref_logprobs"])
-            loss_R = loss_R + self.config.kl_coef * kl_R
+            loss_R = loss_R + self.config.kl_coef * self._kl_loss(terms, old_logprobs_R)
             metrics["kl"] = kl_R
             bounded_R = bounded_R | is_beyond_bound(columns["ref_logprobs"] - terms.logprobs_R)
+        if self.config.entropy_coef != 0:
+            loss_R = loss_R - self.config.entropy_coef * terms.entropy_R
         return TokenLoss(loss_R, metrics | {BOUNDED: bounded_R.float()})
+
+    def _near_policy(self, terms: TokenTerms, bound: float) -> Tensor:
+        """1.0 at tokens of rows that `off_policy_bound` keeps, else 0.0 [R]."""
+        drift_R = terms.columns["rollout_logprobs"] - terms.logprobs_R.detach()
+        far_R = sequence_mean(drift_R, terms.row_of_token_R, terms.num_rows) > bound
+        return 1 - (far_R & (terms.columns["advantages"] < 0)).to(drift_R)
+
+    def _kl_loss(self, terms: TokenTerms, old_logprobs_R: Tensor) -> Tensor:
+        config = self.config
+        reference_R = terms.columns["ref_logprobs"]
+        return kl_loss(terms.logprobs_R, reference_R, old_logprobs_R, config.kl_estimator, config.kl_gradient)
 
     @abstractmethod
     def policy_loss(self, terms: TokenTerms, old_logprobs_R: Tensor) -> TokenLoss:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from spmdrl.algorithms.clipped import Clipped, ClippedConfig
 from spmdrl.algorithms.terms.advantages import group_relative_advantages
-from spmdrl.algorithms.terms.losses import sequence_log_ratio
+from spmdrl.algorithms.terms.losses import sequence_mean
 from spmdrl.types import TokenTerms
 
 
@@ -49,4 +49,4 @@ class Grpo(Clipped):
         log_ratio_R = super().log_ratio(terms, old_logprobs_R)
         if self.config.ratio_level == "token":
             return log_ratio_R
-        return sequence_log_ratio(log_ratio_R, terms.row_of_token_R, terms.num_rows)
+        return sequence_mean(log_ratio_R, terms.row_of_token_R, terms.num_rows)

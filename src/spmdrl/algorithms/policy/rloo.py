@@ -58,8 +58,10 @@ class Rloo(Clipped):
         return 2
 
     def columns_for_loss(self, num_updates: int) -> frozenset[str]:
-        # Without ratios only a correction of off-policy tokens compares with the policy that the step began with.
-        reads_old = self.config.ratio_level != "none" or self.config.correction is not None
+        # Without ratios only corrections compare with the policy that the step began with.
+        config = self.config
+        weighs_kl = config.kl_in_loss and config.kl_gradient == "importance"
+        reads_old = config.ratio_level != "none" or config.correction is not None or weighs_kl
         return super().columns_for_loss(num_updates if reads_old else 1)
 
     def row_advantages(self, rewards_B: Tensor, groups_B: Tensor) -> Tensor:

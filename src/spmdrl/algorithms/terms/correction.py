@@ -10,6 +10,7 @@ Shape letters: `R` response tokens, packed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -17,13 +18,15 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from spmdrl.algorithms.terms.losses import bounded_exp, sequence_log_ratio
+from spmdrl.algorithms.terms.losses import bounded_exp, sequence_mean, sums_and_lengths
 
-Rule = Literal["tis", "icepop", "seq-mask-tis"]
-RolloutIs = Literal["none", "tis", "icepop", "seq-mask-tis"]
+Rule = Literal["importance", "tis", "icepop", "seq-mask-tis"]
+RolloutIs = Literal["none", "importance", "tis", "icepop", "seq-mask-tis"]
+SequenceRatio = Literal["mean", "sum"]
 
 # The bounds of each rule; as many are given where they aren't the default.
 DEFAULT_CLIPS: Mapping[str, tuple[float, ...]] = {
+    "importance": (),
     "tis": (2.0,),
     "icepop": (0.5, 5.0),
     "seq-mask-tis": (0.5, 5.0, 2.0),
@@ -61,34 +64,44 @@ class CorrectionRule:
 
     kind: Rule
     clip: tuple[float, ...]
+    sequence: SequenceRatio = "mean"
 
     def __call__(self, log_ratio_R: Tensor, row_of_token_R: Tensor, num_rows: int) -> Correction:
         """The weights from log(trainer's probability / generator's probability) at each token."""
         log_ratio_R = log_ratio_R.detach()
+        if self.kind == "importance":
+            return truncated(log_ratio_R, math.inf)
         if self.kind == "tis":
             return truncated(log_ratio_R, *self.clip)
         if self.kind == "icepop":
             return masked_by_token(log_ratio_R, *self.clip)
         low, high, cap = self.clip
-        sequence_R = sequence_log_ratio(log_ratio_R, row_of_token_R, num_rows)
+        if self.sequence == "sum":
+            sequence_R = sums_and_lengths(log_ratio_R, row_of_token_R, num_rows)[0][row_of_token_R]
+        else:
+            sequence_R = sequence_mean(log_ratio_R, row_of_token_R, num_rows)
         return masked_by_sequence(log_ratio_R, sequence_R, low=low, high=high, cap=cap)
 
 
-def correction_rule(kind: Rule, clip: float | tuple[float, ...] | None) -> CorrectionRule:
+def correction_rule(
+    kind: Rule, clip: float | tuple[float, ...] | None, sequence: SequenceRatio = "mean"
+) -> CorrectionRule:
     """The rule that `algo.rollout_is` and `algo.rollout_is_clip` name. Raises ValueError if they don't fit together."""
     default = DEFAULT_CLIPS[kind]
     bounds = default if clip is None else clip if isinstance(clip, tuple) else (clip,)
-    if len(bounds) != len(default) or any(bound < 0 for bound in bounds) or bounds[-1] == 0:
+    if len(bounds) != len(default) or any(bound < 0 for bound in bounds) or bounds[-1:] == (0,):
         raise _wrong_clip(kind, clip)
     if len(bounds) > 1 and bounds[0] >= bounds[1]:
         raise _wrong_clip(kind, clip)
-    return CorrectionRule(kind, bounds)
+    return CorrectionRule(kind, bounds, sequence)
 
 
 def truncated(log_ratio_R: Tensor, cap: float) -> Correction:
     """min(ratio, C): truncated importance sampling (Ionides 2008, "Truncated Importance Sampling").
 
-    For rollouts: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training".
+    For rollouts: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training". Without a
+    cap it is the weight of decoupled PPO: the policy that the step began with over the one that generated (AReaL,
+    arXiv:2505.24298, Eq. 5).
     """
     ratio_R = bounded_exp(log_ratio_R)
     return Correction(ratio_R.clamp(max=cap), ratio_R, (ratio_R > cap).to(ratio_R), torch.zeros_like(ratio_R))
@@ -104,10 +117,10 @@ def masked_by_token(log_ratio_R: Tensor, low: float, high: float) -> Correction:
 def masked_by_sequence(
     log_ratio_R: Tensor, sequence_log_ratio_R: Tensor, *, low: float, high: float, cap: float
 ) -> Correction:
-    """min(ratio, C) in rows whose ratios have a geometric mean in [alpha, beta], 0 in the others.
+    """min(ratio, C) in rows whose ratio lies in [alpha, beta], 0 in the others.
 
-    Unlike a product over the row, a mean doesn't drop rows for being long (Li et al. 2025, "When Speed Kills
-    Stability", part 3, Geometric Sequence Masking).
+    Unlike the product over a row, the geometric mean doesn't drop rows for being long (Li et al. 2025, "When Speed
+    Kills Stability", part 3, Geometric Sequence Masking).
     """
     sequence_R = bounded_exp(sequence_log_ratio_R)
     kept_R = (sequence_R >= low) & (sequence_R <= high)
@@ -118,7 +131,6 @@ def masked_by_sequence(
 
 def _wrong_clip(kind: str, clip: float | tuple[float, ...] | None) -> ValueError:
     default = ", ".join(map(str, DEFAULT_CLIPS[kind]))
-    return ValueError(
-        f"algo.rollout_is_clip is {clip}, but algo.rollout_is {kind} takes {CLIP_NAMES[kind]} with 0 <= alpha < beta "
-        f"and 0 < C; leave it out for the usual {default}"
-    )
+    rule = f"{CLIP_NAMES[kind]} with 0 <= alpha < beta and 0 < C; leave it out for the usual {default}"
+    takes = rule if default else "no bound; leave it out, or set algo.rollout_is to tis"
+    return ValueError(f"algo.rollout_is_clip is {clip}, but algo.rollout_is {kind} takes {takes}")

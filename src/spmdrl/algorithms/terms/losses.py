@@ -85,10 +85,15 @@ def clipped_tokens(log_ratio_R: Tensor, advantages_R: Tensor, clip: ClipRange) -
     return low_R.float(), high_R.float()
 
 
-def sequence_log_ratio(log_ratio_R: Tensor, row_of_token_R: Tensor, num_rows: int) -> Tensor:
-    """Each token's row-mean log ratio, with the gradient of the mean (GSPO, arXiv:2507.18071, Eq. 7)."""
-    sums_B, lengths_B = sums_and_lengths(log_ratio_R, row_of_token_R, num_rows)
+def sequence_mean(values_R: Tensor, row_of_token_R: Tensor, num_rows: int) -> Tensor:
+    """At each token the mean over its row [R], with its gradient; of log-ratios, GSPO's (arXiv:2507.18071, Eq. 7)."""
+    sums_B, lengths_B = sums_and_lengths(values_R, row_of_token_R, num_rows)
     return (sums_B / lengths_B.clamp(min=1))[row_of_token_R]
+
+
+def weighted(loss_R: Tensor, weights_R: Tensor) -> Tensor:
+    """The product, and 0 where the weight is 0: 0 times what isn't finite would be NaN."""
+    return torch.where(weights_R == 0, 0.0, weights_R * loss_R)
 
 
 def sums_and_lengths(values_R: Tensor, row_of_token_R: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
@@ -96,22 +101,6 @@ def sums_and_lengths(values_R: Tensor, row_of_token_R: Tensor, num_rows: int) ->
     sums_B = values_R.new_zeros(num_rows).index_add(0, row_of_token_R, values_R)
     lengths_B = values_R.new_zeros(num_rows).index_add(0, row_of_token_R, torch.ones_like(values_R))
     return sums_B, lengths_B
-
-
-def kl_estimate(logprobs_R: Tensor, ref_logprobs_R: Tensor, estimator: Literal["k1", "k2", "k3"]) -> Tensor:
-    """Estimates of KL(policy || reference) per token (Schulman 2020, "Approximating KL Divergence").
-
-    With r = reference probability / policy probability:
-
-    k1 = -log r (unbiased, high variance), k2 = (log r)^2 / 2, k3 = (r - 1) - log r (unbiased, never negative).
-    k3's r is bounded; its -log r isn't, as it can't overflow.
-    """
-    log_ratio_R = ref_logprobs_R - logprobs_R
-    if estimator == "k1":
-        return -log_ratio_R
-    if estimator == "k2":
-        return log_ratio_R.square() / 2
-    return bounded_exp(log_ratio_R) - 1 - log_ratio_R
 
 
 def token_weights(lengths_B: Tensor, aggregation: LossAggregation, scope: LossScope) -> Tensor:
