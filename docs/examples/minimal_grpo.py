@@ -117,7 +117,7 @@ def update(policy: Policy, algorithm: Grpo, rows: TokenRows, rewards_B: Tensor, 
     advantages_B = algorithm.row_advantages(rewards_B, groups_B)
     rows.response["advantages"] = advantages_B.repeat_interleave(lengths_B)
     scope = LossScope(num_tokens=int(lengths_B.sum()), num_rows=len(rows), max_length=MAX_TOKENS)
-    rows.response["weights"] = algorithm.token_weights(lengths_B, scope)
+    rows.response["weights"] = algorithm.token_weights(lengths_B, scope).float()
     return policy.trainer.update(rows, Loss(algorithm))
 
 

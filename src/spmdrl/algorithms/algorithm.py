@@ -170,7 +170,10 @@ class Algorithm(ABC):
 
     @abstractmethod
     def row_advantages(self, rewards_B: Tensor, groups_B: Tensor) -> Tensor:
-        """The advantage of each row [B] from the rewards of a whole batch; `groups_B` numbers the prompts."""
+        """The advantage of each row [B] from the rewards of a whole batch; `groups_B` numbers the prompts.
+
+        Sums are float64; the result has the dtype of the rewards.
+        """
 
     def loss(self, terms: TokenTerms) -> TokenLoss:
         """The policy loss per token, weighted by `rollout_is`, with the KL term where the loss has one."""
@@ -214,5 +217,5 @@ class Algorithm(ABC):
         """The policy's own part of the loss per response token, from its log-probs and those the step began with."""
 
     def token_weights(self, lengths_B: Tensor, scope: LossScope) -> Tensor:
-        """The weight of each response token [R], so that the weighted sum over all ranks is the loss."""
+        """The weight of each response token [R] (float64), so that the weighted sum over all ranks is the loss."""
         return token_weights(lengths_B, self.config.loss_agg, scope)

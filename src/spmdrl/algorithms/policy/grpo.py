@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
+from annotated_types import Ge
 from torch import Tensor
 
 from spmdrl.algorithms.clipped import Clipped, ClippedConfig
-from spmdrl.algorithms.terms.advantages import group_relative_advantages
+from spmdrl.algorithms.terms.advantages import EPSILON, Deviation, group_relative_advantages
 from spmdrl.algorithms.terms.losses import sequence_mean
 from spmdrl.types import TokenTerms
 
@@ -20,6 +21,10 @@ class GroupRelativeConfig(ClippedConfig):
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """rewards minus their group's mean are divided by the standard deviation of the group or of the batch; none: not
     divided"""
+    std: Deviation = "unbiased"
+    """the standard deviation of n rewards divides by n - 1 (unbiased) or n (biased); papers leave it open"""
+    std_epsilon: Annotated[float, Ge(0)] = EPSILON
+    """added to the standard deviation; 1e-4 as in TRL, verl has 1e-6, OpenRLHF 1e-9"""
     ratio_level: Literal["token", "sequence"] = "token"
     """token: one probability ratio per token; sequence: their geometric mean over a row (GSPO)"""
 
@@ -43,7 +48,8 @@ class Grpo(Clipped):
         return 2
 
     def row_advantages(self, rewards_B: Tensor, groups_B: Tensor) -> Tensor:
-        return group_relative_advantages(rewards_B, groups_B, self.config.scale_rewards)
+        config = self.config
+        return group_relative_advantages(rewards_B, groups_B, config.scale_rewards, config.std, config.std_epsilon)
 
     def log_ratio(self, terms: TokenTerms, old_logprobs_R: Tensor) -> Tensor:
         log_ratio_R = super().log_ratio(terms, old_logprobs_R)

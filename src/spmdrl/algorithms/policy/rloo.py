@@ -9,11 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from spmdrl.algorithms.clipped import Clipped, ClippedConfig
-from spmdrl.algorithms.terms.advantages import group_sizes
+from spmdrl.algorithms.terms.advantages import Groups
 from spmdrl.algorithms.terms.losses import LossAggregation, clipped_policy, sums_and_lengths
 from spmdrl.types import TokenLoss, TokenTerms
 
@@ -65,12 +64,11 @@ class Rloo(Clipped):
         return super().columns_for_loss(num_updates if reads_old else 1)
 
     def row_advantages(self, rewards_B: Tensor, groups_B: Tensor) -> Tensor:
-        rewards = rewards_B.double()
-        group_B, count = group_sizes(groups_B)
-        total_B = torch.zeros_like(count).index_add_(0, group_B, rewards)[group_B]
-        others_B = count[group_B] - 1
+        groups = Groups(groups_B)
+        rewards, others_B = rewards_B.double(), groups.sizes_B - 1
+        others_mean_B = (groups.sums(rewards) - rewards) / others_B
         # A row whose group has no other left has nothing to be compared with.
-        return (rewards - (total_B - rewards) / others_B).where(others_B > 0, 0.0).float()
+        return (rewards - others_mean_B).where(others_B > 0, 0.0).to(rewards_B)
 
     def policy_loss(self, terms: TokenTerms, old_logprobs_R: Tensor) -> TokenLoss:
         config, advantages_R = self.config, terms.columns["advantages"]

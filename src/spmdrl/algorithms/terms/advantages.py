@@ -1,4 +1,7 @@
-"""Advantages from rewards relative to groups, as in GRPO (DeepSeekMath, arXiv:2402.03300), and sums over rows."""
+"""Advantages from rewards relative to groups, as in GRPO (DeepSeekMath, arXiv:2402.03300), and sums over rows.
+
+Sums are float64, and results have the dtype of what they are made from. Shape letters: `B` rows, `R` response tokens.
+"""
 
 from __future__ import annotations
 
@@ -10,32 +13,58 @@ from torch import Tensor
 # Keeps a group of nearly equal rewards from being blown up; far below any reward difference that matters.
 EPSILON = 1e-4
 
+Deviation = Literal["unbiased", "biased"]
 
-def group_relative_advantages(rewards_B: Tensor, groups_B: Tensor, scale: Literal["group", "batch", "none"]) -> Tensor:
-    """Reward minus its group's mean, over the standard deviation that `scale` names.
 
-    Standard deviations are unbiased; a group of one row has advantage 0.
+class Groups:
+    """Rows in groups, by the number of the prompt that each answers."""
+
+    def __init__(self, groups_B: Tensor):
+        _, self._group_B, counts = groups_B.unique(return_inverse=True, return_counts=True)
+        self._counts = counts.double()
+
+    @property
+    def sizes_B(self) -> Tensor:
+        """The number of rows in each row's group."""
+        return self._counts[self._group_B]
+
+    def sums(self, values_B: Tensor) -> Tensor:
+        """The sum over each row's group [B]."""
+        return torch.zeros_like(self._counts).index_add_(0, self._group_B, values_B.double())[self._group_B]
+
+    def means(self, values_B: Tensor) -> Tensor:
+        """The mean over each row's group [B]."""
+        return self.sums(values_B) / self.sizes_B
+
+    def deviations(self, values_B: Tensor, kind: Deviation = "unbiased") -> Tensor:
+        """The standard deviation of each row's group [B]; 0 in a group of one row."""
+        squares_B = self.sums((values_B - self.means(values_B)).square())
+        divisor_B = (self.sizes_B - 1).clamp(min=1) if kind == "unbiased" else self.sizes_B
+        return (squares_B / divisor_B).sqrt()
+
+
+def group_relative_advantages(
+    rewards_B: Tensor,
+    groups_B: Tensor,
+    scale: Literal["group", "batch", "none"],
+    deviation: Deviation = "unbiased",
+    epsilon: float = EPSILON,
+) -> Tensor:
+    """Reward minus its group's mean, over the standard deviation that `scale` names plus `epsilon`.
+
+    A group of one row has advantage 0.
     """
-    rewards = rewards_B.double()
-    group_B, count = group_sizes(groups_B)
-
-    def total(values_B: Tensor) -> Tensor:
-        return torch.zeros_like(count).index_add_(0, group_B, values_B)
-
-    centred_B = rewards - (total(rewards) / count)[group_B]
-    if scale == "group":
-        deviation = (total(centred_B.square()) / (count - 1).clamp(min=1)).sqrt()
-        centred_B = centred_B / (deviation[group_B] + EPSILON)
-    elif scale == "batch":
-        deviation = rewards.std() if rewards.numel() > 1 else rewards.new_zeros(())
-        centred_B = centred_B / (deviation + EPSILON)
-    return centred_B.float()
+    rewards, groups = rewards_B.double(), Groups(groups_B)
+    centred_B = rewards - groups.means(rewards)
+    if scale == "none":
+        return centred_B.to(rewards_B)
+    scale_B = groups.deviations(rewards, deviation) if scale == "group" else _deviation(rewards, deviation)
+    # Equal rewards have no deviation, and advantages of exactly 0 without an epsilon too.
+    return torch.where(centred_B == 0, 0.0, centred_B / (scale_B + epsilon)).to(rewards_B)
 
 
-def group_sizes(groups_B: Tensor) -> tuple[Tensor, Tensor]:
-    """The place of each row's group among all groups [B], and the rows in each group [number of groups] as float64."""
-    _, group_B, counts = groups_B.unique(return_inverse=True, return_counts=True)
-    return group_B, counts.double()
+def _deviation(values: Tensor, kind: Deviation) -> Tensor:
+    return values.std(correction=int(kind == "unbiased")) if values.numel() > 1 else values.new_zeros(())
 
 
 def row_sums(values_R: Tensor, lengths_B: Tensor) -> Tensor:

@@ -82,7 +82,7 @@ def clipped_tokens(log_ratio_R: Tensor, advantages_R: Tensor, clip: ClipRange) -
     ratio_R = bounded_exp(log_ratio_R.detach())
     low_R = (ratio_R < 1 - clip.low) & (advantages_R < 0)
     high_R = (ratio_R > 1 + clip.high) & (advantages_R > 0)
-    return low_R.float(), high_R.float()
+    return low_R.to(ratio_R), high_R.to(ratio_R)
 
 
 def sequence_mean(values_R: Tensor, row_of_token_R: Tensor, num_rows: int) -> Tensor:
@@ -104,7 +104,7 @@ def sums_and_lengths(values_R: Tensor, row_of_token_R: Tensor, num_rows: int) ->
 
 
 def token_weights(lengths_B: Tensor, aggregation: LossAggregation, scope: LossScope) -> Tensor:
-    """The weight of each response token [R], so that the weighted sum over all ranks is the loss."""
+    """The weight of each response token [R] (float64), so that the weighted sum over all ranks is the loss."""
     lengths = lengths_B.double()
     if aggregation == "token-mean":
         weight_B = torch.full_like(lengths, 1.0 / max(scope.num_tokens, 1))
@@ -114,4 +114,4 @@ def token_weights(lengths_B: Tensor, aggregation: LossAggregation, scope: LossSc
         weight_B = torch.full_like(lengths, 1.0 / max(scope.num_rows, 1))
     else:
         weight_B = torch.full_like(lengths, 1.0 / (max(scope.num_rows, 1) * scope.max_length))
-    return weight_B.repeat_interleave(lengths_B).float()
+    return weight_B.repeat_interleave(lengths_B)

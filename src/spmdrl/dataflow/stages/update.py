@@ -109,7 +109,7 @@ class UpdateStage:
         self.recorder.mean("frac_advantage_zero", 1.0 - num_with_signal / num_rows, num_rows)
         # The weights count all rows, those that are left out below too: the gradient stays the same.
         scope = LossScope(num_tokens, num_rows, self.plan.max_completion_length)
-        weights = model_tokens.spread(learner.token_weights(lengths_B, scope))
+        weights = model_tokens.spread(learner.token_weights(lengths_B, scope).float())
         batch.put_ragged("weights", weights, batch.offsets("response_ids"))
         self.shown.mark(batch)
         # Where no row has a signal the optimizer still makes its step, because of its momentum.
