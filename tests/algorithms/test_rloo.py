@@ -2,53 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.algorithms.random_rows import MAX_LENGTH, Rows, packed, per_token, slopes
 from tests.support.jobs import ROOT, finished, metrics_of, run_job
 
 from spmdrl.algorithms.policy.rloo import Rloo, RlooConfig
 from spmdrl.config.config import load_config
 from spmdrl.config.reader import ConfigError
-from spmdrl.types import Batch, CreditInputs, LossScope, TokenTerms
+from spmdrl.types import LossScope, TokenTerms
 
 BETA = 0.3
-MAX_LENGTH = 7
 LENGTHS = st.lists(st.integers(1, 5), min_size=1, max_size=10)
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Rows of prompts with up to four responses each; lists with an entry per row, of an entry per token."""
-
-    rewards: np.ndarray
-    groups: list[int]
-    policy: list[np.ndarray]
-    old: list[np.ndarray]
-    rollout: list[np.ndarray]
-    reference: list[np.ndarray]
-
-    @classmethod
-    def drawn(cls, lengths: list[int], seed: int) -> Rows:
-        rng = np.random.default_rng(seed)
-        old = [rng.normal(size=length) - 2 for length in lengths]
-        nearby = [[row + 0.2 * rng.normal(size=row.size) for row in old] for _ in range(3)]
-        groups = sorted(rng.integers(0, 1 + len(lengths) // 3, size=len(lengths)).tolist())
-        return cls(
-            rng.normal(size=len(lengths)).astype(np.float32).astype(np.float64), groups, nearby[0], old, *nearby[1:]
-        )
-
-    def kl(self, row: int) -> np.ndarray:
-        """k1 per token, of the tokens as they were generated."""
-        return self.rollout[row] - self.reference[row]
-
-
-def packed(rows: list[np.ndarray]) -> torch.Tensor:
-    return torch.tensor(np.concatenate(rows))
 
 
 def advantages_by_numpy(rows: Rows, kl_in: str) -> list[np.ndarray]:
@@ -86,20 +54,6 @@ def loss_by_numpy(policy: list[np.ndarray], rows: Rows, advantages: list[np.ndar
     return float(np.mean(losses))
 
 
-def inputs_of(rows: Rows) -> CreditInputs:
-    columns = Batch.of_rows(range(len(rows.groups)))
-    columns.put_lists("rollout_logprobs", [row.tolist() for row in rows.rollout], torch.float64)
-    columns.put_lists("ref_logprobs", [row.tolist() for row in rows.reference], torch.float64)
-    lengths = torch.tensor([row.size for row in rows.old])
-    return CreditInputs(torch.tensor(rows.rewards), torch.tensor(rows.groups), lengths, columns)
-
-
-def per_token(advantages: torch.Tensor, inputs: CreditInputs) -> torch.Tensor:
-    if len(advantages) == len(inputs.rewards_B):
-        return advantages.repeat_interleave(inputs.lengths_B)
-    return advantages
-
-
 @pytest.mark.parametrize("kl_in", ["reward", "advantage", "loss"])
 @given(LENGTHS, st.integers(0, 99))
 @settings(max_examples=30, deadline=None)
@@ -107,9 +61,9 @@ def test_advantages_leave_the_row_itself_out_of_its_baseline(kl_in, lengths, see
     rows = Rows.drawn(lengths, seed)
     algorithm = Rloo(RlooConfig(kl_coef=BETA, kl_in=kl_in, kl_estimator="k3" if kl_in == "loss" else "k1"))
     assert ("ref_logprobs" in algorithm.columns_for_credit()) == (kl_in != "loss")
-    inputs = inputs_of(rows)
+    inputs = rows.inputs()
     expected = np.concatenate(advantages_by_numpy(rows, kl_in))
-    np.testing.assert_allclose(per_token(algorithm.advantages(inputs), inputs).numpy(), expected, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(per_token(algorithm.advantages(inputs), inputs), expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -128,32 +82,16 @@ def test_losses_and_gradients_are_those_of_the_formulas(config, lengths, seed):
     rows, algorithm = Rows.drawn(lengths, seed), Rloo(config)
     advantages = advantages_by_numpy(rows, config.kl_in)
     policy_R = packed(rows.policy).requires_grad_()
-    row_R = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
-    columns = {
-        "advantages": packed(advantages),
-        "old_logprobs": packed(rows.old),
-        "ref_logprobs": packed(rows.reference),
-    }
-    token_loss = algorithm.loss(TokenTerms(policy_R, torch.zeros(len(row_R)), columns, row_R, len(lengths)))
+    token_loss = algorithm.loss(rows.terms(policy_R, advantages))
     scope = LossScope(sum(lengths), len(lengths), MAX_LENGTH)
-    loss = (algorithm.token_weights(torch.tensor(lengths), scope).double() * token_loss.loss_R).sum()
-    assert loss.item() == pytest.approx(loss_by_numpy(rows.policy, rows, advantages, config), rel=1e-6, abs=1e-7)
+    loss = (algorithm.token_weights(torch.tensor(lengths), scope) * token_loss.loss_R).sum()
+    assert loss.item() == pytest.approx(loss_by_numpy(rows.policy, rows, advantages, config), rel=1e-12, abs=1e-13)
     loss.backward()
-    np.testing.assert_allclose(policy_R.grad.numpy(), slopes(rows, advantages, config), rtol=1e-4, atol=1e-6)
 
+    def by_numpy(policy: list[np.ndarray]) -> float:
+        return loss_by_numpy(policy, rows, advantages, config)
 
-def slopes(rows: Rows, advantages: list[np.ndarray], config: RlooConfig, step: float = 1e-6) -> np.ndarray:
-    """The gradient by central differences."""
-    out = []
-    for row, values in enumerate(rows.policy):
-        for place in range(values.size):
-            sides = []
-            for sign in (1, -1):
-                moved = [other.copy() for other in rows.policy]
-                moved[row][place] += sign * step
-                sides.append(loss_by_numpy(moved, rows, advantages, config))
-            out.append((sides[0] - sides[1]) / (2 * step))
-    return np.asarray(out)
+    np.testing.assert_allclose(policy_R.grad.numpy(), slopes(by_numpy, rows.policy), rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("ratio_level", ["none", "token", "sequence"])

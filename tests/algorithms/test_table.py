@@ -18,7 +18,7 @@ def test_a_name_chooses_its_config_with_its_own_defaults_and_its_algorithm(name)
     assert chosen == NAMES[name]()
     algorithm = build_algorithm(chosen)
     assert type(algorithm) is ALGORITHMS[type(chosen)] and algorithm.config is chosen
-    assert load_config([], [*MODEL, f"algo.name={name}", "algo.clip_ratio_high=0.5"]).value.algo.clip_ratio_high == 0.5
+    assert load_config([], [*MODEL, f"algo.name={name}", "algo.kl_coef=0.5"]).value.algo.kl_coef == 0.5
 
 
 def test_without_a_name_it_is_grpo():

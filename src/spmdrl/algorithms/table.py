@@ -5,12 +5,31 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from spmdrl.algorithms.algorithm import AlgoConfig, Algorithm
-from spmdrl.algorithms.policy.grpo import Grpo, GrpoConfig
+from spmdrl.algorithms.policy.cispo import Cispo, CispoConfig
+from spmdrl.algorithms.policy.dppo import Dppo, DppoConfig
+from spmdrl.algorithms.policy.dr_grpo import DrGrpoConfig
+from spmdrl.algorithms.policy.grpo import Grpo, GrpoConfig, GrpoPaperConfig
+from spmdrl.algorithms.policy.gspo import GspoConfig
+from spmdrl.algorithms.policy.reinforce_pp import (
+    ReinforcePp,
+    ReinforcePpBaseline,
+    ReinforcePpBaselineConfig,
+    ReinforcePpConfig,
+)
 from spmdrl.algorithms.policy.rloo import Rloo, RlooConfig
+from spmdrl.algorithms.policy.sapo import Sapo, SapoConfig
 
 ALGORITHMS: Mapping[type[AlgoConfig], type[Algorithm]] = {
     GrpoConfig: Grpo,
+    GrpoPaperConfig: Grpo,
+    DrGrpoConfig: Grpo,
+    GspoConfig: Grpo,
+    CispoConfig: Cispo,
+    SapoConfig: Sapo,
+    DppoConfig: Dppo,
     RlooConfig: Rloo,
+    ReinforcePpConfig: ReinforcePp,
+    ReinforcePpBaselineConfig: ReinforcePpBaseline,
 }
 
 

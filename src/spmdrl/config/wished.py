@@ -133,18 +133,11 @@ _ANSWERS: tuple[tuple[str, str], ...] = (
         "no algorithm uses the critic's values; grpo has PPO's clipped loss, with a prompt's mean reward as baseline",
     ),
     (
-        "algo.name=gspo",
-        "set algo.name to grpo, algo.ratio_level to sequence and algo.loss_agg to seq-mean-token-mean, "
-        "with algo.clip_ratio_low 3e-4 and algo.clip_ratio_high 4e-4",
-    ),
-    (
         "algo.name=dapo",
         "set algo.name to grpo, algo.clip_ratio_high to 0.28 and algo.loss_agg to token-mean",
     ),
-    (
-        "algo.name=dr_grpo algo.name=drgrpo",
-        "set algo.name to grpo, algo.scale_rewards to none and algo.loss_agg to seq-mean-token-sum-norm",
-    ),
+    ("algo.name=reinforce_plus_plus algo.name=reinforce++", "it is named reinforce_pp"),
+    ("algo.name=reinforce_plus_plus_baseline", "it is named reinforce_pp_baseline"),
     ("algo.name=sft", "supervised training is a verb, `spmdrl sft`; sft.max_steps > 0 runs it before train"),
 )
 

@@ -13,6 +13,9 @@ from torch import Tensor
 # Keeps a group of nearly equal rewards from being blown up; far below any reward difference that matters.
 EPSILON = 1e-4
 
+# Of values over a whole batch, which are all but equal only where they are equal.
+_WHITENING_EPSILON = 1e-8
+
 Deviation = Literal["unbiased", "biased"]
 
 
@@ -61,6 +64,18 @@ def group_relative_advantages(
     scale_B = groups.deviations(rewards, deviation) if scale == "group" else _deviation(rewards, deviation)
     # Equal rewards have no deviation, and advantages of exactly 0 without an epsilon too.
     return torch.where(centred_B == 0, 0.0, centred_B / (scale_B + epsilon)).to(rewards_B)
+
+
+def whitened(values: Tensor, kind: Deviation = "unbiased", *, centre: bool = True) -> Tensor:
+    """The values over their standard deviation, less their mean unless they have none; equal values become 0.
+
+    `centre` is false for values that are centred already, so that those which are 0 stay it.
+    """
+    values_64 = values.double()
+    if centre:
+        values_64 = values_64 - values_64.mean()
+    scale = _deviation(values_64, kind)
+    return torch.where(values_64 == 0, 0.0, values_64 / (scale + _WHITENING_EPSILON)).to(values)
 
 
 def _deviation(values: Tensor, kind: Deviation) -> Tensor:

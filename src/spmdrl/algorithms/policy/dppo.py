@@ -1,0 +1,88 @@
+"""DPPO: a trust region by divergence instead of by ratio (arXiv:2602.04879)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import torch
+from annotated_types import Ge, Gt
+from torch import Tensor
+
+from spmdrl.algorithms.group_relative import GroupRelative, GroupRelativeConfig
+from spmdrl.algorithms.terms.losses import BOUNDED, bounded_exp, is_beyond_bound
+from spmdrl.types import TokenLoss, TokenTerms
+
+
+@dataclass(frozen=True)
+class DppoConfig(GroupRelativeConfig):
+    """Tokens beyond a bound on the divergence are left out (arXiv:2602.04879)."""
+
+    name: Literal["dppo"] = "dppo"
+    """the algorithm"""
+    divergence: Literal["tv", "kl"] = "tv"
+    """between the policies, each taken as the token or any other; tv: total variation; kl: of the anchor from the
+    policy"""
+    divergence_low: Annotated[float, Gt(0)] | None = None
+    """the bound where the advantage is negative and the token has become less likely; null: the paper's 0.15 for tv,
+    0.05 for kl"""
+    divergence_high: Annotated[float, Gt(0)] | None = None
+    """the bound where the advantage is positive and the token has become more likely; null: the paper's 0.15 for tv,
+    0.05 for kl"""
+    is_max: Annotated[float, Gt(1)] = 20.0
+    """upper bound of a token's importance weight, a ratio"""
+    anchor: Literal["rollout", "old"] = "rollout"
+    """whose log-probs the policy is compared with; rollout: the generator's (the paper); old: the trainer's at the
+    beginning of the step (verl)"""
+    scale_rewards: Literal["group", "batch", "none"] = "none"
+    """rewards minus their group's mean aren't divided; group, batch: by the standard deviation of the group or of the
+    batch, as GRPO does"""
+    squared_ratio_coef: Annotated[float, Ge(0)] = 0.0
+    """weight of the squared log-ratio to the anchor in each token's loss; prime-rl has 1e-3"""
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """The lower and the upper bound."""
+        default = 0.15 if self.divergence == "tv" else 0.05
+        low = default if self.divergence_low is None else self.divergence_low
+        return low, default if self.divergence_high is None else self.divergence_high
+
+
+@dataclass(frozen=True)
+class Dppo(GroupRelative):
+    """-sg(min(r, is_max)) A log p for each token, or 0 where an update has moved it too far in A's direction."""
+
+    config: DppoConfig
+
+    def columns_for_loss(self, num_updates: int) -> frozenset[str]:
+        columns = super().columns_for_loss(num_updates)
+        return columns | {"rollout_logprobs"} if self.config.anchor == "rollout" else columns
+
+    def needs_signal(self) -> bool:
+        return super().needs_signal() and self.config.squared_ratio_coef == 0
+
+    def policy_loss(self, terms: TokenTerms, old_logprobs_R: Tensor) -> TokenLoss:
+        config, advantages_R = self.config, terms.columns["advantages"]
+        anchor_R = terms.columns["rollout_logprobs"] if config.anchor == "rollout" else old_logprobs_R
+        log_ratio_R = terms.logprobs_R - anchor_R
+        divergence_R = binary_divergence(terms.logprobs_R.detach(), anchor_R, config.divergence)
+        (low, high), moved_R = config.bounds, log_ratio_R.detach()
+        low_R = (advantages_R < 0) & (moved_R < 0) & (divergence_R > low)
+        high_R = (advantages_R > 0) & (moved_R > 0) & (divergence_R > high)
+        weight_R = bounded_exp(moved_R).clamp(max=config.is_max).masked_fill(low_R | high_R, 0.0)
+        loss_R = -weight_R * advantages_R * terms.logprobs_R
+        if config.squared_ratio_coef > 0:
+            loss_R = loss_R + config.squared_ratio_coef * log_ratio_R.square()
+        metrics = {"clip_ratio/low_mean": low_R, "clip_ratio/high_mean": high_R, BOUNDED: is_beyond_bound(moved_R)}
+        return TokenLoss(loss_R, {name: tokens_R.to(loss_R) for name, tokens_R in metrics.items()})
+
+
+def binary_divergence(logprobs_R: Tensor, anchor_R: Tensor, kind: Literal["tv", "kl"]) -> Tensor:
+    """Of two policies, each reduced to a coin: this token, with the given log-prob, or another (section 4.2)."""
+    p_R, q_R = logprobs_R.exp(), anchor_R.exp()
+    if kind == "tv":
+        return (p_R - q_R).abs()
+    # KL(anchor || policy); the log-prob of "another" ends where a token is certain.
+    smallest = torch.finfo(p_R.dtype).tiny
+    other_p_R, other_q_R = (-logprobs_R.expm1()).clamp(min=smallest), (-anchor_R.expm1()).clamp(min=smallest)
+    return q_R * (anchor_R - logprobs_R) + other_q_R * (other_q_R.log() - other_p_R.log())

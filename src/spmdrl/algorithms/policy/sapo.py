@@ -1,0 +1,44 @@
+"""SAPO: a soft gate in place of PPO's clip (arXiv:2511.20347, Eq. 5 and 6)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import torch
+from annotated_types import Gt
+from torch import Tensor
+
+from spmdrl.algorithms.group_relative import GroupRelative, GroupRelativeConfig
+from spmdrl.algorithms.terms.losses import BOUNDED, LossAggregation, bounded_exp, is_beyond_bound
+from spmdrl.types import TokenLoss, TokenTerms
+
+
+@dataclass(frozen=True)
+class SapoConfig(GroupRelativeConfig):
+    """A sigmoid of the probability ratio (arXiv:2511.20347)."""
+
+    name: Literal["sapo"] = "sapo"
+    """the algorithm"""
+    tau_positive: Annotated[float, Gt(0)] = 1.0
+    """steepness of the gate where the advantage is above 0"""
+    tau_negative: Annotated[float, Gt(0)] = 1.05
+    """steepness of the gate elsewhere; steeper, since a negative advantage raises many other tokens"""
+    loss_agg: LossAggregation = "seq-mean-token-mean"
+    """how token losses become one number; the paper's is seq-mean-token-mean, the mean over rows of a row's mean"""
+
+
+@dataclass(frozen=True)
+class Sapo(GroupRelative):
+    """-f(r) A for each token, f(r) = 4 / tau * sigmoid(tau (r - 1)), whose slope is 1 where r is 1."""
+
+    config: SapoConfig
+
+    def policy_loss(self, terms: TokenTerms, old_logprobs_R: Tensor) -> TokenLoss:
+        advantages_R = terms.columns["advantages"]
+        tau_R = torch.full_like(advantages_R, self.config.tau_negative)
+        tau_R.masked_fill_(advantages_R > 0, self.config.tau_positive)
+        log_ratio_R = terms.logprobs_R - old_logprobs_R
+        gate_R = 4 / tau_R * torch.sigmoid(tau_R * (bounded_exp(log_ratio_R) - 1))
+        loss_R = -gate_R * advantages_R
+        return TokenLoss(loss_R, {BOUNDED: is_beyond_bound(log_ratio_R).to(loss_R)})

@@ -1,0 +1,100 @@
+"""Random rows of prompts for tests of algorithms, and losses of them put together by numpy in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from spmdrl.types import Batch, CreditInputs, TokenTerms
+
+MAX_LENGTH = 7
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of prompts with up to four responses each; lists with an entry per row, of an entry per token."""
+
+    rewards: np.ndarray
+    groups: list[int]
+    policy: list[np.ndarray]
+    old: list[np.ndarray]
+    rollout: list[np.ndarray]
+    reference: list[np.ndarray]
+
+    @classmethod
+    def drawn(cls, lengths: list[int], seed: int) -> Rows:
+        rng = np.random.default_rng(seed)
+        old = [rng.normal(size=length) / 2 - 2 for length in lengths]
+        nearby = [[row + 0.2 * rng.normal(size=row.size) for row in old] for _ in range(3)]
+        groups = sorted(rng.integers(0, 1 + len(lengths) // 3, size=len(lengths)).tolist())
+        return cls(
+            rng.normal(size=len(lengths)).astype(np.float32).astype(np.float64), groups, nearby[0], old, *nearby[1:]
+        )
+
+    @property
+    def lengths(self) -> list[int]:
+        return [row.size for row in self.old]
+
+    def kl(self, row: int) -> np.ndarray:
+        """k1 per token, of the tokens as they were generated."""
+        return self.rollout[row] - self.reference[row]
+
+    def members(self, row: int) -> list[int]:
+        """The rows of this row's group."""
+        return [other for other, group in enumerate(self.groups) if group == self.groups[row]]
+
+    def inputs(self) -> CreditInputs:
+        columns = Batch.of_rows(range(len(self.groups)))
+        columns.put_lists("rollout_logprobs", [row.tolist() for row in self.rollout], torch.float64)
+        columns.put_lists("ref_logprobs", [row.tolist() for row in self.reference], torch.float64)
+        return CreditInputs(torch.tensor(self.rewards), torch.tensor(self.groups), torch.tensor(self.lengths), columns)
+
+    def terms(self, policy_R: torch.Tensor, advantages: list[np.ndarray]) -> TokenTerms:
+        columns = {
+            "advantages": packed(advantages),
+            "old_logprobs": packed(self.old),
+            "rollout_logprobs": packed(self.rollout),
+            "ref_logprobs": packed(self.reference),
+        }
+        lengths = torch.tensor(self.lengths)
+        row_R = torch.arange(len(lengths)).repeat_interleave(lengths)
+        return TokenTerms(policy_R, torch.zeros_like(policy_R), columns, row_R, len(lengths))
+
+
+def packed(rows: list[np.ndarray]) -> torch.Tensor:
+    return torch.tensor(np.concatenate(rows))
+
+
+def per_token(advantages: torch.Tensor, inputs: CreditInputs) -> np.ndarray:
+    if len(advantages) == len(inputs.rewards_B):
+        advantages = advantages.repeat_interleave(inputs.lengths_B)
+    return advantages.numpy()
+
+
+def aggregated(losses: list[np.ndarray], aggregation: str) -> float:
+    """One number from the token losses of each row."""
+    if aggregation == "token-mean":
+        return float(np.concatenate(losses).mean())
+    of_row = {
+        "seq-mean-token-mean": np.mean,
+        "seq-mean-token-sum": np.sum,
+        "seq-mean-token-sum-norm": lambda row: row.sum() / MAX_LENGTH,
+    }[aggregation]
+    return float(np.mean([of_row(row) for row in losses]))
+
+
+def slopes(loss: Callable[[list[np.ndarray]], float], at: list[np.ndarray], step: float = 1e-6) -> np.ndarray:
+    """The gradient of a function of rows, by central differences."""
+    out = []
+    for row, values in enumerate(at):
+        for place in range(values.size):
+            sides = []
+            for sign in (1, -1):
+                moved = [other.copy() for other in at]
+                moved[row][place] += sign * step
+                sides.append(loss(moved))
+            out.append((sides[0] - sides[1]) / (2 * step))
+    return np.asarray(out)
