@@ -105,10 +105,17 @@ def _below(kind: Any, step: str | int) -> Any:
 def _advice(fault: Fault, union: Any, choice: str) -> str:
     """What to do about a key of a section that only other choices of its tag have; empty where none has it."""
     section, _, name = fault.key.rpartition(".")
-    others = " and ".join(other for other, member in tags_of(union).items() if name in type_hints(member))
+    others = [other for other, member in tags_of(union).items() if name in type_hints(member)]
+    if not others:
+        return ""
     tag = f"{section}.{tag_of(union)}"
-    advice = f"{fault.key} is a key of {others}, but {tag} is {choice}; remove it, or set {tag} to "
-    return advice + others.replace(" and ", " or ") if others else ""
+    known = f"{fault.key} is a key of {_listed(others, 'and')}, but {tag} is {choice}"
+    return f"{known}; remove it, or set {tag} to {_listed(others, 'or')}"
+
+
+def _listed(names: Sequence[str], last: str) -> str:
+    *first, end = names
+    return f"{', '.join(first)} {last} {end}" if first else end
 
 
 def _way_out(kind: Any, given: Given, key: str) -> str:

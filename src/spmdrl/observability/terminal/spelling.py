@@ -8,13 +8,23 @@ _LONGEST = 60
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The known name within one edit per four letters of `word`, or one that begins like it; else None."""
+    """The known name that differs in case or signs alone, by one edit per four letters, or after its beginning."""
     found: tuple[int, str] | None = None
     for name in known:
-        distance = 1 if _begins_alike(word, name) else edit_distance(word, name)
+        distance = _distance(word, name)
         if distance <= max(1, len(word) // 4) and distance < len(word) and (found is None or distance < found[0]):
             found = distance, name
     return None if found is None else found[1]
+
+
+def _distance(word: str, name: str) -> int:
+    if _letters(word) and _letters(word) == _letters(name):
+        return 0
+    return 1 if _begins_alike(word, name) else edit_distance(word, name)
+
+
+def _letters(word: str) -> str:
+    return "".join(letter for letter in word.casefold() if letter.isalnum())
 
 
 def edit_distance(left: str, right: str) -> int:
