@@ -12,6 +12,7 @@ from tests.support.ranks import run_ranks
 from torch import Tensor
 
 from spmdrl.algorithms.policy.grpo import Grpo, GrpoConfig
+from spmdrl.algorithms.table import ALGORITHMS, build_algorithm
 from spmdrl.dataflow.stages.rows import TURNS, ModelTokens, token_rows
 from spmdrl.dataflow.stages.update import PolicyLoss, UpdatePlan, UpdateStage
 from spmdrl.dataflow.stages.update_report import ShownRows
@@ -26,8 +27,9 @@ from spmdrl.resources.world import World
 from spmdrl.types import Batch, LossScope
 
 COLUMNS = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages")
-ALGORITHMS = [
-    GrpoConfig(kl_coef=0.1),
+CONFIGS = [
+    *(config() for config in ALGORITHMS),
+    GrpoConfig(kl_coef=0.1, entropy_coef=0.1, off_policy_bound=0.5),
     GrpoConfig(ratio_level="sequence", loss_agg="seq-mean-token-mean", rollout_is="seq-mask-tis"),
     GrpoConfig(loss_agg="seq-mean-token-sum-norm", rollout_is="tis", kl_coef=0.1),
 ]
@@ -60,16 +62,16 @@ TURN_LISTS = st.lists(
 )  # fmt: skip
 
 
-@given(TURN_LISTS, st.sampled_from(ALGORITHMS), st.integers(0, 99))
-@settings(max_examples=60, deadline=None)
+@given(TURN_LISTS, st.sampled_from(CONFIGS), st.integers(0, 99))
+@settings(max_examples=150, deadline=None)
 def test_what_an_environment_inserts_changes_no_loss_gradient_or_metric(device, turns, config, seed):
     results = []
     for rows in (turns, [[turn for turn in row if turn] for row in turns]):
         batch, logprobs_R = rows_of(rows, seed)
         tokens = ModelTokens.of(batch)
         scope = LossScope(int(tokens.lengths_B.sum()), len(batch), 16)
-        learner = Grpo(config)
-        weights = tokens.spread(learner.token_weights(tokens.lengths_B, scope))
+        learner = build_algorithm(config)
+        weights = tokens.spread(learner.token_weights(tokens.lengths_B, scope).float())
         batch.put_ragged("weights", weights, batch.offsets(TURNS))
         packed = token_rows(batch, MODEL, [*COLUMNS, "versions", "weights"])
         micro = to_microbatch(packed, range(len(packed)), device, "logprobs")
