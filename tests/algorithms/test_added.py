@@ -13,7 +13,7 @@ from tests.support.jobs import ROOT, environment, metrics_of, tiny_config
 
 PAGE = (ROOT / "docs/algorithms.md").read_text().partition("## Add an algorithm")[2]
 
-IMPORT = "from spmdrl.algorithms.policy.maxrl import MaxRl, MaxRlConfig\n"
+IMPORT = "from spmdrl.algorithms.policy.gpg import Gpg, GpgConfig\n"
 
 
 def with_the_pages_files(folder: Path) -> Path:
@@ -23,14 +23,14 @@ def with_the_pages_files(folder: Path) -> Path:
     source = folder / "src"
     shutil.copytree(ROOT / "src/spmdrl", source / "spmdrl", ignore=shutil.ignore_patterns("__pycache__"))
     algorithms = source / "spmdrl/algorithms"
-    (algorithms / "policy/maxrl.py").write_text(algorithm)
+    (algorithms / "policy/gpg.py").write_text(algorithm)
     table = algorithms / "table.py"
     lines = table.read_text().splitlines(keepends=True)
     lines.insert(lines.index("    GrpoConfig: Grpo,\n"), line)
-    lines.insert(lines.index("from spmdrl.algorithms.policy.grpo import Grpo, GrpoConfig\n"), IMPORT)
+    lines.insert(lines.index("from spmdrl.algorithms.policy.grpo import Grpo, GrpoConfig, GrpoPaperConfig\n"), IMPORT)
     table.write_text("".join(lines))
-    (folder / "maxrl.yaml").write_text(config)
-    (folder / "test_maxrl.py").write_text(test)
+    (folder / "gpg.yaml").write_text(config)
+    (folder / "test_gpg.py").write_text(test)
     return source
 
 
@@ -47,11 +47,11 @@ def run(source: Path, *command: str) -> str:
 @pytest.mark.ranks
 def test_the_example_of_the_page_passes_its_test_and_trains(tmp_path):
     source = with_the_pages_files(tmp_path)
-    assert "1 passed" in run(source, "pytest", "-q", "test_maxrl.py")
-    overrides = [f"run.dir={tmp_path / 'run'}", "algo.min_mean=0.6"]
-    told = run(source, "spmdrl", "train", str(tiny_config(tmp_path)), "maxrl.yaml", *overrides)
-    assert "maxrl step 3/3" in told
+    assert "1 passed" in run(source, "pytest", "-q", "test_gpg.py")
+    overrides = [f"run.dir={tmp_path / 'run'}", "algo.min_deviation=0.25"]
+    told = run(source, "spmdrl", "train", str(tiny_config(tmp_path)), "gpg.yaml", *overrides)
+    assert "gpg step 3/3" in told
     steps = metrics_of(tmp_path / "run")
-    assert all(step["select/dropped_rows"] == step["select/all_wrong"] == step["dock/dropped"] for step in steps)
-    left_out = [step["select/all_wrong"] for step in steps]
+    assert all(step["select/dropped_rows"] == step["select/alike"] == step["dock/dropped"] for step in steps)
+    left_out = [step["select/alike"] for step in steps]
     assert all(rows % 4 == 0 for rows in left_out) and 0 < sum(left_out) < 3 * 32
