@@ -24,6 +24,8 @@ ALL = [pytest.param(build_algorithm(config()), id=config().name) for config in A
 WITH_KL = [
     pytest.param(build_algorithm(replace(config(), kl_coef=0.1)), id=f"{config().name}, kl") for config in ALGORITHMS
 ]
+# Their papers take a reward of 0 for a wrong answer.
+RELATIVE_TO_0 = {"maxrl"}
 LENGTHS = st.lists(st.integers(1, 5), min_size=2, max_size=10)
 
 
@@ -90,7 +92,7 @@ def test_rows_in_another_order_keep_their_advantages_and_the_loss(algorithm, len
     assert losses[1] == pytest.approx(losses[0], rel=1e-9, abs=1e-9)
 
 
-@pytest.mark.parametrize("algorithm", ALL)
+@pytest.mark.parametrize("algorithm", [case for case in ALL if case.id not in RELATIVE_TO_0])
 @given(LENGTHS, st.integers(0, 999))
 @settings(max_examples=10)
 def test_the_same_amount_more_for_every_response_changes_nothing(algorithm, lengths, seed):
