@@ -10,6 +10,7 @@ from spmdrl.algorithms.policy.dppo import Dppo, DppoConfig
 from spmdrl.algorithms.policy.dr_grpo import DrGrpoConfig
 from spmdrl.algorithms.policy.grpo import Grpo, GrpoConfig, GrpoPaperConfig
 from spmdrl.algorithms.policy.gspo import GspoConfig
+from spmdrl.algorithms.policy.maxrl import MaxRl, MaxRlConfig
 from spmdrl.algorithms.policy.reinforce_pp import (
     ReinforcePp,
     ReinforcePpBaseline,
@@ -27,6 +28,7 @@ ALGORITHMS: Mapping[type[AlgoConfig], type[Algorithm]] = {
     CispoConfig: Cispo,
     SapoConfig: Sapo,
     DppoConfig: Dppo,
+    MaxRlConfig: MaxRl,
     RlooConfig: Rloo,
     ReinforcePpConfig: ReinforcePp,
     ReinforcePpBaselineConfig: ReinforcePpBaseline,

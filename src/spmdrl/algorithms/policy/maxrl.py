@@ -1,0 +1,35 @@
+"""MaxRL: rewards relative to their group's mean, which weighs hard prompts more (arXiv:2602.02710)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from spmdrl.algorithms.clipped import Clipped, ClippedConfig
+from spmdrl.algorithms.terms.advantages import Groups
+
+
+@dataclass(frozen=True)
+class MaxRlConfig(ClippedConfig):
+    """Centred rewards over their group's mean (arXiv:2602.02710)."""
+
+    name: Literal["maxrl"] = "maxrl"
+    """the algorithm"""
+
+
+@dataclass(frozen=True)
+class MaxRl(Clipped):
+    """A = (R - mean) / mean, and 0 where the mean isn't above 0; rewards are 0 where an answer is wrong."""
+
+    config: MaxRlConfig
+
+    @property
+    def min_responses(self) -> int:
+        return 2
+
+    def row_advantages(self, rewards_B: Tensor, groups_B: Tensor) -> Tensor:
+        means_B = Groups(groups_B).means(rewards_B)
+        return torch.where(means_B > 0, (rewards_B - means_B) / means_B, 0.0).to(rewards_B)
