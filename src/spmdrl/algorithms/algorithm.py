@@ -14,7 +14,6 @@ import torch
 from annotated_types import Ge, Gt
 from torch import Tensor
 
-from spmdrl.algorithms.terms.advantages import row_sums, sums_to_row_end
 from spmdrl.algorithms.terms.correction import DEFAULT_CLIPS, CorrectionRule, RolloutIs, correction_rule
 from spmdrl.algorithms.terms.kl import KlEstimator, KlGradient, kl_estimate, kl_loss
 from spmdrl.algorithms.terms.losses import (
@@ -109,7 +108,7 @@ class AlgoConfig:
 class Algorithm(ABC):
     """Pure functions over tensors; the set of stages follows from the columns they read.
 
-    A new algorithm brings `row_advantages` and `policy_loss` (`Clipped` has PPO's), and what else of it differs.
+    A new algorithm brings `advantages` (or what `FromRewards` makes them of) and `policy_loss` (`Clipped` has PPO's).
     """
 
     config: AlgoConfig
@@ -150,30 +149,20 @@ class Algorithm(ABC):
         """
         return {"no_reward": inputs.rewards_B.isnan()}
 
-    def advantages(self, inputs: CreditInputs) -> Tensor:
-        """Advantages of the rows that are left: one per row [B], or one per response token [R]."""
-        if not self.config.kl_in_credit:
-            return self.row_advantages(inputs.rewards_B, inputs.groups_B)
-        kl_R, lengths_B, kl_coef = self._generated_kl(inputs), inputs.lengths_B, self.config.kl_coef
-        if self.config.kl_in == "reward":
-            return self.row_advantages(inputs.rewards_B - kl_coef * row_sums(kl_R, lengths_B), inputs.groups_B)
-        advantages_B = self.row_advantages(inputs.rewards_B, inputs.groups_B)
-        return advantages_B.repeat_interleave(lengths_B) - kl_coef * sums_to_row_end(kl_R, lengths_B)
-
-    def credit_metrics(self, inputs: CreditInputs) -> Mapping[str, Tensor]:
-        """What to report of all rows, each the mean of its values; here the KL, where the loss doesn't report it."""
-        return {"kl": self._generated_kl(inputs)} if self.config.kl_in_credit else {}
-
-    def _generated_kl(self, inputs: CreditInputs) -> Tensor:
-        """The KL estimate at each response token [R], under the policy that generated it."""
-        return self.token_kl(inputs.columns.values("rollout_logprobs"), inputs.columns.values("ref_logprobs"))
-
     @abstractmethod
-    def row_advantages(self, rewards_B: Tensor, groups_B: Tensor) -> Tensor:
-        """The advantage of each row [B] from the rewards of a whole batch; `groups_B` numbers the prompts.
+    def advantages(self, inputs: CreditInputs) -> Tensor:
+        """Advantages of the rows that are left: one per row [B], or one per response token [R].
 
         Sums are float64; the result has the dtype of the rewards.
         """
+
+    def credit_metrics(self, inputs: CreditInputs) -> Mapping[str, Tensor]:
+        """What to report of all rows, each the mean of its values; here the KL, where the loss doesn't report it."""
+        return {"kl": self.generated_kl(inputs)} if self.config.kl_in_credit else {}
+
+    def generated_kl(self, inputs: CreditInputs) -> Tensor:
+        """The KL estimate at each response token [R], under the policy that generated it."""
+        return self.token_kl(inputs.columns.values("rollout_logprobs"), inputs.columns.values("ref_logprobs"))
 
     def loss(self, terms: TokenTerms) -> TokenLoss:
         """The policy loss per token, weighted by `rollout_is`, with the KL term where the loss has one."""

@@ -8,7 +8,8 @@ from typing import Annotated, Literal
 from annotated_types import Ge
 from torch import Tensor
 
-from spmdrl.algorithms.algorithm import AlgoConfig, Algorithm
+from spmdrl.algorithms.algorithm import AlgoConfig
+from spmdrl.algorithms.from_rewards import FromRewards
 from spmdrl.algorithms.terms.advantages import EPSILON, Deviation, group_relative_advantages
 
 
@@ -26,7 +27,7 @@ class GroupRelativeConfig(AlgoConfig):
 
 
 @dataclass(frozen=True)
-class GroupRelative(Algorithm):
+class GroupRelative(FromRewards):
     """A = (R - mean of the group) / standard deviation."""
 
     config: GroupRelativeConfig

@@ -12,7 +12,9 @@ from tests.support.jobs import finished, metrics_of, run_job, tiny_config
 from tests.support.ranks import run_ranks
 from torch import Tensor
 
-from spmdrl.algorithms.algorithm import AlgoConfig, Algorithm
+from spmdrl.algorithms.algorithm import Algorithm
+from spmdrl.algorithms.clipped import Clipped, ClippedConfig
+from spmdrl.algorithms.from_rewards import FromRewards
 from spmdrl.dataflow.stages.advantage import AdvantageStage
 from spmdrl.dataflow.stages.rows import TURNS
 from spmdrl.observability.metrics import Recorder, encode, merge
@@ -29,7 +31,7 @@ ROWS_OF_RANK = ([4, 1, 2], [5, 0, 3])
 
 
 @dataclass(frozen=True)
-class MeanBaseline(Algorithm):
+class MeanBaseline(FromRewards, Clipped):
     """The reward less the mean over all rows that are left."""
 
     def row_advantages(self, rewards_B: Tensor, groups_B: Tensor) -> Tensor:
@@ -129,7 +131,7 @@ def on_two_ranks(
 
 @pytest.mark.ranks
 def test_one_advantage_per_row_goes_to_each_of_its_tokens_and_baselines_count_kept_rows_only():
-    advantages, dropped, metrics = on_two_ranks(MeanBaseline(AlgoConfig("made up")))
+    advantages, dropped, metrics = on_two_ranks(MeanBaseline(ClippedConfig("made up")))
     mean = np.mean([1.0, 0.0, 0.5, 0.5, 2.0])
     expected = {row: [REWARDS[row] - mean] * LENGTHS[row] for row in (0, 1, 2, 3, 5)}
     assert advantages == {row: pytest.approx(values, rel=1e-6) for row, values in expected.items()}
@@ -139,7 +141,7 @@ def test_one_advantage_per_row_goes_to_each_of_its_tokens_and_baselines_count_ke
 
 @pytest.mark.ranks
 def test_one_advantage_per_token_goes_to_that_token_of_that_row():
-    advantages, _, _ = on_two_ranks(PerToken(AlgoConfig("made up")))
+    advantages, _, _ = on_two_ranks(PerToken(ClippedConfig("made up")))
     expected = {row: [REWARDS[row] + logprob for logprob in logprobs_of(row)] for row in (0, 1, 2, 3, 5)}
     assert advantages == {row: pytest.approx(values, rel=1e-6) for row, values in expected.items()}
 
@@ -147,15 +149,15 @@ def test_one_advantage_per_token_goes_to_that_token_of_that_row():
 @pytest.mark.ranks
 @pytest.mark.parametrize("kind", [MeanBaseline, PerToken])
 def test_tokens_that_an_environment_wrote_change_no_advantage_and_have_none(kind):
-    plain, dropped, metrics = on_two_ranks(kind(AlgoConfig("made up")))
-    longer, *others = on_two_ranks(kind(AlgoConfig("made up")), WithTurns)
+    plain, dropped, metrics = on_two_ranks(kind(ClippedConfig("made up")))
+    longer, *others = on_two_ranks(kind(ClippedConfig("made up")), WithTurns)
     assert longer == {row: [values[0], 0.0, 0.0, *values[1:]] for row, values in plain.items()}
     assert others == [dropped, metrics]
 
 
 @pytest.mark.ranks
 def test_rows_that_an_algorithm_leaves_out_are_dropped_for_one_reason_each_and_counted():
-    advantages, dropped, metrics = on_two_ranks(OnlyGroupsWithSignal(AlgoConfig("made up")))
+    advantages, dropped, metrics = on_two_ranks(OnlyGroupsWithSignal(ClippedConfig("made up")))
     assert advantages == {0: [0.5] * 3, 1: [-0.5]}
     assert dropped == [{"no_reward": [4], "no_signal": [2]}, {"no_signal": [3], "cut": [5]}]
     counts = {name: value for name, value in metrics.items() if name.startswith("select/")}

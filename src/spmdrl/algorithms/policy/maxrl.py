@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.algorithms.clipped import Clipped, ClippedConfig
+from spmdrl.algorithms.from_rewards import FromRewards
 from spmdrl.algorithms.terms.advantages import Groups
 
 
@@ -21,7 +22,7 @@ class MaxRlConfig(ClippedConfig):
 
 
 @dataclass(frozen=True)
-class MaxRl(Clipped):
+class MaxRl(FromRewards, Clipped):
     """A = (R - mean) / mean, and 0 where the mean isn't above 0; rewards are 0 where an answer is wrong."""
 
     config: MaxRlConfig

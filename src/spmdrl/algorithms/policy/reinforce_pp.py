@@ -8,6 +8,7 @@ from typing import Literal
 from torch import Tensor
 
 from spmdrl.algorithms.clipped import Clipped, ClippedConfig
+from spmdrl.algorithms.from_rewards import FromRewards
 from spmdrl.algorithms.terms.advantages import Deviation, Groups, whitened
 from spmdrl.algorithms.terms.kl import KlEstimator
 from spmdrl.types import CreditInputs
@@ -48,7 +49,7 @@ class ReinforcePpBaselineConfig(ReinforcePpSettings):
 
 
 @dataclass(frozen=True)
-class ReinforcePp(Clipped):
+class ReinforcePp(FromRewards, Clipped):
     """A token's advantage is its return, without a baseline, normalised over the tokens of the batch."""
 
     config: ReinforcePpConfig
@@ -64,7 +65,7 @@ class ReinforcePp(Clipped):
 
 
 @dataclass(frozen=True)
-class ReinforcePpBaseline(Clipped):
+class ReinforcePpBaseline(FromRewards, Clipped):
     """A row's advantage is its reward less its group's mean, over the batch's standard deviation."""
 
     config: ReinforcePpBaselineConfig

@@ -12,6 +12,7 @@ from typing import Literal
 from torch import Tensor
 
 from spmdrl.algorithms.clipped import Clipped, ClippedConfig
+from spmdrl.algorithms.from_rewards import FromRewards
 from spmdrl.algorithms.terms.advantages import Groups
 from spmdrl.algorithms.terms.losses import LossAggregation, clipped_policy, sums_and_lengths
 from spmdrl.types import TokenLoss, TokenTerms
@@ -47,7 +48,7 @@ class RlooConfig(ClippedConfig):
 
 
 @dataclass(frozen=True)
-class Rloo(Clipped):
+class Rloo(FromRewards, Clipped):
     """A row's reward less the mean reward of the other responses to its prompt, times the gradient of its log-prob."""
 
     config: RlooConfig
