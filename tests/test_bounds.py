@@ -6,6 +6,8 @@ import math
 
 import pytest
 
+from spmdrl.algorithms.policy.grpo import GrpoConfig
+from spmdrl.algorithms.table import ALGORITHMS
 from spmdrl.config.config import Config, load_config
 from spmdrl.config.key_schema import describe_bounds, schema
 from spmdrl.config.reader import ConfigError
@@ -47,7 +49,12 @@ BOUNDS = (
     | dict.fromkeys(["resources.timeout_seconds", "resources.start_timeout_seconds"], "> 0 and <= 31536000.0")
     | {"algo.clip_ratio_c": "> 1", "algo.clip_ratio_low": ">= 0 and < 1"}
     | {"rollout.min_p": ">= 0 and < 1", "reward.max_error_rate": ">= 0 and <= 1"}
-    | {"critic.gamma": ">= 0 and <= 1", "critic.warmup_steps": ">= 0", "environment.return_after_steps": ">= 0"}
+    | {
+        "critic.gamma": ">= 0 and <= 1",
+        "critic.lam": ">= 0 and <= 1",
+        "critic.warmup_steps": ">= 0",
+        "environment.return_after_steps": ">= 0",
+    }
     | dict.fromkeys(["reward.timeout_seconds", "environment.timeout_seconds", "critic.clip"], "> 0 and finite")
     | {"eval.temperature": "> 0 and finite"}
     | dict.fromkeys(["reward.memory_limit_gib", "environment.memory_limit_gib"], "> 0 and finite")
@@ -80,12 +87,18 @@ CASES = [
     for part in bounds.split(" and ")
     for value in OUTSIDE.get(part, [])
 ]
+# A key that grpo has not, with an algorithm that has it.
+ALGORITHM = {
+    key.name: key.owner().name
+    for key in schema(Config)
+    if key.owner in ALGORITHMS and not hasattr(GrpoConfig(), key.name[5:])
+}
 
 
 @pytest.mark.parametrize(("key", "value", "bounds"), CASES)
 def test_a_value_out_of_bounds_is_refused_with_the_rule_and_the_default(key: str, value: str, bounds: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        load_config([], [*BASE, f"{key}={value}"])
+        load_config([], [*BASE, f"algo.name={ALGORITHM.get(key, 'grpo')}", f"{key}={value}"])
     assert str(caught.value).startswith(f"command line: {key} is {value}, but must be {bounds}")
     assert "; the default is " in str(caught.value)
 

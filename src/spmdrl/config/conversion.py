@@ -100,7 +100,9 @@ class Conversion:
     def _way_back(self, fault: Fault) -> str | None:
         """The default of a key where its value, or an item of it, is out of bounds."""
         name = fault.key.partition("[")[0]
-        defaults = [key.default for key in schema(self.root) if key.name == name and key.default is not MISSING]
+        keys = [key for key in schema(self.root) if key.name == name and key.default is not MISSING]
+        # Members of a union may have the key with defaults of their own.
+        defaults = [key.default for key in keys if key.owner is fault.owner] or [key.default for key in keys]
         is_one = bool(defaults) and all(default == defaults[0] for default in defaults)
         return f"the default is {inline(defaults[0])}" if fault.is_out_of_bounds and is_one else None
 

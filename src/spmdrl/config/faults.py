@@ -28,6 +28,8 @@ class Fault:
     """the message of a dataclass that refuses its own values"""
     advice: str = ""
     """what to do about a key that another member of a union has"""
+    owner: Any = None
+    """the dataclass that has the key; of an item, what holds it"""
 
     @property
     def key(self) -> str:
@@ -86,7 +88,7 @@ def _fault(root: Any, entry: ErrorDetails) -> Fault:
         return Fault(type_, (*path, tag), choices[tuple(tags_of(kind))])
     if type_ == "missing" and isinstance(path[-1], int):
         return Fault("too_short", path[:-1], holder)
-    fault = Fault(type_, path, kind, str(entry.get("ctx", {}).get("error", "")))
+    fault = Fault(type_, path, kind, str(entry.get("ctx", {}).get("error", "")), owner=holder)
     return replace(fault, advice=_advice(fault, union, choice)) if fault.is_unknown_key and union else fault
 
 
