@@ -23,15 +23,23 @@ class Rows:
     old: list[np.ndarray]
     rollout: list[np.ndarray]
     reference: list[np.ndarray]
+    values: list[np.ndarray]
+    returns: list[np.ndarray]
 
     @classmethod
     def drawn(cls, lengths: list[int], seed: int) -> Rows:
         rng = np.random.default_rng(seed)
         old = [rng.normal(size=length) / 2 - 2 for length in lengths]
         nearby = [[row + 0.2 * rng.normal(size=row.size) for row in old] for _ in range(3)]
+        critics = [[rng.normal(size=length) for length in lengths] for _ in range(2)]
         groups = sorted(rng.integers(0, 1 + len(lengths) // 3, size=len(lengths)).tolist())
         return cls(
-            rng.normal(size=len(lengths)).astype(np.float32).astype(np.float64), groups, nearby[0], old, *nearby[1:]
+            rng.normal(size=len(lengths)).astype(np.float32).astype(np.float64),
+            groups,
+            nearby[0],
+            old,
+            *nearby[1:],
+            *critics,
         )
 
     @property
@@ -50,6 +58,8 @@ class Rows:
         columns = Batch.of_rows(range(len(self.groups)))
         columns.put_lists("rollout_logprobs", [row.tolist() for row in self.rollout], torch.float64)
         columns.put_lists("ref_logprobs", [row.tolist() for row in self.reference], torch.float64)
+        columns.put_lists("values", [row.tolist() for row in self.values], torch.float64)
+        columns.put_lists("returns", [row.tolist() for row in self.returns], torch.float64)
         return CreditInputs(torch.tensor(self.rewards), torch.tensor(self.groups), torch.tensor(self.lengths), columns)
 
     def terms(self, policy_R: torch.Tensor, advantages: list[np.ndarray]) -> TokenTerms:

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.algorithms.random_rows import Rows, per_token
 
+from spmdrl.algorithms.actor_critic.ppo import Ppo, PpoConfig
 from spmdrl.algorithms.policy.cispo import CispoConfig
 from spmdrl.algorithms.policy.dppo import DppoConfig
 from spmdrl.algorithms.policy.dr_grpo import DrGrpoConfig
@@ -63,6 +64,12 @@ def baseline_whitened(rows: Rows, config) -> np.ndarray:
     return tokens(rows, whitened(np.asarray(centred), config))
 
 
+def less_values(rows: Rows, config) -> np.ndarray:
+    """G - V, less the mean over all tokens, over their standard deviation."""
+    values = np.concatenate(rows.returns) - np.concatenate(rows.values)
+    return whitened(values, config) if config.whiten else values
+
+
 def whitened(values: np.ndarray, config) -> np.ndarray:
     ddof = int(config.std == "unbiased" and values.size > 1)
     deviation = values.std(ddof=ddof) if values.size > 1 else 0.0
@@ -79,6 +86,9 @@ CASES = [
     (SapoConfig(), group_relative),
     (DppoConfig(), group_relative),
     (RlooConfig(), leave_one_out),
+    (PpoConfig(), less_values),
+    (PpoConfig(std="biased"), less_values),
+    (PpoConfig(whiten=False), less_values),
     (ReinforcePpConfig(kl_coef=0.3), returns_whitened),
     (ReinforcePpConfig(std="biased"), returns_whitened),
     (ReinforcePpBaselineConfig(), baseline_whitened),
@@ -95,3 +105,16 @@ def test_advantages_are_those_of_the_equations(config, equation, lengths, seed):
     found = per_token(build_algorithm(config).advantages(inputs), inputs)
     # Of a single value the deviation is 0, and what rounding leaves of it is divided by 1e-8.
     np.testing.assert_allclose(found, equation(rows, config), rtol=1e-12, atol=1e-12 if len(lengths) > 1 else 1e-7)
+
+
+@given(LENGTHS, st.integers(0, 999))
+def test_ppo_lowers_each_tokens_reward_by_its_kl_term(lengths, seed):
+    rows = Rows.drawn(lengths, seed)
+    expected = []
+    for row, reward in enumerate(rows.rewards):
+        expected += (np.append(np.zeros(lengths[row] - 1), reward) - 0.3 * rows.kl(row)).tolist()
+    algorithm = Ppo(PpoConfig(kl_coef=0.3))
+    assert algorithm.columns_for_returns() == {"ref_logprobs", "rollout_logprobs"}
+    np.testing.assert_allclose(algorithm.token_rewards(rows.inputs()).numpy(), expected, rtol=1e-12, atol=1e-15)
+    in_loss = Ppo(PpoConfig(kl_coef=0.3, kl_in="loss", kl_estimator="k3"))
+    assert in_loss.columns_for_returns() == set() and "ref_logprobs" in in_loss.columns_for_loss(1)

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.algorithms.random_rows import MAX_LENGTH, Rows, aggregated, packed, slopes
 
+from spmdrl.algorithms.actor_critic.ppo import PpoConfig
 from spmdrl.algorithms.policy.cispo import CispoConfig
 from spmdrl.algorithms.policy.dppo import DppoConfig
 from spmdrl.algorithms.policy.dr_grpo import DrGrpoConfig
@@ -82,6 +83,7 @@ CASES = [
     (DppoConfig(divergence="kl", divergence_low=2e-3, divergence_high=1e-3), dppo),
     (DppoConfig(anchor="old", is_max=1.05, squared_ratio_coef=1e-2), dppo),
     (ReinforcePpConfig(clip_ratio_low=0.1), clipped),
+    (PpoConfig(clip_ratio_low=0.1, clip_ratio_c=1.1), clipped),
     (ReinforcePpBaselineConfig(clip_ratio_high=0.1), clipped),
 ]
 

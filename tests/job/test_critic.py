@@ -1,4 +1,4 @@
-"""Whole runs with a critic: it learns, alike on two ranks, with the swap, and after a crash."""
+"""Whole runs with a critic, by PPO: it learns, alike on two ranks, with the swap, and after a crash."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ import torch
 from safetensors.torch import load_file
 from tests.support.jobs import ROOT, finished, metrics_of, run_job, tiny_config, untimed
 
-TINY = ["critic={warmup_steps: 2, clip: 0.5, optim: {lr: 1e-3}}", "train.max_steps=4", "train.updates_per_step=2"]
+TINY = [
+    "algo={name: ppo, kl_coef: 0.05}", "critic={warmup_steps: 2, clip: 0.5, lam: 0.95, optim: {lr: 1e-3}}",
+    "train.max_steps=4", "train.updates_per_step=2",
+]  # fmt: skip
 LEARNT = ("critic/loss", "critic/explained_variance", "critic/grad_norm", "critic/lr", "reward")
 
 

@@ -122,6 +122,10 @@ class Algorithm(ABC):
         """Columns that `advantages` needs beside the reward."""
         return frozenset({"ref_logprobs", "rollout_logprobs"} if self.config.kl_in_credit else ())
 
+    def columns_for_returns(self) -> frozenset[str]:
+        """Columns that `token_rewards` needs beside the reward."""
+        return frozenset()
+
     def columns_for_loss(self, num_updates: int) -> frozenset[str]:
         """Columns that `loss` needs when a batch is used for `num_updates` optimizer steps."""
         columns = {"advantages"}
@@ -155,6 +159,12 @@ class Algorithm(ABC):
 
         Sums are float64; the result has the dtype of the rewards.
         """
+
+    def token_rewards(self, inputs: CreditInputs) -> Tensor:
+        """The reward of each response token [R], which a critic's returns are sums of: a row's comes with its last."""
+        rewards_R = inputs.rewards_B.new_zeros(int(inputs.lengths_B.sum()))
+        rewards_R[inputs.lengths_B.cumsum(0) - 1] = inputs.rewards_B
+        return rewards_R
 
     def credit_metrics(self, inputs: CreditInputs) -> Mapping[str, Tensor]:
         """What to report of all rows, each the mean of its values; here the KL, where the loss doesn't report it."""

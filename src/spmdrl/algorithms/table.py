@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from spmdrl.algorithms.actor_critic.ppo import Ppo, PpoConfig
 from spmdrl.algorithms.algorithm import AlgoConfig, Algorithm
 from spmdrl.algorithms.policy.cispo import Cispo, CispoConfig
 from spmdrl.algorithms.policy.dppo import Dppo, DppoConfig
@@ -29,6 +30,7 @@ ALGORITHMS: Mapping[type[AlgoConfig], type[Algorithm]] = {
     SapoConfig: Sapo,
     DppoConfig: Dppo,
     MaxRlConfig: MaxRl,
+    PpoConfig: Ppo,
     RlooConfig: Rloo,
     ReinforcePpConfig: ReinforcePp,
     ReinforcePpBaselineConfig: ReinforcePpBaseline,

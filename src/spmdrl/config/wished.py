@@ -128,10 +128,7 @@ _ANSWERS: tuple[tuple[str, str], ...] = (
     ("custom_reward_function compute_score reward_fn reward_func", "set reward.functions, as in [file.py:fn]"),
     ("value_model value_model_path critic_model_path", "set critic.path to a model folder, or critic={} for the model"),
     ("critic_warmup critic_warmup_steps", "set critic.warmup_steps, steps in which only the critic is trained"),
-    (
-        "algo.name=ppo algo.name=gae",
-        "no algorithm uses the critic's values; grpo has PPO's clipped loss, with a prompt's mean reward as baseline",
-    ),
+    ("algo.name=gae", "it is named ppo; critic.gamma and critic.lam are the estimate's"),
     (
         "algo.name=dapo",
         "set algo.name to grpo, algo.clip_ratio_high to 0.28 and algo.loss_agg to token-mean",

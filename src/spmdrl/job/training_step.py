@@ -115,7 +115,7 @@ def build_stages(checked: CheckedRun, run: Run, parts: StageParts) -> Stages:
     config, recorder = checked.config, run.logs.recorder
     reward = RewardStage(parts.pool, config.reward, parts.tokenizer.decode, recorder)
     without_actor: list[RewardStage | ScoreStage] = [reward]
-    with_actor: list[ReturnsStage | ScoreStage] = []
+    with_actor: list[ScoreStage] = []
     for state in checked.needs:
         if state.work == "score" and (role := state.role) is not None:
             present = partial(parts.switching.present, role)
@@ -128,11 +128,10 @@ def build_stages(checked: CheckedRun, run: Run, parts: StageParts) -> Stages:
     )  # fmt: skip
     with_credit: list[CriticUpdateStage] = []
     if critic is not None:
-        with_actor.append(ReturnsStage(critic.gamma))
         with_credit.append(CriticUpdateStage(parts.models[CRITIC].trainer, critic, plan, recorder))
     return Stages(
         generation=_build_generation(checked, run, parts, reward), without_actor=without_actor, with_actor=with_actor,
-        advantage=AdvantageStage(recorder), with_credit=with_credit,
+        returns=ReturnsStage(critic) if critic else None, advantage=AdvantageStage(recorder), with_credit=with_credit,
         update=UpdateStage(parts.models[POLICY].trainer, plan, recorder, parts.shown), timeline=run.logs.timeline,
         at_end=parts.switching.note_memory,
     )  # fmt: skip

@@ -7,12 +7,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from tests.engines.training.tiny import CONFIG, OPTIM
 from tests.support.ranks import run_ranks
 
+from spmdrl.algorithms.policy.grpo import Grpo, GrpoConfig
 from spmdrl.dataflow.stages.critic.critic_config import CriticConfig
 from spmdrl.dataflow.stages.critic.critic_update import CriticUpdateStage, ValueLoss, explained_variance
-from spmdrl.dataflow.stages.critic.returns import ReturnsStage, monte_carlo_returns
+from spmdrl.dataflow.stages.critic.returns import ReturnsStage, lambda_returns
 from spmdrl.dataflow.stages.rows import token_rows
 from spmdrl.dataflow.stages.update import UpdatePlan
 from spmdrl.engines.models.making.make_model import RandomWeights
@@ -35,6 +38,16 @@ LAYOUTS = [
 ]  # fmt: skip
 
 
+def at_row_ends(rewards, lengths) -> torch.Tensor:
+    rewards_R = torch.zeros(sum(lengths), dtype=torch.float64)
+    rewards_R[torch.tensor(lengths).cumsum(0) - 1] = torch.tensor(rewards, dtype=torch.float64)
+    return rewards_R
+
+
+def monte_carlo_returns(rewards, lengths, gamma: float) -> torch.Tensor:
+    return lambda_returns(at_row_ends(rewards, lengths), None, torch.tensor(lengths), gamma=gamma, lam=1.0)
+
+
 def rows_of_step() -> Batch:
     generator = torch.Generator().manual_seed(3)
     batch = Batch.of_rows(range(len(LENGTHS)))
@@ -42,7 +55,7 @@ def rows_of_step() -> Batch:
         tokens = [torch.randint(0, MODEL.vocab_size, (length,), generator=generator).tolist() for length in lengths]
         batch.put_lists(name, tokens, torch.int32)
     offsets = batch.offsets("response_ids")
-    returns_R = monte_carlo_returns(torch.tensor(REWARDS), offsets.diff(), gamma=0.9)
+    returns_R = monte_carlo_returns(REWARDS, LENGTHS, gamma=0.9).float()
     batch.put_ragged("returns", returns_R, offsets)
     batch.put_ragged("values", torch.randn(len(returns_R), generator=generator), offsets)
     return batch
@@ -123,15 +136,31 @@ def test_a_step_is_the_same_on_data_ranks_and_on_every_axis_that_cuts_the_model(
 
 
 def test_a_tokens_return_is_its_rows_reward_discounted_by_the_tokens_after_it():
-    returns_R = monte_carlo_returns(torch.tensor(REWARDS), torch.tensor(LENGTHS), gamma=0.9)
+    returns_R = monte_carlo_returns(REWARDS, LENGTHS, gamma=0.9)
     expected = [
         reward * 0.9 ** (length - 1 - at)
         for reward, length in zip(REWARDS, LENGTHS, strict=True)
         for at in range(length)
     ]
-    assert returns_R.tolist() == pytest.approx(expected)
-    assert monte_carlo_returns(torch.tensor([0.5]), torch.tensor([3]), gamma=1.0).tolist() == [0.5] * 3
-    assert monte_carlo_returns(torch.tensor([0.5]), torch.tensor([3]), gamma=0.0).tolist() == [0, 0, 0.5]
+    assert returns_R.tolist() == pytest.approx(expected, rel=1e-12)
+    assert monte_carlo_returns([0.5], [3], gamma=1.0).tolist() == [0.5] * 3
+    assert monte_carlo_returns([0.5], [3], gamma=0.0).tolist() == [0, 0, 0.5]
+
+
+@given(st.lists(st.integers(1, 7), max_size=6), st.integers(0, 99), st.floats(0, 1), st.floats(0, 1))
+def test_lambda_returns_less_values_are_sums_of_temporal_differences(lengths, seed, gamma, lam):
+    """A_t = sum over l of (gamma lambda)^l delta_{t + l}, delta_t = r_t + gamma V_{t + 1} - V_t (arXiv:1506.02438)."""
+    rng = np.random.default_rng(seed)
+    rows = [rng.normal(size=(2, length)) for length in lengths]
+    expected = []
+    for rewards, values in rows:
+        deltas = rewards + gamma * np.append(values[1:], 0) - values
+        for place in range(len(deltas)):
+            powers = (gamma * lam) ** np.arange(len(deltas) - place)
+            expected.append((powers * deltas[place:]).sum() + values[place])
+    rewards_R, values_R = (torch.tensor(np.concatenate([row[n] for row in rows] or [[]])) for n in range(2))
+    found = lambda_returns(rewards_R, values_R, torch.tensor(lengths, dtype=torch.int64), gamma=gamma, lam=lam)
+    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-12, atol=1e-12)
 
 
 class Rewarded(Taken):
@@ -148,7 +177,7 @@ def test_what_an_environment_wrote_has_no_return_and_discounts_none():
     batch.put_lists("turns", [[1, 0, 0, 2], [1, 1], [1, 1, 1]], torch.int16)
     batch.put_dense("reward", torch.tensor([8.0, float("nan"), 4.0]))
     samples = Rewarded(batch)
-    ReturnsStage(0.5)(samples)
+    ReturnsStage(CriticConfig(gamma=0.5))(samples, Grpo(GrpoConfig()))
     assert samples.columns.rows.tolist() == [0, 2]
     assert samples.columns.to_lists("returns") == [[4.0, 0.0, 0.0, 8.0], [1.0, 2.0, 4.0]]
 

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.dataflow.samples.dock import Samples
-from spmdrl.dataflow.samples.schema import length_column
-from spmdrl.dataflow.stages.rows import TURNS, ModelTokens
+from spmdrl.dataflow.stages.rows import TURNS, ModelTokens, credit_inputs
 from spmdrl.observability.metrics import Recorder
 from spmdrl.resources.collectives import gather_ragged
 from spmdrl.types import Batch, CreditInputs, WorkerState, gather_ragged_rows, offsets_of
@@ -87,17 +86,15 @@ def share_without_signal(rewards_B: Tensor, groups_B: Tensor) -> float:
 
 def _of_all_ranks(batch: Batch, names: Sequence[str], group_size: int) -> tuple[Tensor, CreditInputs]:
     """All ranks' rows, ascending, and what they are credited by. Collective."""
-    rows, model_tokens = _gathered(batch.rows), ModelTokens.of(batch)
-    lengths_B = _gathered(model_tokens.lengths_B)
+    own, rows = credit_inputs(batch, names, group_size), _gathered(batch.rows)
     columns = Batch(rows)
     for name in names:
-        if not batch.is_ragged(name):
-            columns.put_dense(name, _gathered(batch.dense(name)))
-        elif length_column(name) == "response_ids":
-            columns.put_ragged(name, _gathered(model_tokens.pick(batch.values(name))), offsets_of(lengths_B))
+        if own.columns.is_ragged(name):
+            lengths_B = _gathered(own.columns.lengths(name))
+            columns.put_ragged(name, _gathered(own.columns.values(name)), offsets_of(lengths_B))
         else:
-            columns.put_ragged(name, _gathered(batch.values(name)), offsets_of(_gathered(batch.lengths(name))))
-    inputs = CreditInputs(_gathered(batch.dense("reward")), rows // group_size, lengths_B, columns)
+            columns.put_dense(name, _gathered(own.columns.dense(name)))
+    inputs = CreditInputs(_gathered(own.rewards_B), rows // group_size, _gathered(own.lengths_B), columns)
     order = rows.argsort()
     return rows[order], inputs.of_rows(order)
 

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from spmdrl.dataflow.samples.dock import Samples
 from spmdrl.dataflow.stages.advantage import AdvantageStage, Credit
+from spmdrl.dataflow.stages.critic.returns import ReturnsStage, Rewarding
 from spmdrl.dataflow.stages.update import Learner, UpdateStage
 from spmdrl.observability.timeline.timeline import Timeline
 from spmdrl.types import WorkerState
@@ -23,19 +24,24 @@ class Stage(Protocol):
     def __call__(self, samples: Samples) -> None: ...
 
 
+class Crediting(Credit, Rewarding, Protocol):
+    """The part of an algorithm that turns rewards into what is learnt."""
+
+
 class Stages:
     """Calls each worker state under the timeline's clock."""
 
     def __init__(
         self, *, generation: Stage, without_actor: Sequence[Stage], with_actor: Sequence[Stage],
-        advantage: AdvantageStage, with_credit: Sequence[Stage], update: UpdateStage, timeline: Timeline,
-        at_end: AtStageEnd,
+        returns: ReturnsStage | None, advantage: AdvantageStage, with_credit: Sequence[Stage], update: UpdateStage,
+        timeline: Timeline, at_end: AtStageEnd,
     ):  # fmt: skip
         """`at_end(step, stage)` is called at each stage's end: the place to record what memory is held."""
         self.without_actor = [self._timed(stage) for stage in without_actor]
         self.with_actor = [self._timed(stage) for stage in with_actor]
         self.with_credit = [self._timed(stage) for stage in with_credit]
         self._generation = generation
+        self._returns = returns
         self._advantage = advantage
         self._update = update
         self._timeline = timeline
@@ -46,8 +52,11 @@ class Stages:
         with self._stage(self._generation.state, samples):
             self._generation(samples)
 
-    def credit(self, samples: Samples, credit: Credit) -> None:
-        """Turn rewards into advantages. Collective."""
+    def credit(self, samples: Samples, credit: Crediting) -> None:
+        """Turn rewards into returns, where a critic learns them, and advantages. Collective."""
+        if self._returns is not None:
+            with self._stage(self._returns.state, samples):
+                self._returns(samples, credit)
         with self._stage(self._advantage.state, samples):
             self._advantage(samples, credit)
 

@@ -160,11 +160,18 @@ def states_of(config: Config, algorithm: Algorithm) -> dict[WorkerState, frozens
     # Passes over the policy's rows send tokens to the experts that generation chose; other routers never saw them.
     replayed = {ROUTED_EXPERTS} if config.train.routing.replay == "rollout" else set()
     columns = update_columns(algorithm.columns_for_loss(num_updates), agreement_of(config))
+    if config.critic is None and "values" in algorithm.columns_for_credit():
+        raise ValueError(
+            f"algo.name is {config.algo.name}, whose advantages are made of a critic's values, but there is no critic; "
+            "set critic={} for one that begins as the model itself, or critic.path to a value model"
+        )
     turns = {TURNS} if config.environment.function is not None else set()
     reads = {"prompt_ids", "response_ids", *columns, *replayed, *turns}
     credit = {"reward", "response_ids", *turns, *algorithm.columns_for_credit()}
     of_rows = {state: turns for state in WorkerState if state.work == "score" or state is WorkerState.RETURNS}
     of_rows[WorkerState.OLD_LOGPROBS] = turns | replayed
+    if config.critic is not None:
+        of_rows[WorkerState.RETURNS] = turns | algorithm.columns_for_returns() | config.critic.columns_for_returns
     # The critic learns from the rows that the algorithm keeps, so it waits for their advantages.
     of_critic = {"values", "returns", "advantages", *turns}
     also_trained = {} if config.critic is None else {WorkerState.CRITIC_UPDATE: of_critic}

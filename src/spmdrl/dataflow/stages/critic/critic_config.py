@@ -24,8 +24,16 @@ class CriticConfig:
     """steps at the start that train the critic alone and leave the policy as it is"""
     gamma: Annotated[float, Interval(ge=0, le=1)] = 1.0
     """discount per token of the reward, which comes with a row's last token"""
+    lam: Annotated[float, Interval(ge=0, le=1)] = 1.0
+    """lambda of the returns that values are drawn to, and of generalized advantage estimates (arXiv:1506.02438); 1: the
+    whole return of the response; 0: the reward and the value of the next token"""
     clip: Annotated[float, Interval(gt=0, lt=math.inf)] | None = None
     """bound on how far an update may move a value from what it was before, in the value loss; null: none"""
+
+    @property
+    def columns_for_returns(self) -> frozenset[str]:
+        """What returns are made of beside rewards."""
+        return frozenset({"values"} if self.lam < 1 else ())
 
     def __post_init__(self) -> None:
         if self.path is not None and not self.path.strip():

@@ -1,0 +1,1 @@
+"""Algorithms whose advantages are made of a critic's values, a file each."""
