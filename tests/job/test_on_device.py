@@ -11,7 +11,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -232,6 +232,9 @@ OTHERS = {
         "resources.update.shard=2", "reshard.executor=allgather", "reshard.verify=true", "reshard.swap=always",
     ),
     "pipeline": ("resources.update.pipeline=2", "reshard.swap=always"),
+    "experts": (
+        "model.make.family=qwen3_moe", "model.make.num_experts=4", "resources.update.expert=2", "reshard.swap=always",
+    ),
     "context": ("resources.update.context=2", "reshard.swap=always"),
     "exact sends without a swap": ("resources.update.tensor=2", "reshard.swap=never", "reshard.verify=true"),
 }  # fmt: skip
@@ -240,19 +243,8 @@ OTHERS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", OTHERS.values(), ids=OTHERS.keys())
 def test_every_flow_gives_the_same_bits_as_on_a_cpu(settings: tuple[str, ...], tmp_path: Path) -> None:
-    compare(settings, tmp_path, with_late_kernels)
-
-
-@pytest.mark.slow
-def test_experts_on_two_ranks_give_the_same_bits_as_on_a_cpu(tmp_path: Path) -> None:
-    sparse = ["model.make.family=qwen3_moe", "model.make.num_experts=4", "resources.update.expert=2"]
-    # Not with late kernels, for which embedding_bag's meta kernel describes other results than the CPU's.
-    compare([*sparse, "reshard.swap=always"], tmp_path, None)
-
-
-def compare(settings: Sequence[str], folder: Path, prepare: Callable[[], None] | None) -> None:
-    """Run a job of two ranks on the CPU and on the device."""
-    config = tiny_config(folder)
-    on_cpu("train", config, *settings, f"run.dir={folder / 'cpu'}", ranks=2)
-    on_device("train", config, *settings, f"run.dir={folder / 'sim'}", ranks=2, prepare=prepare)
-    assert learnt(folder / "sim", 3) == learnt(folder / "cpu", 3)
+    """A job of two ranks on the CPU, and on the device with late kernels."""
+    config = tiny_config(tmp_path)
+    on_cpu("train", config, *settings, f"run.dir={tmp_path / 'cpu'}", ranks=2)
+    on_device("train", config, *settings, f"run.dir={tmp_path / 'sim'}", ranks=2, prepare=with_late_kernels)
+    assert learnt(tmp_path / "sim", 3) == learnt(tmp_path / "cpu", 3)

@@ -17,6 +17,9 @@ LateCounts counts;
 const std::set<std::string> kAtOnce = {
     // The meta kernel gives mean and deviation in float32, as CUDA's kernel does; the CPU's gives bfloat16.
     "aten::native_layer_norm",
+    // Their meta kernels describe scratch results of other sizes than the CPU's kernels have.
+    "aten::_embedding_bag",
+    "aten::_embedding_bag_forward_only",
 };
 
 // Their results can't be described before they are computed.
