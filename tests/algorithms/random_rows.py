@@ -11,6 +11,7 @@ import torch
 from spmdrl.types import Batch, CreditInputs, TokenTerms
 
 MAX_LENGTH = 7
+PART_WEIGHTS = (0.5, 2.0)
 
 
 @dataclass(frozen=True)
@@ -54,13 +55,20 @@ class Rows:
         """The rows of this row's group."""
         return [other for other, group in enumerate(self.groups) if group == self.groups[row]]
 
-    def inputs(self) -> CreditInputs:
+    @property
+    def parts(self) -> np.ndarray:
+        """Two functions' rewards of each row, whose sum with PART_WEIGHTS is the reward, as alike as the rewards."""
+        return np.stack([0.5 * self.rewards / weight for weight in PART_WEIGHTS], 1)
+
+    def inputs(self, dtype: torch.dtype = torch.float64) -> CreditInputs:
         columns = Batch.of_rows(range(len(self.groups)))
+        columns.put_lists("reward_parts", self.parts.tolist(), dtype)
         columns.put_lists("rollout_logprobs", [row.tolist() for row in self.rollout], torch.float64)
         columns.put_lists("ref_logprobs", [row.tolist() for row in self.reference], torch.float64)
         columns.put_lists("values", [row.tolist() for row in self.values], torch.float64)
         columns.put_lists("returns", [row.tolist() for row in self.returns], torch.float64)
-        return CreditInputs(torch.tensor(self.rewards), torch.tensor(self.groups), torch.tensor(self.lengths), columns)
+        rewards_B = torch.tensor(self.rewards, dtype=dtype)
+        return CreditInputs(rewards_B, torch.tensor(self.groups), torch.tensor(self.lengths), columns, PART_WEIGHTS)
 
     def terms(self, policy_R: torch.Tensor, advantages: list[np.ndarray]) -> TokenTerms:
         columns = {

@@ -111,8 +111,7 @@ def test_equal_rewards_of_a_group_give_advantages_of_exactly_zero(algorithm, len
     if not algorithm.columns_for_credit().isdisjoint({"values", "returns"}):
         pytest.skip("its advantages compare with a critic's values")
     is_equal = np.array([group == rows.groups[0] or algorithm.min_responses == 1 for group in rows.groups])
-    inputs = rows.inputs()
     # In float32, as rewards come.
-    rewards_B = torch.where(torch.tensor(is_equal), reward, inputs.rewards_B).float()
-    for row, found in enumerate(advantages_of(algorithm, replace(inputs, rewards_B=rewards_B))):
+    inputs = replace(rows, rewards=np.where(is_equal, reward, rows.rewards)).inputs(torch.float32)
+    for row, found in enumerate(advantages_of(algorithm, inputs)):
         assert not is_equal[row] or not found.any(), (row, found)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.algorithms.random_rows import Rows, per_token
+from tests.algorithms.random_rows import PART_WEIGHTS, Rows, per_token
 
 from spmdrl.algorithms.actor_critic.ppo import Ppo, PpoConfig
 from spmdrl.algorithms.policy.cispo import CispoConfig
 from spmdrl.algorithms.policy.dppo import DppoConfig
 from spmdrl.algorithms.policy.dr_grpo import DrGrpoConfig
+from spmdrl.algorithms.policy.gdpo import Gdpo, GdpoConfig
 from spmdrl.algorithms.policy.grpo import GrpoConfig
 from spmdrl.algorithms.policy.gspo import GspoConfig
 from spmdrl.algorithms.policy.reinforce_pp import ReinforcePpBaselineConfig, ReinforcePpConfig
@@ -118,3 +122,19 @@ def test_ppo_lowers_each_tokens_reward_by_its_kl_term(lengths, seed):
     np.testing.assert_allclose(algorithm.token_rewards(rows.inputs()).numpy(), expected, rtol=1e-12, atol=1e-15)
     in_loss = Ppo(PpoConfig(kl_coef=0.3, kl_in="loss", kl_estimator="k3"))
     assert in_loss.columns_for_returns() == set() and "ref_logprobs" in in_loss.columns_for_loss(1)
+
+
+@pytest.mark.parametrize("config", [GdpoConfig(), GdpoConfig(whiten_over="tokens", std="biased", std_epsilon=1e-6)])
+@given(LENGTHS, st.integers(0, 999))
+def test_gdpo_compares_each_functions_rewards_and_normalises_their_weighted_sum(config, lengths, seed):
+    """sum over k of w_k (R_k - mean R_k) / (std R_k + epsilon), over the standard deviation of the batch."""
+    rows, parts = Rows.drawn(lengths, seed), np.random.default_rng(seed).normal(size=(2, len(lengths)))
+    inputs, starts = rows.inputs(), np.append(0, np.cumsum(lengths)[:-1])
+    inputs.columns.values("reward_parts").copy_(torch.tensor(parts.T).flatten())
+    compared = [group_relative(replace(rows, rewards=part), config)[starts] for part in parts]
+    total = np.asarray(PART_WEIGHTS) @ compared
+    over_rows = config.whiten_over == "rows"
+    expected = tokens(rows, whitened(total, config)) if over_rows else whitened(tokens(rows, total), config)
+    found = per_token(Gdpo(config).advantages(inputs), inputs)
+    # What rounding leaves of values that are all 0 is divided by 1e-8.
+    np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-7 if not total.any() else 1e-9)

@@ -9,6 +9,7 @@ from spmdrl.algorithms.algorithm import AlgoConfig, Algorithm
 from spmdrl.algorithms.policy.cispo import Cispo, CispoConfig
 from spmdrl.algorithms.policy.dppo import Dppo, DppoConfig
 from spmdrl.algorithms.policy.dr_grpo import DrGrpoConfig
+from spmdrl.algorithms.policy.gdpo import Gdpo, GdpoConfig
 from spmdrl.algorithms.policy.grpo import Grpo, GrpoConfig, GrpoPaperConfig
 from spmdrl.algorithms.policy.gspo import GspoConfig
 from spmdrl.algorithms.policy.maxrl import MaxRl, MaxRlConfig
@@ -26,6 +27,7 @@ ALGORITHMS: Mapping[type[AlgoConfig], type[Algorithm]] = {
     GrpoPaperConfig: Grpo,
     DrGrpoConfig: Grpo,
     GspoConfig: Grpo,
+    GdpoConfig: Gdpo,
     CispoConfig: Cispo,
     SapoConfig: Sapo,
     DppoConfig: Dppo,

@@ -131,7 +131,8 @@ def build_stages(checked: CheckedRun, run: Run, parts: StageParts) -> Stages:
         with_credit.append(CriticUpdateStage(parts.models[CRITIC].trainer, critic, plan, recorder))
     return Stages(
         generation=_build_generation(checked, run, parts, reward), without_actor=without_actor, with_actor=with_actor,
-        returns=ReturnsStage(critic) if critic else None, advantage=AdvantageStage(recorder), with_credit=with_credit,
+        returns=ReturnsStage(critic) if critic else None,
+        advantage=AdvantageStage(recorder, config.reward.part_weights), with_credit=with_credit,
         update=UpdateStage(parts.models[POLICY].trainer, plan, recorder, parts.shown), timeline=run.logs.timeline,
         at_end=parts.switching.note_memory,
     )  # fmt: skip

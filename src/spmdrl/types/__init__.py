@@ -6,7 +6,7 @@ Shape letters: `B` rows, `T` packed tokens of those rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -244,11 +244,18 @@ class CreditInputs:
     """int64, tokens per row that the model wrote; at least 1"""
     columns: Batch
     """the columns that the algorithm reads, of response tokens those that the model wrote"""
+    part_weights: tuple[float, ...] = (1.0,)
+    """the weight of each reward function in the reward"""
 
     def of_rows(self, index: Tensor) -> CreditInputs:
         """The inputs of some rows only."""
-        columns = self.columns.select(index)
-        return CreditInputs(self.rewards_B[index], self.groups_B[index], self.lengths_B[index], columns)
+        return replace(
+            self,
+            rewards_B=self.rewards_B[index],
+            groups_B=self.groups_B[index],
+            lengths_B=self.lengths_B[index],
+            columns=self.columns.select(index),
+        )
 
 
 @dataclass(frozen=True)

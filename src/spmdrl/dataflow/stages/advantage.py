@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -33,12 +34,15 @@ class AdvantageStage:
 
     state = WorkerState.ADVANTAGE
 
-    def __init__(self, recorder: Recorder):
+    def __init__(self, recorder: Recorder, part_weights: Sequence[float] = (1.0,)):
+        """`part_weights` are those of the reward functions."""
         self.recorder = recorder
+        self.part_weights = tuple(part_weights)
 
     def __call__(self, samples: Samples, credit: Credit) -> None:
         batch = samples.take(self.state)
         rows, inputs = _of_all_ranks(batch, sorted(credit.columns_for_credit()), samples.group_size)
+        inputs = replace(inputs, part_weights=self.part_weights)
         self._report(inputs.rewards_B, inputs.groups_B)
         for name, values in credit.credit_metrics(inputs).items():
             self.recorder.mean(name, float(values.double().mean()))

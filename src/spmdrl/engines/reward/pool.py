@@ -71,6 +71,11 @@ class RewardConfig:
             )
 
     @property
+    def part_weights(self) -> tuple[float, ...]:
+        """The weight of each function."""
+        return self.weights or (1.0,) * len(self.functions)
+
+    @property
     def names(self) -> tuple[str, ...]:
         """The functions' names in `RewardResult.parts` and in metrics."""
         return function_names(self.functions)
@@ -99,7 +104,7 @@ class RewardPool:
     def __init__(self, config: RewardConfig, num_workers: int | None = None):
         self.call_level = config.call_level
         self.names = config.names
-        self._weights = config.weights or (1.0,) * len(config.functions)
+        self._weights = config.part_weights
         self._functions = load_functions(config.functions) if runs_inline(config.isolation) else None
         setup = WorkerSetup(
             section="reward",
