@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import MISSING
 from typing import Any
 
@@ -73,11 +73,30 @@ def _key_lines(key: Key) -> Iterator[str]:
 def _section_lines(section: Key) -> Iterator[str]:
     yield f"{section.name}: a section"
     yield from _wrapped(section.text)
-    for choice, keys in key_groups(section).items():
-        yield from [f"  with {choice}:"] if choice else []
+    for choices, keys in _shown_groups(section).items():
+        yield from [f"  with {choices}:"] if choices else []
         for key in keys:
             yield f"  {key.name} ({'a section' if key.sections else _default_text(key)})"
             yield from _wrapped(key.text, indent="      ")
+
+
+def _shown_groups(section: Key) -> dict[str, list[Key]]:
+    """The keys of a section; those alike in several choices come once, under `key=one, other`, widest groups first."""
+    (_, shared), *own = key_groups(section).items()
+    by_choices: dict[tuple[str, ...], list[Key]] = {}
+    for _, keys in own:
+        for key in keys:
+            choices = tuple(choice for choice, others in own if any(key.is_like(other) for other in others))
+            known = by_choices.setdefault(choices, [])
+            known += [] if any(key.is_like(other) for other in known) else [key]
+    widest_first = sorted(by_choices.items(), key=lambda item: -len(item[0]))
+    return {"": shared} | {_together(choices): keys for choices, keys in widest_first}
+
+
+def _together(choices: Sequence[str]) -> str:
+    """Choices of one tag as one text."""
+    first, *others = choices
+    return ", ".join([first, *(other.partition("=")[2] for other in others)])
 
 
 def _alias_lines(root: type[Any], name: str) -> Iterator[str]:
@@ -109,9 +128,9 @@ def config_page(root: type[Any]) -> Iterator[str]:
 
 def _section_part(section: Key, level: str) -> Iterator[str]:
     yield from ["", f"{level} {section.name}", "", f"{section.text[:1].upper()}{section.text[1:].rstrip('.')}.", ""]
-    groups = key_groups(section)
-    for choice, keys in groups.items():
-        yield from ["", f"With `{choice}`:", ""] if choice and keys else ()
+    groups = _shown_groups(section)
+    for choices, keys in groups.items():
+        yield from ["", f"With `{choices}`:", ""] if choices and keys else ()
         yield from (line for key in keys if not key.sections for line in _key_item(key))
     for key in (key for keys in groups.values() for key in keys if key.sections):
         yield from _section_part(key, level + "#")
