@@ -21,6 +21,7 @@ from tests.support.jobs import ROOT, environment, run_job, tiny_config
 from tests.support.ranks import HOST, rank_environment, run_ranks
 from torch.distributed import PrefixStore, TCPStore
 
+from spmdrl.algorithms.table import ALGORITHMS
 from spmdrl.config.config import Config, load_config
 from spmdrl.config.given import value_leaves
 from spmdrl.config.key_schema import bare, schema, schema_keys
@@ -55,7 +56,9 @@ SETTINGS = (
     ["model.make.family=deepseek_v3"],
     ["rollout.partial_max_rounds=2"],
     ["algo.rollout_is=tis"],
+    ["algo.rollout_is=seq-mask-tis"],
     ["critic={}"],
+    *([f"algo.name={config().name}", "critic={}"] for config in ALGORITHMS),
 )
 
 
