@@ -132,7 +132,7 @@ def test_ctrl_c_is_one_line_and_the_same_command_goes_on(first_run: Path, tmp_pa
         (["train"], "configs/debug/quickstart.yaml"),
         (["train", "configs/debug/quikstart.yaml"], "quickstart.yaml"),
         (["train", QUICKSTART, "model.pth=x"], "did you mean model.path"),
-        (["train", QUICKSTART, "algo.name=ppo"], "grpo"),
+        (["train", QUICKSTART, "algo.name=ppo"], "set critic={}"),
         (["train", QUICKSTART, "resources.device=cuda"], "cuda"),
         (["train", QUICKSTART, "data.train=nowhere.jsonl"], "nowhere.jsonl"),
         (["train", QUICKSTART, "reward.functions=[nowhere.py:fn]"], "nowhere.py"),

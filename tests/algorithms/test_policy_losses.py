@@ -125,3 +125,9 @@ def test_an_exact_copy_of_the_generator_is_never_clipped_and_has_the_policy_grad
         token_loss = algorithm.loss(terms)
         (gradient,) = torch.autograd.grad(token_loss.loss_R.sum(), policy_R)
         np.testing.assert_allclose(gradient.numpy(), -terms.columns["advantages"].numpy(), rtol=1e-12)
+
+
+def test_a_ratio_to_the_generator_is_not_weighed_by_it_once_more():
+    with pytest.raises(ValueError, match="leave algo.rollout_is out, or set algo.anchor to old"):
+        DppoConfig(rollout_is="tis")
+    DppoConfig(rollout_is="tis", anchor="old")

@@ -40,6 +40,14 @@ class DppoConfig(GroupRelativeConfig):
     squared_ratio_coef: Annotated[float, Ge(0)] = 0.0
     """weight of the squared log-ratio to the anchor in each token's loss; prime-rl has 1e-3"""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.rollout_is != "none" and self.anchor == "rollout":
+            raise ValueError(
+                f"algo.rollout_is is {self.rollout_is}, but dppo's ratio is that to the generator already, which would "
+                "count twice; leave algo.rollout_is out, or set algo.anchor to old"
+            )
+
     @property
     def bounds(self) -> tuple[float, float]:
         """The lower and the upper bound."""
