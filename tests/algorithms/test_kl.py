@@ -58,7 +58,14 @@ def test_the_value_is_the_estimate(estimator, gradient):
 
 def test_k1_in_the_loss_is_fine_where_its_gradient_is():
     for gradient in ("importance", "straight_through"):
-        GrpoConfig(kl_coef=0.1, kl_estimator="k1", kl_gradient=gradient)
+        assert "ref_logprobs" in Grpo(
+            GrpoConfig(kl_coef=0.1, kl_estimator="k1", kl_gradient=gradient)
+        ).columns_for_loss(1)
+
+
+def test_a_kl_term_outside_of_the_loss_has_no_gradient_to_choose():
+    with pytest.raises(ValueError, match="leave algo.kl_gradient out, or set algo.kl_in to loss"):
+        GrpoConfig(kl_coef=0.1, kl_in="reward", kl_gradient="importance")
 
 
 def terms(logprobs_R, row_of_token_R, **columns) -> TokenTerms:

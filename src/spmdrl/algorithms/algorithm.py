@@ -72,6 +72,11 @@ class AlgoConfig:
                 "that of the log-prob alone, whose expectation is 0: nothing would be pulled back to the reference; "
                 "set algo.kl_estimator to k3 or k2, algo.kl_in to reward, or algo.kl_gradient to importance"
             )
+        if self.kl_in_credit and self.kl_gradient != "plain":
+            raise ValueError(
+                f"algo.kl_gradient is {self.kl_gradient}, but algo.kl_in is {self.kl_in}, where the KL term has no "
+                "gradient; leave algo.kl_gradient out, or set algo.kl_in to loss"
+            )
         if self.rollout_is != "none":
             correction_rule(self.rollout_is, self.rollout_is_clip, self.rollout_is_sequence)
         elif self.rollout_is_clip is not None:
