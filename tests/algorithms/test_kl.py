@@ -5,9 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.algorithms.random_rows import Rows
 
+from spmdrl.algorithms.actor_critic.ppo import Ppo, PpoConfig
 from spmdrl.algorithms.policy.grpo import Grpo, GrpoConfig
-from spmdrl.algorithms.terms.kl import kl_estimate, kl_loss
+from spmdrl.algorithms.terms.kl import adapted_kl_coef, kl_estimate, kl_loss
 from spmdrl.types import TokenTerms
 
 LOGITS = torch.tensor([0.3, -1.0, 0.8, 0.1], dtype=torch.float64)
@@ -54,6 +58,36 @@ def test_the_value_is_the_estimate(estimator, gradient):
     ratio = (policy - OLD).exp() if gradient == "importance" else 1.0
     found = kl_loss(policy, REFERENCE, OLD, estimator, gradient)
     torch.testing.assert_close(found, ratio * kl_estimate(policy, REFERENCE, estimator), rtol=1e-12, atol=0)
+
+
+@given(st.lists(st.floats(0, 30), max_size=20), st.floats(0.1, 10), st.floats(0.01, 1))
+def test_the_coefficient_follows_its_target_as_in_ziegler(divergences, target, gain):
+    """e_t = clip((KL_t - target) / target, -0.2, 0.2); beta_{t + 1} = beta_t (1 + K e_t)."""
+    errors = [np.clip((divergence - target) / target, -0.2, 0.2) for divergence in divergences]
+    expected, found = 0.15 * np.prod([1 + gain * error for error in errors]), 0.15
+    for divergence in divergences:
+        found = adapted_kl_coef(found, divergence, target=target, gain=gain)
+    assert found == pytest.approx(expected, rel=1e-12)
+
+
+def test_ppo_adapts_its_coefficient_to_the_mean_over_responses_of_their_sums():
+    rows = Rows.drawn([3, 1, 5, 2], seed=4)
+    inputs = rows.inputs()
+    divergence = np.mean([rows.kl(row).sum() for row in range(4)])
+    adaptive = Ppo(PpoConfig(kl_coef=0.2, kl_target=1.1 * divergence, kl_gain=0.5))
+    assert adaptive.adapted_keys == adaptive.adapted(inputs).keys() == {"kl_coef"}
+    assert adaptive.adapted(inputs)["kl_coef"] == pytest.approx(0.2 * (1 + 0.5 * (1 / 1.1 - 1)), rel=1e-12)
+    metrics = adaptive.credit_metrics(inputs)
+    assert float(metrics["kl_per_response"].mean()) == pytest.approx(divergence, rel=1e-12)
+    assert float(metrics["kl_coef"]) == 0.2
+    fixed = Ppo(PpoConfig(kl_coef=0.2))
+    assert not fixed.adapted_keys and not fixed.adapted(inputs) and "kl_coef" not in fixed.credit_metrics(inputs)
+
+
+@pytest.mark.parametrize("keys", [{}, {"kl_coef": 0.1, "kl_in": "loss", "kl_estimator": "k3"}])
+def test_a_target_without_a_kl_term_in_the_reward_is_refused(keys):
+    with pytest.raises(ValueError, match="set algo.kl_coef to the one to begin with and algo.kl_in to reward"):
+        PpoConfig(kl_target=3.0, **keys)
 
 
 def test_k1_in_the_loss_is_fine_where_its_gradient_is():

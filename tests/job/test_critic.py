@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 from tests.support.jobs import ROOT, finished, metrics_of, run_job, tiny_config, untimed
 
 TINY = [
-    "algo={name: ppo, kl_coef: 0.05}", "critic={warmup_steps: 2, clip: 0.5, lam: 0.95, optim: {lr: 1e-3}}",
+    "algo={name: ppo, kl_coef: 0.05, kl_target: 0.02, kl_gain: 0.9}",
+    "critic={warmup_steps: 2, clip: 0.5, lam: 0.95, optim: {lr: 1e-3}}",
     "train.max_steps=4", "train.updates_per_step=2",
 ]  # fmt: skip
 LEARNT = ("critic/loss", "critic/explained_variance", "critic/grad_norm", "critic/lr", "reward")
@@ -56,6 +57,8 @@ def test_the_policy_waits_for_the_critics_warmup_and_is_trained_after_it(whole):
     assert not same_weights(initial, weights_of(whole / "run", 4, "model"))
     assert ["loss" in step for step in metrics] == [False, False, True, True]
     assert all("critic/loss" in step and step["critic/skipped"] == 0 for step in metrics)
+    # As long as the policy is the reference, the KL coefficient falls as fast as it may.
+    assert [step["kl_coef"] for step in metrics] == pytest.approx([0.05 * 0.82**number for number in range(4)])
 
 
 @pytest.mark.ranks

@@ -59,6 +59,7 @@ SETTINGS = (
     ["algo.rollout_is=seq-mask-tis"],
     ["critic={}"],
     *([f"algo.name={config().name}", "critic={}"] for config in ALGORITHMS),
+    ["algo={name: ppo, kl_coef: 0.1}", "critic={}"],
 )
 
 

@@ -142,6 +142,15 @@ class Algorithm(ABC):
             columns.add("ref_logprobs")
         return frozenset(columns)
 
+    @property
+    def adapted_keys(self) -> frozenset[str]:
+        """The keys of its config that `adapted` changes from step to step."""
+        return frozenset()
+
+    def adapted(self, inputs: CreditInputs) -> Mapping[str, float]:
+        """The values of those keys in the next step, by all rows of this one; the same on every rank."""
+        return {}
+
     def needs_signal(self) -> bool:
         """Whether a row whose advantage is 0 has no gradient, so that an update may leave it out."""
         return not self.config.kl_in_loss and self.config.entropy_coef == 0

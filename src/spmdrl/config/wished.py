@@ -103,6 +103,7 @@ _ANSWERS: tuple[tuple[str, str], ...] = (
     ),
     ("kl_loss_type", "set algo.kl_estimator to k1, k2 or k3; verl's low_var_kl is k3"),
     ("init_kl_coef", "set algo.kl_coef"),
+    ("target_kl kl_ctrl", "set algo.kl_target, nats per response, and algo.kl_gain; algo.name=ppo has them"),
     (
         "ref_model sync_ref_model ref",
         "the reference is the model that the run starts from, used where algo.kl_coef > 0",

@@ -27,6 +27,7 @@ from spmdrl.job.start.banner import print_banner
 from spmdrl.job.start.prepared import prepare_together
 from spmdrl.job.start.rank_facts import open_job
 from spmdrl.job.start.start_checks import CheckedRun, check_run
+from spmdrl.job.step_algorithm import StepAlgorithm
 from spmdrl.job.training_step import (
     PromptsOfStep,
     StageParts,
@@ -72,6 +73,7 @@ class Training:
 
     run: Run
     checked: CheckedRun
+    algorithm: StepAlgorithm
     prompts_of_step: PromptsOfStep
     dock: TransferDock
     switching: Switching
@@ -93,7 +95,7 @@ class Training:
 def loop(training: Training) -> None:
     """Rollout, credit, update, until no step remains. Collective over all ranks."""
     run, switching, stages = training.run, training.switching, training.stages
-    algorithm, num_generations = training.checked.algorithm, training.checked.config.rollout.num_generations
+    algorithm, num_generations = training.algorithm, training.checked.config.rollout.num_generations
     training.held_out.before()
     for step in run.remaining_steps():
         prompts, holders = training.prompts_of_step(step)
@@ -108,10 +110,11 @@ def loop(training: Training) -> None:
         training.kept_rollouts.keep(samples)
         for stage in stages.with_actor:
             stage(samples)
-        stages.credit(samples, algorithm)
+        adapted = stages.credit(samples, algorithm.now)
         for stage in stages.with_credit:
             stage(samples)
-        stages.update(samples, algorithm)
+        stages.update(samples, algorithm.now)
+        algorithm.adapt(adapted)
         training.report.write(samples)
         training.report.count(training.dock.close_batch(samples))
         training.held_out.when_due(step)
@@ -130,7 +133,8 @@ def build(checked: CheckedRun, run: Run, stack: ExitStack) -> Training:
     with run.console.doing("starting the generation engine"):
         replica = build_policys_replica(checked, prepared.source, world)
     carried = build_carried(config, replica, run.console)
-    run.resume(saved_state(config.checkpoint, models, carried))
+    algorithm = StepAlgorithm(checked.algorithm, is_main=world.is_main)
+    run.resume(saved_state(config.checkpoint, models, carried, algorithm))
 
     with run.console.doing("starting the rewards"):
         pool = stack.enter_context(RewardPool(config.reward))
@@ -146,6 +150,7 @@ def build(checked: CheckedRun, run: Run, stack: ExitStack) -> Training:
     return Training(
         run=run,
         checked=checked,
+        algorithm=algorithm,
         prompts_of_step=build_prompts_of_step(checked, prompts, carried),
         dock=dock,
         switching=switching,

@@ -24,6 +24,7 @@ class Credit(Protocol):
     def select(self, inputs: CreditInputs) -> Mapping[str, Tensor]: ...
     def credit_metrics(self, inputs: CreditInputs) -> Mapping[str, Tensor]: ...
     def advantages(self, inputs: CreditInputs) -> Tensor: ...
+    def adapted(self, inputs: CreditInputs) -> Mapping[str, float]: ...
 
 
 class AdvantageStage:
@@ -39,7 +40,8 @@ class AdvantageStage:
         self.recorder = recorder
         self.part_weights = tuple(part_weights)
 
-    def __call__(self, samples: Samples, credit: Credit) -> None:
+    def __call__(self, samples: Samples, credit: Credit) -> Mapping[str, float]:
+        """Returns the keys of the algorithm that change with the next step."""
         batch = samples.take(self.state)
         rows, inputs = _of_all_ranks(batch, sorted(credit.columns_for_credit()), samples.group_size)
         inputs = replace(inputs, part_weights=self.part_weights)
@@ -52,6 +54,7 @@ class AdvantageStage:
             own = batch.select(torch.isin(batch.rows, rows[kept]).nonzero().squeeze(1), of_rows)
             samples.put(self.state, _advantages(own, rows[kept], inputs.of_rows(kept), credit))
         samples.commit(self.state)
+        return credit.adapted(inputs)
 
     def _select(self, samples: Samples, left_out: Mapping[str, Tensor], rows: Tensor, own_rows: Tensor) -> Tensor:
         """Drop what the algorithm leaves out of all `rows`; returns the places of the others among them."""

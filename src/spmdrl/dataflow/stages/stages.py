@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -52,13 +52,16 @@ class Stages:
         with self._stage(self._generation.state, samples):
             self._generation(samples)
 
-    def credit(self, samples: Samples, credit: Crediting) -> None:
-        """Turn rewards into returns, where a critic learns them, and advantages. Collective."""
+    def credit(self, samples: Samples, credit: Crediting) -> Mapping[str, float]:
+        """Turn rewards into returns, where a critic learns them, and advantages. Collective.
+
+        Returns the keys of the algorithm that change with the next step.
+        """
         if self._returns is not None:
             with self._stage(self._returns.state, samples):
                 self._returns(samples, credit)
         with self._stage(self._advantage.state, samples):
-            self._advantage(samples, credit)
+            return self._advantage(samples, credit)
 
     def update(self, samples: Samples, learner: Learner) -> None:
         """Train on the batch. Collective."""
