@@ -14,7 +14,7 @@ from tests.support.jobs import ROOT, finished, metrics_of, run_job, tiny_config,
 
 TINY = [
     "algo={name: ppo, kl_coef: 0.05, kl_target: 0.02, kl_gain: 0.9}",
-    "critic={warmup_steps: 2, clip: 0.5, lam: 0.95, optim: {lr: 1e-3}}",
+    "critic={warmup_steps: 2, clip: 0.5, lam: 0.95, truncation: bootstrap, optim: {lr: 1e-3}}",
     "train.max_steps=4", "train.updates_per_step=2",
 ]  # fmt: skip
 LEARNT = ("critic/loss", "critic/explained_variance", "critic/grad_norm", "critic/lr", "reward")

@@ -16,6 +16,7 @@ from spmdrl.dataflow.samples.dock import TransferDock
 from spmdrl.dataflow.samples.rounds import RoundRules
 from spmdrl.dataflow.stages.advantage import AdvantageStage
 from spmdrl.dataflow.stages.critic.critic_update import CriticUpdateStage
+from spmdrl.dataflow.stages.critic.cut_values import CutValueStage
 from spmdrl.dataflow.stages.critic.returns import ReturnsStage
 from spmdrl.dataflow.stages.inference import ScoreStage
 from spmdrl.dataflow.stages.reward import RewardStage
@@ -112,16 +113,16 @@ class StageParts:
 
 def build_stages(checked: CheckedRun, run: Run, parts: StageParts) -> Stages:
     """The worker states that make the algorithm's columns."""
-    config, recorder = checked.config, run.logs.recorder
+    config, critic, recorder = checked.config, checked.config.critic, run.logs.recorder
     reward = RewardStage(parts.pool, config.reward, parts.tokenizer.decode, recorder)
     without_actor: list[RewardStage | ScoreStage] = [reward]
     with_actor: list[ScoreStage] = []
     for state in checked.needs:
         if state.work == "score" and (role := state.role) is not None:
             present = partial(parts.switching.present, role)
-            stage = ScoreStage(state, parts.models[role].trainer, present)
+            kind = CutValueStage if role is CRITIC and critic is not None and critic.bootstraps else ScoreStage
+            stage = kind(state, parts.models[role].trainer, present)
             (with_actor if role.presence == "training" else without_actor).append(stage)
-    critic = config.critic
     plan = UpdatePlan(
         config.train.epochs_per_step, config.train.updates_per_step, config.rollout.max_completion_length,
         config.train.skip_zero_advantage, agreement_of(config), first_step=critic.warmup_steps + 1 if critic else 1,

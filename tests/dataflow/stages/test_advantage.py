@@ -171,12 +171,11 @@ def share_of_digits(completions, **columns):
 
 
 @pytest.mark.ranks
-def test_a_jobs_rows_without_a_reward_are_counted_alike_by_the_algorithm_and_by_the_dock(tmp_path):
+@pytest.mark.parametrize("settings", [["algo.kl_coef=0.1", "algo.kl_in=advantage"], ["algo.name=ppo", "critic={}"]])
+def test_a_jobs_rows_without_a_reward_are_counted_alike_by_the_algorithm_and_by_the_dock(tmp_path, settings):
     config = tiny_config(tmp_path)
     (tmp_path / "reward.py").write_text(LEAVES_OUT)
-    finished(
-        run_job("train", config, f"run.dir={tmp_path / 'run'}", "algo.kl_coef=0.1", "algo.kl_in=advantage", ranks=2)
-    )
+    finished(run_job("train", config, f"run.dir={tmp_path / 'run'}", *settings, ranks=2))
     steps = metrics_of(tmp_path / "run")
     assert len(steps) == 3
     for step in steps:

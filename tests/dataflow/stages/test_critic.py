@@ -15,7 +15,9 @@ from tests.support.ranks import run_ranks
 from spmdrl.algorithms.policy.grpo import Grpo, GrpoConfig
 from spmdrl.dataflow.stages.critic.critic_config import CriticConfig
 from spmdrl.dataflow.stages.critic.critic_update import CriticUpdateStage, ValueLoss, explained_variance
+from spmdrl.dataflow.stages.critic.cut_values import CutValueStage
 from spmdrl.dataflow.stages.critic.returns import ReturnsStage, lambda_returns
+from spmdrl.dataflow.stages.inference import ScoreStage
 from spmdrl.dataflow.stages.rows import token_rows
 from spmdrl.dataflow.stages.update import UpdatePlan
 from spmdrl.engines.models.making.make_model import RandomWeights
@@ -26,7 +28,7 @@ from spmdrl.resources.collectives import gather_bytes
 from spmdrl.resources.layout import UpdateLayout, fit_update_layout
 from spmdrl.resources.mesh import build_update_mesh
 from spmdrl.resources.world import World
-from spmdrl.types import Batch
+from spmdrl.types import Batch, WorkerState
 
 # 12 can be cut in two.
 MODEL = replace(CONFIG, intermediate_size=12).with_value_head()
@@ -147,19 +149,23 @@ def test_a_tokens_return_is_its_rows_reward_discounted_by_the_tokens_after_it():
     assert monte_carlo_returns([0.5], [3], gamma=0.0).tolist() == [0, 0, 0.5]
 
 
+@pytest.mark.parametrize("bootstraps", [False, True])
 @given(st.lists(st.integers(1, 7), max_size=6), st.integers(0, 99), st.floats(0, 1), st.floats(0, 1))
-def test_lambda_returns_less_values_are_sums_of_temporal_differences(lengths, seed, gamma, lam):
+def test_lambda_returns_less_values_are_sums_of_temporal_differences(bootstraps, lengths, seed, gamma, lam):
     """A_t = sum over l of (gamma lambda)^l delta_{t + l}, delta_t = r_t + gamma V_{t + 1} - V_t (arXiv:1506.02438)."""
     rng = np.random.default_rng(seed)
     rows = [rng.normal(size=(2, length)) for length in lengths]
+    ends = rng.normal(size=len(lengths)) * bootstraps
     expected = []
-    for rewards, values in rows:
-        deltas = rewards + gamma * np.append(values[1:], 0) - values
+    for (rewards, values), end in zip(rows, ends, strict=True):
+        deltas = rewards + gamma * np.append(values[1:], end) - values
         for place in range(len(deltas)):
             powers = (gamma * lam) ** np.arange(len(deltas) - place)
             expected.append((powers * deltas[place:]).sum() + values[place])
     rewards_R, values_R = (torch.tensor(np.concatenate([row[n] for row in rows] or [[]])) for n in range(2))
-    found = lambda_returns(rewards_R, values_R, torch.tensor(lengths, dtype=torch.int64), gamma=gamma, lam=lam)
+    end_values_B = torch.tensor(ends) if bootstraps else None
+    lengths_B = torch.tensor(lengths, dtype=torch.int64)
+    found = lambda_returns(rewards_R, values_R, lengths_B, gamma=gamma, lam=lam, end_values_B=end_values_B)
     np.testing.assert_allclose(found.numpy(), expected, rtol=1e-12, atol=1e-12)
 
 
@@ -178,8 +184,43 @@ def test_what_an_environment_wrote_has_no_return_and_discounts_none():
     batch.put_dense("reward", torch.tensor([8.0, float("nan"), 4.0]))
     samples = Rewarded(batch)
     ReturnsStage(CriticConfig(gamma=0.5))(samples, Grpo(GrpoConfig()))
-    assert samples.columns.rows.tolist() == [0, 2]
-    assert samples.columns.to_lists("returns") == [[4.0, 0.0, 0.0, 8.0], [1.0, 2.0, 4.0]]
+    first, unrated, third = samples.columns.to_lists("returns")
+    assert (first, third) == ([4.0, 0.0, 0.0, 8.0], [1.0, 2.0, 4.0])
+    assert np.isnan(unrated).all(), "not missing, as advantages may wait for them"
+
+
+def values_of_cut_rows(world: World, layout: UpdateLayout) -> None:
+    """Against an engine that rates whole rows, of which the cut ones are the ones that it sees."""
+    mesh = build_update_mesh(fit_update_layout(layout, world.size), world.device, world.rank)
+    by_token, by_row = (
+        TrainingEngine(
+            MODEL, TrainingConfig(max_tokens_per_microbatch=16), OPTIM, mesh, world.device, rating=rating,
+            compute_dtype=torch.float32, frozen=True,
+        ) for rating in ("token_values", "row_values")
+    )  # fmt: skip
+    for engine in (by_token, by_row):
+        engine.load(RandomWeights(MODEL, seed=0))
+    batch = rows_of_step().select(range(len(LENGTHS)), ["prompt_ids", "response_ids"])
+    # An environment wrote the end of row 0, the middle of row 2 and the end of row 5.
+    turns = [[1, 1, 0, 0], [1], [1, 0, 0, 2, 2, 2], [1, 1, 1], [1] * 5, [1, 0]]
+    batch.put_lists("turns", turns, torch.int16)
+    batch.put_dense("finished", torch.tensor([0, 1, 0, 1, 0, 1], dtype=torch.int32))
+    samples = Rewarded(batch)
+    CutValueStage(WorkerState.VALUES, by_token)(samples)
+    cut, plain = samples.columns, Rewarded(batch)
+    ScoreStage(WorkerState.VALUES, by_token)(plain)
+    torch.testing.assert_close(cut.values("values").cpu(), plain.columns.values("values").cpu())
+    whole_B = by_row.values(token_rows(batch, MODEL)).cpu().where(batch.dense("finished") == 0, 0.0)
+    torch.testing.assert_close(cut.dense("end_value").cpu(), whole_B)
+    assert (whole_B != 0).sum() == 3
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("num_ranks", "layout"), [(1, UpdateLayout()), (2, UpdateLayout(context=2)), (2, UpdateLayout(pipeline=2))]
+)
+def test_a_response_that_was_cut_has_the_value_of_the_state_behind_its_last_token(num_ranks, layout):
+    run_ranks(num_ranks, values_of_cut_rows, layout)
 
 
 def test_equal_returns_have_no_variance_to_explain():

@@ -49,6 +49,7 @@ def _per_response_token(name: str, dtype: torch.dtype, made_by: WorkerState, nee
 
 
 _TOKENS = "prompt_ids response_ids"
+END_VALUE = "end_value"
 
 # Token ids are int32, half the bytes of what engines index with: no vocabulary has 2^31 tokens.
 RULES: tuple[ColumnRule, ...] = (
@@ -68,6 +69,8 @@ RULES: tuple[ColumnRule, ...] = (
     _per_response_token("old_logprobs", torch.float32, WorkerState.OLD_LOGPROBS, _TOKENS),
     _per_response_token("advantages", torch.float32, WorkerState.ADVANTAGE, "reward response_ids"),
     _per_response_token("values", torch.float32, WorkerState.VALUES, _TOKENS),
+    # Of the state behind a response that was cut, 0 behind others; with critic.truncation bootstrap.
+    replace(_rule(END_VALUE, torch.float32, WorkerState.VALUES, _TOKENS), is_always_made=False),
     _per_response_token("returns", torch.float32, WorkerState.RETURNS, "reward response_ids"),
     # The turn in which the model wrote a token, from 1, or 0 where an environment wrote it; only with an environment.
     replace(_per_response_token("turns", torch.int16, WorkerState.GENERATION, "prompt_ids"), is_always_made=False),
@@ -90,8 +93,8 @@ def rule_of(name: str) -> ColumnRule:
 
 
 def column_of(state: WorkerState) -> str:
-    """The column that `state`, which makes only one, makes."""
-    (name,) = (rule.name for rule in RULES if rule.made_by is state)
+    """The one column that `state` always makes."""
+    (name,) = (rule.name for rule in RULES if rule.made_by is state and rule.is_always_made)
     return name
 
 

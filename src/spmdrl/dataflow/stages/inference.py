@@ -35,12 +35,16 @@ class ScoreStage:
     def __call__(self, samples: Samples) -> None:
         batch = samples.take(self.state)
         with self.presence():
-            found_R = self._rate(token_rows(batch, self.engine.config))
-        scored = Batch(batch.rows)
-        found = ModelTokens.of(batch).spread(found_R)
-        scored.put_ragged(self.column, found, batch.offsets("response_ids"))
+            scored = self._scored(batch)
         samples.put(self.state, scored)
         samples.commit(self.state)
+
+    def _scored(self, batch: Batch) -> Batch:
+        """The columns of these rows. Collective over the mesh."""
+        scored = Batch(batch.rows)
+        found = ModelTokens.of(batch).spread(self._rate(token_rows(batch, self.engine.config)))
+        scored.put_ragged(self.column, found, batch.offsets("response_ids"))
+        return scored
 
     def _rate(self, rows: TokenRows) -> Tensor:
         """What the model's head gives for each response token [R], on the device. Collective over the mesh."""

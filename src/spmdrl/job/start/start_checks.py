@@ -171,6 +171,7 @@ def states_of(config: Config, algorithm: Algorithm) -> dict[WorkerState, frozens
     of_rows = {state: turns for state in WorkerState if state.work == "score" or state is WorkerState.RETURNS}
     of_rows[WorkerState.OLD_LOGPROBS] = turns | replayed
     if config.critic is not None:
+        of_rows[WorkerState.VALUES] = turns | ({"finished"} if config.critic.bootstraps else set())
         of_rows[WorkerState.RETURNS] = turns | algorithm.columns_for_returns() | config.critic.columns_for_returns
     # The critic learns from the rows that the algorithm keeps, so it waits for their advantages.
     of_critic = {"values", "returns", "advantages", *turns}

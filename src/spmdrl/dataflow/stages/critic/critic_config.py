@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Literal
 
 from annotated_types import Ge, Interval
 
+from spmdrl.dataflow.samples.schema import END_VALUE
 from spmdrl.engines.training.update.optimizer import OptimConfig
 
 
@@ -27,13 +28,21 @@ class CriticConfig:
     lam: Annotated[float, Interval(ge=0, le=1)] = 1.0
     """lambda of the returns that values are drawn to, and of generalized advantage estimates (arXiv:1506.02438); 1: the
     whole return of the response; 0: the reward and the value of the next token"""
+    truncation: Literal["terminal", "bootstrap"] = "terminal"
+    """what follows a response that was cut by its length; terminal: nothing, as behind one that ended by itself;
+    bootstrap: the critic's value of the state behind its last token"""
     clip: Annotated[float, Interval(gt=0, lt=math.inf)] | None = None
     """bound on how far an update may move a value from what it was before, in the value loss; null: none"""
 
     @property
     def columns_for_returns(self) -> frozenset[str]:
         """What returns are made of beside rewards."""
-        return frozenset({"values"} if self.lam < 1 else ())
+        return frozenset({"values"} if self.lam < 1 else ()) | ({END_VALUE} if self.bootstraps else frozenset())
+
+    @property
+    def bootstraps(self) -> bool:
+        """Whether cut responses are followed by a value."""
+        return self.truncation == "bootstrap"
 
     def __post_init__(self) -> None:
         if self.path is not None and not self.path.strip():

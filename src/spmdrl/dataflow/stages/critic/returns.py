@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.dataflow.samples.dock import Samples
+from spmdrl.dataflow.samples.schema import END_VALUE
 from spmdrl.dataflow.stages.critic.critic_config import CriticConfig
 from spmdrl.dataflow.stages.rows import ModelTokens, credit_inputs
 from spmdrl.types import Batch, CreditInputs, WorkerState
@@ -33,32 +34,33 @@ class ReturnsStage:
 
     def __call__(self, samples: Samples, rewarding: Rewarding) -> None:
         batch = samples.take(self.state)
-        # Rows without a reward get no return; the advantage state drops them.
-        rated = batch.select((~batch.dense("reward").isnan()).nonzero().squeeze(1))
         names = sorted({*rewarding.columns_for_returns(), *self.config.columns_for_returns})
-        inputs = credit_inputs(rated, names, samples.group_size)
+        inputs = credit_inputs(batch, names, samples.group_size)
         values_R = inputs.columns.values("values") if "values" in names else None
-        returns_R = lambda_returns(
-            rewarding.token_rewards(inputs), values_R, inputs.lengths_B, gamma=self.config.gamma, lam=self.config.lam
-        )
-        out = Batch(rated.rows)
-        out.put_ragged("returns", ModelTokens.of(rated).spread(returns_R.float()), rated.offsets("response_ids"))
+        ends_B = inputs.columns.dense(END_VALUE) if self.config.bootstraps else None
+        rewards_R, gamma, lam = rewarding.token_rewards(inputs), self.config.gamma, self.config.lam
+        returns_R = lambda_returns(rewards_R, values_R, inputs.lengths_B, gamma=gamma, lam=lam, end_values_B=ends_B)
+        # The returns of a row without a reward are NaN; the advantage state, which may wait for them, drops it.
+        out = Batch(batch.rows)
+        out.put_ragged("returns", ModelTokens.of(batch).spread(returns_R.float()), batch.offsets("response_ids"))
         samples.put(self.state, out)
         samples.commit(self.state)
 
 
 def lambda_returns(
-    rewards_R: Tensor, values_R: Tensor | None, lengths_B: Tensor, *, gamma: float, lam: float
-) -> Tensor:
+    rewards_R: Tensor, values_R: Tensor | None, lengths_B: Tensor, *,
+    gamma: float, lam: float, end_values_B: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """The lambda-return of each token [R], in float64 (Sutton and Barto, Eq. 12.3, in its recursive form).
 
-    G_t = r_t + gamma ((1 - lam) V_{t+1} + lam G_{t+1}); behind a row's last token both are 0. With lam 1 it is the
+    G_t = r_t + gamma ((1 - lam) V_{t+1} + lam G_{t+1}); behind a row's last token both are `end_values_B`, or 0. With
+    lam 1 it is the
     Monte-Carlo return, which needs no values. G - V is the generalized advantage estimate (arXiv:1506.02438, Eq. 16).
     The next token is the next that the model wrote: what an environment wrote in between counts for nothing.
     """
     returns_R, ends_B = torch.empty_like(rewards_R, dtype=torch.float64), lengths_B.cumsum(0)
-    next_B = torch.zeros(len(lengths_B), dtype=torch.float64)
-    next_value_B = torch.zeros_like(next_B)
+    next_B = torch.zeros(len(lengths_B), dtype=torch.float64) if end_values_B is None else end_values_B.double()
+    next_value_B = next_B.clone()
     for num_after in range(int(lengths_B.max()) if len(lengths_B) else 0):
         rows = (lengths_B > num_after).nonzero().squeeze(1)
         places = ends_B[rows] - 1 - num_after
