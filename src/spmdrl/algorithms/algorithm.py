@@ -123,6 +123,11 @@ class Algorithm(ABC):
         """The fewest responses per prompt that its advantages can be made from."""
         return 1
 
+    @property
+    def unit_size(self) -> int:
+        """How many rows the loss takes together, all that `select` leaves of a prompt; 1: each by itself."""
+        return 1
+
     def columns_for_credit(self) -> frozenset[str]:
         """Columns that `advantages` needs beside the reward."""
         return frozenset({"ref_logprobs", "rollout_logprobs"} if self.config.kl_in_credit else ())

@@ -40,7 +40,7 @@ from spmdrl.job.start.prepared import Prepared
 from spmdrl.job.start.start_checks import CheckedRun, agreement_of
 from spmdrl.observability.terminal.console import Console
 from spmdrl.resources.world import World
-from spmdrl.types.roles import CRITIC, POLICY
+from spmdrl.types.roles import CRITIC, POLICY, WorkerState
 
 PromptsOfStep = Callable[[int], tuple[Sequence[Prompt], Sequence[int]]]
 """The prompts of a step, and the ranks that go on with the first of them, where earlier steps began these."""
@@ -94,7 +94,11 @@ def build_dock(checked: CheckedRun, policy: RoleModel, replica: Replica, world: 
     config, device = checked.config, world.device.torch_device
     row_groups = groups_of_training(policy.trainer.mesh, device) | groups_of_generation(replica.mesh, device)
     cost = row_cost_of(policy.source.decoder)
-    return TransferDock(world, checked.needs, config.dock, seed=config.seed, cost=cost, row_groups=row_groups)
+    whole_groups = [WorkerState.UPDATE] if checked.algorithm.unit_size > 1 else []
+    return TransferDock(
+        world, checked.needs, config.dock,
+        seed=config.seed, cost=cost, row_groups=row_groups, whole_groups=whole_groups,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -274,7 +274,7 @@ class TokenTerms:
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """A loss per token, not yet weighted, and metrics: name -> values per token."""
+    """A loss per token, not yet weighted, and metrics: name -> values, per token or of what else they're means over."""
 
     loss_R: Tensor
     metrics: dict[str, Tensor]

@@ -280,3 +280,18 @@ def test_without_locality_groups_go_to_any_rank():
 def test_groups_without_a_taker_at_home_go_to_the_node_with_the_fewest_groups():
     shares = deal_groups(np.array([0, 0, 5, 5]), np.array([9, 1, 1, 1]), nodes_of(2, 2), seed=0, step=0)
     assert [share.tolist() for share in shares] == [[0, 1], [2, 3]]
+
+
+@given(problems(), st.booleans(), st.integers(0, 99), st.data())
+def test_what_is_left_of_a_group_goes_to_one_taker(problem, locality, seed, data):
+    loads, takers = problem
+    places = [place for place in range(loads.rows.size) if data.draw(st.booleans())]
+    left = RowLoads(*(values[places] for values in (loads.rows, loads.homes, loads.costs, loads.lengths)))
+    shares = assign_rows(left, takers, seed=seed, step=1, locality=locality, group_size=GROUP_SIZE)
+    assert sorted(row for share in shares for row in share) == left.rows.tolist()
+    assert all((np.diff(share) > 0).all() for share in shares)
+    owners = [{row // GROUP_SIZE for row in share.tolist()} for share in shares]
+    assert sum(map(len, owners)) == len(set().union(*owners)), "a group is with one taker"
+    heaviest = max((sum(loads.costs[share]) for share in shares), default=0)
+    of_groups = np.bincount(left.rows // GROUP_SIZE, weights=left.costs) if places else np.zeros(1)
+    assert heaviest <= left.costs.sum() / len(takers) * ALLOWED + of_groups.max()

@@ -65,12 +65,12 @@ TURN_LISTS = st.lists(
 @given(TURN_LISTS, st.sampled_from(CONFIGS), st.integers(0, 99))
 @settings(max_examples=150, deadline=None)
 def test_what_an_environment_inserts_changes_no_loss_gradient_or_metric(device, turns, config, seed):
-    results = []
+    results, learner = [], build_algorithm(config)
+    turns = turns * learner.unit_size
     for rows in (turns, [[turn for turn in row if turn] for row in turns]):
         batch, logprobs_R = rows_of(rows, seed)
         tokens = ModelTokens.of(batch)
         scope = LossScope(int(tokens.lengths_B.sum()), len(batch), 16)
-        learner = build_algorithm(config)
         weights = tokens.spread(learner.token_weights(tokens.lengths_B, scope).float())
         batch.put_ragged("weights", weights, batch.offsets(TURNS))
         packed = token_rows(batch, MODEL, [*COLUMNS, "versions", "weights"])

@@ -41,7 +41,8 @@ class TransferDock:
 
     As a context manager it leaves in order, or without waiting after an error.
     `needs_by_state` names the columns that each worker state of the run reads, the update's included; `cost` is what
-    ranks get equal shares of; `row_groups` names the states in which ranks work on the same rows.
+    ranks get equal shares of; `row_groups` names the states in which ranks work on the same rows, `whole_groups` those
+    in which a rank gets all rows that are left of a prompt.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class TransferDock:
         seed: int = 0,
         cost: RowCost = TOKENS,
         row_groups: Mapping[WorkerState, RowGroups] | None = None,
+        whole_groups: Iterable[WorkerState] = (),
     ):
         if WorkerState.UPDATE not in needs_by_state:
             raise ValueError("the dock's states lack the update, so no row could ever be trained; add what it reads")
@@ -66,7 +68,7 @@ class TransferDock:
                 locality=config.locality, plain_tcp=config.network == "tcp",
             )
         )  # fmt: skip
-        rules = DealRules(world.launch, seed, cost, config.locality, row_groups or {})
+        rules = DealRules(world.launch, seed, cost, config.locality, row_groups or {}, frozenset(whole_groups))
         self._parts = DockParts(world, needs, rules, warehouse, payload, volume)
         self._open: Samples | None = None
 

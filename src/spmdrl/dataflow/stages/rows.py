@@ -102,7 +102,9 @@ def mini_batch_of_rows(batch: Batch, samples: Samples, num_parts: int) -> Tensor
     return place_B * num_parts // len(groups)
 
 
-def token_rows(batch: Batch, model: DecoderConfig, response_columns: Iterable[str] = ()) -> TokenRows:
+def token_rows(
+    batch: Batch, model: DecoderConfig, response_columns: Iterable[str] = (), *, unit_size: int = 1
+) -> TokenRows:
     """Prompt and response of each row as one run, with the named columns for each response token of the model.
 
     Where the batch has the experts of its tokens, the rows have them too, as `model` uses them.
@@ -115,7 +117,8 @@ def token_rows(batch: Batch, model: DecoderConfig, response_columns: Iterable[st
         experts_TLC = experts_of_rows(batch.values(ROUTED_EXPERTS), offsets.diff(), model)
     # The dock's token ids are int32; embeddings and losses index with int64.
     is_model_T = _written_by_model(batch, offsets, model_tokens)
-    return TokenRows(tokens_T.long(), offsets, batch.lengths("prompt_ids"), response, experts_TLC, is_model_T)
+    prompt_lengths_B = batch.lengths("prompt_ids")
+    return TokenRows(tokens_T.long(), offsets, prompt_lengths_B, response, experts_TLC, is_model_T, unit_size)
 
 
 def _written_by_model(batch: Batch, offsets: Tensor, model_tokens: ModelTokens) -> Tensor | None:

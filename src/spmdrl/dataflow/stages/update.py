@@ -35,6 +35,8 @@ _MEASURED_COLUMNS = frozenset({"rollout_logprobs", "versions"})
 class Learner(Protocol):
     """The part of an algorithm that this state calls."""
 
+    @property
+    def unit_size(self) -> int: ...
     def columns_for_loss(self, num_updates: int) -> frozenset[str]: ...
     def loss(self, terms: TokenTerms) -> TokenLoss: ...
     def token_weights(self, lengths_B: Tensor, scope: LossScope) -> Tensor: ...
@@ -116,7 +118,7 @@ class UpdateStage:
         if self.plan.skip_zero_advantage and learner.needs_signal() and num_with_signal > 0:
             batch = batch.select(has_signal_B.nonzero().squeeze(1))
         self.recorder.total("update/rows", len(batch) if self._is_first_of_copy else 0)
-        rows = token_rows(batch, self.engine.config, [*columns, "weights", SHOWN])
+        rows = token_rows(batch, self.engine.config, [*columns, "weights", SHOWN], unit_size=learner.unit_size)
         result = self.engine.update(rows, loss)
         self._report(result)
         return result
@@ -184,8 +186,10 @@ class PolicyLoss:
         columns = micro.response
         terms = TokenTerms(scores.logprobs_R, scores.entropy_R, columns, micro.row_of_response_R, micro.num_rows)
         token_loss = self.learner.loss(terms)
-        count = torch.tensor(float(scores.logprobs_R.numel()))
-        metrics = {name: (values_R.detach().sum(), count) for name, values_R in token_loss.metrics.items()}
+        metrics = {
+            name: (values.detach().sum(), torch.tensor(float(values.numel())))
+            for name, values in token_loss.metrics.items()
+        }
         weighted = (token_loss.loss_R * columns["weights"]).sum()
         if self.old == "unknown":
             return LossTerms(weighted, metrics)

@@ -242,13 +242,15 @@ class TrainingEngine:
         return self.mesh.data.sum(torch.tensor(counts)).tolist()
 
     def _plan(self, rows: TokenRows) -> list[list[int]]:
+        size = rows.unit_size
         # Context ranks share each row's tokens, so together they have that many times the budget.
-        return plan_microbatches(
-            rows.lengths_B.tolist(),
+        units = plan_microbatches(
+            rows.lengths_B.view(-1, size).sum(1).tolist(),
             max_tokens=self.training.tokens_per_microbatch(self.device) * self.mesh.context.size,
             cost=self._row_cost,
             agree=lambda count: int(self.mesh.data.max(torch.tensor([count]))),
         )
+        return [[unit * size + place for unit in members for place in range(size)] for members in units]
 
     def _ratings(
         self, action: str, rows: TokenRows, *, temperature: float | None = None

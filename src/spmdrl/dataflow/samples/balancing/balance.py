@@ -44,6 +44,14 @@ class RowLoads:
     costs: Integers
     lengths: Integers
 
+    def of_groups(self, group_size: int) -> RowLoads:
+        """The same by the number of the group that rows belong to: what all rows of a group, with one home, cost."""
+        groups, first, group_B = np.unique(self.rows // group_size, return_index=True, return_inverse=True)
+        costs, lengths = np.zeros_like(groups), np.zeros_like(groups)
+        np.add.at(costs, group_B, self.costs)
+        np.add.at(lengths, group_B, self.lengths)
+        return RowLoads(groups, self.homes[first], costs, lengths)
+
 
 def assign_rows(
     loads: RowLoads,
@@ -52,6 +60,7 @@ def assign_rows(
     seed: int,
     step: int,
     locality: bool = True,
+    group_size: int = 1,
 ) -> list[Integers]:
     """Deal rows over takers, each row once; returns ascending rows per taker, in the order of `takers`.
 
@@ -59,9 +68,15 @@ def assign_rows(
     it, and mostly where some do. Under this condition little leaves its node: its surplus over what its takers may
     carry, which no deal can avoid, rounded up to whole rows; and what has no taker at home. Without `locality`, homes
     don't count. (seed, step) decides between equal takers, so that no rank always gets the longest row.
+
+    With a `group_size`, a taker gets all rows of a group, each with so many row numbers, that there are.
     """
     if not takers:
         raise ValueError(f"{loads.rows.size} rows have no taker; name at least one rank that takes them")
+    if group_size > 1:
+        dealt = assign_rows(loads.of_groups(group_size), takers, seed=seed, step=step, locality=locality)
+        rows = np.sort(loads.rows)
+        return [rows[np.isin(rows // group_size, groups)] for groups in dealt]
     if not loads.rows.size:
         return [loads.rows] * len(takers)
     if not locality:

@@ -68,6 +68,8 @@ class DealRules:
     locality: bool = True
     row_groups: Mapping[WorkerState, RowGroups] = field(default_factory=dict)
     """in which states ranks work on the same rows; in others, each rank works on its own"""
+    whole_groups: frozenset[WorkerState] = frozenset()
+    """the states in which one rank takes all rows that are left of a group"""
 
     def takers(self, state: WorkerState) -> list[Taker]:
         """The ranks that take rows for a state, with their nodes."""
@@ -111,7 +113,7 @@ class Dealer:
         self._rules = rules
         self._step = step
         self._group_size = group_size
-        self._deals: dict[tuple[Taker, ...], _Deal] = {}
+        self._deals: dict[tuple[int, tuple[Taker, ...]], _Deal] = {}
         self._carried: list[Integers] | None = None
 
     def deal_homes(self, lengths_G: Integers, holders: Sequence[int]) -> Integers:
@@ -158,7 +160,8 @@ class Dealer:
         if len(takers) == 1:
             return {takers[0].rank: rows}
         lengths = (catalogue.lengths("prompt_ids").clip(min=0) + catalogue.lengths("response_ids").clip(min=0))[rows]
-        known = self._deals.get(tuple(takers))
+        size = self._group_size if state in self._rules.whole_groups else 1
+        known = self._deals.get((size, tuple(takers)))
         # States that take the same rows get the same shares, and a large batch takes a second to deal.
         if known is not None and np.array_equal(known.rows, rows) and np.array_equal(known.lengths, lengths):
             return known.shares
@@ -168,10 +171,11 @@ class Dealer:
         dealt = assign_rows(
             RowLoads(rows, catalogue.homes[rows], costs, lengths),
             takers,
+            group_size=size,
             seed=self._rules.seed,
             step=self._step,
             locality=self._rules.locality,
         )
         shares = {taker.rank: mine for taker, mine in zip(takers, dealt, strict=True)}
-        self._deals[tuple(takers)] = _Deal(rows, lengths, shares)
+        self._deals[size, tuple(takers)] = _Deal(rows, lengths, shares)
         return shares

@@ -38,6 +38,8 @@ class TokenRows:
     """Experts that each token is to use in each sparse layer, -1 where the router chooses."""
     is_model_T: Tensor | None = None
     """bool: which tokens the model wrote, where an environment wrote others behind the prompt; None: all behind it."""
+    unit_size: int = 1
+    """So many consecutive rows go through the model in one micro-batch, as a loss needs that takes them together."""
 
     def __post_init__(self) -> None:
         num_rows, num_tokens = self.offsets.numel() - 1, self.tokens_T.numel()
@@ -47,6 +49,8 @@ class TokenRows:
                 f"{self.prompt_lengths_B.numel()} prompt lengths don't describe the same rows; "
                 "offsets start at 0, end at the number of tokens and number one more than the rows"
             )
+        if num_rows % self.unit_size:
+            raise ValueError(f"{num_rows} rows can't be taken {self.unit_size} at a time; leave none of a unit out")
         wrong = (self.prompt_lengths_B < 1) | (self.prompt_lengths_B > self.lengths_B)
         if bool(wrong.any()):
             row = int(wrong.nonzero()[0])
@@ -100,7 +104,7 @@ class TokenRows:
         return torch.arange(int(bounds[-1])) + shift_B.repeat_interleave(bounds.diff())
 
     def select(self, rows: Sequence[int]) -> TokenRows:
-        """Copy the rows at these positions, in that order."""
+        """Copy the rows at these positions, whole units, in that order."""
         index = torch.as_tensor(rows, dtype=torch.int64)
         tokens_T, offsets = gather_ragged_rows(self.tokens_T, self.offsets, index)
         bounds = self.response_offsets
@@ -115,6 +119,7 @@ class TokenRows:
             is_model_T=(
                 None if self.is_model_T is None else gather_ragged_rows(self.is_model_T, self.offsets, index)[0]
             ),
+            unit_size=self.unit_size,
         )
 
     def response_index(self, rows: Sequence[int]) -> Tensor:
