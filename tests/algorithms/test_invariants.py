@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tests.algorithms.random_rows import MAX_LENGTH, Rows, packed, per_token
 
@@ -44,6 +44,14 @@ def scope_of(rows: Rows) -> LossScope:
     return LossScope(sum(rows.lengths), len(rows.lengths), MAX_LENGTH)
 
 
+def kept(algorithm: Algorithm, rows: Rows) -> Rows:
+    """The rows that the algorithm trains on."""
+    left_out_B = torch.stack([*algorithm.select(rows.inputs()).values()]).any(0)
+    left = picked(rows, (~left_out_B).nonzero().flatten().tolist())
+    assume(left.lengths)
+    return left
+
+
 def picked(rows: Rows, places: list[int]) -> Rows:
     lists = {
         name: [getattr(rows, name)[place] for place in places]
@@ -56,10 +64,12 @@ def picked(rows: Rows, places: list[int]) -> Rows:
 @given(LENGTHS, st.integers(0, 999), st.data())
 @settings(max_examples=10)
 def test_a_batch_cut_into_any_parts_has_one_loss_and_one_gradient(algorithm, lengths, seed, data):
-    rows = Rows.drawn(lengths, seed)
+    rows = kept(algorithm, Rows.drawn(lengths, seed))
+    lengths, size = rows.lengths, algorithm.unit_size
     advantages = advantages_of(algorithm, rows.inputs())
-    part_B = data.draw(st.lists(st.integers(0, 2), min_size=len(lengths), max_size=len(lengths)))
-    parts = [[row for row, of in enumerate(part_B) if of == part] for part in range(3)]
+    num_units = len(lengths) // size
+    part_of_unit = data.draw(st.lists(st.integers(0, 2), min_size=num_units, max_size=num_units))
+    parts = [[row for row in range(len(lengths)) if part_of_unit[row // size] == part] for part in range(3)]
 
     whole_R = packed(rows.policy).requires_grad_()
     whole = loss_of(algorithm, rows.terms(whole_R, advantages), scope_of(rows))
@@ -79,8 +89,9 @@ def test_a_batch_cut_into_any_parts_has_one_loss_and_one_gradient(algorithm, len
 @given(LENGTHS, st.integers(0, 999), st.randoms(use_true_random=False))
 @settings(max_examples=10)
 def test_rows_in_another_order_keep_their_advantages_and_the_loss(algorithm, lengths, seed, random):
-    rows = Rows.drawn(lengths, seed)
-    order = random.sample(range(len(lengths)), len(lengths))
+    rows, size = kept(algorithm, Rows.drawn(lengths, seed)), algorithm.unit_size
+    units = random.sample(range(len(rows.lengths) // size), len(rows.lengths) // size)
+    order = [unit * size + place for unit in units for place in random.sample(range(size), size)]
     moved = picked(rows, order)
     advantages, of_moved = advantages_of(algorithm, rows.inputs()), advantages_of(algorithm, moved.inputs())
     for place, row in enumerate(order):

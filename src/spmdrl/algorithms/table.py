@@ -21,6 +21,7 @@ from spmdrl.algorithms.policy.reinforce_pp import (
 )
 from spmdrl.algorithms.policy.rloo import Rloo, RlooConfig
 from spmdrl.algorithms.policy.sapo import Sapo, SapoConfig
+from spmdrl.algorithms.preferences.online_dpo import OnlineDpo, OnlineDpoConfig
 
 ALGORITHMS: Mapping[type[AlgoConfig], type[Algorithm]] = {
     GrpoConfig: Grpo,
@@ -36,6 +37,7 @@ ALGORITHMS: Mapping[type[AlgoConfig], type[Algorithm]] = {
     RlooConfig: Rloo,
     ReinforcePpConfig: ReinforcePp,
     ReinforcePpBaselineConfig: ReinforcePpBaseline,
+    OnlineDpoConfig: OnlineDpo,
 }
 
 

@@ -1,0 +1,1 @@
+"""Algorithms that learn from which of two responses is the better one."""

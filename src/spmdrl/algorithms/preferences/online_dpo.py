@@ -1,0 +1,101 @@
+"""Online DPO: the best and the worst response to each prompt are a pair (arXiv:2402.04792; DPO, arXiv:2305.18290)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from spmdrl.algorithms.algorithm import AlgoConfig
+from spmdrl.algorithms.from_rewards import FromRewards
+from spmdrl.algorithms.terms.advantages import Groups
+from spmdrl.algorithms.terms.losses import LossAggregation, sums_and_lengths
+from spmdrl.algorithms.terms.pairs import PAIR, PairTokens, PreferenceConfig, preference_loss
+from spmdrl.types import CreditInputs, TokenLoss, TokenTerms
+
+# What weighs or lowers single tokens has no meaning in a loss of whole pairs.
+_FIXED = {"kl_in": "loss", "loss_agg": "seq-mean-token-sum", "rollout_is": "none", "off_policy_bound": None}
+
+
+@dataclass(frozen=True)
+class OnlineDpoConfig(PreferenceConfig, AlgoConfig):
+    """DPO on the best and the worst response to each prompt (arXiv:2402.04792)."""
+
+    name: Literal["online_dpo"] = "online_dpo"
+    """the algorithm"""
+    loss_agg: LossAggregation = "seq-mean-token-sum"
+    """the loss is a mean over pairs, which has no other form"""
+
+    def __post_init__(self) -> None:
+        PreferenceConfig.__post_init__(self)
+        AlgoConfig.__post_init__(self)
+        for key, only in _FIXED.items():
+            value = getattr(self, key)
+            if value != only:
+                raise ValueError(
+                    f"algo.{key} is {value}, but the loss of online_dpo is that of whole pairs of responses; leave "
+                    f"algo.{key} out"
+                )
+
+
+@dataclass(frozen=True)
+class OnlineDpo(FromRewards):
+    """The loss of `terms.pairs` for each prompt's best and worst response; advantages are 1 and -1."""
+
+    config: OnlineDpoConfig
+
+    @property
+    def min_responses(self) -> int:
+        return PAIR
+
+    @property
+    def unit_size(self) -> int:
+        return PAIR
+
+    def columns_for_loss(self, num_updates: int) -> frozenset[str]:
+        config = self.config
+        weighs_kl = config.kl_in_loss and config.kl_gradient == "importance"
+        reference = frozenset(() if config.reference_free else {"ref_logprobs"})
+        # The ratio is to the reference, not to the policy that the step began with.
+        return super().columns_for_loss(num_updates if weighs_kl else 1) | reference
+
+    def select(self, inputs: CreditInputs) -> Mapping[str, Tensor]:
+        is_scored_B = ~inputs.rewards_B.isnan()
+        is_used_B = self.row_advantages(inputs.rewards_B, inputs.groups_B) != 0
+        has_pair_B = Groups(inputs.groups_B).sums(is_used_B) > 0
+        others = {"tied": is_scored_B & ~has_pair_B, "between": is_scored_B & has_pair_B & ~is_used_B}
+        return {**super().select(inputs), **others}
+
+    def row_advantages(self, rewards_B: Tensor, groups_B: Tensor) -> Tensor:
+        """1 for the best row of each group, -1 for the worst, of equal ones the first; 0 for others and for ties."""
+        groups, group_B = groups_B.unique(return_inverse=True)
+        high_B = _extreme(rewards_B.nan_to_num(-torch.inf), group_B, len(groups), "amax")
+        low_B = _extreme(rewards_B.nan_to_num(torch.inf), group_B, len(groups), "amin")
+        signs_B = torch.zeros_like(rewards_B)
+        for sign, extreme_B in ((1, high_B), (-1, low_B)):
+            is_first_B = _is_first((rewards_B == extreme_B) & (high_B > low_B), group_B, len(groups))
+            signs_B[is_first_B] = sign
+        return signs_B
+
+    def policy_loss(self, terms: TokenTerms, old_logprobs_R: Tensor) -> TokenLoss:
+        columns, row_R = terms.columns, terms.row_of_token_R
+        reference_R = None if self.config.reference_free else columns["ref_logprobs"]
+        tokens = PairTokens(terms.logprobs_R, reference_R, columns["advantages"], row_R, terms.num_rows)
+        found, pair_R = preference_loss(tokens, self.config), row_R // PAIR
+        # The mean over rows of sums over tokens counts a pair as two rows: each token bears an equal part of its loss.
+        _, num_tokens = sums_and_lengths(terms.logprobs_R.detach(), pair_R, len(found.losses))
+        return TokenLoss((PAIR * found.losses / num_tokens)[pair_R], found.metrics)
+
+
+def _extreme(values_B: Tensor, group_B: Tensor, num_groups: int, kind: Literal["amax", "amin"]) -> Tensor:
+    """At each row the largest or smallest value of its group [B]."""
+    return values_B.new_zeros(num_groups).scatter_reduce_(0, group_B, values_B, kind, include_self=False)[group_B]
+
+
+def _is_first(is_there_B: Tensor, group_B: Tensor, num_groups: int) -> Tensor:
+    """Which rows are the first of those of their group that are there [B]."""
+    place_B = torch.arange(len(group_B))
+    return is_there_B & (_extreme(place_B.where(is_there_B, len(group_B)), group_B, num_groups, "amin") == place_B)

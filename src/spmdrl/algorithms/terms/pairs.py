@@ -1,0 +1,114 @@
+"""Losses of pairs of responses to one prompt, of which one is preferred.
+
+A pair's rows are consecutive. Shape letters: `R` response tokens, packed; `B` rows; [num_pairs] is half of that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import torch.nn.functional as F
+from annotated_types import Ge, Gt, Interval
+from torch import Tensor
+
+from spmdrl.algorithms.terms.losses import sums_and_lengths
+
+PAIR = 2
+"""rows of a pair"""
+
+
+@dataclass(frozen=True)
+class PreferenceConfig:
+    """How a policy learns which response is preferred (DPO, arXiv:2305.18290)."""
+
+    loss_type: Literal["sigmoid", "ipo", "hinge", "robust"] = "sigmoid"
+    """loss of a pair whose log-ratios to the reference, summed over tokens, differ by h; sigmoid: -log sigmoid(beta h)
+    (DPO); ipo: (h - 1 / (2 beta))^2 (arXiv:2310.12036); hinge: max(0, 1 - beta h) (SLiC, arXiv:2305.10425); robust:
+    sigmoid's, unbiased where label_smoothing is the share of swapped labels (arXiv:2403.00409)"""
+    beta: Annotated[float, Gt(0)] = 0.1
+    """how strongly the reference holds the policy; a response's implicit reward is beta times its log-ratio"""
+    label_smoothing: Annotated[float, Interval(ge=0, lt=0.5)] = 0.0
+    """share of pairs whose preference is taken to be the wrong way round, in loss_type sigmoid (conservative DPO) and
+    robust"""
+    reference_free: bool = False
+    """whether log-probs take the place of log-ratios; then no reference model is loaded"""
+    length_normalized: bool = False
+    """whether log-ratios are means over a response's tokens, as TRL's ipo, rather than sums as in the papers"""
+    sft_coef: Annotated[float, Ge(0)] = 0.0
+    """weight of the preferred response's negative log-likelihood per token (RPO, arXiv:2404.19733, Eq. 1); 0: none"""
+
+    def __post_init__(self) -> None:
+        if self.label_smoothing > 0 and self.loss_type not in ("sigmoid", "robust"):
+            raise ValueError(
+                f"label_smoothing is {self.label_smoothing}, but loss_type {self.loss_type} has no form with it; set "
+                "label_smoothing to 0, or loss_type to sigmoid or robust"
+            )
+
+
+@dataclass(frozen=True)
+class PairTokens:
+    """What a policy makes of some pairs of rows; float, one value per response token."""
+
+    logprobs_R: Tensor
+    """carries the gradient"""
+    reference_R: Tensor | None
+    """log-probs under the reference; None without one"""
+    signs_R: Tensor
+    """1 at tokens of the preferred response, -1 at those of the other"""
+    row_R: Tensor
+    """int64: the row of each token, from 0; rows 2k and 2k + 1 are pair k"""
+    num_rows: int
+
+
+@dataclass(frozen=True)
+class PairLoss:
+    """The loss of each pair [num_pairs], with its gradient, and what to report: one value per pair each."""
+
+    losses: Tensor
+    metrics: dict[str, Tensor]
+
+
+def preference_loss(tokens: PairTokens, config: PreferenceConfig) -> PairLoss:
+    """The loss of each pair by `config.loss_type`."""
+    logprobs_R, row_R = tokens.logprobs_R, tokens.row_R
+    ratios_R = logprobs_R if tokens.reference_R is None else logprobs_R - tokens.reference_R
+    _, lengths_B = sums_and_lengths(ratios_R.detach(), row_R, tokens.num_rows)
+    share_R = 1 / lengths_B[row_R]
+    weighted_R = tokens.signs_R * ratios_R * (share_R if config.length_normalized else 1.0)
+    signed_B, _ = sums_and_lengths(weighted_R, row_R, tokens.num_rows)
+    differences = _of_pairs(signed_B)
+    losses = _loss_of_differences(differences, config)
+    if config.sft_coef > 0:
+        preferred_R = (tokens.signs_R > 0).to(share_R) * share_R
+        likelihood_B, _ = sums_and_lengths(preferred_R * logprobs_R, row_R, tokens.num_rows)
+        losses = losses - config.sft_coef * _of_pairs(likelihood_B)
+    preferred_B, _ = sums_and_lengths((weighted_R * (tokens.signs_R > 0)).detach(), row_R, tokens.num_rows)
+    preferred = config.beta * _of_pairs(preferred_B)
+    margins = config.beta * differences.detach()
+    return PairLoss(
+        losses, _reported(margins) | {"preference/chosen": preferred, "preference/rejected": preferred - margins}
+    )
+
+
+def _loss_of_differences(differences: Tensor, config: PreferenceConfig) -> Tensor:
+    if config.loss_type == "ipo":
+        return (differences - 1 / (2 * config.beta)).square()
+    logits, smoothing = config.beta * differences, config.label_smoothing
+    if config.loss_type == "hinge":
+        return F.relu(1 - logits)
+    kept, swapped = -F.logsigmoid(logits), -F.logsigmoid(-logits)
+    if config.loss_type == "robust":
+        return ((1 - smoothing) * kept - smoothing * swapped) / (1 - 2 * smoothing)
+    return (1 - smoothing) * kept + smoothing * swapped
+
+
+def _of_pairs(values_B: Tensor) -> Tensor:
+    """Sums over the rows of each pair [num_pairs]."""
+    return values_B.view(-1, PAIR).sum(1)
+
+
+def _reported(margins: Tensor) -> dict[str, Tensor]:
+    """Whether each pair is ordered as preferred, ties being half right, and by what margin of rewards."""
+    is_right = (margins > 0).to(margins) + 0.5 * (margins == 0).to(margins)
+    return {"preference/accuracy": is_right, "preference/margin": margins}
