@@ -1,7 +1,12 @@
 """PPO: generalized advantages from a critic's values, and the clipped loss (arXiv:1707.06347, Eq. 7 and 11).
 
-In the form that RLHF gave it (Ziegler et al. 2019, arXiv:1909.08593): the reward comes with a response's last token,
-and each token's reward is lowered by the KL estimate to the reference.
+    r_t = R with the last token, less kl_coef KL of each
+    G_t = r_t + gamma ((1 - lam) V_t+1 + lam G_t+1), which the critic learns
+    A_t = G_t - V_t, normalised over the batch's tokens
+    L   = -min(r A, clip(r, 1 - low, 1 + high) A), with the ratio r = p / p_old
+
+The reward's form is that of Ziegler et al. 2019 (arXiv:1909.08593): it comes with a response's last token, and each
+token's is lowered by the KL estimate to the reference.
 """
 
 from __future__ import annotations

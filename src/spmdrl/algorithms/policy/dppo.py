@@ -1,4 +1,12 @@
-"""DPPO: a trust region by divergence instead of by ratio (arXiv:2602.04879)."""
+"""DPPO: a trust region by divergence instead of by ratio (arXiv:2602.04879).
+
+    A = R - mean of the group
+    r = p / q, with the generator's probability q
+    L = -M sg(min(r, is_max)) A log p
+
+M is 0 where an update has moved a token in A's direction by more than a bound on |p - q| (tv) or on the divergence of
+two coins, which show this token or another (kl); else 1. Nothing flows through sg.
+"""
 
 from __future__ import annotations
 

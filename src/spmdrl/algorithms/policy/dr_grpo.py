@@ -1,4 +1,8 @@
-"""Dr. GRPO: GRPO without what favours short right and long wrong responses (arXiv:2503.20783, Eq. 3)."""
+"""Dr. GRPO: GRPO without what favours short right and long wrong responses (arXiv:2503.20783, Eq. 3).
+
+A = R - mean of the group
+L = -min(r A, clip(r, 1 - low, 1 + high) A), summed over a row and divided by a constant, the longest response
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,9 @@
 """GDPO: several rewards, each compared with those of its group before they are added up (arXiv:2601.05242, Eq. 4 to 6).
 
+    A_k = (R_k - mean of the group) / standard deviation of the group, for each reward function k
+    A   = sum over k of weight_k A_k, over its standard deviation in the batch
+    L   = -min(r A, clip(r, 1 - low, 1 + high) A) + kl_coef KL
+
 Shape letters: `K` reward functions.
 """
 

@@ -1,4 +1,11 @@
-"""GRPO: group-relative advantages and the clipped loss (DeepSeekMath, arXiv:2402.03300, Eq. 3)."""
+"""GRPO: group-relative advantages and the clipped loss (DeepSeekMath, arXiv:2402.03300, Eq. 3).
+
+    A = (R - mean of the group) / standard deviation of the group
+    r = p / p_old, for each token
+    L = -min(r A, clip(r, 1 - low, 1 + high) A) + kl_coef KL
+
+A group is the responses to one prompt. For negative A, L is at most clip_ratio_c |A| where that is set.
+"""
 
 from __future__ import annotations
 

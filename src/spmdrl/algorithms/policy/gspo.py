@@ -1,4 +1,9 @@
-"""GSPO: one probability ratio per response, the geometric mean over its tokens (arXiv:2507.18071, Eq. 5 to 7)."""
+"""GSPO: one probability ratio per response, the geometric mean over its tokens (arXiv:2507.18071, Eq. 5 to 7).
+
+A = (R - mean of the group) / standard deviation of the group
+s = exp(mean over the row of log(p / p_old))
+L = -min(s A, clip(s, 1 - low, 1 + high) A), a mean over rows
+"""
 
 from __future__ import annotations
 

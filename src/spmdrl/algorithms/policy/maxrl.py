@@ -1,4 +1,8 @@
-"""MaxRL: rewards relative to their group's mean, which weighs hard prompts more (arXiv:2602.02710)."""
+"""MaxRL: rewards relative to their group's mean, which weighs hard prompts more (arXiv:2602.02710).
+
+A = (R - mean of the group) / mean of the group, 0 where the mean isn't above 0
+L = -min(r A, clip(r, 1 - low, 1 + high) A)
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""REINFORCE++: no critic, and advantages normalised over the whole batch (arXiv:2501.03262)."""
+"""REINFORCE++: no critic, and advantages normalised over the whole batch (arXiv:2501.03262).
+
+reinforce_pp:           A = R - kl_coef KL of this and later tokens, less the batch's mean, over its deviation
+reinforce_pp_baseline:  A = R - mean of the group, over the batch's standard deviation; + kl_coef KL in the loss
+L = -min(r A, clip(r, 1 - low, 1 + high) A)
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,9 @@
 """RLOO: REINFORCE with the other responses' mean reward as baseline (Ahmadian et al. 2024, arXiv:2402.14740, Eq. 8).
 
+    R' = R - kl_coef KL of the response
+    A  = R' - mean R' of the other responses to the prompt
+    L  = -A log p of the response
+
 The paper's action is the whole response: its log-prob is a sum over tokens, its KL is part of its reward, and nothing
 is clipped. Options give what TRL, verl and OpenRLHF train under this name instead.
 """

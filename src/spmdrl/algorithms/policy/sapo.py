@@ -1,4 +1,10 @@
-"""SAPO: a soft gate in place of PPO's clip (arXiv:2511.20347, Eq. 5 and 6)."""
+"""SAPO: a soft gate in place of PPO's clip (arXiv:2511.20347, Eq. 5 and 6).
+
+    A = (R - mean of the group) / standard deviation of the group
+    L = -4 / tau sigmoid(tau (r - 1)) A, with tau_positive where A > 0 and tau_negative elsewhere
+
+The slope of the gate is 1 where r is 1.
+"""
 
 from __future__ import annotations
 
