@@ -131,5 +131,7 @@ def test_a_critic_that_can_not_read_the_policys_tokens_is_refused(tmp_path):
     refused = run_job("train", config, f"run.dir={tmp_path / 'other'}", f"critic.path={critic}")
     assert refused.returncode == 2
     assert "16 positions, but the policy that it rates has" in refused.stderr and "Traceback" not in refused.stderr
-    begun = run_job("train", config, f"run.dir={tmp_path / 'other'}", f"critic.path={model}", "train.max_steps=1")
-    assert metrics_of(tmp_path / "other")[0]["critic/explained_variance"] == 0, finished(begun)
+    settings = ["train.max_steps=1", "algo.name=ppo", "algo.clip_ratio_high=0.3"]
+    begun = finished(run_job("train", config, f"run.dir={tmp_path / 'other'}", f"critic.path={model}", *settings))
+    assert metrics_of(tmp_path / "other")[0]["critic/explained_variance"] == 0
+    assert "algo   ppo | clip_ratio_high 0.3 (0.2)\n" in begun.stdout

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Annotated, Literal
 
 import torch
@@ -89,6 +89,12 @@ class AlgoConfig:
                 f"algo.rollout_is_sequence is {self.rollout_is_sequence}, but algo.rollout_is {self.rollout_is} looks "
                 "at tokens alone; set algo.rollout_is to seq-mask-tis, or leave algo.rollout_is_sequence out"
             )
+
+    @property
+    def changed(self) -> dict[str, tuple[object, object]]:
+        """Keys that aren't at the algorithm's own defaults, which are its paper's: the value and the default."""
+        values = {entry.name: (getattr(self, entry.name), entry.default) for entry in fields(self)}
+        return {name: (value, default) for name, (value, default) in values.items() if value != default}
 
     @property
     def correction(self) -> CorrectionRule | None:

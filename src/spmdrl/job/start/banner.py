@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 import torch
 
+from spmdrl.algorithms.algorithm import AlgoConfig
+from spmdrl.config.given import inline
 from spmdrl.engines.models.hf.model_weights import WeightFiles
 from spmdrl.job.model.replica import generation_engine_name
 from spmdrl.job.run.run_folder import num_parameters
@@ -53,6 +55,8 @@ def _lines(checked: CheckedRun, prepared: Prepared, world: World) -> Iterator[st
         f"data   {len(prompts)} rows | {step} | {checked.num_steps} steps = "
         f"{checked.num_steps * rows_per_step / max(len(prompts), 1):.3g} passes over the rows"
     )
+    if checked.verb == "train":
+        yield f"algo   {_algorithm(config.algo)}"
     interval = config.checkpoint.interval
     saves = f"a checkpoint every {interval} steps and at the end" if interval else "a checkpoint at the end"
     yield f"run    {config.run.folder} | {checked.phase} | seed {config.seed} | {saves}"
@@ -61,3 +65,8 @@ def _lines(checked: CheckedRun, prepared: Prepared, world: World) -> Iterator[st
             f"NOTE: the weights are stored in {stored} and computed in {computed} "
             f"(model.dtype={config.model.dtype} on {world.device.kind}); model.dtype sets it"
         )
+
+
+def _algorithm(config: AlgoConfig) -> str:
+    changed = [f"{key} {inline(value)} ({inline(default)})" for key, (value, default) in config.changed.items()]
+    return f"{config.name} | {', '.join(changed) if changed else 'its defaults; spmdrl explain lists them'}"
