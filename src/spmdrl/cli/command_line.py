@@ -33,6 +33,7 @@ VERBS = {
     "eval": "mean reward and accuracy on the held-out rows of data.eval",
     "generate": "answers of a model to prompts",
     "check": "read a config, check it, print its tree and layout; trains nothing",
+    "explain": "the equations of an algorithm, its defaults, and where other trainers differ",
     "bench": "time parts of the system",
     "report": "write report.html of a run's folder",
 }
@@ -52,6 +53,7 @@ examples:
   python -m spmdrl eval run.yaml model.path=runs/a/checkpoints/step_000100/model
   python -m spmdrl generate model.path=runs/a prompt='12+30='
   python -m spmdrl report runs/a
+  python -m spmdrl explain algo.gspo
   python -m spmdrl bench --help
 
 spmdrl VERB --help describes a verb, and spmdrl help KEY a key or section, such as algo.kl_coef or rollout.
@@ -130,6 +132,10 @@ def _run(arguments: Sequence[str], launch: LaunchEnvironment) -> int:
         from spmdrl.observability.report.report import main as report
 
         return report(rest)
+    if verb == "explain":
+        from spmdrl.cli.explain import main as explain
+
+        return explain(rest)
     return _run_configured(verb, rest, launch)
 
 

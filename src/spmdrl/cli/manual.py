@@ -59,6 +59,15 @@ examples:
   python -m spmdrl check run.yaml
   python -m spmdrl check run.yaml --ranks 16 --nodes 2 resources.update.tensor=4
 """,
+    "explain": """usage: spmdrl explain [algo.NAME ...] [--json]
+
+Prints what an algorithm computes, its keys with their defaults, and what the functions of other trainers make of the
+same rows. Without a name it lists the algorithms.
+
+examples:
+  python -m spmdrl explain algo.gspo
+  python -m spmdrl explain --json
+""",
 }
 
 

@@ -1,0 +1,118 @@
+"""`spmdrl explain`: what an algorithm computes, its keys and defaults, and where other trainers differ from it."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import sys
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from spmdrl.algorithms.algorithm import AlgoConfig
+from spmdrl.algorithms.table import ALGORITHMS
+from spmdrl.config.given import inline
+from spmdrl.config.reader import ConfigError
+from spmdrl.observability.terminal.screen import show
+from spmdrl.observability.terminal.spelling import nearest
+
+_WIDTH = 110
+_CONFIGS = {config.name: config for config in ALGORITHMS}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the pages of the algorithms that are named, or the list of all; with `--json` the list as JSON.
+
+    Raises ConfigError for a name that no algorithm has.
+    """
+    names = [argument.removeprefix("algo.") for argument in arguments if argument != "--json"]
+    for name in names:
+        if name not in _CONFIGS:
+            near = nearest(name, _CONFIGS)
+            advice = f"did you mean {near}?" if near else f"they are {', '.join(_CONFIGS)}"
+            raise ConfigError(f"there is no algorithm {name!r}; {advice} spmdrl help KEY explains a key")
+    if "--json" in arguments:
+        show(json.dumps({"algorithms": [_entry(_CONFIGS[name]) for name in names or _CONFIGS]}, indent=1))
+    else:
+        show("\n\n".join("\n".join(_page(_CONFIGS[name])) for name in names) if names else "\n".join(_list()))
+    return 0
+
+
+def paper_of(config: type[AlgoConfig]) -> str:
+    """The arXiv number of the paper that a config's docstring names first."""
+    found = re.search(r"arXiv:(\d{4}\.\d{4,5})", f"{config.__doc__} {_module_text(config)}")
+    return found[1] if found else ""
+
+
+@cache
+def comparisons() -> Mapping[str, Any]:
+    """What `bash launch/disagreements.sh` found: `versions` of other trainers, and `rows`, one per comparison."""
+    found: Mapping[str, Any] = json.loads((files("spmdrl.algorithms") / "comparisons.json").read_text())
+    return found
+
+
+def _entry(config: type[AlgoConfig]) -> dict[str, Any]:
+    return {"name": config.name, "paper": f"arXiv:{paper_of(config)}", "keys": _defaults(config)}
+
+
+def _defaults(config: type[AlgoConfig]) -> dict[str, Any]:
+    return {entry.name: entry.default for entry in fields(config) if entry.name != "name"}
+
+
+def _list() -> Iterator[str]:
+    width = max(map(len, _CONFIGS))
+    yield from (f"{name:{width}}  {_summary(config)}" for name, config in _CONFIGS.items())
+    yield ""
+    yield "spmdrl explain algo.NAME explains one; algo.name=NAME chooses it"
+
+
+def _summary(config: type[AlgoConfig]) -> str:
+    return " ".join(inspect.cleandoc(config.__doc__ or "").split("\n\n")[0].split())
+
+
+def _module_text(config: type[AlgoConfig]) -> str:
+    return inspect.cleandoc(sys.modules[config.__module__].__doc__ or "")
+
+
+def _page(config: type[AlgoConfig]) -> Iterator[str]:
+    yield from textwrap.wrap(f"{config.name}: {_summary(config)}", _WIDTH)
+    yield ""
+    yield from _module_text(config).splitlines()
+    yield ""
+    shared = _defaults(AlgoConfig)
+    own = {key: value for key, value in _defaults(config).items() if key not in shared or shared[key] != value}
+    yield from _keys("Its own keys and defaults:", own)
+    yield from _keys("Keys of every algorithm:", {key: value for key, value in shared.items() if key not in own})
+    yield f"spmdrl help algo describes them; spmdrl train FILE.yaml algo.name={config.name} chooses it."
+    yield ""
+    yield from _beside_peers(config.name)
+
+
+def _keys(title: str, keys: Mapping[str, Any]) -> Iterator[str]:
+    width = max(map(len, keys), default=0)
+    yield title
+    yield from (f"  {key:{width}}  {inline(value)}" for key, value in keys.items())
+    yield ""
+
+
+def _beside_peers(name: str) -> Iterator[str]:
+    found = comparisons()
+    peers = ", ".join(f"{peer} {version}" for peer, version in found["versions"].items())
+    rows = [row for row in found["rows"] if row["algorithm"] == name]
+    if not rows:
+        yield f"No function of {peers} is compared with it."
+        return
+    yield f"On the same random rows as {peers}:"
+    for row in rows:
+        keys = f" with {row['keys']}" if row["keys"] else ""
+        result = f"differs: {row['why']}" if row["why"] else "equal"
+        yield from textwrap.wrap(
+            f"{row['part']}{keys} | {row['peer']}: {row['function']} | {result}",
+            _WIDTH,
+            initial_indent="  ",
+            subsequent_indent="      ",
+        )
