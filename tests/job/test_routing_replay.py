@@ -71,6 +71,8 @@ class Taken:
 class Watching:
     """A learner that keeps the log-probs that it was shown."""
 
+    unit_size = 1
+
     def __init__(self):
         self.logprobs_R = torch.empty(0)
 
