@@ -12,11 +12,11 @@ from tests.support.jobs import ROOT, finished, metrics_of, run_job, tiny_config
 
 ROW = re.compile(r"^\| `([^`]+)` \|([^|]*)\|([^|]*)\|([^|]*)\|$", re.MULTILINE)
 KINDS = ("mean", "total", "maximum", "minimum", "alike")
-# What the jobs of this test don't do: accelerators and other nodes, failures, routers with a bias, pairs.
+# What the jobs of this test don't do: accelerators and other nodes, failures, routers with a bias, pairs, teachers.
 ELSEWHERE = {
     "mem/{stage}_held_gib", "mem/{stage}_peak_gib", "mem/total_gib", "checkpoint/failed", "reward/errors/{verdict}",
     "router/bias_abs_max", "log/refused_writes", "environment/turns", "environment/tokens",
-    "preference/accuracy", "preference/margin", "preference/chosen", "preference/rejected",
+    "preference/accuracy", "preference/margin", "preference/chosen", "preference/rejected", "teacher/kl",
 }  # fmt: skip
 # Sparse, several updates per step, reference, critic, correction, rollouts over several steps: what records most.
 MUCH = (

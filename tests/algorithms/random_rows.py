@@ -26,12 +26,13 @@ class Rows:
     reference: list[np.ndarray]
     values: list[np.ndarray]
     returns: list[np.ndarray]
+    teacher: list[np.ndarray]
 
     @classmethod
     def drawn(cls, lengths: list[int], seed: int) -> Rows:
         rng = np.random.default_rng(seed)
         old = [rng.normal(size=length) / 2 - 2 for length in lengths]
-        nearby = [[row + 0.2 * rng.normal(size=row.size) for row in old] for _ in range(3)]
+        nearby = [[row + 0.2 * rng.normal(size=row.size) for row in old] for _ in range(4)]
         critics = [[rng.normal(size=length) for length in lengths] for _ in range(2)]
         groups = sorted(rng.integers(0, 1 + len(lengths) // 3, size=len(lengths)).tolist())
         return cls(
@@ -39,8 +40,9 @@ class Rows:
             groups,
             nearby[0],
             old,
-            *nearby[1:],
+            *nearby[1:3],
             *critics,
+            nearby[3],
         )
 
     @property
@@ -67,6 +69,7 @@ class Rows:
         columns.put_lists("ref_logprobs", [row.tolist() for row in self.reference], torch.float64)
         columns.put_lists("values", [row.tolist() for row in self.values], torch.float64)
         columns.put_lists("returns", [row.tolist() for row in self.returns], torch.float64)
+        columns.put_lists("teacher_logprobs", [row.tolist() for row in self.teacher], torch.float64)
         rewards_B = torch.tensor(self.rewards, dtype=dtype)
         return CreditInputs(rewards_B, torch.tensor(self.groups), torch.tensor(self.lengths), columns, PART_WEIGHTS)
 

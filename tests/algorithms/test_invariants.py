@@ -55,7 +55,7 @@ def kept(algorithm: Algorithm, rows: Rows) -> Rows:
 def picked(rows: Rows, places: list[int]) -> Rows:
     lists = {
         name: [getattr(rows, name)[place] for place in places]
-        for name in ("groups", "policy", "old", "rollout", "reference", "values", "returns")
+        for name in ("groups", "policy", "old", "rollout", "reference", "values", "returns", "teacher")
     }
     return Rows(rewards=rows.rewards[places], **lists)
 
@@ -119,8 +119,8 @@ def test_the_same_amount_more_for_every_response_changes_nothing(algorithm, leng
 def test_equal_rewards_of_a_group_give_advantages_of_exactly_zero(algorithm, lengths, seed, reward):
     rows = Rows.drawn(lengths, seed)
     # Where rewards are compared over the batch, all of it is equal.
-    if not algorithm.columns_for_credit().isdisjoint({"values", "returns"}):
-        pytest.skip("its advantages compare with a critic's values")
+    if not algorithm.columns_for_credit().isdisjoint({"values", "returns", "teacher_logprobs"}):
+        pytest.skip("its advantages compare with a critic's values or a teacher's log-probs")
     is_equal = np.array([group == rows.groups[0] or algorithm.min_responses == 1 for group in rows.groups])
     # In float32, as rewards come.
     inputs = replace(rows, rewards=np.where(is_equal, reward, rows.rewards)).inputs(torch.float32)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tests.algorithms.random_rows import PART_WEIGHTS, Rows, per_token
 
 from spmdrl.algorithms.actor_critic.ppo import Ppo, PpoConfig
+from spmdrl.algorithms.distillation.opd import Opd, OpdConfig
 from spmdrl.algorithms.policy.cispo import CispoConfig
 from spmdrl.algorithms.policy.dppo import DppoConfig
 from spmdrl.algorithms.policy.dr_grpo import DrGrpoConfig
@@ -22,6 +23,7 @@ from spmdrl.algorithms.policy.reinforce_pp import ReinforcePpBaselineConfig, Rei
 from spmdrl.algorithms.policy.rloo import RlooConfig
 from spmdrl.algorithms.policy.sapo import SapoConfig
 from spmdrl.algorithms.table import build_algorithm
+from spmdrl.types import Batch, CreditInputs
 
 LENGTHS = st.lists(st.integers(1, 5), min_size=1, max_size=10)
 
@@ -74,6 +76,14 @@ def less_values(rows: Rows, config) -> np.ndarray:
     return whitened(values, config) if config.whiten else values
 
 
+def to_teacher(rows: Rows, config) -> np.ndarray:
+    """a (log p_teacher - log p_generator) + b (R - mean) / (std + epsilon), less a token's and all later KL terms."""
+    distance = np.concatenate(rows.teacher) - np.concatenate(rows.rollout)
+    later = [rows.kl(row)[place:].sum() for row, length in enumerate(rows.lengths) for place in range(length)]
+    of_rewards = config.reward_coef * group_relative(rows, config) if config.reward_coef else 0.0
+    return config.teacher_coef * distance + of_rewards - config.kl_coef * np.asarray(later)
+
+
 def whitened(values: np.ndarray, config) -> np.ndarray:
     ddof = int(config.std == "unbiased" and values.size > 1)
     deviation = values.std(ddof=ddof) if values.size > 1 else 0.0
@@ -93,6 +103,9 @@ CASES = [
     (PpoConfig(), less_values),
     (PpoConfig(std="biased"), less_values),
     (PpoConfig(whiten=False), less_values),
+    (OpdConfig(), to_teacher),
+    (OpdConfig(teacher_coef=0.3, reward_coef=2.0), to_teacher),
+    (OpdConfig(kl_coef=0.2, kl_in="advantage", kl_estimator="k1"), to_teacher),
     (ReinforcePpConfig(kl_coef=0.3), returns_whitened),
     (ReinforcePpConfig(std="biased"), returns_whitened),
     (ReinforcePpBaselineConfig(), baseline_whitened),
@@ -138,3 +151,27 @@ def test_gdpo_compares_each_functions_rewards_and_normalises_their_weighted_sum(
     found = per_token(Gdpo(config).advantages(inputs), inputs)
     # What rounding leaves of values that are all 0 is divided by 1e-8.
     np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-7 if not total.any() else 1e-9)
+
+
+def test_a_teacher_alone_learns_from_rows_without_a_reward():
+    inputs = replace(Rows.drawn([2, 3], 1).inputs(), rewards_B=torch.tensor([float("nan"), 1.0]))
+    assert not Opd(OpdConfig()).select(inputs) and Opd(OpdConfig()).advantages(inputs).isfinite().all()
+    assert Opd(OpdConfig(reward_coef=1.0)).select(inputs)["no_reward"].tolist() == [True, False]
+
+
+@given(st.integers(0, 999))
+@settings(max_examples=5)
+def test_the_expected_gradient_of_sampled_distances_is_that_of_the_reverse_kl(seed):
+    """Sum over a of p(a) A(a) d log p(a), of which samples are an estimate, is -d KL(p || teacher)."""
+    rng = np.random.default_rng(seed)
+    logits, teacher = (torch.tensor(rng.normal(size=6)) for _ in range(2))
+    policy, teacher = logits.requires_grad_().log_softmax(-1), teacher.log_softmax(-1)
+    columns = Batch.of_rows(range(6))
+    offsets = torch.arange(7)
+    columns.put_ragged("rollout_logprobs", policy.detach(), offsets)
+    columns.put_ragged("teacher_logprobs", teacher, offsets)
+    inputs = CreditInputs(torch.zeros(6), torch.arange(6), torch.ones(6, dtype=torch.int64), columns)
+    advantages = Opd(OpdConfig()).advantages(inputs)
+    (sampled,) = torch.autograd.grad((-advantages * policy.detach().exp() * policy).sum(), logits, retain_graph=True)
+    (exact,) = torch.autograd.grad((policy.exp() * (policy - teacher)).sum(), logits)
+    torch.testing.assert_close(sampled, exact, rtol=1e-12, atol=1e-14)

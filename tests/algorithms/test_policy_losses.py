@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tests.algorithms.random_rows import MAX_LENGTH, Rows, aggregated, packed, slopes
 
 from spmdrl.algorithms.actor_critic.ppo import PpoConfig
+from spmdrl.algorithms.distillation.opd import OpdConfig
 from spmdrl.algorithms.policy.cispo import CispoConfig
 from spmdrl.algorithms.policy.dppo import DppoConfig
 from spmdrl.algorithms.policy.dr_grpo import DrGrpoConfig
@@ -84,6 +85,7 @@ CASES = [
     (DppoConfig(anchor="old", is_max=1.05, squared_ratio_coef=1e-2), dppo),
     (ReinforcePpConfig(clip_ratio_low=0.1), clipped),
     (PpoConfig(clip_ratio_low=0.1, clip_ratio_c=1.1), clipped),
+    (OpdConfig(clip_ratio_low=0.1), clipped),
     (ReinforcePpBaselineConfig(clip_ratio_high=0.1), clipped),
 ]
 

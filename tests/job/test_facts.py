@@ -58,6 +58,7 @@ SETTINGS = (
     ["algo.rollout_is=tis"],
     ["algo.rollout_is=seq-mask-tis"],
     ["critic={}"],
+    ["teacher.path=here"],
     *([f"algo.name={config().name}", "critic={}"] for config in ALGORITHMS),
     ["algo={name: ppo, kl_coef: 0.1}", "critic={}"],
 )

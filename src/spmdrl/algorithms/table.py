@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from spmdrl.algorithms.actor_critic.ppo import Ppo, PpoConfig
 from spmdrl.algorithms.algorithm import AlgoConfig, Algorithm
+from spmdrl.algorithms.distillation.opd import Opd, OpdConfig
 from spmdrl.algorithms.policy.cispo import Cispo, CispoConfig
 from spmdrl.algorithms.policy.dppo import Dppo, DppoConfig
 from spmdrl.algorithms.policy.dr_grpo import DrGrpoConfig
@@ -38,6 +39,7 @@ ALGORITHMS: Mapping[type[AlgoConfig], type[Algorithm]] = {
     ReinforcePpConfig: ReinforcePp,
     ReinforcePpBaselineConfig: ReinforcePpBaseline,
     OnlineDpoConfig: OnlineDpo,
+    OpdConfig: Opd,
 }
 
 

@@ -23,6 +23,7 @@ from spmdrl.dataflow.data.data_rows import DataConfig
 from spmdrl.dataflow.resharding.moving.gather import ReshardConfig
 from spmdrl.dataflow.samples.dock import DockConfig
 from spmdrl.dataflow.stages.critic.critic_config import CriticConfig
+from spmdrl.dataflow.stages.teacher.teacher_config import TeacherConfig
 from spmdrl.engines.environment.environment_pool import EnvironmentConfig
 from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.hf.model_folder import ModelConfig
@@ -135,6 +136,8 @@ class Config:
     """the optimizer"""
     critic: CriticConfig | None = None
     """a value model beside the policy; null: none"""
+    teacher: TeacherConfig | None = None
+    """a frozen model that the policy is distilled from, by algorithms that read what it makes; null: none"""
     train: TrainingConfig = field(default_factory=TrainingConfig)
     """steps and micro-batches"""
     reward: RewardConfig = field(default_factory=RewardConfig)

@@ -128,7 +128,12 @@ _ANSWERS: tuple[tuple[str, str], ...] = (
     ),
     ("custom_reward_function compute_score reward_fn reward_func", "set reward.functions, as in [file.py:fn]"),
     ("value_model value_model_path critic_model_path", "set critic.path to a model folder, or critic={} for the model"),
+    (
+        "teacher_model teacher_model_path teacher_path teacher_model_name_or_path",
+        "set teacher.path to a model folder, and algo.name to opd",
+    ),
     ("critic_warmup critic_warmup_steps", "set critic.warmup_steps, steps in which only the critic is trained"),
+    ("algo.name=on_policy_distillation algo.name=gkd", "it is named opd; teacher.path is the teacher"),
     ("algo.name=gae", "it is named ppo; critic.gamma and critic.lam are the estimate's"),
     (
         "algo.name=dapo",

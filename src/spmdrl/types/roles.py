@@ -50,7 +50,10 @@ CRITIC = Role(
 )  # fmt: skip
 """Predicts the return of each response token; there with a section `critic`."""
 
-ROLES = (POLICY, REFERENCE, CRITIC)
+TEACHER = Role("teacher", "logprobs", "stage", weights="teacher_weights")
+"""A frozen model whose distribution the policy is drawn to; there where an algorithm reads what it makes."""
+
+ROLES = (POLICY, REFERENCE, CRITIC, TEACHER)
 
 Work = Literal["generate", "score", "train"]
 """What a worker state does with its model: responses, a number for each response token, or optimizer steps."""
@@ -70,6 +73,7 @@ class WorkerState(enum.Enum):
     GENERATION = "generation", "gen", POLICY, "generate"
     REWARD = "reward", "rew", None, None
     REFERENCE = "reference", "ref", REFERENCE, "score"
+    TEACHER = "teacher", "ref", TEACHER, "score"
     OLD_LOGPROBS = "old_logprobs", "lp", POLICY, "score"
     VALUES = "values", "lp", CRITIC, "score"
     RETURNS = "returns", "adv", None, None

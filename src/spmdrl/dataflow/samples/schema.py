@@ -74,6 +74,7 @@ RULES: tuple[ColumnRule, ...] = (
     _per_response_token("returns", torch.float32, WorkerState.RETURNS, "reward response_ids"),
     # The turn in which the model wrote a token, from 1, or 0 where an environment wrote it; only with an environment.
     replace(_per_response_token("turns", torch.int16, WorkerState.GENERATION, "prompt_ids"), is_always_made=False),
+    _per_response_token("teacher_logprobs", torch.float32, WorkerState.TEACHER, _TOKENS),
 )
 
 PROMPT_COLUMNS = frozenset(rule.name for rule in RULES if rule.made_by is None)

@@ -70,6 +70,27 @@ class ModelTokenizer:
             f'their end; set "eos_token_id": {ids} in {self.folder / "generation_config.json"}'
         )
 
+    def check_same_tokens(self, other: ModelTokenizer) -> None:
+        """Raise ValueError unless every token id is the same text, or the same special token, in the other one too."""
+        own, others = self._tokens(), other._tokens()
+        differing = sorted(key for key in own.keys() | others.keys() if own.get(key) != others.get(key))
+        if differing:
+            examples = "; ".join(
+                f"{key} is {own.get(key, 'missing')} here and {others.get(key, 'missing')} there"
+                for key in differing[:3]
+            )
+            raise ValueError(
+                f"{other.folder} has another tokenizer than {self.folder}: they differ in {len(differing)} token ids "
+                f"({examples}); log-probs of the same ids would be of other texts: give a model with the same tokens"
+            )
+
+    def _tokens(self) -> dict[int, str]:
+        """The text of each token id, special ones marked."""
+        tokens = {token_id: repr(text) for text, token_id in self.raw.get_vocab().items()}
+        special = {key: f"special {token.content!r}" for key, token in self.raw.added_tokens_decoder.items()
+                   if token.special}  # fmt: skip
+        return tokens | special
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of a response, without special tokens."""
         return self.raw.decode(list(token_ids), skip_special_tokens=True)

@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 
 from spmdrl.config.config import Config
-from spmdrl.dataflow.stages.critic.critic_config import CriticConfig
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf.fingerprint import architecture, architecture_differences, fingerprint
 from spmdrl.engines.models.hf.model_folder import HUB_FILES, HUB_TEXT_FILES, read_config, resolve_model_folder
@@ -21,7 +20,7 @@ from spmdrl.job.run.run_folder import on_main
 from spmdrl.observability.logs.outage import warn
 from spmdrl.resources.collectives import barrier
 from spmdrl.resources.world import World
-from spmdrl.types.roles import CRITIC, POLICY, Role
+from spmdrl.types.roles import CRITIC, POLICY, TEACHER, Role
 
 CHECKPOINTS = "checkpoints"
 MODEL = "model"
@@ -61,7 +60,7 @@ class ModelSource:
 
 
 def sources_of(
-    roles: Iterable[Role], policy: ModelSource, critic: CriticConfig | None, *, is_there: bool = True
+    roles: Iterable[Role], policy: ModelSource, config: Config, *, is_there: bool = True
 ) -> dict[Role, ModelSource]:
     """Where each of a run's models comes from; without `is_there`, weights needn't be on this machine.
 
@@ -69,24 +68,41 @@ def sources_of(
     """
     sources = dict.fromkeys(roles, policy)
     if CRITIC in sources:
-        assert critic is not None, "a run has a critic by its section"
+        assert config.critic is not None, "a run has a critic by its section"
         sources[CRITIC] = policy.with_value_head()
-        if critic.path is not None:
-            sources[CRITIC] = _critic_source(critic.path, policy.decoder, is_there=is_there)
+        if config.critic.path is not None:
+            critic = _source_beside(config.critic.path, "critic.path", is_there=is_there).with_value_head()
+            sources[CRITIC] = _rating(critic, policy.decoder, f"critic.path {config.critic.path}")
+    if TEACHER in sources:
+        assert config.teacher is not None, "a run has a teacher by its section"
+        teacher = _source_beside(config.teacher.path, "teacher.path", is_there=is_there)
+        if teacher.decoder.head != "vocab":
+            raise ValueError(
+                f"teacher.path {config.teacher.path} has a {teacher.decoder.head} head, which gives no log-probs; give "
+                "a language model"
+            )
+        sources[TEACHER] = _rating(teacher, policy.decoder, f"teacher.path {config.teacher.path}")
     return sources
 
 
-def _critic_source(path: str, policy: DecoderConfig, *, is_there: bool) -> ModelSource:
-    folder = resolve_model_folder(path, HUB_FILES if is_there else HUB_TEXT_FILES, key="critic.path")
-    source = ModelSource(folder, read_config(folder)).with_value_head()
+def _source_beside(path: str, key: str, *, is_there: bool) -> ModelSource:
+    """The model that a key names, which may be a run's newest checkpoint."""
+    found = newest_sound_model(Path(path).expanduser())
+    folder = Path(found) if found else resolve_model_folder(path, HUB_FILES if is_there else HUB_TEXT_FILES, key=key)
+    source = ModelSource(folder, read_config(folder))
     if is_there or Path(path).expanduser().is_dir():
-        source.initial_weights()
+        source.weights()
+    return source
+
+
+def _rating(source: ModelSource, policy: DecoderConfig, name: str) -> ModelSource:
+    """The model, if it can read all that the policy may write."""
     decoder = source.decoder
     if decoder.vocab_size < policy.vocab_size or decoder.max_positions < policy.max_positions:
         raise ValueError(
-            f"critic.path {path} has {decoder.vocab_size} tokens and {decoder.max_positions} positions, but the policy "
-            f"that it rates has {policy.vocab_size} and {policy.max_positions}; give a critic of the same tokenizer "
-            "with no fewer of both, or null for one that starts from the policy"
+            f"{name} has {decoder.vocab_size} tokens and {decoder.max_positions} positions, but the policy that it "
+            f"rates has {policy.vocab_size} and {policy.max_positions}; give a model of the same tokenizer with no "
+            "fewer of both"
         )
     return source
 

@@ -71,7 +71,8 @@ class Run:
         little space.
         """
         config, policy = self._checked.config, sources[POLICY]
-        identity = on_main(self.world, lambda: identity_of(self._checked, policy.folder))
+        folders = {role: source.folder for role, source in sources.items()}
+        identity = on_main(self.world, lambda: identity_of(self._checked, folders))
         self._record = RunRecord(0, identity)
         self._num_parameters = num_parameters(policy.decoder)
         self._resuming = Resuming(self._store, config, self.world, identity=identity, console=self.console)

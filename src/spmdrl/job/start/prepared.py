@@ -26,7 +26,7 @@ from spmdrl.job.start.model_checks import check_generation_fits, check_model_fit
 from spmdrl.job.start.start_checks import CheckedRun
 from spmdrl.observability.terminal.console import Console
 from spmdrl.resources.world import World
-from spmdrl.types.roles import POLICY, Role
+from spmdrl.types.roles import POLICY, TEACHER, Role
 
 
 @dataclass(frozen=True)
@@ -58,13 +58,15 @@ def prepare(checked: CheckedRun, source: ModelSource) -> Prepared:
     check_generation_fits(config, source.decoder)
     if config.rollout.engine == "vllm":
         check_vllm_computes(folder)
-    sources = sources_of(checked.roles, source, config.critic, is_there=checked.verb != "check")
+    sources = sources_of(checked.roles, source, config, is_there=checked.verb != "check")
     if checked.train_rows:
         check_model_fits(config, source.decoder, checked.layout)
         for other in sources.values():
             check_layout(other.decoder, checked.layout)
     tokenizer = ModelTokenizer(folder)
     _check_stop_tokens(tokenizer, source.decoder)
+    if TEACHER in sources:
+        tokenizer.check_same_tokens(ModelTokenizer(sources[TEACHER].folder))
     train, held_out = (
         PromptSource(rows, tokenizer.raw, config.data, config.seed, vocab_size=source.decoder.vocab_size)
         if rows

@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from spmdrl.dataflow.data.data_rows import SourceRows
 from spmdrl.engines.models.hf.fingerprint import fingerprint
 from spmdrl.job.start.start_checks import CheckedRun
+from spmdrl.types.roles import POLICY, TEACHER, Role
 
 ROWS = "rows of data.train"
 CRITIC = "critic"
-OPTIONAL = (CRITIC,)
+TEACHERS_WEIGHTS = "the teacher's weights"
+OPTIONAL = (CRITIC, TEACHERS_WEIGHTS)
 """keys that runs without such a thing don't have"""
 
 
-def identity_of(checked: CheckedRun, model: Path) -> dict[str, Any]:
-    """The run by its settings, its data and the folder of the model that it starts from, as plain JSON values.
+def identity_of(checked: CheckedRun, folders: Mapping[Role, Path]) -> dict[str, Any]:
+    """The run by its settings, its data and the folders of the models that it starts from, as plain JSON values.
 
     Raises ValueError where the model can't be read.
     """
-    config, phase, held = checked.config, checked.phase, fingerprint(model)
+    config, phase, held = checked.config, checked.phase, fingerprint(folders[POLICY])
     sizes: dict[str, Any] = {
         "rollout.prompts_per_step": config.rollout.prompts_per_step,
         "rollout.num_generations": config.rollout.num_generations,
@@ -32,6 +34,8 @@ def identity_of(checked: CheckedRun, model: Path) -> dict[str, Any]:
     } if phase != "sft" else {"sft.rows_per_step": config.sft.rows_per_step}  # fmt: skip
     if config.critic is not None and phase != "sft":
         sizes[CRITIC] = "a model of its own" if config.critic.path else "the policy's weights"
+    if TEACHER in folders:
+        sizes[TEACHERS_WEIGHTS] = fingerprint(folders[TEACHER]).weights[:16]
     if config.data.on_bad_row == "skip":
         # It decides which rows there are.
         sizes["data.max_prompt_length"] = config.data.max_prompt_length

@@ -12,7 +12,7 @@ from spmdrl.algorithms.table import build_algorithm
 from spmdrl.config.config import Config
 from spmdrl.config.reader import LoadedConfig, resolved_yaml, start_up
 from spmdrl.dataflow.data.data_rows import RowNeeds, SourceRows, read_rows, rows_of_prompts
-from spmdrl.dataflow.samples.schema import needs_by_state
+from spmdrl.dataflow.samples.schema import needs_by_state, rule_of
 from spmdrl.dataflow.stages.rows import ROUTED_EXPERTS, TURNS
 from spmdrl.dataflow.stages.update import Agreement, update_columns
 from spmdrl.engines.environment.environment_pool import EnvironmentPool
@@ -165,6 +165,7 @@ def states_of(config: Config, algorithm: Algorithm) -> dict[WorkerState, frozens
             f"algo.name is {config.algo.name}, whose advantages are made of a critic's values, but there is no critic; "
             "set critic={} for one that begins as the model itself, or critic.path to a value model"
         )
+    _check_teacher(config, algorithm.columns_for_credit() | columns)
     turns = {TURNS} if config.environment.function is not None else set()
     reads = {"prompt_ids", "response_ids", *columns, *replayed, *turns}
     credit = {"reward", "response_ids", *turns, *algorithm.columns_for_credit()}
@@ -177,6 +178,21 @@ def states_of(config: Config, algorithm: Algorithm) -> dict[WorkerState, frozens
     of_critic = {"values", "returns", "advantages", *turns}
     also_trained = {} if config.critic is None else {WorkerState.CRITIC_UPDATE: of_critic}
     return needs_by_state(reads, {WorkerState.ADVANTAGE: credit, **of_rows}, also_trained=also_trained)
+
+
+def _check_teacher(config: Config, columns: frozenset[str]) -> None:
+    """Refuse an algorithm that reads what a teacher makes, without one, and a teacher that nothing is read of."""
+    made = {name for name in columns if rule_of(name).made_by is WorkerState.TEACHER}
+    if made and config.teacher is None:
+        raise ValueError(
+            f"algo.name is {config.algo.name}, which distils a teacher, but there is none; set teacher.path to a model "
+            "with the same tokenizer"
+        )
+    if config.teacher is not None and not made:
+        raise ValueError(
+            f"teacher.path is {config.teacher.path}, but algo.name {config.algo.name} distils no teacher; set "
+            "algo.name to opd, or leave teacher out"
+        )
 
 
 def check_environment(config: Config) -> None:

@@ -1,0 +1,72 @@
+"""On-policy distillation: the sampled reverse KL to a teacher as the advantage (Lu and others 2025).
+
+"On-Policy Distillation", Thinking Machines Lab, October 2025; the divergence is that of MiniLLM (arXiv:2306.08543) and
+GKD (arXiv:2306.13649). Each token's advantage is its own distance alone: nothing of later tokens is counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import torch
+from annotated_types import Ge, Gt
+from torch import Tensor
+
+from spmdrl.algorithms.clipped import Clipped, ClippedConfig
+from spmdrl.algorithms.group_relative import GroupRelative, GroupRelativeConfig
+from spmdrl.types import CreditInputs
+
+
+@dataclass(frozen=True)
+class OpdConfig(GroupRelativeConfig, ClippedConfig):
+    """Each token's log-prob under a teacher, less that under the generator, as its advantage."""
+
+    name: Literal["opd"] = "opd"
+    """the algorithm"""
+    kl_in: Literal["loss", "advantage"] = "loss"
+    """the KL term to the reference model; loss: it is added to each token's loss; advantage: its sum over a token and
+    all later ones is subtracted from the token's advantage"""
+    teacher_coef: Annotated[float, Gt(0)] = 1.0
+    """weight of the distance to the teacher in the advantage"""
+    reward_coef: Annotated[float, Ge(0)] = 0.0
+    """weight of the group-relative advantage of the reward, which is added to that of the teacher; 0: the teacher
+    alone, and rewards are only reported"""
+
+
+@dataclass(frozen=True)
+class Opd(GroupRelative, Clipped):
+    """A_t = teacher_coef (log p_teacher - log p_generator) + reward_coef (R - mean) / standard deviation."""
+
+    config: OpdConfig
+
+    @property
+    def min_responses(self) -> int:
+        return 2 if self.config.reward_coef > 0 else 1
+
+    def columns_for_credit(self) -> frozenset[str]:
+        return super().columns_for_credit() | {"rollout_logprobs", "teacher_logprobs"}
+
+    def select(self, inputs: CreditInputs) -> Mapping[str, Tensor]:
+        # Where rewards count for nothing, rows without one can be learnt from too.
+        return super().select(inputs) if self.config.reward_coef > 0 else {}
+
+    def advantages(self, inputs: CreditInputs) -> Tensor:
+        advantages = super().advantages(inputs)
+        if len(advantages) == len(inputs.rewards_B):
+            advantages = advantages.repeat_interleave(inputs.lengths_B)
+        return advantages - self.config.teacher_coef * _distance(inputs)
+
+    def row_advantages(self, rewards_B: Tensor, groups_B: Tensor) -> Tensor:
+        if self.config.reward_coef == 0:
+            return torch.zeros_like(rewards_B)
+        return self.config.reward_coef * super().row_advantages(rewards_B, groups_B)
+
+    def credit_metrics(self, inputs: CreditInputs) -> Mapping[str, Tensor]:
+        return {**super().credit_metrics(inputs), "teacher/kl": _distance(inputs)}
+
+
+def _distance(inputs: CreditInputs) -> Tensor:
+    """The estimate of KL(generator || teacher) at each response token [R], whose mean over samples is exact."""
+    return inputs.columns.values("rollout_logprobs") - inputs.columns.values("teacher_logprobs")

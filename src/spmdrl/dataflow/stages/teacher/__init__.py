@@ -1,0 +1,1 @@
+"""What a teacher makes of finished responses, and which one it is."""

@@ -1,0 +1,123 @@
+"""Whole runs that distil a teacher: the policy comes near it, alike on two ranks, with the swap, and after a crash."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from tests.support.jobs import finished, metrics_of, run_job, tiny_config, untimed, weights_digest
+
+LARGER = (
+    "model.make={hidden_size: 48, num_layers: 3, num_heads: 2, num_kv_heads: 1, intermediate_size: 64, "
+    "max_positions: 40, chars: '0123456789+= '}"
+)
+LEARNT = ("teacher/kl", "loss", "grad_norm", "reward")
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory) -> Path:
+    """The folder of a run that taught a larger model to add."""
+    folder = tmp_path_factory.mktemp("teacher")
+    settings = [LARGER, "sft={max_steps: 30, rows_per_step: 64, optim: {lr: 3e-3}}", f"run.dir={folder / 'run'}"]
+    finished(run_job("sft", tiny_config(folder), *settings))
+    return folder / "run"
+
+
+def distilled(teacher: Path) -> list[str]:
+    return [
+        "algo.name=opd", f"teacher.path={teacher}", "train.max_steps=4", "checkpoint.interval=2",
+        "rollout.temperature=0.8",
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def whole(teacher, tmp_path_factory) -> Path:
+    """A run of four steps on two ranks with the swap."""
+    folder = tmp_path_factory.mktemp("whole")
+    settings = [*distilled(teacher), f"run.dir={folder / 'run'}", "reshard.swap=always"]
+    finished(run_job("train", tiny_config(folder), *settings, ranks=2))
+    return folder
+
+
+def test_the_policy_comes_near_its_teacher_and_rewards_count_for_nothing(teacher, tmp_path):
+    # No response gets a reward, and all are trained on.
+    (tmp_path / "none.py").write_text("def none(completions, **columns):\n    return [None] * len(completions)\n")
+    settings = [*distilled(teacher), "train.max_steps=60", "checkpoint.interval=0", f"run.dir={tmp_path / 'run'}"]
+    settings += [f"reward.functions=[{tmp_path / 'none.py'}:none]", "optim.lr=0.01"]
+    finished(run_job("train", tiny_config(tmp_path), *settings))
+    distances = [step["teacher/kl"] for step in metrics_of(tmp_path / "run")]
+    assert sum(distances[-3:]) < 0.5 * sum(distances[:3]), distances
+
+
+@pytest.mark.ranks
+def test_one_rank_and_two_with_the_swap_distil_alike(teacher, whole, tmp_path):
+    settings = [*distilled(teacher), f"run.dir={tmp_path / 'run'}", "reshard.swap=never"]
+    finished(run_job("train", tiny_config(tmp_path), *settings))
+    for alone, together in zip(metrics_of(tmp_path / "run"), metrics_of(whole / "run"), strict=True):
+        assert {name: alone[name] for name in LEARNT} == pytest.approx({name: together[name] for name in LEARNT}, 1e-4)
+
+
+@pytest.mark.ranks
+def test_a_teacher_is_on_the_device_inside_its_own_state_alone(whole):
+    held, at_end_of = dict[str, int](), {}
+    for line in (whole / "run/timeline/rank_00000.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        if "h" in record:
+            # Only what changed since the boundary before is written.
+            held |= {f"{place} {owner}": size for place in "dop" for owner, size in record.get(place, {}).items()}
+            at_end_of[record["h"][0]] = dict(held)
+    assert all(held["d teacher_weights"] == 0 < held["o teacher_weights"] for held in at_end_of.values())
+    assert at_end_of["teacher"]["p teacher_weights"] > 0 == at_end_of["generation"]["p teacher_weights"]
+
+
+@pytest.mark.ranks
+def test_a_run_that_died_goes_on_to_the_last_bit(teacher, whole, tmp_path):
+    shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
+    run = tmp_path / "run"
+    # As if the job had died before the last checkpoint was written.
+    shutil.rmtree(run / "checkpoints/step_000004")
+    settings = [*distilled(teacher), f"run.dir={run}", "reshard.swap=always"]
+    resumed = finished(run_job("train", tiny_config(tmp_path), *settings, ranks=2))
+    assert "resumed from" in resumed.stdout
+    assert weights_digest(run, 4) == weights_digest(whole / "run", 4)
+    swapped = "reshard/swapped_bytes"  # a run that goes on has no copy yet of weights that didn't change
+    steps = [[step | {swapped: 0} for step in untimed(metrics_of(folder / "run"))] for folder in (tmp_path, whole)]
+    assert steps[0] == steps[1]
+
+
+@pytest.mark.ranks
+def test_a_run_is_not_gone_on_with_under_another_teacher(teacher, whole, tmp_path):
+    shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
+    other = whole / "run/initial_model"
+    refused = run_job("train", tiny_config(tmp_path), *distilled(other), f"run.dir={tmp_path / 'run'}")
+    assert refused.returncode == 2 and "the teacher's weights was" in refused.stderr
+
+
+def test_a_model_that_can_not_be_the_teacher_is_refused(teacher, tmp_path):
+    config, model = tiny_config(tmp_path), teacher / "initial_model"
+
+    def refused(*settings: str) -> str:
+        job = run_job("train", config, f"run.dir={tmp_path / 'run'}", *settings)
+        assert job.returncode == 2 and "Traceback" not in job.stderr and not (tmp_path / "run/metrics.jsonl").exists()
+        return job.stderr
+
+    assert "algo.name grpo distils no teacher" in refused(f"teacher.path={teacher}")
+    assert "teacher.path is empty" in refused("algo.name=opd", "teacher.path=''")
+    assert "set teacher.path to a model" in refused("algo.name=opd")
+
+    other = tmp_path / "other"
+    shutil.copytree(model, other)
+    words = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = words["model"]["vocab"]
+    vocabulary["1"], vocabulary["2"] = vocabulary["2"], vocabulary["1"]
+    (other / "tokenizer.json").write_text(json.dumps(words))
+    said = refused("algo.name=opd", f"teacher.path={other}")
+    assert "they differ in 2 token ids" in said and "is '1' here and '2' there" in said
+
+    narrow = tmp_path / "narrow"
+    shutil.copytree(model, narrow)
+    raw = json.loads((narrow / "config.json").read_text())
+    (narrow / "config.json").write_text(json.dumps(raw | {"max_position_embeddings": 16}))
+    assert "16 positions, but the policy that it rates has" in refused("algo.name=opd", f"teacher.path={narrow}")
