@@ -46,7 +46,8 @@ def scope_of(rows: Rows) -> LossScope:
 
 def kept(algorithm: Algorithm, rows: Rows) -> Rows:
     """The rows that the algorithm trains on."""
-    left_out_B = torch.stack([*algorithm.select(rows.inputs()).values()]).any(0)
+    none_B = torch.zeros(len(rows.groups), dtype=torch.bool)
+    left_out_B = torch.stack([none_B, *algorithm.select(rows.inputs()).values()]).any(0)
     left = picked(rows, (~left_out_B).nonzero().flatten().tolist())
     assume(left.lengths)
     return left
