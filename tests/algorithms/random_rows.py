@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from spmdrl.types import Batch, CreditInputs, TokenTerms
+from spmdrl.types import Batch, CreditInputs, CreditSettings, TokenTerms
 
 MAX_LENGTH = 7
 PART_WEIGHTS = (0.5, 2.0)
+SETTINGS = CreditSettings(("first", "second"), PART_WEIGHTS, MAX_LENGTH)
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class Rows:
         columns.put_lists("returns", [row.tolist() for row in self.returns], torch.float64)
         columns.put_lists("teacher_logprobs", [row.tolist() for row in self.teacher], torch.float64)
         rewards_B = torch.tensor(self.rewards, dtype=dtype)
-        return CreditInputs(rewards_B, torch.tensor(self.groups), torch.tensor(self.lengths), columns, PART_WEIGHTS)
+        return CreditInputs(rewards_B, torch.tensor(self.groups), torch.tensor(self.lengths), columns, SETTINGS)
 
     def terms(self, policy_R: torch.Tensor, advantages: list[np.ndarray]) -> TokenTerms:
         columns = {

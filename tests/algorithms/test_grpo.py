@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.algorithms.random_rows import SETTINGS
 
 from spmdrl.algorithms.policy.grpo import Grpo, GrpoConfig
 from spmdrl.algorithms.terms.advantages import EPSILON, group_relative_advantages
@@ -134,7 +135,7 @@ def credit_inputs(seed: int = 0) -> tuple[CreditInputs, list[np.ndarray]]:
     for number, name in enumerate(("rollout_logprobs", "ref_logprobs")):
         columns.put_lists(name, [row[number].tolist() for row in rows], torch.float32)
     rewards = torch.tensor(rng.normal(size=len(lengths)).astype(np.float32))
-    inputs = CreditInputs(rewards, torch.tensor([4, 4, 4, 7, 7, 7]), torch.tensor(lengths), columns)
+    inputs = CreditInputs(rewards, torch.tensor([4, 4, 4, 7, 7, 7]), torch.tensor(lengths), columns, SETTINGS)
     return inputs, [(row[0].astype(np.float64) - row[1]) for row in rows]
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.algorithms.random_rows import MAX_LENGTH, Rows, packed, slopes
+from tests.algorithms.random_rows import MAX_LENGTH, SETTINGS, Rows, packed, slopes
 
 from spmdrl.algorithms.preferences.online_dpo import OnlineDpo, OnlineDpoConfig
 from spmdrl.types import Batch, CreditInputs, LossScope
@@ -98,8 +98,8 @@ NAN = float("nan")
 
 
 def credit(rewards: list[float], groups: list[int]) -> CreditInputs:
-    rewards_B = torch.tensor(rewards)
-    return CreditInputs(rewards_B, torch.tensor(groups), torch.ones(len(groups), dtype=torch.int64), Batch.of_rows([]))
+    lengths_B = torch.ones(len(groups), dtype=torch.int64)
+    return CreditInputs(torch.tensor(rewards), torch.tensor(groups), lengths_B, Batch.of_rows([]), SETTINGS)
 
 
 def test_the_best_and_the_worst_scored_response_of_a_prompt_are_its_pair():

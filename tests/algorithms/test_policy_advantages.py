@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.algorithms.random_rows import PART_WEIGHTS, Rows, per_token
+from tests.algorithms.random_rows import PART_WEIGHTS, SETTINGS, Rows, per_token
 
 from spmdrl.algorithms.actor_critic.ppo import Ppo, PpoConfig
 from spmdrl.algorithms.distillation.opd import Opd, OpdConfig
@@ -170,7 +170,7 @@ def test_the_expected_gradient_of_sampled_distances_is_that_of_the_reverse_kl(se
     offsets = torch.arange(7)
     columns.put_ragged("rollout_logprobs", policy.detach(), offsets)
     columns.put_ragged("teacher_logprobs", teacher, offsets)
-    inputs = CreditInputs(torch.zeros(6), torch.arange(6), torch.ones(6, dtype=torch.int64), columns)
+    inputs = CreditInputs(torch.zeros(6), torch.arange(6), torch.ones(6, dtype=torch.int64), columns, SETTINGS)
     advantages = Opd(OpdConfig()).advantages(inputs)
     (sampled,) = torch.autograd.grad((-advantages * policy.detach().exp() * policy).sum(), logits, retain_graph=True)
     (exact,) = torch.autograd.grad((policy.exp() * (policy - teacher)).sum(), logits)

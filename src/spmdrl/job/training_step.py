@@ -37,7 +37,7 @@ from spmdrl.job.model.role_models import RoleModel, RoleModels
 from spmdrl.job.model.switching import Switching
 from spmdrl.job.run.run import Run
 from spmdrl.job.start.prepared import Prepared
-from spmdrl.job.start.start_checks import CheckedRun, agreement_of
+from spmdrl.job.start.start_checks import CheckedRun, agreement_of, credit_settings_of
 from spmdrl.observability.terminal.console import Console
 from spmdrl.resources.world import World
 from spmdrl.types.roles import CRITIC, POLICY, WorkerState
@@ -136,8 +136,8 @@ def build_stages(checked: CheckedRun, run: Run, parts: StageParts) -> Stages:
         with_credit.append(CriticUpdateStage(parts.models[CRITIC].trainer, critic, plan, recorder))
     return Stages(
         generation=_build_generation(checked, run, parts, reward), without_actor=without_actor, with_actor=with_actor,
-        returns=ReturnsStage(critic) if critic else None,
-        advantage=AdvantageStage(recorder, config.reward.part_weights), with_credit=with_credit,
+        returns=ReturnsStage(critic, credit_settings_of(config)) if critic else None,
+        advantage=AdvantageStage(recorder, credit_settings_of(config)), with_credit=with_credit,
         update=UpdateStage(parts.models[POLICY].trainer, plan, recorder, parts.shown), timeline=run.logs.timeline,
         at_end=parts.switching.note_memory,
     )  # fmt: skip

@@ -233,6 +233,18 @@ def gather_ragged_rows(values_T: Tensor, offsets: Tensor, index: Tensor) -> tupl
 
 
 @dataclass(frozen=True)
+class CreditSettings:
+    """What of a run's settings algorithms credit rewards by, beside their own."""
+
+    part_names: tuple[str, ...]
+    """of each reward function"""
+    part_weights: tuple[float, ...]
+    """the weight of each reward function in the reward"""
+    max_length: int
+    """`rollout.max_completion_length`, the most tokens of a row"""
+
+
+@dataclass(frozen=True)
 class CreditInputs:
     """What advantages are made from: all rows of a global batch, in row order."""
 
@@ -244,8 +256,7 @@ class CreditInputs:
     """int64, tokens per row that the model wrote; at least 1"""
     columns: Batch
     """the columns that the algorithm reads, of response tokens those that the model wrote"""
-    part_weights: tuple[float, ...] = (1.0,)
-    """the weight of each reward function in the reward"""
+    settings: CreditSettings
 
     def of_rows(self, index: Tensor) -> CreditInputs:
         """The inputs of some rows only."""

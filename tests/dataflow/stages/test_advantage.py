@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
+from tests.algorithms.random_rows import SETTINGS
 from tests.support.jobs import finished, metrics_of, run_job, tiny_config
 from tests.support.ranks import run_ranks
 from torch import Tensor
@@ -116,7 +117,7 @@ def credited(
     batch.put_dense("reward", torch.tensor([REWARDS[row] for row in rows]))
     batch.put_dense("finished", torch.tensor([FINISHED[row] for row in rows], dtype=torch.int32))
     samples, recorder = kind(batch), Recorder()
-    AdvantageStage(recorder)(samples, algorithm)
+    AdvantageStage(recorder, SETTINGS)(samples, algorithm)
     return samples.advantages, samples.dropped, merge(gather_bytes(encode(recorder.drain())))
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.algorithms.random_rows import SETTINGS
 from tests.engines.training.tiny import CONFIG, OPTIM
 from tests.support.ranks import run_ranks
 
@@ -183,7 +184,7 @@ def test_what_an_environment_wrote_has_no_return_and_discounts_none():
     batch.put_lists("turns", [[1, 0, 0, 2], [1, 1], [1, 1, 1]], torch.int16)
     batch.put_dense("reward", torch.tensor([8.0, float("nan"), 4.0]))
     samples = Rewarded(batch)
-    ReturnsStage(CriticConfig(gamma=0.5))(samples, Grpo(GrpoConfig()))
+    ReturnsStage(CriticConfig(gamma=0.5), SETTINGS)(samples, Grpo(GrpoConfig()))
     first, unrated, third = samples.columns.to_lists("returns")
     assert (first, third) == ([4.0, 0.0, 0.0, 8.0], [1.0, 2.0, 4.0])
     assert np.isnan(unrated).all(), "not missing, as advantages may wait for them"

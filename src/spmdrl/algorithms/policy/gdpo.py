@@ -52,7 +52,7 @@ class Gdpo(Grpo):
         # A row has a reward, and is here, only where every function gave one.
         parts_KB = inputs.columns.values("reward_parts").double().view(len(inputs.rewards_B), -1).T
         advantages_KB = torch.stack([self.row_advantages(part_B, inputs.groups_B) for part_B in parts_KB])
-        total_B = advantages_KB.new_tensor(inputs.part_weights) @ advantages_KB
+        total_B = advantages_KB.new_tensor(inputs.settings.part_weights) @ advantages_KB
         over_rows = self.config.whiten_over == "rows"
         values = total_B if over_rows else total_B.repeat_interleave(inputs.lengths_B)
         return whitened(values, self.config.std, centre=not over_rows).to(inputs.rewards_B)

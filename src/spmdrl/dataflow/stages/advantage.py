@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Protocol
 
@@ -14,7 +14,7 @@ from spmdrl.dataflow.samples.dock import Samples
 from spmdrl.dataflow.stages.rows import TURNS, ModelTokens, credit_inputs
 from spmdrl.observability.metrics import Recorder
 from spmdrl.resources.collectives import gather_ragged
-from spmdrl.types import Batch, CreditInputs, WorkerState, gather_ragged_rows, offsets_of
+from spmdrl.types import Batch, CreditInputs, CreditSettings, WorkerState, gather_ragged_rows, offsets_of
 
 
 class Credit(Protocol):
@@ -35,16 +35,15 @@ class AdvantageStage:
 
     state = WorkerState.ADVANTAGE
 
-    def __init__(self, recorder: Recorder, part_weights: Sequence[float] = (1.0,)):
-        """`part_weights` are those of the reward functions."""
+    def __init__(self, recorder: Recorder, settings: CreditSettings):
         self.recorder = recorder
-        self.part_weights = tuple(part_weights)
+        self.settings = settings
 
     def __call__(self, samples: Samples, credit: Credit) -> Mapping[str, float]:
         """Returns the keys of the algorithm that change with the next step."""
         batch = samples.take(self.state)
-        rows, inputs = _of_all_ranks(batch, sorted(credit.columns_for_credit()), samples.group_size)
-        inputs = replace(inputs, part_weights=self.part_weights)
+        own = credit_inputs(batch, sorted(credit.columns_for_credit()), samples.group_size, self.settings)
+        rows, inputs = of_all_ranks(own)
         self._report(inputs.rewards_B, inputs.groups_B)
         for name, values in credit.credit_metrics(inputs).items():
             self.recorder.mean(name, float(values.double().mean()))
@@ -91,17 +90,23 @@ def share_without_signal(rewards_B: Tensor, groups_B: Tensor) -> float:
     return float((low >= high).float().mean())
 
 
-def _of_all_ranks(batch: Batch, names: Sequence[str], group_size: int) -> tuple[Tensor, CreditInputs]:
+def of_all_ranks(own: CreditInputs) -> tuple[Tensor, CreditInputs]:
     """All ranks' rows, ascending, and what they are credited by. Collective."""
-    own, rows = credit_inputs(batch, names, group_size), _gathered(batch.rows)
+    rows = _gathered(own.columns.rows)
     columns = Batch(rows)
-    for name in names:
+    for name in own.columns.names:
         if own.columns.is_ragged(name):
             lengths_B = _gathered(own.columns.lengths(name))
             columns.put_ragged(name, _gathered(own.columns.values(name)), offsets_of(lengths_B))
         else:
             columns.put_dense(name, _gathered(own.columns.dense(name)))
-    inputs = CreditInputs(_gathered(own.rewards_B), rows // group_size, _gathered(own.lengths_B), columns)
+    inputs = replace(
+        own,
+        rewards_B=_gathered(own.rewards_B),
+        groups_B=_gathered(own.groups_B),
+        lengths_B=_gathered(own.lengths_B),
+        columns=columns,
+    )
     order = rows.argsort()
     return rows[order], inputs.of_rows(order)
 

@@ -22,14 +22,14 @@ from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.training.batching.packed_rows import TokenRows
 from spmdrl.engines.training.routing.routers import experts_of_rows
 from spmdrl.resources.device import to_device
-from spmdrl.types import Batch, CreditInputs, offsets_of
+from spmdrl.types import Batch, CreditInputs, CreditSettings, offsets_of
 
 ROUTED_EXPERTS = "routed_experts"
 TURNS = "turns"
 """The column that rows of an environment have: the turn in which the model wrote a token, from 1, or 0."""
 
 
-def credit_inputs(batch: Batch, names: Iterable[str], group_size: int) -> CreditInputs:
+def credit_inputs(batch: Batch, names: Iterable[str], group_size: int, settings: CreditSettings) -> CreditInputs:
     """What an algorithm credits these rows by: their rewards and columns, of response tokens those of the model."""
     model_tokens, columns = ModelTokens.of(batch), Batch(batch.rows)
     for name in names:
@@ -39,7 +39,7 @@ def credit_inputs(batch: Batch, names: Iterable[str], group_size: int) -> Credit
             columns.put_ragged(name, model_tokens.pick(batch.values(name)), offsets_of(model_tokens.lengths_B))
         else:
             columns.put_ragged(name, batch.values(name), batch.offsets(name))
-    return CreditInputs(batch.dense("reward"), batch.rows // group_size, model_tokens.lengths_B, columns)
+    return CreditInputs(batch.dense("reward"), batch.rows // group_size, model_tokens.lengths_B, columns, settings)
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from spmdrl.observability.terminal.screen import waiting
 from spmdrl.resources.device import find_device
 from spmdrl.resources.layout import UpdateLayout, check_generation_layout, fit_update_layout
 from spmdrl.resources.startup.launch import LaunchEnvironment, read_launch_environment
-from spmdrl.types import WorkerState
+from spmdrl.types import CreditSettings, WorkerState
 from spmdrl.types.roles import POLICY, ROLES, Role
 
 Verb = Literal["train", "sft", "eval", "generate", "check"]
@@ -211,6 +211,11 @@ def agreement_of(config: Config) -> Agreement:
         return "measured"
     # A response begun in an earlier step has log-probs of that step's weights.
     return "used" if config.rollout.partial_max_rounds == 1 else "checked"
+
+
+def credit_settings_of(config: Config) -> CreditSettings:
+    """What algorithms credit rewards by, beside their own settings."""
+    return CreditSettings(config.reward.names, config.reward.part_weights, config.rollout.max_completion_length)
 
 
 def check_sizes(config: Config, algorithm: Algorithm) -> None:

@@ -14,7 +14,7 @@ from spmdrl.dataflow.samples.dock import Samples
 from spmdrl.dataflow.samples.schema import END_VALUE
 from spmdrl.dataflow.stages.critic.critic_config import CriticConfig
 from spmdrl.dataflow.stages.rows import ModelTokens, credit_inputs
-from spmdrl.types import Batch, CreditInputs, WorkerState
+from spmdrl.types import Batch, CreditInputs, CreditSettings, WorkerState
 
 
 class Rewarding(Protocol):
@@ -29,13 +29,14 @@ class ReturnsStage:
 
     state = WorkerState.RETURNS
 
-    def __init__(self, config: CriticConfig):
+    def __init__(self, config: CriticConfig, settings: CreditSettings):
         self.config = config
+        self.settings = settings
 
     def __call__(self, samples: Samples, rewarding: Rewarding) -> None:
         batch = samples.take(self.state)
         names = sorted({*rewarding.columns_for_returns(), *self.config.columns_for_returns})
-        inputs = credit_inputs(batch, names, samples.group_size)
+        inputs = credit_inputs(batch, names, samples.group_size, self.settings)
         values_R = inputs.columns.values("values") if "values" in names else None
         ends_B = inputs.columns.dense(END_VALUE) if self.config.bootstraps else None
         rewards_R, gamma, lam = rewarding.token_rewards(inputs), self.config.gamma, self.config.lam
