@@ -60,7 +60,7 @@ def test_every_key_that_advice_names_exists() -> None:
         (["algo.name=gae"], "; it is named ppo; critic.gamma and critic.lam"),
         (["algo.name=GSPO"], "; did you mean gspo?"),
         (["algo.name=DrGRPO"], "; did you mean dr_grpo?"),
-        (["algo.name=DAPO"], "set algo.name to grpo, algo.clip_ratio_high to 0.28"),
+        (["algo.filter_groups={enable: true}"], "algo.name=dapo leaves out prompts whose responses are all right"),
         (["actor_rollout_ref.rollout.n=8"], "did you mean rollout.num_generations?"),
         (["trainer.save_freq=8"], "did you mean checkpoint.interval?"),
         (["actor_rollout_ref.actor.optim.lr=1e-6"], "did you mean optim.lr?"),

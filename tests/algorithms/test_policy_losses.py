@@ -15,6 +15,7 @@ from tests.algorithms.random_rows import MAX_LENGTH, Rows, aggregated, packed, s
 from spmdrl.algorithms.actor_critic.ppo import PpoConfig
 from spmdrl.algorithms.distillation.opd import OpdConfig
 from spmdrl.algorithms.policy.cispo import CispoConfig
+from spmdrl.algorithms.policy.dapo import DapoConfig
 from spmdrl.algorithms.policy.dppo import DppoConfig
 from spmdrl.algorithms.policy.dr_grpo import DrGrpoConfig
 from spmdrl.algorithms.policy.grpo import GrpoConfig, GrpoPaperConfig
@@ -74,6 +75,7 @@ CASES = [
     (GrpoConfig(clip_ratio_c=1.1), clipped),
     (GrpoPaperConfig(), grpo_paper),
     (DrGrpoConfig(clip_ratio_low=0.1), clipped),
+    (DapoConfig(), clipped),
     (GspoConfig(), gspo),
     (GspoConfig(clip_ratio_low=0.05, clip_ratio_high=0.1, loss_agg="token-mean"), gspo),
     (CispoConfig(is_min=0.9, is_max=1.1), cispo),

@@ -75,6 +75,11 @@ def test_the_configs_of_the_repository_are_right():
             ["rollout.partial_max_rounds=2", "debug.rollouts_to=x"],
             "set partial_max_rounds to 1 or leave out .*rollouts_to",
         ),
+        (
+            ["algo={name: dapo, filter_on: math, overlong_cache: 300}"],
+            "is 300, .* = 256 tokens; lower it",
+        ),
+        (["algo={name: dapo, filter_on: exact}"], "filter_on is 'exact', but reward.functions has math; name one"),
         (["rollout.partial_extra_prompts=4"], "partial_max_rounds is 1, .* raise partial_max_rounds"),
         (["rollout.partial_max_rounds=2", "rollout.partial_extra_prompts=33"], "between 1 and .* = 32"),
         (["debug.rollouts_from=x", "data.eval=synthetic://addition?count=5&split=test"], "set data.eval to null"),

@@ -24,7 +24,7 @@ from spmdrl.algorithms.terms.losses import (
     token_weights,
     weighted,
 )
-from spmdrl.types import CreditInputs, LossScope, TokenLoss, TokenTerms
+from spmdrl.types import CreditInputs, CreditSettings, LossScope, TokenLoss, TokenTerms
 
 
 @dataclass(frozen=True)
@@ -133,6 +133,10 @@ class Algorithm(ABC):
     def unit_size(self) -> int:
         """How many rows the loss takes together, all that `select` leaves of a prompt; 1: each by itself."""
         return 1
+
+    def conflict(self, settings: CreditSettings) -> str | None:
+        """What of the algorithm's settings doesn't go with others of the run, and a way out; None where all do."""
+        return None
 
     def columns_for_credit(self) -> frozenset[str]:
         """Columns that `advantages` needs beside the reward."""

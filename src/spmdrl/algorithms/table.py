@@ -8,6 +8,7 @@ from spmdrl.algorithms.actor_critic.ppo import Ppo, PpoConfig
 from spmdrl.algorithms.algorithm import AlgoConfig, Algorithm
 from spmdrl.algorithms.distillation.opd import Opd, OpdConfig
 from spmdrl.algorithms.policy.cispo import Cispo, CispoConfig
+from spmdrl.algorithms.policy.dapo import Dapo, DapoConfig
 from spmdrl.algorithms.policy.dppo import Dppo, DppoConfig
 from spmdrl.algorithms.policy.dr_grpo import DrGrpoConfig
 from spmdrl.algorithms.policy.gdpo import Gdpo, GdpoConfig
@@ -28,6 +29,7 @@ ALGORITHMS: Mapping[type[AlgoConfig], type[Algorithm]] = {
     GrpoConfig: Grpo,
     GrpoPaperConfig: Grpo,
     DrGrpoConfig: Grpo,
+    DapoConfig: Dapo,
     GspoConfig: Grpo,
     GdpoConfig: Gdpo,
     CispoConfig: Cispo,

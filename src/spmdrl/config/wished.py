@@ -117,6 +117,14 @@ _ANSWERS: tuple[tuple[str, str], ...] = (
         "set algo.loss_agg: token-mean (TRL's dapo), seq-mean-token-mean (grpo), seq-mean-token-sum or "
         "seq-mean-token-sum-norm (dr_grpo)",
     ),
+    (
+        "filter_groups dynamic_sampling dynamic_sampling_filter_path use_dynamic_sampling",
+        "algo.name=dapo leaves out prompts whose responses are all right or all wrong; algo.filter_on names a function",
+    ),
+    (
+        "overlong_buffer overlong_buffer_cfg overlong_buffer_len soft_overlong_punishment",
+        "set algo.overlong_cache, in tokens; algo.name=dapo has it",
+    ),
     ("importance_sampling_level", "set algo.ratio_level to token or sequence"),
     (
         "vllm_importance_sampling_correction vllm_importance_sampling_cap enable_vllm_is_correction rollout_correction",
@@ -135,10 +143,6 @@ _ANSWERS: tuple[tuple[str, str], ...] = (
     ("critic_warmup critic_warmup_steps", "set critic.warmup_steps, steps in which only the critic is trained"),
     ("algo.name=on_policy_distillation algo.name=gkd", "it is named opd; teacher.path is the teacher"),
     ("algo.name=gae", "it is named ppo; critic.gamma and critic.lam are the estimate's"),
-    (
-        "algo.name=dapo",
-        "set algo.name to grpo, algo.clip_ratio_high to 0.28 and algo.loss_agg to token-mean",
-    ),
     ("algo.name=reinforce_plus_plus algo.name=reinforce++", "it is named reinforce_pp"),
     ("algo.name=reinforce_plus_plus_baseline", "it is named reinforce_pp_baseline"),
     ("algo.name=sft", "supervised training is a verb, `spmdrl sft`; sft.max_steps > 0 runs it before train"),

@@ -39,6 +39,11 @@ class Groups:
         """The mean over each row's group [B]."""
         return self.sums(values_B) / self.sizes_B
 
+    def least(self, values_B: Tensor) -> Tensor:
+        """The least value in each row's group [B]."""
+        least = torch.full_like(self._counts, float("inf"))
+        return least.scatter_reduce_(0, self._group_B, values_B.double(), "amin")[self._group_B]
+
     def deviations(self, values_B: Tensor, kind: Deviation = "unbiased") -> Tensor:
         """The standard deviation of each row's group [B]; 0 in a group of one row."""
         squares_B = self.sums((values_B - self.means(values_B)).square())

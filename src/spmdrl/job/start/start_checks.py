@@ -85,6 +85,8 @@ def check_run(
         needs = states_of(config, algorithm)
         if verb in ("train", "check"):
             check_sizes(config, algorithm)
+            if (conflict := algorithm.conflict(credit_settings_of(config))) is not None:
+                raise ValueError(conflict)
         train_rows, eval_rows = _checked_rows(config, verb, prompts)
     base_model = config.model.path or "random weights (model.make)"
     return CheckedRun(verb, config, resolved_yaml(loaded), layout, algorithm, needs, train_rows, eval_rows, base_model)

@@ -1,0 +1,87 @@
+"""DAPO: GRPO with clip-higher, token loss, soft overlong punishment and dynamic sampling (arXiv:2503.14476)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Annotated, Literal
+
+from annotated_types import Ge
+from torch import Tensor
+
+from spmdrl.algorithms.policy.grpo import Grpo, GrpoSettings
+from spmdrl.algorithms.terms.advantages import Groups
+from spmdrl.types import CreditInputs, CreditSettings
+
+
+@dataclass(frozen=True)
+class DapoConfig(GrpoSettings):
+    """GRPO that trains only on prompts with right and wrong responses (arXiv:2503.14476)."""
+
+    name: Literal["dapo"] = "dapo"
+    """the algorithm"""
+    clip_ratio_high: Annotated[float, Ge(0)] = 0.28
+    """the probability ratio is clipped above at 1 + this; more than clip_ratio_low is DAPO's clip-higher"""
+    overlong_cache: Annotated[int, Ge(0)] | None = None
+    """in the last so many tokens before rollout.max_completion_length a response's reward falls by up to 1, by token;
+    null: a fifth of it, as the paper's 4096 of 20480; 0: nothing is taken off"""
+    filter_on: str | None = None
+    """the reward function whose values decide which prompts teach something, such as the one for the right answer;
+    null: the reward itself, before anything is taken off for length"""
+
+
+@dataclass(frozen=True)
+class Dapo(Grpo):
+    """Prompts whose responses are all alike are left out; lengths count in advantages alone."""
+
+    config: DapoConfig
+
+    def conflict(self, settings: CreditSettings) -> str | None:
+        filter_on, cache = self.config.filter_on, self.config.overlong_cache
+        if filter_on is not None and filter_on not in settings.part_names:
+            return (
+                f"algo.filter_on is {filter_on!r}, but reward.functions has {', '.join(settings.part_names)}; name one "
+                "of them, or leave algo.filter_on out to filter by the reward"
+            )
+        if cache is not None and cache > settings.max_length:
+            return (
+                f"algo.overlong_cache is {cache}, but responses have at most rollout.max_completion_length = "
+                f"{settings.max_length} tokens; lower it, or leave it out for a fifth of them"
+            )
+        return super().conflict(settings)
+
+    def columns_for_credit(self) -> frozenset[str]:
+        return super().columns_for_credit() | ({"reward_parts"} if self.config.filter_on is not None else set())
+
+    def select(self, inputs: CreditInputs) -> Mapping[str, Tensor]:
+        """Leaves out every group with an accuracy of 0 or 1: all of its values are equal, and above 0 or not (Eq. 11).
+
+        Rows without a reward have no say.
+        """
+        left_out = super().select(inputs)
+        has_reward_B = ~left_out["no_reward"]
+        groups, values_B = Groups(inputs.groups_B), self._judged_by(inputs)
+        lowest_B = groups.least(values_B.where(has_reward_B, float("inf")))
+        highest_B = -groups.least((-values_B).where(has_reward_B, float("inf")))
+        is_alike_B = has_reward_B & (lowest_B == highest_B)
+        return {**left_out, "all_right": is_alike_B & (lowest_B > 0), "all_wrong": is_alike_B & (lowest_B <= 0)}
+
+    def advantages(self, inputs: CreditInputs) -> Tensor:
+        rewards_B = inputs.rewards_B.double() - self._overlong(inputs)
+        return super().advantages(replace(inputs, rewards_B=rewards_B)).to(inputs.rewards_B)
+
+    def _judged_by(self, inputs: CreditInputs) -> Tensor:
+        """The values [B] that groups are filtered by; where an environment judged a row, the functions gave none."""
+        if self.config.filter_on is None:
+            return inputs.rewards_B
+        parts_BK = inputs.columns.values("reward_parts").view(len(inputs.rewards_B), -1)
+        part_B = parts_BK[:, inputs.settings.part_names.index(self.config.filter_on)]
+        return part_B.where(~part_B.isnan(), inputs.rewards_B)
+
+    def _overlong(self, inputs: CreditInputs) -> Tensor:
+        """What is taken off each row's reward [B]: (length - (Lmax - Lcache)) / Lcache, between 0 and 1 (Eq. 13)."""
+        longest, cache = inputs.settings.max_length, self.config.overlong_cache
+        if cache is None:
+            cache = max(1, longest // 5)
+        excess_B = inputs.lengths_B.double() - (longest - cache)
+        return excess_B.clamp(0, cache) / max(cache, 1)
