@@ -28,7 +28,7 @@ MUCH = (
     "algo.off_policy_bound=0.5",
     "sft.max_steps=1", "sft.rows_per_step=8",
     "train.routing.aux_loss_coefficient=0.01", "reshard.swap=always",
-    "checkpoint.interval=1", "eval.before_train=true", "eval.max_rows=4",
+    "checkpoint.interval=1", "eval.before_train=true", "eval.max_rows=4", "eval.num_samples=2",
     "data.eval=synthetic://addition?low=0&high=9&count=10",
 )  # fmt: skip
 

@@ -4,20 +4,30 @@ from __future__ import annotations
 
 import json
 import math
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from tests.support.jobs import finished, run_job, summary_of, tiny_config
+from tests.support.jobs import finished, metrics_of, run_job, summary_of, tiny_config
 
+from spmdrl.config.config import EvalConfig
 from spmdrl.job.evaluation.evaluator import evaluation_of
 
 EVAL = "data.eval=synthetic://addition?low=0&high=9&count=10"
 
 
-def _of(*rewards: float | None, num_samples: int = 1):
+def _of(*rewards: float | None, num_samples: int = 1, passes: tuple[int, ...] = ()):
     records: list[dict[str, Any]] = [{"row": row, "reward": reward} for row, reward in enumerate(rewards)]
-    return evaluation_of(records, num_samples)
+    return evaluation_of(records, num_samples, passes)
+
+
+def _counted_pass(is_right_GN: np.ndarray, k: int) -> tuple[float, float, float]:
+    """pass@k by trying all choices of k answers to each prompt, and the ends of the normal interval over prompts."""
+    values_G = np.array([np.mean([any(chosen) for chosen in combinations(group, k)]) for group in is_right_GN])
+    margin = 1.959963984540054 * values_G.std(ddof=1) / np.sqrt(len(values_G))
+    return values_G.mean(), max(0.0, values_G.mean() - margin), min(1.0, values_G.mean() + margin)
 
 
 def test_verdicts_have_an_accuracy_that_is_their_mean_with_its_rule():
@@ -45,6 +55,24 @@ def test_answers_without_a_reward_are_wrong_and_not_in_the_mean():
     assert math.isnan(_of(None).mean_reward.value) and json.loads(json.dumps(_of(None).fields()))
 
 
+def test_passes_are_those_that_counting_finds_in_all_choices_of_answers():
+    rewards_GN = np.random.default_rng(0).choice([0.0, 0.25, 1.0, np.nan], size=(7, 6))
+    rewards = [None if np.isnan(reward) else float(reward) for reward in rewards_GN.flat]
+    evaluation = _of(*rewards, num_samples=6, passes=(1, 2, 4, 6))
+    for k, estimate in evaluation.pass_at.items():
+        counted = _counted_pass(rewards_GN >= 1, k)
+        assert (estimate.value, estimate.low, estimate.high) == pytest.approx(counted, abs=1e-12)
+        assert evaluation.fields()[f"pass_at_{k}_interval"] == [estimate.low, estimate.high]
+    assert evaluation.pass_at[1] == evaluation.accuracy and "pass@4 0." in evaluation.described()
+
+
+def test_a_pass_of_more_answers_than_there_are_is_refused():
+    with pytest.raises(ValueError, match=r"pass_at is \[8, 1\], but eval.num_samples is 4, and pass@8 needs"):
+        EvalConfig(num_samples=4, pass_at=(8, 1))
+    assert EvalConfig(num_samples=8, pass_at=(8, 1, 8)).passes == (1, 8)
+    assert EvalConfig(num_samples=8).passes == (8,) and EvalConfig().passes == ()
+
+
 def test_huge_rewards_have_a_finite_mean():
     evaluation = _of(1e308, 1e308, 1e308)
     assert evaluation.mean_reward.value == 1e308 and evaluation.fields()["mean_reward_interval"] == [1e308, 1e308]
@@ -53,10 +81,19 @@ def test_huge_rewards_have_a_finite_mean():
 
 def test_eval_and_generate_leave_the_summary_of_a_training_run_alone(tmp_path: Path):
     config, run = tiny_config(tmp_path), tmp_path / "run"
-    trained = finished(run_job("train", config, f"run.dir={run}", EVAL, "eval.before_train=true"))
+    passes = ["eval.num_samples=4", "eval.pass_at=[1, 3]", "eval.interval=2"]
+    trained = finished(run_job("train", config, f"run.dir={run}", EVAL, "eval.before_train=true", *passes))
     # Shares of digits are no verdicts.
     assert "  held-out  " in trained.stdout and "  accuracy  " not in trained.stdout
-    before = (run / "summary.json").read_bytes()
+    before, metrics = (run / "summary.json").read_bytes(), {step["step"]: step for step in metrics_of(run)}
+    for step in (0, 2, 3):
+        records = [json.loads(line) for line in (run / "eval" / f"step_{step:06d}.jsonl").read_text().splitlines()]
+        is_right_GN = np.array([record["reward"] >= 1 for record in records]).reshape(10, 4)
+        for k in (1, 3):
+            found = [metrics[step][f"eval/pass_at_{k}{end}"] for end in ("", "_low", "_high")]
+            assert found == pytest.approx(_counted_pass(is_right_GN, k), abs=1e-12)
+    assert "eval/pass_at_1" not in metrics[1]
+    assert summary_of(run)["pass_at_3_after"] == metrics[3]["eval/pass_at_3"]
     again = [config, f"run.dir={run}", EVAL, "model.make=null", f"model.path={run}", "reward.functions=[exact]"]
     shown = finished(run_job("eval", *again)).stdout
     assert "mean reward 0.000" in shown and "= share of answers with reward >= 1, 10 prompts" in shown

@@ -48,6 +48,7 @@ OVERRIDES = {
     "log.backends": ["log.backends=[jsonl]"],
     "reward.functions": ["reward.functions=[exact]"],
     "reward.weights": ["reward.weights=[2.0]"],
+    "eval.pass_at": ["eval.pass_at=[1]"],
     "resume": ["resume=never"],
 }
 # What both ranks need so that a key has a second value at all.

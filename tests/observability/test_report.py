@@ -176,6 +176,18 @@ def test_a_metric_that_is_new_to_the_report_is_drawn_under_its_name(tmp_path: Pa
     assert shown["more"] == ["mem/new_gib"] and "<details>" in section_of["more"]
 
 
+def test_passes_are_drawn_in_the_order_of_k_with_their_intervals(tmp_path: Path):
+    log = MetricsLog(tmp_path, ["jsonl"])
+    for step in (0, 1):
+        values = {f"eval/pass_at_{k}": k / 100 for k in (16, 4, 8)}
+        log.write(step, values | {"eval/pass_at_8_low": 0.01, "eval/pass_at_8_high": 0.2})
+    log.close()
+    write_summary(tmp_path, pass_at_8_before=0.25, pass_at_8_after=0.5, pass_at_8_after_interval=[0.375, 0.625])
+    assert _evaluation_titles(tmp_path) == ["pass@4", "pass@8", "pass@16"]
+    text = write_report(tmp_path).read_text()
+    assert text.count('class="band"') == 1 and re.search(r"pass@8.{0,80}0\.25.{0,20}0\.5", text, re.DOTALL)
+
+
 def _evaluation_titles(run: Path, *others: Path) -> list[str]:
     return re.findall("<figcaption>Evaluation: (.*?)<", write_report(run, others=others).read_text())
 

@@ -63,8 +63,24 @@ class EvalConfig:
     """answers per prompt; 1: one greedy answer; more: sampled ones, for avg@k and pass@k"""
     temperature: Annotated[float, Interval(gt=0, lt=math.inf)] = 1.0
     """sampling temperature where num_samples > 1"""
+    pass_at: tuple[Annotated[int, Ge(1)], ...] = ()
+    """each k of pass@k, at most num_samples; []: num_samples where that is more than 1"""
     max_rows: Annotated[int, Ge(1)] | None = None
     """use only this many of the first held-out rows; null: all"""
+
+    def __post_init__(self) -> None:
+        if self.pass_at and max(self.pass_at) > self.num_samples:
+            most = max(self.pass_at)
+            raise ValueError(
+                f"eval.pass_at is {list(self.pass_at)}, but eval.num_samples is {self.num_samples}, and pass@{most} "
+                f"needs at least {most} answers per prompt; raise eval.num_samples, or leave {most} out"
+            )
+
+    @property
+    def passes(self) -> tuple[int, ...]:
+        """The k of each pass@k that is estimated, in order."""
+        of_all = (self.num_samples,) if self.num_samples > 1 else ()
+        return tuple(sorted(set(self.pass_at))) or of_all
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -18,6 +19,8 @@ from spmdrl.observability.logs.jsonl import to_json, write_atomic
 
 SUMMARY_FILE = "summary.json"
 VERB_SUMMARY_FILE = "{verb}.summary.json"
+AT_K = "pass_at_"
+"""what stands before k in the names of a pass@k"""
 ALWAYS_THERE = (
     "verdict", "steps", "reward_first", "reward_last", "accuracy_before", "accuracy_after", "seconds", "checkpoint",
     "report",
@@ -51,6 +54,17 @@ def read_summary(run_dir: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
+
+
+def passes_of(fields: Mapping[str, Any]) -> dict[str, str]:
+    """Each pass@k that a run's summary has, in order of k, with the beginning of its names there.
+
+    Empty where rewards aren't verdicts, so that none of them passes.
+    """
+    if fields.get("rewards_are_verdicts") is False:
+        return {}
+    found = (re.fullmatch(rf"{AT_K}(\d+)_after", name) for name in fields)
+    return {f"pass@{k}": f"{AT_K}{k}" for k in sorted(int(name.group(1)) for name in found if name)}
 
 
 def provenance() -> dict[str, str]:

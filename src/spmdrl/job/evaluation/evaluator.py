@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from spmdrl.job.model.replica import Replica
 from spmdrl.job.start.prepared import Prepared
 from spmdrl.observability.logs.jsonl import to_json, write_atomic
 from spmdrl.observability.statistics import Estimate, average_at_k, mean_over_prompts, mean_pass_at_k, wilson
+from spmdrl.observability.summary import AT_K
 from spmdrl.observability.terminal.units import fixed
 from spmdrl.resources.collectives import gather_bytes
 
@@ -39,7 +40,8 @@ class Evaluation:
     """over the prompts that have a reward"""
     accuracy: Estimate
     """the share of answers with a reward of 1 or more: of greedy ones, or avg@k"""
-    pass_at_k: Estimate | None
+    pass_at: Mapping[int, Estimate]
+    """pass@k by k: the chance that one or more of k answers to a prompt has a reward of at least 1"""
     is_verdict: bool
     """whether every reward is 0 or 1, so that the accuracy is one"""
     num_failed: int
@@ -61,18 +63,26 @@ class Evaluation:
             "accuracy_interval": interval_of(self.accuracy) if self.is_verdict else None,
             "accuracy_rule": ACCURACY_RULE,
             "share_of_reward_1": self.accuracy.value,
-            "pass_at_k": self.pass_at_k.value if self.pass_at_k else None,
+            **self.pass_fields(),
             "num_prompts": self.num_prompts,
             "num_samples": self.num_samples,
             "num_failed": self.num_failed,
         }
 
+    def pass_fields(self, when: str = "") -> dict[str, Any]:
+        """Each pass@k with its interval, as fields of a summary."""
+        fields: dict[str, Any] = {}
+        for k, estimate in self.pass_at.items():
+            name = f"{AT_K}{k}{when}"
+            fields |= {name: estimate.value, f"{name}_interval": interval_of(estimate)}
+        return fields
+
     def _share_text(self) -> str:
-        many = self.pass_at_k is not None
+        rule = f"{_shown(self.accuracy)} = {ACCURACY_RULE}"
+        text = f"{f'avg@{self.num_samples} ' if self.num_samples > 1 else ''}accuracy {rule}"
         if not self.is_verdict:
-            return f"reward >= 1 in {_shown(self.accuracy)} of the answers (no accuracy: rewards aren't only 0 and 1)"
-        text = f"{f'avg@{self.num_samples} ' if many else ''}accuracy {_shown(self.accuracy)} = {ACCURACY_RULE}"
-        return text + (f", pass@{self.num_samples} {_shown(self.pass_at_k)}" if self.pass_at_k is not None else "")
+            text = f"reward >= 1 in {_shown(self.accuracy)} of the answers (no accuracy: rewards aren't only 0 and 1)"
+        return ", ".join([text, *(f"pass@{k} {_shown(estimate)}" for k, estimate in self.pass_at.items())])
 
 
 def _shown(estimate: Estimate) -> str:
@@ -98,6 +108,7 @@ class Evaluator:
         self.rewards = StreamedRewards(pool, decode)
         self.decode = decode
         self.num_samples = config.num_samples
+        self.passes = config.passes
         self.num_rows = len(self.prompts) * config.num_samples
         self.sampling = sampling
         self.seed = seed
@@ -107,7 +118,7 @@ class Evaluator:
         lines = [json.dumps(record) for record in self._own_records()]
         gathered = gather_bytes("\n".join(lines).encode())
         records = [json.loads(line) for part in gathered for line in part.decode().splitlines()]
-        return evaluation_of(sorted(records, key=lambda record: record["row"]), self.num_samples)
+        return evaluation_of(sorted(records, key=lambda record: record["row"]), self.num_samples, self.passes)
 
     def _own_records(self) -> Iterator[dict[str, Any]]:
         numbers = self.replica.share_of(len(self.prompts))
@@ -153,14 +164,15 @@ def _group(number: int) -> tuple[str, int]:
     return "held out", number
 
 
-def evaluation_of(records: list[dict[str, Any]], num_samples: int) -> Evaluation:
-    """Statistics over records in row order, `num_samples` per prompt."""
+def evaluation_of(records: list[dict[str, Any]], num_samples: int, passes: Sequence[int] = ()) -> Evaluation:
+    """Statistics over records in row order, `num_samples` per prompt, with pass@k for each k of `passes`."""
     rewards = [record["reward"] for record in records]
     is_right = [reward is not None and reward >= 1.0 for reward in rewards]
     by_prompt = [is_right[start : start + num_samples] for start in range(0, len(records), num_samples)]
     usable = [reward for reward in rewards if reward is not None]
-    sampled, is_verdict = num_samples > 1, set(usable) <= {0.0, 1.0}
-    accuracy = average_at_k(by_prompt) if sampled else wilson(sum(is_right), len(is_right))
+    is_verdict = set(usable) <= {0.0, 1.0}
+    accuracy = average_at_k(by_prompt) if num_samples > 1 else wilson(sum(is_right), len(is_right))
+    num_right = [sum(group) for group in by_prompt]
     # The mean of verdicts is their accuracy, of which more is known.
     is_same = is_verdict and len(usable) == len(rewards)
     return Evaluation(
@@ -168,7 +180,8 @@ def evaluation_of(records: list[dict[str, Any]], num_samples: int) -> Evaluation
         num_samples=num_samples,
         mean_reward=accuracy if is_same else mean_over_prompts(_means(rewards, num_samples)),
         accuracy=accuracy,
-        pass_at_k=mean_pass_at_k([sum(group) for group in by_prompt], num_samples, num_samples) if sampled else None,
+        # One answer passes as often as it is right.
+        pass_at={k: mean_pass_at_k(num_right, num_samples, k) if k > 1 else accuracy for k in passes},
         is_verdict=is_verdict,
         num_failed=len(rewards) - len(usable),
         records=records,

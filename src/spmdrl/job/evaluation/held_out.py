@@ -10,7 +10,7 @@ from spmdrl.job.evaluation.evaluator import ACCURACY_RULE, Evaluation, Evaluator
 from spmdrl.job.model.switching import Switching
 from spmdrl.job.run.run import Run
 from spmdrl.observability.logs.outage import going_on_without
-from spmdrl.observability.summary import read_summary, write_summary
+from spmdrl.observability.summary import AT_K, read_summary, write_summary
 
 
 class HeldOut:
@@ -58,7 +58,8 @@ class HeldOut:
             evaluation = self._all_verdicts(self._evaluator())
         switching.start_return(step)
         switching.to_update(step)
-        for name, estimate in (("reward", evaluation.mean_reward), ("accuracy", evaluation.accuracy)):
+        passes = {f"{AT_K}{k}": estimate for k, estimate in evaluation.pass_at.items()}
+        for name, estimate in ({"reward": evaluation.mean_reward, "accuracy": evaluation.accuracy} | passes).items():
             parts = {"": estimate.value, "_low": estimate.low, "_high": estimate.high}
             for ending, value in parts.items():
                 if not math.isnan(value):
@@ -84,6 +85,7 @@ def _fields(evaluation: Evaluation, when: str) -> dict[str, object]:
     return {
         f"eval_reward_{when}": evaluation.mean_reward.value,
         f"eval_reward_{when}_interval": interval_of(evaluation.mean_reward),
+        **evaluation.pass_fields(f"_{when}"),
         "rewards_are_verdicts": evaluation.is_verdict,
         "accuracy_rule": ACCURACY_RULE,
     }

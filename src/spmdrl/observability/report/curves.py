@@ -10,6 +10,7 @@ from spmdrl.observability.report.charts import Chart, Series, has_values
 from spmdrl.observability.report.gantt import stage_order
 from spmdrl.observability.report.run_files import RunData
 from spmdrl.observability.report.traffic_section import LINKS
+from spmdrl.observability.summary import AT_K
 from spmdrl.observability.terminal.units import byte_unit
 
 # (title, unit, metric) of the curves that show whether a run learns and stays sound.
@@ -116,7 +117,10 @@ def _named(run: RunData, metrics: Mapping[str, str]) -> list[Series]:
 
 def _eval_charts(runs: Sequence[RunData]) -> list[Chart]:
     names = sorted({name for run in runs for name in run.metric_names if name.startswith("eval/")})
-    shown = {name: name.removeprefix("eval/") for name in names if not name.endswith(("_low", "_high"))}
+    # pass@8 before pass@16.
+    names.sort(key=lambda name: (name.rstrip("0123456789"), len(name)))
+    plain = {name: name.removeprefix("eval/").replace(AT_K, "pass@") for name in names}
+    shown = {name: title for name, title in plain.items() if not name.endswith(("_low", "_high"))}
     # The mean of rewards that are only 0 or 1 is their accuracy.
     if "eval/reward" in shown and all(run.points("eval/reward") == run.points("eval/accuracy") for run in runs):
         del shown["eval/reward"]

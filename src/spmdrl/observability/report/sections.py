@@ -13,6 +13,7 @@ from spmdrl.observability.holder import is_held
 from spmdrl.observability.logs.jsonl import number
 from spmdrl.observability.report.page import ConfigText, Header, Parts, Table, value_text
 from spmdrl.observability.report.run_files import RunData
+from spmdrl.observability.summary import passes_of
 from spmdrl.observability.terminal.console import outcome
 from spmdrl.observability.terminal.units import bytes_text, count, duration
 
@@ -29,6 +30,7 @@ def header(run: RunData) -> Header:
         "Reward": _change(run, "reward"),
         "Held-out reward": _change(run, "eval_reward"),
         "Accuracy": _change(run, "accuracy"),
+        **{name: _change(run, key) for name, key in passes_of(run.summary).items()},
         "Time": _seconds_text(run.summary.get("seconds")),
         "Start-up": _seconds_text(run.summary.get("startup_seconds")),
         "Per step": _pace(run),

@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 from rich.text import Text
 
 from spmdrl.observability.logs.jsonl import number
+from spmdrl.observability.summary import passes_of
 from spmdrl.observability.terminal.screen import safe_text, show
 from spmdrl.observability.terminal.step_line import StepFacts, fitted_line, full_line
 from spmdrl.observability.terminal.units import duration, fixed
@@ -165,6 +166,7 @@ def summary_block(fields: Mapping[str, Any], *, phase: str = "") -> str:
         "reward": _first_to_last(fields, "reward_first", "reward_last"),
         "held-out": _first_to_last(fields, "eval_reward_before", "eval_reward_after"),
         "accuracy": _accuracy(fields),
+        **{name: _first_to_last(fields, f"{key}_before", f"{key}_after") for name, key in passes_of(fields).items()},
         "checkpoint": fields.get("checkpoint"),
         "report": fields.get("report"),
     }
