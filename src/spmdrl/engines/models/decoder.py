@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from spmdrl.engines.models.latent import LatentAttention, LatentConfig
 from spmdrl.engines.models.layers import Attend, FeedForward, RMSNorm, Rotation
+from spmdrl.engines.models.lora import LoraConfig, add_adapters, is_adapter
 from spmdrl.engines.models.moe import MoeConfig, Route, SparseFeedForward
 from spmdrl.engines.models.rope_scaling import RopeScaling
 
@@ -67,6 +68,8 @@ class DecoderConfig:
     """Layers whose queries and keys aren't rotated (SmolLM3)."""
     head: Literal["vocab", "value"] = "vocab"
     """vocab: a language model's logits, from lm_head or the embedding; value: one number per token, from score."""
+    lora: LoraConfig | None = None
+    """The adapters of its projections, which no file of the model holds."""
 
     def __post_init__(self) -> None:
         if self.head == "value" and self.tied_head:
@@ -90,7 +93,11 @@ class DecoderConfig:
 
     def with_value_head(self) -> DecoderConfig:
         """The same decoder as a critic or reward model; its embedding is tied to nothing."""
-        return replace(self, head="value", tied_head=False)
+        return replace(self, head="value", tied_head=False, lora=None)
+
+    def updates(self, weight: str) -> bool:
+        """Whether training changes a weight of this name: beside adapters, all others stay."""
+        return self.lora is None or is_adapter(weight)
 
     @property
     def num_outputs(self) -> int:
@@ -242,6 +249,8 @@ class Decoder(nn.Module):
             own_head = OwnHead(config.hidden_size, config.num_outputs, bias=False)
         self.lm_head = own_head if config.head == "vocab" else None
         self.score = own_head if config.head == "value" else None
+        if config.lora is not None:
+            add_adapters(self.model, config.lora)
 
     @property
     def layers(self) -> list[DecoderLayer]:

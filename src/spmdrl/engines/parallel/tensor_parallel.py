@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spmdrl.engines.models.decoder import Decoder, DecoderConfig
+from spmdrl.engines.models.lora import AdaptedLinear
 from spmdrl.engines.parallel.axis_collectives import gather_rows, scatter_row_sums
 from spmdrl.engines.parallel.parts import Parts, TensorCopies
 from spmdrl.engines.parallel.weight_cuts import VocabularyPart, is_of_experts, is_summed, tensor_cut
@@ -117,8 +118,11 @@ def _share_bias(decoder: Decoder, name: str, axis: Axis) -> None:
     path, _, kind = name.rpartition(".")
     parent, _, projection = path.rpartition(".")
     if is_summed(projection) and kind == "bias":
-        shared = _SharedBiasLinear(decoder.get_submodule(path), axis.size)
-        setattr(decoder.get_submodule(parent), projection, shared)
+        linear = decoder.get_submodule(path)
+        if isinstance(linear, AdaptedLinear):
+            linear.num_bias_shares = axis.size
+        else:
+            setattr(decoder.get_submodule(parent), projection, _SharedBiasLinear(linear, axis.size))
 
 
 class _SharedBiasLinear(nn.Module):

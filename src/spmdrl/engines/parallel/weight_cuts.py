@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.engines.models.decoder import DecoderConfig
+from spmdrl.engines.models.lora import is_adapter
 from spmdrl.resources.mesh import Axis
 
 _OUTPUTS, _INPUTS = 0, 1
@@ -32,6 +33,8 @@ _TENSOR_CUTS = {
 }
 """What the tensor axis deals out of a projection, and along which dim. The rest stays whole: norms, routers, value
 heads, and MLA's down projections, which all heads share."""
+_ADAPTER_OF_SIDE = {_OUTPUTS: "lora_B", _INPUTS: "lora_A"}
+"""The matrix of an adapter that is cut with its projection; every rank has the other one."""
 
 
 @dataclass(frozen=True)
@@ -60,9 +63,13 @@ def tensor_cut(config: DecoderConfig, name: str, shape: Sequence[int]) -> Tensor
     *_, module, kind = name.split(".")
     # An experts' stack has experts in front, and is named like a module's parameter.
     projection, first = (kind, 1) if is_of_experts(name) else (module, 0)
+    if is_adapter(name):
+        projection = name.split(".")[-3]
     if projection not in _TENSOR_CUTS or (is_summed(projection) and kind == "bias"):
         return None
     side, units = _TENSOR_CUTS[projection]
+    if is_adapter(name) and module != _ADAPTER_OF_SIDE[side]:
+        return None
     dim = first + side
     if units == "heads":
         return TensorCut(dim, config.num_heads)

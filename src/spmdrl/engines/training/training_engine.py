@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf.model_weights import WeightSource
+from spmdrl.engines.models.lora import adapters_off, is_adapter
 from spmdrl.engines.models.row_cost import row_cost_of
 from spmdrl.engines.training.batching.microbatch import (
     DEFAULT_TOKENS_PER_MICROBATCH,
@@ -88,9 +90,9 @@ class TrainingEngine:
     ):
         """Build the shards. Collective over the mesh.
 
-        A frozen engine only scores; it has no optimizer and keeps its weights in the dtype that it computes in. The
-        others keep float32 weights. `compute_dtype` is the device's own unless given. `rating` is what the head gives:
-        log-probs (a policy), a value per response token (a critic) or a value per row (a reward model).
+        A frozen engine only scores; it has no optimizer and keeps its weights in the dtype that it computes in, as do
+        weights beside adapters. Others are kept in float32. `compute_dtype` is the device's own unless given. `rating`
+        is what the head gives: log-probs (a policy), a value per response token (a critic) or per row (a reward model).
         Raises ValueError where the model has another head.
         """
         _check_head(config, rating)
@@ -111,8 +113,8 @@ class TrainingEngine:
             device=device.torch_device,
             recompute=training.activation_checkpointing == "full" and not frozen,
         )
-        for _, parameter in self.model.named_parameters():
-            parameter.requires_grad_(not frozen)
+        for name, parameter in self.model.named_parameters():
+            parameter.requires_grad_(not frozen and config.updates(name))
         self._passes = Passes(self.model, device, temperature=temperature, rating=rating, dtype=compute_dtype)
         self._updater: Updater | None = None
         if not frozen:
@@ -194,9 +196,13 @@ class TrainingEngine:
         return self.model.named_shards()
 
     def whole_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Yield each weight whole, good until the next one. Collective: every rank takes all of them."""
+        """Yield each weight whole, adapters merged, good until the next one. Collective: every rank takes all."""
         self.check_weights_present("gather weights")
-        yield from self.model.gather_whole(self.named_shards(), dtype)
+        yield from self.model.gather_whole(self.model.merged_shards(), dtype, wanted=lambda name: not is_adapter(name))
+
+    def without_adapters(self) -> AbstractContextManager[None]:
+        """Compute with the model's own weights inside this block: the policy as it was before its adapters learnt."""
+        return adapters_off(self.model.decoders)
 
     @property
     def is_frozen(self) -> bool:

@@ -21,6 +21,7 @@ from spmdrl.engines.models.decoder import Decoder, SelfAttention
 from spmdrl.engines.models.kernels import ops
 from spmdrl.engines.models.kernels.cpu import BlockedLinear
 from spmdrl.engines.models.layers import FeedForward
+from spmdrl.engines.models.lora import AdaptedLinear
 
 
 class FreeableWeights:
@@ -156,9 +157,16 @@ class PackedWeights(FreeableWeights):
 class Product:
     """Linear layers of the same input: one product where they are packed, else one each."""
 
-    def __init__(self, weights: Sequence[nn.Parameter], biases: Sequence[nn.Parameter | None] = (None,)):
+    def __init__(
+        self,
+        weights: Sequence[nn.Parameter],
+        biases: Sequence[nn.Parameter | None] = (None,),
+        adapted: Sequence[AdaptedLinear | None] = (None,),
+    ):
+        """`adapted` are the layers that add an adapter to their output."""
         self.weights = list(weights)
         self._biases = list(biases)
+        self._adapted = list(adapted)
         self._sizes = [len(weight) for weight in weights]
         self._width = sum(self._sizes)
         self._packed: BlockedLinear | None = None
@@ -167,9 +175,14 @@ class Product:
 
     @classmethod
     def of(cls, *layers: nn.Linear) -> Product:
-        return cls([layer.weight for layer in layers], [layer.bias for layer in layers])
+        adapted = [layer if isinstance(layer, AdaptedLinear) else None for layer in layers]
+        return cls([layer.weight for layer in layers], [layer.bias for layer in layers], adapted)
 
     def __call__(self, rows_BD: Tensor) -> Sequence[Tensor]:
+        outputs = zip(self._own_outputs(rows_BD), self._adapted, strict=True)
+        return [out if layer is None else layer.with_adapter(out, rows_BD) for out, layer in outputs]
+
+    def _own_outputs(self, rows_BD: Tensor) -> Sequence[Tensor]:
         if self.is_packed:
             is_traced = torch.compiler.is_compiling()
             outputs = multiply_outside(rows_BD, self.number, self._width) if is_traced else self.packed(rows_BD)
@@ -215,7 +228,8 @@ def _installed(decoder: Decoder) -> Iterator[Product]:
             module.project = product = Product.of(*layers)
             yield product
     for module in decoder.model.modules():
-        if type(module) is nn.Linear and module not in joined:
+        is_whole = type(module) is nn.Linear or (isinstance(module, AdaptedLinear) and module.num_bias_shares == 1)
+        if is_whole and module not in joined:
             product = Product.of(module)
             module.forward = lambda rows_BD, product=product: product(rows_BD)[0]
             yield product

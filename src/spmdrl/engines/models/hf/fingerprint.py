@@ -50,7 +50,8 @@ def architecture(config: DecoderConfig) -> dict[str, Any]:
 
     Entries that are off (no sparse layers, no rope scaling) are None under their own key.
     """
-    return dict(_flatten(asdict(config), ""))
+    # Adapters are in no file of the model.
+    return {key: value for key, value in _flatten(asdict(config), "") if not key.startswith("lora")}
 
 
 def architecture_differences(found: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:

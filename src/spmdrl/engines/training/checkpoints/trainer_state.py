@@ -30,13 +30,14 @@ _SHARDS = "shards_*.safetensors"
 def trainer_state(engine: TrainingEngine) -> dict[str, Shard]:
     """Master weights, AdamW's means and its step count, under `kind/name`: the storage itself, not copies.
 
+    Beside adapters, weights that stay are left out: they come from the model that the run began with.
     Over all ranks each slice is in exactly one rank's state: the first copy's.
     """
     engine.check_weights_present("save the trainer's state")
     state: dict[str, Shard] = {}
     means = engine.optimizer_state()
     for name, shard in engine.named_shards().items():
-        if shard.is_first and shard.slice.num_elements:
+        if engine.config.updates(name) and shard.is_first and shard.slice.num_elements:
             state[f"weight/{name}"] = shard
             for kind, tensor in means.get(name, {}).items():
                 state[f"{kind}/{name}"] = Shard(tensor, shard.slice, shard.global_shape)
@@ -51,10 +52,11 @@ def load_trainer_state(engine: TrainingEngine, files: ShardFiles) -> None:
     Raises ValueError, before anything is changed, where the files are of another model.
     """
     engine.check_weights_present("load the trainer's state")
-    files.check_model(parameter_shapes(engine.config))
+    shapes = parameter_shapes(engine.config)
+    files.check_model({name: shape for name, shape in shapes.items() if engine.config.updates(name)})
     means = engine.optimizer_state()
     for name, shard in engine.named_shards().items():
-        if shard.slice.num_elements:
+        if engine.config.updates(name) and shard.slice.num_elements:
             shard.tensor.copy_(files.read("weight", shard.slice))
             for kind, tensor in means.get(name, {}).items():
                 tensor.copy_(files.read(kind, shard.slice))

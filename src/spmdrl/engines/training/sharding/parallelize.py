@@ -31,7 +31,10 @@ from spmdrl.resources.mesh import Axis, UpdateMesh
 
 @dataclass(frozen=True)
 class Precision:
-    """What weights are kept in, and what layers compute in; gradients are reduced in float32."""
+    """What trained weights are kept in, and what layers compute in and frozen weights are kept in.
+
+    Gradients are reduced in float32.
+    """
 
     parameters: torch.dtype
     compute: torch.dtype
@@ -64,7 +67,7 @@ def build_sharded_model(
     for number in stage_numbers(mesh.pipeline, mesh.layout):
         with torch.device("meta"):
             decoder = Decoder(config, spans[number])
-        _cast_parameters(decoder, precision.parameters)
+        _cast_parameters(decoder, precision)
         parts[number] = Parts.of(decoder)
         apply_expert_parallel(decoder, mesh.expert, parts[number])
         apply_tensor_parallel(decoder, mesh.tensor, parts[number])
@@ -75,11 +78,13 @@ def build_sharded_model(
     return ShardedModel(config, stages, parts, mesh)
 
 
-def _cast_parameters(decoder: Decoder, dtype: torch.dtype) -> None:
+def _cast_parameters(decoder: Decoder, precision: Precision) -> None:
     """Buffers stay in the dtype that they were made in: a router's correction is added in float32."""
-    for module in decoder.modules():
+    for path, module in decoder.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
-            setattr(module, name, nn.Parameter(parameter.to(dtype), requires_grad=parameter.requires_grad))
+            is_trained = decoder.config.updates(f"{path}.{name}")
+            dtype = precision.parameters if is_trained else precision.compute
+            setattr(module, name, nn.Parameter(parameter.to(dtype), requires_grad=is_trained))
 
 
 def recompute_layers(decoder: Decoder) -> None:

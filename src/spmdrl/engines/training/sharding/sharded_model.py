@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from spmdrl.engines.models.decoder import Decoder, DecoderConfig
 from spmdrl.engines.models.hf.model_folder import buffer_dtypes, parameter_shapes
+from spmdrl.engines.models.lora import adapted_linears, is_adapter
 from spmdrl.engines.parallel.parts import Parts
 from spmdrl.engines.parallel.tensor_parallel import is_first
 from spmdrl.engines.parallel.weight_cuts import chunk_of
@@ -67,6 +68,23 @@ class ShardedModel:
     def named_shards(self) -> dict[str, Shard]:
         return {name: self.shard_of(name, weight) for name, weight in self.named_weights()}
 
+    @torch.no_grad()
+    def merged_shards(self) -> dict[str, Shard]:
+        """The shards of the model's own weights; to those with an adapter it is added, in float32.
+
+        Collective over the ranks that share a weight's shards.
+        """
+        shards = {name: shard for name, shard in self.named_shards().items() if not is_adapter(name)}
+        for decoder in self.decoders:
+            for path, linear in adapted_linears(decoder):
+                shard, up = shards[f"{path}.weight"], linear.lora_A.weight
+                whole_up = up.full_tensor() if isinstance(up, DTensor) else up
+                # Cut along its outputs as the projection is.
+                down = local_tensor(linear.lora_B.weight)
+                merged = shard.tensor.float() + linear.scale * (down.float() @ whole_up.float())
+                shards[f"{path}.weight"] = replace(shard, tensor=merged)
+        return shards
+
     def named_gradients(self) -> dict[str, Shard]:
         """The gradients that are there, cut as the weights are."""
         return {
@@ -94,15 +112,19 @@ class ShardedModel:
         assert local.shape == box.shape, (name, tuple(local.shape), box)
         return Shard(local, box, parts.shapes[name], first)
 
-    def gather_whole(self, shards: Mapping[str, Shard], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    def gather_whole(
+        self, shards: Mapping[str, Shard], dtype: torch.dtype, *, wanted: Callable[[str], bool] = lambda name: True
+    ) -> Iterator[tuple[str, Tensor]]:
         """Yield each tensor whole, good until the next one. Collective over all ranks: each takes all of them.
 
-        The shards are weights, or gradients under the weights' names; those that some rank lacks count as 0. Buffers
-        keep their own dtype.
+        The shards are weights, or gradients under the weights' names, of those that are `wanted`; what some rank lacks
+        counts as 0. Buffers keep their own dtype.
         """
         kept = buffer_dtypes(self.config)
         device = next(iter(self.named_weights()))[1].device
         for name, shape in parameter_shapes(self.config).items():
+            if not wanted(name):
+                continue
             # Sums of bits with zeros keep every bit; of numbers, they would lose the sign of -0.
             bits = torch.zeros(shape, dtype=torch.int32, device=device)
             shard = shards.get(name)
@@ -113,9 +135,12 @@ class ShardedModel:
             yield name, sum_over(bits).view(torch.float32).to(kept.get(name, dtype))
 
     def tied_gradients(self) -> list[Tensor]:
-        """What this rank stores of the gradients of a tied weight: of the embedding, or of the head's copy of it."""
+        """What this rank stores of the gradients of a tied weight: of the embedding, or of the head's copy of it.
+
+        None where it is frozen, on all ranks alike.
+        """
         held = [decoder.model.embed_tokens for decoder in self.decoders]
-        return [local_tensor(module.weight.grad) for module in held if module is not None]
+        return [local_tensor(one.weight.grad) for one in held if one is not None and one.weight.grad is not None]
 
     def reshard(self) -> None:
         """Leave nothing on the device but this rank's shards."""

@@ -63,7 +63,8 @@ class Updater:
     def __init__(self, model: ShardedModel, config: OptimConfig, device: Device, *, num_updates: int):
         """Allocate AdamW's means. `num_updates` are the optimizer steps of the whole run, for the schedule."""
         self._model, self._config, self._num_updates = model, config, num_updates
-        self._optimizer = build_optimizer(config, [parameter for _, parameter in model.named_parameters()], device)
+        self._trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+        self._optimizer = build_optimizer(config, self._trained.values(), device)
         self.step_count = 0
         """Optimizer steps made so far; skipped ones don't count."""
 
@@ -91,7 +92,7 @@ class Updater:
         """Local exp_avg and exp_avg_sq by parameter name, cut as the weights are."""
         return {
             name: {kind: local_tensor(self._optimizer.state[parameter][kind]) for kind in ("exp_avg", "exp_avg_sq")}
-            for name, parameter in self._model.named_parameters()
+            for name, parameter in self._trained.items()
         }
 
     def set_step_count(self, step_count: int) -> None:
