@@ -75,7 +75,8 @@ def test_pages_of_verbs_name_keys_that_exist() -> None:
         ("optim", ["optim: a section", "  optim.lr (1.0e-06)", "peak learning rate"]),
         ("resources.update", ["resources.update.tensor (1)"]),
         ("epsilon", ["epsilon: TRL's name", "algo.clip_ratio_low: a number >= 0 and < 1; default 0.2"]),
-        ("lora", ["lora isn't here: all weights are trained"]),
+        ("qlora", ["qlora isn't here: weights aren't quantized"]),
+        ("lora", ["lora: a section", "lora.rank (32)"]),
     ],
 )
 def test_a_key_a_section_and_a_name_of_others_are_explained(

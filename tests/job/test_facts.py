@@ -45,6 +45,7 @@ OVERRIDES = {
     "optim.betas": ["optim.betas=[0.8, 0.9]"],
     "sft.optim.betas": ["sft.optim.betas=[0.8, 0.9]"],
     "critic.optim.betas": ["critic.optim.betas=[0.8, 0.9]"],
+    "lora.targets": ["lora.targets=[q_proj]"],
     "log.backends": ["log.backends=[jsonl]"],
     "reward.functions": ["reward.functions=[exact]"],
     "reward.weights": ["reward.weights=[2.0]"],
@@ -60,6 +61,7 @@ SETTINGS = (
     ["algo.rollout_is=seq-mask-tis"],
     ["critic={}"],
     ["teacher.path=here"],
+    ["lora={}"],
     *([f"algo.name={config().name}", "critic={}"] for config in ALGORITHMS),
     ["algo={name: ppo, kl_coef: 0.1}", "critic={}"],
 )

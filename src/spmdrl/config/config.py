@@ -27,6 +27,7 @@ from spmdrl.dataflow.stages.teacher.teacher_config import TeacherConfig
 from spmdrl.engines.environment.environment_pool import EnvironmentConfig
 from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.hf.model_folder import ModelConfig
+from spmdrl.engines.models.lora import LoraConfig
 from spmdrl.engines.reward.pool import RewardConfig
 from spmdrl.engines.training.checkpoints.checkpoint import CheckpointConfig
 from spmdrl.engines.training.training_engine import TrainingConfig
@@ -154,6 +155,8 @@ class Config:
     """a value model beside the policy; null: none"""
     teacher: TeacherConfig | None = None
     """a frozen model that the policy is distilled from, by algorithms that read what it makes; null: none"""
+    lora: LoraConfig | None = None
+    """low-rank adapters, trained in place of the policy's own weights; null: none"""
     train: TrainingConfig = field(default_factory=TrainingConfig)
     """steps and micro-batches"""
     reward: RewardConfig = field(default_factory=RewardConfig)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 _ANSWERS: tuple[tuple[str, str], ...] = (
-    (
-        "lora lora_rank lora_r lora_alpha lora_target_modules lora_dropout peft use_peft qlora",
-        "all weights are trained, there are no adapters; resources.update.shard spreads their memory over ranks",
-    ),
+    ("lora_rank lora_r", "set lora.rank"),
+    ("lora_alpha", "set lora.alpha"),
+    ("lora_target_modules target_modules", "set lora.targets, as in [q_proj, v_proj]"),
+    ("peft use_peft use_lora", "set lora={} for adapters of default sizes, or lora.rank, lora.alpha and lora.targets"),
+    ("lora_dropout", "adapters have no dropout: rollout and trainer must compute alike"),
+    ("qlora", "weights aren't quantized; lora={} trains adapters beside weights in model.dtype"),
     (
         "load_in_4bit load_in_8bit quantization",
         "weights aren't quantized; model.dtype is float32 or bfloat16",

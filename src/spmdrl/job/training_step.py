@@ -122,10 +122,11 @@ def build_stages(checked: CheckedRun, run: Run, parts: StageParts) -> Stages:
     without_actor: list[RewardStage | ScoreStage] = [reward]
     with_actor: list[ScoreStage] = []
     for state in checked.needs:
-        if state.work == "score" and (role := state.role) is not None:
-            present = partial(parts.switching.present, role)
+        if state.work == "score" and (role := checked.role_of(state)) is not None:
+            trainer, is_base = parts.models[role].trainer, role is not state.role
+            present = trainer.without_adapters if is_base else partial(parts.switching.present, role)
             kind = CutValueStage if role is CRITIC and critic is not None and critic.bootstraps else ScoreStage
-            stage = kind(state, parts.models[role].trainer, present)
+            stage = kind(state, trainer, present)
             (with_actor if role.presence == "training" else without_actor).append(stage)
     plan = UpdatePlan(
         config.train.epochs_per_step, config.train.updates_per_step, config.rollout.max_completion_length,

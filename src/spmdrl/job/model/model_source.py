@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from spmdrl.config.config import Config
 from spmdrl.engines.models.decoder import DecoderConfig
+from spmdrl.engines.models.hf.adapter_files import WithNewAdapters
 from spmdrl.engines.models.hf.fingerprint import architecture, architecture_differences, fingerprint
-from spmdrl.engines.models.hf.model_folder import HUB_FILES, HUB_TEXT_FILES, read_config, resolve_model_folder
+from spmdrl.engines.models.hf.model_folder import (
+    HUB_FILES,
+    HUB_TEXT_FILES,
+    parameter_shapes,
+    read_config,
+    resolve_model_folder,
+)
 from spmdrl.engines.models.hf.model_weights import WeightFiles, WeightSource, WithNewHead
 from spmdrl.engines.models.hf.weight_check import open_weights
+from spmdrl.engines.models.lora import LoraConfig
 from spmdrl.engines.models.making.make_model import decoder_config, make_model_folder
 from spmdrl.engines.training.checkpoints.manifest import damage, step_folder_name, steps_in
 from spmdrl.job.run.run_folder import on_main
@@ -34,6 +42,8 @@ class ModelSource:
     decoder: DecoderConfig
     has_new_head: bool = False
     """whether the head of this value model isn't in the folder, but starts at 0"""
+    seed: int = 0
+    """of new adapters, where the decoder has any: none is in the folder"""
 
     @classmethod
     def of(cls, folder: Path) -> ModelSource:
@@ -43,14 +53,20 @@ class ModelSource:
         return source
 
     def weights(self) -> WeightFiles:
-        """The folder's weights, which fit the decoder exactly."""
-        return open_weights(self.folder, self.decoder)
+        """The folder's weights, which fit the decoder exactly, but for adapters."""
+        return open_weights(self.folder, replace(self.decoder, lora=None))
 
     def initial_weights(self) -> WeightSource:
         """What a training engine starts from."""
         if self.has_new_head:
             return WithNewHead(open_weights(self.folder, read_config(self.folder)))
+        if self.decoder.lora is not None:
+            return WithNewAdapters(self.weights(), parameter_shapes(self.decoder), self.seed)
         return self.weights()
+
+    def with_adapters(self, lora: LoraConfig | None, seed: int) -> ModelSource:
+        """The same model with new adapters, which change nothing of it yet; as it is without `lora`."""
+        return self if lora is None else replace(self, decoder=replace(self.decoder, lora=lora), seed=seed)
 
     def with_value_head(self) -> ModelSource:
         """The same model with the value head that it has, or with a new one."""

@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -110,8 +111,13 @@ def _move_aside(folder: Path) -> None:
 
 
 def num_parameters(decoder: DecoderConfig) -> int:
-    """Elements of all weights; a head that is the embedding itself counts once."""
-    return sum(prod(shape) for shape in parameter_shapes(decoder).values())
+    """Elements of all weights without adapters; a head that is the embedding itself counts once."""
+    return sum(prod(shape) for shape in parameter_shapes(replace(decoder, lora=None)).values())
+
+
+def num_trained(decoder: DecoderConfig) -> int:
+    """Elements of the weights that training changes: all, or those of adapters."""
+    return sum(prod(shape) for name, shape in parameter_shapes(decoder).items() if decoder.updates(name))
 
 
 def check_disk_space(
@@ -122,8 +128,8 @@ def check_disk_space(
     A checkpoint is written whole before the oldest goes, so there is one more than is kept. Raises ValueError.
     """
     checkpoint, present = store.config, len(store.steps())
-    bytes_each = dtype.itemsize + (0 if checkpoint.model_only else _TRAINER_BYTES_PER_PARAMETER)
-    num_bytes = sum(map(num_parameters, decoders)) * bytes_each
+    trainer_bytes = 0 if checkpoint.model_only else _TRAINER_BYTES_PER_PARAMETER
+    num_bytes = sum(num_parameters(one) * dtype.itemsize + num_trained(one) * trainer_bytes for one in decoders)
     num_saves = -(-num_steps // checkpoint.interval) if checkpoint.interval else 1
     count = max(1, min(num_saves, checkpoint.keep_last + 1 + (checkpoint.best is not None)) - present)
     folder = config.folder

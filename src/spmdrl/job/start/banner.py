@@ -10,7 +10,7 @@ from spmdrl.algorithms.algorithm import AlgoConfig
 from spmdrl.config.given import inline
 from spmdrl.engines.models.hf.model_weights import WeightFiles
 from spmdrl.job.model.replica import generation_engine_name
-from spmdrl.job.run.run_folder import num_parameters
+from spmdrl.job.run.run_folder import num_parameters, num_trained
 from spmdrl.job.start.prepared import Prepared
 from spmdrl.job.start.start_checks import CheckedRun
 from spmdrl.observability.terminal.console import Console
@@ -44,6 +44,12 @@ def _lines(checked: CheckedRun, prepared: Prepared, world: World) -> Iterator[st
         f"ranks  {ranks} | {name} | update {update} | "
         f"generation {cut}{replicas} replica{'s'[: replicas > 1]} | engine {engine}"
     )
+    if (lora := source.decoder.lora) is not None:
+        trained, scale = num_trained(source.decoder), f"{lora.alpha:g} / {lora.rank}"
+        yield (
+            f"lora   {count(trained)} parameters are trained, {trained / num_parameters(source.decoder):.2%} of the "
+            f"model's | scale {scale} | {', '.join(lora.targets) or 'all projections'}"
+        )
     if checked.verb == "sft":
         rows_per_step = config.sft.rows_per_step
         step = f"{rows_per_step} rows per step"

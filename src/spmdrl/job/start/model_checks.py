@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
+import torch
+
 from spmdrl.config.config import Config
 from spmdrl.engines.generation.native.compiled import check_compiles
-from spmdrl.engines.models.decoder import DecoderConfig
+from spmdrl.engines.models.decoder import Decoder, DecoderConfig
 from spmdrl.engines.models.hf.model_folder import ignored_attn_factor, read_config
+from spmdrl.engines.models.lora import LoraConfig
 from spmdrl.engines.models.making.make_model import decoder_config
 from spmdrl.engines.parallel.expert_parallel import check_expert_parallel
 from spmdrl.engines.parallel.tensor_parallel import check_tensor_parallel
@@ -24,6 +28,13 @@ def check_model_fits(config: Config, decoder: DecoderConfig, layout: UpdateLayou
     """Refuse a model that can't be trained. Raises ValueError with the numbers, the relation and a way out."""
     check_layout(decoder, layout)
     check_routing(config.train.routing, decoder)
+    if config.lora is not None:
+        check_adapters(config.lora, decoder)
+        if config.train.routing.bias_update_rate > 0:
+            raise ValueError(
+                f"train.routing.bias_update_rate is {config.train.routing.bias_update_rate}, but with lora nothing of "
+                "the model changes but adapters; set it to 0, or leave out lora"
+            )
     recomputes = config.train.activation_checkpointing != "none"
     if recomputes and layout.pipeline > 1 and layout.pipeline_schedule in _SPLIT_BACKWARD:
         raise ValueError(
@@ -31,6 +42,12 @@ def check_model_fits(config: Config, decoder: DecoderConfig, layout: UpdateLayou
             f"train.activation_checkpointing is {config.train.activation_checkpointing}, so that every layer would be "
             "run again many times; set pipeline_schedule to 1f1b or interleaved, or activation_checkpointing to none"
         )
+
+
+def check_adapters(lora: LoraConfig, decoder: DecoderConfig) -> None:
+    """Refuse targets that the model doesn't have. Raises ValueError."""
+    with torch.device("meta"):
+        Decoder(replace(decoder, lora=lora))
 
 
 def check_generation_fits(config: Config, decoder: DecoderConfig) -> None:
@@ -59,6 +76,11 @@ def check_vllm(config: Config) -> None:
         raise ValueError(
             f"rollout.compile is true, but {means} compiles as its own options say; set it to false, and what you want "
             "in rollout.engine_kwargs, or rollout.engine to native"
+        )
+    if config.lora is not None:
+        raise ValueError(
+            f"lora is set, but {means} is given the model's own weights alone; set rollout.engine to native, or lora "
+            "to null"
         )
     if config.train.routing.replay == "rollout":
         raise ValueError(

@@ -55,6 +55,8 @@ class Prepared:
 def prepare(checked: CheckedRun, source: ModelSource) -> Prepared:
     """Read the tokenizer and the prompts; raises ValueError where they, the model and the run do not fit."""
     config, folder = checked.config, source.folder
+    if checked.train_rows:
+        source = source.with_adapters(config.lora, config.seed)
     check_generation_fits(config, source.decoder)
     if config.rollout.engine == "vllm":
         check_vllm_computes(folder)

@@ -15,7 +15,8 @@ from spmdrl.types.roles import POLICY, TEACHER, Role
 ROWS = "rows of data.train"
 CRITIC = "critic"
 TEACHERS_WEIGHTS = "the teacher's weights"
-OPTIONAL = (CRITIC, TEACHERS_WEIGHTS)
+LORA = "lora"
+OPTIONAL = (CRITIC, TEACHERS_WEIGHTS, LORA)
 """keys that runs without such a thing don't have"""
 
 
@@ -36,6 +37,9 @@ def identity_of(checked: CheckedRun, folders: Mapping[Role, Path]) -> dict[str, 
         sizes[CRITIC] = "a model of its own" if config.critic.path else "the policy's weights"
     if TEACHER in folders:
         sizes[TEACHERS_WEIGHTS] = fingerprint(folders[TEACHER]).weights[:16]
+    if config.lora is not None:
+        targets = ", ".join(sorted(config.lora.targets)) or "all projections"
+        sizes[LORA] = f"rank {config.lora.rank}, alpha {config.lora.alpha:g}, {targets}"
     if config.data.on_bad_row == "skip":
         # It decides which rows there are.
         sizes["data.max_prompt_length"] = config.data.max_prompt_length

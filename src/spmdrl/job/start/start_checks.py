@@ -33,7 +33,7 @@ from spmdrl.resources.device import find_device
 from spmdrl.resources.layout import UpdateLayout, check_generation_layout, fit_update_layout
 from spmdrl.resources.startup.launch import LaunchEnvironment, read_launch_environment
 from spmdrl.types import CreditSettings, WorkerState
-from spmdrl.types.roles import POLICY, ROLES, Role
+from spmdrl.types.roles import POLICY, REFERENCE, ROLES, Role
 
 Verb = Literal["train", "sft", "eval", "generate", "check"]
 _TRAINED = ("train", "sft", "check")
@@ -67,8 +67,12 @@ class CheckedRun:
     @property
     def roles(self) -> tuple[Role, ...]:
         """The run's models: those that its worker states use; only the policy without training on rewards."""
-        used = {state.role for state in self.needs} if self.verb in ("train", "check") else {POLICY}
+        used = {self.role_of(state) for state in self.needs} if self.verb in ("train", "check") else {POLICY}
         return tuple(role for role in ROLES if role in used)
+
+    def role_of(self, state: WorkerState) -> Role | None:
+        """The model that a worker state uses: beside adapters, the policy without them is the reference."""
+        return POLICY if state.role is REFERENCE and self.config.lora is not None else state.role
 
 
 def check_run(

@@ -1,0 +1,106 @@
+"""Whole runs with adapters: alike on two ranks and after a crash, and what they leave behind is whole models."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from tests.support.jobs import finished, metrics_of, run_job, tiny_config, untimed
+from torch import Tensor
+
+# A reference without a second model, a critic whose weights are all trained, and a switch that moves all it can.
+TINY = [
+    "lora={rank: 3, alpha: 6}", "algo={name: ppo, kl_coef: 0.05}", "critic={optim: {lr: 1e-3}}", "optim.lr=1e-2",
+    "train.max_steps=4", "train.updates_per_step=2", "reshard.verify=true",
+]  # fmt: skip
+ALIKE = ("loss", "kl", "grad_norm", "reward", "critic/loss")
+
+
+def weights_of(folder: Path, step: int, model: str = "model") -> dict[str, Tensor]:
+    return load_file(folder / "checkpoints" / f"step_{step:06d}" / model / "model.safetensors")
+
+
+def stored_names(folder: Path) -> set[str]:
+    """The names in a checkpoint's trainer state."""
+    return {key for path in folder.glob("shards_*") for key in safe_open(path, "pt").keys()}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    """A run of four steps on two ranks with the swap."""
+    folder = tmp_path_factory.mktemp("lora")
+    settings = [f"run.dir={folder / 'run'}", "checkpoint.interval=2", "reshard.swap=always"]
+    finished(run_job("train", tiny_config(folder), *TINY, *settings, ranks=2))
+    return folder
+
+
+@pytest.mark.ranks
+def test_one_rank_and_two_with_the_swap_train_the_same_adapters(whole, tmp_path):
+    run = tmp_path / "run"
+    finished(run_job("train", tiny_config(tmp_path), *TINY, "train.max_steps=2", f"run.dir={run}"))
+    for alone, together in zip(metrics_of(run), metrics_of(whole / "run"), strict=False):
+        assert {name: alone[name] for name in ALIKE} == pytest.approx({name: together[name] for name in ALIKE}, 1e-4)
+        assert together["mismatch/abs_max"] < 1e-4
+    expected = weights_of(whole / "run", 2)
+    for name, weight in weights_of(run, 2).items():
+        torch.testing.assert_close(weight, expected[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.ranks
+def test_the_reference_is_the_model_that_the_run_began_with(whole):
+    divergences = [step["kl"] for step in metrics_of(whole / "run")]
+    assert abs(divergences[0]) < 1e-6 < 1e-4 < abs(divergences[1])
+
+
+@pytest.mark.ranks
+def test_a_checkpoint_holds_merged_weights_and_the_state_of_adapters_alone(whole):
+    run = whole / "run"
+    initial, trained = load_file(run / "initial_model/model.safetensors"), weights_of(run, 4)
+    assert trained.keys() == initial.keys()
+    changed = {name for name in initial if not torch.equal(trained[name], initial[name])}
+    assert changed == {name for name in initial if "_proj." in name}
+    state = stored_names(run / "checkpoints/step_000004/trainer")
+    assert all(".lora_" in name for name in state - {"step/step"}) and len(state) == 1 + 3 * 2 * len(changed)
+
+
+@pytest.mark.ranks
+def test_a_run_that_died_goes_on_with_the_same_adapters_to_the_last_bit(whole, tmp_path):
+    shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
+    run = tmp_path / "run"
+    # As if the job had died before the last checkpoint was written.
+    shutil.rmtree(run / "checkpoints/step_000004")
+    settings = [f"run.dir={run}", "checkpoint.interval=2", "reshard.swap=always"]
+    resumed = finished(run_job("train", tiny_config(tmp_path), *TINY, *settings, ranks=2))
+    assert "resumed from" in resumed.stdout
+    for model in ("model", "critic/model"):
+        found, expected = weights_of(run, 4, model), weights_of(whole / "run", 4, model)
+        assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+    moved = "reshard/"
+    for again, first in zip(untimed(metrics_of(run)), untimed(metrics_of(whole / "run")), strict=True):
+        assert {k: v for k, v in again.items() if moved not in k} == {k: v for k, v in first.items() if moved not in k}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("lora", ["lora.rank=4", "lora=null", "lora.targets=[q_proj]"])
+def test_a_run_is_not_gone_on_with_under_other_adapters(whole, tmp_path, lora):
+    shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
+    refused = run_job("train", tiny_config(tmp_path), *TINY, lora, "train.max_steps=6", f"run.dir={tmp_path / 'run'}")
+    assert refused.returncode == 2 and "lora was 'rank 3, alpha 6, all projections' and is" in refused.stderr
+
+
+def test_a_supervised_start_is_merged_into_the_model_that_training_with_rewards_begins_with(tmp_path):
+    run = tmp_path / "run"
+    settings = ["lora.targets=[q_proj,v_proj]", "sft={max_steps: 2, optim: {lr: 1e-2}}", "algo.kl_coef=0.1"]
+    job = finished(run_job("train", tiny_config(tmp_path), *settings, "train.max_steps=1", f"run.dir={run}"))
+    assert "scale 32 / 32 | q_proj, v_proj" in job.stdout
+    warm = run / "warm_start"
+    started, initial = weights_of(warm, 2), load_file(warm / "initial_model/model.safetensors")
+    changed = {name for name in initial if not torch.equal(started[name], initial[name])}
+    assert changed == {name for name in initial if "q_proj." in name or "v_proj." in name}
+    assert metrics_of(run)[0]["kl"] == 0
+    assert json.loads((run / "summary.json").read_text())["parameters"] == sum(one.numel() for one in initial.values())
