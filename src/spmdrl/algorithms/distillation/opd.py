@@ -1,5 +1,8 @@
 """On-policy distillation: the sampled reverse KL to a teacher as the advantage (Lu and others 2025).
 
+A_t = teacher_coef (log p_teacher - log p_generator) + reward_coef (R - mean of the group) / standard deviation
+L = -min(r A, clip(r, 1 - low, 1 + high) A)
+
 "On-Policy Distillation", Thinking Machines Lab, October 2025; the divergence is that of MiniLLM (arXiv:2306.08543) and
 GKD (arXiv:2306.13649). Each token's advantage is its own distance alone: nothing of later tokens is counted.
 """
@@ -21,7 +24,7 @@ from spmdrl.types import CreditInputs
 
 @dataclass(frozen=True)
 class OpdConfig(GroupRelativeConfig, ClippedConfig):
-    """Each token's log-prob under a teacher, less that under the generator, as its advantage."""
+    """Each token's log-prob under a teacher, less that under the generator, as its advantage (arXiv:2306.13649)."""
 
     name: Literal["opd"] = "opd"
     """the algorithm"""
