@@ -1,8 +1,8 @@
 """What holds for every algorithm of the table: it need only be registered to be tested here.
 
 A batch may be cut into micro-batches and over ranks, and its rows may lie in any order; equal rewards teach nothing.
-What an environment writes between tokens is in tests/dataflow/stages/test_model_tokens.py, and packed rows in
-tests/engines/training/test_same_gradient.py.
+What an environment writes between tokens is in tests/dataflow/stages/test_model_tokens.py; whole updates, packed and
+over ranks, are in tests/dataflow/stages/test_every_algorithm.py.
 """
 
 from __future__ import annotations
