@@ -1,11 +1,16 @@
 """The weights of off-policy tokens against numpy in float64."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.algorithms import random_rows
+from tests.algorithms.random_rows import Rows
 
+from spmdrl.algorithms.actor_critic.ppo import Ppo, PpoConfig
 from spmdrl.algorithms.policy.grpo import Grpo, GrpoConfig
 from spmdrl.algorithms.terms.correction import correction_rule
 from spmdrl.types import TokenTerms
@@ -68,6 +73,36 @@ def test_a_ratio_over_rows_needs_a_rule_over_rows():
 def test_tokens_that_both_engines_rate_alike_keep_their_weight(kind):
     correction = correction_rule(kind, None)(*packed([[0.0, 0.0], [0.0]]))
     assert correction.weights_R.tolist() == [1.0, 1.0, 1.0]
+
+
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=6), st.integers(0, 999))
+@settings(max_examples=30)
+def test_importance_weights_make_ppo_the_decoupled_objective(lengths, seed):
+    """J = E[pi_prox / pi_behav min(u A, clip(u, 1 - e, 1 + e) A)], u = pi_theta / pi_prox (arXiv:2505.24298, Eq. 5).
+
+    pi_behav generated, pi_prox is the policy that the step began with, pi_theta the one that is trained.
+    """
+    rows = Rows.drawn(lengths, seed)
+    advantages = [3 * row for row in rows.values]
+    behav, prox, weight = (np.concatenate(part) for part in (rows.rollout, rows.old, advantages))
+
+    def loss(policy: list[np.ndarray]) -> float:
+        u = np.exp(np.concatenate(policy) - prox)
+        return -(np.exp(prox - behav) * np.minimum(u * weight, u.clip(0.8, 1.2) * weight)).mean()
+
+    policy_R = random_rows.packed(rows.policy).requires_grad_()
+    terms = rows.terms(policy_R, advantages)
+    found = Ppo(PpoConfig(rollout_is="importance")).loss(terms).loss_R.mean()
+    assert found.item() == pytest.approx(loss(rows.policy), rel=1e-12, abs=1e-14)
+    gradient = torch.autograd.grad(found, policy_R)[0].numpy()
+    np.testing.assert_allclose(gradient, random_rows.slopes(loss, rows.policy), rtol=1e-5, atol=1e-8)
+    # Were the ratio clipped around the policy that generated, it would be another objective.
+    coupled = Ppo(PpoConfig()).loss(terms_with(terms, old_logprobs=terms.columns["rollout_logprobs"])).loss_R.mean()
+    assert len(prox) < 5 or abs(coupled.item() - found.item()) > 1e-6
+
+
+def terms_with(terms: TokenTerms, **columns: torch.Tensor) -> TokenTerms:
+    return replace(terms, columns={**terms.columns, **columns})
 
 
 def test_a_long_row_is_not_dropped_for_being_long():
