@@ -66,6 +66,7 @@ class Rows:
     def inputs(self, dtype: torch.dtype = torch.float64) -> CreditInputs:
         columns = Batch.of_rows(range(len(self.groups)))
         columns.put_lists("reward_parts", self.parts.tolist(), dtype)
+        columns.put_dense("copies", torch.tensor([1 + length % 3 for length in self.lengths]))
         columns.put_lists("rollout_logprobs", [row.tolist() for row in self.rollout], torch.float64)
         columns.put_lists("ref_logprobs", [row.tolist() for row in self.reference], torch.float64)
         columns.put_lists("values", [row.tolist() for row in self.values], torch.float64)

@@ -78,6 +78,20 @@ def test_one_rank_and_two_with_the_swap_train_the_same_critic(whole, tmp_path):
 
 
 @pytest.mark.ranks
+def test_the_same_rows_are_drawn_and_trained_as_often_on_one_rank_and_on_two(tmp_path):
+    settings = ["algo={name: pf_ppo, filter: best-worst}", "critic={}", "train.max_steps=2", "train.updates_per_step=2"]
+    for ranks in (1, 2):
+        finished(run_job("train", tiny_config(tmp_path), *settings, f"run.dir={tmp_path / str(ranks)}", ranks=ranks))
+    names = (*LEARNT, "select/filtered", "loss", "grad_norm", "entropy", "frac_advantage_zero")
+    one, two = ([{name: step[name] for name in names} for step in metrics_of(tmp_path / run)] for run in "12")
+    for alone, together in zip(one, two, strict=True):
+        assert alone == pytest.approx(together, rel=1e-3, abs=1e-6)
+        assert 0 < alone["select/filtered"] < 32
+    dropped = [step["dock/dropped"] for step in metrics_of(tmp_path / "2")]
+    assert dropped == [step["select/filtered"] for step in two]
+
+
+@pytest.mark.ranks
 def test_a_run_that_died_goes_on_with_the_same_critic_to_the_last_bit(whole, tmp_path):
     shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
     run = tmp_path / "run"

@@ -138,6 +138,11 @@ class Algorithm(ABC):
         """What of the algorithm's settings doesn't go with others of the run, and a way out; None where all do."""
         return None
 
+    @property
+    def draws_rows(self) -> bool:
+        """Whether `copies` draws the rows to train on."""
+        return False
+
     def columns_for_credit(self) -> frozenset[str]:
         """Columns that `advantages` needs beside the reward."""
         return frozenset({"ref_logprobs", "rollout_logprobs"} if self.config.kl_in_credit else ())
@@ -181,6 +186,13 @@ class Algorithm(ABC):
         sees all rows; a subclass adds to what its base leaves out.
         """
         return {"no_reward": inputs.rewards_B.isnan()}
+
+    def copies(self, inputs: CreditInputs) -> Tensor | None:
+        """How often each row is trained on [B] (int64), where rows are drawn; None: once each.
+
+        The others get them in the column `copies`; a row with 0 copies must be among what `select` leaves out.
+        """
+        return None
 
     @abstractmethod
     def advantages(self, inputs: CreditInputs) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from spmdrl.algorithms.actor_critic.pf_ppo import PfPpo, PfPpoConfig
 from spmdrl.algorithms.actor_critic.ppo import Ppo, PpoConfig
 from spmdrl.algorithms.algorithm import AlgoConfig, Algorithm
 from spmdrl.algorithms.distillation.opd import Opd, OpdConfig
@@ -37,6 +38,7 @@ ALGORITHMS: Mapping[type[AlgoConfig], type[Algorithm]] = {
     DppoConfig: Dppo,
     MaxRlConfig: MaxRl,
     PpoConfig: Ppo,
+    PfPpoConfig: PfPpo,
     RlooConfig: Rloo,
     ReinforcePpConfig: ReinforcePp,
     ReinforcePpBaselineConfig: ReinforcePpBaseline,

@@ -138,6 +138,7 @@ _ANSWERS: tuple[tuple[str, str], ...] = (
     ),
     ("custom_reward_function compute_score reward_fn reward_func", "set reward.functions, as in [file.py:fn]"),
     ("value_model value_model_path critic_model_path", "set critic.path to a model folder, or critic={} for the model"),
+    ("use_pf_ppo pf_ppo", "set algo.name to pf_ppo; algo.filter, algo.filter_power and algo.filter_scope are its keys"),
     (
         "teacher_model teacher_model_path teacher_path teacher_model_name_or_path",
         "set teacher.path to a model folder, and algo.name to opd",

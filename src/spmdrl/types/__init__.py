@@ -242,6 +242,8 @@ class CreditSettings:
     """the weight of each reward function in the reward"""
     max_length: int
     """`rollout.max_completion_length`, the most tokens of a row"""
+    seed: int = 0
+    """of the run"""
 
 
 @dataclass(frozen=True)
@@ -257,6 +259,8 @@ class CreditInputs:
     columns: Batch
     """the columns that the algorithm reads, of response tokens those that the model wrote"""
     settings: CreditSettings
+    step: int = 0
+    """which random numbers are those of"""
 
     def of_rows(self, index: Tensor) -> CreditInputs:
         """The inputs of some rows only."""

@@ -26,11 +26,9 @@ from spmdrl.types import CreditInputs
 
 
 @dataclass(frozen=True)
-class PpoConfig(ClippedConfig):
-    """Advantages from the values of a critic, whose section has gamma and lambda (arXiv:1707.06347)."""
+class ActorCriticConfig(ClippedConfig):
+    """Advantages from the values of a critic, whose section has gamma and lambda."""
 
-    name: Literal["ppo"] = "ppo"
-    """the algorithm"""
     kl_in: Literal["loss", "reward"] = "reward"
     """reward: each token's reward is lowered by its KL term (arXiv:1909.08593); loss: it is added to each token's
     loss"""
@@ -58,10 +56,18 @@ class PpoConfig(ClippedConfig):
 
 
 @dataclass(frozen=True)
+class PpoConfig(ActorCriticConfig):
+    """Generalized advantages from a critic's values (arXiv:1707.06347, arXiv:1506.02438)."""
+
+    name: Literal["ppo"] = "ppo"
+    """the algorithm"""
+
+
+@dataclass(frozen=True)
 class Ppo(Clipped):
     """A = G - V: the lambda-return, which the critic learns, less the value before the update."""
 
-    config: PpoConfig
+    config: ActorCriticConfig
 
     def columns_for_credit(self) -> frozenset[str]:
         return super().columns_for_credit() | {"returns", "values"}
@@ -97,4 +103,7 @@ class Ppo(Clipped):
 
     def advantages(self, inputs: CreditInputs) -> Tensor:
         advantages_R = inputs.columns.values("returns") - inputs.columns.values("values")
-        return whitened(advantages_R, self.config.std) if self.config.whiten else advantages_R
+        if not self.config.whiten:
+            return advantages_R
+        copies_R = inputs.columns.dense("copies").repeat_interleave(inputs.lengths_B) if self.draws_rows else None
+        return whitened(advantages_R, self.config.std, copies=copies_R)

@@ -71,16 +71,23 @@ def group_relative_advantages(
     return torch.where(centred_B == 0, 0.0, centred_B / (scale_B + epsilon)).to(rewards_B)
 
 
-def whitened(values: Tensor, kind: Deviation = "unbiased", *, centre: bool = True) -> Tensor:
+def whitened(
+    values: Tensor, kind: Deviation = "unbiased", *, centre: bool = True, copies: Tensor | None = None
+) -> Tensor:
     """The values over their standard deviation, less their mean unless they have none; equal values become 0.
 
-    `centre` is false for values that are centred already, so that those which are 0 stay it.
+    `centre` is false for values that are centred already, so that those which are 0 stay it. Each value counts as often
+    as `copies` has it.
     """
     values_64 = values.double()
     if centre:
-        values_64 = values_64 - values_64.mean()
-    scale = _deviation(values_64, kind)
+        values_64 = values_64 - _counted(values_64, copies).mean()
+    scale = _deviation(_counted(values_64, copies), kind)
     return torch.where(values_64 == 0, 0.0, values_64 / (scale + _WHITENING_EPSILON)).to(values)
+
+
+def _counted(values: Tensor, copies: Tensor | None) -> Tensor:
+    return values if copies is None else values.repeat_interleave(copies)
 
 
 def _deviation(values: Tensor, kind: Deviation) -> Tensor:

@@ -50,6 +50,7 @@ def _per_response_token(name: str, dtype: torch.dtype, made_by: WorkerState, nee
 
 _TOKENS = "prompt_ids response_ids"
 END_VALUE = "end_value"
+COPIES = "copies"
 
 # Token ids are int32, half the bytes of what engines index with: no vocabulary has 2^31 tokens.
 RULES: tuple[ColumnRule, ...] = (
@@ -68,6 +69,8 @@ RULES: tuple[ColumnRule, ...] = (
     _per_response_token("ref_logprobs", torch.float32, WorkerState.REFERENCE, _TOKENS),
     _per_response_token("old_logprobs", torch.float32, WorkerState.OLD_LOGPROBS, _TOKENS),
     _per_response_token("advantages", torch.float32, WorkerState.ADVANTAGE, "reward response_ids"),
+    # How often a row is trained on, where the algorithm draws rows with replacement.
+    replace(_rule(COPIES, torch.int32, WorkerState.ADVANTAGE, "reward response_ids"), is_always_made=False),
     _per_response_token("values", torch.float32, WorkerState.VALUES, _TOKENS),
     # Of the state behind a response that was cut, 0 behind others; with critic.truncation bootstrap.
     replace(_rule(END_VALUE, torch.float32, WorkerState.VALUES, _TOKENS), is_always_made=False),

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.dataflow.samples.dock import Samples
+from spmdrl.dataflow.samples.schema import COPIES
 from spmdrl.dataflow.stages.rows import TURNS, ModelTokens, credit_inputs
 from spmdrl.observability.metrics import Recorder
 from spmdrl.resources.collectives import gather_ragged
@@ -24,6 +25,7 @@ class Credit(Protocol):
     def select(self, inputs: CreditInputs) -> Mapping[str, Tensor]: ...
     def credit_metrics(self, inputs: CreditInputs) -> Mapping[str, Tensor]: ...
     def advantages(self, inputs: CreditInputs) -> Tensor: ...
+    def copies(self, inputs: CreditInputs) -> Tensor | None: ...
     def adapted(self, inputs: CreditInputs) -> Mapping[str, float]: ...
 
 
@@ -43,10 +45,12 @@ class AdvantageStage:
         """Returns the keys of the algorithm that change with the next step."""
         batch = samples.take(self.state)
         own = credit_inputs(batch, sorted(credit.columns_for_credit()), samples.group_size, self.settings)
-        rows, inputs = of_all_ranks(own)
+        rows, inputs = of_all_ranks(replace(own, step=samples.step))
         self._report(inputs.rewards_B, inputs.groups_B)
         for name, values in credit.credit_metrics(inputs).items():
             self.recorder.mean(name, float(values.double().mean()))
+        if (copies_B := credit.copies(inputs)) is not None:
+            inputs.columns.put_dense(COPIES, copies_B)
         kept = self._select(samples, credit.select(inputs), rows, batch.rows)
         if kept.numel():
             of_rows = [name for name in ("response_ids", TURNS) if name in batch]
@@ -126,4 +130,6 @@ def _advantages(own: Batch, rows: Tensor, inputs: CreditInputs, credit: Credit) 
         own_R, _ = gather_ragged_rows(credited, offsets_of(inputs.lengths_B), positions)
     out = Batch(own.rows)
     out.put_ragged("advantages", model_tokens.spread(own_R), own.offsets("response_ids"))
+    if COPIES in inputs.columns:
+        out.put_dense(COPIES, inputs.columns.dense(COPIES)[positions].int())
     return out

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.dataflow.samples.dock import Samples
-from spmdrl.dataflow.samples.schema import length_column
+from spmdrl.dataflow.samples.schema import COPIES, length_column
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.training.batching.packed_rows import TokenRows
 from spmdrl.engines.training.routing.routers import experts_of_rows
@@ -77,6 +77,18 @@ class ModelTokens:
         # Positions are found on the host: from a mask the device would have to count them while the host waits.
         out[to_device(self.is_model.nonzero().squeeze(1), out.device)] = values_R
         return out
+
+
+def copies_of(batch: Batch) -> Tensor:
+    """How often each row is trained on [B]: without the column `copies` once."""
+    return batch.dense(COPIES).long() if COPIES in batch else torch.ones_like(batch.rows)
+
+
+def put_copies_per_token(batch: Batch) -> None:
+    """Turn the column `copies`, where there is one, into one value per response token."""
+    if COPIES in batch:
+        offsets = batch.offsets("response_ids")
+        batch.put_ragged(COPIES, batch.dense(COPIES).float().repeat_interleave(offsets.diff()), offsets)
 
 
 def _join_ragged(batch: Batch, first: str, second: str) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,14 @@ import torch
 from torch import Tensor
 
 from spmdrl.dataflow.samples.dock import Samples
-from spmdrl.dataflow.stages.rows import ModelTokens, mini_batch_of_rows, token_rows
+from spmdrl.dataflow.samples.schema import COPIES
+from spmdrl.dataflow.stages.rows import (
+    ModelTokens,
+    copies_of,
+    mini_batch_of_rows,
+    put_copies_per_token,
+    token_rows,
+)
 from spmdrl.dataflow.stages.update_report import SHOWN, ShownRows, mismatch, record_lags
 from spmdrl.engines.training.batching.packed_rows import LossTerms, MicroBatch, Scores
 from spmdrl.engines.training.training_engine import TrainingEngine, UpdateResult
@@ -102,8 +109,8 @@ class UpdateStage:
         learner = loss.learner
         model_tokens = ModelTokens.of(batch)
         lengths_B = model_tokens.lengths_B
-        has_signal_B = rows_with_signal(batch)
-        counts = [int(lengths_B.sum()), len(batch), int(has_signal_B.sum())]
+        has_signal_B, copies_B = rows_with_signal(batch), copies_of(batch)
+        counts = [int((lengths_B * copies_B).sum()), int(copies_B.sum()), int(copies_B[has_signal_B].sum())]
         num_tokens, num_rows, num_with_signal = self.engine.sum_over_rows(counts)
         if num_rows == 0:
             self._count(skipped=True, without_rows=True)
@@ -111,14 +118,16 @@ class UpdateStage:
         self.recorder.mean("frac_advantage_zero", 1.0 - num_with_signal / num_rows, num_rows)
         # The weights count all rows, those that are left out below too: the gradient stays the same.
         scope = LossScope(num_tokens, num_rows, self.plan.max_completion_length)
-        weights = model_tokens.spread(learner.token_weights(lengths_B, scope).float())
-        batch.put_ragged("weights", weights, batch.offsets("response_ids"))
+        weights_R = learner.token_weights(lengths_B, scope) * copies_B.repeat_interleave(lengths_B)
+        batch.put_ragged("weights", model_tokens.spread(weights_R.float()), batch.offsets("response_ids"))
+        put_copies_per_token(batch)
         self.shown.mark(batch)
         # Where no row has a signal the optimizer still makes its step, because of its momentum.
         if self.plan.skip_zero_advantage and learner.needs_signal() and num_with_signal > 0:
             batch = batch.select(has_signal_B.nonzero().squeeze(1))
         self.recorder.total("update/rows", len(batch) if self._is_first_of_copy else 0)
-        rows = token_rows(batch, self.engine.config, [*columns, "weights", SHOWN], unit_size=learner.unit_size)
+        names = [name for name in (*columns, "weights", SHOWN, COPIES) if name in batch]
+        rows = token_rows(batch, self.engine.config, names, unit_size=learner.unit_size)
         result = self.engine.update(rows, loss)
         self._report(result)
         return result
@@ -186,10 +195,8 @@ class PolicyLoss:
         columns = micro.response
         terms = TokenTerms(scores.logprobs_R, scores.entropy_R, columns, micro.row_of_response_R, micro.num_rows)
         token_loss = self.learner.loss(terms)
-        metrics = {
-            name: (values.detach().sum(), torch.tensor(float(values.numel())))
-            for name, values in token_loss.metrics.items()
-        }
+        copies_R = columns.get(COPIES)
+        metrics = {name: _sum_and_count(values.detach(), copies_R) for name, values in token_loss.metrics.items()}
         weighted = (token_loss.loss_R * columns["weights"]).sum()
         if self.old == "unknown":
             return LossTerms(weighted, metrics)
@@ -198,3 +205,9 @@ class PolicyLoss:
             self.shown.add(columns[SHOWN], old_R)
         means, maxima = mismatch(old_R, columns, self.version)
         return LossTerms(weighted, metrics | means, maxima)
+
+
+def _sum_and_count(values: Tensor, copies_R: Tensor | None) -> tuple[Tensor, Tensor]:
+    if copies_R is None:
+        return values.sum(), torch.tensor(float(values.numel()))
+    return (values * copies_R).sum(), copies_R.sum()

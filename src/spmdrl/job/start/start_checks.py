@@ -12,7 +12,7 @@ from spmdrl.algorithms.table import build_algorithm
 from spmdrl.config.config import Config
 from spmdrl.config.reader import LoadedConfig, resolved_yaml, start_up
 from spmdrl.dataflow.data.data_rows import RowNeeds, SourceRows, read_rows, rows_of_prompts
-from spmdrl.dataflow.samples.schema import needs_by_state, rule_of
+from spmdrl.dataflow.samples.schema import COPIES, needs_by_state, rule_of
 from spmdrl.dataflow.stages.rows import ROUTED_EXPERTS, TURNS
 from spmdrl.dataflow.stages.update import Agreement, update_columns
 from spmdrl.engines.environment.environment_pool import EnvironmentPool
@@ -173,7 +173,8 @@ def states_of(config: Config, algorithm: Algorithm) -> dict[WorkerState, frozens
         )
     _check_teacher(config, algorithm.columns_for_credit() | columns)
     turns = {TURNS} if config.environment.function is not None else set()
-    reads = {"prompt_ids", "response_ids", *columns, *replayed, *turns}
+    copies = {COPIES} if algorithm.draws_rows else set()
+    reads = {"prompt_ids", "response_ids", *columns, *replayed, *turns, *copies}
     credit = {"reward", "response_ids", *turns, *algorithm.columns_for_credit()}
     of_rows = {state: turns for state in WorkerState if state.work == "score" or state is WorkerState.RETURNS}
     of_rows[WorkerState.OLD_LOGPROBS] = turns | replayed
@@ -181,7 +182,7 @@ def states_of(config: Config, algorithm: Algorithm) -> dict[WorkerState, frozens
         of_rows[WorkerState.VALUES] = turns | ({"finished"} if config.critic.bootstraps else set())
         of_rows[WorkerState.RETURNS] = turns | algorithm.columns_for_returns() | config.critic.columns_for_returns
     # The critic learns from the rows that the algorithm keeps, so it waits for their advantages.
-    of_critic = {"values", "returns", "advantages", *turns}
+    of_critic = {"values", "returns", "advantages", *turns, *copies}
     also_trained = {} if config.critic is None else {WorkerState.CRITIC_UPDATE: of_critic}
     return needs_by_state(reads, {WorkerState.ADVANTAGE: credit, **of_rows}, also_trained=also_trained)
 
@@ -221,7 +222,9 @@ def agreement_of(config: Config) -> Agreement:
 
 def credit_settings_of(config: Config) -> CreditSettings:
     """What algorithms credit rewards by, beside their own settings."""
-    return CreditSettings(config.reward.names, config.reward.part_weights, config.rollout.max_completion_length)
+    return CreditSettings(
+        config.reward.names, config.reward.part_weights, config.rollout.max_completion_length, config.seed
+    )
 
 
 def check_sizes(config: Config, algorithm: Algorithm) -> None:

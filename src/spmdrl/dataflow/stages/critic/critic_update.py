@@ -12,8 +12,15 @@ import torch
 from torch import Tensor
 
 from spmdrl.dataflow.samples.dock import Samples
+from spmdrl.dataflow.samples.schema import COPIES
 from spmdrl.dataflow.stages.critic.critic_config import CriticConfig
-from spmdrl.dataflow.stages.rows import ModelTokens, mini_batch_of_rows, token_rows
+from spmdrl.dataflow.stages.rows import (
+    ModelTokens,
+    copies_of,
+    mini_batch_of_rows,
+    put_copies_per_token,
+    token_rows,
+)
 from spmdrl.dataflow.stages.update import UpdatePlan
 from spmdrl.engines.training.batching.packed_rows import LossTerms, MicroBatch
 from spmdrl.engines.training.training_engine import TrainingEngine
@@ -44,11 +51,13 @@ class CriticUpdateStage:
 
     def _one_update(self, batch: Batch) -> None:
         """One optimizer step, unless every row of this part was dropped, on all ranks alike."""
-        (num_tokens,) = self.engine.sum_over_rows([int(ModelTokens.of(batch).lengths_B.sum())])
+        (num_tokens,) = self.engine.sum_over_rows([int((ModelTokens.of(batch).lengths_B * copies_of(batch)).sum())])
         if num_tokens == 0:
             self.recorder.alike("critic/skipped", 1)
             return
-        rows = token_rows(batch, self.engine.config, ["values", "returns"])
+        put_copies_per_token(batch)
+        names = [name for name in ("values", "returns", COPIES) if name in batch]
+        rows = token_rows(batch, self.engine.config, names)
         result = self.engine.update(rows, ValueLoss(num_tokens, self.config.clip))
         self.recorder.mean("critic/loss", result.loss)
         self.recorder.mean("critic/grad_norm", result.grad_norm)
@@ -57,7 +66,11 @@ class CriticUpdateStage:
 
     def _report_fit(self, batch: Batch) -> None:
         """How well the values before the update fit the returns. Collective over the data axes."""
-        values_R, returns_R = (ModelTokens.of(batch).pick(batch.values(name)) for name in ("values", "returns"))
+        tokens = ModelTokens.of(batch)
+        copies_R = copies_of(batch).repeat_interleave(tokens.lengths_B)
+        values_R, returns_R = (
+            tokens.pick(batch.values(name)).repeat_interleave(copies_R) for name in ("values", "returns")
+        )
         explained = explained_variance(values_R, returns_R, self.engine.mesh.data.sum)
         if explained is not None:
             self.recorder.mean("critic/explained_variance", explained)
@@ -80,6 +93,8 @@ class ValueLoss:
         if self.clip is not None:
             clipped_R = before_R + (values_R - before_R).clamp(-self.clip, self.clip)
             error_R = torch.maximum(error_R, (clipped_R - returns_R) ** 2)
+        if COPIES in micro.response:
+            error_R = error_R * micro.response[COPIES]
         return LossTerms(0.5 * error_R.sum() / self.num_tokens, {})
 
 

@@ -1,0 +1,95 @@
+"""PF-PPO: PPO on responses that are drawn by their rewards (policy filtration, arXiv:2409.06957).
+
+    P_i = w_i / sum_j w_j over the responses to a prompt, of which as many are drawn, with replacement
+    w_i = 0.4 for the best, 0.1 for others (best-random); 1 for best and worst, 0 for others (best-worst); |R_i|^power
+    A_t = G_t - V_t, normalised over the tokens of what is drawn, and the loss are those of PPO
+
+Where rewards are least noisy, at the best and the worst responses, rows are drawn more often than elsewhere. A row that
+is drawn several times keeps its advantage and counts as often, for policy and critic.
+
+Shape letters: `B` rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import numpy as np
+import torch
+from annotated_types import Gt
+from torch import Tensor
+
+from spmdrl.algorithms.actor_critic.ppo import ActorCriticConfig, Ppo
+from spmdrl.types import CreditInputs
+
+FilterRule = Literal["best-random", "best-worst", "power"]
+
+# The authors' weights of best-random.
+_BEST_WEIGHT, _OTHERS_WEIGHT = 0.4, 0.1
+
+
+@dataclass(frozen=True)
+class PfPpoConfig(ActorCriticConfig):
+    """PPO on rows that are drawn, with replacement, by their rewards (arXiv:2409.06957)."""
+
+    name: Literal["pf_ppo"] = "pf_ppo"
+    """the algorithm"""
+    filter: FilterRule = "best-random"
+    """how likely a response is drawn; best-random: the best one four times as likely as each other; best-worst: the
+    best and the worst alike, no other; power: by |reward| to the power of filter_power"""
+    filter_power: Annotated[float, Gt(0)] = 2.0
+    """the exponent of filter power"""
+    filter_scope: Literal["prompt", "batch"] = "prompt"
+    """what a response is compared with and drawn from, as many as there are; prompt: the other responses to its prompt
+    (the paper); batch: all responses of the step (verl)"""
+
+
+@dataclass(frozen=True)
+class PfPpo(Ppo):
+    """Draws as many rows as have a reward, by weights w / sum w; responses that are equally good weigh the same."""
+
+    config: PfPpoConfig
+
+    @property
+    def min_responses(self) -> int:
+        return 2 if self.config.filter_scope == "prompt" else 1
+
+    @property
+    def draws_rows(self) -> bool:
+        return True
+
+    def select(self, inputs: CreditInputs) -> Mapping[str, Tensor]:
+        is_unscored_B = inputs.rewards_B.isnan()
+        return {**super().select(inputs), "filtered": (inputs.columns.dense("copies") == 0) & ~is_unscored_B}
+
+    def copies(self, inputs: CreditInputs) -> Tensor:
+        groups_B = inputs.groups_B if self.config.filter_scope == "prompt" else torch.zeros_like(inputs.groups_B)
+        copies_B = torch.zeros_like(groups_B)
+        scored_B = ~inputs.rewards_B.isnan()
+        for group in groups_B[scored_B].unique().tolist():
+            members = ((groups_B == group) & scored_B).nonzero().squeeze(1)
+            weights = filter_weights(inputs.rewards_B[members].double(), self.config.filter, self.config.filter_power)
+            places = drawn_places(weights.numpy(), (inputs.settings.seed, inputs.step, group))
+            copies_B[members] = torch.from_numpy(np.bincount(places, minlength=len(members)))
+        return copies_B
+
+
+def filter_weights(rewards: Tensor, rule: FilterRule, power: float) -> Tensor:
+    """The weight of each of these responses; all alike where each would be 0."""
+    best = rewards == rewards.max()
+    if rule == "best-random":
+        return torch.where(best, _BEST_WEIGHT, _OTHERS_WEIGHT).double()
+    if rule == "best-worst":
+        return (best | (rewards == rewards.min())).double()
+    weights = rewards.abs() ** power
+    return weights if weights.any() else torch.ones_like(weights)
+
+
+def drawn_places(weights: np.ndarray, key: tuple[int, ...]) -> np.ndarray:
+    """As many places as there are weights, drawn by them with replacement: a pure function of weights and key."""
+    # Raw bits, which NumPy promises to keep over its versions, as uniform numbers in [0, 1).
+    bits = np.random.Philox(np.random.SeedSequence(key)).random_raw(len(weights))
+    sums = np.cumsum(weights)
+    return np.searchsorted(sums, (bits >> np.uint64(11)) * 2.0**-53 * sums[-1], side="right")
