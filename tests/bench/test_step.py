@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from spmdrl.bench.cli import main
-from spmdrl.bench.step import peer_steps
+from spmdrl.bench.training.step import peer_steps
 from spmdrl.engines.models.making.make_config import MakeConfig
 from spmdrl.engines.models.making.make_model import make_model_folder
 

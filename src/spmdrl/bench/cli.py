@@ -41,7 +41,7 @@ BENCHES = {
     "resharding": "resharding.resharding",
     "rollout": "rollout.rollout",
     "samples": "samples.samples_bench",
-    "step": "step",
+    "step": "training.step",
     "swap": "memory.swap_modes",
     "table1": "table1",
     "training": "training.training",

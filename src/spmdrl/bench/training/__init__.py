@@ -1,1 +1,1 @@
-"""The update of one rank beside plain PyTorch."""
+"""Training beside other trainers: the update of one rank, and a whole step."""
