@@ -1,10 +1,10 @@
-"""Runs of the `train` verb in which every step does the same work."""
+"""Runs of verbs as jobs of their own, and runs of `train` in which every step does the same work."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from spmdrl.bench.harness.peers import run_to_end
@@ -34,10 +34,19 @@ def train_steps(
 
     Raises RuntimeError with the end of the run's stderr if it fails.
     """
+    run_verb(words_of("train", {**_SETTINGS, **settings}, folder), num_ranks=num_ranks, environment=environment)
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines[STEPS_OF_WARM_UP:]]
+
+
+def words_of(verb: str, settings: Mapping[str, object], folder: Path) -> list[str]:
+    """A verb's words on the command line, for a run in this folder."""
+    return [verb, *(f"{key}={value}" for key, value in {**settings, "run.dir": folder}.items())]
+
+
+def run_verb(words: Sequence[str], *, num_ranks: int, environment: Mapping[str, str]) -> None:
+    """Run a verb to its end. Raises RuntimeError with the end of its stderr if it fails."""
     launcher = [sys.executable]
     if num_ranks > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
-    words = [f"{key}={value}" for key, value in {**_SETTINGS, **settings, "run.dir": folder}.items()]
-    run_to_end([*launcher, "-m", "spmdrl", "train", *words], environment, _LONGEST_SECONDS)
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines[STEPS_OF_WARM_UP:]]
+    run_to_end([*launcher, "-m", "spmdrl", *words], environment, _LONGEST_SECONDS)
