@@ -33,6 +33,7 @@ class Bench(Protocol):
 # The module of each bench below this package. Most bring torch with them: only the one that runs is imported.
 BENCHES = {
     "accelerator": "accelerator.accelerator_check",
+    "algorithms": "learning.algorithms_bench",
     "layouts": "layouts.layouts",
     "memory": "memory.memory_bench",
     "metadata": "samples.metadata",

@@ -1,0 +1,1 @@
+"""Algorithms on a task that a tiny model learns in a minute, from one checkpoint."""

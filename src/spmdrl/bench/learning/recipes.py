@@ -1,0 +1,69 @@
+"""The task on which algorithms are compared, the sizes that all of them share, and what one needs besides."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+Settings = Mapping[str, object]
+
+_ADDITION = "synthetic://addition?low=0&high=49&test_fraction=0.15"
+NUM_HELD_OUT = 375
+"""all pairs that are never trained on"""
+HELD_OUT = f"{_ADDITION}&count={NUM_HELD_OUT}&split=test"
+PROMPTS = {
+    "data.train": f"{_ADDITION}&count=2000",
+    "data.eval": HELD_OUT,
+    "reward.functions": "[exact]",
+    "checkpoint.interval": 0,
+    "log.backends": "[jsonl]",
+}
+START: Settings = PROMPTS | {
+    "model.make": "{hidden_size: 128, num_layers: 5, num_heads: 4, num_kv_heads: 2, intermediate_size: 384, "
+    "max_positions: 64}",
+    "sft.max_steps": 600,
+    "sft.rows_per_step": 256,
+    "sft.stop_at_probability": 0.5,
+    "sft.optim": "{lr: 3.0e-3, warmup_steps: 20, betas: [0.9, 0.95]}",
+    "eval.before_train": "false",
+}
+"""The supervised training that makes the checkpoint; stopped while its learning rate is high, it can be improved."""
+TEACHER: Settings = START | {
+    "model.make": "null",
+    "sft.max_steps": 150,
+    "sft.stop_at_probability": "null",
+    "sft.optim": "{lr: 1.0e-3, schedule: cosine, betas: [0.9, 0.95]}",
+}
+"""The same training to its end, from that checkpoint."""
+SHARED: Settings = PROMPTS | {
+    "rollout.prompts_per_step": 64,
+    "rollout.num_generations": 8,
+    "rollout.max_completion_length": 6,
+    "rollout.max_running_rows": 512,
+    # A step's second update is off-policy, so that what algorithms do about it counts.
+    "train.updates_per_step": 2,
+    "optim.betas": "[0.9, 0.95]",
+    "optim.warmup_steps": 5,
+    "optim.schedule": "cosine",
+}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What an algorithm needs beside its paper's values."""
+
+    lr: float = 5e-4
+    """AdamW's steps don't depend on the loss's scale, so most losses can have the same"""
+    settings: Settings = field(default_factory=dict)
+    needs_teacher: bool = False
+
+
+RECIPES: Mapping[str, Recipe] = {
+    # A critic that begins as the policy's model with a new head must learn faster than the policy does.
+    "ppo": Recipe(settings={"critic.optim": "{lr: 1.0e-3, warmup_steps: 5}", "critic.lam": 0.95}),
+    "opd": Recipe(needs_teacher=True),
+}
+
+
+def recipe_of(algorithm: str) -> Recipe:
+    return RECIPES.get(algorithm, Recipe())
