@@ -52,6 +52,51 @@ def test_one_rank_and_two_with_the_swap_train_the_same_adapters(whole, tmp_path)
 
 
 @pytest.mark.ranks
+def test_after_the_first_switch_each_rank_receives_the_adapters_that_it_lacks_and_nothing_else(whole):
+    run = whole / "run"
+    num_bytes = 4 * sum(
+        one.numel() for name, one in load_file(run / "initial_model/model.safetensors").items() if "norm" not in name
+    )
+    adapters = sum(adapter_elements(run).values())
+    first, *later = [step["reshard/bytes"] for step in metrics_of(run)]
+    # Each rank has one half of everything and wants the other, float32 here.
+    assert later == [4 * adapters] * 3 and num_bytes < first < 1.1 * (num_bytes + later[0])
+    assert json.loads((run / "summary.json").read_text())["resharding"] == {"first_bytes": first, "bytes": later[0]}
+
+
+@pytest.mark.ranks
+def test_the_models_own_weights_are_copied_to_the_host_once_and_have_no_optimizer(whole):
+    run = whole / "run"
+    lines = [json.loads(line) for line in (run / "timeline/rank_00000.jsonl").read_text().splitlines()]
+    # Held on the device (d) and on the host (o), at the boundary before the first generation.
+    held = next(record for record in lines if record.get("h", [""])[0] == "to_generation")
+    assert held["d"]["base_weights"] == held["d"]["update_weights"] == 0
+    adapters = sum(adapter_elements(run).values())
+    assert held["o"]["update_weights"] >= 4 * adapters / 2 and held["o"]["base_weights"] > held["o"]["update_weights"]
+    assert held["o"]["optimizer"] < 1.1 * 2 * held["o"]["update_weights"]
+    to_host = [sum(moved[1] for moved in record.get("m", ()) if moved[0] == "to_host") for record in lines]
+    switches = [num_bytes for num_bytes in to_host if num_bytes]
+    assert switches[0] - switches[1] > 0.9 * held["o"]["base_weights"]
+
+
+def adapter_elements(run: Path) -> dict[str, int]:
+    """Elements of each adapter of rank 3 beside the projections of a run's model."""
+    shapes = {name: one.shape for name, one in load_file(run / "initial_model/model.safetensors").items()}
+    return {name: 3 * sum(shape) for name, shape in shapes.items() if "_proj." in name}
+
+
+@pytest.mark.ranks
+def test_generation_with_merged_weights_trains_the_same(whole, tmp_path):
+    run = tmp_path / "run"
+    settings = ["lora.merge=true", "train.max_steps=2", "reshard.swap=always", f"run.dir={run}"]
+    finished(run_job("train", tiny_config(tmp_path), *TINY, *settings, ranks=2))
+    for merged, unmerged in zip(metrics_of(run), metrics_of(whole / "run"), strict=False):
+        assert {name: merged[name] for name in ALIKE} == pytest.approx({name: unmerged[name] for name in ALIKE}, 1e-4)
+        assert merged["mismatch/abs_max"] < 1e-4
+    assert len({step["reshard/bytes"] for step in metrics_of(run)}) == 1
+
+
+@pytest.mark.ranks
 def test_the_reference_is_the_model_that_the_run_began_with(whole):
     divergences = [step["kl"] for step in metrics_of(whole / "run")]
     assert abs(divergences[0]) < 1e-6 < 1e-4 < abs(divergences[1])

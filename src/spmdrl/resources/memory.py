@@ -18,7 +18,7 @@ Place = Literal["device", "host"]
 # Of glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 OWNERS: tuple[Owner, ...] = (
-    *(owner for role in ROLES for owner in (role.weights, role.optimizer) if owner is not None),
+    *(owner for role in ROLES for owner in (role.weights, role.base, role.optimizer) if owner is not None),
     # Of the model that is being updated: one at a time, and no longer than that.
     "gradients",
     "generation_weights",

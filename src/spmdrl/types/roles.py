@@ -29,6 +29,8 @@ class Role:
     switch; or only inside the worker states that use it"""
     weights: str
     """the owner of its weights in the memory ledger, and their group in the swap"""
+    base: str | None = None
+    """the same of those of its weights that stay as they are beside adapters"""
     optimizer: str | None = None
     """the same of its optimizer state; None for a frozen model, which has neither gradients nor an optimizer"""
     checkpoint: str | None = None
@@ -40,7 +42,10 @@ class Role:
         return self.optimizer is not None
 
 
-POLICY = Role("policy", "logprobs", "training", weights="update_weights", optimizer="optimizer", checkpoint="")
+POLICY = Role(
+    "policy", "logprobs", "training",
+    weights="update_weights", base="base_weights", optimizer="optimizer", checkpoint="",
+)  # fmt: skip
 """The model that generates; the resharding flow also moves its weights to the generation engine."""
 REFERENCE = Role("reference", "logprobs", "stage", weights="reference_weights")
 """The policy as the run began."""

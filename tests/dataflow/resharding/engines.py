@@ -81,6 +81,12 @@ class SmallTrainer:
         parameters = self.model.parameters()
         return {box.name: HeldShard(local(p), box, tuple(p.shape)) for box, p in zip(slices, parameters, strict=True)}
 
+    def updates(self, weight: str) -> bool:
+        return True
+
+    def shards_for(self, wanted: Iterable[str]) -> dict[str, HeldShard]:
+        return self.named_shards()
+
     def optimizer_tensors(self) -> list[Tensor]:
         return [local(value) for state in self.optimizer.state.values() for value in state.values()]
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from spmdrl.engines.generation.native.native_engine import NativeEngine
 from spmdrl.engines.generation.protocol import SamplingParams
 from spmdrl.engines.models.decoder import DecoderConfig
+from spmdrl.engines.models.lora import LoraConfig, is_adapter
 from tests.engines.generation.schedules import FAMILIES, weights_of
 from tests.engines.generation.support import prompt_of, request, run, small_rollout
 from tests.support.chosen_device import chosen_device, chosen_kind
@@ -87,3 +90,27 @@ def test_borrowed_weights_are_packed_beside_their_lender() -> None:
         assert all(lent[name].equal(untouched[name]) for name in lent)
         engine.sleep()
         assert weight_bytes(engine) == 0
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_weights_beside_adapters_stay_packed_while_adapters_change(name) -> None:
+    config = replace(FAMILIES[name], lora=LoraConfig(rank=2))
+    engine, given = made(config, packs=True), weights_of(config)
+    adapters = {name for name in given if is_adapter(name)}
+    first = answers(engine)
+    packed = [product for product in engine._weights.products if product.is_packed]
+    engine.keep_weights(given.keys() - adapters)
+    for scale in (-4.0, 1.0):
+        engine.sleep()
+        storage = engine.wake_weights()
+        for adapter in adapters:
+            storage[adapter].copy_(scale * given[adapter])
+        engine.wake_cache()
+        expected = NativeEngine(config, small_rollout(pack_weights=False), chosen_device(), torch.float32)
+        expected.load_weights((n, scale * one if n in adapters else one) for n, one in given.items())
+        expected.wake_cache()
+        assert answers(engine) == answers(expected)
+        assert (answers(engine) == first) == (scale == 1.0)
+    of_base = [product for product in packed if not any(is_adapter(n) for n in engine._weights._names(product))]
+    assert of_base == [] or chosen_kind() == "cpu"
+    assert all(product.is_packed for product in of_base) and len(of_base) < len(packed or [0])

@@ -62,3 +62,24 @@ def test_what_is_borrowed_is_read_where_it_lies_and_left_alone(held, device, nam
         assert lender.tolist() == torch.full_like(lender, value).tolist()
         fill(weights)
         assert module(torch.ones(3, device=device)).tolist() == [15.0, 15.0]
+
+
+def test_what_is_kept_stays_over_a_sleep_and_the_rest_goes(held, device):
+    module, weights = held
+    fill(weights)
+    weights.keep(["linear.weight", "linear.bias"])
+    for value in (3.0, 5.0):
+        weights.sleep()
+        assert weights.num_bytes == 32 and not weights.are_awake
+        weights.wake()["scale"].fill_(value)
+        assert module(torch.ones(3, device=device)).tolist() == [5 * value, 5 * value]
+
+
+def test_what_is_borrowed_or_asleep_can_not_be_kept(held, device):
+    _, weights = held
+    with pytest.raises(AssertionError):
+        weights.keep(["scale"])
+    fill(weights)
+    weights.borrow({"scale": torch.ones(2, device=device)})
+    with pytest.raises(AssertionError):
+        weights.keep(["scale"])

@@ -8,9 +8,7 @@ Source: MindSpeed RL (arXiv:2507.19017), "Allgather-Swap Technique", Figure 5.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -19,33 +17,13 @@ from torch import Tensor
 from spmdrl.dataflow.resharding.moving.filling import GeneratorFilling, Names, Watcher
 from spmdrl.dataflow.resharding.moving.gather import Received, ReshardConfig
 from spmdrl.dataflow.resharding.planning.slice_agreement import check_same_version
-from spmdrl.dataflow.resharding.protocols import Generator, Trainer
+from spmdrl.dataflow.resharding.protocols import Generator, Shard, Trainer
+from spmdrl.dataflow.resharding.reshard_stats import ReshardStats
 from spmdrl.dataflow.resharding.swapping.swap import Leaving, Left, MakeStore, StayingSwap, Swap, make_host_store
-from spmdrl.dataflow.resharding.swapping.swap_space import CopyTimes
+from spmdrl.dataflow.resharding.swapping.swap_groups import groups_of
 from spmdrl.resources.memory import MemoryLedger, release_to_system
 from spmdrl.resources.world import World
 from spmdrl.types.roles import POLICY, Role
-
-
-@dataclass(frozen=True)
-class ReshardStats:
-    """What one switch of the flow cost this rank."""
-
-    seconds: float
-    received_bytes: int = 0
-    cross_node_bytes: int = 0
-    """of the bytes received: what came from other nodes"""
-    move_seconds: float = 0.0
-    """of the seconds: those in which weights were moved, and left the device once they were"""
-    swapped_bytes: int = 0
-    """freed on the device, or brought back to it"""
-    copied_bytes: int = 0
-    """of the bytes freed: those that the host had no copy of yet"""
-    returned: CopyTimes | None = None
-    """when the training state was copied back; set by the switch that waited for it"""
-    hidden_share: float = 0.0
-    """the share of that copy's time that had passed before the switch was called"""
-
 
 # Giving back the pages of a small model costs more, in faults when they are used again, than the memory is worth.
 LEAST_BYTES_TO_RELEASE = 64 << 20
@@ -81,13 +59,18 @@ class ReshardingFlow:
         self._ledger = ledger
         self._state: State = "update"
         self._filling: GeneratorFilling | None = None
+        self._kept: list[str] = []
+        """weights that the generator has for good"""
         self._swap: Swap = StayingSwap(world.device, ledger)
         if swaps:
             self._swap = Swap(world.device, ledger, directory, make_store=make_store)
-        for role, trainer in trainers.items():
-            self._swap.add_group(role.weights, partial(_local_tensors, trainer))
-            if role.optimizer is not None:
-                self._swap.add_group(role.optimizer, partial(_optimizer_tensors, trainer))
+        self._groups = {role: groups_of(role, trainer) for role, trainer in trainers.items()}
+        for groups in self._groups.values():
+            for owner, tensors in groups.items():
+                self._swap.add_group(owner, tensors)
+        # Weights that stay as they are move once, to generators that show their storage and have the adapters too.
+        shares_adapters = POLICY.base in self._groups[POLICY] and _has_adapters(self._policy, generator)
+        self._plans_left = 2 if shares_adapters else 1
 
     def to_generation(self) -> ReshardStats:
         """Fills and wakes the generator, and frees the training state. Collective over the world.
@@ -114,6 +97,7 @@ class ReshardingFlow:
         return ReshardStats(
             time.perf_counter() - started,
             received_bytes=received.total,
+            planned_bytes=self._filling.planned_bytes if self._filling else 0,
             cross_node_bytes=received.cross_node,
             move_seconds=move_seconds,
             swapped_bytes=before.freed_bytes + weights.freed_bytes,
@@ -132,12 +116,12 @@ class ReshardingFlow:
         self._ledger.set("gradients", "device", 0)
         for role in self._roles_of_training():
             trainer = self._trainers[role]
-            for group in _groups(role):
-                if group != POLICY.weights:
+            for group in self._groups[role]:
+                if group not in (POLICY.weights, POLICY.base):
                     left.append(self._swap.to_host(group, version=trainer.update_count))
                     self._give_back_memory(left[-1].freed_bytes)
             trainer.weights_on_device = role is POLICY
-        return Left(sum(one.freed_bytes for one in left), sum(one.copied_bytes for one in left))
+        return _together(left)
 
     def check_generation_weights(self) -> None:
         """Raises RuntimeError on every rank unless each generator holds what the trainer sent, at its update count.
@@ -159,7 +143,7 @@ class ReshardingFlow:
         self._account_generator()
         self._give_back_memory(held)
         for role in self._roles_of_training():
-            for group in _groups(role):
+            for group in self._groups[role]:
                 self._swap.start_return(group)
         self._state = "returning"
         return ReshardStats(time.perf_counter() - started)
@@ -174,7 +158,7 @@ class ReshardingFlow:
         self._expect("returning")
         returned = []
         for role in self._roles_of_training():
-            returned += [self._swap.finish_return(group) for group in _groups(role)]
+            returned += [self._swap.finish_return(group) for group in self._groups[role]]
             self._trainers[role].weights_on_device = True
         copied, num_bytes = returned[0].copied, sum(one.num_bytes for one in returned)
         for one in returned[1:]:
@@ -213,7 +197,7 @@ class ReshardingFlow:
             self._account_generator()
         if self._state == "update":
             for role in self._roles_of_training():
-                for group in _groups(role):
+                for group in self._groups[role]:
                     self._swap.account(group)
 
     def close(self) -> None:
@@ -230,34 +214,53 @@ class ReshardingFlow:
         A weight's memory in the generator is taken when its first slice is due. Where a shard is the very slice that
         the generator wants, it is lent and stays.
         """
-        storage, shards = self._generator.wake_weights(()), self._policy.named_shards()
-        if self._filling is None:
-            self._filling = GeneratorFilling(self._world, shards, self._generator, storage, self._config)
-        lent = self._filling.lent(shards, storage)
+        storage, own = self._generator.wake_weights(()), self._policy.named_shards()
+        shards = self._policy.shards_for(self._generator.weight_shapes())
+        if self._plans_left:
+            self._plan_filling(shards, storage)
+        assert self._filling is not None
+        is_own = {name: shard.tensor.data_ptr() == own[name].tensor.data_ptr() for name, shard in shards.items()}
+        lent = {name: tensor for name, tensor in self._filling.lent(shards, storage).items() if is_own[name]}
         if lent:
             self._generator.borrow_weights(lent)
             storage = self._generator.wake_weights(())
         self._account_generator()
-        leaving = self._swap.leave(POLICY.weights, version=self._policy.update_count, staying=lent)
+        leaving = [
+            self._swap.leave(group, version=0 if group == POLICY.base else self._policy.update_count, staying=lent)
+            for group in self._groups[POLICY]
+            if group != POLICY.optimizer
+        ]
         self._policy.weights_on_device = False
-        self._ledger.set("bucket", "device", self._filling.buffer_bytes)
+        merged_bytes = sum(shard.tensor.nbytes for name, shard in shards.items() if not is_own[name])
+        self._ledger.set("bucket", "device", self._filling.buffer_bytes + merged_bytes)
         watcher = Watcher(woken=lambda names: self._account_generator(), sent=self._releasing(leaving))
         received = self._filling.run(shards, storage, version=self._policy.update_count, watcher=watcher)
-        left = leaving.finish()
+        left = _together([one.finish() for one in leaving])
         self._ledger.set("bucket", "device", 0)
+        if self._plans_left:
+            self._kept = [n for n in self._filling.targets if not self._policy.updates(n) and n not in lent]
+            self._generator.keep_weights(self._kept)
         return received, left
 
-    def _releasing(self, leaving: Leaving) -> Names:
+    def _plan_filling(self, shards: Mapping[str, Shard], storage: Mapping[str, Tensor]) -> None:
+        """Plan the switch that comes: the first one, or the next, which brings nothing that the generator keeps."""
+        world, config = self._world, self._config
+        self._filling = GeneratorFilling(world, shards, self._generator, storage, config, kept=frozenset(self._kept))
+        self._plans_left -= 1
+
+    def _releasing(self, leaving: Sequence[Leaving]) -> Names:
         """Moves weights out once they were sent.
 
         A CPU's freed memory goes back to the system in between, or it would be held beside what the generator fills.
         """
-        held = self._ledger.bytes_of(POLICY.weights)
+        held = self._ledger.bytes_of(POLICY.weights) + self._ledger.bytes_of("base_weights")
 
         def move(names: Iterable[str]) -> None:
             nonlocal held
-            leaving.move(names)
-            left = self._ledger.bytes_of(POLICY.weights)
+            names = list(names)
+            for one in leaving:
+                one.move(names)
+            left = self._ledger.bytes_of(POLICY.weights) + self._ledger.bytes_of("base_weights")
             if self._world.device.is_cpu and held - left >= LEAST_BYTES_TO_RELEASE:
                 release_to_system()
                 held = left
@@ -285,14 +288,9 @@ class ReshardingFlow:
             )
 
 
-def _groups(role: Role) -> list[str]:
-    """What the swap moves of a role."""
-    return [role.weights] if role.optimizer is None else [role.weights, role.optimizer]
+def _has_adapters(trainer: Trainer, generator: Generator) -> bool:
+    return not generator.wants_iterator and any(map(trainer.updates, generator.weight_shapes()))
 
 
-def _local_tensors(trainer: Trainer) -> dict[str, Tensor]:
-    return {name: shard.tensor for name, shard in trainer.named_shards().items()}
-
-
-def _optimizer_tensors(trainer: Trainer) -> dict[str, Tensor]:
-    return {str(number): tensor for number, tensor in enumerate(trainer.optimizer_tensors())}
+def _together(left: Sequence[Left]) -> Left:
+    return Left(sum(one.freed_bytes for one in left), sum(one.copied_bytes for one in left))

@@ -218,6 +218,13 @@ class GenerationEngine(Protocol):
         """Take whole weights one after another; none is kept by reference."""
         ...
 
+    def keep_weights(self, names: Iterable[str]) -> None:
+        """Keep these slices, which are filled and stay as they are, from now on while asleep; not if `wants_iterator`.
+
+        Waking names none of them any more.
+        """
+        ...
+
     def wake_cache(self) -> None:
         """Allocate the KV cache; the weights must be awake."""
         ...

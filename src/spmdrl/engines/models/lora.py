@@ -36,6 +36,10 @@ class LoraConfig:
     """projections that have an adapter in every layer, as in [q_proj, v_proj]; []: all that the model has, but for
     those of experts"""
 
+    merge: bool = False
+    """whether generation works with merged weights, which all move at each switch, rather than with the adapters, which
+    then alone move; vLLM does in any case"""
+
     def __post_init__(self) -> None:
         if unknown := [name for name in self.targets if name not in PROJECTIONS]:
             raise ValueError(

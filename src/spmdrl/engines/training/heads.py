@@ -18,11 +18,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.kernels import ops
 from spmdrl.engines.models.kernels.plain import linear
 from spmdrl.engines.parallel.axis_collectives import gather_own_gradient, gather_rows
 from spmdrl.engines.parallel.weight_cuts import VocabularyPart
 from spmdrl.resources.mesh import Axis
+from spmdrl.types.roles import Rating
 
 LOGITS_CHUNK_BYTES = 128 << 20
 """Size of one float32 [C, V] tensor; about three of them live at a time."""
@@ -206,3 +208,13 @@ def _minus_expected(
     if by_logprob_C is not None:
         factor_CV.add_(by_logprob_C[:, None])
     return factor_CV.mul_(p_CV).neg_()
+
+
+def check_head(config: DecoderConfig, rating: Rating) -> None:
+    """Raise ValueError where the model's head isn't one that gives this rating."""
+    needed = "vocab" if rating == "logprobs" else "value"
+    if config.head != needed:
+        raise ValueError(
+            f"rating {rating} needs a {needed} head, but the model's is a {config.head} head; give a model folder with "
+            "the right head, or start a value head on a language model (DecoderConfig.with_value_head, WithNewHead)"
+        )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
@@ -21,6 +21,7 @@ from spmdrl.engines.training.batching.microbatch import (
     plan_microbatches,
 )
 from spmdrl.engines.training.batching.packed_rows import LossFunction, LossTerms, MicroBatch, Scores, TokenRows
+from spmdrl.engines.training.heads import check_head
 from spmdrl.engines.training.passes import Passes
 from spmdrl.engines.training.routing.router_statistics import RouterStatistics
 from spmdrl.engines.training.routing.routers import RoutingConfig, RoutingScope
@@ -95,7 +96,7 @@ class TrainingEngine:
         is what the head gives: log-probs (a policy), a value per response token (a critic) or per row (a reward model).
         Raises ValueError where the model has another head.
         """
-        _check_head(config, rating)
+        check_head(config, rating)
         if not temperature > 0:
             raise ValueError(f"temperature is {temperature}, but log-probabilities divide by it; use one above 0")
         check_layout(config, mesh.layout)
@@ -195,6 +196,14 @@ class TrainingEngine:
         """The weights that this rank holds, by name."""
         return self.model.named_shards()
 
+    def updates(self, weight: str) -> bool:
+        return self.config.updates(weight)
+
+    def shards_for(self, wanted: Iterable[str]) -> dict[str, Shard]:
+        """The weights that this rank holds, for a model with `wanted` ones; collective if adapters must be merged."""
+        merges = self.config.lora is not None and not any(map(is_adapter, wanted))
+        return self.model.merged_shards() if merges else self.named_shards()
+
     def whole_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Yield each weight whole, adapters merged, good until the next one. Collective: every rank takes all."""
         self.check_weights_present("gather weights")
@@ -206,7 +215,6 @@ class TrainingEngine:
 
     @property
     def is_frozen(self) -> bool:
-        """Whether the engine only scores, without an optimizer."""
         return self._updater is None
 
     @property
@@ -215,7 +223,6 @@ class TrainingEngine:
         return 0 if self._updater is None else self._updater.step_count
 
     def reshard(self) -> None:
-        """Leave nothing on the device but this rank's shards."""
         self.model.reshard()
 
     def drop_gradients(self) -> None:
@@ -291,12 +298,3 @@ class TrainingEngine:
             assert micro.route is not None, "the routers' choices of an update are always recorded"
             statistics.add(micro.route)
         return statistics
-
-
-def _check_head(config: DecoderConfig, rating: Rating) -> None:
-    needed = "vocab" if rating == "logprobs" else "value"
-    if config.head != needed:
-        raise ValueError(
-            f"rating {rating} needs a {needed} head, but the model's is a {config.head} head; give a model folder with "
-            "the right head, or start a value head on a language model (DecoderConfig.with_value_head, WithNewHead)"
-        )

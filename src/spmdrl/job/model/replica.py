@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
 from spmdrl.config.config import Config
@@ -101,7 +101,10 @@ def _native_engine(config: Config, source: ModelSource, world: World, mesh: Gene
     records = config.train.routing.replay == "rollout" and source.decoder.moe is not None
     recorder = ChoiceRecorder() if records else None
     device, decode = world.device.torch_device, _decode_for_stops(config.rollout, source)
-    return NativeEngine(source.decoder, config.rollout, device, dtype, mesh=mesh, recorder=recorder, decode=decode)
+    decoder = source.decoder
+    if decoder.lora is not None and decoder.lora.merge:
+        decoder = replace(decoder, lora=None)
+    return NativeEngine(decoder, config.rollout, device, dtype, mesh=mesh, recorder=recorder, decode=decode)
 
 
 def _decode_for_stops(config: RolloutConfig, source: ModelSource) -> Decode | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -11,6 +11,7 @@ from spmdrl.config.config import Config
 from spmdrl.dataflow.resharding.swapping.residence import Residence, StateBytes
 from spmdrl.dataflow.resharding.swapping.swap import storage_bytes
 from spmdrl.engines.generation.protocol import GenerationEngine
+from spmdrl.engines.models.lora import is_adapter
 from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.job.model.replica import Replica
 from spmdrl.job.run.run_logs import RunLogs
@@ -44,11 +45,18 @@ def state_bytes(
     """What this rank holds without a swap."""
     row_tokens = config.data.max_prompt_length + config.rollout.max_completion_length
     rows_each = -(-num_rows // len(replica.mesh.replicas))
+    policy, engine, dtype = trainers[POLICY], replica.engine, config.model.compute_dtype(world.device.kind)
+    has_adapters = any(map(is_adapter, engine.weight_shapes()))
+
+    def is_kept(name: str) -> bool:
+        return has_adapters and not policy.updates(name)
+
     return StateBytes(
         models=sum(_weight_bytes(one) + storage_bytes(one.optimizer_tensors()) for one in trainers.values()),
-        gradients=max(_weight_bytes(one) for role, one in trainers.items() if role.is_trained),
-        generation_weights=_generation_bytes(replica.engine, config.model.compute_dtype(world.device.kind)),
-        kv_cache=replica.engine.cache_bytes_for(rows_each, min(row_tokens, trainers[POLICY].config.max_positions)),
+        gradients=max(_weight_bytes(one, one.updates) for role, one in trainers.items() if role.is_trained),
+        generation_weights=_generation_bytes(engine, dtype, lambda name: not is_kept(name)),
+        kept=_generation_bytes(engine, dtype, is_kept),
+        kv_cache=engine.cache_bytes_for(rows_each, min(row_tokens, policy.config.max_positions)),
         bucket=config.reshard.bucket_bytes,
         program=_PROGRAM_BYTES if world.device.is_cpu else 0,
     )
@@ -84,10 +92,9 @@ def swap_folder(config: Config) -> Path:
     return Path(config.reshard.swap_dir).expanduser() if config.reshard.swap_dir else config.run.folder
 
 
-def _weight_bytes(engine: TrainingEngine) -> int:
-    return storage_bytes(shard.tensor for shard in engine.named_shards().values())
+def _weight_bytes(engine: TrainingEngine, of: Callable[[str], bool] = lambda name: True) -> int:
+    return storage_bytes(shard.tensor for name, shard in engine.named_shards().items() if of(name))
 
 
-def _generation_bytes(engine: GenerationEngine, dtype: torch.dtype) -> int:
-    slices: Iterable[int] = (box.num_elements for box in engine.weight_slices().values())
-    return sum(slices) * dtype.itemsize
+def _generation_bytes(engine: GenerationEngine, dtype: torch.dtype, of: Callable[[str], bool]) -> int:
+    return sum(box.num_elements for name, box in engine.weight_slices().items() if of(name)) * dtype.itemsize

@@ -8,12 +8,14 @@ from itertools import count
 
 from spmdrl.config.config import Config
 from spmdrl.dataflow.data.prompts import Prompt
-from spmdrl.dataflow.resharding.flow import ReshardingFlow, ReshardStats
+from spmdrl.dataflow.resharding.flow import ReshardingFlow
 from spmdrl.dataflow.resharding.moving.probe import Probe, default_tolerance, exempt_share, probe_rows
+from spmdrl.dataflow.resharding.reshard_stats import ReshardStats
 from spmdrl.job.model.replica import Replica
 from spmdrl.job.model.role_models import RoleModel, RoleModels
 from spmdrl.job.model.swap_choice import announce, decide_residence, swap_folder
 from spmdrl.job.run.run_logs import RunLogs
+from spmdrl.observability.terminal.units import bytes_text
 from spmdrl.observability.timeline.timeline import Moved
 from spmdrl.resources.device import Device
 from spmdrl.resources.memory import MemoryLedger, peak_resident_bytes, resident_bytes
@@ -35,11 +37,14 @@ class Switching:
         self._logs = logs
         self._device = device
         self._probe = probe
+        self._planned_bytes: list[int] = []
+        """by switch"""
 
     def to_generation(self, step: int) -> None:
         """Move the slices that generation lacks, free the update state, and probe the generator."""
         with self._probed(step), self._logs.timeline.stage("resharding", step):
             stats = self._flow.to_generation()
+            self._note_planned(stats.planned_bytes)
             self._note_received(stats)
             # Copies to the host last for the whole switch: the optimizer's first, then the weights' as they are sent.
             self._note_swapped(Moved("to_host", stats.copied_bytes, stats.seconds))
@@ -106,6 +111,17 @@ class Switching:
             self._logs.timeline.background("return", step, start=copied.start, end=copied.end, moved=[moved])
             self._logs.recorder.mean("reshard/return_hidden_share", stats.hidden_share, moved.seconds)
             self._count_swapped(moved)
+
+    def _note_planned(self, planned_bytes: int) -> None:
+        """Say, once, what moves at every switch beside what moved at the first."""
+        self._planned_bytes.append(planned_bytes)
+        if len(self._planned_bytes) == 2 and planned_bytes < self._planned_bytes[0]:
+            first = self._planned_bytes[0]
+            self._logs.console.note(
+                f"adapters alone move from now on: {bytes_text(planned_bytes)} between all ranks at each switch, where "
+                f"the first one moved {bytes_text(first)} with the model's own weights"
+            )
+            self._logs.add_to_summary("what moves", resharding={"first_bytes": first, "bytes": planned_bytes})
 
     def _note_received(self, stats: ReshardStats) -> None:
         """Put what came from other ranks on the timeline and into the metrics; its links share the seconds."""

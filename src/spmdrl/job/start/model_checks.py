@@ -77,11 +77,6 @@ def check_vllm(config: Config) -> None:
             f"rollout.compile is true, but {means} compiles as its own options say; set it to false, and what you want "
             "in rollout.engine_kwargs, or rollout.engine to native"
         )
-    if config.lora is not None:
-        raise ValueError(
-            f"lora is set, but {means} is given the model's own weights alone; set rollout.engine to native, or lora "
-            "to null"
-        )
     if config.train.routing.replay == "rollout":
         raise ValueError(
             f"train.routing.replay is rollout, but {means} doesn't return the experts that tokens went to; set "

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from spmdrl.dataflow.resharding.planning.plan import Shapes, lendable
 from spmdrl.dataflow.resharding.planning.slice_agreement import agree_on_plan, agree_on_shapes, refuse_together
 from spmdrl.dataflow.resharding.protocols import Generator, Shard
 from spmdrl.resources.world import World
+from spmdrl.types import WeightSlice
 
 Names = Callable[[Iterable[str]], None]
 
@@ -39,16 +41,22 @@ class GeneratorFilling:
         generator: Generator,
         storage: Mapping[str, Tensor],
         config: ReshardConfig,
+        *,
+        kept: Container[str] = (),
     ):
-        """`storage` is what the generator's `wake_weights` returns, empty if it wants an iterator."""
+        """`storage` is what the generator's `wake_weights` returns, empty if it wants an iterator.
+
+        What it has `kept` already is left out.
+        """
         self._world = world
         # A pipeline rank holds some of the layers only.
         shapes = agree_on_shapes({name: tuple(shard.global_shape) for name, shard in shards.items()})
         trained = next(iter(shards.values())).tensor
         _check_shapes(generator.weight_shapes(), shapes)
         # In the trainer's order, so that shards can leave while later weights still move.
-        slices = generator.weight_slices()
+        slices = {name: box for name, box in generator.weight_slices().items() if name not in kept}
         self._targets = {name: slices[name] for name in shapes if name in slices}
+        self._kept = kept
         self._generator = generator
         self._agreed = agree_on_plan(
             [shard.slice for shard in shards.values()],
@@ -73,6 +81,18 @@ class GeneratorFilling:
     @property
     def buffer_bytes(self) -> int:
         return self._gatherer.buffer_bytes
+
+    @property
+    def targets(self) -> Mapping[str, WeightSlice]:
+        """What the generator is filled with."""
+        return self._targets
+
+    @cached_property
+    def planned_bytes(self) -> int:
+        """What a switch moves between all ranks of the job."""
+        plan = self._agreed.plan
+        buckets = (bucket for block in plan.blocks for bucket in block.buckets)
+        return sum(plan.num_bytes(transfer.box) for bucket in buckets for transfer in plan.transfers(bucket))
 
     def lent(self, shards: Mapping[str, Shard], storage: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Shards that are what the generator wants of their weights, in its dtype: it may read them where they lie.
@@ -167,7 +187,8 @@ class GeneratorFilling:
         """Weights whose storage isn't shown as it is wanted, or is shown and never filled."""
         if self._generator.wants_iterator:
             return []
-        shown = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in storage.items()}
+        changing = {name: tensor for name, tensor in storage.items() if name not in self._kept}
+        shown = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in changing.items()}
         wanted = {name: (box.shape, self._agreed.dtypes[name]) for name, box in self._targets.items()}
         differing = [name for name in {**wanted, **shown} if shown.get(name) != wanted.get(name)]
         return [f"{name}: shown {shown.get(name)}, wanted {wanted.get(name)}" for name in differing]

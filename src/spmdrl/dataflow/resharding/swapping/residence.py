@@ -18,9 +18,12 @@ class StateBytes:
     gradients: int
     """of the largest trained model: one is updated at a time"""
     generation_weights: int
+    """those that it lacks during updates"""
     kv_cache: int
     """for all rows that are generated at once"""
     bucket: int
+    kept: int = 0
+    """generation weights that stay during updates, too"""
     program: int = 0
     """what isn't the model: interpreter and libraries, where they live in the same memory"""
 
@@ -31,7 +34,7 @@ class StateBytes:
         Gradients end with the update, before generation takes its memory.
         """
         generation = self.generation_weights + self.kv_cache + self.bucket
-        return self.program + self.models + max(self.gradients, generation)
+        return self.program + self.models + self.kept + max(self.gradients, generation)
 
 
 @dataclass(frozen=True)

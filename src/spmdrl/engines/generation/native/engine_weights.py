@@ -43,6 +43,7 @@ class FreeableWeights:
             self._own[name] = torch.empty(shape, dtype=dtypes[name], device=device)
             self._own[name].untyped_storage().resize_(0)
         self._borrowed: dict[str, Tensor] = {}
+        self._kept: frozenset[str] = frozenset()
         self._asleep = set(self.shapes)
         # Detached: buffers become these very tensors, which borrowing points elsewhere.
         module.load_state_dict({name: weight.detach() for name, weight in self._own.items()}, assign=True)
@@ -74,13 +75,18 @@ class FreeableWeights:
             self._asleep.discard(name)
         self._point(self._borrowed)
 
+    def keep(self, names: Iterable[str]) -> None:
+        """Leave these weights, which are filled and no longer change, awake for good."""
+        self._kept = frozenset(names)
+        assert not self._kept & (self._asleep | self._borrowed.keys()), "what is asleep or borrowed can't be kept"
+
     def sleep(self) -> None:
-        """Free the storages, even if they are still referenced, and give back what was borrowed."""
+        """Free the storages, even if they are still referenced, but for those kept; give back what was borrowed."""
         self._point({name: self._own[name] for name in self._borrowed})
         self._borrowed = {}
-        for weight in self._own.values():
-            weight.untyped_storage().resize_(0)
-        self._asleep = set(self._own)
+        self._asleep = set(self._own) - self._kept
+        for name in self._asleep:
+            self._own[name].untyped_storage().resize_(0)
 
     def _point(self, weights: Mapping[str, Tensor]) -> None:
         """Have the module's parameters and buffers read from these tensors."""
@@ -119,6 +125,8 @@ class PackedWeights(FreeableWeights):
         if self._is_packed:
             return
         for product in self.products:
+            if product.is_packed:
+                continue
             product.pack()
             if product.is_packed:
                 for name in self._names(product) - self._used_elsewhere - self._borrowed.keys():
@@ -134,7 +142,7 @@ class PackedWeights(FreeableWeights):
         super().borrow(weights)
 
     def sleep(self) -> None:
-        for product in self.products:
+        for product in self._changing():
             product.drop()
         self._is_packed = False
         super().sleep()
@@ -142,9 +150,13 @@ class PackedWeights(FreeableWeights):
     def _names(self, product: Product) -> set[str]:
         return {self._name_of[id(weight)] for weight in product.weights}
 
+    def _changing(self) -> list[Product]:
+        """The products of weights that aren't all kept."""
+        return [product for product in self.products if not self._names(product) <= self._kept]
+
     def _unpack(self) -> None:
-        """Give packed weights their plain storages back, with what they held."""
-        for product in self.products:
+        """Give packed weights their plain storages back, with what they held, unless they are kept."""
+        for product in self._changing():
             for weight, values in zip(product.weights, product.unpacked(), strict=False):
                 own = self._own[self._name_of[id(weight)]]
                 if not own.untyped_storage().nbytes() and self._name_of[id(weight)] not in self._borrowed:

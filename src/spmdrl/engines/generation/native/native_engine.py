@@ -173,6 +173,9 @@ class NativeEngine:
             part = self._forward.parts.slices[name]
             own[name].copy_(tensor[part.index_within(whole_slice(name, tensor.shape))])
 
+    def keep_weights(self, names: Iterable[str]) -> None:
+        self._weights.keep(names)
+
     def wake_cache(self) -> None:
         if not self._weights.are_awake:
             raise RuntimeError("the KV cache can't wake before the weights, which take their memory first")
@@ -219,7 +222,6 @@ class NativeEngine:
             )
 
     def _open_cache(self, num_blocks: int) -> None:
-        """Allocate an empty cache, and schedule anew."""
         self._forget_graphs()
         self._cache.resize(num_blocks)
         self._pool = BlockPool(num_blocks)
@@ -235,7 +237,6 @@ class NativeEngine:
             self._pool.grow(num_blocks)
 
     def _forget_graphs(self) -> None:
-        """Weights or cache move, or are others."""
         if self._pipeline is not None:
             self._pipeline.forget()
 
