@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 
 from tests.algorithms.disagreements.cases import CASES
@@ -15,6 +16,7 @@ TOLERANCE = 1e-6
 
 
 def main() -> int:
+    logging.disable(logging.INFO)
     draws = [PaddedRows.drawn(seed) for seed in range(DRAWS)]
     differences = [max(case.difference(rows) for rows in draws) for case in CASES]
     others = [(case, by) for case, by in zip(CASES, differences, strict=True) if (by > TOLERANCE) != bool(case.why)]

@@ -300,6 +300,74 @@ SHARED = [
     ),
 ]
 
+
+def of_pairs(
+    peer: str, function: str, theirs: Callable[..., Tensor], given: Mapping[str, Any], why: str = "", **keys: Any
+) -> Case:
+    """A loss of pairs of rows, of which the first is preferred."""
+    mine = partial(ours.loss, name="online_dpo", **keys)
+
+    def paired(loss: Loss) -> Values:
+        return with_gradient(lambda rows, policy_R: loss(rows.as_pairs, policy_R), policy)
+
+    values = paired(mine), paired(partial(theirs, **given))
+    return Case("online_dpo", "loss", peer, _call(function, given), *values, keys, why)
+
+
+PAIRS = [
+    *(
+        of_pairs("TRL", "DPOTrainer", peers.trl_dpo_loss, {"loss_type": loss_type}, loss_type=loss_type)
+        for loss_type in ("sigmoid", "hinge")
+    ),
+    of_pairs(
+        "TRL",
+        "DPOTrainer",
+        peers.trl_dpo_loss,
+        {"loss_type": "robust", "label_smoothing": 0.2},
+        loss_type="robust",
+        label_smoothing=0.2,
+    ),
+    of_pairs(
+        "TRL",
+        "DPOTrainer",
+        peers.trl_dpo_loss,
+        {"loss_type": "sigmoid_norm"},
+        loss_type="sigmoid",
+        length_normalized=True,
+    ),
+    of_pairs(
+        "TRL",
+        "DPOTrainer",
+        peers.trl_dpo_loss,
+        {"loss_type": "sigmoid", "label_smoothing": 0.2},
+        "label_smoothing counts in robust and exo_pair alone there",
+        loss_type="sigmoid",
+        label_smoothing=0.2,
+    ),
+    of_pairs(
+        "TRL",
+        "DPOTrainer",
+        peers.trl_dpo_loss,
+        {"loss_type": "ipo"},
+        "it compares means over a response's tokens, not sums",
+        loss_type="ipo",
+    ),
+    of_pairs("TRL", "DPOTrainer", peers.trl_dpo_loss, {"loss_type": "ipo"}, loss_type="ipo", length_normalized=True),
+    of_pairs("OpenRLHF", "DPOLoss", peers.openrlhf_dpo_loss, {"label_smoothing": 0.2}, label_smoothing=0.2),
+    of_pairs("OpenRLHF", "DPOLoss", peers.openrlhf_dpo_loss, {"ipo": True}, loss_type="ipo"),
+]
+
+DAPO = [
+    by_verl(
+        "dapo",
+        "vanilla",
+        {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28, "clip_ratio_c": 10.0},
+        clip_ratio_c=10.0,
+    ),
+    by_trl("dapo", {"loss_type": "dapo", "epsilon_high": 0.28}),
+    of_openrlhf("dapo", "group_norm", given={"overlong": 3}, std_epsilon=1e-9, overlong_cache=3),
+]
+
 CORRECTIONS = [
     by_openrlhf(
         "grpo",
@@ -331,5 +399,6 @@ CORRECTIONS = [
 ]
 
 CASES = sorted(
-    [*ADVANTAGES, *ONE_RESPONSE, *LOSSES, *CORRECTIONS, *SHARED], key=lambda case: ORDER.index(case.algorithm)
+    [*ADVANTAGES, *ONE_RESPONSE, *LOSSES, *DAPO, *PAIRS, *CORRECTIONS, *SHARED],
+    key=lambda case: ORDER.index(case.algorithm),
 )

@@ -51,6 +51,11 @@ class PaddedRows:
     def token_advantages(self) -> list[np.ndarray]:
         return [np.full(length, value) for length, value in zip(self.rows.lengths, self.advantages_B, strict=True)]
 
+    @property
+    def as_pairs(self) -> PaddedRows:
+        """The same rows as pairs, of which the first is preferred."""
+        return replace(self, advantages_B=np.resize([1.0, -1.0], len(self.advantages_B)))
+
     def rewards_at_ends(self, kl_coef: float = 0.0) -> Tensor:
         """Rewards as [B, T]: a row's with its last token, each token's less `kl_coef` times its KL estimate."""
         rewards_BT = -kl_coef * self.matrix([self.rows.kl(row) for row in range(len(self.rows.lengths))])

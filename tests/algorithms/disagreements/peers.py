@@ -17,6 +17,7 @@ from accelerate import Accelerator
 from tests.algorithms.disagreements.padded_rows import RESPONSES, PaddedRows
 from tests.algorithms.random_rows import MAX_LENGTH, PART_WEIGHTS
 from torch import Tensor
+from trl.trainer.dpo_trainer import DPOTrainer
 from trl.trainer.grpo_trainer import GRPOTrainer
 from trl.trainer.rloo_trainer import RLOOTrainer
 from verl.trainer.ppo import core_algos as verl
@@ -43,7 +44,7 @@ for _name in ("openrlhf.models", "openrlhf.utils", "openrlhf.trainer.ray.launche
     _without_package_code(_name)
 sys.modules["deepspeed"] = types.ModuleType("deepspeed")
 
-from openrlhf.models.loss import PolicyLoss, ValueLoss  # noqa: E402
+from openrlhf.models.loss import DPOLoss, PolicyLoss, ValueLoss  # noqa: E402
 from openrlhf.models.utils import compute_approx_kl, masked_mean  # noqa: E402
 from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker  # noqa: E402
 
@@ -135,6 +136,43 @@ def trl_rloo_loss(rows: PaddedRows, policy_R: Tensor) -> Tensor:
     return RLOOTrainer._compute_loss(_Trainer(rows, policy_R, {}, {}), None, inputs)
 
 
+def trl_dpo_loss(rows: PaddedRows, policy_R: Tensor, loss_type: str, label_smoothing: float = 0.0) -> Tensor:
+    """DPOTrainer's loss of all pairs as one micro-batch; a pair's preferred row comes first in ours."""
+    preferred_first = [*range(0, len(rows.mask_BT), 2), *range(1, len(rows.mask_BT), 2)]
+    logprobs_BT, mask_BT = rows.unpacked(policy_R)[preferred_first], rows.mask_BT[preferred_first]
+    reference_B = rows.matrix(rows.rows.reference)[preferred_first].sum(1)
+    # The first token of a row has no log-prob.
+    mask_BT = torch.nn.functional.pad(mask_BT, (1, 0))
+    beside = {name: torch.zeros_like(logprobs_BT) for name in ("entropy", "mean_logits")}
+    outputs = types.SimpleNamespace(log_probs=logprobs_BT, is_top1=logprobs_BT > 0, **beside)
+    settings = {
+        "beta": 0.1,
+        "loss_types": [loss_type],
+        "loss_weights": [1.0],
+        "label_smoothing": label_smoothing,
+        "precompute_ref_logps": True,
+        "ld_alpha": None,
+        "f_divergence_type": "reverse_kl",
+        "use_weighting": False,
+        "_total_train_tokens": 0,
+    }
+    inputs = {
+        "input_ids": mask_BT.long(),
+        "completion_mask": mask_BT.long(),
+        "ref_chosen_logps": reference_B.chunk(2)[0],
+        "ref_rejected_logps": reference_B.chunk(2)[1],
+    }
+    trainer = _Trainer(rows, policy_R, settings, {})
+    return DPOTrainer._compute_loss(trainer, lambda **_: outputs, inputs, return_outputs=False)
+
+
+def openrlhf_dpo_loss(rows: PaddedRows, policy_R: Tensor, **options: Any) -> Tensor:
+    """OpenRLHF's DPO loss; `options` are those of its DPOLoss."""
+    policy_B, reference_B = rows.unpacked(policy_R).sum(1), rows.matrix(rows.rows.reference).sum(1)
+    loss, _, _ = DPOLoss(0.1, **options)(policy_B[::2], policy_B[1::2], reference_B[::2], reference_B[1::2])
+    return loss
+
+
 def _trl_inputs(rows: PaddedRows) -> dict[str, Tensor]:
     ids_BT = torch.zeros(rows.mask_BT.shape, dtype=torch.int64)
     return {
@@ -146,11 +184,13 @@ def _trl_inputs(rows: PaddedRows) -> dict[str, Tensor]:
     }
 
 
-def openrlhf_advantages(rows: PaddedRows, estimator: str, kl_coef: float = 0.0, lam: float = 1.0) -> Tensor:
-    """What OpenRLHF's experience maker makes of a batch, per token [R]."""
+def openrlhf_advantages(
+    rows: PaddedRows, estimator: str, kl_coef: float = 0.0, lam: float = 1.0, overlong: int | None = None
+) -> Tensor:
+    """What OpenRLHF's experience maker makes of a batch, per token [R]; `overlong` is its overlong_buffer_len."""
     namespace = types.SimpleNamespace
     advantage = namespace(estimator=estimator, gamma=1.0, lambd=lam, no_std_norm=False)
-    off = namespace(overlong_buffer_len=None, overlong_penalty_factor=0.0, stop_properly_penalty_coef=None)
+    off = namespace(overlong_buffer_len=overlong, overlong_penalty_factor=1.0, stop_properly_penalty_coef=None)
     args = namespace(
         rollout=namespace(n_samples_per_prompt=RESPONSES, max_new_tokens=MAX_LENGTH),
         algo=namespace(advantage=advantage),
@@ -162,6 +202,7 @@ def openrlhf_advantages(rows: PaddedRows, estimator: str, kl_coef: float = 0.0, 
         kl=rows.matrix([rows.rows.kl(row) for row in range(len(rows.rows.lengths))]),
         action_mask=rows.mask_BT,
         values=rows.matrix(rows.rows.values),
+        response_length=rows.mask_BT.sum(1),
         info={},
     )
     maker = namespace(

@@ -1,4 +1,11 @@
-"""DAPO: GRPO with clip-higher, token loss, soft overlong punishment and dynamic sampling (arXiv:2503.14476)."""
+"""DAPO: GRPO with clip-higher, token loss, soft overlong punishment and dynamic sampling (arXiv:2503.14476).
+
+    R' = R - clip((length - (longest - cache)) / cache, 0, 1)
+    A  = (R' - mean R' of the group) / standard deviation of the group
+    L  = -min(r A, clip(r, 1 - low, 1 + high) A), a mean over tokens, with high above low
+
+Groups whose responses are all right or all wrong, by R and not by R', are left out (Eq. 11).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""Online DPO: the best and the worst response to each prompt are a pair (arXiv:2402.04792; DPO, arXiv:2305.18290)."""
+"""Online DPO: the best and the worst response to each prompt are a pair (arXiv:2402.04792; DPO, arXiv:2305.18290).
+
+    h = log(p / p_ref) of the best response - log(p / p_ref) of the worst, each summed over its tokens
+    L = -log sigmoid(beta h), a mean over pairs
+
+Prompts whose responses are all rewarded alike are left out.
+"""
 
 from __future__ import annotations
 
