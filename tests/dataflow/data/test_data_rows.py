@@ -5,7 +5,8 @@ import os
 
 import pytest
 
-from spmdrl.dataflow.data.data_rows import DataConfig, RowNeeds, data_sources, read_rows
+from spmdrl.dataflow.data.data_rows import DataConfig, RowNeeds, read_rows
+from spmdrl.dataflow.data.data_sources import data_sources
 from spmdrl.dataflow.data.records import BadRows
 
 

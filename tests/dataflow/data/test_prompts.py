@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmdrl.dataflow.data.data_rows import DataConfig, DataSource, Row, SourceRows
+from spmdrl.dataflow.data.data_rows import DataConfig, Row, SourceRows
+from spmdrl.dataflow.data.data_sources import DataSource
 from spmdrl.dataflow.data.prompts import MixedOrder, PromptSource, random_order
 from spmdrl.dataflow.data.records import BadRows
 
