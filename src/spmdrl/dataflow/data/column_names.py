@@ -38,9 +38,9 @@ class FoundColumns:
 
 def find_columns(values: Mapping[str, Any], prompt_key: str | None, answer_key: str | None) -> FoundColumns:
     """Look the parts of a row up; raises Flaw for messages that hold something other than text."""
-    prompt = _look_up(values, (prompt_key,) if prompt_key else PROMPT_KEYS)
-    answer = _look_up(values, (answer_key,) if answer_key else ANSWER_KEYS)
-    completion = _completion(_look_up(values, COMPLETION_KEYS))
+    prompt = look_up(values, (prompt_key,) if prompt_key else PROMPT_KEYS)
+    answer = look_up(values, (answer_key,) if answer_key else ANSWER_KEYS)
+    completion = _completion(look_up(values, COMPLETION_KEYS))
     extra = values.get("input")
     if prompt.key == "instruction" and isinstance(prompt.value, str) and isinstance(extra, str) and extra.strip():
         prompt = Column(prompt.key, f"{prompt.value}\n\n{extra}")
@@ -105,7 +105,7 @@ def check_prompt(prompt: Column) -> None:
             raise Flaw("bad_message", f"'{name}' must be an object with the texts 'role' and 'content'")
 
 
-def _look_up(values: Mapping[str, Any], keys: tuple[str, ...]) -> Column:
+def look_up(values: Mapping[str, Any], keys: tuple[str, ...]) -> Column:
     """The first of the dotted keys that holds something, and what it holds."""
     for key in keys:
         value: Any = values

@@ -23,6 +23,7 @@ from spmdrl.dataflow.data.column_names import (
 )
 from spmdrl.dataflow.data.data_sources import DataSource, data_sources
 from spmdrl.dataflow.data.formats import BadRow, Flaw, Record
+from spmdrl.dataflow.data.published import FormatName, published_columns
 from spmdrl.dataflow.data.records import BadRows, data_files, read_records
 from spmdrl.dataflow.data.synthetic import SCHEME
 
@@ -38,7 +39,7 @@ class DataConfig:
 
     train: Any = None
     """training data: a file, a folder, a pattern such as data/*.jsonl or a synthetic:// URL; or a list of these, or of
-    {path, weight}, where weight is the source's share of the prompts"""
+    {path, weight, format}, where weight is the source's share of the prompts, and format stands for data.format"""
     eval: Any = None
     """held-out data, in the same forms"""
     max_prompt_length: Annotated[int, Ge(1)] = 512
@@ -50,6 +51,11 @@ class DataConfig:
     chat_template: Literal["auto", "always", "never"] = "auto"
     """auto: the tokenizer's template for lists of messages, strings as they are; always: the template for strings too;
     never: no template"""
+    format: FormatName = "auto"
+    """auto: prompts as they are, under the names that prompt_key and answer_key list; gsm8k, math500, aime and gpqa:
+    that benchmark's columns, and a prompt that asks for the answer in a form which rewards read"""
+    choice_seed: Annotated[int, Ge(0)] = 0
+    """decides in which order a question's choices are (gpqa)"""
     prompt_key: str | None = None
     """column that holds the prompt, with dots for nested ones; null: the first of prompt, question, problem, messages,
     instruction (with input) and input"""
@@ -57,6 +63,12 @@ class DataConfig:
     """column that holds the answer, with dots for nested ones; null: the first known name, such as answer"""
 
     def __post_init__(self) -> None:
+        named = next((key for key in ("prompt_key", "answer_key") if getattr(self, key) is not None), None)
+        if named is not None and self.format != "auto":
+            raise ValueError(
+                f"data.{named} is {getattr(self, named)!r}, but data.format {self.format} has columns of its own; "
+                "leave one of them out"
+            )
         for key in ("train", "eval"):
             data_sources(getattr(self, key), f"data.{key}")
 
@@ -165,7 +177,7 @@ def _read_source(source: DataSource, config: DataConfig, needs: RowNeeds) -> Sou
         prefix = "" if record.file == source.path else f"{record.file}#"
         row_id = record.place if given is None else f"{prefix}{given}"
         try:
-            found = _checked_columns(record.values, config, needs)
+            found = _checked_columns(record.values, source.format or config.format, config, needs)
             _check_id(given, row_id, places)
         except Flaw as flaw:
             bad.append(BadRow(record.place, flaw.kind, str(flaw)))
@@ -185,10 +197,13 @@ def _row(record: Record, row_id: str, found: FoundColumns) -> Row:
     return Row(row_id, record.place, found.prompt.value, answer, columns, completion)
 
 
-def _checked_columns(values: Mapping[str, Any], config: DataConfig, needs: RowNeeds) -> FoundColumns:
+def _checked_columns(values: Mapping[str, Any], form: str, config: DataConfig, needs: RowNeeds) -> FoundColumns:
     """The parts of a row that has what is needed. Raises Flaw."""
     _check_values(values)
-    found = find_columns(values, config.prompt_key, config.answer_key)
+    if form == "auto":
+        found = find_columns(values, config.prompt_key, config.answer_key)
+    else:
+        found = published_columns(form, values, choice_seed=config.choice_seed)
     if found.prompt.key is None:
         keys = config.prompt_key or " or ".join(PROMPT_KEYS)
         columns = ", ".join(values) or "none"

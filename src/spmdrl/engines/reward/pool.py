@@ -32,7 +32,8 @@ class RewardConfig:
     """How rewards are computed."""
 
     functions: tuple[str, ...] = ("math",)
-    """reward functions: exact (the same text), number (plain numbers), math (math-verify), pkg.mod:fn or file.py:fn"""
+    """reward functions: exact (the same text), number (plain numbers), choice (letters), math (math-verify), pkg.mod:fn
+    or file.py:fn"""
     weights: tuple[float, ...] | None = None
     """weights of the functions in the sum that is the reward; null: 1 each"""
     call_level: CallLevel = "response"

@@ -1,4 +1,4 @@
-"""Built-in reward rules: the exact answer, a plain number, and whatever math-verify finds equivalent.
+"""Built-in reward rules: the exact answer, a plain number, a choice's letter, and what math-verify finds equivalent.
 
 Rules have TRL's form: `f(prompts, completions, **columns)` gives one value per row; None where a row has no answer, and
 an exception where a row can't be judged.
@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from spmdrl.engines.reward.rules import formula
+from spmdrl.engines.reward.rules.final_answer import last_line, marked_answer, stated_answer
 from spmdrl.engines.reward.rules.number import is_same_number
 
 Score = float | None | Exception
@@ -26,12 +27,17 @@ def number(prompts: Sequence[Any], completions: Sequence[str], answer: Sequence[
     return _score(completions, answer, is_same_number)
 
 
+def choice(prompts: Sequence[Any], completions: Sequence[str], answer: Sequence[Any], **_: Any) -> list[Score]:
+    """1.0 where the completion chooses the reference's letter, else 0.0; references must be letters from A to J."""
+    return _score(completions, answer, _is_right_choice)
+
+
 def math(prompts: Sequence[Any], completions: Sequence[str], answer: Sequence[Any], **_: Any) -> list[Score]:
     """1.0 where math-verify finds the completion's final answer equivalent to the reference, else 0.0."""
     return _score(completions, answer, formula.is_right)
 
 
-RULES: dict[str, Callable[..., list[Score]]] = {"exact": exact, "number": number, "math": math}
+RULES: dict[str, Callable[..., list[Score]]] = {"exact": exact, "number": number, "choice": choice, "math": math}
 
 
 def check_rule_installed(name: str) -> None:
@@ -39,8 +45,18 @@ def check_rule_installed(name: str) -> None:
     if name == "math" and importlib.util.find_spec("math_verify") is None:
         raise ValueError(
             "reward.functions: 'math' needs math-verify; run `pip install -e '.[math]'` in spmdrl's folder, or use "
-            "number (plain numbers) or exact (the same text), which need nothing"
+            "number (plain numbers), choice (letters) or exact (the same text), which need nothing"
         )
+
+
+def _is_right_choice(completion: str, reference: str) -> bool:
+    """Whether the letter that a completion marks, states or ends with is the reference's."""
+    letter = formula.whole_letter(reference)
+    if letter is None:
+        raise ValueError(f"the reference '{reference:.100}' isn't a choice's letter, such as B; use the reward exact")
+    given = marked_answer(completion) or stated_answer(completion) or last_line(completion) or ""
+    given = given.strip(" \t*_$.")
+    return letter == (formula.chosen_letter(given) or formula.whole_letter(given.upper()))
 
 
 def _score(completions: Sequence[str], answers: Sequence[Any], rule: Callable[[str, str], bool]) -> list[Score]:

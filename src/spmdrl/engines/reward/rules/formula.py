@@ -113,16 +113,27 @@ def _bare(text: str) -> str:
     return _SPACE.sub("", _TEXT.sub(r"\1", text).strip())
 
 
+def whole_letter(text: str) -> str | None:
+    """The letter of a choice that the whole text is: C of `(C)` and of `\\text{(C)}`."""
+    found = _CHOICE.fullmatch(_TEXT.sub(r"\1", text).strip())
+    return found.group(1) if found else None
+
+
+def chosen_letter(text: str) -> str | None:
+    """As `whole_letter`; also that before the words of the choice, as in `(C) 12`."""
+    found = _LED_CHOICE.match(_TEXT.sub(r"\1", text).strip())
+    return found.group(1) or found.group(2) if found else whole_letter(text)
+
+
 def _same_choice(given: str, target: str) -> bool | None:
     """Letters of a multiple choice: `\\text{(C)}` is C, and so is `(C) 12`; None where the reference isn't one."""
-    letter = _CHOICE.fullmatch(_TEXT.sub(r"\1", target).strip())
+    letter = whole_letter(target)
     if letter is None:
         return None
-    given = _TEXT.sub(r"\1", given).strip()
-    chosen = _CHOICE.fullmatch(given) or _LED_CHOICE.match(given)
+    chosen = chosen_letter(given)
     if chosen is None:
-        return None if target == letter.group(1) else False
-    return letter.group(1) in chosen.groups()
+        return None if target == letter else False
+    return chosen == letter
 
 
 def _same_number(given: str, target: str) -> bool | None:

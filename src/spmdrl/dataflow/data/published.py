@@ -1,0 +1,95 @@
+"""Benchmarks as they lie on a hub: whose columns hold what, and the prompt that is made of a row."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from spmdrl.dataflow.data.column_names import Column, FoundColumns, look_up
+from spmdrl.dataflow.data.formats import Flaw
+
+FormatName = Literal["auto", "gsm8k", "math500", "aime", "gpqa"]
+_LETTERS = "ABCD"
+_IN_A_BOX = "{question}\n\nThink step by step, and put the final answer in \\boxed{{}}."
+
+
+@dataclass(frozen=True)
+class PublishedFormat:
+    """Where a benchmark has its parts, under any of several names, and how its prompt reads."""
+
+    question: tuple[str, ...]
+    answer: tuple[str, ...]
+    template: str
+    completion: tuple[str, ...] = ()
+    """what supervised training learns, where the row has it; else the answer"""
+    wrong_choices: tuple[str, ...] = ()
+    """columns of choices beside the right one, which then is the answer's column; the answer is its letter"""
+    mark: str = ""
+    """what every answer holds"""
+
+    @property
+    def wanted(self) -> str:
+        """The columns that every row has, for people."""
+        names = (self.question, self.answer, *((name,) for name in self.wrong_choices))
+        return ", ".join("|".join(names_of_one) for names_of_one in names)
+
+
+FORMATS: Mapping[str, PublishedFormat] = {
+    "gsm8k": PublishedFormat(
+        ("question",), ("answer",), '{question}\n\nThink step by step, and write the final answer after "####".',
+        mark="####",
+    ),
+    "math500": PublishedFormat(("problem",), ("answer",), _IN_A_BOX, completion=("solution",)),
+    "aime": PublishedFormat(
+        ("problem", "Problem", "question"), ("answer", "Answer"), _IN_A_BOX, completion=("solution", "Solution")
+    ),
+    "gpqa": PublishedFormat(
+        ("Question",), ("Correct Answer",),
+        "{question}\n\nA) {A}\nB) {B}\nC) {C}\nD) {D}\n\n"
+        'Think step by step, and end with a line "Answer: X", where X is the letter of the right choice.',
+        wrong_choices=("Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3"),
+    ),
+}  # fmt: skip
+
+
+def published_columns(name: str, values: Mapping[str, Any], *, choice_seed: int) -> FoundColumns:
+    """The parts of a row of a benchmark, with the prompt that its template makes.
+
+    Raises Flaw for other columns than the benchmark has, and for a question that has no single right choice.
+    """
+    form = FORMATS[name]
+    question, answer, completion = (look_up(values, keys) for keys in (form.question, form.answer, form.completion))
+    wrong = [look_up(values, (key,)) for key in form.wrong_choices]
+    if any(column.key is None for column in (question, answer, *wrong)) or form.mark not in str(answer.value):
+        mark = f", the answer with {form.mark!r} in it" if form.mark else ""
+        raise Flaw(
+            "other_format",
+            f"a row of the format {name} has the columns {form.wanted}{mark}; this one's are "
+            f"{', '.join(values) or 'none'}: set data.format to what the file holds, or to auto",
+        )
+    parts = {"question": _text(question)}
+    if wrong:
+        right, others = _text(answer), [_text(column) for column in wrong]
+        if right in others:
+            raise Flaw("two_right", f"'{answer.key}' is also a wrong choice, so that two letters would be right")
+        choices = _shuffled([right, *others], f"{choice_seed}:{parts['question']}")
+        parts |= dict(zip(_LETTERS, choices, strict=True))
+        answer = Column(answer.key, _LETTERS[choices.index(right)])
+    return FoundColumns(Column(question.key, form.template.format(**parts)), answer, completion)
+
+
+def _text(column: Column) -> str:
+    """A column's text without the blanks around it; Flaw for what has none."""
+    is_usable = isinstance(column.value, (str, int, float)) and not isinstance(column.value, bool)
+    text = str(column.value).strip() if is_usable else ""
+    if not text:
+        raise Flaw("no_text", f"'{column.key}' is {column.value!r:.60}, but must be text or a number")
+    return text
+
+
+def _shuffled(choices: Sequence[str], key: str) -> list[str]:
+    """In an order that depends on the key and the choices' places alone, whatever rows are read beside this one."""
+    places = sorted(range(len(choices)), key=lambda place: hashlib.sha256(f"{place}:{key}".encode()).digest())
+    return [choices[place] for place in places]
