@@ -60,7 +60,7 @@ SETTINGS = (
     ["algo.rollout_is=tis"],
     ["algo.rollout_is=seq-mask-tis"],
     ["critic={}"],
-    ["teacher.path=here"],
+    ["algo.name=opd", "teacher.path=here"],
     ["lora={}"],
     *([f"algo.name={config().name}", "critic={}"] for config in ALGORITHMS),
     ["algo={name: ppo, kl_coef: 0.1}", "critic={}"],
