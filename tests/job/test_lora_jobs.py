@@ -6,6 +6,7 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
@@ -18,6 +19,7 @@ TINY = [
     "lora={rank: 3, alpha: 6}", "algo={name: ppo, kl_coef: 0.05}", "critic={optim: {lr: 1e-3}}", "optim.lr=1e-2",
     "train.max_steps=4", "train.updates_per_step=2", "reshard.verify=true",
 ]  # fmt: skip
+ADAPTER_FILE = "adapter_model.safetensors"
 ALIKE = ("loss", "kl", "grad_norm", "reward", "critic/loss")
 
 
@@ -111,6 +113,41 @@ def test_a_checkpoint_holds_merged_weights_and_the_state_of_adapters_alone(whole
     assert changed == {name for name in initial if "_proj." in name}
     state = stored_names(run / "checkpoints/step_000004/trainer")
     assert all(".lora_" in name for name in state - {"step/step"}) and len(state) == 1 + 3 * 2 * len(changed)
+
+
+@pytest.mark.ranks
+def test_adapter_files_beside_the_first_model_make_the_merged_one(whole):
+    run = whole / "run"
+    initial, trained = load_file(run / "initial_model/model.safetensors"), weights_of(run, 4)
+    folder = run / "checkpoints/step_000004/adapter"
+    config, adapters = json.loads((folder / "adapter_config.json").read_text()), load_file(folder / ADAPTER_FILE)
+    projections = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    assert config["peft_type"] == "LORA" and set(config["target_modules"]) == projections
+    assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (3, 6, str(run / "initial_model"))
+    for name, weight in initial.items():
+        expected, path = weight.double().numpy(), f"base_model.model.{name.removesuffix('.weight')}"
+        if f"{path}.lora_A.weight" in adapters:
+            up, down = (adapters.pop(f"{path}.lora_{letter}.weight").double().numpy() for letter in "AB")
+            expected = expected + config["lora_alpha"] / config["r"] * down @ up
+        np.testing.assert_allclose(trained[name].numpy(), expected, rtol=0, atol=1e-6)
+    assert not adapters
+
+
+@pytest.mark.ranks
+def test_peft_opens_the_adapter_files_and_computes_what_merged_weights_do(whole):
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    folder = whole / "run/checkpoints/step_000004"
+    merged = transformers.AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    base = transformers.AutoModelForCausalLM.from_pretrained(whole / "run/initial_model", dtype=torch.float32)
+    tokens = torch.tensor([[1, 5, 7, 9, 4, 11]])
+    alone = base(tokens).logits
+    adapted = peft.PeftModel.from_pretrained(base, folder / "adapter")
+    expected = merged(tokens).logits
+    torch.testing.assert_close(adapted(tokens).logits, expected, rtol=1e-5, atol=1e-5)
+    assert (alone - expected).abs().max() > 1e-3
+    # Without complaint about keys: PEFT wants exactly those that are there.
+    wanted = {name.replace(".default", "") for name, _ in adapted.named_parameters() if "lora_" in name}
+    assert wanted == load_file(folder / "adapter" / ADAPTER_FILE).keys()
 
 
 @pytest.mark.ranks

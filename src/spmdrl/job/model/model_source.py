@@ -45,6 +45,15 @@ class ModelSource:
     seed: int = 0
     """of new adapters, where the decoder has any: none is in the folder"""
 
+    @property
+    def base_name(self) -> str:
+        """What adapters call the model that they are beside: its name on the hub, or its folder."""
+        parts = self.folder.resolve().parts
+        # As the hub's cache names its folders: models--OWNER--NAME/snapshots/REVISION.
+        if len(parts) > 3 and parts[-2] == "snapshots" and parts[-3].startswith("models--"):
+            return "/".join(parts[-3].split("--")[1:])
+        return str(self.folder.resolve())
+
     @classmethod
     def of(cls, folder: Path) -> ModelSource:
         """Read the config and check the weights against it; raises ValueError before memory is taken for them."""

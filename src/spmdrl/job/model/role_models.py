@@ -9,10 +9,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from spmdrl.engines.models.decoder import DecoderConfig
+from spmdrl.engines.models.hf.adapter_files import write_adapters
 from spmdrl.engines.models.hf.model_folder import hf_config_dict
 from spmdrl.engines.models.hf.model_weights import write_weights
+from spmdrl.engines.models.lora import is_adapter
 from spmdrl.engines.models.tokenizer import TOKENIZER_FILES
 from spmdrl.engines.training.checkpoints.checkpoint import CheckpointConfig
 from spmdrl.engines.training.checkpoints.trainer_state import (
@@ -32,6 +35,7 @@ from spmdrl.resources.world import World
 from spmdrl.types.roles import CRITIC, POLICY, RankSet, Role
 
 TRAINER = "trainer"
+ADAPTER = "adapter"
 
 
 @dataclass(frozen=True)
@@ -57,8 +61,11 @@ class RoleModel:
         load_trainer_state(self.trainer, ShardFiles(self._folder_in(folder) / TRAINER))
 
     def write_model(self, checkpoint: Path) -> list[Path]:
-        """Write the model into a checkpoint, as a Hugging Face folder; returns this rank's files. Collective."""
-        folder = self._folder_in(checkpoint) / MODEL
+        """Write the model into a checkpoint, as a Hugging Face folder, and adapters in PEFT's form beside it.
+
+        Returns this rank's files. Collective.
+        """
+        folder, adapters = self._folder_in(checkpoint) / MODEL, self._whole_adapters()
         weights = self.trainer.whole_weights(self.saved_dtype)
         try:
             if not self.world.is_main:
@@ -74,7 +81,18 @@ class RoleModel:
         for name in TOKENIZER_FILES:
             if (self.source.folder / name).is_file():
                 shutil.copyfile(self.source.folder / name, folder / name)
-        return sorted(path for path in folder.iterdir() if path.is_file())
+        paths = sorted(path for path in folder.iterdir() if path.is_file())
+        if (lora := self.source.decoder.lora) is not None:
+            paths += write_adapters(folder.with_name(ADAPTER), adapters, lora, self.source.base_name)
+        return paths
+
+    def _whole_adapters(self) -> dict[str, Tensor]:
+        """The adapters, on the main rank; all before anything is written, which may fail there. Collective."""
+        if self.source.decoder.lora is None:
+            return {}
+        self.trainer.check_weights_present("gather adapters")
+        whole = self.trainer.model.gather_whole(self.trainer.named_shards(), torch.float32, wanted=is_adapter)
+        return {name: one.to("cpu", copy=True) for name, one in whole if self.world.is_main}
 
     def _folder_in(self, checkpoint: Path) -> Path:
         assert self.role.checkpoint is not None, f"checkpoints hold nothing of the {self.role.name}"
