@@ -14,6 +14,7 @@ HELD_OUT = f"{_ADDITION}&count={NUM_HELD_OUT}&split=test"
 PROMPTS = {
     "data.train": f"{_ADDITION}&count=2000",
     "data.eval": HELD_OUT,
+    "rollout.max_completion_length": 6,
     "reward.functions": "[exact]",
     "checkpoint.interval": 0,
     "log.backends": "[jsonl]",
@@ -38,7 +39,6 @@ TEACHER: Settings = START | {
 SHARED: Settings = PROMPTS | {
     "rollout.prompts_per_step": 64,
     "rollout.num_generations": 8,
-    "rollout.max_completion_length": 6,
     "rollout.max_running_rows": 512,
     # A step's second update is off-policy, so that what algorithms do about it counts.
     "train.updates_per_step": 2,
@@ -58,9 +58,12 @@ class Recipe:
     needs_teacher: bool = False
 
 
+# A critic that begins as the policy's model with a new head must learn faster than the policy does.
+_CRITIC: Settings = {"critic.optim": "{lr: 1.0e-3, warmup_steps: 5}", "critic.lam": 0.95, "critic.clip": 0.2}
+
 RECIPES: Mapping[str, Recipe] = {
-    # A critic that begins as the policy's model with a new head must learn faster than the policy does.
-    "ppo": Recipe(settings={"critic.optim": "{lr: 1.0e-3, warmup_steps: 5}", "critic.lam": 0.95}),
+    "ppo": Recipe(settings=_CRITIC),
+    "pf_ppo": Recipe(settings=_CRITIC),
     "opd": Recipe(needs_teacher=True),
 }
 
