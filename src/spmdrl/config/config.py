@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import reduce
 from operator import or_
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from annotated_types import Ge, Interval
 from pydantic import Field
@@ -46,6 +46,9 @@ class SftConfig:
     """optimizer steps; 0: no supervised training"""
     rows_per_step: Annotated[int, Ge(1)] = 256
     """rows per optimizer step, over all ranks"""
+    turns: Literal["last", "all"] = "last"
+    """what is learnt of a conversation in the chat template; last: its last message; all: every message of the
+    assistant, with the token that ends its turn"""
     stop_at_probability: Annotated[float, Interval(gt=0, le=1)] | None = None
     """stop once the mean probability of a whole reference answer reaches this; null: run all max_steps"""
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
@@ -193,6 +196,11 @@ class Config:
         return int(self.resume) if self.resume.isascii() and self.resume.isdigit() else None
 
     def __post_init__(self) -> None:
+        if self.sft.turns == "all" and self.data.chat_template == "never":
+            raise ValueError(
+                "sft.turns is all, but data.chat_template is never, without which there are no turns; set it to auto, "
+                "or sft.turns to last"
+            )
         if self.resume_step is None and self.resume not in ("auto", "never") and not Path(self.resume).is_dir():
             near = nearest(self.resume, ("auto", "always", "never"))
             advice = f"did you mean {'never' if near == 'never' else 'auto'}? " if near else ""

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import gc
+import json
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 
-from spmdrl.config.config import Config, SftConfig
+from spmdrl.config.config import Config
 from spmdrl.config.reader import ConfigError, LoadedConfig, start_up
 from spmdrl.dataflow.data.prompts import Prompt, foreign_token
+from spmdrl.engines.models.conversation import MarkedTokens, marked_conversation
 from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.engines.reward.pool import RewardPool
-from spmdrl.engines.training.batching.packed_rows import LossTerms, MicroBatch, Scores, TokenRows
+from spmdrl.engines.training.batching.packed_rows import LossFunction, LossTerms, MicroBatch, Scores, TokenRows
 from spmdrl.engines.training.training_engine import TrainingEngine, UpdateResult
 from spmdrl.job.evaluation.evaluator import build_evaluator
 from spmdrl.job.evaluation.held_out import HeldOut
@@ -38,6 +41,7 @@ from spmdrl.types.roles import POLICY
 
 # Steps over which the probability of an answer is averaged before it can end the training.
 STEPS_OF_AVERAGE = 4
+WATCH_FILE = "answer_probabilities.json"
 
 
 def main(loaded: LoadedConfig[Config]) -> int:
@@ -89,14 +93,16 @@ def train_supervised(checked: CheckedRun, world: World) -> None:
     with run.recording_failure(), ExitStack() as stack:
         with start_up():
             prepared = prepare_together(checked, world, run.console)
-            check_answers(prepared)
+            check_answers(prepared, checked.config)
             run.admit(prepared.sources)
             print_banner(checked, prepared, world, run.console)
             with run.console.doing("loading the weights"):
                 models = build_role_models(checked, prepared.sources, world)
-            run.resume(saved_state(checked.config.checkpoint, models))
+            watch = AnswerWatch(checked.config.sft.stop_at_probability, is_main=world.is_main)
+            run.resume(saved_state(checked.config.checkpoint, models, watch))
             held_out = _build_held_out(checked, run, models, prepared, stack)
-        _train(checked.config.sft, run, models[POLICY].trainer, prepared, held_out)
+        batches = SupervisedBatches(checked.config, prepared, models[POLICY].trainer)
+        _train(batches, run, watch, held_out)
         run.finish(**held_out.summary())
 
 
@@ -118,15 +124,12 @@ def _build_held_out(checked: CheckedRun, run: Run, models: RoleModels, prepared:
     return HeldOut(evaluator, switching, run, config.eval)
 
 
-def _train(sft: SftConfig, run: Run, trainer: TrainingEngine, prepared: Prepared, held_out: HeldOut) -> None:
+def _train(batches: SupervisedBatches, run: Run, watch: AnswerWatch, held_out: HeldOut) -> None:
     """The supervised loop. Collective over all ranks."""
-    rows_axis = trainer.mesh.data
-    watch = AnswerWatch(sft.stop_at_probability)
     held_out.before()
     for step in run.remaining_steps():
-        chosen = prepared.prompts.take(step - 1, sft.rows_per_step)[rows_axis.rank :: rows_axis.size]
         with run.logs.timeline.stage("update", step):
-            result = trainer.update(*supervised_batch(chosen, prepared.tokenizer, trainer))
+            result = batches.trainer.update(*batches.of_step(step))
         if watch.is_enough(answer_probability(result)):
             run.end_early()
         _report(run.logs.recorder, result, num_ranks=run.world.size)
@@ -151,38 +154,74 @@ def answer_probability(result: UpdateResult) -> float:
     return total / max(count, 1.0)
 
 
-@dataclass
 class AnswerWatch:
-    """Decides when the answers are probable enough."""
+    """Decides when the answers are probable enough; what it averages over is a part of the run's state."""
 
-    goal: float | None
-    recent: tuple[float, ...] = ()
+    def __init__(self, goal: float | None, *, is_main: bool):
+        self.recent: tuple[float, ...] = ()
+        self._goal = goal
+        self._is_main = is_main
 
     def is_enough(self, probability: float) -> bool:
         """Whether the mean over the last `STEPS_OF_AVERAGE` steps, this one included, reaches the goal."""
         self.recent = (*self.recent, probability)[-STEPS_OF_AVERAGE:]
-        return self.goal is not None and sum(self.recent) / STEPS_OF_AVERAGE >= self.goal
+        return self._goal is not None and sum(self.recent) / STEPS_OF_AVERAGE >= self._goal
+
+    def write_to(self, folder: Path) -> list[Path]:
+        """Write the last steps' probabilities, where they decide anything."""
+        if self._goal is None or not self._is_main:
+            return []
+        (folder / WATCH_FILE).write_text(json.dumps(self.recent) + "\n")
+        return [folder / WATCH_FILE]
+
+    def read_from(self, folder: Path) -> None:
+        """Take them back."""
+        path = folder / WATCH_FILE
+        self.recent = tuple(map(float, json.loads(path.read_text()))) if path.is_file() else ()
 
 
-def supervised_batch(prompts: Sequence[Prompt], tokenizer: ModelTokenizer, trainer: TrainingEngine):
-    """Rows of prompt and answer, and their loss, the token mean over all ranks' answers. Collective."""
-    completions = [tokenizer.encode_completion(completion_of(prompt)) for prompt in prompts]
-    rows = rows_of([prompt.prompt_ids for prompt in prompts], completions)
-    (num_tokens,) = trainer.sum_over_rows([rows.num_response_tokens])
-    return rows, lambda scores, micro: token_mean_loss(scores, micro, num_tokens)
+class SupervisedBatches:
+    """The rows of each step, a pure function of its number."""
+
+    def __init__(self, config: Config, prepared: Prepared, trainer: TrainingEngine):
+        self.trainer = trainer
+        self._config = config
+        self._prepared = prepared
+
+    def of_step(self, step: int) -> tuple[TokenRows, LossFunction]:
+        """This rank's rows, and their loss, the token mean over all ranks' answers. Collective."""
+        axis, num_rows = self.trainer.mesh.data, self._config.sft.rows_per_step
+        prompts = self._prepared.prompts.take(step - 1, num_rows)[axis.rank :: axis.size]
+        rows = rows_of([marked_tokens(prompt, self._prepared.tokenizer, self._config) for prompt in prompts])
+        (num_tokens,) = self.trainer.sum_over_rows([rows.num_response_tokens])
+        return rows, lambda scores, micro: token_mean_loss(scores, micro, num_tokens)
 
 
-def check_answers(prepared: Prepared) -> None:
-    """Refuse answers with tokens that the model has no embeddings for. Raises ValueError that names the row."""
+def marked_tokens(prompt: Prompt, tokenizer: ModelTokenizer, config: Config) -> MarkedTokens:
+    """A row's tokens with those that are learnt. Raises ValueError where a conversation's are ambiguous."""
+    completion, messages = completion_of(prompt), prompt.original
+    if config.sft.turns == "last" or isinstance(messages, str) or config.data.chat_template == "never":
+        return MarkedTokens.of_answer(prompt.prompt_ids, tokenizer.encode_completion(completion))
+    return marked_conversation([*messages, {"role": "assistant", "content": completion}], tokenizer)
+
+
+def check_answers(prepared: Prepared, config: Config) -> None:
+    """Refuse rows that can't be learnt. Raises ValueError that names the row.
+
+    Their answers have tokens that the model has no embeddings for, or it isn't clear which tokens are answers.
+    """
     tokenizer, vocab_size = prepared.tokenizer, prepared.source.decoder.vocab_size
     # Other tokenizers have no such token, and all answers of a large file take minutes.
-    if max(tokenizer.raw.get_vocab().values()) < vocab_size:
+    if config.sft.turns == "last" and max(tokenizer.raw.get_vocab().values()) < vocab_size:
         return
     for prompt in prepared.prompts.all():
-        highest = max(tokenizer.encode_completion(completion_of(prompt)))
+        try:
+            highest = max(marked_tokens(prompt, tokenizer, config).ids)
+        except ValueError as problem:
+            raise ValueError(f"row {prompt.id} can't be learnt: {problem}") from problem
         if highest >= vocab_size:
-            problem = foreign_token(highest, tokenizer.raw, vocab_size)
-            raise ValueError(f"the answer of row {prompt.id} can't be learnt: {problem}")
+            problem_of_token = foreign_token(highest, tokenizer.raw, vocab_size)
+            raise ValueError(f"the answer of row {prompt.id} can't be learnt: {problem_of_token}")
 
 
 def completion_of(prompt: Prompt) -> str:
@@ -193,13 +232,17 @@ def completion_of(prompt: Prompt) -> str:
     return prompt.answer
 
 
-def rows_of(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]) -> TokenRows:
-    """Each prompt and its completion as one packed row."""
-    runs = [[*prompt, *completion] for prompt, completion in zip(prompts, completions, strict=True)]
+def rows_of(rows: Sequence[MarkedTokens]) -> TokenRows:
+    """Packed rows, in which no row attends another and positions begin anew."""
+    is_learnt_T = torch.tensor([mark for row in rows for mark in row.is_learnt], dtype=torch.bool)
+    first_B = [row.is_learnt.index(True) for row in rows]
+    # One run at the end needs no marks.
+    is_one_run = all(all(row.is_learnt[first:]) for row, first in zip(rows, first_B, strict=True))
     return TokenRows(
-        tokens_T=torch.tensor([token for run in runs for token in run], dtype=torch.int64),
-        offsets=offsets_of([len(run) for run in runs]),
-        prompt_lengths_B=torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int64),
+        tokens_T=torch.tensor([token for row in rows for token in row.ids], dtype=torch.int64),
+        offsets=offsets_of([len(row.ids) for row in rows]),
+        prompt_lengths_B=torch.tensor(first_B, dtype=torch.int64),
+        is_model_T=None if is_one_run else is_learnt_T,
     )
 
 
