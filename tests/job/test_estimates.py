@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import pytest
 from tests.support.jobs import run_job, tiny_config
 
@@ -42,6 +45,27 @@ def test_one_rank_holds_the_whole_model_and_eight_an_eighth_or_a_little_more():
     assert part["generation_weights"] == 2 * num_elements
     # One replica per rank: an eighth of the rows, and half the bytes per number.
     assert part["kv_cache"] * 16 == whole["kv_cache"]
+
+
+def test_adapters_alone_have_gradients_and_an_optimizer_and_generation_keeps_the_other_weights():
+    eight = LaunchEnvironment(world_size=8, local_world_size=8)
+    full, lora = checked_for(eight, "algo.kl_coef=0.1"), checked_for(eight, "algo.kl_coef=0.1", "lora.rank=2")
+    decoder = decoder_config(full.config.model.make)
+    adapted = replace(decoder, lora=lora.config.lora)
+    whole = rank_bytes(full, dict.fromkeys(full.roles, decoder), eight, "cuda")
+    part = rank_bytes(lora, dict.fromkeys(lora.roles, adapted), eight, "cuda")
+    assert lora.roles == (POLICY,) and "reference_weights" not in part
+    assert part["base_weights"] == whole["reference_weights"] == whole["update_weights"] // 2
+    adapters = sum(math.prod(shape) for name, shape in parameter_table(adapted).shapes.items() if ".lora_" in name)
+    assert 4 * adapters / 8 <= part["update_weights"] == part["gradients"] == part["optimizer"] // 2
+    assert part["update_weights"] < 0.25 * whole["update_weights"]
+    assert part["generation_weights"] == whole["generation_weights"] + 2 * adapters
+    merged = replace(adapted, lora=replace(adapted.lora, merge=True))
+    assert rank_bytes(lora, {POLICY: merged}, eight, "cuda")["generation_weights"] == whole["generation_weights"]
+    with source_without_making(lora.config) as source:
+        prepared = prepare(lora, source)
+        lines = list(estimate_lines(lora, prepared, eight, "cpu"))
+    assert lines[0].endswith(" beside them") and "base weights" in lines[1]
 
 
 def test_the_lines_have_the_products_and_quotients_that_people_work_out_by_hand():

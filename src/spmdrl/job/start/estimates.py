@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from spmdrl.config.config import Config
 from spmdrl.dataflow.resharding.planning.slice_layouts import (
@@ -13,7 +14,9 @@ from spmdrl.dataflow.resharding.planning.slice_layouts import (
 )
 from spmdrl.engines.generation.native.cache.paged import CacheShape
 from spmdrl.engines.models.decoder import DecoderConfig
-from spmdrl.job.run.run_folder import num_parameters
+from spmdrl.engines.models.lora import is_adapter
+from spmdrl.job.model.replica import generation_engine_name
+from spmdrl.job.run.run_folder import num_parameters, num_trained
 from spmdrl.job.start.prepared import Prepared
 from spmdrl.job.start.start_checks import CheckedRun
 from spmdrl.observability.terminal.units import bytes_text, count
@@ -38,23 +41,48 @@ def rank_bytes(
     computed, held = config.model.compute_dtype(device_kind).itemsize, dict[str, int]()
     for role, decoder in decoders.items():
         table = parameter_table(decoder)
-        num_elements = _most_elements(update_slices(table, checked.layout, rank) for rank in range(launch.world_size))
-        held[role.weights] = num_elements * (_FLOAT32_BYTES if role.is_trained else computed)
-        if role.optimizer is not None:
-            # One model is updated at a time.
-            held["gradients"] = max(held.get("gradients", 0), num_elements * _FLOAT32_BYTES)
-            held[role.optimizer] = num_elements * _OPTIMIZER_BYTES
-    table = parameter_table(policy)
-    layout = fitted_stride(table, checked.layout, config.resources.generation, launch.local_world_size)
-    generated = _most_elements(generation_slices(table, layout, rank) for rank in range(launch.world_size))
-    held["generation_weights"] = generated * computed
+        slices = [update_slices(table, checked.layout, rank) for rank in range(launch.world_size)]
+        if role.optimizer is None:
+            held[role.weights] = _most_elements(slices) * computed
+            continue
+        num_trained = _most_elements(slices, decoder.updates)
+        held[role.weights] = num_trained * _FLOAT32_BYTES
+        if role.base is not None and decoder.lora is not None:
+            held[role.base] = _most_elements(slices, lambda name: not policy.updates(name)) * computed
+        # One model is updated at a time.
+        held["gradients"] = max(held.get("gradients", 0), num_trained * _FLOAT32_BYTES)
+        held[role.optimizer] = num_trained * _OPTIMIZER_BYTES
+    held["generation_weights"] = _most_elements(_generated(checked, policy, launch, device_kind)) * computed
     held["kv_cache"] = _cache_bytes(config, policy, launch.world_size, device_kind)
     return held
 
 
-def _most_elements(slices_of_ranks: Iterable[Sequence[WeightSlice]]) -> int:
-    """Elements of the weights on the rank that holds most of them."""
-    return max(sum(box.num_elements for box in slices) for slices in slices_of_ranks)
+def _generated(
+    checked: CheckedRun, policy: DecoderConfig, launch: LaunchEnvironment, device_kind: str
+) -> list[list[WeightSlice]]:
+    """What each rank generates with."""
+    config, lora = checked.config, policy.lora
+    if lora is not None and (lora.merge or generation_engine_name(config.rollout, device_kind) == "vllm"):
+        policy = replace(policy, lora=None)
+    table = parameter_table(policy)
+    layout = fitted_stride(table, checked.layout, config.resources.generation, launch.local_world_size)
+    return [generation_slices(table, layout, rank) for rank in range(launch.world_size)]
+
+
+def _kept_bytes(checked: CheckedRun, policy: DecoderConfig, launch: LaunchEnvironment, device_kind: str) -> int:
+    """What generation keeps during updates: beside adapters, the weights that stay."""
+    slices = _generated(checked, policy, launch, device_kind)
+    if not any(is_adapter(box.name) for box in slices[0]):
+        return 0
+    num_elements = _most_elements(slices, lambda name: not is_adapter(name))
+    return num_elements * checked.config.model.compute_dtype(device_kind).itemsize
+
+
+def _most_elements(
+    slices_of_ranks: Iterable[Sequence[WeightSlice]], of: Callable[[str], bool] = lambda name: True
+) -> int:
+    """Elements of the weights, or `of` some, on the rank that holds most of them."""
+    return max(sum(box.num_elements for box in slices if of(box.name)) for slices in slices_of_ranks)
 
 
 def _cache_bytes(config: Config, decoder: DecoderConfig, num_ranks: int, device_kind: str) -> int:
@@ -85,11 +113,13 @@ def estimate_lines(
     owners = rank_bytes(checked, decoders, launch, device_kind)
     dtype = str(config.model.compute_dtype(device_kind)).removeprefix("torch.")
     num_elements = num_parameters(decoders[POLICY])
-    yield f"model: {count(num_elements)} parameters ({num_elements}), computed in {dtype} on {device_kind}"
+    trained = num_trained(decoders[POLICY])
+    lora = f"; lora trains {count(trained)} beside them" if decoders[POLICY].lora is not None else ""
+    yield f"model: {count(num_elements)} parameters ({num_elements}), computed in {dtype} on {device_kind}{lora}"
     named = {owner.replace("_", " "): num_bytes for owner, num_bytes in owners.items() if num_bytes}
     yield "bytes per rank, at most: " + ", ".join(f"{owner} {bytes_text(size)}" for owner, size in named.items())
     generating = owners["generation_weights"] + owners["kv_cache"]
-    updating = sum(owners.values()) - generating
+    updating = sum(owners.values()) - generating + _kept_bytes(checked, decoders[POLICY], launch, device_kind)
     yield (
         f"together: {bytes_text(updating)} to update, {bytes_text(generating)} to generate; weights, gradients and "
         "optimizer exactly, the KV cache as the native engine would fill it; activations come on top"
