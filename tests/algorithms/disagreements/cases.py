@@ -301,6 +301,22 @@ SHARED = [
 ]
 
 
+def draws(method: str, scope: str, rule: str, why: str = "") -> Case:
+    keys = {"filter": rule, "filter_scope": scope}
+    function = f"compute_pf_ppo_reweight_data, {method}"
+    theirs = partial(peers.verl_draw_shares, method=method)
+    return Case("pf_ppo", "chance to be drawn", "verl", function, partial(ours.draw_shares, scope=scope, filter=rule),
+                theirs, keys, why)  # fmt: skip
+
+
+DRAWS = [
+    draws("max_random", "batch", "best-random"),
+    draws("max_min", "batch", "best-worst"),
+    draws("pow", "batch", "power"),
+    draws("max_random", "prompt", "best-random", "it compares and draws over the batch, the paper over a prompt"),
+]
+
+
 def of_pairs(
     peer: str, function: str, theirs: Callable[..., Tensor], given: Mapping[str, Any], why: str = "", **keys: Any
 ) -> Case:
@@ -399,6 +415,6 @@ CORRECTIONS = [
 ]
 
 CASES = sorted(
-    [*ADVANTAGES, *ONE_RESPONSE, *LOSSES, *DAPO, *PAIRS, *CORRECTIONS, *SHARED],
+    [*ADVANTAGES, *ONE_RESPONSE, *LOSSES, *DAPO, *PAIRS, *DRAWS, *CORRECTIONS, *SHARED],
     key=lambda case: ORDER.index(case.algorithm),
 )

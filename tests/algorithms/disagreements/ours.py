@@ -9,6 +9,7 @@ from tests.algorithms.disagreements.padded_rows import PaddedRows
 from tests.algorithms.random_rows import MAX_LENGTH, packed
 from torch import Tensor
 
+from spmdrl.algorithms.actor_critic.pf_ppo import filter_weights
 from spmdrl.algorithms.algorithm import Algorithm
 from spmdrl.algorithms.table import ALGORITHMS, build_algorithm
 from spmdrl.algorithms.terms.kl import kl_loss
@@ -61,6 +62,18 @@ def value_loss(rows: PaddedRows, values_R: Tensor, clip: float) -> Tensor:
     micro = MicroBatch.__new__(MicroBatch)
     object.__setattr__(micro, "response", {"values": packed(rows.rows.values), "returns": packed(rows.rows.returns)})
     return ValueLoss(len(values_R), clip)(values_R, micro).loss
+
+
+def draw_shares(rows: PaddedRows, scope: str, **keys: Any) -> Tensor:
+    """The chance of each row [B] to be the one that PF-PPO draws, of its prompt's or of all."""
+    rewards_B, groups_B = torch.tensor(rows.rows.rewards), torch.tensor(rows.rows.groups)
+    config = CONFIGS["pf_ppo"](filter_scope=scope, **keys)
+    shares_B = torch.zeros_like(rewards_B)
+    for group in groups_B.unique() if scope == "prompt" else [groups_B]:
+        members = groups_B == group
+        weights = filter_weights(rewards_B[members], config.filter, config.filter_power)
+        shares_B[members] = weights / weights.sum() * members.sum() / len(members)
+    return shares_B
 
 
 def kl_term(rows: PaddedRows, policy_R: Tensor, estimator: Any, gradient: Any) -> Tensor:

@@ -10,6 +10,7 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -75,6 +76,25 @@ def verl_gdpo(rows: PaddedRows) -> Tensor:
         batch={"prompts": prompts_B1, "attention_mask": torch.cat([prompts_B1, rows.mask_BT], 1).long()},
     )
     return rows.packed(result_BT)
+
+
+class _Drawing(Exception):
+    """Carries the weights by which rows would be drawn."""
+
+
+def verl_draw_shares(rows: PaddedRows, method: str) -> Tensor:
+    """The chance of each row [B] to be the one that verl's PF-PPO draws: what it gives its random numbers."""
+
+    def weigh(weights_B: Tensor, *_: Any, **__: Any) -> Tensor:
+        raise _Drawing(weights_B)
+
+    data = types.SimpleNamespace(batch={"token_level_scores": rows.rewards_at_ends()})
+    with patch.object(verl.torch, "multinomial", weigh):
+        try:
+            verl.compute_pf_ppo_reweight_data(data, reweight_method=method, weight_pow=2.0)
+        except _Drawing as drawing:
+            (weights_B,) = drawing.args
+    return weights_B.double() / weights_B.double().sum()
 
 
 def verl_loss(rows: PaddedRows, policy_R: Tensor, mode: str, **options: Any) -> Tensor:
