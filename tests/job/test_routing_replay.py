@@ -61,6 +61,7 @@ class Taken:
 
     def __init__(self, batch: Batch):
         self.batch, self.rows_of_step, self.group_size, self.step = batch, np.arange(len(batch)), 1, 1
+        self.groups_to_train = self.rows_of_step
 
     def take(self, state):
         return self.batch.select(range(len(self.batch)))

@@ -69,6 +69,7 @@ class Taken:
 
     def __init__(self, batch: Batch):
         self.batch, self.rows_of_step, self.group_size, self.step = batch, np.arange(len(LENGTHS)), 1, 7
+        self.groups_to_train = self.rows_of_step
 
     def reads(self, state):
         return {*self.batch.names, "advantages"}

@@ -12,7 +12,7 @@ from tests.engines.training.tiny import CONFIG, OPTIM, SeededWeights
 from tests.support.ranks import run_ranks
 
 from spmdrl.algorithms.policy.grpo import Grpo, GrpoConfig
-from spmdrl.dataflow.stages.rows import token_rows
+from spmdrl.dataflow.stages.rows import mini_batch_of_rows, token_rows
 from spmdrl.dataflow.stages.update import UpdatePlan, UpdateStage
 from spmdrl.dataflow.stages.update_report import ShownRows
 from spmdrl.engines.training.training_engine import TrainingConfig, TrainingEngine
@@ -36,6 +36,7 @@ class Taken:
 
     def __init__(self, batch: Batch, num_rows: int):
         self.batch, self.rows_of_step, self.group_size, self.step = batch, np.arange(num_rows), 1, 7
+        self.groups_to_train = self.rows_of_step
 
     def take(self, state):
         return self.batch.select(range(len(self.batch)))
@@ -156,3 +157,11 @@ def check_stand_in(world: World) -> None:
 @pytest.mark.ranks
 def test_log_probs_that_agree_stand_in_for_the_old_ones():
     run_ranks(1, check_stand_in)
+
+
+def test_mini_batches_are_equal_parts_of_the_prompts_that_are_left():
+    samples = Taken(Batch.of_rows([2, 9, 4, 7]), 12)
+    samples.groups_to_train = np.array([2, 4, 7, 9])
+    assert mini_batch_of_rows(samples.batch, samples, 2).tolist() == [0, 1, 0, 1]
+    samples.groups_to_train = np.array([], dtype=np.int64)
+    assert mini_batch_of_rows(Batch.of_rows([]), samples, 2).tolist() == []

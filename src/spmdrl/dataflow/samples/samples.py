@@ -261,6 +261,11 @@ class Samples:
         rows = np.arange(self.num_rows)
         return rows[~np.isin(rows, self._lives.deferred_rows())]
 
+    @property
+    def groups_to_train(self) -> Integers:
+        """The groups that have rows left to train on, ascending."""
+        return np.unique(np.flatnonzero(~self._lives.catalogue.is_dropped) // self.group_size)
+
     def generation_shares(self) -> Shares:
         """The rows dealt to each rank for generation."""
         return self._shares[WorkerState.GENERATION]

@@ -108,10 +108,10 @@ def _positions(starts_B: Tensor, lengths_B: Tensor) -> Tensor:
 
 
 def mini_batch_of_rows(batch: Batch, samples: Samples, num_parts: int) -> Tensor:
-    """The mini-batch [B] of each row: a range of prompts, so that it holds the same rows on any number of ranks."""
-    groups = torch.from_numpy(samples.rows_of_step[:: samples.group_size] // samples.group_size)
+    """The mini-batch [B] of each row: a range of the prompts to train on, so the same on any number of ranks."""
+    groups = torch.from_numpy(samples.groups_to_train)
     place_B = torch.searchsorted(groups, batch.rows // samples.group_size)
-    return place_B * num_parts // len(groups)
+    return place_B * num_parts // max(len(groups), 1)
 
 
 def token_rows(
