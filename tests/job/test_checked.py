@@ -79,6 +79,7 @@ def test_the_configs_of_the_repository_are_right():
             ["algo={name: dapo, filter_on: math, overlong_cache: 300}"],
             "is 300, .* = 256 tokens; lower it",
         ),
+        (["algo.name=dapo", "rollout.partial_max_rounds=2"], "max_refills is 4, .*rounds is 2: .*refills to 0, or"),
         (["algo={name: dapo, filter_on: exact}"], "filter_on is 'exact', but reward.functions has math; name one"),
         (["rollout.partial_extra_prompts=4"], "partial_max_rounds is 1, .* raise partial_max_rounds"),
         (["rollout.partial_max_rounds=2", "rollout.partial_extra_prompts=33"], "between 1 and .* = 32"),

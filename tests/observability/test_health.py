@@ -43,6 +43,19 @@ def test_steps_without_a_usable_reward_are_named_as_such():
     assert trouble_of(metrics) == ["2 of 2 updates were skipped: no row had a usable reward"]
 
 
+def test_rows_that_the_algorithm_left_out_are_not_said_to_lack_a_reward():
+    metrics, warnings = _run(EMPTY | {"select/dropped_rows": 8.0, "select/no_reward": 2.0}, watch=HealthWatch())
+    assert "the algorithm left out every prompt, so nothing is learnt; select/*" in warnings[0][0]
+    assert trouble_of(metrics) == ["2 of 2 updates were skipped: the algorithm left out every prompt"]
+
+
+def test_steps_that_could_not_be_filled_are_warned_of_rarely():
+    unfilled = GOOD | {"refill/unfilled": 3.0, "refill/attempts": 5.0}
+    _, warnings = _run(*[unfilled] * 12, watch=HealthWatch())
+    assert [step for step, found in enumerate(warnings, 1) if found] == [1, 10]
+    assert "3 prompts are missing of those that a step trains" in warnings[0][0] and "5 attempts" in warnings[0][0]
+
+
 def test_several_steps_in_a_row_without_a_signal_are_warned_of():
     metrics, warnings = _run(IDLE, IDLE, GOOD, IDLE, IDLE, IDLE, watch=HealthWatch())
     assert [len(found) for found in warnings] == [0, 0, 0, 0, 0, 1]

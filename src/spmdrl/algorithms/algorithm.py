@@ -134,6 +134,14 @@ class Algorithm(ABC):
         """How many rows the loss takes together, all that `select` leaves of a prompt; 1: each by itself."""
         return 1
 
+    @property
+    def max_refills(self) -> int:
+        """How often a step may generate more prompts in place of those that `select` leaves out as a whole.
+
+        `select` is then called during generation too, with columns of responses and rewards alone.
+        """
+        return 0
+
     def conflict(self, settings: CreditSettings) -> str | None:
         """What of the algorithm's settings doesn't go with others of the run, and a way out; None where all do."""
         return None

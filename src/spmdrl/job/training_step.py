@@ -23,6 +23,7 @@ from spmdrl.dataflow.stages.reward import RewardStage
 from spmdrl.dataflow.stages.rollout.generation import GenerationStage
 from spmdrl.dataflow.stages.rollout.partial import PartialGenerationStage
 from spmdrl.dataflow.stages.rollout.recorded import RecordedGeneration
+from spmdrl.dataflow.stages.rollout.refill import Refill
 from spmdrl.dataflow.stages.rollout.turns import RolloutTurns
 from spmdrl.dataflow.stages.stages import Stage, Stages
 from spmdrl.dataflow.stages.update import UpdatePlan, UpdateStage
@@ -60,7 +61,7 @@ def build_turns(
     )  # fmt: skip
 
 
-def build_carried(config: Config, replica: Replica, console: Console) -> CarriedGroups:
+def build_carried(config: Config, replica: Replica, console: Console, *, num_refills: int) -> CarriedGroups:
     """What holds the groups that a step begins and a later one finishes; empty so far."""
     rollout = config.rollout
     if rollout.partial_max_rounds > 1:
@@ -74,19 +75,28 @@ def build_carried(config: Config, replica: Replica, console: Console) -> Carried
         rollout.extra_prompts,
         rollout.partial_max_rounds,
         num_steps=config.train.max_steps,
+        num_refills=num_refills,
     )
     return CarriedGroups(rules, replica.mesh)
 
 
-def build_prompts_of_step(checked: CheckedRun, prompts: PromptSource, carried: CarriedGroups) -> PromptsOfStep:
-    """The prompts in order, as many as a step trains; where groups take several steps, first those left over."""
-    num_prompts = checked.config.rollout.prompts_per_step
+def build_prompts_of_step(prompts: PromptSource, carried: CarriedGroups) -> PromptsOfStep:
+    """The prompts in order, as many as a step trains or may begin; where groups take several steps, first those left.
+
+    Raises ValueError where groups that take several steps are left and steps are to be refilled now.
+    """
+    if carried.known and carried.rules.num_refills:
+        raise ValueError(
+            f"algo.max_refills is {carried.rules.num_refills}, but an earlier part of the run, with "
+            f"rollout.partial_max_rounds above 1, left {len(carried.known)} prompts to go on with; set "
+            "algo.max_refills to 0 until a checkpoint has none"
+        )
 
     def pending_and_new(step: int) -> tuple[list[Prompt], list[int]]:
         groups = carried.of_step(step)
         return [prompts.at(serial) for serial in groups.serials], groups.holders
 
-    return pending_and_new if carried.is_used else lambda step: (prompts.take(step - 1, num_prompts), [])
+    return pending_and_new
 
 
 def build_dock(checked: CheckedRun, policy: RoleModel, replica: Replica, world: World) -> TransferDock:
@@ -119,7 +129,11 @@ def build_stages(checked: CheckedRun, run: Run, parts: StageParts) -> Stages:
     """The worker states that make the algorithm's columns."""
     config, critic, recorder = checked.config, checked.config.critic, run.logs.recorder
     reward = RewardStage(parts.pool, config.reward, parts.tokenizer.decode, recorder)
-    without_actor: list[RewardStage | ScoreStage] = [reward]
+    generation, refill = _build_generation(checked, run, parts, reward), None
+    if parts.carried.rules.num_refills:
+        settings, mesh = credit_settings_of(config), parts.replica.mesh
+        refill = Refill(parts.carried, checked.algorithm, settings, mesh, recorder)
+    without_actor: list[RewardStage | ScoreStage] = [] if refill else [reward]
     with_actor: list[ScoreStage] = []
     for state in checked.needs:
         if state.work == "score" and (role := checked.role_of(state)) is not None:
@@ -136,7 +150,8 @@ def build_stages(checked: CheckedRun, run: Run, parts: StageParts) -> Stages:
     if critic is not None:
         with_credit.append(CriticUpdateStage(parts.models[CRITIC].trainer, critic, plan, recorder))
     return Stages(
-        generation=_build_generation(checked, run, parts, reward), without_actor=without_actor, with_actor=with_actor,
+        attempt=[generation, reward] if refill else [generation], refill=refill,
+        without_actor=without_actor, with_actor=with_actor,
         returns=ReturnsStage(critic, credit_settings_of(config)) if critic else None,
         advantage=AdvantageStage(recorder, credit_settings_of(config)), with_credit=with_credit,
         update=UpdateStage(parts.models[POLICY].trainer, plan, recorder, parts.shown), timeline=run.logs.timeline,

@@ -68,7 +68,7 @@ def trouble_of(metrics: Metrics) -> list[str]:
             f"{skipped - without_rows:.0f} of {updates:.0f} updates were skipped: loss or gradient norm not finite"
         )
     if without_rows:
-        trouble.append(f"{without_rows:.0f} of {updates:.0f} updates were skipped: no row had a usable reward")
+        trouble.append(f"{without_rows:.0f} of {updates:.0f} updates were skipped: {_why_without_rows(metrics)}")
     # Late in a good run some steps have none.
     if 2 * idle > steps:
         trouble.append(f"{idle:.0f} of {steps:.0f} steps taught nothing: all advantages were 0")
@@ -87,12 +87,21 @@ def _complaints(metrics: Metrics) -> Iterator[tuple[str, str]]:
         )
         yield "skipped", text
     if without_rows:
-        text = (
-            f"an update was SKIPPED ({so_far}): no row had a usable reward, so nothing is learnt; the reward "
-            "functions gave None or failed for every row: try them by hand on the responses in samples.jsonl"
+        advice = (
+            "the reward functions gave None or failed for every row: try them by hand on the responses in samples.jsonl"
+            if _num_left_out(metrics) == 0
+            else "select/* counts the reasons: look at the rewards in samples.jsonl, or choose other prompts"
         )
+        text = f"an update was SKIPPED ({so_far}): {_why_without_rows(metrics)}, so nothing is learnt; {advice}"
         yield "without rows", text
-    elif metrics.get(_IDLE_IN_A_ROW, 0.0) >= STEPS_BEFORE_WARNING:
+    if metrics.get("refill/unfilled"):
+        text = (
+            f"{metrics['refill/unfilled']:.0f} prompts are missing of those that a step trains, and it goes on with "
+            f"fewer: after {metrics['refill/attempts']:.0f} attempts the responses to the others are all right or all "
+            "wrong; raise algo.max_refills or rollout.num_generations, or choose other prompts"
+        )
+        yield "unfilled", text
+    if not without_rows and metrics.get(_IDLE_IN_A_ROW, 0.0) >= STEPS_BEFORE_WARNING:
         text = (
             f"all advantages were 0 in {metrics[_IDLE_IN_A_ROW]:.0f} steps in a row, so nothing is learnt: the "
             f"responses to a prompt all have the same reward (mean {_shown(metrics, 'reward')}); is it constant, "
@@ -100,6 +109,15 @@ def _complaints(metrics: Metrics) -> Iterator[tuple[str, str]]:
             "rollout.temperature, or choose other prompts"
         )
         yield "no signal", text
+
+
+def _num_left_out(metrics: Metrics) -> float:
+    """Rows with a reward that the algorithm left out."""
+    return metrics.get("select/dropped_rows", 0.0) - metrics.get("select/no_reward", 0.0)
+
+
+def _why_without_rows(metrics: Metrics) -> str:
+    return "the algorithm left out every prompt" if _num_left_out(metrics) else "no row had a usable reward"
 
 
 def _broken(metrics: Metrics) -> Iterator[tuple[str, float]]:

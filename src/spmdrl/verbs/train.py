@@ -132,7 +132,7 @@ def build(checked: CheckedRun, run: Run, stack: ExitStack) -> Training:
         models = build_role_models(checked, prepared.sources, world)
     with run.console.doing("starting the generation engine"):
         replica = build_policys_replica(checked, prepared.source, world)
-    carried = build_carried(config, replica, run.console)
+    carried = build_carried(config, replica, run.console, num_refills=checked.algorithm.max_refills)
     algorithm = StepAlgorithm(checked.algorithm, is_main=world.is_main)
     run.resume(saved_state(config.checkpoint, models, carried, algorithm))
 
@@ -151,7 +151,7 @@ def build(checked: CheckedRun, run: Run, stack: ExitStack) -> Training:
         run=run,
         checked=checked,
         algorithm=algorithm,
-        prompts_of_step=build_prompts_of_step(checked, prompts, carried),
+        prompts_of_step=build_prompts_of_step(prompts, carried),
         dock=dock,
         switching=switching,
         stages=build_stages(checked, run, parts),

@@ -91,6 +91,19 @@ def test_without_carried_groups_nothing_is_written_and_nothing_taken_back(tmp_pa
     assert carried.known == ()
 
 
+def test_prompts_that_refilled_steps_used_up_are_counted_by_the_first_rank_alone(tmp_path):
+    for rank in (1, 0):
+        carried = carried_on(rank, 2, 1)
+        carried.num_passed = 5
+        assert [path.name for path in carried.write_to(tmp_path)] == ["groups.json"] * (rank == 0)
+    carried = carried_on(1, 4, 2)
+    carried.read_from(tmp_path)
+    assert (carried.num_passed, carried.known) == (5, ())
+    # An earlier checkpoint, before any step was refilled.
+    carried.read_from(tmp_path / "elsewhere")
+    assert carried.num_passed == 0
+
+
 def test_a_file_that_is_missing_is_named(tmp_path):
     write_all(tmp_path)
     (tmp_path / "carried" / "rank_00002.safetensors").unlink()

@@ -9,6 +9,7 @@ from spmdrl.dataflow.samples.volume import Link
 from spmdrl.resources.layout import GenerationLayout, UpdateLayout
 from spmdrl.resources.mesh import build_generation_mesh, build_update_mesh
 from spmdrl.resources.world import World
+from spmdrl.types import WorkerState
 from tests.dataflow.samples import flow
 from tests.support.ranks import run_ranks
 
@@ -65,3 +66,35 @@ def _one_group(world: World) -> list[int]:
 def test_a_replica_may_get_nothing():
     group = list(range(flow.GROUP_SIZE))
     assert sorted(run_ranks(4, _one_group)) == [[], [], group, group]
+
+
+def _admitted(world: World) -> list[list[int]]:
+    """What this rank generates in two attempts, and where the groups of the second live."""
+    with flow.open_dock(world) as dock:
+        samples = dock.open_batch(0, flow.make_prompts(), flow.GROUP_SIZE)
+        shares = []
+        for groups in (range(4), range(4, 6)):
+            samples.admit(groups)
+            shares.append(samples.deal_generation())
+            flow.generate(samples, shares[-1])
+            flow.reward(samples)
+        samples.mark_dropped(shares[0], "left out")
+        samples.commit(WorkerState.GENERATION)
+        assert samples.num_dropped == {"left out": 4 * flow.GROUP_SIZE}
+        assert samples.groups_to_train.tolist() == [4, 5]
+        dropped = samples.read_dropped(["reward"])
+        assert dropped.dense("reward").tolist() == dropped.rows.tolist() == shares[0]
+        flow.credit(samples)
+        samples.take(WorkerState.UPDATE)
+        samples.commit(WorkerState.UPDATE)
+        assert dock.volume.put_bytes[Link.CROSS_NODE]["response_ids"] == 0
+        dock.close_batch(samples)
+    return shares
+
+
+@pytest.mark.ranks
+def test_groups_that_are_admitted_together_are_shared_out_over_all_nodes():
+    first, second = run_ranks(2, _admitted, ranks_per_node=1)
+    for groups, one, other in zip((range(4), range(4, 6)), first, second, strict=True):
+        assert len(one) == len(other)
+        assert {row // flow.GROUP_SIZE for row in (*one, *other)} == set(groups)

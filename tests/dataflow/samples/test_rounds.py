@@ -10,7 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spmdrl.dataflow.samples.balancing.balance import Taker, deal_new_groups
-from spmdrl.dataflow.samples.rounds import CarriedGroup, Quota, RoundRules, StepGroups, groups_of_step, quotas
+from spmdrl.dataflow.samples.rounds import (
+    CarriedGroup,
+    Quota,
+    RoundRules,
+    StepGroups,
+    groups_of_step,
+    quotas,
+    refill_size,
+)
 
 RULES = st.integers(1, 9).flatmap(
     lambda wanted: st.builds(
@@ -127,3 +135,24 @@ def test_other_replicas_may_train_other_groups():
     lengths = [group + 100 * (group in on_two[1]) for group in range(12)]
     assert shortest_trained(lengths, 1, rules) != shortest_trained(lengths, 2, rules)
     assert set(on_two[0]) <= set(shortest_trained(lengths, 1, rules))
+
+
+@given(st.integers(1, 64), st.integers(1, 8), st.data())
+def test_a_refill_begins_more_groups_than_are_missing_but_never_more_than_a_step_trains(num_wanted, attempts, data):
+    num_begun, num_left = refill_size(num_wanted, 0, 0), 0
+    assert num_begun == num_wanted
+    for _ in range(attempts):
+        num_left = data.draw(st.integers(num_left, min(num_begun, num_wanted - 1)))
+        size = refill_size(num_wanted, num_begun, num_left)
+        missing = num_wanted - num_left
+        assert missing <= size <= num_wanted
+        # Half as many again as at the same share, rounded up.
+        assert size == num_wanted or 1.5 * missing * num_begun <= size * num_left < 1.5 * missing * num_begun + num_left
+        num_begun += size
+
+
+def test_a_refilled_step_opens_all_that_it_may_begin_after_what_earlier_ones_used_up():
+    rules = RoundRules(num_wanted=4, num_steps=2, num_refills=2)
+    assert groups_of_step([], 1, rules).serials == list(range(12))
+    assert groups_of_step([], 2, rules, num_passed=3).serials == list(range(7, 19))
+    assert groups_of_step([], 2, RoundRules(num_wanted=4), num_passed=3).serials == [7, 8, 9, 10]

@@ -68,7 +68,7 @@ class OnlyGroupsWithSignal(MeanBaseline):
 class Taken:
     """The samples of one step as this state sees them: each rank has the rows that it took."""
 
-    group_size, step = 2, 0
+    group_size, step, num_dropped = 2, 0, {}
 
     def __init__(self, batch: Batch):
         self.batch = batch

@@ -35,6 +35,9 @@ class DapoConfig(GrpoSettings):
     filter_on: str | None = None
     """the reward function whose values decide which prompts teach something, such as the one for the right answer;
     null: the reward itself, before anything is taken off for length"""
+    max_refills: Annotated[int, Ge(0)] = 4
+    """how often a step generates more prompts in place of those that are left out, as many at most as it trains; 0: it
+    trains on fewer"""
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,10 @@ class Dapo(Grpo):
     """Prompts whose responses are all alike are left out; lengths count in advantages alone."""
 
     config: DapoConfig
+
+    @property
+    def max_refills(self) -> int:
+        return self.config.max_refills
 
     def conflict(self, settings: CreditSettings) -> str | None:
         filter_on, cache = self.config.filter_on, self.config.overlong_cache

@@ -36,6 +36,8 @@ class CarriedGroups:
         self.rules = rules
         self.known: tuple[CarriedGroup, ...] = ()
         """ascending by serial"""
+        self.num_passed = 0
+        """groups that steps began beyond those that each trains, and that nothing goes on with"""
         self._mesh = mesh
         self._responses: dict[int, Batch] = {}
 
@@ -46,7 +48,7 @@ class CarriedGroups:
 
     def of_step(self, step: int) -> StepGroups:
         """The groups of the next step, the same on every rank."""
-        return groups_of_step(self.known, step, self.rules)
+        return groups_of_step(self.known, step, self.rules, self.num_passed)
 
     def responses(self, serial: int) -> Batch:
         """What a group of this rank has so far, one row per response in order."""
@@ -61,11 +63,12 @@ class CarriedGroups:
     def write_to(self, folder: Path) -> list[Path]:
         """Write all of it, where there is any, below `folder`; returns this rank's files."""
         folder, paths = folder / FOLDER, []
-        if not self.known:
+        if not self.known and not self.num_passed:
             return []
         folder.mkdir(parents=True, exist_ok=True)
         if self._mesh.rank == 0:
-            record = {"leaders": self._mesh.leaders, "groups": [asdict(group) for group in self.known]}
+            groups = [asdict(group) for group in self.known]
+            record = {"leaders": self._mesh.leaders, "groups": groups, "passed": self.num_passed}
             (folder / _GROUPS).write_text(json.dumps(record))
             paths.append(folder / _GROUPS)
         if self._mesh.is_leader and self._responses:
@@ -81,9 +84,11 @@ class CarriedGroups:
         """Take back what was written, on any number of ranks; the same replicas go on with the same groups."""
         folder = folder / FOLDER
         if not (folder / _GROUPS).is_file():
+            self.num_passed = 0
             self.carry([], {})
             return
         record = json.loads((folder / _GROUPS).read_text())
+        self.num_passed = int(record.get("passed", 0))
         known = [CarriedGroup(**group) for group in record["groups"]]
         leaders = self._mesh.leaders
         if record["leaders"] != list(leaders):

@@ -23,14 +23,17 @@ class RoundRules:
     """the round in which a group must be finished"""
     num_steps: int | None = None
     """steps of the run: nothing is begun that could not be trained; None: no end is known"""
+    num_refills: int = 0
+    """how often a step may begin more groups in place of those that the algorithm leaves out"""
 
     def __post_init__(self) -> None:
         # Carried groups are at most `num_extra`, so those in their last round always have a place.
         assert 0 <= self.num_extra <= (self.num_wanted if self.max_rounds > 1 else 0), self
+        assert self.num_refills == 0 or self.max_rounds == 1, self
 
     @property
     def most_groups(self) -> int:
-        """Groups that a step works on, at most."""
+        """Groups that a step works on at once, at most."""
         return self.num_wanted + self.num_extra
 
 
@@ -67,15 +70,16 @@ class StepGroups:
         return [*(group.rounds + 1 for group in self.carried), *(1 for _ in self.new_serials)]
 
 
-def groups_of_step(carried: Sequence[CarriedGroup], step: int, rules: RoundRules) -> StepGroups:
-    """The groups of a step, counted from 1, before which `carried` was left over.
+def groups_of_step(carried: Sequence[CarriedGroup], step: int, rules: RoundRules, num_passed: int = 0) -> StepGroups:
+    """The groups of a step, counted from 1, before which `carried` was left over; with refills all it may begin.
 
-    Every step trains `num_wanted` groups, so the earlier ones began (step - 1) * num_wanted and those carried.
+    The earlier steps began (step - 1) * num_wanted groups, those carried, and `num_passed` others.
     """
-    num_begun = (step - 1) * rules.num_wanted + len(carried)
+    num_begun = (step - 1) * rules.num_wanted + len(carried) + num_passed
     most = rules.most_groups
     if rules.num_steps is not None:
         most = min(most, (rules.num_steps - step + 1) * rules.num_wanted)
+    most *= 1 + rules.num_refills
     return StepGroups(tuple(carried), range(num_begun, num_begun + max(0, most - len(carried))))
 
 
@@ -95,6 +99,17 @@ def quotas(rounds_by_taker: Sequence[Sequence[int]], rules: RoundRules) -> list[
         heapq.heapreplace(left, (over + 1, taker))
         numbers[taker] += 1
     return numbers
+
+
+def refill_size(num_wanted: int, num_begun: int, num_left: int) -> int:
+    """How many groups a step begins next, which began some of which the algorithm left `num_left`.
+
+    Half as many again as make up the `num_wanted` that it trains if as large a share of them is left: an attempt takes
+    as long as its longest response, so that one more costs more than a few prompts too many.
+    """
+    if num_left == 0:
+        return num_wanted
+    return min(num_wanted, -(-3 * (num_wanted - num_left) * num_begun // (2 * num_left)))
 
 
 class Quota:

@@ -68,6 +68,8 @@ class Samples:
         self.prompts = prompts
         self.group_size = group_size
         self.num_rows = len(prompts) * group_size
+        self._admitted = range(len(prompts))
+        """the groups that generation may have"""
         self._dock = dock
         self._dealer = Dealer(dock.rules, step, group_size)
         columns = prompt_columns(prompts)
@@ -95,6 +97,13 @@ class Samples:
         """The prompt that a row answers."""
         return self.prompts[row // self.group_size]
 
+    def admit(self, groups: range) -> None:
+        """Let generation have these groups and no others, shared out over all nodes. Nothing is communicated."""
+        self._admitted = groups
+        if self._dock.rules.locality:
+            homes = self._dock.rules.homes(len(groups), self.step).repeat(self.group_size)
+            self._lives.catalogue.homes[groups.start * self.group_size : groups.stop * self.group_size] = homes
+
     def deal_generation(self) -> list[int]:
         """The rows, in whole groups, that this rank generates: takers on a group's home node share its groups evenly.
 
@@ -102,6 +111,7 @@ class Samples:
         """
         state = WorkerState.GENERATION
         rows = self._lives.controllers[state].ready_rows(by_group=True)
+        rows = rows[np.isin(rows // self.group_size, self._admitted)]
         shares = self._dealer.deal_generation(rows, self._lives.catalogue)
         own, groups = self._claim(state, shares), self._dock.rules.row_groups.get(state)
         return (own if groups is None else shares.get(groups.leader, own)).tolist()
@@ -146,6 +156,12 @@ class Samples:
     def read(self, rows: Sequence[int], names: Iterable[str]) -> Batch:
         """Read columns of some rows without claiming them, as for a report. Only this rank takes part."""
         return self._dock.payload.get(np.asarray(rows, dtype=np.int64), sorted(names), self._lives.catalogue)
+
+    def read_dropped(self, names: Iterable[str]) -> Batch:
+        """Read columns of the rows that were dropped so far, each on the first rank of its node."""
+        rows = self._lives.dropped_rows()
+        is_here = (self._lives.catalogue.homes[rows] == self._dock.world.node) & (self._dock.world.local_rank == 0)
+        return self._dock.warehouse.get(rows[is_here], sorted(names))
 
     def put(self, state: WorkerState, batch: Batch) -> None:
         """Store columns that `state` made of rows that this rank took, each in the row's home.
@@ -260,6 +276,11 @@ class Samples:
         """The rows that this step is to train on, ascending: all but the deferred ones."""
         rows = np.arange(self.num_rows)
         return rows[~np.isin(rows, self._lives.deferred_rows())]
+
+    @property
+    def num_dropped(self) -> Mapping[str, int]:
+        """How many rows were dropped so far, by the reason."""
+        return self._lives.account().num_dropped
 
     @property
     def groups_to_train(self) -> Integers:

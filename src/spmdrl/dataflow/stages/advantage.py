@@ -46,12 +46,14 @@ class AdvantageStage:
         batch = samples.take(self.state)
         own = credit_inputs(batch, sorted(credit.columns_for_credit()), samples.group_size, self.settings)
         rows, inputs = of_all_ranks(replace(own, step=samples.step))
-        self._report(inputs.rewards_B, inputs.groups_B)
+        self._report(*_rewards_of_step(samples, rows, inputs))
         for name, values in credit.credit_metrics(inputs).items():
             self.recorder.mean(name, float(values.double().mean()))
         if (copies_B := credit.copies(inputs)) is not None:
             inputs.columns.put_dense(COPIES, copies_B)
-        kept = self._select(samples, credit.select(inputs), rows, batch.rows)
+        left_out = credit.select(inputs)
+        self._count(samples.num_dropped, drop_left_out(samples, left_out, rows, batch.rows))
+        kept = is_left(left_out, len(rows)).nonzero().squeeze(1)
         if kept.numel():
             of_rows = [name for name in ("response_ids", TURNS) if name in batch]
             own = batch.select(torch.isin(batch.rows, rows[kept]).nonzero().squeeze(1), of_rows)
@@ -59,17 +61,11 @@ class AdvantageStage:
         samples.commit(self.state)
         return credit.adapted(inputs)
 
-    def _select(self, samples: Samples, left_out: Mapping[str, Tensor], rows: Tensor, own_rows: Tensor) -> Tensor:
-        """Drop what the algorithm leaves out of all `rows`; returns the places of the others among them."""
-        is_kept = torch.ones(len(rows), dtype=torch.bool)
-        # A row has one reason, the first in the alphabet, as in the dock's accounts.
-        for reason, is_left_out in sorted(left_out.items()):
-            dropped = rows[is_left_out & is_kept]
-            is_kept &= ~is_left_out
-            samples.mark_dropped(own_rows[torch.isin(own_rows, dropped)].tolist(), reason)
-            self.recorder.alike(f"select/{reason}", len(dropped))
-        self.recorder.alike("select/dropped_rows", int((~is_kept).sum()))
-        return is_kept.nonzero().squeeze(1)
+    def _count(self, before: Mapping[str, int], now: Mapping[str, int]) -> None:
+        """Record how many rows were dropped, by generation before and now."""
+        for reason in {**now, **before}:
+            self.recorder.alike(f"select/{reason}", now.get(reason, 0) + before.get(reason, 0))
+        self.recorder.alike("select/dropped_rows", sum(now.values()) + sum(before.values()))
 
     def _report(self, rewards_B: Tensor, groups_B: Tensor) -> None:
         """The same numbers on every rank: recorded as means, they stay what they are."""
@@ -81,6 +77,36 @@ class AdvantageStage:
                 with np.errstate(invalid="ignore"):  # a reward beyond float32 is infinite, and warned of by the run
                     self.recorder.mean(f"reward_p{percent}", float(np.percentile(usable.numpy(), percent)))
         self.recorder.mean("frac_reward_zero_std", share_without_signal(rewards_B, groups_B))
+
+
+def is_left(left_out: Mapping[str, Tensor], num_rows: int) -> Tensor:
+    """Which rows [num_rows] no reason leaves out."""
+    return ~torch.stack([torch.zeros(num_rows, dtype=torch.bool), *left_out.values()]).any(0)
+
+
+def drop_left_out(
+    samples: Samples, left_out: Mapping[str, Tensor], rows: Tensor, own_rows: Tensor
+) -> Mapping[str, int]:
+    """Drop those of this rank's rows that are left out of all `rows`; returns how many of all are, by the reason."""
+    is_kept, counts = torch.ones(len(rows), dtype=torch.bool), dict[str, int]()
+    # A row has one reason, the first in the alphabet, as in the dock's accounts.
+    for reason, is_left_out in sorted(left_out.items()):
+        dropped = rows[is_left_out & is_kept]
+        is_kept &= ~is_left_out
+        samples.mark_dropped(own_rows[torch.isin(own_rows, dropped)].tolist(), reason)
+        counts[reason] = len(dropped)
+    return counts
+
+
+def _rewards_of_step(samples: Samples, rows: Tensor, inputs: CreditInputs) -> tuple[Tensor, Tensor]:
+    """Rewards and groups of all rows that were rewarded, beside `rows` of those that generation dropped. Collective."""
+    if not samples.num_dropped:
+        return inputs.rewards_B, inputs.groups_B
+    dropped = samples.read_dropped(["reward"])
+    all_rows = torch.cat([rows, _gathered(dropped.rows)])
+    order = all_rows.argsort()
+    rewards = torch.cat([inputs.rewards_B, _gathered(dropped.dense("reward"))])
+    return rewards[order], all_rows[order] // samples.group_size
 
 
 def share_without_signal(rewards_B: Tensor, groups_B: Tensor) -> float:

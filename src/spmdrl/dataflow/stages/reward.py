@@ -35,6 +35,8 @@ class RewardStage:
         self.config = config
         self.recorder = recorder
         self._rewards = StreamedRewards(pool, decode)
+        self._so_far = (0, 0, 0)
+        """the present step, how many of its rows failed, and how many there were"""
         self._groups: dict[int, Hashable] = {}
         """those of this step with responses that ended, by their places in its batch"""
 
@@ -45,9 +47,9 @@ class RewardStage:
         self._rewards.begin(ended)
 
     def __call__(self, samples: Samples) -> None:
-        """Wait for the rewards of the rows that this rank generated. Collective: every rank calls it once per step.
+        """Wait for the rewards of the rows that this rank generated. Collective.
 
-        Raises RewardFailure on every rank when more than `reward.max_error_rate` of the calls failed.
+        Raises RewardFailure on every rank when more than `reward.max_error_rate` of the step's calls failed so far.
         """
         rows = samples.take_generated(self.state)
         # Groups that go on in a later step aren't among them; their rewards wait in the pool.
@@ -57,12 +59,17 @@ class RewardStage:
         self._groups.clear()
         samples.put(self.state, columns_of(rows, results))
         report(results, self.recorder)
-        self._check_error_rate(results, samples.rows_of_step.size)
+        self._check_error_rate(results, samples.step)
         samples.commit(self.state)
 
-    def _check_error_rate(self, results: list[RewardResult], num_rows: int) -> None:
-        failed = sum(verdict in FAILURES for result in results for verdict in result.verdicts)
-        total = int(sum_over(torch.tensor([failed])))
+    def _check_error_rate(self, results: list[RewardResult], step: int) -> None:
+        failed = [verdict in FAILURES for result in results for verdict in result.verdicts]
+        known_step, total, num_rows = self._so_far
+        if known_step != step:
+            total = num_rows = 0
+        now, rows_now = sum_over(torch.tensor([sum(failed), len(failed)])).tolist()
+        total, num_rows = total + now, num_rows + rows_now
+        self._so_far = (step, total, num_rows)
         if total > self.config.max_error_rate * num_rows:
             own_error = next((result.error for result in results if result.error), None) or ""
             errors = [error.decode() for error in gather_bytes(own_error.encode()) if error]

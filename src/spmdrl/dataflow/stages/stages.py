@@ -9,6 +9,7 @@ from typing import Protocol
 from spmdrl.dataflow.samples.dock import Samples
 from spmdrl.dataflow.stages.advantage import AdvantageStage, Credit
 from spmdrl.dataflow.stages.critic.returns import ReturnsStage, Rewarding
+from spmdrl.dataflow.stages.rollout.refill import Refill
 from spmdrl.dataflow.stages.update import Learner, UpdateStage
 from spmdrl.observability.timeline.timeline import Timeline
 from spmdrl.types import WorkerState
@@ -32,15 +33,19 @@ class Stages:
     """Calls each worker state under the timeline's clock."""
 
     def __init__(
-        self, *, generation: Stage, without_actor: Sequence[Stage], with_actor: Sequence[Stage],
-        returns: ReturnsStage | None, advantage: AdvantageStage, with_credit: Sequence[Stage], update: UpdateStage,
-        timeline: Timeline, at_end: AtStageEnd,
+        self, *, attempt: Sequence[Stage], refill: Refill | None, without_actor: Sequence[Stage],
+        with_actor: Sequence[Stage], returns: ReturnsStage | None, advantage: AdvantageStage,
+        with_credit: Sequence[Stage], update: UpdateStage, timeline: Timeline, at_end: AtStageEnd,
     ):  # fmt: skip
-        """`at_end(step, stage)` is called at each stage's end: the place to record what memory is held."""
+        """`attempt` are the states that answer prompts, again wherever there is a `refill`.
+
+        `at_end(step, stage)` is called at each stage's end: the place to record what memory is held.
+        """
         self.without_actor = [self._timed(stage) for stage in without_actor]
         self.with_actor = [self._timed(stage) for stage in with_actor]
         self.with_credit = [self._timed(stage) for stage in with_credit]
-        self._generation = generation
+        self._attempt = [self._timed(stage) for stage in attempt]
+        self._refill = refill
         self._returns = returns
         self._advantage = advantage
         self._update = update
@@ -48,9 +53,13 @@ class Stages:
         self._at_end = at_end
 
     def generate(self, samples: Samples) -> None:
-        """Answer the prompts; rewards start as responses end. Collective."""
-        with self._stage(self._generation.state, samples):
-            self._generation(samples)
+        """Answer the prompts, and others in place of those that the algorithm leaves out. Collective.
+
+        Rewards start as responses end.
+        """
+        for _ in (None,) if self._refill is None else self._refill.attempts(samples):
+            for stage in self._attempt:
+                stage(samples)
 
     def credit(self, samples: Samples, credit: Crediting) -> Mapping[str, float]:
         """Turn rewards into returns, where a critic learns them, and advantages. Collective.

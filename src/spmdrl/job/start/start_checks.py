@@ -242,6 +242,12 @@ def check_sizes(config: Config, algorithm: Algorithm) -> None:
             f"rollout.num_generations is {rollout.num_generations}, but {config.algo.name} compares the responses to "
             f"one prompt; set it to {algorithm.min_responses} or more (8 is usual)"
         )
+    if algorithm.max_refills and rollout.partial_max_rounds > 1:
+        raise ValueError(
+            f"algo.max_refills is {algorithm.max_refills}, but rollout.partial_max_rounds is "
+            f"{rollout.partial_max_rounds}: a step that leaves responses to later ones lacks the rewards by which "
+            "prompts are replaced; set algo.max_refills to 0, or rollout.partial_max_rounds to 1"
+        )
     if config.debug.rollouts_from and config.data.eval is not None:
         raise ValueError(
             "debug.rollouts_from replays recorded responses, but evaluations need a model that answers; "

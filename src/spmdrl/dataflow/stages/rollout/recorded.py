@@ -19,7 +19,7 @@ from spmdrl.types import WorkerState
 class RecordedGeneration:
     """Answers the prompts of each step with what `source` recorded for them, or writes the answers into `target`.
 
-    Each replica's first rank writes its part of a step. Collective: every rank calls it once per step.
+    Each replica's first rank writes its part of a step. Collective: every rank calls it in each step, once or more.
     """
 
     state: ClassVar = WorkerState.GENERATION
@@ -34,6 +34,7 @@ class RecordedGeneration:
         if self._target is not None:
             generation = replace(generation, listeners=[*generation.listeners, self])
         self._generation = generation
+        self._step = 0
         self._responses: list[Response] = []
         self._prompts: dict[int, tuple[int, ...]] = {}
 
@@ -41,16 +42,18 @@ class RecordedGeneration:
         if self._replay is not None:
             self._replay.begin_step(samples.step)
             self._replay.wake_cache()
+        if samples.step != self._step:
+            self._step = samples.step
+            self._responses.clear()
+            self._prompts.clear()
         self._generation(samples)
         if self._target is not None:
             path = rollout_file(self._target, samples.step, self._generation.mesh.rank)
             with going_on_without(f"the rollouts of step {samples.step}", WRITE_FAILURES):
                 record_rollouts(path, self._responses, self._prompts)
-            self._responses.clear()
-            self._prompts.clear()
 
     def ended(self, ended: EndedResponses) -> None:
-        """Keep responses until the step's end."""
+        """Keep responses until the next step."""
         prompt_ids = tuple(ended.prompt.prompt_ids)
         self._responses += ended.by_member.values()
         self._prompts |= {response.row: prompt_ids for response in ended.by_member.values()}

@@ -1,0 +1,84 @@
+"""A step that generates more prompts in place of those that its algorithm leaves out (arXiv:2503.14476, section 3.2).
+
+opened --admitted--> generated, rewarded --left--> trained       (the first ones, in the order of prompts)
+                                         --left out or surplus--> dropped
+opened --never admitted--> deferred: the next step begins with them
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from spmdrl.dataflow.samples.carried import CarriedGroups
+from spmdrl.dataflow.samples.dock import Samples
+from spmdrl.dataflow.samples.rounds import refill_size
+from spmdrl.dataflow.samples.schema import rule_of
+from spmdrl.dataflow.stages.advantage import drop_left_out, is_left, of_all_ranks
+from spmdrl.dataflow.stages.rows import credit_inputs
+from spmdrl.observability.metrics import Recorder
+from spmdrl.resources.mesh import GenerationMesh
+from spmdrl.types import CreditInputs, CreditSettings, WorkerState
+
+SURPLUS = "surplus"
+"""The reason for which a prompt is dropped that came in beyond those that the step trains."""
+
+
+class Selecting(Protocol):
+    """The part of an algorithm that decides what is left."""
+
+    def columns_for_credit(self) -> frozenset[str]: ...
+    def select(self, inputs: CreditInputs) -> Mapping[str, Tensor]: ...
+
+
+@dataclass(frozen=True)
+class Refill:
+    """Admits prompts to generation until as many are left as the step trains, or as often as it may.
+
+    What it decides follows from rewards in the order of prompts, and so is the same on every rank and any number of
+    them.
+    """
+
+    carried: CarriedGroups
+    algorithm: Selecting
+    settings: CreditSettings
+    mesh: GenerationMesh
+    recorder: Recorder
+
+    def attempts(self, samples: Samples) -> Iterator[None]:
+        """Yields where admitted prompts are to be generated and rewarded, then decides about all rows. Collective.
+
+        The rows that the step doesn't train are dropped or deferred by then.
+        """
+        rules, size, own = self.carried.rules, samples.group_size, list[int]()
+        num_attempts, num_begun, groups = 0, 0, torch.empty(0)
+        while len(groups) < rules.num_wanted and num_attempts <= rules.num_refills:
+            num_attempts += 1
+            first, num_begun = num_begun, num_begun + refill_size(rules.num_wanted, num_begun, len(groups))
+            samples.admit(range(first, num_begun))
+            yield
+            own.extend(samples.generation_shares().get(self.mesh.rank, ()))
+            rows, left_out = self._selected(samples, own)
+            groups = (rows[is_left(left_out, len(rows))] // size).unique()
+        left_out |= {SURPLUS: torch.isin(rows // size, groups[rules.num_wanted :])}
+        drop_left_out(samples, left_out, rows, torch.tensor(own, dtype=torch.int64))
+        if self.mesh.rank == 0:
+            samples.mark_deferred(range(num_begun * size, samples.num_rows))
+        samples.commit(WorkerState.GENERATION)
+        self.carried.num_passed += num_begun - rules.num_wanted
+        self.recorder.alike("refill/attempts", num_attempts)
+        self.recorder.alike("refill/prompts", num_begun)
+        self.recorder.alike("refill/unfilled", max(0, rules.num_wanted - len(groups)))
+
+    def _selected(self, samples: Samples, own: list[int]) -> tuple[Tensor, dict[str, Tensor]]:
+        """All rows so far, and which of them the algorithm leaves out, by the reason; `own` are this rank's."""
+        made_by_now = (WorkerState.GENERATION, WorkerState.REWARD)
+        names = [name for name in samples.reads(WorkerState.ADVANTAGE) if rule_of(name).made_by in made_by_now]
+        columns = sorted(self.algorithm.columns_for_credit().intersection(names))
+        inputs = credit_inputs(samples.read(own, names), columns, samples.group_size, self.settings)
+        rows, of_all = of_all_ranks(replace(inputs, step=samples.step))
+        return rows, dict(self.algorithm.select(of_all))
