@@ -106,6 +106,11 @@ class AlgoConfig:
         )
 
     @property
+    def weighs_by_old(self) -> bool:
+        """Whether the loss of a token has a weight that compares with the policy that the step began with."""
+        return self.correction is not None or (self.kl_in_loss and self.kl_gradient == "importance")
+
+    @property
     def kl_in_loss(self) -> bool:
         return self.kl_coef > 0 and self.kl_in == "loss"
 
@@ -150,6 +155,11 @@ class Algorithm(ABC):
     def draws_rows(self) -> bool:
         """Whether `copies` draws the rows to train on."""
         return False
+
+    @property
+    def num_likeliest(self) -> int:
+        """How many of a teacher's likeliest tokens `policy_loss` rates in the place of each response token."""
+        return 0
 
     def columns_for_credit(self) -> frozenset[str]:
         """Columns that `advantages` needs beside the reward."""

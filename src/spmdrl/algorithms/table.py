@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from spmdrl.algorithms.actor_critic.pf_ppo import PfPpo, PfPpoConfig
 from spmdrl.algorithms.actor_critic.ppo import Ppo, PpoConfig
 from spmdrl.algorithms.algorithm import AlgoConfig, Algorithm
+from spmdrl.algorithms.distillation.gkd import Gkd, GkdConfig
 from spmdrl.algorithms.distillation.opd import Opd, OpdConfig
 from spmdrl.algorithms.policy.cispo import Cispo, CispoConfig
 from spmdrl.algorithms.policy.dapo import Dapo, DapoConfig
@@ -44,6 +45,7 @@ ALGORITHMS: Mapping[type[AlgoConfig], type[Algorithm]] = {
     ReinforcePpBaselineConfig: ReinforcePpBaseline,
     OnlineDpoConfig: OnlineDpo,
     OpdConfig: Opd,
+    GkdConfig: Gkd,
 }
 
 

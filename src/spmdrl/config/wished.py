@@ -144,7 +144,10 @@ _ANSWERS: tuple[tuple[str, str], ...] = (
         "set teacher.path to a model folder, and algo.name to opd",
     ),
     ("critic_warmup critic_warmup_steps", "set critic.warmup_steps, steps in which only the critic is trained"),
-    ("algo.name=on_policy_distillation algo.name=gkd", "it is named opd; teacher.path is the teacher"),
+    (
+        "algo.name=on_policy_distillation algo.name=distillation",
+        "opd distils by sampled tokens, gkd by distributions; teacher.path is the teacher",
+    ),
     ("algo.name=gae", "it is named ppo; critic.gamma and critic.lam are the estimate's"),
     ("algo.name=reinforce_plus_plus algo.name=reinforce++", "it is named reinforce_pp"),
     ("algo.name=reinforce_plus_plus_baseline", "it is named reinforce_pp_baseline"),

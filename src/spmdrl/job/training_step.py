@@ -26,6 +26,7 @@ from spmdrl.dataflow.stages.rollout.recorded import RecordedGeneration
 from spmdrl.dataflow.stages.rollout.refill import Refill
 from spmdrl.dataflow.stages.rollout.turns import RolloutTurns
 from spmdrl.dataflow.stages.stages import Stage, Stages
+from spmdrl.dataflow.stages.teacher.likeliest_tokens import LikeliestTokensStage
 from spmdrl.dataflow.stages.update import UpdatePlan, UpdateStage
 from spmdrl.dataflow.stages.update_report import ShownRows
 from spmdrl.engines.environment.environment_pool import EnvironmentPool
@@ -140,7 +141,9 @@ def build_stages(checked: CheckedRun, run: Run, parts: StageParts) -> Stages:
             trainer, is_base = parts.models[role].trainer, role is not state.role
             present = trainer.without_adapters if is_base else partial(parts.switching.present, role)
             kind = CutValueStage if role is CRITIC and critic is not None and critic.bootstraps else ScoreStage
-            stage = kind(state, trainer, present)
+            stage = kind(state, trainer, present) if state is not WorkerState.TEACHER_TOP else LikeliestTokensStage(
+                trainer, present, checked.algorithm.num_likeliest, parts.models[POLICY].source.decoder.vocab_size
+            )  # fmt: skip
             (with_actor if role.presence == "training" else without_actor).append(stage)
     plan = UpdatePlan(
         config.train.epochs_per_step, config.train.updates_per_step, config.rollout.max_completion_length,

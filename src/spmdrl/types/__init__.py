@@ -281,10 +281,12 @@ class TokenTerms:
     """under the weights being trained; carries the gradient"""
     entropy_R: Tensor
     columns: Mapping[str, Tensor]
-    """[R] each: `weights` and the columns that the algorithm reads"""
+    """[R, ...] each: `weights` and the columns that the algorithm reads"""
     row_of_token_R: Tensor
     """int64, the row within the micro-batch"""
     num_rows: int
+    others_RJ: Tensor | None = None
+    """log-probs of the teacher's likeliest tokens in the place of each response token; carry the gradient"""
 
 
 @dataclass(frozen=True)

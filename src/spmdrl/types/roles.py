@@ -78,7 +78,8 @@ class WorkerState(enum.Enum):
     GENERATION = "generation", "gen", POLICY, "generate"
     REWARD = "reward", "rew", None, None
     REFERENCE = "reference", "ref", REFERENCE, "score"
-    TEACHER = "teacher", "ref", TEACHER, "score"
+    TEACHER_TOP = "teacher_top", "ref", TEACHER, "score"
+    TEACHER = "teacher", "ref", TEACHER, "score"  # last, as it hides the model's name
     OLD_LOGPROBS = "old_logprobs", "lp", POLICY, "score"
     VALUES = "values", "lp", CRITIC, "score"
     RETURNS = "returns", "adv", None, None

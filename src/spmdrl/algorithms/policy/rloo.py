@@ -63,9 +63,7 @@ class Rloo(FromRewards, Clipped):
 
     def columns_for_loss(self, num_updates: int) -> frozenset[str]:
         # Without ratios only corrections compare with the policy that the step began with.
-        config = self.config
-        weighs_kl = config.kl_in_loss and config.kl_gradient == "importance"
-        reads_old = config.ratio_level != "none" or config.correction is not None or weighs_kl
+        reads_old = self.config.ratio_level != "none" or self.config.weighs_by_old
         return super().columns_for_loss(num_updates if reads_old else 1)
 
     def row_advantages(self, rewards_B: Tensor, groups_B: Tensor) -> Tensor:

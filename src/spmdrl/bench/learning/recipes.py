@@ -64,6 +64,7 @@ _CRITIC: Settings = {"critic.optim": "{lr: 1.0e-3, warmup_steps: 5}", "critic.la
 RECIPES: Mapping[str, Recipe] = {
     "ppo": Recipe(settings=_CRITIC),
     "pf_ppo": Recipe(settings=_CRITIC),
+    "gkd": Recipe(settings={"algo.top_k": 8}, needs_teacher=True),
     "opd": Recipe(needs_teacher=True),
 }
 

@@ -78,6 +78,9 @@ RULES: tuple[ColumnRule, ...] = (
     # The turn in which the model wrote a token, from 1, or 0 where an environment wrote it; only with an environment.
     replace(_per_response_token("turns", torch.int16, WorkerState.GENERATION, "prompt_ids"), is_always_made=False),
     _per_response_token("teacher_logprobs", torch.float32, WorkerState.TEACHER, _TOKENS),
+    # As many tokens in the place of each response token, by how likely the teacher finds them.
+    replace(_rule("teacher_top_ids", torch.int32, WorkerState.TEACHER_TOP, _TOKENS, ragged=True), is_always_made=False),
+    _rule("teacher_top_logprobs", torch.float32, WorkerState.TEACHER_TOP, _TOKENS, ragged=True),
 )
 
 PROMPT_COLUMNS = frozenset(rule.name for rule in RULES if rule.made_by is None)

@@ -19,7 +19,7 @@ from torch import Tensor
 from spmdrl.dataflow.samples.dock import Samples
 from spmdrl.dataflow.samples.schema import COPIES, length_column
 from spmdrl.engines.models.decoder import DecoderConfig
-from spmdrl.engines.training.batching.packed_rows import TokenRows
+from spmdrl.engines.training.batching.packed_rows import OTHER_TOKENS, TokenRows
 from spmdrl.engines.training.routing.routers import experts_of_rows
 from spmdrl.resources.device import to_device
 from spmdrl.types import Batch, CreditInputs, CreditSettings, offsets_of
@@ -27,6 +27,9 @@ from spmdrl.types import Batch, CreditInputs, CreditSettings, offsets_of
 ROUTED_EXPERTS = "routed_experts"
 TURNS = "turns"
 """The column that rows of an environment have: the turn in which the model wrote a token, from 1, or 0."""
+
+TOP_IDS = "teacher_top_ids"
+_SEVERAL_PER_TOKEN = (TOP_IDS, "teacher_top_logprobs")
 
 
 def credit_inputs(batch: Batch, names: Iterable[str], group_size: int, settings: CreditSettings) -> CreditInputs:
@@ -66,14 +69,14 @@ class ModelTokens:
         return self.offsets.diff()
 
     def pick(self, values: Tensor) -> Tensor:
-        """The values [R] of the model's tokens, from one per response token."""
+        """The values [R, ...] of the model's tokens, from one per response token."""
         return values if self.is_model is None else values[self.is_model]
 
     def spread(self, values_R: Tensor) -> Tensor:
-        """One value per response token, on the device of `values_R`: 0 where the environment wrote it."""
+        """One value [R, ...] per response token, on the device of `values_R`: 0 where the environment wrote it."""
         if self.is_model is None:
             return values_R
-        out = values_R.new_zeros(len(self.is_model))
+        out = values_R.new_zeros(len(self.is_model), *values_R.shape[1:])
         # Positions are found on the host: from a mask the device would have to count them while the host waits.
         out[to_device(self.is_model.nonzero().squeeze(1), out.device)] = values_R
         return out
@@ -123,7 +126,9 @@ def token_rows(
     """
     tokens_T, offsets = _join_ragged(batch, "prompt_ids", "response_ids")
     model_tokens = ModelTokens.of(batch)
-    response = {name: model_tokens.pick(batch.values(name)) for name in response_columns}
+    response = {name: model_tokens.pick(_by_token(batch, name)) for name in response_columns}
+    if TOP_IDS in response:
+        response[OTHER_TOKENS] = response.pop(TOP_IDS).long()
     experts_TLC = None
     if ROUTED_EXPERTS in batch:
         experts_TLC = experts_of_rows(batch.values(ROUTED_EXPERTS), offsets.diff(), model)
@@ -131,6 +136,12 @@ def token_rows(
     is_model_T = _written_by_model(batch, offsets, model_tokens)
     prompt_lengths_B = batch.lengths("prompt_ids")
     return TokenRows(tokens_T.long(), offsets, prompt_lengths_B, response, experts_TLC, is_model_T, unit_size)
+
+
+def _by_token(batch: Batch, name: str) -> Tensor:
+    """One value per response token, or [tokens, J] of a column with several."""
+    values, num_tokens = batch.values(name), batch.values("response_ids").numel()
+    return values.view(num_tokens, values.numel() // max(num_tokens, 1)) if name in _SEVERAL_PER_TOKEN else values
 
 
 def _written_by_model(batch: Batch, offsets: Tensor, model_tokens: ModelTokens) -> Tensor | None:

@@ -193,7 +193,9 @@ class PolicyLoss:
 
     def __call__(self, scores: Scores, micro: MicroBatch) -> LossTerms:
         columns = micro.response
-        terms = TokenTerms(scores.logprobs_R, scores.entropy_R, columns, micro.row_of_response_R, micro.num_rows)
+        terms = TokenTerms(
+            scores.logprobs_R, scores.entropy_R, columns, micro.row_of_response_R, micro.num_rows, scores.others_RJ
+        )
         token_loss = self.learner.loss(terms)
         copies_R = columns.get(COPIES)
         metrics = {name: _sum_and_count(values.detach(), copies_R) for name, values in token_loss.metrics.items()}

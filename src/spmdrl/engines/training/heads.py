@@ -5,7 +5,7 @@ parallelism it gets this rank's share of the tokens and answers for all of them;
 each rank computes its own logits, and only sums per place travel. All logits are never held at once.
 
 Shape letters: `T` packed tokens of the micro-batch, or this rank's equal share of them; `P` places to rate; `D` model
-width; `V` vocabulary, or this rank's part of it; `C` places of one chunk.
+width; `V` vocabulary, or this rank's part of it; `C` places of one chunk; `J` tokens that are rated at each place.
 """
 
 from __future__ import annotations
@@ -48,18 +48,68 @@ class LogprobHead:
     places_P: Tensor
     """The tokens that predict, by their place in the micro-batch."""
     targets_P: Tensor
-    """The token after each of them."""
+    """The token after each of them; or [P, J], that token and others."""
     vocabulary: VocabularyPart | None = None
     """Where a tensor axis cuts it, what this rank holds."""
     temperature: float = 1.0
 
-    def __call__(self, hidden_TD: Tensor, weight_VD: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(self, hidden_TD: Tensor, weight_VD: Tensor) -> tuple[Tensor, ...]:
+        """Log-probs and entropies [P]; where there are other tokens, their log-probs [P, J - 1] too."""
         if self.vocabulary is not None:
             hidden_TD = gather_rows(hidden_TD, self.vocabulary.axis)
         hidden_PD = hidden_TD[self.places_P]
         return logprobs_and_entropy(
             hidden_PD, weight_VD, self.targets_P, temperature=self.temperature, vocabulary=self.vocabulary
         )
+
+
+@dataclass(frozen=True)
+class LikeliestHead:
+    """The likeliest tokens after each place, and their log-probabilities: what a student compares its own with."""
+
+    places_P: Tensor
+    num_likeliest: int
+    """Tokens per place (J)."""
+    vocab_size: int
+    """Tokens from here on are never among them; their probability counts."""
+    vocabulary: VocabularyPart | None = None
+    """Where a tensor axis cuts it, what this rank holds."""
+    temperature: float = 1.0
+
+    def __call__(self, hidden_TD: Tensor, weight_VD: Tensor) -> tuple[Tensor, Tensor]:
+        """Token ids [P, J], int64, and log-probs [P, J], the likeliest first."""
+        if self.vocabulary is not None:
+            hidden_TD = gather_rows(hidden_TD, self.vocabulary.axis)
+        hidden_PD = hidden_TD[self.places_P]
+        widest = len(weight_VD) if self.vocabulary is None else self.vocabulary.widest
+        ids_PJ = self.places_P.new_empty(len(hidden_PD), self.num_likeliest)
+        logprobs_PJ = hidden_PD.new_empty(ids_PJ.shape, dtype=torch.float32)
+        for rows in _chunks(len(hidden_PD), widest, LOGITS_CHUNK_BYTES):
+            logits_CV = _logits(hidden_PD[rows], weight_VD, self.temperature)
+            ids_CJ, largest_CJ = self._largest(logits_CV)
+            _, _, normalizer_C = _rate(logits_CV, ids_CJ, self.vocabulary)
+            ids_PJ[rows], logprobs_PJ[rows] = ids_CJ, largest_CJ - normalizer_C[:, None]
+        return ids_PJ, logprobs_PJ
+
+    def _largest(self, logits_CV: Tensor) -> tuple[Tensor, Tensor]:
+        """The tokens with the largest logits, and these, each [C, J]."""
+        part, start = self.vocabulary, 0 if self.vocabulary is None else self.vocabulary.start
+        allowed_CV = logits_CV[:, : max(0, self.vocab_size - start)]
+        # Ranks must offer equally many, of which the last one may have too few.
+        num_own = self.num_likeliest if part is None else min(self.num_likeliest, part.widest)
+        missing = max(0, num_own - allowed_CV.shape[1])
+        largest_CJ, ids_CJ = F.pad(allowed_CV, (0, missing), value=-torch.inf).topk(num_own)
+        ids_CJ += start
+        if part is None:
+            return ids_CJ, largest_CJ
+        largest_CJ, ids_CJ = (_side_by_side(own_CJ, part.axis) for own_CJ in (largest_CJ, ids_CJ))
+        largest_CJ, places_CJ = largest_CJ.topk(self.num_likeliest)
+        return ids_CJ.gather(1, places_CJ), largest_CJ
+
+
+def _side_by_side(own_CJ: Tensor, axis: Axis) -> Tensor:
+    """The columns of all ranks [C, ranks * J]. Collective over the axis."""
+    return gather_rows(own_CJ, axis).unflatten(0, (axis.size, -1)).transpose(0, 1).flatten(1)
 
 
 @dataclass(frozen=True)
@@ -89,9 +139,11 @@ def logprobs_and_entropy(
     temperature: float = 1.0,
     vocabulary: VocabularyPart | None = None,
     chunk_bytes: int = LOGITS_CHUNK_BYTES,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """log p(target) [P] and entropy in nats [P] under p = softmax(hidden @ head.T / temperature), both float32.
 
+    With several targets per place, [P, J], the log-probs are those of the first, and those of the others [P, J - 1]
+    come third.
     The matrix product runs in the dtype of its inputs, all else in float32. Logits are computed chunk by chunk, and
     again in backward. Both outputs have gradients to `hidden_PD` and `head_weight_VD`.
 
@@ -99,7 +151,9 @@ def logprobs_and_entropy(
     hidden states and targets and get the same results. Going back from the same loss on each of them, the gradient
     to `hidden_PD` is this rank's part of a sum over the axis.
     """
-    return _LogprobsAndEntropy.apply(hidden_PD, head_weight_VD, targets_P, temperature, vocabulary, chunk_bytes)
+    targets_PJ = targets_P[:, None] if targets_P.ndim == 1 else targets_P
+    rated = _LogprobsAndEntropy.apply(hidden_PD, head_weight_VD, targets_PJ, temperature, vocabulary, chunk_bytes)
+    return rated[: targets_P.ndim + 1]
 
 
 class _LogprobsAndEntropy(torch.autograd.Function):
@@ -108,30 +162,37 @@ class _LogprobsAndEntropy(torch.autograd.Function):
         ctx: Any,
         hidden_PD: Tensor,
         head_weight_VD: Tensor,
-        targets_P: Tensor,
+        targets_PJ: Tensor,
         temperature: float,
         vocabulary: VocabularyPart | None,
         chunk_bytes: int,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         # Parts may differ in size, but their ranks must go through the same chunks.
         widest = len(head_weight_VD) if vocabulary is None else vocabulary.widest
-        chunks = list(_chunks(len(targets_P), widest, chunk_bytes))
-        logprobs_P = hidden_PD.new_empty(len(targets_P), dtype=torch.float32)
+        chunks = list(_chunks(len(targets_PJ), widest, chunk_bytes))
+        # Apart from each other, as FSDP2 wants no views.
+        logprobs_P = hidden_PD.new_empty(len(targets_PJ), dtype=torch.float32)
         entropy_P, normalizer_P = torch.empty_like(logprobs_P), torch.empty_like(logprobs_P)
+        others_PJ = logprobs_P.new_empty(len(targets_PJ), targets_PJ.shape[1] - 1)
         for rows in chunks:
             logits_CV = _logits(hidden_PD[rows], head_weight_VD, temperature)
-            logprobs_P[rows], entropy_P[rows], normalizer_P[rows] = _rate(logits_CV, targets_P[rows], vocabulary)
+            logprobs_CJ, entropy_P[rows], normalizer_P[rows] = _rate(logits_CV, targets_PJ[rows], vocabulary)
+            logprobs_P[rows], others_PJ[rows] = logprobs_CJ[:, 0], logprobs_CJ[:, 1:]
             # Else this chunk would outlive the computation of the next.
             del logits_CV
-        ctx.save_for_backward(hidden_PD, head_weight_VD, targets_P, entropy_P, normalizer_P)
+        ctx.save_for_backward(hidden_PD, head_weight_VD, targets_PJ, entropy_P, normalizer_P)
         ctx.temperature, ctx.vocabulary, ctx.chunks = temperature, vocabulary, chunks
         ctx.set_materialize_grads(False)
-        return logprobs_P, entropy_P
+        return logprobs_P, entropy_P, others_PJ
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden_PD, head_weight_VD, targets_P, entropy_P, normalizer_P = ctx.saved_tensors
-        by_logprob_P, by_entropy_P = (None if given is None else given / ctx.temperature for given in gradients)
+        hidden_PD, head_weight_VD, targets_PJ, entropy_P, normalizer_P = ctx.saved_tensors
+        by_first_P, by_entropy_P, by_others_PJ = (None if by is None else by / ctx.temperature for by in gradients)
+        by_logprob_PJ = None if by_first_P is None else by_first_P[:, None]
+        if by_others_PJ is not None:
+            first_P1 = by_others_PJ.new_zeros(len(by_others_PJ), 1) if by_logprob_PJ is None else by_logprob_PJ
+            by_logprob_PJ = torch.cat((first_P1, by_others_PJ), 1)
         by_hidden_PD = torch.zeros_like(hidden_PD)
         by_head_VD = torch.zeros_like(head_weight_VD, dtype=torch.float32)
         for rows in ctx.chunks:
@@ -139,12 +200,13 @@ class _LogprobsAndEntropy(torch.autograd.Function):
             by_logits_CV = _minus_expected(
                 logprobs_CV,
                 entropy_P[rows],
-                by_logprob_C=None if by_logprob_P is None else by_logprob_P[rows],
+                by_logprob_C=None if by_logprob_PJ is None else by_logprob_PJ[rows].sum(1),
                 by_entropy_C=None if by_entropy_P is None else by_entropy_P[rows],
             )
-            if by_logprob_P is not None:
-                columns_C, here_C = _columns(targets_P[rows], ctx.vocabulary)
-                by_logits_CV.scatter_add_(1, columns_C[:, None], (by_logprob_P[rows] * here_C)[:, None])
+            if by_logprob_PJ is not None:
+                rated_CJ = targets_PJ[rows, : by_logprob_PJ.shape[1]]
+                columns_CJ, here_CJ = _columns(rated_CJ, ctx.vocabulary)
+                by_logits_CV.scatter_add_(1, columns_CJ, by_logprob_PJ[rows] * here_CJ)
             del logprobs_CV
             by_logits_CV = by_logits_CV.to(head_weight_VD.dtype)
             by_hidden_PD[rows] = by_logits_CV @ head_weight_VD
@@ -167,13 +229,13 @@ def _logits(hidden_CD: Tensor, head_weight_VD: Tensor, temperature: float) -> Te
     return linear(hidden_CD, head_weight_VD).to(torch.float32).div_(temperature)
 
 
-def _columns(targets_C: Tensor, vocabulary: VocabularyPart | None) -> tuple[Tensor, Tensor | int]:
+def _columns(targets_CJ: Tensor, vocabulary: VocabularyPart | None) -> tuple[Tensor, Tensor | int]:
     """Where the targets are among this rank's logits, and whether they are."""
-    return (targets_C, 1) if vocabulary is None else vocabulary.local(targets_C)
+    return (targets_CJ, 1) if vocabulary is None else vocabulary.local(targets_CJ)
 
 
-def _rate(logits_CV: Tensor, targets_C: Tensor, vocabulary: VocabularyPart | None) -> tuple[Tensor, Tensor, Tensor]:
-    """log p(target), entropy and log of the sum of exp(logits), each [C]; overwrites `logits_CV`.
+def _rate(logits_CV: Tensor, targets_CJ: Tensor, vocabulary: VocabularyPart | None) -> tuple[Tensor, Tensor, Tensor]:
+    """log p(target) [C, J], entropy [C] and log of the sum of exp(logits) [C]; overwrites `logits_CV`.
 
     With z = logits - max and S = sum exp z these are z_t - log S, log S - sum(z exp z) / S and max + log S, so that
     only sums over the vocabulary are needed.
@@ -182,15 +244,16 @@ def _rate(logits_CV: Tensor, targets_C: Tensor, vocabulary: VocabularyPart | Non
     if vocabulary is not None:
         max_C = vocabulary.axis.max(max_C)
     logits_CV.sub_(max_C[:, None])
-    columns_C, here_C = _columns(targets_C, vocabulary)
-    target_C = logits_CV.gather(1, columns_C[:, None]).squeeze(1) * here_C
+    columns_CJ, here_CJ = _columns(targets_CJ, vocabulary)
+    target_CJ = logits_CV.gather(1, columns_CJ) * here_CJ
     exp_CV = logits_CV.exp()
     sum_C = exp_CV.sum(-1)
     weighted_C = exp_CV.mul_(logits_CV).sum(-1)
     if vocabulary is not None:
-        target_C, sum_C, weighted_C = vocabulary.axis.sum(torch.stack((target_C, sum_C, weighted_C)))
+        sums = vocabulary.axis.sum(torch.cat((target_CJ.T, sum_C[None], weighted_C[None])))
+        target_CJ, sum_C, weighted_C = sums[:-2].T, sums[-2], sums[-1]
     log_sum_C = sum_C.log()
-    return target_C - log_sum_C, log_sum_C - weighted_C / sum_C, max_C + log_sum_C
+    return target_CJ - log_sum_C[:, None], log_sum_C - weighted_C / sum_C, max_C + log_sum_C
 
 
 def _minus_expected(

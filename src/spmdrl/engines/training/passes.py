@@ -16,7 +16,7 @@ from spmdrl.engines.parallel.weight_cuts import VocabularyPart
 from spmdrl.engines.training.batching.packed_rows import MicroBatch, TokenRows, dummy_rows, to_microbatch
 from spmdrl.engines.training.context.context_parallel import at_places, share_of
 from spmdrl.engines.training.context.token_placement import num_places, place_tokens
-from spmdrl.engines.training.heads import LogprobHead, TokenHead, ValueHead
+from spmdrl.engines.training.heads import LikeliestHead, LogprobHead, TokenHead, ValueHead
 from spmdrl.engines.training.pipeline.pipeline_runner import PipelineRunner, sum_tied_gradients
 from spmdrl.engines.training.routing.routers import RecordingRoute, RoutedTokens, RoutingScope
 from spmdrl.engines.training.sharding.sharded_model import ShardedModel, local_gradients
@@ -25,6 +25,8 @@ from spmdrl.types.roles import Rating
 
 ToScalar = Callable[[MicroBatch, tuple[Tensor, ...]], Tensor]
 """What the last stage makes of a micro-batch and its head's ratings: the scalar from which backward starts."""
+HeadOf = Callable[[MicroBatch], TokenHead]
+"""The head of a micro-batch."""
 Collect = Callable[[MicroBatch, tuple[Tensor, ...]], None]
 """Takes over a micro-batch's ratings."""
 
@@ -64,10 +66,10 @@ class Passes:
             micro = self._placed(to_microbatch(chosen, members, self._device, self._rating), chosen, size)
             yield micro if scope is None else replace(micro, route=_recording_route(scope, chosen, micro))
 
-    def evaluate(self, micros: Iterable[MicroBatch], collect: Collect, *, temperature: float | None = None) -> None:
+    def evaluate(self, micros: Iterable[MicroBatch], collect: Collect, head_of: HeadOf) -> None:
         """Run forward without a gradient, and call `collect` on the ranks that hold the head.
 
-        At the model's own temperature unless another is given. Collective over the mesh.
+        Collective over the mesh.
         """
 
         def to_scalar(micro: MicroBatch, ratings: tuple[Tensor, ...]) -> Tensor:
@@ -77,48 +79,48 @@ class Passes:
         with torch.no_grad():
             if self._pipeline is None:
                 for micro in micros:
-                    self._run(self._model.stages[0], None, micro, to_scalar, temperature)
+                    self._run(self._model.stages[0], None, micro, to_scalar, head_of)
             else:
-                self._through_pipeline(self._pipeline.evaluate, list(micros), to_scalar, temperature)
+                self._through_pipeline(self._pipeline.evaluate, list(micros), to_scalar, head_of)
 
     def train(self, micros: Iterable[MicroBatch], to_scalar: ToScalar) -> None:
         """Add every micro-batch's gradient to the weights'. Collective over the mesh."""
         if self._pipeline is None:
             for micro in micros:
-                self._run(self._model.stages[0], None, micro, to_scalar).backward()
+                self._run(self._model.stages[0], None, micro, to_scalar, self.head).backward()
         else:
-            self._through_pipeline(self._pipeline.train, list(micros), to_scalar)
+            self._through_pipeline(self._pipeline.train, list(micros), to_scalar, self.head)
         self._sum_copies()
 
     def _through_pipeline(
-        self, run: Callable[..., Any], micros: list[MicroBatch], to_scalar: ToScalar, temperature: float | None = None
+        self, run: Callable[..., Any], micros: list[MicroBatch], to_scalar: ToScalar, head_of: HeadOf
     ) -> None:
         def compute(stage: Decoder, inputs: Tensor, microbatch: int) -> Tensor:
-            return self._run(stage, inputs, micros[microbatch], to_scalar, temperature)
+            return self._run(stage, inputs, micros[microbatch], to_scalar, head_of)
 
         num_tokens = micros[0].tokens_T.numel() // self._mesh.tensor.size
         run(len(micros), (num_tokens, self._model.config.hidden_size), self._dtype, compute)
 
     def _run(
-        self,
-        stage: Decoder,
-        inputs: Tensor | None,
-        micro: MicroBatch,
-        to_scalar: ToScalar,
-        temperature: float | None = None,
+        self, stage: Decoder, inputs: Tensor | None, micro: MicroBatch, to_scalar: ToScalar, head_of: HeadOf
     ) -> Tensor:
         """One stage's forward: hidden states for the next stage, or the scalar that the last one ends in."""
         first = micro.tokens_T if stage.span.embeds else inputs
-        out: Any = stage(first, micro.positions_T, micro.attend, self._head(micro, temperature), micro.route)
+        out: Any = stage(first, micro.positions_T, micro.attend, head_of(micro), micro.route)
         if not stage.span.heads:
             return out
         return to_scalar(micro, out if micro.gather_R is None else tuple(map(micro.gather_R, out)))
 
-    def _head(self, micro: MicroBatch, temperature: float | None) -> TokenHead:
+    def head(self, micro: MicroBatch, temperature: float | None = None) -> TokenHead:
+        """The model's own head, at its own temperature unless another is given."""
         if micro.targets_P is None:
             return ValueHead(micro.places_P, self._mesh.tensor)
         temperature = self._temperature if temperature is None else temperature
         return LogprobHead(micro.places_P, micro.targets_P, self._vocabulary, temperature)
+
+    def likeliest_head(self, micro: MicroBatch, num_likeliest: int, vocab_size: int) -> TokenHead:
+        """A head that finds the likeliest tokens of the first `vocab_size` after each place."""
+        return LikeliestHead(micro.places_P, num_likeliest, vocab_size, self._vocabulary, self._temperature)
 
     def _size(self, rows: TokenRows) -> int:
         """Tokens and padding of all context ranks; each rank's are a multiple of the tensor axis's size.

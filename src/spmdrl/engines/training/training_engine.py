@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated, Literal
 
 import torch
@@ -20,9 +21,16 @@ from spmdrl.engines.training.batching.microbatch import (
     DEFAULT_TOKENS_PER_MICROBATCH_ON_CPU,
     plan_microbatches,
 )
-from spmdrl.engines.training.batching.packed_rows import LossFunction, LossTerms, MicroBatch, Scores, TokenRows
+from spmdrl.engines.training.batching.packed_rows import (
+    Likeliest,
+    LossFunction,
+    LossTerms,
+    MicroBatch,
+    Scores,
+    TokenRows,
+)
 from spmdrl.engines.training.heads import check_head
-from spmdrl.engines.training.passes import Passes
+from spmdrl.engines.training.passes import HeadOf, Passes
 from spmdrl.engines.training.routing.router_statistics import RouterStatistics
 from spmdrl.engines.training.routing.routers import RoutingConfig, RoutingScope
 from spmdrl.engines.training.sharding.parallelize import Precision, build_sharded_model, check_layout
@@ -136,11 +144,26 @@ class TrainingEngine:
         device = self.device.torch_device
         logprobs_R = torch.zeros(rows.num_response_tokens, dtype=torch.float32, device=device)
         entropy_R = torch.zeros_like(logprobs_R)
-        for members, ratings in self._ratings("score", rows, temperature=temperature):
+        head_of = partial(self._passes.head, temperature=temperature)
+        for members, ratings in self._ratings("score", rows, head_of):
             index = to_device(rows.response_index(members), device)
             for found_R, rated_R in zip((logprobs_R, entropy_R), ratings, strict=True):
                 found_R[index] = rated_R
         return Scores(*map(self.mesh.pipeline.sum, (logprobs_R, entropy_R)))
+
+    def likeliest(self, rows: TokenRows, num_likeliest: int, vocab_size: int) -> Likeliest:
+        """The likeliest tokens in each response token's place; on the device, in row order. Collective.
+
+        At the engine's temperature, of the whole vocabulary; tokens from `vocab_size` on are never among them.
+        """
+        shape, device = (rows.num_response_tokens, num_likeliest), self.device.torch_device
+        ids_RJ = torch.zeros(shape, dtype=torch.int64, device=device)
+        logprobs_RJ = torch.zeros(shape, dtype=torch.float32, device=device)
+        head_of = partial(self._passes.likeliest_head, num_likeliest=num_likeliest, vocab_size=vocab_size)
+        for members, ratings in self._ratings("score", rows, head_of):
+            index = to_device(rows.response_index(members), device)
+            ids_RJ[index], logprobs_RJ[index] = ratings
+        return Likeliest(*map(self.mesh.pipeline.sum, (ids_RJ, logprobs_RJ)))
 
     def values(self, rows: TokenRows) -> Tensor:
         """What a value head gives for rows, on the device: [R], or [B] of a reward model. Collective over the mesh."""
@@ -149,7 +172,7 @@ class TrainingEngine:
         by_token, device = self.rating == "token_values", self.device.torch_device
         size = rows.num_response_tokens if by_token else len(rows)
         values = torch.zeros(size, dtype=torch.float32, device=device)
-        for members, ratings in self._ratings("rate", rows):
+        for members, ratings in self._ratings("rate", rows, self._passes.head):
             index = rows.response_index(members) if by_token else torch.tensor(members, dtype=torch.int64)
             values[to_device(index, device)] = ratings[0]
         return self.mesh.pipeline.sum(values)
@@ -265,9 +288,7 @@ class TrainingEngine:
         )
         return [[unit * size + place for unit in members for place in range(size)] for members in units]
 
-    def _ratings(
-        self, action: str, rows: TokenRows, *, temperature: float | None = None
-    ) -> list[tuple[Sequence[int], tuple[Tensor, ...]]]:
+    def _ratings(self, action: str, rows: TokenRows, head_of: HeadOf) -> list[tuple[Sequence[int], tuple[Tensor, ...]]]:
         """The members and ratings of each micro-batch, on the device; none on ranks without the head. Collective.
 
         All of them, since reading those of one micro-batch would wait for the device before the next is queued.
@@ -280,7 +301,7 @@ class TrainingEngine:
 
         if plan := self._plan(rows):
             scope = self._routing_scope(rows) if rows.experts_TLC is not None else None
-            self._passes.evaluate(self._passes.prepare(rows, plan, scope), collect, temperature=temperature)
+            self._passes.evaluate(self._passes.prepare(rows, plan, scope), collect, head_of)
         return found
 
     def _routing_scope(self, rows: TokenRows) -> RoutingScope | None:

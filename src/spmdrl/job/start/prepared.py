@@ -67,6 +67,11 @@ def prepare(checked: CheckedRun, source: ModelSource) -> Prepared:
             check_layout(other.decoder, checked.layout)
     tokenizer = ModelTokenizer(folder)
     _check_stop_tokens(tokenizer, source.decoder)
+    if checked.algorithm.num_likeliest > source.decoder.vocab_size:
+        raise ValueError(
+            f"algo.top_k is {checked.algorithm.num_likeliest}, but the model's vocabulary has "
+            f"{source.decoder.vocab_size} tokens; lower algo.top_k"
+        )
     if TEACHER in sources:
         tokenizer.check_same_tokens(ModelTokenizer(sources[TEACHER].folder))
     train, held_out = (

@@ -33,9 +33,10 @@ from spmdrl.resources.device import find_device
 from spmdrl.resources.layout import UpdateLayout, check_generation_layout, fit_update_layout
 from spmdrl.resources.startup.launch import LaunchEnvironment, read_launch_environment
 from spmdrl.types import CreditSettings, WorkerState
-from spmdrl.types.roles import POLICY, REFERENCE, ROLES, Role
+from spmdrl.types.roles import POLICY, REFERENCE, ROLES, TEACHER, Role
 
 Verb = Literal["train", "sft", "eval", "generate", "check"]
+_OF_TEACHER = tuple(state for state in WorkerState if state.role is TEACHER)
 _TRAINED = ("train", "sft", "check")
 
 
@@ -189,7 +190,7 @@ def states_of(config: Config, algorithm: Algorithm) -> dict[WorkerState, frozens
 
 def _check_teacher(config: Config, columns: frozenset[str]) -> None:
     """Refuse an algorithm that reads what a teacher makes, without one, and a teacher that nothing is read of."""
-    made = {name for name in columns if rule_of(name).made_by is WorkerState.TEACHER}
+    made = {name for name in columns if rule_of(name).made_by in _OF_TEACHER}
     if made and config.teacher is None:
         raise ValueError(
             f"algo.name is {config.algo.name}, which distils a teacher, but there is none; set teacher.path to a model "
@@ -198,7 +199,7 @@ def _check_teacher(config: Config, columns: frozenset[str]) -> None:
     if config.teacher is not None and not made:
         raise ValueError(
             f"teacher.path is {config.teacher.path}, but algo.name {config.algo.name} distils no teacher; set "
-            "algo.name to opd, or leave teacher out"
+            "algo.name to opd or gkd, or leave teacher out"
         )
 
 

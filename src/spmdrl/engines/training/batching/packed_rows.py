@@ -1,6 +1,7 @@
 """What a training engine takes and gives: packed rows in, scores and loss terms out.
 
-Shape letters: `B` rows, `T` packed tokens, `R` packed response tokens of those rows, `P` places to rate.
+Shape letters: `B` rows, `T` packed tokens, `R` packed response tokens of those rows, `P` places to rate, `J` further
+tokens that are rated in each place.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from spmdrl.resources.device import to_device
 from spmdrl.types import gather_ragged_rows, offsets_of
 from spmdrl.types.roles import Rating
 
+OTHER_TOKENS = "other_tokens"
+"""A column of token ids [R, J]: further tokens, which the head rates in the place of each response token."""
+
 
 @dataclass(frozen=True)
 class TokenRows:
@@ -33,7 +37,7 @@ class TokenRows:
     prompt_lengths_B: Tensor
     """Tokens of each row that are given, not learned."""
     response: dict[str, Tensor] = field(default_factory=dict)
-    """Values per response token, packed over rows [R]."""
+    """Values per response token, packed over rows [R, ...]."""
     experts_TLC: Tensor | None = None
     """Experts that each token is to use in each sparse layer, -1 where the router chooses."""
     is_model_T: Tensor | None = None
@@ -103,6 +107,12 @@ class TokenRows:
         shift_B = self.offsets[:-1] + self.prompt_lengths_B - 1 - bounds[:-1]
         return torch.arange(int(bounds[-1])) + shift_B.repeat_interleave(bounds.diff())
 
+    def targets_at(self, places_P: Tensor) -> Tensor:
+        """The tokens to rate after the places that log-probs are rated at: [P], or [P, 1 + J] with others."""
+        next_P = self.tokens_T[places_P + 1]
+        others_PJ = self.response.get(OTHER_TOKENS)
+        return next_P if others_PJ is None else torch.cat((next_P[:, None], others_PJ), 1)
+
     def select(self, rows: Sequence[int]) -> TokenRows:
         """Copy the rows at these positions, whole units, in that order."""
         index = torch.as_tensor(rows, dtype=torch.int64)
@@ -159,7 +169,7 @@ class MicroBatch:
     places_P: Tensor
     """The tokens to rate: for log-probs, the one before each response token."""
     targets_P: Tensor | None
-    """The token after each of them; None under a value head."""
+    """The token after each of them, or [P, 1 + J] with others beside it; None under a value head."""
     route: RecordingRoute | None = None
     source_T: Tensor | None = None
     """The packed token that each token is, -1 at padding; None where all are there in order."""
@@ -185,7 +195,7 @@ def to_microbatch(rows: TokenRows, members: Sequence[int], device: torch.device,
         # The offsets stay on the host, so that nothing waits for the device.
         attend=PackedCausalAttention(rows.offsets),
         places_P=to_device(places_P, device),
-        targets_P=to_device(rows.tokens_T[places_P + 1], device) if rating == "logprobs" else None,
+        targets_P=to_device(rows.targets_at(places_P), device) if rating == "logprobs" else None,
     )
 
 
@@ -197,6 +207,8 @@ class Scores:
     """Log-probability of each response token under softmax(logits / temperature), float32."""
     entropy_R: Tensor
     """Entropy in nats of the distribution that each response token was drawn from, float32."""
+    others_RJ: Tensor | None = None
+    """Log-probabilities of the tokens that the rows have beside each response token, in its place; float32."""
 
 
 @dataclass(frozen=True)
@@ -214,6 +226,16 @@ class LossTerms:
         """The same without a graph, which would keep the micro-batch alive."""
         metrics = {name: (total.detach(), count.detach()) for name, (total, count) in self.metrics.items()}
         return LossTerms(self.loss.detach(), metrics, {name: value.detach() for name, value in self.maxima.items()})
+
+
+@dataclass(frozen=True)
+class Likeliest:
+    """The likeliest tokens in the place of each response token, the likeliest first."""
+
+    ids_RJ: Tensor
+    """Token ids, int64."""
+    logprobs_RJ: Tensor
+    """Log-probability of each under softmax(logits / temperature) over the whole vocabulary, float32."""
 
 
 LossFunction = Callable[[Any, MicroBatch], LossTerms]

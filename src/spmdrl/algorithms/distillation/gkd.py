@@ -1,0 +1,111 @@
+"""Generalized knowledge distillation on the policy's own responses (arXiv:2306.13649, Eq. 1 and 2).
+
+q, p = teacher's and policy's probabilities of the teacher's top_k tokens, and of any other token (the tail)
+L = KL(q || p) (forward), KL(p || q) (reverse), or
+L = beta KL(q || m) + (1 - beta) KL(p || m) with m = beta q + (1 - beta) p (jsd)
+
+The tail makes q and p distributions, so that L is a divergence: never negative, 0 only where they are equal, at most
+that of the whole vocabulary, and exactly that where top_k is its size.
+
+Shape letters: `R` response tokens, packed; `J` tokens that are compared in the place of each of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import torch
+from annotated_types import Ge, Interval
+from torch import Tensor
+
+from spmdrl.algorithms.algorithm import AlgoConfig, Algorithm
+from spmdrl.types import CreditInputs, TokenLoss, TokenTerms
+
+Divergence = Literal["forward", "reverse", "jsd"]
+
+
+@dataclass(frozen=True)
+class GkdConfig(AlgoConfig):
+    """A divergence between the distributions of a teacher and the policy, as the loss (arXiv:2306.13649)."""
+
+    name: Literal["gkd"] = "gkd"
+    """the algorithm"""
+    kl_in: Literal["loss"] = "loss"
+    """the KL term to the reference model is added to each token's loss"""
+    top_k: Annotated[int, Ge(1)] = 32
+    """likeliest tokens of the teacher that are compared in each token's place; all others are compared as one"""
+    divergence: Divergence = "jsd"
+    """forward: KL(teacher || policy), which covers all that the teacher does; reverse: KL(policy || teacher), which
+    keeps to what it does most; jsd: between both, by beta"""
+    beta: Annotated[float, Interval(gt=0, lt=1)] = 0.5
+    """the teacher's share of the mixture that jsd compares both with; near 0 its gradient is that of forward, near 1
+    that of reverse"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.beta != 0.5 and self.divergence != "jsd":
+            raise ValueError(
+                f"algo.beta is {self.beta}, but algo.divergence {self.divergence} has no mixture; set "
+                "algo.divergence to jsd, or leave algo.beta out"
+            )
+        if self.off_policy_bound is not None:
+            raise ValueError(
+                f"algo.off_policy_bound is {self.off_policy_bound}, but it leaves out rows with negative advantages, "
+                "of which gkd has none; leave it out"
+            )
+
+
+@dataclass(frozen=True)
+class Gkd(Algorithm):
+    """The loss of each token is the divergence in its place; rewards are only reported."""
+
+    config: GkdConfig
+
+    @property
+    def num_likeliest(self) -> int:
+        return self.config.top_k
+
+    def columns_for_loss(self, num_updates: int) -> frozenset[str]:
+        # Without ratios only corrections compare with the policy that the step began with.
+        columns = super().columns_for_loss(num_updates if self.config.weighs_by_old else 1)
+        return columns | {"teacher_top_ids", "teacher_top_logprobs"}
+
+    def needs_signal(self) -> bool:
+        return False
+
+    def select(self, inputs: CreditInputs) -> Mapping[str, Tensor]:
+        return {}
+
+    def advantages(self, inputs: CreditInputs) -> Tensor:
+        """Alike for all rows: how much each is trained on."""
+        return torch.ones_like(inputs.rewards_B)
+
+    def policy_loss(self, terms: TokenTerms, old_logprobs_R: Tensor) -> TokenLoss:
+        assert terms.others_RJ is not None, "the update rates the teacher's likeliest tokens"
+        teacher_RJ, policy_RJ = with_tail(terms.columns["teacher_top_logprobs"]), with_tail(terms.others_RJ)
+        loss_R = divergence(teacher_RJ, policy_RJ, self.config.divergence, self.config.beta)
+        return TokenLoss(loss_R, {"teacher/divergence": loss_R})
+
+
+def with_tail(logprobs_RJ: Tensor) -> Tensor:
+    """The log-probs of some tokens, and that of all others together [R, J + 1]."""
+    left_R1 = 1 - logprobs_RJ.exp().sum(-1, keepdim=True)
+    # Rounding may leave nothing of a small rest.
+    return torch.cat((logprobs_RJ, left_R1.clamp(min=torch.finfo(left_R1.dtype).eps).log()), -1)
+
+
+def divergence(teacher_RJ: Tensor, policy_RJ: Tensor, kind: Divergence, beta: float) -> Tensor:
+    """Of two distributions, given by their log-probs, in each place [R]."""
+    if kind == "forward":
+        return _kl(teacher_RJ, policy_RJ)
+    if kind == "reverse":
+        return _kl(policy_RJ, teacher_RJ)
+    shares = torch.tensor([beta, 1 - beta], dtype=torch.float64).log().tolist()
+    mixture_RJ = torch.logaddexp(teacher_RJ + shares[0], policy_RJ + shares[1])
+    return beta * _kl(teacher_RJ, mixture_RJ) + (1 - beta) * _kl(policy_RJ, mixture_RJ)
+
+
+def _kl(of_RJ: Tensor, to_RJ: Tensor) -> Tensor:
+    return (of_RJ.exp() * (of_RJ - to_RJ)).sum(-1)

@@ -1,0 +1,29 @@
+"""The teacher's likeliest tokens in the place of each response token, which a student's whole distribution is drawn to.
+
+Shape letters: `R` packed response tokens that the model wrote; `J` likeliest tokens.
+"""
+
+from __future__ import annotations
+
+from spmdrl.dataflow.stages.inference import Presence, ScoreStage
+from spmdrl.dataflow.stages.rows import ModelTokens, token_rows
+from spmdrl.engines.training.training_engine import TrainingEngine
+from spmdrl.types import Batch, WorkerState, offsets_of
+
+
+class LikeliestTokensStage(ScoreStage):
+    """Puts the ids and log-probs of the teacher's likeliest tokens, as many for each response token."""
+
+    def __init__(self, engine: TrainingEngine, presence: Presence, num_likeliest: int, vocab_size: int):
+        """`vocab_size` is that of the policy: a larger teacher's further tokens have no text."""
+        super().__init__(WorkerState.TEACHER_TOP, engine, presence)
+        self.num_likeliest = num_likeliest
+        self.vocab_size = vocab_size
+
+    def _scored(self, batch: Batch) -> Batch:
+        rows = token_rows(batch, self.engine.config)
+        found, model_tokens = self.engine.likeliest(rows, self.num_likeliest, self.vocab_size), ModelTokens.of(batch)
+        scored, offsets = Batch(batch.rows), offsets_of(batch.lengths("response_ids") * self.num_likeliest)
+        scored.put_ragged("teacher_top_ids", model_tokens.spread(found.ids_RJ.int()).flatten(), offsets)
+        scored.put_ragged("teacher_top_logprobs", model_tokens.spread(found.logprobs_RJ).flatten(), offsets)
+        return scored
