@@ -12,6 +12,8 @@ from spmdrl.types import Batch, CreditInputs, CreditSettings, TokenTerms
 
 MAX_LENGTH = 7
 PART_WEIGHTS = (0.5, 2.0)
+# By how much a teacher's likeliest tokens are less likely than the token that was drawn.
+BELOW = (0.5, 0.9, 2.0)
 SETTINGS = CreditSettings(("first", "second"), PART_WEIGHTS, MAX_LENGTH)
 
 
@@ -81,10 +83,12 @@ class Rows:
             "old_logprobs": packed(self.old),
             "rollout_logprobs": packed(self.rollout),
             "ref_logprobs": packed(self.reference),
+            "teacher_top_logprobs": packed(self.teacher)[:, None] - torch.tensor(BELOW, dtype=torch.float64),
         }
         lengths = torch.tensor(self.lengths)
         row_R = torch.arange(len(lengths)).repeat_interleave(lengths)
-        return TokenTerms(policy_R, torch.zeros_like(policy_R), columns, row_R, len(lengths))
+        others_RJ = policy_R[:, None] - torch.tensor(BELOW, dtype=torch.float64).flip(0)
+        return TokenTerms(policy_R, torch.zeros_like(policy_R), columns, row_R, len(lengths), others_RJ)
 
 
 def packed(rows: list[np.ndarray]) -> torch.Tensor:

@@ -122,6 +122,8 @@ def test_equal_rewards_of_a_group_give_advantages_of_exactly_zero(algorithm, len
     # Where rewards are compared over the batch, all of it is equal.
     if not algorithm.columns_for_credit().isdisjoint({"values", "returns", "teacher_logprobs"}):
         pytest.skip("its advantages compare with a critic's values or a teacher's log-probs")
+    if algorithm.num_likeliest:
+        pytest.skip("it learns from a teacher's distribution, whatever the rewards")
     is_equal = np.array([group == rows.groups[0] or algorithm.min_responses == 1 for group in rows.groups])
     # In float32, as rewards come.
     inputs = replace(rows, rewards=np.where(is_equal, reward, rows.rewards)).inputs(torch.float32)

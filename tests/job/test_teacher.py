@@ -95,6 +95,35 @@ def test_a_run_is_not_gone_on_with_under_another_teacher(teacher, whole, tmp_pat
     assert refused.returncode == 2 and "the teacher's weights was" in refused.stderr
 
 
+WHOLE_DISTRIBUTION = ["algo={name: gkd, top_k: 6}", "optim.lr=0.01"]
+
+
+@pytest.fixture(scope="module")
+def alone(teacher, tmp_path_factory) -> Path:
+    """A run on one rank that compares whole distributions."""
+    folder = tmp_path_factory.mktemp("alone")
+    settings = [*distilled(teacher), *WHOLE_DISTRIBUTION, "train.max_steps=30", f"run.dir={folder / 'run'}"]
+    finished(run_job("train", tiny_config(folder), *settings))
+    return folder
+
+
+def test_the_policys_distribution_comes_near_the_teachers(alone):
+    divergences = [step["teacher/divergence"] for step in metrics_of(alone / "run")]
+    assert sum(divergences[-3:]) < 0.5 * sum(divergences[:3]), divergences
+    assert metrics_of(alone / "run")[-1]["health/steps_without_signal"] == 0
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("axis", ["shard", "tensor", "context", "pipeline"])
+def test_two_ranks_compare_the_same_distributions(teacher, alone, tmp_path, axis):
+    settings = [*distilled(teacher), *WHOLE_DISTRIBUTION, "train.max_steps=2", "checkpoint.interval=0"]
+    settings += [f"resources.update={{shard: 1, {axis}: 2}}" if axis != "shard" else "resources.update.shard=2"]
+    finished(run_job("train", tiny_config(tmp_path), *settings, f"run.dir={tmp_path / 'run'}", ranks=2))
+    names = ("teacher/divergence", "loss", "grad_norm", "reward", "entropy")
+    for one, two in zip(metrics_of(alone / "run"), metrics_of(tmp_path / "run"), strict=False):
+        assert {name: two[name] for name in names} == pytest.approx({name: one[name] for name in names}, 1e-4)
+
+
 def test_a_model_that_can_not_be_the_teacher_is_refused(teacher, tmp_path):
     config, model = tiny_config(tmp_path), teacher / "initial_model"
 
@@ -106,6 +135,8 @@ def test_a_model_that_can_not_be_the_teacher_is_refused(teacher, tmp_path):
     assert "algo.name grpo distils no teacher" in refused(f"teacher.path={teacher}")
     assert "teacher.path is empty" in refused("algo.name=opd", "teacher.path=''")
     assert "set teacher.path to a model" in refused("algo.name=opd")
+
+    assert "lower algo.top_k" in refused("algo={name: gkd, top_k: 99}", f"teacher.path={teacher}")
 
     other = tmp_path / "other"
     shutil.copytree(model, other)

@@ -26,6 +26,7 @@ from spmdrl.resources.mesh import build_update_mesh
 from spmdrl.resources.world import World
 from spmdrl.types import Batch, LossScope
 
+TOP = ("teacher_top_ids", "teacher_top_logprobs")
 COLUMNS = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages")
 CONFIGS = [
     *(config() for config in ALGORITHMS),
@@ -52,6 +53,9 @@ def rows_of(turns: list[list[int]], seed: int) -> tuple[Batch, Tensor]:
         values = [float(draw(own if turn else other)) for row in turns for turn in row]
         batch.put_ragged(name, torch.tensor(values), offsets)
     versions = [int(draw(own if turn else other) > 0) for row in turns for turn in row]
+    for name, dtype in (("teacher_top_ids", torch.int32), ("teacher_top_logprobs", torch.float32)):
+        several = [[float(draw(own if turn else other).abs()) for turn in row for _ in range(2)] for row in turns]
+        batch.put_lists(name, [[-value for value in row] for row in several], dtype)
     batch.put_ragged("versions", torch.tensor(versions, dtype=torch.int32), offsets)
     num_own = sum(turn > 0 for row in turns for turn in row)
     return batch, torch.randn(num_own, generator=own)
@@ -73,12 +77,15 @@ def test_what_an_environment_inserts_changes_no_loss_gradient_or_metric(device, 
         scope = LossScope(int(tokens.lengths_B.sum()), len(batch), 16)
         weights = tokens.spread(learner.token_weights(tokens.lengths_B, scope).float())
         batch.put_ragged("weights", weights, batch.offsets(TURNS))
-        packed = token_rows(batch, MODEL, [*COLUMNS, "versions", "weights"])
+        packed = token_rows(batch, MODEL, [*COLUMNS, *TOP, "versions", "weights"])
         micro = to_microbatch(packed, range(len(packed)), device, "logprobs")
         logprobs_R = logprobs_R.to(device).requires_grad_()
-        terms = PolicyLoss(learner, 0, "column", None)(Scores(logprobs_R, logprobs_R.detach().exp()), micro)
+        terms = PolicyLoss(learner, 0, "column", None)(
+            Scores(logprobs_R, logprobs_R.detach().exp(), logprobs_R[:, None] - torch.arange(1.0, 3.0, device=device)),
+            micro,
+        )
         terms.loss.backward()
-        assert micro.targets_P.tolist() == tokens.pick(batch.values("response_ids")).tolist()
+        assert micro.targets_P[:, 0].tolist() == tokens.pick(batch.values("response_ids")).tolist()
         assert batch.values("weights").sum() == pytest.approx(float(tokens.pick(batch.values("weights")).sum()))
         results.append((terms.loss, logprobs_R.grad, terms.metrics | terms.maxima))
     (loss, gradient, metrics), (expected_loss, expected_gradient, expected_metrics) = results

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from spmdrl.engines.parallel.weight_cuts import VocabularyPart
-from spmdrl.engines.training.heads import logprobs_and_entropy
+from spmdrl.engines.training.heads import LikeliestHead, logprobs_and_entropy
 from spmdrl.resources.layout import UpdateLayout
 from spmdrl.resources.mesh import build_update_mesh
 from spmdrl.resources.world import World
@@ -180,3 +180,77 @@ def test_parts_of_a_vocabulary_rate_as_the_whole_does():
     close = {"rtol": 2e-5, "atol": 5e-6}
     torch.testing.assert_close(sum(outputs[2] for outputs in answers).double(), hidden_RD.grad, **close)
     torch.testing.assert_close(torch.cat([outputs[3] for outputs in answers]).double(), head_weight_VD.grad, **close)
+
+
+NUM_TARGETS = 3
+
+
+def several_targets() -> Tensor:
+    """Other tokens beside the first target, which may be among them."""
+    generator = torch.Generator().manual_seed(5)
+    others_RJ = torch.randint(0, VOCAB, (NUM_ROWS, NUM_TARGETS - 1), generator=generator).to(chosen_device())
+    return torch.cat((inputs()[2][:, None], others_RJ, inputs()[2][:, None]), 1)
+
+
+def pulled(logprobs_R: Tensor, entropy_R: Tensor, others_RJ: Tensor) -> Tensor:
+    logprobs_RJ = torch.cat((logprobs_R[:, None], others_RJ), 1)
+    pulls_RJ = torch.linspace(-1, 1, logprobs_RJ.numel(), device=logprobs_RJ.device).view_as(logprobs_RJ)
+    return (pulls_RJ * logprobs_RJ).sum() + 0.5 * entropy_R.sum()
+
+
+def expected_of_several() -> tuple[Tensor, ...]:
+    hidden_RD, head_weight_VD = (tensor.cpu().double().requires_grad_() for tensor in inputs()[:2])
+    all_RV = torch.log_softmax(hidden_RD @ head_weight_VD.T / 0.7, dim=-1)
+    logprobs_RJ, entropy_R = all_RV.gather(1, several_targets().cpu()), -(all_RV.exp() * all_RV).sum(-1)
+    pulled(logprobs_RJ[:, 0], entropy_R, logprobs_RJ[:, 1:]).backward()
+    return logprobs_RJ.detach(), hidden_RD.grad, head_weight_VD.grad, all_RV.detach()
+
+
+def _several_by_parts(world: World):
+    """Log-probs of several targets with gradients, and the likeliest tokens, of a part of the vocabulary."""
+    axis = build_update_mesh(UpdateLayout(shard=1, tensor=world.size), world.device, world.rank).tensor
+    hidden_RD, head_weight_VD, _ = inputs()
+    vocabulary = VocabularyPart.of(VOCAB, axis)
+    head_weight_VD = head_weight_VD[vocabulary.start : vocabulary.stop].clone().requires_grad_()
+    hidden_RD.requires_grad_()
+    rated = logprobs_and_entropy(
+        hidden_RD, head_weight_VD, several_targets(), temperature=0.7, vocabulary=vocabulary, chunk_bytes=CHUNK_BYTES
+    )
+    pulled(*rated).backward()
+    places_P = torch.arange(NUM_ROWS, device=hidden_RD.device)
+    own = slice(axis.rank * NUM_ROWS // axis.size, (axis.rank + 1) * NUM_ROWS // axis.size)
+    head = LikeliestHead(places_P, NUM_LIKELIEST, VOCAB - 3, vocabulary, temperature=0.7)
+    with torch.no_grad():
+        likeliest = head(hidden_RD[own], head_weight_VD)
+    return [
+        tensor.cpu()
+        for tensor in (
+            torch.cat((rated[0][:, None], rated[2]), 1).detach(),
+            hidden_RD.grad,
+            head_weight_VD.grad,
+            *likeliest,
+        )
+    ]
+
+
+# More than the 14 tokens of a part.
+NUM_LIKELIEST = 17
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_several_tokens_are_rated_in_each_place_and_the_likeliest_found(num_ranks):
+    logprobs_RJ, by_hidden_RD, by_head_VD, all_RV = expected_of_several()
+    results = run_ranks(num_ranks, _several_by_parts)
+    torch.testing.assert_close(
+        sum(by_hidden for _, by_hidden, *_ in results).double(), by_hidden_RD, rtol=2e-5, atol=1e-5
+    )
+    torch.testing.assert_close(
+        torch.cat([by_head for _, _, by_head, *_ in results]).double(), by_head_VD, rtol=2e-5, atol=1e-5
+    )
+    # The last three tokens are never among them, though they count.
+    expected = all_RV[:, : VOCAB - 3].topk(NUM_LIKELIEST)
+    for found_RJ, _, _, ids_RJ, likeliest_RJ in results:
+        torch.testing.assert_close(found_RJ.double(), logprobs_RJ, rtol=2e-5, atol=2e-6)
+        assert torch.equal(ids_RJ, expected.indices)
+        torch.testing.assert_close(likeliest_RJ.double(), expected.values, rtol=2e-5, atol=2e-6)
