@@ -62,10 +62,15 @@ class Recipe:
 _CRITIC: Settings = {"critic.optim": "{lr: 1.0e-3, warmup_steps: 5}", "critic.lam": 0.95, "critic.clip": 0.2}
 
 RECIPES: Mapping[str, Recipe] = {
+    # No ratio and no clip hold a step's second update back.
+    "rloo": Recipe(lr=2.5e-4),
+    # Two of eight responses are trained on, so that gradients are noisier.
+    "online_dpo": Recipe(lr=2.5e-4),
     "ppo": Recipe(settings=_CRITIC),
     "pf_ppo": Recipe(settings=_CRITIC),
-    "gkd": Recipe(settings={"algo.top_k": 8}, needs_teacher=True),
     "opd": Recipe(needs_teacher=True),
+    # The model has fewer tokens than the default compares.
+    "gkd": Recipe(settings={"algo.top_k": 8}, needs_teacher=True),
 }
 
 
