@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.dataflow.stages.test_model_tokens import COLUMNS, rows_of
+from tests.dataflow.stages.test_model_tokens import COLUMNS, TOP, rows_of
 from tests.dataflow.stages.test_update import MODEL, Taken
 from tests.engines.training.tiny import OPTIM, SeededWeights
 from tests.support.ranks import run_ranks
@@ -39,6 +39,8 @@ def updated(world: World, layout: UpdateLayout, max_tokens: int) -> dict[str, tu
         engine = TrainingEngine(MODEL, training, OPTIM, mesh, world.device, compute_dtype=torch.float32)
         engine.load(SeededWeights())
         algorithm, batch, data = build_algorithm(config), rated_rows(engine), engine.mesh.data
+        if algorithm.draws_rows:
+            batch.put_dense("copies", torch.arange(len(batch), dtype=torch.int32) % 3 + 1)
         mine = [row for row in range(len(batch)) if row // algorithm.unit_size % data.size == data.rank]
         recorder = Recorder()
         stage = UpdateStage(engine, TWO_EPOCHS, recorder, ShownRows(len(batch)))
@@ -57,6 +59,10 @@ def rated_rows(engine: TrainingEngine) -> Batch:
     spread = ModelTokens.of(batch).spread(scores)
     for name in set(COLUMNS) - {"advantages"}:
         batch.put_ragged(name, spread + 0.2 * batch.values(name), offsets)
+    # Two tokens each, and what is left of the probability for the others.
+    ids, top = (batch.values(name) for name in TOP)
+    ids.copy_(torch.arange(len(ids)) % MODEL.vocab_size)
+    top.sub_(1.0)
     return batch
 
 
