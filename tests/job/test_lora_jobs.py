@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -173,6 +174,16 @@ def test_a_run_is_not_gone_on_with_under_other_adapters(whole, tmp_path, lora):
     shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
     refused = run_job("train", tiny_config(tmp_path), *TINY, lora, "train.max_steps=6", f"run.dir={tmp_path / 'run'}")
     assert refused.returncode == 2 and "lora was 'rank 3, alpha 6, all projections' and is" in refused.stderr
+
+
+def test_online_dpo_begins_with_pairs_that_policy_and_reference_find_alike(tmp_path):
+    run = tmp_path / "run"
+    settings = ["lora={}", "algo.name=online_dpo", "optim.lr=1e-2", "train.max_steps=2", f"run.dir={run}"]
+    finished(run_job("train", tiny_config(tmp_path), *settings))
+    first, second = metrics_of(run)
+    # -log sigmoid(0), as adapters that are off are those that haven't learnt yet.
+    assert first["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert abs(second["loss"] - math.log(2)) > 1e-3
 
 
 def test_a_supervised_start_is_merged_into_the_model_that_training_with_rewards_begins_with(tmp_path):

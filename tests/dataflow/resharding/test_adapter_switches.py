@@ -1,0 +1,119 @@
+"""Switches of a model with adapters: no more moves than must, and what it generates with is what was trained."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from spmdrl.dataflow.resharding.flow import ReshardingFlow
+from spmdrl.dataflow.resharding.moving.gather import ReshardConfig
+from spmdrl.engines.generation.native.native_engine import NativeEngine
+from spmdrl.engines.generation.rollout_config import RolloutConfig
+from spmdrl.engines.models.hf.model_folder import parameter_shapes
+from spmdrl.engines.models.lora import LoraConfig, is_adapter
+from spmdrl.engines.models.making.make_model import RandomWeights
+from spmdrl.engines.training.training_engine import TrainingConfig, TrainingEngine
+from spmdrl.resources.layout import GenerationLayout, UpdateLayout
+from spmdrl.resources.memory import MemoryLedger
+from spmdrl.resources.mesh import build_generation_mesh, build_update_mesh
+from spmdrl.resources.world import World
+from spmdrl.types.roles import POLICY
+from tests.dataflow.resharding.engines import StreamedGenerator
+from tests.engines.training.tiny import CONFIG, OPTIM, make_rows, weighted_nll, whole_weights
+from tests.support.ranks import run_ranks
+
+MODEL = replace(CONFIG, intermediate_size=16, lora=LoraConfig(rank=4, alpha=8.0))
+PLAIN = replace(MODEL, lora=None)
+ROWS = [[1, 5, 7, 9, 4], [2, 3, 11]]
+CASES = [
+    (2, UpdateLayout(shard=2), GenerationLayout()),
+    (2, UpdateLayout(data=2, shard=1), GenerationLayout()),
+    (4, UpdateLayout(shard=2, pipeline=2), GenerationLayout(tensor=2)),
+    (4, UpdateLayout(shard=2, tensor=2), GenerationLayout(tensor=2)),
+]
+
+
+def trainer_of(world: World, layout: UpdateLayout) -> TrainingEngine:
+    mesh = build_update_mesh(layout, world.device, world.rank)
+    engine = TrainingEngine(MODEL, TrainingConfig(), OPTIM, mesh, world.device, compute_dtype=torch.float32)
+    engine.load(RandomWeights(MODEL, seed=1))
+    return engine
+
+
+def update(trainer: TrainingEngine) -> None:
+    axis = trainer.mesh.data
+    trainer.update(make_rows(12).select(list(range(12))[axis.rank :: axis.size]), weighted_nll)
+
+
+def lacking_bytes(trainer: TrainingEngine, generator: NativeEngine, wanted=is_adapter) -> int:
+    """Bytes of the slices that this rank wants and doesn't hold."""
+    held = {name: shard.slice for name, shard in trainer.named_shards().items()}
+    lacking = 0
+    for name, box in generator.weight_slices().items():
+        common = held[name].intersect(box) if name in held else None
+        if wanted(name):
+            lacking += 4 * (box.num_elements - (common.num_elements if common else 0))
+    return lacking
+
+
+def switched(world: World, update_layout: UpdateLayout, layout: GenerationLayout, folder: Path) -> list[tuple]:
+    """Of three switches with an update before each: bytes received, bytes lacking, and the log-probs of some rows."""
+    trainer = trainer_of(world, update_layout)
+    mesh = build_generation_mesh(layout, world.device, world.size, world.rank)
+    generator = NativeEngine(MODEL, RolloutConfig(), world.device.torch_device, torch.float32, mesh=mesh)
+    reshard = ReshardConfig(bucket_bytes=4096, verify=True)
+    flow = ReshardingFlow(world, {POLICY: trainer}, generator, reshard, MemoryLedger(), folder)
+    found = []
+    for step in range(3):
+        update(trainer)
+        expected = whole_weights(trainer)
+        stats = flow.to_generation()
+        lacking = lacking_bytes(trainer, generator, (lambda name: True) if step == 0 else is_adapter)
+        plain = NativeEngine(PLAIN, RolloutConfig(), world.device.torch_device, torch.float32, mesh=mesh)
+        plain.load_weights((name, expected[name]) for name in plain.weight_shapes())
+        plain.wake_cache()
+        differences = torch.cat(generator.score(ROWS)) - torch.cat(plain.score(ROWS))
+        found.append((stats.received_bytes, lacking, stats.planned_bytes, float(differences.abs().max())))
+        flow.start_return()
+        flow.to_update()
+    flow.close()
+    return found
+
+
+@pytest.mark.on_device
+@pytest.mark.ranks
+@pytest.mark.parametrize(("num_ranks", "update_layout", "layout"), CASES, ids=[f"{c[1]} to {c[2]}" for c in CASES])
+def test_each_rank_receives_the_slices_of_adapters_that_it_lacks(num_ranks, update_layout, layout, tmp_path):
+    by_rank = run_ranks(num_ranks, switched, update_layout, layout, tmp_path, timeout=200)
+    for of_ranks in zip(*by_rank, strict=True):
+        assert all(received == lacking and difference < 1e-5 for received, lacking, _, difference in of_ranks)
+        (planned,) = {planned for _, _, planned, _ in of_ranks}
+        assert planned == sum(received for received, *_ in of_ranks)
+    first, second, third = by_rank[0]
+    assert second == pytest.approx(third, abs=1e-5) and (second[0] < first[0] or first[0] == 0)
+
+
+def streamed(world: World, folder: Path) -> list[float]:
+    trainer = trainer_of(world, UpdateLayout(shard=world.size))
+    generator = StreamedGenerator(parameter_shapes(PLAIN))
+    flow = ReshardingFlow(world, {POLICY: trainer}, generator, ReshardConfig(verify=True), MemoryLedger(), folder)
+    differences = []
+    for _ in range(2):
+        update(trainer)
+        expected = whole_weights(trainer)
+        flow.to_generation()
+        assert generator.weights.keys() == expected.keys()
+        differences += [float((generator.weights[name].cpu() - one).abs().max()) for name, one in expected.items()]
+        flow.start_return()
+        flow.to_update()
+    flow.close()
+    return differences
+
+
+@pytest.mark.ranks
+def test_an_engine_that_takes_whole_weights_gets_merged_ones(tmp_path):
+    for differences in run_ranks(2, streamed, tmp_path, timeout=120):
+        assert max(differences) == 0 and len(differences) == 2 * len(parameter_shapes(PLAIN))
