@@ -72,3 +72,14 @@ def test_completions_are_the_text_with_prompt_and_answer_in_it():
     assert "completion" not in synthetic_rows("synthetic://division?count=9&low=1")[0]
     with pytest.raises(ValueError, match="no 'answr'; did you mean 'answer'"):
         synthetic_rows("synthetic://division?completion={answr}")
+
+
+def test_pairs_prefer_the_answer_to_one_that_is_wrong_by_a_little():
+    rows = synthetic_rows("synthetic://addition?low=0&high=19&count=300&max_error=3")
+    assert all(row["chosen"] == row["answer"] for row in rows)
+    errors = [int(row["rejected"]) - int(row["answer"]) for row in rows]
+    assert set(errors) == {-3, -2, -1, 1, 2, 3}
+    plain = synthetic_rows("synthetic://addition?low=0&high=19&count=300")
+    assert plain == [{name: row[name] for name in ("id", "prompt", "answer")} for row in rows]
+    with pytest.raises(ValueError, match="max_error=-1"):
+        synthetic_rows("synthetic://addition?max_error=-1")

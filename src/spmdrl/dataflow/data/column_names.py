@@ -34,6 +34,8 @@ class FoundColumns:
     prompt: Column
     answer: Column
     completion: Column
+    rejected: Column = Column()
+    """the worse response of a pair, whose better one is the completion"""
 
 
 def find_columns(values: Mapping[str, Any], prompt_key: str | None, answer_key: str | None) -> FoundColumns:
@@ -47,7 +49,7 @@ def find_columns(values: Mapping[str, Any], prompt_key: str | None, answer_key: 
     if isinstance(prompt.value, list):
         messages = plain_messages(prompt.key, prompt.value)
         # A prompt may end with the beginning of an answer; a conversation ends with the answer.
-        if prompt.key != "prompt" and _is_answered(messages):
+        if prompt.key != "prompt" and is_answered(messages):
             completion = completion if completion.key else Column(prompt.key, messages[-1]["content"])
             messages = messages[:-1]
         prompt = Column(prompt.key, messages)
@@ -73,7 +75,8 @@ def _plain_message(name: str, message: Any) -> Any:
     return {**message, "content": "".join(texts)}
 
 
-def _is_answered(messages: list[Any]) -> bool:
+def is_answered(messages: list[Any]) -> bool:
+    """Whether the last message is an answer of the assistant."""
     last = messages[-1] if messages else None
     return isinstance(last, Mapping) and last.get("role") == "assistant" and isinstance(last.get("content"), str)
 
@@ -82,7 +85,7 @@ def _completion(column: Column) -> Column:
     """A completion given as one assistant message, as its text."""
     if isinstance(column.value, list) and len(column.value) == 1:
         messages = plain_messages(column.key, column.value)
-        if _is_answered(messages):
+        if is_answered(messages):
             return Column(column.key, messages[0]["content"])
     return column
 

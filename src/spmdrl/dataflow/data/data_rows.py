@@ -23,6 +23,7 @@ from spmdrl.dataflow.data.column_names import (
 )
 from spmdrl.dataflow.data.data_sources import DataSource, data_sources
 from spmdrl.dataflow.data.formats import BadRow, Flaw, Record
+from spmdrl.dataflow.data.pair_columns import find_pair
 from spmdrl.dataflow.data.published import FormatName, published_columns
 from spmdrl.dataflow.data.records import BadRows, data_files, read_records
 from spmdrl.dataflow.data.synthetic import SCHEME
@@ -86,7 +87,9 @@ class Row:
     answer: str | None
     columns: dict[str, Any]
     completion: str | None = None
-    """the text that supervised training learns, where the row has one beside its answer"""
+    """the text that supervised training learns, where the row has one beside its answer; of a pair, the better one"""
+    rejected: str | None = None
+    """the worse response of a pair"""
 
 
 @dataclass(frozen=True)
@@ -120,6 +123,10 @@ class RowNeeds:
     """for the built-in reward functions"""
     completion: bool = False
     """for supervised training; an answer will do"""
+    pair: bool = False
+    """a better and a worse response, for preferences and reward models"""
+    margin_key: str | None = None
+    """the column with the margin between them"""
 
 
 def read_rows(
@@ -185,6 +192,7 @@ def _read_source(source: DataSource, config: DataConfig, needs: RowNeeds) -> Sou
         places[row_id] = record.place
         rows.append(_row(record, row_id, found))
         parts = {"prompt": found.prompt, "answer": found.answer, "completion": found.completion}
+        parts |= {"rejected": found.rejected}
         names.update(f"{part} in '{column.key}'" for part, column in parts.items() if column.key)
     return SourceRows(source, tuple(rows), tuple(bad), dict(names))
 
@@ -194,7 +202,7 @@ def _row(record: Record, row_id: str, found: FoundColumns) -> Row:
     columns["answer"] = found.answer.value
     answer = None if found.answer.value is None else str(found.answer.value)
     completion = found.completion.value if isinstance(found.completion.value, str) else None
-    return Row(row_id, record.place, found.prompt.value, answer, columns, completion)
+    return Row(row_id, record.place, found.prompt.value, answer, columns, completion, found.rejected.value)
 
 
 def _checked_columns(values: Mapping[str, Any], form: str, config: DataConfig, needs: RowNeeds) -> FoundColumns:
@@ -204,6 +212,8 @@ def _checked_columns(values: Mapping[str, Any], form: str, config: DataConfig, n
         found = find_columns(values, config.prompt_key, config.answer_key)
     else:
         found = published_columns(form, values, choice_seed=config.choice_seed)
+    if needs.pair:
+        found = find_pair(values, found, needs.margin_key)
     if found.prompt.key is None:
         keys = config.prompt_key or " or ".join(PROMPT_KEYS)
         columns = ", ".join(values) or "none"

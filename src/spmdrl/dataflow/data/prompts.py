@@ -48,7 +48,9 @@ class Prompt:
     columns: dict[str, Any]
     original: str | Messages
     completion: str | None = None
-    """the text that supervised training learns, where it isn't the answer"""
+    """the text that supervised training learns, where it isn't the answer; of a pair, the better one"""
+    rejected: str | None = None
+    """the worse response of a pair"""
 
 
 def prompt_columns(prompts: Sequence[Prompt]) -> Batch:
@@ -194,6 +196,7 @@ class PromptSource:
             row.columns,
             row.prompt,
             row.completion,
+            row.rejected,
         )
 
 

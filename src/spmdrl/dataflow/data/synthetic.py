@@ -38,6 +38,8 @@ class SyntheticTask:
     seed: int = 0
     completion: str = ""
     """what supervised training learns in place of the answer: a text with {prompt} and {answer} in it"""
+    max_error: int = 0
+    """above 0, rows are pairs too: the answer is preferred to a wrong one, which differs from it by at most this"""
 
     def __post_init__(self) -> None:
         if self.operation not in OPERATIONS:
@@ -51,6 +53,8 @@ class SyntheticTask:
         for name in re.findall(r"\{(.*?)\}", self.completion):
             if name not in ("prompt", "answer"):
                 raise ValueError(_unknown("completion in a synthetic URL has no", name, ("prompt", "answer")))
+        if self.max_error < 0:
+            raise ValueError(f"max_error={self.max_error} in a synthetic URL, but it must be 0 or more")
         if not 0 < self.test_fraction < 1:
             raise ValueError(f"test_fraction={self.test_fraction} in a synthetic URL, but it must be between 0 and 1")
 
@@ -61,8 +65,7 @@ class SyntheticTask:
         pair = (left, right)
         if self.operation in ("addition", "multiplication"):
             pair = (min(pair), max(pair))
-        digest = hashlib.sha256(f"{self.operation}:{pair[0]}:{pair[1]}".encode()).digest()
-        is_test = int.from_bytes(digest[:8], "big") < self.test_fraction * 2**64
+        is_test = _hashed(f"{self.operation}:{pair[0]}:{pair[1]}") < self.test_fraction * 2**64
         return is_test == (self.split == "test")
 
     def row(self, left: int, right: int) -> dict[str, Any]:
@@ -78,6 +81,10 @@ class SyntheticTask:
         row = {"id": f"{self.operation}:{left}:{right}", "prompt": prompt, "answer": str(answer)}
         if self.completion:
             row["completion"] = self.completion.replace("{prompt}", prompt).replace("{answer}", str(answer))
+        if self.max_error:
+            error = 1 + _hashed(f"{self.seed}:{row['id']}") % (2 * self.max_error)
+            wrong = answer + (error if error <= self.max_error else self.max_error - error)
+            row |= {"chosen": str(answer), "rejected": str(wrong)}
         return row
 
 
@@ -125,6 +132,11 @@ def _shuffled_pairs(task: SyntheticTask) -> Iterator[tuple[int, int]]:
         indexes = dict.fromkeys((left % span) * span + right % span for left, right in pairs)
     for index in indexes:
         yield task.low + index // span, task.low + index % span
+
+
+def _hashed(text: str) -> int:
+    """64 bits that depend on a text alone."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
 
 
 def _unknown(what: str, name: str, known: tuple[str, ...]) -> str:
