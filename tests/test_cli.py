@@ -108,7 +108,8 @@ def test_a_name_that_nothing_has_is_refused_with_the_nearest(capsys: pytest.Capt
         (["trian", "a.yaml"], "spmdrl: unknown verb 'trian'; did you mean train?\n"),
         (
             ["xyz"],
-            "spmdrl: unknown verb 'xyz'; the verbs are train, sft, eval, generate, check, explain, bench, report\n",
+            "spmdrl: unknown verb 'xyz'; the verbs are train, sft, preferences, reward-model, eval, generate, check, "
+            "explain, bench, report\n",
         ),
         (
             ["train"],

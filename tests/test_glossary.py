@@ -16,8 +16,8 @@ KINDS = ("mean", "total", "maximum", "minimum", "alike")
 ELSEWHERE = {
     "mem/{stage}_held_gib", "mem/{stage}_peak_gib", "mem/total_gib", "checkpoint/failed", "reward/errors/{verdict}",
     "router/bias_abs_max", "log/refused_writes", "environment/turns", "environment/tokens",
-    "preference/accuracy", "preference/margin", "preference/chosen", "preference/rejected", "teacher/kl",
-    "teacher/divergence", "refill/attempts", "refill/prompts", "refill/unfilled",
+    "eval/loss", "preference/accuracy", "preference/margin", "preference/chosen", "preference/rejected",
+    "teacher/kl", "teacher/divergence", "refill/attempts", "refill/prompts", "refill/unfilled",
 }  # fmt: skip
 # Sparse, several updates per step, reference, critic, correction, rollouts over several steps: what records most.
 MUCH = (

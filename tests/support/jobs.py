@@ -41,7 +41,7 @@ checkpoint: {interval: 0}
 
 # Elsewhere than on a CPU: its dtype, and a cache that takes little of the device.
 ON_DEVICES = ("model.dtype=float32", "rollout.kv_cache_gib=0.02")
-_RUNNING_MODELS = ("train", "sft", "eval", "generate")
+_RUNNING_MODELS = ("train", "sft", "preferences", "reward-model", "eval", "generate")
 
 # A model that was never trained gets some of it, so that every step has gradients.
 REWARD = """

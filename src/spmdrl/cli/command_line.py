@@ -30,6 +30,8 @@ from spmdrl.resources.startup.launcher import end_with_launcher, remove_empty_fo
 VERBS = {
     "train": "reinforcement learning from a config; the same command again goes on where it stopped",
     "sft": "supervised training on the answers of data.train",
+    "preferences": "DPO on the pairs of data.train",
+    "reward-model": "a model that scores the better response of a pair higher",
     "eval": "mean reward and accuracy on the held-out rows of data.eval",
     "generate": "answers of a model to prompts",
     "check": "read a config, check it, print its tree and layout; trains nothing",
@@ -62,7 +64,7 @@ spmdrl help --markdown is the page of all keys (docs/config.md), and spmdrl help
 
 _MOST_PROMPT_BYTES = 1 << 20
 # The verbs whose ranks meet.
-_JOINING_VERBS = ("train", "sft", "eval", "generate")
+_JOINING_VERBS = ("train", "sft", "preferences", "reward-model", "eval", "generate")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -112,7 +114,7 @@ def _help(names: Sequence[str]) -> int:
 
 def usage() -> str:
     """What `--help` prints."""
-    return USAGE.format(verbs="\n".join(f"  {verb:9}{purpose}" for verb, purpose in VERBS.items()))
+    return USAGE.format(verbs="\n".join(f"  {verb:13}{purpose}" for verb, purpose in VERBS.items()))
 
 
 def _run(arguments: Sequence[str], launch: LaunchEnvironment) -> int:
@@ -178,6 +180,11 @@ def _main_of(verb: str, prompts: Sequence[str], planned: LaunchEnvironment | Non
         from spmdrl.verbs.sft import main as sft
 
         return sft
+    if verb in ("preferences", "reward-model"):
+        from spmdrl.verbs.preferences import main as preferences
+        from spmdrl.verbs.preferences import main_of_reward_model
+
+        return preferences if verb == "preferences" else main_of_reward_model
     if verb == "eval":
         from spmdrl.verbs.evaluate import main as evaluate
 

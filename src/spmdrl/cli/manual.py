@@ -30,6 +30,27 @@ examples:
   python -m spmdrl sft model.path=models/base data.train=chats.jsonl sft.max_steps=200
   torchrun --standalone --nproc-per-node 8 -m spmdrl sft run.yaml sft.optim.lr=1e-5
 """,
+    "preferences": f"""usage: spmdrl preferences {_CONFIGURED}
+
+DPO: learns to prefer chosen to rejected, the pairs of data.train, for preferences.max_steps steps of
+preferences.rows_per_step rows, by preferences.loss_type. The reference is the model that the run starts from. With
+data.eval it counts the held-out pairs that are in order before, during (eval.interval) and after.
+
+examples:
+  python -m spmdrl preferences model.path=models/base data.train=pairs.jsonl preferences.max_steps=200
+  torchrun --standalone --nproc-per-node 8 -m spmdrl preferences run.yaml preferences.beta=0.05
+""",
+    "reward-model": f"""usage: spmdrl reward-model {_CONFIGURED}
+
+Trains a model with one score per row, at its last token, to score chosen above rejected, the pairs of data.train, for
+reward_model.max_steps steps of reward_model.rows_per_step rows. It begins with the layers of a language model and a new
+head, or with a reward model. Checkpoints open in transformers, as AutoModelForSequenceClassification with one label.
+With data.eval it counts the held-out pairs that are in order before, during (eval.interval) and after.
+
+examples:
+  python -m spmdrl reward-model model.path=models/base data.train=pairs.jsonl reward_model.max_steps=200
+  torchrun --standalone --nproc-per-node 8 -m spmdrl reward-model run.yaml reward_model.centring=0.01
+""",
     "eval": f"""usage: spmdrl eval {_CONFIGURED}
 
 Answers the rows of data.eval, eval.num_samples times each (1: greedily), and judges them by reward.functions. Writes

@@ -16,6 +16,7 @@ from pydantic import Field
 from spmdrl.algorithms.algorithm import AlgoConfig
 from spmdrl.algorithms.policy.grpo import GrpoConfig
 from spmdrl.algorithms.table import ALGORITHMS
+from spmdrl.algorithms.terms.pairs import PreferenceConfig
 from spmdrl.config.aliases import ALIASES
 from spmdrl.config.reader import LoadedConfig, read_config
 from spmdrl.config.wished import WISHED
@@ -53,6 +54,34 @@ class SftConfig:
     """stop once the mean probability of a whole reference answer reaches this; null: run all max_steps"""
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
     """the optimizer of the supervised steps; reinforcement learning starts with a fresh one"""
+
+
+@dataclass(frozen=True)
+class PreferencesConfig(PreferenceConfig):
+    """What the `preferences` verb does: DPO on the pairs of `data.train`."""
+
+    max_steps: Annotated[int, Ge(0)] = 0
+    """optimizer steps"""
+    rows_per_step: Annotated[int, Ge(1)] = 64
+    """rows, each a pair, per optimizer step, over all ranks"""
+    optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-6))
+    """the optimizer"""
+
+
+@dataclass(frozen=True)
+class RewardModelConfig:
+    """What the `reward-model` verb does: it trains a model to score the better response of a pair higher."""
+
+    max_steps: Annotated[int, Ge(0)] = 0
+    """optimizer steps"""
+    rows_per_step: Annotated[int, Ge(1)] = 64
+    """rows, each a pair, per optimizer step, over all ranks"""
+    centring: Annotated[float, Ge(0)] = 0.0
+    """weight of the square of both scores' sum, which keeps scores around 0 (arXiv:2312.09244; 0.01 there)"""
+    margin_key: str | None = None
+    """column with the margin by which the better response of a row is to score higher (arXiv:2307.09288); null: 0"""
+    optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
+    """the optimizer"""
 
 
 @dataclass(frozen=True)
@@ -168,6 +197,10 @@ class Config:
     """what answers the model between its turns"""
     sft: SftConfig = field(default_factory=SftConfig)
     """supervised training"""
+    preferences: PreferencesConfig = field(default_factory=PreferencesConfig)
+    """learning from pairs"""
+    reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
+    """training a reward model on pairs"""
     eval: EvalConfig = field(default_factory=EvalConfig)
     """held-out evaluation"""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

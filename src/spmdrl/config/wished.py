@@ -133,7 +133,8 @@ _ANSWERS: tuple[tuple[str, str], ...] = (
         "set algo.rollout_is, as in tis, and algo.rollout_is_clip",
     ),
     (
-        "reward_model reward_model_path reward_pretrain remote_rm_url reward_model_name_or_path",
+        "reward_model.path reward_model.model.path reward_model.enable reward_model_path reward_pretrain remote_rm_url "
+        "reward_model_name_or_path",
         "rewards are functions, reward.functions=[file.py:fn]; one of them may query a server that runs a model",
     ),
     ("custom_reward_function compute_score reward_fn reward_func", "set reward.functions, as in [file.py:fn]"),
@@ -151,6 +152,10 @@ _ANSWERS: tuple[tuple[str, str], ...] = (
     ("algo.name=gae", "it is named ppo; critic.gamma and critic.lam are the estimate's"),
     ("algo.name=reinforce_plus_plus algo.name=reinforce++", "it is named reinforce_pp"),
     ("algo.name=reinforce_plus_plus_baseline", "it is named reinforce_pp_baseline"),
+    (
+        "algo.name=dpo algo.name=ipo",
+        "DPO on pairs in a file is a verb, `spmdrl preferences`; on responses of the step it is named online_dpo",
+    ),
     ("algo.name=sft", "supervised training is a verb, `spmdrl sft`; sft.max_steps > 0 runs it before train"),
 )
 

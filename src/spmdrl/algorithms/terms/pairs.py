@@ -91,6 +91,20 @@ def preference_loss(tokens: PairTokens, config: PreferenceConfig) -> PairLoss:
     )
 
 
+def reward_loss(scores_B: Tensor, margins: Tensor | None, centring: float) -> PairLoss:
+    """-log sigmoid(r_w - r_l - margin) + centring (r_w + r_l)^2 of each pair, whose preferred row comes first.
+
+    Bradley and Terry's model of preferences, in Ouyang et al. 2022 (arXiv:2203.02155), Eq. 1; with a margin in Touvron
+    et al. 2023 (arXiv:2307.09288), Eq. 2; with centring in Eisenstein et al. 2023 (arXiv:2312.09244), Eq. 2.
+    """
+    preferred, other = scores_B.view(-1, PAIR).unbind(1)
+    differences = preferred - other
+    losses = -F.logsigmoid(differences if margins is None else differences - margins)
+    if centring > 0:
+        losses = losses + centring * (preferred + other).square()
+    return PairLoss(losses, _reported(differences.detach()))
+
+
 def _loss_of_differences(differences: Tensor, config: PreferenceConfig) -> Tensor:
     if config.loss_type == "ipo":
         return (differences - 1 / (2 * config.beta)).square()

@@ -107,6 +107,24 @@ class ModelTokenizer:
         return StopToken(token_id, self.raw.decode([token_id]))
 
 
+def pad_apart(folder: Path, vocab_size: int) -> int:
+    """Make a folder's tokenizer pad with a token that ends no response, below `vocab_size`; returns its id.
+
+    transformers' classifiers score the last token that isn't padding: with a stop token as padding, the one before it.
+    """
+    tokenizer = ModelTokenizer(folder)
+    raw, ends = tokenizer.raw, tokenizer.stop_token_ids
+    if raw.pad_token_id is not None and raw.pad_token_id not in ends:
+        return raw.pad_token_id
+    candidates = (*sorted(raw.added_tokens_decoder), *range(vocab_size))
+    pad = next(token_id for token_id in candidates if token_id < vocab_size and token_id not in ends)
+    for path in (folder / "tokenizer_config.json", folder / "special_tokens_map.json"):
+        if path.is_file():
+            content = json.loads(path.read_text(encoding="utf-8")) | {"pad_token": raw.convert_ids_to_tokens(pad)}
+            path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    return pad
+
+
 def stop_token_ids(folder: Path, eos_token_id: int | None) -> tuple[int, ...]:
     """The tokenizer's end token, then those of generation_config.json or, where it names none, of config.json.
 

@@ -16,7 +16,7 @@ from spmdrl.engines.models.hf.adapter_files import write_adapters
 from spmdrl.engines.models.hf.model_folder import hf_config_dict
 from spmdrl.engines.models.hf.model_weights import write_weights
 from spmdrl.engines.models.lora import is_adapter
-from spmdrl.engines.models.tokenizer import TOKENIZER_FILES
+from spmdrl.engines.models.tokenizer import TOKENIZER_FILES, pad_apart
 from spmdrl.engines.training.checkpoints.checkpoint import CheckpointConfig
 from spmdrl.engines.training.checkpoints.trainer_state import (
     ShardFiles,
@@ -81,6 +81,9 @@ class RoleModel:
         for name in TOKENIZER_FILES:
             if (self.source.folder / name).is_file():
                 shutil.copyfile(self.source.folder / name, folder / name)
+        if self.trainer.rating == "row_values":
+            config["pad_token_id"] = pad_apart(folder, self.source.decoder.vocab_size)
+            (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         paths = sorted(path for path in folder.iterdir() if path.is_file())
         if (lora := self.source.decoder.lora) is not None:
             paths += write_adapters(folder.with_name(ADAPTER), adapters, lora, self.source.base_name)
@@ -142,8 +145,11 @@ def _build_trainer(
 ) -> TrainingEngine:
     config, critic = checked.config, checked.config.critic
     optim, num_steps, temperature = config.optim, checked.num_steps, config.rollout.temperature
-    if checked.verb == "sft":
-        optim, temperature = config.sft.optim, 1.0
+    training = config.train
+    if checked.offline is not None:
+        optim, temperature = checked.offline.optim, 1.0
+        # These are the samples' of a step of rollouts.
+        training = replace(training, updates_per_step=1, epochs_per_step=1)
     elif critic is not None and role is CRITIC:
         optim = critic.optim
     elif critic is not None and role is POLICY:
@@ -151,14 +157,14 @@ def _build_trainer(
     routing = config.train.routing if role is POLICY else _routing_beside(config.train.routing, source.decoder)
     engine = TrainingEngine(
         source.decoder,
-        replace(config.train, max_steps=num_steps, routing=routing),
+        replace(training, max_steps=num_steps, routing=routing),
         optim,
         mesh,
         device,
         frozen=not role.is_trained,
         temperature=temperature,
         compute_dtype=config.model.compute_dtype(device.kind),
-        rating=role.rating,
+        rating=checked.rating(role),
     )
     engine.load(source.initial_weights())
     return engine

@@ -10,21 +10,23 @@ from spmdrl.engines.models.hf.model_folder import is_hub_name
 from spmdrl.job.start.start_checks import CheckedRun
 
 CARD = "README.md"
+_OFFLINE = {"sft": "supervised", "preferences": "preferences (DPO)", "reward-model": "reward model (pairs)"}
 
 
 def model_card(checked: CheckedRun, step: int) -> str:
     """The card of the model after a step of a run; its licence is for the publisher to state."""
     config, base_model, phase = checked.config, checked.base_model, checked.phase
-    front = ["library_name: transformers", "pipeline_tag: text-generation", f"tags: [spmdrl, {phase}]"]
+    task = "text-classification" if phase == "reward-model" else "text-generation"
+    front = ["library_name: transformers", f"pipeline_tag: {task}", f"tags: [spmdrl, {phase}]"]
     # The hub refuses a base model that it can't look up.
     if is_hub_name(base_model) and not Path(base_model).exists():
         front.append(f"base_model: {base_model}")
     facts = {
         "base model": base_model,
-        "training": "supervised" if phase == "sft" else f"reinforcement learning, {phase}",
+        "training": _OFFLINE.get(phase, f"reinforcement learning, {phase}"),
         "steps": step,
         "training data": config.data.train,
-        "rewards": "none" if phase == "sft" else ", ".join(config.reward.functions),
+        "rewards": "none" if checked.offline else ", ".join(config.reward.functions),
         "seed": config.seed,
         "made with": f"spmdrl {__version__}",
         "date": time.strftime("%Y-%m-%d", time.gmtime()),

@@ -50,11 +50,10 @@ def _lines(checked: CheckedRun, prepared: Prepared, world: World) -> Iterator[st
             f"lora   {count(trained)} parameters are trained, {trained / num_parameters(source.decoder):.2%} of the "
             f"model's | scale {scale} | {', '.join(lora.targets) or 'all projections'}"
         )
-    if checked.verb == "sft":
-        rows_per_step = config.sft.rows_per_step
+    rows_per_step = checked.rows_per_step
+    if checked.offline is not None:
         step = f"{rows_per_step} rows per step"
     else:
-        rows_per_step = config.rollout.prompts_per_step
         samples = rows_per_step * config.rollout.num_generations
         step = f"{rows_per_step} prompts x {config.rollout.num_generations} responses = {samples} samples per step"
     yield (

@@ -23,7 +23,7 @@ from spmdrl.job.model.model_source import (
     sources_of,
 )
 from spmdrl.job.start.model_checks import check_generation_fits, check_model_fits, check_vllm_computes
-from spmdrl.job.start.start_checks import CheckedRun
+from spmdrl.job.start.start_checks import ON_PAIRS, CheckedRun
 from spmdrl.observability.terminal.console import Console
 from spmdrl.resources.world import World
 from spmdrl.types.roles import POLICY, TEACHER, Role
@@ -61,6 +61,8 @@ def prepare(checked: CheckedRun, source: ModelSource) -> Prepared:
     if config.rollout.engine == "vllm":
         check_vllm_computes(folder)
     sources = sources_of(checked.roles, source, config, is_there=checked.verb != "check")
+    if checked.rating(POLICY) == "row_values":
+        sources[POLICY] = source.with_value_head()
     if checked.train_rows:
         check_model_fits(config, source.decoder, checked.layout)
         for other in sources.values():
@@ -81,10 +83,10 @@ def prepare(checked: CheckedRun, source: ModelSource) -> Prepared:
         for rows in (checked.train_rows, checked.eval_rows)
     )
     num_new = config.rollout.max_completion_length
-    if train is not None and checked.verb != "sft":
+    if train is not None and checked.offline is None:
         check_positions(train, "data.train", source.decoder, num_new)
     # The answers of `generate` end at the last position.
-    if held_out is not None and checked.verb != "generate":
+    if held_out is not None and checked.verb not in ("generate", *ON_PAIRS):
         check_positions(held_out, "data.eval", source.decoder, num_new)
     return Prepared(sources, tokenizer, train, held_out)
 

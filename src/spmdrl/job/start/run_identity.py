@@ -25,15 +25,15 @@ def identity_of(checked: CheckedRun, folders: Mapping[Role, Path]) -> dict[str, 
 
     Raises ValueError where the model can't be read.
     """
-    config, phase, held = checked.config, checked.phase, fingerprint(folders[POLICY])
+    config, held = checked.config, fingerprint(folders[POLICY])
     sizes: dict[str, Any] = {
         "rollout.prompts_per_step": config.rollout.prompts_per_step,
         "rollout.num_generations": config.rollout.num_generations,
         "algo.name": config.algo.name,
         # Rows that were begun have turns or not.
         "an environment": config.environment.function is not None,
-    } if phase != "sft" else {"sft.rows_per_step": config.sft.rows_per_step}  # fmt: skip
-    if config.critic is not None and phase != "sft":
+    } if checked.offline is None else {f"{checked.section}.rows_per_step": checked.rows_per_step}  # fmt: skip
+    if config.critic is not None and checked.offline is None:
         sizes[CRITIC] = "a model of its own" if config.critic.path else "the policy's weights"
     if TEACHER in folders:
         sizes[TEACHERS_WEIGHTS] = fingerprint(folders[TEACHER]).weights[:16]
@@ -44,7 +44,7 @@ def identity_of(checked: CheckedRun, folders: Mapping[Role, Path]) -> dict[str, 
         # It decides which rows there are.
         sizes["data.max_prompt_length"] = config.data.max_prompt_length
     return {
-        "phase": phase,
+        "phase": checked.phase,
         "seed": config.seed,
         "data.train": str(config.data.train),
         "data.shuffle": config.data.shuffle,
@@ -62,5 +62,6 @@ def rows_digest(rows: Sequence[SourceRows]) -> str:
     for source in rows:
         digest.update(f"{len(source.rows)}:{source.source.weight}:".encode())
         for row in source.rows:
-            digest.update(repr((row.prompt, row.answer)).encode(errors="backslashreplace"))
+            learnt = (row.answer,) if row.rejected is None else (row.completion, row.rejected)
+            digest.update(repr((row.prompt, *learnt)).encode(errors="backslashreplace"))
     return digest.hexdigest()[:16]

@@ -9,7 +9,7 @@ from typing import Literal
 
 from spmdrl.algorithms.algorithm import Algorithm
 from spmdrl.algorithms.table import build_algorithm
-from spmdrl.config.config import Config
+from spmdrl.config.config import Config, PreferencesConfig, RewardModelConfig, SftConfig
 from spmdrl.config.reader import LoadedConfig, resolved_yaml, start_up
 from spmdrl.dataflow.data.data_rows import RowNeeds, SourceRows, read_rows, rows_of_prompts
 from spmdrl.dataflow.samples.schema import COPIES, needs_by_state, rule_of
@@ -33,11 +33,13 @@ from spmdrl.resources.device import find_device
 from spmdrl.resources.layout import UpdateLayout, check_generation_layout, fit_update_layout
 from spmdrl.resources.startup.launch import LaunchEnvironment, read_launch_environment
 from spmdrl.types import CreditSettings, WorkerState
-from spmdrl.types.roles import POLICY, REFERENCE, ROLES, TEACHER, Role
+from spmdrl.types.roles import POLICY, REFERENCE, ROLES, TEACHER, Rating, Role
 
-Verb = Literal["train", "sft", "eval", "generate", "check"]
+Verb = Literal["train", "sft", "preferences", "reward-model", "eval", "generate", "check"]
+ON_PAIRS = ("preferences", "reward-model")
+"""the verbs whose rows are pairs of responses"""
 _OF_TEACHER = tuple(state for state in WorkerState if state.role is TEACHER)
-_TRAINED = ("train", "sft", "check")
+_TRAINED = ("train", "sft", *ON_PAIRS, "check")
 
 
 @dataclass(frozen=True)
@@ -58,17 +60,40 @@ class CheckedRun:
 
     @property
     def phase(self) -> str:
-        """What the steps do: sft, or the algorithm's name."""
-        return "sft" if self.verb == "sft" else self.config.algo.name
+        """What the steps do: the verb that trains on data alone, or the algorithm's name."""
+        return self.config.algo.name if self.offline is None else self.verb
+
+    @property
+    def offline(self) -> SftConfig | PreferencesConfig | RewardModelConfig | None:
+        """The section of a verb that trains on data alone; None where responses are generated."""
+        config = self.config
+        sections = {"sft": config.sft, "preferences": config.preferences, "reward-model": config.reward_model}
+        return sections.get(self.verb)
+
+    @property
+    def section(self) -> str:
+        """The name of that section."""
+        return self.verb.replace("-", "_")
+
+    @property
+    def rows_per_step(self) -> int:
+        """Rows of `data.train` that a step takes."""
+        return self.offline.rows_per_step if self.offline else self.config.rollout.prompts_per_step
 
     @property
     def num_steps(self) -> int:
-        return self.config.sft.max_steps if self.verb == "sft" else self.config.train.max_steps
+        return (self.offline or self.config.train).max_steps
+
+    def rating(self, role: Role) -> Rating:
+        """What a model of the run is to give: the policy's place is that of the model being trained."""
+        return "row_values" if role is POLICY and self.verb == "reward-model" else role.rating
 
     @property
     def roles(self) -> tuple[Role, ...]:
-        """The run's models: those that its worker states use; only the policy without training on rewards."""
+        """The run's models: those that its worker states use; without training on rewards the policy, mostly alone."""
         used = {self.role_of(state) for state in self.needs} if self.verb in ("train", "check") else {POLICY}
+        if self.verb == "preferences" and not self.config.preferences.reference_free:
+            used.add(self.role_of(WorkerState.REFERENCE))
         return tuple(role for role in ROLES if role in used)
 
     def role_of(self, state: WorkerState) -> Role | None:
@@ -88,6 +113,10 @@ def check_run(
         layout = _check_layouts(config, verb, launch or own, is_here=launch is None)
         algorithm = build_algorithm(config.algo)
         needs = states_of(config, algorithm)
+        if verb == "reward-model" and config.lora is not None:
+            raise ValueError(
+                "lora is set, but a reward model's head is trained too, which adapters would leave at 0; leave out lora"
+            )
         if verb in ("train", "check"):
             check_sizes(config, algorithm)
             if (conflict := algorithm.conflict(credit_settings_of(config))) is not None:
@@ -126,6 +155,10 @@ def _checked_rows(config: Config, verb: Verb, prompts: Sequence[str]) -> tuple[l
     are_judged = verb in ("train", "eval", "check") or (verb == "sft" and config.data.eval is not None)
     answers = are_judged and needs_answer(config.reward.functions)
     train_needs = RowNeeds(answer=answers and verb != "sft", completion=verb == "sft" or config.sft.max_steps > 0)
+    eval_needs = RowNeeds(answer=answers)
+    if verb in ON_PAIRS:
+        margin_key = config.reward_model.margin_key if verb == "reward-model" else None
+        train_needs = eval_needs = RowNeeds(pair=True, margin_key=margin_key)
     train_rows = read_rows(config.data.train, config.data, needs=train_needs) if verb in _TRAINED else []
     eval_rows = []
     if prompts:
@@ -135,7 +168,7 @@ def _checked_rows(config: Config, verb: Verb, prompts: Sequence[str]) -> tuple[l
             "there is nothing to answer: set data.eval to a data file, or write prompt='...' (- is standard input)"
         )
     elif config.data.eval is not None or verb == "eval":
-        eval_rows = read_rows(config.data.eval, config.data, needs=RowNeeds(answer=answers), key="data.eval")
+        eval_rows = read_rows(config.data.eval, config.data, needs=eval_needs, key="data.eval")
     if are_judged:
         # Loads the functions in a child and ends it: a missing file or name is refused before the first rollout.
         with RewardPool(config.reward, 1) as pool:

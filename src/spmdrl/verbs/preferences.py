@@ -1,0 +1,96 @@
+"""The verbs that train on the pairs of `data.train`: `preferences` a policy (DPO), `reward-model` a model of scores."""
+
+from __future__ import annotations
+
+from spmdrl.config.config import Config
+from spmdrl.config.reader import ConfigError, LoadedConfig, start_up
+from spmdrl.engines.training.training_engine import UpdateResult
+from spmdrl.job.model.role_models import RoleModels, build_role_models, saved_state
+from spmdrl.job.preferences.held_out_pairs import HeldOutPairs
+from spmdrl.job.preferences.objectives import PairObjective, PreferenceObjective, RewardObjective
+from spmdrl.job.preferences.pair_data import check_pairs
+from spmdrl.job.run.run import Run
+from spmdrl.job.run.run_folder import hold_folder_of_training
+from spmdrl.job.start.banner import print_banner
+from spmdrl.job.start.prepared import Prepared, prepare_together
+from spmdrl.job.start.rank_facts import open_job
+from spmdrl.job.start.start_checks import CheckedRun, check_run
+from spmdrl.observability.metrics import Recorder
+from spmdrl.resources.world import World
+from spmdrl.types.roles import POLICY, REFERENCE
+
+
+def main(loaded: LoadedConfig[Config]) -> int:
+    """Train a policy on pairs, judging the held-out ones of `data.eval` before, during and after."""
+    return _run(check_run(loaded, verb="preferences"))
+
+
+def main_of_reward_model(loaded: LoadedConfig[Config]) -> int:
+    """As `main`, a model of scores."""
+    return _run(check_run(loaded, verb="reward-model"))
+
+
+def _run(checked: CheckedRun) -> int:
+    config = checked.config
+    if checked.num_steps < 1:
+        key = f"{checked.section}.max_steps"
+        raise ConfigError(f"{key} is 0, so the {checked.verb} verb has nothing to do; set it to the number of steps")
+    with open_job(checked) as world, hold_folder_of_training(config.run, world, resume=config.resume):
+        _train(checked, world)
+    return 0
+
+
+def _train(checked: CheckedRun, world: World) -> None:
+    run = Run(checked, world)
+    with run.recording_failure():
+        with start_up():
+            prepared = prepare_together(checked, world, run.console)
+            for prompts in filter(None, (prepared.train_prompts, prepared.held_out)):
+                check_pairs(prompts.all(), prepared.tokenizer, prepared.source.decoder)
+            run.admit(prepared.sources)
+            print_banner(checked, prepared, world, run.console)
+            with run.console.doing("loading the weights"):
+                models = build_role_models(checked, prepared.sources, world)
+            run.resume(saved_state(checked.config.checkpoint, models))
+        objective = _objective(checked, prepared, models)
+        pairs = list(prepared.held_out.all()) if prepared.held_out else []
+        held_out = HeldOutPairs(pairs, objective, run, checked.config.eval)
+        _loop(checked, run, prepared, objective, held_out)
+        run.finish(**held_out.summary())
+
+
+def _objective(checked: CheckedRun, prepared: Prepared, models: RoleModels) -> PairObjective:
+    config, trainer = checked.config, models[POLICY].trainer
+    if checked.verb == "reward-model":
+        return RewardObjective(config.reward_model, prepared.tokenizer, trainer)
+    reference = None
+    if not config.preferences.reference_free:
+        # Beside adapters there is no second model.
+        reference = models[REFERENCE].trainer if REFERENCE in models else trainer
+    return PreferenceObjective(config.preferences, prepared.tokenizer, trainer, reference)
+
+
+def _loop(checked: CheckedRun, run: Run, prepared: Prepared, objective: PairObjective, held_out: HeldOutPairs) -> None:
+    """One optimizer step after the other. Collective over all ranks."""
+    data, rows_per_step = objective.trainer.mesh.data, checked.rows_per_step
+    held_out.before()
+    for step in run.remaining_steps():
+        chosen = prepared.prompts.take(step - 1, rows_per_step)[data.rank :: data.size]
+        with run.logs.timeline.stage("update", step):
+            result = objective.trainer.update(objective.rows(chosen), objective.loss(rows_per_step))
+        _report(run.logs.recorder, result, num_ranks=run.world.size)
+        held_out.when_due(step)
+        run.finish_step(step)
+
+
+def _report(recorder: Recorder, result: UpdateResult, *, num_ranks: int) -> None:
+    """Record what every rank holds alike."""
+    recorder.mean("loss", result.loss)
+    recorder.mean("grad_norm", result.grad_norm)
+    recorder.mean("lr", result.lr)
+    recorder.alike("update/count", 1)
+    recorder.alike("update/skipped", result.skipped)
+    metrics = dict(result.metrics)
+    recorder.total("perf/tokens", metrics.pop("tokens")[0] / num_ranks)
+    for name, (total, count) in metrics.items():
+        recorder.mean(name, total / max(count, 1.0))
