@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from tests.algorithms.random_rows import MAX_LENGTH, SETTINGS, Rows, packed, slopes
 
 from spmdrl.algorithms.preferences.online_dpo import OnlineDpo, OnlineDpoConfig
+from spmdrl.algorithms.terms.pairs import reward_loss
 from spmdrl.types import Batch, CreditInputs, LossScope
 
 
@@ -141,3 +142,32 @@ def test_the_reference_is_read_unless_there_is_none():
     with_reference, without = OnlineDpo(OnlineDpoConfig()), OnlineDpo(OnlineDpoConfig(reference_free=True))
     assert with_reference.columns_for_loss(3) == {"advantages", "ref_logprobs"}
     assert without.columns_for_loss(3) == {"advantages"}
+
+
+@given(st.integers(1, 6), st.booleans(), st.sampled_from([0.0, 0.01, 0.7]), st.integers(0, 999))
+@settings(max_examples=20)
+def test_the_loss_of_scores_is_bradley_and_terrys_with_margin_and_centring(num_pairs, has_margin, centring, seed):
+    """-log sigmoid(r_w - r_l - m) + c (r_w + r_l)^2."""
+    rng = np.random.default_rng(seed)
+    scores, margins = [rng.normal(size=2) for _ in range(num_pairs)], rng.normal(size=num_pairs) * has_margin
+
+    def loss_by_numpy(scores: list[np.ndarray]) -> float:
+        terms = [
+            -log_sigmoid(w - rejected - m) + centring * (w + rejected) ** 2
+            for (w, rejected), m in zip(scores, margins, strict=True)
+        ]
+        return float(np.sum(terms))
+
+    scores_B = packed(scores).requires_grad_()
+    found = reward_loss(scores_B, torch.tensor(margins) if has_margin else None, centring)
+    loss = found.losses.sum()
+    assert loss.item() == pytest.approx(loss_by_numpy(scores), rel=1e-12, abs=1e-12)
+    loss.backward()
+    np.testing.assert_allclose(scores_B.grad.numpy(), slopes(loss_by_numpy, scores), rtol=1e-5, atol=1e-7)
+    differences = [w - rejected for w, rejected in scores]
+    np.testing.assert_allclose(found.metrics["preference/margin"], differences, rtol=1e-12)
+
+
+def test_a_pair_of_equal_scores_is_half_right():
+    found = reward_loss(torch.tensor([1.0, 1.0, 2.0, 1.0]), None, 0.0)
+    assert found.metrics["preference/accuracy"].tolist() == [0.5, 1]
