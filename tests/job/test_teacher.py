@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -122,6 +123,46 @@ def test_two_ranks_compare_the_same_distributions(teacher, alone, tmp_path, axis
     names = ("teacher/divergence", "loss", "grad_norm", "reward", "entropy")
     for one, two in zip(metrics_of(alone / "run"), metrics_of(tmp_path / "run"), strict=False):
         assert {name: two[name] for name in names} == pytest.approx({name: one[name] for name in names}, 1e-4)
+
+
+def with_hints(folder: Path) -> list[str]:
+    """Settings of a run that is its own teacher, which sees a solved example before each prompt, or that alone."""
+    rows = [
+        {"prompt": f"{one}+{two}=", "answer": str(one + two), "hint": f"2+3=5 {one}+{two}=", "same": f"{one}+{two}="}
+        for one in range(6)
+        for two in range(6)
+    ]
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    data = [f"data.train={folder / 'rows.jsonl'}", "data.eval=null", "algo.name=opd", "train.max_steps=3"]
+    return [*data, f"run.dir={folder / 'run'}"]
+
+
+@pytest.mark.ranks
+def test_a_policy_teaches_itself_by_a_prompt_with_more_in_it(tmp_path):
+    config, settings, found = tiny_config(tmp_path), with_hints(tmp_path), []
+    for column, ranks in (("same", 1), ("hint", 1), ("hint", 2)):
+        finished(run_job("train", config, *settings, f"teacher.prompt_column={column}", "resume=never", ranks=ranks))
+        found.append([[step[name] for name in LEARNT] for step in metrics_of(tmp_path / "run")])
+    (same, hint, together) = found
+    assert all(abs(distance) < 1e-5 for distance, *_ in same), "given the same prompt it has the same log-probs"
+    assert all(abs(distance) > 1e-3 for distance, *_ in hint)
+    for alone, shared in zip(hint, together, strict=True):
+        assert shared == pytest.approx(alone, 1e-4, abs=1e-7)
+    timeline = (tmp_path / "run/timeline/rank_00000.jsonl").read_text()
+    assert set(re.findall(r'"teacher_weights": (\d+)', timeline)) <= {"0"}, "there is no second model"
+
+
+def test_a_prompt_that_the_teacher_can_not_see_is_refused(tmp_path):
+    config, settings = tiny_config(tmp_path), with_hints(tmp_path)
+
+    def refused(*more: str) -> str:
+        job = run_job("train", config, *settings, *more)
+        assert job.returncode == 2 and "Traceback" not in job.stderr
+        return job.stderr
+
+    assert "which is no prompt; its columns are" in refused("teacher.prompt_column=solution")
+    assert "positions for 1 to 5" in refused("teacher.prompt_column=hint", "rollout.max_completion_length=27")
+    assert "teacher has neither path nor prompt_column" in refused("teacher={}")
 
 
 def test_a_model_that_can_not_be_the_teacher_is_refused(teacher, tmp_path):

@@ -18,7 +18,7 @@ from spmdrl.dataflow.stages.advantage import AdvantageStage
 from spmdrl.dataflow.stages.critic.critic_update import CriticUpdateStage
 from spmdrl.dataflow.stages.critic.cut_values import CutValueStage
 from spmdrl.dataflow.stages.critic.returns import ReturnsStage
-from spmdrl.dataflow.stages.inference import ScoreStage
+from spmdrl.dataflow.stages.inference import Presence, ScoreStage
 from spmdrl.dataflow.stages.reward import RewardStage
 from spmdrl.dataflow.stages.rollout.generation import GenerationStage
 from spmdrl.dataflow.stages.rollout.partial import PartialGenerationStage
@@ -27,6 +27,7 @@ from spmdrl.dataflow.stages.rollout.refill import Refill
 from spmdrl.dataflow.stages.rollout.turns import RolloutTurns
 from spmdrl.dataflow.stages.stages import Stage, Stages
 from spmdrl.dataflow.stages.teacher.likeliest_tokens import LikeliestTokensStage
+from spmdrl.dataflow.stages.teacher.teachers_prompts import TeachersPrompts
 from spmdrl.dataflow.stages.update import UpdatePlan, UpdateStage
 from spmdrl.dataflow.stages.update_report import ShownRows
 from spmdrl.engines.environment.environment_pool import EnvironmentPool
@@ -34,6 +35,7 @@ from spmdrl.engines.generation.native.native_engine import Lockstep
 from spmdrl.engines.models.row_cost import row_cost_of
 from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.engines.reward.pool import RewardPool
+from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.job.model.replica import Replica
 from spmdrl.job.model.role_models import RoleModel, RoleModels
 from spmdrl.job.model.switching import Switching
@@ -42,7 +44,7 @@ from spmdrl.job.start.prepared import Prepared
 from spmdrl.job.start.start_checks import CheckedRun, agreement_of, credit_settings_of
 from spmdrl.observability.terminal.console import Console
 from spmdrl.resources.world import World
-from spmdrl.types.roles import CRITIC, POLICY, WorkerState
+from spmdrl.types.roles import CRITIC, POLICY, REFERENCE, TEACHER, WorkerState
 
 PromptsOfStep = Callable[[int], tuple[Sequence[Prompt], Sequence[int]]]
 """The prompts of a step, and the ranks that go on with the first of them, where earlier steps began these."""
@@ -124,6 +126,8 @@ class StageParts:
     tokenizer: ModelTokenizer
     switching: Switching
     shown: ShownRows
+    teachers_prompts: TeachersPrompts | None
+    """those that the teacher sees; None: the policy's"""
 
 
 def build_stages(checked: CheckedRun, run: Run, parts: StageParts) -> Stages:
@@ -138,12 +142,10 @@ def build_stages(checked: CheckedRun, run: Run, parts: StageParts) -> Stages:
     with_actor: list[ScoreStage] = []
     for state in checked.needs:
         if state.work == "score" and (role := checked.role_of(state)) is not None:
-            trainer, is_base = parts.models[role].trainer, role is not state.role
-            present = trainer.without_adapters if is_base else partial(parts.switching.present, role)
-            kind = CutValueStage if role is CRITIC and critic is not None and critic.bootstraps else ScoreStage
-            stage = kind(state, trainer, present) if state is not WorkerState.TEACHER_TOP else LikeliestTokensStage(
-                trainer, present, checked.algorithm.num_likeliest, parts.models[POLICY].source.decoder.vocab_size
-            )  # fmt: skip
+            present, trainer = partial(parts.switching.present, role), parts.models[role].trainer
+            if state.role is REFERENCE and role is POLICY:
+                present = trainer.without_adapters
+            stage = _score_stage(checked, parts, state, trainer, present)
             (with_actor if role.presence == "training" else without_actor).append(stage)
     plan = UpdatePlan(
         config.train.epochs_per_step, config.train.updates_per_step, config.rollout.max_completion_length,
@@ -160,6 +162,19 @@ def build_stages(checked: CheckedRun, run: Run, parts: StageParts) -> Stages:
         update=UpdateStage(parts.models[POLICY].trainer, plan, recorder, parts.shown), timeline=run.logs.timeline,
         at_end=parts.switching.note_memory,
     )  # fmt: skip
+
+
+def _score_stage(
+    checked: CheckedRun, parts: StageParts, state: WorkerState, trainer: TrainingEngine, present: Presence
+) -> ScoreStage:
+    critic, prompts = checked.config.critic, parts.teachers_prompts
+    seen = prompts.in_place if prompts is not None and state.role is TEACHER else None
+    if state is WorkerState.TEACHER_TOP:
+        vocab_size = parts.models[POLICY].source.decoder.vocab_size
+        num_likeliest = checked.algorithm.num_likeliest
+        return LikeliestTokensStage(trainer, present, seen, num_likeliest=num_likeliest, vocab_size=vocab_size)
+    kind = CutValueStage if state.role is CRITIC and critic is not None and critic.bootstraps else ScoreStage
+    return kind(state, trainer, present, seen)
 
 
 def _build_generation(checked: CheckedRun, run: Run, parts: StageParts, reward: RewardStage) -> Stage:

@@ -146,7 +146,7 @@ def build(checked: CheckedRun, run: Run, stack: ExitStack) -> Training:
     shown = ShownRows(config.log.samples_per_step)
     sample_flow = estimates_of(config, checked.needs, world.num_nodes)
     run.logs.add_to_summary("the sample flow's estimates", sample_flow=sample_flow)
-    parts = StageParts(models, replica, turns, carried, pool, tokenizer, switching, shown)
+    parts = StageParts(models, replica, turns, carried, pool, tokenizer, switching, shown, prepared.teachers_prompts)
     return Training(
         run=run,
         checked=checked,

@@ -20,22 +20,31 @@ from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.types import Batch, WorkerState
 
 Presence = Callable[[], AbstractContextManager[None]]
+Seen = Callable[[Batch, Samples], Batch]
+"""Makes rows with other prompts of those of a step."""
 
 
 class ScoreStage:
     """Scores responses with one engine. Collective: every rank calls it once per step."""
 
-    def __init__(self, state: WorkerState, engine: TrainingEngine, presence: Presence = nullcontext):
-        """`presence` brings the engine's weights to the device, and releases them when it is left."""
+    def __init__(
+        self, state: WorkerState, engine: TrainingEngine, presence: Presence = nullcontext,
+        seen: Seen | None = None,
+    ):  # fmt: skip
+        """`presence` brings the engine's weights to the device, and releases them when it is left.
+
+        `seen` makes the rows that the engine sees of those of the step; None: these themselves.
+        """
         self.state = state
         self.column = column_of(state)
         self.engine = engine
         self.presence = presence
+        self.seen = seen
 
     def __call__(self, samples: Samples) -> None:
         batch = samples.take(self.state)
         with self.presence():
-            scored = self._scored(batch)
+            scored = self._scored(batch if self.seen is None else self.seen(batch, samples))
         samples.put(self.state, scored)
         samples.commit(self.state)
 

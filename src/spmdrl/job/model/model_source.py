@@ -99,7 +99,7 @@ def sources_of(
             critic = _source_beside(config.critic.path, "critic.path", is_there=is_there).with_value_head()
             sources[CRITIC] = _rating(critic, policy.decoder, f"critic.path {config.critic.path}")
     if TEACHER in sources:
-        assert config.teacher is not None, "a run has a teacher by its section"
+        assert config.teacher is not None and config.teacher.path is not None, "a run has a teacher by its section"
         teacher = _source_beside(config.teacher.path, "teacher.path", is_there=is_there)
         if teacher.decoder.head != "vocab":
             raise ValueError(

@@ -10,6 +10,7 @@ from tempfile import TemporaryDirectory
 
 from spmdrl.config.config import Config
 from spmdrl.dataflow.data.prompts import PromptSource
+from spmdrl.dataflow.stages.teacher.teachers_prompts import TeachersPrompts
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf.model_folder import HUB_TEXT_FILES, read_config, resolve_model_folder
 from spmdrl.engines.models.making.make_model import make_folder_without_weights
@@ -39,6 +40,8 @@ class Prepared:
     """those of `data.train`; None where the verb reads none"""
     held_out: PromptSource | None
     """those of `data.eval`"""
+    teachers_prompts: TeachersPrompts | None = None
+    """what a teacher sees in place of `data.train`'s prompts; None: these themselves"""
 
     @property
     def source(self) -> ModelSource:
@@ -88,7 +91,12 @@ def prepare(checked: CheckedRun, source: ModelSource) -> Prepared:
     # The answers of `generate` end at the last position.
     if held_out is not None and checked.verb not in ("generate", *ON_PAIRS):
         check_positions(held_out, "data.eval", source.decoder, num_new)
-    return Prepared(sources, tokenizer, train, held_out)
+    teachers_prompts = None
+    if train is not None and checked.verb != "sft" and config.teacher is not None and config.teacher.prompt_column:
+        teachers_prompts = TeachersPrompts(config.teacher.prompt_column, tokenizer.raw, config.data)
+        most_tokens = sources.get(TEACHER, source).decoder.max_positions - num_new
+        teachers_prompts.check([*train.all()], most_tokens=most_tokens, vocab_size=source.decoder.vocab_size)
+    return Prepared(sources, tokenizer, train, held_out, teachers_prompts)
 
 
 def prepare_together(checked: CheckedRun, world: World, console: Console) -> Prepared:

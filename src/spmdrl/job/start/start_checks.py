@@ -97,8 +97,14 @@ class CheckedRun:
         return tuple(role for role in ROLES if role in used)
 
     def role_of(self, state: WorkerState) -> Role | None:
-        """The model that a worker state uses: beside adapters, the policy without them is the reference."""
-        return POLICY if state.role is REFERENCE and self.config.lora is not None else state.role
+        """The model that a worker state uses: beside adapters, the policy without them is the reference.
+
+        The policy is its own teacher where none is named.
+        """
+        teacher = self.config.teacher
+        is_policys = state.role is REFERENCE and self.config.lora is not None
+        is_policys = is_policys or (state.role is TEACHER and teacher is not None and teacher.path is None)
+        return POLICY if is_policys else state.role
 
 
 def check_run(
@@ -227,11 +233,11 @@ def _check_teacher(config: Config, columns: frozenset[str]) -> None:
     if made and config.teacher is None:
         raise ValueError(
             f"algo.name is {config.algo.name}, which distils a teacher, but there is none; set teacher.path to a model "
-            "with the same tokenizer"
+            "with the same tokenizer, or teacher.prompt_column for the policy itself with other prompts"
         )
     if config.teacher is not None and not made:
         raise ValueError(
-            f"teacher.path is {config.teacher.path}, but algo.name {config.algo.name} distils no teacher; set "
+            f"there is a section teacher, but algo.name {config.algo.name} distils no teacher; set "
             "algo.name to opd or gkd, or leave teacher out"
         )
 

@@ -5,7 +5,7 @@ Shape letters: `R` packed response tokens that the model wrote; `J` likeliest to
 
 from __future__ import annotations
 
-from spmdrl.dataflow.stages.inference import Presence, ScoreStage
+from spmdrl.dataflow.stages.inference import Presence, ScoreStage, Seen
 from spmdrl.dataflow.stages.rows import ModelTokens, token_rows
 from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.types import Batch, WorkerState, offsets_of
@@ -14,9 +14,11 @@ from spmdrl.types import Batch, WorkerState, offsets_of
 class LikeliestTokensStage(ScoreStage):
     """Puts the ids and log-probs of the teacher's likeliest tokens, as many for each response token."""
 
-    def __init__(self, engine: TrainingEngine, presence: Presence, num_likeliest: int, vocab_size: int):
+    def __init__(
+        self, engine: TrainingEngine, presence: Presence, seen: Seen | None, *, num_likeliest: int, vocab_size: int
+    ):
         """`vocab_size` is that of the policy: a larger teacher's further tokens have no text."""
-        super().__init__(WorkerState.TEACHER_TOP, engine, presence)
+        super().__init__(WorkerState.TEACHER_TOP, engine, presence, seen)
         self.num_likeliest = num_likeliest
         self.vocab_size = vocab_size
 
