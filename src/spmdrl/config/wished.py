@@ -24,7 +24,10 @@ _ANSWERS: tuple[tuple[str, str], ...] = (
     ("prompt prompts", "prompts are answered by generate: `spmdrl generate model.path=runs/a prompt='12+30='`"),
     ("verbose log_level", "every step is printed, and all metrics are in metrics.jsonl of the run's folder"),
     ("logging_steps log_freq", "every step is logged"),
-    ("save_best load_best_model_at_end metric_for_best_model", "set checkpoint.best to a metric such as eval/accuracy"),
+    (
+        "save_best load_best_model_at_end metric_for_best_model best_by",
+        "set checkpoint.best to a metric such as eval/accuracy, and checkpoint.keep_best to how many are kept",
+    ),
     ("save_total_limit max_ckpt_num max_actor_ckpt_to_keep", "set checkpoint.keep_last"),
     ("save_strategy", "set checkpoint.interval; 0 saves only the last step"),
     ("save_only_model save_hf_ckpt", "set checkpoint.model_only; each checkpoint holds model/, a Hugging Face folder"),

@@ -64,7 +64,7 @@ def warm_started(checked: CheckedRun, world: World) -> CheckedRun:
         config,
         run=replace(config.run, dir=str(folder)),
         # In float32, because the run goes on from these weights and not from the trainer's state.
-        checkpoint=replace(config.checkpoint, interval=0, model_only=False, best=None, dtype="float32"),
+        checkpoint=replace(config.checkpoint, interval=0, model_only=False, best=None, keep_best=None, dtype="float32"),
         resume="auto",
     )
     warm_start = replace(checked, config=inner, eval_rows=[], verb="sft")

@@ -28,6 +28,10 @@ def test_a_saved_checkpoint_is_sound_and_the_oldest_go(tmp_path):
     for step in (5, 10, 15, 20, 25):
         result = store.save(step, write)
         assert result.folder == store.folder_of(step) and result.num_bytes > 0
+        store.forget_old(step)
+    assert store.steps() == [10, 20, 25]
+    # Those of later steps, which come again, don't count, nor go.
+    store.forget_old(20, kept=[10])
     assert store.steps() == [10, 20, 25]
     assert damage(store.folder_of(25)) is None
     assert not list(tmp_path.glob(".writing*"))

@@ -103,7 +103,9 @@ class KeptRollouts:
 
         with self._logs.timeline.stage("keep_rollouts", samples.step):
             result = self._store.save(samples.step, write)
-        if result.folder is None:
+        if result.folder is not None:
+            self._store.forget_old(samples.step)
+        else:
             self._logs.console.note(
                 f"WARNING: rollouts of step {samples.step} were NOT kept, the run goes on: {result.error}"
             )

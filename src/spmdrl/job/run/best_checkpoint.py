@@ -1,11 +1,11 @@
-"""The checkpoint with the best value of a metric: which it is, and the link that leads to it."""
+"""The checkpoints with the best values of a metric: which they are, and the link that leads to the best."""
 
 from __future__ import annotations
 
 import difflib
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,34 +13,40 @@ from spmdrl.engines.training.checkpoints.checkpoint import CheckpointConfig
 from spmdrl.engines.training.checkpoints.manifest import step_folder_name
 
 LINK = "best"
-_EVALUATIONS = "eval/"
+EVALUATIONS = "eval/"
 
 
 @dataclass(frozen=True)
 class BestStep:
-    """The step with the best value of a metric so far."""
+    """A step with one of the best values of a metric so far."""
 
     metric: str
     step: int
     value: float
 
 
-def better_of(
-    config: CheckpointConfig, best: BestStep | None, step: int, metrics: Mapping[str, float]
-) -> BestStep | None:
-    """The best step, now that there is another one; of equal ones the earlier. NaN is never better."""
-    value = metrics.get(config.best) if config.best is not None else None
-    if config.best is None or value is None or math.isnan(value):
-        return best
+def best_of(
+    config: CheckpointConfig, best: Sequence[BestStep], step: int, metrics: Mapping[str, float]
+) -> tuple[BestStep, ...]:
+    """The `checkpoint.keep_best` best steps, the best one first, now that there is another one.
+
+    Of equal ones the earlier comes first. A step without the metric, or where it is NaN, isn't among them, nor is one
+    by another metric.
+    """
+    value = math.nan if config.best_metric is None else metrics.get(config.best_metric, math.nan)
+    steps = [one for one in best if one.metric == config.best_metric]
+    if config.best_metric is not None and not math.isnan(value):
+        steps.append(BestStep(config.best_metric, step, value))
     sign = 1 if config.best_mode == "max" else -1
-    is_better = best is None or best.metric != config.best or sign * value > sign * best.value
-    return BestStep(config.best, step, value) if is_better else best
+    return tuple(sorted(steps, key=lambda one: (-sign * one.value, one.step))[: config.num_best])
 
 
-def is_due_for_best(config: CheckpointConfig, best: BestStep | None, step: int, metrics: Mapping[str, float]) -> bool:
+def is_due_for_best(
+    config: CheckpointConfig, best: Sequence[BestStep], step: int, metrics: Mapping[str, float]
+) -> bool:
     """Whether a step is saved for its value alone: evaluations are too rare to coincide with checkpoints."""
-    is_evaluation = config.best is not None and config.best.startswith(_EVALUATIONS)
-    return is_evaluation and better_of(config, best, step, metrics) != best
+    is_evaluation = config.best_metric is not None and config.best_metric.startswith(EVALUATIONS)
+    return is_evaluation and any(one.step == step for one in best_of(config, best, step, metrics))
 
 
 def point_to(best: BestStep, root: Path) -> None:
@@ -51,8 +57,10 @@ def point_to(best: BestStep, root: Path) -> None:
     os.replace(aside, link)
 
 
-def unknown_metric(name: str, metrics: Mapping[str, float]) -> str:
-    """The warning about a metric that no saved step has."""
+def unknown_metric(name: str, metrics: Mapping[str, float]) -> str | None:
+    """The warning about a metric that no saved step has; None for that of an evaluation where none was made."""
+    if name.startswith(EVALUATIONS) and not any(known.startswith(EVALUATIONS) for known in metrics):
+        return None
     near = difflib.get_close_matches(name, metrics, 3, 0.5)
     advice = f"did you mean {' or '.join(near)}?" if near else f"the metrics are {', '.join(sorted(metrics))}"
     return f"WARNING: checkpoint.best is {name}, but no step so far has that metric, so none is kept for it; {advice}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 
 import yaml
@@ -62,6 +63,9 @@ def outcome_of(record: RunRecord, folder: Path, checkpoints: Checkpoints) -> dic
         "accuracy_before": record.accuracy_before,
         "accuracy_before_interval": record.accuracy_before_interval,
         "checkpoint": str(newest / MODEL) if newest else None,
+        "best": [
+            asdict(one) | {"checkpoint": str(checkpoints.store.folder_of(one.step) / MODEL)} for one in checkpoints.best
+        ],
         "report": str(folder / "report.html"),
     }
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 from annotated_types import Ge
-from pydantic import Strict, StrictFloat, StrictInt, TypeAdapter, ValidationError
+from pydantic import BeforeValidator, Strict, StrictFloat, StrictInt, TypeAdapter, ValidationError
 
 from spmdrl.config.config import Config
 from spmdrl.engines.training.checkpoints.checkpoint import CheckpointStore
@@ -41,7 +41,10 @@ class RunRecord:
     """those of the newest step"""
     accuracy_before: Number | None = None
     accuracy_before_interval: list[Number] | None = None
-    best: BestStep | None = None
+    best: Annotated[
+        tuple[BestStep, ...], BeforeValidator(lambda best: [best] if isinstance(best, dict) else best or ())
+    ] = ()
+    """the steps that are kept for their values, the best one first; older versions have a single one, or null"""
     is_resumable: Annotated[bool, Strict()] = True
     """whether the trainer's state is there"""
 
@@ -103,7 +106,10 @@ class Resuming:
             if folder is None:
                 return [None, None, notes]
             record = read_record(folder)
-            return [str(folder), record.to_json(), notes + self._check_record(record, folder)]
+            notes += self._check_record(record, folder)
+            # One that a later step replaced is gone, where the run goes on from before that step.
+            there = [one for one in record.best if self._store.folder_of(one.step).is_dir()]
+            return [str(folder), replace(record, best=there).to_json(), notes]
 
         folder, record, notes = on_main(self._world, choose)
         for note in notes:

@@ -131,7 +131,7 @@ def check_disk_space(
     trainer_bytes = 0 if checkpoint.model_only else _TRAINER_BYTES_PER_PARAMETER
     num_bytes = sum(num_parameters(one) * dtype.itemsize + num_trained(one) * trainer_bytes for one in decoders)
     num_saves = -(-num_steps // checkpoint.interval) if checkpoint.interval else 1
-    count = max(1, min(num_saves, checkpoint.keep_last + 1 + (checkpoint.best is not None)) - present)
+    count = max(1, min(num_saves, checkpoint.keep_last + 1 + checkpoint.num_best) - present)
     folder = config.folder
     free = shutil.disk_usage(folder).free
     if count * num_bytes > free:

@@ -19,6 +19,7 @@ from spmdrl.engines.environment.environment_pool import EnvironmentPool
 from spmdrl.engines.generation.native.graphs.graph_steps import wants_graphs
 from spmdrl.engines.reward.functions import needs_answer
 from spmdrl.engines.reward.pool import RewardPool
+from spmdrl.job.run.best_checkpoint import EVALUATIONS
 from spmdrl.job.start.model_checks import (
     check_batch_invariant,
     check_generation_fits,
@@ -128,6 +129,8 @@ def check_run(
             if (conflict := algorithm.conflict(credit_settings_of(config))) is not None:
                 raise ValueError(conflict)
         train_rows, eval_rows = _checked_rows(config, verb, prompts)
+        if verb in _TRAINED:
+            check_best(config)
     base_model = config.model.path or "random weights (model.make)"
     return CheckedRun(verb, config, resolved_yaml(loaded), layout, algorithm, needs, train_rows, eval_rows, base_model)
 
@@ -265,6 +268,21 @@ def credit_settings_of(config: Config) -> CreditSettings:
     return CreditSettings(
         config.reward.names, config.reward.part_weights, config.rollout.max_completion_length, config.seed
     )
+
+
+def check_best(config: Config) -> None:
+    """Refuse to keep checkpoints by a metric of evaluations that aren't made between steps. Raises ValueError."""
+    metric = config.checkpoint.best_metric
+    if metric is None or not metric.startswith(EVALUATIONS):
+        return
+    lacking = "data.eval is not set" if config.data.eval is None else "eval.interval is 0"
+    if config.data.eval is None or config.eval.interval == 0:
+        key = "keep_best" if config.checkpoint.best is None else "best"
+        raise ValueError(
+            f"checkpoint.{key} is {getattr(config.checkpoint, key)}, which keeps the best checkpoints by {metric}, but "
+            f"{lacking}, so that steps aren't evaluated; set data.eval and eval.interval, or checkpoint.best to a "
+            "metric of every step, such as reward"
+        )
 
 
 def check_sizes(config: Config, algorithm: Algorithm) -> None:

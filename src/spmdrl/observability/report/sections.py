@@ -14,7 +14,7 @@ from spmdrl.observability.logs.jsonl import number
 from spmdrl.observability.report.page import ConfigText, Header, Parts, Table, value_text
 from spmdrl.observability.report.run_files import RunData
 from spmdrl.observability.summary import passes_of
-from spmdrl.observability.terminal.console import outcome
+from spmdrl.observability.terminal.console import best_text, outcome
 from spmdrl.observability.terminal.units import bytes_text, count, duration
 
 GOOD_VERDICTS = ("ok", "done", "passed", "finished", "completed", "success")
@@ -42,6 +42,7 @@ def header(run: RunData) -> Header:
         "Started": _plain(run.summary.get("started")),
         "Command": _plain(run.summary.get("command")),
         "Checkpoint": _plain(run.summary.get("checkpoint")),
+        "Best checkpoint": best_text(run.summary),
     }
     return Header(run.name, verdict, tone, facts)
 

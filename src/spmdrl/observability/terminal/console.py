@@ -168,6 +168,7 @@ def summary_block(fields: Mapping[str, Any], *, phase: str = "") -> str:
         "accuracy": _accuracy(fields),
         **{name: _first_to_last(fields, f"{key}_before", f"{key}_after") for name, key in passes_of(fields).items()},
         "checkpoint": fields.get("checkpoint"),
+        "best": best_text(fields),
         "report": fields.get("report"),
     }
     return "\n".join([head] + [f"  {name:<11}{text}" for name, text in rows.items() if text])
@@ -178,6 +179,15 @@ def outcome(fields: Mapping[str, Any]) -> str:
     trouble = fields.get("trouble")
     verdict = str(fields.get("verdict") or "ended")
     return f"{verdict}, but {'; '.join(map(str, trouble))}" if isinstance(trouble, list) and trouble else verdict
+
+
+def best_text(fields: Mapping[str, Any]) -> str:
+    """The best checkpoint of a summary; empty where none was kept for its value."""
+    best = fields.get("best")
+    if not isinstance(best, list) or not best:
+        return ""
+    metric, value, step, folder = (best[0].get(name) for name in ("metric", "value", "step", "checkpoint"))
+    return f"{folder} ({metric} {_with_interval(value, None)} in step {step})"
 
 
 def _accuracy(fields: Mapping[str, Any]) -> str:

@@ -53,8 +53,11 @@ class CheckpointConfig:
     """dtype of the model's weights in checkpoints; auto: that of the computation (model.dtype). Resuming doesn't depend
     on it: a trainer's own weights are kept in float32"""
     best: str | None = None
-    """a metric, such as eval/accuracy or reward, whose best checkpoint is kept and linked as `best`; a better eval/
-    metric is saved even where no checkpoint is due; null: none"""
+    """a metric, such as eval/accuracy or reward, whose best checkpoints are kept, the best of them linked as `best`; a
+    better eval/ metric is saved even where no checkpoint is due; null: eval/reward with keep_best, else none"""
+    keep_best: Annotated[int, Ge(1)] | None = None
+    """number of checkpoints with the best values of `best` that are kept beside the newest; null: 1 where `best` is
+    set, else 0"""
     best_mode: Literal["max", "min"] = "max"
     """whether higher (max) or lower (min) values of the metric in `best` are better"""
 
@@ -64,6 +67,16 @@ class CheckpointConfig:
                 "checkpoint.model_only and checkpoint.keep_rollouts are both true, but rollouts are kept for a "
                 "run that resumes, which needs the trainer's state; set one of them to false"
             )
+
+    @property
+    def best_metric(self) -> str | None:
+        """The metric by which checkpoints are the best; None where none is kept for one."""
+        return self.best or (None if self.keep_best is None else "eval/reward")
+
+    @property
+    def num_best(self) -> int:
+        """Checkpoints that are kept for their values."""
+        return self.keep_best or (0 if self.best is None else 1)
 
     def model_dtype(self, computed: torch.dtype) -> torch.dtype:
         """The dtype of the model's weights in checkpoints of a run that computes in this one."""
@@ -94,12 +107,11 @@ class CheckpointStore:
     def folder_of(self, step: int) -> Path:
         return self.root / step_folder_name(step)
 
-    def save(self, step: int, write: Callable[[Path], Iterable[Path]], *, kept: Collection[int] = ()) -> SaveResult:
+    def save(self, step: int, write: Callable[[Path], Iterable[Path]]) -> SaveResult:
         """Write one checkpoint. Collective: every rank calls it with what writes its own files.
 
         `write(folder)` returns the paths that this rank wrote below `folder`. If it fails for want of space on any
-        rank, nothing is left behind, the earlier checkpoints stay, and the result has the reason. Of those, the steps
-        in `kept` stay in any case.
+        rank, nothing is left behind, and the result has the reason. The earlier checkpoints stay until `forget_old`.
         """
         aside = self.root / f".writing_{step_folder_name(step)}"
         entries: dict[str, FileEntry] = {}
@@ -114,7 +126,7 @@ class CheckpointStore:
             error = next((report[1] for report in reports if report[1]), None)
             entries = {name: FileEntry(**entry) for report in reports for name, entry in report[0].items()}
         if error is None:
-            error = self._on_main(lambda: self._publish(aside, Manifest(step, entries), kept))
+            error = self._on_main(lambda: self._publish(aside, Manifest(step, entries)))
         if error is not None:
             if self.is_main:
                 shutil.rmtree(aside, ignore_errors=True)
@@ -143,7 +155,7 @@ class CheckpointStore:
                 error = _text_of(failure)
         return broadcast_bytes(error.encode() if self.is_main else None).decode() or None
 
-    def _publish(self, aside: Path, manifest: Manifest, kept: Collection[int]) -> None:
+    def _publish(self, aside: Path, manifest: Manifest) -> None:
         path = aside / MANIFEST
         path.write_text(manifest.to_json())
         sync_file(path)
@@ -161,14 +173,18 @@ class CheckpointStore:
             raise
         sync_file(self.root)
         shutil.rmtree(old, ignore_errors=True)
-        self._forget_old(manifest.step, kept)
 
-    def _forget_old(self, newest: int, kept: Collection[int]) -> None:
-        steps = [step for step in self.steps() if step <= newest]
+    def forget_old(self, newest: int, *, kept: Collection[int] = ()) -> None:
+        """Delete, on the main rank, what is neither in `kept` nor kept by the config now that `newest` is there."""
+        steps = [step for step in self.steps() if step <= newest] if self.is_main else []
         every = self.config.keep_every
         for step in steps[: -self.config.keep_last]:
             if step not in kept and not (every and step % every == 0):
-                shutil.rmtree(self.folder_of(step), ignore_errors=True)
+                # A job that is killed in the middle of it leaves no half of a checkpoint under its name.
+                aside = self.root / f".forgotten_{step_folder_name(step)}"
+                with suppress(OSError):
+                    os.rename(self.folder_of(step), aside)
+                    shutil.rmtree(aside)
 
     def steps(self) -> list[int]:
         """Steps that have a finished folder, oldest first."""
