@@ -154,6 +154,29 @@ def test_adapters_learn_the_same_under_every_layout(world, cases):
                 raise AssertionError(f"{model} under {layout}") from error
 
 
+def adapter_gradients(world: World, cases: list[tuple[str, UpdateLayout]], dtype: torch.dtype) -> list[Tensor]:
+    """The gradient of all adapters, where layers and the weights beside adapters are of this dtype."""
+    found = []
+    for model, layout in cases:
+        gradient, _ = gradient_and_logprobs(engine_of(world, model, layout, compute_dtype=dtype))
+        found.append(torch.cat([one.flatten() for name, one in gradient.items() if ".lora_" in name]))
+    return found
+
+
+@pytest.mark.ranks
+def test_adapters_of_bfloat16_layers_are_as_near_to_the_gradient_under_every_layout(world):
+    cases = [ON_TWO[index] for index in (0, 1, 2, 4, 6, 9)]
+    alone = [("dense", UpdateLayout()), ("sparse", UpdateLayout())]
+    exact, rounded = (adapter_gradients(world, alone, dtype) for dtype in (torch.float32, torch.bfloat16))
+    # The distance that rounding alone makes; a part that is left out or counted twice makes a larger one.
+    limit = {model: 1.5 * relative_difference(*pair) for (model, _), *pair in zip(alone, rounded, exact, strict=True)}
+    assert max(limit.values()) < 0.3
+    expected = {model: one for (model, _), one in zip(alone, exact, strict=True)}
+    for answers in run_ranks(2, adapter_gradients, cases, torch.bfloat16, timeout=240):
+        for (model, layout), found in zip(cases, answers, strict=True):
+            assert 0 < relative_difference(found, expected[model]) < limit[model], (model, layout)
+
+
 def merged_by_layouts(world: World, cases: list[tuple[str, UpdateLayout]]) -> list[dict[str, Tensor]]:
     return [whole_weights(engine_of(world, model, layout)) for model, layout in cases]
 

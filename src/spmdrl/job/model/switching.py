@@ -113,7 +113,7 @@ class Switching:
             self._count_swapped(moved)
 
     def _note_planned(self, planned_bytes: int) -> None:
-        """Say, once, what moves at every switch beside what moved at the first."""
+        """Print, once, what moves at every switch beside what moved at the first."""
         self._planned_bytes.append(planned_bytes)
         if len(self._planned_bytes) == 2 and planned_bytes < self._planned_bytes[0]:
             first = self._planned_bytes[0]
