@@ -81,6 +81,16 @@ def test_every_turn_of_packed_conversations_is_learnt_as_by_itself_on_any_ranks_
     assert weights_digest(run, 4) == digest and untimed(metrics_of(run)) == steps
 
 
+def test_a_run_is_not_gone_on_with_on_other_completions(chats, tmp_path):
+    data = tmp_path / "rows.jsonl"
+    settings = [chats[0], f"data.train={data}", "sft.rows_per_step=1", "sft.max_steps=1", f"run.dir={tmp_path / 'run'}"]
+    for completion, code in (("2", 0), ("two", 2)):
+        data.write_text(json.dumps({"prompt": "1+1=", "completion": completion}))
+        job = run_job("sft", *settings)
+        assert job.returncode == code, job.stdout + job.stderr
+    assert "belongs to another run: rows of data.train was" in job.stderr
+
+
 def test_a_conversation_whose_answers_are_ambiguous_is_named(chats, tmp_path):
     model = tmp_path / "model"
     shutil.copytree(chats[0].partition("=")[2], model)

@@ -48,7 +48,7 @@ def identity_of(checked: CheckedRun, folders: Mapping[Role, Path]) -> dict[str, 
         "seed": config.seed,
         "data.train": str(config.data.train),
         "data.shuffle": config.data.shuffle,
-        ROWS: rows_digest(checked.train_rows),
+        ROWS: rows_digest(checked.train_rows, learns_completions=checked.phase == "sft"),
         **sizes,
         **{f"the model's {key}": value for key, value in held.architecture.items()},
         "the model's weights at the start": held.weights[:16],
@@ -56,12 +56,14 @@ def identity_of(checked: CheckedRun, folders: Mapping[Role, Path]) -> dict[str, 
     }
 
 
-def rows_digest(rows: Sequence[SourceRows]) -> str:
-    """A short digest of the rows' content, wherever their files are."""
+def rows_digest(rows: Sequence[SourceRows], *, learns_completions: bool) -> str:
+    """A short digest of what is used of the rows, wherever their files are."""
     digest = hashlib.sha256()
     for source in rows:
         digest.update(f"{len(source.rows)}:{source.source.weight}:".encode())
         for row in source.rows:
             learnt = (row.answer,) if row.rejected is None else (row.completion, row.rejected)
+            if learns_completions and row.completion is not None:
+                learnt = (row.answer, row.completion)
             digest.update(repr((row.prompt, *learnt)).encode(errors="backslashreplace"))
     return digest.hexdigest()[:16]
