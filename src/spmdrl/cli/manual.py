@@ -53,12 +53,13 @@ examples:
 """,
     "eval": f"""usage: spmdrl eval {_CONFIGURED}
 
-Answers the rows of data.eval, eval.num_samples times each (1: greedily), and judges them by reward.functions. Writes
-eval.jsonl and eval.summary.json into the run's folder.
+Answers the rows of data.eval, eval.num_samples times each (1: greedily), and judges them by reward.functions: accuracy
+(avg@k of k answers) and pass@k for each k of eval.pass_at, with intervals. Writes eval.jsonl and eval.summary.json into
+the run's folder. docs/evaluation.md has what is measured, docs/data.md the benchmarks (data.format).
 
 examples:
   python -m spmdrl eval run.yaml model.path=runs/a/checkpoints/step_000100/model
-  python -m spmdrl eval model.path=runs/a data.eval=test.jsonl eval.num_samples=8 run.name=a_eval
+  python -m spmdrl eval model.path=runs/a data.eval=test.jsonl eval.num_samples=8 'eval.pass_at=[1, 8]' run.name=a_eval
 """,
     "generate": f"""usage: spmdrl generate {_CONFIGURED} [prompt=TEXT ...] [-]
 
