@@ -127,10 +127,14 @@ def test_a_run_that_dies_goes_on_to_the_bit_with_prompts_and_kept_rollouts(train
 
 
 @pytest.mark.ranks
-def test_recorded_rollouts_hold_all_attempts(trained, tmp_path):
+def test_recorded_rollouts_hold_all_attempts_and_samples_begin_with_a_prompt_that_is_trained(trained, tmp_path):
     settings, alone = trained
-    recorded = f"debug.rollouts_from={alone.parent / 'rollouts'}"
-    finished(run_job("train", *settings, f"run.dir={tmp_path / 'run'}", recorded))
+    recorded = [f"debug.rollouts_from={alone.parent / 'rollouts'}", "log.samples_per_step=4"]
+    finished(run_job("train", *settings, f"run.dir={tmp_path / 'run'}", *recorded))
+    whole, some = rows_of(alone), rows_of(tmp_path / "run")
+    assert any(rows[0]["advantage"] is None for rows in whole.values())
+    for step, rows in some.items():
+        assert rows == [row for row in whole[step] if row["advantage"] is not None][:GROUP]
     assert weights_digest(tmp_path / "run", STEPS) == weights_digest(alone, STEPS)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -86,7 +87,10 @@ class UpdateStage:
         version = self.engine.update_count
         if self._is_first_of_copy:
             record_lags(self.recorder, ModelTokens.of(batch).pick(batch.values("versions")), version)
-        self.shown.begin_step(samples.rows_of_step, samples.group_size)
+        rows, size = samples.rows_of_step, samples.group_size
+        is_trained = np.isin(rows // size, samples.groups_to_train)
+        # A prompt that was left out has no advantages to look at.
+        self.shown.begin_step(np.concatenate([rows[is_trained], rows[~is_trained]]), size)
         if samples.step < self.plan.first_step:
             samples.commit(self.state)
             return
