@@ -140,6 +140,16 @@ def test_a_run_on_pairs_that_died_goes_on_to_the_last_bit(trained, tmp_path):
     assert other.returncode == 2 and "rows_per_step was 7 and is 6" in other.stderr
 
 
+@pytest.mark.parametrize("part", ["chosen", "rejected"])
+def test_a_run_is_not_gone_on_with_on_other_pairs(tmp_path, part):
+    rows = [{"prompt": f"{n}+1=", "chosen": str(n + 1), "rejected": str(n)} for n in range(8)]
+    settings = [tiny_config(tmp_path), "preferences={max_steps: 1, rows_per_step: 4}", f"run.dir={tmp_path / 'run'}"]
+    for own in (rows, [row | {part: "0+"} for row in rows]):
+        (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in own))
+        job = run_job("preferences", *settings, f"data.train={tmp_path / 'pairs.jsonl'}")
+    assert job.returncode == 2 and "belongs to another run: rows of data.train was" in job.stderr, job.stderr
+
+
 def test_adapters_learn_of_pairs_without_a_second_model(tmp_path):
     settings = [*pair_settings("preferences", tmp_path), "lora={rank: 4, alpha: 8}", "checkpoint.interval=0"]
     finished(run_job("preferences", *settings, f"run.dir={tmp_path / 'run'}"))
