@@ -45,11 +45,11 @@ def whole(teacher, tmp_path_factory) -> Path:
 def test_the_policy_comes_near_its_teacher_and_rewards_count_for_nothing(teacher, tmp_path):
     # No response gets a reward, and all are trained on.
     (tmp_path / "none.py").write_text("def none(completions, **columns):\n    return [None] * len(completions)\n")
-    settings = [*distilled(teacher), "train.max_steps=60", "checkpoint.interval=0", f"run.dir={tmp_path / 'run'}"]
+    settings = [*distilled(teacher), "train.max_steps=40", "checkpoint.interval=0", f"run.dir={tmp_path / 'run'}"]
     settings += [f"reward.functions=[{tmp_path / 'none.py'}:none]", "optim.lr=0.01"]
     finished(run_job("train", tiny_config(tmp_path), *settings))
     distances = [step["teacher/kl"] for step in metrics_of(tmp_path / "run")]
-    assert sum(distances[-3:]) < 0.5 * sum(distances[:3]), distances
+    assert sum(distances[-3:]) < 0.6 * sum(distances[:3]), distances
 
 
 @pytest.mark.ranks
