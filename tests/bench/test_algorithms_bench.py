@@ -17,11 +17,11 @@ from spmdrl.bench.harness.train_runs import words_of
 from spmdrl.bench.learning.algorithms_bench import add_arguments, run
 from spmdrl.bench.learning.learning_plot import curves_svg
 from spmdrl.bench.learning.learning_runs import LearningCurve, finish, settings_of
-from spmdrl.bench.learning.recipes import RECIPES, START, TEACHER, Settings, recipe_of
+from spmdrl.bench.learning.recipes import PAIR_VERBS, RECIPES, START, Settings, recipe_of
 from spmdrl.config.config import load_config
 from spmdrl.engines.models.making.make_config import MakeConfig
 from spmdrl.engines.models.making.make_model import make_model_folder
-from spmdrl.job.start.start_checks import check_run
+from spmdrl.job.start.start_checks import Verb, check_run
 from spmdrl.observability.statistics import Estimate
 from spmdrl.observability.summary import write_summary
 
@@ -93,11 +93,22 @@ def test_rows_are_the_accuracies_of_runs_and_chief_algorithms_must_improve_by_mo
 @pytest.mark.parametrize(("student", "passed"), [(0.77, True), (0.75, False)])
 def test_a_student_must_reach_95_percent_of_its_teacher(tmp_path: Path, student: float, passed: bool):
     write_finished("sft", tmp_path / "start", START)
-    write_finished("sft", tmp_path / "teacher", {**TEACHER, "model.path": tmp_path / "start"})
-    write_evaluations(tmp_path / "teacher", {150: 0.8})
+    write_trained(tmp_path, "gspo", 0, {0: 0.5, 1: 0.8})
     write_trained(tmp_path, "opd", 0, {0: 0.5, 1: student})
     table = run(parsed(tmp_path, "--algorithms", "opd"))
     assert table.passed is passed and f"it reaches {student:.3f}, its teacher 0.800" in table.notes[0]
+
+
+@pytest.mark.parametrize(("in_order", "passed"), [(0.91, True), (0.89, False)])
+def test_a_verb_of_pairs_must_order_nine_of_ten(tmp_path: Path, in_order: float, passed: bool):
+    write_finished("sft", tmp_path / "start", START)
+    folder = tmp_path / "reward-model-0"
+    settings = {**PAIR_VERBS["reward-model"], "model.path": tmp_path / "start", "seed": 0}
+    write_finished("reward-model", folder, settings)
+    write_evaluations(folder, {0: 0.5, 120: in_order})
+    table = run(parsed(tmp_path, "--algorithms", "reward-model"))
+    assert table.passed is passed and table.rows[0]["accuracy_after"] == in_order
+    assert table.notes[0].endswith("accuracies are of ordering pairs")
 
 
 def test_the_picture_has_a_panel_per_algorithm_with_the_mean_of_its_seeds(tmp_path: Path):
@@ -139,23 +150,28 @@ def test_a_run_can_start_with_the_settings_of_every_algorithm(config: type[AlgoC
     assert check_run(load_config([], words), "train").algorithm.config.name == config.name
 
 
+@pytest.mark.parametrize("verb", PAIR_VERBS)
+def test_a_run_can_start_with_the_settings_of_verbs_of_pairs(verb: Verb, tmp_path: Path, tiny_model):
+    _, *words = words_of(verb, {**PAIR_VERBS[verb], "model.path": tiny_model}, tmp_path / "run")
+    assert check_run(load_config([], words), verb).num_steps > 0
+
+
 def test_recipes_are_those_of_algorithms_in_the_table():
     assert RECIPES.keys() <= {config.name for config in ALGORITHMS}
 
 
 @pytest.mark.slow
 def test_checkpoint_teacher_and_student_are_trained_and_not_again(tmp_path: Path):
-    start, teacher, out = tmp_path / "start", tmp_path / "teacher", tmp_path / "out.json"
-    for folder, settings in ((start, START), (teacher, {**TEACHER, "model.path": start})):
-        finish("sft", folder, {**settings, "sft.max_steps": 1})
-        # From here on they pass for those of all steps.
-        write_finished("sft", folder, settings)
+    out = tmp_path / "out.json"
+    finish("sft", tmp_path / "start", {**START, "sft.max_steps": 1})
+    # From here on it passes for one of all steps.
+    write_finished("sft", tmp_path / "start", START)
     picture = tmp_path / "figures" / "curves.svg"
     words = ["--work", str(tmp_path), "--algorithms", "opd", "--steps", "1", "--json", str(out)]
     main(["algorithms", *words, "--picture", str(picture)])
     content = json.loads(out.read_text())
     assert content["rows"][0].keys() == {"algorithm", "seed", "accuracy_before", "accuracy_after", "interval"}
-    assert content["curves"][0]["held_out_accuracy_by_step"].keys() == {"0", "1"}
+    assert content["curves"][0]["held_out_accuracy_by_step"].keys() == {"0", "1", "2"}
     assert ElementTree.parse(picture).getroot().tag == f"{SVG}svg"
     trained = (tmp_path / "opd-0" / "metrics.jsonl").stat()
     main(["algorithms", *words])

@@ -3,7 +3,9 @@
 The task is addition, the model of 1.0M parameters made by code, and the checkpoint a supervised start of about half
 the answers right. All algorithms have the same prompts, responses and updates, and the values of their papers. A run
 is a job of `spmdrl train`; one that has finished in --work isn't run again. An interval is of 95%, around the accuracy
-after; six algorithms must improve by more than its whole width, and a student must reach 95% of its teacher's accuracy.
+after; six algorithms must improve by more than its whole width, and a student must reach 95% of the accuracy of its
+teacher, the first run of gspo. The verbs `preferences` and `reward-model` learn from pairs of a right and a wrong sum,
+and must order more than 90% of the held-out pairs.
 """
 
 from __future__ import annotations
@@ -18,8 +20,8 @@ from statistics import fmean
 from spmdrl.algorithms.table import ALGORITHMS
 from spmdrl.bench.harness.bench_table import BenchTable
 from spmdrl.bench.learning.learning_plot import curves_svg
-from spmdrl.bench.learning.learning_runs import LearningCurve, curve_of, teacher_accuracy
-from spmdrl.bench.learning.recipes import NUM_HELD_OUT, recipe_of
+from spmdrl.bench.learning.learning_runs import LearningCurve, curve_of, held_out_accuracies
+from spmdrl.bench.learning.recipes import NUM_HELD_OUT, PAIR_VERBS, TEACHER, recipe_of
 from spmdrl.config.reader import ConfigError
 from spmdrl.observability.terminal.screen import show
 
@@ -27,7 +29,9 @@ CHIEF = ("ppo", "dapo", "pf_ppo", "rloo", "gspo", "online_dpo")
 """the algorithms that have three seeds by default, and must improve"""
 SHARE_OF_TEACHER = 0.95
 """of a teacher's accuracy, what its student must reach"""
-_NAMES = [config.name for config in ALGORITHMS]
+ENOUGH_PAIRS = 0.9
+"""of the held-out pairs, what a verb that learns from pairs must order rightly"""
+_NAMES = [*(config.name for config in ALGORITHMS), *PAIR_VERBS]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,7 +59,7 @@ def run(arguments: argparse.Namespace) -> BenchTable:
     if arguments.picture is not None:
         arguments.picture.parent.mkdir(parents=True, exist_ok=True)
         arguments.picture.write_text(curves_svg(grouped))
-    teachers = {name: teacher_accuracy(work) if recipe_of(name).needs_teacher else None for name in grouped}
+    teachers = {name: _teacher_accuracy(work) if recipe_of(name).needs_teacher else None for name in grouped}
     return BenchTable(
         title=f"bench algorithms: {NUM_HELD_OUT} held-out prompts, greedy, before and after {arguments.steps} steps",
         rows=[_row(curve) for curve in curves],
@@ -90,14 +94,22 @@ def _note(name: str, curves: Sequence[LearningCurve], teacher: float | None) -> 
     clear = sum(curve.is_clear for curve in curves)
     spread = f" ({min(gains):+.3f} to {max(gains):+.3f})" if len(gains) > 1 else ""
     note = f"{name}: {fmean(gains):+.3f}{spread}, by more than its interval in {clear} of {len(gains)} runs"
+    if name in PAIR_VERBS:
+        note += "; accuracies are of ordering pairs"
     if teacher is None:
         return note
     return f"{note}; it reaches {_mean_after(curves):.3f}, its teacher {teacher:.3f}"
 
 
 def _has_passed(name: str, curves: Sequence[LearningCurve], teacher: float | None) -> bool:
+    if name in PAIR_VERBS:
+        return _mean_after(curves) > ENOUGH_PAIRS
     is_student = teacher is None or _mean_after(curves) >= SHARE_OF_TEACHER * teacher
     return is_student and (name not in CHIEF or all(curve.is_clear for curve in curves))
+
+
+def _teacher_accuracy(work: Path) -> float:
+    return list(held_out_accuracies(work / f"{TEACHER}-0").values())[-1].value
 
 
 def _mean_after(curves: Sequence[LearningCurve]) -> float:

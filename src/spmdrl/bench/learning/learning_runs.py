@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spmdrl.bench.harness.train_runs import run_verb, words_of
-from spmdrl.bench.learning.recipes import SHARED, START, TEACHER, Settings, recipe_of
+from spmdrl.bench.learning.recipes import PAIR_VERBS, SHARED, START, TEACHER, Settings, recipe_of
 from spmdrl.observability.logs.log import read_metrics
 from spmdrl.observability.statistics import Estimate
 from spmdrl.observability.summary import read_summary
 
-START_FOLDER, TEACHER_FOLDER = "start", "teacher"
+START_FOLDER = "start"
 _EVALUATIONS_OF_A_RUN = 5
 
 
@@ -44,27 +44,29 @@ class LearningCurve:
 
 
 def curve_of(algorithm: str, seed: int, *, work: Path, num_steps: int) -> LearningCurve:
-    """Train from the work folder's checkpoint, unless that has been done. Raises RuntimeError if a run fails."""
-    finish("sft", work / START_FOLDER, START)
-    if recipe_of(algorithm).needs_teacher:
-        finish("sft", work / TEACHER_FOLDER, {**TEACHER, "model.path": work / START_FOLDER})
+    """Train from the work folder's checkpoint, unless that has been done. Raises RuntimeError if a run fails.
+
+    In place of an algorithm it may be a verb that learns from pairs, which makes steps of its own number.
+    """
     folder = work / f"{algorithm}-{seed}"
+    finish("sft", work / START_FOLDER, START)
+    if algorithm in PAIR_VERBS:
+        finish(algorithm, folder, {**PAIR_VERBS[algorithm], "model.path": work / START_FOLDER, "seed": seed})
+        return LearningCurve(algorithm, seed, held_out_accuracies(folder))
+    if recipe_of(algorithm).needs_teacher:
+        curve_of(TEACHER, 0, work=work, num_steps=num_steps)
     finish("train", folder, settings_of(algorithm, seed, work=work, num_steps=num_steps))
     return LearningCurve(algorithm, seed, held_out_accuracies(folder))
-
-
-def teacher_accuracy(work: Path) -> float:
-    """What the teacher, which has been trained, reaches."""
-    return list(held_out_accuracies(work / TEACHER_FOLDER).values())[-1].value
 
 
 def settings_of(algorithm: str, seed: int, *, work: Path, num_steps: int) -> Settings:
     """What the run of an algorithm is started with."""
     recipe = recipe_of(algorithm)
+    num_steps *= recipe.times_steps
     return {
         **SHARED,
         "model.path": work / START_FOLDER,
-        **({"teacher.path": work / TEACHER_FOLDER} if recipe.needs_teacher else {}),
+        **({"teacher.path": work / f"{TEACHER}-0"} if recipe.needs_teacher else {}),
         "algo.name": algorithm,
         "optim.lr": recipe.lr,
         "train.max_steps": num_steps,

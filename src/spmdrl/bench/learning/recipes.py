@@ -11,8 +11,9 @@ _ADDITION = "synthetic://addition?low=0&high=49&test_fraction=0.15"
 NUM_HELD_OUT = 375
 """all pairs that are never trained on"""
 HELD_OUT = f"{_ADDITION}&count={NUM_HELD_OUT}&split=test"
+_TRAINING = f"{_ADDITION}&count=2000"
 PROMPTS = {
-    "data.train": f"{_ADDITION}&count=2000",
+    "data.train": _TRAINING,
     "data.eval": HELD_OUT,
     "rollout.max_completion_length": 6,
     "reward.functions": "[exact]",
@@ -29,13 +30,6 @@ START: Settings = PROMPTS | {
     "eval.before_train": "false",
 }
 """The supervised training that makes the checkpoint; stopped while its learning rate is high, it can be improved."""
-TEACHER: Settings = START | {
-    "model.make": "null",
-    "sft.max_steps": 150,
-    "sft.stop_at_probability": "null",
-    "sft.optim": "{lr: 1.0e-3, schedule: cosine, betas: [0.9, 0.95]}",
-}
-"""The same training to its end, from that checkpoint."""
 SHARED: Settings = PROMPTS | {
     "rollout.prompts_per_step": 64,
     "rollout.num_generations": 8,
@@ -46,6 +40,29 @@ SHARED: Settings = PROMPTS | {
     "optim.warmup_steps": 5,
     "optim.schedule": "cosine",
 }
+_PAIRS: Settings = PROMPTS | {
+    # Wrong sums are off by up to so much.
+    "data.train": f"{_TRAINING}&max_error=20",
+    "data.eval": f"{HELD_OUT}&max_error=20",
+}
+PAIR_VERBS: Mapping[str, Settings] = {
+    "preferences": _PAIRS
+    | {
+        "preferences.max_steps": 120,
+        "preferences.rows_per_step": 64,
+        "preferences.optim": "{lr: 1.0e-4, warmup_steps: 10}",
+        "eval.interval": 24,
+    },
+    "reward-model": _PAIRS
+    | {
+        "reward_model.max_steps": 480,
+        "reward_model.rows_per_step": 64,
+        "reward_model.centring": 0.01,
+        "reward_model.optim": "{lr: 1.0e-3, warmup_steps: 10, schedule: cosine}",
+        "eval.interval": 96,
+    },
+}
+"""Verbs that learn from pairs of a right and a wrong sum, whose accuracy is that of ordering held-out pairs."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +73,16 @@ class Recipe:
     """AdamW's steps don't depend on the loss's scale, so most losses can have the same"""
     settings: Settings = field(default_factory=dict)
     needs_teacher: bool = False
+    """whether it distils what another algorithm has trained from the same checkpoint"""
+    times_steps: int = 1
+    """how many times as many steps as others it makes"""
 
 
 # A critic that begins as the policy's model with a new head must learn faster than the policy does.
 _CRITIC: Settings = {"critic.optim": "{lr: 1.0e-3, warmup_steps: 5}", "critic.lam": 0.95, "critic.clip": 0.2}
 
+TEACHER = "gspo"
+"""the algorithm whose first run is the teacher of those that need one"""
 RECIPES: Mapping[str, Recipe] = {
     # No ratio and no clip hold a step's second update back.
     "rloo": Recipe(lr=2.5e-4),
@@ -68,9 +90,10 @@ RECIPES: Mapping[str, Recipe] = {
     "online_dpo": Recipe(lr=2.5e-4),
     "ppo": Recipe(settings=_CRITIC),
     "pf_ppo": Recipe(settings=_CRITIC),
-    "opd": Recipe(needs_teacher=True),
+    # After as many steps as its teacher made, a student is still on its way.
+    "opd": Recipe(needs_teacher=True, times_steps=2),
     # The model has fewer tokens than the default compares.
-    "gkd": Recipe(settings={"algo.top_k": 8}, needs_teacher=True),
+    "gkd": Recipe(settings={"algo.top_k": 8}, needs_teacher=True, times_steps=2),
 }
 
 
