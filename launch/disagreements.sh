@@ -9,7 +9,7 @@ if ! [ -e .peers/installed ]; then
     say "installing verl, TRL and OpenRLHF in .peers"
     "$(find_python)" -m venv --clear .peers
     .peers/bin/python -m pip install -qq --disable-pip-version-check -e . hypothesis pytest \
-        trl==1.16.0 ray omegaconf hydra-core codetiming orjson
+        trl==1.16.0 ray omegaconf hydra-core codetiming orjson pillow
     # What else they require is for GPUs.
     .peers/bin/python -m pip install -qq --disable-pip-version-check --no-deps verl==0.9.1 openrlhf==0.11.2
     touch .peers/installed

@@ -8,13 +8,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from tests.algorithms.disagreements import ours, peers
+from tests.algorithms.disagreements import distributions, ours, peers
 from tests.algorithms.disagreements.padded_rows import PaddedRows
 from tests.algorithms.random_rows import MAX_LENGTH, packed
 from torch import Tensor
 
 # As in the table of algorithms; terms that all share come last.
-ORDER = [*ours.CONFIGS, "all"]
+REWARD_MODEL = "(reward model)"
+ORDER = [*ours.CONFIGS, REWARD_MODEL, "all"]
 
 Values = Callable[[PaddedRows], Tensor]
 Loss = Callable[[PaddedRows, Tensor], Tensor]
@@ -373,6 +374,44 @@ PAIRS = [
     of_pairs("OpenRLHF", "DPOLoss", peers.openrlhf_dpo_loss, {"ipo": True}, loss_type="ipo"),
 ]
 
+
+def of_distributions(
+    peer: str, function: str, theirs: Loss, given: Mapping[str, Any], why: str = "", **keys: Any
+) -> Case:
+    mine = partial(distributions.our_divergence, **keys)
+    values = with_gradient(mine, distributions.logits), with_gradient(partial(theirs, **given), distributions.logits)
+    return Case("gkd", "loss", peer, _call(function, given), *values, keys, why)
+
+
+def of_scores(peer: str, function: str, theirs: Callable[..., Tensor], given: Mapping[str, Any]) -> Case:
+    mine = partial(distributions.our_reward_loss, **{"centring": 0.0, **given})
+    values = with_gradient(mine, distributions.scores), with_gradient(partial(theirs, **given), distributions.scores)
+    return Case(REWARD_MODEL, f"loss, {_call('', given)[2:]}", peer, function, *values)
+
+
+DISTRIBUTIONS = [
+    of_distributions("TRL", "DistillationTrainer", distributions.trl_divergence, {"beta": 0.0}, divergence="forward"),
+    of_distributions("TRL", "DistillationTrainer", distributions.trl_divergence, {"beta": 1.0}, divergence="reverse"),
+    of_distributions(
+        "TRL", "DistillationTrainer", distributions.trl_divergence, {"beta": 0.3}, divergence="jsd", beta=0.3
+    ),
+    of_distributions(
+        "verl", "forward_kl_topk", distributions.verl_divergence, {"top_k": 9}, divergence="forward", top_k=9
+    ),
+    of_distributions(
+        "verl",
+        "forward_kl_topk",
+        distributions.verl_divergence,
+        {"top_k": 4},
+        "it leaves out all other tokens, so that it is no divergence; ours compares them as one",
+        divergence="forward",
+        top_k=4,
+    ),
+    of_scores("TRL", "RewardTrainer", distributions.trl_reward_loss, {"margin": None, "centring": 0.01}),
+    of_scores("TRL", "RewardTrainer", distributions.trl_reward_loss, {"margin": 0.3, "centring": 0.0}),
+    of_scores("OpenRLHF", "PairWiseLoss", peers.openrlhf_reward_loss, {"margin": 0.3}),
+]
+
 DAPO = [
     by_verl(
         "dapo",
@@ -415,6 +454,6 @@ CORRECTIONS = [
 ]
 
 CASES = sorted(
-    [*ADVANTAGES, *ONE_RESPONSE, *LOSSES, *DAPO, *PAIRS, *DRAWS, *CORRECTIONS, *SHARED],
+    [*ADVANTAGES, *ONE_RESPONSE, *LOSSES, *DAPO, *PAIRS, *DISTRIBUTIONS, *DRAWS, *CORRECTIONS, *SHARED],
     key=lambda case: ORDER.index(case.algorithm),
 )

@@ -45,7 +45,7 @@ for _name in ("openrlhf.models", "openrlhf.utils", "openrlhf.trainer.ray.launche
     _without_package_code(_name)
 sys.modules["deepspeed"] = types.ModuleType("deepspeed")
 
-from openrlhf.models.loss import DPOLoss, PolicyLoss, ValueLoss  # noqa: E402
+from openrlhf.models.loss import DPOLoss, PairWiseLoss, PolicyLoss, ValueLoss  # noqa: E402
 from openrlhf.models.utils import compute_approx_kl, masked_mean  # noqa: E402
 from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker  # noqa: E402
 
@@ -115,11 +115,13 @@ def verl_loss(rows: PaddedRows, policy_R: Tensor, mode: str, **options: Any) -> 
     return loss
 
 
-class _Trainer:
+class TrlTrainer:
     """What TRL's loss methods read of a trainer."""
 
-    def __init__(self, rows: PaddedRows, policy_R: Tensor, settings: Mapping[str, Any], arguments: Mapping[str, Any]):
-        self._logprobs_BT = rows.unpacked(policy_R)
+    def __init__(
+        self, rows: PaddedRows, policy_R: Tensor | None, settings: Mapping[str, Any], arguments: Mapping[str, Any]
+    ):
+        self._logprobs_BT = rows.mask_BT if policy_R is None else rows.unpacked(policy_R)
         self.accelerator = Accelerator(cpu=True)
         self.model = types.SimpleNamespace(training=False)
         self.current_gradient_accumulation_steps = 1
@@ -147,13 +149,13 @@ def trl_loss(rows: PaddedRows, policy_R: Tensor, arguments: Mapping[str, Any] | 
         "ref_per_token_logps": rows.matrix(rows.rows.reference),
         "num_items_in_batch": rows.mask_BT.sum(),
     }
-    return GRPOTrainer._compute_loss(_Trainer(rows, policy_R, settings, arguments or {}), None, inputs)
+    return GRPOTrainer._compute_loss(TrlTrainer(rows, policy_R, settings, arguments or {}), None, inputs)
 
 
 def trl_rloo_loss(rows: PaddedRows, policy_R: Tensor) -> Tensor:
     """RLOOTrainer's loss of all rows as one micro-batch."""
     inputs = _trl_inputs(rows) | {"old_logps": rows.matrix(rows.rows.old).sum(1)}
-    return RLOOTrainer._compute_loss(_Trainer(rows, policy_R, {}, {}), None, inputs)
+    return RLOOTrainer._compute_loss(TrlTrainer(rows, policy_R, {}, {}), None, inputs)
 
 
 def trl_dpo_loss(rows: PaddedRows, policy_R: Tensor, loss_type: str, label_smoothing: float = 0.0) -> Tensor:
@@ -182,7 +184,7 @@ def trl_dpo_loss(rows: PaddedRows, policy_R: Tensor, loss_type: str, label_smoot
         "ref_chosen_logps": reference_B.chunk(2)[0],
         "ref_rejected_logps": reference_B.chunk(2)[1],
     }
-    trainer = _Trainer(rows, policy_R, settings, {})
+    trainer = TrlTrainer(rows, policy_R, settings, {})
     return DPOTrainer._compute_loss(trainer, lambda **_: outputs, inputs, return_outputs=False)
 
 
@@ -191,6 +193,10 @@ def openrlhf_dpo_loss(rows: PaddedRows, policy_R: Tensor, **options: Any) -> Ten
     policy_B, reference_B = rows.unpacked(policy_R).sum(1), rows.matrix(rows.rows.reference).sum(1)
     loss, _, _ = DPOLoss(0.1, **options)(policy_B[::2], policy_B[1::2], reference_B[::2], reference_B[1::2])
     return loss
+
+
+def openrlhf_reward_loss(rows: PaddedRows, scores_B: Tensor, margin: float | None) -> Tensor:
+    return PairWiseLoss()(scores_B[::2], scores_B[1::2], margin)
 
 
 def _trl_inputs(rows: PaddedRows) -> dict[str, Tensor]:
