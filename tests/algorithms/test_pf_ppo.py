@@ -58,7 +58,8 @@ def test_as_many_are_drawn_as_a_prompt_has_scored_ones_and_none_without_weight(r
 @pytest.mark.parametrize("scope", ["prompt", "batch"])
 def test_over_many_steps_rows_are_drawn_as_often_as_their_weights_say(rule, scope):
     rewards = [[0.5, 2.0, -1.0, 1.0, 0.5], [0.0, 1.5, 1.5]]
-    algorithm, inputs = PfPpo(PfPpoConfig(filter=rule, filter_scope=scope, filter_power=1.5)), inputs_of(rewards)
+    power = {"filter_power": 1.5} if rule == "power" else {}
+    algorithm, inputs = PfPpo(PfPpoConfig(filter=rule, filter_scope=scope, **power)), inputs_of(rewards)
     num_steps = 600
     found = sum(algorithm.copies(replace(inputs, step=step)) for step in range(num_steps)).numpy() / num_steps
     compared = rewards if scope == "prompt" else [sum(rewards, [])]
@@ -98,3 +99,9 @@ def test_advantages_are_those_of_ppo_on_the_rows_as_often_as_they_were_drawn(len
     found = PfPpo(PfPpoConfig(std=std)).advantages(inputs).split(lengths)
     for row, advantages in enumerate(found):
         torch.testing.assert_close(advantages, expected[row], rtol=1e-12, atol=1e-12)
+
+
+def test_a_power_that_no_rule_reads_is_refused():
+    with pytest.raises(ValueError, match="set algo.filter to power, or leave algo.filter_power out"):
+        PfPpoConfig(filter_power=3.0)
+    PfPpoConfig(filter="power", filter_power=3.0)

@@ -65,7 +65,8 @@ SETTINGS = (
     ["algo.name=opd", "teacher.path=here"],
     ["lora={}"],
     *([f"algo.name={config().name}", "critic={}"] for config in ALGORITHMS),
-    ["algo={name: ppo, kl_coef: 0.1}", "critic={}"],
+    ["algo={name: ppo, kl_coef: 0.1, kl_target: 1.0}", "critic={}"],
+    ["algo={name: pf_ppo, filter: power}", "critic={}"],
 )
 
 

@@ -45,6 +45,14 @@ class PfPpoConfig(ActorCriticConfig):
     """what a response is compared with and drawn from, as many as there are; prompt: the other responses to its prompt
     (the paper); batch: all responses of the step (verl)"""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.filter != "power" and self.filter_power != PfPpoConfig.filter_power:
+            raise ValueError(
+                f"algo.filter_power is {self.filter_power}, but algo.filter {self.filter} has no power; set "
+                "algo.filter to power, or leave algo.filter_power out"
+            )
+
 
 @dataclass(frozen=True)
 class PfPpo(Ppo):

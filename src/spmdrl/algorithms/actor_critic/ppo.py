@@ -47,6 +47,11 @@ class ActorCriticConfig(ClippedConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.kl_target is None and self.kl_gain != type(self).kl_gain:
+            raise ValueError(
+                f"algo.kl_gain is {self.kl_gain}, but without algo.kl_target nothing is adapted; set algo.kl_target, "
+                "or leave algo.kl_gain out"
+            )
         if self.kl_target is not None and not self.kl_in_credit:
             raise ValueError(
                 f"algo.kl_target is {self.kl_target}, but algo.kl_coef is {self.kl_coef} and algo.kl_in {self.kl_in}: "
