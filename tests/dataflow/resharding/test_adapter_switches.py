@@ -43,6 +43,10 @@ def trainer_of(world: World, layout: UpdateLayout) -> TrainingEngine:
     return engine
 
 
+# Two engines are awake at once.
+ROLLOUT = RolloutConfig(kv_cache_gib=0.1)
+
+
 def update(trainer: TrainingEngine) -> None:
     axis = trainer.mesh.data
     trainer.update(make_rows(12).select(list(range(12))[axis.rank :: axis.size]), weighted_nll)
@@ -63,7 +67,7 @@ def switched(world: World, update_layout: UpdateLayout, layout: GenerationLayout
     """Of three switches with an update before each: bytes received, bytes lacking, and the log-probs of some rows."""
     trainer = trainer_of(world, update_layout)
     mesh = build_generation_mesh(layout, world.device, world.size, world.rank)
-    generator = NativeEngine(MODEL, RolloutConfig(), world.device.torch_device, torch.float32, mesh=mesh)
+    generator = NativeEngine(MODEL, ROLLOUT, world.device.torch_device, torch.float32, mesh=mesh)
     reshard = ReshardConfig(bucket_bytes=4096, verify=True)
     flow = ReshardingFlow(world, {POLICY: trainer}, generator, reshard, MemoryLedger(), folder)
     found = []
@@ -72,7 +76,7 @@ def switched(world: World, update_layout: UpdateLayout, layout: GenerationLayout
         expected = whole_weights(trainer)
         stats = flow.to_generation()
         lacking = lacking_bytes(trainer, generator, (lambda name: True) if step == 0 else is_adapter)
-        plain = NativeEngine(PLAIN, RolloutConfig(), world.device.torch_device, torch.float32, mesh=mesh)
+        plain = NativeEngine(PLAIN, ROLLOUT, world.device.torch_device, torch.float32, mesh=mesh)
         plain.load_weights((name, expected[name]) for name in plain.weight_shapes())
         plain.wake_cache()
         differences = torch.cat(generator.score(ROWS)) - torch.cat(plain.score(ROWS))
