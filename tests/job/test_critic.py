@@ -62,6 +62,22 @@ def test_the_policy_waits_for_the_critics_warmup_and_is_trained_after_it(whole):
 
 
 @pytest.mark.ranks
+@pytest.mark.parametrize(("reference", "critic"), [("tensor", "data"), ("data", "pipeline"), ("shard", "tensor")])
+def test_a_reference_and_a_critic_with_layouts_of_their_own_are_as_under_the_policys(
+    whole, tmp_path, reference, critic
+):
+    settings = [f"run.dir={tmp_path}", "checkpoint.interval=2", "reshard.swap=always", *TINY]
+    settings += [f"resources.roles={{reference: {{{reference}: 2}}, critic: {{{critic}: 2}}}}"]
+    finished(run_job("train", tiny_config(tmp_path), *settings, ranks=2))
+    for one, other in zip(metrics_of(tmp_path), metrics_of(whole / "run"), strict=True):
+        names = {"kl", "loss", *LEARNT} & other.keys()
+        assert {name: one[name] for name in names} == pytest.approx({name: other[name] for name in names}, 1e-4, 1e-6)
+    expected = weights_of(whole / "run", 4)
+    for name, weight in weights_of(tmp_path, 4).items():
+        torch.testing.assert_close(weight, expected[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.ranks
 def test_one_rank_and_two_with_the_swap_train_the_same_critic(whole, tmp_path):
     config, run = tiny_config(tmp_path), tmp_path / "run"
     finished(run_job("train", config, *TINY, "train.max_steps=2", f"run.dir={run}", "reshard.swap=never"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -45,6 +46,43 @@ def test_one_rank_holds_the_whole_model_and_eight_an_eighth_or_a_little_more():
     assert part["generation_weights"] == 2 * num_elements
     # One replica per rank: an eighth of the rows, and half the bytes per number.
     assert part["kv_cache"] * 16 == whole["kv_cache"]
+
+
+def test_a_reference_with_a_layout_of_its_own_holds_what_that_leaves_it():
+    eight = LaunchEnvironment(world_size=8, local_world_size=8)
+    shared = checked_for(eight, "algo.kl_coef=0.1")
+    own = checked_for(eight, "algo.kl_coef=0.1", "resources.roles.reference={data: 8}")
+    decoder = decoder_config(shared.config.model.make)
+    held, held_otherwise = (
+        rank_bytes(checked, dict.fromkeys(checked.roles, decoder), eight, "cuda") for checked in (shared, own)
+    )
+    num_elements = sum(map(math.prod, parameter_table(decoder).shapes.values()))
+    assert held_otherwise == held | {"reference_weights": 2 * num_elements}
+    assert held["reference_weights"] < num_elements
+
+
+@pytest.mark.parametrize(
+    ("verb", "settings", "said"),
+    [
+        ("check", ["resources.roles.reference={tensor: 3}"], "resources.roles.reference.tensor 3 does not divide"),
+        ("check", ["resources.roles.reference={shard: 2}"], "or set resources.roles.reference.shard to 0"),
+        ("check", ["resources.roles.reference={expert: 2}"], "resources.roles.reference.expert is 2, but the"),
+        ("check", ["resources.roles.reference={tensor: 8}"], "resources.roles.reference.tensor is 8, but it must"),
+        ("check", ["resources.roles.reference={pipeline: 4}"], "resources.roles.reference.pipeline 4 x "),
+        ("check", ["resources.roles.critic={tensor: 2}"], "but this run has no critic with weights of its own"),
+        ("check", ["resources.roles.reference={}", "lora.rank=2"], "no reference with weights of its own"),
+        ("preferences", ["resources.roles.reference={}"], "preferences rates the rows of a step with policy and"),
+    ],
+)  # fmt: skip
+def test_a_layout_that_a_role_can_not_have_is_refused_by_its_key(verb, settings, said, tmp_path):
+    eight = LaunchEnvironment(world_size=8, local_world_size=8)
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text('{"prompt": "1", "chosen": "2", "rejected": "3"}\n')
+    data = [f"data.train={pairs}"] if verb == "preferences" else []
+    with pytest.raises(ValueError, match=re.escape(said)):
+        checked = check_run(load_config([], [*BASE, "algo.kl_coef=0.1", *data, *settings]), verb, launch=eight)
+        with source_without_making(checked.config) as source:
+            prepare(checked, source)
 
 
 def test_adapters_alone_have_gradients_and_an_optimizer_and_generation_keeps_the_other_weights():

@@ -61,6 +61,21 @@ def test_one_rank_and_two_with_the_swap_distil_alike(teacher, whole, tmp_path):
 
 
 @pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("layout", "shown", "swap"),
+    [("{tensor: 2}", "tensor 2", "always"), ("{data: 2}", "data 2", "never"), ("{pipeline: 2}", "pipeline 2", "never")],
+)
+def test_a_teacher_with_a_layout_of_its_own_rates_as_under_the_policys(teacher, whole, tmp_path, layout, shown, swap):
+    settings = [*distilled(teacher), f"run.dir={tmp_path / 'run'}", f"reshard.swap={swap}"]
+    job = finished(run_job("train", tiny_config(tmp_path), *settings, f"resources.roles.teacher={layout}", ranks=2))
+    assert f"update shard 2, teacher {shown}" in job.stdout
+    shared, own = metrics_of(whole / "run"), metrics_of(tmp_path / "run")
+    assert own[0]["teacher/kl"] == pytest.approx(shared[0]["teacher/kl"], 1e-5)
+    for one, other in zip(own, shared, strict=True):
+        assert {name: one[name] for name in LEARNT} == pytest.approx({name: other[name] for name in LEARNT}, 1e-4)
+
+
+@pytest.mark.ranks
 def test_a_teacher_is_on_the_device_inside_its_own_state_alone(whole):
     held, at_end_of = dict[str, int](), {}
     for line in (whole / "run/timeline/rank_00000.jsonl").read_text().splitlines():

@@ -37,7 +37,7 @@ from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.engines.reward.pool import RewardPool
 from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.job.model.replica import Replica
-from spmdrl.job.model.role_models import RoleModel, RoleModels
+from spmdrl.job.model.role_models import RoleModels
 from spmdrl.job.model.switching import Switching
 from spmdrl.job.run.run import Run
 from spmdrl.job.start.prepared import Prepared
@@ -102,11 +102,13 @@ def build_prompts_of_step(prompts: PromptSource, carried: CarriedGroups) -> Prom
     return pending_and_new
 
 
-def build_dock(checked: CheckedRun, policy: RoleModel, replica: Replica, world: World) -> TransferDock:
-    """The sample flow, in which ranks share rows as the layouts of the policy group them."""
+def build_dock(checked: CheckedRun, models: RoleModels, replica: Replica, world: World) -> TransferDock:
+    """The sample flow, in which ranks share rows as the layout of each state's model groups them."""
     config, device = checked.config, world.device.torch_device
-    row_groups = groups_of_training(policy.trainer.mesh, device) | groups_of_generation(replica.mesh, device)
-    cost = row_cost_of(policy.source.decoder)
+    roles = {state: checked.role_of(state) for state in checked.needs if state.uses_training_engine}
+    meshes = {state: models[role].trainer.mesh for state, role in roles.items() if role is not None}
+    row_groups = groups_of_training(meshes, device) | groups_of_generation(replica.mesh, device)
+    cost = row_cost_of(models[POLICY].source.decoder)
     whole_groups = [WorkerState.UPDATE] if checked.algorithm.unit_size > 1 else []
     return TransferDock(
         world, checked.needs, config.dock,

@@ -89,6 +89,24 @@ class GenerationLayout:
 
 
 @dataclass(frozen=True)
+class RoleLayouts:
+    """Layouts of models beside the policy, over the same ranks; null: that of `resources.update`."""
+
+    reference: UpdateLayout | None = None
+    """layout of the reference"""
+    critic: UpdateLayout | None = None
+    """layout of the critic, with its gradients and optimizer"""
+    teacher: UpdateLayout | None = None
+    """layout of the teacher"""
+
+    @property
+    def given(self) -> dict[str, UpdateLayout]:
+        """The layouts that are set, by role name."""
+        layouts = {"reference": self.reference, "critic": self.critic, "teacher": self.teacher}
+        return {name: layout for name, layout in layouts.items() if layout is not None}
+
+
+@dataclass(frozen=True)
 class ResourcesConfig:
     """What the job runs on."""
 
@@ -96,6 +114,8 @@ class ResourcesConfig:
     """kind of device; auto: the accelerator that PyTorch finds, else cpu"""
     update: UpdateLayout = field(default_factory=UpdateLayout)
     """layout of the update shards"""
+    roles: RoleLayouts = field(default_factory=RoleLayouts)
+    """layouts of models that aren't cut like the policy"""
     generation: GenerationLayout = field(default_factory=GenerationLayout)
     """layout of the generation shards"""
     timeout_seconds: Annotated[float, Interval(gt=0, le=_LONGEST_TIMEOUT_SECONDS)] = 1800.0
@@ -107,48 +127,48 @@ class ResourcesConfig:
     firewall keeps everyone else out: anyone who reaches a port can run code in the job"""
 
 
-def fit_update_layout(layout: UpdateLayout, world_size: int) -> UpdateLayout:
+def fit_update_layout(layout: UpdateLayout, world_size: int, key: str = "resources.update") -> UpdateLayout:
     """Fill in the degree that was left open, and check that the degrees take exactly all ranks.
 
-    Raises ValueError with the numbers, the relation and a way out.
+    `key` is where the config has the layout. Raises ValueError with the numbers, the relation and a way out.
     """
-    _check_degrees("resources.update", layout, may_be_open=("shard",))
+    _check_degrees(key, layout, may_be_open=("shard",))
     if layout.shard == 0:
-        layout = _fill_shard(layout, world_size)
+        layout = _fill_shard(layout, world_size, key)
     if layout.num_ranks != world_size:
         product = " x ".join(f"{name} {getattr(layout, name)}" for name in _FACTORS if getattr(layout, name) != 1)
         raise ValueError(
             f"update layout needs {product or 'shard 1'} = {layout.num_ranks} ranks, but the job has {world_size}; "
-            f"start {layout.num_ranks} ranks, or set resources.update.shard to 0 (all that are left)"
+            f"start {layout.num_ranks} ranks, or set {key}.shard to 0 (all that are left)"
         )
-    _check_expert(layout)
+    _check_expert(layout, key)
     return layout
 
 
-def _fill_shard(layout: UpdateLayout, world_size: int) -> UpdateLayout:
+def _fill_shard(layout: UpdateLayout, world_size: int, key: str) -> UpdateLayout:
     others = replace(layout, shard=1).num_ranks
     if world_size % others == 0:
         return replace(layout, shard=world_size // others)
     used = [name for name in _FACTORS if name != "shard" and getattr(layout, name) > 1]
     if len(used) == 1:
         raise ValueError(
-            f"resources.update.{used[0]} {others} does not divide the job's {world_size} ranks; "
+            f"{key}.{used[0]} {others} does not divide the job's {world_size} ranks; "
             f"set it to one of {_divisors(world_size)}"
         )
     product = " x ".join(f"{name} {getattr(layout, name)}" for name in used)
     raise ValueError(
-        f"resources.update: {product} = {others} does not divide the job's {world_size} ranks; lower one of them so "
+        f"{key}: {product} = {others} does not divide the job's {world_size} ranks; lower one of them so "
         f"that the product is one of {_divisors(world_size)}"
     )
 
 
-def _check_expert(layout: UpdateLayout) -> None:
+def _check_expert(layout: UpdateLayout, key: str) -> None:
     inside, whole = layout.shard * layout.context, layout.data * layout.shard * layout.context
     fits = inside % layout.expert == 0 or (layout.expert % inside == 0 and whole % layout.expert == 0)
     if not fits:
         usable = [n for n in _divisors(whole) if inside % n == 0 or n % inside == 0]
         raise ValueError(
-            f"resources.update.expert {layout.expert} must divide shard {layout.shard} x context {layout.context} = "
+            f"{key}.expert {layout.expert} must divide shard {layout.shard} x context {layout.context} = "
             f"{inside}, or be a multiple of it that divides data x shard x context = {whole}; "
             f"set it to one of {usable}"
         )

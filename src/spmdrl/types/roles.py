@@ -13,9 +13,6 @@ from typing import Literal
 Rating = Literal["logprobs", "token_values", "row_values"]
 """What a head gives: the log-prob of each response token, a value before each of them, or one at each row's end."""
 
-RankSet = Literal["all"]
-"""Which ranks hold a model's shards. So far there is one set, cut by `resources.update`."""
-
 
 @dataclass(frozen=True)
 class Role:
@@ -35,7 +32,6 @@ class Role:
     """the same of its optimizer state; None for a frozen model, which has neither gradients nor an optimizer"""
     checkpoint: str | None = None
     """the folder, inside a checkpoint, of its model and trainer state; None keeps nothing, as it can be loaded again"""
-    ranks: RankSet = "all"
 
     @property
     def is_trained(self) -> bool:

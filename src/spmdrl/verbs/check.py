@@ -36,6 +36,7 @@ def _show(checked: CheckedRun, prepared: Prepared, launch: LaunchEnvironment) ->
     device_kind = find_device("auto", 0).kind if wanted == "auto" else wanted
     lines = [
         f"update layout: {checked.layout}",
+        *(f"{role.name} layout: {layout}" for role, layout in checked.own_layouts.items()),
         f"generation layout: {generation}, replicas: {launch.world_size // generation.tensor}",
         f"worker states: {' -> '.join(state.value for state in checked.needs)}",
         *(source.summary for source in (*checked.train_rows, *checked.eval_rows)),

@@ -39,7 +39,6 @@ from spmdrl.job.training_step import (
 )
 from spmdrl.resources.startup.launch import command_of
 from spmdrl.resources.world import make_deterministic
-from spmdrl.types.roles import POLICY
 from spmdrl.verbs.sft import warm_started
 
 
@@ -142,7 +141,7 @@ def build(checked: CheckedRun, run: Run, stack: ExitStack) -> Training:
     evaluator = build_evaluator(config, prepared, replica, pool, turns)
     num_rows = max(carried.rules.most_groups * config.rollout.num_generations, evaluator.num_rows if evaluator else 0)
     switching = build_switching(config, run.logs, models, replica, stack, num_rows=num_rows, prompt_at=prompts.at)
-    dock = stack.enter_context(build_dock(checked, models[POLICY], replica, world))
+    dock = stack.enter_context(build_dock(checked, models, replica, world))
     shown = ShownRows(config.log.samples_per_step)
     sample_flow = estimates_of(config, checked.needs, world.num_nodes)
     run.logs.add_to_summary("the sample flow's estimates", sample_flow=sample_flow)

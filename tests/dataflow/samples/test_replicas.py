@@ -17,7 +17,8 @@ from tests.support.ranks import run_ranks
 def _step(world: World, update: UpdateLayout, generation: GenerationLayout):
     """A step in which every rank of a replica puts all that its replica made."""
     device = world.device.torch_device
-    training = groups_of_training(build_update_mesh(update, world.device, world.rank), device)
+    update_mesh = build_update_mesh(update, world.device, world.rank)
+    training = groups_of_training({state: update_mesh for state in WorkerState if state.uses_training_engine}, device)
     mesh = build_generation_mesh(generation, world.device, world.size, world.rank)
     groups = training | groups_of_generation(mesh, device)
     needs = needs_by_state({"advantages", "rollout_logprobs"})

@@ -32,7 +32,7 @@ from spmdrl.job.start.start_checks import CheckedRun
 from spmdrl.resources.device import Device
 from spmdrl.resources.mesh import UpdateMesh, build_update_mesh
 from spmdrl.resources.world import World
-from spmdrl.types.roles import CRITIC, POLICY, RankSet, Role
+from spmdrl.types.roles import CRITIC, POLICY, Role
 
 TRAINER = "trainer"
 ADAPTER = "adapter"
@@ -128,13 +128,15 @@ def saved_state(config: CheckpointConfig, models: RoleModels, *others: Savable) 
 
 
 def build_role_models(checked: CheckedRun, sources: Mapping[Role, ModelSource], world: World) -> RoleModels:
-    """The models of a run, cut by its update layout, with the weights of their sources. Collective."""
-    meshes: dict[RankSet, UpdateMesh] = {"all": build_update_mesh(checked.layout, world.device, world.rank)}
+    """The models of a run, each cut by its layout, with the weights of their sources. Collective."""
+    layouts = {role: checked.layout_of(role) for role in sources}
+    # Roles with the same layout share its process groups.
+    meshes = {layout: build_update_mesh(layout, world.device, world.rank) for layout in dict.fromkeys(layouts.values())}
     config = checked.config
     saved_dtype = config.checkpoint.model_dtype(config.model.compute_dtype(world.device.kind))
     return {
         role: RoleModel(
-            role, _build_trainer(checked, role, source, meshes[role.ranks], world.device), source, world, saved_dtype
+            role, _build_trainer(checked, role, source, meshes[layouts[role]], world.device), source, world, saved_dtype
         )
         for role, source in sources.items()
     }

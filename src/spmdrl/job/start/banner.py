@@ -37,7 +37,8 @@ def _lines(checked: CheckedRun, prepared: Prepared, world: World) -> Iterator[st
     device, generation = world.device, config.resources.generation
     name = f"cpu, {torch.get_num_threads()} threads each" if device.is_cpu else device.module.get_device_name()
     replicas = world.size // generation.tensor
-    update = "whole on each rank" if str(checked.layout) == "1" else checked.layout
+    update = "whole on each rank" if str(checked.layout) == "1" else str(checked.layout)
+    update += "".join(f", {role.name} {layout}" for role, layout in checked.own_layouts.items())
     cut = "" if str(generation) == "1" else f"{generation} x "
     engine = generation_engine_name(config.rollout, device.kind)
     yield (

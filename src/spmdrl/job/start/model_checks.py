@@ -35,10 +35,15 @@ def check_model_fits(config: Config, decoder: DecoderConfig, layout: UpdateLayou
                 f"train.routing.bias_update_rate is {config.train.routing.bias_update_rate}, but with lora nothing of "
                 "the model changes but adapters; set it to 0, or leave out lora"
             )
+    check_recomputing(config, layout)
+
+
+def check_recomputing(config: Config, layout: UpdateLayout, key: str = "resources.update") -> None:
+    """Refuse a schedule that would run layers again many times. Raises ValueError."""
     recomputes = config.train.activation_checkpointing != "none"
     if recomputes and layout.pipeline > 1 and layout.pipeline_schedule in _SPLIT_BACKWARD:
         raise ValueError(
-            f"resources.update.pipeline_schedule is {layout.pipeline_schedule}, which splits backward in two, and "
+            f"{key}.pipeline_schedule is {layout.pipeline_schedule}, which splits backward in two, and "
             f"train.activation_checkpointing is {config.train.activation_checkpointing}, so that every layer would be "
             "run again many times; set pipeline_schedule to 1f1b or interleaved, or activation_checkpointing to none"
         )

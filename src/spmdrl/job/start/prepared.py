@@ -23,7 +23,12 @@ from spmdrl.job.model.model_source import (
     prepare_model,
     sources_of,
 )
-from spmdrl.job.start.model_checks import check_generation_fits, check_model_fits, check_vllm_computes
+from spmdrl.job.start.model_checks import (
+    check_generation_fits,
+    check_model_fits,
+    check_recomputing,
+    check_vllm_computes,
+)
 from spmdrl.job.start.start_checks import ON_PAIRS, CheckedRun
 from spmdrl.observability.terminal.console import Console
 from spmdrl.resources.world import World
@@ -68,8 +73,10 @@ def prepare(checked: CheckedRun, source: ModelSource) -> Prepared:
         sources[POLICY] = source.with_value_head()
     if checked.train_rows:
         check_model_fits(config, source.decoder, checked.layout)
-        for other in sources.values():
-            check_layout(other.decoder, checked.layout)
+        for role, other in sources.items():
+            check_layout(other.decoder, checked.layout_of(role), checked.layout_key(role))
+            if role.is_trained:
+                check_recomputing(config, checked.layout_of(role), checked.layout_key(role))
     tokenizer = ModelTokenizer(folder)
     _check_stop_tokens(tokenizer, source.decoder)
     if checked.algorithm.num_likeliest > source.decoder.vocab_size:

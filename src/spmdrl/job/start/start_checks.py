@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from spmdrl.algorithms.algorithm import Algorithm
@@ -40,6 +40,7 @@ Verb = Literal["train", "sft", "preferences", "reward-model", "eval", "generate"
 ON_PAIRS = ("preferences", "reward-model")
 """the verbs whose rows are pairs of responses"""
 _OF_TEACHER = tuple(state for state in WorkerState if state.role is TEACHER)
+_WITH_ROLES = ("train", "preferences", "check")
 _TRAINED = ("train", "sft", *ON_PAIRS, "check")
 
 
@@ -58,6 +59,8 @@ class CheckedRun:
     eval_rows: list[SourceRows]
     base_model: str
     """what the model comes from, whatever a warm start makes of it"""
+    own_layouts: Mapping[Role, UpdateLayout] = field(default_factory=dict)
+    """layouts of the run's models that aren't cut by `layout`"""
 
     @property
     def phase(self) -> str:
@@ -97,6 +100,14 @@ class CheckedRun:
             used.add(self.role_of(WorkerState.REFERENCE))
         return tuple(role for role in ROLES if role in used)
 
+    def layout_of(self, role: Role) -> UpdateLayout:
+        """How a model is cut."""
+        return self.own_layouts.get(role, self.layout)
+
+    def layout_key(self, role: Role) -> str:
+        """Where the config has that layout."""
+        return f"resources.roles.{role.name}" if role in self.own_layouts else "resources.update"
+
     def role_of(self, state: WorkerState) -> Role | None:
         """The model that a worker state uses: beside adapters, the policy without them is the reference.
 
@@ -131,8 +142,29 @@ def check_run(
         train_rows, eval_rows = _checked_rows(config, verb, prompts)
         if verb in _TRAINED:
             check_best(config)
-    base_model = config.model.path or "random weights (model.make)"
-    return CheckedRun(verb, config, resolved_yaml(loaded), layout, algorithm, needs, train_rows, eval_rows, base_model)
+        text, base_model = resolved_yaml(loaded), config.model.path or "random weights (model.make)"
+        checked = CheckedRun(verb, config, text, layout, algorithm, needs, train_rows, eval_rows, base_model)
+        return replace(checked, own_layouts=_own_layouts(checked, (launch or own).world_size))
+
+
+def _own_layouts(checked: CheckedRun, world_size: int) -> dict[Role, UpdateLayout]:
+    """The layouts of models that aren't cut like the policy. Raises ValueError for those of models that aren't there.
+
+    A verb that has but the policy leaves them alone, so that it takes the config of a training run.
+    """
+    fitted: dict[Role, UpdateLayout] = {}
+    given = checked.config.resources.roles.given if checked.verb in _WITH_ROLES else {}
+    for role in (role for role in ROLES if role.name in given):
+        key = f"resources.roles.{role.name}"
+        if role not in checked.roles:
+            raise ValueError(f"there is {key}, but this run has no {role.name} with weights of its own; leave it out")
+        if checked.verb == "preferences":
+            raise ValueError(
+                f"there is {key}, but preferences rates the rows of a step with policy and {role.name} together, which "
+                "needs one layout; leave it out"
+            )
+        fitted[role] = fit_update_layout(given[role.name], world_size, key)
+    return fitted
 
 
 def _check_layouts(config: Config, verb: Verb, launch: LaunchEnvironment, *, is_here: bool) -> UpdateLayout:

@@ -86,10 +86,9 @@ class DealRules:
         return homes_of_groups(num_groups, num_takers, seed=self.seed, step=step, locality=self.locality)
 
 
-def groups_of_training(mesh: UpdateMesh, device: torch.device) -> dict[WorkerState, RowGroups]:
-    """The groups of an update layout, for every state that uses a training engine."""
-    groups = RowGroups(mesh.leaders, mesh.model, device)
-    return {state: groups for state in WorkerState if state.uses_training_engine}
+def groups_of_training(meshes: Mapping[WorkerState, UpdateMesh], device: torch.device) -> dict[WorkerState, RowGroups]:
+    """The groups of the layouts under which states score or train."""
+    return {state: RowGroups(mesh.leaders, mesh.model, device) for state, mesh in meshes.items()}
 
 
 def groups_of_generation(mesh: GenerationMesh, device: torch.device) -> dict[WorkerState, RowGroups]:

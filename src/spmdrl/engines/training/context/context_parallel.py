@@ -23,7 +23,9 @@ from spmdrl.resources.layout import ContextKind
 from spmdrl.resources.mesh import Axis
 
 
-def check_context_parallel(config: DecoderConfig, *, tensor: int, context: int, kind: ContextKind) -> None:
+def check_context_parallel(
+    config: DecoderConfig, key: str = "resources.update", *, tensor: int, context: int, kind: ContextKind
+) -> None:
     """Refuse a context axis that the model's heads can't be dealt out to; a ring takes any model."""
     if kind == "ring" or context == 1:
         return
@@ -31,10 +33,10 @@ def check_context_parallel(config: DecoderConfig, *, tensor: int, context: int, 
     fitting = [degree for degree in range(1, num_heads + 1) if _heads_fit(num_heads, num_kv_heads, degree)]
     if context not in fitting:
         raise ValueError(
-            f"resources.update.context {context} with resources.update.context_kind ulysses deals out heads, but each "
-            f"tensor rank has {num_heads} query heads ({config.num_heads} / resources.update.tensor {tensor}) and "
+            f"{key}.context {context} with {key}.context_kind ulysses deals out heads, but each "
+            f"tensor rank has {num_heads} query heads ({config.num_heads} / {key}.tensor {tensor}) and "
             f"{num_kv_heads} key and value heads; context must divide the first, and the second must be a multiple or "
-            f"a divisor of it: set resources.update.context to one of {fitting}, or context_kind to ring"
+            f"a divisor of it: set {key}.context to one of {fitting}, or context_kind to ring"
         )
 
 

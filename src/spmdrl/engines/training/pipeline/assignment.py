@@ -21,32 +21,39 @@ _SPLITS_RIGHT = "2.12"
 
 
 def check_pipeline(
-    config: DecoderConfig, layout: UpdateLayout, *, torch_version: TorchVersion = torch.__version__
+    config: DecoderConfig,
+    layout: UpdateLayout,
+    key: str = "resources.update",
+    *,
+    torch_version: TorchVersion = torch.__version__,
 ) -> None:
-    """Raise ValueError where a model can't be pipelined this way; decided by each rank alone."""
+    """Raise ValueError where a model can't be pipelined this way; decided by each rank alone.
+
+    `key` is where the config has the layout.
+    """
     chunks, schedule = layout.pipeline_chunks, layout.pipeline_schedule
     if layout.pipeline == 1:
         if chunks > 1:
             raise ValueError(
-                f"resources.update.pipeline_chunks is {chunks}, but resources.update.pipeline is 1, and one rank needs "
+                f"{key}.pipeline_chunks is {chunks}, but {key}.pipeline is 1, and one rank needs "
                 "no chunks; set pipeline_chunks to 1, or pipeline to 2 or more"
             )
         return
     if schedule in _SPLIT_BACKWARD and torch_version < _SPLITS_RIGHT:
         raise ValueError(
-            f"resources.update.pipeline_schedule is {schedule}, but PyTorch {torch_version} computes wrong gradients "
+            f"{key}.pipeline_schedule is {schedule}, but PyTorch {torch_version} computes wrong gradients "
             f"with it; set it to interleaved or 1f1b, or install PyTorch {_SPLITS_RIGHT} or newer"
         )
     complaint, way_out = _chunk_complaint(layout)
     if complaint:
         raise ValueError(
-            f"resources.update.pipeline_schedule is {schedule}, which {complaint}, but "
-            f"resources.update.pipeline_chunks is {chunks}; {way_out}"
+            f"{key}.pipeline_schedule is {schedule}, which {complaint}, but "
+            f"{key}.pipeline_chunks is {chunks}; {way_out}"
         )
     stages = layout.pipeline * chunks
     if config.num_layers < stages:
         raise ValueError(
-            f"resources.update.pipeline {layout.pipeline} x pipeline_chunks {chunks} = {stages} stages need at least a "
+            f"{key}.pipeline {layout.pipeline} x pipeline_chunks {chunks} = {stages} stages need at least a "
             f"layer each, but the model has {config.num_layers}; lower pipeline or pipeline_chunks"
         )
 

@@ -40,17 +40,20 @@ class Precision:
     compute: torch.dtype
 
 
-def check_layout(config: DecoderConfig, layout: UpdateLayout) -> None:
-    """Raise ValueError where a model can't be trained under a fitted layout; decided by each rank alone."""
-    check_pipeline(config, layout)
+def check_layout(config: DecoderConfig, layout: UpdateLayout, key: str = "resources.update") -> None:
+    """Raise ValueError where a model can't be cut by a fitted layout; decided by each rank alone.
+
+    `key` is where the config has the layout.
+    """
+    check_pipeline(config, layout, key)
     if config.tied_head and layout.pipeline > 1 and layout.pipeline_schedule == "zbv":
         raise ValueError(
-            "resources.update.pipeline_schedule is zbv, whose first rank also holds the head, but this model's head is "
+            f"{key}.pipeline_schedule is zbv, whose first rank also holds the head, but this model's head is "
             "its embedding, of which a rank holds one copy; set pipeline_schedule to zero_bubble or interleaved"
         )
-    check_tensor_parallel(config, layout.tensor, "resources.update.tensor")
-    check_context_parallel(config, tensor=layout.tensor, context=layout.context, kind=layout.context_kind)
-    check_expert_parallel(config, layout.expert, "resources.update.expert")
+    check_tensor_parallel(config, layout.tensor, f"{key}.tensor")
+    check_context_parallel(config, key, tensor=layout.tensor, context=layout.context, kind=layout.context_kind)
+    check_expert_parallel(config, layout.expert, f"{key}.expert")
 
 
 def build_sharded_model(
