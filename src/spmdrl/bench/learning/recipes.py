@@ -86,6 +86,8 @@ TEACHER = "gspo"
 RECIPES: Mapping[str, Recipe] = {
     # No ratio and no clip hold a step's second update back.
     "rloo": Recipe(lr=2.5e-4),
+    # Its gate never closes.
+    "sapo": Recipe(lr=2.5e-4),
     # Two of eight responses are trained on, so that gradients are noisier.
     "online_dpo": Recipe(lr=2.5e-4),
     "ppo": Recipe(settings=_CRITIC),
