@@ -63,6 +63,7 @@ SETTINGS = (
     ["algo.rollout_is=seq-mask-tis"],
     ["critic={}"],
     ["algo.name=opd", "teacher.path=here"],
+    ["reward.model=here"],
     ["lora={}"],
     *([f"algo.name={config().name}", "critic={}"] for config in ALGORITHMS),
     ["algo={name: ppo, kl_coef: 0.1, kl_target: 1.0}", "critic={}"],

@@ -138,7 +138,7 @@ _ANSWERS: tuple[tuple[str, str], ...] = (
     (
         "reward_model.path reward_model.model.path reward_model.enable reward_model_path reward_pretrain remote_rm_url "
         "reward_model_name_or_path",
-        "rewards are functions, reward.functions=[file.py:fn]; one of them may query a server that runs a model",
+        "set reward.model to a folder or hub name; a function of reward.functions may also query a server with a model",
     ),
     ("custom_reward_function compute_score reward_fn reward_func", "set reward.functions, as in [file.py:fn]"),
     ("value_model value_model_path critic_model_path", "set critic.path to a model folder, or critic={} for the model"),

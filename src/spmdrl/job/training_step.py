@@ -140,9 +140,11 @@ def build_stages(checked: CheckedRun, run: Run, parts: StageParts) -> Stages:
     if parts.carried.rules.num_refills:
         settings, mesh = credit_settings_of(config), parts.replica.mesh
         refill = Refill(parts.carried, checked.algorithm, settings, mesh, recorder)
-    without_actor: list[RewardStage | ScoreStage] = [] if refill else [reward]
+    without_actor: list[RewardStage | ScoreStage] = []
     with_actor: list[ScoreStage] = []
     for state in checked.needs:
+        if state is WorkerState.REWARD and not refill:
+            without_actor.append(reward)
         if state.work == "score" and (role := checked.role_of(state)) is not None:
             present, trainer = partial(parts.switching.present, role), parts.models[role].trainer
             if state.role is REFERENCE and role is POLICY:

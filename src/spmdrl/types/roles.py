@@ -54,7 +54,10 @@ CRITIC = Role(
 TEACHER = Role("teacher", "logprobs", "stage", weights="teacher_weights")
 """A frozen model whose distribution the policy is drawn to; there where an algorithm reads what it makes."""
 
-ROLES = (POLICY, REFERENCE, CRITIC, TEACHER)
+REWARD_MODEL = Role("reward_model", "row_values", "stage", weights="reward_model_weights")
+"""A frozen model whose score of a whole response is a part of its reward; there with `reward.model`."""
+
+ROLES = (POLICY, REFERENCE, CRITIC, TEACHER, REWARD_MODEL)
 
 Work = Literal["generate", "score", "train"]
 """What a worker state does with its model: responses, a number for each response token, or optimizer steps."""
@@ -72,6 +75,7 @@ class WorkerState(enum.Enum):
     work: Work | None
 
     GENERATION = "generation", "gen", POLICY, "generate"
+    REWARD_MODEL = "reward_model", "rew", REWARD_MODEL, "score"
     REWARD = "reward", "rew", None, None
     REFERENCE = "reference", "ref", REFERENCE, "score"
     TEACHER_TOP = "teacher_top", "ref", TEACHER, "score"

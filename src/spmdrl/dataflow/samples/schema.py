@@ -51,6 +51,7 @@ def _per_response_token(name: str, dtype: torch.dtype, made_by: WorkerState, nee
 _TOKENS = "prompt_ids response_ids"
 END_VALUE = "end_value"
 COPIES = "copies"
+MODEL_SCORE = "model_score"
 
 # Token ids are int32, half the bytes of what engines index with: no vocabulary has 2^31 tokens.
 RULES: tuple[ColumnRule, ...] = (
@@ -64,7 +65,7 @@ RULES: tuple[ColumnRule, ...] = (
     _rule("routed_experts", torch.int16, WorkerState.GENERATION, "prompt_ids", ragged=True),
     _rule("reward", torch.float32, WorkerState.REWARD, _TOKENS),
     _rule("reward_verdict", torch.int32, WorkerState.REWARD, _TOKENS),
-    # One value a reward function, in the order of the configuration.
+    # One value per part of the reward, in the order of `RewardConfig.names`.
     _rule("reward_parts", torch.float32, WorkerState.REWARD, _TOKENS, ragged=True),
     _per_response_token("ref_logprobs", torch.float32, WorkerState.REFERENCE, _TOKENS),
     _per_response_token("old_logprobs", torch.float32, WorkerState.OLD_LOGPROBS, _TOKENS),
@@ -81,6 +82,8 @@ RULES: tuple[ColumnRule, ...] = (
     # As many tokens in the place of each response token, by how likely the teacher finds them.
     replace(_rule("teacher_top_ids", torch.int32, WorkerState.TEACHER_TOP, _TOKENS, ragged=True), is_always_made=False),
     _rule("teacher_top_logprobs", torch.float32, WorkerState.TEACHER_TOP, _TOKENS, ragged=True),
+    # Of the whole response, at its last token.
+    _rule(MODEL_SCORE, torch.float32, WorkerState.REWARD_MODEL, _TOKENS),
 )
 
 PROMPT_COLUMNS = frozenset(rule.name for rule in RULES if rule.made_by is None)

@@ -1,6 +1,6 @@
 """The inference states: what a model makes of finished responses before the update.
 
-Log-probs under the reference, log-probs under the policy, values of the critic.
+Log-probs under the reference, log-probs under the policy, values of the critic, a reward model's scores.
 
 Shape letters: `R` packed response tokens that the model wrote.
 """
@@ -51,12 +51,15 @@ class ScoreStage:
     def _scored(self, batch: Batch) -> Batch:
         """The columns of these rows. Collective over the mesh."""
         scored = Batch(batch.rows)
-        found = ModelTokens.of(batch).spread(self._rate(token_rows(batch, self.engine.config)))
-        scored.put_ragged(self.column, found, batch.offsets("response_ids"))
+        rated = self._rate(token_rows(batch, self.engine.config))
+        if self.engine.rating == "row_values":
+            scored.put_dense(self.column, rated)
+        else:
+            scored.put_ragged(self.column, ModelTokens.of(batch).spread(rated), batch.offsets("response_ids"))
         return scored
 
     def _rate(self, rows: TokenRows) -> Tensor:
-        """What the model's head gives for each response token [R], on the device. Collective over the mesh."""
-        if self.engine.rating == "token_values":
-            return self.engine.values(rows)
-        return self.engine.score(rows).logprobs_R
+        """What the head gives for each response token [R] or row [B], on the device. Collective over the mesh."""
+        if self.engine.rating == "logprobs":
+            return self.engine.score(rows).logprobs_R
+        return self.engine.values(rows)

@@ -10,11 +10,12 @@ import torch
 
 from spmdrl.dataflow.data.prompts import Prompt
 from spmdrl.dataflow.samples.dock import Samples
+from spmdrl.dataflow.samples.schema import MODEL_SCORE
 from spmdrl.dataflow.stages.rollout.requests import EndedResponses
 from spmdrl.dataflow.stages.rows import turn_texts
 from spmdrl.engines.generation.protocol import Response
 from spmdrl.engines.reward.calls import RewardResult, joined
-from spmdrl.engines.reward.pool import RewardConfig, RewardPool
+from spmdrl.engines.reward.pool import MODEL_PART, RewardConfig, RewardPool
 from spmdrl.engines.workers.verdict import Outcome, Verdict
 from spmdrl.observability.metrics import Recorder
 from spmdrl.resources.collectives import gather_bytes, sum_over
@@ -57,8 +58,11 @@ class RewardStage:
             [self._groups[row // samples.group_size] for row in rows[:: samples.group_size]]
         )
         self._groups.clear()
-        samples.put(self.state, columns_of(rows, results))
+        scores = samples.read(rows, [MODEL_SCORE]).dense(MODEL_SCORE).tolist() if self.config.model else None
+        samples.put(self.state, columns_of(rows, results, scores, self.config.model_weight))
         report(results, self.recorder)
+        if scores:
+            self.recorder.mean(f"rewards/{MODEL_PART}/mean", sum(scores) / len(scores), len(scores))
         self._check_error_rate(results, samples.step)
         samples.commit(self.state)
 
@@ -97,17 +101,25 @@ class RewardFailure(ValueError):
     """Too many rewards failed for the rest to be trusted."""
 
 
-def columns_of(rows: Sequence[int], results: Sequence[RewardResult]) -> Batch:
-    """Rewards (NaN where a row has none) and verdicts of these rows, which are the groups of `results` in order."""
+def columns_of(
+    rows: Sequence[int], results: Sequence[RewardResult], scores: Sequence[float] | None = None, weight: float = 1.0
+) -> Batch:
+    """Rewards (NaN where a row has none) and verdicts of these rows, which are the groups of `results` in order.
+
+    `scores` are a reward model's, one per row, and `weight` is theirs in the reward.
+    """
     batch = Batch.of_rows(rows)
     rewards = [float("nan") if value is None else value for result in results for value in result.rewards]
     verdicts = [int(verdict) for result in results for verdict in result.verdicts]
-    batch.put_dense("reward", torch.tensor(rewards, dtype=torch.float32))
     parts = [
-        [float("nan") if part is None else part for part in row]
+        [float("nan") if values[place] is None else values[place] for values in result.parts.values()]
         for result in results
-        for row in zip(*result.parts.values(), strict=True)
+        for place in range(len(result.rewards))
     ]
+    if scores is not None:
+        rewards = [reward + weight * score for reward, score in zip(rewards, scores, strict=True)]
+        parts = [[*row, score] for row, score in zip(parts, scores, strict=True)]
+    batch.put_dense("reward", torch.tensor(rewards, dtype=torch.float32))
     batch.put_lists("reward_parts", parts, torch.float32)
     batch.put_dense("reward_verdict", torch.tensor(verdicts, dtype=torch.int32))
     return batch

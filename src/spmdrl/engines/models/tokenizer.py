@@ -81,7 +81,7 @@ class ModelTokenizer:
             )
             raise ValueError(
                 f"{other.folder} has another tokenizer than {self.folder}: they differ in {len(differing)} token ids "
-                f"({examples}); log-probs of the same ids would be of other texts: give a model with the same tokens"
+                f"({examples}); the same ids would be other texts: give a model with the same tokens"
             )
 
     def _tokens(self) -> dict[int, str]:

@@ -25,6 +25,8 @@ from spmdrl.engines.workers.process import PendingCall, WorkerSetup
 from spmdrl.engines.workers.verdict import Verdict
 
 CallLevel = Literal["response", "group"]
+MODEL_PART = "model"
+"""the name of a reward model's part of the reward"""
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,12 @@ class RewardConfig:
     or file.py:fn"""
     weights: tuple[float, ...] | None = None
     """weights of the functions in the sum that is the reward; null: 1 each"""
+    model: str | None = None
+    """reward model whose score of a whole response is one more part of the reward, named model: folder of a Hugging
+    Face model for sequence classification with one label or of a run of the verb reward-model, or a hub name; its
+    tokenizer must have the policy's tokens; reward.functions may be [] beside it; null: none"""
+    model_weight: float = 1.0
+    """weight of its score in the sum"""
     call_level: CallLevel = "response"
     """response: responses are scored as they finish, those of one prompt that finish in one engine step in one call;
     group: one call per prompt with all its responses, once the last has finished, for functions that compare them"""
@@ -54,8 +62,24 @@ class RewardConfig:
     """environment variables passed to reward processes beside the common ones, such as the key of a judge's service"""
 
     def __post_init__(self) -> None:
-        if not self.functions:
-            raise ValueError("reward.functions is empty; name at least one, such as math")
+        if not self.functions and self.model is None:
+            raise ValueError(
+                "reward.functions is empty, and there is no reward.model; name at least one function, such as math"
+            )
+        if self.model is not None and not self.model.strip():
+            raise ValueError("reward.model is empty; give a model folder or hub name")
+        if self.model is not None and MODEL_PART in function_names(self.functions):
+            raise ValueError(
+                f"reward.functions has one named {MODEL_PART}, as the part of the reward that reward.model gives; "
+                "rename the function"
+            )
+        if not math.isfinite(self.model_weight):
+            raise ValueError(f"reward.model_weight is {self.model_weight}, but it must be finite")
+        if self.model is None and self.model_weight != 1:
+            raise ValueError(
+                f"reward.model_weight is {self.model_weight:g}, but there is no reward.model; set it, or leave the "
+                "weight out"
+            )
         if len(set(self.functions)) != len(self.functions):
             raise ValueError(f"reward.functions {list(self.functions)} names a function twice; use reward.weights")
         if self.weights is not None and len(self.weights) != len(self.functions):
@@ -73,13 +97,17 @@ class RewardConfig:
 
     @property
     def part_weights(self) -> tuple[float, ...]:
-        """The weight of each function."""
+        """The weight of each part of the reward."""
+        return (*self.function_weights, *(() if self.model is None else (self.model_weight,)))
+
+    @property
+    def function_weights(self) -> tuple[float, ...]:
         return self.weights or (1.0,) * len(self.functions)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The functions' names in `RewardResult.parts` and in metrics."""
-        return function_names(self.functions)
+        """The names of the reward's parts, the functions before the model."""
+        return (*function_names(self.functions), *(() if self.model is None else (MODEL_PART,)))
 
 
 @dataclass(frozen=True)
@@ -104,9 +132,11 @@ class RewardPool:
 
     def __init__(self, config: RewardConfig, num_workers: int | None = None):
         self.call_level = config.call_level
-        self.names = config.names
-        self._weights = config.part_weights
-        self._functions = load_functions(config.functions) if runs_inline(config.isolation) else None
+        self.names = function_names(config.functions)
+        self._weights = config.function_weights
+        # No process is needed to call nothing.
+        is_inline = runs_inline(config.isolation) or not config.functions
+        self._functions = load_functions(config.functions) if is_inline else None
         setup = WorkerSetup(
             section="reward",
             functions_key="reward.functions",
@@ -153,10 +183,12 @@ class RewardPool:
 
         Waits at most `reward.timeout_seconds` for each call that is before them or with them in a worker's queue.
         """
-        return [
-            combine(key, dict(zip(self.names, scores, strict=True)), self._weights)
-            for key, scores in zip(keys, self._calls.collect(keys), strict=True)
-        ]
+        return [self._combined(key, scores) for key, scores in zip(keys, self._calls.collect(keys), strict=True)]
+
+    def _combined(self, key: Hashable, scores: list[FunctionScores]) -> RewardResult:
+        if not self.names:
+            return RewardResult(key, scores[0].values, {}, scores[0].verdicts, None)
+        return combine(key, dict(zip(self.names, scores, strict=True)), self._weights)
 
     def required_columns(self) -> dict[str, list[str]]:
         """By function, the columns of the data that it can't be called without."""
@@ -169,4 +201,7 @@ class RewardPool:
     def _score_inline(self, message: dict[str, Any]) -> list[FunctionScores]:
         assert self._functions is not None
         call = RewardCall(**message)
+        if not self._functions:
+            # A reward model alone rewards these rows.
+            return [FunctionScores([0.0] * call.num_rows, [Verdict.SCORED] * call.num_rows)]
         return [score(function, call) for function in self._functions]

@@ -28,7 +28,7 @@ from spmdrl.job.run.run_folder import on_main
 from spmdrl.observability.logs.outage import warn
 from spmdrl.resources.collectives import barrier
 from spmdrl.resources.world import World
-from spmdrl.types.roles import CRITIC, POLICY, TEACHER, Role
+from spmdrl.types.roles import CRITIC, POLICY, REWARD_MODEL, TEACHER, Role
 
 CHECKPOINTS = "checkpoints"
 MODEL = "model"
@@ -107,6 +107,16 @@ def sources_of(
                 "a language model"
             )
         sources[TEACHER] = _rating(teacher, policy.decoder, f"teacher.path {config.teacher.path}")
+    if REWARD_MODEL in sources:
+        path = config.reward.model
+        assert path is not None, "a run has a reward model by its key"
+        model = _source_beside(path, "reward.model", is_there=is_there)
+        if model.decoder.head != "value":
+            raise ValueError(
+                f"reward.model {path} has a {model.decoder.head} head, which gives no score; give a model for sequence "
+                "classification with one label, such as a run of the verb reward-model"
+            )
+        sources[REWARD_MODEL] = _rating(model, policy.decoder, f"reward.model {path}")
     return sources
 
 

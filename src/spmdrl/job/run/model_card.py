@@ -26,7 +26,9 @@ def model_card(checked: CheckedRun, step: int) -> str:
         "training": _OFFLINE.get(phase, f"reinforcement learning, {phase}"),
         "steps": step,
         "training data": config.data.train,
-        "rewards": "none" if checked.offline else ", ".join(config.reward.functions),
+        "rewards": "none"
+        if checked.offline
+        else ", ".join(filter(None, (*config.reward.functions, config.reward.model))),
         "seed": config.seed,
         "made with": f"spmdrl {__version__}",
         "date": time.strftime("%Y-%m-%d", time.gmtime()),

@@ -32,7 +32,7 @@ from spmdrl.job.start.model_checks import (
 from spmdrl.job.start.start_checks import ON_PAIRS, CheckedRun
 from spmdrl.observability.terminal.console import Console
 from spmdrl.resources.world import World
-from spmdrl.types.roles import POLICY, TEACHER, Role
+from spmdrl.types.roles import POLICY, REWARD_MODEL, TEACHER, Role
 
 
 @dataclass(frozen=True)
@@ -84,8 +84,9 @@ def prepare(checked: CheckedRun, source: ModelSource) -> Prepared:
             f"algo.top_k is {checked.algorithm.num_likeliest}, but the model's vocabulary has "
             f"{source.decoder.vocab_size} tokens; lower algo.top_k"
         )
-    if TEACHER in sources:
-        tokenizer.check_same_tokens(ModelTokenizer(sources[TEACHER].folder))
+    for role in (TEACHER, REWARD_MODEL):
+        if role in sources:
+            tokenizer.check_same_tokens(ModelTokenizer(sources[role].folder))
     train, held_out = (
         PromptSource(rows, tokenizer.raw, config.data, config.seed, vocab_size=source.decoder.vocab_size)
         if rows

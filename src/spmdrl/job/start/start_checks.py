@@ -12,7 +12,7 @@ from spmdrl.algorithms.table import build_algorithm
 from spmdrl.config.config import Config, PreferencesConfig, RewardModelConfig, SftConfig
 from spmdrl.config.reader import LoadedConfig, resolved_yaml, start_up
 from spmdrl.dataflow.data.data_rows import RowNeeds, SourceRows, read_rows, rows_of_prompts
-from spmdrl.dataflow.samples.schema import COPIES, needs_by_state, rule_of
+from spmdrl.dataflow.samples.schema import COPIES, MODEL_SCORE, needs_by_state, rule_of
 from spmdrl.dataflow.stages.rows import ROUTED_EXPERTS, TURNS
 from spmdrl.dataflow.stages.update import Agreement, update_columns
 from spmdrl.engines.environment.environment_pool import EnvironmentPool
@@ -209,6 +209,11 @@ def _checked_rows(config: Config, verb: Verb, prompts: Sequence[str]) -> tuple[l
             "there is nothing to answer: set data.eval to a data file, or write prompt='...' (- is standard input)"
         )
     elif config.data.eval is not None or verb == "eval":
+        if are_judged and not config.reward.functions:
+            raise ValueError(
+                f"data.eval is {config.data.eval}, but reward.functions is empty, and evaluations judge by functions "
+                "alone; name one, such as math, or set data.eval to null"
+            )
         eval_rows = read_rows(config.data.eval, config.data, needs=eval_needs, key="data.eval")
     if are_judged:
         # Loads the functions in a child and ends it: a missing file or name is refused before the first rollout.
@@ -253,6 +258,8 @@ def states_of(config: Config, algorithm: Algorithm) -> dict[WorkerState, frozens
     credit = {"reward", "response_ids", *turns, *algorithm.columns_for_credit()}
     of_rows = {state: turns for state in WorkerState if state.work == "score" or state is WorkerState.RETURNS}
     of_rows[WorkerState.OLD_LOGPROBS] = turns | replayed
+    if config.reward.model is not None:
+        of_rows[WorkerState.REWARD] = {MODEL_SCORE}
     if config.critic is not None:
         of_rows[WorkerState.VALUES] = turns | ({"finished"} if config.critic.bootstraps else set())
         of_rows[WorkerState.RETURNS] = turns | algorithm.columns_for_returns() | config.critic.columns_for_returns
@@ -337,6 +344,12 @@ def check_sizes(config: Config, algorithm: Algorithm) -> None:
             f"algo.max_refills is {algorithm.max_refills}, but rollout.partial_max_rounds is "
             f"{rollout.partial_max_rounds}: a step that leaves responses to later ones lacks the rewards by which "
             "prompts are replaced; set algo.max_refills to 0, or rollout.partial_max_rounds to 1"
+        )
+    if algorithm.max_refills and config.reward.model is not None:
+        raise ValueError(
+            f"algo.max_refills is {algorithm.max_refills}, but reward.model is {config.reward.model}, which scores "
+            "responses only once generation has ended, and prompts are replaced by rewards before that; set "
+            "algo.max_refills to 0"
         )
     if config.debug.rollouts_from and config.data.eval is not None:
         raise ValueError(
