@@ -87,6 +87,8 @@ CASES = [
     for part in bounds.split(" and ")
     for value in OUTSIDE.get(part, [])
 ]
+# What optional sections can't be without.
+REQUIRED = {"reward.judge": ["reward.judge.path=judge"]}
 # A key that grpo has not, with an algorithm that has it.
 ALGORITHM = {
     key.name: key.owner().name
@@ -98,7 +100,8 @@ ALGORITHM = {
 @pytest.mark.parametrize(("key", "value", "bounds"), CASES)
 def test_a_value_out_of_bounds_is_refused_with_the_rule_and_the_default(key: str, value: str, bounds: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        load_config([], [*BASE, f"algo.name={ALGORITHM.get(key, 'grpo')}", f"{key}={value}"])
+        required = REQUIRED.get(key.rpartition(".")[0], [])
+        load_config([], [*BASE, *required, f"algo.name={ALGORITHM.get(key, 'grpo')}", f"{key}={value}"])
     assert str(caught.value).startswith(f"command line: {key} is {value}, but must be {bounds}")
     assert "; the default is " in str(caught.value)
 

@@ -19,6 +19,7 @@ from spmdrl.dataflow.stages.critic.critic_update import CriticUpdateStage
 from spmdrl.dataflow.stages.critic.cut_values import CutValueStage
 from spmdrl.dataflow.stages.critic.returns import ReturnsStage
 from spmdrl.dataflow.stages.inference import Presence, ScoreStage
+from spmdrl.dataflow.stages.judging import Judge, JudgeStage
 from spmdrl.dataflow.stages.reward import RewardStage
 from spmdrl.dataflow.stages.rollout.generation import GenerationStage
 from spmdrl.dataflow.stages.rollout.partial import PartialGenerationStage
@@ -36,7 +37,8 @@ from spmdrl.engines.models.row_cost import row_cost_of
 from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.engines.reward.pool import RewardPool
 from spmdrl.engines.training.training_engine import TrainingEngine
-from spmdrl.job.model.replica import Replica
+from spmdrl.job.model.model_source import ModelSource
+from spmdrl.job.model.replica import Replica, build_frozen_generator
 from spmdrl.job.model.role_models import RoleModels
 from spmdrl.job.model.switching import Switching
 from spmdrl.job.run.run import Run
@@ -44,7 +46,7 @@ from spmdrl.job.start.prepared import Prepared
 from spmdrl.job.start.start_checks import CheckedRun, agreement_of, credit_settings_of
 from spmdrl.observability.terminal.console import Console
 from spmdrl.resources.world import World
-from spmdrl.types.roles import CRITIC, POLICY, REFERENCE, TEACHER, WorkerState
+from spmdrl.types.roles import CRITIC, JUDGE, POLICY, REFERENCE, TEACHER, WorkerState
 
 PromptsOfStep = Callable[[int], tuple[Sequence[Prompt], Sequence[int]]]
 """The prompts of a step, and the ranks that go on with the first of them, where earlier steps began these."""
@@ -130,6 +132,8 @@ class StageParts:
     shown: ShownRows
     teachers_prompts: TeachersPrompts | None
     """those that the teacher sees; None: the policy's"""
+    judge: ModelSource | None = None
+    """the frozen model that judges responses, where there is one"""
 
 
 def build_stages(checked: CheckedRun, run: Run, parts: StageParts) -> Stages:
@@ -140,11 +144,11 @@ def build_stages(checked: CheckedRun, run: Run, parts: StageParts) -> Stages:
     if parts.carried.rules.num_refills:
         settings, mesh = credit_settings_of(config), parts.replica.mesh
         refill = Refill(parts.carried, checked.algorithm, settings, mesh, recorder)
-    without_actor: list[RewardStage | ScoreStage] = []
+    without_actor: list[Stage] = []
     with_actor: list[ScoreStage] = []
     for state in checked.needs:
         if state is WorkerState.REWARD and not refill:
-            without_actor.append(reward)
+            without_actor += [*_judge_stages(checked, run, parts), reward]
         if state.work == "score" and (role := checked.role_of(state)) is not None:
             present, trainer = partial(parts.switching.present, role), parts.models[role].trainer
             if state.role is REFERENCE and role is POLICY:
@@ -166,6 +170,19 @@ def build_stages(checked: CheckedRun, run: Run, parts: StageParts) -> Stages:
         update=UpdateStage(parts.models[POLICY].trainer, plan, recorder, parts.shown), timeline=run.logs.timeline,
         at_end=parts.switching.note_memory,
     )  # fmt: skip
+
+
+def _judge_stages(checked: CheckedRun, run: Run, parts: StageParts) -> list[Stage]:
+    """The state that rewards wait for where there is a judge."""
+    config, judge, source = checked.config, checked.config.reward.judge, parts.judge
+    if judge is None:
+        return []
+    assert source is not None, "a run has a judge by its section"
+    generator = build_frozen_generator(
+        config, source, run.world, parts.switching.ledger, owner=JUDGE.weights, kv_cache_gib=judge.kv_cache_gib
+    )
+    asked = Judge(judge, generator, ModelTokenizer(source.folder), source.decoder, config.data)
+    return [JudgeStage(asked, parts.tokenizer.decode, run.logs.recorder)]
 
 
 def _score_stage(

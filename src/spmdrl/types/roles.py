@@ -32,6 +32,8 @@ class Role:
     """the same of its optimizer state; None for a frozen model, which has neither gradients nor an optimizer"""
     checkpoint: str | None = None
     """the folder, inside a checkpoint, of its model and trainer state; None keeps nothing, as it can be loaded again"""
+    engine: Literal["training", "generation"] = "training"
+    """what runs it: a training engine, cut by an update layout, or a generation engine of each rank alone"""
 
     @property
     def is_trained(self) -> bool:
@@ -57,7 +59,10 @@ TEACHER = Role("teacher", "logprobs", "stage", weights="teacher_weights")
 REWARD_MODEL = Role("reward_model", "row_values", "stage", weights="reward_model_weights")
 """A frozen model whose score of a whole response is a part of its reward; there with `reward.model`."""
 
-ROLES = (POLICY, REFERENCE, CRITIC, TEACHER, REWARD_MODEL)
+JUDGE = Role("judge", "logprobs", "stage", weights="judge_weights", engine="generation")
+"""A frozen model that writes verdicts on responses; there with a section `reward.judge`."""
+
+ROLES = (POLICY, REFERENCE, CRITIC, TEACHER, REWARD_MODEL, JUDGE)
 
 Work = Literal["generate", "score", "train"]
 """What a worker state does with its model: responses, a number for each response token, or optimizer steps."""
@@ -76,6 +81,7 @@ class WorkerState(enum.Enum):
 
     GENERATION = "generation", "gen", POLICY, "generate"
     REWARD_MODEL = "reward_model", "rew", REWARD_MODEL, "score"
+    JUDGE = "judge", "rew", JUDGE, "generate"
     REWARD = "reward", "rew", None, None
     REFERENCE = "reference", "ref", REFERENCE, "score"
     TEACHER_TOP = "teacher_top", "ref", TEACHER, "score"

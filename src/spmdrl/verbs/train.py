@@ -39,6 +39,7 @@ from spmdrl.job.training_step import (
 )
 from spmdrl.resources.startup.launch import command_of
 from spmdrl.resources.world import make_deterministic
+from spmdrl.types.roles import JUDGE
 from spmdrl.verbs.sft import warm_started
 
 
@@ -145,7 +146,10 @@ def build(checked: CheckedRun, run: Run, stack: ExitStack) -> Training:
     shown = ShownRows(config.log.samples_per_step)
     sample_flow = estimates_of(config, checked.needs, world.num_nodes)
     run.logs.add_to_summary("the sample flow's estimates", sample_flow=sample_flow)
-    parts = StageParts(models, replica, turns, carried, pool, tokenizer, switching, shown, prepared.teachers_prompts)
+    parts = StageParts(
+        models, replica, turns, carried, pool, tokenizer, switching, shown, prepared.teachers_prompts,
+        judge=prepared.sources.get(JUDGE),
+    )  # fmt: skip
     return Training(
         run=run,
         checked=checked,

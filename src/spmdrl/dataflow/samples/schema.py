@@ -52,6 +52,7 @@ _TOKENS = "prompt_ids response_ids"
 END_VALUE = "end_value"
 COPIES = "copies"
 MODEL_SCORE = "model_score"
+JUDGE_SCORE = "judge_score"
 
 # Token ids are int32, half the bytes of what engines index with: no vocabulary has 2^31 tokens.
 RULES: tuple[ColumnRule, ...] = (
@@ -84,6 +85,8 @@ RULES: tuple[ColumnRule, ...] = (
     _rule("teacher_top_logprobs", torch.float32, WorkerState.TEACHER_TOP, _TOKENS, ragged=True),
     # Of the whole response, at its last token.
     _rule(MODEL_SCORE, torch.float32, WorkerState.REWARD_MODEL, _TOKENS),
+    # NaN where the judge's verdict has no number.
+    _rule(JUDGE_SCORE, torch.float32, WorkerState.JUDGE, _TOKENS),
 )
 
 PROMPT_COLUMNS = frozenset(rule.name for rule in RULES if rule.made_by is None)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from spmdrl.dataflow.data.prompts import Prompt
 from spmdrl.dataflow.samples.dock import Samples
-from spmdrl.dataflow.samples.schema import MODEL_SCORE
+from spmdrl.dataflow.samples.schema import JUDGE_SCORE, MODEL_SCORE
 from spmdrl.dataflow.stages.rollout.requests import EndedResponses
 from spmdrl.dataflow.stages.rows import turn_texts
 from spmdrl.engines.generation.protocol import Response
-from spmdrl.engines.reward.calls import RewardResult, joined
+from spmdrl.engines.reward.calls import RewardResult, joined, with_part
+from spmdrl.engines.reward.judge_config import JUDGE_PART
 from spmdrl.engines.reward.pool import MODEL_PART, RewardConfig, RewardPool
 from spmdrl.engines.workers.verdict import Outcome, Verdict
 from spmdrl.observability.metrics import Recorder
@@ -22,6 +26,9 @@ from spmdrl.resources.collectives import gather_bytes, sum_over
 from spmdrl.types import Batch, WorkerState
 
 DecodeTokens = Callable[[Sequence[int]], str]
+
+SCORE_COLUMNS = {MODEL_PART: MODEL_SCORE, JUDGE_PART: JUDGE_SCORE}
+"""of the parts of the reward that no function gives"""
 
 # Verdicts about the reward function, not about the answer.
 FAILURES = (Verdict.MALFORMED, Verdict.TIMED_OUT, Verdict.CRASHED)
@@ -58,11 +65,11 @@ class RewardStage:
             [self._groups[row // samples.group_size] for row in rows[:: samples.group_size]]
         )
         self._groups.clear()
-        scores = samples.read(rows, [MODEL_SCORE]).dense(MODEL_SCORE).tolist() if self.config.model else None
-        samples.put(self.state, columns_of(rows, results, scores, self.config.model_weight))
+        for part, weight in self.config.parts_beside.items() if rows else ():
+            scores_B = samples.read(rows, [SCORE_COLUMNS[part]]).dense(SCORE_COLUMNS[part])
+            results = _with_scores(results, scores_B, part, weight)
+        samples.put(self.state, columns_of(rows, results))
         report(results, self.recorder)
-        if scores:
-            self.recorder.mean(f"rewards/{MODEL_PART}/mean", sum(scores) / len(scores), len(scores))
         self._check_error_rate(results, samples.step)
         samples.commit(self.state)
 
@@ -84,6 +91,12 @@ class RewardStage:
             )
 
 
+def _with_scores(results: Sequence[RewardResult], scores_B: Tensor, part: str, weight: float) -> list[RewardResult]:
+    """The results with one more part, whose scores [B] are those of their rows, in order; NaN stands for none."""
+    scores = iter([None if math.isnan(score) else score for score in scores_B.tolist()])
+    return [with_part(result, part, list(islice(scores, len(result.rewards))), weight) for result in results]
+
+
 def report(results: Sequence[RewardResult], recorder: Recorder) -> None:
     """Record each function's mean, the failures by kind, and the share of rows without a reward."""
     for result in results:
@@ -101,25 +114,17 @@ class RewardFailure(ValueError):
     """Too many rewards failed for the rest to be trusted."""
 
 
-def columns_of(
-    rows: Sequence[int], results: Sequence[RewardResult], scores: Sequence[float] | None = None, weight: float = 1.0
-) -> Batch:
-    """Rewards (NaN where a row has none) and verdicts of these rows, which are the groups of `results` in order.
-
-    `scores` are a reward model's, one per row, and `weight` is theirs in the reward.
-    """
+def columns_of(rows: Sequence[int], results: Sequence[RewardResult]) -> Batch:
+    """Rewards (NaN where a row has none) and verdicts of these rows, which are the groups of `results` in order."""
     batch = Batch.of_rows(rows)
     rewards = [float("nan") if value is None else value for result in results for value in result.rewards]
     verdicts = [int(verdict) for result in results for verdict in result.verdicts]
-    parts = [
-        [float("nan") if values[place] is None else values[place] for values in result.parts.values()]
-        for result in results
-        for place in range(len(result.rewards))
-    ]
-    if scores is not None:
-        rewards = [reward + weight * score for reward, score in zip(rewards, scores, strict=True)]
-        parts = [[*row, score] for row, score in zip(parts, scores, strict=True)]
     batch.put_dense("reward", torch.tensor(rewards, dtype=torch.float32))
+    parts = [
+        [float("nan") if part is None else part for part in row]
+        for result in results
+        for row in zip(*result.parts.values(), strict=True)
+    ]
     batch.put_lists("reward_parts", parts, torch.float32)
     batch.put_dense("reward_verdict", torch.tensor(verdicts, dtype=torch.int32))
     return batch

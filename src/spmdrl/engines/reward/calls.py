@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import mul
 from typing import Any
 
@@ -75,6 +75,17 @@ def combine(key: Hashable, scores: Mapping[str, FunctionScores], weights: Sequen
             verdicts[row], reward = Verdict.MALFORMED, None
         rewards.append(reward)
     return RewardResult(key, rewards, {name: part.values for name, part in scores.items()}, verdicts, error)
+
+
+def with_part(result: RewardResult, name: str, values: Sequence[float | None], weight: float) -> RewardResult:
+    """The result with one more part, whose values come from elsewhere: without one a row has no reward."""
+    rewards = [
+        None if reward is None or value is None else reward + weight * value
+        for reward, value in zip(result.rewards, values, strict=True)
+    ]
+    own = [Verdict.LEFT_OUT if value is None else Verdict.SCORED if value else Verdict.WRONG for value in values]
+    verdicts = [row_verdict(both) for both in zip(result.verdicts, own, strict=True)]
+    return replace(result, rewards=rewards, parts={**result.parts, name: list(values)}, verdicts=verdicts)
 
 
 def joined(key: Hashable, parts: Sequence[tuple[Sequence[int], RewardResult]]) -> RewardResult:

@@ -20,6 +20,7 @@ from spmdrl.engines.reward.calls import (
     read_scores,
 )
 from spmdrl.engines.reward.functions import load_functions, required_columns, score
+from spmdrl.engines.reward.judge_config import JUDGE_PART, JudgeConfig
 from spmdrl.engines.workers.call_pool import CallPool, Isolation, is_debugged, runs_inline
 from spmdrl.engines.workers.process import PendingCall, WorkerSetup
 from spmdrl.engines.workers.verdict import Verdict
@@ -44,6 +45,8 @@ class RewardConfig:
     tokenizer must have the policy's tokens; reward.functions may be [] beside it; null: none"""
     model_weight: float = 1.0
     """weight of its score in the sum"""
+    judge: JudgeConfig | None = None
+    """a frozen language model that judges responses, beside the functions; null: none"""
     call_level: CallLevel = "response"
     """response: responses are scored as they finish, those of one prompt that finish in one engine step in one call;
     group: one call per prompt with all its responses, once the last has finished, for functions that compare them"""
@@ -62,9 +65,10 @@ class RewardConfig:
     """environment variables passed to reward processes beside the common ones, such as the key of a judge's service"""
 
     def __post_init__(self) -> None:
-        if not self.functions and self.model is None:
+        if not self.names:
             raise ValueError(
-                "reward.functions is empty, and there is no reward.model; name at least one function, such as math"
+                "reward.functions is empty, and there is no reward.model or reward.judge; name at least one function, "
+                "such as math"
             )
         if self.model is not None and not self.model.strip():
             raise ValueError("reward.model is empty; give a model folder or hub name")
@@ -89,6 +93,11 @@ class RewardConfig:
             )
         if self.weights is not None and not all(map(math.isfinite, self.weights)):
             raise ValueError(f"reward.weights is {list(self.weights)}, but every weight must be finite")
+        if self.judge is not None and JUDGE_PART in function_names(self.functions):
+            raise ValueError(
+                f"reward.functions has one named {JUDGE_PART}, as the part of the reward that reward.judge gives; "
+                "rename the function"
+            )
         if self.isolation == "inline" and "math" in self.functions and not is_debugged():
             raise ValueError(
                 "reward.isolation is inline, but the reward math needs a process that can be killed (simplifying a "
@@ -96,18 +105,25 @@ class RewardConfig:
             )
 
     @property
-    def part_weights(self) -> tuple[float, ...]:
-        """The weight of each part of the reward."""
-        return (*self.function_weights, *(() if self.model is None else (self.model_weight,)))
+    def parts_beside(self) -> dict[str, float]:
+        """The parts of the reward that no function gives, with their weights."""
+        of_model = {} if self.model is None else {MODEL_PART: self.model_weight}
+        return of_model if self.judge is None else of_model | {JUDGE_PART: self.judge.weight}
 
     @property
     def function_weights(self) -> tuple[float, ...]:
+        """The weight of each function."""
         return self.weights or (1.0,) * len(self.functions)
 
     @property
+    def part_weights(self) -> tuple[float, ...]:
+        """The weight of each part of the reward."""
+        return (*self.function_weights, *self.parts_beside.values())
+
+    @property
     def names(self) -> tuple[str, ...]:
-        """The names of the reward's parts, the functions before the model."""
-        return (*function_names(self.functions), *(() if self.model is None else (MODEL_PART,)))
+        """The names of the reward's parts, the functions first."""
+        return (*function_names(self.functions), *self.parts_beside)
 
 
 @dataclass(frozen=True)

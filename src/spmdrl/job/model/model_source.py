@@ -23,12 +23,13 @@ from spmdrl.engines.models.hf.model_weights import WeightFiles, WeightSource, Wi
 from spmdrl.engines.models.hf.weight_check import open_weights
 from spmdrl.engines.models.lora import LoraConfig
 from spmdrl.engines.models.making.make_model import decoder_config, make_model_folder
+from spmdrl.engines.reward.judge_config import JudgeConfig
 from spmdrl.engines.training.checkpoints.manifest import damage, step_folder_name, steps_in
 from spmdrl.job.run.run_folder import on_main
 from spmdrl.observability.logs.outage import warn
 from spmdrl.resources.collectives import barrier
 from spmdrl.resources.world import World
-from spmdrl.types.roles import CRITIC, POLICY, REWARD_MODEL, TEACHER, Role
+from spmdrl.types.roles import CRITIC, JUDGE, POLICY, REWARD_MODEL, TEACHER, Role
 
 CHECKPOINTS = "checkpoints"
 MODEL = "model"
@@ -117,7 +118,24 @@ def sources_of(
                 "classification with one label, such as a run of the verb reward-model"
             )
         sources[REWARD_MODEL] = _rating(model, policy.decoder, f"reward.model {path}")
+    if JUDGE in sources:
+        assert config.reward.judge is not None, "a run has a judge by its section"
+        sources[JUDGE] = _judge_source(config.reward.judge, is_there=is_there)
     return sources
+
+
+def _judge_source(judge: JudgeConfig, *, is_there: bool) -> ModelSource:
+    source = _source_beside(judge.path, "reward.judge.path", is_there=is_there)
+    if source.decoder.head != "vocab":
+        raise ValueError(
+            f"reward.judge.path {judge.path} has a {source.decoder.head} head and writes nothing; give a language model"
+        )
+    if source.decoder.max_positions <= judge.max_tokens:
+        raise ValueError(
+            f"reward.judge.max_tokens is {judge.max_tokens}, but {judge.path} has {source.decoder.max_positions} "
+            "positions, which leaves none for a question; lower reward.judge.max_tokens"
+        )
+    return source
 
 
 def _source_beside(path: str, key: str, *, is_there: bool) -> ModelSource:

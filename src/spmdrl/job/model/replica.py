@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from spmdrl.config.config import Config
 from spmdrl.dataflow.resharding.planning.slice_layouts import fitted_stride, parameter_table
 from spmdrl.engines.generation.expert_choices import ChoiceRecorder
+from spmdrl.engines.generation.frozen_generator import FrozenGenerator
 from spmdrl.engines.generation.protocol import Decode, GenerationEngine
 from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.tokenizer import ModelTokenizer
@@ -16,6 +17,7 @@ from spmdrl.job.start.model_checks import check_vllm, check_vllm_computes
 from spmdrl.job.start.start_checks import CheckedRun
 from spmdrl.observability.terminal.console import Console
 from spmdrl.resources.layout import GenerationLayout
+from spmdrl.resources.memory import MemoryLedger, Owner
 from spmdrl.resources.mesh import GenerationMesh, build_generation_mesh
 from spmdrl.resources.world import World
 from spmdrl.types import whole_slice
@@ -72,6 +74,26 @@ def load_replica(config: Config, source: ModelSource, world: World, console: Con
                 storage[name].copy_(files.read(wanted))
         engine.wake_cache()
     return replica
+
+
+def build_frozen_generator(
+    config: Config, source: ModelSource, world: World, ledger: MemoryLedger, *, owner: Owner, kv_cache_gib: float
+) -> FrozenGenerator:
+    """A native engine with the whole weights of the source's files on this rank, asleep; its cache is as given."""
+    from spmdrl.engines.generation.native.native_engine import NativeEngine
+
+    device = world.device
+    # Short answers of a model that wakes anew each step aren't worth compiling anything.
+    rollout = replace(
+        config.rollout, stop=(), engine_kwargs={}, compile=False, cuda_graphs=False,
+        kv_cache_gib=None if device.is_cpu else kv_cache_gib,
+    )  # fmt: skip
+    engine = NativeEngine(source.decoder, rollout, device.torch_device, config.model.compute_dtype(device.kind))
+    files, asleep = source.weights(), engine.wake_weights(())
+    weights = {
+        name: files.read(wanted).to(asleep[name].dtype).contiguous() for name, wanted in engine.weight_slices().items()
+    }
+    return FrozenGenerator(engine, weights, device, ledger, owner)
 
 
 def generation_engine_name(config: RolloutConfig, device_kind: str) -> str:

@@ -139,6 +139,7 @@ def build_role_models(checked: CheckedRun, sources: Mapping[Role, ModelSource], 
             role, _build_trainer(checked, role, source, meshes[layouts[role]], world.device), source, world, saved_dtype
         )
         for role, source in sources.items()
+        if role.engine == "training"
     }
 
 

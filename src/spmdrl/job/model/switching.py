@@ -33,7 +33,7 @@ class Switching:
     ):
         """Without a probe, as with `reshard.probe_tokens: 0`, only what was moved is checked."""
         self._flow = flow
-        self._ledger = ledger
+        self.ledger = ledger
         self._logs = logs
         self._device = device
         self._probe = probe
@@ -80,7 +80,7 @@ class Switching:
     def note_memory(self, step: int, stage: str) -> None:
         """Write the ledger at a boundary, and record what the whole process holds."""
         self._flow.account()
-        self._logs.timeline.memory(step, self._ledger.snapshot(stage))
+        self._logs.timeline.memory(step, self.ledger.snapshot(stage))
         device, recorder = self._device, self._logs.recorder
         memory = device.memory_bytes()
         if memory is None:

@@ -41,6 +41,9 @@ def rank_bytes(
     computed, held = config.model.compute_dtype(device_kind).itemsize, dict[str, int]()
     for role, decoder in decoders.items():
         table = parameter_table(decoder)
+        if role.engine == "generation":
+            held[role.weights] = num_parameters(decoder) * computed
+            continue
         slices = [update_slices(table, checked.layout_of(role), rank) for rank in range(launch.world_size)]
         if role.optimizer is None:
             held[role.weights] = _most_elements(slices) * computed

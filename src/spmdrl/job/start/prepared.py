@@ -32,7 +32,7 @@ from spmdrl.job.start.model_checks import (
 from spmdrl.job.start.start_checks import ON_PAIRS, CheckedRun
 from spmdrl.observability.terminal.console import Console
 from spmdrl.resources.world import World
-from spmdrl.types.roles import POLICY, REWARD_MODEL, TEACHER, Role
+from spmdrl.types.roles import JUDGE, POLICY, REWARD_MODEL, TEACHER, Role
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,8 @@ def prepare(checked: CheckedRun, source: ModelSource) -> Prepared:
     if checked.train_rows:
         check_model_fits(config, source.decoder, checked.layout)
         for role, other in sources.items():
+            if role.engine == "generation":
+                continue
             check_layout(other.decoder, checked.layout_of(role), checked.layout_key(role))
             if role.is_trained:
                 check_recomputing(config, checked.layout_of(role), checked.layout_key(role))
@@ -87,6 +89,9 @@ def prepare(checked: CheckedRun, source: ModelSource) -> Prepared:
     for role in (TEACHER, REWARD_MODEL):
         if role in sources:
             tokenizer.check_same_tokens(ModelTokenizer(sources[role].folder))
+    if JUDGE in sources:
+        # Raises ValueError where no token would end a verdict.
+        ModelTokenizer(sources[JUDGE].folder)
     train, held_out = (
         PromptSource(rows, tokenizer.raw, config.data, config.seed, vocab_size=source.decoder.vocab_size)
         if rows

@@ -10,14 +10,15 @@ from typing import Any
 from spmdrl.dataflow.data.data_rows import SourceRows
 from spmdrl.engines.models.hf.fingerprint import fingerprint
 from spmdrl.job.start.start_checks import CheckedRun
-from spmdrl.types.roles import POLICY, REWARD_MODEL, TEACHER, Role
+from spmdrl.types.roles import JUDGE, POLICY, REWARD_MODEL, TEACHER, Role
 
 ROWS = "rows of data.train"
 CRITIC = "critic"
 TEACHERS_WEIGHTS = "the teacher's weights"
 REWARD_MODELS_WEIGHTS = "the reward model's weights"
 LORA = "lora"
-OPTIONAL = (CRITIC, TEACHERS_WEIGHTS, REWARD_MODELS_WEIGHTS, LORA)
+JUDGES_WEIGHTS = "the judge's weights"
+OPTIONAL = (CRITIC, TEACHERS_WEIGHTS, REWARD_MODELS_WEIGHTS, JUDGES_WEIGHTS, LORA)
 """keys that runs without such a thing don't have"""
 
 
@@ -36,7 +37,8 @@ def identity_of(checked: CheckedRun, folders: Mapping[Role, Path]) -> dict[str, 
     } if checked.offline is None else {f"{checked.section}.rows_per_step": checked.rows_per_step}  # fmt: skip
     if config.critic is not None and checked.offline is None:
         sizes[CRITIC] = "a model of its own" if config.critic.path else "the policy's weights"
-    for role, key in ((TEACHER, TEACHERS_WEIGHTS), (REWARD_MODEL, REWARD_MODELS_WEIGHTS)):
+    weights = {TEACHER: TEACHERS_WEIGHTS, REWARD_MODEL: REWARD_MODELS_WEIGHTS, JUDGE: JUDGES_WEIGHTS}
+    for role, key in weights.items():
         if role in folders:
             sizes[key] = fingerprint(folders[role]).weights[:16]
     if config.lora is not None:

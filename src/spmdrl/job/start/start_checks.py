@@ -12,7 +12,8 @@ from spmdrl.algorithms.table import build_algorithm
 from spmdrl.config.config import Config, PreferencesConfig, RewardModelConfig, SftConfig
 from spmdrl.config.reader import LoadedConfig, resolved_yaml, start_up
 from spmdrl.dataflow.data.data_rows import RowNeeds, SourceRows, read_rows, rows_of_prompts
-from spmdrl.dataflow.samples.schema import COPIES, MODEL_SCORE, needs_by_state, rule_of
+from spmdrl.dataflow.samples.schema import COPIES, needs_by_state, rule_of
+from spmdrl.dataflow.stages.reward import SCORE_COLUMNS
 from spmdrl.dataflow.stages.rows import ROUTED_EXPERTS, TURNS
 from spmdrl.dataflow.stages.update import Agreement, update_columns
 from spmdrl.engines.environment.environment_pool import EnvironmentPool
@@ -137,6 +138,7 @@ def check_run(
             )
         if verb in ("train", "check"):
             check_sizes(config, algorithm)
+            _check_judge(config, algorithm)
             if (conflict := algorithm.conflict(credit_settings_of(config))) is not None:
                 raise ValueError(conflict)
         train_rows, eval_rows = _checked_rows(config, verb, prompts)
@@ -255,18 +257,19 @@ def states_of(config: Config, algorithm: Algorithm) -> dict[WorkerState, frozens
     turns = {TURNS} if config.environment.function is not None else set()
     copies = {COPIES} if algorithm.draws_rows else set()
     reads = {"prompt_ids", "response_ids", *columns, *replayed, *turns, *copies}
+    scores = {SCORE_COLUMNS[part] for part in config.reward.parts_beside}
     credit = {"reward", "response_ids", *turns, *algorithm.columns_for_credit()}
     of_rows = {state: turns for state in WorkerState if state.work == "score" or state is WorkerState.RETURNS}
     of_rows[WorkerState.OLD_LOGPROBS] = turns | replayed
-    if config.reward.model is not None:
-        of_rows[WorkerState.REWARD] = {MODEL_SCORE}
     if config.critic is not None:
         of_rows[WorkerState.VALUES] = turns | ({"finished"} if config.critic.bootstraps else set())
         of_rows[WorkerState.RETURNS] = turns | algorithm.columns_for_returns() | config.critic.columns_for_returns
     # The critic learns from the rows that the algorithm keeps, so it waits for their advantages.
     of_critic = {"values", "returns", "advantages", *turns, *copies}
     also_trained = {} if config.critic is None else {WorkerState.CRITIC_UPDATE: of_critic}
-    return needs_by_state(reads, {WorkerState.ADVANTAGE: credit, **of_rows}, also_trained=also_trained)
+    return needs_by_state(
+        reads, {WorkerState.ADVANTAGE: credit, WorkerState.REWARD: scores, **of_rows}, also_trained=also_trained
+    )
 
 
 def _check_teacher(config: Config, columns: frozenset[str]) -> None:
@@ -281,6 +284,22 @@ def _check_teacher(config: Config, columns: frozenset[str]) -> None:
         raise ValueError(
             f"there is a section teacher, but algo.name {config.algo.name} distils no teacher; set "
             "algo.name to opd or gkd, or leave teacher out"
+        )
+
+
+def _check_judge(config: Config, algorithm: Algorithm) -> None:
+    """Refuse a judge where rewards are needed before the policy has left the device, or where rows have turns."""
+    if config.reward.judge is None:
+        return
+    if algorithm.max_refills:
+        raise ValueError(
+            f"algo.max_refills is {algorithm.max_refills}, but reward.judge reads responses once all are generated, "
+            "too late to generate more by its scores; set algo.max_refills to 0"
+        )
+    if config.environment.function is not None:
+        raise ValueError(
+            f"environment.function is {config.environment.function}, but reward.judge reads responses of one turn; "
+            "leave out one of them"
         )
 
 

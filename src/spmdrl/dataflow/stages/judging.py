@@ -1,0 +1,99 @@
+"""The judge's state: a frozen model writes a verdict on each response, and a number is read from it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from spmdrl.dataflow.data.data_rows import DataConfig
+from spmdrl.dataflow.data.prompts import Prompt, tokenize_prompts
+from spmdrl.dataflow.samples.dock import Samples
+from spmdrl.dataflow.samples.schema import JUDGE_SCORE
+from spmdrl.dataflow.stages.reward import DecodeTokens
+from spmdrl.dataflow.stages.rollout.requests import run_requests
+from spmdrl.engines.generation.frozen_generator import FrozenGenerator
+from spmdrl.engines.generation.protocol import Request, SamplingParams
+from spmdrl.engines.models.decoder import DecoderConfig
+from spmdrl.engines.models.tokenizer import ModelTokenizer
+from spmdrl.engines.reward.judge_config import JudgeConfig
+from spmdrl.observability.metrics import Recorder
+from spmdrl.types import Batch, WorkerState
+
+
+@dataclass(frozen=True)
+class Judge:
+    """A frozen model that is asked for numbers, on this rank alone."""
+
+    config: JudgeConfig
+    generator: FrozenGenerator
+    tokenizer: ModelTokenizer
+    decoder: DecoderConfig
+    data: DataConfig
+    """how the policy's prompts are rendered; the judge's questions by its own chat template, where it has one"""
+
+    def scores(self, questions: Sequence[str], recorder: Recorder) -> list[float | None]:
+        """The number of each verdict; None without one, counted as unread, and for questions that can't be asked."""
+        requests = self._requests(questions)
+        verdicts: dict[int, str] = {}
+        if requests:
+            with self.generator.awake() as engine:
+                for _, responses in run_requests(engine, requests):
+                    verdicts |= {one.row: self.tokenizer.decode(one.token_ids) for one in responses}
+        scores = {row: self.config.score(verdict) for row, verdict in verdicts.items()}
+        recorder.total("judge/unread", list(scores.values()).count(None))
+        recorder.total("judge/unasked", len(questions) - len(requests))
+        return [scores.get(row) for row in range(len(questions))]
+
+    def _requests(self, questions: Sequence[str]) -> list[Request]:
+        """The questions that the judge has positions and tokens for."""
+        sampling = SamplingParams(
+            temperature=0.0, max_tokens=self.config.max_tokens, stop_token_ids=self.tokenizer.stop_token_ids
+        )
+        most_tokens = self.decoder.max_positions - sampling.max_tokens
+        raw = self.tokenizer.raw
+        asked = [[{"role": "user", "content": one}] for one in questions] if raw.chat_template else questions
+        tokenized = tokenize_prompts(asked, raw, replace(self.data, chat_template="auto"))
+        prompts = {row: tokenized.prompt_ids(row) for row in range(len(questions))}
+        return [
+            Request((row,), prompt_ids, (0,), sampling)
+            for row, prompt_ids in prompts.items()
+            if 1 <= len(prompt_ids) <= most_tokens and max(prompt_ids) < self.decoder.vocab_size
+        ]
+
+
+class JudgeStage:
+    """Judges this rank's share of the responses. Collective: every rank calls it once per step."""
+
+    state = WorkerState.JUDGE
+
+    def __init__(self, judge: Judge, decode: DecodeTokens, recorder: Recorder):
+        self._judge = judge
+        self._decode = decode
+        self._recorder = recorder
+
+    def __call__(self, samples: Samples) -> None:
+        batch = samples.take(self.state)
+        rows, responses = batch.rows.tolist(), batch.to_lists("response_ids")
+        questions = [
+            self._question(samples.prompt_of(row), self._decode(response))
+            for row, response in zip(rows, responses, strict=True)
+        ]
+        scores = self._judge.scores(questions, self._recorder)
+        judged = Batch(batch.rows)
+        found = [float("nan") if score is None else score for score in scores]
+        judged.put_dense(JUDGE_SCORE, torch.tensor(found, dtype=torch.float32))
+        samples.put(self.state, judged)
+        samples.commit(self.state)
+
+    def _question(self, prompt: Prompt, response: str) -> str:
+        values = {"prompt": text_of(prompt), "response": response, "answer": prompt.answer or ""}
+        return self._judge.config.question(values)
+
+
+def text_of(prompt: Prompt) -> str:
+    """The prompt as the row holds it, without a template's tokens; messages one after another, each with its role."""
+    if isinstance(prompt.original, str):
+        return prompt.original
+    return "\n".join(f"{message['role']}: {message['content']}" for message in prompt.original)
