@@ -39,6 +39,8 @@ def judge(tmp_path_factory) -> Path:
 
 def judged(judge: Path) -> list[str]:
     section = {"path": str(judge), "template": TEMPLATE, "max_tokens": 3, "pattern": JUDGE.pattern, "scale": 4.0}
+    # More than a simulated device has beside the policy's cache, unless it is small.
+    section["kv_cache_gib"] = 0.02
     return [f"reward.judge={json.dumps({**section, 'weight': 2.0})}", "checkpoint.interval=2", "train.max_steps=4"]
 
 

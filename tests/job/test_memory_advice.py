@@ -12,6 +12,7 @@ from tests.support.jobs import run_job, tiny_config
 from spmdrl.algorithms.table import build_algorithm
 from spmdrl.config.config import load_config
 from spmdrl.dataflow.samples.store.shared_memory import Pool, host_pool
+from spmdrl.engines.reward.judge_config import JudgeConfig
 from spmdrl.job.run.memory_advice import OutOfMemory, explained_memory, is_out_of_memory
 from spmdrl.job.run.run import Run
 from spmdrl.job.start.start_checks import CheckedRun
@@ -58,6 +59,15 @@ def test_each_allocators_failure_names_the_stage_and_the_keys(fill, stage, words
 def test_the_devices_own_error_is_recognised():
     assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."))
     assert is_out_of_memory(RuntimeError("NPU out of memory. Tried to allocate 20.00 MiB (NPU 0; ...)"))
+
+
+def test_a_judge_without_memory_is_to_have_a_smaller_cache():
+    judge = JudgeConfig(path="judge", kv_cache_gib=8.0)
+    with (
+        pytest.raises(OutOfMemory, match=r"stage judge .*lower reward.judge.kv_cache_gib \(8.0\)"),
+        explained_memory(CONFIG.rollout, CONFIG.train, lambda: "judge", judge),
+    ):
+        fill_torch()
 
 
 def test_other_errors_and_full_buffers_of_our_own_stay_as_they_are():

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from spmdrl.engines.generation.rollout_config import RolloutConfig
+from spmdrl.engines.reward.judge_config import JudgeConfig
 from spmdrl.engines.training.training_engine import TrainingConfig
 from spmdrl.types.roles import WorkerState
 
@@ -22,7 +23,9 @@ class OutOfMemory(RuntimeError):
 
 
 @contextmanager
-def explained_memory(rollout: RolloutConfig, train: TrainingConfig, stage: Callable[[], str | None]) -> Iterator[None]:
+def explained_memory(
+    rollout: RolloutConfig, train: TrainingConfig, stage: Callable[[], str | None], judge: JudgeConfig | None = None
+) -> Iterator[None]:
     """Raise OutOfMemory in place of an allocator's error; `stage` names where it came from, None before the first."""
     try:
         yield
@@ -32,9 +35,11 @@ def explained_memory(rollout: RolloutConfig, train: TrainingConfig, stage: Calla
         where = stage()
         what = f"stage {where}" if where else "setting up the run"
         words = (str(error) or "no more memory").splitlines()[0]
-        raise OutOfMemory(
-            f"{what} needs more memory than there is: {_advice(rollout, train, where)} ({words})"
-        ) from error
+        if judge is not None and where == WorkerState.JUDGE.value:
+            advice = f"lower reward.judge.kv_cache_gib ({judge.kv_cache_gib}), or use a smaller judge"
+        else:
+            advice = _advice(rollout, train, where)
+        raise OutOfMemory(f"{what} needs more memory than there is: {advice} ({words})") from error
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -169,7 +169,7 @@ class Run:
             return self.logs.timeline.failed_stage if self._has_begun else None
 
         try:
-            with explained_memory(config.rollout, config.train, failed_stage):
+            with explained_memory(config.rollout, config.train, failed_stage, config.reward.judge):
                 yield
         except KeyboardInterrupt as failure:
             # Published at once, before the report takes its time.
