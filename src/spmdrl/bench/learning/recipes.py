@@ -86,6 +86,8 @@ TEACHER = "gspo"
 RECIPES: Mapping[str, Recipe] = {
     # No ratio and no clip hold a step's second update back.
     "rloo": Recipe(lr=2.5e-4),
+    # Its bound, on differences of probabilities, leaves in what unlikely tokens' ratios would clip.
+    "dppo": Recipe(lr=2.5e-4),
     # Its gate never closes.
     "sapo": Recipe(lr=2.5e-4),
     # Two of eight responses are trained on, so that gradients are noisier.
