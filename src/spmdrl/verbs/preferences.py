@@ -15,7 +15,7 @@ from spmdrl.job.start.banner import print_banner
 from spmdrl.job.start.prepared import Prepared, prepare_together
 from spmdrl.job.start.rank_facts import open_job
 from spmdrl.job.start.start_checks import CheckedRun, check_run
-from spmdrl.observability.metrics import Recorder
+from spmdrl.job.supervised_steps import take_steps
 from spmdrl.resources.world import World
 from spmdrl.types.roles import POLICY, REFERENCE
 
@@ -71,26 +71,10 @@ def _objective(checked: CheckedRun, prepared: Prepared, models: RoleModels) -> P
 
 
 def _loop(checked: CheckedRun, run: Run, prepared: Prepared, objective: PairObjective, held_out: HeldOutPairs) -> None:
-    """One optimizer step after the other. Collective over all ranks."""
     data, rows_per_step = objective.trainer.mesh.data, checked.rows_per_step
-    held_out.before()
-    for step in run.remaining_steps():
+
+    def update(step: int) -> UpdateResult:
         chosen = prepared.prompts.take(step - 1, rows_per_step)[data.rank :: data.size]
-        with run.logs.timeline.stage("update", step):
-            result = objective.trainer.update(objective.rows(chosen), objective.loss(rows_per_step))
-        _report(run.logs.recorder, result, num_ranks=run.world.size)
-        held_out.when_due(step)
-        run.finish_step(step)
+        return objective.trainer.update(objective.rows(chosen), objective.loss(rows_per_step))
 
-
-def _report(recorder: Recorder, result: UpdateResult, *, num_ranks: int) -> None:
-    """Record what every rank holds alike."""
-    recorder.mean("loss", result.loss)
-    recorder.mean("grad_norm", result.grad_norm)
-    recorder.mean("lr", result.lr)
-    recorder.alike("update/count", 1)
-    recorder.alike("update/skipped", result.skipped)
-    metrics = dict(result.metrics)
-    recorder.total("perf/tokens", metrics.pop("tokens")[0] / num_ranks)
-    for name, (total, count) in metrics.items():
-        recorder.mean(name, total / max(count, 1.0))
+    take_steps(run, update, held_out)

@@ -32,8 +32,8 @@ from spmdrl.job.start.banner import print_banner
 from spmdrl.job.start.prepared import Prepared, prepare_together
 from spmdrl.job.start.rank_facts import open_job
 from spmdrl.job.start.start_checks import CheckedRun, check_run
+from spmdrl.job.supervised_steps import take_steps
 from spmdrl.job.training_step import build_turns
-from spmdrl.observability.metrics import Recorder
 from spmdrl.observability.terminal.console import Console
 from spmdrl.resources.world import World
 from spmdrl.types import offsets_of
@@ -125,27 +125,13 @@ def _build_held_out(checked: CheckedRun, run: Run, models: RoleModels, prepared:
 
 
 def _train(batches: SupervisedBatches, run: Run, watch: AnswerWatch, held_out: HeldOut) -> None:
-    """The supervised loop. Collective over all ranks."""
-    held_out.before()
-    for step in run.remaining_steps():
-        with run.logs.timeline.stage("update", step):
-            result = batches.trainer.update(*batches.of_step(step))
+    def update(step: int) -> UpdateResult:
+        result = batches.trainer.update(*batches.of_step(step))
         if watch.is_enough(answer_probability(result)):
             run.end_early()
-        _report(run.logs.recorder, result, num_ranks=run.world.size)
-        held_out.when_due(step)
-        run.finish_step(step)
+        return result
 
-
-def _report(recorder: Recorder, result: UpdateResult, *, num_ranks: int) -> None:
-    recorder.mean("loss", result.loss)
-    recorder.mean("grad_norm", result.grad_norm)
-    recorder.mean("lr", result.lr)
-    recorder.alike("update/count", 1)
-    recorder.alike("update/skipped", result.skipped)
-    recorder.mean("answer_probability", answer_probability(result))
-    recorder.mean("entropy", result.metrics["entropy"][0] / max(result.metrics["entropy"][1], 1.0))
-    recorder.total("perf/tokens", result.metrics["tokens"][0] / num_ranks)
+    take_steps(run, update, held_out)
 
 
 def answer_probability(result: UpdateResult) -> float:
