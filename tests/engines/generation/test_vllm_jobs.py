@@ -72,3 +72,11 @@ def test_responses_go_on_in_the_next_step(tmp_path: Path):
     assert mismatches and max(mismatches) < 1e-4
     assert any(step["off_policy/max"] >= 1 for step in steps[1:])
     assert any(step["dock/deferred"] > 0 for step in steps) and steps[-1]["dock/deferred"] == 0
+
+
+def test_merged_adapters_reach_the_engine(tmp_path: Path):
+    steps = train_quickstart(tmp_path, 1, ["lora={rank: 8}", "optim.lr=2.0e-2"])
+    assert len(steps) == STEPS
+    assert all(step["grad_norm"] > 0 and step["mismatch/abs_max"] < 1e-4 for step in steps)
+    # Adapters have moved the model by more than that: each step's switch compares it with what the engine answers.
+    assert steps[-1]["entropy"] != pytest.approx(steps[0]["entropy"], abs=1e-2)
