@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from spmdrl.observability.timeline.timeline import read_timeline
 from tests.support.jobs import (
     environment,
     finished,
@@ -104,9 +105,13 @@ def test_a_run_killed_in_the_middle_of_a_step_ends_with_the_same_weights(tmp_pat
 @pytest.mark.parametrize("ranks_after", [2, 1])
 def test_rollouts_that_were_kept_are_trained_on_after_a_crash(tmp_path, ranks_after):
     config, folder = tiny_config(tmp_path), tmp_path / "run"
-    settings = [f"run.dir={folder}", "checkpoint.interval=1", "checkpoint.keep_rollouts=true"]
+    settings = [f"run.dir={folder}", "checkpoint.interval=1", "checkpoint.keep_rollouts=true",
+                "algo.kl_coef=0.1", "train.updates_per_step=2"]  # fmt: skip
     finished(run_job("train", config, *settings, "resources.generation.tensor=2", ranks=2))
     whole, digest = metrics_of(folder), weights_digest(folder, 3)
+    stages = [span.stage for span in read_timeline(folder / "timeline").spans if (span.step, span.rank) == (3, 0)]
+    waited = [name for name in stages if name in ("reference", "old_logprobs", "reward", "keep_rollouts", "advantage")]
+    assert waited == ["reference", "old_logprobs", "reward", "keep_rollouts", "advantage"]
     # As if the job had died in the last update.
     shutil.rmtree(folder / "checkpoints" / "step_000003")
     resumed = finished(run_job("train", config, *settings, ranks=ranks_after))

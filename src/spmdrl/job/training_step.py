@@ -145,16 +145,19 @@ def build_stages(checked: CheckedRun, run: Run, parts: StageParts) -> Stages:
         settings, mesh = credit_settings_of(config), parts.replica.mesh
         refill = Refill(parts.carried, checked.algorithm, settings, mesh, recorder)
     without_actor: list[Stage] = []
-    with_actor: list[ScoreStage] = []
+    with_actor: list[Stage] = []
     for state in checked.needs:
-        if state is WorkerState.REWARD and not refill:
-            without_actor += [*_judge_stages(checked, run, parts), reward]
+        if state is WorkerState.JUDGE:
+            without_actor.append(_judge_stage(checked, run, parts))
         if state.work == "score" and (role := checked.role_of(state)) is not None:
             present, trainer = partial(parts.switching.present, role), parts.models[role].trainer
             if state.role is REFERENCE and role is POLICY:
                 present = trainer.without_adapters
             stage = _score_stage(checked, parts, state, trainer, present)
             (with_actor if role.presence == "training" else without_actor).append(stage)
+    if not refill:
+        # Waited for last: every pass before it hides the seconds of the reward functions.
+        with_actor.append(reward)
     plan = UpdatePlan(
         config.train.epochs_per_step, config.train.updates_per_step, config.rollout.max_completion_length,
         config.train.skip_zero_advantage, agreement_of(config), first_step=critic.warmup_steps + 1 if critic else 1,
@@ -172,17 +175,15 @@ def build_stages(checked: CheckedRun, run: Run, parts: StageParts) -> Stages:
     )  # fmt: skip
 
 
-def _judge_stages(checked: CheckedRun, run: Run, parts: StageParts) -> list[Stage]:
+def _judge_stage(checked: CheckedRun, run: Run, parts: StageParts) -> JudgeStage:
     """The state that rewards wait for where there is a judge."""
     config, judge, source = checked.config, checked.config.reward.judge, parts.judge
-    if judge is None:
-        return []
-    assert source is not None, "a run has a judge by its section"
+    assert judge is not None and source is not None, "a run has a judge by its section"
     generator = build_frozen_generator(
         config, source, run.world, parts.switching.ledger, owner=JUDGE.weights, kv_cache_gib=judge.kv_cache_gib
     )
     asked = Judge(judge, generator, ModelTokenizer(source.folder), source.decoder, config.data)
-    return [JudgeStage(asked, parts.tokenizer.decode, run.logs.recorder)]
+    return JudgeStage(asked, parts.tokenizer.decode, run.logs.recorder)
 
 
 def _score_stage(

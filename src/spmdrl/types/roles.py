@@ -72,7 +72,7 @@ class WorkerState(enum.Enum):
     """What a worker does with samples; each has its own controller (the paper's Figure 4).
 
     A member is its name in files, its name in the step line, its model (None where it needs none) and what it does with
-    it. Where several states could run, the first one here does.
+    it. Where several states could run, the first one here does: rewards are waited for behind all that models score.
     """
 
     short_name: str
@@ -82,12 +82,12 @@ class WorkerState(enum.Enum):
     GENERATION = "generation", "gen", POLICY, "generate"
     REWARD_MODEL = "reward_model", "rew", REWARD_MODEL, "score"
     JUDGE = "judge", "rew", JUDGE, "generate"
-    REWARD = "reward", "rew", None, None
     REFERENCE = "reference", "ref", REFERENCE, "score"
     TEACHER_TOP = "teacher_top", "ref", TEACHER, "score"
     TEACHER = "teacher", "ref", TEACHER, "score"  # last, as it hides the model's name
     OLD_LOGPROBS = "old_logprobs", "lp", POLICY, "score"
     VALUES = "values", "lp", CRITIC, "score"
+    REWARD = "reward", "rew", None, None
     RETURNS = "returns", "adv", None, None
     ADVANTAGE = "advantage", "adv", None, None
     CRITIC_UPDATE = "critic_update", "upd", CRITIC, "train"

@@ -85,11 +85,11 @@ class Training:
 
 # One step. At each `|` all ranks commit: what one of them put is there for the states that read it.
 #
-#   rank       switch | generate           | reward        reference    | old log-probs | credit     | update
-#   waits for  slices | its engine         | its children               | weights       | all rows   | all gradients
-#   puts              | responses          | rewards       ref_logprobs | old_logprobs  | advantages | nothing
-#   children          | score each response as it ends > |
-#   device     generation's weights, cache | update weights return > . . . . . . . . . . . . . . . . . . . . . . .
+#   rank       switch | generate           | reference    | old log-probs | reward       | credit     | update
+#   waits for  slices | its engine         |              | weights       | its children | all rows   | all gradients
+#   puts              | responses          | ref_logprobs | old_logprobs  | rewards      | advantages | nothing
+#   children          | score each response as it ends . . . . . . . . . > |
+#   device     generation's weights, cache | update weights return > . . . . . . . . . . . . . . . . . . . . . .
 
 
 def loop(training: Training) -> None:
@@ -107,9 +107,9 @@ def loop(training: Training) -> None:
         for stage in stages.without_actor:
             stage(samples)
         switching.to_update(step)
-        training.kept_rollouts.keep(samples)
         for stage in stages.with_actor:
             stage(samples)
+        training.kept_rollouts.keep(samples)
         adapted = stages.credit(samples, algorithm.now)
         for stage in stages.with_credit:
             stage(samples)

@@ -19,9 +19,9 @@ def test_stages_come_after_the_stages_that_they_read_from():
     stages = stages_for({"advantages", "ref_logprobs", "old_logprobs"})
     assert stages == (
         WorkerState.GENERATION,
-        WorkerState.REWARD,
         WorkerState.REFERENCE,
         WorkerState.OLD_LOGPROBS,
+        WorkerState.REWARD,
         WorkerState.ADVANTAGE,
     )
 
