@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.support.jobs import finished, metrics_of, run_job, tiny_config, untimed, weights_digest
+from tests.support.jobs import finished, memory_at_ends, metrics_of, run_job, tiny_config, untimed, weights_digest
 
 from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.engines.reward.judge_config import JudgeConfig
@@ -103,13 +103,7 @@ def test_a_judged_run_that_died_goes_on_to_the_last_bit_but_under_no_other_judge
 
 @pytest.mark.ranks
 def test_the_ledger_has_a_judge_on_the_host_and_its_cache_in_its_own_state(whole):
-    held, at_end_of = dict[str, int](), {}
-    for line in (whole / "run/timeline/rank_00000.jsonl").read_text().splitlines():
-        record = json.loads(line)
-        if "h" in record:
-            # Only what changed since the boundary before is written.
-            held |= {f"{place} {owner}": size for place in "dop" for owner, size in record.get(place, {}).items()}
-            at_end_of[record["h"][0]] = dict(held)
+    at_end_of = memory_at_ends(whole / "run")
     assert all(held.get("d judge_weights", 0) == 0 < held["o judge_weights"] for held in at_end_of.values())
     assert at_end_of["judge"]["p kv_cache"] > 0 == at_end_of["judge"]["d kv_cache"]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.support.jobs import finished, metrics_of, run_job, tiny_config, untimed, weights_digest
+from tests.support.jobs import finished, memory_at_ends, metrics_of, run_job, tiny_config, untimed, weights_digest
 
 from spmdrl.engines.models.tokenizer import ModelTokenizer
 
@@ -75,13 +75,7 @@ def test_one_rank_and_two_with_the_swap_are_rewarded_alike(judge, whole, tmp_pat
 
 @pytest.mark.ranks
 def test_the_model_is_on_the_device_inside_its_own_state_alone(whole):
-    held, at_end_of = dict[str, int](), {}
-    for line in (whole / "run/timeline/rank_00000.jsonl").read_text().splitlines():
-        record = json.loads(line)
-        if "h" in record:
-            # Only what changed since the boundary before is written.
-            held |= {f"{place} {owner}": size for place in "dop" for owner, size in record.get(place, {}).items()}
-            at_end_of[record["h"][0]] = dict(held)
+    at_end_of = memory_at_ends(whole / "run")
     owner = "reward_model_weights"
     assert all(held[f"d {owner}"] == 0 < held[f"o {owner}"] for held in at_end_of.values())
     assert at_end_of["reward_model"][f"p {owner}"] > 0 == at_end_of["generation"][f"p {owner}"]

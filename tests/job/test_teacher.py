@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tests.support.jobs import finished, metrics_of, run_job, tiny_config, untimed, weights_digest
+from tests.support.jobs import finished, memory_at_ends, metrics_of, run_job, tiny_config, untimed, weights_digest
 
 LARGER = (
     "model.make={hidden_size: 48, num_layers: 3, num_heads: 2, num_kv_heads: 1, intermediate_size: 64, "
@@ -77,13 +77,7 @@ def test_a_teacher_with_a_layout_of_its_own_rates_as_under_the_policys(teacher, 
 
 @pytest.mark.ranks
 def test_a_teacher_is_on_the_device_inside_its_own_state_alone(whole):
-    held, at_end_of = dict[str, int](), {}
-    for line in (whole / "run/timeline/rank_00000.jsonl").read_text().splitlines():
-        record = json.loads(line)
-        if "h" in record:
-            # Only what changed since the boundary before is written.
-            held |= {f"{place} {owner}": size for place in "dop" for owner, size in record.get(place, {}).items()}
-            at_end_of[record["h"][0]] = dict(held)
+    at_end_of = memory_at_ends(whole / "run")
     assert all(held["d teacher_weights"] == 0 < held["o teacher_weights"] for held in at_end_of.values())
     assert at_end_of["teacher"]["p teacher_weights"] > 0 == at_end_of["generation"]["p teacher_weights"]
 

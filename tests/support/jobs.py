@@ -184,6 +184,18 @@ def untimed(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
+def memory_at_ends(folder: Path) -> dict[str, dict[str, int]]:
+    """By boundary of the last step, the bytes of rank 0 by place and owner; d: device, o: host, p: peaks."""
+    held, at_end_of = dict[str, int](), {}
+    for line in (folder / "timeline/rank_00000.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        if "h" in record:
+            # Only what changed since the boundary before is written.
+            held |= {f"{place} {owner}": size for place in "dop" for owner, size in record.get(place, {}).items()}
+            at_end_of[record["h"][0]] = dict(held)
+    return at_end_of
+
+
 def summary_of(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "summary.json").read_text())
 
