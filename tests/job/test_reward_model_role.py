@@ -65,6 +65,21 @@ def test_the_scores_are_those_of_transformers_and_a_part_of_the_reward(judge, wh
 
 
 @pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("layout", "swap"), [("{tensor: 2}", "always"), ("{data: 2}", "never"), ("{pipeline: 2}", "never")]
+)
+def test_under_a_layout_of_its_own_it_scores_as_under_the_policys(judge, whole, tmp_path, layout, swap):
+    settings = [*judged(judge), f"run.dir={tmp_path / 'run'}", f"reshard.swap={swap}"]
+    job = finished(
+        run_job("train", tiny_config(tmp_path), *settings, f"resources.roles.reward_model={layout}", ranks=2)
+    )
+    assert f"reward_model {layout[1:-1].replace(':', '')}" in job.stdout
+    for own, shared in zip(metrics_of(tmp_path / "run"), metrics_of(whole / "run"), strict=True):
+        expected = {name: shared[name] for name in LEARNT}
+        assert {name: own[name] for name in LEARNT} == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.ranks
 def test_one_rank_and_two_with_the_swap_are_rewarded_alike(judge, whole, tmp_path):
     settings = [*judged(judge), f"run.dir={tmp_path / 'run'}", "reshard.swap=never"]
     finished(run_job("train", tiny_config(tmp_path), *settings))

@@ -98,12 +98,13 @@ class RoleLayouts:
     """layout of the critic, with its gradients and optimizer"""
     teacher: UpdateLayout | None = None
     """layout of the teacher"""
+    reward_model: UpdateLayout | None = None
+    """layout of the reward model"""
 
     @property
     def given(self) -> dict[str, UpdateLayout]:
         """The layouts that are set, by role name."""
-        layouts = {"reference": self.reference, "critic": self.critic, "teacher": self.teacher}
-        return {name: layout for name, layout in layouts.items() if layout is not None}
+        return {item.name: layout for item in fields(self) if (layout := getattr(self, item.name)) is not None}
 
 
 @dataclass(frozen=True)
