@@ -72,6 +72,7 @@ SETTINGS = (
     ["critic={}", "resources.roles.critic={}"],
     ["algo.name=opd", "teacher.path=here", "resources.roles.teacher={}"],
     ["reward.model=here", "resources.roles.reward_model={}"],
+    ["reward.judge.path=here", "resources.roles.judge={}"],
     *([f"algo.name={config().name}", "critic={}"] for config in ALGORITHMS),
     ["algo={name: ppo, kl_coef: 0.1, kl_target: 1.0}", "critic={}"],
     ["algo={name: pf_ppo, filter: power}", "critic={}"],

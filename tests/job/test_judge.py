@@ -102,6 +102,26 @@ def test_a_judged_run_that_died_goes_on_to_the_last_bit_but_under_no_other_judge
 
 
 @pytest.mark.ranks
+def test_two_ranks_that_share_a_judge_judge_as_one(judge, whole, tmp_path):
+    settings = [*judged(judge), f"run.dir={tmp_path / 'run'}", "resources.roles.judge={tensor: 2}"]
+    job = finished(run_job("train", tiny_config(tmp_path), *settings, ranks=2))
+    assert "judge tensor 2" in job.stdout
+    for shared, own in zip(metrics_of(tmp_path / "run"), metrics_of(whole / "run"), strict=True):
+        expected = {name: own[name] for name in LEARNT}
+        assert {name: shared[name] for name in LEARNT} == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("layout", "problem"), [("{tensor: 3}", "does not divide the job's 2 ranks"), ("{expert: 2}", "has no experts")]
+)
+def test_a_judge_that_a_layout_cant_cut_is_refused(judge, tmp_path, layout, problem):
+    settings = [*judged(judge), f"run.dir={tmp_path / 'run'}", f"resources.roles.judge={layout}"]
+    job = run_job("train", tiny_config(tmp_path), *settings, ranks=2)
+    assert job.returncode == 2 and "resources.roles.judge" in job.stderr and problem in job.stderr
+
+
+@pytest.mark.ranks
 def test_the_ledger_has_a_judge_on_the_host_and_its_cache_in_its_own_state(whole):
     at_end_of = memory_at_ends(whole / "run")
     assert all(held.get("d judge_weights", 0) == 0 < held["o judge_weights"] for held in at_end_of.values())

@@ -37,7 +37,6 @@ from spmdrl.engines.models.row_cost import row_cost_of
 from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.engines.reward.pool import RewardPool
 from spmdrl.engines.training.training_engine import TrainingEngine
-from spmdrl.job.model.model_source import ModelSource
 from spmdrl.job.model.replica import Replica, build_frozen_generator
 from spmdrl.job.model.role_models import RoleModels
 from spmdrl.job.model.switching import Switching
@@ -45,6 +44,8 @@ from spmdrl.job.run.run import Run
 from spmdrl.job.start.prepared import Prepared
 from spmdrl.job.start.start_checks import CheckedRun, agreement_of, credit_settings_of
 from spmdrl.observability.terminal.console import Console
+from spmdrl.resources.memory import MemoryLedger
+from spmdrl.resources.mesh import build_generation_mesh
 from spmdrl.resources.world import World
 from spmdrl.types.roles import CRITIC, JUDGE, POLICY, REFERENCE, TEACHER, WorkerState
 
@@ -104,12 +105,30 @@ def build_prompts_of_step(prompts: PromptSource, carried: CarriedGroups) -> Prom
     return pending_and_new
 
 
-def build_dock(checked: CheckedRun, models: RoleModels, replica: Replica, world: World) -> TransferDock:
+def build_judge(checked: CheckedRun, prepared: Prepared, run: Run, ledger: MemoryLedger) -> Judge | None:
+    """The frozen model that judges responses, or None where there is none. Collective."""
+    config, judge, source = checked.config, checked.config.reward.judge, prepared.sources.get(JUDGE)
+    if judge is None or source is None:
+        return None
+    world = run.world
+    mesh = build_generation_mesh(checked.judge_layout, world.device, world.size, world.rank)
+    with run.console.doing("loading the judge"):
+        generator = build_frozen_generator(
+            config, source, world, ledger, mesh=mesh, owner=JUDGE.weights, kv_cache_gib=judge.kv_cache_gib
+        )
+    return Judge(judge, generator, mesh, ModelTokenizer(source.folder), source.decoder, config.data)
+
+
+def build_dock(
+    checked: CheckedRun, models: RoleModels, replica: Replica, judge: Judge | None, world: World
+) -> TransferDock:
     """The sample flow, in which ranks share rows as the layout of each state's model groups them."""
     config, device = checked.config, world.device.torch_device
     roles = {state: checked.role_of(state) for state in checked.needs if state.uses_training_engine}
     meshes = {state: models[role].trainer.mesh for state, role in roles.items() if role is not None}
     row_groups = groups_of_training(meshes, device) | groups_of_generation(replica.mesh, device)
+    if judge is not None:
+        row_groups |= groups_of_generation(judge.mesh, device, WorkerState.JUDGE)
     cost = row_cost_of(models[POLICY].source.decoder)
     whole_groups = [WorkerState.UPDATE] if checked.algorithm.unit_size > 1 else []
     return TransferDock(
@@ -132,7 +151,7 @@ class StageParts:
     shown: ShownRows
     teachers_prompts: TeachersPrompts | None
     """those that the teacher sees; None: the policy's"""
-    judge: ModelSource | None = None
+    judge: Judge | None = None
     """the frozen model that judges responses, where there is one"""
 
 
@@ -148,7 +167,8 @@ def build_stages(checked: CheckedRun, run: Run, parts: StageParts) -> Stages:
     with_actor: list[Stage] = []
     for state in checked.needs:
         if state is WorkerState.JUDGE:
-            without_actor.append(_judge_stage(checked, run, parts))
+            assert parts.judge is not None, "a run has a judge by its section"
+            without_actor.append(JudgeStage(parts.judge, parts.tokenizer.decode, recorder))
         if state.work == "score" and (role := checked.role_of(state)) is not None:
             present, trainer = partial(parts.switching.present, role), parts.models[role].trainer
             if state.role is REFERENCE and role is POLICY:
@@ -173,17 +193,6 @@ def build_stages(checked: CheckedRun, run: Run, parts: StageParts) -> Stages:
         update=UpdateStage(parts.models[POLICY].trainer, plan, recorder, parts.shown), timeline=run.logs.timeline,
         at_end=parts.switching.note_memory,
     )  # fmt: skip
-
-
-def _judge_stage(checked: CheckedRun, run: Run, parts: StageParts) -> JudgeStage:
-    """The state that rewards wait for where there is a judge."""
-    config, judge, source = checked.config, checked.config.reward.judge, parts.judge
-    assert judge is not None and source is not None, "a run has a judge by its section"
-    generator = build_frozen_generator(
-        config, source, run.world, parts.switching.ledger, owner=JUDGE.weights, kv_cache_gib=judge.kv_cache_gib
-    )
-    asked = Judge(judge, generator, ModelTokenizer(source.folder), source.decoder, config.data)
-    return JudgeStage(asked, parts.tokenizer.decode, run.logs.recorder)
 
 
 def _score_stage(

@@ -100,9 +100,11 @@ class RoleLayouts:
     """layout of the teacher"""
     reward_model: UpdateLayout | None = None
     """layout of the reward model"""
+    judge: GenerationLayout | None = None
+    """layout of the judge, which generates; null: whole on each rank"""
 
     @property
-    def given(self) -> dict[str, UpdateLayout]:
+    def given(self) -> dict[str, UpdateLayout | GenerationLayout]:
         """The layouts that are set, by role name."""
         return {item.name: layout for item in fields(self) if (layout := getattr(self, item.name)) is not None}
 
@@ -175,24 +177,27 @@ def _check_expert(layout: UpdateLayout, key: str) -> None:
         )
 
 
-def check_generation_layout(layout: GenerationLayout, world_size: int) -> None:
-    """Refuse generation degrees that don't fit each other or the job. Raises ValueError."""
-    _check_degrees("resources.generation", layout, may_be_open=("tensor_stride",))
+def check_generation_layout(layout: GenerationLayout, world_size: int, key: str = "resources.generation") -> None:
+    """Refuse generation degrees, which the config has under `key`, that don't fit each other or the job.
+
+    Raises ValueError.
+    """
+    _check_degrees(key, layout, may_be_open=("tensor_stride",))
     if world_size % layout.tensor:
         raise ValueError(
-            f"resources.generation.tensor {layout.tensor} does not divide the job's {world_size} ranks; "
+            f"{key}.tensor {layout.tensor} does not divide the job's {world_size} ranks; "
             f"set it to one of {_divisors(world_size)}"
         )
     if layout.expert > 1 and (layout.expert % layout.tensor or world_size % layout.expert):
         usable = [1, *(n for n in _divisors(world_size) if n % layout.tensor == 0 and n > 1)]
         raise ValueError(
-            f"resources.generation.expert {layout.expert} must be a multiple of tensor {layout.tensor} that divides "
+            f"{key}.expert {layout.expert} must be a multiple of tensor {layout.tensor} that divides "
             f"the job's {world_size} ranks, or 1; set it to one of {usable}"
         )
     span = layout.tensor_stride * layout.tensor
     if span and world_size % span:
         raise ValueError(
-            f"resources.generation: tensor_stride {layout.tensor_stride} x tensor {layout.tensor} = {span} does not "
+            f"{key}: tensor_stride {layout.tensor_stride} x tensor {layout.tensor} = {span} does not "
             f"divide the job's {world_size} ranks; set tensor_stride to 0 or 1"
         )
 

@@ -33,13 +33,13 @@ from spmdrl.job.training_step import (
     StageParts,
     build_carried,
     build_dock,
+    build_judge,
     build_prompts_of_step,
     build_stages,
     build_turns,
 )
 from spmdrl.resources.startup.launch import command_of
 from spmdrl.resources.world import make_deterministic
-from spmdrl.types.roles import JUDGE
 from spmdrl.verbs.sft import warm_started
 
 
@@ -142,14 +142,14 @@ def build(checked: CheckedRun, run: Run, stack: ExitStack) -> Training:
     evaluator = build_evaluator(config, prepared, replica, pool, turns)
     num_rows = max(carried.rules.most_groups * config.rollout.num_generations, evaluator.num_rows if evaluator else 0)
     switching = build_switching(config, run.logs, models, replica, stack, num_rows=num_rows, prompt_at=prompts.at)
-    dock = stack.enter_context(build_dock(checked, models, replica, world))
+    judge = build_judge(checked, prepared, run, switching.ledger)
+    dock = stack.enter_context(build_dock(checked, models, replica, judge, world))
     shown = ShownRows(config.log.samples_per_step)
     sample_flow = estimates_of(config, checked.needs, world.num_nodes)
     run.logs.add_to_summary("the sample flow's estimates", sample_flow=sample_flow)
     parts = StageParts(
-        models, replica, turns, carried, pool, tokenizer, switching, shown, prepared.teachers_prompts,
-        judge=prepared.sources.get(JUDGE),
-    )  # fmt: skip
+        models, replica, turns, carried, pool, tokenizer, switching, shown, prepared.teachers_prompts, judge
+    )
     return Training(
         run=run,
         checked=checked,

@@ -19,31 +19,37 @@ from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.engines.reward.judge_config import JudgeConfig
 from spmdrl.observability.metrics import Recorder
+from spmdrl.resources.mesh import GenerationMesh
 from spmdrl.types import Batch, WorkerState
 
 
 @dataclass(frozen=True)
 class Judge:
-    """A frozen model that is asked for numbers, on this rank alone."""
+    """A frozen model that is asked for numbers."""
 
     config: JudgeConfig
     generator: FrozenGenerator
+    mesh: GenerationMesh
+    """the ranks that hold it together, which are asked the same"""
     tokenizer: ModelTokenizer
     decoder: DecoderConfig
     data: DataConfig
     """how the policy's prompts are rendered; the judge's questions by its own chat template, where it has one"""
 
     def scores(self, questions: Sequence[str], recorder: Recorder) -> list[float | None]:
-        """The number of each verdict; None without one, counted as unread, and for questions that can't be asked."""
+        """The number of each verdict; None without one, counted as unread, and for questions that can't be asked.
+
+        Collective over the ranks that hold the judge, or share its experts.
+        """
         requests = self._requests(questions)
         verdicts: dict[int, str] = {}
-        if requests:
-            with self.generator.awake() as engine:
-                for _, responses in run_requests(engine, requests):
-                    verdicts |= {one.row: self.tokenizer.decode(one.token_ids) for one in responses}
+        with self.generator.awake() as engine:
+            for _, responses in run_requests(engine, requests):
+                verdicts |= {one.row: self.tokenizer.decode(one.token_ids) for one in responses}
         scores = {row: self.config.score(verdict) for row, verdict in verdicts.items()}
-        recorder.total("judge/unread", list(scores.values()).count(None))
-        recorder.total("judge/unasked", len(questions) - len(requests))
+        if self.mesh.is_leader:
+            recorder.total("judge/unread", list(scores.values()).count(None))
+            recorder.total("judge/unasked", len(questions) - len(requests))
         return [scores.get(row) for row in range(len(questions))]
 
     def _requests(self, questions: Sequence[str]) -> list[Request]:
@@ -64,7 +70,7 @@ class Judge:
 
 
 class JudgeStage:
-    """Judges this rank's share of the responses. Collective: every rank calls it once per step."""
+    """Judges the share of this rank's judge of the responses. Collective: every rank calls it once per step."""
 
     state = WorkerState.JUDGE
 

@@ -25,8 +25,8 @@ class JudgeConfig:
     """
 
     path: str
-    """folder of a Hugging Face model or of a run, whose newest checkpoint it is, or a hub name; each rank holds all of
-    it while it judges, and a copy on the host; its tokenizer may differ from the policy's"""
+    """folder of a Hugging Face model or of a run, whose newest checkpoint it is, or a hub name; it is cut by
+    resources.roles.judge, and its tokenizer may differ from the policy's"""
     template: str = (
         "Question:\n{prompt}\n\nReference answer:\n{answer}\n\nResponse:\n{response}\n\n"
         "Rate the response from 0 (wrong) to 10 (right). Write the number alone."

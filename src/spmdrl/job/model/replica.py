@@ -77,9 +77,10 @@ def load_replica(config: Config, source: ModelSource, world: World, console: Con
 
 
 def build_frozen_generator(
-    config: Config, source: ModelSource, world: World, ledger: MemoryLedger, *, owner: Owner, kv_cache_gib: float
-) -> FrozenGenerator:
-    """A native engine with the whole weights of the source's files on this rank, asleep; its cache is as given."""
+    config: Config, source: ModelSource, world: World, ledger: MemoryLedger, *,
+    mesh: GenerationMesh, owner: Owner, kv_cache_gib: float,
+) -> FrozenGenerator:  # fmt: skip
+    """A native engine with this rank's weights of the source's files, asleep; its cache is as given."""
     from spmdrl.engines.generation.native.native_engine import NativeEngine
 
     device = world.device
@@ -88,7 +89,8 @@ def build_frozen_generator(
         config.rollout, stop=(), engine_kwargs={}, compile=False, cuda_graphs=False,
         kv_cache_gib=None if device.is_cpu else kv_cache_gib,
     )  # fmt: skip
-    engine = NativeEngine(source.decoder, rollout, device.torch_device, config.model.compute_dtype(device.kind))
+    dtype = config.model.compute_dtype(device.kind)
+    engine = NativeEngine(source.decoder, rollout, device.torch_device, dtype, mesh=mesh)
     files, asleep = source.weights(), engine.wake_weights(())
     weights = {
         name: files.read(wanted).to(asleep[name].dtype).contiguous() for name, wanted in engine.weight_slices().items()

@@ -39,11 +39,12 @@ def _lines(checked: CheckedRun, prepared: Prepared, world: World) -> Iterator[st
     replicas = world.size // generation.tensor
     update = "whole on each rank" if str(checked.layout) == "1" else str(checked.layout)
     update += "".join(f", {role.name} {layout}" for role, layout in checked.own_layouts.items())
+    judge = "" if str(checked.judge_layout) == "1" else f", judge {checked.judge_layout}"
     cut = "" if str(generation) == "1" else f"{generation} x "
     engine = generation_engine_name(config.rollout, device.kind)
     yield (
         f"ranks  {ranks} | {name} | update {update} | "
-        f"generation {cut}{replicas} replica{'s'[: replicas > 1]} | engine {engine}"
+        f"generation {cut}{replicas} replica{'s'[: replicas > 1]}{judge} | engine {engine}"
     )
     if (lora := source.decoder.lora) is not None:
         trained, scale = num_trained(source.decoder), f"{lora.alpha:g} / {lora.rank}"

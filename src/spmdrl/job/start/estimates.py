@@ -42,7 +42,8 @@ def rank_bytes(
     for role, decoder in decoders.items():
         table = parameter_table(decoder)
         if role.engine == "generation":
-            held[role.weights] = num_parameters(decoder) * computed
+            cuts = [generation_slices(table, checked.judge_layout, rank) for rank in range(launch.world_size)]
+            held[role.weights] = _most_elements(cuts) * computed
             continue
         slices = [update_slices(table, checked.layout_of(role), rank) for rank in range(launch.world_size)]
         if role.optimizer is None:

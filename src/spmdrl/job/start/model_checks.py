@@ -18,7 +18,7 @@ from spmdrl.engines.parallel.expert_parallel import check_expert_parallel
 from spmdrl.engines.parallel.tensor_parallel import check_tensor_parallel
 from spmdrl.engines.training.routing.routers import check_routing
 from spmdrl.engines.training.sharding.parallelize import check_layout
-from spmdrl.resources.layout import UpdateLayout
+from spmdrl.resources.layout import GenerationLayout, UpdateLayout
 
 # Their backward passes come in two halves, each of which would run every layer again.
 _SPLIT_BACKWARD = ("zero_bubble", "zbv")
@@ -58,10 +58,15 @@ def check_adapters(lora: LoraConfig, decoder: DecoderConfig) -> None:
 def check_generation_fits(config: Config, decoder: DecoderConfig) -> None:
     """Refuse a model that can't be cut, or compiled, as generation needs it. Raises ValueError."""
     layout = config.resources.generation
-    check_tensor_parallel(decoder, layout.tensor, "resources.generation.tensor")
-    check_expert_parallel(decoder, layout.expert, "resources.generation.expert")
+    check_generation_cuts(decoder, layout, "resources.generation")
     if config.rollout.compile:
         check_compiles(decoder, layout)
+
+
+def check_generation_cuts(decoder: DecoderConfig, layout: GenerationLayout, key: str) -> None:
+    """Refuse a model that a generation layout, which the config has under `key`, can't cut. Raises ValueError."""
+    check_tensor_parallel(decoder, layout.tensor, f"{key}.tensor")
+    check_expert_parallel(decoder, layout.expert, f"{key}.expert")
 
 
 def check_vllm(config: Config) -> None:

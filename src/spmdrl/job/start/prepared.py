@@ -24,6 +24,7 @@ from spmdrl.job.model.model_source import (
     sources_of,
 )
 from spmdrl.job.start.model_checks import (
+    check_generation_cuts,
     check_generation_fits,
     check_model_fits,
     check_recomputing,
@@ -75,6 +76,7 @@ def prepare(checked: CheckedRun, source: ModelSource) -> Prepared:
         check_model_fits(config, source.decoder, checked.layout)
         for role, other in sources.items():
             if role.engine == "generation":
+                check_generation_cuts(other.decoder, checked.judge_layout, f"resources.roles.{role.name}")
                 continue
             check_layout(other.decoder, checked.layout_of(role), checked.layout_key(role))
             if role.is_trained:

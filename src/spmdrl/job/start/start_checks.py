@@ -32,7 +32,7 @@ from spmdrl.job.start.model_checks import (
 from spmdrl.observability.logs.log import check_backends
 from spmdrl.observability.terminal.screen import waiting
 from spmdrl.resources.device import find_device
-from spmdrl.resources.layout import UpdateLayout, check_generation_layout, fit_update_layout
+from spmdrl.resources.layout import GenerationLayout, UpdateLayout, check_generation_layout, fit_update_layout
 from spmdrl.resources.startup.launch import LaunchEnvironment, read_launch_environment
 from spmdrl.types import CreditSettings, WorkerState
 from spmdrl.types.roles import POLICY, REFERENCE, ROLES, TEACHER, Rating, Role
@@ -109,6 +109,11 @@ class CheckedRun:
         """Where the config has that layout."""
         return f"resources.roles.{role.name}" if role in self.own_layouts else "resources.update"
 
+    @property
+    def judge_layout(self) -> GenerationLayout:
+        """How the judge is cut."""
+        return self.config.resources.roles.judge or GenerationLayout()
+
     def role_of(self, state: WorkerState) -> Role | None:
         """The model that a worker state uses: beside adapters, the policy without them is the reference.
 
@@ -165,7 +170,11 @@ def _own_layouts(checked: CheckedRun, world_size: int) -> dict[Role, UpdateLayou
                 f"there is {key}, but preferences rates the rows of a step with policy and {role.name} together, which "
                 "needs one layout; leave it out"
             )
-        fitted[role] = fit_update_layout(given[role.name], world_size, key)
+        layout = given[role.name]
+        if isinstance(layout, UpdateLayout):
+            fitted[role] = fit_update_layout(layout, world_size, key)
+        else:
+            check_generation_layout(layout, world_size, key)
     return fitted
 
 

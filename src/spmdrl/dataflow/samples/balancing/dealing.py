@@ -91,9 +91,11 @@ def groups_of_training(meshes: Mapping[WorkerState, UpdateMesh], device: torch.d
     return {state: RowGroups(mesh.leaders, mesh.model, device) for state, mesh in meshes.items()}
 
 
-def groups_of_generation(mesh: GenerationMesh, device: torch.device) -> dict[WorkerState, RowGroups]:
+def groups_of_generation(
+    mesh: GenerationMesh, device: torch.device, state: WorkerState = WorkerState.GENERATION
+) -> dict[WorkerState, RowGroups]:
     """The replicas of a generation layout, whose ranks answer the same prompts."""
-    return {WorkerState.GENERATION: RowGroups(mesh.leaders, mesh.tensor, device)}
+    return {state: RowGroups(mesh.leaders, mesh.tensor, device)}
 
 
 @dataclass(frozen=True)
