@@ -1,4 +1,4 @@
-"""A batch is a view on one TensorDict: whatever handles TensorDicts handles batches."""
+"""All that a batch holds is there as one TensorDict: whatever handles TensorDicts handles batches."""
 
 from __future__ import annotations
 
@@ -23,10 +23,13 @@ def assert_same(batch: Batch, other: Batch) -> None:
     assert torch.equal(batch.dense("rewards"), other.dense("rewards"))
 
 
-def test_all_of_a_batch_lies_in_its_tensordict():
+def test_a_batch_and_its_tensordict_hold_the_same_tensors():
     batch = some_batch()
-    assert_same(Batch.over(batch.data), batch)
-    assert list(vars(batch)) == ["data"]
+    data, again = batch.data, Batch.over(batch.data)
+    assert_same(again, batch)
+    assert data["tokens"] is again.values("tokens") is batch.values("tokens")
+    assert data["offsets", "tokens"] is again.offsets("tokens") is batch.offsets("tokens")
+    assert data["rows"] is again.rows is batch.rows
 
 
 def test_what_a_tensordict_can_do_a_batch_survives(tmp_path):
@@ -67,4 +70,27 @@ def test_gradients_stay_behind_when_a_batch_goes_to_the_host():
     batch = some_batch()
     assert batch.on_host(to_host) is batch
     batch.put_dense("loss", torch.ones(3, requires_grad=True))
-    assert not batch.on_host(to_host).dense("loss").requires_grad
+    host = batch.on_host(to_host)
+    assert not host.dense("loss").requires_grad and host.dense("rewards") is batch.dense("rewards")
+
+
+def test_columns_that_share_offsets_share_them_on_the_host_too():
+    batch, asked = Batch.of_rows([0, 1]), []
+    values, offsets = torch.ones(3, requires_grad=True), torch.tensor([0.0, 1, 3], requires_grad=True)
+    for name in ("old_logprobs", "ref_logprobs"):
+        batch.put_ragged(name, values, offsets)
+
+    def copied(tensors):
+        asked.append(len(tensors))
+        return [tensor.clone() for tensor in tensors]
+
+    host = batch.on_host(copied)
+    assert asked == [2] and host.offsets("old_logprobs") is host.offsets("ref_logprobs")
+
+
+def test_a_ragged_column_takes_the_place_of_a_dense_one_in_an_update_and_back():
+    batch, other = some_batch(), Batch.of_rows([7, 3, 5])
+    other.put_dense("tokens", torch.tensor([1, 2, 3]))
+    other.put_lists("rewards", [[1.0], [], [2.0]], torch.float32)
+    batch.update(other)
+    assert batch.is_ragged("rewards") and not batch.is_ragged("tokens")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -76,63 +77,69 @@ def whole_slice(name: str, shape: Sequence[int]) -> WeightSlice:
 
 
 _ROWS, _OFFSETS = "rows", "offsets"
-_HOST = torch.device("cpu")
 
 
 class Batch:
-    """Rows of packed columns, never padded: a view on one TensorDict, which holds all that a batch is.
+    """Rows of packed columns, never padded.
 
-    `data["rows"]` are the rows' numbers, int64 [B]. A dense column is `data[name]` [B]. A ragged column is its values
-    `data[name]` [T] and its offsets `data["offsets", name]` [B + 1]: row b has `values[offsets[b]:offsets[b + 1]]`.
+    `rows` are the rows' numbers, int64 [B]. A dense column has its values [B]. A ragged column has its values [T] and
+    its offsets [B + 1]: row b has `values[offsets[b]:offsets[b + 1]]`. `data` is all of it as one TensorDict.
     """
+
+    # Plain dicts: to find a column in a TensorDict takes as long as to copy some thousand values.
+    __slots__ = ("_columns", "_offsets", "rows")
 
     def __init__(self, rows: Tensor):
         """No columns yet; `rows` are int64 [B]."""
-        self.data = TensorDict({_ROWS: rows, _OFFSETS: {}}, batch_size=[])
+        self.rows = rows
+        self._columns: dict[str, Tensor] = {}
+        self._offsets: dict[str, Tensor] = {}
 
     @classmethod
     def over(cls, data: TensorDict) -> Batch:
-        """A view on a batch's data, whatever moved, mapped or copied it. Nothing is copied.
+        """The batch in a TensorDict that has the keys of `data`, whatever moved, mapped or copied it.
 
-        Raises ValueError if rows or offsets are missing.
+        Nothing is copied. Raises ValueError if rows or offsets are missing.
         """
-        if missing := sorted({_ROWS, _OFFSETS} - set(map(str, data.keys()))):
-            raise ValueError(f"a batch's TensorDict has no {missing}; its keys: {sorted(map(str, data.keys()))}")
-        batch = cls.__new__(cls)
-        batch.data = data
+        columns: dict[str, Any] = {str(name): leaf for name, leaf in data.items()}
+        if missing := sorted({_ROWS, _OFFSETS} - columns.keys()):
+            raise ValueError(f"a batch's TensorDict has no {missing}; its keys: {sorted(columns)}")
+        batch = cls(columns.pop(_ROWS))
+        batch._offsets = {str(name): leaf for name, leaf in columns.pop(_OFFSETS).items()}
+        batch._columns = columns
         return batch
+
+    @property
+    def data(self) -> TensorDict:
+        """The same tensors as a new TensorDict: `data["rows"]`, `data[NAME]`, and `data["offsets", NAME]`."""
+        return TensorDict({_ROWS: self.rows, **self._columns, _OFFSETS: self._offsets}, batch_size=[])
 
     @classmethod
     def of_rows(cls, rows: Iterable[int]) -> Batch:
         return cls(torch.tensor(list(rows), dtype=torch.int64))
-
-    @property
-    def rows(self) -> Tensor:
-        return self.data[_ROWS]
 
     def __len__(self) -> int:
         return self.rows.numel()
 
     @property
     def names(self) -> list[str]:
-        return sorted({str(name) for name in self.data.keys()} - {_ROWS, _OFFSETS})
+        return sorted(self._columns)
 
     def __contains__(self, name: str) -> bool:
-        return name in self.data
+        return name in self._columns
 
     def is_ragged(self, name: str) -> bool:
-        return name in self.data[_OFFSETS]
+        return name in self._offsets
 
     def put_dense(self, name: str, values_B: Tensor) -> None:
-        assert values_B.shape == (len(self),), (name, tuple(values_B.shape), len(self))
-        self.data[name] = values_B
-        if self.is_ragged(name):
-            del self.data[_OFFSETS][name]
+        assert values_B.shape == self.rows.shape, (name, tuple(values_B.shape), len(self))
+        self._columns[name] = values_B
+        self._offsets.pop(name, None)
 
     def put_ragged(self, name: str, values_T: Tensor, offsets: Tensor) -> None:
         assert offsets.shape == (len(self) + 1,), (name, tuple(offsets.shape), len(self))
-        self.data[name] = values_T
-        self.data[_OFFSETS][name] = offsets
+        self._columns[name] = values_T
+        self._offsets[name] = offsets
 
     def put_lists(self, name: str, lists_B: Sequence[Sequence[float]], dtype: torch.dtype) -> None:
         """Pack one Python list per row into a ragged column."""
@@ -143,37 +150,40 @@ class Batch:
     def update(self, other: Batch) -> None:
         """Take over the columns of a batch of the same rows."""
         assert self.rows.shape == other.rows.shape, (self.rows.shape, other.rows.shape)
-        self.data.update(other.data)
+        for name in other._columns:
+            self._offsets.pop(name, None)
+        self._columns.update(other._columns)
+        self._offsets.update(other._offsets)
 
     def on_host(self, to_host: Callable[[Sequence[Tensor]], Sequence[Tensor]]) -> Batch:
         """The same batch with all tensors on the host and without gradients; itself, if it is such a batch.
 
         `to_host` copies tensors to the host, and is called once; host tensors are kept as they are.
         """
-        leaves = self.data.items(include_nested=True, leaves_only=True)
-        tensors = {key: leaf for key, leaf in leaves if isinstance(leaf, Tensor)}
-        moved = {key: leaf.detach() for key, leaf in tensors.items() if leaf.requires_grad or leaf.device != _HOST}
+        # By identity: columns with the same row lengths share their offsets, and go on sharing them.
+        moved = {id(leaf): leaf for leaf in self._leaves() if leaf.requires_grad or not leaf.is_cpu}
         if not moved:
             return self
-        # A TensorDict that has a device would move what is put into it there.
-        data = self.data.copy().clear_device_()
-        for key, leaf in zip(moved, to_host([*moved.values()]), strict=True):
-            data[key] = leaf
-        return Batch.over(data)
+        copies = to_host([leaf.detach() for leaf in moved.values()])
+        host = dict(zip(moved, copies, strict=True))
+        out = Batch(host.get(id(self.rows), self.rows))
+        out._columns = {name: host.get(id(leaf), leaf) for name, leaf in self._columns.items()}
+        out._offsets = {name: host.get(id(leaf), leaf) for name, leaf in self._offsets.items()}
+        return out
 
     def dense(self, name: str) -> Tensor:
         """The column's values [B]."""
         assert not self.is_ragged(name), f"{name} is a ragged column"
-        return self.data[name]
+        return self._columns[name]
 
     def values(self, name: str) -> Tensor:
         """A ragged column's packed values [T]."""
         assert self.is_ragged(name), f"{name} is a dense column"
-        return self.data[name]
+        return self._columns[name]
 
     def offsets(self, name: str) -> Tensor:
         """A ragged column's offsets [B + 1]."""
-        return self.data[_OFFSETS][name]
+        return self._offsets[name]
 
     def lengths(self, name: str) -> Tensor:
         """A ragged column's row lengths [B]."""
@@ -200,7 +210,7 @@ class Batch:
         return sum(leaf.nbytes for leaf in self._leaves()) - self.rows.nbytes
 
     def _leaves(self) -> list[Tensor]:
-        return [self.rows, *self.data[_OFFSETS].values(), *(self.data[name] for name in self.names)]
+        return [self.rows, *self._offsets.values(), *self._columns.values()]
 
     @staticmethod
     def concatenate(batches: Sequence[Batch]) -> Batch:
