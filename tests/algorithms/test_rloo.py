@@ -124,6 +124,8 @@ def test_settings_that_do_not_go_together_are_refused():
         load_config([], [*MODEL, "algo.kl_coef=0.1", "algo.kl_in=loss"])
     with pytest.raises(ConfigError, match="scale_rewards"):
         load_config([], [*MODEL, "algo.scale_rewards=none"])
+    with pytest.raises(ConfigError, match=r"clip_ratio_high is 0.3, but with algo.ratio_level none there is no ratio"):
+        load_config([], [*MODEL, "algo.clip_ratio_high=0.3"])
 
 
 @pytest.mark.ranks

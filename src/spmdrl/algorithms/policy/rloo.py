@@ -43,6 +43,13 @@ class RlooConfig(ClippedConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        clips = ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c")
+        given = [name for name in clips if getattr(self, name) != getattr(ClippedConfig, name)]
+        if given and self.ratio_level == "none":
+            raise ValueError(
+                f"algo.{given[0]} is {getattr(self, given[0])}, but with algo.ratio_level none there is no ratio to "
+                "clip; leave it out, or set algo.ratio_level to token or sequence"
+            )
         if self.kl_coef > 0 and self.kl_in == "advantage" and self.ratio_level == "sequence":
             raise ValueError(
                 "algo.kl_in is advantage and algo.ratio_level is sequence, but that gives every token an advantage of "
