@@ -11,6 +11,7 @@ from pathlib import Path
 from spmdrl.config.config import Config
 from spmdrl.dataflow.data.prompts import Prompt, PromptSource
 from spmdrl.dataflow.samples.balancing.dealing import groups_of_generation, groups_of_training
+from spmdrl.dataflow.samples.balancing.length_history import LengthHistory
 from spmdrl.dataflow.samples.carried import CarriedGroups
 from spmdrl.dataflow.samples.dock import TransferDock
 from spmdrl.dataflow.samples.rounds import RoundRules
@@ -120,8 +121,9 @@ def build_judge(checked: CheckedRun, prepared: Prepared, run: Run, ledger: Memor
 
 
 def build_dock(
-    checked: CheckedRun, models: RoleModels, replica: Replica, judge: Judge | None, world: World
-) -> TransferDock:
+    checked: CheckedRun, models: RoleModels, replica: Replica, judge: Judge | None, world: World, *,
+    history: LengthHistory,
+) -> TransferDock:  # fmt: skip
     """The sample flow, in which ranks share rows as the layout of each state's model groups them."""
     config, device = checked.config, world.device.torch_device
     roles = {state: checked.role_of(state) for state in checked.needs if state.uses_training_engine}
@@ -133,7 +135,7 @@ def build_dock(
     whole_groups = [WorkerState.UPDATE] if checked.algorithm.unit_size > 1 else []
     return TransferDock(
         world, checked.needs, config.dock,
-        seed=config.seed, cost=cost, row_groups=row_groups, whole_groups=whole_groups,
+        seed=config.seed, cost=cost, row_groups=row_groups, whole_groups=whole_groups, history=history,
     )  # fmt: skip
 
 

@@ -20,16 +20,24 @@ time."""
 
 @dataclass(frozen=True)
 class RowCost:
-    """The work of a row of L tokens: `per_token * L + per_token_squared * L**2`."""
+    """The work of a row of L tokens: `per_row + per_token * L + per_token_squared * L**2`."""
 
     per_token: int
     per_token_squared: int
+    per_row: int = 0
 
     def of(self, length: Lengths) -> Lengths:
-        return self.per_token * length + self.per_token_squared * length * length
+        return self.per_row + self.per_token * length + self.per_token_squared * length * length
+
+    def of_group(self, num_prompt: int, num_response: int, group_size: int) -> int:
+        """The work of a group of equally long responses whose prompt is computed once."""
+        prompt = self.of(num_prompt)
+        return prompt + group_size * (self.of(num_prompt + num_response) - prompt)
 
 
 TOKENS = RowCost(per_token=1, per_token_squared=0)
+ROWS = RowCost(per_token=0, per_token_squared=0, per_row=1)
+"""Of all rows alike."""
 
 _Group = tuple[int, Any]
 """The sum of some values, and their indexes as a tree: a list, or a pair of trees."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from spmdrl.config.config import Config
 from spmdrl.config.reader import ConfigError, LoadedConfig, start_up
+from spmdrl.dataflow.samples.balancing.length_history import LengthHistory
 from spmdrl.dataflow.samples.dock import TransferDock
 from spmdrl.dataflow.stages.reward import RewardFailure
 from spmdrl.dataflow.stages.stages import Stages
@@ -134,7 +135,8 @@ def build(checked: CheckedRun, run: Run, stack: ExitStack) -> Training:
         replica = build_policys_replica(checked, prepared.source, world)
     carried = build_carried(config, replica, run.console, num_refills=checked.algorithm.max_refills)
     algorithm = StepAlgorithm(checked.algorithm, is_main=world.is_main)
-    run.resume(saved_state(config.checkpoint, models, carried, algorithm))
+    history = LengthHistory(is_main=world.is_main)
+    run.resume(saved_state(config.checkpoint, models, carried, algorithm, history))
 
     with run.console.doing("starting the rewards"):
         pool = stack.enter_context(RewardPool(config.reward))
@@ -143,7 +145,7 @@ def build(checked: CheckedRun, run: Run, stack: ExitStack) -> Training:
     num_rows = max(carried.rules.most_groups * config.rollout.num_generations, evaluator.num_rows if evaluator else 0)
     switching = build_switching(config, run.logs, models, replica, stack, num_rows=num_rows, prompt_at=prompts.at)
     judge = build_judge(checked, prepared, run, switching.ledger)
-    dock = stack.enter_context(build_dock(checked, models, replica, judge, world))
+    dock = stack.enter_context(build_dock(checked, models, replica, judge, world, history=history))
     shown = ShownRows(config.log.samples_per_step)
     sample_flow = estimates_of(config, checked.needs, world.num_nodes)
     run.logs.add_to_summary("the sample flow's estimates", sample_flow=sample_flow)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from spmdrl.dataflow.data.prompts import Prompt
@@ -39,10 +41,10 @@ def put_from_device(samples: Samples, state: WorkerState, batch: Batch) -> None:
     samples.put(state, Batch.over(batch.data.to(chosen_device())))
 
 
-def put_group(samples: Samples, group: list[int]) -> None:
+def put_group(samples: Samples, group: list[int], response: Callable[[int], list[int]] = response_of) -> None:
     """Put the responses of these rows."""
     batch = Batch.of_rows(group)
-    responses = [response_of(row) for row in group]
+    responses = [response(row) for row in group]
     batch.put_lists("response_ids", responses, torch.int32)
     batch.put_lists("rollout_logprobs", [[-0.5] * len(tokens) for tokens in responses], torch.float32)
     batch.put_lists("versions", [[3] * len(tokens) for tokens in responses], torch.int32)
@@ -50,10 +52,10 @@ def put_group(samples: Samples, group: list[int]) -> None:
     put_from_device(samples, WorkerState.GENERATION, batch)
 
 
-def generate(samples: Samples, rows: list[int]) -> None:
+def generate(samples: Samples, rows: list[int], response: Callable[[int], list[int]] = response_of) -> None:
     """Put the responses group by group, as they would finish."""
     for start in range(0, len(rows), samples.group_size):
-        put_group(samples, rows[start : start + samples.group_size])
+        put_group(samples, rows[start : start + samples.group_size], response)
     samples.commit(WorkerState.GENERATION)
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 import numpy as np
@@ -13,8 +14,9 @@ from spmdrl.dataflow.samples.balancing.balance import (
     Taker,
     assign_rows,
     deal_groups,
-    homes_of_groups,
+    most_groups_each,
 )
+from spmdrl.dataflow.samples.balancing.dealing import GroupLengths
 from spmdrl.engines.training.batching.microbatch import fewest_microbatches
 from spmdrl.types.partition import RowCost
 
@@ -30,7 +32,7 @@ def loads_of(homes, costs, rows=None) -> RowLoads:
 
 def responses(num_rows, num_nodes, *, seed, skew=0.0, longest=4096) -> RowLoads:
     """Log-normal lengths in groups of 8; with `skew`, later nodes have longer ones."""
-    homes = homes_of_groups(num_rows // 8, np.ones(num_nodes, dtype=int), seed=seed, step=0).repeat(8)
+    homes = (np.arange(num_rows // 8) * num_nodes // (num_rows // 8)).repeat(8)
     factors = 1 + skew * np.linspace(-1, 1, num_nodes)
     lengths = np.random.default_rng(seed).lognormal(6.0, 0.8, num_rows) * factors[homes]
     lengths = lengths.clip(1, longest).astype(np.int64)
@@ -231,55 +233,83 @@ def test_no_taker_at_all_is_refused():
     with pytest.raises(ValueError, match="1 rows have no taker"):
         assign_rows(loads_of([0], [1]), [], seed=0, step=0)
     with pytest.raises(ValueError, match="1 groups have no taker"):
-        deal_groups(np.array([0]), np.array([5]), [], seed=0, step=0)
+        deal_groups([5], [-1], [], seed=0, step=0)
 
 
-TAKERS_OF_NODES = st.lists(st.integers(0, 4), min_size=1, max_size=6).filter(any)
+def dealt(lengths: GroupLengths, takers: list[Taker], *, step: int = 0, size: int = GROUP_SIZE) -> list[np.ndarray]:
+    """The groups of each taker, all of them new."""
+    places = [-1] * len(lengths.prompts)
+    taker_of_group = deal_groups(lengths.costs(COST, size), places, takers, seed=1, step=step)
+    return [np.flatnonzero(taker_of_group == place) for place in range(len(takers))]
 
 
-@given(st.integers(0, 40), TAKERS_OF_NODES, st.integers(0, 2**64), st.integers(0, 100))
-def test_nodes_get_groups_by_the_number_of_their_takers(num_groups, takers, seed, step):
-    homes = homes_of_groups(num_groups, np.array(takers), seed=seed, step=step)
-    counts = np.bincount(homes, minlength=len(takers))
-    assert homes.size == num_groups and len(counts) == len(takers)
-    assert (np.diff(homes) >= 0).all()
-    for count, num_takers in zip(counts.tolist(), takers, strict=True):
-        exact = num_groups * num_takers / sum(takers)
-        assert count == 0 if num_takers == 0 else exact - 1 < count <= exact + 1
-    if len({*takers}) == 1:
-        assert counts.max() - counts.min() <= 1
+@given(st.lists(st.integers(1, 50), max_size=40), st.integers(1, 4), st.integers(0, 100))
+def test_while_no_length_is_known_takers_generate_equally_many_groups_with_equal_prompts(prompts, num_nodes, step):
+    takers = nodes_of(2 * num_nodes, num_nodes)
+    shares = dealt(GroupLengths(prompts, None), takers, step=step)
+    assert sorted(np.concatenate(shares).tolist()) == list(range(len(prompts)))
+    sizes, tokens = (
+        ([int(function(share)) for share in shares] for function in (np.size, np.array(prompts)[...].take))
+        if False
+        else ([share.size for share in shares], [sum(prompts[group] for group in share) for share in shares])
+    )
+    assert max(sizes) - min(sizes) <= 1
+    for size in set(sizes):
+        of_size = [total for total, each in zip(tokens, sizes, strict=True) if each == size]
+        assert max(of_size) - min(of_size) <= 50
+    # Groups that are left over go to different nodes.
+    by_node = [sum(sizes[node * 2 : node * 2 + 2]) for node in range(num_nodes)]
+    assert max(by_node) - min(by_node) <= 2
 
 
-def test_without_locality_groups_go_round_all_nodes():
-    assert homes_of_groups(7, np.array([2, 0, 1]), seed=1, step=2, locality=False).tolist() == [0, 1, 2, 0, 1, 2, 0]
+def test_the_group_that_is_left_over_goes_to_every_rank_in_some_step():
+    prompts = GroupLengths([5] * 9, None)
+    largest = {
+        max(range(8), key=lambda place: shares[place].size)
+        for shares in (dealt(prompts, nodes_of(8, 4), step=step) for step in range(80))
+    }
+    assert largest == set(range(8))
 
 
-def test_the_group_that_is_left_over_goes_to_every_node_in_some_step():
-    larger = {int(np.bincount(homes_of_groups(9, np.array([2] * 4), seed=3, step=step)).argmax()) for step in range(50)}
-    assert larger == {0, 1, 2, 3}
+GROUPS_OF_LENGTHS = st.lists(st.tuples(st.integers(1, 300), st.integers(1, 2000)), min_size=1, max_size=60)
 
 
-@given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 50)), max_size=40), st.integers(0, 100))
-def test_ranks_of_a_node_generate_equally_many_of_its_groups_with_equal_prompts(groups, step):
-    homes, lengths = (np.array([group[part] for group in groups], dtype=np.int64) for part in (0, 1))
-    takers = [Taker(rank, rank // 2) for rank in range(6)]
-    shares = deal_groups(homes, lengths, takers, seed=1, step=step)
+@given(GROUPS_OF_LENGTHS, st.integers(1, 9), st.integers(0, 100))
+def test_takers_generate_what_is_expected_to_cost_alike_as_far_as_their_caches_allow(groups, num_takers, step):
+    prompts, responses = map(list, zip(*groups, strict=True))
+    shares = dealt(GroupLengths(prompts, responses), nodes_of(num_takers, 1), step=step)
     assert sorted(np.concatenate(shares).tolist()) == list(range(len(groups)))
-    assert all((homes[share] == taker.node).all() for taker, share in zip(takers, shares, strict=True))
-    for first, second in zip(shares[::2], shares[1::2], strict=True):
-        assert abs(first.size - second.size) <= 1
-        if first.size == second.size:
-            assert abs(lengths[first].sum() - lengths[second].sum()) <= 50
+    most = most_groups_each(len(groups), num_takers)
+    assert max(share.size for share in shares) <= most <= max(1, math.ceil(1.25 * len(groups) / num_takers))
+    costs = [COST.of_group(*group, GROUP_SIZE) for group in groups]
+    loads = [sum(costs[group] for group in share) for share in shares]
+    # One with room left has at least what any other had before its last, cheapest group.
+    for place, share in enumerate(shares):
+        others = [
+            loads[other] - min(costs[group] for group in shares[other])
+            for other in range(num_takers)
+            if shares[other].size
+        ]
+        assert share.size == most or loads[place] >= max(others, default=0)
 
 
-def test_without_locality_groups_go_to_any_rank():
-    shares = deal_groups(np.zeros(8, dtype=np.int64), np.full(8, 5), nodes_of(4, 2), seed=0, step=0, locality=False)
-    assert [share.size for share in shares] == [2, 2, 2, 2]
+@pytest.mark.parametrize(("num_groups", "num_takers"), [(512, 16), (512, 64), (64, 8)])
+def test_expected_lengths_even_out_what_equal_numbers_do_not(num_groups, num_takers):
+    random = np.random.default_rng(num_groups)
+    responses = random.lognormal(6.0, 0.8, num_groups).clip(1, 4096).astype(int).tolist()
+    prompts = random.integers(20, 200, num_groups).tolist()
+    costs = np.array([COST.of_group(*pair, 16) for pair in zip(prompts, responses, strict=True)])
+    heaviest = []
+    for expected in (responses, None):
+        loads = carried(dealt(GroupLengths(prompts, expected), nodes_of(num_takers, 1), size=16), costs)
+        heaviest.append(loads.max() / loads.mean())
+    assert heaviest[0] < 1.02 or heaviest[0] < costs.max() / costs.sum() * num_takers * 1.02
+    assert heaviest[1] > 1.1
 
 
-def test_groups_without_a_taker_at_home_go_to_the_node_with_the_fewest_groups():
-    shares = deal_groups(np.array([0, 0, 5, 5]), np.array([9, 1, 1, 1]), nodes_of(2, 2), seed=0, step=0)
-    assert [share.tolist() for share in shares] == [[0, 1], [2, 3]]
+def test_a_group_that_was_begun_stays_where_it_is_and_counts_there():
+    taker_of_group = deal_groups([9, 1, 1, 1], [0, -1, -1, -1], nodes_of(2, 1), seed=0, step=0)
+    assert taker_of_group.tolist() == [0, 1, 1, 1]
 
 
 @given(problems(), st.booleans(), st.integers(0, 99), st.data())

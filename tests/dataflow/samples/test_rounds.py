@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmdrl.dataflow.samples.balancing.balance import Taker, deal_new_groups
+from spmdrl.dataflow.samples.balancing.balance import Taker, deal_groups
+from spmdrl.dataflow.samples.balancing.dealing import GroupLengths
 from spmdrl.dataflow.samples.rounds import (
     CarriedGroup,
     Quota,
@@ -19,6 +20,7 @@ from spmdrl.dataflow.samples.rounds import (
     quotas,
     refill_size,
 )
+from spmdrl.types.partition import TOKENS
 
 RULES = st.integers(1, 9).flatmap(
     lambda wanted: st.builds(
@@ -27,11 +29,12 @@ RULES = st.integers(1, 9).flatmap(
 )
 
 
-def deal(groups: StepGroups, num_takers: int, step: int) -> list[list[int]]:
-    holder_of_group = np.array([*groups.holders, *[-1] * len(groups.new_serials)], dtype=np.int64)
-    lengths_G = np.array([1 + serial * 7 % 5 for serial in groups.serials])
+def deal(groups: StepGroups, num_takers: int, step: int, expected: list[int] | None = None) -> list[list[int]]:
+    places = [*groups.holders, *[-1] * len(groups.new_serials)]
+    lengths = GroupLengths([1 + serial * 7 % 5 for serial in groups.serials], expected)
     takers = [Taker(rank, 0) for rank in range(num_takers)]
-    return [own.tolist() for own in deal_new_groups(holder_of_group, lengths_G, takers, seed=1, step=step)]
+    taker_of_group = deal_groups(lengths.costs(TOKENS, 4), places, takers, seed=1, step=step)
+    return [np.flatnonzero(taker_of_group == taker).tolist() for taker in range(num_takers)]
 
 
 def answer(rounds: list[int], number: int, rules: RoundRules, random: Random) -> tuple[list[int], list[int]]:
@@ -54,7 +57,7 @@ def test_each_step_trains_as_many_groups_and_each_group_is_trained_once_within_i
         groups = groups_of_step(carried, step, rules)
         serials, rounds = groups.serials, groups.rounds
         assert serials == sorted(serials) and len(serials) <= rules.num_wanted + rules.num_extra
-        shares = deal(groups, num_takers, step)
+        shares = deal(groups, num_takers, step, [random.randrange(1, 99) for _ in serials] if step > 1 else None)
         numbers = quotas([[rounds[group] for group in own] for own in shares], rules)
         assert sum(numbers) == rules.num_wanted
         left = []

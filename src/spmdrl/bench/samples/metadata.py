@@ -17,7 +17,7 @@ from typing import TypeVar
 import numpy as np
 
 from spmdrl.bench.harness.bench_table import BenchTable
-from spmdrl.dataflow.samples.balancing.dealing import Dealer, DealRules
+from spmdrl.dataflow.samples.balancing.dealing import Dealer, DealRules, GroupLengths
 from spmdrl.dataflow.samples.control.catalogue import RowMetadata, announced_lengths
 from spmdrl.dataflow.samples.control.row_lives import Controller, RowLives
 from spmdrl.dataflow.samples.control.row_news import pack_news, unpack_news
@@ -161,23 +161,24 @@ def measured_step(job: Job, stages: Sequence[AnnouncingState], step: int) -> lis
     """One rank's work on metadata in one step, state by state."""
     random = np.random.default_rng((SEED, step))
     rows = np.arange(job.num_rows)
-    homes_G = job.rules.homes(job.num_rows // job.group_size, step)
+    prompts_G = random.integers(32, MAX_PROMPT_LENGTH, job.num_rows // job.group_size)
+    dealer = Dealer(job.rules, step, job.group_size)
+    homes_G = dealer.deal_groups(range(prompts_G.size), GroupLengths(prompts_G.tolist(), None))
     homes = np.repeat(homes_G, job.group_size)
-    prompts_G = random.integers(32, MAX_PROMPT_LENGTH, homes_G.size)
     responses = random.lognormal(6.5, 0.8, job.num_rows).astype(np.int64).clip(1, MAX_RESPONSE_LENGTH)
     lives = RowLives(NEEDS, homes, step=step, group_size=job.group_size)
     prompts = np.repeat(prompts_G, job.group_size)
     lives.observe([RowMetadata(rows, columns_mask(["prompt_ids"]), {"prompt_ids": prompts})])
-    player = _Player(job, lives, step, responses)
+    player = _Player(job, lives, dealer, responses)
     return [player.play(stage) for stage in stages]
 
 
 class _Player:
     """Plays the last rank."""
 
-    def __init__(self, job: Job, lives: RowLives, step: int, responses: Integers):
+    def __init__(self, job: Job, lives: RowLives, dealer: Dealer, responses: Integers):
         self._job, self._lives, self._responses = job, lives, responses
-        self._dealer = Dealer(job.rules, step, job.group_size)
+        self._dealer = dealer
         self._generated: list[Integers] = []
 
     def play(self, stage: AnnouncingState) -> Cost:
@@ -197,7 +198,7 @@ class _Player:
     def _deal(self, stage: AnnouncingState, ready: Integers) -> list[Integers]:
         """Every rank's rows."""
         if stage.state is WorkerState.GENERATION:
-            self._generated = list(self._dealer.deal_generation(ready, self._lives.catalogue).values())
+            self._generated = list(self._dealer.deal_generation(ready).values())
         if stage.whole_groups:
             return self._generated
         return list(self._dealer.deal(stage.state, ready, self._lives.catalogue).values())

@@ -11,6 +11,7 @@ from annotated_types import Gt
 
 from spmdrl.dataflow.data.prompts import Prompt
 from spmdrl.dataflow.samples.balancing.dealing import DealRules, RowGroups
+from spmdrl.dataflow.samples.balancing.length_history import LengthHistory
 from spmdrl.dataflow.samples.control.row_lives import Accounting
 from spmdrl.dataflow.samples.samples import DockParts, Samples
 from spmdrl.dataflow.samples.store.shared_memory import open_pool
@@ -20,7 +21,7 @@ from spmdrl.dataflow.samples.volume import Volume
 from spmdrl.resources.collectives import barrier
 from spmdrl.resources.world import World
 from spmdrl.types import WorkerState
-from spmdrl.types.partition import TOKENS, RowCost
+from spmdrl.types.partition import ROWS, TOKENS, RowCost
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,9 @@ class DockConfig:
     locality: bool = True
     """whether rows stay on the node that generates them and are assigned within it first; false: the paper's
     placement"""
+    balance: Literal["cost", "rows"] = "cost"
+    """what ranks get equal shares of; cost: the model's work for rows, and for groups that are to be generated what is
+    expected of their prompts' earlier responses; rows: their numbers, for comparison"""
     network: Literal["auto", "tcp"] = "auto"
     """how nodes exchange requests on a trusted network; auto: by whatever TensorPipe finds best; tcp: by plain TCP"""
 
@@ -42,7 +46,7 @@ class TransferDock:
     As a context manager it leaves in order, or without waiting after an error.
     `needs_by_state` names the columns that each worker state of the run reads, the update's included; `cost` is what
     ranks get equal shares of; `row_groups` names the states in which ranks work on the same rows, `whole_groups` those
-    in which a rank gets all rows that are left of a prompt.
+    in which a rank gets all rows that are left of a prompt. Each batch adds its response lengths to `history`.
     """
 
     def __init__(
@@ -55,6 +59,7 @@ class TransferDock:
         cost: RowCost = TOKENS,
         row_groups: Mapping[WorkerState, RowGroups] | None = None,
         whole_groups: Iterable[WorkerState] = (),
+        history: LengthHistory | None = None,
     ):
         if WorkerState.UPDATE not in needs_by_state:
             raise ValueError("the dock's states lack the update, so no row could ever be trained; add what it reads")
@@ -68,8 +73,9 @@ class TransferDock:
                 locality=config.locality, plain_tcp=config.network == "tcp",
             )
         )  # fmt: skip
+        cost = ROWS if config.balance == "rows" else cost
         rules = DealRules(world.launch, seed, cost, config.locality, row_groups or {}, frozenset(whole_groups))
-        self._parts = DockParts(world, needs, rules, warehouse, payload, volume)
+        self._parts = DockParts(world, needs, rules, warehouse, payload, volume, history or LengthHistory())
         self._open: Samples | None = None
 
     @property
@@ -100,6 +106,7 @@ class TransferDock:
         """
         assert samples is self._open, f"step {samples.step} isn't the open batch"
         accounting = samples.account()
+        self._parts.history.observe(samples.prompts, samples.response_lengths.reshape(-1, samples.group_size))
         # A slow rank may still read rows that this one no longer needs.
         barrier()
         self._parts.warehouse.clear()

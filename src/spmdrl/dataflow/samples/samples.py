@@ -10,7 +10,8 @@ from typing import Protocol
 import numpy as np
 
 from spmdrl.dataflow.data.prompts import Prompt, prompt_columns
-from spmdrl.dataflow.samples.balancing.dealing import Dealer, DealRules, Shares
+from spmdrl.dataflow.samples.balancing.dealing import Dealer, DealRules, GroupLengths, Shares
+from spmdrl.dataflow.samples.balancing.length_history import LengthHistory
 from spmdrl.dataflow.samples.control.catalogue import Catalogue, News, RowDrop, RowMetadata, metadata_of
 from spmdrl.dataflow.samples.control.row_lives import DEFERRED, Accounting, RowLives, RowStatus
 from spmdrl.dataflow.samples.control.row_news import exchanged
@@ -50,6 +51,7 @@ class DockParts:
     warehouse: Warehouse
     payload: Payload
     volume: Volume
+    history: LengthHistory
 
 
 class Samples:
@@ -73,7 +75,8 @@ class Samples:
         self._dock = dock
         self._dealer = Dealer(dock.rules, step, group_size)
         columns = prompt_columns(prompts)
-        homes = self._dealer.deal_homes(columns.lengths("prompt_ids").numpy(), holders).repeat(group_size)
+        self._expected_G = dock.history.expected(prompts)
+        homes = self._deal_groups(self._admitted, holders).repeat(group_size)
         self._lives = RowLives(dock.needs_by_state, homes, step=step, group_size=group_size)
         self._shares: dict[WorkerState, Shares] = {}
         """by state, the rows that each rank claimed last"""
@@ -93,26 +96,38 @@ class Samples:
         kept = rows if self._dock.rules.locality else self._rows_here()
         self._dock.warehouse.keep(prompts, kept, groups[kept])
 
+    def _deal_groups(self, groups: range, holders: Sequence[int] = ()) -> Integers:
+        """Deal these groups for generation; returns their home nodes."""
+        numbers = slice(groups.start, groups.stop)
+        prompts = [len(prompt.prompt_ids) for prompt in self.prompts[numbers]]
+        responses = None if self._expected_G is None else self._expected_G[numbers]
+        return self._dealer.deal_groups(groups, GroupLengths(prompts, responses), holders)
+
     def prompt_of(self, row: int) -> Prompt:
         """The prompt that a row answers."""
         return self.prompts[row // self.group_size]
 
+    def expected_length(self, row: int) -> int:
+        """Tokens that the row's response is expected to have; 0 for all rows while no prompt has been seen before."""
+        return 0 if self._expected_G is None else self._expected_G[row // self.group_size]
+
     def admit(self, groups: range) -> None:
-        """Let generation have these groups and no others, shared out over all nodes. Nothing is communicated."""
+        """Let generation have these groups and no others, shared out over all takers. Nothing is communicated."""
         self._admitted = groups
+        homes = self._deal_groups(groups)
         if self._dock.rules.locality:
-            homes = self._dock.rules.homes(len(groups), self.step).repeat(self.group_size)
-            self._lives.catalogue.homes[groups.start * self.group_size : groups.stop * self.group_size] = homes
+            rows = slice(groups.start * self.group_size, groups.stop * self.group_size)
+            self._lives.catalogue.homes[rows] = homes.repeat(self.group_size)
 
     def deal_generation(self) -> list[int]:
-        """The rows, in whole groups, that this rank generates: takers on a group's home node share its groups evenly.
+        """The rows, in whole groups, that this rank generates; all takers are expected to have equally much to do.
 
         Where ranks generate together, all of them get the rows of the first, which alone puts what they make.
         """
         state = WorkerState.GENERATION
         rows = self._lives.controllers[state].ready_rows(by_group=True)
         rows = rows[np.isin(rows // self.group_size, self._admitted)]
-        shares = self._dealer.deal_generation(rows, self._lives.catalogue)
+        shares = self._dealer.deal_generation(rows)
         own, groups = self._claim(state, shares), self._dock.rules.row_groups.get(state)
         return (own if groups is None else shares.get(groups.leader, own)).tolist()
 
@@ -290,6 +305,16 @@ class Samples:
     def generation_shares(self) -> Shares:
         """The rows dealt to each rank for generation."""
         return self._shares[WorkerState.GENERATION]
+
+    def generation_imbalance(self) -> float:
+        """The most response tokens of a replica over their mean; 1 where all have equally many."""
+        loads = [int(self.response_lengths[rows].clip(min=0).sum()) for rows in self.generation_shares().values()]
+        return max(loads) * len(loads) / sum(loads) if any(loads) else 1.0
+
+    @property
+    def response_lengths(self) -> Integers:
+        """Tokens of each row's response [num_rows], -1 where it has none."""
+        return self._lives.catalogue.lengths("response_ids")
 
     def is_trained(self, row: int) -> bool:
         """Whether the update has used this row."""

@@ -10,6 +10,7 @@ import torch
 from spmdrl.config.config import Config
 from spmdrl.dataflow.resharding.swapping.residence import Residence, StateBytes
 from spmdrl.dataflow.resharding.swapping.swap import storage_bytes
+from spmdrl.dataflow.samples.balancing.balance import most_groups_each
 from spmdrl.engines.generation.protocol import GenerationEngine
 from spmdrl.engines.models.lora import is_adapter
 from spmdrl.engines.training.training_engine import TrainingEngine
@@ -44,7 +45,8 @@ def state_bytes(
 ) -> StateBytes:
     """What this rank holds without a swap."""
     row_tokens = config.data.max_prompt_length + config.rollout.max_completion_length
-    rows_each = -(-num_rows // len(replica.mesh.replicas))
+    group_size = config.rollout.num_generations
+    rows_each = group_size * most_groups_each(-(-num_rows // group_size), len(replica.mesh.replicas))
     policy, engine, dtype = trainers[POLICY], replica.engine, config.model.compute_dtype(world.device.kind)
     has_adapters = any(map(is_adapter, engine.weight_shapes()))
 

@@ -12,6 +12,7 @@ from spmdrl.dataflow.resharding.planning.slice_layouts import (
     parameter_table,
     update_slices,
 )
+from spmdrl.dataflow.samples.balancing.balance import most_groups_each
 from spmdrl.engines.generation.native.cache.paged import CacheShape
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.lora import is_adapter
@@ -102,8 +103,8 @@ def _cache_bytes(config: Config, decoder: DecoderConfig, num_ranks: int, device_
         dtype=config.model.compute_dtype(device_kind),
     )
     num_tokens = min(config.data.max_prompt_length + rollout.max_completion_length, decoder.max_positions)
-    num_rows = (rollout.prompts_per_step + rollout.extra_prompts) * rollout.num_generations
-    rows_each = min(-(-num_rows // (num_ranks // layout.tensor)), rollout.max_running_rows)
+    most_groups = most_groups_each(rollout.prompts_per_step + rollout.extra_prompts, num_ranks // layout.tensor)
+    rows_each = min(most_groups * rollout.num_generations, rollout.max_running_rows)
     # One more block per row, which may have to copy the one that it shares with its siblings.
     return rows_each * (-(-num_tokens // rollout.block_size) + 1) * shape.block_bytes
 

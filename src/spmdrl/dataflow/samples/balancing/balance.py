@@ -25,6 +25,8 @@ from spmdrl.types.partition import largest_differencing
 
 SLACK_PERCENT = 2
 """What the heaviest taker may carry above the mean before rows leave their node."""
+MOST_GROUPS_PERCENT = 125
+"""How many groups a taker may get for generation beside its first one, of their mean; rounded up to a whole one."""
 
 
 @dataclass(frozen=True)
@@ -96,69 +98,55 @@ def assign_rows(
     return split_by(taker_of_row[ascending], len(takers), values=loads.rows[ascending])
 
 
-def deal_groups(
-    homes_G: Integers, lengths_G: Integers, takers: Sequence[Taker], *, seed: int, step: int, locality: bool = True
-) -> list[Integers]:
-    """Deal whole groups for generation: ascending positions of groups per taker, in the order of `takers`.
+def most_groups_each(num_groups: int, num_takers: int) -> int:
+    """How many groups one taker may get for generation: by this much short ones may outnumber long ones.
 
-    The takers of a group's home node share its groups evenly: equal numbers first, since responses cost most, then
-    equal prompt lengths. A group without a taker at home goes to the node with the fewest groups per taker. Without
-    `locality`, homes don't count.
+    It bounds what a taker's KV cache is to hold, since every response may turn out to be the longest.
+    """
+    others = max(0, num_groups - num_takers)
+    return min(num_groups, 1 - (-others * MOST_GROUPS_PERCENT // (100 * num_takers)))
+
+
+def deal_groups(
+    costs_G: Sequence[int], places_G: Sequence[int], takers: Sequence[Taker], *, seed: int, step: int
+) -> Integers:
+    """Deal whole groups for generation; returns the place in `takers` of the one that gets each group [G].
+
+    A group that an earlier step began has its taker's place in `places_G`, and stays there; -1 is for the others. These
+    go, the costliest first, to the taker with the least cost so far that may still get one (`most_groups_each`); nodes
+    take turns among equal ones.
     """
     if not takers:
-        raise ValueError(f"{homes_G.size} groups have no taker; name at least one rank that generates")
-    if not homes_G.size:
-        return [homes_G] * len(takers)
-    if not locality:
-        takers, homes_G = _on_one_node(takers, homes_G)
-    seats = _seat(takers, seed=seed, step=step)
-    order = np.argsort(-lengths_G, kind="stable")
-    lengths = lengths_G[order]
-    units = Units(lengths + (lengths_G.sum() + 1), lengths, seats.number_nodes(homes_G[order]))
-    # A limit that no rank can reach, so that all units stay at home.
-    nodes = nodes_of_units(units, seats, limit=int(units.costs.sum()))
-    seat_of_unit = _seats_of_units(units.costs, nodes, seats)
-    taker_of_group = np.empty_like(order)
-    taker_of_group[order] = seats.takers[seat_of_unit]
-    return split_by(taker_of_group, len(takers))
-
-
-def deal_new_groups(
-    taker_of_group: Integers, lengths_G: Integers, takers: Sequence[Taker], *, seed: int, step: int
-) -> list[Integers]:
-    """Deal groups of which some have a taker already (its position in `takers`, -1 where there is none).
-
-    The others go, the longest prompt first, to the taker with the fewest groups, then the fewest prompt tokens. Returns
-    ascending positions of groups per taker, in the order of `takers`.
-    """
-    seats = _seat(takers, seed=seed, step=step)
-    taken = taker_of_group >= 0
-    counts = np.bincount(taker_of_group[taken], minlength=len(takers)).tolist()
-    tokens = np.bincount(taker_of_group[taken], weights=lengths_G[taken], minlength=len(takers)).tolist()
-    heap = [(counts[taker], int(tokens[taker]), seat, taker) for seat, taker in enumerate(seats.takers.tolist())]
+        raise ValueError(f"{len(costs_G)} groups have no taker; name at least one rank that generates")
+    out, counts, loads = np.array(places_G, dtype=np.int64), [0] * len(takers), [0] * len(takers)
+    for place, cost in zip(places_G, costs_G, strict=True):
+        if place >= 0:
+            counts[place] += 1
+            loads[place] += cost
+    most = most_groups_each(len(costs_G), len(takers))
+    seats = _seats_by_turns(_seat(takers, seed=seed, step=step))
+    heap = [(loads[place], seat, place) for seat, place in enumerate(seats) if counts[place] < most]
     heapq.heapify(heap)
-    out = taker_of_group.copy()
-    new = np.flatnonzero(~taken)
-    for group in new[np.argsort(-lengths_G[new], kind="stable")].tolist():
-        count, length, seat, taker = heap[0]
-        heapq.heapreplace(heap, (count + 1, length + int(lengths_G[group]), seat, taker))
-        out[group] = taker
-    return split_by(out, len(takers))
+    for group in sorted(np.flatnonzero(out < 0).tolist(), key=lambda group: -costs_G[group]):
+        load, seat, place = heap[0]
+        out[group] = place
+        counts[place] += 1
+        if counts[place] < most:
+            heapq.heapreplace(heap, (load + costs_G[group], seat, place))
+        else:
+            heapq.heappop(heap)
+    return out
 
 
-def homes_of_groups(num_groups: int, num_takers: Integers, *, seed: int, step: int, locality: bool = True) -> Integers:
-    """The home node of each group [G]: consecutive parts, as large as the node has ranks that generate, `num_takers`.
-
-    What remains goes to other such nodes each step. Without `locality`, groups go round all nodes in turn, as the paper
-    stores them.
-    """
-    groups = np.arange(num_groups, dtype=np.int64)
-    if not locality:
-        return groups % num_takers.size
-    nodes = np.flatnonzero(num_takers)
-    parts = num_groups * num_takers[nodes] // num_takers.sum()
-    has_one_more = (np.arange(nodes.size) + _scramble(seed, step) % nodes.size) % nodes.size < num_groups - parts.sum()
-    return np.repeat(nodes, parts + has_one_more)
+def _seats_by_turns(seats: Seats) -> list[int]:
+    """Takers of seats in an order in which nodes take turns: the first of every node, then the second ones."""
+    num_before = [0] * seats.num_nodes
+    turns = []
+    for node in seats.nodes.tolist():
+        turns.append(num_before[node])
+        num_before[node] += 1
+    order: list[int] = seats.takers[np.argsort(turns, kind="stable")].tolist()
+    return order
 
 
 def _scramble(*counters: int) -> int:

@@ -13,9 +13,8 @@ from spmdrl.dataflow.samples.balancing.balance import (
     Taker,
     assign_rows,
     deal_groups,
-    deal_new_groups,
-    homes_of_groups,
 )
+from spmdrl.dataflow.samples.balancing.node_shares import split_by
 from spmdrl.dataflow.samples.control.catalogue import Catalogue
 from spmdrl.dataflow.samples.store.frame import pack, read_frame
 from spmdrl.resources.collectives import broadcast_ragged
@@ -77,14 +76,6 @@ class DealRules:
         ranks = range(launch.world_size) if groups is None else groups.leaders
         return [Taker(rank, launch.node_of(rank)) for rank in ranks]
 
-    def homes(self, num_groups: int, step: int) -> Integers:
-        """The home node of each group [G] of a step."""
-        if self.launch.num_nodes == 1:
-            return np.zeros(num_groups, dtype=np.int64)
-        generating = [taker.node for taker in self.takers(WorkerState.GENERATION)]
-        num_takers = np.bincount(generating, minlength=self.launch.num_nodes)
-        return homes_of_groups(num_groups, num_takers, seed=self.seed, step=step, locality=self.locality)
-
 
 def groups_of_training(meshes: Mapping[WorkerState, UpdateMesh], device: torch.device) -> dict[WorkerState, RowGroups]:
     """The groups of the layouts under which states score or train."""
@@ -96,6 +87,22 @@ def groups_of_generation(
 ) -> dict[WorkerState, RowGroups]:
     """The replicas of a generation layout, whose ranks answer the same prompts."""
     return {state: RowGroups(mesh.leaders, mesh.tensor, device)}
+
+
+@dataclass(frozen=True)
+class GroupLengths:
+    """Tokens of each group's prompt [G], and of a response to it, as far as they can be expected."""
+
+    prompts: Sequence[int]
+    responses: Sequence[int] | None
+
+    def costs(self, cost: RowCost, group_size: int) -> list[int]:
+        """What generating each group costs; while no length is known, equal numbers of groups come first."""
+        if self.responses is None:
+            most = sum(self.prompts) + 1
+            return [most + length for length in self.prompts]
+        pairs = zip(self.prompts, self.responses, strict=True)
+        return [cost.of_group(num_prompt, num_response, group_size) for num_prompt, num_response in pairs]
 
 
 @dataclass(frozen=True)
@@ -115,45 +122,30 @@ class Dealer:
         self._step = step
         self._group_size = group_size
         self._deals: dict[tuple[int, tuple[Taker, ...]], _Deal] = {}
-        self._carried: list[Integers] | None = None
+        self._taker_of_group = np.empty(0, dtype=np.int64)
 
-    def deal_homes(self, lengths_G: Integers, holders: Sequence[int]) -> Integers:
-        """The home node of each group [G]; the first groups were begun before, on the ranks `holders`, which keep them.
+    def deal_groups(self, groups: range, lengths: GroupLengths, holders: Sequence[int] = ()) -> Integers:
+        """Deal groups for generation; returns the home node of each [G], which with locality is where it is generated.
 
-        With locality they live where they are generated.
+        The first groups were begun before, on the ranks `holders`, which go on with them.
         """
-        if not holders:
-            return self._rules.homes(lengths_G.size, self._step)
-        takers = self._rules.takers(WorkerState.GENERATION)
+        takers, rules = self._rules.takers(WorkerState.GENERATION), self._rules
         places = {taker.rank: place for place, taker in enumerate(takers)}
-        taker_of_group = np.full(lengths_G.size, -1, dtype=np.int64)
-        taker_of_group[: len(holders)] = [places[rank] for rank in holders]
-        self._carried = deal_new_groups(taker_of_group, lengths_G, takers, seed=self._rules.seed, step=self._step)
-        if not self._rules.locality:
-            return self._rules.homes(lengths_G.size, self._step)
-        homes = np.empty_like(taker_of_group)
-        for taker, groups in zip(takers, self._carried, strict=True):
-            homes[groups] = taker.node
-        return homes
+        begun = [places[rank] for rank in holders] + [-1] * (len(groups) - len(holders))
+        costs = lengths.costs(rules.cost, self._group_size)
+        dealt = deal_groups(costs, begun, takers, seed=rules.seed, step=self._step)
+        known = self._taker_of_group
+        self._taker_of_group = np.concatenate([known[: groups.start], dealt, known[groups.stop :]])
+        if not rules.locality:
+            # As the paper stores them: round all nodes in turn.
+            return np.arange(groups.start, groups.stop) % rules.launch.num_nodes
+        return np.array([taker.node for taker in takers])[dealt]
 
-    def deal_generation(self, rows: Integers, catalogue: Catalogue) -> Shares:
+    def deal_generation(self, rows: Integers) -> Shares:
         """Rows of whole groups, ascending, for the ranks that generate them."""
         takers = self._rules.takers(WorkerState.GENERATION)
-        if len(takers) == 1:
-            return {takers[0].rank: rows}
-        first = rows[:: self._group_size]
-        dealt = self._carried
-        if dealt is None:
-            dealt = deal_groups(
-                catalogue.homes[first],
-                catalogue.lengths("prompt_ids")[first],
-                takers,
-                seed=self._rules.seed,
-                step=self._step,
-                locality=self._rules.locality,
-            )
-        within = np.arange(self._group_size)
-        return {taker.rank: (first[groups, None] + within).ravel() for taker, groups in zip(takers, dealt, strict=True)}
+        shares = split_by(self._taker_of_group[rows // self._group_size], len(takers), values=rows)
+        return {taker.rank: share for taker, share in zip(takers, shares, strict=True)}
 
     def deal(self, state: WorkerState, rows: Integers, catalogue: Catalogue) -> Shares:
         """Rows for the ranks that take them for a state."""

@@ -38,6 +38,8 @@ class GenerationStage:
     def __call__(self, samples: Samples) -> None:
         rows, size = samples.deal_generation(), samples.group_size
         groups = [tuple(rows[start : start + size]) for start in range(0, len(rows), size)]
+        # Where not all rows run at once, the longest ones begin first, so that few run alone at the end.
+        groups.sort(key=lambda group: samples.expected_length(group[0]), reverse=True)
         prompts = [samples.prompt_of(group[0]) for group in groups]
         requests = [
             Request(group, tuple(prompt.prompt_ids), self._seeds(samples.step, group), self.sampling)
@@ -52,6 +54,8 @@ class GenerationStage:
                 self._count(sum(response.num_own_tokens for response in whole))
                 self._put(samples, prompts[number], whole)
         samples.commit(self.state)
+        # The same on every rank; where a step generates more than once, that of its most uneven deal.
+        self.recorder.maximum("generation/imbalance", samples.generation_imbalance())
 
     def _seeds(self, step: int, rows: Sequence[int]) -> tuple[int, ...]:
         return tuple(row_seed(self.seed, step, row) for row in rows)
