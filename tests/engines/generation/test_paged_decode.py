@@ -21,12 +21,15 @@ def test_pages_read_where_they_lie(
     def finish(how: str):
         return responses_of(engine_of(FAMILIES[family], SCHEDULES[how]), SCHEDULES[how], requests_with(SAMPLED))
 
-    expected, calls = finish("at once"), []
+    with monkeypatch.context() as copying:
+        copying.setitem(TABLE["paged_attention"], device.type, plain.paged_attention)
+        expected, calls = finish("at once"), []
 
     def paged_attention(*arguments: torch.Tensor) -> torch.Tensor:
         calls.append(arguments)
-        return plain.paged_attention(*arguments)
+        return own(*arguments)
 
+    own = TABLE["paged_attention"].get(device.type, plain.paged_attention)
     monkeypatch.setitem(TABLE["paged_attention"], device.type, paged_attention)
     found = finish(schedule)
     assert calls and all(tables.dtype == lengths.dtype == torch.int32 for *_, tables, lengths in calls)

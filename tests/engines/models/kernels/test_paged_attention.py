@@ -93,6 +93,25 @@ def test_the_kernel_rounds_a_row_alike_in_every_batch_and_table(kernel) -> None:
     assert torch.equal(torch.cat(rows), together)
 
 
+def test_a_cpu_rounds_a_row_alike_in_every_batch_and_table_and_on_any_threads() -> None:
+    if not ops.reads_pages(torch.device("cpu")):
+        pytest.skip("this machine has no C++ compiler")
+    queries, keys, values, tables, lengths = pages(CASES[1], torch.float32)
+    wider = torch.cat([tables, torch.zeros_like(tables)], dim=1)
+    num_threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        together = ops.paged_attention(queries, keys, values, tables, lengths)
+        torch.set_num_threads(1)
+        alone = [
+            ops.paged_attention(queries[row][None], keys, values, wider[row][None], lengths[row][None])
+            for row in range(len(queries))
+        ]
+    finally:
+        torch.set_num_threads(num_threads)
+    assert torch.equal(torch.cat(alone), together)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_the_kernel_compiles_for_hopper(dtype: str, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:

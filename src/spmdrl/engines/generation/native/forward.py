@@ -79,6 +79,7 @@ class CachedDecoder:
         self._packs_weights = rollout.pack_weights
         self._device = device
         self._recorder = recorder
+        self._reads_pages = ops.reads_pages(device, dtype)
         self._vocabulary = VocabularyPart.of(config.vocab_size, mesh.tensor)
         self._compiled: CompiledStep | None = None
         if rollout.compile:
@@ -103,12 +104,14 @@ class CachedDecoder:
         """Feed the newest token of every row and return the logits [B, V] of the next, float32; none still runs."""
         # A multiple, because a CPU's silu rounds elements that don't fill a whole vector differently from the rest.
         lacking = -len(rows) % LEAST_ROWS if rows else LEAST_ROWS
-        # Sorted, because attention takes rows of similar length together.
-        order = sorted(range(len(rows)), key=lambda index: rows[index].length)
+        order = list(range(len(rows)))
+        if not self._reads_pages:
+            # Attention takes rows of similar length together.
+            order.sort(key=lambda index: rows[index].length)
         fed = [rows[index] for index in order]
         lengths = [1] * lacking + [row.length for row in fed]
         tables = [[SCRATCH_BLOCK]] * lacking + [row.table for row in fed]
-        attention = PagedDecodeAttention.of_rows if ops.reads_pages(self._device) else DecodeAttention
+        attention = PagedDecodeAttention.of_rows if self._reads_pages else DecodeAttention
         logits_BV = self._step(
             [0] * lacking + [row.token_ids[-1] for row in fed],
             [length - 1 for length in lengths],

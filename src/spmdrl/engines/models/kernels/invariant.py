@@ -131,5 +131,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     # Training has F.linear.
     "blocked_linear": plain.blocked_linear,
     "masked_attention": masked_attention,
+    # Pages are copied out and attended to as above.
+    "paged_attention": plain.paged_attention,
     "packed_attention": packed_attention,
 }

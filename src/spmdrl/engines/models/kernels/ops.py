@@ -25,7 +25,7 @@ TABLE: dict[str, dict[str, Callable[..., Any]]] = {
     "grouped_linear": {"cpu": cpu.grouped_linear, "cuda": cuda.grouped_linear, "npu": npu.grouped_linear},
     "blocked_linear": {"cpu": cpu.blocked_linear, "cuda": plain.blocked_linear, "npu": plain.blocked_linear},
     "add_matmul": {"cpu": cpu.add_matmul, "cuda": cuda.add_matmul, "npu": npu.add_matmul},
-    "paged_attention": {"cpu": plain.paged_attention, "cuda": cuda.paged_attention, "npu": plain.paged_attention},
+    "paged_attention": {"cpu": cpu.paged_attention, "cuda": cuda.paged_attention, "npu": plain.paged_attention},
     "packed_attention": {"cpu": cpu.packed_attention, "cuda": cuda.packed_attention, "npu": npu.packed_attention},
 }
 
@@ -108,6 +108,7 @@ def paged_attention(q_BHK: Tensor, keys: Tensor, values: Tensor, tables_BC: Tens
     return implementation("paged_attention", q_BHK)(q_BHK, keys, values, tables_BC, lengths_B)
 
 
-def reads_pages(device: torch.device) -> bool:
-    """Whether paged attention reads blocks where they lie; the plain one copies them beside each other first."""
-    return TABLE["paged_attention"].get(device.type, plain.paged_attention) is not plain.paged_attention
+def reads_pages(device: torch.device, dtype: torch.dtype | None = None) -> bool:
+    """Whether paged attention, of this dtype or at all, reads blocks where they lie instead of copying them."""
+    function = TABLE["paged_attention"].get(device.type, plain.paged_attention)
+    return cpu.reads_pages(dtype) if function is cpu.paged_attention else function is not plain.paged_attention

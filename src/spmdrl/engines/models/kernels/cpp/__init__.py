@@ -1,0 +1,1 @@
+"""Operations of a CPU in C++, built where they run."""

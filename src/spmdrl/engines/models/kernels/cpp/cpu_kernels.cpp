@@ -1,0 +1,300 @@
+// Operations of decoding on a CPU, built by cpu_library.py for the machine that it runs on.
+//
+// Each row is computed by itself, in an order that follows from its own length alone, so that it gets the same bits in
+// every batch. Sums are in float32, whatever the inputs.
+//
+// Shapes: B rows, H query heads, J key and value heads, F = H / J queries that share a key head, K head size of keys,
+// U head size of values, S cached positions.
+
+#include <stdint.h>
+#include <stdlib.h>
+
+namespace {
+
+#ifdef __AVX512F__
+constexpr int LANES = 16;
+#else
+constexpr int LANES = 8;
+#endif
+
+typedef float Floats __attribute__((vector_size(4 * LANES)));
+typedef int32_t Integers __attribute__((vector_size(4 * LANES)));
+typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
+typedef float Floats8 __attribute__((vector_size(32)));
+
+struct bfloat16 {
+    uint16_t bits;
+};
+
+inline Floats load(const float* from) {
+    Floats x;
+    __builtin_memcpy(&x, from, sizeof x);
+    return x;
+}
+
+inline Floats load(const bfloat16* from) {
+    Halves halves;
+    __builtin_memcpy(&halves, from, sizeof halves);
+    const Integers bits = __builtin_convertvector(halves, Integers) << 16;
+    Floats x;
+    __builtin_memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+// The first `num` numbers, and zeros.
+template <typename T>
+inline Floats load_first(const T* from, int64_t num) {
+    T some[LANES] = {};
+    for (int64_t i = 0; i < num; ++i) some[i] = from[i];
+    return load(some);
+}
+
+inline void store(float* to, Floats x) { __builtin_memcpy(to, &x, sizeof x); }
+
+inline void round_to(float* to, float x) { *to = x; }
+
+inline void round_to(bfloat16* to, float x) {
+    uint32_t bits;
+    __builtin_memcpy(&bits, &x, sizeof bits);
+    // To the nearest, ties to even.
+    to->bits = x == x ? uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16) : uint16_t(0x7fc0);
+}
+
+inline Floats8 halved(Floats x) {
+#ifdef __AVX512F__
+    return __builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7) +
+           __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15);
+#else
+    return x;
+#endif
+}
+
+inline float sum(Floats x) {
+    const Floats8 eight = halved(x);
+    const auto four = __builtin_shufflevector(eight, eight, 0, 1, 2, 3) +
+                      __builtin_shufflevector(eight, eight, 4, 5, 6, 7);
+    return (four[0] + four[2]) + (four[1] + four[3]);
+}
+
+inline float largest(Floats x) {
+    float found = x[0];
+    for (int i = 1; i < LANES; ++i) found = x[i] > found ? x[i] : found;
+    return found;
+}
+
+// exp of numbers that aren't above 0, within 2 units in the last place (the polynomial of Cephes' expf); below -87, 0.
+inline Floats exp_of(Floats x) {
+    const Floats zero = {};
+    const Floats bounded = x < -87.0f ? zero - 87.0f : x;
+    // Adding 1.5 * 2**23 rounds to an integer.
+    const Floats power = (bounded * 1.44269504088896341f + 12582912.0f) - 12582912.0f;
+    const Floats rest = (bounded - power * 0.693359375f) + power * 2.12194440e-4f;
+    Floats series = zero + 1.9875691500e-4f;
+    series = series * rest + 1.3981999507e-3f;
+    series = series * rest + 8.3334519073e-3f;
+    series = series * rest + 4.1665795894e-2f;
+    series = series * rest + 1.6666665459e-1f;
+    series = series * rest + 5.0000001201e-1f;
+    series = series * rest * rest + rest + 1.0f;
+    const Integers bits = (__builtin_convertvector(power, Integers) + 127) << 23;
+    Floats scale;
+    __builtin_memcpy(&scale, &bits, sizeof scale);
+    return x < -87.0f ? zero : series * scale;
+}
+
+inline int64_t whole_vectors(int64_t num) { return (num + LANES - 1) / LANES * LANES; }
+
+// One layer's cache: keys [blocks, J, block_size, K] and values [blocks, J, block_size, U].
+template <typename T>
+struct Pages {
+    const T* keys;
+    const T* values;
+    int64_t num_heads, block_size, key_size, value_size;
+
+    const T* keys_of(int32_t block, int64_t head) const {
+        return keys + (block * num_heads + head) * block_size * key_size;
+    }
+    const T* values_of(int32_t block, int64_t head) const {
+        return values + (block * num_heads + head) * block_size * value_size;
+    }
+};
+
+// The cached positions of one row and one key head.
+template <typename T>
+struct Cached {
+    const Pages<T>& pages;
+    const int32_t* table;
+    int64_t length, head;
+
+    int64_t num_from(int64_t start) const {
+        return length - start < pages.block_size ? length - start : pages.block_size;
+    }
+    const T* keys(int64_t start) const { return pages.keys_of(table[start / pages.block_size], head); }
+    const T* values(int64_t start) const { return pages.values_of(table[start / pages.block_size], head); }
+};
+
+// Fill scores [F, width] of queries [F, K padded by zeros]; KEY is K, or 0 where it is none of the usual sizes.
+template <int KEY, typename T>
+void score(const float* queries, const Cached<T>& cached, int64_t share, int64_t width, float* scores) {
+    const int64_t key_size = KEY ? KEY : cached.pages.key_size, padded = whole_vectors(key_size);
+    const int64_t whole = key_size / LANES * LANES;
+    for (int64_t start = 0; start < cached.length; start += cached.pages.block_size) {
+        const T* keys = cached.keys(start);
+        const int64_t num = cached.num_from(start);
+        for (int64_t f = 0; f < share; ++f) {
+            const float* query = queries + f * padded;
+            for (int64_t s = 0; s < num; ++s) {
+                const T* key = keys + s * key_size;
+                Floats products = {};
+                for (int64_t k = 0; k < whole; k += LANES) products += load(query + k) * load(key + k);
+                if (whole < key_size) products += load(query + whole) * load_first(key + whole, key_size - whole);
+                scores[f * width + start + s] = sum(products);
+            }
+        }
+    }
+}
+
+// Turn the first `length` scores into weights that add up to 1, and those behind them, up to `width`, into 0.
+void normalize(float* scores, int64_t length, int64_t width) {
+    for (int64_t s = length; s < width; ++s) scores[s] = -__builtin_inff();
+    Floats most = load(scores), total = {};
+    for (int64_t s = LANES; s < width; s += LANES) {
+        const Floats next = load(scores + s);
+        most = next > most ? next : most;
+    }
+    const float highest = largest(most);
+    for (int64_t s = 0; s < width; s += LANES) {
+        const Floats weights = exp_of(load(scores + s) - highest);
+        store(scores + s, weights);
+        total += weights;
+    }
+    const float factor = 1.0f / sum(total);
+    for (int64_t s = 0; s < width; s += LANES) store(scores + s, load(scores + s) * factor);
+}
+
+// Fill VECTORS x LANES columns of the weighted sums [SHARE, stride] of values.
+template <int SHARE, int VECTORS, typename T>
+void weigh_columns(const float* weights, int64_t width, const Cached<T>& cached, int64_t column, float* sums,
+                   int64_t stride) {
+    const int64_t value_size = cached.pages.value_size;
+    Floats totals[SHARE][VECTORS] = {};
+    for (int64_t start = 0; start < cached.length; start += cached.pages.block_size) {
+        const T* values = cached.values(start) + column;
+        const int64_t num = cached.num_from(start);
+        for (int64_t s = 0; s < num; ++s)
+#pragma GCC unroll 4
+            for (int i = 0; i < VECTORS; ++i) {
+                const Floats value = load(values + s * value_size + i * LANES);
+#pragma GCC unroll 4
+                for (int f = 0; f < SHARE; ++f) totals[f][i] += weights[f * width + start + s] * value;
+            }
+    }
+    for (int f = 0; f < SHARE; ++f)
+        for (int i = 0; i < VECTORS; ++i) store(sums + f * stride + column + i * LANES, totals[f][i]);
+}
+
+// The last columns, fewer than LANES.
+template <int SHARE, typename T>
+void weigh_last_columns(const float* weights, int64_t width, const Cached<T>& cached, int64_t column, float* sums,
+                        int64_t stride) {
+    const int64_t value_size = cached.pages.value_size;
+    Floats totals[SHARE] = {};
+    for (int64_t start = 0; start < cached.length; start += cached.pages.block_size) {
+        const T* values = cached.values(start) + column;
+        for (int64_t s = 0; s < cached.num_from(start); ++s) {
+            const Floats value = load_first(values + s * value_size, value_size - column);
+            for (int f = 0; f < SHARE; ++f) totals[f] += weights[f * width + start + s] * value;
+        }
+    }
+    for (int f = 0; f < SHARE; ++f) store(sums + f * stride + column, totals[f]);
+}
+
+template <int SHARE, typename T>
+void weigh(const float* weights, int64_t width, const Cached<T>& cached, float* sums, int64_t stride) {
+    const int64_t value_size = cached.pages.value_size;
+    int64_t column = 0;
+    for (; column + 4 * LANES <= value_size; column += 4 * LANES)
+        weigh_columns<SHARE, 4>(weights, width, cached, column, sums, stride);
+    for (; column + 2 * LANES <= value_size; column += 2 * LANES)
+        weigh_columns<SHARE, 2>(weights, width, cached, column, sums, stride);
+    for (; column + LANES <= value_size; column += LANES)
+        weigh_columns<SHARE, 1>(weights, width, cached, column, sums, stride);
+    if (column < value_size) weigh_last_columns<SHARE>(weights, width, cached, column, sums, stride);
+}
+
+// Attend from the queries [F, K] of one key head to its cached positions; `scratch` holds what `scratch_size` counts.
+template <int KEY, typename T>
+void attend(const T* queries, const Cached<T>& cached, int64_t share, float* scratch, T* out) {
+    const int64_t key_size = cached.pages.key_size, value_size = cached.pages.value_size;
+    const int64_t padded = whole_vectors(key_size), stride = whole_vectors(value_size);
+    const int64_t width = whole_vectors(cached.length);
+    float *scores = scratch, *scaled = scores + share * width, *sums = scaled + share * padded;
+    const float scale = 1.0f / __builtin_sqrtf(float(key_size));
+    for (int64_t f = 0; f < share; ++f) {
+        const T* query = queries + f * key_size;
+        for (int64_t k = 0; k < padded; k += LANES)
+            store(scaled + f * padded + k, load_first(query + k, key_size - k < LANES ? key_size - k : LANES) * scale);
+    }
+    score<KEY>(scaled, cached, share, width, scores);
+    for (int64_t f = 0; f < share; ++f) normalize(scores + f * width, cached.length, width);
+    int64_t f = 0;
+    for (; f + 4 <= share; f += 4) weigh<4>(scores + f * width, width, cached, sums + f * stride, stride);
+    for (; f + 2 <= share; f += 2) weigh<2>(scores + f * width, width, cached, sums + f * stride, stride);
+    for (; f < share; ++f) weigh<1>(scores + f * width, width, cached, sums + f * stride, stride);
+    for (f = 0; f < share; ++f)
+        for (int64_t u = 0; u < value_size; ++u) round_to(out + f * value_size + u, sums[f * stride + u]);
+}
+
+struct Sizes {
+    int64_t num_rows, num_heads, num_kv_heads, key_size, value_size, block_size, table_size, threads;
+};
+
+template <int KEY, typename T>
+bool attend_rows(const T* queries, const Pages<T>& pages, const int32_t* tables, const int32_t* lengths,
+                 const Sizes& sizes, T* out) {
+    const int64_t share = sizes.num_heads / sizes.num_kv_heads;
+    int64_t longest = 1;
+    for (int64_t b = 0; b < sizes.num_rows; ++b) longest = lengths[b] > longest ? lengths[b] : longest;
+    const int64_t scratch_size = share * (whole_vectors(longest) + whole_vectors(sizes.key_size) +
+                                          whole_vectors(sizes.value_size));
+    bool has_memory = true;
+#pragma omp parallel num_threads(sizes.threads) if (sizes.threads > 1)
+    {
+        float* scratch = static_cast<float*>(malloc(scratch_size * sizeof(float)));
+        if (!scratch) has_memory = false;
+#pragma omp for schedule(dynamic, 4)
+        for (int64_t b = 0; b < sizes.num_rows; ++b)
+            for (int64_t j = 0; scratch && j < sizes.num_kv_heads; ++j) {
+                const Cached<T> cached{pages, tables + b * sizes.table_size, lengths[b], j};
+                const int64_t first = b * sizes.num_heads + j * share;
+                attend<KEY>(queries + first * sizes.key_size, cached, share, scratch, out + first * sizes.value_size);
+            }
+        free(scratch);
+    }
+    return has_memory;
+}
+
+template <typename T>
+bool attend_pages(const void* queries, const void* keys, const void* values, const int32_t* tables,
+                  const int32_t* lengths, const Sizes& sizes, void* out) {
+    const Pages<T> pages{static_cast<const T*>(keys), static_cast<const T*>(values), sizes.num_kv_heads,
+                         sizes.block_size, sizes.key_size, sizes.value_size};
+    const auto run = sizes.key_size == 32    ? attend_rows<32, T>
+                     : sizes.key_size == 64  ? attend_rows<64, T>
+                     : sizes.key_size == 128 ? attend_rows<128, T>
+                                             : attend_rows<0, T>;
+    return run(static_cast<const T*>(queries), pages, tables, lengths, sizes, static_cast<T*>(out));
+}
+
+}  // namespace
+
+// Each returns whether there was memory for it.
+extern "C" bool paged_attention_float32(const void* queries, const void* keys, const void* values,
+                                        const int32_t* tables, const int32_t* lengths, const Sizes* sizes, void* out) {
+    return attend_pages<float>(queries, keys, values, tables, lengths, *sizes, out);
+}
+
+extern "C" bool paged_attention_bfloat16(const void* queries, const void* keys, const void* values,
+                                         const int32_t* tables, const int32_t* lengths, const Sizes* sizes, void* out) {
+    return attend_pages<bfloat16>(queries, keys, values, tables, lengths, *sizes, out);
+}

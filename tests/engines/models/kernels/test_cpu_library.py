@@ -1,0 +1,73 @@
+"""The library of a CPU's operations is built once, for this user alone, and done without where it can't be."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from spmdrl.engines.models.kernels import ops
+from spmdrl.engines.models.kernels.cpp import cpu_library as library
+from tests.engines.models.kernels.test_paged_attention import CASES, pages, softmax_attention
+
+pytestmark = pytest.mark.cpu_only(reason="it builds for the CPU")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    library.cpu_library.cache_clear()
+    yield tmp_path / "spmdrl"
+    library.cpu_library.cache_clear()
+
+
+def attends() -> None:
+    arguments = pages(CASES[0], torch.float32)
+    found = ops.paged_attention(*arguments).double()
+    torch.testing.assert_close(found, softmax_attention(*arguments), atol=1e-5, rtol=0)
+
+
+def test_it_is_built_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not any(map(shutil.which, library._COMPILERS)):
+        pytest.skip("this machine has no C++ compiler")
+    assert library.cpu_library() is not None
+    (built,) = folder.iterdir()
+    assert folder.stat().st_mode & 0o777 == 0o700
+    library.cpu_library.cache_clear()
+    monkeypatch.setattr(library, "_build", lambda *_: pytest.fail("it is built a second time"))
+    assert library.cpu_library() is not None
+    attends()
+    assert list(folder.iterdir()) == [built]
+
+
+def test_a_folder_that_others_write_to_isn_t_read(folder: Path) -> None:
+    folder.mkdir()
+    os.chmod(folder, 0o777)
+    (folder / "planted.so").touch()
+    if library.cpu_library() is not None:
+        attends()
+    assert [path.name for path in folder.iterdir()] == ["planted.so"]
+
+
+def test_without_a_compiler_pytorch_s_operations_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    assert not ops.reads_pages(torch.device("cpu"))
+    attends()
+
+
+def test_a_compiler_that_fails_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken = tmp_path / "broken++"
+    broken.write_text("#!/bin/sh\necho it is broken >&2\nexit 1\n")
+    broken.chmod(0o700)
+    monkeypatch.setenv("CXX", str(broken))
+    with caplog.at_level(logging.WARNING):
+        assert not ops.reads_pages(torch.device("cpu"))
+    assert "broken++ can't build" in caplog.text and "it is broken" in caplog.text
+    attends()
