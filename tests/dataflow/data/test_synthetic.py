@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from spmdrl.dataflow.data.synthetic import OPERATIONS, parse_synthetic, synthetic_rows
 
-SIGNS = {"addition": "+", "subtraction": "-", "multiplication": "*", "division": "/"}
+SIGNS = {"addition": "+", "subtraction": "-", "difference": "-", "multiplication": "*", "division": "/"}
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
@@ -18,6 +18,7 @@ def test_every_answer_is_right_and_every_question_different(operation):
         expected = {
             "addition": lambda a, b: a + b,
             "subtraction": lambda a, b: a - b,
+            "difference": lambda a, b: a - b,
             "multiplication": lambda a, b: a * b,
             "division": lambda a, b: a // b,
         }[operation](int(left), int(right))
@@ -45,6 +46,10 @@ def test_wide_ranges_give_their_count_too(high, split, seed):
     assert len({row["id"] for row in rows}) == 20
 
 
+def test_a_wide_range_of_differences_gives_a_great_count_too():
+    assert len(synthetic_rows("synthetic://difference?high=1000000&count=20000&split=test")) == 20000
+
+
 @pytest.mark.parametrize(
     ("url", "message"),
     [
@@ -64,6 +69,21 @@ def test_a_wrong_url_is_refused(url, message):
 
 def test_division_never_divides_by_zero():
     assert not parse_synthetic("synthetic://division").holds(3, 0)
+
+
+def test_a_difference_is_never_negative():
+    assert all(int(row["answer"]) >= 0 for row in synthetic_rows("synthetic://difference?high=30&count=300"))
+
+
+def test_prompts_are_the_text_with_both_numbers_and_the_sign_in_it():
+    text = "Calculate {left} {sign} {right}. Reply with the number only."
+    rows = synthetic_rows(f"synthetic://difference?count=9&prompt={text}")
+    plain = synthetic_rows("synthetic://difference?count=9")
+    for row, other in zip(rows, plain, strict=True):
+        left, right = other["prompt"].rstrip("=").split("-")
+        assert row == other | {"prompt": f"Calculate {left} - {right}. Reply with the number only."}
+    with pytest.raises(ValueError, match="prompt in a synthetic URL has no 'rigt'; did you mean 'right'"):
+        synthetic_rows("synthetic://difference?prompt={left} and {rigt}")
 
 
 def test_completions_are_the_text_with_prompt_and_answer_in_it():

@@ -6,7 +6,7 @@ import hashlib
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 from urllib.parse import parse_qsl, urlsplit
 
 import numpy as np
@@ -17,13 +17,13 @@ SCHEME = "synthetic://"
 # Up to this many pairs are all put in a random order; of more, pairs are drawn until enough differ.
 _MAX_ENUMERATED_PAIRS = 1 << 20
 
-Operation = Literal["addition", "subtraction", "multiplication", "division"]
-OPERATIONS: tuple[Operation, ...] = ("addition", "subtraction", "multiplication", "division")
+Operation = Literal["addition", "subtraction", "difference", "multiplication", "division"]
+OPERATIONS: tuple[Operation, ...] = get_args(Operation)
 
 
 @dataclass(frozen=True)
 class SyntheticTask:
-    """One arithmetic operation on two whole numbers between `low` and `high`.
+    """One arithmetic operation on two whole numbers between `low` and `high`; a difference is never negative.
 
     A pair belongs to the train or the test split by a hash of the pair alone, so the splits are disjoint whatever
     the seed and count; `a+b` and `b+a` are in the same one.
@@ -36,6 +36,8 @@ class SyntheticTask:
     split: Literal["train", "test"] = "train"
     test_fraction: float = 0.1
     seed: int = 0
+    prompt: str = ""
+    """the prompt in place of `left+right=`: a text with {left}, {sign} and {right} in it"""
     completion: str = ""
     """what supervised training learns in place of the answer: a text with {prompt} and {answer} in it"""
     max_error: int = 0
@@ -50,9 +52,8 @@ class SyntheticTask:
             raise ValueError(
                 f"low={self.low}&high={self.high}&count={self.count}: low <= high and count >= 1 are needed"
             )
-        for name in re.findall(r"\{(.*?)\}", self.completion):
-            if name not in ("prompt", "answer"):
-                raise ValueError(_unknown("completion in a synthetic URL has no", name, ("prompt", "answer")))
+        _check_names("prompt", self.prompt, ("left", "sign", "right"))
+        _check_names("completion", self.completion, ("prompt", "answer"))
         if self.max_error < 0:
             raise ValueError(f"max_error={self.max_error} in a synthetic URL, but it must be 0 or more")
         if not 0 < self.test_fraction < 1:
@@ -60,7 +61,7 @@ class SyntheticTask:
 
     def holds(self, left: int, right: int) -> bool:
         """Whether the pair is a question of this task's split."""
-        if self.operation == "division" and right == 0:
+        if (self.operation == "division" and right == 0) or (self.operation == "difference" and left < right):
             return False
         pair = (left, right)
         if self.operation in ("addition", "multiplication"):
@@ -71,13 +72,15 @@ class SyntheticTask:
     def row(self, left: int, right: int) -> dict[str, Any]:
         """The question and its answer; a division is made of its quotient, so that it comes out even."""
         if self.operation == "addition":
-            prompt, answer = f"{left}+{right}=", left + right
-        elif self.operation == "subtraction":
-            prompt, answer = f"{left}-{right}=", left - right
+            first, sign, answer = left, "+", left + right
+        elif self.operation in ("subtraction", "difference"):
+            first, sign, answer = left, "-", left - right
         elif self.operation == "multiplication":
-            prompt, answer = f"{left}*{right}=", left * right
+            first, sign, answer = left, "*", left * right
         else:
-            prompt, answer = f"{left * right}/{right}=", left
+            first, sign, answer = left * right, "/", left
+        text = self.prompt or "{left}{sign}{right}="
+        prompt = text.replace("{left}", str(first)).replace("{sign}", sign).replace("{right}", str(right))
         row = {"id": f"{self.operation}:{left}:{right}", "prompt": prompt, "answer": str(answer)}
         if self.completion:
             row["completion"] = self.completion.replace("{prompt}", prompt).replace("{answer}", str(answer))
@@ -127,6 +130,7 @@ def _shuffled_pairs(task: SyntheticTask) -> Iterator[tuple[int, int]]:
     else:
         # Enough draws that the smaller split still gets its count, at most a few repeat.
         share = task.test_fraction if task.split == "test" else 1 - task.test_fraction
+        share /= 2 if task.operation == "difference" else 1
         draws = bits.random_raw(2 * int(2 * task.count / share + 1000)).tolist()
         pairs = zip(draws[::2], draws[1::2], strict=True)
         indexes = dict.fromkeys((left % span) * span + right % span for left, right in pairs)
@@ -137,6 +141,12 @@ def _shuffled_pairs(task: SyntheticTask) -> Iterator[tuple[int, int]]:
 def _hashed(text: str) -> int:
     """64 bits that depend on a text alone."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
+
+
+def _check_names(key: str, text: str, known: tuple[str, ...]) -> None:
+    for name in re.findall(r"\{(.*?)\}", text):
+        if name not in known:
+            raise ValueError(_unknown(f"{key} in a synthetic URL has no", name, known))
 
 
 def _unknown(what: str, name: str, known: tuple[str, ...]) -> str:
