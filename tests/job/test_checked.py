@@ -63,6 +63,7 @@ def test_the_configs_of_the_repository_are_right():
             [*EXACT, "rollout.engine=vllm", "model.dtype=bfloat16"],
             "set model.dtype to float32, rollout.engine to native, or debug.batch_invariant to false",
         ),
+        ([*EXACT, "rollout.block_size=48"], "block_size is 48.*set rollout.block_size to 32, or debug"),
         ([*EXACT, "rollout.compile=true"], "set rollout.compile to false, or debug"),
         (
             ["model.make={family: qwen3_moe}", "rollout.compile=true"],

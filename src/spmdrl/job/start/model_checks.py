@@ -10,8 +10,10 @@ import torch
 
 from spmdrl.config.config import Config
 from spmdrl.engines.generation.native.compiled import check_compiles
+from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.decoder import Decoder, DecoderConfig
 from spmdrl.engines.models.hf.model_folder import ignored_attn_factor, read_config
+from spmdrl.engines.models.kernels.invariant import LARGEST_BLOCK
 from spmdrl.engines.models.lora import LoraConfig
 from spmdrl.engines.models.making.make_model import decoder_config
 from spmdrl.engines.parallel.expert_parallel import check_expert_parallel
@@ -122,6 +124,7 @@ def check_batch_invariant(config: Config, layout: UpdateLayout, device_kind: str
         "model.dtype": (config.model.dtype, "float32"),
         "rollout.engine": (config.rollout.engine, "native"),
         "rollout.compile": (str(config.rollout.compile).lower(), "false"),
+        "rollout.block_size": (config.rollout.block_size, _allowed_block_size(config.rollout.block_size)),
         "resources.update.tensor": (layout.tensor, 1),
         "resources.update.context": (layout.context, 1),
         "resources.update.expert": (layout.expert, 1),
@@ -134,9 +137,14 @@ def check_batch_invariant(config: Config, layout: UpdateLayout, device_kind: str
         values = ", ".join(f"{key} is {value}" for key, (value, _) in wrong.items())
         way_out = ", ".join(f"{key} to {value}" for key, (_, value) in wrong.items())
         raise ValueError(
-            f"debug.batch_invariant is true, but {values}: sums over ranks, other dtypes and other engines round "
-            f"otherwise; set {way_out}, or debug.batch_invariant to false"
+            f"debug.batch_invariant is true, but {values}: sums over ranks or other blocks, other dtypes and other "
+            f"engines round otherwise; set {way_out}, or debug.batch_invariant to false"
         )
+
+
+def _allowed_block_size(block_size: int) -> int:
+    """The block size itself where padded tables of such blocks hold the numbers of keys that training has."""
+    return block_size if LARGEST_BLOCK % block_size == 0 else RolloutConfig.block_size
 
 
 def decoder_at_hand(config: Config) -> DecoderConfig | None:

@@ -3,10 +3,12 @@
 So a token's log-prob is the same when a batch of other rows decodes beside it, when its row is scored in one piece,
 and in the update. What that takes, in float32 on one thread:
 
-- a matrix product rounds each row alike from LEAST_ROWS rows on, but differently with fewer: fewer are padded;
-- silu and sigmoid round the last elements of a tensor differently from the rest; their parts exp, + and / don't;
-- attention meets the keys in blocks at fixed positions, each as wide as the others, and a block that is masked
-  whole changes no bit of what the ones before it gave.
+- a matrix product rounds each row alike from LEAST_ROWS rows on, but differently with fewer: fewer are padded; its
+  columns are rounded alike whatever other columns there are;
+- silu and sigmoid round the last elements of a tensor, those that fill no vector, differently from the rest: tensors
+  are filled up;
+- how attention's sum over the keys is split depends on their number: the number of keys that a query meets follows
+  from its position alone (`key_width`), and those behind it add zeros. Up to FIRST_TILE no sum is split.
 
 This holds for forward passes only: gradients are right to rounding, as they are elsewhere.
 
@@ -17,7 +19,8 @@ and `O` outputs of a linear layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -25,24 +28,32 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spmdrl.engines.models.kernels import plain
-from spmdrl.engines.models.kernels.packed import PackedRows, nothing_attended
+from spmdrl.engines.models.kernels.packed import PackedRows, pad_values, padded_attention
 from spmdrl.engines.models.kernels.plain import LEAST_ROWS, linear
 
-KEY_BLOCK = 64
-# exp of more overflows float32, and its gradient is NaN then; 1 / (1 + exp(88)) is 6e-39, a 0 to whatever it is added.
-_LARGEST_EXPONENT = 88.0
+FIRST_TILE = 128
+"""The queries of a row before this position may meet any number of keys from their own on, up to this."""
+LARGEST_BLOCK = 64
+"""What divides this, as a size of key blocks, divides all widths from FIRST_TILE on."""
+# Two of the widest vectors, which is what a loop over elements takes at a time, in any dtype.
+_ELEMENTS_AT_A_TIME = 64
+_LEAST_KEYS = 16
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    return 1 / _one_plus_exp(-x)
+    return _in_whole_vectors(torch.sigmoid, x)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    return gate / _one_plus_exp(-gate) * up
+    return _in_whole_vectors(F.silu, gate) * up
 
 
-def _one_plus_exp(x: Tensor) -> Tensor:
-    return 1 + x.clamp(max=_LARGEST_EXPONENT).exp()
+def _in_whole_vectors(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """An elementwise function of x, none of whose elements is left over when vectors are filled."""
+    if x.shape[-1] % _ELEMENTS_AT_A_TIME == 0:
+        return function(x)
+    lacking = -x.numel() % _ELEMENTS_AT_A_TIME
+    return function(F.pad(x.flatten(), (0, lacking)))[: x.numel()].view_as(x)
 
 
 def grouped_linear(rows_MD: Tensor, weights_EOD: Tensor, counts_E: Tensor) -> Tensor:
@@ -50,78 +61,92 @@ def grouped_linear(rows_MD: Tensor, weights_EOD: Tensor, counts_E: Tensor) -> Te
     return torch.cat([linear(rows, weight) for rows, weight in groups])
 
 
+def key_width(num_keys: int) -> int:
+    """The least of 16, 32, 48, 64, 96, 128, 192, 256, ... that is not below."""
+    power = max(_LEAST_KEYS, 1 << (num_keys - 1).bit_length())
+    return power * 3 // 4 if power > 2 * _LEAST_KEYS and num_keys <= power * 3 // 4 else power
+
+
 def masked_attention(q_BHQK: Tensor, k_BJSK: Tensor, v_BJSU: Tensor, mask: Tensor) -> Tensor:
-    return _Attention.apply(q_BHQK, k_BJSK, v_BJSU, mask)
+    """Keys behind FIRST_TILE are as many as `key_width` of each query's position, less what the mask hides."""
+    num_queries, num_keys = q_BHQK.shape[2], k_BJSK.shape[2]
+    scale, lacking_rows = _scale_of(q_BHQK), max(LEAST_ROWS - num_queries, 0)
+    q_BHQK, k_BJSK = _in_whole_fours(F.pad(q_BHQK, (0, 0, 0, lacking_rows))), _in_whole_fours(k_BJSK)
+    if mask.shape[-2] > 1:
+        mask = F.pad(mask, (0, 0, 0, lacking_rows))
+    lacking = key_width(num_keys) - num_keys
+    if lacking:
+        k_BJSK, v_BJSU = (F.pad(heads, (0, 0, 0, lacking)) for heads in (k_BJSK, v_BJSU))
+        mask = F.pad(mask, (0, lacking), value=False if mask.dtype == torch.bool else -torch.inf)
+    values, has_shared_keys = pad_values(k_BJSK, v_BJSU), q_BHQK.shape[1] != k_BJSK.shape[1]
+    out = F.scaled_dot_product_attention(
+        q_BHQK, k_BJSK, values, attn_mask=mask, scale=scale, enable_gqa=has_shared_keys
+    )
+    return out[:, :, :num_queries, : v_BJSU.shape[-1]]
 
 
 def packed_attention(q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, rows: PackedRows) -> Tensor:
-    # Row by row: rows of equal length together would give the same bits, sooner.
-    attended = [nothing_attended(q_THK[:0], k_TJK[:0], v_TJU[:0])]
-    for q, k, v in zip(*(heads.split(rows.lengths) for heads in (q_THK, k_TJK, v_TJU)), strict=True):
-        q_1HQK, k_1JSK, v_1JSU = (heads.transpose(0, 1)[None] for heads in (q, k, v))
-        mask_QS = torch.ones(len(q), len(q), dtype=torch.bool, device=q.device).tril()
-        attended.append(masked_attention(q_1HQK, k_1JSK, v_1JSU, mask_QS)[0].transpose(0, 1))
-    return torch.cat(attended)
+    attend = partial(_CausalAttention.apply, _scale_of(q_THK))
+    queries, keys = _in_whole_fours(q_THK), _in_whole_fours(k_TJK)
+    return padded_attention(queries, keys, v_TJU, rows.padded(q_THK.device), attend)
 
 
-class _Attention(torch.autograd.Function):
-    """Forward by blocks; backward through torch's own attention, which gives the same result to rounding."""
+def _scale_of(heads: Tensor) -> float:
+    return heads.shape[-1] ** -0.5
+
+
+def _in_whole_fours(heads: Tensor) -> Tensor:
+    """Queries or keys with zeros up to a head size that 4 divides; products of others round by their other sizes."""
+    lacking = -heads.shape[-1] % 4
+    return F.pad(heads, (0, lacking)) if lacking else heads
+
+
+class _CausalAttention(torch.autograd.Function):
+    """Forward by tiles of queries; backward at once, as that of the whole, which is the same to rounding."""
 
     @staticmethod
-    def forward(ctx: Any, q_BHQK: Tensor, k_BJSK: Tensor, v_BJSU: Tensor, mask: Tensor) -> Tensor:
-        ctx.save_for_backward(q_BHQK, k_BJSK, v_BJSU, mask)
-        return attend_by_blocks(q_BHQK, k_BJSK, v_BJSU, mask)
+    def forward(ctx: Any, scale: float, q_BHQK: Tensor, k_BJQK: Tensor, v_BJQK: Tensor) -> Tensor:
+        num_queries = q_BHQK.shape[2]
+        queries = F.pad(q_BHQK, (0, 0, 0, -num_queries % LEAST_ROWS))
+        lacking = key_width(num_queries) - num_queries
+        keys, values = (F.pad(heads, (0, 0, 0, lacking)) for heads in (k_BJQK, v_BJQK))
+        tiles = zip(*_attended_tiles(queries, keys, values, scale), strict=True)
+        out, log_sum = (_one_after_the_other(parts)[:, :, :num_queries] for parts in tiles)
+        ctx.scale = scale
+        ctx.save_for_backward(q_BHQK, k_BJQK, v_BJQK, out, log_sum)
+        return out
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        *heads, mask = ctx.saved_tensors
-        inputs = [values.detach().requires_grad_() for values in heads]
-        with torch.enable_grad():
-            out = plain.masked_attention(inputs[0], inputs[1], inputs[2], mask)
-        return *torch.autograd.grad(out, inputs, gradient), None
+        whole = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        return None, *whole(gradient, *ctx.saved_tensors, dropout_p=0.0, is_causal=True, scale=ctx.scale)
 
 
-def attend_by_blocks(q_BHQK: Tensor, k_BJSK: Tensor, v_BJSU: Tensor, mask: Tensor) -> Tensor:
-    """Attention with a running softmax over blocks of keys (Milakov and Gimelshein 2018, Algorithm 3); no gradient.
-
-    Each query has at least one key in the first block that the mask, which broadcasts to [B, 1, Q, S], lets it see.
-    """
-    mask = mask if mask.dtype == torch.bool else mask == 0
-    num_rows, num_heads, num_queries, head_size = q_BHQK.shape
-    num_kv_heads, value_size = k_BJSK.shape[1], v_BJSU.shape[-1]
-    share = num_heads // num_kv_heads
-    # All queries of a key head are the rows of one product, [B x J, share x Q, K].
-    queries = q_BHQK.reshape(num_rows * num_kv_heads, share * num_queries, head_size)
-    queries = F.pad(queries, (0, 0, 0, max(LEAST_ROWS - share * num_queries, 0)))
-    mask = mask.expand(num_rows, 1, num_queries, -1)
-    largest = queries.new_full((*queries.shape[:2], 1), -torch.inf)
-    total, out = torch.zeros_like(largest), queries.new_zeros(*queries.shape[:2], value_size)
-    for start in range(0, k_BJSK.shape[2], KEY_BLOCK):
-        keys, values = (_block(heads, start) for heads in (k_BJSK, v_BJSU))
-        scores = torch.bmm(queries, keys.transpose(1, 2)) * head_size**-0.5
-        scores.masked_fill_(_hidden(mask, start, num_kv_heads, share, scores.shape[1]), -torch.inf)
-        new_largest = torch.maximum(largest, scores.amax(-1, keepdim=True))
-        weights, shrink = (scores - new_largest).exp(), (largest - new_largest).exp()
-        total = total * shrink + weights.sum(-1, keepdim=True)
-        out = out * shrink + torch.bmm(weights, values)
-        largest = new_largest
-    return (out / total)[:, : share * num_queries].reshape(num_rows, num_heads, num_queries, value_size)
+def _attended_tiles(
+    queries: Tensor, keys: Tensor, values: Tensor, scale: float
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Output and logarithm of the sum of exponentials of one tile of queries after the other."""
+    start, num_queries = 0, queries.shape[2]
+    while start < num_queries:
+        width = key_width(max(start + 1, min(FIRST_TILE, num_queries)))
+        stop = min(width, num_queries)
+        mask = _later_keys(start, stop, width, queries.dtype) if start else None
+        tile, keys_met, values_met = queries[:, :, start:stop], keys[:, :, :width], values[:, :, :width]
+        yield torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            tile, keys_met, values_met, is_causal=mask is None, attn_mask=mask, scale=scale
+        )
+        start = stop
 
 
-def _block(heads_BJSK: Tensor, start: int) -> Tensor:
-    """The block of keys or values that begins at `start` [B x J, KEY_BLOCK, K], filled up with zeros."""
-    block = heads_BJSK[:, :, start : start + KEY_BLOCK]
-    return F.pad(block, (0, 0, 0, KEY_BLOCK - block.shape[2])).flatten(0, 1).contiguous()
+def _one_after_the_other(tiles: Sequence[Tensor]) -> Tensor:
+    """Tiles [B, H, ...] along the queries, laid out in memory as each of them is: tokens before heads."""
+    return tiles[0] if len(tiles) == 1 else torch.cat([tile.transpose(1, 2) for tile in tiles], 1).transpose(1, 2)
 
 
-def _hidden(mask_B1QS: Tensor, start: int, num_kv_heads: int, share: int, num_padded: int) -> Tensor:
-    """Which keys of the block each query must not see [B x J, padded share x Q, KEY_BLOCK]."""
-    hidden = ~mask_B1QS[..., start : start + KEY_BLOCK]
-    hidden = F.pad(hidden, (0, KEY_BLOCK - hidden.shape[-1]), value=True)
-    hidden = hidden.repeat(1, 1, share, 1)
-    # Queries that only pad see everything: what they give is cut off, but it must not be NaN.
-    hidden = F.pad(hidden, (0, 0, 0, num_padded - hidden.shape[2]), value=False)
-    return hidden.expand(-1, num_kv_heads, -1, -1).flatten(0, 1)
+@lru_cache(maxsize=16)
+def _later_keys(start: int, stop: int, width: int, dtype: torch.dtype) -> Tensor:
+    """What hides from the queries [start, stop) those of the first `width` keys that come after them [Q, S]."""
+    return torch.full((stop - start, width), -torch.inf, dtype=dtype).triu_(start + 1)
 
 
 OPERATIONS: dict[str, Callable[..., Any]] = {

@@ -3,13 +3,13 @@
 Padding lives only inside one attention call: the rest of the decoder sees packed tokens. Indexes are made once for a
 micro-batch and serve all its layers.
 
-Shape letters: `T` packed tokens, `H` query heads, `J` key and value heads, `K` head size, `U` head size of values. A
-*slot* is a place in a padded block.
+Shape letters: `T` packed tokens, `H` query heads, `J` key and value heads, `K` head size, `U` head size of values,
+`B` rows of a block, `Q` its length. A *slot* is a place in a padded block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -157,17 +157,30 @@ class _FromSlots(torch.autograd.Function):
         return at_slots.index_fill_(0, ctx.plan.padded_slots, 0), None
 
 
-def padded_attention(q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, plan: PaddedPlan) -> Tensor:
+CausalAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""From queries [B, H, Q, K], and keys and values [B, J, Q, K], to [B, H, Q, K]."""
+
+
+def causal_attention(q_BHQK: Tensor, k_BJQK: Tensor, v_BJQK: Tensor) -> Tensor:
+    has_shared_keys = q_BHQK.shape[1] != k_BJQK.shape[1]
+    return F.scaled_dot_product_attention(q_BHQK, k_BJQK, v_BJQK, is_causal=True, enable_gqa=has_shared_keys)
+
+
+def padded_attention(
+    q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, plan: PaddedPlan, attend: CausalAttention = causal_attention
+) -> Tensor:
     """Attend inside each row of the plan; returns [T, H, U]."""
     if not plan.blocks:
         return nothing_attended(q_THK, k_TJK, v_TJU)
     if plan.is_identity:
-        return _attend_blocks(q_THK, k_TJK, v_TJU, plan.blocks)
+        return _attend_blocks(q_THK, k_TJK, v_TJU, plan.blocks, attend)
     queries, keys, values = (_ToSlots.apply(heads, plan) for heads in (q_THK, k_TJK, v_TJU))
-    return _FromSlots.apply(_attend_blocks(queries, keys, values, plan.blocks), plan)
+    return _FromSlots.apply(_attend_blocks(queries, keys, values, plan.blocks, attend), plan)
 
 
-def _attend_blocks(queries: Tensor, keys: Tensor, values: Tensor, blocks: Sequence[Block]) -> Tensor:
+def _attend_blocks(
+    queries: Tensor, keys: Tensor, values: Tensor, blocks: Sequence[Block], attend: CausalAttention
+) -> Tensor:
     """Attend in each block of slots; returns [slots, H, U]."""
     value_size = values.shape[-1]
     # Fast kernels want one head size: padded with zeros, long rows take less than half the time.
@@ -176,8 +189,7 @@ def _attend_blocks(queries: Tensor, keys: Tensor, values: Tensor, blocks: Sequen
     for block in blocks:
         shape = (block.num_rows, block.length)
         q, k, v = (x[block.start : block.stop].unflatten(0, shape).transpose(1, 2) for x in (queries, keys, values))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
-        attended.append(out[..., :value_size].transpose(1, 2).flatten(0, 1))
+        attended.append(attend(q, k, v)[..., :value_size].transpose(1, 2).flatten(0, 1))
     return attended[0] if len(attended) == 1 else torch.cat(attended)
 
 
