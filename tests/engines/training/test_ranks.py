@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from spmdrl.engines.training.batching.packed_rows import LossTerms, MicroBatch, Scores, TokenRows
 from spmdrl.engines.training.checkpoints.trainer_state import (
@@ -48,6 +52,29 @@ def train_three_steps(world: World, layout: UpdateLayout) -> tuple[TrainingEngin
     engine = make_engine(world, layout=layout, max_tokens=MAX_TOKENS)
     rows = uneven_rows(world.rank, world.size)
     return engine, [engine.update(rows, weighted_nll) for _ in range(3)]
+
+
+class Calls(TorchDispatchMode):
+    """Counts the collectives that are called while it is entered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        self.counts[func.__name__.split(".")[0]] += func.namespace == "c10d"
+        return func(*args, **(kwargs or {}))
+
+
+def gathers_of_passes(world: World) -> tuple[list[int], bool]:
+    """Times that weights are gathered by an update in several micro-batches and by a scoring pass; what is left."""
+    engine, counts = make_engine(world, layout=UpdateLayout(shard=2), max_tokens=MAX_TOKENS), []
+    rows = uneven_rows(world.rank, world.size)
+    for run in (lambda: engine.update(rows, weighted_nll), lambda: engine.score(rows)):
+        with Calls() as calls:
+            run()
+        counts.append(calls.counts["_allgather_base_"])
+    return counts, all(isinstance(weight, DTensor) for _, weight in engine.model.named_parameters())
 
 
 def trained(world: World, layouts: list[UpdateLayout]) -> list[tuple[list[UpdateResult], dict[str, Tensor], Tensor]]:
@@ -131,3 +158,9 @@ def test_a_state_written_by_two_ranks_loads_into_one_and_back(world, tmp_path, l
     write_shards(again, 0, trainer_state(engine))
     for step_count, weights in run_ranks(2, read_state, again):
         assert step_count == 3 and all(torch.equal(weights[name], written[name]) for name in written)
+
+
+def test_a_small_model_is_gathered_once_per_pass_and_not_kept() -> None:
+    for counts, leaves_shards in run_ranks(2, gathers_of_passes):
+        assert counts == [1, 1]
+        assert leaves_shards

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -76,7 +77,7 @@ class Passes:
             collect(micro, ratings)
             return ratings[0].new_zeros(())
 
-        with torch.no_grad():
+        with torch.no_grad(), self._leaving_shards():
             if self._pipeline is None:
                 for micro in micros:
                     self._run(self._model.stages[0], None, micro, to_scalar, head_of)
@@ -85,12 +86,21 @@ class Passes:
 
     def train(self, micros: Iterable[MicroBatch], to_scalar: ToScalar) -> None:
         """Add every micro-batch's gradient to the weights'. Collective over the mesh."""
-        if self._pipeline is None:
-            for micro in micros:
-                self._run(self._model.stages[0], None, micro, to_scalar, self.head).backward()
-        else:
-            self._through_pipeline(self._pipeline.train, list(micros), to_scalar, self.head)
+        with self._leaving_shards():
+            if self._pipeline is None:
+                for micro in micros:
+                    self._run(self._model.stages[0], None, micro, to_scalar, self.head).backward()
+            else:
+                self._through_pipeline(self._pipeline.train, list(micros), to_scalar, self.head)
         self._sum_copies()
+
+    @contextmanager
+    def _leaving_shards(self) -> Iterator[None]:
+        """What is gathered may stay over all micro-batches of a pass, but not longer: an optimizer step outdates it."""
+        try:
+            yield
+        finally:
+            self._model.reshard()
 
     def _through_pipeline(
         self, run: Callable[..., Any], micros: list[MicroBatch], to_scalar: ToScalar, head_of: HeadOf

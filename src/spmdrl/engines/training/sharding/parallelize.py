@@ -28,6 +28,11 @@ from spmdrl.engines.training.sharding.sharded_model import ShardedModel
 from spmdrl.resources.layout import UpdateLayout
 from spmdrl.resources.mesh import Axis, UpdateMesh
 
+# A gather of a few weights costs its messages rather than its bytes: in a model of 19 MB a unit for each layer took a
+# tenth of an update.
+ONE_UNIT_BYTES = 64 << 20
+"""A stage of at most so many bytes in the dtype that it computes in is gathered whole, once per pass."""
+
 
 @dataclass(frozen=True)
 class Precision:
@@ -72,11 +77,14 @@ def build_sharded_model(
             decoder = Decoder(config, spans[number])
         _cast_parameters(decoder, precision)
         parts[number] = Parts.of(decoder)
+        # Decided before anything is cut, so alike on all ranks. A pipeline gathers and reduces by rules of its own.
+        num_bytes = sum(weight.numel() for weight in decoder.parameters()) * precision.compute.itemsize
+        is_whole = num_bytes <= ONE_UNIT_BYTES and mesh.pipeline.size == 1
         apply_expert_parallel(decoder, mesh.expert, parts[number])
         apply_tensor_parallel(decoder, mesh.tensor, parts[number])
         if recompute:
             recompute_layers(decoder)
-        shard_modules(decoder, mesh, precision)
+        shard_modules(decoder, mesh, precision, whole=is_whole)
         stages[number] = decoder.to_empty(device=device)
     return ShardedModel(config, stages, parts, mesh)
 
@@ -97,10 +105,11 @@ def recompute_layers(decoder: Decoder) -> None:
         layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
 
 
-def shard_modules(decoder: Decoder, mesh: UpdateMesh, precision: Precision) -> None:
+def shard_modules(decoder: Decoder, mesh: UpdateMesh, precision: Precision, *, whole: bool) -> None:
     """Shard the experts, embedding, layers and head, then what is left; gradients are summed over ranks, not averaged.
 
-    The root is resharded after forward as well, so that between two calls a rank holds nothing but its shards.
+    The root is resharded after forward as well, so that between two calls a rank holds nothing but its shards. A
+    `whole` decoder is one unit beside its experts; what is gathered stays until `ShardedModel.reshard`.
     """
     casts = precision.parameters != precision.compute
     sharded = mesh.dense_shards.size() > 1
@@ -114,17 +123,20 @@ def shard_modules(decoder: Decoder, mesh: UpdateMesh, precision: Precision) -> N
                 lone.update(experts.parameters())
                 continue
             placement = functools.partial(_expert_placement, num_ranks=mesh.layout.expert_shard)
-            options = _fsdp_options(mesh.expert_shards, mesh.pipeline, precision)
+            options = _fsdp_options(mesh.expert_shards, mesh.pipeline, precision, stays=whole)
             _sum_gradients(fully_shard(experts, mesh=mesh.expert_shards, shard_placement_fn=placement, **options))
-    options = _fsdp_options(mesh.dense_shards, mesh.pipeline, precision)
-    for module in (*_vocabulary_modules(decoder), *decoder.layers, decoder):
+    options = _fsdp_options(mesh.dense_shards, mesh.pipeline, precision, stays=whole)
+    for module in (decoder,) if whole else (*_vocabulary_modules(decoder), *decoder.layers, decoder):
         _sum_gradients(fully_shard(module, mesh=mesh.dense_shards, ignored_params=lone or None, **options))
-    if not decoder.config.tied_head and decoder.model.embed_tokens is not None:
+    if whole:
+        assert isinstance(decoder, FSDPModule)
+        decoder.set_reshard_after_backward(False)
+    elif not decoder.config.tied_head and decoder.model.embed_tokens is not None:
         # Its backward adds up gradients by token, for which it needs no weights.
         decoder.model.embed_tokens.set_unshard_in_backward(False)
 
 
-def _fsdp_options(shards: DeviceMesh, pipeline: Axis, precision: Precision) -> dict[str, Any]:
+def _fsdp_options(shards: DeviceMesh, pipeline: Axis, precision: Precision, *, stays: bool) -> dict[str, Any]:
     """How FSDP2 treats weights that lie on these ranks.
 
     Gradients are summed in float32, over ranks and over micro-batches. On one rank without a pipeline FSDP2 sums
@@ -134,7 +146,7 @@ def _fsdp_options(shards: DeviceMesh, pipeline: Axis, precision: Precision) -> d
     sums_nothing = shards.size() == 1 and pipeline.size == 1
     reduce_dtype = precision.compute if sums_nothing else torch.float32
     policy = MixedPrecisionPolicy(param_dtype=precision.compute, reduce_dtype=reduce_dtype)
-    return {"mp_policy": policy, "reshard_after_forward": True}
+    return {"mp_policy": policy, "reshard_after_forward": not stays}
 
 
 def _vocabulary_modules(decoder: Decoder) -> list[nn.Module]:
