@@ -18,7 +18,7 @@ from spmdrl.engines.models.kernels.packed import PackedRows
 
 TABLE: dict[str, dict[str, Callable[..., Any]]] = {
     "rms_norm": {"cpu": cpu.rms_norm, "cuda": cuda.rms_norm, "npu": npu.rms_norm},
-    "rotate": {"cpu": plain.rotate, "cuda": plain.rotate, "npu": npu.rotate},
+    "rotate": {"cpu": cpu.rotate, "cuda": plain.rotate, "npu": npu.rotate},
     "swiglu": {"cpu": plain.swiglu, "cuda": cuda.swiglu, "npu": npu.swiglu},
     "sigmoid": {"cpu": plain.sigmoid, "cuda": plain.sigmoid, "npu": plain.sigmoid},
     "masked_attention": {"cpu": plain.masked_attention, "cuda": plain.masked_attention, "npu": plain.masked_attention},
