@@ -39,20 +39,18 @@ class Taker:
 
 @dataclass(frozen=True)
 class RowLoads:
-    """Rows to deal, in any order, with their home nodes, their work in any unit, and their tokens; each is [B]."""
+    """Rows to deal, in any order, with their home nodes and their work in any unit; each is [B]."""
 
     rows: Integers
     homes: Integers
     costs: Integers
-    lengths: Integers
 
     def of_groups(self, group_size: int) -> RowLoads:
         """The same by the number of the group that rows belong to: what all rows of a group, with one home, cost."""
         groups, first, group_B = np.unique(self.rows // group_size, return_index=True, return_inverse=True)
-        costs, lengths = np.zeros_like(groups), np.zeros_like(groups)
+        costs = np.zeros_like(groups)
         np.add.at(costs, group_B, self.costs)
-        np.add.at(lengths, group_B, self.lengths)
-        return RowLoads(groups, self.homes[first], costs, lengths)
+        return RowLoads(groups, self.homes[first], costs)
 
 
 def assign_rows(
@@ -88,7 +86,7 @@ def assign_rows(
     # Ascending rows, and of equal costs the first row first.
     ascending = np.argsort(loads.rows, kind="stable")
     order = ascending[np.argsort(-loads.costs[ascending], kind="stable")]
-    units = Units(loads.costs[order], loads.lengths[order], seats.number_nodes(loads.homes[order]))
+    units = Units(loads.costs[order], seats.number_nodes(loads.homes[order]))
     limit = _limit(units.costs, len(takers))
     nodes = nodes_of_units(units, seats, limit=limit)
     seat_of_unit = _seats_of_units(units.costs, nodes, seats)

@@ -162,7 +162,7 @@ class Dealer:
         # Leave room for sums of all and for percentages of these in 64 bits.
         costs >>= max(int(costs.max(initial=0)).bit_length() + rows.size.bit_length() - 54, 0)
         dealt = assign_rows(
-            RowLoads(rows, catalogue.homes[rows], costs, lengths),
+            RowLoads(rows, catalogue.homes[rows], costs),
             takers,
             group_size=size,
             seed=self._rules.seed,

@@ -37,7 +37,6 @@ class Units:
     """What is dealt in one piece, the costliest first and of equals the first row first; arrays are [num_units]."""
 
     costs: Integers
-    tokens: Integers
     homes: Integers
     """numbers of home nodes; -1 where there is no taker"""
 
@@ -87,26 +86,24 @@ class _Receivers:
 
 
 def _shed(units: Units, nodes: Integers, receivers: _Receivers, *, home: int, excess: int, limit: int) -> None:
-    """Move units worth `excess`, rounded up to a unit, from their home to light nodes, as far as these can take them.
+    """Move the fewest units that are worth `excess` from their home to light nodes, as far as these can take them.
 
-    Those with the most cost per token go first, as they cost the least bytes, as long as they fit into the excess; then
-    the cheapest of the others, which is worth all that is left.
+    The costliest ones go while one alone isn't worth what is left, then the cheapest one that is. Long rows have the
+    most cost per token, so these are few bytes, too.
     """
-    mine = np.flatnonzero(units.homes == home)
-    worth = units.costs[mine] // np.maximum(units.tokens[mine], 1)
-    too_large: list[tuple[int, int]] = []
-    for unit in mine[np.argsort(-worth, kind="stable")].tolist():
+    last = -1
+    for unit in np.flatnonzero(units.homes == home).tolist():
         cost = int(units.costs[unit])
-        if cost > excess:
-            too_large.append((cost, unit))
-        elif receivers.can_take(cost, limit):
+        if cost >= excess:
+            last = unit
+            continue
+        if last >= 0 and receivers.can_take(int(units.costs[last]), limit):
+            break
+        if receivers.can_take(cost, limit):
             nodes[unit] = receivers.give(cost)
             excess -= cost
-            if not excess:
-                return
-    cost, unit = min(too_large, default=(0, -1))
-    if cost and receivers.can_take(cost, limit):
-        nodes[unit] = receivers.give(cost)
+    if last >= 0 and excess > 0 and receivers.can_take(int(units.costs[last]), limit):
+        nodes[last] = receivers.give(int(units.costs[last]))
 
 
 def split_by(owners: Integers, num_owners: int, *, values: Integers | None = None) -> list[Integers]:

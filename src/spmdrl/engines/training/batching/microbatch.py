@@ -5,6 +5,7 @@ Shape letters: `B` rows.
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Sequence
 
 from spmdrl.types.partition import RowCost, largest_differencing
@@ -85,12 +86,13 @@ def _packed_by_length(
 ) -> list[list[int]] | None:
     """Put each row, longest first, where it leaves the least room (best-fit decreasing); None if one fits nowhere."""
     groups: list[list[int]] = [[] for _ in range(count)]
-    room = [max_tokens] * count
+    # Ascending; of equal room the first comes first.
+    room = [(max_tokens, number) for number in range(count)]
     for row in sorted(rows, key=lambda row: (-lengths_B[row], row)):
-        with_room = [k for k in range(count) if room[k] >= lengths_B[row]]
-        if not with_room:
+        place = bisect.bisect_left(room, (lengths_B[row], 0))
+        if place == count:
             return None
-        target = min(with_room, key=lambda k: (room[k], k))
-        groups[target].append(row)
-        room[target] -= lengths_B[row]
+        left, number = room.pop(place)
+        groups[number].append(row)
+        bisect.insort(room, (left - lengths_B[row], number))
     return groups
