@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from time import perf_counter, sleep
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -130,3 +131,21 @@ def test_files_of_earlier_versions_are_read_beside_new_lines(tmp_path: Path):
     timeline.close()
     after = read_timeline(run / "timeline")
     assert after.spans[: len(before.spans)] == before.spans and len(after.spans) == len(before.spans) + 2 * len(STAGES)
+
+
+def test_a_stage_inside_another_counts_once_and_hides_what_the_other_waits_for(tmp_path: Path):
+    timeline = Timeline(tmp_path / "rank.jsonl", 0)
+    started = perf_counter()
+    with timeline.stage("generation", 1):
+        with timeline.stage("reference", 1):
+            sleep(0.02)
+        scored = perf_counter()
+        timeline.waited("generation", 1, start=started, end=scored - 0.005)
+    took = perf_counter() - started
+    timeline.waited("reward", 1, start=timeline.end_of("generation", 1), end=started)
+    timeline.close()
+    seconds, waits = timeline.stage_seconds(1), timeline.waits(1)
+    assert seconds["reference"] >= 0.02 and sum(seconds.values()) <= took
+    assert seconds["generation"] < took - 0.02
+    assert waits.keys() == {"generation"}, "rewards that came before the end of generation aren't waited for"
+    assert 0.01 <= waits["generation"].hidden_seconds <= waits["generation"].seconds <= scored - 0.0049 - started

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from spmdrl.dataflow.stages.judging import Judge, JudgeStage
 from spmdrl.dataflow.stages.reward import RewardStage
 from spmdrl.dataflow.stages.rollout.generation import GenerationStage
 from spmdrl.dataflow.stages.rollout.partial import PartialGenerationStage
+from spmdrl.dataflow.stages.rollout.portions import Portions
 from spmdrl.dataflow.stages.rollout.recorded import RecordedGeneration
 from spmdrl.dataflow.stages.rollout.refill import Refill
 from spmdrl.dataflow.stages.rollout.turns import RolloutTurns
@@ -45,6 +46,7 @@ from spmdrl.job.run.run import Run
 from spmdrl.job.start.prepared import Prepared
 from spmdrl.job.start.start_checks import CheckedRun, agreement_of, credit_settings_of
 from spmdrl.observability.terminal.console import Console
+from spmdrl.resources.collectives import Arrivals
 from spmdrl.resources.memory import MemoryLedger
 from spmdrl.resources.mesh import build_generation_mesh
 from spmdrl.resources.world import World
@@ -160,13 +162,14 @@ class StageParts:
 def build_stages(checked: CheckedRun, run: Run, parts: StageParts) -> Stages:
     """The worker states that make the algorithm's columns."""
     config, critic, recorder = checked.config, checked.config.critic, run.logs.recorder
-    reward = RewardStage(parts.pool, config.reward, parts.tokenizer.decode, recorder)
-    generation, refill = _build_generation(checked, run, parts, reward), None
+    reward = RewardStage(parts.pool, config.reward, parts.tokenizer.decode, recorder, run.logs.timeline)
+    refill = None
     if parts.carried.rules.num_refills:
         settings, mesh = credit_settings_of(config), parts.replica.mesh
         refill = Refill(parts.carried, checked.algorithm, settings, mesh, recorder)
     without_actor: list[Stage] = []
     with_actor: list[Stage] = []
+    scores: list[ScoreStage] = []
     for state in checked.needs:
         if state is WorkerState.JUDGE:
             assert parts.judge is not None, "a run has a judge by its section"
@@ -174,12 +177,15 @@ def build_stages(checked: CheckedRun, run: Run, parts: StageParts) -> Stages:
         if state.work == "score" and (role := checked.role_of(state)) is not None:
             present, trainer = partial(parts.switching.present, role), parts.models[role].trainer
             if state.role is REFERENCE and role is POLICY:
-                present = trainer.without_adapters
+                present = _without_adapters(present, trainer)
             stage = _score_stage(checked, parts, state, trainer, present)
+            scores.append(stage)
             (with_actor if role.presence == "training" else without_actor).append(stage)
     if not refill:
         # Waited for last: every pass before it hides the seconds of the reward functions.
         with_actor.append(reward)
+    portions = None if refill else _build_portions(checked, run, parts, scores)
+    generation = _build_generation(checked, run, parts, reward, portions)
     plan = UpdatePlan(
         config.train.epochs_per_step, config.train.updates_per_step, config.rollout.max_completion_length,
         config.train.skip_zero_advantage, agreement_of(config), first_step=critic.warmup_steps + 1 if critic else 1,
@@ -197,6 +203,33 @@ def build_stages(checked: CheckedRun, run: Run, parts: StageParts) -> Stages:
     )  # fmt: skip
 
 
+def _build_portions(checked: CheckedRun, run: Run, parts: StageParts, scores: Sequence[ScoreStage]) -> Portions | None:
+    """What scores groups that are whole while rows wait for an environment; None where no row does. Collective."""
+    number, mesh = checked.config.dock.portions, parts.replica.mesh
+    if parts.turns is None or not scores or number == 1:
+        return None
+    obstacle = None
+    if not checked.config.dock.fuse:
+        obstacle = "as dock.fuse is false"
+    elif parts.switching.swaps:
+        obstacle = "as the training state leaves for generation"
+    elif mesh.expert.size > 1:
+        obstacle = "as replicas that share experts step together"
+    when = f"after generation, {obstacle}" if obstacle else "while rows wait for the environment"
+    run.console.note(f"{', '.join(stage.state.value for stage in scores)}: in {number} portions, {when}")
+    arrivals = None if obstacle else Arrivals(run.world.timeout_seconds)
+    return Portions(number, scores, mesh.tensor, run.logs.timeline, arrivals)
+
+
+def _without_adapters(present: Presence, trainer: TrainingEngine) -> Presence:
+    @contextmanager
+    def both() -> Iterator[None]:
+        with present(), trainer.without_adapters():
+            yield
+
+    return both
+
+
 def _score_stage(
     checked: CheckedRun, parts: StageParts, state: WorkerState, trainer: TrainingEngine, present: Presence
 ) -> ScoreStage:
@@ -210,12 +243,14 @@ def _score_stage(
     return kind(state, trainer, present, seen)
 
 
-def _build_generation(checked: CheckedRun, run: Run, parts: StageParts, reward: RewardStage) -> Stage:
+def _build_generation(
+    checked: CheckedRun, run: Run, parts: StageParts, reward: RewardStage, portions: Portions | None
+) -> Stage:
     config, mesh = checked.config, parts.replica.mesh
     sampling, debug = config.rollout.sampling(parts.tokenizer.stop_token_ids), config.debug
     generation = GenerationStage(
         engine=parts.replica.engine, mesh=mesh, sampling=sampling, seed=config.seed, listeners=[reward],
-        recorder=run.logs.recorder, turns=parts.turns,
+        recorder=run.logs.recorder, turns=parts.turns, portions=portions,
     )  # fmt: skip
     if parts.carried.is_used:
         lockstep = Lockstep(mesh.expert, run.world.device.torch_device)

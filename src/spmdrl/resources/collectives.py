@@ -6,11 +6,20 @@ device's tensor travels by the links between devices.
 
 from __future__ import annotations
 
+import time
+from datetime import timedelta
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from spmdrl.resources.network.sockets import closing_new_listeners
+
 Group = dist.ProcessGroup | None
+
+_PAUSE_SECONDS = 0.001
+# Ranks arrive long before the last one does: who waits has a deadline of its own.
+_NO_TIMEOUT = timedelta(days=7)
 
 
 def group_size(group: Group = None) -> int:
@@ -92,3 +101,48 @@ def barrier(group: Group = None) -> None:
     """
     if group_size(group) > 1:
         dist.all_reduce(torch.zeros(1), group=group)
+
+
+class Arrivals:
+    """Rounds at each of which ranks arrive without waiting for the others: absent -> arrived -> complete -> absent."""
+
+    def __init__(self, timeout_seconds: float):
+        """A group of its own carries them, beside all that ranks compute meanwhile. Collective over all ranks.
+
+        `timeout_seconds` is how long `wait` may take.
+        """
+        self._timeout_seconds = timeout_seconds
+        self._group: Group = None
+        if group_size() > 1:
+            with closing_new_listeners():
+                self._group = dist.new_group(backend="gloo", timeout=_NO_TIMEOUT)
+        self._token = torch.zeros(1)
+        self._work: dist.Work | None = None
+        self.has_arrived = False
+
+    def arrive(self) -> None:
+        """Arrive at this round, once, and return at once."""
+        if self.has_arrived:
+            return
+        self.has_arrived = True
+        if self._group is not None:
+            self._work = dist.all_reduce(self._token, group=self._group, async_op=True)
+
+    @property
+    def are_complete(self) -> bool:
+        """Whether all ranks have arrived at this round, as far as this rank has learnt."""
+        return self.has_arrived and (self._work is None or self._work.is_completed())
+
+    def next_round(self) -> None:
+        """Begin another round behind one that is complete on some rank; raises what a lost connection raises."""
+        if self._work is not None:
+            self._work.wait()
+        self._work, self.has_arrived = None, False
+
+    def wait(self) -> None:
+        """Wait until all ranks have arrived. Raises TimeoutError if some haven't in time."""
+        deadline = time.monotonic() + self._timeout_seconds
+        while not self.are_complete:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"some ranks still generate {self._timeout_seconds:g} s after this one ended")
+            time.sleep(_PAUSE_SECONDS)

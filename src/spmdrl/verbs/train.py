@@ -90,6 +90,7 @@ class Training:
 #   waits for  slices | its engine         |              | weights       | its children | all rows   | all gradients
 #   puts              | responses          | ref_logprobs | old_logprobs  | rewards      | advantages | nothing
 #   children          | score each response as it ends . . . . . . . . . > |
+#   meanwhile         | reference, old log-probs of whole groups, while rows wait for an environment
 #   device     generation's weights, cache | update weights return > . . . . . . . . . . . . . . . . . . . . . .
 
 

@@ -8,7 +8,8 @@ Source: MindSpeed RL (arXiv:2507.19017), "Allgather-Swap Technique", Figure 5.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
@@ -61,6 +62,7 @@ class ReshardingFlow:
         self._filling: GeneratorFilling | None = None
         self._kept: list[str] = []
         """weights that the generator has for good"""
+        self.swaps = swaps
         self._swap: Swap = StayingSwap(world.device, ledger)
         if swaps:
             self._swap = Swap(world.device, ledger, directory, make_store=make_store)
@@ -170,6 +172,18 @@ class ReshardingFlow:
             returned=copied if num_bytes else None,
             hidden_share=copied.share_before(started),
         )
+
+    @contextmanager
+    def computing(self, role: Role) -> Iterator[None]:
+        """A role of training may score inside this block, also while responses are generated if nothing is swapped."""
+        trainer = self._trainers[role]
+        is_generating = self._state == "generation"
+        assert not (is_generating and self.swaps), f"the weights of the {role.name} are away while responses come"
+        trainer.weights_on_device |= is_generating
+        try:
+            yield
+        finally:
+            trainer.weights_on_device &= not is_generating
 
     def bring(self, role: Role) -> ReshardStats:
         """Brings the frozen weights of a role that is present in stages only to the device, if they aren't there."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Annotated, Literal
 
-from annotated_types import Gt
+from annotated_types import Ge, Gt
 
 from spmdrl.dataflow.data.prompts import Prompt
 from spmdrl.dataflow.samples.balancing.dealing import DealRules, RowGroups
@@ -36,6 +36,12 @@ class DockConfig:
     balance: Literal["cost", "rows"] = "cost"
     """what ranks get equal shares of; cost: the model's work for rows, and for groups that are to be generated what is
     expected of their prompts' earlier responses; rows: their numbers, for comparison"""
+    portions: Annotated[int, Ge(1)] = 4
+    """parts of a step's responses that models score one after another where rows wait for an environment: of each
+    replica equally many groups, in the order in which they are whole"""
+    fuse: bool = True
+    """whether a portion is scored while other rows wait for the environment, where all weights fit beside generation;
+    false: after generation, to the same bits"""
     network: Literal["auto", "tcp"] = "auto"
     """how nodes exchange requests on a trusted network; auto: by whatever TensorPipe finds best; tcp: by plain TCP"""
 

@@ -118,6 +118,7 @@ class Quota:
     def __init__(self, number: int, num_last: int):
         """`num_last` of its groups are in their last round; places are kept for them."""
         assert num_last <= number, (num_last, number)
+        self.number = number
         self._num_open = number
         self._num_last = num_last
 

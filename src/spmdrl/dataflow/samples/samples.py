@@ -82,6 +82,8 @@ class Samples:
         """by state, the rows that each rank claimed last"""
         self._news: list[News] = []
         """what this rank put and dropped since the last commit"""
+        self._portions: list[Integers] = []
+        """rows of all ranks that were announced together"""
         self._keep_prompts(columns)
 
     def _keep_prompts(self, prompts: Batch) -> None:
@@ -137,15 +139,24 @@ class Samples:
         """The columns that rows must have before `state` gets them."""
         return self._lives.controllers[state].needs
 
-    def take(self, state: WorkerState, names: Iterable[str] | None = None) -> Batch:
+    def ready_portions(self, state: WorkerState) -> list[Integers]:
+        """The rows that are ready for `state`: those announced together, in that order, then all others."""
+        ready = self._lives.controllers[state].ready_rows()
+        others = ready[~np.isin(ready, np.concatenate([*self._portions, ready[:0]]))]
+        portions = [*(rows[np.isin(rows, ready)] for rows in self._portions), others]
+        return [rows for rows in portions if rows.size]
+
+    def take(self, state: WorkerState, names: Iterable[str] | None = None, *, among: Integers | None = None) -> Batch:
         """Claim all rows that are ready for `state`, and return this rank's share of them with all that it reads.
 
-        With `names` only those columns come along. Where ranks work on the same rows, the first of them takes and the
-        others get what it took. The batch may be a view of stored rows: it must not be changed, and it is valid until
-        the batch of this step is closed. Collective where rows cross nodes.
+        With `names` only those columns come along, and of ready rows only those `among` these. Where ranks work on the
+        same rows, the first of them takes and the others get what it took. The batch may be a view of stored rows: it
+        must not be changed, and it is valid until the batch of this step is closed. Collective where rows cross nodes.
         """
         names = sorted(self.reads(state)) if names is None else self._checked(state, names)
-        shares = self._dealer.deal(state, self._lives.controllers[state].ready_rows(), self._lives.catalogue)
+        ready = self._lives.controllers[state].ready_rows()
+        rows = ready if among is None else ready[np.isin(ready, among)]
+        shares = self._dealer.deal(state, rows, self._lives.catalogue)
         own = self._claim(state, shares)
         groups = self._dock.rules.row_groups.get(state)
         if groups is None:
@@ -210,11 +221,24 @@ class Samples:
         if len(rows):
             self._news.append(RowDrop(np.asarray(rows, dtype=np.int64), reason))
 
+    def announce_portion(self) -> None:
+        """Publish what ranks put and dropped, while the state that did goes on. Collective over all ranks.
+
+        States that score rows take those that were put, a portion, by themselves.
+        """
+        news = self._publish()
+        put = [entry.rows for entry in news if isinstance(entry, RowMetadata)]
+        self._portions.append(np.unique(np.concatenate([np.empty(0, dtype=np.int64), *put])))
+
     def commit(self, state: WorkerState) -> None:
         """Publish what was put and dropped, and end the claims of `state`. Collective over all ranks."""
-        news, self._news = self._all_news(self._news), []
         self._lives.finish(state)
+        self._publish()
+
+    def _publish(self) -> list[News]:
+        news, self._news = self._all_news(self._news), []
         self._lives.observe(news)
+        return news
 
     def _all_news(self, own: list[News]) -> list[News]:
         """All ranks' news; from here on this rank reads what others of its node stored. Collective over all ranks."""

@@ -17,7 +17,7 @@ from spmdrl.dataflow.samples.schema import column_of
 from spmdrl.dataflow.stages.rows import ModelTokens, token_rows
 from spmdrl.engines.training.batching.packed_rows import TokenRows
 from spmdrl.engines.training.training_engine import TrainingEngine
-from spmdrl.types import Batch, WorkerState
+from spmdrl.types import Batch, Integers, WorkerState
 
 Presence = Callable[[], AbstractContextManager[None]]
 Seen = Callable[[Batch, Samples], Batch]
@@ -25,7 +25,7 @@ Seen = Callable[[Batch, Samples], Batch]
 
 
 class ScoreStage:
-    """Scores responses with one engine. Collective: every rank calls it once per step."""
+    """Scores the responses that are there with one engine, portion by portion. Collective over all ranks."""
 
     def __init__(
         self, state: WorkerState, engine: TrainingEngine, presence: Presence = nullcontext,
@@ -42,10 +42,15 @@ class ScoreStage:
         self.seen = seen
 
     def __call__(self, samples: Samples) -> None:
-        batch = samples.take(self.state)
-        with self.presence():
-            scored = self._scored(batch if self.seen is None else self.seen(batch, samples))
-        samples.put(self.state, scored)
+        portions = samples.ready_portions(self.state)
+        if portions:
+            with self.presence():
+                for rows in portions:
+                    self._score_portion(samples, rows)
+
+    def _score_portion(self, samples: Samples, rows: Integers) -> None:
+        batch = samples.take(self.state, among=rows)
+        samples.put(self.state, self._scored(batch if self.seen is None else self.seen(batch, samples)))
         samples.commit(self.state)
 
     def _scored(self, batch: Batch) -> Batch:

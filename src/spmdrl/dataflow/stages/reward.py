@@ -22,6 +22,7 @@ from spmdrl.engines.reward.judge_config import JUDGE_PART
 from spmdrl.engines.reward.pool import MODEL_PART, RewardConfig, RewardPool
 from spmdrl.engines.workers.verdict import Outcome, Verdict
 from spmdrl.observability.metrics import Recorder
+from spmdrl.observability.timeline.timeline import Timeline
 from spmdrl.resources.collectives import gather_bytes, sum_over
 from spmdrl.types import Batch, WorkerState
 
@@ -39,8 +40,13 @@ class RewardStage:
 
     state = WorkerState.REWARD
 
-    def __init__(self, pool: RewardPool, config: RewardConfig, decode: DecodeTokens, recorder: Recorder):
+    def __init__(
+        self, pool: RewardPool, config: RewardConfig, decode: DecodeTokens, recorder: Recorder,
+        timeline: Timeline | None = None,
+    ):  # fmt: skip
+        """`timeline` counts what the state waits for from the end of generation on."""
         self.config = config
+        self._timeline = timeline
         self.recorder = recorder
         self._rewards = StreamedRewards(pool, decode)
         self._so_far = (0, 0, 0)
@@ -61,9 +67,11 @@ class RewardStage:
         """
         rows = samples.take_generated(self.state)
         # Groups that go on in a later step aren't among them; their rewards wait in the pool.
-        results = self._rewards.collect(
-            [self._groups[row // samples.group_size] for row in rows[:: samples.group_size]]
-        )
+        groups = [self._groups[row // samples.group_size] for row in rows[:: samples.group_size]]
+        if self._timeline is not None and (generated := self._timeline.end_of("generation", samples.step)) is not None:
+            came = self._rewards.came_at(groups)
+            self._timeline.waited(self.state.value, samples.step, start=generated, end=came)
+        results = self._rewards.collect(groups)
         self._groups.clear()
         for part, weight in self.config.parts_beside.items() if rows else ():
             scores_B = samples.read(rows, [SCORE_COLUMNS[part]]).dense(SCORE_COLUMNS[part])
@@ -170,8 +178,8 @@ class StreamedRewards:
 
     def collect(self, groups: Sequence[Hashable]) -> list[RewardResult]:
         """Wait for the rewards of these groups, all of whose responses were begun, and forget them."""
+        keys = self._keys(groups)
         begun = {group: self._groups.pop(group) for group in groups}
-        keys = [(group, members[0]) for group, one in begun.items() for members in one.calls]
         results = dict(zip(keys, self._pool.collect(keys), strict=True))
         return [
             joined(
@@ -183,6 +191,13 @@ class StreamedRewards:
             )
             for group, one in begun.items()
         ]
+
+    def came_at(self, groups: Sequence[Hashable]) -> float:
+        """Wait for the rewards of these groups; returns the `time.perf_counter` at which the last of them came."""
+        return self._pool.came_at(self._keys(groups))
+
+    def _keys(self, groups: Sequence[Hashable]) -> list[Hashable]:
+        return [(group, members[0]) for group in groups for members in self._groups[group].calls]
 
     def _judged(self, key: Hashable, outcome: Outcome) -> RewardResult:
         """The result of a row that no function judges."""

@@ -85,6 +85,10 @@ class EnvironmentPool:
         """Ask for the step after a turn under a key of the caller's."""
         self._calls.submit(key, asdict(episode), 1)
 
+    def wait(self, keys: Sequence[Hashable], seconds: float | None = None) -> float | None:
+        """The `time.perf_counter` at which the last of these results came; None if some haven't in so many seconds."""
+        return self._calls.wait(keys, seconds)
+
     def collect(self, keys: Sequence[Hashable]) -> list[StepResult]:
         """Wait for the results of these steps and take them out, in the order of `keys`."""
         return self._calls.collect(keys)

@@ -201,6 +201,10 @@ class RewardPool:
         """
         return [self._combined(key, scores) for key, scores in zip(keys, self._calls.collect(keys), strict=True)]
 
+    def came_at(self, keys: Sequence[Hashable]) -> float:
+        """Wait for the results of these calls; returns the `time.perf_counter` at which the last of them came."""
+        return self._calls.wait(keys) or 0.0
+
     def _combined(self, key: Hashable, scores: list[FunctionScores]) -> RewardResult:
         if not self.names:
             return RewardResult(key, scores[0].values, {}, scores[0].verdicts, None)

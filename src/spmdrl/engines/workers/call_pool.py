@@ -72,7 +72,8 @@ class CallPool(Generic[A]):
         # Shared by callers and the thread.
         self._changed = threading.Condition()
         self._waiting: set[Hashable] = set()
-        self._answered: dict[Hashable, A] = {}
+        self._answered: dict[Hashable, tuple[A, float]] = {}
+        """with the `time.perf_counter` at which they came"""
         self._failure: BaseException | None = None
         self._is_closed = False
         self._pending: deque[PendingCall] = deque()
@@ -116,18 +117,30 @@ class CallPool(Generic[A]):
 
         Waits at most `timeout_seconds` for each call that is before them or with them in a worker's queue.
         """
+        self.wait(keys)
+        with self._changed:
+            return [self._answered.pop(key)[0] for key in keys]
+
+    def wait(self, keys: Sequence[Hashable], seconds: float | None = None) -> float | None:
+        """Wait for the answers of these calls; returns the `time.perf_counter` at which the last of them came.
+
+        Returns None where some haven't come after so many seconds.
+        """
         section = self._setup.section
         with self._changed:
             unknown = [key for key in keys if key not in self._waiting and key not in self._answered]
             if unknown:
                 raise KeyError(f"no {section} call was submitted under {unknown!r}, or it was collected before")
-            while any(key in self._waiting for key in keys):
+            has_ended = self._changed.wait_for(
+                lambda: self._waiting.isdisjoint(keys) or self._failure is not None or self._is_closed, seconds
+            )
+            if not has_ended:
+                return None
+            if not self._waiting.isdisjoint(keys):
                 if self._failure is not None:
                     raise RuntimeError(f"the thread that watches the {section} processes failed") from self._failure
-                if self._is_closed:
-                    raise RuntimeError(f"the {section} pool was closed with {len(self._waiting)} calls under way")
-                self._changed.wait()
-            return [self._answered.pop(key) for key in keys]
+                raise RuntimeError(f"the {section} pool was closed with {len(self._waiting)} calls under way")
+            return max((self._answered[key][1] for key in keys), default=0.0)
 
     def close(self) -> None:
         """End the workers with all that they started; answers not yet collected stay, calls are given up."""
@@ -143,7 +156,7 @@ class CallPool(Generic[A]):
     def _deliver(self, key: Hashable, answer: A) -> None:
         with self._changed:
             self._waiting.discard(key)
-            self._answered[key] = answer
+            self._answered[key] = answer, time.perf_counter()
             self._changed.notify_all()
 
     def _wake_up(self) -> None:

@@ -40,6 +40,11 @@ class Switching:
         self._planned_bytes: list[int] = []
         """by switch"""
 
+    @property
+    def swaps(self) -> bool:
+        """Whether the training state is away while responses are generated."""
+        return self._flow.swaps
+
     def to_generation(self, step: int) -> None:
         """Move the slices that generation lacks, free the update state, and probe the generator."""
         with self._probed(step), self._logs.timeline.stage("resharding", step):
@@ -67,7 +72,8 @@ class Switching:
     def present(self, role: Role) -> Iterator[None]:
         """The role's weights are on the device inside this block, which is part of a stage."""
         if role.presence == "training":
-            yield
+            with self._flow.computing(role):
+                yield
             return
         stats = self._flow.bring(role)
         # On leaving they are only freed, since the host keeps its copy.

@@ -48,6 +48,9 @@ class RunLogs:
         for stage, stage_seconds in self.timeline.stage_seconds(step).items():
             self.recorder.maximum(f"time/{stage}", stage_seconds)
         self.recorder.maximum("time/step", seconds)
+        for stage, waits in self.timeline.waits(step).items():
+            self.recorder.total(f"fusion/hidden_seconds/{stage}", waits.hidden_seconds)
+            self.recorder.mean("fusion/hidden_share", waits.hidden_seconds / waits.seconds, waits.seconds)
         if refused := take_num_refused():
             self.recorder.total("log/refused_writes", refused)
         metrics = merge(gather_bytes(encode(self.recorder.drain())))

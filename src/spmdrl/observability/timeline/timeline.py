@@ -27,6 +27,14 @@ class TimelineRecords:
     snapshots: list[MemorySnapshot]
 
 
+@dataclass(frozen=True)
+class Waits:
+    """Seconds that a stage waited for others' answers, and those of them in which other stages worked."""
+
+    seconds: float
+    hidden_seconds: float
+
+
 def timeline_file(run_dir: Path, rank: int) -> Path:
     """Where a rank of a run writes its timeline."""
     return run_dir / "timeline" / f"rank_{rank:05d}.jsonl"
@@ -45,6 +53,9 @@ class Timeline:
         self._lines = LineWriter(rank, round(self._now(), 6))
         self._writer = PartedWriter(Path(path), self._lines.header, part_bytes=part_bytes)
         self._seconds: dict[int, dict[str, float]] = {}
+        self._waits: dict[int, dict[str, Waits]] = {}
+        self._ended: dict[int, list[Span]] = {}
+        self._inside_open_stages: list[float] = []
         self._moved_in_open_stages: list[list[Moved]] = []
         self.failed_stage: str | None = None
         """The innermost stage that the last error ended; None once another has begun."""
@@ -55,6 +66,7 @@ class Timeline:
         start, error, moved = self._now(), "", list[Moved]()
         self.failed_stage = None
         self._moved_in_open_stages.append(moved)
+        self._inside_open_stages.append(0.0)
         try:
             with self._shown(name):
                 yield
@@ -76,12 +88,30 @@ class Timeline:
         begun, ended = self._epoch + start, self._epoch + end
         self._write(Span(self.rank, step, name, begun, ended, background=True, moved=tuple(moved)))
 
+    def waited(self, stage: str, step: int, *, start: float, end: float) -> None:
+        """Count what `stage` waited for from `start` to `end` by `time.perf_counter`, and which part others hid."""
+        begun, ended = self._epoch + start, self._epoch + end
+        others = [span for span in self._ended.get(step, []) if span.stage != stage]
+        hidden = sum(max(0.0, min(ended, span.end) - max(begun, span.start)) for span in others)
+        known = self._waits.setdefault(step, {}).get(stage, Waits(0.0, 0.0))
+        if ended > begun:
+            self._waits[step][stage] = Waits(known.seconds + ended - begun, known.hidden_seconds + hidden)
+
+    def end_of(self, stage: str, step: int) -> float | None:
+        """When `stage` last ended in `step`, by `time.perf_counter`."""
+        ends = [span.end for span in self._ended.get(step, []) if span.stage == stage]
+        return ends[-1] - self._epoch if ends else None
+
+    def waits(self, step: int) -> dict[str, Waits]:
+        """What stages of this rank waited for in `step`; only the two newest steps are remembered."""
+        return dict(self._waits.get(step, {}))
+
     def memory(self, step: int, held: HeldMemory) -> None:
         """Write what this rank holds now that a stage of `step` ended."""
         self._writer.write(self._lines.memory(step, self._now(), held))
 
     def stage_seconds(self, step: int) -> dict[str, float]:
-        """Seconds of this rank by stage in `step`; only the two newest steps are remembered."""
+        """Seconds of this rank by stage in `step`, without those of stages inside it; the two newest steps only."""
         return dict(self._seconds.get(step, {}))
 
     def truncate_after(self, step: int) -> None:
@@ -95,10 +125,15 @@ class Timeline:
         return self._epoch + time.perf_counter()
 
     def _finish(self, span: Span) -> None:
+        inside = self._inside_open_stages.pop()
+        if self._inside_open_stages:
+            self._inside_open_stages[-1] += span.seconds
         seconds = self._seconds.setdefault(span.step, {})
-        seconds[span.stage] = seconds.get(span.stage, 0.0) + span.seconds
-        for old in sorted(self._seconds)[:-2]:
-            del self._seconds[old]
+        seconds[span.stage] = seconds.get(span.stage, 0.0) + span.seconds - inside
+        self._ended.setdefault(span.step, []).append(span)
+        for by_step in (self._seconds, self._ended, self._waits):
+            for old in sorted(by_step)[:-2]:
+                del by_step[old]
         self._write(span)
 
     def _write(self, span: Span) -> None:

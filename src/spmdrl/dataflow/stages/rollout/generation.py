@@ -10,6 +10,7 @@ import torch
 
 from spmdrl.dataflow.data.prompts import Prompt
 from spmdrl.dataflow.samples.dock import Samples
+from spmdrl.dataflow.stages.rollout.portions import Portions
 from spmdrl.dataflow.stages.rollout.requests import EndedResponses, ResponseListener, Turns, row_seed, run_rollout
 from spmdrl.dataflow.stages.rows import ROUTED_EXPERTS, TURNS
 from spmdrl.engines.generation.protocol import GenerationEngine, Request, Response, SamplingParams
@@ -34,6 +35,8 @@ class GenerationStage:
     recorder: Recorder
     turns: Turns | None = None
     """lets an environment answer between turns"""
+    portions: Portions | None = None
+    """scores groups that are whole while rows wait for the environment"""
 
     def __call__(self, samples: Samples) -> None:
         rows, size = samples.deal_generation(), samples.group_size
@@ -45,15 +48,16 @@ class GenerationStage:
             Request(group, tuple(prompt.prompt_ids), self._seeds(samples.step, group), self.sampling)
             for group, prompt in zip(groups, prompts, strict=True)
         ]
+        self._open_portions(samples, len(groups))
         answers: list[list[Response]] = [[] for _ in groups]
-        for number, responses in run_rollout(self.engine, requests, prompts, self.turns):
+        for number, responses in run_rollout(self.engine, requests, prompts, self.turns, meanwhile=self.portions):
             self._notify(groups[number][0] // size, prompts[number], size, responses)
             answers[number] += responses
             if len(answers[number]) == size:
                 whole = sorted(answers[number], key=lambda response: response.row)
                 self._count(sum(response.num_own_tokens for response in whole))
                 self._put(samples, prompts[number], whole)
-        samples.commit(self.state)
+        self._commit(samples)
         # The same on every rank; where a step generates more than once, that of its most uneven deal.
         self.recorder.maximum("generation/imbalance", samples.generation_imbalance())
 
@@ -72,11 +76,25 @@ class GenerationStage:
         if self.mesh.is_leader:
             self.recorder.total("generation/tokens", num_tokens)
 
+    def _open_portions(self, samples: Samples, num_groups: int) -> None:
+        """Begin a step of which this rank's replica generates so many groups."""
+        if self.portions is not None:
+            self.portions.open(samples, num_groups)
+
+    def _commit(self, samples: Samples) -> None:
+        """End the state, behind all portions but the last. Collective over all ranks."""
+        if self.portions is not None:
+            self.portions.close()
+        samples.commit(self.state)
+
     def _put(self, samples: Samples, prompt: Prompt, responses: Sequence[Response]) -> None:
         """Store a whole group, and record what it is like."""
+        if self.portions is not None:
+            self.portions.add(columns_of(responses))
+        elif self.mesh.is_leader:
+            samples.put(self.state, columns_of(responses))
         if not self.mesh.is_leader:
             return
-        samples.put(self.state, columns_of(responses))
         for response in responses:
             length = response.num_own_tokens
             self.recorder.total("perf/tokens", len(prompt.prompt_ids) + len(response.token_ids))

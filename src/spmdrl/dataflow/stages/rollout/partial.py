@@ -82,6 +82,7 @@ class PartialGenerationStage(GenerationStage):
         own = [self._own_group(samples, groups, tuple(rows[at : at + size])) for at in range(0, len(rows), size)]
         quota = self._quota(groups, dealt)
         stops_early = samples.num_rows > rules.num_wanted * size
+        self._open_portions(samples, quota.number)
         left: dict[int, Batch] = {}
         for group, responses in self._answers(own, self._all_have(quota) if stops_early else None):
             num_begun = sum(response.num_own_tokens for response in group.begun)
@@ -93,7 +94,7 @@ class PartialGenerationStage(GenerationStage):
                 left[group.serial] = packed(responses)
                 if self.mesh.is_leader:
                     samples.mark_deferred(group.rows)
-        samples.commit(self.state)
+        self._commit(samples)
         self._carry_over(samples, groups, dealt, left)
 
     def _own_group(self, samples: Samples, groups: StepGroups, rows: tuple[int, ...]) -> OwnGroup:
@@ -130,7 +131,7 @@ class PartialGenerationStage(GenerationStage):
                 requests.append(request)
         answers: list[list[Response]] = [[] for _ in requested]
         prompts = [group.prompt for group in requested]
-        for number, responses in run_rollout(self.engine, requests, prompts, self.turns, is_enough):
+        for number, responses in run_rollout(self.engine, requests, prompts, self.turns, is_enough, self.portions):
             self._notify_of_ended(requested[number], responses)
             answers[number] += responses
             if len(answers[number]) == len(requests[number].rows):

@@ -14,23 +14,42 @@ Answers = Iterator[tuple[int, list[Response]]]
 """Numbers of requests, each with those of its responses that ended in one engine step."""
 
 
+Came = Callable[[float | None], float | None]
+"""Waits at most so many seconds (None: to the end); the `time.perf_counter` at which all came, or None."""
+
+
+class Meanwhile(Protocol):
+    """Works while an environment does. The ranks of a replica call its methods alike."""
+
+    def between_steps(self) -> None:
+        """Called between two steps of the engine."""
+        ...
+
+    def until(self, came: Came | None) -> None:
+        """Called where nothing can be generated; returns once `came`. None on ranks that don't know what does."""
+        ...
+
+
 class Turns(Protocol):
     """Lets an environment answer between the turns of a row."""
 
     def run(
         self, engine: GenerationEngine, requests: Sequence[Request], prompts: Sequence[Prompt],
-        is_enough: Callable[[], bool] | None = None,
+        is_enough: Callable[[], bool] | None = None, meanwhile: Meanwhile | None = None,
     ) -> Answers: ...  # fmt: skip
 
 
 def run_rollout(
     engine: GenerationEngine, requests: Sequence[Request], prompts: Sequence[Prompt], turns: Turns | None,
-    is_enough: Callable[[], bool] | None = None,
+    is_enough: Callable[[], bool] | None = None, meanwhile: Meanwhile | None = None,
 ) -> Answers:  # fmt: skip
-    """Run the requests, each with its prompt, in one turn or, with `turns`, in several; see `run_requests`."""
+    """Run the requests, each with its prompt, in one turn or, with `turns`, in several; see `run_requests`.
+
+    `meanwhile` works where all rows wait for the environment.
+    """
     if turns is None:
         return run_requests(engine, requests, is_enough)
-    return turns.run(engine, requests, prompts, is_enough)
+    return turns.run(engine, requests, prompts, is_enough, meanwhile)
 
 
 def run_requests(

@@ -14,9 +14,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 
 from spmdrl.dataflow.data.prompts import Prompt
-from spmdrl.dataflow.stages.rollout.requests import Answers, by_request
+from spmdrl.dataflow.stages.rollout.requests import Answers, Meanwhile, by_request
 from spmdrl.dataflow.stages.rollout.turn_row import TurnRow
 from spmdrl.engines.environment.environment_pool import EnvironmentPool
 from spmdrl.engines.environment.environment_runner import StepResult
@@ -55,7 +56,7 @@ class RolloutTurns:
 
     def run(
         self, engine: GenerationEngine, requests: Sequence[Request], prompts: Sequence[Prompt],
-        is_enough: Callable[[], bool] | None = None,
+        is_enough: Callable[[], bool] | None = None, meanwhile: Meanwhile | None = None,
     ) -> Answers:  # fmt: skip
         """As `run_requests`, with a prompt for each request; responses hold all turns.
 
@@ -73,6 +74,8 @@ class RolloutTurns:
         while (runs := engine.has_work) or self._lockstep.most(len(waiting)) != [0]:
             if is_enough is not None and is_enough():
                 break
+            if meanwhile is not None:
+                meanwhile.between_steps()
             ended = engine.step() if runs else []
             num_steps += bool(runs)
             done = [one for response in ended for one in self._after_turn(rows[response.row], response)]
@@ -80,7 +83,7 @@ class RolloutTurns:
             waiting |= {one.row: num_steps + self._return_after for one in ended if one.row not in finished}
             # Where nothing runs there is nothing to wait beside.
             due = [row for row, when in waiting.items() if when <= num_steps or not engine.has_work]
-            done += self._bring_back(engine, [rows[row] for row in due])
+            done += self._bring_back(engine, [rows[row] for row in due], meanwhile)
             waiting = {row: when for row, when in waiting.items() if row not in due}
             yield from by_request(done, request_of)
         aborted = engine.abort() if engine.has_work else []
@@ -95,8 +98,12 @@ class RolloutTurns:
             self._pool.submit(row.row, row.episode(self._decode))
         return []
 
-    def _bring_back(self, engine: GenerationEngine, due: Sequence[TurnRow]) -> list[Response]:
+    def _bring_back(
+        self, engine: GenerationEngine, due: Sequence[TurnRow], meanwhile: Meanwhile | None
+    ) -> list[Response]:
         """Submit the next turns of these rows; returns the rows that have none."""
+        if due and meanwhile is not None:
+            meanwhile.until(self._pool and partial(self._pool.wait, [row.row for row in due]))
         ends = [(row, self._finish(row, result, engine.version)) for row, result in self._results(due)]
         requests = [row.turn_request() for row, finish in ends if finish is None]
         if requests or not self._lockstep.is_alone:
