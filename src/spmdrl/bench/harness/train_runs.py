@@ -13,7 +13,7 @@ from spmdrl.config.reader import ConfigError
 # The first step of a process builds caches and optimizer state.
 STEPS_OF_WARM_UP = 1
 _LONGEST_SECONDS = 3600.0
-_SETTINGS = {
+SETTINGS_OF_STEPS = {
     "reward.functions": "[exact]",
     "train.skip_zero_advantage": "false",
     "checkpoint.interval": 0,
@@ -34,7 +34,7 @@ def train_steps(
 
     Raises RuntimeError with the end of the run's stderr if it fails.
     """
-    run_verb(words_of("train", {**_SETTINGS, **settings}, folder), num_ranks=num_ranks, environment=environment)
+    run_verb(words_of("train", {**SETTINGS_OF_STEPS, **settings}, folder), num_ranks=num_ranks, environment=environment)
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines[STEPS_OF_WARM_UP:]]
 
@@ -46,7 +46,12 @@ def words_of(verb: str, settings: Mapping[str, object], folder: Path) -> list[st
 
 def run_verb(words: Sequence[str], *, num_ranks: int, environment: Mapping[str, str]) -> None:
     """Run a verb to its end. Raises RuntimeError with the end of its stderr if it fails."""
+    run_module("spmdrl", words, num_ranks=num_ranks, environment=environment)
+
+
+def run_module(module: str, words: Sequence[str], *, num_ranks: int, environment: Mapping[str, str]) -> None:
+    """Run a module on so many ranks to its end. Raises RuntimeError with the end of its stderr if it fails."""
     launcher = [sys.executable]
     if num_ranks > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
-    run_to_end([*launcher, "-m", "spmdrl", *words], environment, _LONGEST_SECONDS)
+    run_to_end([*launcher, "-m", module, *words], environment, _LONGEST_SECONDS)

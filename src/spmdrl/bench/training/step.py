@@ -2,7 +2,8 @@
 
 Fixed work: every response has exactly --length tokens, unless --natural-stops lets it end sooner. The other trainer is
 any command that prints one JSON line a step with `ete`, `gen`, `update` (seconds) and `tok_s` (tokens per second and
-device); give the same sizes to both.
+device); give the same sizes to both. With --table there is no other trainer: one run under PyTorch's profiler, and the
+seconds of its mean step by stage and kind of work (`step_seconds`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,14 @@ from pathlib import Path
 from spmdrl.bench.harness.bench_table import BenchTable
 from spmdrl.bench.harness.in_turn import in_turn
 from spmdrl.bench.harness.peers import run_to_end
-from spmdrl.bench.harness.train_runs import STEPS_OF_WARM_UP, check_steps, train_steps
+from spmdrl.bench.harness.train_runs import (
+    SETTINGS_OF_STEPS,
+    STEPS_OF_WARM_UP,
+    check_steps,
+    run_module,
+    train_steps,
+    words_of,
+)
 
 PEER_NAMES = {"step": "ete", "generation": "gen", "update": "update"}
 RATE = "tokens_per_second_per_device"
@@ -38,11 +46,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, default=2, help="ranks on this machine")
     parser.add_argument("--rounds", type=int, default=1, help="how often the two run in turn")
     parser.add_argument("--peer", help="command of the other trainer")
+    parser.add_argument("--table", action="store_true", help="profile our own steps instead: where their seconds go")
 
 
 def run(arguments: argparse.Namespace) -> BenchTable:
     """Run both in turn, and compare medians over all counted steps. Raises ValueError if a run gives no steps."""
     check_steps(arguments.steps)
+    if arguments.table:
+        return table_of_seconds(arguments)
     trainers = {"ours": functools.partial(our_steps, arguments)}
     if arguments.peer:
         trainers["peer"] = functools.partial(peer_steps, shlex.split(arguments.peer))
@@ -50,10 +61,8 @@ def run(arguments: argparse.Namespace) -> BenchTable:
     steps = {name: [step for each in turn.results for step in each] for name, turn in turns.items()}
     if not all(steps.values()):
         raise ValueError(f"--peer {arguments.peer} printed no step after {STEPS_OF_WARM_UP} of warm-up; let it do more")
-    length = f"{'up to ' if arguments.natural_stops else ''}{arguments.length} tokens"
-    sizes = f"{arguments.prompts_per_step} prompts x {arguments.num_generations} responses x {length}"
     return BenchTable(
-        title=f"bench step: {sizes}, {arguments.ranks} ranks, medians over {len(steps['ours'])} steps",
+        title=f"bench step: {_sizes(arguments)}, medians over {len(steps['ours'])} steps",
         rows=[_row(name, **steps) for name in (*PEER_NAMES, RATE)],
         notes=("seconds, but for tokens per second and device (Eq. 5 with real lengths)",),
         details={"ours": steps["ours"], "peer": steps.get("peer", [])},
@@ -69,9 +78,48 @@ def _row(name: str, ours: Sequence[Mapping[str, float]], peer: Sequence[Mapping[
     return row
 
 
+def _sizes(arguments: argparse.Namespace) -> str:
+    length = f"{'up to ' if arguments.natural_stops else ''}{arguments.length} tokens"
+    rows = f"{arguments.prompts_per_step} prompts x {arguments.num_generations} responses"
+    return f"{rows} x {length}, {arguments.ranks} ranks"
+
+
+def table_of_seconds(arguments: argparse.Namespace) -> BenchTable:
+    """Where the seconds of our mean step go on the main rank, in milliseconds, the costliest stage first."""
+    with tempfile.TemporaryDirectory(prefix="spmdrl-bench-") as folder:
+        out = Path(folder) / "seconds.json"
+        # The last step, which writes a checkpoint, isn't profiled.
+        settings = {**SETTINGS_OF_STEPS, **_settings(arguments), "train.max_steps": arguments.steps + 1}
+        _, *words = words_of("train", settings, Path(folder) / "run")
+        run_module(
+            "spmdrl.bench.training.step_seconds", [str(out), *words],
+            num_ranks=arguments.ranks, environment=_environment(),
+        )  # fmt: skip
+        found = json.loads(out.read_text())
+    seconds = sorted(found["seconds"].items(), key=lambda stage: -stage[1]["all"])
+    rows = [{"stage": stage} | {kind: 1e3 * by_kind[kind] for kind in by_kind} for stage, by_kind in seconds]
+    sums = {kind: sum(row[kind] for row in rows) for kind in rows[0] if kind != "stage"}
+    share = (sums["products"] + sums["attention"]) / sums["all"]
+    calls = ", ".join(f"{count:.3g} {name}" for name, count in found["collectives"].items())
+    return BenchTable(
+        title=f"bench step: {_sizes(arguments)}, mean of {arguments.steps - STEPS_OF_WARM_UP} steps under the profiler",
+        rows=[*rows, {"stage": "all", **sums}],
+        notes=(f"milliseconds; share of products, attention's among them: {share:.2f}", f"a step's messages: {calls}"),
+        details={"share_of_products": share, "messages": found["collectives"]},
+    )
+
+
 def our_steps(arguments: argparse.Namespace) -> list[dict[str, float]]:
     """The counted steps of a run of the `train` verb on this machine."""
-    settings = {
+    with tempfile.TemporaryDirectory(prefix="spmdrl-bench-") as folder:
+        steps = train_steps(
+            Path(folder), _settings(arguments), num_ranks=arguments.ranks, environment=_environment()
+        )  # fmt: skip
+    return [{name: step[f"time/{name}"] for name in PEER_NAMES} | {RATE: step[f"perf/eq5_{RATE}"]} for step in steps]
+
+
+def _settings(arguments: argparse.Namespace) -> dict[str, object]:
+    return {
         "model.path": arguments.model,
         "data.train": arguments.prompts,
         "rollout.prompts_per_step": arguments.prompts_per_step,
@@ -82,9 +130,6 @@ def our_steps(arguments: argparse.Namespace) -> list[dict[str, float]]:
         "train.max_steps": arguments.steps,
         "resources.device": "auto",
     }
-    with tempfile.TemporaryDirectory(prefix="spmdrl-bench-") as folder:
-        steps = train_steps(Path(folder), settings, num_ranks=arguments.ranks, environment=_environment())
-    return [{name: step[f"time/{name}"] for name in PEER_NAMES} | {RATE: step[f"perf/eq5_{RATE}"]} for step in steps]
 
 
 def peer_steps(command: Sequence[str]) -> list[dict[str, float]]:
