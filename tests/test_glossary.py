@@ -18,7 +18,8 @@ ELSEWHERE = {
     "router/bias_abs_max", "log/refused_writes", "environment/turns", "environment/tokens",
     "eval/loss", "preference/accuracy", "preference/margin", "preference/chosen", "preference/rejected",
     "teacher/kl", "teacher/divergence", "refill/attempts", "refill/prompts", "refill/unfilled",
-    "judge/unread", "judge/unasked", "fusion/hidden_seconds/{stage}", "fusion/hidden_share",
+    "judge/unread", "judge/unasked", "fusion/waited_seconds/{stage}", "fusion/hidden_seconds/{stage}",
+    "fusion/hidden_share",
 }  # fmt: skip
 # Sparse, several updates per step, reference, critic, correction, rollouts over several steps: what records most.
 MUCH = (

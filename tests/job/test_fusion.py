@@ -76,6 +76,8 @@ def test_rows_losses_and_weights_are_those_of_the_unfused_run(tmp_path, ranks, m
     found = {(span.stage, span.rank) for span in inside_generation(tmp_path / "fused")}
     assert found >= {(name, rank) for name in ("reference", "old_logprobs") for rank in range(ranks)}
     assert inside_generation(tmp_path / "after") == []
+    stages = [span.stage for span in read_timeline(tmp_path / "after" / "timeline").spans if span.step == 2]
+    assert stages.index("generation") < stages.index("reward") < stages.index("reference")
     hidden = [sum(step["fusion/hidden_seconds/generation"] for step in metrics_of(tmp_path / name))
               for name in ("fused", "after")]  # fmt: skip
     assert hidden[0] > hidden[1] == 0

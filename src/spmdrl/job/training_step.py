@@ -181,9 +181,12 @@ def build_stages(checked: CheckedRun, run: Run, parts: StageParts) -> Stages:
             stage = _score_stage(checked, parts, state, trainer, present)
             scores.append(stage)
             (with_actor if role.presence == "training" else without_actor).append(stage)
-    if not refill:
+    if not refill and config.dock.fuse:
         # Waited for last: every pass before it hides the seconds of the reward functions.
         with_actor.append(reward)
+    elif not refill:
+        read_by_rewards = (WorkerState.REWARD_MODEL, WorkerState.JUDGE)
+        without_actor.insert(sum(stage.state in read_by_rewards for stage in without_actor), reward)
     portions = None if refill else _build_portions(checked, run, parts, scores)
     generation = _build_generation(checked, run, parts, reward, portions)
     plan = UpdatePlan(

@@ -40,8 +40,8 @@ class DockConfig:
     """parts of a step's responses that models score one after another where rows wait for an environment: of each
     replica equally many groups, in the order in which they are whole"""
     fuse: bool = True
-    """whether a portion is scored while other rows wait for the environment, where all weights fit beside generation;
-    false: after generation, to the same bits"""
+    """whether rewards are waited for behind all that models score, and portions are scored while other rows wait for
+    the environment, where all weights fit beside generation; false: one state after the other, to the same bits"""
     network: Literal["auto", "tcp"] = "auto"
     """how nodes exchange requests on a trusted network; auto: by whatever TensorPipe finds best; tcp: by plain TCP"""
 

@@ -49,6 +49,7 @@ class RunLogs:
             self.recorder.maximum(f"time/{stage}", stage_seconds)
         self.recorder.maximum("time/step", seconds)
         for stage, waits in self.timeline.waits(step).items():
+            self.recorder.total(f"fusion/waited_seconds/{stage}", waits.seconds)
             self.recorder.total(f"fusion/hidden_seconds/{stage}", waits.hidden_seconds)
             self.recorder.mean("fusion/hidden_share", waits.hidden_seconds / waits.seconds, waits.seconds)
         if refused := take_num_refused():

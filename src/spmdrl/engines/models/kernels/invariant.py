@@ -122,9 +122,7 @@ class _CausalAttention(torch.autograd.Function):
         return None, *whole(gradient, *ctx.saved_tensors, dropout_p=0.0, is_causal=True, scale=ctx.scale)
 
 
-def _attended_tiles(
-    queries: Tensor, keys: Tensor, values: Tensor, scale: float
-) -> Iterator[tuple[Tensor, Tensor]]:
+def _attended_tiles(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Iterator[tuple[Tensor, Tensor]]:
     """Output and logarithm of the sum of exponentials of one tile of queries after the other."""
     start, num_queries = 0, queries.shape[2]
     while start < num_queries:
