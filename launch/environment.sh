@@ -1,7 +1,10 @@
 # Sourced by the scripts beside it, from the root of the clone: makes .venv ready and shares the cores among ranks.
+# A script that sets `venv` before has another folder for its environment.
 #
 #   PYTHON=python3.12   the interpreter that .venv is made with (default: the first fit one on PATH)
 #   SPMDRL_TORCH=cpu    PyTorch's CPU build (default: what pip takes for this platform)
+
+venv=${venv:-.venv}
 
 say() { printf '[setup] %s\n' "$*"; }
 fail() { printf '[setup] %s\n' "$*" >&2; exit 1; }
@@ -24,11 +27,11 @@ pip_install() {
     if [ -t 1 ]; then
         # Ends with the script: a background job isn't reached by Ctrl-C.
         while sleep 2 && kill -0 $$ 2> /dev/null; do
-            printf '\r[setup] ... %d s, %s in .venv ' "$((SECONDS - started))" "$(du -sh .venv 2> /dev/null | cut -f1)"
+            printf '\r[setup] ... %d s, %s in %s ' "$((SECONDS - started))" "$(du -sh "$venv" 2> /dev/null | cut -f1)" "$venv"
         done &
         ticker=$!
     fi
-    .venv/bin/python -m pip install -qq --disable-pip-version-check "$@" || status=$?
+    "$venv/bin/python" -m pip install -qq --disable-pip-version-check "$@" || status=$?
     if [ -n "$ticker" ]; then
         kill "$ticker" 2> /dev/null
         wait "$ticker" 2> /dev/null || true
@@ -42,21 +45,21 @@ prepare_environment() {
     local extra=$1 torch=${SPMDRL_TORCH:-default} stamp state python
     case $torch in
         default | cpu) ;;
-        *) fail "SPMDRL_TORCH is '$torch', but must be cpu or unset; for another build, install torch into .venv first" ;;
+        *) fail "SPMDRL_TORCH is '$torch', but must be cpu or unset; for another build, install torch into $venv first" ;;
     esac
     state="torch=$torch setup.cfg=$(cksum < setup.cfg)"
     # What dev brings holds for every other call too.
-    for stamp in .venv/installed-dev ".venv/installed-${extra:-run}"; do
+    for stamp in "$venv/installed-dev" "$venv/installed-${extra:-run}"; do
         if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$state" ]; then
             return
         fi
     done
-    if ! .venv/bin/python -m pip --version > /dev/null 2>&1 || [ "$(cat .venv/torch-build 2> /dev/null || echo "$torch")" != "$torch" ]; then
+    if ! "$venv/bin/python" -m pip --version > /dev/null 2>&1 || [ "$(cat "$venv/torch-build" 2> /dev/null || echo "$torch")" != "$torch" ]; then
         python=$(find_python)
-        say "making .venv with $("$python" --version)"
-        "$python" -m venv --clear .venv
+        say "making $venv with $("$python" --version)"
+        "$python" -m venv --clear "$venv"
     fi
-    echo "$torch" > .venv/torch-build
+    echo "$torch" > "$venv/torch-build"
     if [ "$torch" = cpu ]; then
         say "installing PyTorch's CPU build"
         pip_install --index-url https://download.pytorch.org/whl/cpu "$(sed -n 's/^ *\(torch[<>=].*\)$/\1/p' setup.cfg)"
