@@ -7,7 +7,9 @@ device's tensor travels by the links between devices.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from datetime import timedelta
+from itertools import accumulate, pairwise
 
 import torch
 import torch.distributed as dist
@@ -45,18 +47,29 @@ def _reduced(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: Group) -> Tenso
 
 def gather_ragged(values: Tensor, group: Group = None) -> list[Tensor]:
     """Every rank's 1-D tensor, in rank order; lengths may differ. Collective."""
+    return [part for (part,) in gather_ragged_columns([values], group)]
+
+
+def gather_ragged_columns(columns: Sequence[Tensor], group: Group = None) -> list[list[Tensor]]:
+    """Every rank's 1-D tensors, in rank order, by one exchange; lengths may differ, dtypes don't. Collective."""
     size = group_size(group)
     if size == 1:
-        return [values.clone()]
-    counts = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
-    dist.all_gather(counts, torch.tensor([values.numel()]), group=group)
-    lengths = [int(count) for count in counts]
+        return [[values.clone() for values in columns]]
+    counts = [torch.zeros(len(columns), dtype=torch.int64) for _ in range(size)]
+    dist.all_gather(counts, torch.tensor([values.numel() for values in columns]), group=group)
+    widths = [values.element_size() for values in columns]
+    bounds = [[0, *accumulate(n * width for n, width in zip(each.tolist(), widths, strict=True))] for each in counts]
     # gloo gathers equal sizes only: pad to the longest.
-    padded = values.new_zeros(max(lengths))
-    padded[: values.numel()] = values
+    padded = torch.zeros(max(ends[-1] for ends in bounds), dtype=torch.uint8)
+    own = [values.contiguous().view(torch.uint8) for values in columns]
+    torch.cat(own, out=padded[: sum(map(len, own))])
     gathered = [torch.empty_like(padded) for _ in range(size)]
     dist.all_gather(gathered, padded, group=group)
-    return [part[:length] for part, length in zip(gathered, lengths, strict=True)]
+    return [
+        # A copy begins where any dtype may.
+        [part[slice(*ends)].clone().view(values.dtype) for values, ends in zip(columns, pairwise(each), strict=True)]
+        for part, each in zip(gathered, bounds, strict=True)
+    ]
 
 
 def gather_bytes(payload: bytes, group: Group = None) -> list[bytes]:

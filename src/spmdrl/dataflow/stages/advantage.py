@@ -14,7 +14,7 @@ from spmdrl.dataflow.samples.dock import Samples
 from spmdrl.dataflow.samples.schema import COPIES
 from spmdrl.dataflow.stages.rows import TURNS, ModelTokens, credit_inputs
 from spmdrl.observability.metrics import Recorder
-from spmdrl.resources.collectives import gather_ragged
+from spmdrl.resources.collectives import gather_ragged, gather_ragged_columns
 from spmdrl.types import Batch, CreditInputs, CreditSettings, WorkerState, gather_ragged_rows, offsets_of
 
 
@@ -122,21 +122,19 @@ def share_without_signal(rewards_B: Tensor, groups_B: Tensor) -> float:
 
 def of_all_ranks(own: CreditInputs) -> tuple[Tensor, CreditInputs]:
     """All ranks' rows, ascending, and what they are credited by. Collective."""
-    rows = _gathered(own.columns.rows)
-    columns = Batch(rows)
+    sent = [own.columns.rows, own.rewards_B, own.groups_B, own.lengths_B]
+    for name in own.columns.names:
+        is_ragged = own.columns.is_ragged(name)
+        sent += [own.columns.lengths(name), own.columns.values(name)] if is_ragged else [own.columns.dense(name)]
+    rows, rewards_B, groups_B, lengths_B, *others = map(torch.cat, zip(*gather_ragged_columns(sent), strict=True))
+    columns, left = Batch(rows), iter(others)
     for name in own.columns.names:
         if own.columns.is_ragged(name):
-            lengths_B = _gathered(own.columns.lengths(name))
-            columns.put_ragged(name, _gathered(own.columns.values(name)), offsets_of(lengths_B))
+            offsets = offsets_of(next(left))
+            columns.put_ragged(name, next(left), offsets)
         else:
-            columns.put_dense(name, _gathered(own.columns.dense(name)))
-    inputs = replace(
-        own,
-        rewards_B=_gathered(own.rewards_B),
-        groups_B=_gathered(own.groups_B),
-        lengths_B=_gathered(own.lengths_B),
-        columns=columns,
-    )
+            columns.put_dense(name, next(left))
+    inputs = replace(own, rewards_B=rewards_B, groups_B=groups_B, lengths_B=lengths_B, columns=columns)
     order = rows.argsort()
     return rows[order], inputs.of_rows(order)
 

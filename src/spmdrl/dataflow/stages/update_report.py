@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.observability.metrics import Recorder
-from spmdrl.resources.collectives import gather_ragged
+from spmdrl.resources.collectives import gather_ragged_columns
 from spmdrl.resources.device import to_host
 from spmdrl.types import Batch, Integers
 
@@ -98,7 +98,7 @@ class ShownRows:
         row_R, logprobs_R = to_host([torch.cat(parts) for parts in zip(*self._kept, strict=True)] or _nothing())
         self._kept.clear()
         is_shown_R = row_R >= 0
-        for rows, values in zip(gather_ragged(row_R[is_shown_R]), gather_ragged(logprobs_R[is_shown_R]), strict=True):
+        for rows, values in gather_ragged_columns([row_R[is_shown_R], logprobs_R[is_shown_R]]):
             for row in rows.unique().tolist():
                 self._logprobs[row] = values[rows == row].tolist()
 

@@ -48,6 +48,8 @@ class ShardedModel:
         """What each stage holds before FSDP2 shards it."""
         self._part_of = {name: held for held in parts.values() for name in held.slices}
         self._buffers = {name for decoder in stages.values() for name, _ in decoder.named_buffers()}
+        self._places: dict[tuple[str, bool], tuple[WeightSlice, bool]] = {}
+        """By name, and by whether FSDP2 shards it: the box that this rank holds, and whether as the first."""
         # The stage with the embedding counts as the holder of a tied head.
         self._copies = {_EMBEDDING} if any(_is_tied_copy(decoder) for decoder in stages.values()) else set()
 
@@ -95,9 +97,17 @@ class ShardedModel:
 
     def shard_of(self, name: str, tensor: Tensor) -> Shard:
         """The part that this rank holds of a weight, or of a gradient or mean that is cut like it."""
+        key, local = (name, isinstance(tensor, DTensor)), local_tensor(tensor)
+        if key not in self._places:
+            self._places[key] = self._place_of(name, tensor)
+        box, first = self._places[key]
+        assert local.shape == box.shape, (name, tuple(local.shape), box)
+        return Shard(local, box, self._part_of[name].shapes[name], first)
+
+    def _place_of(self, name: str, tensor: Tensor) -> tuple[WeightSlice, bool]:
+        """The box of a tensor that this rank holds, and whether no other rank counts as its holder."""
         parts = self._part_of[name]
-        local, box = local_tensor(tensor), parts.slices[name]
-        first = name not in self._copies
+        box, first = parts.slices[name], name not in self._copies
         if self.mesh.tensor.size > 1:
             first = first and is_first(name, self.mesh.tensor, parts)
         if isinstance(tensor, DTensor):
@@ -109,8 +119,7 @@ class ShardedModel:
                     first = first and rank == 0
         elif name in self._buffers:
             first = first and self.mesh.data.rank == 0 and self.mesh.context.rank == 0
-        assert local.shape == box.shape, (name, tuple(local.shape), box)
-        return Shard(local, box, parts.shapes[name], first)
+        return box, first
 
     def gather_whole(
         self, shards: Mapping[str, Shard], dtype: torch.dtype, *, wanted: Callable[[str], bool] = lambda name: True
