@@ -34,6 +34,7 @@ class Bench(Protocol):
 BENCHES = {
     "accelerator": "accelerator.accelerator_check",
     "algorithms": "learning.algorithms_bench",
+    "balance": "samples.balance_bench",
     "fusion": "training.fusion",
     "layouts": "layouts.layouts",
     "memory": "memory.memory_bench",
