@@ -114,3 +114,19 @@ def test_weights_beside_adapters_stay_packed_while_adapters_change(name) -> None
     of_base = [product for product in packed if not any(is_adapter(n) for n in engine._weights._names(product))]
     assert of_base == [] or chosen_kind() == "cpu"
     assert all(product.is_packed for product in of_base) and len(of_base) < len(packed or [0])
+
+
+def test_kept_weights_hold_beside_others_of_the_same_product_that_are_borrowed_anew() -> None:
+    config = replace(FAMILIES["llama"], lora=LoraConfig(rank=2))
+    engine, given = made(config, packs=True), weights_of(config)
+    expected = answers(made(config, packs=False))
+    # As where ranks share matrices: queries and keys are one product, but only keys aren't lent.
+    lent = {name: weight.to(chosen_device()) for name, weight in given.items() if "q_proj" in name}
+    assert lent
+    for _ in range(3):
+        engine.borrow_weights(lent)
+        engine.keep_weights(given.keys() - lent.keys())
+        engine.wake_cache()
+        assert answers(engine) == expected
+        engine.sleep()
+        engine.wake_weights(())

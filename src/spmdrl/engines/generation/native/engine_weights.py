@@ -10,7 +10,7 @@ Shape letters: `B` rows, `D` inputs of a linear layer, `V` vocabulary or this ra
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 
 import torch
 import torch.nn.functional as F
@@ -142,9 +142,8 @@ class PackedWeights(FreeableWeights):
         super().borrow(weights)
 
     def sleep(self) -> None:
-        for product in self._changing():
-            product.drop()
-        self._is_packed = False
+        # A layer that is kept may share its product with one that isn't, as one that was borrowed.
+        self._unpack(self._kept)
         super().sleep()
 
     def _names(self, product: Product) -> set[str]:
@@ -154,12 +153,13 @@ class PackedWeights(FreeableWeights):
         """The products of weights that aren't all kept."""
         return [product for product in self.products if not self._names(product) <= self._kept]
 
-    def _unpack(self) -> None:
-        """Give packed weights their plain storages back, with what they held, unless they are kept."""
+    def _unpack(self, names: Set[str] | None = None) -> None:
+        """Drop the products of weights that aren't all kept; these weights, or all, get plain storages with values."""
+        wanted = (self._own.keys() if names is None else names) - self._borrowed.keys()
         for product in self._changing():
             for weight, values in zip(product.weights, product.unpacked(), strict=False):
                 own = self._own[self._name_of[id(weight)]]
-                if not own.untyped_storage().nbytes() and self._name_of[id(weight)] not in self._borrowed:
+                if not own.untyped_storage().nbytes() and self._name_of[id(weight)] in wanted:
                     own.untyped_storage().resize_(own.nbytes)
                     own.copy_(values)
             product.drop()
