@@ -74,7 +74,10 @@ class Taken:
     def reads(self, state):
         return {*self.batch.names, "advantages"}
 
-    def take(self, state, names=None):
+    def ready_portions(self, state):
+        return [self.batch.rows.numpy()]
+
+    def take(self, state, names=None, *, among=None):
         return self.batch.select(range(len(self.batch)), names)
 
     def commit(self, state): ...

@@ -15,5 +15,7 @@ def fill_tables(name: str, library: str) -> None:
         functions[name] = functions["cpu"]
     # Weights in blocks are oneDNN's own tensors, which no other device can hold.
     ops.TABLE["blocked_linear"][name] = plain.blocked_linear
+    # The library for pages reads memory by its address, which a device's kernels alone may.
+    ops.TABLE["paged_attention"][name] = plain.paged_attention
     cached_attention.WHOLE_ROW_TILES[name] = cached_attention.WHOLE_ROW_TILES["cpu"]
     optimizer.FUSED_ADAMW += (name,)
