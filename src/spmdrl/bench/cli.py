@@ -35,6 +35,7 @@ BENCHES = {
     "accelerator": "accelerator.accelerator_check",
     "algorithms": "learning.algorithms_bench",
     "balance": "samples.balance_bench",
+    "exact": "training.exact_steps",
     "fusion": "training.fusion",
     "layouts": "layouts.layouts",
     "memory": "memory.memory_bench",
