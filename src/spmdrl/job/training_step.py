@@ -19,7 +19,7 @@ from spmdrl.dataflow.stages.advantage import AdvantageStage
 from spmdrl.dataflow.stages.critic.critic_update import CriticUpdateStage
 from spmdrl.dataflow.stages.critic.cut_values import CutValueStage
 from spmdrl.dataflow.stages.critic.returns import ReturnsStage
-from spmdrl.dataflow.stages.inference import Presence, ScoreStage
+from spmdrl.dataflow.stages.inference import OlderLogprobsStage, Presence, ScoreStage
 from spmdrl.dataflow.stages.judging import Judge, JudgeStage
 from spmdrl.dataflow.stages.reward import RewardStage
 from spmdrl.dataflow.stages.rollout.generation import GenerationStage
@@ -242,7 +242,11 @@ def _score_stage(
         vocab_size = parts.models[POLICY].source.decoder.vocab_size
         num_likeliest = checked.algorithm.num_likeliest
         return LikeliestTokensStage(trainer, present, seen, num_likeliest=num_likeliest, vocab_size=vocab_size)
-    kind = CutValueStage if state.role is CRITIC and critic is not None and critic.bootstraps else ScoreStage
+    kind = ScoreStage
+    if state.role is CRITIC and critic is not None and critic.bootstraps:
+        kind = CutValueStage
+    elif state is WorkerState.OLD_LOGPROBS and agreement_of(checked.config) != "measured":
+        kind = OlderLogprobsStage
     return kind(state, trainer, present, seen)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
+import torch
 from torch import Tensor
 
 from spmdrl.dataflow.samples.dock import Samples
@@ -17,6 +18,7 @@ from spmdrl.dataflow.samples.schema import column_of
 from spmdrl.dataflow.stages.rows import ModelTokens, token_rows
 from spmdrl.engines.training.batching.packed_rows import TokenRows
 from spmdrl.engines.training.training_engine import TrainingEngine
+from spmdrl.resources.device import to_device
 from spmdrl.types import Batch, Integers, WorkerState
 
 Presence = Callable[[], AbstractContextManager[None]]
@@ -68,3 +70,28 @@ class ScoreStage:
         if self.engine.rating == "logprobs":
             return self.engine.score(rows).logprobs_R
         return self.engine.values(rows)
+
+
+class OlderLogprobsStage(ScoreStage):
+    """Scores only rows with tokens of earlier weights; of all others, the rollout's log-probs are those of the engine.
+
+    For runs in which generator and trainer agree to the last bit; the update checks that they do.
+    """
+
+    def _scored(self, batch: Batch) -> Batch:
+        is_older_B = has_older_tokens(batch, self.engine.update_count)
+        rated = super()._scored(batch.select(is_older_B.nonzero().squeeze(1))).values(self.column)
+        rated_R = is_older_B.repeat_interleave(batch.lengths("response_ids")).nonzero().squeeze(1)
+        scored = Batch(batch.rows)
+        generated_R = to_device(batch.values("rollout_logprobs"), rated.device)
+        logprobs_R = generated_R.index_copy(0, to_device(rated_R, rated.device), rated)
+        scored.put_ragged(self.column, logprobs_R, batch.offsets("response_ids"))
+        return scored
+
+
+def has_older_tokens(batch: Batch, version: int) -> Tensor:
+    """Which rows [B] have a token of the model that other weights than those of `version` generated."""
+    model_tokens = ModelTokens.of(batch)
+    row_R = torch.arange(len(batch)).repeat_interleave(model_tokens.lengths_B)
+    is_older_R = model_tokens.pick(batch.values("versions")) != version
+    return torch.zeros(len(batch), dtype=torch.bool).index_put_((row_R[is_older_R],), torch.tensor(True))

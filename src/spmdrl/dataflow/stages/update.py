@@ -32,10 +32,13 @@ from spmdrl.types import Batch, LossScope, TokenLoss, TokenTerms, WorkerState
 Agreement = Literal["measured", "checked", "used"]
 """What is done about differences between the log-probs of generator and trainer.
 
-measured: they are reported; checked: any is an error; used: besides, nothing computes `old_logprobs`, for which the
-generator's stand in.
+measured: they are reported; checked: any is an error, and `old_logprobs` are computed only for rows with tokens of
+earlier weights, the generator's standing in for the others; used: besides, nothing computes `old_logprobs`.
 """
 
+OldLogprobs = Literal["column", "own", "unknown"]
+"""Where the trainer's log-probs under the step's first weights are: in a column, among what an update computes, or
+nowhere."""
 OLD_LOGPROBS = "old_logprobs"
 _MEASURED_COLUMNS = frozenset({"rollout_logprobs", "versions"})
 
@@ -100,7 +103,7 @@ class UpdateStage:
                 chosen = batch.select((part_B == part).nonzero().squeeze(1))
                 if stands_in:
                     chosen.put_ragged(OLD_LOGPROBS, chosen.values("rollout_logprobs"), chosen.offsets("response_ids"))
-                old = "column" if OLD_LOGPROBS in columns else "own" if epoch == part == 0 else "unknown"
+                old = self._trainers_old(columns, is_first=epoch == part == 0)
                 loss = PolicyLoss(learner, version, old, self.shown if epoch == 0 else None)
                 result = self._one_update(chosen, sorted({*columns, *for_loss}), loss)
                 if result is not None and self.plan.agreement != "measured":
@@ -135,6 +138,13 @@ class UpdateStage:
         result = self.engine.update(rows, loss)
         self._report(result)
         return result
+
+    def _trainers_old(self, columns: Iterable[str], *, is_first: bool) -> OldLogprobs:
+        in_column = OLD_LOGPROBS in columns
+        # Where generation's stand in, a column would compare them with themselves.
+        if is_first and not (in_column and self.plan.agreement == "measured"):
+            return "own"
+        return "column" if in_column else "unknown"
 
     @property
     def _is_first_of_copy(self) -> bool:
@@ -190,8 +200,7 @@ class PolicyLoss:
     learner: Learner
     version: int
     """the policy version that the step began with"""
-    old: Literal["column", "own", "unknown"]
-    """where the trainer's log-probs under that version are: in a column, among what this update computes, or nowhere"""
+    old: OldLogprobs
     shown: ShownRows | None
     """keeps them of some rows"""
 

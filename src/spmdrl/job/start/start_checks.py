@@ -269,7 +269,8 @@ def states_of(config: Config, algorithm: Algorithm) -> dict[WorkerState, frozens
     scores = {SCORE_COLUMNS[part] for part in config.reward.parts_beside}
     credit = {"reward", "response_ids", *turns, *algorithm.columns_for_credit()}
     of_rows = {state: turns for state in WorkerState if state.work == "score" or state is WorkerState.RETURNS}
-    of_rows[WorkerState.OLD_LOGPROBS] = turns | replayed
+    generated = set() if agreement_of(config) == "measured" else {"rollout_logprobs", "versions"}
+    of_rows[WorkerState.OLD_LOGPROBS] = turns | replayed | generated
     if config.critic is not None:
         of_rows[WorkerState.VALUES] = turns | ({"finished"} if config.critic.bootstraps else set())
         of_rows[WorkerState.RETURNS] = turns | algorithm.columns_for_returns() | config.critic.columns_for_returns
