@@ -50,6 +50,7 @@ OPERATORS = {
     "torch": (
         r"torchgen/packaged/ATen/native/native_functions\.yaml",
         r"_flash_attention_forward|_flash_attention_backward|addmm\.dtype_out|_grouped_mm|_fused_adamw_"
+        r"|_fused_rms_norm"
         r"|_scaled_dot_product_flash_attention_for_cpu(?:_backward)?",
     ),
     "torch_npu": (
