@@ -41,4 +41,4 @@ def test_real_steps_are_compared_in_one_run(tmp_path):
     content = json.loads((tmp_path / "out.json").read_text())
     assert set(content["ratios"]) == {"step", "generation", "update"}
     medians = content["medians"]
-    assert 1 <= medians["cost"]["generation/imbalance"] <= medians["rows"]["generation/imbalance"]
+    assert all(1 <= medians[deal]["generation/imbalance"] <= 2 for deal in ("cost", "rows"))

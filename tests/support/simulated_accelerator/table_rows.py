@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import torch
+
 from spmdrl.engines.generation.native.cache import cached_attention
-from spmdrl.engines.models.kernels import ops, plain
+from spmdrl.engines.models.kernels import cpu, ops, plain
 from spmdrl.engines.training.update import optimizer
 from spmdrl.resources import device as devices
+
+# It reads memory by its address, which on the device a kernel alone may.
+_LIBRARY = torch.library.Library("simulated", "DEF")
+_LIBRARY.define("paged_attention(Tensor queries, Tensor keys, Tensor values, Tensor tables, Tensor lengths) -> Tensor")
+_LIBRARY.impl("paged_attention", cpu.paged_attention, "CPU")
 
 
 def fill_tables(name: str, library: str) -> None:
@@ -15,7 +22,6 @@ def fill_tables(name: str, library: str) -> None:
         functions[name] = functions["cpu"]
     # Weights in blocks are oneDNN's own tensors, which no other device can hold.
     ops.TABLE["blocked_linear"][name] = plain.blocked_linear
-    # The library for pages reads memory by its address, which a device's kernels alone may.
-    ops.TABLE["paged_attention"][name] = plain.paged_attention
+    ops.TABLE["paged_attention"][name] = torch.ops.simulated.paged_attention
     cached_attention.WHOLE_ROW_TILES[name] = cached_attention.WHOLE_ROW_TILES["cpu"]
     optimizer.FUSED_ADAMW += (name,)
