@@ -51,7 +51,7 @@ def share_of_digits(completions, **columns):
 """
 _LEAST_GAIN = 0.02
 """of the mean reward, from a run's first quarter to its last"""
-_CLOCKED = re.compile("(time|perf|mem)/|reshard/.*(seconds|per_second|hidden_share)$")
+_CLOCKED = re.compile("(time|perf|mem|fusion)/|reshard/.*(seconds|per_second|hidden_share)$")
 
 # Prompts x responses, tokens of each response.
 _STEP_SIZES = {"full": (32, 8, 256), "small": (4, 2, 8)}
