@@ -50,7 +50,7 @@ if grep -qwE 'avx512_bf16|amx_bf16' /proc/cpuinfo 2> /dev/null; then
     dtype=bfloat16
 fi
 share_cores "${RANKS:-2}"
-say "training $model in $dtype: roughly 15 minutes on two idle cores in bfloat16, twice that in float32; each line shows what is left"
+say "training $model in $dtype: tens of minutes on two cores, float32 taking twice as long as bfloat16; each line shows what is left"
 "$venv/bin/python" -m spmdrl.torchrun --standalone --nproc-per-node "${RANKS:-2}" -m spmdrl train "$config" \
     "model.path=$model" "model.dtype=$dtype" "$@" "run.dir=$run"
 "$venv/bin/python" launch/before_and_after.py "$run"
