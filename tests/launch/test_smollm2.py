@@ -43,7 +43,5 @@ def test_the_whole_script_trains_and_shows_answers_by_transformers(tmp_path: Pat
     command = ["bash", "launch/smollm2.sh", *settings, f"run.dir={tmp_path / 'run'}"]
     job = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=900, check=False)
     assert job.returncode == 0, job.stdout + job.stderr
-    assert (
-        summary_of(tmp_path / "run")["verdict"] == "done" and "Apache-2.0" in (ROOT / "launch/smollm2.sh").read_text()
-    )
+    assert summary_of(tmp_path / "run")["verdict"] == "done"
     assert len(re.findall(r"^(addition|difference):\d+:\d+ .*(right|wrong)", job.stdout, re.MULTILINE)) == 4
