@@ -1,7 +1,7 @@
 """Whole jobs on the simulated accelerator give the CPU's bits, and hold what the ledger lists.
 
-The CPU computes with the kernels that the device uses: attention as plain products, weights that don't lie in blocks.
-Any access that isn't ordered behind another stream's ends a job with an error.
+The CPU computes with the kernels that the device uses: attention as plain products, weights that don't lie in blocks,
+PyTorch's operations between products. Any access that isn't ordered behind another stream's ends a job with an error.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.support import simulated_accelerator
 from tests.support.jobs import ROOT, finished, metrics_of, run_job, summary_of, tiny_config, untimed, weights_digest
 from tests.support.ranks import end, fork
 
-from spmdrl.engines.models.kernels import ops, plain
+from spmdrl.engines.models.kernels import cpu, ops, plain
 from spmdrl.engines.training.context import block_kernels
 from spmdrl.observability.timeline.timeline import MemorySnapshot, read_timeline
 
@@ -46,6 +46,8 @@ SHARE = 0.01
 
 def as_the_device_computes() -> None:
     ops.TABLE["blocked_linear"]["cpu"] = plain.blocked_linear
+    ops.TABLE["rms_norm"]["cpu"], ops.TABLE["rotate"]["cpu"] = cpu.rms_norm, cpu.rotate
+    ops.TABLE["swiglu"]["cpu"] = plain.swiglu
     block_kernels.PADDED_KERNELS["cpu"] = block_kernels.PLAIN
     torch.backends.cuda.enable_flash_sdp(False)
 

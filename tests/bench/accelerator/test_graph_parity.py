@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tests.engines.generation.recorded_graphs import RecordedGraph, RecordingCapture
+from tests.engines.generation.recorded_graphs import RecordedGraph, RecordingCapture, run_in_pytorch
 
 from spmdrl.bench.accelerator.stage_run import StageRun
 from spmdrl.bench.accelerator.stages.graph_parity import check_graphs
@@ -29,7 +29,7 @@ class StaleCapture(RecordingCapture):
 @pytest.mark.parametrize("capture", [RecordingCapture, StaleCapture])
 def test_graphs_that_replay_and_graphs_that_do_not(capture, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(CAPTURES, "cpu", capture)
-    monkeypatch.setitem(TABLE["paged_attention"], "cpu", lambda *arguments: plain.paged_attention(*arguments))
+    run_in_pytorch(monkeypatch)
     # Packed weights have no memory that a recording could read.
     monkeypatch.setitem(TABLE["blocked_linear"], "cpu", plain.blocked_linear)
     with open_world("cpu") as world:

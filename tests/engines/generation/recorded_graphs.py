@@ -5,12 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from spmdrl.engines.models.kernels import cpu, plain
+from spmdrl.engines.models.kernels.ops import TABLE
+
 Operation = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], Any]
+
+
+def run_in_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the CPU run PyTorch's operations alone: those of its library can't be recorded."""
+    monkeypatch.setitem(TABLE["paged_attention"], "cpu", lambda *arguments: plain.paged_attention(*arguments))
+    for name, function in (("rms_norm", cpu.rms_norm), ("rotate", cpu.rotate), ("swiglu", plain.swiglu)):
+        monkeypatch.setitem(TABLE[name], "cpu", function)
 
 
 class RecordedGraph(TorchDispatchMode):

@@ -16,7 +16,7 @@ from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.kernels import plain
 from spmdrl.engines.models.kernels.ops import TABLE
-from tests.engines.generation.recorded_graphs import RecordingCapture
+from tests.engines.generation.recorded_graphs import RecordingCapture, run_in_pytorch
 from tests.engines.generation.schedules import (
     FAMILIES,
     GREEDY,
@@ -40,7 +40,7 @@ QWEN = FAMILIES["qwen3"]
 def captures(monkeypatch: pytest.MonkeyPatch) -> list[RecordingCapture]:
     """Graphs and paged attention on the CPU; returns what captured, one for each engine."""
     monkeypatch.setitem(CAPTURES, "cpu", RecordingCapture)
-    monkeypatch.setitem(TABLE["paged_attention"], "cpu", lambda *arguments: plain.paged_attention(*arguments))
+    run_in_pytorch(monkeypatch)
     monkeypatch.setattr(RecordingCapture, "made", [])
     return RecordingCapture.made
 

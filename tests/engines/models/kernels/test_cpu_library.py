@@ -53,10 +53,14 @@ def test_a_folder_that_others_write_to_isn_t_read(folder: Path) -> None:
     assert [path.name for path in folder.iterdir()] == ["planted.so"]
 
 
-def test_without_a_compiler_pytorch_s_operations_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_pytorch_s_operations_run(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
-    assert not ops.reads_pages(torch.device("cpu"))
+    with caplog.at_level(logging.WARNING):
+        assert not ops.reads_pages(torch.device("cpu"))
+    assert "no C++ compiler was found" in caplog.text
     attends()
 
 

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from spmdrl.engines.models.kernels import cpu, cuda, invariant, npu, plain
+from spmdrl.engines.models.kernels.cpp import elementwise
 from spmdrl.engines.models.kernels.packed import PackedRows
 
 TABLE: dict[str, dict[str, Callable[..., Any]]] = {
-    "rms_norm": {"cpu": cpu.rms_norm, "cuda": cuda.rms_norm, "npu": npu.rms_norm},
-    "rotate": {"cpu": cpu.rotate, "cuda": plain.rotate, "npu": npu.rotate},
-    "swiglu": {"cpu": plain.swiglu, "cuda": cuda.swiglu, "npu": npu.swiglu},
+    "rms_norm": {"cpu": elementwise.rms_norm, "cuda": cuda.rms_norm, "npu": npu.rms_norm},
+    "rotate": {"cpu": elementwise.rotate, "cuda": plain.rotate, "npu": npu.rotate},
+    "swiglu": {"cpu": elementwise.swiglu, "cuda": cuda.swiglu, "npu": npu.swiglu},
     "sigmoid": {"cpu": plain.sigmoid, "cuda": plain.sigmoid, "npu": plain.sigmoid},
     "masked_attention": {"cpu": plain.masked_attention, "cuda": plain.masked_attention, "npu": plain.masked_attention},
     "grouped_linear": {"cpu": cpu.grouped_linear, "cuda": cuda.grouped_linear, "npu": npu.grouped_linear},

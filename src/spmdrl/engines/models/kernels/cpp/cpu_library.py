@@ -1,4 +1,4 @@
-"""The library of cpu_kernels.cpp, built in a second by the machine's C++ compiler and kept for later processes.
+"""The library of this folder's C++ sources, built in two seconds by the machine's compiler and kept for later runs.
 
 It lies in the user's cache folder, under a name that follows from the source, the compiler and the processor. A machine
 without a compiler has none, and runs PyTorch's operations instead.
@@ -17,31 +17,62 @@ import stat
 import subprocess
 import tempfile
 from pathlib import Path
+from typing import Any
 
 logger = logging.getLogger(__name__)
 
-_SOURCE = Path(__file__).with_name("cpu_kernels.cpp")
+_FOLDER = Path(__file__).parent
+_SOURCES = tuple(_FOLDER / name for name in ("paged_attention.cpp", "elementwise.cpp"))
+_HEADER = _FOLDER / "cpu_vectors.h"
 _COMPILERS = ("g++", "clang++", "c++")
 # None that lets a compiler leave IEEE arithmetic: it would be left in the whole process.
 _FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math")
 _BUILD_SECONDS = 120
 
 
+class RowLayout(ctypes.Structure):
+    """Where the rows of an elementwise operation lie: `num_groups` x `rows_per_group` of `size` numbers."""
+
+    _fields_ = [
+        (name, ctypes.c_int64)
+        for name in ("num_groups", "rows_per_group", "size", "group_stride", "row_stride", "threads")
+    ]
+
+
+_TENSOR, _NUMBER, _LAYOUT = ctypes.c_void_p, ctypes.c_float, ctypes.POINTER(RowLayout)
+_ELEMENTWISE: dict[str, tuple[list[Any], Any]] = {
+    "rms_norm": ([_TENSOR, _TENSOR, _NUMBER, _LAYOUT, _TENSOR, _TENSOR], None),
+    "rms_norm_backward": ([_TENSOR, _TENSOR, _TENSOR, _TENSOR, _LAYOUT, _TENSOR, _TENSOR], ctypes.c_bool),
+    "rotate": ([_TENSOR, _TENSOR, _TENSOR, _NUMBER, _LAYOUT, _TENSOR], None),
+    "swiglu": ([_TENSOR, _TENSOR, _LAYOUT, _TENSOR], None),
+    "swiglu_backward": ([_TENSOR, _TENSOR, _TENSOR, _LAYOUT, _TENSOR, _TENSOR], None),
+}
+"""What each takes and returns."""
+
+
 @functools.cache
 def cpu_library() -> ctypes.CDLL | None:
-    """The library, or None where it can't be built, which is logged where there is a compiler."""
+    """The library, or None where it can't be built, which is logged."""
     compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX", ""), *_COMPILERS))), None)
     if compiler is None:
+        logger.warning(
+            "no C++ compiler was found, so PyTorch's operations are used on this CPU, which take longer and round "
+            "differently in the last bits; install g++, or name a compiler in the environment's CXX"
+        )
         return None
     try:
-        return _loaded(compiler)
+        library = _loaded(compiler)
     except (OSError, subprocess.SubprocessError) as error:
         output = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
         logger.warning(
-            "%s can't build the operations of decoding (%s), so PyTorch's are used, which take longer",
+            "%s can't build the operations of a CPU (%s), so PyTorch's are used, which take longer",
             compiler, output[0] if output else type(error).__name__,
         )  # fmt: skip
         return None
+    for name, (takes, returns) in _ELEMENTWISE.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = takes, returns
+    return library
 
 
 def _loaded(compiler: str) -> ctypes.CDLL:
@@ -60,7 +91,7 @@ def _loaded(compiler: str) -> ctypes.CDLL:
 
 def _build(compiler: str, target: Path) -> None:
     machine = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
-    command = [compiler, *_FLAGS, machine, str(_SOURCE), "-o", str(target)]
+    command = [compiler, *_FLAGS, machine, *map(str, _SOURCES), "-o", str(target)]
     for threads in (["-fopenmp"], []):
         done = subprocess.run([*command, *threads], capture_output=True, text=True, timeout=_BUILD_SECONDS, check=False)
         if done.returncode == 0:
@@ -71,7 +102,8 @@ def _build(compiler: str, target: Path) -> None:
 def _fingerprint(compiler: str) -> str:
     """Of all that the library depends on."""
     path = Path(compiler).resolve()
-    facts = (_SOURCE.read_text(), _FLAGS, str(path), path.stat().st_mtime_ns, platform.machine(), _processor())
+    sources = [source.read_text() for source in (*_SOURCES, _HEADER)]
+    facts = (sources, _FLAGS, str(path), path.stat().st_mtime_ns, platform.machine(), _processor())
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 
