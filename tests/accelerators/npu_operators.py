@@ -56,18 +56,22 @@ def npu_grouped_matmul(x: list[Tensor], weight: list[Tensor], **options: object)
 def npu_fusion_attention(
     query: Tensor, key: Tensor, value: Tensor, head_num: int, input_layout: str, **options: object
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int, int]:
-    ends, mask = options["actual_seq_qlen"], options["atten_mask"]
-    assert isinstance(ends, list) and isinstance(mask, Tensor) and isinstance(options["scale"], float)
-    assert input_layout == "TND" and options["sparse_mode"] == 3 and options["actual_seq_kvlen"] == ends
+    ends, key_ends, mask = options["actual_seq_qlen"], options["actual_seq_kvlen"], options["atten_mask"]
+    assert isinstance(ends, list) and isinstance(key_ends, list) and isinstance(mask, Tensor)
+    assert input_layout == "TND" and options["sparse_mode"] == 3 and isinstance(options["scale"], float)
     assert mask.shape == (2048, 2048) and mask.equal(torch.ones(2048, 2048, dtype=torch.bool).triu(1))
     _refuse(not 1 <= len(ends) <= 1024 or ends[-1] != len(query) != 0, "1 to 1024 rows, which hold all tokens")
+    _refuse(len(key_ends) != len(ends) or key_ends[-1] != len(key), "as many rows of keys, which hold all keys")
     _refuse(key.shape != value.shape or head_num != query.shape[1], "keys and values have one shape")
     _refuse(query.shape[-1] > 768 or query.shape[1] > 256 or query.shape[1] % key.shape[1] > 0, "sizes of heads")
     share, attended = head_num // key.shape[1], []
-    for start, stop in itertools.pairwise([0, *ends]):
-        q, k, v = (x[start:stop].transpose(0, 1).float() for x in (query, key, value))
+    for (start, stop), (first, last) in zip(
+        itertools.pairwise([0, *ends]), itertools.pairwise([0, *key_ends]), strict=True
+    ):
+        q, k, v = (heads.transpose(0, 1).float() for heads in (query[start:stop], key[first:last], value[first:last]))
         k, v = k.repeat_interleave(share, 0), v.repeat_interleave(share, 0)
-        hidden = torch.ones(stop - start, stop - start, dtype=torch.bool).triu(1)
+        # The triangle's corner is the last query's last key.
+        hidden = torch.ones(stop - start, last - first, dtype=torch.bool).triu(1 + last - first - stop + start)
         scores = (q @ k.mT * options["scale"]).masked_fill(hidden, -torch.inf)
         attended.append((scores.softmax(-1) @ v).transpose(0, 1))
     unused = query.new_empty(0)

@@ -22,6 +22,9 @@ def fill_tables(name: str, library: str) -> None:
         functions[name] = functions["cpu"]
     # Weights in blocks are oneDNN's own tensors, which no other device can hold.
     ops.TABLE["blocked_linear"][name] = plain.blocked_linear
+    # Nor does it read memory by its address.
+    ops.TABLE["rms_norm"][name], ops.TABLE["rotate"][name] = cpu.rms_norm, cpu.rotate
+    ops.TABLE["swiglu"][name] = plain.swiglu
     ops.TABLE["paged_attention"][name] = torch.ops.simulated.paged_attention
     cached_attention.WHOLE_ROW_TILES[name] = cached_attention.WHOLE_ROW_TILES["cpu"]
     optimizer.FUSED_ADAMW += (name,)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from spmdrl.engines.models.kernels import ops
 from spmdrl.engines.models.kernels.packed import PackedRows
+from spmdrl.engines.models.kernels.prefixed import PrefixedRows
 from spmdrl.engines.models.rope_scaling import RopeScaling
 
 
@@ -93,3 +94,14 @@ class PackedCausalAttention:
     def __call__(self, layer: int, q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor) -> Tensor:
         """Return the attended values [T, H, U]; J divides H, and U is at most K."""
         return ops.packed_attention(q_THK, k_TJK, v_TJU, self._rows)
+
+
+class SharedPromptAttention:
+    """Causal attention inside the rows of one micro-batch of which some share a prompt, computed once."""
+
+    def __init__(self, rows: PrefixedRows):
+        self._rows = rows
+
+    def __call__(self, layer: int, q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor) -> Tensor:
+        """Return the attended values [T, H, U]; J divides H, and U is at most K."""
+        return ops.prefixed_attention(q_THK, k_TJK, v_TJU, self._rows)

@@ -11,6 +11,7 @@ from torch import Tensor
 from spmdrl.engines.models.kernels import ops, plain
 from spmdrl.engines.models.kernels.ops import TABLE
 from spmdrl.engines.models.kernels.packed import PackedRows
+from spmdrl.engines.models.kernels.prefixed import PrefixedRows
 from spmdrl.types import offsets_of
 from tests.support.chosen_device import chosen_device, chosen_kind
 
@@ -33,6 +34,12 @@ def angles(device: torch.device) -> tuple[object, ...]:
 
 def rows_of(*lengths: int) -> Callable[[torch.device], tuple[object, ...]]:
     return lambda device: (PackedRows(offsets_of(list(lengths))),)
+
+
+def behind(first: list[int], *rows: tuple[int, int]) -> Callable[[torch.device], tuple[object, ...]]:
+    """First pieces of these lengths, then rows of (own tokens, number of the piece before them)."""
+    lengths, prefixes = zip(*rows, strict=True)
+    return lambda device: (PrefixedRows(offsets_of(first), lengths, prefixes),)
 
 
 def counts(*of_expert: int) -> Callable[[torch.device], tuple[object, ...]]:
@@ -63,6 +70,10 @@ CASES: dict[str, list[Case]] = {
         Case(((12, 4, 16), (12, 2, 16), (12, 2, 16)), rows_of(5, 0, 7)),
         Case(((70, 4, 24), (70, 4, 24), (70, 4, 16)), rows_of(3, 40, 1, 21, 5)),
         Case(((0, 4, 16), (0, 2, 16), (0, 2, 8)), rows_of()),
+    ],
+    "prefixed_attention": [
+        Case(((12, 4, 16), (12, 4, 16), (12, 4, 16)), behind([7], (3, 0), (2, 0))),
+        Case(((121, 4, 24), (121, 2, 24), (121, 2, 16)), behind([2, 48, 9, 1], (10, 0), (1, 1), (20, 1), (30, 3))),
     ],
 }
 DIFFERENTIABLE = [

@@ -19,6 +19,7 @@ from spmdrl.bench.accelerator.stage_run import StageRun, StageSkipped
 from spmdrl.bench.harness.device_times import median_seconds
 from spmdrl.engines.models.kernels import cuda, ops, plain
 from spmdrl.engines.models.kernels.packed import PackedRows
+from spmdrl.engines.models.kernels.prefixed import PrefixedRows
 from spmdrl.types import offsets_of
 
 TOLERANCES = {torch.float32: 3e-5, torch.bfloat16: 3e-2}
@@ -50,11 +51,18 @@ def cases(num_tokens: int, width: int) -> dict[str, OperationCase]:
             ((num_tokens, width), (_NUM_EXPERTS, width // 2, width)), lambda device: (_counts(num_tokens).to(device),)
         ),
         "packed_attention": OperationCase((queries, keys, keys), lambda device: (PackedRows(offsets_of(row_lengths)),)),
+        "prefixed_attention": OperationCase((queries, keys, keys), lambda device: (_prefixed(num_tokens),)),
         "masked_attention": OperationCase(
             ((4, heads, 3, head_size), *((4, heads // 2, num_tokens, head_size),) * 2),
             lambda device: (_seen(num_tokens).to(device),),
         ),
     }
+
+
+def _prefixed(num_tokens: int) -> PrefixedRows:
+    """Two rows behind the first piece, and a whole one."""
+    half, quarter = num_tokens // 2, num_tokens // 4
+    return PrefixedRows(offsets_of([half, quarter]), [1, num_tokens - half - quarter - 1], [0, 0])
 
 
 def _angles(num_tokens: int, head_size: int, device: torch.device) -> tuple[Tensor, Tensor]:

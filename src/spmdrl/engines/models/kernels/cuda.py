@@ -14,6 +14,7 @@ from torch.nn.attention.varlen import varlen_attn
 from spmdrl.engines.models.kernels import plain
 from spmdrl.engines.models.kernels.grouped import grouped_mm_linear, grouped_mm_takes
 from spmdrl.engines.models.kernels.packed import PackedRows, pad_values, padded_attention
+from spmdrl.engines.models.kernels.prefixed import PrefixedRows, copy_rows, padded_prefixed_attention
 
 try:
     from liger_kernel.ops.rms_norm import LigerRMSNormFunction
@@ -66,6 +67,22 @@ def add_matmul(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
 def packed_attention(q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, rows: PackedRows) -> Tensor:
     if not rows.lengths or not _flash_can(q_THK):
         return padded_attention(q_THK, k_TJK, v_TJU, rows.padded(q_THK.device))
+    ends = rows.cumulative(q_THK.device)
+    return _flash(q_THK, k_TJK, v_TJU, (ends, ends, rows.longest, rows.longest))
+
+
+def prefixed_attention(q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, rows: PrefixedRows) -> Tensor:
+    if not _flash_can(q_THK):
+        return padded_prefixed_attention(q_THK, k_TJK, v_TJU, rows)
+    num_first, packed = rows.num_first, rows.packed(q_THK.device)
+    first = packed_attention(q_THK[:num_first], k_TJK[:num_first], v_TJU[:num_first], rows.first)
+    keys, values = (copy_rows(heads, packed.keys) for heads in (k_TJK, v_TJU))
+    bounds = (packed.ends, packed.rows.cumulative(q_THK.device), packed.longest, packed.rows.longest)
+    # Of fewer queries than keys, the last one sees the last key.
+    return torch.cat((first, _flash(q_THK[num_first:], keys, values, bounds)))
+
+
+def _flash(q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, bounds: tuple[Tensor, Tensor, int, int]) -> Tensor:
     value_size = v_TJU.shape[-1]
     v_TJK = pad_values(k_TJK, v_TJU)
     options = dict(_CAUSAL)
@@ -74,8 +91,7 @@ def packed_attention(q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, rows: PackedRo
             options["enable_gqa"] = True
         else:
             k_TJK, v_TJK = k_TJK.repeat_interleave(share, dim=1), v_TJK.repeat_interleave(share, dim=1)
-    ends = rows.cumulative(q_THK.device)
-    return varlen_attn(q_THK, k_TJK, v_TJK, ends, ends, rows.longest, rows.longest, **options)[..., :value_size]
+    return varlen_attn(q_THK, k_TJK, v_TJK, *bounds, **options)[..., :value_size]
 
 
 def _paged_attention(q_BHK: Tensor, keys: Tensor, values: Tensor, tables_BC: Tensor, lengths_B: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ from torch import Tensor
 from spmdrl.engines.models.kernels import plain
 from spmdrl.engines.models.kernels.packed import PackedRows, pad_values, padded_attention
 from spmdrl.engines.models.kernels.plain import LEAST_ROWS, linear
+from spmdrl.engines.models.kernels.prefixed import PrefixedRows, padded_prefixed_attention
 
 FIRST_TILE = 128
 """The queries of a row before this position may meet any number of keys from their own on, up to this."""
@@ -89,6 +90,11 @@ def packed_attention(q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, rows: PackedRo
     attend = partial(_CausalAttention.apply, _scale_of(q_THK))
     queries, keys = _in_whole_fours(q_THK), _in_whole_fours(k_TJK)
     return padded_attention(queries, keys, v_TJU, rows.padded(q_THK.device), attend)
+
+
+def prefixed_attention(q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, rows: PrefixedRows) -> Tensor:
+    attend = partial(_CausalAttention.apply, _scale_of(q_THK))
+    return padded_prefixed_attention(_in_whole_fours(q_THK), _in_whole_fours(k_TJK), v_TJU, rows, attend)
 
 
 def _scale_of(heads: Tensor) -> float:
@@ -157,4 +163,5 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     # Pages are copied out and attended to as above.
     "paged_attention": plain.paged_attention,
     "packed_attention": packed_attention,
+    "prefixed_attention": prefixed_attention,
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from spmdrl.engines.models.kernels import plain
 from spmdrl.engines.models.kernels.packed import PackedRows, nothing_attended, pad_values
+from spmdrl.engines.models.kernels.prefixed import PrefixedRows, copy_rows
 
 _HALF = (torch.bfloat16, torch.float16)
 # npu_fusion_attention's sparse mode 3 is the causal mask of each row, which it reads from one triangle of this size.
@@ -100,18 +102,37 @@ def add_matmul(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
 def packed_attention(q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, rows: PackedRows) -> Tensor:
     if not rows.lengths:
         return nothing_attended(q_THK, k_TJK, v_TJU)
+    return _attend_rows(q_THK, k_TJK, v_TJU, rows.offsets, rows.offsets)
+
+
+def prefixed_attention(q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, rows: PrefixedRows) -> Tensor:
+    num_first, packed = rows.num_first, rows.packed(q_THK.device)
+    first = packed_attention(q_THK[:num_first], k_TJK[:num_first], v_TJU[:num_first], rows.first)
+    keys, values = (copy_rows(heads, packed.keys) for heads in (k_TJK, v_TJU))
+    # The causal mode lets the last query of a row see its last key.
+    behind = _attend_rows(q_THK[num_first:], keys, values, packed.offsets, packed.rows.offsets)
+    return torch.cat((first, behind))
+
+
+def _attend_rows(
+    q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, offsets: Sequence[int], key_offsets: Sequence[int]
+) -> Tensor:
     values = pad_values(k_TJK, v_TJU)
     attended = []
-    for first in range(0, len(rows.lengths), _MOST_ROWS):
-        offsets = rows.offsets[first : first + _MOST_ROWS + 1]
-        tokens = slice(offsets[0], offsets[-1])
-        row_ends = [offset - offsets[0] for offset in offsets[1:]]
-        attended.append(_attend(q_THK[tokens], k_TJK[tokens], values[tokens], row_ends))
+    for first in range(0, len(offsets) - 1, _MOST_ROWS):
+        ends, key_ends = (bounds[first : first + _MOST_ROWS + 1] for bounds in (offsets, key_offsets))
+        queries, keys = (slice(bounds[0], bounds[-1]) for bounds in (ends, key_ends))
+        attended.append(_attend(q_THK[queries], k_TJK[keys], values[keys], _from_0(ends), _from_0(key_ends)))
     attended_THK = attended[0] if len(attended) == 1 else torch.cat(attended)
     return attended_THK[..., : v_TJU.shape[-1]]
 
 
-def _attend(q_THK: Tensor, k_TJK: Tensor, v_TJK: Tensor, row_ends: list[int]) -> Tensor:
+def _from_0(offsets: Sequence[int]) -> list[int]:
+    """The ends of rows counted from the first one's start."""
+    return [offset - offsets[0] for offset in offsets[1:]]
+
+
+def _attend(q_THK: Tensor, k_TJK: Tensor, v_TJK: Tensor, row_ends: list[int], key_ends: list[int]) -> Tensor:
     attended_THK, *_ = _operators().npu_fusion_attention(
         q_THK,
         k_TJK,
@@ -121,7 +142,7 @@ def _attend(q_THK: Tensor, k_TJK: Tensor, v_TJK: Tensor, row_ends: list[int]) ->
         atten_mask=_triangle(q_THK.device),
         scale=q_THK.shape[-1] ** -0.5,
         actual_seq_qlen=row_ends,
-        actual_seq_kvlen=row_ends,
+        actual_seq_kvlen=key_ends,
         sparse_mode=_CAUSAL_MODE,
     )
     return attended_THK

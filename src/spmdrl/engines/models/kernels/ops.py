@@ -16,6 +16,7 @@ from torch import Tensor
 from spmdrl.engines.models.kernels import cpu, cuda, invariant, npu, plain
 from spmdrl.engines.models.kernels.cpp import elementwise
 from spmdrl.engines.models.kernels.packed import PackedRows
+from spmdrl.engines.models.kernels.prefixed import PrefixedRows, padded_prefixed_attention
 
 TABLE: dict[str, dict[str, Callable[..., Any]]] = {
     "rms_norm": {"cpu": elementwise.rms_norm, "cuda": cuda.rms_norm, "npu": npu.rms_norm},
@@ -28,6 +29,11 @@ TABLE: dict[str, dict[str, Callable[..., Any]]] = {
     "add_matmul": {"cpu": cpu.add_matmul, "cuda": cuda.add_matmul, "npu": npu.add_matmul},
     "paged_attention": {"cpu": cpu.paged_attention, "cuda": cuda.paged_attention, "npu": plain.paged_attention},
     "packed_attention": {"cpu": cpu.packed_attention, "cuda": cuda.packed_attention, "npu": npu.packed_attention},
+    "prefixed_attention": {
+        "cpu": padded_prefixed_attention,
+        "cuda": cuda.prefixed_attention,
+        "npu": npu.prefixed_attention,
+    },
 }
 
 
@@ -88,6 +94,11 @@ def packed_attention(q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, rows: PackedRo
     J divides H. Values may have a smaller head size than keys.
     """
     return implementation("packed_attention", q_THK)(q_THK, k_TJK, v_TJU, rows)
+
+
+def prefixed_attention(q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, rows: PrefixedRows) -> Tensor:
+    """As `packed_attention` of rows of which some have their first tokens in common; returns [T, H, U]."""
+    return implementation("prefixed_attention", q_THK)(q_THK, k_TJK, v_TJU, rows)
 
 
 def masked_attention(q_BHQK: Tensor, k_BJSK: Tensor, v_BJSU: Tensor, mask: Tensor) -> Tensor:

@@ -173,12 +173,12 @@ def padded_attention(
     if not plan.blocks:
         return nothing_attended(q_THK, k_TJK, v_TJU)
     if plan.is_identity:
-        return _attend_blocks(q_THK, k_TJK, v_TJU, plan.blocks, attend)
+        return attend_blocks(q_THK, k_TJK, v_TJU, plan.blocks, attend)
     queries, keys, values = (_ToSlots.apply(heads, plan) for heads in (q_THK, k_TJK, v_TJU))
-    return _FromSlots.apply(_attend_blocks(queries, keys, values, plan.blocks, attend), plan)
+    return _FromSlots.apply(attend_blocks(queries, keys, values, plan.blocks, attend), plan)
 
 
-def _attend_blocks(
+def attend_blocks(
     queries: Tensor, keys: Tensor, values: Tensor, blocks: Sequence[Block], attend: CausalAttention
 ) -> Tensor:
     """Attend in each block of slots; returns [slots, H, U]."""

@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spmdrl.engines.models.kernels.packed import PackedRows, nothing_attended, pad_values
+from spmdrl.engines.models.kernels.prefixed import Copies, PrefixedRows
+from spmdrl.types import offsets_of
 
 # A CPU's matrix product gives each of its rows the same bits whatever their number, from this many on.
 LEAST_ROWS = 4
@@ -66,6 +68,15 @@ def packed_attention(q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, rows: PackedRo
         weights_HTT = torch.softmax(scores_HTT.masked_fill(later, -torch.inf), dim=-1).to(v.dtype)
         attended.append(torch.einsum("hqt,thv->qhv", weights_HTT, v))
     return torch.cat(attended)
+
+
+def prefixed_attention(q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, rows: PrefixedRows) -> Tensor:
+    whole = rows.whole_rows()
+    tokens = Copies.of(torch.cat(whole)).to(q_THK.device)
+    heads = (x.index_select(0, tokens.index) for x in (q_THK, k_TJK, v_TJU))
+    attended = packed_attention(*heads, PackedRows(offsets_of([len(row) for row in whole])))
+    # The first copy of each token.
+    return attended.index_select(0, tokens.rounds[0][0])
 
 
 def masked_attention(q_BHQK: Tensor, k_BJSK: Tensor, v_BJSU: Tensor, mask: Tensor) -> Tensor:

@@ -1,0 +1,171 @@
+"""Rows of which some begin with the same tokens, computed once, as attention kernels take them.
+
+All but attention sees each token once. Attention copies what it needs to have a row side by side, inside one call; the
+gradients of copies are added in a fixed order.
+
+Shape letters: `T` packed tokens, `H` query heads, `J` key and value heads, `K` head size, `U` head size of values. A
+*slot* is a place among the copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spmdrl.engines.models.kernels.packed import (
+    Block,
+    CausalAttention,
+    PackedRows,
+    attend_blocks,
+    causal_attention,
+    plan_blocks,
+)
+from spmdrl.resources.device import to_device
+from spmdrl.types import offsets_of
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Which rows of a tensor are copied to which slots, some of them several times."""
+
+    index: Tensor
+    """[slots] the row copied to each"""
+    rounds: tuple[tuple[Tensor, Tensor], ...]
+    """Slots whose gradients count, and their rows in ascending order; no row is twice in a round."""
+
+    @classmethod
+    def of(cls, index: Tensor, padded_slots: Tensor | None = None) -> Copies:
+        """Copies of these rows, on the host; padded slots have no gradient."""
+        counts = torch.ones(index.shape, dtype=torch.bool)
+        if padded_slots is not None:
+            counts[padded_slots] = False
+        slots = counts.nonzero().flatten()
+        rows, order = index[slots].sort(stable=True)
+        # The number of each copy among those of its row.
+        number = torch.arange(rows.numel()) - torch.searchsorted(rows, rows)
+        by_number, by_copy = number.sort(stable=True)
+        sizes = by_number.bincount().tolist()
+        return cls(index, tuple(zip(slots[order][by_copy].split(sizes), rows[by_copy].split(sizes), strict=True)))
+
+    def to(self, device: torch.device) -> Copies:
+        rounds = tuple((to_device(slots, device), to_device(rows, device)) for slots, rows in self.rounds)
+        return Copies(to_device(self.index, device), rounds)
+
+
+def copy_rows(values: Tensor, copies: Copies) -> Tensor:
+    """The copies [slots, ...]; backward adds up each row's gradients in the order of its slots."""
+    return _CopyRows.apply(values, copies)
+
+
+class _CopyRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, copies: Copies) -> Tensor:
+        ctx.num_rows, ctx.copies = len(values), copies
+        return values.index_select(0, copies.index)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        rounds = ctx.copies.rounds
+        if rounds and len(rounds[0][0]) == ctx.num_rows:
+            out, rounds = gradient.index_select(0, rounds[0][0]), rounds[1:]
+        else:
+            out = gradient.new_zeros(ctx.num_rows, *gradient.shape[1:])
+        for slots, rows in rounds:
+            out.index_add_(0, rows, gradient.index_select(0, slots))
+        return out, None
+
+
+@dataclass(frozen=True)
+class PrefixedPlan:
+    """Whole rows in padded blocks, as `plan_blocks` lays them."""
+
+    blocks: tuple[Block, ...]
+    tokens: Copies
+    """Of each slot."""
+    results: Copies
+    """[T] the slot of each token in its first row."""
+
+
+@dataclass(frozen=True)
+class PackedKeys:
+    """The keys of each row behind a prefix, end to end without padding."""
+
+    keys: Copies
+    rows: PackedRows
+    """As long as their keys."""
+    offsets: list[int]
+    """Of the rows' own tokens, which are the queries."""
+    ends: Tensor
+    """The same on the device, int32"""
+    longest: int
+    """The most queries of a row."""
+
+
+class PrefixedRows:
+    """The rows of a micro-batch: pieces that are prefixes or whole rows, and behind all of them what follows a prefix.
+
+    Each piece attends to itself, and what follows a prefix to that too.
+    """
+
+    def __init__(self, offsets: Tensor, lengths: Sequence[int], prefixes: Sequence[int]):
+        """Offsets of the first pieces; then, for each row behind a prefix, its own tokens and that piece's number."""
+        assert all(lengths), "a row behind its prefix has tokens"
+        self.first, self.num_first = PackedRows(offsets), int(offsets[-1])
+        self._starts, self._lengths, self._prefixes = offsets.tolist(), list(lengths), list(prefixes)
+        self._plans: dict[torch.device, PrefixedPlan] = {}
+        self._packed: dict[torch.device, PackedKeys] = {}
+
+    def followers(self) -> list[Tensor]:
+        """The tokens of each row behind a prefix: those of the prefix, then its own."""
+        own = torch.arange(self.num_first, self.num_first + sum(self._lengths)).split(self._lengths)
+        return [torch.cat((self._piece(prefix), row)) for prefix, row in zip(self._prefixes, own, strict=True)]
+
+    def whole_rows(self) -> list[Tensor]:
+        """The tokens of every row, all of its own or behind a prefix."""
+        prefixes = set(self._prefixes)
+        alone = [self._piece(piece) for piece in range(len(self._starts) - 1) if piece not in prefixes]
+        return alone + self.followers()
+
+    def padded(self, device: torch.device) -> PrefixedPlan:
+        """Whole rows in padded blocks, with their indexes on a device."""
+        if device not in self._plans:
+            rows = self.whole_rows()
+            plan = plan_blocks(offsets_of([len(row) for row in rows]).tolist())
+            whole = torch.cat(rows)
+            tokens = Copies.of(whole[plan.token_of_slot], plan.padded_slots)
+            # The first round has every token.
+            results = Copies.of(plan.slot_of_token[Copies.of(whole).rounds[0][0]])
+            self._plans[device] = PrefixedPlan(plan.blocks, tokens.to(device), results.to(device))
+        return self._plans[device]
+
+    def packed(self, device: torch.device) -> PackedKeys:
+        """The keys of rows behind prefixes, with their indexes on a device."""
+        if device not in self._packed:
+            rows, offsets = self.followers(), offsets_of(self._lengths)
+            self._packed[device] = PackedKeys(
+                Copies.of(torch.cat(rows)).to(device),
+                PackedRows(offsets_of([len(row) for row in rows])),
+                offsets.tolist(),
+                to_device(offsets.to(torch.int32), device),
+                max(self._lengths),
+            )
+        return self._packed[device]
+
+    def _piece(self, number: int) -> Tensor:
+        return torch.arange(self._starts[number], self._starts[number + 1])
+
+
+def padded_prefixed_attention(
+    q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, rows: PrefixedRows, attend: CausalAttention = causal_attention
+) -> Tensor:
+    """As `ops.prefixed_attention`, with the bits of whole rows that share nothing: each attends as it would then.
+
+    What a prefix attends to is that of its first row.
+    """
+    plan = rows.padded(q_THK.device)
+    queries, keys, values = (copy_rows(heads, plan.tokens) for heads in (q_THK, k_TJK, v_TJU))
+    return copy_rows(attend_blocks(queries, keys, values, plan.blocks, attend), plan.results)
