@@ -137,7 +137,8 @@ def build_dock(
     whole_groups = [WorkerState.UPDATE] if checked.algorithm.unit_size > 1 else []
     return TransferDock(
         world, checked.needs, config.dock,
-        seed=config.seed, cost=cost, row_groups=row_groups, whole_groups=whole_groups, history=history,
+        seed=config.seed, cost=cost, row_groups=row_groups, whole_groups=whole_groups,
+        shares_prompts=models[POLICY].trainer.shares_prompts, history=history,
     )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from spmdrl.dataflow.samples.balancing.balance import (
     SLACK_PERCENT,
     RowLoads,
     Taker,
+    assign_parts,
     assign_rows,
     deal_groups,
     most_groups_each,
@@ -101,6 +102,31 @@ def test_every_row_is_assigned_exactly_once(problem, locality, seed):
     assert len(shares) == len(takers)
     assert sorted(row for share in shares for row in share) == loads.rows.tolist()
     assert all((np.diff(share) > 0).all() for share in shares)
+
+
+@given(fine_problems(), st.integers(0, 2**32))
+def test_parts_of_groups_keep_the_limit_with_what_they_share_counted_once(problem, seed):
+    loads, takers = problem
+    shared = loads.costs // 3
+    dealt = assign_parts(loads, shared, takers, seed=seed, step=1, locality=True, group_size=8)
+    assert sorted(row for share in dealt for row in share) == loads.rows.tolist()
+    assert all((np.diff(share) > 0).all() for share in dealt)
+    carried_once = []
+    for share in dealt:
+        by_group = {row // 8: shared[row] for row in share.tolist()}
+        carried_once.append(sum((loads.costs - shared)[share]) + sum(by_group.values()))
+    single = carried(assign_rows(loads, takers, seed=seed, step=1), loads.costs)
+    assert max(carried_once) <= max(single)
+
+
+@pytest.mark.parametrize("num_groups, part_size", [(16, 8), (6, 4), (5, 2)])
+def test_groups_are_cut_no_finer_than_balance_needs(num_groups, part_size):
+    """Over 4 takers: of equal rows, so many groups can be dealt evenly in parts of this size, and in no larger ones."""
+    loads = loads_of([0] * 8 * num_groups, [10] * 8 * num_groups)
+    takers = nodes_of(4, 1)
+    dealt = assign_parts(loads, loads.costs // 2, takers, seed=0, step=0, locality=True, group_size=8)
+    sizes = [count for share in dealt for count in Counter((share // part_size).tolist()).values()]
+    assert set(sizes) == {part_size}
 
 
 @given(problems(), st.randoms())
@@ -233,8 +259,8 @@ def test_takers_need_equal_numbers_of_micro_batches_or_one_more(num_takers, num_
         loads = responses(64 * num_takers, num_nodes, seed=seed)
         shares = assign_rows(loads, takers, seed=seed, step=0)
         counts = [
-            len(fewest_microbatches(loads.lengths[share].tolist(), max_tokens=max_tokens, cost=COST))
-            for share in shares
+            len(fewest_microbatches(lengths.tolist(), COST.of(lengths).tolist(), max_tokens=max_tokens))
+            for lengths in (loads.lengths[share] for share in shares)
         ]
         assert max(counts) - min(counts) <= 1
         num_equal += max(counts) == min(counts)

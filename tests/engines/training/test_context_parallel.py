@@ -66,7 +66,7 @@ def _attention_errors(axis: Axis, kind: ContextKind, lengths: list[int], heads: 
     placement = place_tokens(offsets, axis, kind, size=size)
     own = [_own(x.detach(), placement).requires_grad_() for x in whole]
     real = (placement.source_T >= 0).to(chosen_device())
-    attended = attention_of(placement, chosen_device())(0, *own)
+    attended = attention_of(PackedCausalAttention(placement.offsets), placement, chosen_device())(0, *own)
     parts = torch.autograd.grad((attended * _own(weight, placement))[real].sum(), own)
     errors = {}
     for name, ours, theirs in zip(("out", "q", "k", "v"), (attended, *parts), (expected, *gradients), strict=True):

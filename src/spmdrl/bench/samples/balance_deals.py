@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -106,15 +107,16 @@ def least_foreign_rows(loads: RowLoads, takers: Sequence[Taker]) -> int:
 
 def idle_share(lengths_by_taker: Sequence[list[int]]) -> float:
     """What ranks wait in all if each micro-batch lasts as long as its costliest rank's."""
+    costs_by_taker = [list(map(COST.of, lengths)) for lengths in lengths_by_taker]
+    plan = partial(plan_microbatches, max_tokens=TOKENS_PER_MICROBATCH)
     counts: list[int] = []
-    for lengths in lengths_by_taker:
-        plan_microbatches(lengths, max_tokens=TOKENS_PER_MICROBATCH, cost=COST, agree=lambda n: counts.append(n) or n)
+    for lengths, costs in zip(lengths_by_taker, costs_by_taker, strict=True):
+        plan(lengths, costs, agree=lambda n: counts.append(n) or n)
     agreed = max(counts)
-    costs = np.zeros((len(lengths_by_taker), agreed))
-    for taker, lengths in enumerate(lengths_by_taker):
-        plan = plan_microbatches(lengths, max_tokens=TOKENS_PER_MICROBATCH, cost=COST, agree=lambda _: agreed)
-        costs[taker] = [sum(COST.of(lengths[row]) for row in rows) for rows in plan]
-    return float(1 - costs.mean(axis=0).sum() / costs.max(axis=0).sum())
+    work = np.zeros((len(lengths_by_taker), agreed))
+    for taker, (lengths, costs) in enumerate(zip(lengths_by_taker, costs_by_taker, strict=True)):
+        work[taker] = [sum(costs[row] for row in rows) for rows in plan(lengths, costs, agree=lambda _: agreed)]
+    return float(1 - work.mean(axis=0).sum() / work.max(axis=0).sum())
 
 
 def rows_of_table(num_groups: int, group_size: int, layouts: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:

@@ -21,6 +21,7 @@ from torch import Tensor
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.kernels import ops
 from spmdrl.engines.models.kernels.plain import linear
+from spmdrl.engines.models.kernels.prefixed import Copies, copy_rows
 from spmdrl.engines.parallel.axis_collectives import gather_own_gradient, gather_rows
 from spmdrl.engines.parallel.weight_cuts import VocabularyPart
 from spmdrl.resources.mesh import Axis
@@ -52,12 +53,14 @@ class LogprobHead:
     vocabulary: VocabularyPart | None = None
     """Where a tensor axis cuts it, what this rank holds."""
     temperature: float = 1.0
+    copies: Copies | None = None
+    """As in `MicroBatch`."""
 
     def __call__(self, hidden_TD: Tensor, weight_VD: Tensor) -> tuple[Tensor, ...]:
         """Log-probs and entropies [P]; where there are other tokens, their log-probs [P, J - 1] too."""
         if self.vocabulary is not None:
             hidden_TD = gather_rows(hidden_TD, self.vocabulary.axis)
-        hidden_PD = hidden_TD[self.places_P]
+        hidden_PD = _at_places(hidden_TD, self.places_P, self.copies)
         return logprobs_and_entropy(
             hidden_PD, weight_VD, self.targets_P, temperature=self.temperature, vocabulary=self.vocabulary
         )
@@ -75,12 +78,14 @@ class LikeliestHead:
     vocabulary: VocabularyPart | None = None
     """Where a tensor axis cuts it, what this rank holds."""
     temperature: float = 1.0
+    copies: Copies | None = None
+    """As in `MicroBatch`."""
 
     def __call__(self, hidden_TD: Tensor, weight_VD: Tensor) -> tuple[Tensor, Tensor]:
         """Token ids [P, J], int64, and log-probs [P, J], the likeliest first."""
         if self.vocabulary is not None:
             hidden_TD = gather_rows(hidden_TD, self.vocabulary.axis)
-        hidden_PD = hidden_TD[self.places_P]
+        hidden_PD = _at_places(hidden_TD, self.places_P, self.copies)
         widest = len(weight_VD) if self.vocabulary is None else self.vocabulary.widest
         ids_PJ = self.places_P.new_empty(len(hidden_PD), self.num_likeliest)
         logprobs_PJ = hidden_PD.new_empty(ids_PJ.shape, dtype=torch.float32)
@@ -123,12 +128,18 @@ class ValueHead:
     places_P: Tensor
     """The tokens to rate, by their place in the micro-batch."""
     tensor: Axis
+    copies: Copies | None = None
+    """As in `MicroBatch`."""
 
     def __call__(self, hidden_TD: Tensor, weight_VD: Tensor) -> tuple[Tensor]:
         # In float32: a bfloat16 value would keep three digits of a return.
         own_T = F.linear(hidden_TD.to(torch.float32), weight_VD.to(torch.float32)).squeeze(1)
         values_T = gather_own_gradient(own_T, [len(own_T)] * self.tensor.size, self.tensor)
-        return (values_T[self.places_P],)
+        return (_at_places(values_T, self.places_P, self.copies),)
+
+
+def _at_places(values_T: Tensor, places_P: Tensor, copies: Copies | None) -> Tensor:
+    return values_T[places_P] if copies is None else copy_rows(values_T, copies)
 
 
 def logprobs_and_entropy(

@@ -14,7 +14,14 @@ from spmdrl.engines.models.decoder import Decoder
 from spmdrl.engines.models.kernels.plain import LEAST_ROWS
 from spmdrl.engines.parallel.tensor_parallel import sum_tensor_gradients
 from spmdrl.engines.parallel.weight_cuts import VocabularyPart
-from spmdrl.engines.training.batching.packed_rows import MicroBatch, TokenRows, dummy_rows, to_microbatch
+from spmdrl.engines.training.batching.packed_rows import (
+    MicroBatch,
+    SharedLayout,
+    TokenRows,
+    dummy_rows,
+    to_microbatch,
+)
+from spmdrl.engines.training.batching.shared_prompts import RowSharing, lay_out
 from spmdrl.engines.training.context.context_parallel import at_places, share_of
 from spmdrl.engines.training.context.token_placement import num_places, place_tokens
 from spmdrl.engines.training.heads import LikeliestHead, LogprobHead, TokenHead, ValueHead
@@ -35,14 +42,27 @@ Collect = Callable[[MicroBatch, tuple[Tensor, ...]], None]
 class Passes:
     """Runs the stages of one model; every rank of the mesh runs as many micro-batches, in the same order."""
 
-    def __init__(self, model: ShardedModel, device: Device, *, temperature: float, rating: Rating, dtype: torch.dtype):
-        """`dtype` is that of the hidden states that pipeline stages hand on."""
+    def __init__(
+        self,
+        model: ShardedModel,
+        device: Device,
+        *,
+        temperature: float,
+        rating: Rating,
+        dtype: torch.dtype,
+        sharing: RowSharing | None,
+    ):
+        """`dtype` is that of the hidden states that pipeline stages hand on.
+
+        With `sharing`, rows of a micro-batch compute once what they have in common.
+        """
         self._model = model
         self._mesh = model.mesh
         self._device = device.torch_device
         self._temperature = temperature
         self._rating = rating
         self._dtype = dtype
+        self._sharing = sharing
         self._vocabulary = None
         if self._mesh.tensor.size > 1:
             self._vocabulary = VocabularyPart.of(model.config.vocab_size, self._mesh.tensor)
@@ -61,10 +81,13 @@ class Passes:
     ) -> Iterator[MicroBatch]:
         """Move micro-batches to the device, one by one as they are taken; with a scope, their routing is recorded."""
         # Pipeline stages hand on hidden states of one shape.
-        size = max(self._size(_rows_of(rows, members)) for members in plan) if self._pipeline and plan else None
+        size = None
+        if self._pipeline and plan:
+            size = max(self._size(_offsets(*self._laid_out(rows, members))) for members in plan)
         for members in plan:
-            chosen = _rows_of(rows, members)
-            micro = self._placed(to_microbatch(chosen, members, self._device, self._rating), chosen, size)
+            chosen, layout = self._laid_out(rows, members)
+            whole = to_microbatch(chosen, members, self._device, self._rating, layout)
+            micro = self._placed(whole, chosen, layout, size)
             yield micro if scope is None else replace(micro, route=_recording_route(scope, chosen, micro))
 
     def evaluate(self, micros: Iterable[MicroBatch], collect: Collect, head_of: HeadOf) -> None:
@@ -124,30 +147,38 @@ class Passes:
     def head(self, micro: MicroBatch, temperature: float | None = None) -> TokenHead:
         """The model's own head, at its own temperature unless another is given."""
         if micro.targets_P is None:
-            return ValueHead(micro.places_P, self._mesh.tensor)
+            return ValueHead(micro.places_P, self._mesh.tensor, micro.copies)
         temperature = self._temperature if temperature is None else temperature
-        return LogprobHead(micro.places_P, micro.targets_P, self._vocabulary, temperature)
+        return LogprobHead(micro.places_P, micro.targets_P, self._vocabulary, temperature, micro.copies)
 
     def likeliest_head(self, micro: MicroBatch, num_likeliest: int, vocab_size: int) -> TokenHead:
         """A head that finds the likeliest tokens of the first `vocab_size` after each place."""
-        return LikeliestHead(micro.places_P, num_likeliest, vocab_size, self._vocabulary, self._temperature)
+        return LikeliestHead(
+            micro.places_P, num_likeliest, vocab_size, self._vocabulary, self._temperature, micro.copies
+        )
 
-    def _size(self, rows: TokenRows) -> int:
+    def _laid_out(self, rows: TokenRows, members: Sequence[int]) -> tuple[TokenRows, SharedLayout | None]:
+        chosen = rows.select(members) if members else dummy_rows()
+        return chosen, None if self._sharing is None else lay_out(chosen, self._sharing)
+
+    def _size(self, offsets: Tensor) -> int:
         """Tokens and padding of all context ranks; each rank's are a multiple of the tensor axis's size.
 
         No fewer than a CPU's matrix product needs to round a token as it does among many.
         """
         context, tensor, kind = self._mesh.context.size, self._mesh.tensor.size, self._mesh.layout.context_kind
-        fewest = rows.tokens_T.numel() if context == 1 else num_places(rows.offsets, context, kind)
+        fewest = int(offsets[-1]) if context == 1 else num_places(offsets, context, kind)
         return -(-max(fewest, LEAST_ROWS) // (context * tensor)) * (context * tensor)
 
-    def _placed(self, micro: MicroBatch, rows: TokenRows, size: int | None) -> MicroBatch:
+    def _placed(self, micro: MicroBatch, rows: TokenRows, layout: SharedLayout | None, size: int | None) -> MicroBatch:
         """The micro-batch as this rank runs it: whole, unless context ranks share its tokens or it is padded."""
-        size = size or self._size(rows)
-        if self._mesh.context.size == 1 and size == micro.num_tokens:
+        offsets = _offsets(rows, layout)
+        size = size or self._size(offsets)
+        if self._mesh.context.size == 1 and size == offsets[-1]:
             return micro
-        placement = place_tokens(rows.offsets, self._mesh.context, self._mesh.layout.context_kind, size=size)
-        return share_of(micro, rows.rated_places(self._rating), placement)
+        placement = place_tokens(offsets, self._mesh.context, self._mesh.layout.context_kind, size=size)
+        places = rows.rated_places(self._rating)
+        return share_of(micro, places if layout is None else layout.place_A[places], placement)
 
     def _sum_copies(self) -> None:
         """Complete the gradients of weights that several ranks hold, of which each has found a part. Collective."""
@@ -170,8 +201,10 @@ def _recording_route(scope: RoutingScope, rows: TokenRows, micro: MicroBatch) ->
         if micro.source_T is not None:
             experts_TLC = at_places(experts_TLC, micro.source_T, padding=-1)
         experts_LTC = experts_TLC.transpose(0, 1)
-    return RecordingRoute(scope, RoutedTokens(row_T, to_device(rows.lengths_B, device), experts_LTC))
+    lengths_B = to_device(rows.lengths_B, device)
+    return RecordingRoute(scope, RoutedTokens(row_T, lengths_B, experts_LTC, micro.segments_BS))
 
 
-def _rows_of(rows: TokenRows, members: Sequence[int]) -> TokenRows:
-    return rows.select(members) if members else dummy_rows()
+def _offsets(rows: TokenRows, layout: SharedLayout | None) -> Tensor:
+    """Of what is computed, in pieces that may be padded one by one: of rows, or of all tokens where they share some."""
+    return rows.offsets if layout is None else torch.tensor([0, layout.source_T.numel()])

@@ -29,6 +29,7 @@ from spmdrl.engines.training.batching.packed_rows import (
     Scores,
     TokenRows,
 )
+from spmdrl.engines.training.batching.shared_prompts import RowSharing, bundle_rows
 from spmdrl.engines.training.heads import check_head
 from spmdrl.engines.training.passes import HeadOf, Passes
 from spmdrl.engines.training.routing.router_statistics import RouterStatistics
@@ -64,6 +65,10 @@ class TrainingConfig:
     """routing of tokens to experts, in models that have them"""
     max_tokens_per_microbatch: Annotated[int, Ge(1)] | None = None
     """tokens that go through the model at once, prompts included; a longer row runs alone; null: 16384, on CPU 4096"""
+    share_prompts: bool = True
+    """rows of a micro-batch with the same prompt compute it once, in the update and where rows are scored, unless a
+    response is more than twice as long; equal responses too, and in dense models no token behind which nothing is
+    rated; gradients, and log-probs on accelerators, differ by rounding; of no effect on a context axis of kind ring"""
 
     @property
     def num_updates(self) -> int:
@@ -124,7 +129,18 @@ class TrainingEngine:
         )
         for name, parameter in self.model.named_parameters():
             parameter.requires_grad_(not frozen and config.updates(name))
-        self._passes = Passes(self.model, device, temperature=temperature, rating=rating, dtype=compute_dtype)
+        # A ring cuts every row into chunks of its own.
+        is_ring = mesh.context.size > 1 and mesh.layout.context_kind == "ring"
+        self.shares_prompts = training.share_prompts and not is_ring
+        self._sharing = RowSharing(rating, routes=config.moe is not None) if self.shares_prompts else None
+        self._passes = Passes(
+            self.model,
+            device,
+            temperature=temperature,
+            rating=rating,
+            dtype=compute_dtype,
+            sharing=self._sharing,
+        )
         self._updater: Updater | None = None
         if not frozen:
             self._updater = Updater(self.model, optim, device, num_updates=training.num_updates)
@@ -278,15 +294,16 @@ class TrainingEngine:
         return self.mesh.data.sum(torch.tensor(counts)).tolist()
 
     def _plan(self, rows: TokenRows) -> list[list[int]]:
-        size = rows.unit_size
         # Context ranks share each row's tokens, so together they have that many times the budget.
-        units = plan_microbatches(
-            rows.lengths_B.view(-1, size).sum(1).tolist(),
-            max_tokens=self.training.tokens_per_microbatch(self.device) * self.mesh.context.size,
-            cost=self._row_cost,
+        max_tokens = self.training.tokens_per_microbatch(self.device) * self.mesh.context.size
+        bundles = bundle_rows(rows, self._row_cost, max_tokens=max_tokens, sharing=self._sharing)
+        plan = plan_microbatches(
+            [bundle.num_tokens for bundle in bundles],
+            [bundle.cost for bundle in bundles],
+            max_tokens=max_tokens,
             agree=lambda count: int(self.mesh.data.max(torch.tensor([count]))),
         )
-        return [[unit * size + place for unit in members for place in range(size)] for members in units]
+        return [[row for number in members for row in bundles[number].rows] for members in plan]
 
     def _ratings(self, action: str, rows: TokenRows, head_of: HeadOf) -> list[tuple[Sequence[int], tuple[Tensor, ...]]]:
         """The members and ratings of each micro-batch, on the device; none on ranks without the head. Collective.

@@ -96,6 +96,36 @@ def assign_rows(
     return split_by(taker_of_row[ascending], len(takers), values=loads.rows[ascending])
 
 
+def assign_parts(
+    loads: RowLoads,
+    shared_B: Integers,
+    takers: Sequence[Taker],
+    *,
+    seed: int,
+    step: int,
+    locality: bool,
+    group_size: int,
+) -> list[Integers]:
+    """As `assign_rows`, where rows of a group that one taker gets share a part of their costs, `shared_B`.
+
+    Rows are dealt in whole groups, else in halves of groups, and so on, with what they share counted once each: in the
+    largest parts with which the heaviest taker carries at most `SLACK_PERCENT` above the mean.
+    """
+    part_size = group_size if shared_B.any() else 1
+    while part_size > 1:
+        part_B = loads.rows // group_size * group_size + loads.rows % group_size // part_size
+        parts, first, place_B = np.unique(part_B, return_index=True, return_inverse=True)
+        costs = np.zeros_like(parts)
+        np.maximum.at(costs, place_B, shared_B)
+        np.add.at(costs, place_B, loads.costs - shared_B)
+        dealt = assign_rows(RowLoads(parts, loads.homes[first], costs), takers, seed=seed, step=step, locality=locality)
+        heaviest = max(int(costs[np.searchsorted(parts, own)].sum()) for own in dealt)
+        if heaviest * 100 * len(takers) <= int(costs.sum()) * (100 + SLACK_PERCENT):
+            return [np.sort(loads.rows[np.isin(part_B, own)]) for own in dealt]
+        part_size //= 2
+    return assign_rows(loads, takers, seed=seed, step=step, locality=locality)
+
+
 def most_groups_each(num_groups: int, num_takers: int) -> int:
     """How many groups one taker may get for generation: by this much short ones may outnumber long ones.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,6 +12,7 @@ import torch
 from spmdrl.dataflow.samples.balancing.balance import (
     RowLoads,
     Taker,
+    assign_parts,
     assign_rows,
     deal_groups,
 )
@@ -21,7 +23,7 @@ from spmdrl.resources.collectives import broadcast_ragged
 from spmdrl.resources.mesh import Axis, GenerationMesh, UpdateMesh
 from spmdrl.resources.startup.launch import LaunchEnvironment
 from spmdrl.types import Batch, Integers, WorkerState
-from spmdrl.types.partition import TOKENS, RowCost
+from spmdrl.types.partition import TOKENS, RowCost, shares_prompt
 
 Shares = Mapping[int, Integers]
 """The rows of each rank that has some."""
@@ -69,6 +71,8 @@ class DealRules:
     """in which states ranks work on the same rows; in others, each rank works on its own"""
     whole_groups: frozenset[WorkerState] = frozenset()
     """the states in which one rank takes all rows that are left of a group"""
+    shares_prompts: bool = False
+    """whether rows of a group that a rank takes compute their prompt once"""
 
     def takers(self, state: WorkerState) -> list[Taker]:
         """The ranks that take rows for a state, with their nodes."""
@@ -152,23 +156,23 @@ class Dealer:
         takers = self._rules.takers(state)
         if len(takers) == 1:
             return {takers[0].rank: rows}
-        lengths = (catalogue.lengths("prompt_ids").clip(min=0) + catalogue.lengths("response_ids").clip(min=0))[rows]
+        prompts, responses = (catalogue.lengths(name)[rows].clip(min=0) for name in ("prompt_ids", "response_ids"))
+        lengths = prompts + responses
         size = self._group_size if state in self._rules.whole_groups else 1
         known = self._deals.get((size, tuple(takers)))
         # States that take the same rows get the same shares, and a large batch takes a second to deal.
         if known is not None and np.array_equal(known.rows, rows) and np.array_equal(known.lengths, lengths):
             return known.shares
-        costs = self._rules.cost.of(lengths)
+        rules, costs = self._rules, self._rules.cost.of(lengths)
         # Leave room for sums of all and for percentages of these in 64 bits.
-        costs >>= max(int(costs.max(initial=0)).bit_length() + rows.size.bit_length() - 54, 0)
-        dealt = assign_rows(
-            RowLoads(rows, catalogue.homes[rows], costs),
-            takers,
-            group_size=size,
-            seed=self._rules.seed,
-            step=self._step,
-            locality=self._rules.locality,
-        )
+        shift = max(int(costs.max(initial=0)).bit_length() + rows.size.bit_length() - 54, 0)
+        loads = RowLoads(rows, catalogue.homes[rows], costs >> shift)
+        options: dict[str, Any] = {"seed": rules.seed, "step": self._step, "locality": rules.locality}
+        if rules.shares_prompts and size == 1:
+            shared = np.where(shares_prompt(prompts, responses), rules.cost.of(prompts) >> shift, 0)
+            dealt = assign_parts(loads, shared, takers, group_size=self._group_size, **options)
+        else:
+            dealt = assign_rows(loads, takers, group_size=size, **options)
         shares = {taker.rank: mine for taker, mine in zip(takers, dealt, strict=True)}
         self._deals[size, tuple(takers)] = _Deal(rows, lengths, shares)
         return shares

@@ -8,7 +8,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable, Sequence
 
-from spmdrl.types.partition import RowCost, largest_differencing
+from spmdrl.types.partition import largest_differencing
 
 DEFAULT_TOKENS_PER_MICROBATCH = 16384
 # A CPU's activations should stay near its caches: with the larger default an update took 1.8 times as long.
@@ -16,32 +16,35 @@ DEFAULT_TOKENS_PER_MICROBATCH_ON_CPU = 4096
 
 
 def plan_microbatches(
-    lengths_B: Sequence[int], *, max_tokens: int, cost: RowCost, agree: Callable[[int], int]
+    lengths_B: Sequence[int], costs_B: Sequence[int], *, max_tokens: int, agree: Callable[[int], int]
 ) -> list[list[int]]:
     """Rows of each micro-batch, costliest first, at most `max_tokens` in each unless a single row is longer.
 
+    A row here is whatever goes through the model in one piece, with the tokens that it computes and what these cost.
     `agree` turns this rank's least count into the count of all data ranks, their maximum; micro-batches for which
     this rank has no rows are empty. Deterministic in its arguments.
     """
-    fewest = fewest_microbatches(lengths_B, max_tokens=max_tokens, cost=cost)
+    fewest = fewest_microbatches(lengths_B, costs_B, max_tokens=max_tokens)
     count = agree(len(fewest))
     # An assignment may fail to be found with more micro-batches where it was found with fewer.
-    plan = assign_rows(lengths_B, count, max_tokens=max_tokens, cost=cost) or fewest
+    plan = assign_rows(lengths_B, costs_B, count, max_tokens=max_tokens) or fewest
     plan = plan + [[] for _ in range(count - len(plan))]
     # Ranks run their k-th micro-batches together, so the costly ones should meet.
-    return sorted(plan, key=lambda rows: -sum(cost.of(lengths_B[row]) for row in rows))
+    return sorted(plan, key=lambda rows: -sum(costs_B[row] for row in rows))
 
 
-def fewest_microbatches(lengths_B: Sequence[int], *, max_tokens: int, cost: RowCost) -> list[list[int]]:
+def fewest_microbatches(lengths_B: Sequence[int], costs_B: Sequence[int], *, max_tokens: int) -> list[list[int]]:
     """The assignment with the fewest micro-batches that is found."""
     alone = sum(length >= max_tokens for length in lengths_B)
     count = alone - (-sum(length for length in lengths_B if length < max_tokens) // max_tokens)
-    while (plan := assign_rows(lengths_B, count, max_tokens=max_tokens, cost=cost)) is None:
+    while (plan := assign_rows(lengths_B, costs_B, count, max_tokens=max_tokens)) is None:
         count += 1
     return plan
 
 
-def assign_rows(lengths_B: Sequence[int], count: int, *, max_tokens: int, cost: RowCost) -> list[list[int]] | None:
+def assign_rows(
+    lengths_B: Sequence[int], costs_B: Sequence[int], count: int, *, max_tokens: int
+) -> list[list[int]] | None:
     """Spread the rows over micro-batches of nearly equal costs; None where none is found that keeps the budget.
 
     A row that fills the budget by itself is alone. Costs are balanced first, then what is over the budget is moved;
@@ -52,20 +55,20 @@ def assign_rows(lengths_B: Sequence[int], count: int, *, max_tokens: int, cost: 
     count -= len(alone)
     if not rows or count < 1:
         return None if rows or count < 0 else alone + [[] for _ in range(count)]
-    costs = [cost.of(lengths_B[row]) for row in rows]
+    costs = [costs_B[row] for row in rows]
     balanced = [[rows[place] for place in places] for places in largest_differencing(costs, count)]
-    kept = _moved_into_budget(balanced, lengths_B, max_tokens=max_tokens, cost=cost)
+    kept = _moved_into_budget(balanced, lengths_B, costs_B, max_tokens=max_tokens)
     kept = kept or _packed_by_length(rows, lengths_B, count, max_tokens=max_tokens)
     return None if kept is None else [*alone, *(sorted(members) for members in kept)]
 
 
 def _moved_into_budget(
-    groups: list[list[int]], lengths_B: Sequence[int], *, max_tokens: int, cost: RowCost
+    groups: list[list[int]], lengths_B: Sequence[int], costs_B: Sequence[int], *, max_tokens: int
 ) -> list[list[int]] | None:
     """Move rows, the shortest first, out of micro-batches over the budget to the cheapest ones with room."""
     groups = [sorted(group, key=lambda row: (-lengths_B[row], row)) for group in groups]
     tokens = [sum(lengths_B[row] for row in group) for group in groups]
-    costs = [sum(cost.of(lengths_B[row]) for row in group) for group in groups]
+    costs = [sum(costs_B[row] for row in group) for group in groups]
     for over, group in enumerate(groups):
         while tokens[over] > max_tokens:
             row = group.pop()
@@ -77,7 +80,7 @@ def _moved_into_budget(
             groups[target].append(row)
             for k, sign in ((over, -1), (target, 1)):
                 tokens[k] += sign * length
-                costs[k] += sign * cost.of(length)
+                costs[k] += sign * costs_B[row]
     return groups
 
 

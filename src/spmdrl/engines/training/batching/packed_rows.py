@@ -7,12 +7,13 @@ tokens that are rated in each place.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from spmdrl.engines.models.kernels.prefixed import Copies
 from spmdrl.engines.models.layers import Attend, PackedCausalAttention
 from spmdrl.engines.training.routing.routers import RecordingRoute
 from spmdrl.resources.device import to_device
@@ -144,6 +145,21 @@ def dummy_rows() -> TokenRows:
 
 
 @dataclass(frozen=True)
+class SharedLayout:
+    """Where the tokens of rows, of which some share their prompts, are computed; on the host."""
+
+    source_T: Tensor
+    """The packed token that is computed at each place."""
+    place_A: Tensor
+    """The place at which each packed token is computed."""
+    segment_T: Tensor
+    segments_BS: Tensor
+    """[B, segments] 1 where the row has the segment, else 0; float32."""
+    attend: Attend
+    """For these tokens alone."""
+
+
+@dataclass(frozen=True)
 class MicroBatch:
     """Some rows on the device: the tokens that this rank runs through the decoder, and what a loss gets of the rows.
 
@@ -163,13 +179,17 @@ class MicroBatch:
     positions_T: Tensor
     """Each token's position in its row, from 0."""
     row_T: Tensor
-    """The row, within this micro-batch, of each token; -1 at padding."""
+    """The row, within this micro-batch, of each token, or its segment where rows share prompts; -1 at padding."""
     attend: Attend
     """For this micro-batch alone."""
     places_P: Tensor
     """The tokens to rate: for log-probs, the one before each response token."""
     targets_P: Tensor | None
     """The token after each of them, or [P, 1 + J] with others beside it; None under a value head."""
+    copies: Copies | None = None
+    """The same tokens where some are rated for several rows; None where none is."""
+    segments_BS: Tensor | None = None
+    """As in `SharedLayout`; None where rows share no prompts."""
     route: RecordingRoute | None = None
     source_T: Tensor | None = None
     """The packed token that each token is, -1 at padding; None where all are there in order."""
@@ -177,13 +197,15 @@ class MicroBatch:
     """Puts the ratings [P, ...] of all context ranks in the order of the rows; None where they are. Collective."""
 
 
-def to_microbatch(rows: TokenRows, members: Sequence[int], device: torch.device, rating: Rating) -> MicroBatch:
-    """Move rows, which are these `members` of a batch, to the device."""
+def to_microbatch(
+    rows: TokenRows, members: Sequence[int], device: torch.device, rating: Rating, layout: SharedLayout | None = None
+) -> MicroBatch:
+    """Move rows, which are these `members` of a batch, to the device; with a layout, those tokens that it computes."""
     row_T = torch.arange(len(rows)).repeat_interleave(rows.lengths_B)
     positions_T = torch.arange(rows.tokens_T.numel()) - rows.offsets[:-1][row_T]
     row_of_response_R = torch.arange(len(rows)).repeat_interleave(rows.response_offsets.diff())
     places_P = rows.rated_places(rating)
-    return MicroBatch(
+    whole = MicroBatch(
         members,
         num_rows=len(rows),
         num_tokens=rows.tokens_T.numel(),
@@ -196,6 +218,20 @@ def to_microbatch(rows: TokenRows, members: Sequence[int], device: torch.device,
         attend=PackedCausalAttention(rows.offsets),
         places_P=to_device(places_P, device),
         targets_P=to_device(rows.targets_at(places_P), device) if rating == "logprobs" else None,
+    )
+    if layout is None:
+        return whole
+    copies, source_T = Copies.of(layout.place_A[places_P]).to(device), layout.source_T
+    return replace(
+        whole,
+        tokens_T=to_device(rows.tokens_T[source_T], device),
+        positions_T=to_device(positions_T[source_T], device),
+        row_T=to_device(layout.segment_T, device),
+        attend=layout.attend,
+        places_P=copies.index,
+        copies=copies,
+        segments_BS=to_device(layout.segments_BS, device),
+        source_T=to_device(source_T, device),
     )
 
 

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spmdrl.engines.models.decoder import DecoderConfig
-from spmdrl.engines.models.layers import Attend, PackedCausalAttention
+from spmdrl.engines.models.kernels.prefixed import Copies
+from spmdrl.engines.models.layers import Attend
 from spmdrl.engines.parallel.axis_collectives import exchange_rows, gather_own_gradient
 from spmdrl.engines.training.batching.packed_rows import MicroBatch
 from spmdrl.engines.training.context.ring_attention import RingAttention
@@ -45,18 +46,20 @@ def _heads_fit(num_heads: int, num_kv_heads: int, context: int) -> bool:
 
 
 def share_of(micro: MicroBatch, rated_R: Tensor, placement: Placement) -> MicroBatch:
-    """The part of a micro-batch that this context rank runs; `rated_R` are the packed tokens to rate, on the host."""
+    """The part of a micro-batch that this context rank runs; `rated_R` are the tokens of it to rate, on the host."""
     device, rated = micro.tokens_T.device, RatedTokens.of(placement, rated_R)
     source_T, index_P = to_device(placement.source_T, device), to_device(rated.index_P, device)
+    packed_T = source_T if micro.source_T is None else at_places(micro.source_T, source_T, padding=-1)
     return replace(
         micro,
         tokens_T=at_places(micro.tokens_T, source_T, padding=0),
         positions_T=at_places(micro.positions_T, source_T, padding=0),
         row_T=at_places(micro.row_T, source_T, padding=-1),
-        attend=attention_of(placement, device),
+        attend=attention_of(micro.attend, placement, device),
         places_P=to_device(rated.places_P, device),
         targets_P=None if micro.targets_P is None else micro.targets_P[index_P],
-        source_T=source_T,
+        copies=None if micro.copies is None else Copies.of(rated.places_P).to(device),
+        source_T=packed_T,
         gather_R=None if placement.context.size == 1 else GatherRatings.of(rated, placement.context, device),
     )
 
@@ -86,13 +89,13 @@ class GatherRatings:
         return gather_own_gradient(values_P, self.counts, self.context).index_select(0, self.order_R)
 
 
-def attention_of(placement: Placement, device: torch.device) -> Attend:
-    """The attention of one micro-batch's placed tokens."""
+def attention_of(attend: Attend, placement: Placement, device: torch.device) -> Attend:
+    """The attention of one micro-batch's placed tokens, from that of its packed ones; a ring has its own."""
     context = placement.context
     if placement.kind == "ring" and context.size > 1:
         chunk_lengths_B = (placement.offsets.diff() // (2 * context.size)).tolist()
         return WithoutPadding(RingAttention(chunk_lengths_B, context, device), 2 * sum(chunk_lengths_B))
-    inside_rows = WithoutPadding(PackedCausalAttention(placement.offsets), int(placement.offsets[-1]))
+    inside_rows = WithoutPadding(attend, int(placement.offsets[-1]))
     return inside_rows if context.size == 1 else UlyssesAttention(inside_rows, context)
 
 

@@ -99,11 +99,18 @@ class RoutedTokens:
     """The tokens of one micro-batch that this rank routes."""
 
     row_T: Tensor
-    """The row at each place; -1 where nothing counts: padding, made-up rows."""
+    """The row at each place, or its segment; -1 where nothing counts: padding, made-up rows."""
     lengths_B: Tensor
     """Tokens of each row on all context ranks."""
     experts_LTC: Tensor | None = None
     """Experts to be used instead of the router's choice; its own where -1."""
+    segments_BS: Tensor | None = None
+    """Where rows share prompts, 1 at the segments of each row, else 0: a token counts in every row that has it."""
+
+    @property
+    def num_segments(self) -> int:
+        """Rows, or the segments that they are made of."""
+        return len(self.lengths_B) if self.segments_BS is None else self.segments_BS.shape[1]
 
 
 @dataclass(frozen=True)
@@ -131,7 +138,11 @@ class RecordingRoute:
         self._tokens = tokens
         self._is_real_T = tokens.row_T >= 0
         # Tokens without a row count towards an extra last row: picking the others would wait for the device.
-        self._row_T = tokens.row_T.where(self._is_real_T, len(tokens.lengths_B))
+        self._row_T = tokens.row_T.where(self._is_real_T, tokens.num_segments)
+        self._num_rows_T = self._is_real_T.to(torch.float32)
+        """Rows that each token counts in."""
+        if tokens.segments_BS is not None:
+            self._num_rows_T = F.pad(tokens.segments_BS.sum(0), (0, 1)).index_select(0, self._row_T)
         self._place_of_layer = {layer: place for place, layer in enumerate(sparse_layers(scope.model))}
 
     def __call__(self, layer: int, scores_TE: Tensor, chosen_TC: Tensor) -> tuple[Tensor, Tensor]:
@@ -143,8 +154,8 @@ class RecordingRoute:
             affinity_TE = scores_TE / total_T1
             slope_TE = self._slopes(scores_TE) if coefficient else torch.zeros_like(scores_TE)
             aux_loss_T1 = (slope_TE * affinity_TE).sum(-1, keepdim=True)
-            entropy_T = torch.special.entr(affinity_TE).sum(-1).where(self._is_real_T, 0)
-            counts_E = self._counts_per_row(chosen_TC)[:-1].sum(0)
+            entropy_T = torch.special.entr(affinity_TE).sum(-1).where(self._is_real_T, 0) * self._num_rows_T
+            counts_E = self._counts_per_row(chosen_TC).sum(0)
             self.records[layer] = LayerRecord(counts_E, entropy_T.sum(), aux_loss_T1.sum())
             # Through the normalization. Tensor ranks hold the same tokens, and their gradients are summed.
             by_scores_TE = (slope_TE - aux_loss_T1) / total_T1 * (coefficient / self._scope.tensor.size)
@@ -164,17 +175,24 @@ class RecordingRoute:
         """
         moe, lengths_B1 = self._scope.moe, self._tokens.lengths_B[:, None]
         best_TC = scores_TE.topk(moe.experts_per_token, dim=-1).indices
-        counts_BE = self._scope.context.sum(self._counts_per_row(best_TC)[:-1])
+        counts_BE = self._scope.context.sum(self._counts_per_row(best_TC))
         frequency_BE = counts_BE * (moe.num_experts / moe.experts_per_token) / lengths_B1
-        slope_BE = frequency_BE / lengths_B1 / self._scope.num_rows
-        return F.pad(slope_BE, (0, 0, 0, 1)).index_select(0, self._row_T)
+        slope_SE = frequency_BE / lengths_B1 / self._scope.num_rows
+        if self._tokens.segments_BS is not None:
+            slope_SE = self._tokens.segments_BS.T @ slope_SE
+        return F.pad(slope_SE, (0, 0, 0, 1)).index_select(0, self._row_T)
 
     def _counts_per_row(self, experts_TC: Tensor) -> Tensor:
-        """How often each row has each expert, [B + 1, E]; what doesn't count is in the last row."""
-        num_rows, num_experts = len(self._tokens.lengths_B) + 1, self._scope.moe.num_experts
+        """How often each row has each expert [B, E]."""
+        num_segments, num_experts = self._tokens.num_segments + 1, self._scope.moe.num_experts
         cells = (self._row_T[:, None] * num_experts + experts_TC).flatten()
-        counts = cells.new_zeros(num_rows * num_experts).scatter_add_(0, cells, torch.ones_like(cells))
-        return counts.view(num_rows, num_experts)
+        counts = cells.new_zeros(num_segments * num_experts).scatter_add_(0, cells, torch.ones_like(cells))
+        # What doesn't count is in the last one.
+        counts_SE = counts.view(num_segments, num_experts)[:-1]
+        if self._tokens.segments_BS is None:
+            return counts_SE
+        # Exact: a micro-batch has fewer tokens than float32 has integers.
+        return (self._tokens.segments_BS @ counts_SE.to(torch.float32)).to(counts.dtype)
 
 
 class _AddGradient(torch.autograd.Function):
