@@ -22,6 +22,9 @@ Group = dist.ProcessGroup | None
 _PAUSE_SECONDS = 0.001
 # Ranks arrive long before the last one does: who waits has a deadline of its own.
 _NO_TIMEOUT = timedelta(days=7)
+_WORD = 8
+_SHORT_ROUND_BYTES = 16384
+"""of all ranks' short payloads: about what a round takes no longer for than for a byte"""
 
 
 def group_size(group: Group = None) -> int:
@@ -73,8 +76,29 @@ def gather_ragged_columns(columns: Sequence[Tensor], group: Group = None) -> lis
 
 
 def gather_bytes(payload: bytes, group: Group = None) -> list[bytes]:
-    """Every rank's bytes, in rank order. Collective."""
-    return [part.numpy().tobytes() for part in gather_ragged(_as_tensor(payload), group)]
+    """Every rank's bytes, in rank order. Collective.
+
+    Short payloads travel beside their lengths, in one round instead of two.
+    """
+    size = group_size(group)
+    if size == 1:
+        return [payload]
+    short_bytes = max(_SHORT_ROUND_BYTES // size, _WORD)
+    head = len(payload).to_bytes(_WORD, "little") + payload[:short_bytes]
+    heads = _gather_padded(head, _WORD + short_bytes, size, group)
+    lengths = [int.from_bytes(part[:_WORD], "little") for part in heads]
+    if max(lengths) <= short_bytes:
+        return [part[_WORD : _WORD + length] for part, length in zip(heads, lengths, strict=True)]
+    parts = _gather_padded(payload, max(lengths), size, group)
+    return [part[:length] for part, length in zip(parts, lengths, strict=True)]
+
+
+def _gather_padded(payload: bytes, width: int, size: int, group: Group) -> list[bytes]:
+    """`width` bytes of each of `size` ranks, whose payloads are followed by zeros. Collective."""
+    padded = _as_tensor(payload.ljust(width, b"\0"))
+    gathered = [torch.empty_like(padded) for _ in range(size)]
+    dist.all_gather(gathered, padded, group=group)
+    return [part.numpy().tobytes() for part in gathered]
 
 
 def broadcast_ragged(

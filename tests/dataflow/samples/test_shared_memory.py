@@ -11,10 +11,9 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import numpy as np
 import pytest
-import torch
 
-from spmdrl.dataflow.samples.store.frame import OutgoingFrame, read_frame
 from spmdrl.dataflow.samples.store.shared_memory import (
     Place,
     Pool,
@@ -24,7 +23,6 @@ from spmdrl.dataflow.samples.store.shared_memory import (
     memory_file,
     temporary_file,
 )
-from spmdrl.types import Batch
 
 MIB = 1 << 20
 CAPACITY = 64 * MIB
@@ -59,16 +57,19 @@ def pools(num_writers: int, create: Callable[[], SharedFile] | None = None) -> l
 
 
 def store(pool: Pool, values: list[float]) -> Place:
-    batch = Batch.of_rows(range(len(values)))
-    batch.put_dense("reward", torch.tensor(values))
-    frame = OutgoingFrame(batch)
-    place = pool.allocate(frame.num_bytes)
-    frame.write(pool.view(place))
+    place = pool.allocate(8 * len(values))
+    view(pool, place).view(np.float64)[:] = values
     return place
 
 
+def view(pool: Pool, place: Place) -> np.ndarray:
+    """The bytes at a place of any writer."""
+    pool.check(np.array([place]))
+    return pool.array(place.writer, np.dtype(np.uint8))[place.start : place.start + place.num_bytes]
+
+
 def rewards(pool: Pool, place: Place) -> list[float]:
-    return read_frame(pool.view(place)).dense("reward").tolist()
+    return view(pool, place).view(np.float64).tolist()
 
 
 def paths(host: PoolHost) -> list[str]:
@@ -134,7 +135,7 @@ def test_the_default_capacity_is_the_machine_and_costs_nothing():
 def test_places_outside_of_the_pool_are_refused(place):
     (pool,) = pools(1)
     with pytest.raises(ValueError, match="lies outside of the pool"):
-        pool.view(place)
+        view(pool, place)
 
 
 def test_frames_never_share_a_cache_line_and_a_full_pool_says_what_is_taken():
@@ -153,7 +154,7 @@ def test_pages_that_only_an_earlier_batch_needed_return_to_the_system(create):
     (pool,) = pools(1, create)
 
     def run_batch(num_bytes: int) -> int:
-        pool.view(pool.allocate(num_bytes)).fill_(1)
+        view(pool, pool.allocate(num_bytes)).fill(1)
         pool.clear()
         return pool.held_bytes
 
@@ -164,17 +165,17 @@ def test_pages_that_only_an_earlier_batch_needed_return_to_the_system(create):
     assert is_about(run_batch(8 * MIB), 8 * MIB), "pages above what the last batch used go back"
     assert is_about(run_batch(4 * MIB), 4 * MIB)
     kept = pool.allocate(2 * MIB)
-    assert pool.view(kept).sum() == 2 * MIB, "pages that are reused are kept"
+    assert view(pool, kept).sum() == 2 * MIB, "pages that are reused are kept"
     pool.clear()
     assert is_about(pool.held_bytes, 2 * MIB)
 
 
 def test_views_outlive_a_closed_pool():
     (pool,) = pools(1)
-    view = pool.view(store(pool, [2.0]))
+    stored = view(pool, store(pool, [2.0]))
     pool.close()
     pool.close()
-    assert read_frame(view).dense("reward").tolist() == [2.0]
+    assert stored.view(np.float64).tolist() == [2.0]
 
 
 def join_pool(pipe: Connection, address: bytes) -> None:

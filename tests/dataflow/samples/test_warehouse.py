@@ -55,6 +55,12 @@ def make_batch(rows) -> Batch:
     return batch
 
 
+def my_lengths(name: str) -> np.ndarray:
+    """Row lengths of the rows of `make_batch`, as a catalogue has them."""
+    assert name == "response_ids"
+    return np.arange(1000) % 4
+
+
 def same(one: Batch, other: Batch) -> bool:
     return (
         one.rows.tolist() == other.rows.tolist()
@@ -152,7 +158,7 @@ def test_threads_put_and_get_at_once(warehouse):
 def test_a_ranks_rows_are_read_in_place_by_its_neighbour():
     with shared_by(2) as (first, second):
         theirs = make_batch(range(8))
-        second.add_frames(metadata_of(theirs, first.put(theirs)), np.ones(12, dtype=bool))
+        second.add_stored(metadata_of(theirs, first.put(theirs)), np.ones(12, dtype=bool), my_lengths)
         second.put(make_batch(range(8, 12)))
         whole = second.get(range(8), ["reward", "response_ids"])
         assert same(whole, make_batch(range(8)))
@@ -172,15 +178,15 @@ def test_a_ranks_rows_are_read_in_place_by_its_neighbour():
         del whole, again, part
 
 
-def test_frames_are_indexed_once_and_only_those_of_rows_that_live_here():
+def test_stored_rows_are_indexed_once_and_only_those_of_rows_that_live_here():
     with shared_by(2) as (first, second):
         batches = [make_batch([0, 1]), make_batch([2, 3]), make_batch([4])]
         news = joined(metadata_of(batch, first.put(batch)) for batch in batches)
         is_here = np.array([True, True, False, False, True])
         for entry in news:
-            second.add_frames(entry, is_here)
+            second.add_stored(entry, is_here, my_lengths)
             # The rank that stored the rows has indexed them already.
-            first.add_frames(entry, is_here)
+            first.add_stored(entry, is_here, my_lengths)
         assert same(second.get([4, 0, 1], ["response_ids", "reward"]), make_batch([4, 0, 1]))
         with pytest.raises(KeyError, match="row 2 has no column"):
             second.get([2], ["reward"])
@@ -189,14 +195,69 @@ def test_frames_are_indexed_once_and_only_those_of_rows_that_live_here():
 def test_memory_of_earlier_batches_is_used_again_and_the_next_batch_starts_empty():
     with shared_by(2) as (first, second):
         places = []
+
+        def big_lengths(_: str) -> np.ndarray:
+            return np.full(4, 100_000)
+
         for _ in range(40):
             big = Batch.of_rows(range(4))
             big.put_lists("response_ids", [[row] * 100_000 for row in range(4)], torch.int32)
             places.append(first.put(big))
-            second.add_frames(metadata_of(big, places[-1]), np.ones(4, dtype=bool))
+            second.add_stored(metadata_of(big, places[-1]), np.ones(4, dtype=bool), big_lengths)
             assert second.get([3], ["response_ids"]).values("response_ids")[-1] == 3
             for warehouse in (first, second):
                 warehouse.clear()
             with pytest.raises(KeyError):
                 second.get([3], ["response_ids"])
         assert first.num_bytes == second.num_bytes == 0 and len(set(places)) == 1
+
+
+@given(st.data())
+def test_any_rows_of_many_puts_of_a_neighbour_come_back_in_the_asked_order(data):
+    """The places of all puts are worked out at once, from lengths alone."""
+    rows = data.draw(st.permutations(range(12)))
+    cuts = sorted(data.draw(st.sets(st.integers(1, 11))))
+    asked = data.draw(st.lists(st.sampled_from(range(12)), unique=True, min_size=1))
+    with shared_by(2) as (first, second):
+        parts = [make_batch(rows[start:stop]) for start, stop in zip([0, *cuts], [*cuts, 12], strict=True)]
+        news = joined(metadata_of(part, first.put(part)) for part in parts)
+        later = [scored(part) for part in reversed(parts)]
+        news += joined(metadata_of(part, first.put(part)) for part in later)
+        for entry in news:
+            second.add_stored(entry, np.ones(12, dtype=bool), my_lengths)
+        for reader, link in ((first, Link.PROCESS), (second, Link.NODE)):
+            volume = Volume()
+            batch = reader.get(asked, ["old_logprobs", "reward", "response_ids"], volume)
+            assert batch.to_lists("old_logprobs") == scored(make_batch(asked)).to_lists("old_logprobs")
+            assert batch.to_lists("response_ids") == make_batch(asked).to_lists("response_ids")
+            assert batch.dense("reward").tolist() == [row / 2 for row in asked]
+            # A row's offset has 8 bytes in each ragged column.
+            assert volume.payload_bytes(link) == batch.num_bytes() - 16
+        assert first.num_bytes == second.num_bytes == sum(part.num_bytes() for part in [*parts, *later])
+
+
+def scored(rows: Batch) -> Batch:
+    """Another state's column of the same rows."""
+    out = Batch(rows.rows)
+    out.put_ragged("old_logprobs", rows.values("response_ids") / 8, rows.offsets("response_ids"))
+    return out
+
+
+def test_places_that_cannot_hold_the_announced_rows_are_refused():
+    with shared_by(2) as (first, second):
+        batch = make_batch(range(4))
+        place, everywhere = first.put(batch), np.ones(4, dtype=bool)
+        with pytest.raises(ValueError, match="of rows .* bytes, but places"):
+            wrong = place._replace(num_bytes=place.num_bytes + 64)
+            second.add_stored(metadata_of(batch, wrong), everywhere, my_lengths)
+        for wrong in (place._replace(start=-64), place._replace(start=32), place._replace(start=1 << 40)):
+            with pytest.raises(ValueError, match="lies outside of the pool"):
+                second.add_stored(metadata_of(batch, wrong), everywhere, my_lengths)
+        with pytest.raises(KeyError, match="row 0"):
+            second.get([0], ["reward"])
+
+
+def test_rows_below_0_are_refused(warehouse):
+    warehouse.put(make_batch([0, 1, 2]))
+    with pytest.raises(KeyError, match="row -1"):
+        warehouse.get([-1, 0], ["reward"])

@@ -36,9 +36,10 @@ class DockConfig:
     balance: Literal["cost", "rows"] = "cost"
     """what ranks get equal shares of; cost: the model's work for rows, and for groups that are to be generated what is
     expected of their prompts' earlier responses; rows: their numbers, for comparison"""
-    portions: Annotated[int, Ge(1)] = 4
+    portions: Annotated[int, Ge(1)] = 8
     """parts of a step's responses that models score one after another where rows wait for an environment: of each
-    replica equally many groups, in the order in which they are whole"""
+    replica equal shares of its rows in the order in which they ended, the later ones smaller; where replicas keep
+    responses for a later step, its groups in the order in which they are whole"""
     fuse: bool = True
     """whether rewards are waited for behind all that models score, and portions are scored while other rows wait for
     the environment, where all weights fit beside generation; false: one state after the other, to the same bits"""
@@ -52,7 +53,8 @@ class TransferDock:
     As a context manager it leaves in order, or without waiting after an error.
     `needs_by_state` names the columns that each worker state of the run reads, the update's included; `cost` is what
     ranks get equal shares of; `row_groups` names the states in which ranks work on the same rows, `whole_groups` those
-    in which a rank gets all rows that are left of a prompt. Each batch adds its response lengths to `history`.
+    in which a rank gets all rows that are left of a prompt; with `shares_prompts` a rank computes the prompt of a
+    group's rows once. Each batch adds its response lengths to `history`.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class TransferDock:
         cost: RowCost = TOKENS,
         row_groups: Mapping[WorkerState, RowGroups] | None = None,
         whole_groups: Iterable[WorkerState] = (),
+        shares_prompts: bool = False,
         history: LengthHistory | None = None,
     ):
         if WorkerState.UPDATE not in needs_by_state:
@@ -79,8 +82,11 @@ class TransferDock:
                 locality=config.locality, plain_tcp=config.network == "tcp",
             )
         )  # fmt: skip
-        cost = ROWS if config.balance == "rows" else cost
-        rules = DealRules(world.launch, seed, cost, config.locality, row_groups or {}, frozenset(whole_groups))
+        if config.balance == "rows":
+            cost, shares_prompts = ROWS, False
+        rules = DealRules(
+            world.launch, seed, cost, config.locality, row_groups or {}, frozenset(whole_groups), shares_prompts
+        )
         self._parts = DockParts(world, needs, rules, warehouse, payload, volume, history or LengthHistory())
         self._open: Samples | None = None
 
@@ -116,8 +122,10 @@ class TransferDock:
         # A slow rank may still read rows that this one no longer needs.
         barrier()
         self._parts.warehouse.clear()
-        # A fast rank must not store rows of the next batch where a slow one has not begun it.
-        barrier()
+        if self._parts.world.num_nodes > 1:
+            # A fast rank must not store rows of the next batch in another node before that one has begun it. On its
+            # own node it stores into its own file, which others read from the next commit on.
+            barrier()
         self._open = None
         return accounting
 

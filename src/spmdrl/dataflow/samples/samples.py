@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from spmdrl.dataflow.data.prompts import Prompt, prompt_columns
 from spmdrl.dataflow.samples.balancing.dealing import Dealer, DealRules, GroupLengths, Shares
@@ -80,6 +81,8 @@ class Samples:
         self._lives = RowLives(dock.needs_by_state, homes, step=step, group_size=group_size)
         self._shares: dict[WorkerState, Shares] = {}
         """by state, the rows that each rank claimed last"""
+        self._own: dict[WorkerState, NDArray[np.bool_]] = {}
+        """by state, whether this rank claimed each row last [num_rows + 1]; made when it is wanted"""
         self._news: list[News] = []
         """what this rank put and dropped since the last commit"""
         self._portions: list[Integers] = []
@@ -202,11 +205,21 @@ class Samples:
             return
         host, rank = batch.on_host(to_host), self._dock.world.rank
         rows = host.rows.numpy()
-        foreign = rows[~np.isin(rows, self._shares.get(state, {}).get(rank, ()))]
+        foreign = self._foreign(state, rows)
         if foreign.size:
             raise ValueError(f"rank {rank} puts {state.value} columns of row {foreign[0]}, which it didn't take")
         check_row_lengths(host, self._lives.catalogue.lengths)
         self._news += self._stored(host)
+
+    def _foreign(self, state: WorkerState, rows: Integers) -> Integers:
+        """Those of some rows that this rank didn't take for `state`."""
+        own = self._own.get(state)
+        if own is None:
+            own = self._own[state] = np.zeros(self.num_rows + 1, dtype=np.bool_)
+            own[self._shares.get(state, {}).get(self._dock.world.rank, np.empty(0, dtype=np.int64))] = True
+        # The last entry, which is no row's, stands for rows that aren't in the batch.
+        is_own = own.take(rows, mode="clip")
+        return rows[:0] if is_own.all() and rows.min(initial=0) >= 0 else rows[~is_own | (rows < 0)]
 
     def _stored(self, batch: Batch) -> list[RowMetadata]:
         parts = self._dock.payload.put(batch, self._lives.catalogue)
@@ -238,19 +251,24 @@ class Samples:
     def _publish(self) -> list[News]:
         news, self._news = self._all_news(self._news), []
         self._lives.observe(news)
+        self._index(news)
         return news
 
     def _all_news(self, own: list[News]) -> list[News]:
-        """All ranks' news; from here on this rank reads what others of its node stored. Collective over all ranks."""
+        """All ranks' news. Collective over all ranks."""
         if self._dock.world.size == 1:
             return own
         news, received_bytes = exchanged(own)
         self._dock.volume.metadata_bytes += received_bytes
-        is_here = self._lives.catalogue.homes == self._dock.world.node
+        return news
+
+    def _index(self, news: Iterable[News]) -> None:
+        """Read what others of this node stored from here on; the catalogue has its lengths."""
+        catalogue = self._lives.catalogue
+        is_here = catalogue.homes == self._dock.world.node
         for entry in news:
             if isinstance(entry, RowMetadata):
-                self._dock.warehouse.add_frames(entry, is_here)
-        return news
+                self._dock.warehouse.add_stored(entry, is_here, catalogue.lengths)
 
     # Keeping rows over a restart
 
@@ -281,7 +299,8 @@ class Samples:
         try:
             self._read_from(folder, stored)
         finally:
-            self._all_news(stored)
+            news = self._all_news(stored)
+        self._index(news)
 
     def _read_from(self, folder: Path, stored: list[News]) -> None:
         """Restore the rows' lives, and on the first rank of each node the payload, whose news it adds to `stored`."""
@@ -366,4 +385,5 @@ class Samples:
         """Claim every rank's share here too, and return this rank's."""
         self._lives.claim(state, np.concatenate([*shares.values(), np.empty(0, dtype=np.int64)]))
         self._shares[state] = shares
+        self._own.pop(state, None)
         return shares.get(self._dock.world.rank, np.empty(0, dtype=np.int64))

@@ -9,7 +9,6 @@ import difflib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 
 from spmdrl.types import Batch, Column, Integers, WorkerState
@@ -92,6 +91,7 @@ RULES: tuple[ColumnRule, ...] = (
 PROMPT_COLUMNS = frozenset(rule.name for rule in RULES if rule.made_by is None)
 
 _NUMBERS: Mapping[str, int] = {rule.name: number for number, rule in enumerate(RULES)}
+_RULES: Mapping[str, ColumnRule] = {rule.name: rule for rule in RULES}
 
 
 def column_number(name: str) -> int:
@@ -102,7 +102,7 @@ def column_number(name: str) -> int:
 
 
 def rule_of(name: str) -> ColumnRule:
-    return RULES[column_number(name)]
+    return _RULES[name] if name in _RULES else RULES[column_number(name)]
 
 
 def column_of(state: WorkerState) -> str:
@@ -157,21 +157,24 @@ def check_column(batch: Batch, name: str) -> None:
         )
 
 
-def check_row_lengths(batch: Batch, known_lengths: Callable[[str], Integers]) -> None:
+def check_row_lengths(batch: Batch, known_lengths: Callable[[str, Integers], Integers]) -> None:
     """Refuse a column whose rows aren't as long as those of the column that it goes with.
 
-    `known_lengths` gives the lengths [num_rows] of a column that isn't in the batch.
+    `known_lengths` gives the lengths of some rows of a column that isn't in the batch, -1 where it isn't there.
     """
+    rows = batch.rows.numpy()
     for name in batch.names:
         if not batch.is_ragged(name) or length_column(name) == name:
             continue
-        other = length_column(name)
-        if other in batch and batch.offsets(name) is batch.offsets(other):
+        other, offsets = length_column(name), batch.offsets(name)
+        if other in batch and (batch.offsets(other) is offsets or torch.equal(batch.offsets(other), offsets)):
             continue
-        lengths, rows = batch.lengths(name).numpy(), batch.rows.numpy()
-        expected = batch.lengths(other).numpy() if other in batch else known_lengths(other)[rows].clip(min=0)
-        if not np.array_equal(lengths, expected):
-            at = int((lengths != expected).argmax())
+        bounds = offsets.numpy()
+        lengths = bounds[1:] - bounds[:-1]
+        expected = batch.lengths(other).numpy() if other in batch else known_lengths(other, rows).clip(min=0)
+        differs = lengths != expected
+        if differs.any():
+            at = int(differs.argmax())
             raise ValueError(
                 f"column {name!r} has {lengths[at]} values in row {rows[at]}, but {other!r} has {expected[at]}; put "
                 "one value for each of its tokens"

@@ -48,7 +48,8 @@ News = RowMetadata | RowDrop
 def metadata_of(batch: Batch, place: Sequence[int] | None = None) -> RowMetadata:
     """News of a batch that was stored, in shared memory at `place` (writer, start, bytes)."""
     columns = columns_mask(batch.names)
-    lengths = {name: batch.lengths(name).numpy() for name in announced_lengths(columns)}
+    bounds = {name: batch.offsets(name).numpy() for name in announced_lengths(columns)}
+    lengths = {name: offsets[1:] - offsets[:-1] for name, offsets in bounds.items()}
     places = _no_places() if place is None else np.array([[*place, len(batch)]], dtype=np.int64)
     return RowMetadata(batch.rows.numpy(), columns, lengths, places)
 
@@ -129,10 +130,11 @@ class Catalogue:
         """Whether each row was dropped [num_rows]."""
         return self._reason != _NOT_DROPPED
 
-    def lengths(self, name: str) -> Integers:
-        """Row lengths [num_rows] of a ragged column, -1 where it isn't there yet."""
-        present = (self.columns & columns_mask([name])) != 0
-        return np.where(present, self._lengths_of(length_column(name)), -1)
+    def lengths(self, name: str, rows: Integers | None = None) -> Integers:
+        """Lengths of all rows [num_rows] or some [B] of a ragged column, -1 where it isn't there yet."""
+        index = slice(None) if rows is None else rows
+        present = (self.columns[index] & columns_mask([name])) != 0
+        return np.where(present, self._lengths_of(length_column(name))[index], -1)
 
     def num_dropped(self, rows: Integers) -> dict[str, int]:
         """How many of these dropped rows were dropped for which reason."""

@@ -1,4 +1,4 @@
-"""A batch as one run of bytes, the form in which it lies in shared memory and travels between nodes.
+"""A batch as one run of bytes, the form in which it travels between nodes.
 
 A frame is an int64 header (format, number of rows, number of columns, then each column's schema number and number of
 values, in schema order), then the rows, the offsets and the values, each starting at a multiple of 64 bytes. Columns
@@ -9,8 +9,7 @@ frame contains no positions, so a corrupt one can't point outside itself, and no
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,6 +35,11 @@ _LENGTHS_OF = tuple(column_number(length_column(rule.name)) if rule.column.ragge
 """for each ragged column, the number of the column whose lengths it has; None for a dense one"""
 
 
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    """The dtype of a column's values as an array."""
+    return _NUMPY_DTYPES[column_number(name)]
+
+
 class FrameError(ValueError):
     """Bytes that are no frame of this schema."""
 
@@ -54,28 +58,37 @@ def frame_bytes(num_rows: int, num_values: Mapping[str, int]) -> int:
     return _layout(num_rows, _by_number(num_values)).num_bytes
 
 
+class CheckedColumns:
+    """A batch's columns as arrays, by schema number in schema order. Raises ValueError for what breaks the schema."""
+
+    def __init__(self, batch: Batch):
+        """Columns with the same row lengths must have equal offsets, which are kept once, by the lengths' number."""
+        self.values: dict[int, NDArray[Any]] = {}
+        self.offsets: dict[int, NDArray[np.int64]] = {}
+        shared: dict[int, Tensor] = {}
+        for number, name in sorted([(column_number(name), name) for name in batch.names]):
+            lengths, is_ragged = _LENGTHS_OF[number], batch.is_ragged(name)
+            tensor = batch.values(name) if is_ragged else batch.dense(name)
+            if tensor.dtype != _DTYPES[number] or is_ragged != (lengths is not None):
+                check_column(batch, name)
+            self.values[number] = values = tensor.numpy()
+            if lengths is None:
+                continue
+            if shared.setdefault(lengths, batch.offsets(name)) is not batch.offsets(name):
+                _check_same(name, lengths, self.offsets[lengths], batch.offsets(name).numpy())
+            elif lengths not in self.offsets:
+                self.offsets[lengths] = bounds = shared[lengths].numpy()
+                _checked_end(lengths, bounds)
+            _check_count(number, values.size, int(self.offsets[lengths][-1]))
+
+
 class OutgoingFrame:
     """A batch that is about to be written. Raises ValueError for columns that break the schema."""
 
     def __init__(self, batch: Batch):
-        """Check against the schema; columns with the same row lengths must have equal offsets, which are kept once."""
-        self._rows = batch.rows
-        self._values: dict[int, Tensor] = {}
-        self._offsets: dict[int, Tensor] = {}
-        ends: dict[int, int] = {}
-        for number, name in sorted((column_number(name), name) for name in batch.names):
-            lengths, is_ragged = _LENGTHS_OF[number], batch.is_ragged(name)
-            values = batch.values(name) if is_ragged else batch.dense(name)
-            if values.dtype != _DTYPES[number] or is_ragged != (lengths is not None):
-                check_column(batch, name)
-            self._values[number] = values
-            if lengths is None:
-                continue
-            if lengths not in ends:
-                ends[lengths] = _checked_end(lengths, batch.offsets(name).numpy(), trusted=False)
-            self._share_offsets(name, lengths, batch.offsets(name))
-            _check_count(number, values.numel(), ends[lengths])
-        self._layout = _layout(len(batch), {number: values.numel() for number, values in self._values.items()})
+        self._rows = batch.rows.numpy()
+        self._columns = CheckedColumns(batch)
+        self._layout = _layout(len(batch), {number: values.size for number, values in self._columns.values.items()})
 
     @property
     def num_bytes(self) -> int:
@@ -85,23 +98,15 @@ class OutgoingFrame:
         """Copy the batch into uint8 memory [num_bytes]."""
         if out.shape != (self.num_bytes,) or out.dtype != torch.uint8:
             raise ValueError(f"a frame of {self.num_bytes} bytes doesn't fit {out.dtype} {tuple(out.shape)}")
-        memory, layout = out.numpy(), self._layout
-        table = [word for number, values in self._values.items() for word in (number, values.numel())]
-        head = (_FORMAT, self._rows.numel(), len(self._values))
+        memory, layout, columns = out.numpy(), self._layout, self._columns
+        table = [word for number, values in columns.values.items() for word in (number, values.size)]
+        head = (_FORMAT, self._rows.size, len(columns.values))
         struct.pack_into(f"={_FIXED_WORDS + len(table)}q", memory.data, 0, *head, *table)
         _store(memory, layout.rows, self._rows)
         for lengths, start in layout.offsets.items():
-            _store(memory, start, self._offsets[lengths])
+            _store(memory, start, columns.offsets[lengths])
         for number, start in layout.values.items():
-            _store(memory, start, self._values[number])
-
-    def _share_offsets(self, name: str, lengths: int, offsets: Tensor) -> None:
-        known = self._offsets.setdefault(lengths, offsets)
-        if known is not offsets and not torch.equal(known, offsets):
-            raise ValueError(
-                f"column {name!r} has other row lengths than the columns beside it, but the schema says that all of "
-                f"them have those of {RULES[lengths].name!r}; put it with one value for each of that column's"
-            )
+            _store(memory, start, columns.values[number])
 
 
 def pack(batch: Batch) -> Tensor:
@@ -112,37 +117,10 @@ def pack(batch: Batch) -> Tensor:
     return frame
 
 
-@dataclass(frozen=True)
-class Arrays:
-    """A frame's content, as views of its memory."""
-
-    rows: NDArray[np.int64]
-    values: Mapping[str, NDArray[Any]]
-    """by column, packed where it is ragged"""
-    offsets: Mapping[str, NDArray[np.int64]]
-    """of ragged columns; those with the same row lengths share an array"""
-
-
 def read_frame(frame: Tensor) -> Batch:
     """The batch in a frame (uint8 [num_bytes]), as views of its memory.
 
     Raises FrameError for anything but a frame of this schema.
-    """
-    arrays = read_arrays(frame)
-    batch = Batch(torch.from_numpy(arrays.rows))
-    shared = {id(offsets): torch.from_numpy(offsets) for offsets in arrays.offsets.values()}
-    for name, values in arrays.values.items():
-        if name in arrays.offsets:
-            batch.put_ragged(name, torch.from_numpy(values), shared[id(arrays.offsets[name])])
-        else:
-            batch.put_dense(name, torch.from_numpy(values))
-    return batch
-
-
-def read_arrays(frame: Tensor, *, trusted: bool = False) -> Arrays:
-    """What is in a frame, as views of its memory. Raises FrameError for anything but a frame of this schema.
-
-    `trusted`: a rank of this node wrote the frame, so rows and offsets aren't checked one by one.
     """
     num_rows, num_values = _read_header(frame)
     layout = _layout(num_rows, num_values)
@@ -150,18 +128,34 @@ def read_arrays(frame: Tensor, *, trusted: bool = False) -> Arrays:
     if layout.num_bytes != memory.size:
         raise FrameError(f"a frame of {memory.size} bytes announces {layout.num_bytes}")
     rows = _part(memory, layout.rows, num_rows, _INT64)
-    if not trusted:
-        _check_rows(rows)
+    _check_rows(rows)
     shared = {lengths: _part(memory, start, num_rows + 1, _INT64) for lengths, start in layout.offsets.items()}
-    ends = {lengths: _checked_end(lengths, part, trusted) for lengths, part in shared.items()}
-    values, offsets = {}, {}
+    ends = {lengths: _checked_end(lengths, part) for lengths, part in shared.items()}
+    offsets = {lengths: torch.from_numpy(part) for lengths, part in shared.items()}
+    batch = Batch(torch.from_numpy(rows))
     for number, start in layout.values.items():
         name, count, lengths = RULES[number].name, num_values[number], _LENGTHS_OF[number]
-        values[name] = _part(memory, start, count, _NUMPY_DTYPES[number])
-        if lengths is not None:
+        values = torch.from_numpy(_part(memory, start, count, _NUMPY_DTYPES[number]))
+        if lengths is None:
+            batch.put_dense(name, values)
+        else:
             _check_count(number, count, ends[lengths])
-            offsets[name] = shared[lengths]
-    return Arrays(rows, values, offsets)
+            batch.put_ragged(name, values, offsets[lengths])
+    return batch
+
+
+def values_of(names: Iterable[str], sizes: Mapping[str, Any], start: Any) -> tuple[dict[str, Any], Any]:
+    """Where the values of each column begin that lie one behind the other from byte `start` on, and where all end.
+
+    `names` are in schema order; `sizes` are numbers of values, by column. Sizes and `start` may be arrays over many
+    such runs. A column's place counts values of its own dtype, as it is found in an array of these.
+    """
+    places = {}
+    for name in names:
+        item_bytes = _ITEM_BYTES[column_number(name)]
+        places[name] = start // item_bytes
+        start = start + _aligned(item_bytes * sizes[name])
+    return places, start
 
 
 def _layout(num_rows: int, num_values: Mapping[int, int]) -> _Layout:
@@ -179,7 +173,7 @@ def _layout(num_rows: int, num_values: Mapping[int, int]) -> _Layout:
     return _Layout(rows, offsets, values, end)
 
 
-def _aligned(num_bytes: int) -> int:
+def _aligned(num_bytes: Any) -> Any:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
@@ -187,8 +181,7 @@ def _by_number(num_values: Mapping[str, int]) -> dict[int, int]:
     return dict(sorted((column_number(name), count) for name, count in num_values.items()))
 
 
-def _store(memory: NDArray[np.uint8], start: int, part: Tensor) -> None:
-    source = part.numpy()
+def _store(memory: NDArray[np.uint8], start: int, source: NDArray[Any]) -> None:
     memory[start : start + source.nbytes].view(source.dtype)[:] = source
 
 
@@ -235,9 +228,17 @@ def _check_count(number: int, num_values: int, end: int) -> None:
         raise FrameError(f"offsets of column {RULES[number].name!r} end at {end}, but it has {num_values} values")
 
 
-def _checked_end(lengths: int, bounds: NDArray[np.int64], trusted: bool) -> int:
+def _check_same(name: str, lengths: int, known: NDArray[np.int64], offsets: NDArray[np.int64]) -> None:
+    if not np.array_equal(known, offsets):
+        raise ValueError(
+            f"column {name!r} has other row lengths than the columns beside it, but the schema says that all of "
+            f"them have those of {RULES[lengths].name!r}; put it with one value for each of that column's"
+        )
+
+
+def _checked_end(lengths: int, bounds: NDArray[np.int64]) -> int:
     """The last of the offsets of this column's lengths, after a check that they cut values into rows."""
     # Compared, not subtracted: a difference of two int64 may overflow.
-    if bounds[0] != 0 or (not trusted and bool((bounds[1:] < bounds[:-1]).any())):
+    if bounds[0] != 0 or (bounds[1:] < bounds[:-1]).any():
         raise FrameError(f"offsets of column {RULES[lengths].name!r} must begin with 0 and never fall")
     return int(bounds[-1])

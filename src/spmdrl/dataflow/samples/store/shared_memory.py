@@ -15,14 +15,15 @@ import os
 import tempfile
 import weakref
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from spmdrl.dataflow.samples.store.frame import ALIGNMENT
 from spmdrl.resources.collectives import barrier, gather_bytes
 from spmdrl.resources.world import World
+from spmdrl.types import Integers
 
 _CLOSE_ON_EXEC = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -113,6 +114,7 @@ class Pool:
         self._file_bytes: int = content["file_bytes"]
         assert 0 <= writer < self.num_writers, (writer, self.num_writers)
         self._maps = [_map(path, inode, self._file_bytes) for path, inode in files]
+        self._arrays: dict[tuple[int, np.dtype[Any]], NDArray[Any]] = {}
         self._own_file = _open(*files[writer])
         self._close_own_file = weakref.finalize(self, os.close, self._own_file)
         self._end = 0
@@ -132,15 +134,23 @@ class Pool:
         self._end = -(-(start + num_bytes) // ALIGNMENT) * ALIGNMENT
         return Place(self.writer, start, num_bytes)
 
-    def view(self, place: Place) -> Tensor:
-        """The bytes [num_bytes] at a place of any writer, uint8, without a copy."""
-        writer, start, num_bytes = place
-        known = 0 <= writer < self.num_writers and num_bytes > 0
-        if not known or start < 0 or start + num_bytes > self._file_bytes:
+    def array(self, writer: int, dtype: np.dtype[Any]) -> NDArray[Any]:
+        """The whole of a writer's file as values of a dtype, without a copy."""
+        if (writer, dtype) not in self._arrays:
+            self._arrays[writer, dtype] = np.frombuffer(self._maps[writer], dtype)
+        return self._arrays[writer, dtype]
+
+    def check(self, places: Integers) -> None:
+        """Raises ValueError for places [frames, 3 or more] that don't lie in the pool."""
+        writers, starts, sizes = places[:, 0], places[:, 1], places[:, 2]
+        # Compared with what is left, not added: a sum of two int64 may overflow.
+        lies_in = (writers >= 0) & (writers < self.num_writers) & (starts >= 0) & (sizes > 0)
+        lies_in &= (starts % ALIGNMENT == 0) & (starts <= self._file_bytes) & (sizes <= self._file_bytes - starts)
+        if not lies_in.all():
             raise ValueError(
-                f"{place} lies outside of the pool: {self.num_writers} writers of {self._file_bytes} bytes each"
+                f"{Place(*places[lies_in.argmin(), :3].tolist())} lies outside of the pool: {self.num_writers} "
+                f"writers of {self._file_bytes} bytes each"
             )
-        return torch.frombuffer(self._maps[writer], dtype=torch.uint8, count=num_bytes, offset=start)
 
     def clear(self) -> None:
         """Free all room in this rank's file, which must not be read from then on.
@@ -161,6 +171,7 @@ class Pool:
     def close(self) -> None:
         """Let go of the memory; the last process to do so frees it."""
         self._maps = []
+        self._arrays = {}
         self._close_own_file()
 
 

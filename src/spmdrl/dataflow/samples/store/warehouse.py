@@ -1,26 +1,27 @@
 """A node's warehouse, as one rank of the node sees it: the payload of the rows whose home is this node.
 
 On a node with several ranks the payload lies in shared memory that the local-rank-0 process created. Each rank writes
-frames into its own file and reads all files in place; the next commit brings it the places of the others' frames.
+columns into its own file and reads all files in place; the next commit brings it the places of the others' columns.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from spmdrl.dataflow.samples.control.catalogue import Catalogue, RowMetadata
-from spmdrl.dataflow.samples.schema import empty_batch, names_of_mask
-from spmdrl.dataflow.samples.store.frame import Arrays, OutgoingFrame, read_arrays
+from spmdrl.dataflow.samples.schema import RULES, empty_batch, length_column, names_of_mask, rule_of
+from spmdrl.dataflow.samples.store.frame import ALIGNMENT, CheckedColumns, numpy_dtype, values_of
 from spmdrl.dataflow.samples.store.shared_memory import Place, Pool
-from spmdrl.dataflow.samples.store.shelves import Chunk, Placement, Shelves, collect
+from spmdrl.dataflow.samples.store.shelves import Chunks, Shelves, collect
 from spmdrl.dataflow.samples.volume import Link, Volume, column_bytes
 from spmdrl.types import Batch, Integers
+
+_OFFSET_BYTES = 8
 
 
 class Warehouse:
@@ -32,24 +33,32 @@ class Warehouse:
     def __init__(self, pool: Pool | None = None):
         """`pool`: the memory that the node's ranks share; None: this rank is alone on its node."""
         self._pool = pool
+        self._files = [] if pool is None else [_File(pool, writer) for writer in range(pool.num_writers)]
         self._lock = threading.RLock()
         self._shelves = Shelves()
 
     def put(self, batch: Batch) -> Place | None:
         """Store rows; returns where in the node's memory. A rank alone on its node keeps the tensors as they are.
 
-        Raises ValueError for a row that has one of the columns already.
+        Raises ValueError for a row that has one of the columns already, or columns that break the schema.
         """
         if not len(batch) or not batch.names:
             return None
         if self._pool is None:
             self.keep(batch)
             return None
-        frame = OutgoingFrame(batch)
+        columns = CheckedColumns(batch)
+        values = {RULES[number].name: column for number, column in columns.values.items()}
+        sizes = {name: column.size for name, column in values.items()}
+        starts, num_bytes = values_of(sizes, sizes, 0)
         with self._lock:
-            place = self._pool.allocate(frame.num_bytes)
-            frame.write(self._pool.view(place))
-            self._add(place, batch.rows, batch.names)
+            place = self._pool.allocate(max(num_bytes, ALIGNMENT))
+            file = self._files[place.writer]
+            for name, column in values.items():
+                starts[name] += place.start // column.itemsize
+                file.array(name)[starts[name] : starts[name] + column.size] = column
+            bounds = {RULES[number].name: offsets for number, offsets in columns.offsets.items()}
+            self._add(batch, file, starts, bounds)
         return place
 
     def keep(self, batch: Batch, rows: ArrayLike | None = None, positions: ArrayLike | None = None) -> None:
@@ -57,23 +66,29 @@ class Warehouse:
 
         `rows` and `positions` together store several rows at one position.
         """
-        index = np.asarray(batch.rows if rows is None else rows, dtype=np.int64)
-        if index.size:
-            with self._lock:
-                self._shelves.add(Chunk(len(batch), batch.names, partial(_arrays_of, batch)), index, positions)
+        index = batch.rows.numpy() if rows is None else np.asarray(rows, dtype=np.int64)
+        if not index.size:
+            return
+        bounds = {length_column(name): batch.offsets(name).numpy() for name in batch.names if batch.is_ragged(name)}
+        with self._lock:
+            self._add(batch, _Kept(batch), dict.fromkeys(batch.names, 0), bounds, index, positions)
 
-    def add_frames(self, metadata: RowMetadata, is_here: NDArray[np.bool_]) -> None:
-        """Index what other ranks of this node stored; `is_here` [num_rows] marks the rows that live on this node."""
+    def add_stored(self, metadata: RowMetadata, is_here: NDArray[np.bool_], lengths: Callable[[str], Integers]) -> None:
+        """Index what other ranks of this node stored.
+
+        `is_here` [num_rows] marks the rows that live on this node; `lengths` gives the row lengths [num_rows] of a
+        ragged column. Raises ValueError for places that can't hold these columns.
+        """
         if self._pool is None or not len(metadata.places):
             return
-        ends = metadata.places[:, 3].cumsum()
-        starts = ends - metadata.places[:, 3]
-        wanted = is_here[metadata.rows[starts]] & (metadata.places[:, 0] != self._pool.writer)
-        names = names_of_mask(metadata.columns)
+        writers, _, _, sizes = metadata.places.T
+        wanted = is_here[metadata.rows[sizes.cumsum() - sizes]] & (writers != self._pool.writer)
+        if not wanted.any():
+            return
+        rows = metadata.rows[wanted.repeat(sizes)]
+        chunks = self._chunks_at(metadata.places[wanted], names_of_mask(metadata.columns), rows, lengths)
         with self._lock:
-            for at in np.flatnonzero(wanted).tolist():
-                place = Place(*metadata.places[at, :3].tolist())
-                self._add(place, metadata.rows[starts[at] : ends[at]], names)
+            self._shelves.add(chunks, rows)
 
     def get(self, rows: ArrayLike | Tensor, names: Iterable[str], volume: Volume | None = None) -> Batch:
         """The named columns of the rows, in the given order. Raises KeyError naming a missing row and column."""
@@ -82,9 +97,12 @@ class Warehouse:
             return empty_batch(names)
         with self._lock:
             found = self._shelves.find(names, index)
+        batch = collect(found, index)
         if volume is not None:
-            _count(found, volume)
-        return collect(found, index)
+            for placement in found:
+                for link, num_bytes in placement.num_bytes(batch).items():
+                    volume.count_get(link, num_bytes)
+        return batch
 
     def clear(self) -> None:
         """Forget all rows; memory that a larger batch needed once returns to the system."""
@@ -97,7 +115,7 @@ class Warehouse:
     def num_bytes(self) -> int:
         """Bytes of all rows that are held and indexed here."""
         with self._lock:
-            return sum(chunk.num_bytes for chunk in self._shelves.chunks)
+            return self._shelves.num_bytes
 
     @property
     def held_bytes(self) -> int:
@@ -110,12 +128,63 @@ class Warehouse:
             if self._pool is not None:
                 self._pool.close()
 
-    def _add(self, place: Place, rows: ArrayLike, names: Iterable[str]) -> None:
-        """Index a frame of this node, which is read when a row of it is wanted first."""
-        assert self._pool is not None, "only ranks that share memory have frames in it"
-        read = partial(read_arrays, self._pool.view(place), trusted=True)
-        is_own = place.writer == self._pool.writer
-        self._shelves.add(Chunk(len(np.asarray(rows)), sorted(names), read, is_own=is_own), rows)
+    def _add(
+        self, batch: Batch, memory: _File | _Kept, starts: Mapping[str, int], bounds: Mapping[str, Integers],
+        rows: Integers | None = None, positions: ArrayLike | None = None,
+    ) -> None:  # fmt: skip
+        """Index a batch that this rank stored."""
+        sizes = np.array([len(batch)])
+        chunks = Chunks(tuple(batch.names), sizes, [memory], starts, bounds, batch.num_bytes())
+        self._shelves.add(chunks, batch.rows.numpy() if rows is None else rows, positions)
+
+    def _chunks_at(
+        self, places: Integers, names: list[str], rows: Integers, lengths: Callable[[str], Integers]
+    ) -> Chunks:
+        """The chunks at these places [chunks, 4], which hold these rows one after the other."""
+        assert self._pool is not None, "only ranks that share memory have places in it"
+        self._pool.check(places)
+        writers, begins, num_bytes, sizes = places.T
+        keys = {length_column(name) for name in names if rule_of(name).column.ragged}
+        bounds, counts = {}, {}
+        for key in keys:
+            bounds[key], counts[key] = _bounds_of(lengths(key)[rows], sizes)
+        num_values = {name: counts[length_column(name)] if rule_of(name).column.ragged else sizes for name in names}
+        starts, ends = values_of(names, num_values, begins)
+        if (np.maximum(ends - begins, ALIGNMENT) != num_bytes).any():
+            raise ValueError(
+                f"columns {names} of rows {rows[:4].tolist()}... take {(ends - begins).tolist()} bytes, but places "
+                f"have {num_bytes.tolist()}; do all ranks run the same version?"
+            )
+        total = sum(int(num_values[name].sum()) * numpy_dtype(name).itemsize for name in names)
+        num_ragged = sum(rule_of(name).column.ragged for name in names)
+        total += num_ragged * (rows.size + sizes.size) * _OFFSET_BYTES
+        memories = [self._files[writer] for writer in writers.tolist()]
+        return Chunks(tuple(sorted(names)), sizes, memories, starts, bounds, total)
+
+
+class _File:
+    """A rank's file in the node's memory."""
+
+    def __init__(self, pool: Pool, writer: int):
+        self.link = Link.PROCESS if writer == pool.writer else Link.NODE
+        self._pool = pool
+        self._writer = writer
+
+    def array(self, name: str) -> NDArray[np.generic]:
+        return self._pool.array(self._writer, numpy_dtype(name))
+
+
+class _Kept:
+    """A batch that is kept as it is."""
+
+    link = Link.PROCESS
+
+    def __init__(self, batch: Batch):
+        tensors = {name: batch.values(name) if batch.is_ragged(name) else batch.dense(name) for name in batch.names}
+        self._arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
+
+    def array(self, name: str) -> NDArray[np.generic]:
+        return self._arrays[name]
 
 
 class OneNode:
@@ -139,20 +208,15 @@ class OneNode:
         self._warehouse.close()
 
 
-def _count(found: Iterable[Placement], volume: Volume) -> None:
-    """Count what is read by whether this rank or another one of its node stored it."""
-    for placement in found:
-        own = [number for number, chunk in placement.chunks.items() if chunk.is_own]
-        if len(own) in (0, len(placement.chunks)):
-            volume.count_get(Link.PROCESS if own else Link.NODE, placement.num_bytes())
-            continue
-        is_own = np.isin(placement.numbers, own)
-        volume.count_get(Link.PROCESS, placement.num_bytes(is_own))
-        volume.count_get(Link.NODE, placement.num_bytes(~is_own))
+def _bounds_of(lengths: Integers, sizes: Integers) -> tuple[Integers, Integers]:
+    """The offsets of chunks, one behind the other, and the number of values of each.
 
-
-def _arrays_of(batch: Batch) -> Arrays:
-    """The arrays of a batch that is kept as it is."""
-    offsets = {name: batch.offsets(name).numpy() for name in batch.names if batch.is_ragged(name)}
-    values = {name: (batch.values(name) if name in offsets else batch.dense(name)).numpy() for name in batch.names}
-    return Arrays(batch.rows.numpy(), values, offsets)
+    `lengths` [B] are of all rows, `sizes` how many of them each chunk holds, at least one.
+    """
+    ends = sizes.cumsum()
+    counts = np.add.reduceat(lengths, ends - sizes)
+    # Behind each chunk's rows its total, after which the next one begins at 0.
+    out = np.zeros(lengths.size + sizes.size + 1, dtype=np.int64)
+    steps = np.insert(lengths, ends, -counts)
+    np.cumsum(steps, out=out[1:])
+    return out[:-1], counts
