@@ -17,6 +17,9 @@ Owner = str
 Place = Literal["device", "host"]
 # Of glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+# Of Linux's mman.h, and the size on x86-64; where huge pages are larger, fewer are filled.
+_MADV_HUGEPAGE, _HUGE_PAGE_BYTES = 14, 2 << 20
+_LARGE_BLOCK_BYTES = 8 << 20
 OWNERS: tuple[Owner, ...] = (
     *(owner for role in ROLES for owner in (role.weights, role.base, role.optimizer) if owner is not None),
     # Of the model that is being updated: one at a time, and no longer than that.
@@ -98,9 +101,21 @@ def return_large_blocks() -> None:
     mallopt = _from_glibc("mallopt")
     if mallopt is None or "MALLOC_MMAP_THRESHOLD_" in os.environ or "mmap_threshold" in os.getenv("GLIBC_TUNABLES", ""):
         return
-    mallopt(_M_MMAP_THRESHOLD, 8 << 20)
+    mallopt(_M_MMAP_THRESHOLD, _LARGE_BLOCK_BYTES)
     # The first call ends glibc's own adjustments; this is where they end up, and saves many returns of small blocks.
     mallopt(_M_TRIM_THRESHOLD, 64 << 20)
+
+
+def ask_for_huge_pages(address: int, num_bytes: int) -> None:
+    """Have Linux back new memory by huge pages, if it gives those that are asked for and the memory is a large block.
+
+    Smaller blocks stay in the process when they are freed, and so would their pages.
+    """
+    madvise = _from_glibc("madvise")
+    start = -(-address // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
+    num_pages = (address + num_bytes - start) // _HUGE_PAGE_BYTES
+    if madvise is not None and num_bytes >= _LARGE_BLOCK_BYTES:
+        madvise(ctypes.c_void_p(start), ctypes.c_size_t(num_pages * _HUGE_PAGE_BYTES), _MADV_HUGEPAGE)
 
 
 @functools.cache

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
 
-from spmdrl.engines.generation.native.cache.paged import affordable_blocks
+from spmdrl.engines.generation.native.cache.paged import CacheShape, PagedCache, affordable_blocks
 from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.resources.host_memory import free_host_bytes
 from spmdrl.resources.mesh import lone_generation_mesh
@@ -35,3 +36,36 @@ def test_on_a_cpu_the_ranks_of_a_host_share_a_share_of_its_free_memory(monkeypat
 def test_less_than_two_blocks_are_refused_with_what_there_is() -> None:
     with pytest.raises(ValueError, match=r"gpu_memory_utilization 1e-09 of \d+ free bytes for 1 ranks"):
         affordable_blocks(RolloutConfig(gpu_memory_utilization=1e-9), 1000, CPU, AXIS)
+
+
+def is_advised(address: int) -> bool:
+    """Whether the kernel was asked to back this address of the process by huge pages."""
+    holds = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, *rest = line.split()
+        if not name.endswith(":"):
+            start, stop = (int(part, 16) for part in name.split("-"))
+            holds = start <= address < stop
+        elif holds and name == "VmFlags:":
+            return "hg" in rest
+    raise AssertionError(f"{address:x} isn't mapped")
+
+
+@pytest.mark.cpu_only(reason="it is the host's memory")
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").is_dir() or not Path("/proc/self/smaps").is_file(),
+    reason="this kernel has no huge pages to ask for",
+)
+def test_a_large_cache_lies_in_huge_pages_and_keeps_what_it_holds_as_it_grows() -> None:
+    shape = CacheShape(
+        num_layers=2, block_size=32, num_kv_heads=4, head_size=32, value_head_size=32, dtype=torch.float32
+    )
+    cache = PagedCache(shape, CPU)
+    for num_blocks in (400, 1000):
+        cache.resize(num_blocks)
+        for store in (*cache.stored(0), *cache.stored(1)):
+            middle = store[num_blocks // 2]
+            assert is_advised(middle.data_ptr()) and not middle.any()
+        if num_blocks == 400:
+            cache.stored(1)[0][3] = 7.0
+    assert bool((cache.stored(1)[0][3] == 7.0).all())

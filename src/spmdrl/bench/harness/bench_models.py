@@ -75,7 +75,11 @@ TINY = qwen3(
 
 def write_model(folder: Path, config: DecoderConfig, **hf_fields: Any) -> None:
     """Make a Hugging Face folder with random float32 weights; `hf_fields` are added to its config.json."""
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(hf_config_dict(config, torch.float32) | hf_fields))
+    write_config(folder, config, **hf_fields)
     weights = RandomWeights(config, seed=0)
     write_weights(folder, ((name, weights(name)) for name in weights.names))
+
+
+def write_config(folder: Path, config: DecoderConfig, **hf_fields: Any) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(hf_config_dict(config, torch.float32) | hf_fields))

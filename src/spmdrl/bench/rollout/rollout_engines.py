@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+import zlib
 from collections.abc import Sequence
 from functools import partial
 from itertools import groupby
@@ -31,15 +32,15 @@ _FEWEST_ROWS = 4
 class Native(BenchEngine):
     """The native engine, and what its matrix products alone would take."""
 
-    def __init__(self, folder: Path, work: RolloutWork):
+    def __init__(self, folder: Path, work: RolloutWork, *, draft_tokens: int = 0):
         self._work = work
         config = read_config(folder)
-        rollout = RolloutConfig(max_running_rows=work.rows_at_once, compile=work.compiles)
+        rollout = RolloutConfig(max_running_rows=work.rows_at_once, compile=work.compiles, draft_tokens=draft_tokens)
         self._engine = NativeEngine(config, rollout, _CPU, torch.float32)
         files = open_weights(folder, config)
         self._engine.load_weights((name, files.read(whole_slice(name, files.shape(name)))) for name in files.names)
         self._engine.wake_cache()
-        self._num_steps = self._num_fed = 0
+        self._num_steps = self._num_fed = self._tokens_crc = 0
 
     def generate(self, lengths: Lengths, rows: Sequence[int], seed: int) -> list[int]:
         requests = []
@@ -49,23 +50,38 @@ class Native(BenchEngine):
             sampling = SamplingParams(max_tokens=limit, stop_token_ids=lengths.stop_ids)
             requests.append(Request(taken, prompt, tuple(seed * len(rows) + row for row in taken), sampling))
         self._engine.submit(requests)
-        self._num_steps, length_of = 0, {}
+        self._num_steps, tokens_of = 0, {}
         while self._engine.num_unfinished:
             for response in self._engine.step():
-                length_of[response.row] = len(response.token_ids)
+                tokens_of[response.row] = response.token_ids
             self._num_steps += 1
-        self._num_fed = sum(length_of.values()) + sum(len(request.prompt_ids) for request in requests)
-        return [length_of[row] for row in rows]
+        self._num_fed = sum(map(len, tokens_of.values())) + sum(len(request.prompt_ids) for request in requests)
+        self._tokens_crc = zlib.crc32(repr([tokens_of[row] for row in rows]).encode())
+        return [len(tokens_of[row]) for row in rows]
 
     def extra(self) -> dict[str, float]:
-        """Seconds that products of the model's weights alone take, at as many rows as the steps had."""
+        """Seconds that products of the model's weights alone take, at as many rows as the steps had, and guesses."""
         weights = [weight for weight in self._engine.wake_weights().values() if weight.ndim == 2]
         few, many = _FEWEST_ROWS, max(self._work.rows_at_once, 2 * _FEWEST_ROWS)
         few_seconds, many_seconds = _matmul_seconds(weights, few), _matmul_seconds(weights, many)
         # A product's time grows with its rows from a time that it takes anyway, so that their sum is enough.
         a_row = (many_seconds - few_seconds) / (many - few)
         a_step = max(0.0, few_seconds - few * a_row)
-        return {"steps": self._num_steps, "matmul_seconds": self._num_steps * a_step + self._num_fed * a_row}
+        guessed, right = self._engine.take_draft_counts()
+        return {
+            "steps": self._num_steps,
+            "matmul_seconds": self._num_steps * a_step + (self._num_fed + guessed - right) * a_row,
+            "tokens_crc": self._tokens_crc,
+            "guessed": guessed,
+            "right": right,
+        }
+
+
+class NativeDrafts(Native):
+    """The native engine with guesses."""
+
+    def __init__(self, folder: Path, work: RolloutWork):
+        super().__init__(folder, work, draft_tokens=work.draft_tokens)
 
 
 def _matmul_seconds(weights: Sequence[Tensor], num_rows: int) -> float:
@@ -163,7 +179,7 @@ def _load(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
 
 
-ENGINES = {"native": Native, "generate": Generate, "continuous_batching": ContinuousBatching}
+ENGINES = {"native": Native, "drafts": NativeDrafts, "generate": Generate, "continuous_batching": ContinuousBatching}
 
 if __name__ == "__main__":
     name, folder = sys.argv[1:]

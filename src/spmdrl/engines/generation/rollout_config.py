@@ -60,6 +60,12 @@ class RolloutConfig:
     """whether the native engine compiles its decoding step (torch.compile) once per run; needs a dense model, whole
     weights on each rank and, on a CPU, a C++ compiler. Takes half a minute or more, and pays most for small models or
     batches; a sampled row may then depend, by rounding, on the rows decoded beside it"""
+    draft_tokens: Annotated[int, Ge(0)] = 0
+    """most tokens that the native engine guesses ahead of a row and checks in one step, where the row's newest ones
+    stand in its prompt, in its response or in its group's; 0: none. Tokens stay the same. Pays where few rows run, and
+    responses repeat their prompts or each other; rows and guesses together are at most max_running_rows"""
+    draft_match: Annotated[int, Ge(1)] = 2
+    """newest tokens of a row that must stand elsewhere, in order, for what follows them there to be guessed"""
     cuda_graphs: bool | None = None
     """whether decoding steps are captured as CUDA graphs, and started before the host has read the tokens of the one
     before; null: where that is possible. true is refused where it isn't: the native engine needs CUDA, a dense model

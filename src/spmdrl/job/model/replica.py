@@ -87,7 +87,7 @@ def build_frozen_generator(
     # Short answers of a model that wakes anew each step aren't worth compiling anything.
     rollout = replace(
         config.rollout, stop=(), engine_kwargs={}, compile=False, cuda_graphs=False,
-        kv_cache_gib=None if device.is_cpu else kv_cache_gib,
+        draft_tokens=0, kv_cache_gib=None if device.is_cpu else kv_cache_gib,
     )  # fmt: skip
     dtype = config.model.compute_dtype(device.kind)
     engine = NativeEngine(source.decoder, rollout, device.torch_device, dtype, mesh=mesh)

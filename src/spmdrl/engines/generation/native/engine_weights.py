@@ -198,7 +198,8 @@ class Product:
         if self.is_packed:
             is_traced = torch.compiler.is_compiling()
             outputs = multiply_outside(rows_BD, self.number, self._width) if is_traced else self.packed(rows_BD)
-            return outputs.split(self._sizes, dim=-1)
+            # Not split(), whose Python takes as long as a small product.
+            return (outputs,) if len(self._sizes) == 1 else outputs.split_with_sizes(self._sizes, dim=-1)
         return [F.linear(rows_BD, weight, bias) for weight, bias in zip(self.weights, self._biases, strict=True)]
 
     @property

@@ -27,7 +27,7 @@ from spmdrl.engines.generation.native.cache.cached_attention import (
 from spmdrl.engines.generation.native.cache.paged import CacheShape, PagedCache
 from spmdrl.engines.generation.native.compiled import CompiledStep, check_compiler, check_compiles
 from spmdrl.engines.generation.native.engine_weights import PackedWeights
-from spmdrl.engines.generation.native.running_rows import Chunk, Row
+from spmdrl.engines.generation.native.running_rows import Chunk, FedToken
 from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.decoder import Decoder, DecoderConfig
 from spmdrl.engines.models.kernels import ops
@@ -100,30 +100,33 @@ class CachedDecoder:
                 chunk.group.choices.append(taken_TLC[: chunk.num_tokens].clone())
                 taken_TLC = taken_TLC[chunk.num_tokens :]
 
-    def decode(self, rows: Sequence[Row]) -> Tensor:
-        """Feed the newest token of every row and return the logits [B, V] of the next, float32; none still runs."""
+    def decode(self, fed: Sequence[FedToken]) -> Tensor:
+        """Feed tokens, each behind those of its row before it; returns the logits [B, V] of the next, float32.
+
+        None still runs.
+        """
         # A multiple, because a CPU's silu rounds elements that don't fill a whole vector differently from the rest.
-        lacking = -len(rows) % LEAST_ROWS if rows else LEAST_ROWS
-        order = list(range(len(rows)))
+        lacking = -len(fed) % LEAST_ROWS if fed else LEAST_ROWS
+        order = list(range(len(fed)))
         if not self._reads_pages:
             # Attention takes rows of similar length together.
-            order.sort(key=lambda index: rows[index].length)
-        fed = [rows[index] for index in order]
-        lengths = [1] * lacking + [row.length for row in fed]
-        tables = [[SCRATCH_BLOCK]] * lacking + [row.table for row in fed]
+            order.sort(key=lambda index: fed[index].length)
+        ordered = [fed[index] for index in order]
+        lengths = [1] * lacking + [token.length for token in ordered]
+        tables = [[SCRATCH_BLOCK]] * lacking + [token.row.table for token in ordered]
         attention = PagedDecodeAttention.of_rows if self._reads_pages else DecodeAttention
         logits_BV = self._step(
-            [0] * lacking + [row.token_ids[-1] for row in fed],
+            [0] * lacking + [token.token for token in ordered],
             [length - 1 for length in lengths],
             attention(self.cache, tables, lengths),
         )
         if self._recorder is not None:
             # Unbound tokens are views: a step's choices live until its last row ends.
-            for row, token_LC in zip(fed, self._recorder.take()[lacking:], strict=True):
-                assert row.choices is not None, f"row {row.row} runs without its prompt's choices"
-                row.choices.feed(token_LC)
+            for token, choices_LC in zip(ordered, self._recorder.take()[lacking:], strict=True):
+                assert token.row.choices is not None, f"row {token.row.row} runs without its prompt's choices"
+                token.choices = choices_LC
         place_of = {index: place for place, index in enumerate(order, start=lacking)}
-        return logits_BV[self._tensor([place_of[index] for index in range(len(rows))])].float()
+        return logits_BV[self._tensor([place_of[index] for index in range(len(fed))])].float()
 
     def step_logits(self, tokens_B: Tensor, positions_B: Tensor, attend: Attend) -> Tensor:
         """Logits [B, V] of a decoding step whose inputs are on the device; no choices of experts are recorded."""

@@ -19,12 +19,13 @@ from spmdrl.engines.generation.expert_choices import ChoiceRecorder
 from spmdrl.engines.generation.native.cache.blocks import BlockPool
 from spmdrl.engines.generation.native.cache.paged import affordable_blocks
 from spmdrl.engines.generation.native.cache.scheduler import Admitted, Scheduler
+from spmdrl.engines.generation.native.drafts import Drafter
 from spmdrl.engines.generation.native.forward import CachedDecoder
 from spmdrl.engines.generation.native.graphs.fixed_step import FixedStep
 from spmdrl.engines.generation.native.graphs.graph_steps import wants_graphs
 from spmdrl.engines.generation.native.graphs.step_pipeline import StepPipeline
 from spmdrl.engines.generation.native.lockstep import Lockstep
-from spmdrl.engines.generation.native.running_rows import Row
+from spmdrl.engines.generation.native.running_rows import Row, check_request, newest_token
 from spmdrl.engines.generation.native.sampling import RowDrawer
 from spmdrl.engines.generation.protocol import Decode, Finish, Request, Response, all_weights
 from spmdrl.engines.generation.rollout_config import RolloutConfig
@@ -78,6 +79,7 @@ class NativeEngine:
         if wants_graphs(rollout, config, self._mesh.layout, device):
             step = FixedStep(self._forward.step_logits, self._cache, device, rollout.max_running_rows)
             self._pipeline = StepPipeline(step, device, self._drawer, rollout.max_running_rows)
+        self._drafter = Drafter(rollout, device) if rollout.draft_tokens else None
         # A recorder must see every token fed, so none may be taken from others' blocks.
         self._shares_prefixes = recorder is None
         self._pool = BlockPool()
@@ -111,12 +113,7 @@ class NativeEngine:
     def submit(self, requests: Sequence[Request]) -> None:
         self._require_awake("take requests")
         for request in requests:
-            self._check_positions(request)
-            if request.sampling.stop_strings and not self._drawer.reads_text:
-                raise ValueError(
-                    f"rows {list(request.rows)} have stop strings {list(request.sampling.stop_strings)}, but the "
-                    "engine was built without the text of tokens; give it decode"
-                )
+            check_request(request, max_positions=self._config.max_positions, reads_text=self._drawer.reads_text)
         if self._cache_grows:
             self._grow_cache(min(self._scheduler.blocks_wanted(requests), self._most_blocks))
         self._scheduler.submit(requests)
@@ -137,6 +134,8 @@ class NativeEngine:
         if self._pipeline is not None:
             self._pipeline.drop()
         responses = self._scheduler.abort()
+        if self._drafter is not None:
+            self._drafter.clear()
         if self._is_mid_step:
             # What a step that failed left in the cache may not even be finite.
             num_blocks = self._cache.num_blocks
@@ -194,6 +193,9 @@ class NativeEngine:
         self._weights.sleep()
         self._drawer.forget()
 
+    def take_draft_counts(self) -> tuple[int, int]:
+        return (0, 0) if self._drafter is None else self._drafter.take_counts()
+
     def cache_bytes_for(self, num_rows: int, num_tokens: int) -> int:
         if self._rollout.kv_cache_gib is not None:
             return int(self._rollout.kv_cache_gib * 2**30)
@@ -211,15 +213,6 @@ class NativeEngine:
             raise RuntimeError(f"a sleeping engine can't {action}; call wake_weights, fill them, then wake_cache")
         if self._is_mid_step:
             raise RuntimeError(f"the engine can't {action}: its last step failed; abort gives back what it was doing")
-
-    def _check_positions(self, request: Request) -> None:
-        num_prompt, num_new = len(request.prompt_ids), request.sampling.max_tokens
-        if num_prompt + num_new > self._config.max_positions:
-            raise ValueError(
-                f"row {request.rows[0]} has {num_prompt} prompt + at most {num_new} new tokens = "
-                f"{num_prompt + num_new}, but the model was made for {self._config.max_positions} positions; "
-                "lower data.max_prompt_length or rollout.max_completion_length"
-            )
 
     def _open_cache(self, num_blocks: int) -> None:
         self._forget_graphs()
@@ -262,8 +255,12 @@ class NativeEngine:
         """Feed the newest token of every running row and draw the next."""
         self._make_room()
         rows = list(self._scheduler.running.values())
-        logits_BV = self._forward.decode(rows)
-        return self._draw(rows, logits_BV) if rows else []
+        if self._drafter is None:
+            fed = [newest_token(row) for row in rows]
+        else:
+            fed = self._drafter.with_guesses(rows, self._scheduler.room_behind)
+        logits_BV = self._forward.decode(fed)
+        return self._ended(self._drawer.check(fed, logits_BV, self.version)) if fed else []
 
     def _decode_ahead(self, pipeline: StepPipeline) -> list[Response]:
         """Start a step of the rows that go on, then read what the one before it drew."""
@@ -298,4 +295,6 @@ class NativeEngine:
         """Free what the rows held that ended, and why."""
         for row, _ in rows:
             self._scheduler.finish(row)
+            if self._drafter is not None:
+                self._drafter.forget(row)
         return [row.response(finish) for row, finish in rows]

@@ -51,6 +51,18 @@ class Row:
 
 
 @dataclass(eq=False)
+class FedToken:
+    """A token that a decoding step feeds: a row's newest one, or what is guessed behind it."""
+
+    row: Row
+    token: int
+    length: int
+    """Positions up to the token, its own included."""
+    choices: Tensor | None = None
+    """Where the token went [L, C], if that is recorded; set by the forward."""
+
+
+@dataclass(eq=False)
 class Group:
     """Waiting rows that start from the same tokens, which are computed once for all of them.
 
@@ -132,3 +144,23 @@ def groups_of(request: Request) -> list[Group]:
     groups = [Group([row]) for row in rows if row.token_ids]
     fresh = [row for row in rows if not row.token_ids]
     return [*groups, Group(fresh)] if fresh else groups
+
+
+def newest_token(row: Row) -> FedToken:
+    return FedToken(row, row.token_ids[-1], row.length)
+
+
+def check_request(request: Request, *, max_positions: int, reads_text: bool) -> None:
+    """Raise ValueError if the model or the engine can't answer it."""
+    num_prompt, num_new = len(request.prompt_ids), request.sampling.max_tokens
+    if num_prompt + num_new > max_positions:
+        raise ValueError(
+            f"row {request.rows[0]} has {num_prompt} prompt + at most {num_new} new tokens = {num_prompt + num_new}, "
+            f"but the model was made for {max_positions} positions; lower data.max_prompt_length or "
+            "rollout.max_completion_length"
+        )
+    if request.sampling.stop_strings and not reads_text:
+        raise ValueError(
+            f"rows {list(request.rows)} have stop strings {list(request.sampling.stop_strings)}, but the engine was "
+            "built without the text of tokens; give it decode"
+        )

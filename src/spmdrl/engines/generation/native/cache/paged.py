@@ -15,6 +15,7 @@ from torch import Tensor
 
 from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.resources.host_memory import free_host_bytes
+from spmdrl.resources.memory import ask_for_huge_pages
 from spmdrl.resources.mesh import Axis
 from spmdrl.resources.startup.launch import read_launch_environment
 
@@ -70,9 +71,14 @@ class PagedCache:
         common = (sizes.num_layers, num_blocks, sizes.num_kv_heads, sizes.block_size)
         # Zeros, because masked attention multiplies what was never written by 0, and a NaN would survive that.
         self._stores = tuple(
-            torch.zeros((*common, size), dtype=sizes.dtype, device=self.device)
+            torch.empty((*common, size), dtype=sizes.dtype, device=self.device)
             for size in (sizes.head_size, sizes.value_head_size)
         )
+        for store in self._stores:
+            if self.device.type == "cpu":
+                # Blocks are read from all over the store: of small pages, most would have to be looked up first.
+                ask_for_huge_pages(store.data_ptr(), store.nbytes)
+            store.zero_()
         for store, old_store in zip(self._stores, old, strict=False):
             store[:, : old_store.shape[1]] = old_store
         self._keys, self._values = (store.unbind() for store in self._stores)

@@ -122,10 +122,14 @@ class GraphSteps:
             self._graphs.clear()
 
 
-def _why_no_graphs(config: DecoderConfig, layout: GenerationLayout, device: torch.device) -> str | None:
+def _why_no_graphs(
+    rollout: RolloutConfig, config: DecoderConfig, layout: GenerationLayout, device: torch.device
+) -> str | None:
     """Why a decoder's steps can't be captured here, or None if they can."""
     if device.type not in CAPTURES:
         return f"graphs are captured on {' and '.join(CAPTURES)} alone, and the device is {device.type}"
+    if rollout.draft_tokens:
+        return f"rollout.draft_tokens is {rollout.draft_tokens}, and a step's tokens depend on how many are guessed"
     if config.moe is not None:
         return "the model is sparse, and the sizes of its experts' products depend on the tokens"
     if layout.tensor > 1:
@@ -139,7 +143,7 @@ def wants_graphs(rollout: RolloutConfig, config: DecoderConfig, layout: Generati
     """Whether decoding steps run as graphs. Raises ValueError, with a way out, where they must and can't."""
     if rollout.cuda_graphs is False:
         return False
-    reason = _why_no_graphs(config, layout, device)
+    reason = _why_no_graphs(rollout, config, layout, device)
     if reason and rollout.cuda_graphs:
         raise ValueError(
             f"rollout.cuda_graphs is true, but {reason}; set it to null, which uses graphs where they can be"
