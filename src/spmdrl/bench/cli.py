@@ -41,6 +41,7 @@ BENCHES = {
     "memory": "memory.memory_bench",
     "metadata": "samples.metadata",
     "nodes": "nodes.nodes",
+    "prefix": "training.prefix",
     "redundancy": "resharding.redundancy",
     "resharding": "resharding.resharding",
     "rollout": "rollout.rollout",
