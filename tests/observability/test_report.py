@@ -139,6 +139,19 @@ def test_the_start_flattens_no_curve_and_is_shown_on_its_own(tmp_path: Path):
     assert "500" not in re.findall(r'class="ty"[^>]*>([^<]*)<', chart) and 'data-steps="1 5"' in chart
 
 
+def test_what_stages_waited_for_stands_beside_what_others_hid_of_it(tmp_path: Path):
+    log = MetricsLog(tmp_path, ["jsonl"])
+    for step in (1, 2, 3):
+        waits = {"fusion/waited_seconds/reward": 8.0 + step, "fusion/hidden_seconds/reward": 4.0}
+        log.write(step, {**waits, "fusion/hidden_share": 0.4})
+    log.close()
+    text = write_report(tmp_path).read_text()
+    [section] = re.findall(r'(?s)<section id="time">.*?</section>', text)
+    titles = re.findall("<figcaption>(.*?)(?: <small>|</figcaption>)", section)
+    assert titles == ["Waits of reward", "Waits that other stages hid"]
+    assert "hidden by other stages" in section and "fusion/" not in text
+
+
 def test_the_contents_lead_to_every_section_that_is_there(small_run: Path):
     text = write_report(small_run).read_text()
     assert _Page(text).links == [f"#{anchor}" for anchor in re.findall('<section id="(.*?)">', text)]

@@ -3,12 +3,13 @@
 Two cases on a model with random weights, each with a reference and a pass for old log-probs, fused and unfused in turn:
 
     reward   a reward function sleeps 50 ms for each response
-    tool     an environment sleeps 0.2 to 2 s for each of its answers, by the row's seed
+    tool     an environment sleeps 0.2 to 2 s for each of its answers; rows take 1 to 3, both by the row's seed
 
 Waits are those of the unfused order: for rewards from the end of generation until the last has come, for tools whenever
-no row can be decoded. Hideable is what other work could fill of them: for rewards the passes over all rows, for tools
-those over all portions but the last, which is whole no earlier than the last response; of the wait and that work the
-shorter counts, step by step. `hidden share` is the part of the hideable seconds in which such work really ran.
+no row can be decoded. Hideable is what other work could fill of them in the best order. For rewards that is the passes
+over all rows, or the wait where it is shorter, step by step. For tools each wait could hold the passes over rows that
+had ended before it began and that no earlier wait had held. `hidden_share` is the part of the hideable seconds in which
+such work really ran; it is less than 1 where a pass outlasts the wait in which it began.
 Rows, losses and weights of all runs are compared by their digests. The first step of a run isn't counted.
 """
 
@@ -46,7 +47,7 @@ from spmdrl.engines.environment.episode import End, Episode, Observation
 
 class Slow:
     def step(self, episode: Episode):
-        if len(episode.turns) == 2:
+        if len(episode.turns) > random.Random(episode.seed).randint(1, 3):
             return End()
         time.sleep(random.Random(f"{episode.seed} {len(episode.turns)}").uniform(0.2, 2.0))
         return Observation(str(episode.seed % 100))
@@ -71,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--width", type=int, default=192, help="of the model, which has 6 layers")
     parser.add_argument("--prompts", type=int, default=8, help="prompts of a step, with 4 responses each")
     parser.add_argument("--length", type=int, default=56, help="most tokens of a response")
-    parser.add_argument("--steps", type=int, default=4, help="steps of each run, the first of which is not counted")
+    parser.add_argument("--steps", type=int, default=3, help="steps of each run, the first of which is not counted")
     parser.add_argument("--rounds", type=int, default=3, help="how often all run in turn")
 
 
@@ -137,14 +138,17 @@ def _train(arguments: argparse.Namespace, inputs: Path, *, case: str, fuse: bool
         "dock.fuse": str(fuse).lower(),
     }
     if case == "tool":
-        settings |= {"environment.function": f"{inputs / 'slow_tool.py'}:Slow", "environment.workers": 8,
+        settings |= {"environment.function": f"{inputs / 'slow_tool.py'}:Slow", "environment.workers": 16,
                      "rollout.stop": "['=', '+']"}  # fmt: skip
     folder = inputs / "run"
     steps = train_steps(folder, settings, num_ranks=arguments.ranks, environment={})
     waiting = "generation" if case == "tool" else "reward"
     waits = [[step.get(f"fusion/{what}_seconds/{waiting}", 0.0) for step in steps] for what in ("waited", "hidden")]
-    works = _work_seconds(folder, beside_generation=case == "tool")
-    hideable = [min(waited, works[STEPS_OF_WARM_UP + 1 + at]) for at, waited in enumerate(waits[0])]
+    works = _work_seconds(folder)
+    hideable = [
+        step["fusion/hideable_seconds/generation"] if case == "tool" else min(waited, works[STEPS_OF_WARM_UP + 1 + at])
+        for at, (step, waited) in enumerate(zip(steps, waits[0], strict=True))
+    ]
     found = FusionRun(
         [step["time/step"] for step in steps],
         sum(waits[0]),
@@ -156,12 +160,11 @@ def _train(arguments: argparse.Namespace, inputs: Path, *, case: str, fuse: bool
     return found
 
 
-def _work_seconds(folder: Path, *, beside_generation: bool) -> Mapping[int, float]:
-    """Seconds of the passes in each step, over all ranks: those inside generation, or those after it."""
-    spans, work = read_timeline(folder / "timeline").spans, defaultdict[int, float](float)
-    ends = {(span.rank, span.step): span.end for span in spans if span.stage == "generation"}
-    for span in spans:
-        if span.stage in _PASSES and (span.start < ends[span.rank, span.step]) == beside_generation:
+def _work_seconds(folder: Path) -> Mapping[int, float]:
+    """Seconds of the passes in each step, over all ranks."""
+    work = defaultdict[int, float](float)
+    for span in read_timeline(folder / "timeline").spans:
+        if span.stage in _PASSES:
             work[span.step] += span.seconds
     return work
 

@@ -61,7 +61,22 @@ def speed_charts(runs: Sequence[RunData]) -> list[Chart]:
     order = dict.fromkeys([*stage_order(runs[0].timeline), *timed])
     by_stage = [Series(stage, runs[0].points(f"time/{stage}"), color=color) for color, stage in enumerate(order)]
     stages = Chart("Seconds by stage", by_stage, "s" if len(runs) == 1 else f"s, {runs[0].name}")
-    return _filled([charts[0], _of_steps(stages), charts[1]])
+    return _filled([charts[0], _of_steps(stages), *_wait_charts(runs), charts[1]])
+
+
+def _wait_charts(runs: Sequence[RunData]) -> list[Chart]:
+    """What each stage of the first run waited for, and how much of it other stages hid."""
+    start = "fusion/waited_seconds/"
+    stages = [name.removeprefix(start) for name in runs[0].metric_names if name.startswith(start)]
+    whose = "" if len(runs) == 1 else f", {runs[0].name}"
+    return [
+        Chart(
+            f"Waits of {stage}",
+            _named(runs[0], {"waited": start + stage, "hidden by other stages": f"fusion/hidden_seconds/{stage}"}),
+            f"s, all ranks{whose}",
+        )
+        for stage in stages
+    ] + [_metric_chart(runs, "Waits that other stages hid", "share of seconds", "fusion/hidden_share")]
 
 
 def _of_steps(chart: Chart) -> Chart:
@@ -95,7 +110,7 @@ def machinery_charts(runs: Sequence[RunData]) -> list[Chart]:
 def _others(runs: Sequence[RunData]) -> list[str]:
     known = {metric for _, _, metric in (*LEARNING, *SPEED)} | {"reward_p10", "reward_p90", "reshard/seconds"}
     known |= {*LINKS.values(), *RESHARDING.values(), *RESHARDING_RATES.values()}
-    elsewhere = (LAGS, "time/", "eval/", "dock/put_bytes/", "dock/get_bytes/")
+    elsewhere = (LAGS, "time/", "fusion/", "eval/", "dock/put_bytes/", "dock/get_bytes/")
     names = {name for run in runs for name in run.metric_names} - known
     return sorted(name for name in names if not name.startswith(elsewhere))
 

@@ -1,4 +1,4 @@
-"""Portions of groups that are scored while a rank waits: the same rows whenever they are, and never a deadlock."""
+"""Portions of rows that are scored while a rank waits: the same rows whenever they are, and never a deadlock."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from spmdrl.dataflow.samples.dock import DockConfig, TransferDock
 from spmdrl.dataflow.samples.samples import Samples
 from spmdrl.dataflow.samples.schema import needs_by_state
 from spmdrl.dataflow.stages.inference import ScoreStage
-from spmdrl.dataflow.stages.rollout.generation import token_columns
 from spmdrl.dataflow.stages.rollout.portions import Portions
 from spmdrl.engines.generation.protocol import Response
 from spmdrl.observability.timeline.timeline import Timeline
@@ -53,16 +52,15 @@ class Generating:
 
     def __call__(self, samples: Samples) -> None:
         rows, chance = samples.deal_generation(), random.Random(f"{self.clock} {samples.step} {self.rank}")
-        groups = [rows[first : first + GROUP_SIZE] for first in range(0, len(rows), GROUP_SIZE)]
-        random.Random(samples.step).shuffle(groups)
-        self.portions.open(samples, len(groups))
-        for group in groups:
-            time.sleep(chance.random() * 0.02)
-            self.portions.add(columns_of(group))
+        random.Random(samples.step).shuffle(rows)
+        self.portions.open(samples, len(rows))
+        for row in rows:
+            time.sleep(chance.random() * 0.005)
+            self.portions.add([response_to(row)])
             for _ in range(chance.randrange(3)):
                 self.portions.between_steps()
             if chance.random() < 0.6:
-                self.portions.until(Answer(chance.random() * 0.03))
+                self.portions.until(Answer(chance.random() * 0.01))
         self.portions.close()
         samples.commit(WorkerState.GENERATION)
 
@@ -79,11 +77,9 @@ class Answer:
         return self.at if time.perf_counter() >= self.at else None
 
 
-def columns_of(rows: list[int]) -> Batch:
-    tokens = {row: response_of(row) for row in rows}
-    return token_columns([
-        Response(row, tuple(ids), (-0.5,) * len(ids), "stop", (1,) * len(ids)) for row, ids in tokens.items()
-    ])  # fmt: skip
+def response_to(row: int) -> Response:
+    ids = response_of(row)
+    return Response(row, tuple(ids), (-0.5,) * len(ids), "stop", (1,) * len(ids))
 
 
 def train(world: World, is_fused: bool, clock: int) -> tuple[list, list]:
@@ -112,10 +108,35 @@ def train(world: World, is_fused: bool, clock: int) -> tuple[list, list]:
     return stage.together, trained
 
 
-def test_portions_are_equal_parts_in_the_order_in_which_groups_are_whole():
+def test_portions_hold_rows_in_the_order_in_which_they_ended_the_later_ones_less():
     together, _ = train(ONE_RANK, True, 0)
-    assert [len(rows) for rows in together] == [NUM_ROWS // NUM_PORTIONS] * NUM_PORTIONS * NUM_STEPS
+    assert [len(rows) for rows in together] == [NUM_ROWS * 3 // 4, NUM_ROWS // 4] * NUM_STEPS
     assert (together, _) == train(ONE_RANK, False, 1)
+
+
+def test_only_a_wait_that_is_left_is_worked_in_and_hideable_is_what_waits_could_have_held(tmp_path):
+    stage, timeline = Reference(), Timeline(tmp_path / "rank", 0)
+    axis = lone_generation_mesh(0).tensor
+    portions = Portions(NUM_PORTIONS, [stage], axis, timeline, Arrivals(30.0))
+    needs = needs_by_state({"ref_logprobs", "rollout_logprobs"})
+    with TransferDock(ONE_RANK, needs, DockConfig(20.0)) as dock:
+        samples = dock.open_batch(1, make_prompts(), GROUP_SIZE)
+        rows = samples.deal_generation()
+        portions.open(samples, len(rows))
+        portions.add([response_to(row) for row in rows])
+        portions.until(Answer(0.0))
+        portions.between_steps()
+        assert stage.together == []
+        portions.until(Answer(0.2))
+        assert len(stage.together) == NUM_PORTIONS - 1
+        waits, hideable = timeline.waits(1)["generation"], portions.hideable_seconds()
+        # All rows had ended, and three quarters of them were scored.
+        assert waits.hidden_seconds < hideable <= waits.seconds
+        portions.close()
+        samples.commit(WorkerState.GENERATION)
+        portions.open(samples, len(rows))
+        assert portions.hideable_seconds() == 0.0
+    timeline.close()
 
 
 @pytest.mark.ranks

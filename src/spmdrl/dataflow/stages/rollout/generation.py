@@ -6,17 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-
 from spmdrl.dataflow.data.prompts import Prompt
 from spmdrl.dataflow.samples.dock import Samples
 from spmdrl.dataflow.stages.rollout.portions import Portions
 from spmdrl.dataflow.stages.rollout.requests import EndedResponses, ResponseListener, Turns, row_seed, run_rollout
-from spmdrl.dataflow.stages.rows import ROUTED_EXPERTS, TURNS
+from spmdrl.dataflow.stages.rollout.response_columns import columns_of
 from spmdrl.engines.generation.protocol import GenerationEngine, Request, Response, SamplingParams
 from spmdrl.observability.metrics import Recorder
 from spmdrl.resources.mesh import GenerationMesh
-from spmdrl.types import Batch, WorkerState, offsets_of
+from spmdrl.types import WorkerState
 
 
 @dataclass(kw_only=True)
@@ -36,7 +34,7 @@ class GenerationStage:
     turns: Turns | None = None
     """lets an environment answer between turns"""
     portions: Portions | None = None
-    """scores groups that are whole while rows wait for the environment"""
+    """scores rows that have ended while others wait for the environment"""
 
     def __call__(self, samples: Samples) -> None:
         rows, size = samples.deal_generation(), samples.group_size
@@ -48,16 +46,18 @@ class GenerationStage:
             Request(group, tuple(prompt.prompt_ids), self._seeds(samples.step, group), self.sampling)
             for group, prompt in zip(groups, prompts, strict=True)
         ]
-        self._open_portions(samples, len(groups))
+        self._open_portions(samples, len(rows))
         answers: list[list[Response]] = [[] for _ in groups]
         for number, responses in run_rollout(self.engine, requests, prompts, self.turns, meanwhile=self.portions):
             self._notify(groups[number][0] // size, prompts[number], size, responses)
             answers[number] += responses
+            self._add_to_portion(responses)
             if len(answers[number]) == size:
                 whole = sorted(answers[number], key=lambda response: response.row)
                 self._count(sum(response.num_own_tokens for response in whole))
                 self._put(samples, prompts[number], whole)
         self._commit(samples)
+        self._count_drafts()
         # The same on every rank; where a step generates more than once, that of its most uneven deal.
         self.recorder.maximum("generation/imbalance", samples.generation_imbalance())
 
@@ -76,25 +76,36 @@ class GenerationStage:
         if self.mesh.is_leader:
             self.recorder.total("generation/tokens", num_tokens)
 
-    def _open_portions(self, samples: Samples, num_groups: int) -> None:
-        """Begin a step of which this rank's replica generates so many groups."""
+    def _open_portions(self, samples: Samples, num_rows: int) -> None:
+        """Begin a step of which this rank's replica generates so many rows."""
         if self.portions is not None:
-            self.portions.open(samples, num_groups)
+            self.portions.open(samples, num_rows)
+
+    def _add_to_portion(self, responses: Sequence[Response]) -> None:
+        """Let responses that will be trained be scored."""
+        if self.portions is not None:
+            self.portions.add(responses)
 
     def _commit(self, samples: Samples) -> None:
         """End the state, behind all portions but the last. Collective over all ranks."""
         if self.portions is not None:
             self.portions.close()
+            self.recorder.total("fusion/hideable_seconds/generation", self.portions.hideable_seconds())
         samples.commit(self.state)
 
+    def _count_drafts(self) -> None:
+        """Record tokens guessed ahead, if there were any."""
+        guessed, right = self.engine.take_draft_counts()
+        if guessed and self.mesh.is_leader:
+            self.recorder.total("generation/drafted", guessed)
+            self.recorder.total("generation/accepted", right)
+
     def _put(self, samples: Samples, prompt: Prompt, responses: Sequence[Response]) -> None:
-        """Store a whole group, and record what it is like."""
-        if self.portions is not None:
-            self.portions.add(columns_of(responses))
-        elif self.mesh.is_leader:
-            samples.put(self.state, columns_of(responses))
+        """Record what a whole group is like, and store it, unless portions do."""
         if not self.mesh.is_leader:
             return
+        if self.portions is None:
+            samples.put(self.state, columns_of(responses))
         for response in responses:
             length = response.num_own_tokens
             self.recorder.total("perf/tokens", len(prompt.prompt_ids) + len(response.token_ids))
@@ -105,31 +116,3 @@ class GenerationStage:
             if response.turns is not None:
                 self.recorder.mean("environment/turns", max(response.turns, default=0))
                 self.recorder.mean("environment/tokens", response.turns.count(0))
-
-
-def columns_of(responses: Sequence[Response]) -> Batch:
-    """The generation state's columns of finished responses."""
-    batch = token_columns(responses)
-    finished = [int(response.finish == "stop") for response in responses]
-    batch.put_dense("finished", torch.tensor(finished, dtype=torch.int32))
-    choices = [response.choices for response in responses if response.choices is not None]
-    assert not choices or len(choices) == len(responses), f"{len(choices)} of {len(responses)} have their experts"
-    return batch
-
-
-def token_columns(responses: Sequence[Response]) -> Batch:
-    """The columns of responses that have a value per token."""
-    batch = Batch.of_rows(response.row for response in responses)
-    batch.put_lists("response_ids", [response.token_ids for response in responses], torch.int32)
-    batch.put_lists("rollout_logprobs", [response.logprobs for response in responses], torch.float32)
-    batch.put_lists("versions", [response.versions for response in responses], torch.int32)
-    turns = [response.turns for response in responses if response.turns is not None]
-    if turns:
-        assert len(turns) == len(responses), f"{len(turns)} of {len(responses)} have their turns"
-        batch.put_lists(TURNS, turns, torch.int16)
-    choices = [response.choices for response in responses]
-    known = [part for part in choices if part is not None]
-    if known:
-        lengths = [0 if part is None else part.numel() for part in choices]
-        batch.put_ragged(ROUTED_EXPERTS, torch.cat(known), offsets_of(lengths))
-    return batch

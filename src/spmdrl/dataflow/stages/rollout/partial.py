@@ -15,8 +15,9 @@ from spmdrl.dataflow.data.prompts import Prompt
 from spmdrl.dataflow.samples.carried import FINISH, CarriedGroups
 from spmdrl.dataflow.samples.dock import Samples
 from spmdrl.dataflow.samples.rounds import CarriedGroup, Quota, StepGroups, quotas
-from spmdrl.dataflow.stages.rollout.generation import GenerationStage, token_columns
+from spmdrl.dataflow.stages.rollout.generation import GenerationStage
 from spmdrl.dataflow.stages.rollout.requests import row_seed, run_rollout
+from spmdrl.dataflow.stages.rollout.response_columns import token_columns
 from spmdrl.dataflow.stages.rows import ROUTED_EXPERTS, TURNS
 from spmdrl.engines.generation.native.native_engine import Lockstep
 from spmdrl.engines.generation.protocol import Finish, PartialResponse, Request, Response, SamplingParams
@@ -82,19 +83,21 @@ class PartialGenerationStage(GenerationStage):
         own = [self._own_group(samples, groups, tuple(rows[at : at + size])) for at in range(0, len(rows), size)]
         quota = self._quota(groups, dealt)
         stops_early = samples.num_rows > rules.num_wanted * size
-        self._open_portions(samples, quota.number)
+        self._open_portions(samples, quota.number * size)
         left: dict[int, Batch] = {}
         for group, responses in self._answers(own, self._all_have(quota) if stops_early else None):
             num_begun = sum(response.num_own_tokens for response in group.begun)
             self._count(sum(response.num_own_tokens for response in responses) - num_begun)
             is_whole = all(response.finish != "aborted" for response in responses)
             if is_whole and quota.admit(is_last_round=group.round >= rules.max_rounds):
+                self._add_to_portion(responses)
                 self._put(samples, group.prompt, responses)
             else:
                 left[group.serial] = packed(responses)
                 if self.mesh.is_leader:
                     samples.mark_deferred(group.rows)
         self._commit(samples)
+        self._count_drafts()
         self._carry_over(samples, groups, dealt, left)
 
     def _own_group(self, samples: Samples, groups: StepGroups, rows: tuple[int, ...]) -> OwnGroup:

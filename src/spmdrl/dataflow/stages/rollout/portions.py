@@ -1,12 +1,13 @@
-"""Portions of a step's groups, scored while this rank waits for tools.
+"""Portions of a step's responses, scored while this rank waits for tools.
 
-    group is whole --add--> portion is whole --arrive--> whole on all ranks --put, announce--> scored by each model
+    row has ended --add--> portion is whole --arrive--> whole on all ranks --put, announce--> scored by each model
 
-What a portion holds follows from tokens alone: of each replica, equally many groups in the order in which they became
-whole. So it holds the same rows whether it is scored beside generation or after it, and results are equal to the bit.
+What a portion holds follows from tokens alone: of each replica, a share of its rows in the order in which they ended.
+So it holds the same rows whether it is scored beside generation or after it, and results are equal to the bit. Later
+portions are smaller: the last is scored after generation, and what ends late has few waits left to be scored in.
 
 Scoring is collective over all ranks, which generate at their own pace. A rank arrives at the next portion, without
-waiting, once its own groups of it are whole and it has nothing to decode: all rows wait for tools, or none are left.
+waiting, once its own rows of it have ended and the engine waits: for an environment's answer, or with none left.
 When all ranks have arrived the portion runs; each rank finds out between two steps of its engine, or while it waits.
 
 Nothing can deadlock. Portions run in their order, one at a time, in the thread that generates. Until all ranks have
@@ -24,16 +25,18 @@ from collections.abc import Sequence
 from spmdrl.dataflow.samples.dock import Samples
 from spmdrl.dataflow.stages.inference import ScoreStage
 from spmdrl.dataflow.stages.rollout.requests import Came
+from spmdrl.dataflow.stages.rollout.response_columns import columns_of
+from spmdrl.engines.generation.protocol import Response
 from spmdrl.observability.timeline.timeline import Timeline
 from spmdrl.resources.collectives import Arrivals, broadcast_bytes
 from spmdrl.resources.mesh import Axis
-from spmdrl.types import Batch, WorkerState
+from spmdrl.types import WorkerState
 
 _PAUSE_SECONDS = 0.001
 
 
 class Portions:
-    """Announces a step's whole groups in so many portions; with `arrivals`, scores all but the last as it goes on."""
+    """Announces a step's responses in so many portions; with `arrivals`, scores all but the last as it goes on."""
 
     def __init__(
         self, number: int, scores: Sequence[ScoreStage], axis: Axis, timeline: Timeline, arrivals: Arrivals | None
@@ -45,18 +48,25 @@ class Portions:
         self._timeline = timeline
         self._arrivals = arrivals
         self._samples: Samples | None = None
-        self._num_groups = 0
-        self._whole: list[Batch] = []
+        self._num_rows = 0
+        self._ended: list[Response] = []
         self._num_run = 0
+        self._portion_seconds = 0.0
+        """what the last portion took"""
+        self._mean_wait_seconds = 0.0
+        """over the waits so far, the newer ones counting more"""
+        self._waits: list[tuple[int, float]] = []
+        self._scored_seconds = 0.0
 
-    def open(self, samples: Samples, num_groups: int) -> None:
-        """Begin a step of which this rank's replica generates so many groups."""
-        self._samples, self._num_groups, self._num_run = samples, num_groups, 0
-        self._whole.clear()
+    def open(self, samples: Samples, num_rows: int) -> None:
+        """Begin a step of which this rank's replica generates so many rows."""
+        self._samples, self._num_rows, self._num_run, self._scored_seconds = samples, num_rows, 0, 0.0
+        self._ended.clear()
+        self._waits.clear()
 
-    def add(self, group: Batch) -> None:
-        """Add the columns of a group that is whole; they are put with their portion."""
-        self._whole.append(group)
+    def add(self, responses: Sequence[Response]) -> None:
+        """Add responses that have ended and will be trained; their columns are put with their portion."""
+        self._ended += responses
 
     def between_steps(self) -> None:
         """Score what all ranks have arrived at. Collective over the replica."""
@@ -64,9 +74,15 @@ class Portions:
             self._run_next(self._arrivals)
 
     def until(self, came: Came | None) -> None:
-        """Score portions until what the replica's first rank waits for has come. Collective over the replica."""
+        """Score portions until what the replica's first rank waits for has come. Collective over the replica.
+
+        A wait that is shorter than a portion hides little of it, and how long it will be is unknown. So this rank
+        arrives at a portion once the wait has lasted as long as the last one took, or a quarter of the usual wait.
+        """
         started = time.perf_counter()
         while self._arrivals is not None and self._is_due:
+            if not self._arrivals.has_arrived and not self._agreed(came is not None and self._is_long(came, started)):
+                break
             self._arrivals.arrive()
             if not self._agreed(came is not None and _is_complete_before(self._arrivals, came)):
                 break
@@ -74,6 +90,9 @@ class Portions:
         if came is not None:
             ended = came(None)
             assert ended is not None, "without a limit it waits to the end"
+            seconds = max(0.0, ended - started)
+            self._waits.append((len(self._ended), seconds))
+            self._mean_wait_seconds += (seconds - self._mean_wait_seconds) / 8
             self._timeline.waited("generation", self._open_samples.step, start=started, end=ended)
 
     def close(self) -> None:
@@ -87,23 +106,42 @@ class Portions:
             self._run_next(self._arrivals)
         self._put()
 
+    def hideable_seconds(self) -> float:
+        """Most seconds of scoring that any order could have put into this step's waits, by what it took for a row.
+
+        So much of what had ended before a wait began, and wasn't scored in an earlier one, as the wait is long.
+        """
+        row_seconds = self._scored_seconds / max(self._end(self._num_run - 1), 1)
+        hidden = 0.0
+        for num_ended, seconds in self._waits:
+            hidden += min(seconds, num_ended * row_seconds - hidden)
+        return hidden
+
+    def _is_long(self, came: Came, started: float) -> bool:
+        """Whether the wait since `started` is worth a portion; waits until it is, or what is waited for came."""
+        worth = min(self._portion_seconds, self._mean_wait_seconds / 4)
+        return came(max(0.0, started + worth - time.perf_counter())) is None
+
     @property
     def _is_due(self) -> bool:
-        """Whether this rank's groups of the next portion are whole; the last is left to the states' own turn."""
-        return self._num_run < self._number - 1 and len(self._whole) >= self._end(self._num_run)
+        """Whether this rank's rows of the next portion have ended; the last is left to the states' own turn."""
+        return self._num_run < self._number - 1 and len(self._ended) >= self._end(self._num_run)
 
     def _end(self, portion: int) -> int:
-        """How many of the replica's groups the portions up to this one have."""
-        return -(-(portion + 1) * self._num_groups // self._number)
+        """How many of the replica's rows the portions up to this one have; what is left falls as its square."""
+        num_after = self._number - 1 - portion
+        return self._num_rows + -self._num_rows * num_after**2 // self._number**2
 
     def _run_next(self, arrivals: Arrivals) -> None:
         """Announce the next portion and score it. Collective over all ranks."""
         arrivals.next_round()
         self._announce()
-        samples = self._open_samples
+        samples, started = self._open_samples, time.perf_counter()
         for score in self._scores:
             with self._timeline.stage(score.state.value, samples.step):
                 score(samples)
+        self._portion_seconds = time.perf_counter() - started
+        self._scored_seconds += self._portion_seconds
 
     def _announce(self) -> None:
         self._put()
@@ -111,9 +149,10 @@ class Portions:
         self._num_run += 1
 
     def _put(self) -> None:
-        """Store what this rank's groups of the next portion have."""
-        for group in self._whole[self._end(self._num_run - 1) : self._end(self._num_run)]:
-            self._open_samples.put(WorkerState.GENERATION, group)
+        """Store what this rank's rows of the next portion have."""
+        responses = self._ended[self._end(self._num_run - 1) : self._end(self._num_run)]
+        if responses:
+            self._open_samples.put(WorkerState.GENERATION, columns_of(responses))
 
     @property
     def _open_samples(self) -> Samples:

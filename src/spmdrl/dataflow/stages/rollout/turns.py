@@ -81,8 +81,9 @@ class RolloutTurns:
             done = [one for response in ended for one in self._after_turn(rows[response.row], response)]
             finished = {one.row for one in done}
             waiting |= {one.row: num_steps + self._return_after for one in ended if one.row not in finished}
-            # Where nothing runs there is nothing to wait beside.
-            due = [row for row, when in waiting.items() if when <= num_steps or not engine.has_work]
+            # Where nothing runs, the next ones come back at once.
+            until = num_steps if engine.has_work else max(num_steps, min(waiting.values(), default=0))
+            due = [row for row, when in waiting.items() if when <= until]
             done += self._bring_back(engine, [rows[row] for row in due], meanwhile)
             waiting = {row: when for row, when in waiting.items() if row not in due}
             yield from by_request(done, request_of)
