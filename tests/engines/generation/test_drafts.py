@@ -19,6 +19,7 @@ from spmdrl.resources.mesh import lone_generation_mesh
 from tests.engines.generation.schedules import (
     FAMILIES,
     PROMPTS,
+    ROUNDING,
     SCHEDULES,
     Schedule,
     engine_of,
@@ -62,7 +63,7 @@ def assert_equal(found: dict[int, Response], expected: dict[int, Response]) -> N
         row: (one.token_ids, one.finish, one.versions) for row, one in expected.items()
     }
     for row, response in found.items():
-        torch.testing.assert_close(response.logprobs, expected[row].logprobs, atol=1e-5, rtol=0)
+        torch.testing.assert_close(response.logprobs, expected[row].logprobs, **ROUNDING)
 
 
 @pytest.mark.on_device

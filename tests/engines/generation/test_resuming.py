@@ -12,7 +12,15 @@ from spmdrl.engines.generation.expert_choices import ChoiceRecorder
 from spmdrl.engines.generation.native.native_engine import NativeEngine
 from spmdrl.engines.generation.protocol import PartialResponse, Request, Response, SamplingParams
 from spmdrl.engines.generation.rollout_config import RolloutConfig
-from tests.engines.generation.schedules import FAMILIES, GREEDY, SCHEDULES, engine_of, requests_with, responses_of
+from tests.engines.generation.schedules import (
+    FAMILIES,
+    GREEDY,
+    ROUNDING,
+    SCHEDULES,
+    engine_of,
+    requests_with,
+    responses_of,
+)
 from tests.engines.generation.support import awake_engine, prompt_of, request, run, wake
 from tests.support.chosen_device import chosen_device
 
@@ -59,7 +67,7 @@ def test_rows_aborted_again_and_again_equal_uninterrupted_ones(schedule, samplin
     assert rounds.keys() == whole.keys()
     for row, response in rounds.items():
         assert (response.token_ids, response.finish) == (whole[row].token_ids, whole[row].finish)
-        torch.testing.assert_close(response.logprobs, whole[row].logprobs, atol=1e-5, rtol=0)
+        torch.testing.assert_close(response.logprobs, whole[row].logprobs, **ROUNDING)
 
 
 def test_tokens_keep_their_versions_and_logprobs_over_an_abort() -> None:

@@ -22,6 +22,7 @@ from tests.engines.generation.schedules import (
     FAMILIES,
     GREEDY,
     PROMPTS,
+    ROUNDING,
     SCHEDULES,
     engine_of,
     requests_with,
@@ -74,7 +75,7 @@ def test_sampled_rows_are_the_same_in_every_schedule(schedule) -> None:
     assert tokens_in(responses) == tokens_in(expected)
     assert len({response.token_ids for response in responses.values()}) > 6
     for row, response in responses.items():
-        torch.testing.assert_close(response.logprobs, expected[row].logprobs, atol=1e-5, rtol=0)
+        torch.testing.assert_close(response.logprobs, expected[row].logprobs, **ROUNDING)
         assert response.finish == expected[row].finish
 
 
