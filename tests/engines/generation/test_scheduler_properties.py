@@ -20,7 +20,7 @@ class Engine:
         self.pool, self.scheduler, self.limits, self.draw = pool, scheduler, limits, draw
         self.places: dict[tuple[int, int], tuple[int, ...]] = {}
         self.ended: list[int] = []
-        self.num_prefilled = self.num_preempted = 0
+        self.num_prefilled = self.num_preempted = self.num_fed = 0
 
     def step(self) -> None:
         admitted = self.scheduler.admit()
@@ -35,7 +35,7 @@ class Engine:
         for admission in admitted.admissions:
             for row in admission.rows:
                 self.check(row.table, tokens_of(row))
-                self.take_token(row)
+            self.take_tokens(admission.rows)
         assert len(self.scheduler.running) <= self.limits.max_running_rows
         self.decode()
 
@@ -51,13 +51,15 @@ class Engine:
         # Those that no longer run are the newest.
         assert [row.row for row in rows] == before[: len(rows)]
         self.num_preempted += len(before) - len(rows)
-        written = [row.table[(row.length - 1) // size] for row in rows]
+        fed = [row for row in rows if row.is_first]
+        self.num_fed += len(fed)
+        written = [row.table[(row.length - 1) // size] for row in fed]
         assert len(set(written)) == len(written) and not any(map(self.pool.is_shared, written))
-        for row in rows:
+        for row in fed:
             self.write(row.table, row.length - 1, tokens_of(row))
         for row in rows:
             self.check(row.table, tokens_of(row))
-            self.take_token(row)
+        self.take_tokens(rows)
 
     def write(self, table: list[int], place: int, tokens: tuple[int, ...]) -> None:
         size = self.limits.block_size
@@ -68,9 +70,13 @@ class Engine:
         for place in range(len(tokens)):
             assert self.places[table[place // size], place % size] == tokens[: place + 1]
 
-    def take_token(self, row: Row) -> None:
-        if give_token(self.scheduler, row, self.draw()):
-            self.ended.append(row.row)
+    def take_tokens(self, rows: list[Row]) -> None:
+        self.ended += [row.row for row in rows if give_token(self.scheduler, row, self.draw())]
+        self.scheduler.fork(rows)
+        # A branch is all rows of an admission that have drawn the same ever since.
+        for row in self.scheduler.running.values():
+            assert row.branch is not None and row in row.branch.rows
+            assert {tokens_of(other) for other in row.branch.rows} == {tokens_of(row)}
 
 
 def tokens_of(row: Row) -> tuple[int, ...]:
@@ -94,16 +100,17 @@ def requests_of(shapes) -> list[Request]:
     slots=st.integers(1, 6),
     prefill=st.integers(1, 12),
     shares=st.booleans(),
+    merges=st.booleans(),
     spare=st.integers(0, 8),
     data=st.data(),
 )
 def test_rows_find_their_context_end_in_turn_and_leak_no_block(
-    shapes, late, block_size, slots, prefill, shares, spare, data
+    shapes, late, block_size, slots, prefill, shares, merges, spare, data
 ):
     requests, rollout, pool = requests_of(shapes), limits(block_size, slots, prefill), BlockPool()
     # Room for the longest row alone.
     pool.grow(1 + max(-(-(len(shape[1]) + shape[2] - 1) // block_size) for shape in shapes) + spare)
-    scheduler = Scheduler(pool, rollout, shares_prefixes=shares)
+    scheduler = Scheduler(pool, rollout, shares_prefixes=shares, merges_rows=merges)
     is_ample = pool.num_blocks >= scheduler.blocks_wanted(requests) and slots >= sum(shape[0] for shape in shapes)
     engine = Engine(pool, scheduler, rollout, lambda: data.draw(st.sampled_from([1, 1, 2, STOP])))
     later = requests[len(requests) - min(late, len(requests) - 1) :]

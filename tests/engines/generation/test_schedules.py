@@ -83,14 +83,14 @@ def test_a_tight_cache_preempts_rows_and_a_roomy_one_does_not() -> None:
     preempted = {}
     for name in ("at once", "preempted"):
         engine = engine_of(FAMILIES["qwen3"], SCHEDULES[name])
-        engine.submit(requests_with(GREEDY))
+        engine.submit(requests_with(SAMPLED))
         ran, preempted[name] = set(), set()
         while engine.num_unfinished:
             ended = {response.row for response in engine.step()}
             ran |= set(engine._scheduler.running)
             preempted[name] |= ran - set(engine._scheduler.running) - ended
             ran -= ended
-    assert not preempted["at once"] and len(preempted["preempted"]) > 2
+    assert not preempted["at once"] and len(preempted["preempted"]) > 1
 
 
 @pytest.mark.ranks

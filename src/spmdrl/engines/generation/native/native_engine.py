@@ -25,7 +25,7 @@ from spmdrl.engines.generation.native.graphs.fixed_step import FixedStep
 from spmdrl.engines.generation.native.graphs.graph_steps import wants_graphs
 from spmdrl.engines.generation.native.graphs.step_pipeline import StepPipeline
 from spmdrl.engines.generation.native.lockstep import Lockstep
-from spmdrl.engines.generation.native.running_rows import Row, check_request, newest_token
+from spmdrl.engines.generation.native.running_rows import FedToken, Row, check_request, newest_token
 from spmdrl.engines.generation.native.sampling import RowDrawer
 from spmdrl.engines.generation.protocol import Decode, Finish, Request, Response, all_weights
 from spmdrl.engines.generation.rollout_config import RolloutConfig
@@ -82,8 +82,7 @@ class NativeEngine:
         self._drafter = Drafter(rollout, device) if rollout.draft_tokens else None
         # A recorder must see every token fed, so none may be taken from others' blocks.
         self._shares_prefixes = recorder is None
-        self._pool = BlockPool()
-        self._scheduler = Scheduler(self._pool, rollout, shares_prefixes=self._shares_prefixes)
+        self._pool, self._scheduler = self._new_schedule(1)
         self._most_blocks = 0
         self._is_mid_step = False
         self._others_work = False
@@ -217,9 +216,14 @@ class NativeEngine:
     def _open_cache(self, num_blocks: int) -> None:
         self._forget_graphs()
         self._cache.resize(num_blocks)
-        self._pool = BlockPool(num_blocks)
-        self._scheduler = Scheduler(self._pool, self._rollout, shares_prefixes=self._shares_prefixes)
+        self._pool, self._scheduler = self._new_schedule(num_blocks)
         self._is_mid_step = False
+
+    def _new_schedule(self, num_blocks: int) -> tuple[BlockPool, Scheduler]:
+        pool = BlockPool(num_blocks)
+        # Guesses are a row's own, and in a step of fixed shape each row has a place.
+        merges_rows = self._pipeline is None and self._drafter is None
+        return pool, Scheduler(pool, self._rollout, shares_prefixes=self._shares_prefixes, merges_rows=merges_rows)
 
     def _grow_cache(self, num_blocks: int) -> None:
         if num_blocks > self._cache.num_blocks:
@@ -256,11 +260,23 @@ class NativeEngine:
         self._make_room()
         rows = list(self._scheduler.running.values())
         if self._drafter is None:
-            fed = [newest_token(row) for row in rows]
+            fed = [newest_token(row) for row in rows if row.is_first]
         else:
             fed = self._drafter.with_guesses(rows, self._scheduler.room_behind)
         logits_BV = self._forward.decode(fed)
-        return self._ended(self._drawer.check(fed, logits_BV, self.version)) if fed else []
+        if not fed:
+            return []
+        if len(fed) < len(rows):
+            return self._draw_branches(rows, fed, logits_BV)
+        return self._ended(self._drawer.check(fed, logits_BV, self.version))
+
+    def _draw_branches(self, rows: list[Row], fed: Sequence[FedToken], logits_BV: Tensor) -> list[Response]:
+        """Draw the next token of each row, from logits [branches, V] of the tokens fed."""
+        place_of = {id(token.row.branch): place for place, token in enumerate(fed)}
+        for token in fed:
+            token.take_choices()
+        places_B = torch.tensor([place_of[id(row.branch)] for row in rows], device=self._device)
+        return self._draw(rows, logits_BV.index_select(0, places_B))
 
     def _decode_ahead(self, pipeline: StepPipeline) -> list[Response]:
         """Start a step of the rows that go on, then read what the one before it drew."""
@@ -289,7 +305,9 @@ class NativeEngine:
 
     def _draw(self, rows: list[Row], logits_BV: Tensor) -> list[Response]:
         """Draw one token of each row; returns the rows that it ended."""
-        return self._ended(self._drawer(rows, logits_BV, self.version))
+        responses = self._ended(self._drawer(rows, logits_BV, self.version))
+        self._scheduler.fork(rows)
+        return responses
 
     def _ended(self, rows: list[tuple[Row, Finish]]) -> list[Response]:
         """Free what the rows held that ended, and why."""

@@ -12,8 +12,31 @@ from spmdrl.engines.generation.protocol import Finish, Request, Response
 
 
 @dataclass(eq=False)
+class Branch:
+    """Running rows of a group whose tokens are the same so far, oldest first: each token is fed once for all of them.
+
+    They draw their next tokens from the same logits, and those that draw another one leave it.
+    """
+
+    rows: list[Row]
+    table: list[int]
+    """Blocks of all their positions; held once, whatever the number of rows."""
+
+    @property
+    def first(self) -> Row:
+        return self.rows[0]
+
+    def parts(self) -> list[list[Row]]:
+        """The rows by their newest token, in the order in which tokens come first."""
+        by_token: dict[int, list[Row]] = {}
+        for row in self.rows:
+            by_token.setdefault(row.token_ids[-1], []).append(row)
+        return list(by_token.values())
+
+
+@dataclass(eq=False)
 class Row:
-    """A row: what it has so far and, while it runs, its block table."""
+    """A row: what it has so far and, while it runs, the branch that it is of."""
 
     row: int
     seed: int
@@ -21,11 +44,21 @@ class Row:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    table: list[int] = field(default_factory=list)
+    branch: Branch | None = None
     choices: RowChoices | None = None
     """Where the tokens fed so far went, if that is recorded."""
     num_ahead: int = 0
     """Its tokens on the device that the host hasn't read."""
+
+    @property
+    def table(self) -> list[int]:
+        """The blocks of its positions while it runs."""
+        return [] if self.branch is None else self.branch.table
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it runs, and is fed for its branch."""
+        return self.branch is not None and self.branch.first is self
 
     @property
     def length(self) -> int:
@@ -60,6 +93,13 @@ class FedToken:
     """Positions up to the token, its own included."""
     choices: Tensor | None = None
     """Where the token went [L, C], if that is recorded; set by the forward."""
+
+    def take_choices(self) -> None:
+        """Give the rows for which it was fed the choices, if they are recorded."""
+        if self.choices is not None and self.row.branch is not None:
+            for row in self.row.branch.rows:
+                if row.choices is not None:
+                    row.choices.feed(self.choices)
 
 
 @dataclass(eq=False)

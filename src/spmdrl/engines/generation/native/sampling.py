@@ -222,8 +222,7 @@ class RowDrawer:
             if is_guess and (going_on is not row or row.token_ids[-1] != token.token):
                 going_on = None
                 continue
-            if token.choices is not None and row.choices is not None:
-                row.choices.feed(token.choices)
+            token.take_choices()
             finish = self._append(row, drawn_token, logprob, version)
             going_on = row if finish is None else None
             if finish is not None:

@@ -15,11 +15,11 @@ Ranks that are one engine decide alike: nothing here depends on anything but the
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from spmdrl.engines.generation.native.cache.blocks import BlockPool, PrefixCache
-from spmdrl.engines.generation.native.running_rows import Admission, Chunk, Group, Row, groups_of
+from spmdrl.engines.generation.native.running_rows import Admission, Branch, Chunk, Group, Row, groups_of
 from spmdrl.engines.generation.protocol import Request, Response
 from spmdrl.engines.generation.rollout_config import RolloutConfig
 
@@ -43,13 +43,17 @@ class BlockCopies:
 class Scheduler:
     """The waiting and the running rows of one engine, over the blocks of one pool."""
 
-    def __init__(self, pool: BlockPool, rollout: RolloutConfig, *, shares_prefixes: bool = True):
-        """Without `shares_prefixes`, groups don't share full blocks of equal tokens."""
+    def __init__(
+        self, pool: BlockPool, rollout: RolloutConfig, *, shares_prefixes: bool = True, merges_rows: bool = True
+    ):
+        """Without `shares_prefixes`, groups don't share full blocks of equal tokens; without `merges_rows`, each row is
+        a branch of its own."""
         self.running: dict[int, Row] = {}
         """By number, oldest first."""
         self._pool = pool
         self._rollout = rollout
         self._shares_prefixes = shares_prefixes
+        self._merges_rows = merges_rows
         self._prefixes = PrefixCache(pool, rollout.block_size)
         self._waiting: deque[Group] = deque()
         self._unfinished: set[int] = set()
@@ -92,9 +96,10 @@ class Scheduler:
     def admit(self) -> Admitted:
         """Start waiting rows, first come first served, until the next one lacks a slot, blocks or its last chunk."""
         admitted, num_tokens = Admitted([], []), self._rollout.max_prefill_tokens
+        num_growing = self._num_growing()
         while self._waiting and len(self.running) < self._rollout.max_running_rows:
             group = self._waiting[0]
-            if not self._allocate(group):
+            if not self._allocate(group, num_growing):
                 break
             if group.num_computed < group.length:
                 if not num_tokens:
@@ -103,7 +108,8 @@ class Scheduler:
                 num_tokens -= admitted.chunks[-1].num_tokens
                 if group.num_computed < group.length:
                     break
-            rows = self._start_rows(group)
+            rows = self._start_rows(group, num_growing)
+            num_growing += sum(map(self._is_growing, rows))
             if rows:
                 admitted.admissions.append(Admission(group, rows))
             if len(rows) < len(group.rows):
@@ -118,25 +124,35 @@ class Scheduler:
         return admitted
 
     def make_room(self) -> BlockCopies:
-        """Give each row that goes on a block of its own for its newest position; returns the copies that this requires.
+        """Give each branch that goes on a block of its own for its newest position; returns the copies it takes.
 
         Where blocks run out, the newest rows no longer run afterwards.
         """
         copies, size = BlockCopies([], []), self._rollout.block_size
         for row in self.going_on():
-            index = (row.length - 1) // size
+            if not row.is_first:
+                continue
+            index, table = (row.length - 1) // size, row.table
             # Checked again after each block that is freed: with one holder fewer, the block may no longer be shared.
-            while row.row in self.running and (index == len(row.table) or self._pool.is_shared(row.table[index])):
+            while row.row in self.running and (index == len(table) or self._pool.is_shared(table[index])):
                 if not self._pool.num_free:
                     self._free_newest()
-                elif index == len(row.table):
-                    row.table.append(self._pool.take())
+                elif index == len(table):
+                    table.append(self._pool.take())
                 else:
-                    copies.sources.append(row.table[index])
-                    row.table[index] = self._pool.take()
-                    copies.targets.append(row.table[index])
+                    copies.sources.append(table[index])
+                    table[index] = self._pool.take()
+                    copies.targets.append(table[index])
                     self._pool.release(copies.sources[-1:])
         return copies
+
+    def fork(self, rows: Iterable[Row]) -> None:
+        """Let rows whose newest tokens differ from their branch's others go on by themselves, over the same blocks."""
+        branches = {id(row.branch): row.branch for row in rows if row.branch is not None and len(row.branch.rows) > 1}
+        for branch in branches.values():
+            branch.rows, *others = branch.parts()
+            for part in others:
+                self._begin_branch(part, branch.table)
 
     def room_behind(self, row: Row, num_tokens: int) -> int:
         """Take blocks for so many positions behind the row's newest one, or fewer; returns how many it has now.
@@ -144,9 +160,10 @@ class Scheduler:
         Only blocks that no other running row can need next are taken.
         """
         size = self._rollout.block_size
-        while len(row.table) * size < row.length + num_tokens and self._pool.num_free > self._num_growing():
-            row.table.append(self._pool.take())
-        return min(num_tokens, len(row.table) * size - row.length)
+        table = row.table
+        while len(table) * size < row.length + num_tokens and self._pool.num_free > self._num_growing():
+            table.append(self._pool.take())
+        return min(num_tokens, len(table) * size - row.length)
 
     def going_on(self) -> list[Row]:
         """The running rows that may get one more token, oldest first."""
@@ -158,10 +175,10 @@ class Scheduler:
         return max(map(self._most_blocks, requests.values()))
 
     def finish(self, row: Row) -> None:
-        """Forget a running row and free what it held."""
+        """Forget a running row and free what it alone held."""
         del self.running[row.row]
         self._unfinished.remove(row.row)
-        self._pool.release(row.table)
+        self._leave_branch(row)
 
     def abort(self) -> list[Response]:
         """Forget all rows; returns them with their tokens so far."""
@@ -180,7 +197,7 @@ class Scheduler:
             self._release(group)
         self._prefixes.clear()
 
-    def _allocate(self, group: Group) -> bool:
+    def _allocate(self, group: Group, num_growing: int) -> bool:
         """Give the group blocks for all tokens that it starts from, known prefixes shared; False if too few are free.
 
         While rows run, a block must be left for each of them that can still grow, and the new row's first ones.
@@ -192,7 +209,7 @@ class Scheduler:
         while True:
             wanted = num_new + sum(not self._pool.is_held(block) for block in known)
             if self.running:
-                wanted += self._num_growing() + self._first_blocks(group)
+                wanted += num_growing + self._first_blocks(group)
             if self._pool.num_free >= wanted:
                 break
             if self.running or not self._free_waiting_group():
@@ -210,19 +227,33 @@ class Scheduler:
             self._prefixes.add(group.token_ids, group.table, group.num_computed)
         return Chunk(group, start, group.num_computed)
 
-    def _start_rows(self, group: Group) -> list[Row]:
+    def _start_rows(self, group: Group, num_growing: int) -> list[Row]:
         """Start as many rows of the group as have a slot and find a block or two each; one if nothing runs."""
         num_rows = min(len(group.rows), self._rollout.max_running_rows - len(self.running))
         if first_blocks := self._first_blocks(group):
-            num_rows = min(num_rows, max(0, self._pool.num_free - self._num_growing()) // first_blocks)
+            num_rows = min(num_rows, max(0, self._pool.num_free - num_growing) // first_blocks)
         if not self.running:
             num_rows = max(num_rows, 1)
         rows = group.rows[:num_rows]
-        for row in rows:
-            self._pool.share(group.table)
-            row.table = list(group.table)
-            self.running[row.row] = row
+        self.running |= {row.row: row for row in rows}
+        for part in [rows] if self._merges_rows and rows else [[row] for row in rows]:
+            self._begin_branch(part, group.table)
         return rows
+
+    def _begin_branch(self, rows: list[Row], table: Sequence[int]) -> None:
+        """Let rows run on over blocks that others hold too."""
+        self._pool.share(table)
+        branch = Branch(list(rows), list(table))
+        for row in rows:
+            row.branch = branch
+
+    def _leave_branch(self, row: Row) -> None:
+        """Take out a row that stops; the last one frees the blocks."""
+        branch, row.branch = row.branch, None
+        assert branch is not None, f"row {row.row} doesn't run"
+        branch.rows.remove(row)
+        if not branch.rows:
+            self._pool.release(branch.table)
 
     def _free_newest(self) -> None:
         """Free blocks by preempting the row that was admitted last."""
@@ -230,8 +261,7 @@ class Scheduler:
             return
         assert len(self.running) > 1, f"all {self._pool.num_blocks} blocks don't hold one row, which was checked before"
         _, row = self.running.popitem()
-        self._pool.release(row.table)
-        row.table = []
+        self._leave_branch(row)
         self._waiting.appendleft(Group([row]))
 
     def _free_waiting_group(self) -> bool:
@@ -247,7 +277,12 @@ class Scheduler:
         group.table, group.num_computed, group.logits_V, group.choices = [], 0, None, []
 
     def _num_growing(self) -> int:
-        return sum(len(row.table) < self._most_blocks(row.request) for row in self.running.values())
+        """Running rows that may still take blocks."""
+        return sum(map(self._is_growing, self.running.values()))
+
+    def _is_growing(self, row: Row) -> bool:
+        # Those that leave a branch copy a block even if they take no others.
+        return not row.is_first or len(row.table) < self._most_blocks(row.request)
 
     def _first_blocks(self, group: Group) -> int:
         """Blocks that one more running row of the group should find: one for now, one to grow into."""
