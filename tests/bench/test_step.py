@@ -42,3 +42,5 @@ def test_the_step_bench_prints_ratios_and_writes_json(tmp_path, capsys):
     rows = {row["quantity"]: row for row in json.loads(out.read_text())["rows"]}
     assert rows["step"]["peer"] == 2.0 and rows["step"]["spmdrl"] > 0
     assert rows["step"]["peer / spmdrl"] == pytest.approx(2.0 / rows["step"]["spmdrl"])
+    found = json.loads(out.read_text())["ratios"]
+    assert found.keys() == {"step", "generation", "update"} and found["step"] == rows["step"]["peer / spmdrl"]

@@ -32,6 +32,7 @@ from spmdrl.bench.harness.train_runs import (
 
 PEER_NAMES = {"step": "ete", "generation": "gen", "update": "update"}
 RATE = "tokens_per_second_per_device"
+_RATIO = "peer / spmdrl"
 _LONGEST_SECONDS = 3600.0
 
 
@@ -61,11 +62,16 @@ def run(arguments: argparse.Namespace) -> BenchTable:
     steps = {name: [step for each in turn.results for step in each] for name, turn in turns.items()}
     if not all(steps.values()):
         raise ValueError(f"--peer {arguments.peer} printed no step after {STEPS_OF_WARM_UP} of warm-up; let it do more")
+    rows = {name: _row(name, **steps) for name in (*PEER_NAMES, RATE)}
     return BenchTable(
         title=f"bench step: {_sizes(arguments)}, medians over {len(steps['ours'])} steps",
-        rows=[_row(name, **steps) for name in (*PEER_NAMES, RATE)],
+        rows=list(rows.values()),
         notes=("seconds, but for tokens per second and device (Eq. 5 with real lengths)",),
-        details={"ours": steps["ours"], "peer": steps.get("peer", [])},
+        details={
+            "ratios": {name: rows[name][_RATIO] for name in PEER_NAMES if _RATIO in rows[name]},
+            "ours": steps["ours"],
+            "peer": steps.get("peer", []),
+        },
     )
 
 
@@ -74,7 +80,7 @@ def _row(name: str, ours: Sequence[Mapping[str, float]], peer: Sequence[Mapping[
     row: dict[str, object] = {"quantity": name, "spmdrl": own}
     if peer:
         other = statistics.median(step[name] for step in peer)
-        row |= {"peer": other, "peer / spmdrl": other / own}
+        row |= {"peer": other, _RATIO: other / own}
     return row
 
 
