@@ -5,9 +5,22 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
 
 from spmdrl.bench.cli import main
-from spmdrl.bench.training.step_seconds import BETWEEN, KINDS, Interval, kind_of, seconds_by_stage, union, without
+from spmdrl.bench.training.step_seconds import (
+    BETWEEN,
+    KINDS,
+    Interval,
+    kind_of,
+    recorded_calls,
+    seconds_by_stage,
+    union,
+    without,
+)
+from spmdrl.engines.models.kernels import ops
+from spmdrl.engines.models.kernels.cpp.cpu_library import cpu_library
 from spmdrl.engines.models.making.make_config import MakeConfig
 from spmdrl.engines.models.making.make_model import make_model_folder
 
@@ -44,6 +57,24 @@ def test_moments_in_flight_are_taken_once_and_without_those_that_are_busy() -> N
     flight = union(iter([(4.0, 6.0), (0.0, 2.0), (1.0, 3.0)]))
     assert flight == [(0.0, 3.0), (4.0, 6.0)]
     assert without(flight, [(1.0, 1.5), (2.5, 4.5), (7.0, 8.0)]) == [(0.0, 1.0), (1.5, 2.5), (4.5, 6.0)]
+
+
+@pytest.mark.skipif(cpu_library() is None, reason="there is no compiler to build the library with")
+def test_calls_of_the_cpus_library_are_operations_while_they_are_profiled() -> None:
+    library, rows = cpu_library(), torch.ones(8, 16)
+    pages, table, lengths = torch.ones(1, 1, 4, 16), torch.zeros(2, 1, dtype=torch.int32), torch.ones(2).int()
+
+    def compute() -> None:
+        ops.swiglu(rows, rows)
+        ops.paged_attention(torch.ones(2, 2, 16), pages, pages, table, lengths)
+
+    compute()
+    before = dict(vars(library))
+    with recorded_calls(library), profile(activities=[ProfilerActivity.CPU]) as profiler:
+        compute()
+    kinds = {one.name: kind_of(one.name) for one in profiler.events() if one.name.startswith("spmdrl::")}
+    assert kinds == {"spmdrl::swiglu": "other operations", "spmdrl::paged_attention_float32": "attention"}
+    assert vars(library) == before
 
 
 @pytest.mark.slow

@@ -2,18 +2,20 @@
 
     python -m spmdrl.bench.training.step_seconds OUT.json FILE.yaml key.path=value ...       on each rank, as `train`
 
-Operations count with the seconds that they take themselves, on the thread that runs the step. What is in flight between
-ranks while that thread computes nothing is a wait, for the links or for a slower rank. The rest is Python. Profiling
-makes small operations and Python slower.
+Operations count with the seconds that they take themselves, on the thread that runs the step, those of the CPU's own
+library included. What is in flight between ranks while that thread computes nothing is a wait, for the links or for a
+slower rank. The rest is Python. Profiling makes small operations and Python slower.
 """
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import json
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +26,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from spmdrl.bench.harness.train_runs import STEPS_OF_WARM_UP
 from spmdrl.config.config import load_config
 from spmdrl.config.sources import split_arguments
+from spmdrl.engines.models.kernels.cpp.cpu_library import cpu_library
 from spmdrl.job.run.run import Run
 from spmdrl.job.run.run_folder import hold_folder_of_training
 from spmdrl.job.start.rank_facts import open_job
@@ -156,6 +159,29 @@ class _MarkingConsole(Console):
             yield
 
 
+@contextmanager
+def recorded_calls(library: ctypes.CDLL | None) -> Iterator[None]:
+    """Inside this block, calls of the library's functions that were used before are operations to the profiler."""
+    # ctypes keeps them under their names; callers look them up there at each call.
+    functions = {} if library is None else {name: one for name, one in vars(library).items() if name[0] != "_"}
+    try:
+        for name, function in functions.items():
+            setattr(library, name, _recorded(f"spmdrl::{name}", function))
+        yield
+    finally:
+        for name, function in functions.items():
+            setattr(library, name, function)
+
+
+def _recorded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*arguments: Any) -> Any:
+        with record_function(name):
+            return function(*arguments)
+
+    return call
+
+
 class ProfiledRun(Run):
     """A run whose main rank profiles the steps after warm-up, but for the last, which writes a checkpoint."""
 
@@ -173,6 +199,7 @@ class ProfiledRun(Run):
         with ExitStack() as stack:
             for step in super().remaining_steps():
                 if step == STEPS_OF_WARM_UP + 1:
+                    stack.enter_context(recorded_calls(cpu_library()))
                     stack.enter_context(profiler)
                     stack.enter_context(record_function(f"{_STAGE}{BETWEEN}"))
                 if step == self.num_steps:
