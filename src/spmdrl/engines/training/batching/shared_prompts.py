@@ -13,10 +13,12 @@ a run of computed tokens: a prompt, what follows it in rows, or a whole row.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
+from torch import Tensor
 
 from spmdrl.engines.models.kernels.prefixed import PrefixedRows
 from spmdrl.engines.models.layers import Attend, PackedCausalAttention, SharedPromptAttention
@@ -68,20 +70,24 @@ class RowParts:
         if sharing is None:
             return cls(own, own, prompt_lengths, run_lengths)
         first: dict[tuple[bytes, bytes | None], int] = {}
-        prompts, runs, starts = own.copy(), own.copy(), rows.offsets.tolist()
+        prompts, runs, starts, key_of = own.copy(), own.copy(), rows.offsets.tolist(), _keys_of(rows)
         for row, (prompt, run) in enumerate(zip(prompt_lengths, run_lengths, strict=True)):
             if shares_prompt(prompt, run):
                 end = starts[row] + prompt
-                key = _key(rows, slice(end - prompt, end))
+                key = key_of(end - prompt, end)
                 prompts[row] = first.setdefault((key, None), row)
-                runs[row] = first.setdefault((key, _key(rows, slice(end, end + run))), row)
+                runs[row] = first.setdefault((key, key_of(end, end + run)), row)
         return cls(prompts, runs, prompt_lengths, run_lengths)
 
 
-def _key(rows: TokenRows, tokens: slice) -> bytes:
-    """What the tokens compute follows from."""
-    key = rows.tokens_T.numpy()[tokens].tobytes()
-    return key if rows.experts_TLC is None else key + rows.experts_TLC.numpy()[tokens].tobytes()
+def _keys_of(rows: TokenRows) -> Callable[[int, int], bytes]:
+    """What the tokens between two places compute follows from."""
+    # Cut out of one copy: of a tensor, each piece would take ten times as long.
+    tokens, width = rows.tokens_T.numpy().tobytes(), rows.tokens_T.itemsize
+    if rows.experts_TLC is None:
+        return lambda start, stop: tokens[start * width : stop * width]
+    experts, size = rows.experts_TLC.numpy().tobytes(), rows.experts_TLC[0].nbytes
+    return lambda start, stop: tokens[start * width : stop * width] + experts[start * size : stop * size]
 
 
 @dataclass(frozen=True)
@@ -138,37 +144,76 @@ def _within(budget: int, units: Sequence[dict[int, int]]) -> list[list[int]]:
 
 def lay_out(rows: TokenRows, sharing: RowSharing) -> SharedLayout | None:
     """The layout of rows of one micro-batch; None where all of their tokens are computed."""
-    parts = RowParts.of(rows, sharing)
-    starts, prompts, runs = rows.offsets.tolist(), parts.prompt_lengths_B, parts.run_lengths_B
-    groups: dict[int, list[int]] = {}
-    for row, number in enumerate(parts.prompts_B):
-        groups.setdefault(number, []).append(row)
-    first = {row: (starts[row], starts[row] + prompts[row] + runs[row] * (len(groups[row]) == 1)) for row in groups}
-    behind = dict.fromkeys(
-        run for alike in groups.values() if len(alike) > 1 for run in map(parts.runs_B.__getitem__, alike) if runs[run]
-    )
-    followers = [(starts[run] + prompts[run], starts[run] + prompts[run] + runs[run]) for run in behind]
-    source_T = torch.cat([torch.arange(*segment) for segment in (*first.values(), *followers)])
-    if source_T.numel() == rows.tokens_T.numel():
+    segments = Segments.of(rows, RowParts.of(rows, sharing))
+    if segments.num_tokens == rows.tokens_T.numel():
         return None
-    offsets = offsets_of([stop - start for start, stop in (*first.values(), *followers)])
-    prompt_segments = {row: segment for segment, row in enumerate(first)}
-    run_segments = {run: segment for segment, run in enumerate(behind, len(first))}
+    offsets, lengths_S = segments.offsets, segments.lengths_S
+    num_first = len(lengths_S) - len(segments.prefixes)
     place_A = torch.full((rows.tokens_T.numel(),), -1)
-    segments_BS = torch.zeros(len(rows), len(offsets) - 1)
-    for row, (prompt, run) in enumerate(zip(parts.prompts_B, parts.runs_B, strict=True)):
-        at = starts[row]
-        for segment in [prompt_segments[prompt], *([run_segments[run]] if run in run_segments else [])]:
-            places = torch.arange(offsets[segment], offsets[segment + 1])
-            place_A[at : at + len(places)] = places
-            segments_BS[row, segment] = 1
-            at += len(places)
-    prefixes = [prompt_segments[parts.prompts_B[run]] for run in behind]
+    segments_BS = torch.zeros(len(rows), len(lengths_S))
+    starts_B = rows.offsets[:-1]
+    for segment_B in (segments.prompts_B, segments.runs_B):
+        has_one = segment_B >= 0
+        segment, at = segment_B[has_one], starts_B[has_one]
+        place_A[_numbers(at, lengths_S[segment])] = _numbers(offsets[segment], lengths_S[segment])
+        segments_BS[has_one.nonzero().squeeze(1), segment] = 1
+        # A run stands behind its row's prompt.
+        starts_B = starts_B + lengths_S[segments.prompts_B]
     attend: Attend = PackedCausalAttention(offsets)
-    if prefixes:
-        behind_offsets = offsets[len(first) :]
+    if segments.prefixes:
         attend = SharedPromptAttention(
-            PrefixedRows(offsets[: len(first) + 1], behind_offsets.diff().tolist(), prefixes)
+            PrefixedRows(offsets[: num_first + 1], lengths_S[num_first:].tolist(), segments.prefixes)
         )
-    segment_T = torch.arange(len(offsets) - 1).repeat_interleave(offsets.diff())
-    return SharedLayout(source_T, place_A, segment_T, segments_BS, attend)
+    segment_T = torch.arange(len(lengths_S)).repeat_interleave(lengths_S)
+    return SharedLayout(_numbers(segments.starts_S, lengths_S), place_A, segment_T, segments_BS, attend)
+
+
+@dataclass(frozen=True)
+class Segments:
+    """The segments (S) of a micro-batch, in the order in which they are computed."""
+
+    starts_S: Tensor
+    """The first packed token of each."""
+    lengths_S: Tensor
+    prompts_B: Tensor
+    """Which segment each row begins with: its prompt, or all of it."""
+    runs_B: Tensor
+    """Which one it goes on with, or -1."""
+    prefixes: list[int]
+    """The segment before each of the last ones, which follow prompts."""
+
+    @classmethod
+    def of(cls, rows: TokenRows, parts: RowParts) -> Segments:
+        """Prompts and whole rows by their first rows; behind them what follows each prompt, again by first rows."""
+        own_B, starts_B = torch.arange(len(rows)), rows.offsets[:-1]
+        prompts_B, runs_B = torch.tensor(parts.prompts_B), torch.tensor(parts.runs_B)
+        prompt_lengths_B, run_lengths_B = torch.tensor(parts.prompt_lengths_B), torch.tensor(parts.run_lengths_B)
+        in_company_B = prompts_B.bincount(minlength=len(rows))[prompts_B] > 1
+        first = (prompts_B == own_B).nonzero().squeeze(1)
+        behind = ((runs_B == own_B) & in_company_B & (run_lengths_B > 0)).nonzero().squeeze(1)
+        behind = behind[prompts_B[behind].argsort(stable=True)]
+        lengths_F = prompt_lengths_B[first] + run_lengths_B[first].where(~in_company_B[first], 0)
+        segment_of_prompt, segment_of_run = torch.full_like(own_B, -1), torch.full_like(own_B, -1)
+        segment_of_prompt[first] = torch.arange(len(first))
+        segment_of_run[behind] = torch.arange(len(first), len(first) + len(behind))
+        return cls(
+            torch.cat((starts_B[first], starts_B[behind] + prompt_lengths_B[behind])),
+            torch.cat((lengths_F, run_lengths_B[behind])),
+            segment_of_prompt[prompts_B],
+            segment_of_run[runs_B],
+            segment_of_prompt[prompts_B[behind]].tolist(),
+        )
+
+    @cached_property
+    def offsets(self) -> Tensor:
+        return offsets_of(self.lengths_S)
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.offsets[-1])
+
+
+def _numbers(starts: Tensor, lengths: Tensor) -> Tensor:
+    """The numbers from each start on, as many as its length."""
+    offsets = offsets_of(lengths)
+    return torch.arange(int(offsets[-1])) + (starts - offsets[:-1]).repeat_interleave(lengths)
