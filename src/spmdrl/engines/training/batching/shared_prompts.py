@@ -96,8 +96,13 @@ class RowBundle:
 
     rows: Sequence[int]
     num_tokens: int
-    """Tokens that are computed."""
+    """Tokens that are computed, and what attention keeps of a prompt's for each run behind it."""
     cost: int
+
+
+# Of what the backward pass needs of a computed token, its query, key, value and what is attended to are so much of it;
+# attention keeps them again for each run behind a shared prompt.
+_KEPT_OF_COPIES = 0.2
 
 
 def bundle_rows(rows: TokenRows, cost: RowCost, *, max_tokens: int, sharing: RowSharing | None) -> list[RowBundle]:
@@ -114,15 +119,18 @@ def bundle_rows(rows: TokenRows, cost: RowCost, *, max_tokens: int, sharing: Row
     for key, alike in units.items():
         prompts = {number: parts.prompt_lengths_B[number] for number in key}
         runs = [{parts.runs_B[row]: parts.run_lengths_B[row] for row in unit} for unit in alike]
+        copies = {run: int(_KEPT_OF_COPIES * parts.prompt_lengths_B[run]) for unit in runs for run in unit}
         num_shared, whole = sum(prompts.values()), sum(map(cost.of, prompts.values()))
-        for members in _within(max_tokens - num_shared, runs):
+        held_runs = [{run: length + copies[run] for run, length in unit.items()} for unit in runs]
+        for members in _within(max_tokens - num_shared, held_runs):
             held = {run: length for place in members for run, length in runs[place].items()}
             own = sum(
                 cost.of(parts.prompt_lengths_B[run] + length) - cost.of(parts.prompt_lengths_B[run])
                 for run, length in held.items()
             )
             found = [row for place in members for row in alike[place]]
-            bundles.append(RowBundle(found, num_shared + sum(held.values()), whole + own))
+            num_copies = sum(copies[run] for run in held) if len(members) > 1 else 0
+            bundles.append(RowBundle(found, num_shared + sum(held.values()) + num_copies, whole + own))
     return bundles
 
 
