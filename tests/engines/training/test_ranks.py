@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from spmdrl.engines.models.decoder import Decoder
 from spmdrl.engines.training.batching.packed_rows import LossTerms, MicroBatch, Scores, TokenRows
 from spmdrl.engines.training.checkpoints.trainer_state import (
     ShardFiles,
@@ -20,6 +22,7 @@ from spmdrl.engines.training.checkpoints.trainer_state import (
     trainer_state,
     write_shards,
 )
+from spmdrl.engines.training.sharding.sharded_model import local_tensor
 from spmdrl.engines.training.training_engine import TrainingEngine, UpdateResult
 from spmdrl.resources.collectives import barrier
 from spmdrl.resources.layout import UpdateLayout
@@ -114,6 +117,37 @@ def test_three_ranks_with_empty_shards_and_a_rank_without_rows_train_as_one_proc
     [one] = trained(world, [UpdateLayout()])
     by_rank = run_ranks(3, trained, [UpdateLayout()])
     assert_like_one_rank([answers[0] for answers in by_rank], one)
+
+
+def gather(decoder: Decoder) -> None:
+    if isinstance(decoder, FSDPModule):
+        decoder.unshard()
+
+
+def shards_found(world: World) -> list[tuple[bool, bool]]:
+    """Whether shards are what the modules hold, and found once, after each thing that may replace what they hold."""
+    engine, rows, found = make_engine(world), uneven_rows(world.rank, world.size), []
+    [decoder] = engine.model.decoders
+    for change in (
+        lambda: engine.score(rows),
+        lambda: engine.update(rows, weighted_nll),
+        lambda: gather(decoder),
+        engine.reshard,
+        lambda: decoder._apply(torch.clone),
+    ):
+        engine.named_shards()
+        change()
+        shards, again = engine.named_shards(), engine.named_shards()
+        storages = {name: local_tensor(weight).untyped_storage() for name, weight in decoder.named_parameters()}
+        are_held = all(
+            shard.tensor.untyped_storage().data_ptr() == storages[name].data_ptr() for name, shard in shards.items()
+        )
+        found.append((are_held, all(shard is again[name] for name, shard in shards.items())))
+    return found
+
+
+def test_shards_are_found_once_and_anew_where_other_tensors_or_storage_take_their_place(world):
+    assert [shards_found(world), *run_ranks(3, shards_found)] == [[(True, True)] * 5] * 4
 
 
 def skipped_step(world: World) -> tuple[bool, bool, bool]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -273,7 +273,7 @@ class TrainingEngine:
         """AdamW's means, local parts, in the order of the parameters; the step counts are too small to count."""
         return [tensor for means in self.optimizer_state().values() for tensor in means.values()]
 
-    def optimizer_state(self) -> dict[str, dict[str, Tensor]]:
+    def optimizer_state(self) -> Mapping[str, Mapping[str, Tensor]]:
         """Local exp_avg and exp_avg_sq by parameter name, cut as `named_shards` are."""
         return {} if self._updater is None else self._updater.means()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -63,8 +63,10 @@ class Updater:
     def __init__(self, model: ShardedModel, config: OptimConfig, device: Device, *, num_updates: int):
         """Allocate AdamW's means. `num_updates` are the optimizer steps of the whole run, for the schedule."""
         self._model, self._config, self._num_updates = model, config, num_updates
-        self._trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
-        self._optimizer = build_optimizer(config, self._trained.values(), device)
+        trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+        self._optimizer = build_optimizer(config, trained.values(), device)
+        # AdamW changes them in place, and what frees their storage brings it back.
+        self._means = {name: _means_of(self._optimizer.state[weight]) for name, weight in trained.items()}
         self.step_count = 0
         """Optimizer steps made so far; skipped ones don't count."""
 
@@ -88,12 +90,9 @@ class Updater:
         """Free what is left of gradients."""
         self._optimizer.zero_grad(set_to_none=True)
 
-    def means(self) -> dict[str, dict[str, Tensor]]:
+    def means(self) -> Mapping[str, Mapping[str, Tensor]]:
         """Local exp_avg and exp_avg_sq by parameter name, cut as the weights are."""
-        return {
-            name: {kind: local_tensor(self._optimizer.state[parameter][kind]) for kind in ("exp_avg", "exp_avg_sq")}
-            for name, parameter in self._trained.items()
-        }
+        return self._means
 
     def set_step_count(self, step_count: int) -> None:
         """Go on counting optimizer steps from here, in the schedule and in AdamW's bias correction."""
@@ -107,6 +106,10 @@ class Updater:
             group["lr"] = lr
         self._optimizer.step()
         self.step_count += 1
+
+
+def _means_of(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {kind: local_tensor(state[kind]) for kind in ("exp_avg", "exp_avg_sq")}
 
 
 def _agreed(squares: float, terms: Sequence[LossTerms]) -> tuple[float, dict[str, Stat]]:
