@@ -95,7 +95,8 @@ class Swap:
         """Enters the group's present device bytes into the ledger."""
         group = self._groups[owner]
         assert group.state == "device", (owner, group.state)
-        self._ledger.set(owner, "device", storage_bytes(_on_device(group.tensors(), self._device).values()))
+        held = (tensor for tensor in group.tensors().values() if _occupies(tensor, self._device))
+        self._ledger.set(owner, "device", storage_bytes(held))
 
     def is_on_device(self, owner: Owner) -> bool:
         return self._groups[owner].state == "device"
@@ -110,8 +111,7 @@ class Swap:
         if group.state != "device":
             raise RuntimeError(f"{owner} can't leave the device: its state is {group.state!r}; finish its return first")
         tensors = _on_device(group.tensors(), self._device)
-        kept = {tensors[name].untyped_storage().data_ptr() for name in staying if name in tensors}
-        going = {n: tensor for n, tensor in tensors.items() if tensor.untyped_storage().data_ptr() not in kept}
+        going = self._going(tensors, staying)
         group.staying_bytes = storage_bytes(tensor for name, tensor in tensors.items() if name not in going)
         return Leaving(group, going, self._ledger, version)
 
@@ -148,6 +148,11 @@ class Swap:
             group.store.close()
             self._ledger.set(group.owner, "host", 0)
 
+    def _going(self, tensors: Mapping[str, Tensor], staying: Iterable[str]) -> Mapping[str, Tensor]:
+        """Those that share no storage with one that stays."""
+        kept = {tensors[name].untyped_storage().data_ptr() for name in staying if name in tensors}
+        return {name: tensor for name, tensor in tensors.items() if tensor.untyped_storage().data_ptr() not in kept}
+
 
 class StayingSwap(Swap):
     """Has the states and refusals of a swap, but every tensor stays where it is: nothing is freed or copied."""
@@ -155,8 +160,8 @@ class StayingSwap(Swap):
     def __init__(self, device: Device, ledger: MemoryLedger):
         super().__init__(device, ledger, Path(), make_store=lambda device, directory: NoStore())
 
-    def leave(self, owner: Owner, *, version: int | None = None, staying: Iterable[str] = ()) -> Leaving:
-        return super().leave(owner, version=version, staying=self._groups[owner].tensors())
+    def _going(self, tensors: Mapping[str, Tensor], staying: Iterable[str]) -> Mapping[str, Tensor]:
+        return {}
 
 
 class Leaving:
@@ -234,13 +239,13 @@ class Leaving:
 
 
 def _on_device(tensors: Mapping[str, Tensor], device: Device) -> dict[str, Tensor]:
-    """The tensors that occupy device storage: an optimizer keeps some scalars on the host."""
-    kind = device.torch_device.type
-    return {
-        name: tensor
-        for name, tensor in tensors.items()
-        if tensor.device.type == kind and tensor.untyped_storage().nbytes()
-    }
+    """The tensors that occupy device storage."""
+    return {name: tensor for name, tensor in tensors.items() if _occupies(tensor, device)}
+
+
+def _occupies(tensor: Tensor, device: Device) -> bool:
+    """Whether a tensor has storage on the device: an optimizer keeps some scalars on the host."""
+    return tensor.is_cpu == device.is_cpu and tensor.untyped_storage().nbytes() > 0
 
 
 def _spans_of(tensors: Mapping[str, Tensor]) -> list[Span]:
@@ -269,4 +274,5 @@ def _free(spans: list[Span]) -> None:
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of the distinct storages under these tensors."""
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
