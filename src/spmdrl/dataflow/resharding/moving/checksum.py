@@ -9,7 +9,7 @@ each version; all elements with `reshard.verify`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -24,28 +24,27 @@ _NUM_SPOTS = 16
 _MAX_ELEMENTS_AT_ONCE = 1 << 18
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-Digest = Callable[[Tensor, torch.dtype], Tensor]
-"""int64 numbers [any], where the values are, that stand for the values once cast to a dtype"""
-
 
 def all_elements(values: Tensor, dtype: torch.dtype) -> Tensor:
     """One sum of every 2**18 elements or less."""
     whole = whole_slice("", values.shape)
     parts = cut(whole, -(-values.numel() // _MAX_ELEMENTS_AT_ONCE))
-    return torch.stack([_weighted(_patterns(values[part.index_within(whole)], dtype)).sum() for part in parts])
+    patterns = (_patterns(values[part.index_within(whole)], dtype) for part in parts)
+    return torch.stack([_weighted(one, torch.arange(len(one), device=one.device)).sum() for one in patterns])
 
 
-def spots(values: Tensor, dtype: torch.dtype, *, version: int) -> Tensor:
-    """The bit patterns of at most 16 elements, on a grid whose place in the piece follows from the version."""
-    per_dim = max(2, int(_NUM_SPOTS ** (1 / max(1, values.ndim))))
+@functools.lru_cache(maxsize=1024)
+def spots(shape: tuple[int, ...], version: int) -> tuple[slice, ...]:
+    """Indexes of at most 16 elements, on a grid whose place in a piece of this shape follows from the version."""
+    per_dim = max(2, int(_NUM_SPOTS ** (1 / max(1, len(shape)))))
     # Multiples of the golden ratio spread, so that each element has its turn.
     place = version * 0x9E3779B97F4A7C15 % (1 << 64)
     index = []
-    for size in values.shape:
+    for size in shape:
         stride = -(-size // per_dim)
         place, start = divmod(place, stride)
         index.append(slice(start, None, stride))
-    return _patterns(values[tuple(index)], dtype)
+    return tuple(index)
 
 
 class SwitchRecord:
@@ -59,25 +58,21 @@ class SwitchRecord:
         self._dtypes = dtypes
         self._rank = rank
         self._verify = verify
-        self._digest: Digest = all_elements
         self._sent: dict[int, Tensor] = {}
         self._received: dict[int, Tensor] = {}
 
     def begin(self, version: int) -> None:
         """Starts on another switch."""
         self.version = version
-        self._digest = all_elements if self._verify else functools.partial(spots, version=version)
         self._sent, self._received = {}, {}
 
     def add_sent(self, pieces: Iterable[Piece], held: SlicedWeights) -> None:
         """Sums the pieces that this rank answers for."""
-        mine = (piece for piece in pieces if piece.contributor == self._rank)
-        self._sent.update((piece.number, self._digest_of(piece, held)) for piece in mine)
+        self._sent |= self._digests([piece for piece in pieces if piece.contributor == self._rank], held)
 
     def add_received(self, pieces: Iterable[Piece], wanted: SlicedWeights) -> None:
         """Sums the pieces that this rank wanted."""
-        mine = (piece for piece in pieces if self._rank in piece.wanters)
-        self._received.update((piece.number, self._digest_of(piece, wanted)) for piece in mine)
+        self._received |= self._digests([piece for piece in pieces if self._rank in piece.wanters], wanted)
 
     def differences(self, group: Group) -> list[str]:
         """What arrived here otherwise than it was sent, in words. Collective over the block, whose group it is."""
@@ -95,18 +90,37 @@ class SwitchRecord:
                 found.append(f"{piece.box}: checksum {sum_received:#x}, sent {sum_sent:#x}")
         return found
 
-    def _digest_of(self, piece: Piece, weights: SlicedWeights) -> Tensor:
-        return self._digest(weights.view(piece.box), self._dtypes[piece.box.name])
+    def _digests(self, pieces: Sequence[Piece], weights: SlicedWeights) -> dict[int, Tensor]:
+        """By the piece's number: int64 [any], where the weights are, for its values once cast to its dtype."""
+        if self._verify:
+            return {one.number: all_elements(weights.view(one.box), self._dtypes[one.box.name]) for one in pieces}
+        return self._spots_of(pieces, weights)
+
+    def _spots_of(self, pieces: Sequence[Piece], weights: SlicedWeights) -> dict[int, Tensor]:
+        """The bit patterns of each piece's spots, of all pieces at once: an operation on each would cost more."""
+        assert self.version is not None, "begin comes first"
+        alike: dict[tuple[torch.dtype, torch.dtype], dict[int, Tensor]] = {}
+        for piece in pieces:
+            values, dtype = weights.view(piece.box), self._dtypes[piece.box.name]
+            chosen = values[spots(values.shape, self.version)].reshape(-1)
+            alike.setdefault((values.dtype, dtype), {})[piece.number] = chosen
+        found: dict[int, Tensor] = {}
+        for (_, dtype), chosen_of in alike.items():
+            patterns = _patterns(torch.cat(list(chosen_of.values())), dtype)
+            found |= zip(chosen_of, patterns.split([len(chosen) for chosen in chosen_of.values()]), strict=True)
+        return found
 
     def _sums(self, digests: Mapping[int, Tensor]) -> Tensor:
         """int64 [pieces, 2] on the host: whether a piece has a digest, and the digest's sum."""
         sums = torch.zeros(len(self._pieces), 2, dtype=torch.int64)
         if digests:
-            numbers = torch.tensor(list(digests))
-            padded = torch.nn.utils.rnn.pad_sequence(list(digests.values()), batch_first=True)
+            numbers, lengths = torch.tensor([(number, len(digest)) for number, digest in digests.items()]).unbind(1)
             sums[numbers, 0] = 1
             # The only wait for the device.
-            sums[numbers, 1] = _weighted(padded).sum(dim=1).cpu()
+            together = torch.cat(list(digests.values())).cpu()
+            place = torch.arange(len(together)) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
+            of_piece = numbers.repeat_interleave(lengths)
+            sums[:, 1].index_add_(0, of_piece, _weighted(together, place))
         return sums
 
 
@@ -115,6 +129,6 @@ def _patterns(values: Tensor, dtype: torch.dtype) -> Tensor:
     return elements.view(_BITS[elements.element_size()]).to(torch.int64)
 
 
-def _weighted(numbers: Tensor) -> Tensor:
-    """The numbers times odd factors along the last dim: those lose no bit of a number when they wrap."""
-    return numbers * (2 * torch.arange(numbers.shape[-1], device=numbers.device) + 1)
+def _weighted(numbers: Tensor, place: Tensor) -> Tensor:
+    """The numbers times an odd factor for each place: those lose no bit of a number when they wrap."""
+    return numbers * (2 * place + 1)

@@ -57,6 +57,7 @@ class GeneratorFilling:
         slices = {name: box for name, box in generator.weight_slices().items() if name not in kept}
         self._targets = {name: slices[name] for name in shapes if name in slices}
         self._kept = kept
+        self._lendable = lendable([shard.slice for shard in shards.values()], list(self._targets.values()))
         self._generator = generator
         self._agreed = agree_on_plan(
             [shard.slice for shard in shards.values()],
@@ -75,6 +76,8 @@ class GeneratorFilling:
         )
         self._buckets = self._gatherer.block.buckets
         self._pieces = [piece for bucket in self._buckets for piece in bucket.pieces]
+        self._shown = {name: (box.shape, self._agreed.dtypes[name]) for name, box in self._targets.items()}
+        """What the generator's storage must look like."""
         self._record = SwitchRecord(self._pieces, self._agreed.dtypes, rank=world.rank, verify=config.verify)
         self._wanted: SlicedWeights | None = None
 
@@ -99,10 +102,9 @@ class GeneratorFilling:
 
         They don't change meanwhile: the trainer refuses to compute until the generator sleeps.
         """
-        names = lendable([shard.slice for shard in shards.values()], list(self._targets.values()))
         return {
             name: shards[name].tensor
-            for name in names
+            for name in self._lendable
             if name in storage and shards[name].tensor.dtype == storage[name].dtype and _is_alone(shards[name].tensor)
         }
 
@@ -189,7 +191,9 @@ class GeneratorFilling:
             return []
         changing = {name: tensor for name, tensor in storage.items() if name not in self._kept}
         shown = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in changing.items()}
-        wanted = {name: (box.shape, self._agreed.dtypes[name]) for name, box in self._targets.items()}
+        if shown == self._shown:
+            return []
+        wanted = self._shown
         differing = [name for name in {**wanted, **shown} if shown.get(name) != wanted.get(name)]
         return [f"{name}: shown {shown.get(name)}, wanted {wanted.get(name)}" for name in differing]
 

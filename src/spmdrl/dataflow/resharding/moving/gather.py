@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated, Literal
 
 import torch
@@ -87,6 +88,12 @@ class _Exchange:
     segment_numel: int
     """elements that the busiest rank contributes"""
 
+    @cached_property
+    def transfer_numel(self) -> int:
+        """Elements of what the rank sends, each piece once, and receives."""
+        sent = _numel({transfer.box for transfer in self.sends})
+        return sent + _numel(transfer.box for transfer in self.receives)
+
 
 class BucketGatherer:
     """Runs the buckets of one rank's block through one reused buffer. Making it is collective over the world.
@@ -123,7 +130,7 @@ class BucketGatherer:
             # Back ends that connect in a group's first call need all of its ranks there; a bucket may leave some out.
             dist.all_reduce(torch.zeros(1, device=device), group=self.group)
 
-    @property
+    @cached_property
     def buffer_bytes(self) -> int:
         """Bytes of the temporary buffer: the largest need of any bucket on this rank, if no piece can do without."""
         return max(map(self._bytes_of, itertools.chain.from_iterable(self._exchanges)), default=0)
@@ -186,8 +193,7 @@ class BucketGatherer:
     def _bytes_of(self, exchange: _Exchange) -> int:
         if self._executor == "allgather":
             return len(self.block.ranks) * exchange.segment_numel * exchange.dtype.itemsize
-        packed = _numel({transfer.box for transfer in exchange.sends})
-        return (packed + _numel(transfer.box for transfer in exchange.receives)) * exchange.dtype.itemsize
+        return exchange.transfer_numel * exchange.dtype.itemsize
 
     def _reserve(self, exchange: _Exchange) -> Tensor:
         """The part of the buffer that an exchange needs, in its dtype."""

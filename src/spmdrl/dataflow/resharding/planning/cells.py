@@ -106,6 +106,8 @@ class SlicedWeights:
     def view(self, box: WeightSlice) -> Tensor:
         """The box's elements, as a view."""
         for outer, tensor in self._by_name.get(box.name, ()):
+            if box == outer:
+                return tensor
             if outer.intersect(box) == box:
                 return tensor[box.index_within(outer)]
         raise AssertionError(f"{box} is in none of {[outer for outer, _ in self._by_name.get(box.name, ())]}")
