@@ -38,6 +38,18 @@ def test_version_1_is_read_where_the_memory_controller_is(tmp_path):
     assert list(free_cgroup_bytes(listed, mount)) == [0]
 
 
+def test_nothing_is_read_beside_a_limit_that_is_none(tmp_path):
+    listed, mount = tmp_path / "cgroup", tmp_path / "mount"
+    listed.write_text("4:memory:/\n0::/\n")
+    # Of version 1 with pages of 4 and 64 KiB, and of version 2; what is used can't be read.
+    for limit, folder, names in (
+        (2**63 - 2**12, "memory", V1), (2**63 - 2**16, "memory", V1), ("max", ".", V2),
+    ):  # fmt: skip
+        limited(mount / folder, str(limit), 0, 0, names)
+        (mount / folder / names[1]).write_text("no number")
+        assert list(free_cgroup_bytes(listed, mount)) == []
+
+
 def test_no_limit_and_no_control_groups_leave_the_hosts_memory(tmp_path):
     assert list(free_cgroup_bytes(tmp_path / "missing", tmp_path)) == []
     (tmp_path / "cgroup").write_text("0::/\n")

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 _MOUNT = Path("/sys/fs/cgroup")
+# Version 1 writes the largest page-aligned number where there is no limit, whatever the size of a page.
+_NO_LIMIT = 1 << 62
 
 
 def free_host_bytes() -> int:
@@ -61,10 +63,10 @@ def _free_below(mount: Path, path: str, limit_name: str, used_name: str, cache_n
             return
         try:
             limit = (place / limit_name).read_text(encoding="ascii").strip()
+            if limit == "max" or int(limit) >= _NO_LIMIT:
+                continue
             used = int((place / used_name).read_text(encoding="ascii"))
             stat = dict(line.split() for line in (place / "memory.stat").read_text(encoding="ascii").splitlines())
         except OSError:
             continue
-        # Version 1 writes the largest page-aligned number where there is no limit; the minimum settles that.
-        if limit != "max":
-            yield max(0, int(limit) - used + int(stat.get(cache_name, 0)))
+        yield max(0, int(limit) - used + int(stat.get(cache_name, 0)))

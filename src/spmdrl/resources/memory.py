@@ -77,9 +77,8 @@ def peak_resident_bytes() -> int:
     """The most resident memory that this process has had."""
     try:
         with open("/proc/self/status", encoding="ascii") as status:
-            sizes = dict(line.split(":", 1) for line in status)
-            return int(sizes["VmHWM"].split()[0]) * 1024
-    except (OSError, KeyError):
+            return int(status.read().partition("VmHWM:")[2].split(maxsplit=1)[0]) * 1024
+    except (OSError, IndexError):
         # getrusage counts KiB, except on macOS, which counts bytes.
         unit = 1 if sys.platform == "darwin" else 1024
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
