@@ -88,6 +88,5 @@ def squared_norm(gradients: Sequence[Tensor]) -> float:
 def clip_gradients(gradients: Sequence[Tensor], *, norm: float, max_norm: float) -> None:
     """Scale local gradients in place so that their global norm, which is `norm`, is at most `max_norm`."""
     factor = max_norm / (norm + CLIP_EPS)
-    if factor < 1:
-        for gradient in gradients:
-            gradient.mul_(factor)
+    if factor < 1 and gradients:
+        torch._foreach_mul_(gradients, factor)
