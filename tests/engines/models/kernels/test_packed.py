@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmdrl.engines.models.kernels.packed import group_rows, plan_blocks
+from spmdrl.engines.models.kernels.packed import causal_attention, group_rows, padded_attention, plan_blocks
 from spmdrl.types import offsets_of
 
 lengths_of_rows = st.lists(st.integers(0, 400), max_size=40)
@@ -30,3 +31,16 @@ def test_every_token_has_one_slot_and_comes_back_from_it(lengths: list[int]) -> 
     assert torch.equal(plan.token_of_slot[plan.slot_of_token], torch.arange(num_tokens))
     assert len(plan.token_of_slot) == num_tokens + len(plan.padded_slots)
     assert not set(plan.slot_of_token.tolist()) & set(plan.padded_slots.tolist())
+
+
+@pytest.mark.parametrize("lengths", [[5, 5], [3, 80, 7]])
+def test_no_gradient_is_put_in_a_tensor_of_zeros(lengths: list[int]) -> None:
+    heads = [torch.randn(sum(lengths), 2, 4, requires_grad=True) for _ in range(3)]
+    out = padded_attention(*heads, plan_blocks(offsets_of(lengths).tolist()), causal_attention)
+    operations, waiting = set[str](), [out.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        operations.add(node.name())
+        waiting += [below for below, _ in node.next_functions if below is not None]
+    assert any("Attention" in name for name in operations)
+    assert "SliceBackward0" not in operations

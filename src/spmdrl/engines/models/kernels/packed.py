@@ -186,10 +186,14 @@ def attend_blocks(
     # Fast kernels want one head size: padded with zeros, long rows take less than half the time.
     values = pad_values(keys, values)
     attended = []
-    for block in blocks:
+    # Not slices, and none of everything: the backward pass of each writes a whole tensor of zeros.
+    sizes = [block.stop - block.start for block in blocks]
+    heads = [x.split(sizes) if len(sizes) > 1 else (x,) for x in (queries, keys, values)]
+    for block, *parts in zip(blocks, *heads, strict=True):
         shape = (block.num_rows, block.length)
-        q, k, v = (x[block.start : block.stop].unflatten(0, shape).transpose(1, 2) for x in (queries, keys, values))
-        attended.append(attend(q, k, v)[..., :value_size].transpose(1, 2).flatten(0, 1))
+        out = attend(*(part.unflatten(0, shape).transpose(1, 2) for part in parts))
+        out = out if out.shape[-1] == value_size else out[..., :value_size]
+        attended.append(out.transpose(1, 2).flatten(0, 1))
     return attended[0] if len(attended) == 1 else torch.cat(attended)
 
 

@@ -9,8 +9,9 @@ Shape letters: `T` packed tokens, `H` query heads, `J` key and value heads, `K` 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -121,21 +122,20 @@ class PrefixedRows:
 
     def followers(self) -> list[Tensor]:
         """The tokens of each row behind a prefix: those of the prefix, then its own."""
-        own = torch.arange(self.num_first, self.num_first + sum(self._lengths)).split(self._lengths)
-        return [torch.cat((self._piece(prefix), row)) for prefix, row in zip(self._prefixes, own, strict=True)]
+        pieces = self._pieces()
+        return [torch.cat((pieces[prefix], own)) for prefix, own in self._behind()]
 
     def whole_rows(self) -> list[Tensor]:
         """The tokens of every row, all of its own or behind a prefix."""
-        prefixes = set(self._prefixes)
-        alone = [self._piece(piece) for piece in range(len(self._starts) - 1) if piece not in prefixes]
-        return alone + self.followers()
+        return [torch.cat(row) for row in self._rows_in_parts()]
 
     def padded(self, device: torch.device) -> PrefixedPlan:
         """Whole rows in padded blocks, with their indexes on a device."""
         if device not in self._plans:
-            rows = self.whole_rows()
-            plan = plan_blocks(offsets_of([len(row) for row in rows]).tolist())
-            whole = torch.cat(rows)
+            rows = self._rows_in_parts()
+            lengths = [sum(map(len, row)) for row in rows]
+            plan = plan_blocks(offsets_of(lengths).tolist())
+            whole = torch.cat([part for row in rows for part in row])
             tokens = Copies.of(whole[plan.token_of_slot], plan.padded_slots)
             # The first round has every token.
             results = Copies.of(plan.slot_of_token[Copies.of(whole).rounds[0][0]])
@@ -155,8 +155,20 @@ class PrefixedRows:
             )
         return self._packed[device]
 
-    def _piece(self, number: int) -> Tensor:
-        return torch.arange(self._starts[number], self._starts[number + 1])
+    def _rows_in_parts(self) -> list[tuple[Tensor, ...]]:
+        """The tokens of every row in one or two parts."""
+        pieces, prefixes = self._pieces(), set(self._prefixes)
+        alone = [(piece,) for number, piece in enumerate(pieces) if number not in prefixes]
+        return [*alone, *((pieces[prefix], own) for prefix, own in self._behind())]
+
+    def _behind(self) -> Iterator[tuple[int, Tensor]]:
+        """Of each row behind a prefix, that piece's number and the row's own tokens."""
+        own = torch.arange(self.num_first, self.num_first + sum(self._lengths)).split(self._lengths)
+        return zip(self._prefixes, own, strict=True)
+
+    def _pieces(self) -> tuple[Tensor, ...]:
+        lengths = [stop - start for start, stop in pairwise(self._starts)]
+        return torch.arange(self.num_first).split(lengths)
 
 
 def padded_prefixed_attention(
