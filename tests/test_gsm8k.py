@@ -12,6 +12,7 @@ from spmdrl.dataflow.data.prompts import PromptSource
 from spmdrl.engines.models.making.make_config import MakeConfig
 from spmdrl.engines.models.making.make_model import make_model_folder
 from spmdrl.engines.models.tokenizer import ModelTokenizer
+from spmdrl.engines.reward.calls import RewardCall
 from spmdrl.engines.reward.pool import RewardConfig, RewardPool
 
 CALL = 500
@@ -38,7 +39,7 @@ def test_every_reference_solution_scores_one_on_its_own_question(tmp_path):
             solutions = [str(prompt.answer) for prompt in part]
             ids = [tokenizer.encode_completion(solution) for solution in solutions]
             columns = {"answer": [prompt.answer for prompt in part]}
-            pool.submit(start, [prompt.original for prompt in part], solutions, ids, columns)
+            pool.submit({start: RewardCall([prompt.original for prompt in part], solutions, ids, columns)})
             keys.append(start)
         rewards = [reward for result in pool.collect(keys) for reward in result.rewards]
     assert rewards == [1.0] * num_lines

@@ -225,6 +225,7 @@ POISONS = {
     "exit": lambda num_rows: sys.exit(1),
     "loop": _loop,
     "sleep": lambda num_rows: time.sleep(60),
+    "nap": lambda num_rows: [time.sleep(0.5) or 1.0] * num_rows,
     "segfault": lambda num_rows: ctypes.string_at(0),
     "os_exit": lambda num_rows: os._exit(3),
     "hog": _hog,

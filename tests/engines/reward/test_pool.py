@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from spmdrl.engines.reward.calls import read_scores
+from spmdrl.engines.reward.calls import RewardCall, read_scores
 from spmdrl.engines.reward.pool import RewardConfig, RewardPool
 from spmdrl.engines.workers.call_pool import runs_inline
 from spmdrl.engines.workers.descent import ProcessTree
@@ -25,7 +25,11 @@ def config_of(*functions: str, **settings) -> RewardConfig:
 
 
 def submit(pool: RewardPool, key, *completions: str, **columns) -> None:
-    pool.submit(key, ["p"] * len(completions), completions, [(1,)] * len(completions), columns)
+    pool.submit({key: call_of(*completions, **columns)})
+
+
+def call_of(*completions: str, **columns) -> RewardCall:
+    return RewardCall(["p"] * len(completions), completions, [(1,)] * len(completions), columns)
 
 
 def scored(pool: RewardPool, *completions: str, **columns):
@@ -233,6 +237,29 @@ def test_other_calls_go_on_beside_one_that_hangs():
         assert pool.collect(["bad"])[0].verdicts == [Verdict.TIMED_OUT]
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_calls_sent_with_one_that_hangs_or_dies_are_scored_by_another_worker(workers):
+    texts = ["fine", "sleep", "fine", "os_exit", "raise", "fine", "fine"]
+    expected = {"sleep": Verdict.TIMED_OUT, "os_exit": Verdict.CRASHED, "raise": Verdict.CRASHED}
+    with RewardPool(config_of("poison", workers=workers)) as pool:
+        pool.submit({key: call_of(text) for key, text in enumerate(texts)})
+        results = pool.collect(range(len(texts)))
+    assert [one.verdicts for one in results] == [[expected.get(text, Verdict.SCORED)] for text in texts]
+    assert [one.rewards for one in results] == [[None if text in expected else 1.0] for text in texts]
+
+
+def test_each_call_sent_with_others_has_its_own_time():
+    texts = ["nap"] * 5
+    with RewardPool(config_of("poison")) as pool:
+        start = time.monotonic()
+        pool.submit({key: call_of(text) for key, text in enumerate(texts)})
+        first_came = pool.came_at([0])
+        results, seconds = pool.collect(range(len(texts))), time.monotonic() - start
+        assert first_came < time.perf_counter() - TIMEOUT_SECONDS, "an answer is there before those of later calls"
+    assert seconds > TIMEOUT_SECONDS, "all of them together take longer than one may"
+    assert [one.rewards for one in results] == [[1.0]] * len(texts)
+
+
 def test_a_call_larger_than_a_pipe_goes_through():
     with RewardPool(config_of("fine", timeout_seconds=5.0)) as pool:
         assert scored(pool, "a" * 2_000_000, "b").rewards == [2_000_000.0, 1.0]
@@ -293,11 +320,12 @@ def start_pool_of_its_own(kind: str, pid_file: Path) -> subprocess.Popen[str]:
     """A process with a pool that prints a line once a call has written its own process ids."""
     program = (
         "import os, sys, time\n"
+        "from spmdrl.engines.reward.calls import RewardCall\n"
         "from spmdrl.engines.reward.pool import RewardConfig, RewardPool\n"
         "config = RewardConfig((sys.argv[1],), timeout_seconds=60.0, isolation='process',\n"
         "                      environment=('SPMDRL_TEST_PID_FILE',))\n"
         "pool = RewardPool(config)\n"
-        "pool.submit(1, ['p'], [sys.argv[2]], [[1]], {})\n"
+        "pool.submit({1: RewardCall(['p'], [sys.argv[2]], [[1]], {})})\n"
         "path = os.environ['SPMDRL_TEST_PID_FILE']\n"
         "while not (os.path.exists(path) and open(path).read().endswith('\\n')):\n"
         "    time.sleep(0.001)\n"

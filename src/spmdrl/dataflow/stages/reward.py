@@ -17,7 +17,7 @@ from spmdrl.dataflow.samples.schema import JUDGE_SCORE, MODEL_SCORE
 from spmdrl.dataflow.stages.rollout.requests import EndedResponses
 from spmdrl.dataflow.stages.rows import turn_texts
 from spmdrl.engines.generation.protocol import Response
-from spmdrl.engines.reward.calls import RewardResult, joined, with_part
+from spmdrl.engines.reward.calls import RewardCall, RewardResult, joined, with_part
 from spmdrl.engines.reward.judge_config import JUDGE_PART
 from spmdrl.engines.reward.pool import MODEL_PART, RewardConfig, RewardPool
 from spmdrl.engines.workers.verdict import Outcome, Verdict
@@ -210,7 +210,8 @@ class StreamedRewards:
         columns = {name: [value] * size for name, value in prompt.columns.items()}
         if any(response.turns is not None for response in responses):
             columns["turns"] = [turns_record(response, self._decode)["turns"] for response in responses]
-        self._pool.submit(key, [prompt.original] * size, [self._decode(ids) for ids in token_ids], token_ids, columns)
+        texts = [self._decode(ids) for ids in token_ids]
+        self._pool.submit({key: RewardCall([prompt.original] * size, texts, token_ids, columns)})
 
 
 def turns_record(response: Response, decode: DecodeTokens) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from spmdrl.engines.environment.environment_runner import (
 )
 from spmdrl.engines.environment.episode import Episode
 from spmdrl.engines.workers.call_pool import CallPool, Isolation, runs_inline
+from spmdrl.engines.workers.call_queue import Call
 from spmdrl.engines.workers.process import PendingCall, WorkerSetup
 from spmdrl.engines.workers.verdict import Verdict
 
@@ -83,7 +84,7 @@ class EnvironmentPool:
 
     def submit(self, key: Hashable, episode: Episode) -> None:
         """Ask for the step after a turn under a key of the caller's."""
-        self._calls.submit(key, asdict(episode), 1)
+        self._calls.submit([Call(key, asdict(episode))])
 
     def wait(self, keys: Sequence[Hashable], seconds: float | None = None) -> float | None:
         """The `time.perf_counter` at which the last of these results came; None if some haven't in so many seconds."""

@@ -21,6 +21,7 @@ class RewardCall:
     """Rows that are scored together; every list, and every column, has one entry per row."""
 
     prompts: Sequence[Any]
+    """strings or lists of messages"""
     completions: Sequence[str]
     completion_ids: Sequence[Sequence[int]]
     columns: Mapping[str, Sequence[Any]]

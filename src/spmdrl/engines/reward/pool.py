@@ -22,6 +22,7 @@ from spmdrl.engines.reward.calls import (
 from spmdrl.engines.reward.functions import load_functions, required_columns, score
 from spmdrl.engines.reward.judge_config import JUDGE_PART, JudgeConfig
 from spmdrl.engines.workers.call_pool import CallPool, Isolation, is_debugged, runs_inline
+from spmdrl.engines.workers.call_queue import Call
 from spmdrl.engines.workers.process import PendingCall, WorkerSetup
 from spmdrl.engines.workers.verdict import Verdict
 
@@ -176,23 +177,9 @@ class RewardPool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def submit(
-        self,
-        key: Hashable,
-        prompts: Sequence[Any],
-        completions: Sequence[str],
-        completion_ids: Sequence[Sequence[int]],
-        columns: Mapping[str, Sequence[Any]],
-    ) -> None:
-        """Ask for the rewards of some rows under a key of the caller's; `prompts` are strings or lists of messages."""
-        call = RewardCall(prompts, completions, completion_ids, columns)
-        message = {
-            "prompts": list(call.prompts),
-            "completions": list(call.completions),
-            "completion_ids": [list(ids) for ids in call.completion_ids],
-            "columns": {name: list(values) for name, values in call.columns.items()},
-        }
-        self._calls.submit(key, message, call.num_rows)
+    def submit(self, calls: Mapping[Hashable, RewardCall]) -> None:
+        """Ask for the rewards of some calls, each under a key of the caller's."""
+        self._calls.submit([Call(key, _message_of(call), call.num_rows) for key, call in calls.items()])
 
     def collect(self, keys: Sequence[Hashable]) -> list[RewardResult]:
         """Wait for the results of these calls and take them out, in the order of `keys`.
@@ -225,3 +212,12 @@ class RewardPool:
             # A reward model alone rewards these rows.
             return [FunctionScores([0.0] * call.num_rows, [Verdict.SCORED] * call.num_rows)]
         return [score(function, call) for function in self._functions]
+
+
+def _message_of(call: RewardCall) -> dict[str, Any]:
+    return {
+        "prompts": list(call.prompts),
+        "completions": list(call.completions),
+        "completion_ids": [list(ids) for ids in call.completion_ids],
+        "columns": {name: list(values) for name, values in call.columns.items()},
+    }

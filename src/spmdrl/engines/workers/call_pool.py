@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import secrets
 import selectors
 import socket
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
 from itertools import pairwise
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
-from spmdrl.engines.workers.process import PendingCall, WorkerLost, WorkerProcess, WorkerSetup, line_of
+from spmdrl.engines.workers.call_queue import Call, CallQueue
+from spmdrl.engines.workers.process import PendingCall, WorkerLost, WorkerProcess, WorkerSetup
 from spmdrl.engines.workers.verdict import Verdict
 
 Isolation = Literal["auto", "process", "inline"]
@@ -76,7 +75,7 @@ class CallPool(Generic[A]):
         """with the `time.perf_counter` at which they came"""
         self._failure: BaseException | None = None
         self._is_closed = False
-        self._pending: deque[PendingCall] = deque()
+        self._pending = CallQueue()
         self._started: Future[None] = Future()
         # The thread's own.
         self._workers: list[WorkerProcess] = []
@@ -96,20 +95,25 @@ class CallPool(Generic[A]):
             self.close()
             raise
 
-    def submit(self, key: Hashable, message: dict[str, Any], num_rows: int) -> None:
-        """Ask for an answer under a key of the caller's. Raises ValueError for a key that waits to be collected."""
-        nonce, section = secrets.token_hex(16), self._setup.section
-        line = line_of({"nonce": nonce, **message}) if self._inline is None else b""
+    def submit(self, calls: Sequence[Call]) -> None:
+        """Ask for answers to some calls, which workers get several of at a time and answer one by one.
+
+        Raises ValueError for a key that waits to be collected.
+        """
+        pending = [call.pending() for call in calls] if self._inline is None else []
+        section = self._setup.section
         with self._changed:
             if self._is_closed:
                 raise RuntimeError(f"the {section} pool is closed")
-            if key in self._waiting or key in self._answered:
-                raise ValueError(f"a {section} call with key {key!r} was submitted and not yet collected")
-            self._waiting.add(key)
+            for call in calls:
+                if call.key in self._waiting or call.key in self._answered:
+                    raise ValueError(f"a {section} call with key {call.key!r} was submitted and not yet collected")
+            self._waiting.update(call.key for call in calls)
         if self._inline is not None:
-            self._deliver(key, self._inline(message))
+            for call in calls:
+                self._deliver(call.key, self._inline(call.message))
         else:
-            self._pending.append(PendingCall(key, nonce, line, num_rows))
+            self._pending.add(pending)
             self._wake_up()
 
     def collect(self, keys: Sequence[Hashable]) -> list[A]:
@@ -191,13 +195,14 @@ class CallPool(Generic[A]):
     def _dispatch(self) -> None:
         for worker in self._workers:
             if worker.is_idle and self._pending:
-                worker.start(self._pending.popleft(), self._timeout_seconds)
+                worker.start(self._pending.take(self._num_workers), self._timeout_seconds)
                 # An idle worker's pipe is empty: most calls fit into it, and needn't wait for an event.
                 worker.send()
 
     def _exchange(self) -> None:
         """Wait for the next event or deadline, and read and write what can be."""
-        with selectors.DefaultSelector() as selector:
+        # One that the kernel holds would take several system calls to set up, for a handful of pipes.
+        with selectors.PollSelector() as selector:
             selector.register(self._wake, selectors.EVENT_READ)
             for worker in self._workers:
                 selector.register(worker.read_fd, selectors.EVENT_READ, worker)
@@ -244,13 +249,13 @@ class CallPool(Generic[A]):
             if all(other.is_ready for other in self._workers) and not self._started.done():
                 self._started.set_result(None)
             return True
-        call = worker.call
+        call = worker.calls[0] if worker.calls else None
         if call is None or message.get("nonce") != call.nonce:
             return False
         answer = self._answers.read(message.get("answer"), call)
         if answer is None:
             return False
-        worker.call = None
+        worker.answered(self._timeout_seconds)
         self._deliver(call.key, answer)
         return True
 
@@ -261,14 +266,16 @@ class CallPool(Generic[A]):
                 self._lose(worker, Verdict.TIMED_OUT, f"it was over {limit}")
 
     def _lose(self, worker: WorkerProcess, verdict: Verdict, reason: str) -> None:
-        """Kill a worker and give its call, if it has one, the verdict."""
+        """Kill a worker and give the call that it works on, if there is one, the verdict; others go to another one."""
         ending = worker.kill()
         self._workers.remove(worker)
-        if worker.call is not None:
+        if worker.calls:
             how = reason if verdict is Verdict.TIMED_OUT else f"{reason}, {ending}"
             if ending in self._setup.endings.values():
                 how = ending
-            self._fail(worker.call, verdict, f"the {self._setup.section} process was lost in this call: {how}")
+            call = worker.calls.popleft()
+            self._pending.put_back(worker.calls)
+            self._fail(call, verdict, f"the {self._setup.section} process was lost in this call: {how}")
         elif not worker.is_ready:
             if verdict is Verdict.TIMED_OUT:
                 reason = "the functions took too long to load; keep slow work out of the module's top level"
@@ -279,7 +286,9 @@ class CallPool(Generic[A]):
                 self._started.set_exception(ValueError(reason))
             elif self._pending:
                 error = f"no {self._setup.section} process could start: {reason}"
-                self._fail(self._pending.popleft(), Verdict.CRASHED, error)
+                first, *others = self._pending.take(self._num_workers)
+                self._pending.put_back(others)
+                self._fail(first, Verdict.CRASHED, error)
 
     def _fail(self, call: PendingCall, verdict: Verdict, error: str) -> None:
         self._deliver(call.key, self._answers.failed(call, verdict, error))

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -80,7 +81,10 @@ class WorkerSetup:
 
 
 class WorkerProcess:
-    """A worker, and the guard that ends it with all that it started: starting -> idle -> busy -> idle ... -> killed."""
+    """A worker, and the guard that ends it with all that it started: starting -> idle -> busy -> idle ... -> killed.
+
+    Busy, it answers the calls that it was given one after the other, each with a deadline of its own.
+    """
 
     def __init__(self, setup: WorkerSetup):
         self._endings = setup.endings
@@ -110,7 +114,8 @@ class WorkerProcess:
         self._unsent = memoryview(line_of(first))
         self._has_ended = False
         self.is_ready = False
-        self.call: PendingCall | None = None
+        self.calls: deque[PendingCall] = deque()
+        """those that it was given and hasn't answered; it works on the first"""
         self.deadline = time.monotonic() + _MAX_START_SECONDS
 
     @property
@@ -120,7 +125,7 @@ class WorkerProcess:
 
     @property
     def is_idle(self) -> bool:
-        return self.is_ready and self.call is None
+        return self.is_ready and not self.calls
 
     @property
     def has_unsent(self) -> bool:
@@ -130,11 +135,17 @@ class WorkerProcess:
     def is_overdue(self) -> bool:
         return not self.is_idle and time.monotonic() > self.deadline
 
-    def start(self, call: PendingCall, timeout_seconds: float) -> None:
-        assert self.is_idle, (self.pid, self.call)
-        self.call = call
+    def start(self, calls: Sequence[PendingCall], timeout_seconds: float) -> None:
+        """Give it calls, of which each may take so long."""
+        assert self.is_idle, (self.pid, self.calls)
+        self.calls.extend(calls)
         self.deadline = time.monotonic() + timeout_seconds
-        self._unsent = memoryview(call.line)
+        self._unsent = memoryview(b"".join(call.line for call in calls))
+
+    def answered(self, timeout_seconds: float) -> None:
+        """Its first call is answered: it goes on with the next one, if there is one."""
+        self.calls.popleft()
+        self.deadline = time.monotonic() + timeout_seconds
 
     def send(self) -> None:
         """Write as much as the pipe takes now."""
