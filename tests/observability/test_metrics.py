@@ -107,3 +107,13 @@ def test_an_amount_that_ranks_hold_alike_is_counted_once():
         recorder.alike("updates", 1)
         ranks.append(encode(recorder.drain()))
     assert merge(ranks) == {"updates": 2.0}
+
+
+@given(st.lists(st.lists(st.integers(-(10**6), 10**6), max_size=8), min_size=1, max_size=5))
+def test_counts_recorded_together_are_to_the_bit_what_they_are_one_by_one(parts):
+    together, each = Recorder(), Recorder()
+    for values in parts:
+        together.mean_of("x", values)
+        for value in values:
+            each.mean("x", value)
+    assert together.drain() == each.drain()

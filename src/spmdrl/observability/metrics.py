@@ -41,6 +41,11 @@ class Recorder:
         if count != 0:
             self.add(name, Stat("mean", float(value) * count, float(count)))
 
+    def mean_of(self, name: str, values: Sequence[float]) -> None:
+        """Record each value as the mean of one thing."""
+        if values:
+            self.add(name, Stat("mean", float(sum(values)), float(len(values))))
+
     def total(self, name: str, value: float) -> None:
         """Record an amount that adds up over records and ranks."""
         self.add(name, Stat("total", float(value)))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -229,8 +230,9 @@ class Batch:
 
 def offsets_of(lengths: Sequence[int] | Tensor) -> Tensor:
     """Offsets [B + 1] of rows with these lengths [B]."""
-    lengths_B = torch.as_tensor(lengths, dtype=torch.int64)
-    return torch.nn.functional.pad(lengths_B.cumsum(0), (1, 0))
+    if not isinstance(lengths, Tensor):
+        return torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int64)
+    return torch.nn.functional.pad(lengths.to(torch.int64).cumsum(0), (1, 0))
 
 
 def gather_ragged_rows(values_T: Tensor, offsets: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:

@@ -115,11 +115,18 @@ def keep_answers(checked: CheckedRun, world: World, folder: Path) -> KeptAnswers
     prompts_of_requests = [prompts[request.rows[0] // config.eval.num_samples] for request in requests]
     with ExitStack() as stack:
         turns = build_turns(config, replica, prepared, world, stack)
-        for number, responses in run_rollout(replica.engine, requests, prompts_of_requests, turns):
+        for ended in run_rollout(replica.engine, requests, prompts_of_requests, turns):
             if replica.mesh.is_leader:
-                kept.add([_record(prompts_of_requests[number], response, tokenizer) for response in responses])
+                kept.add(
+                    [
+                        _record(prompts_of_requests[number], response, tokenizer)
+                        for number, responses in ended.items()
+                        for response in responses
+                    ]
+                )
             if progress is not None:
-                progress.add(len(responses), sum(response.num_own_tokens for response in responses))
+                for responses in ended.values():
+                    progress.add(len(responses), sum(response.num_own_tokens for response in responses))
     return kept
 
 

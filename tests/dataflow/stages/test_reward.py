@@ -41,7 +41,7 @@ class FirstFail:
     names, call_level = ("fn",), "response"
     num_failures = 0
 
-    def submit(self, key, *_): ...
+    def submit(self, calls): ...
 
     def collect(self, keys):
         scores = [
@@ -75,7 +75,7 @@ def test_failures_are_a_share_of_all_rows_that_a_step_generated_so_far():
         pool.num_failures = num_failures
         for row in rows:
             response = Response(row, (1,), (0.0,), "stop", (0,))
-            stage.ended(EndedResponses(row, Prompt("", [1], "", None, {}, ""), 1, {0: response}))
+            stage.ended([EndedResponses(row, Prompt("", [1], "", None, {}, ""), 1, {0: response})])
         stage(Generated(step, rows))
 
     attempt(1, range(8), 1)

@@ -54,17 +54,22 @@ def test_a_generated_group_is_scored_as_its_responses_end_or_as_a_whole(level):
     early = 0
     with RewardPool(RewardConfig(NOTED, isolation="inline", call_level=level)) as pool:
         rewards = StreamedRewards(pool, text_of)
-        for number, responses in run_requests(engine, requests):
-            by_member = {response.row % GROUP_SIZE: response for response in responses}
-            answers[number] |= by_member
+        for by_request in run_requests(engine, requests):
+            ended_now = [
+                EndedResponses.of(number, PROMPTS[number], GROUP_SIZE, responses)
+                for number, responses in by_request.items()
+            ]
+            for one in ended_now:
+                answers[one.group] |= one.by_member
             before = len(noted.CALLS)
-            rewards.begin(EndedResponses(number, PROMPTS[number], GROUP_SIZE, by_member))
-            is_whole = len(answers[number]) == GROUP_SIZE
+            rewards.begin(ended_now)
+            are_whole = [len(answers[one.group]) == GROUP_SIZE for one in ended_now]
             if level == "group":
-                assert len(noted.CALLS) - before == is_whole
+                assert len(noted.CALLS) - before == sum(are_whole)
             else:
-                assert noted.CALLS[before:] == [[text_of(by_member[member].token_ids) for member in sorted(by_member)]]
-            early += not is_whole
+                texts = [[text_of(one.by_member[at].token_ids) for at in sorted(one.by_member)] for one in ended_now]
+                assert noted.CALLS[before:] == texts
+            early += are_whole.count(False)
         calls = list(noted.CALLS)
         results = rewards.collect(range(len(PROMPTS)))
     assert early > 0, "no response ended before the last of its group"
@@ -87,12 +92,12 @@ def test_a_child_scores_a_response_while_the_rest_of_its_group_goes_on(tmp_path)
     )
     with RewardPool(RewardConfig((f"{function}:fn",), isolation="process")) as pool:
         rewards = StreamedRewards(pool, spelled)
-        rewards.begin(ended(7, c="first"))
+        rewards.begin([ended(7, c="first")])
         deadline = time.monotonic() + 20
         while not (seen.exists() and seen.read_text()) and time.monotonic() < deadline:
             time.sleep(0.01)
         assert seen.read_text() == "first"
-        rewards.begin(ended(7, a="second", b="third", d="fourth"))
+        rewards.begin([ended(7, a="second", b="third", d="fourth")])
         assert rewards.collect([7])[0].rewards == [1.0] * GROUP_SIZE
 
 
@@ -107,10 +112,10 @@ def test_members_keep_their_rewards_parts_and_verdicts_in_whatever_order_they_en
     config = RewardConfig((f"{function}:first", f"{function}:size"), isolation="inline")
     with RewardPool(config) as pool:
         rewards = StreamedRewards(pool, spelled)
-        rewards.begin(ended(1, d="eee"))
-        rewards.begin(ended(2, a="c", b="c", c="c", d="c"))
-        rewards.begin(ended(1, c="none", a="bad"))
-        rewards.begin(ended(1, b="a"))
+        rewards.begin([ended(1, d="eee")])
+        rewards.begin([ended(2, a="c", b="c", c="c", d="c")])
+        rewards.begin([ended(1, c="none", a="bad")])
+        rewards.begin([ended(1, b="a")])
         other, result = rewards.collect([2, 1])
     assert other.rewards == [3.0] * GROUP_SIZE
     assert result.rewards == [None, 1.0, None, 7.0]
@@ -123,11 +128,11 @@ def test_a_repeated_response_is_scored_once_and_groups_wait_until_they_are_colle
     noted.CALLS.clear()
     with RewardPool(RewardConfig(NOTED, isolation="inline")) as pool:
         rewards = StreamedRewards(pool, spelled)
-        rewards.begin(ended(1, a="x", b="y"))
-        rewards.begin(ended(2, a="1", b="2", c="3", d="4"))
+        rewards.begin([ended(1, a="x", b="y")])
+        rewards.begin([ended(2, a="1", b="2", c="3", d="4")])
         assert len(rewards.collect([2])[0].rewards) == GROUP_SIZE
         # The next step passes on a carried group's ended responses again, then those that end in it.
-        rewards.begin(ended(1, a="x", b="y"))
-        rewards.begin(ended(1, a="x", c="z", d="w"))
+        rewards.begin([ended(1, a="x", b="y")])
+        rewards.begin([ended(1, a="x", c="z", d="w")])
         assert len(rewards.collect([1])[0].rewards) == GROUP_SIZE
     assert noted.CALLS == [["x", "y"], ["1", "2", "3", "4"], ["z", "w"]]

@@ -44,8 +44,9 @@ class Judge:
         requests = self._requests(questions)
         verdicts: dict[int, str] = {}
         with self.generator.awake() as engine:
-            for _, responses in run_requests(engine, requests):
-                verdicts |= {one.row: self.tokenizer.decode(one.token_ids) for one in responses}
+            for ended in run_requests(engine, requests):
+                for responses in ended.values():
+                    verdicts |= {one.row: self.tokenizer.decode(one.token_ids) for one in responses}
         scores = {row: self.config.score(verdict) for row, verdict in verdicts.items()}
         if self.mesh.is_leader:
             recorder.total("judge/unread", list(scores.values()).count(None))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -54,10 +54,11 @@ class RewardStage:
         self._groups: dict[int, Hashable] = {}
         """those of this step with responses that ended, by their places in its batch"""
 
-    def ended(self, ended: EndedResponses) -> None:
+    def ended(self, ended: Sequence[EndedResponses]) -> None:
         """Start on the rewards of responses and return at once."""
-        row = next(iter(ended.by_member.values())).row
-        self._groups[row // ended.group_size] = ended.group
+        for one in ended:
+            row = next(iter(one.by_member.values())).row
+            self._groups[row // one.group_size] = one.group
         self._rewards.begin(ended)
 
     def __call__(self, samples: Samples) -> None:
@@ -160,8 +161,14 @@ class StreamedRewards:
         self._decode = decode
         self._groups: dict[Hashable, _GroupRewards] = {}
 
-    def begin(self, ended: EndedResponses) -> None:
+    def begin(self, ended: Sequence[EndedResponses]) -> None:
         """Start on the rewards of these responses as far as `reward.call_level` lets it, and return at once."""
+        calls = [call for one in ended for call in self._calls_of(one)]
+        if calls:
+            self._pool.submit(dict(calls))
+
+    def _calls_of(self, ended: EndedResponses) -> Iterator[tuple[Hashable, RewardCall]]:
+        """The call that these responses make due, if they do, under its key."""
         begun = self._groups.setdefault(ended.group, _GroupRewards())
         known = {member for members in begun.calls for member in members}
         for member, response in ended.by_member.items():
@@ -172,7 +179,7 @@ class StreamedRewards:
         is_whole = len(begun.waiting) + len(begun.judged) == ended.group_size
         if begun.waiting and (self._pool.call_level == "response" or is_whole):
             members = tuple(sorted(begun.waiting))
-            self._submit((ended.group, members[0]), ended.prompt, [begun.waiting[member] for member in members])
+            yield (ended.group, members[0]), self._call(ended.prompt, [begun.waiting[member] for member in members])
             begun.calls.append(members)
             begun.waiting.clear()
 
@@ -204,14 +211,13 @@ class StreamedRewards:
         parts: dict[str, list[float | None]] = {name: [None] for name in self._pool.names}
         return RewardResult(key, [outcome.reward], parts, [outcome.verdict], outcome.error)
 
-    def _submit(self, key: Hashable, prompt: Prompt, responses: Sequence[Response]) -> None:
+    def _call(self, prompt: Prompt, responses: Sequence[Response]) -> RewardCall:
         """Completions are what the model wrote last: what an environment gave it isn't its answer."""
         token_ids, size = [list(response.last_turn) for response in responses], len(responses)
         columns = {name: [value] * size for name, value in prompt.columns.items()}
         if any(response.turns is not None for response in responses):
             columns["turns"] = [turns_record(response, self._decode)["turns"] for response in responses]
-        texts = [self._decode(ids) for ids in token_ids]
-        self._pool.submit({key: RewardCall([prompt.original] * size, texts, token_ids, columns)})
+        return RewardCall([prompt.original] * size, [self._decode(ids) for ids in token_ids], token_ids, columns)
 
 
 def turns_record(response: Response, decode: DecodeTokens) -> dict[str, Any]:

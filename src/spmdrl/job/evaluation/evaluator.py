@@ -125,12 +125,15 @@ class Evaluator:
         requests = [self._request(number) for number in numbers]
         answers: dict[int, dict[int, Response]] = {number: {} for number in numbers}
         prompts = [self.prompts[number] for number in numbers]
-        for place, responses in run_rollout(self.replica.engine, requests, prompts, self.turns):
-            number = numbers[place]
-            ended = {response.row % self.num_samples: response for response in responses}
-            answers[number] |= ended
+        for by_request in run_rollout(self.replica.engine, requests, prompts, self.turns):
+            ended = []
+            for place, responses in by_request.items():
+                number = numbers[place]
+                one = EndedResponses.of(_group(number), self.prompts[number], self.num_samples, responses)
+                answers[number] |= one.by_member
+                ended.append(one)
             if self.replica.mesh.is_leader:
-                self.rewards.begin(EndedResponses(_group(number), self.prompts[number], self.num_samples, ended))
+                self.rewards.begin(ended)
         if not self.replica.mesh.is_leader:
             return
         results = self.rewards.collect([_group(number) for number in numbers])

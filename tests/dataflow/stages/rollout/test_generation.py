@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -27,7 +28,7 @@ from spmdrl.resources.layout import GenerationLayout
 from spmdrl.resources.mesh import build_generation_mesh
 from spmdrl.resources.world import World
 
-NUM_PROMPTS, GROUP_SIZE = 5, 2
+NUM_PROMPTS, GROUP_SIZE, LENGTH = 5, 2, 3
 SPARSE = replace(
     TINY, model_type="qwen3_moe", moe=MoeConfig(num_experts=8, experts_per_token=2, intermediate_size=16)
 )  # fmt: skip
@@ -35,21 +36,53 @@ COLUMNS = ("response_ids", "rollout_logprobs", "versions", "finished")
 
 
 class Ended:
-    """A listener that keeps the rows whose responses it got."""
+    """A listener that keeps the rows whose responses it got, and how many it got at a time."""
 
     def __init__(self):
         self.rows: list[int] = []
+        self.numbers: list[int] = []
 
-    def ended(self, ended: EndedResponses) -> None:
-        rows = [response.row for response in ended.by_member.values()]
-        assert rows == [ended.group * ended.group_size + member for member in ended.by_member]
-        assert ended.prompt == prompts()[ended.group]
-        self.rows += rows
+    def ended(self, ended: Sequence[EndedResponses]) -> None:
+        before = len(self.rows)
+        for one in ended:
+            rows = [response.row for response in one.by_member.values()]
+            assert rows == [one.group * one.group_size + member for member in one.by_member]
+            assert one.prompt == prompts()[one.group]
+            self.rows += rows
+        self.numbers.append(len(self.rows) - before)
 
 
 def prompts() -> list[Prompt]:
     ids = [prompt_of(2 + 3 * number) for number in range(NUM_PROMPTS)]
     return [Prompt(str(number), prompt_ids, "", None, {}, "") for number, prompt_ids in enumerate(ids)]
+
+
+def put_together(world: World) -> tuple[list[int], int]:
+    """How many responses the listener got at a time, and bytes put of a column, where all rows are equally long."""
+    layout, device = GenerationLayout(), world.device.torch_device
+    mesh = build_generation_mesh(layout, world.device, world.size, world.rank)
+    engine = NativeEngine(TINY, RolloutConfig(block_size=4), device, torch.float32, mesh=mesh)
+    engine.load_weights((name, RandomWeights(TINY, 0)(name)) for name in engine.weight_shapes())
+    engine.wake_cache()
+    ended = Ended()
+    stage = GenerationStage(
+        engine=engine, mesh=mesh, sampling=SamplingParams(max_tokens=LENGTH), seed=3, listeners=[ended],
+        recorder=Recorder(),
+    )  # fmt: skip
+    needs = needs_by_state({"advantages", "rollout_logprobs"})
+    dock = TransferDock(world, needs, DockConfig(20.0), row_groups=groups_of_generation(mesh, device))
+    stage(dock.open_batch(1, prompts(), GROUP_SIZE))
+    num_bytes = sum(by_column["response_ids"] for by_column in dock.volume.put_bytes.values())
+    dock.close()
+    return ended.numbers, num_bytes
+
+
+@pytest.mark.ranks
+def test_what_ends_in_one_engine_step_is_passed_on_and_put_together():
+    ((numbers, num_bytes),) = run_ranks(1, put_together)
+    num_rows = NUM_PROMPTS * GROUP_SIZE
+    assert numbers == [num_rows]
+    assert num_bytes == 4 * num_rows * LENGTH + 8 * (num_rows + 1), "tokens, and the offsets of one put"
 
 
 def generate(world: World, config: DecoderConfig, layout: GenerationLayout) -> tuple[dict, list[int], dict]:

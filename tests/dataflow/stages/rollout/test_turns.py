@@ -69,7 +69,7 @@ def run(turns: RolloutTurns, groups: Sequence[OwnGroup], engine: NativeEngine, m
     answers = turns.run(
         engine, [request for _, request in asked], [one.prompt for one, _ in asked], lambda: next(left) <= 0
     )
-    found = {response.row: response for _, responses in answers for response in responses}
+    found = {response.row: response for ended in answers for responses in ended.values() for response in responses}
     assert not engine.num_unfinished
     return {response.row: response for one in groups for response in one.begun} | found
 
@@ -137,7 +137,8 @@ def test_rows_recorded_with_an_environment_are_refused_without_one(pool, tmp_pat
         engine.begin_step(1)
         engine.wake_cache()
         if has_turns:
-            ((number, found),) = run_requests(engine, [one.request(SAMPLING)])
+            (by_request,) = run_requests(engine, [one.request(SAMPLING)])
+            ((number, found),) = by_request.items()
             assert number == 0 and sorted(found, key=lambda each: each.row) == sorted(
                 responses, key=lambda each: each.row
             )

@@ -17,6 +17,14 @@ from spmdrl.resources.mesh import GenerationMesh
 from spmdrl.types import WorkerState
 
 
+@dataclass(frozen=True)
+class WholeGroup:
+    """A prompt and its responses, all of which have ended, in the order of their rows."""
+
+    prompt: Prompt
+    responses: Sequence[Response]
+
+
 @dataclass(kw_only=True)
 class GenerationStage:
     """Runs this rank's engine over the groups dealt to its replica. Collective: every rank calls it once per step.
@@ -48,14 +56,22 @@ class GenerationStage:
         ]
         self._open_portions(samples, len(rows))
         answers: list[list[Response]] = [[] for _ in groups]
-        for number, responses in run_rollout(self.engine, requests, prompts, self.turns, meanwhile=self.portions):
-            self._notify(groups[number][0] // size, prompts[number], size, responses)
-            answers[number] += responses
-            self._add_to_portion(responses)
-            if len(answers[number]) == size:
-                whole = sorted(answers[number], key=lambda response: response.row)
-                self._count(sum(response.num_own_tokens for response in whole))
-                self._put(samples, prompts[number], whole)
+        for ended in run_rollout(self.engine, requests, prompts, self.turns, meanwhile=self.portions):
+            self._notify(
+                [
+                    EndedResponses.of(groups[number][0] // size, prompts[number], size, responses)
+                    for number, responses in ended.items()
+                ]
+            )
+            whole = []
+            for number, responses in ended.items():
+                answers[number] += responses
+                self._add_to_portion(responses)
+                if len(answers[number]) == size:
+                    in_order = sorted(answers[number], key=lambda response: response.row)
+                    whole.append(WholeGroup(prompts[number], in_order))
+                    self._count(sum(response.num_own_tokens for response in in_order))
+            self._put(samples, whole)
         self._commit(samples)
         self._count_drafts()
         # The same on every rank; where a step generates more than once, that of its most uneven deal.
@@ -64,10 +80,9 @@ class GenerationStage:
     def _seeds(self, step: int, rows: Sequence[int]) -> tuple[int, ...]:
         return tuple(row_seed(self.seed, step, row) for row in rows)
 
-    def _notify(self, group: int, prompt: Prompt, size: int, responses: Sequence[Response]) -> None:
+    def _notify(self, ended: Sequence[EndedResponses]) -> None:
         """Pass responses that have ended to the listeners."""
-        if self.mesh.is_leader and responses:
-            ended = EndedResponses(group, prompt, size, {response.row % size: response for response in responses})
+        if self.mesh.is_leader and ended:
             for listener in self.listeners:
                 listener.ended(ended)
 
@@ -100,19 +115,21 @@ class GenerationStage:
             self.recorder.total("generation/drafted", guessed)
             self.recorder.total("generation/accepted", right)
 
-    def _put(self, samples: Samples, prompt: Prompt, responses: Sequence[Response]) -> None:
-        """Record what a whole group is like, and store it, unless portions do."""
-        if not self.mesh.is_leader:
+    def _put(self, samples: Samples, groups: Sequence[WholeGroup]) -> None:
+        """Record what these groups are like, and store them together, unless portions do."""
+        if not self.mesh.is_leader or not groups:
             return
+        responses = [response for group in groups for response in group.responses]
         if self.portions is None:
             samples.put(self.state, columns_of(responses))
-        for response in responses:
-            length = response.num_own_tokens
-            self.recorder.total("perf/tokens", len(prompt.prompt_ids) + len(response.token_ids))
-            self.recorder.mean("completions/mean_length", length)
-            self.recorder.minimum("completions/min_length", length)
-            self.recorder.maximum("completions/max_length", length)
-            self.recorder.mean("completions/clipped_ratio", float(response.finish == "length"))
-            if response.turns is not None:
-                self.recorder.mean("environment/turns", max(response.turns, default=0))
-                self.recorder.mean("environment/tokens", response.turns.count(0))
+        num_prompt_tokens = sum(len(group.prompt.prompt_ids) * len(group.responses) for group in groups)
+        num_tokens = sum(len(response.token_ids) for response in responses)
+        lengths = [response.num_own_tokens for response in responses]
+        self.recorder.total("perf/tokens", num_prompt_tokens + num_tokens)
+        self.recorder.mean_of("completions/mean_length", lengths)
+        self.recorder.minimum("completions/min_length", min(lengths))
+        self.recorder.maximum("completions/max_length", max(lengths))
+        self.recorder.mean_of("completions/clipped_ratio", [response.finish == "length" for response in responses])
+        if turns := [response.turns for response in responses if response.turns is not None]:
+            self.recorder.mean_of("environment/turns", [max(own, default=0) for own in turns])
+            self.recorder.mean_of("environment/tokens", [own.count(0) for own in turns])

@@ -15,8 +15,8 @@ from spmdrl.dataflow.data.prompts import Prompt
 from spmdrl.dataflow.samples.carried import FINISH, CarriedGroups
 from spmdrl.dataflow.samples.dock import Samples
 from spmdrl.dataflow.samples.rounds import CarriedGroup, Quota, StepGroups, quotas
-from spmdrl.dataflow.stages.rollout.generation import GenerationStage
-from spmdrl.dataflow.stages.rollout.requests import row_seed, run_rollout
+from spmdrl.dataflow.stages.rollout.generation import GenerationStage, WholeGroup
+from spmdrl.dataflow.stages.rollout.requests import EndedResponses, row_seed, run_rollout
 from spmdrl.dataflow.stages.rollout.response_columns import token_columns
 from spmdrl.dataflow.stages.rows import ROUTED_EXPERTS, TURNS
 from spmdrl.engines.generation.native.native_engine import Lockstep
@@ -65,6 +65,10 @@ class OwnGroup:
         return tuple(by_row.get(response.row, response) for response in self.begun)
 
 
+AnsweredGroup = tuple[OwnGroup, Sequence[Response]]
+"""A group with responses to it."""
+
+
 @dataclass(kw_only=True)
 class PartialGenerationStage(GenerationStage):
     """Works on more groups than its step trains: each replica stops when it has its quota, and carries the rest over.
@@ -85,17 +89,20 @@ class PartialGenerationStage(GenerationStage):
         stops_early = samples.num_rows > rules.num_wanted * size
         self._open_portions(samples, quota.number * size)
         left: dict[int, Batch] = {}
-        for group, responses in self._answers(own, self._all_have(quota) if stops_early else None):
-            num_begun = sum(response.num_own_tokens for response in group.begun)
-            self._count(sum(response.num_own_tokens for response in responses) - num_begun)
-            is_whole = all(response.finish != "aborted" for response in responses)
-            if is_whole and quota.admit(is_last_round=group.round >= rules.max_rounds):
-                self._add_to_portion(responses)
-                self._put(samples, group.prompt, responses)
-            else:
-                left[group.serial] = packed(responses)
-                if self.mesh.is_leader:
-                    samples.mark_deferred(group.rows)
+        for answered in self._answers(own, self._all_have(quota) if stops_early else None):
+            whole = []
+            for group, responses in answered:
+                num_begun = sum(response.num_own_tokens for response in group.begun)
+                self._count(sum(response.num_own_tokens for response in responses) - num_begun)
+                is_whole = all(response.finish != "aborted" for response in responses)
+                if is_whole and quota.admit(is_last_round=group.round >= rules.max_rounds):
+                    self._add_to_portion(responses)
+                    whole.append(WholeGroup(group.prompt, responses))
+                else:
+                    left[group.serial] = packed(responses)
+                    if self.mesh.is_leader:
+                        samples.mark_deferred(group.rows)
+            self._put(samples, whole)
         self._commit(samples)
         self._count_drafts()
         self._carry_over(samples, groups, dealt, left)
@@ -119,30 +126,30 @@ class PartialGenerationStage(GenerationStage):
         """Whether all replicas that step together have their quota: they can stop together only."""
         return lambda: self.lockstep.most(int(not quota.is_met)) == [0]
 
-    def _answers(
-        self, own: Sequence[OwnGroup], is_enough: Callable[[], bool] | None
-    ) -> Iterator[tuple[OwnGroup, tuple[Response, ...]]]:
-        """Each group with its responses, as the last of them comes; those that were whole before come first."""
-        requested, requests = [], []
-        for group in own:
-            self._notify_of_ended(group, group.begun)
-            request = group.request(self.sampling)
-            if request is None:
-                yield group, group.begun
-            else:
-                requested.append(group)
-                requests.append(request)
+    def _answers(self, own: Sequence[OwnGroup], is_enough: Callable[[], bool] | None) -> Iterator[list[AnsweredGroup]]:
+        """The groups that got their last response in one engine step; those that were whole before come first."""
+        self._notify_of_ended([(group, group.begun) for group in own])
+        asked = [(group, group.request(self.sampling)) for group in own]
+        if whole := [(group, group.begun) for group, request in asked if request is None]:
+            yield whole
+        requested = [group for group, request in asked if request is not None]
+        requests = [request for _, request in asked if request is not None]
         answers: list[list[Response]] = [[] for _ in requested]
         prompts = [group.prompt for group in requested]
-        for number, responses in run_rollout(self.engine, requests, prompts, self.turns, is_enough, self.portions):
-            self._notify_of_ended(requested[number], responses)
-            answers[number] += responses
-            if len(answers[number]) == len(requests[number].rows):
-                yield requested[number], requested[number].answered(answers[number])
+        for ended in run_rollout(self.engine, requests, prompts, self.turns, is_enough, self.portions):
+            self._notify_of_ended([(requested[number], responses) for number, responses in ended.items()])
+            for number, responses in ended.items():
+                answers[number] += responses
+            last = [number for number in ended if len(answers[number]) == len(requests[number].rows)]
+            yield [(requested[number], requested[number].answered(answers[number])) for number in last]
 
-    def _notify_of_ended(self, group: OwnGroup, responses: Sequence[Response]) -> None:
-        ended = [response for response in responses if response.finish != "aborted"]
-        self._notify(group.serial, group.prompt, len(group.begun), ended)
+    def _notify_of_ended(self, groups: Iterable[AnsweredGroup]) -> None:
+        ended = [
+            EndedResponses.of(group.serial, group.prompt, len(group.begun), responses)
+            for group, answered in groups
+            if (responses := [response for response in answered if response.finish != "aborted"])
+        ]
+        self._notify(ended)
 
     def _carry_over(
         self, samples: Samples, groups: StepGroups, dealt: Mapping[int, Sequence[int]], left: Mapping[int, Batch]

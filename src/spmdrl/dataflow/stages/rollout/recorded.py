@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
@@ -52,8 +53,9 @@ class RecordedGeneration:
             with going_on_without(f"the rollouts of step {samples.step}", WRITE_FAILURES):
                 record_rollouts(path, self._responses, self._prompts)
 
-    def ended(self, ended: EndedResponses) -> None:
+    def ended(self, ended: Sequence[EndedResponses]) -> None:
         """Keep responses until the next step."""
-        prompt_ids = tuple(ended.prompt.prompt_ids)
-        self._responses += ended.by_member.values()
-        self._prompts |= {response.row: prompt_ids for response in ended.by_member.values()}
+        for group in ended:
+            prompt_ids = tuple(group.prompt.prompt_ids)
+            self._responses += group.by_member.values()
+            self._prompts |= {response.row: prompt_ids for response in group.by_member.values()}

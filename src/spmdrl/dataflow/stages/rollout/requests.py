@@ -10,8 +10,11 @@ from typing import Protocol
 from spmdrl.dataflow.data.prompts import Prompt
 from spmdrl.engines.generation.protocol import GenerationEngine, Request, Response
 
-Answers = Iterator[tuple[int, list[Response]]]
-"""Numbers of requests, each with those of its responses that ended in one engine step."""
+Ended = Mapping[int, list[Response]]
+"""The responses that ended in one engine step, by the numbers of their requests."""
+
+Answers = Iterator[Ended]
+"""What ended in each engine step that ended any."""
 
 
 Came = Callable[[float | None], float | None]
@@ -63,19 +66,22 @@ def run_requests(
     engine.submit(requests)
     request_of = {row: number for number, request in enumerate(requests) for row in request.rows}
     while engine.has_work and not (is_enough is not None and is_enough()):
-        yield from by_request(engine.step(), request_of)
-    if engine.has_work:
-        yield from by_request(engine.abort(), request_of)
+        if ended := engine.step():
+            yield by_request(ended, request_of)
+    if engine.has_work and (aborted := engine.abort()):
+        yield by_request(aborted, request_of)
 
 
-def by_request(responses: Iterable[Response], request_of: Mapping[int, int]) -> Answers:
-    """The responses of each request together, by its number."""
+def by_request(responses: Iterable[Response], request_of: Mapping[int, int]) -> Ended:
+    """The responses of each request together."""
     together: dict[int, list[Response]] = {}
     for response in responses:
         number = request_of[response.row]
         # Taken out and put last: a request is where its last response is, so that groups are whole in that order.
-        together[number] = [*together.pop(number, []), response]
-    yield from together.items()
+        own = together.pop(number, [])
+        own.append(response)
+        together[number] = own
+    return together
 
 
 def row_seed(seed: int, step: int, row: int) -> int:
@@ -94,11 +100,16 @@ class EndedResponses:
     group_size: int
     by_member: Mapping[int, Response]
 
+    @classmethod
+    def of(cls, group: Hashable, prompt: Prompt, group_size: int, responses: Iterable[Response]) -> EndedResponses:
+        """Those of a group whose rows have one number after the other, the first a multiple of `group_size`."""
+        return cls(group, prompt, group_size, {response.row % group_size: response for response in responses})
+
 
 class ResponseListener(Protocol):
-    """Called with responses as soon as they end.
+    """Called with the responses that ended in one engine step, as soon as they did, group by group.
 
     Those of a group that a later step goes on with come again in the step that trains it, with that step's row numbers.
     """
 
-    def ended(self, ended: EndedResponses) -> None: ...
+    def ended(self, ended: Sequence[EndedResponses]) -> None: ...

@@ -86,9 +86,11 @@ class RolloutTurns:
             due = [row for row, when in waiting.items() if when <= until]
             done += self._bring_back(engine, [rows[row] for row in due], meanwhile)
             waiting = {row: when for row, when in waiting.items() if row not in due}
-            yield from by_request(done, request_of)
+            if done:
+                yield by_request(done, request_of)
         aborted = engine.abort() if engine.has_work else []
-        yield from by_request(self._left_over(engine, rows, aborted, list(waiting)), request_of)
+        if left := self._left_over(engine, rows, aborted, list(waiting)):
+            yield by_request(left, request_of)
 
     def _after_turn(self, row: TurnRow, response: Response) -> list[Response]:
         """The whole response where the row can't go on; else its step is under way."""
