@@ -157,9 +157,11 @@ class PackedWeights(FreeableWeights):
         """Drop the products of weights that aren't all kept; these weights, or all, get plain storages with values."""
         wanted = (self._own.keys() if names is None else names) - self._borrowed.keys()
         for product in self._changing():
-            for weight, values in zip(product.weights, product.unpacked(), strict=False):
-                own = self._own[self._name_of[id(weight)]]
-                if not own.untyped_storage().nbytes() and self._name_of[id(weight)] in wanted:
+            lacking = {name for name in self._names(product) & wanted if not self._own[name].untyped_storage().nbytes()}
+            for weight, values in zip(product.weights, product.unpacked() if lacking else (), strict=False):
+                name = self._name_of[id(weight)]
+                if name in lacking:
+                    own = self._own[name]
                     own.untyped_storage().resize_(own.nbytes)
                     own.copy_(values)
             product.drop()
