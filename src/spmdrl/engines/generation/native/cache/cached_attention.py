@@ -24,6 +24,9 @@ from spmdrl.types import offsets_of
 # Kinds of device that aren't named here cut no rows that begin at position 0.
 WHOLE_ROW_TILES = {"cpu": 32}
 _LATER_TILE = 128
+# Positions before this attend one by one where blocks are read where they lie: tiles of short prompts are mostly
+# padding. Whole tiles.
+_ONE_BY_ONE = {"cpu": 64}
 
 
 @dataclass(frozen=True)
@@ -145,8 +148,9 @@ class _Tile:
 class PrefillAttention:
     """Write the keys and values of packed spans into the cache and attend from them; an `Attend`.
 
-    On a CPU the queries of a row are cut in tiles at fixed positions, and a tile always meets the keys up to its own
-    end: so a token's attention is rounded alike however its row is cut in spans and whatever is beside it.
+    On a CPU a row's first tokens attend as decoded ones do; those behind them are cut in tiles at fixed positions,
+    and a tile always meets the keys up to its own end. So a token's attention is rounded alike however its row is cut
+    in spans and whatever is beside it.
     On accelerators that holds for spans behind cached ones; spans from position 0 use the kernel for whole rows.
     """
 
@@ -156,18 +160,28 @@ class PrefillAttention:
         places = [span.table[place // size] * size + place % size for span in spans for place in _places(span)]
         self._places_T = torch.tensor(places, device=cache.device)
         self._tiles: list[_Tile] = []
+        self._first: _FirstTokens | None = None
         self._attend_whole: PackedCausalAttention | None = None
         width = WHOLE_ROW_TILES.get(cache.device.type)
         if width is None and not any(span.start for span in spans):
             self._attend_whole = PackedCausalAttention(offsets_of([span.stop for span in spans]))
-        else:
-            self._tiles = _tiles(spans, width or _LATER_TILE, size, cache.device)
+            return
+        num_first = 0
+        if ops.reads_pages(cache.device, cache.shape.dtype):
+            num_first = _ONE_BY_ONE.get(cache.device.type, 0)
+            self._first = _FirstTokens.of(spans, num_first, cache.device)
+        self._tiles = _tiles(spans, width or _LATER_TILE, size, cache.device, start=num_first)
 
     def __call__(self, layer: int, q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor) -> Tensor:
         self._cache.write(layer, self._places_T, k_TJK, v_TJU)
         if self._attend_whole is not None:
             return self._attend_whole(layer, q_THK, k_TJK, v_TJU)
         out_THU = q_THK.new_empty(*q_THK.shape[:2], v_TJU.shape[-1])
+        if self._first is not None:
+            first = self._first
+            q_BHK = q_THK.index_select(0, first.tokens_B)
+            attended_BHU = ops.paged_attention(q_BHK, *self._cache.stored(layer), first.tables_BC, first.lengths_B)
+            out_THU.index_copy_(0, first.tokens_B, attended_BHU)
         for tile in self._tiles:
             # Read after all was written: rows may share blocks that this very forward fills.
             keys_BSJK, values_BSJU = self._cache.read(layer, tile.tables_BC)
@@ -181,16 +195,45 @@ class PrefillAttention:
         return out_THU
 
 
+@dataclass(frozen=True)
+class _FirstTokens:
+    """Tokens that attend one by one."""
+
+    tokens_B: Tensor
+    """Which packed tokens they are."""
+    tables_BC: Tensor
+    lengths_B: Tensor
+
+    @classmethod
+    def of(cls, spans: Sequence[Span], num_first: int, device: torch.device) -> _FirstTokens | None:
+        """Those at the first positions of rows; None where there are none."""
+        offsets = offsets_of([len(_places(span)) for span in spans]).tolist()
+        places = [range(span.start, min(span.stop, num_first)) for span in spans]
+        tokens = [
+            token for start, own in zip(offsets, places, strict=False) for token in range(start, start + len(own))
+        ]
+        if not tokens:
+            return None
+        width = max(len(span.table) for span, own in zip(spans, places, strict=True) if own)
+        tables = [[*span.table, *[SCRATCH_BLOCK] * (width - len(span.table))][:width] for span in spans]
+        counts = torch.tensor([len(own) for own in places])
+        return cls(
+            torch.tensor(tokens, device=device),
+            torch.tensor(tables, dtype=torch.int32).repeat_interleave(counts, dim=0).to(device),
+            torch.tensor([place + 1 for own in places for place in own], dtype=torch.int32, device=device),
+        )
+
+
 def _places(span: Span) -> range:
     return range(span.start, span.stop)
 
 
-def _tiles(spans: Sequence[Span], width: int, block_size: int, device: torch.device) -> list[_Tile]:
-    """Cut spans in tiles of `width` positions; those that are the same number of tiles away from 0 are one."""
+def _tiles(spans: Sequence[Span], width: int, block_size: int, device: torch.device, *, start: int = 0) -> list[_Tile]:
+    """Cut spans from position `start` on in tiles of `width`; those that are the same number of tiles away are one."""
     offsets = offsets_of([len(_places(span)) for span in spans]).tolist()
     members: dict[int, list[int]] = {}
     for number, span in enumerate(spans):
-        for tile in range(span.start // width, (span.stop - 1) // width + 1):
+        for tile in range(max(span.start, start) // width, (span.stop - 1) // width + 1):
             members.setdefault(tile, []).append(number)
     tiles = []
     for tile, numbers in members.items():
