@@ -40,8 +40,8 @@ ROWS = RowCost(per_token=0, per_token_squared=0, per_row=1)
 """Of all rows alike."""
 
 # What a shorter prompt saves, copies in attention and plans on the host may cost again: with responses four times as
-# long, passes over rows of 12 to 300 tokens took 0.85 to 1.02 of the time, with responses as long at most 0.74.
-_LONGEST_RESPONSE_PER_PROMPT = 2
+# long updates took 0.85 to 0.92 of the time and log-prob passes 0.94 to 1.07, with responses as long at most 0.75.
+_LONGEST_RESPONSE_PER_PROMPT = 4
 
 
 def shares_prompt(num_prompt: Any, num_response: Any) -> Any:

@@ -239,9 +239,9 @@ def test_the_cost_of_a_bundle_is_that_of_its_causal_attention():
 
 
 def test_rows_whose_response_is_long_compute_their_prompt_themselves():
-    rows = TokenRows(torch.zeros(36, dtype=torch.int64), offsets_of([3, 9, 10, 8, 6]), torch.full((5,), 3))
-    # One prompt of all rows but the third, whose response is more than twice as long.
-    assert lay_out(rows, SPARSE_SHARING).source_T.numel() == 36 - 3 * 3
+    rows = TokenRows(torch.zeros(48, dtype=torch.int64), offsets_of([3, 15, 16, 8, 6]), torch.full((5,), 3))
+    # One prompt of all rows but the third, whose response is more than four times as long.
+    assert lay_out(rows, SPARSE_SHARING).source_T.numel() == 48 - 3 * 3
     assert lay_out(rows.select([1, 2]), SPARSE_SHARING) is None
 
 

@@ -67,7 +67,7 @@ class TrainingConfig:
     """tokens that go through the model at once, prompts included; a longer row runs alone; null: 16384, on CPU 4096"""
     share_prompts: bool = True
     """rows of a micro-batch with the same prompt compute it once, in the update and where rows are scored, unless a
-    response is more than twice as long; equal responses too, and in dense models no token behind which nothing is
+    response is more than four times as long; equal responses too, and in dense models no token behind which nothing is
     rated; gradients, and log-probs on accelerators, differ by rounding; of no effect on a context axis of kind ring"""
 
     @property
