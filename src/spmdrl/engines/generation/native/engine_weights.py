@@ -115,6 +115,11 @@ class PackedWeights(FreeableWeights):
     def num_bytes(self) -> int:
         return super().num_bytes + sum(product.num_bytes for product in self.products)
 
+    @property
+    def are_packed(self) -> bool:
+        """Whether all products run packed."""
+        return all(product.is_packed for product in self.products)
+
     def logits(self, hidden_BD: Tensor) -> Tensor:
         """The head, tied or not, of hidden states [B, V]."""
         (logits_BV,) = self._head(hidden_BD)

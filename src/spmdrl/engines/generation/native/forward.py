@@ -42,6 +42,8 @@ from spmdrl.engines.parallel.tensor_parallel import apply_tensor_parallel
 from spmdrl.engines.parallel.weight_cuts import VocabularyPart
 from spmdrl.resources.mesh import GenerationMesh
 
+_ROWS_AT_A_TIME = 4
+
 
 class CachedDecoder:
     """A decoder's part on this rank, its weights and its cache; both are asleep at first.
@@ -106,7 +108,7 @@ class CachedDecoder:
         None still runs.
         """
         # A multiple, because a CPU's silu rounds elements that don't fill a whole vector differently from the rest.
-        lacking = -len(fed) % LEAST_ROWS if fed else LEAST_ROWS
+        lacking = max(-len(fed) % _ROWS_AT_A_TIME, self._least_rows() - len(fed))
         order = list(range(len(fed)))
         if not self._reads_pages:
             # Attention takes rows of similar length together.
@@ -191,6 +193,12 @@ class CachedDecoder:
         return self._decoder(
             self._tensor(tokens), self._tensor(positions), attend, lambda hidden_TD, _: head(hidden_TD), route
         )
+
+    def _least_rows(self) -> int:
+        """Rows of a step with fewer would be rounded otherwise."""
+        self._settle_weights()
+        is_multiplied_plainly = self._device.type == "cpu" and not self.weights.are_packed
+        return LEAST_ROWS if is_multiplied_plainly else _ROWS_AT_A_TIME
 
     def _settle_weights(self) -> None:
         if self._packs_weights:

@@ -141,7 +141,7 @@ class BlockedLinear:
     """A linear layer whose weight lies in blocks, as oneDNN's products read it, for inference.
 
     With few rows a product is bound by reading the weight, and one in blocks streams through the caches in order. A row
-    gets the same bits whatever is beside it, from 4 rows on, but not those of F.linear. The weight is copied, the bias
+    gets the same bits whatever is beside it, from 2 rows on, but not those of F.linear. The weight is copied, the bias
     used where it lies.
     """
 

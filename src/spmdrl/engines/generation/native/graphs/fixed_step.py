@@ -20,13 +20,13 @@ from spmdrl.engines.generation.native.cache.paged import PagedCache
 from spmdrl.engines.generation.native.running_rows import Row
 from spmdrl.engines.generation.native.sampling import RowSampling, SamplingKinds, draw
 from spmdrl.engines.generation.protocol import SamplingParams
-from spmdrl.engines.models.kernels.plain import LEAST_ROWS
 from spmdrl.engines.models.layers import Attend
 
 # Columns of a step's integers; a row's block table follows them.
 _GIVEN, _SOURCE, _LENGTH, _TABLE = range(4)
 _NONE = -1
 _LEAST_WIDTH = 16
+_LEAST_ROWS = 4
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,9 @@ class StepShape:
 
 def padded_rows(num_rows: int) -> int:
     """The least of 4, 8, 12, 16, 24, 32, 48, 64, 96, ... that is not below: at most a third of it is padding."""
-    quarter = -(-num_rows // LEAST_ROWS)
+    quarter = -(-num_rows // _LEAST_ROWS)
     power = 1 << max(quarter - 1, 0).bit_length()
-    return LEAST_ROWS * (power * 3 // 4 if power >= 4 and quarter <= power * 3 // 4 else power)
+    return _LEAST_ROWS * (power * 3 // 4 if power >= 4 and quarter <= power * 3 // 4 else power)
 
 
 def padded_width(num_blocks: int) -> int:
