@@ -17,6 +17,7 @@ from spmdrl.resources.layout import UpdateLayout
 from spmdrl.resources.mesh import build_update_mesh
 from spmdrl.resources.world import World
 from tests.engines.training.tiny import CONFIG, make_rows, relative_difference, weighted_nll
+from tests.support.chosen_device import chosen_kind
 from tests.support.ranks import run_ranks
 
 DENSE = replace(CONFIG, intermediate_size=16)
@@ -81,6 +82,7 @@ def test_rows_split_in_any_way_over_ranks_have_one_gradient_also_when_layers_run
     expected = gradient_of(world, UpdateLayout(shard=1), list(range(NUM_ROWS)), config=SPARSE, max_tokens=10_000)
     for gradients in run_ranks(2, gradients_of_splits):
         for number, found in enumerate(gradients):
-            # The last two cut the sums themselves, over tensor and context ranks.
-            limit = 1e-6 if number < len(gradients) - 2 else 1e-5
+            # The last two cut the sums themselves, over tensor and context ranks. Elsewhere than on a CPU, products of
+            # an expert's few tokens round by their number.
+            limit = 1e-5 if number >= len(gradients) - 2 else 1e-6 if chosen_kind() == "cpu" else 3e-6
             assert relative_difference(found, expected) < limit, number
