@@ -27,4 +27,5 @@ def fill_tables(name: str, library: str) -> None:
     ops.TABLE["swiglu"][name] = plain.swiglu
     ops.TABLE["paged_attention"][name] = torch.ops.simulated.paged_attention
     cached_attention.WHOLE_ROW_TILES[name] = cached_attention.WHOLE_ROW_TILES["cpu"]
+    cached_attention.ONE_BY_ONE[name] = cached_attention.ONE_BY_ONE["cpu"]
     optimizer.FUSED_ADAMW += (name,)

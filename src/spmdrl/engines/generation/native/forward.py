@@ -197,8 +197,7 @@ class CachedDecoder:
     def _least_rows(self) -> int:
         """Rows of a step with fewer would be rounded otherwise."""
         self._settle_weights()
-        is_multiplied_plainly = self._device.type == "cpu" and not self.weights.are_packed
-        return LEAST_ROWS if is_multiplied_plainly else _ROWS_AT_A_TIME
+        return _ROWS_AT_A_TIME if self.weights.are_packed else LEAST_ROWS
 
     def _settle_weights(self) -> None:
         if self._packs_weights:

@@ -26,7 +26,7 @@ WHOLE_ROW_TILES = {"cpu": 32}
 _LATER_TILE = 128
 # Positions before this attend one by one where blocks are read where they lie: tiles of short prompts are mostly
 # padding. Whole tiles.
-_ONE_BY_ONE = {"cpu": 64}
+ONE_BY_ONE = {"cpu": 64}
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ class PrefillAttention:
             return
         num_first = 0
         if ops.reads_pages(cache.device, cache.shape.dtype):
-            num_first = _ONE_BY_ONE.get(cache.device.type, 0)
+            num_first = ONE_BY_ONE.get(cache.device.type, 0)
             self._first = _FirstTokens.of(spans, num_first, cache.device)
         self._tiles = _tiles(spans, width or _LATER_TILE, size, cache.device, start=num_first)
 
