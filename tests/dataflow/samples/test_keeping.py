@@ -5,10 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from spmdrl.dataflow.samples.samples import Samples
+from spmdrl.dataflow.samples.store.keeping import column_tensors, read_column
 from spmdrl.resources.world import World
-from spmdrl.types import WorkerState
+from spmdrl.types import Batch, WorkerState
 from tests.dataflow.samples import flow
 from tests.support.ranks import run_ranks
 
@@ -69,3 +73,17 @@ def test_what_was_written_of_another_step_is_refused(tmp_path):
         with pytest.raises(ValueError, match=r"responses per prompt \[3, 24, 4\], but they are \[4"):
             samples.read_from(tmp_path)
         dock.abandon()
+
+
+def test_columns_that_have_their_offsets_in_common_are_written_and_read(tmp_path):
+    batch, offsets = Batch.of_rows([4, 7]), torch.tensor([0, 2, 3])
+    columns = {"response_ids": torch.tensor([5, 6, 7]), "versions": torch.tensor([1, 1, 2])}
+    for name, values in columns.items():
+        batch.put_ragged(name, values, offsets)
+    save_file(column_tensors(batch), tmp_path / "columns.safetensors")
+    found = Batch.of_rows([4, 7])
+    with safe_open(tmp_path / "columns.safetensors", framework="pt") as file:
+        for name in columns:
+            read_column(found, file, name)
+    for name, values in columns.items():
+        assert torch.equal(found.values(name), values) and torch.equal(found.offsets(name), offsets)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from spmdrl.engines.generation.native.cache.blocks import BlockPool
@@ -145,6 +145,8 @@ def progress_of(scheduler: Scheduler, row: int) -> int:
 
 @settings(deadline=None, max_examples=50)
 @given(shapes=shapes_strategy, block_size=st.integers(1, 5), slots=st.integers(1, 6))
+# Rows of one token, which take no block beside their prompt's, before others that do.
+@example(shapes=[(2, (2,), 1), (1, (1,), 4)], block_size=3, slots=3)
 def test_the_wanted_blocks_let_the_longest_rows_run_at_once(shapes, block_size, slots):
     requests, pool = requests_of(shapes), BlockPool()
     scheduler = scheduler_of(pool, block_size, slots)

@@ -38,7 +38,7 @@ def write_columns(folder: Path, node: int, columns: Iterator[Batch]) -> Path:
     tensors = {}
     for batch in columns:
         (name,) = batch.names
-        tensors |= {f"{name}/rows": batch.rows} | column_tensors(batch)
+        tensors |= {f"{name}/rows": batch.rows.clone()} | column_tensors(batch)
     path = folder / f"node_{node:04d}.safetensors"
     save_file(tensors, path)
     return path
@@ -63,7 +63,8 @@ def column_tensors(batch: Batch, prefix: str = "") -> dict[str, Tensor]:
         is_ragged = batch.is_ragged(name)
         tensors[f"{prefix}{name}/values"] = (batch.values(name) if is_ragged else batch.dense(name)).contiguous()
         if is_ragged:
-            tensors[f"{prefix}{name}/offsets"] = batch.offsets(name).contiguous()
+            # Columns may have theirs in common, and a file may hold no memory twice.
+            tensors[f"{prefix}{name}/offsets"] = batch.offsets(name).clone()
     return tensors
 
 

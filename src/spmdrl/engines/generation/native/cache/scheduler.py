@@ -281,8 +281,9 @@ class Scheduler:
         return sum(map(self._is_growing, self.running.values()))
 
     def _is_growing(self, row: Row) -> bool:
-        # Those that leave a branch copy a block even if they take no others.
-        return not row.is_first or len(row.table) < self._most_blocks(row.request)
+        # Those that may leave a branch, and are fed then, copy a block even if they take no others.
+        may_leave = not row.is_first and row.length < self._num_positions(row.request)
+        return may_leave or len(row.table) < self._most_blocks(row.request)
 
     def _first_blocks(self, group: Group) -> int:
         """Blocks that one more running row of the group should find: one for now, one to grow into."""
