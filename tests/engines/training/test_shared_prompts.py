@@ -279,3 +279,9 @@ def test_copies_that_attention_keeps_count_for_a_fifth():
     assert (list(whole.rows), whole.num_tokens, whole.cost) == ([0, 1, 2, 3], 72, 20 + 4 * 9)
     parts = bundle_rows(rows, cost, max_tokens=71, sharing=DENSE_SHARING)
     assert [(list(part.rows), part.num_tokens) for part in parts] == [([0, 1, 2], 59), ([3], 29)]
+
+
+def test_a_rank_without_rows_has_no_bundles_under_replayed_experts_too():
+    nothing = torch.zeros(0, dtype=torch.int64)
+    rows = TokenRows(nothing, torch.zeros(1, dtype=torch.int64), nothing, experts_TLC=torch.zeros(0, 2, 2))
+    assert bundle_rows(rows, TOKENS, max_tokens=9, sharing=SPARSE_SHARING) == []

@@ -86,7 +86,7 @@ def _keys_of(rows: TokenRows) -> Callable[[int, int], bytes]:
     tokens, width = rows.tokens_T.numpy().tobytes(), rows.tokens_T.itemsize
     if rows.experts_TLC is None:
         return lambda start, stop: tokens[start * width : stop * width]
-    experts, size = rows.experts_TLC.numpy().tobytes(), rows.experts_TLC[0].nbytes
+    experts, size = rows.experts_TLC.numpy().tobytes(), rows.experts_TLC[:1].nbytes
     return lambda start, stop: tokens[start * width : stop * width] + experts[start * size : stop * size]
 
 
