@@ -10,12 +10,12 @@ MAX_MAGNITUDE = 1e15
 
 
 class Verdict(enum.IntEnum):
-    """How a row was judged; a reward of 0 exists only as `WRONG`, never as a stand-in for a failure."""
+    """How a row was judged; a reward of 0 is the answer's, never a stand-in for a failure of the function."""
 
     SCORED = 0
     """The reward functions gave values, and not all of them are 0."""
     WRONG = 1
-    """The reward functions gave 0, all of them."""
+    """The reward functions gave 0, all of them, and there is nothing more to say of it."""
     MALFORMED = 2
     """A function's result has the wrong length or type, isn't finite, or is too large."""
     TIMED_OUT = 3
@@ -24,10 +24,25 @@ class Verdict(enum.IntEnum):
     """The function raised, or its process died."""
     LEFT_OUT = 5
     """A function gave None: the row takes no part in the update."""
+    NO_PROGRAM = 6
+    """The reward `code` gave 0: the response holds no program."""
+    PROGRAM_TIMED_OUT = 7
+    """The reward `code` gave 0: the program was ended at a test's limit, or its row's."""
+    PROGRAM_CRASHED = 8
+    """The reward `code` gave 0: the program raised, or was ended by a signal."""
+    PROGRAM_OUT_OF_MEMORY = 9
+    """The reward `code` gave 0: the program wanted more memory than it may have."""
+    QUARANTINED = 10
+    """No function was called: the row's prompt had cost two workers before."""
 
     @property
     def has_reward(self) -> bool:
-        return self in (Verdict.SCORED, Verdict.WRONG)
+        return self in (Verdict.SCORED, Verdict.WRONG) or self.is_of_program
+
+    @property
+    def is_of_program(self) -> bool:
+        """Whether it is the reason for a 0 that the reward `code` gave."""
+        return Verdict.NO_PROGRAM <= self <= Verdict.PROGRAM_OUT_OF_MEMORY
 
 
 @dataclass(frozen=True)
