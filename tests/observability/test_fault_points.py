@@ -1,0 +1,79 @@
+"""Faults on purpose come where the variable says, once, and nowhere without it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from spmdrl.observability import fault_points
+from spmdrl.observability.fault_points import VARIABLE, arm_fault, at_step, faultpoint, parse_fault
+from tests.support.jobs import finished, metrics_of, run_job, tiny_config, untimed
+
+
+@pytest.fixture(autouse=True)
+def _disarmed():
+    yield
+    fault_points._armed = None
+    at_step(0)
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("forwrd:0:1:raise", "'forwrd' is no stage; did you mean forward"),
+        ("forward:0:1:enospc", "forward has no fault 'enospc'; it has sigkill, .*oom, nan"),
+        ("forward:2:1:raise", "the rank one of this job's 0 to 1"),
+        ("forward:0:first:raise", "must be whole numbers"),
+        ("forward:0:1:raise:often", "'often' isn't a number"),
+        ("forward:0:1:raise:1:2", "write SPMDRL_FAULT=stage:rank:step:kind"),
+        ("forward", "forward has no fault ''"),
+    ],
+)
+def test_a_wrong_fault_is_refused_with_what_there_is(text, answer):
+    with pytest.raises(ValueError, match=answer):
+        parse_fault(text, world_size=2)
+
+
+def test_nothing_is_armed_without_the_variable_on_another_rank_or_after_a_restart(capsys):
+    arm_fault({}, 0, 2)
+    assert capsys.readouterr().err == ""
+    arm_fault({VARIABLE: "forward:1:0:raise"}, 0, 2)
+    assert "SPMDRL_FAULT is set: raise at forward in step 0 of rank 1" in capsys.readouterr().err
+    faultpoint("forward")
+    arm_fault({VARIABLE: "forward:1:0:raise", "TORCHELASTIC_RESTART_COUNT": "1"}, 1, 2)
+    faultpoint("forward")
+
+
+def test_a_fault_comes_once_at_its_point_in_its_step():
+    arm_fault({VARIABLE: "forward:0:2:raise:1"}, 0, 1)
+    for step in (1, 2):
+        at_step(step)
+        faultpoint("backward")
+        faultpoint("forward")
+    with pytest.raises(RuntimeError, match="on purpose"):
+        faultpoint("forward")
+    faultpoint("forward")
+
+
+def test_values_are_spoilt_in_place_and_files_by_a_bit(tmp_path):
+    values, path = torch.ones(3, requires_grad=True) * 2, tmp_path / "file"
+    path.write_bytes(b"abc")
+    arm_fault({VARIABLE: "forward:0:0:nan"}, 0, 1)
+    faultpoint("forward", values)
+    assert values.isnan().tolist() == [True, False, False]
+    arm_fault({VARIABLE: "reshard:0:0:corrupt"}, 0, 1)
+    faultpoint("reshard", whole := torch.ones(4), path)
+    assert whole.ne(1).sum() == 1 and whole.isfinite().all() and path.read_bytes() == b"acc"
+
+
+@pytest.mark.ranks
+def test_a_job_that_is_killed_and_started_again_ends_as_if_nothing_had_happened(tmp_path, monkeypatch):
+    config = tiny_config(tmp_path)
+    runs = [f"run.dir={tmp_path / name}" for name in ("whole", "killed")]
+    finished(run_job("train", config, runs[0], "checkpoint.interval=1"))
+    monkeypatch.setenv(VARIABLE, "dock.put:0:3:sigkill")
+    killed = run_job("train", config, runs[1], "checkpoint.interval=1")
+    assert killed.returncode == -9 and "sigkill at dock.put in step 3 of rank 0 comes now" in killed.stderr
+    monkeypatch.delenv(VARIABLE)
+    finished(run_job("train", config, runs[1], "checkpoint.interval=1"))
+    assert untimed(metrics_of(tmp_path / "whole")) == untimed(metrics_of(tmp_path / "killed"))
