@@ -10,10 +10,10 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.support.jobs import environment, finished, job_command, launch_job, run_job, summary_of, tiny_config
+from tests.support.jobs import environment, finished, job_command, run_job, summary_of, tiny_config
 
 from spmdrl.engines.training.checkpoints.manifest import Manifest, describe_file, read_manifest
-from spmdrl.observability.holder import held
+from spmdrl.observability.ownership.holder import held
 
 SLOW_REWARD = """
 import time
@@ -111,7 +111,7 @@ def test_a_run_that_was_killed_is_said_to_have_been(run_copy):
     config, folder = run_copy
     summary = json.loads((folder / "summary.json").read_text())
     (folder / "summary.json").write_text(json.dumps(summary | {"verdict": "running"}))
-    report = launch_job("report", folder)
+    report = run_job("report", folder)
     assert report.returncode == 0 and "killed" in (folder / "report.html").read_text()
     job = finished(run_job("train", config, f"run.dir={folder}", "checkpoint.interval=1"))
     assert "the job before ended without a word after step 3 at 20" in job.stdout
@@ -139,7 +139,7 @@ def test_a_second_job_in_a_folder_is_refused_on_all_its_ranks(tmp_path):
         assert second.returncode == 2 and "Traceback" not in second.stderr
         assert first.poll() is None and (folder / "metrics.jsonl").read_bytes().startswith(before)
         # Reading is free.
-        assert launch_job("report", folder).returncode == 0
+        assert run_job("report", folder).returncode == 0
         assert "still running" in (folder / "report.html").read_text()
     finally:
         first.kill()

@@ -12,13 +12,13 @@ import time
 
 import pytest
 
-from spmdrl.observability.holder import LOCK_FILE, FolderHeld, Holder, held, is_held
+from spmdrl.observability.ownership.holder import LOCK_FILE, FolderHeld, Holder, held, is_held
 from tests.support.jobs import environment
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from spmdrl.observability.holder import held
+from spmdrl.observability.ownership.holder import held
 with held(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(60)
@@ -81,7 +81,7 @@ def test_a_broken_record_names_nobody_and_stops_nobody(tmp_path):
     for content in (b"", b"[1]", b"\xff", b'{"pid": 1}'):
         (tmp_path / LOCK_FILE).write_bytes(content)
         with held(tmp_path):
-            pass
+            assert json.loads((tmp_path / LOCK_FILE).read_bytes())["pid"] == os.getpid()
 
 
 def test_only_processes_of_this_host_are_known_to_have_ended():

@@ -19,7 +19,8 @@ from spmdrl.config.reader import ConfigError
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf.model_folder import parameter_shapes
 from spmdrl.engines.training.checkpoints.checkpoint import CheckpointStore
-from spmdrl.observability.holder import LOCK_FILE, FolderHeld, held
+from spmdrl.observability.ownership.fence import disarm_fence
+from spmdrl.observability.ownership.holder import LOCK_FILE, FolderHeld, held
 from spmdrl.observability.terminal.console import Console
 from spmdrl.resources.collectives import broadcast_bytes, gather_bytes
 from spmdrl.resources.network.secret import JOB_FILE
@@ -56,6 +57,8 @@ def hold_folder_of_training(config: RunConfig, world: World, *, resume: str) -> 
 
         on_main(world, take)
         yield
+        # Unless an exception comes by, on whose way nothing may be written without a look at the token.
+        disarm_fence()
 
 
 def on_main(world: World, action: Callable[[], Any]) -> Any:
@@ -110,6 +113,11 @@ def _move_aside(folder: Path) -> None:
     Console().note(f"resume=never: the earlier run was moved to {aside}")
 
 
+def existing_part(folder: Path) -> Path:
+    """The folder, or what of its path is there yet."""
+    return next(place for place in (folder, *folder.absolute().parents) if place.exists())
+
+
 def num_parameters(decoder: DecoderConfig) -> int:
     """Elements of all weights without adapters; a head that is the embedding itself counts once."""
     return sum(prod(shape) for shape in parameter_shapes(replace(decoder, lora=None)).values())
@@ -133,7 +141,7 @@ def check_disk_space(
     num_saves = -(-num_steps // checkpoint.interval) if checkpoint.interval else 1
     count = max(1, min(num_saves, checkpoint.keep_last + 1 + checkpoint.num_best) - present)
     folder = config.folder
-    free = shutil.disk_usage(folder).free
+    free = shutil.disk_usage(existing_part(folder)).free
     if count * num_bytes > free:
         raise ValueError(
             f"the disk of {folder} has {free:,} bytes free, but {count} checkpoints of {num_bytes:,} bytes need "

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from spmdrl.observability.logs.outage import count_refused, warn
+from spmdrl.observability.ownership.fence import FolderTaken, check_fence
 
 _MAX_WAITING_BYTES = 1 << 24
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -45,12 +46,8 @@ class JsonlWriter:
         self._flush()
 
     def truncate_after(self, step: int) -> None:
-        """Drop every line whose `step` is above `step`, and any broken line; the change is atomic.
-
-        Raises OSError where the disk fails: it happens before anything is logged.
-        """
-        kept = [to_json(record) for record in read_jsonl(self.path) if _step_of(record) <= step]
-        write_atomic(self.path, "".join(line + "\n" for line in kept))
+        """As `truncate_jsonl`, before anything is logged."""
+        truncate_jsonl(self.path, step)
         os.close(self._descriptor)
         self._open()
 
@@ -102,6 +99,16 @@ class JsonlWriter:
             self._wait(b"\n")
 
 
+def truncate_jsonl(path: Path, step: int) -> None:
+    """Drop every line whose `step` is above `step`, and any broken line; the change is atomic.
+
+    The file is another one afterwards: what a job that lost the folder appends to the one before is lost with it.
+    Raises OSError where the disk fails.
+    """
+    kept = [to_json(record) for record in read_jsonl(path) if _step_of(record) <= step]
+    write_atomic(path, "".join(line + "\n" for line in kept))
+
+
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the objects of a JSONL file in order; a missing file is empty and a broken line is skipped."""
     if not path.is_file():
@@ -122,7 +129,11 @@ def objects_of(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Write a text file so that a reader finds either the old content or the new one, never a part."""
+    """Write a text file so that a reader finds either the old content or the new one, never a part.
+
+    Raises FolderTaken where this job has lost its run's folder.
+    """
+    check_fence()
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     # Text of a policy may hold lone surrogates, which UTF-8 has no bytes for.
@@ -131,8 +142,10 @@ def write_atomic(path: Path, text: str) -> None:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
+        # Again, since a disk may take its time.
+        check_fence()
         os.replace(aside, path)
-    except OSError:
+    except (OSError, FolderTaken):
         with contextlib.suppress(OSError):
             aside.unlink()
         raise

@@ -9,8 +9,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from spmdrl.observability.holder import is_held
 from spmdrl.observability.logs.jsonl import write_atomic
+from spmdrl.observability.ownership.holder import is_held
 from spmdrl.observability.report.charts import Chart
 from spmdrl.observability.report.curves import (
     detail_charts,

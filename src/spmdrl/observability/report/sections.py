@@ -9,8 +9,8 @@ from typing import Any
 
 import yaml
 
-from spmdrl.observability.holder import is_held
 from spmdrl.observability.logs.jsonl import number
+from spmdrl.observability.ownership.holder import is_held
 from spmdrl.observability.report.page import ConfigText, Header, Parts, Table, value_text
 from spmdrl.observability.report.run_files import RunData
 from spmdrl.observability.summary import passes_of

@@ -17,6 +17,7 @@ LOCK_FILE = "run.lock"
 # What file systems without locks answer.
 _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL}
 _POLL_SECONDS = 0.1
+_held_now: dict[Path, Holder] = {}
 
 
 @dataclass(frozen=True)
@@ -63,19 +64,29 @@ def held(folder: Path, name: str = LOCK_FILE, *, wait_seconds: float = 0.0) -> I
         if time.monotonic() >= deadline:
             raise FolderHeld(f"{folder} is in use by {_recorded(path) or 'another process'}")
         time.sleep(_POLL_SECONDS)
+    holder = Holder.this_process()
     try:
-        content = json.dumps(asdict(Holder.this_process())).encode()
+        content = json.dumps(asdict(holder)).encode()
         os.pwrite(descriptor, content, 0)
         os.ftruncate(descriptor, len(content))
+        _held_now[path] = holder
         yield
     finally:
         with contextlib.suppress(OSError):
-            if _is_open_as(descriptor, path):
+            # A lock that was lost is another holder's, whose record is in the file, or in one of the same name.
+            if _is_open_as(descriptor, path) and _recorded(path) == holder:
                 path.unlink()
             if is_new:
                 # A start that was refused leaves no new folder.
                 folder.rmdir()
         os.close(descriptor)
+        if _held_now.get(path) is holder:
+            del _held_now[path]
+
+
+def lock_that_was_lost() -> Path | None:
+    """The first lock that this process holds by its own account, and another one by that of the file."""
+    return next((path for path, holder in _held_now.items() if _recorded(path) != holder), None)
 
 
 def is_held(folder: Path, name: str = LOCK_FILE) -> bool:
