@@ -24,6 +24,12 @@ with open(os.environ["NAPPING"] + os.environ.get("LOCAL_RANK", ""), "w") as file
 time.sleep(100)
 """
 
+# How msrun starts its workers, each in a session of its own, and ends at SIGTERM.
+MSRUN = """
+import os, subprocess, sys
+subprocess.Popen(sys.argv[1:], env={**os.environ, "MS_ROLE": "MS_WORKER"}, preexec_fn=os.setsid).wait()
+"""
+
 
 def is_running(pid: int) -> bool:
     try:
@@ -75,6 +81,26 @@ def test_a_rank_whose_launcher_ended_before_it_began_ends_at_once(tmp_path):
     subprocess.run(["sh", "-c", late], env=own, check=True)
     assert pid_in(tmp_path / "code") == 128 + signal.SIGKILL
     assert not (tmp_path / "pid").exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_worker_ends_with_msrun(tmp_path, number):
+    (tmp_path / "nap.py").write_text(NAP)
+    (tmp_path / "msrun").write_text(MSRUN)
+    own = environment(NAPPING=str(tmp_path / "pid"), LOCAL_RANK="0")
+    command = [sys.executable, tmp_path / "msrun", sys.executable, tmp_path / "nap.py"]
+    launcher = subprocess.Popen(command, env=own)
+    try:
+        worker = pid_in(tmp_path / "pid0")
+        assert launcher_of(worker) == launcher.pid
+    finally:
+        launcher.send_signal(number)
+        launcher.wait()
+    deadline = time.monotonic() + 5
+    while is_running(worker):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

@@ -21,6 +21,7 @@ from spmdrl.resources.startup.first_failure import find_first, wait_for_all
 from spmdrl.resources.startup.launch import LaunchEnvironment, StartRefused, read_launch_environment
 from spmdrl.resources.startup.rank_agreement import Facts, agree, meet
 from spmdrl.resources.startup.rendezvous import Network, meet_at_store
+from spmdrl.resources.watch.stop_request import Stopped
 
 # How long a rank that can't start itself looks for the others.
 _REFUSAL_SECONDS = 5.0
@@ -100,7 +101,7 @@ def open_world(
     global _has_met
     launch = read_launch_environment(os.environ)
     try:
-        found = find_device(device, launch.local_rank)
+        found = find_device(device, launch.device_index)
     except ValueError as error:
         refuse_all(launch, str(error), network)
         raise StartRefused(str(error)) from error
@@ -144,7 +145,9 @@ def _blaming_the_first(world: World) -> Iterator[None]:
     """
     try:
         yield
-    except (Exception, KeyboardInterrupt) as failure:
+    except (Exception, KeyboardInterrupt, Stopped) as failure:
+        if isinstance(failure, Stopped) and failure.is_agreed:
+            raise
         first = world.first_failure(failure)
         if first.rank != world.rank:
             raise PeerFailed(first) from failure

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 
+from spmdrl.resources.watch.stop_request import Stopped
+
 _INTERRUPTION = "interrupted"
+_STOP = "stopped by "
+_CONSEQUENCES = re.compile(
+    "Connection (closed|reset|refused)|Broken pipe|recvValue failed|sendBytes failed|remote process|NCCL|HCCL|RPCErr"
+    r"|\beof\b|Socket Timeout|[Tt]imed out|has been shutdown|communicator was aborted|Interrupted by another",
+)
 _is_interrupted = False
 
 
@@ -24,6 +32,11 @@ class FirstFailure:
     def is_interruption(self) -> bool:
         """Whether it was Ctrl-C, which all ranks get and one of them reports."""
         return self.cause == _INTERRUPTION
+
+    @property
+    def is_stop(self) -> bool:
+        """Whether a rank was asked to stop before ranks could agree about it."""
+        return self.cause.startswith(_STOP)
 
 
 class PeerFailed(Exception):
@@ -64,10 +77,17 @@ def raise_noted_interrupt() -> None:
         raise KeyboardInterrupt
 
 
+def is_consequence(failure: BaseException) -> bool:
+    """Whether this is how the end of another rank looks from here."""
+    return isinstance(failure, (RuntimeError, OSError)) and _CONSEQUENCES.search(str(failure)) is not None
+
+
 def cause_of(failure: BaseException) -> str:
     """A failure in one line: its type, and the first line of its text."""
     if isinstance(failure, KeyboardInterrupt):
         return _INTERRUPTION
+    if isinstance(failure, Stopped):
+        return f"{_STOP}{failure.reason}"
     words = next((line.strip() for line in str(failure).splitlines() if line.strip()), "")
     kind = type(failure).__name__
     return f"{kind}: {words}" if words else kind

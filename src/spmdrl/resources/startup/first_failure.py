@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
 import threading
 import time
 
 import torch.distributed as dist
 
-from spmdrl.resources.startup.ending import FirstFailure, cause_of
+from spmdrl.resources.startup.ending import FirstFailure, cause_of, is_consequence
+from spmdrl.resources.watch.stop_request import Stopped
 
 _COUNT = "failures"
 _FIRST = "first failure"
@@ -18,10 +18,6 @@ _CONSEQUENCE_SECONDS = 5.0
 # In which rank 0 may be the first to publish what all ranks find alike.
 _ALIKE_SECONDS = 2.0
 _STORE_SECONDS = 3.0
-_CONSEQUENCES = re.compile(
-    "Connection (closed|reset|refused)|Broken pipe|recvValue failed|sendBytes failed|remote process|NCCL|HCCL|RPCErr"
-    r"|\beof\b|Socket Timeout|[Tt]imed out|has been shutdown|communicator was aborted|Interrupted by another",
-)
 
 
 def find_first(store: dist.Store, rank: int, failure: BaseException) -> FirstFailure:
@@ -33,7 +29,7 @@ def find_first(store: dist.Store, rank: int, failure: BaseException) -> FirstFai
     patience = 0.0
     if is_consequence(failure):
         patience = _CONSEQUENCE_SECONDS
-    elif rank != 0 and isinstance(failure, (ValueError, KeyboardInterrupt)):
+    elif rank != 0 and isinstance(failure, (ValueError, KeyboardInterrupt, Stopped)):
         patience = _ALIKE_SECONDS
     found = [own]
     # On a thread of its own, since the store may be gone or never answer.
@@ -41,6 +37,14 @@ def find_first(store: dist.Store, rank: int, failure: BaseException) -> FirstFai
     search.start()
     search.join(patience + _STORE_SECONDS)
     return found[-1]
+
+
+def publish(store: dist.Store, failure: FirstFailure) -> bool:
+    """Record a rank's failure as the first one, and return whether it was."""
+    is_first = not store.check([_FIRST]) and store.add(_COUNT, 1) == 1
+    if is_first:
+        store.set(_FIRST, json.dumps([failure.rank, failure.cause]))
+    return is_first
 
 
 def wait_for_all(store: dist.Store, size: int, state: str, timeout_seconds: float) -> None:
@@ -59,18 +63,12 @@ def wait_for_all(store: dist.Store, size: int, state: str, timeout_seconds: floa
         pause = min(2 * pause, 0.1)
 
 
-def is_consequence(failure: BaseException) -> bool:
-    """Whether this is how the end of another rank looks from here."""
-    return isinstance(failure, (RuntimeError, OSError)) and _CONSEQUENCES.search(str(failure)) is not None
-
-
 def _search(store: dist.Store, own: FirstFailure, patience: float, found: list[FirstFailure]) -> None:
     try:
         deadline = time.monotonic() + patience
         while time.monotonic() < deadline and not store.check([_FIRST]):
             time.sleep(0.05)
-        if not store.check([_FIRST]) and store.add(_COUNT, 1) == 1:
-            store.set(_FIRST, json.dumps([own.rank, own.cause]))
+        if publish(store, own):
             return
         deadline = time.monotonic() + _STORE_SECONDS
         while time.monotonic() < deadline:
@@ -81,4 +79,5 @@ def _search(store: dist.Store, own: FirstFailure, patience: float, found: list[F
     except (RuntimeError, ValueError, TypeError):
         # Rank 0, which keeps the store, has ended; the reason is in its own output.
         if own.rank != 0:
-            found.append(FirstFailure(0, own.cause if own.is_interruption else "it ended first; its output says why"))
+            is_asked = own.is_interruption or own.is_stop
+            found.append(FirstFailure(0, own.cause if is_asked else "it ended first; its output says why"))

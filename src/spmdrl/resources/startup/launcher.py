@@ -1,9 +1,10 @@
-"""A rank ends with the launcher that started it, however that ends; nothing of torchrun's is left beside the run."""
+"""A rank ends with the torchrun or msrun that started it, however that ends, and torchrun leaves nothing behind."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 import re
 import select
@@ -23,12 +24,12 @@ _MODULES = ("torch.distributed.run", "torch.distributed.launch")
 
 
 def end_with_launcher(environ: Mapping[str, str] = os.environ) -> None:
-    """Have the kernel and a thread of this process end it once torchrun is gone; ends at once where it is gone already.
+    """Have the kernel and a thread of this process end it once its launcher is gone; ends at once where it is already.
 
-    Killed by SIGKILL or SIGUSR1, torchrun leaves its ranks running. Where none started this process, nothing happens:
-    srun ends its tasks itself, and a job of plain python outlives its shell under nohup.
+    Killed by SIGKILL or SIGUSR1, torchrun leaves its ranks running, and msrun by SIGTERM too. Where neither started
+    this process, nothing happens: srun ends its tasks itself, and a job of plain python outlives its shell under nohup.
     """
-    if "TORCHELASTIC_RUN_ID" not in environ:
+    if "TORCHELASTIC_RUN_ID" not in environ and environ.get("MS_ROLE") != "MS_WORKER":
         return
     parent = os.getppid()
     if not Path("/proc/self/stat").exists():
@@ -42,7 +43,7 @@ def end_with_launcher(environ: Mapping[str, str] = os.environ) -> None:
         _start_thread(_poll_parent, parent)
         return
     if launcher == parent and sys.platform == "linux":
-        # Sent when the thread that started this process ends: torchrun's main thread.
+        # Sent when the thread that started this process ends: the launcher's main thread.
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     # A script may stand between the two, which outlives the launcher.
     try:
@@ -67,6 +68,18 @@ def remove_empty_folders(environ: Mapping[str, str] = os.environ) -> None:
         while any(part.startswith("torchelastic_") for part in folder.parts):
             folder.rmdir()
             folder = folder.parent
+
+
+def write_error_file(line: str, environ: Mapping[str, str] = os.environ) -> None:
+    """Write a failure's line where torchrun looks for it, so that its page ends with it too."""
+    path = environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    message = {"message": line, "extraInfo": {"py_callstack": line, "timestamp": str(int(time.time()))}}
+    # The line is on the screen already.
+    with contextlib.suppress(OSError):
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(json.dumps({"message": message}), encoding="utf-8")
 
 
 def launcher_of(pid: int) -> int | None:

@@ -1,0 +1,134 @@
+"""Requests to stop, which make a run save and leave: signals, a time limit, or a request that another rank got.
+
+importing --verb begins--> setting up --first step--> running
+ends at once               raises Stopped             only noted: ranks agree where they communicate anyway
+"""
+
+from __future__ import annotations
+
+import _thread
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import Literal
+
+from spmdrl.observability.terminal.screen import show
+
+STOPPED = 75
+"""the exit code of a run that was stopped on request and goes on when it is started again (EX_TEMPFAIL)"""
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+# A signal that a launcher forwards arrives twice where the sender reached all processes.
+_TWICE_SECONDS = 1.0
+# Whose handler the main thread runs where another thread has found the request.
+_FORWARDED = signal.SIGUSR1
+
+Phase = Literal["importing", "setting up", "running", "ending"]
+
+
+class Stopped(BaseException):
+    """The run ends because it was asked to; the text has how it goes on."""
+
+    def __init__(self, reason: str, text: str, *, is_agreed: bool):
+        super().__init__(text)
+        self.reason = reason
+        self.is_agreed = is_agreed
+        """whether all ranks end at the same place, so that none has to learn it from another"""
+
+
+class StopAgreed(Exception):
+    """All ranks are to stop, at a place where the present step has changed nothing that is trained."""
+
+    def __init__(self, reason: str):
+        super().__init__(f"stopped by {reason}")
+        self.reason = reason
+
+
+class StopRequest:
+    """Whether this process was asked to stop, and by what."""
+
+    def __init__(self) -> None:
+        self.reason: str | None = None
+        """such as SIGTERM; None while nobody asked"""
+        self.is_handled = False
+        """whether signals are noted"""
+        self.phase: Phase = "importing"
+        self._is_main = False
+        self._came: dict[int, float] = {}
+
+    def note(self, reason: str) -> None:
+        """Ask this process to stop; the first reason counts."""
+        self.reason = self.reason or reason
+
+    @contextmanager
+    def handling_signals(self, rank: int) -> Iterator[None]:
+        """Within the block SIGTERM and SIGUSR1 are requests; the same one a second time ends the process at once."""
+        self._is_main = rank == 0
+        self.phase = "importing"
+        self.reason = None
+        self._came.clear()
+        ours = [number for number in SIGNALS if signal.getsignal(number) in (signal.SIG_DFL, signal.SIG_IGN)]
+        before = {number: signal.signal(number, self._on_signal) for number in ours}
+        self.is_handled = True
+        try:
+            yield
+        finally:
+            self.is_handled = False
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self.phase == "ending":
+            # Everything is saved: a launcher ends its last ranks.
+            return
+        if number in self._came and now - self._came[number] >= _TWICE_SECONDS:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        self._came.setdefault(number, now)
+        self.note(signal.Signals(number).name)
+        if self.phase == "importing":
+            self._end_at_once()
+        if self.phase == "setting up":
+            self.raise_stopped()
+
+    def begin_set_up(self) -> None:
+        """From here on requests raise Stopped; so does one that has come already."""
+        self.phase = "setting up"
+        if self.reason is not None and self.is_handled:
+            self.raise_stopped()
+
+    def end_by_signal(self) -> None:
+        """End this process by SIGTERM, as a launcher wants that ends the ranks which are left; else do nothing."""
+        if self.reason == signal.SIGTERM.name:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def note_from_afar(self, reason: str) -> None:
+        """As `note`, from another thread; the main thread raises Stopped where it would for a signal."""
+        self.note(reason)
+        if self.phase == "setting up" and self.is_handled:
+            _thread.interrupt_main(_FORWARDED)
+
+    def raise_stopped(self) -> None:
+        """Raise Stopped on this rank, from which the others learn it; for the time before the first step."""
+        raise Stopped(self.reason or "", "", is_agreed=False)
+
+    def _end_at_once(self) -> None:
+        if self._is_main:
+            with suppress(OSError):
+                show(f"spmdrl: stopped by {self.reason} before it began; start it again", stream=sys.stderr)
+        sys.stderr.flush()
+        os._exit(STOPPED)
+
+
+request = StopRequest()
+"""that of this process, as its signals are"""
+
+
+def stop_reason() -> str | None:
+    """What asked this process to stop, or None. Ranks may have different answers until they agree."""
+    return request.reason
