@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from spmdrl.observability.activity import activity
 from spmdrl.observability.logs.jsonl import to_json, write_atomic
 from spmdrl.observability.timeline.timeline_lines import HeldMemory, LineReader, LineWriter, MemorySnapshot, Moved, Span
-from spmdrl.observability.timeline.timeline_parts import PART_BYTES, PartedWriter, read_folder
+from spmdrl.observability.timeline.timeline_parts import PART_BYTES, PartedWriter, read_folder, truncate_file
 
 __all__ = [
     "HeldMemory", "MemorySnapshot", "Moved", "Span", "Timeline", "TimelineRecords", "read_timeline", "timeline_file",
@@ -40,6 +41,14 @@ def timeline_file(run_dir: Path, rank: int) -> Path:
     return run_dir / "timeline" / f"rank_{rank:05d}.jsonl"
 
 
+def truncate_other_ranks(run_dir: Path, num_ranks: int, step: int) -> None:
+    """Forget what ranks that this job doesn't have wrote of steps which will be done again."""
+    for path in (run_dir / "timeline").glob("rank_*.jsonl"):
+        digits = path.name.removeprefix("rank_").removesuffix(".jsonl")
+        if digits.isascii() and digits.isdigit() and int(digits) >= num_ranks:
+            truncate_file(path, step)
+
+
 class Timeline:
     """Writes the stages of one rank as they end, so that a killed run keeps all but the stage it died in."""
 
@@ -57,6 +66,8 @@ class Timeline:
         self._ended: dict[int, list[Span]] = {}
         self._inside_open_stages: list[float] = []
         self._moved_in_open_stages: list[list[Moved]] = []
+        self.held: HeldMemory | None = None
+        """What was held at the last boundary."""
         self.failed_stage: str | None = None
         """The innermost stage that the last error ended; None once another has begun."""
 
@@ -68,7 +79,7 @@ class Timeline:
         self._moved_in_open_stages.append(moved)
         self._inside_open_stages.append(0.0)
         try:
-            with self._shown(name):
+            with activity.in_stage(name, step), self._shown(name):
                 yield
         except BaseException as raised:
             error = type(raised).__name__
@@ -108,6 +119,7 @@ class Timeline:
 
     def memory(self, step: int, held: HeldMemory) -> None:
         """Write what this rank holds now that a stage of `step` ended."""
+        self.held = held
         self._writer.write(self._lines.memory(step, self._now(), held))
 
     def stage_seconds(self, step: int) -> dict[str, float]:

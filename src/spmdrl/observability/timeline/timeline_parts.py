@@ -12,8 +12,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from spmdrl.observability.logs.jsonl import JsonlWriter, objects_of, read_jsonl, to_json
+from spmdrl.observability.logs.jsonl import JsonlWriter, objects_of, read_jsonl, to_json, truncate_jsonl
 from spmdrl.observability.logs.outage import going_on_without
+from spmdrl.observability.ownership.fence import check_fence
 
 PART_BYTES = 1 << 20
 
@@ -42,15 +43,7 @@ class PartedWriter:
 
     def truncate_after(self, step: int) -> None:
         """Drop every line whose step is above `step`."""
-        for part in reversed(closed_parts(self._path)):
-            lines = list(read_part(part))
-            kept = [line for line in lines if isinstance(line.get("step"), int) and line["step"] <= step]
-            if len(kept) == len(lines):
-                break
-            if any(line["step"] >= 0 for line in kept):
-                _write_part(part, kept)
-            else:
-                part.unlink()
+        truncate_closed_parts(self._path, step)
         self._writer.truncate_after(step)
 
     def close(self) -> None:
@@ -63,6 +56,7 @@ class PartedWriter:
 
     def _close_part(self) -> None:
         """Rename first: whatever happens after that, each line is in one place."""
+        check_fence()
         number = 1 + max((int(part.name.split(".")[1]) for part in closed_parts(self._path)), default=0)
         plain = self._path.with_name(f"{self._path.stem}.{number:04d}.jsonl")
         before = self._writer
@@ -78,6 +72,25 @@ def closed_parts(path: Path) -> list[Path]:
     found = {part.name.removesuffix(".gz"): part for part in sorted(path.parent.glob(f"{path.stem}.*.jsonl*"))
              if part.name.endswith((".jsonl", ".jsonl.gz")) and part.name.split(".")[1].isdigit()}  # fmt: skip
     return [found[name] for name in sorted(found)]
+
+
+def truncate_closed_parts(path: Path, step: int) -> None:
+    """Drop every line whose step is above `step` from the closed files before the open one at `path`."""
+    for part in reversed(closed_parts(path)):
+        lines = list(read_part(part))
+        kept = [line for line in lines if isinstance(line.get("step"), int) and line["step"] <= step]
+        if len(kept) == len(lines):
+            break
+        if any(line["step"] >= 0 for line in kept):
+            _write_part(part, kept)
+        else:
+            part.unlink()
+
+
+def truncate_file(path: Path, step: int) -> None:
+    """Drop every line whose step is above `step` from the files of a rank that nobody writes."""
+    truncate_closed_parts(path, step)
+    truncate_jsonl(path, step)
 
 
 def read_folder(folder: Path) -> Iterator[Iterator[dict[str, Any]]]:

@@ -1,0 +1,61 @@
+"""Ranks that take longer for their own work than the others, step after step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from statistics import median_low
+
+RATIO = 1.3
+"""over the median rank's own time, from which a rank is slow"""
+STEPS = 5
+"""as many steps in a row are no coincidence"""
+# Own seconds are sampled: in short steps, a few looks more are chance.
+_LEAST_LOST_SECONDS = 0.15
+# The main rank does more in them than the others.
+_UNEVEN = ("checkpoint", "keep_rollouts", "evaluation")
+
+Seconds = Mapping[str, float]
+"""A rank's own seconds of a step, by stage."""
+
+
+def ratios(seconds_by_rank: Sequence[Seconds]) -> list[float]:
+    """How many times the median rank's own seconds each rank took; 1 for all where nothing was done."""
+    totals = _totals(seconds_by_rank)
+    middle = median_low(totals)
+    return [total / middle if middle > 0 else 1.0 for total in totals]
+
+
+def _totals(seconds_by_rank: Sequence[Seconds]) -> list[float]:
+    return [sum(seconds for stage, seconds in own.items() if stage not in _UNEVEN) for own in seconds_by_rank]
+
+
+class SlowRanks:
+    """Names a rank once it has been slow for some steps in a row, and again only after it has recovered."""
+
+    def __init__(self) -> None:
+        self._in_a_row: Counter[int] = Counter()
+
+    def warnings(self, step: int, seconds_by_rank: Sequence[Seconds]) -> list[str]:
+        """What to warn of after a step."""
+        due, totals = [], _totals(seconds_by_rank)
+        least = median_low(totals) + _LEAST_LOST_SECONDS
+        for rank, ratio in enumerate(ratios(seconds_by_rank)):
+            is_slow = ratio > RATIO and totals[rank] > least
+            self._in_a_row[rank] = self._in_a_row[rank] + 1 if is_slow else 0
+            if self._in_a_row[rank] == STEPS:
+                stage, worst = _worst_stage(rank, seconds_by_rank)
+                due.append(
+                    f"WARNING: step {step}: rank {rank} is slow: its own work took over {RATIO:g} x the median rank's "
+                    f"in {STEPS} steps in a row, {ratio:.2f} x now, most of it in {stage} ({worst:.2f} x); look at "
+                    "the load, the clock rates and the disks of its node"
+                )
+        return due
+
+
+def _worst_stage(rank: int, seconds_by_rank: Sequence[Seconds]) -> tuple[str, float]:
+    """The stage in which the rank loses most against the median, and how many times the median it takes there."""
+    own = {stage: seconds for stage, seconds in seconds_by_rank[rank].items() if stage not in _UNEVEN}
+    middle = {stage: median_low([other.get(stage, 0.0) for other in seconds_by_rank]) for stage in own}
+    stage = max(own, key=lambda name: own[name] - middle[name])
+    return stage, own[stage] / max(middle[stage], 1e-9)
