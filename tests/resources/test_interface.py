@@ -5,7 +5,7 @@ import pytest
 from spmdrl.resources.network.network_interface import check_private, choose_interface
 from spmdrl.resources.startup.launch import LaunchEnvironment
 
-TWO_NODES = LaunchEnvironment(rank=0, world_size=2, num_nodes=2)
+TWO_NODES = LaunchEnvironment(rank=0, world_size=2)
 
 
 @pytest.mark.parametrize("address", ["8.8.8.8", "2606:4700:4700::1111"])

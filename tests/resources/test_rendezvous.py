@@ -22,6 +22,7 @@ from spmdrl.resources.device import Device
 from spmdrl.resources.network.secret import VARIABLE
 from spmdrl.resources.network.sockets import listening_sockets
 from spmdrl.resources.startup.launch import LaunchEnvironment, StartRefused
+from spmdrl.resources.startup.rank_agreement import ATTEMPT_KEY
 from spmdrl.resources.startup.rendezvous import Network, meet_at_store
 from spmdrl.resources.world import World, connect
 
@@ -123,6 +124,40 @@ def test_one_node_meets_on_loopback_whatever_its_host_is_called(monkeypatch, lau
             assert met.gate is not None
             stack.callback(met.gate.close)
         met.store.set("key", "ours")
+
+
+def test_ranks_of_the_masters_node_meet_where_its_name_is_a_loopback_address(monkeypatch, launcher):
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE")
+    with socket.create_server((HOST, 0)) as bound:
+        port = bound.getsockname()[1]
+    # As Debian has it in /etc/hosts. Two nodes, of which these ranks are the first.
+    ranks = [replace(launch_of(rank, port), world_size=4, master_addr="127.0.1.1") for rank in range(2)]
+    with ExitStack() as stack:
+        for launch in ranks:
+            met = meet_at_store(launch, SECONDS, Network())
+            assert met.gate is not None
+            stack.callback(met.gate.close)
+        met.store.set("key", "ours")
+
+
+@pytest.mark.parametrize(("source", "option"), [("srun", "export MASTER_PORT=N"), ("msrun", "msrun --master_port=N")])
+def test_where_the_masters_port_is_taken_the_launchers_option_is_named(monkeypatch, launcher, source, option):
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE")
+    with pytest.raises(StartRefused, match=option):
+        meet_at_store(replace(launch_of(0, launcher.port), source=source), SECONDS, Network())
+
+
+def test_ranks_meet_on_a_trusted_network_without_torchruns_variables(monkeypatch):
+    for name in ("TORCHELASTIC_USE_AGENT_STORE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with socket.create_server((HOST, 0)) as bound:
+        port = bound.getsockname()[1]
+    trusted = Network(trusted=True)
+    with ThreadPoolExecutor(1) as other:
+        second = other.submit(meet_at_store, launch_of(1, port), SECONDS, trusted)
+        first = meet_at_store(launch_of(0, port), SECONDS, trusted)
+        first.store.set(ATTEMPT_KEY, "1")
+        assert second.result().store.get(ATTEMPT_KEY) == b"1"
 
 
 def test_a_job_of_one_rank_needs_no_secret(monkeypatch):

@@ -36,6 +36,12 @@ def sum_over(tensor: Tensor, group: Group = None) -> Tensor:
     return _reduced(tensor, dist.ReduceOp.SUM, group)
 
 
+def sum_into(tensor: Tensor, group: Group = None) -> None:
+    """Replace a tensor by `sum_over` of it. Collective."""
+    if group_size(group) > 1:
+        dist.all_reduce(tensor, group=group)
+
+
 def max_over(tensor: Tensor, group: Group = None) -> Tensor:
     """The elementwise maximum over the group's ranks. Collective."""
     return _reduced(tensor, dist.ReduceOp.MAX, group)

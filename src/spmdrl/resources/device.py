@@ -110,8 +110,8 @@ def _begin_copy(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
-def find_device(wanted: str, local_rank: int) -> Device:
-    """The device for a rank: `wanted` is auto, cpu, cuda or npu.
+def find_device(wanted: str, index: int) -> Device:
+    """The device for a rank, by its number among those of the node: `wanted` is auto, cpu, cuda or npu.
 
     Raises ValueError when the wanted kind isn't there or the node has fewer devices than ranks.
     """
@@ -130,9 +130,9 @@ def find_device(wanted: str, local_rank: int) -> Device:
             f"{remedy}, or set resources.device to auto"
         )
     count = torch.accelerator.device_count()
-    if local_rank >= count:
+    if index >= count:
         raise ValueError(
-            f"local rank {local_rank} has no {kind} device: the node shows {count}; "
+            f"local rank {index} has no {kind} device: the node shows {count}; "
             f"start at most {count} ranks per node (--nproc-per-node {count})"
         )
-    return Device(kind, local_rank)
+    return Device(kind, index)

@@ -9,6 +9,8 @@ import resource
 import sys
 from typing import Literal, get_args
 
+import torch
+
 from spmdrl.observability.timeline.timeline import HeldMemory
 from spmdrl.types.roles import ROLES
 
@@ -30,6 +32,8 @@ OWNERS: tuple[Owner, ...] = (
     "bucket",
 )
 PLACES: tuple[Place, ...] = get_args(Place)
+# What allocators write, beside torch's own type: the CPU's, CUDA's and NPU's runtimes, cuBLAS, NumPy.
+_WORDS = ("can't allocate memory", "not enough memory", "out of memory", "ALLOC_FAILED", "Unable to allocate")
 
 
 class MemoryLedger:
@@ -62,6 +66,14 @@ class MemoryLedger:
         peaks, peak = self._peaks, self._device_peak
         self._peaks, self._device_peak = device.copy(), self._device_bytes
         return HeldMemory(stage, device, host, peaks, peak)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocator raised this, rather than one of our own buffers, whose error has a way out already."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    text = str(error)
+    return (isinstance(error, MemoryError) and not text) or any(word in text for word in _WORDS)
 
 
 def resident_bytes() -> int:

@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -32,6 +32,10 @@ _GATE_KEY = "spmdrl/gate"
 _PAUSE_SECONDS = 0.1
 # For which another secret may answer: an earlier attempt's rank 0 or a stranger may have been faster.
 _DOUBT_SECONDS = 10.0
+_PORT_OPTIONS = {
+    "srun": ": export MASTER_PORT=N before srun",
+    "msrun": ": msrun --master_port=N, above which ranks take the next one",
+}
 _TRUSTED = (
     "resources.trusted_network is true: anyone who reaches this job's ports can run code in it and change its rows; "
     "only a firewall protects it"
@@ -79,7 +83,9 @@ def meet_at_store(launch: LaunchEnvironment, timeout: timedelta, network: Networ
     try:
         if launch.rank == 0:
             return Meeting(_host_store(gate, launch, host, timeout), gate, host)
-        return Meeting(_join_store(gate, launch, timeout, path), gate, host)
+        # On rank 0's node its name may be a loopback address, at which the gate doesn't listen.
+        master = replace(launch, master_addr=host) if launch.node_rank == 0 and not _launcher_has_store() else launch
+        return Meeting(_join_store(gate, master, timeout, path), gate, host)
     except BaseException:
         gate.close()
         raise
@@ -89,7 +95,10 @@ def _plain_store(launch: LaunchEnvironment, timeout: timedelta) -> dist.Store:
     if launch.rank == 0:
         Console().note(_TRUSTED)
     with _explained(launch, timeout):
-        store, _, _ = next(dist.rendezvous("env://", launch.rank, launch.world_size, timeout=timeout))
+        # Not env://, as torchrun alone sets MASTER_ADDR and MASTER_PORT.
+        host = f"[{launch.master_addr}]" if ":" in launch.master_addr else launch.master_addr
+        url = f"tcp://{host}:{launch.master_port}"
+        store, _, _ = next(dist.rendezvous(url, launch.rank, launch.world_size, timeout=timeout))
     deadline = time.monotonic() + timeout.total_seconds()
     while launch.rank != 0 and not store.check([ATTEMPT_KEY]) and time.monotonic() < deadline:
         if store.check([_GATE_KEY]):
@@ -116,7 +125,8 @@ def _host_store(gate: Gate, launch: LaunchEnvironment, host: str, timeout: timed
             gate.listen(host, launch.master_port)
         except OSError as error:
             raise StartRefused(
-                f"rank 0 can't listen at {host}, MASTER_PORT {launch.master_port}: {error}; choose another port"
+                f"rank 0 can't listen at {host}, MASTER_PORT {launch.master_port}: {error}; "
+                f"choose another port{_PORT_OPTIONS.get(launch.source, '')}"
             ) from error
     return store
 

@@ -1,0 +1,119 @@
+"""torchrun's own program, with an agent whose ranks have time to save, and one line where it has a page."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any, ClassVar
+
+import torch.distributed.launcher.api as launcher_api
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.api import PContext, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.run import parse_args, run
+
+from spmdrl.observability.terminal.screen import show
+from spmdrl.resources.startup.ending import cause_of
+from spmdrl.resources.startup.launcher import announce
+from spmdrl.resources.startup.one_node import keep_to_one_node
+from spmdrl.resources.startup.patient_rendezvous import PatientRendezvous, know_this_node
+from spmdrl.resources.watch.stop_request import STOPPED
+
+# For which ranks may save after SIGTERM before they are killed: whoever sent it has a patience of its own.
+_SAVING_SECONDS = 3600
+# What torchrun reports of ranks that end is in their own line, or follows from it.
+_QUIETED = ("torch.distributed.elastic.", "torch.distributed.launcher.", "torch.distributed.run")
+
+
+def run_ranks(argv: Sequence[str]) -> int:
+    """Run torchrun; returns the exit code of the rank that failed first, or 128 + the signal that ended it.
+
+    75 where ranks were stopped on request.
+    """
+    arguments = parse_args(list(argv))
+    keep_to_one_node(arguments)
+    know_this_node(arguments)
+    announce()
+    if "LOGLEVEL" not in os.environ:
+        for name in [name for name in logging.root.manager.loggerDict if name.startswith(_QUIETED)]:
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+    if arguments.log_dir is None and arguments.redirects == arguments.tee == "0":
+        # Else torchrun makes a folder beside other temporary files, and never removes it.
+        arguments.log_dir = os.devnull
+    launcher_api.LocalElasticAgent = StoppingAgent
+    try:
+        run(arguments)
+    except ChildFailedError as error:
+        return _show_failure(error)
+    except SignalException as error:
+        return STOPPED if StoppingAgent.has_stopped else 128 + error.sigval
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except Exception as error:
+        # Such as a rendezvous without other nodes, or the end of another node's launcher.
+        show(f"torchrun: {cause_of(error)}", stream=sys.stderr)
+        return 1
+    return 0
+
+
+class StoppingAgent(LocalElasticAgent):
+    """torchrun's agent, whose ranks have time to save when it is asked to stop."""
+
+    has_stopped: ClassVar = False
+    """whether ranks ended on request"""
+    _has_passed_on = False
+
+    def __init__(self, spec: WorkerSpec, *arguments: Any, **options: Any):
+        # The launcher leaves the rendezvous by the same reference.
+        spec.rdzv_handler = PatientRendezvous(spec.rdzv_handler)
+        super().__init__(spec, *arguments, **options)
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        started = super()._start_workers(worker_group)
+        signal.signal(signal.SIGUSR1, self._pass_on)
+        return started
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        self._has_passed_on = True
+        for pid in self._pcontext.pids().values() if self._pcontext is not None else ():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        result = super()._monitor_workers(worker_group)
+        # A rank that had not begun ends by the signal itself.
+        asked = {STOPPED, -signal.SIGUSR1} if self._has_passed_on else {STOPPED}
+        if any(failure.exitcode in asked for failure in result.failures.values()):
+            StoppingAgent.has_stopped = True
+            self._remaining_restarts = 0
+        return result
+
+    def _shutdown(self, death_sig: signal.Signals | None = None, *arguments: Any, **options: Any) -> None:
+        """End the ranks; those that a signal to this process ends have the time that saving takes."""
+        if death_sig == signal.SIGTERM and self._pcontext is not None:
+            self._pcontext.close(death_sig, _SAVING_SECONDS)
+            StoppingAgent.has_stopped = _exit_codes(self._pcontext) <= {STOPPED, -signal.SIGTERM}
+        super()._shutdown(death_sig or signal.SIGTERM, *arguments, **options)
+
+
+def _exit_codes(context: PContext) -> set[int | None]:
+    handlers = getattr(context, "subprocess_handlers", {})
+    return {handler.proc.returncode for handler in handlers.values()}
+
+
+def _show_failure(error: ChildFailedError) -> int:
+    rank, failure = error.get_first_failure()
+    if StoppingAgent.has_stopped:
+        return STOPPED
+    if failure.exitcode < 0:
+        name = failure.signal_name()
+        hint = "; the kernel does that where memory runs out" if -failure.exitcode == signal.SIGKILL else ""
+        show(f"spmdrl: rank {rank} (process {failure.pid}) was ended by {name}{hint}", stream=sys.stderr)
+        return 128 - failure.exitcode
+    return failure.exitcode

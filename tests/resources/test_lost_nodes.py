@@ -1,0 +1,123 @@
+"""What a job of several nodes finds out, and shows, where a node stops answering."""
+
+from __future__ import annotations
+
+import threading
+import time
+from argparse import Namespace
+from dataclasses import replace
+
+import pytest
+
+from spmdrl.resources.network.network_interface import address_towards
+from spmdrl.resources.startup.patient_rendezvous import PatientRendezvous, know_this_node
+from spmdrl.resources.watch.hang_report import hang_line, silent_main_line
+from spmdrl.resources.watch.rank_state import RankState, culprits
+
+LIMIT = 10.0
+RANKS_PER_NODE = 2
+
+
+def state(rank: int, **others) -> RankState:
+    node = rank // RANKS_PER_NODE
+    return replace(
+        RankState(rank, "update", 3, 40, 11.0, "all_reduce", "at x.py:1", host=f"n{node} (10.0.0.{node + 1})"), **others
+    )
+
+
+STATES = [state(rank) for rank in range(6)]
+
+
+def line_of(silent: dict[int, float]) -> str:
+    return hang_line(culprits(STATES, silent, LIMIT), STATES, silent, LIMIT, RANKS_PER_NODE)
+
+
+def test_a_node_none_of_whose_ranks_answers_is_named_with_its_host_and_ranks():
+    line = line_of({0: 0.1, 1: 0.1, 2: 0.1, 3: 0.1, 4: 10.1, 5: 9.6})
+    assert line.startswith("node 2 is lost, with ranks 4-5 on n2 (10.0.0.3): no answer for 10 s"), line
+    assert "rank 0 waits in all_reduce" in line and "hangs" not in line
+
+
+def test_one_silent_rank_of_a_node_hangs_and_its_node_is_there():
+    assert line_of({rank: 11.0 if rank == 4 else 0.1 for rank in range(6)}).startswith("rank 4 hangs: no answer")
+
+
+def test_where_no_other_node_answers_it_is_this_one_that_is_cut_off():
+    line = line_of({0: 0.1, 1: 0.1, 2: 9.6, 3: 10.9, 4: 9.8, 5: 10.5})
+    assert line == "this node, n0 (10.0.0.1), is cut off: no answer from any other for 10 s"
+
+
+def test_while_a_rank_is_silent_for_long_no_other_is_blamed_for_waiting():
+    waiting = [*STATES[:3], state(3, collective=""), *STATES[4:]]
+    assert culprits(waiting, dict.fromkeys(range(6), 0.1), LIMIT) == [3]
+    assert culprits(waiting, {4: 6.0, 5: 6.0}, LIMIT) == []
+    assert culprits(waiting, {4: 10.5, 5: 10.5}, LIMIT) == [4, 5]
+
+
+def test_a_rank_that_lost_the_store_names_both_ends_of_the_way_there():
+    line = silent_main_line(STATES[4], STATES[0], 10.6, LIMIT)
+    assert line.startswith("rank 0 on n0 (10.0.0.1) is lost: nothing came from it to rank 4 on n2 (10.0.0.3) for 11 s")
+    assert silent_main_line(STATES[1], STATES[0], 10.6, LIMIT).startswith("rank 0 hangs: no answer for 11 s")
+    assert silent_main_line(STATES[4], None, 10.6, LIMIT).startswith("rank 0 hangs: nothing came from it for 11 s")
+
+
+class SilentStore:
+    """A rendezvous whose store doesn't answer until the test ends."""
+
+    def __init__(self):
+        self.ended = threading.Event()
+        self.num_waiting = 1
+
+    def num_nodes_waiting(self) -> int:
+        self.ended.wait(30)
+        return self.num_waiting
+
+    def shutdown(self) -> bool:
+        return self.ended.wait(30)
+
+
+def test_a_launcher_whose_store_is_silent_goes_on_looking_at_its_ranks_and_ends():
+    inner = SilentStore()
+    rendezvous = PatientRendezvous(inner, leaving_seconds=0.2)
+    started = time.monotonic()
+    assert [rendezvous.num_nodes_waiting() for _ in range(50)] == [0] * 50
+    assert rendezvous.shutdown() is False
+    assert time.monotonic() - started < 5
+    inner.ended.set()
+    assert rendezvous.shutdown() is True
+    deadline = time.monotonic() + 20
+    while rendezvous.num_nodes_waiting() != 1:
+        assert time.monotonic() < deadline, "nodes that wait to join are found once the store answers"
+        time.sleep(0.02)
+
+
+def arguments(endpoint: str, **others: str) -> Namespace:
+    return Namespace(
+        **{"rdzv_backend": "c10d", "rdzv_endpoint": endpoint, "rdzv_conf": "", "local_addr": None} | others
+    )
+
+
+def test_a_node_knows_its_address_and_whether_it_is_the_head_whatever_it_is_called():
+    try:
+        own = address_towards("192.0.2.1")
+    except ValueError:
+        pytest.skip("this machine has no network")
+    head, other = arguments(f"{own}:29400"), arguments("192.0.2.1")
+    for one in (head, other):
+        # As where a host's name leads to loopback, or nowhere.
+        know_this_node(one, is_named=lambda head: False)
+    assert (head.local_addr, head.rdzv_conf) == (own, "is_host=1")
+    assert (other.local_addr, other.rdzv_conf) == (own, "")
+    by_name = arguments(own)
+    know_this_node(by_name, is_named=lambda head: True)
+    assert (by_name.local_addr, by_name.rdzv_conf) == (own, "")
+    given = arguments(own, rdzv_conf="is_host=0,timeout=5", local_addr="me")
+    know_this_node(given)
+    assert (given.local_addr, given.rdzv_conf) == ("me", "is_host=0,timeout=5")
+
+
+@pytest.mark.parametrize("endpoint", ["127.0.0.1:29400", "localhost", "", "no.such.host.invalid:1"])
+def test_a_job_on_one_machine_is_left_as_it_is(endpoint):
+    found = arguments(endpoint)
+    know_this_node(found)
+    assert (found.local_addr, found.rdzv_conf) == (None, "")
