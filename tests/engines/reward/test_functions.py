@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from spmdrl.engines.reward.calls import FunctionScores, RewardCall, combine
+from spmdrl.engines.reward.code_config import CodeConfig
 from spmdrl.engines.reward.functions import function_names, load_functions, needs_answer, score
 from spmdrl.engines.workers.verdict import Verdict
 
@@ -13,7 +14,7 @@ POISONS = Path(__file__).with_name("poisons.py")
 
 
 def scores_of(spec: str, *completions: str, prompts=None, **columns):
-    (function,) = load_functions([spec])
+    (function,) = load_functions([spec], CodeConfig())
     call = RewardCall(prompts or ["p"] * len(completions), completions, [(1, 2)] * len(completions), columns)
     return score(function, call)
 
@@ -50,13 +51,13 @@ def test_module_functions_load_by_name():
 
 def test_a_misspelled_rule_is_met_with_the_nearest_one():
     with pytest.raises(ValueError, match="did you mean 'math'"):
-        load_functions(["maths"])
+        load_functions(["maths"], CodeConfig())
 
 
 def test_math_without_its_package_is_refused_with_the_line_that_installs_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "math_verify", None)
     with pytest.raises(ValueError, match=r"pip install -e '\.\[math\]'"):
-        load_functions(["math"])
+        load_functions(["math"], CodeConfig())
 
 
 def test_a_reward_too_large_to_be_summed_is_an_error_of_its_row():

@@ -177,7 +177,7 @@ def test_a_forged_answer_never_counts():
         [{"values": [float("nan")], "verdicts": [0], "error": None}],
         [{"values": [None], "verdicts": [0], "error": None}],
         [{"values": [1.0], "verdicts": [4], "error": None}],
-        [{"values": [1.0], "verdicts": [9], "error": None}],
+        [{"values": [1.0], "verdicts": [99], "error": None}],
         [{"values": [1.0], "verdicts": [0], "error": 7}],
         [{"values": [1.0], "verdicts": [0], "error": None}] * 2,
     ],
@@ -221,6 +221,22 @@ def test_a_reward_that_imports_torch_fits_the_default_limit(tmp_path):
     )
     with RewardPool(RewardConfig((f"{path}:fn",), isolation="process", timeout_seconds=60.0)) as pool:
         assert scored(pool, "a", "b").rewards == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_what_slurm_sends_to_every_process_of_a_job_disturbs_no_call(tmp_path, number):
+    path = tmp_path / "reward.py"
+    path.write_text(
+        "import os, subprocess\n"
+        "def fn(completions, **columns):\n"
+        f"    for pid in (os.getpid(), os.getppid()):\n        os.kill(pid, {number:d})\n"
+        # What it starts can still be ended so.
+        "    child = subprocess.Popen(['sleep', '60'])\n"
+        f"    child.send_signal({number:d})\n"
+        f"    return [float(child.wait() == -{number:d})] * len(completions)\n"
+    )
+    with RewardPool(RewardConfig((f"{path}:fn",), isolation="process", timeout_seconds=20.0)) as pool:
+        assert [scored(pool, "a").rewards for _ in range(2)] == [[1.0], [1.0]]
 
 
 def test_a_dead_worker_is_noticed_though_its_forked_child_holds_the_pipe():

@@ -10,7 +10,7 @@ from spmdrl.engines.workers.process import PendingCall
 
 
 def calls_of(keys) -> list[PendingCall]:
-    return [PendingCall(key, "", b"", 1) for key in keys]
+    return [PendingCall(key, "", b"", 1, 1.0) for key in keys]
 
 
 @given(st.lists(st.integers(0, 40), max_size=4), st.integers(1, 5))

@@ -14,16 +14,21 @@ from torch import Tensor
 from spmdrl.dataflow.data.prompts import Prompt
 from spmdrl.dataflow.samples.dock import Samples
 from spmdrl.dataflow.samples.schema import JUDGE_SCORE, MODEL_SCORE
+from spmdrl.dataflow.stages.quarantine import Quarantine
 from spmdrl.dataflow.stages.rollout.requests import EndedResponses
 from spmdrl.dataflow.stages.rows import turn_texts
 from spmdrl.engines.generation.protocol import Response
 from spmdrl.engines.reward.calls import RewardCall, RewardResult, joined, with_part
 from spmdrl.engines.reward.judge_config import JUDGE_PART
 from spmdrl.engines.reward.pool import MODEL_PART, RewardConfig, RewardPool
+from spmdrl.engines.workers.call_pool import Unanswered
+from spmdrl.engines.workers.strikes import Subject
 from spmdrl.engines.workers.verdict import Outcome, Verdict
+from spmdrl.observability.fault_points import faultpoint
 from spmdrl.observability.metrics import Recorder
 from spmdrl.observability.timeline.timeline import Timeline
 from spmdrl.resources.collectives import gather_bytes, sum_over
+from spmdrl.resources.watch.stop_request import stop_reason
 from spmdrl.types import Batch, WorkerState
 
 DecodeTokens = Callable[[Sequence[int]], str]
@@ -42,9 +47,10 @@ class RewardStage:
 
     def __init__(
         self, pool: RewardPool, config: RewardConfig, decode: DecodeTokens, recorder: Recorder,
-        timeline: Timeline | None = None,
+        timeline: Timeline | None = None, quarantine: Quarantine | None = None,
     ):  # fmt: skip
         """`timeline` counts what the state waits for from the end of generation on."""
+        self._quarantine = quarantine
         self.config = config
         self._timeline = timeline
         self.recorder = recorder
@@ -72,12 +78,18 @@ class RewardStage:
         if self._timeline is not None and (generated := self._timeline.end_of("generation", samples.step)) is not None:
             came = self._rewards.came_at(groups)
             self._timeline.waited(self.state.value, samples.step, start=generated, end=came)
-        results = self._rewards.collect(groups)
+        try:
+            results = self._rewards.collect(groups)
+        except Unanswered:
+            # The commit ends the step on all ranks.
+            rows, results = [], []
         self._groups.clear()
         for part, weight in self.config.parts_beside.items() if rows else ():
             scores_B = samples.read(rows, [SCORE_COLUMNS[part]]).dense(SCORE_COLUMNS[part])
             results = _with_scores(results, scores_B, part, weight)
-        samples.put(self.state, columns_of(rows, results))
+        columns = columns_of(rows, results)
+        faultpoint("reward", columns.dense("reward"))
+        samples.put(self.state, columns)
         report(results, self.recorder)
         self._check_error_rate(results, samples.step)
         samples.commit(self.state)
@@ -87,7 +99,15 @@ class RewardStage:
         known_step, total, num_rows = self._so_far
         if known_step != step:
             total = num_rows = 0
-        now, rows_now = sum_over(torch.tensor([sum(failed), len(failed)])).tolist()
+        asked = stop_reason() is not None
+        num_strikes = 0 if self._quarantine is None else self._quarantine.strikes.num_new
+        counts = torch.tensor([sum(failed), len(failed), asked, num_strikes])
+        now, rows_now, num_asked, strikes_now = sum_over(counts).tolist()
+        if self._quarantine is not None and strikes_now:
+            self._quarantine.exchange(step)
+        if num_asked:
+            # Of some ranks the rewards are missing, and nothing becomes of the step.
+            return
         total, num_rows = total + now, num_rows + rows_now
         self._so_far = (step, total, num_rows)
         if total > self.config.max_error_rate * num_rows:
@@ -107,7 +127,7 @@ def _with_scores(results: Sequence[RewardResult], scores_B: Tensor, part: str, w
 
 
 def report(results: Sequence[RewardResult], recorder: Recorder) -> None:
-    """Record each function's mean, the failures by kind, and the share of rows without a reward."""
+    """Record each function's mean, failures and failed programs by kind, and the share of rows without a reward."""
     for result in results:
         for function, values in result.parts.items():
             usable = [value for value in values if value is not None]
@@ -116,6 +136,10 @@ def report(results: Sequence[RewardResult], recorder: Recorder) -> None:
         for verdict in result.verdicts:
             if verdict in FAILURES:
                 recorder.total(f"reward/errors/{verdict.name.lower()}", 1)
+            if verdict is Verdict.QUARANTINED:
+                recorder.total("reward/quarantined", 1)
+            if verdict.is_of_program:
+                recorder.total(f"reward/programs/{verdict.name.lower()}", 1)
         recorder.mean("reward/unscored_ratio", result.rewards.count(None) / len(result.rewards), len(result.rewards))
 
 
@@ -179,7 +203,10 @@ class StreamedRewards:
         is_whole = len(begun.waiting) + len(begun.judged) == ended.group_size
         if begun.waiting and (self._pool.call_level == "response" or is_whole):
             members = tuple(sorted(begun.waiting))
-            yield (ended.group, members[0]), self._call(ended.prompt, [begun.waiting[member] for member in members])
+            yield (
+                (ended.group, members[0]),
+                reward_call(ended.prompt, [begun.waiting[member] for member in members], self._decode),
+            )
             begun.calls.append(members)
             begun.waiting.clear()
 
@@ -211,13 +238,15 @@ class StreamedRewards:
         parts: dict[str, list[float | None]] = {name: [None] for name in self._pool.names}
         return RewardResult(key, [outcome.reward], parts, [outcome.verdict], outcome.error)
 
-    def _call(self, prompt: Prompt, responses: Sequence[Response]) -> RewardCall:
-        """Completions are what the model wrote last: what an environment gave it isn't its answer."""
-        token_ids, size = [list(response.last_turn) for response in responses], len(responses)
-        columns = {name: [value] * size for name, value in prompt.columns.items()}
-        if any(response.turns is not None for response in responses):
-            columns["turns"] = [turns_record(response, self._decode)["turns"] for response in responses]
-        return RewardCall([prompt.original] * size, [self._decode(ids) for ids in token_ids], token_ids, columns)
+
+def reward_call(prompt: Prompt, responses: Sequence[Response], decode: DecodeTokens) -> RewardCall:
+    """Completions are what the model wrote last: what an environment gave it isn't its answer."""
+    token_ids, size = [list(response.last_turn) for response in responses], len(responses)
+    columns = {name: [value] * size for name, value in prompt.columns.items()}
+    if any(response.turns is not None for response in responses):
+        columns["turns"] = [turns_record(response, decode)["turns"] for response in responses]
+    texts, subject = [decode(ids) for ids in token_ids], Subject(prompt.id, prompt.text)
+    return RewardCall([prompt.original] * size, texts, token_ids, columns, subject)
 
 
 def turns_record(response: Response, decode: DecodeTokens) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from spmdrl.engines.environment.episode import Episode
 from spmdrl.engines.workers.call_pool import CallPool, Isolation, runs_inline
 from spmdrl.engines.workers.call_queue import Call
 from spmdrl.engines.workers.process import PendingCall, WorkerSetup
+from spmdrl.engines.workers.strikes import Strikes, Subject
 from spmdrl.engines.workers.verdict import Verdict
 
 
@@ -56,7 +57,7 @@ class EnvironmentPool:
     `close` leaves no process behind.
     """
 
-    def __init__(self, config: EnvironmentConfig, num_workers: int | None = None):
+    def __init__(self, config: EnvironmentConfig, num_workers: int | None = None, strikes: Strikes | None = None):
         assert config.function is not None, f"without {KEY} there is no environment"
         setup = WorkerSetup(
             section="environment",
@@ -74,6 +75,7 @@ class EnvironmentPool:
             num_workers=num_workers or config.workers,
             timeout_seconds=config.timeout_seconds,
             inline=None if environment is None else lambda message: take_step(environment, message),
+            strikes=strikes,
         )
 
     def __enter__(self) -> EnvironmentPool:
@@ -82,9 +84,9 @@ class EnvironmentPool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def submit(self, key: Hashable, episode: Episode) -> None:
-        """Ask for the step after a turn under a key of the caller's."""
-        self._calls.submit([Call(key, asdict(episode))])
+    def submit(self, key: Hashable, episode: Episode, subject: Subject | None = None) -> None:
+        """Ask for the step after a turn under a key of the caller's; `subject` is the row's prompt."""
+        self._calls.submit([Call(key, asdict(episode), subject=subject)])
 
     def wait(self, keys: Sequence[Hashable], seconds: float | None = None) -> float | None:
         """The `time.perf_counter` at which the last of these results came; None if some haven't in so many seconds."""

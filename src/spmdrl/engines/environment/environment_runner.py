@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import bdb
-import math
 import numbers
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -16,6 +16,8 @@ from spmdrl.engines.workers.verdict import MAX_MAGNITUDE, Verdict
 from spmdrl.engines.workers.worker import no_terminal
 
 KEY = "environment.function"
+MAX_CHARACTERS = 1 << 20
+"""of an observation"""
 BUILT_IN: dict[str, type[Environment]] = {"calculator": Calculator}
 
 
@@ -50,8 +52,9 @@ def load_environment(spec: str) -> Environment:
     return environment
 
 
-def load(specs: Sequence[str]) -> tuple[Callable[[dict[str, Any]], Any], None]:
+def load(specs: Sequence[str], settings: Mapping[str, Any]) -> tuple[Callable[[dict[str, Any]], Any], None]:
     """What answers a step's message. Raises ValueError where the environment can't be built."""
+    assert not settings, f"an environment has no settings, but was given {settings}"
     environment = load_environment(specs[0])
 
     def answer(message: dict[str, Any]) -> dict[str, Any]:
@@ -69,19 +72,35 @@ def take_step(environment: Environment, message: dict[str, Any]) -> StepResult:
         return StepResult(verdict=Verdict.CRASHED, error=f"{KEY}: {no_terminal('a debugger', 'environment')}")
     except (Exception, SystemExit) as error:
         return StepResult(verdict=Verdict.CRASHED, error=f"{KEY}: {explain(error)}")
-    if isinstance(outcome, Observation) and isinstance(outcome.text, str):
+    if isinstance(outcome, Observation) and is_observation(outcome.text):
         return StepResult(observation=outcome.text)
-    if isinstance(outcome, End) and outcome.reward is None:
-        return StepResult()
-    if isinstance(outcome, End) and is_reward(outcome.reward):
-        return StepResult(reward=float(outcome.reward))
-    problem = f"step gave {outcome!r:.200}, but must give Observation(text), End() or End(reward=a finite number)"
+    if isinstance(outcome, End):
+        if outcome.reward is None:
+            return StepResult()
+        if is_reward(outcome.reward):
+            return StepResult(reward=float(outcome.reward))
+    # Of a huge text alone, reprlib reads no more than it shows.
+    shown = f"Observation({reprlib.repr(outcome.text)})" if isinstance(outcome, Observation) else reprlib.repr(outcome)
+    problem = (
+        f"step gave {shown}, but must give Observation(text) of at most {MAX_CHARACTERS} characters "
+        "that UTF-8 has, End() or End(reward=a finite number)"
+    )
     return StepResult(verdict=Verdict.MALFORMED, error=f"{KEY}: {problem}")
 
 
 def is_reward(value: Any) -> bool:
     """Whether a value is a number that can be a row's reward."""
-    return isinstance(value, numbers.Real) and math.isfinite(value) and abs(float(value)) <= MAX_MAGNITUDE
+    try:
+        return isinstance(value, numbers.Real) and abs(float(value)) <= MAX_MAGNITUDE
+    except OverflowError:
+        return False
+
+
+def is_observation(value: Any) -> bool:
+    """Whether a value is a text that a tokenizer takes, in a time that a rank can wait."""
+    if not isinstance(value, str) or len(value) > MAX_CHARACTERS:
+        return False
+    return not any("\ud800" <= letter <= "\udfff" for letter in value)
 
 
 def read_step(answer: Any) -> StepResult | None:
@@ -91,7 +110,7 @@ def read_step(answer: Any) -> StepResult | None:
     except (KeyError, TypeError, ValueError):
         return None
     is_sound = (
-        isinstance(result.observation, str | None)
+        (result.observation is None or is_observation(result.observation))
         and (result.reward is None or is_reward(result.reward))
         and isinstance(result.error, str | None)
         and (result.verdict is None or not result.verdict.has_reward)

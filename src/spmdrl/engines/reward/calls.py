@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from operator import mul
 from typing import Any
 
+from spmdrl.engines.workers.strikes import Subject
 from spmdrl.engines.workers.verdict import MAX_MAGNITUDE, Verdict
 
 
@@ -25,6 +26,8 @@ class RewardCall:
     completions: Sequence[str]
     completion_ids: Sequence[Sequence[int]]
     columns: Mapping[str, Sequence[Any]]
+    subject: Subject | None = None
+    """the prompt that all rows answer; it isn't tried again once it has cost two processes"""
 
     def __post_init__(self) -> None:
         num_rows = len(self.prompts)
@@ -105,10 +108,12 @@ def joined(key: Hashable, parts: Sequence[tuple[Sequence[int], RewardResult]]) -
 
 def row_verdict(verdicts: Sequence[Verdict]) -> Verdict:
     """The verdict of a row from those of each function: an error outweighs None, None outweighs a value."""
-    for outweighing in (Verdict.TIMED_OUT, Verdict.CRASHED, Verdict.MALFORMED, Verdict.LEFT_OUT):
+    for outweighing in (Verdict.QUARANTINED, Verdict.TIMED_OUT, Verdict.CRASHED, Verdict.MALFORMED, Verdict.LEFT_OUT):
         if outweighing in verdicts:
             return outweighing
-    return Verdict.WRONG if all(verdict is Verdict.WRONG for verdict in verdicts) else Verdict.SCORED
+    if Verdict.SCORED in verdicts:
+        return Verdict.SCORED
+    return next((verdict for verdict in verdicts if verdict.is_of_program), Verdict.WRONG)
 
 
 def read_scores(parts: Any, num_functions: int, num_rows: int) -> list[FunctionScores] | None:

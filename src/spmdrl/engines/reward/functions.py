@@ -13,7 +13,9 @@ from functools import partial
 from typing import Any, Literal
 
 from spmdrl.engines.reward.calls import FunctionScores, RewardCall, function_names
+from spmdrl.engines.reward.code_config import CODE, CodeConfig
 from spmdrl.engines.reward.rules.answers import RULES, check_rule_installed
+from spmdrl.engines.reward.rules.code_reward import CodeReward, Judged
 from spmdrl.engines.reward.rules.formula import Undecided
 from spmdrl.engines.workers.loading import explain, load_attribute
 from spmdrl.engines.workers.verdict import MAX_MAGNITUDE, Verdict
@@ -34,31 +36,40 @@ class RewardFunction:
     call: Callable[..., Any]
     form: Literal["rule", "trl", "verl"]
 
+    def close(self) -> None:
+        """End what the function has started."""
+        if isinstance(self.call, CodeReward):
+            self.call.close()
+
 
 def needs_answer(specs: Iterable[str]) -> bool:
     """Whether a built-in rule is among the functions: those need an answer in every row."""
     return any(spec in RULES for spec in specs)
 
 
-def load_functions(specs: Sequence[str]) -> list[RewardFunction]:
-    """Load `exact`, `number`, `math`, `pkg.mod:fn` or `file.py:fn`; raises ValueError if one can't be loaded."""
-    return [_load(spec, name) for spec, name in zip(specs, function_names(specs), strict=True)]
+def load_functions(specs: Sequence[str], code: CodeConfig) -> list[RewardFunction]:
+    """Load `exact`, `number`, `code`, `pkg.mod:fn` or `file.py:fn`; raises ValueError if one can't be loaded."""
+    return [_load(spec, name, code) for spec, name in zip(specs, function_names(specs), strict=True)]
 
 
-def _load(spec: str, name: str) -> RewardFunction:
+def _load(spec: str, name: str, code: CodeConfig) -> RewardFunction:
     if spec in RULES:
         check_rule_installed(spec)
         return RewardFunction(name, RULES[spec], "rule")
-    call = load_attribute(spec, "reward.functions", RULES, kind="function")
+    if spec == CODE:
+        return RewardFunction(name, CodeReward(code), "rule")
+    call = load_attribute(spec, "reward.functions", [*RULES, CODE], kind="function")
     return RewardFunction(name, call, _form(spec, call))
 
 
-def load(specs: Sequence[str]) -> tuple[Callable[[dict[str, Any]], Any], dict[str, list[str]]]:
+def load(
+    specs: Sequence[str], settings: Mapping[str, Any]
+) -> tuple[Callable[[dict[str, Any]], Any], dict[str, list[str]]]:
     """What a worker process runs: an answer to each call's message; and the columns that each function needs.
 
-    Raises ValueError if a function can't be loaded.
+    `settings` are those of the reward `code`. Raises ValueError if a function can't be loaded.
     """
-    functions = load_functions(specs)
+    functions = load_functions(specs, CodeConfig(**settings))
 
     def answer(message: dict[str, Any]) -> list[dict[str, Any]]:
         call = RewardCall(**message)
@@ -203,6 +214,8 @@ def _checked_value(outcome: Any) -> tuple[float | None, Verdict, str | None]:
     """A row's value, its verdict, and what is wrong with it."""
     if outcome is None:
         return None, Verdict.LEFT_OUT, None
+    if isinstance(outcome, Judged):
+        return outcome.value, outcome.verdict, None
     if isinstance(outcome, BaseException):
         return None, Verdict.TIMED_OUT if isinstance(outcome, Undecided) else Verdict.CRASHED, explain(outcome)
     if not isinstance(outcome, numbers.Real) and hasattr(outcome, "item") and getattr(outcome, "size", 1) != 0:

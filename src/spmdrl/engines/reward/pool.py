@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Interval
@@ -19,11 +19,13 @@ from spmdrl.engines.reward.calls import (
     read_columns,
     read_scores,
 )
+from spmdrl.engines.reward.code_config import CODE, CodeConfig
 from spmdrl.engines.reward.functions import load_functions, required_columns, score
 from spmdrl.engines.reward.judge_config import JUDGE_PART, JudgeConfig
 from spmdrl.engines.workers.call_pool import CallPool, Isolation, is_debugged, runs_inline
 from spmdrl.engines.workers.call_queue import Call
 from spmdrl.engines.workers.process import PendingCall, WorkerSetup
+from spmdrl.engines.workers.strikes import Strikes
 from spmdrl.engines.workers.verdict import Verdict
 
 CallLevel = Literal["response", "group"]
@@ -36,8 +38,8 @@ class RewardConfig:
     """How rewards are computed."""
 
     functions: tuple[str, ...] = ("math",)
-    """reward functions: exact (the same text), number (plain numbers), choice (letters), math (math-verify), pkg.mod:fn
-    or file.py:fn"""
+    """reward functions: exact (the same text), number (plain numbers), choice (letters), math (math-verify), code (runs
+    the program in a response against the row's tests), pkg.mod:fn or file.py:fn"""
     weights: tuple[float, ...] | None = None
     """weights of the functions in the sum that is the reward; null: 1 each"""
     model: str | None = None
@@ -46,13 +48,16 @@ class RewardConfig:
     tokenizer must have the policy's tokens; reward.functions may be [] beside it; null: none"""
     model_weight: float = 1.0
     """weight of its score in the sum"""
+    code: CodeConfig = field(default_factory=CodeConfig)
+    """how the reward code runs programs"""
     judge: JudgeConfig | None = None
     """a frozen language model that judges responses, beside the functions; null: none"""
     call_level: CallLevel = "response"
     """response: responses are scored as they finish, those of one prompt that finish in one engine step in one call;
     group: one call per prompt with all its responses, once the last has finished, for functions that compare them"""
     timeout_seconds: Annotated[float, Interval(gt=0, lt=math.inf)] = 15.0
-    """a call that takes longer is killed, and its rows have no reward"""
+    """a call that takes longer is killed, and its rows have no reward; the reward code has reward.code.row_seconds
+    besides, for each row"""
     max_error_rate: Annotated[float, Interval(ge=0, le=1)] = 0.05
     """the run stops where more than this share of a step's rows couldn't be scored"""
     workers: Annotated[int, Ge(1)] = 1
@@ -147,13 +152,13 @@ class RewardPool:
     Inline, `submit` computes the rewards itself and nothing can be killed. `close` leaves no process behind.
     """
 
-    def __init__(self, config: RewardConfig, num_workers: int | None = None):
+    def __init__(self, config: RewardConfig, num_workers: int | None = None, strikes: Strikes | None = None):
         self.call_level = config.call_level
         self.names = function_names(config.functions)
         self._weights = config.function_weights
         # No process is needed to call nothing.
         is_inline = runs_inline(config.isolation) or not config.functions
-        self._functions = load_functions(config.functions) if is_inline else None
+        self._functions = load_functions(config.functions, config.code) if is_inline else None
         setup = WorkerSetup(
             section="reward",
             functions_key="reward.functions",
@@ -162,13 +167,16 @@ class RewardPool:
             functions=config.functions,
             environment=config.environment,
             memory_limit_gib=config.memory_limit_gib,
+            settings=asdict(config.code),
         )
+        self._seconds_per_row = config.code.row_seconds if CODE in config.functions else 0.0
         self._calls = CallPool(
             setup,
             _ScoresOfCalls(len(config.functions)),
             num_workers=num_workers or config.workers,
             timeout_seconds=config.timeout_seconds,
             inline=None if self._functions is None else self._score_inline,
+            strikes=strikes,
         )
 
     def __enter__(self) -> RewardPool:
@@ -179,12 +187,17 @@ class RewardPool:
 
     def submit(self, calls: Mapping[Hashable, RewardCall]) -> None:
         """Ask for the rewards of some calls, each under a key of the caller's."""
-        self._calls.submit([Call(key, _message_of(call), call.num_rows) for key, call in calls.items()])
+        self._calls.submit(
+            [
+                Call(key, _message_of(call), call.num_rows, call.num_rows * self._seconds_per_row, call.subject)
+                for key, call in calls.items()
+            ]
+        )
 
     def collect(self, keys: Sequence[Hashable]) -> list[RewardResult]:
         """Wait for the results of these calls and take them out, in the order of `keys`.
 
-        Waits at most `reward.timeout_seconds` for each call that is before them or with them in a worker's queue.
+        Waits at most the time of each call that is before them or with them in a worker's queue.
         """
         return [self._combined(key, scores) for key, scores in zip(keys, self._calls.collect(keys), strict=True)]
 
@@ -204,6 +217,8 @@ class RewardPool:
     def close(self) -> None:
         """End the reward processes with all that they started; results not yet collected stay, calls are given up."""
         self._calls.close()
+        for function in self._functions or ():
+            function.close()
 
     def _score_inline(self, message: dict[str, Any]) -> list[FunctionScores]:
         assert self._functions is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import selectors
 import socket
 import sys
@@ -15,9 +16,15 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from spmdrl.engines.workers.call_queue import Call, CallQueue
 from spmdrl.engines.workers.process import PendingCall, WorkerLost, WorkerProcess, WorkerSetup
+from spmdrl.engines.workers.strikes import MOST_STRIKES, Strike, Strikes
 from spmdrl.engines.workers.verdict import Verdict
+from spmdrl.observability.activity import activity, some
+from spmdrl.resources.watch.stop_request import stop_reason
 
 Isolation = Literal["auto", "process", "inline"]
+
+# In which who waits for calls notices that this process is to stop.
+_STOP_SECONDS = 0.25
 
 A = TypeVar("A")
 A_co = TypeVar("A_co", covariant=True)
@@ -46,6 +53,10 @@ class Answers(Protocol[A_co]):
         ...
 
 
+class Unanswered(Exception):
+    """Calls were not waited for, because this process was asked to stop."""
+
+
 class CallPool(Generic[A]):
     """`submit` returns at once, `collect` waits.
 
@@ -62,12 +73,15 @@ class CallPool(Generic[A]):
         num_workers: int,
         timeout_seconds: float,
         inline: Callable[[dict[str, Any]], A] | None = None,
+        strikes: Strikes | None = None,
     ):
+        """`strikes` counts calls that cost a worker, and has those refused that are about what cost two."""
         self._setup = setup
         self._answers = answers
         self._num_workers = num_workers
         self._timeout_seconds = timeout_seconds
         self._inline = inline
+        self._strikes = strikes
         # Shared by callers and the thread.
         self._changed = threading.Condition()
         self._waiting: set[Hashable] = set()
@@ -100,7 +114,7 @@ class CallPool(Generic[A]):
 
         Raises ValueError for a key that waits to be collected.
         """
-        pending = [call.pending() for call in calls] if self._inline is None else []
+        pending = [call.pending(self._timeout_seconds) for call in calls] if self._inline is None else []
         section = self._setup.section
         with self._changed:
             if self._is_closed:
@@ -119,32 +133,59 @@ class CallPool(Generic[A]):
     def collect(self, keys: Sequence[Hashable]) -> list[A]:
         """Wait for the answers of these calls and take them out, in the order of `keys`.
 
-        Waits at most `timeout_seconds` for each call that is before them or with them in a worker's queue.
+        Waits at most the time of each call that is before them or with them in a worker's queue. Raises Unanswered if
+        this process is asked to stop before all have come.
         """
         self.wait(keys)
         with self._changed:
+            if not self._waiting.isdisjoint(keys):
+                raise Unanswered
             return [self._answered.pop(key)[0] for key in keys]
 
     def wait(self, keys: Sequence[Hashable], seconds: float | None = None) -> float | None:
         """Wait for the answers of these calls; returns the `time.perf_counter` at which the last of them came.
 
-        Returns None where some haven't come after so many seconds.
+        Returns None where some haven't come after so many seconds, and the time now once this process is asked to stop.
         """
         section = self._setup.section
         with self._changed:
             unknown = [key for key in keys if key not in self._waiting and key not in self._answered]
             if unknown:
                 raise KeyError(f"no {section} call was submitted under {unknown!r}, or it was collected before")
-            has_ended = self._changed.wait_for(
-                lambda: self._waiting.isdisjoint(keys) or self._failure is not None or self._is_closed, seconds
-            )
-            if not has_ended:
+            if not self._wait_until_ended(keys, seconds):
                 return None
+            if stop_reason() is not None:
+                return time.perf_counter()
             if not self._waiting.isdisjoint(keys):
                 if self._failure is not None:
                     raise RuntimeError(f"the thread that watches the {section} processes failed") from self._failure
                 raise RuntimeError(f"the {section} pool was closed with {len(self._waiting)} calls under way")
             return max((self._answered[key][1] for key in keys), default=0.0)
+
+    def _wait_until_ended(self, keys: Sequence[Hashable], seconds: float | None) -> bool:
+        """Wait for these calls, or for an end of the pool or of this process; False where the time is over before."""
+        deadline = math.inf if seconds is None else time.monotonic() + seconds
+        activity.calls = lambda: self._describe(keys)
+        try:
+            return self._awaited(keys, deadline)
+        finally:
+            activity.calls = None
+
+    def _describe(self, keys: Sequence[Hashable]) -> str:
+        waiting = [str(key) for key in keys if key in self._waiting]
+        return f"waits for {len(waiting)} {self._setup.section} calls: {some(waiting)}"
+
+    def _awaited(self, keys: Sequence[Hashable], deadline: float) -> bool:
+        while stop_reason() is None:
+            left = max(0.0, deadline - time.monotonic())
+            if self._changed.wait_for(lambda: self._has_ended(keys), min(left, _STOP_SECONDS)):
+                return True
+            if left <= _STOP_SECONDS:
+                return False
+        return True
+
+    def _has_ended(self, keys: Sequence[Hashable]) -> bool:
+        return self._waiting.isdisjoint(keys) or self._failure is not None or self._is_closed
 
     def close(self) -> None:
         """End the workers with all that they started; answers not yet collected stay, calls are given up."""
@@ -158,6 +199,7 @@ class CallPool(Generic[A]):
             self._waker.close()
 
     def _deliver(self, key: Hashable, answer: A) -> None:
+        activity.advance(f"{self._setup.section} answers")
         with self._changed:
             self._waiting.discard(key)
             self._answered[key] = answer, time.perf_counter()
@@ -194,10 +236,21 @@ class CallPool(Generic[A]):
 
     def _dispatch(self) -> None:
         for worker in self._workers:
-            if worker.is_idle and self._pending:
-                worker.start(self._pending.take(self._num_workers), self._timeout_seconds)
-                # An idle worker's pipe is empty: most calls fit into it, and needn't wait for an event.
-                worker.send()
+            while worker.is_idle and self._pending:
+                calls = self._pending.take(self._num_workers)
+                if calls := self._not_refused(calls):
+                    worker.start(calls)
+                    # An idle worker's pipe is empty: most calls fit into it, and needn't wait for an event.
+                    worker.send()
+
+    def _not_refused(self, calls: Sequence[PendingCall]) -> list[PendingCall]:
+        """The calls that may be made; the others are answered."""
+        if self._strikes is None:
+            return list(calls)
+        refused = [call for call in calls if self._strikes.refuses(call.subject)]
+        for call in refused:
+            self._fail(call, Verdict.QUARANTINED, f"this prompt cost {MOST_STRIKES} workers before")
+        return [call for call in calls if call not in refused]
 
     def _exchange(self) -> None:
         """Wait for the next event or deadline, and read and write what can be."""
@@ -255,7 +308,7 @@ class CallPool(Generic[A]):
         answer = self._answers.read(message.get("answer"), call)
         if answer is None:
             return False
-        worker.answered(self._timeout_seconds)
+        worker.answered()
         self._deliver(call.key, answer)
         return True
 
@@ -275,7 +328,10 @@ class CallPool(Generic[A]):
                 how = ending
             call = worker.calls.popleft()
             self._pending.put_back(worker.calls)
-            self._fail(call, verdict, f"the {self._setup.section} process was lost in this call: {how}")
+            error = f"the {self._setup.section} process was lost in this call: {how}"
+            if self._strikes is not None and call.subject is not None:
+                self._strikes.add(Strike(call.subject, error))
+            self._fail(call, verdict, error)
         elif not worker.is_ready:
             if verdict is Verdict.TIMED_OUT:
                 reason = "the functions took too long to load; keep slow work out of the module's top level"

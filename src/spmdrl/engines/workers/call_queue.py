@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from spmdrl.engines.workers.process import PendingCall, line_of
+from spmdrl.engines.workers.strikes import Subject
 
 
 @dataclass(frozen=True)
@@ -19,11 +20,16 @@ class Call:
     """the caller's, under which it collects the answer"""
     message: dict[str, Any]
     num_rows: int = 1
+    extra_seconds: float = 0.0
+    """what it may take beyond the pool's time for a call"""
+    subject: Subject | None = None
+    """what it is about; None: it isn't counted when it costs a worker"""
 
-    def pending(self) -> PendingCall:
-        """The call as it is sent. Raises ValueError where it is too large for that."""
+    def pending(self, timeout_seconds: float) -> PendingCall:
+        """The call as it is sent, with the pool's time for a call. Raises ValueError where it is too large for that."""
         nonce = secrets.token_hex(16)
-        return PendingCall(self.key, nonce, line_of({"nonce": nonce, **self.message}), self.num_rows)
+        line = line_of({"nonce": nonce, **self.message})
+        return PendingCall(self.key, nonce, line, self.num_rows, timeout_seconds + self.extra_seconds, self.subject)
 
 
 class CallQueue:

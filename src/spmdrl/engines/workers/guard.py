@@ -144,7 +144,7 @@ def main(parent: int, memory_limit_bytes: int | None) -> NoReturn:
         worker.main(worker_end)
         os._exit(0)
     worker_end.close()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     calls_fd = os.dup(0)
     # The rank reads the results to their end, which comes once the worker's end of the pipe is closed.

@@ -11,11 +11,12 @@ import sys
 import time
 from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from spmdrl.engines.workers.descent import ProcessTree, send
 from spmdrl.engines.workers.guard import ENDINGS
+from spmdrl.engines.workers.strikes import Subject
 
 _READ_BYTES = 1 << 16
 _MAX_START_SECONDS = 120.0
@@ -51,6 +52,10 @@ class PendingCall:
     line: bytes
     """the message that is sent"""
     num_rows: int
+    seconds: float
+    """what it may take"""
+    subject: Subject | None = None
+    """what it is about"""
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,8 @@ class WorkerSetup:
     environment: Sequence[str]
     """variables that it gets beside those on the list"""
     memory_limit_gib: float | None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """what `load` gets besides the names"""
 
     @property
     def memory_limit_bytes(self) -> int | None:
@@ -109,6 +116,7 @@ class WorkerProcess:
             "functions_key": setup.functions_key,
             "runner": setup.runner,
             "functions": list(setup.functions),
+            "settings": dict(setup.settings),
             "memory_limit_bytes": setup.memory_limit_bytes,
         }
         self._unsent = memoryview(line_of(first))
@@ -135,17 +143,18 @@ class WorkerProcess:
     def is_overdue(self) -> bool:
         return not self.is_idle and time.monotonic() > self.deadline
 
-    def start(self, calls: Sequence[PendingCall], timeout_seconds: float) -> None:
-        """Give it calls, of which each may take so long."""
+    def start(self, calls: Sequence[PendingCall]) -> None:
+        """Give it calls, of which each may take its own time."""
         assert self.is_idle, (self.pid, self.calls)
         self.calls.extend(calls)
-        self.deadline = time.monotonic() + timeout_seconds
+        self.deadline = time.monotonic() + calls[0].seconds
         self._unsent = memoryview(b"".join(call.line for call in calls))
 
-    def answered(self, timeout_seconds: float) -> None:
+    def answered(self) -> None:
         """Its first call is answered: it goes on with the next one, if there is one."""
         self.calls.popleft()
-        self.deadline = time.monotonic() + timeout_seconds
+        if self.calls:
+            self.deadline = time.monotonic() + self.calls[0].seconds
 
     def send(self) -> None:
         """Write as much as the pipe takes now."""

@@ -15,6 +15,7 @@ import importlib
 import json
 import os
 import resource
+import signal
 import socket
 import sys
 from typing import Any, BinaryIO, NoReturn
@@ -30,6 +31,10 @@ def main(control: socket.socket) -> None:
     die_with_parent()
     # Signals that a function sends to its own group or session don't reach the guard.
     os.setsid()
+    # Slurm sends them to every process of a step, and ranks that are asked to stop finish what they do. Not ignored, as
+    # what a function starts would inherit that.
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda *_: None)
     calls, results = _take_pipes(control)
     faulthandler.enable()
     if not (first := calls.readline()).endswith(b"\n"):
@@ -39,7 +44,7 @@ def main(control: socket.socket) -> None:
     _refuse_questions(section)
     _limit_resources(setup["memory_limit_bytes"])
     try:
-        answer, facts = importlib.import_module(setup["runner"]).load(setup["functions"])
+        answer, facts = importlib.import_module(setup["runner"]).load(setup["functions"], setup["settings"])
     except ValueError as error:
         _write(results, {"error": str(error)})
         return

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -18,6 +18,7 @@ from spmdrl.types import Integers, WorkerState
 
 DEFERRED = "deferred"
 """The reason for which a row leaves its batch without being lost: it goes on in the batch of a later step."""
+TRAINED = "trained"
 
 
 class RowStatus(enum.IntEnum):
@@ -144,6 +145,8 @@ class Accounting:
     num_deferred: int
     """Rows that go on in a later step."""
     num_pending: int
+    fates: tuple[str, ...] = ()
+    """Of each row, once all are settled: trained, the reason for which it was dropped, or deferred."""
 
 
 class RowLives:
@@ -210,4 +213,11 @@ class RowLives:
                 f"step {self.step}: {pending.size} of {self.catalogue.num_rows} rows were neither trained nor dropped; "
                 f"row {pending[0]} {self.controllers[WorkerState.UPDATE].describe(int(pending[0]))}"
             )
-        return self.account()
+        return replace(self.account(), fates=self._fates())
+
+    def _fates(self) -> tuple[str, ...]:
+        fates = np.full(self.catalogue.num_rows, TRAINED, dtype=object)
+        for reason, rows in self.catalogue.rows_by_reason().items():
+            fates[rows] = reason
+        fates[self.trained_rows()] = TRAINED
+        return tuple(fates.tolist())

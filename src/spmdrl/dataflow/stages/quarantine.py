@@ -1,0 +1,64 @@
+"""Prompts whose rewards or tools wedged or killed a worker twice: kept in a file of the run, and not tried again.
+
+Each strike is a line of `quarantine.jsonl`. A step that is done again after a restart doesn't count twice.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+
+from spmdrl.engines.workers.strikes import MOST_STRIKES, Strikes
+from spmdrl.observability.logs.jsonl import JsonlWriter, read_jsonl
+from spmdrl.observability.ownership.fence import check_fence
+from spmdrl.observability.terminal.screen import show
+from spmdrl.resources.collectives import broadcast_bytes, gather_bytes
+
+QUARANTINE_FILE = "quarantine.jsonl"
+_MAX_TEXT = 2000
+
+
+class Quarantine:
+    """The strikes of all ranks. Collective: the constructor reads the file, after which all ranks refuse alike."""
+
+    def __init__(self, strikes: Strikes, folder: Path, *, is_main: bool, start_step: int):
+        self.strikes = strikes
+        self._writer = JsonlWriter(folder / QUARANTINE_FILE) if is_main else None
+        if self._writer is not None:
+            # A file of its own: a job that lost the folder, and goes on, has the one before.
+            self._writer.truncate_after(sys.maxsize)
+        known = json.dumps(_counts(folder / QUARANTINE_FILE, start_step)).encode() if is_main else None
+        self._counts = Counter(json.loads(broadcast_bytes(known)))
+        strikes.learn(self._counts)
+
+    def exchange(self, step: int) -> None:
+        """Share strikes since the last time, and write them down. Collective over all ranks."""
+        own = [
+            {"prompt": one.subject.name, "reason": one.reason[:_MAX_TEXT], "text": one.subject.text[:_MAX_TEXT]}
+            for one in self.strikes.take_new()
+        ]
+        of_ranks = [json.loads(payload) for payload in gather_bytes(json.dumps(own).encode())]
+        found = Counter(one["prompt"] for strikes in of_ranks for one in strikes)
+        self.strikes.learn(found - Counter(one["prompt"] for one in own))
+        if found:
+            check_fence()
+        for one in (one for strikes in of_ranks for one in strikes):
+            self._counts[one["prompt"]] += 1
+            count = self._counts[one["prompt"]]
+            if self._writer is not None:
+                self._writer.write({"step": step, "quarantined": count >= MOST_STRIKES, **one})
+            if self._writer is not None and count == MOST_STRIKES:
+                show(f"prompt {one['prompt']} is in quarantine, as it cost {count} workers: {one['reason']}")
+
+
+def _counts(path: Path, start_step: int) -> dict[str, int]:
+    """Strikes by prompt. Those of steps that are done again count where they had put it into quarantine."""
+    counts: Counter[str] = Counter()
+    kept = set()
+    for one in read_jsonl(path) if path.exists() else ():
+        if isinstance(one.get("prompt"), str) and isinstance(one.get("step"), int):
+            counts[one["prompt"]] += one["step"] <= start_step
+            kept |= {one["prompt"]} if one.get("quarantined") is True else set()
+    return {name: MOST_STRIKES if name in kept else count for name, count in counts.items() if count or name in kept}
