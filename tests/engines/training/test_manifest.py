@@ -109,6 +109,12 @@ def test_a_shortened_list_is_damage_though_all_that_it_lists_is_sound(folder):
     assert "trainer/shards_00001.safetensors is not listed" in str(damage(folder))
 
 
+def test_a_flipped_bit_in_the_name_of_the_digest_is_found(folder):
+    text = (folder / MANIFEST).read_text()
+    (folder / MANIFEST).write_text(text.replace("sha256_of", "sha257_of"))
+    assert "'sha257_of_files', which no manifest has" in damage(folder, REQUIRED)
+
+
 def test_a_list_of_an_earlier_version_is_read(folder):
     manifest = json.loads((folder / MANIFEST).read_text())
     del manifest["sha256_of_files"]

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,14 +24,20 @@ from spmdrl.engines.training.checkpoints.manifest import (
     FileEntry,
     Manifest,
     describe_file,
+    read_manifest,
     step_folder_name,
     steps_in,
     sync_file,
 )
+from spmdrl.observability.fault_points import faultpoint
+from spmdrl.observability.ownership.fence import FolderTaken, check_fence, token_number
 from spmdrl.resources.collectives import broadcast_bytes, gather_bytes
 
 WRITE_FAILURES = (OSError, SafetensorError, MemoryError, RuntimeError)
 """What a full or failing disk raises, through Python's files, safetensors or torch."""
+
+
+_WALL_TIME = re.compile(r"(?:([0-9]{1,3})-)?([0-9]{1,3}):([0-5][0-9]):([0-5][0-9])")
 
 
 @dataclass(frozen=True)
@@ -41,6 +48,9 @@ class CheckpointConfig:
     """steps between checkpoints; 0: only after the last step"""
     keep_last: Annotated[int, Ge(1)] = 2
     """number of newest checkpoints that are kept"""
+    asynchronous: bool = False
+    """whether threads write checkpoints while training goes on, from copies in the host's memory; a job that dies
+    meanwhile goes on from the checkpoint before"""
     keep_every: Annotated[int, Ge(1)] | None = None
     """checkpoints whose step is a multiple of this are kept for good; null: none are"""
     keep_rollouts: bool = False
@@ -58,15 +68,31 @@ class CheckpointConfig:
     keep_best: Annotated[int, Ge(1)] | None = None
     """number of checkpoints with the best values of `best` that are kept beside the newest; null: 1 where `best` is
     set, else 0"""
+    save_by: str | None = None
+    """time after its start by which a job saves and leaves with exit code 75, so that the same command goes on:
+    HH:MM:SS or D-HH:MM:SS; null: two minutes before Slurm's time limit, where there is one"""
     best_mode: Literal["max", "min"] = "max"
     """whether higher (max) or lower (min) values of the metric in `best` are better"""
 
     def __post_init__(self) -> None:
+        if self.save_by is not None and _WALL_TIME.fullmatch(self.save_by) is None:
+            raise ValueError(
+                f"checkpoint.save_by is {self.save_by!r}, but must be HH:MM:SS or D-HH:MM:SS, such as 11:50:00"
+            )
         if self.model_only and self.keep_rollouts:
             raise ValueError(
                 "checkpoint.model_only and checkpoint.keep_rollouts are both true, but rollouts are kept for a "
                 "run that resumes, which needs the trainer's state; set one of them to false"
             )
+
+    @property
+    def save_by_seconds(self) -> float | None:
+        """`save_by` in seconds."""
+        found = None if self.save_by is None else _WALL_TIME.fullmatch(self.save_by)
+        if found is None:
+            return None
+        days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+        return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
 
     @property
     def best_metric(self) -> str | None:
@@ -93,6 +119,30 @@ class SaveResult:
     num_bytes: int = 0
     error: str | None = None
 
+    def to_json(self) -> str:
+        return json.dumps([self.folder and str(self.folder), self.num_bytes, self.error])
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> SaveResult:
+        folder, num_bytes, error = json.loads(text)
+        return cls(folder and Path(folder), num_bytes, error)
+
+
+@dataclass(frozen=True)
+class Written:
+    """What one rank wrote of a checkpoint, or the reason why it could not."""
+
+    files: Mapping[str, FileEntry]
+    error: str | None = None
+
+    def to_json(self) -> str:
+        return json.dumps([{name: asdict(entry) for name, entry in self.files.items()}, self.error])
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Written:
+        files, error = json.loads(text)
+        return cls({name: FileEntry(**entry) for name, entry in files.items()}, error)
+
 
 class CheckpointStore:
     """The checkpoints of one run, in a folder that every rank can reach."""
@@ -112,26 +162,55 @@ class CheckpointStore:
 
         `write(folder)` returns the paths that this rank wrote below `folder`. If it fails for want of space on any
         rank, nothing is left behind, and the result has the reason. The earlier checkpoints stay until `forget_old`.
+        Raises FolderTaken on the ranks of a job that has lost the run's folder.
         """
-        aside = self.root / f".writing_{step_folder_name(step)}"
-        entries: dict[str, FileEntry] = {}
-        error = self._on_main(lambda: _make_anew(aside))
+        aside, error = self.begin(step)
+        if error is not None:
+            return SaveResult(None, error=error)
+        own = self.describe(aside, lambda: write(aside))
+        reports = [Written.from_json(report) for report in gather_bytes(own.to_json().encode())]
+        result = self.publish(step, aside, reports).to_json().encode() if self.is_main else None
+        return SaveResult.from_json(broadcast_bytes(result))
+
+    def begin(self, step: int) -> tuple[Path, str | None]:
+        """Make the folder that a checkpoint is written into; on every rank, that folder, or why there is none.
+
+        Collective. Raises FolderTaken on the ranks of a job that has lost the run's folder.
+        """
+        check_fence()
+        # No two jobs write into the same folder, whatever became of their locks.
+        aside = self.root / f".writing_{token_number()}_{step_folder_name(step)}"
+        error = ""
+        if self.is_main:
+            try:
+                _make_anew(aside)
+            except WRITE_FAILURES as failure:
+                error = text_of(failure)
+                shutil.rmtree(aside, ignore_errors=True)
+        return aside, broadcast_bytes(error.encode() if self.is_main else None).decode() or None
+
+    def describe(self, aside: Path, write: Callable[[], Iterable[Path]]) -> Written:
+        """Write this rank's files into the folder, and force them to the disk."""
+        try:
+            return Written({path.relative_to(aside).as_posix(): describe_file(path) for path in write()})
+        except WRITE_FAILURES as failure:
+            return Written({}, text_of(failure))
+
+    def publish(self, step: int, aside: Path, reports: Sequence[Written]) -> SaveResult:
+        """On the main rank, give the checkpoint its name once every rank has written; else remove what there is.
+
+        Raises FolderTaken where the run's folder was lost.
+        """
+        error = next((report.error for report in reports if report.error is not None), None)
+        files = {name: entry for report in reports for name, entry in report.files.items()}
         if error is None:
             try:
-                entries = {path.relative_to(aside).as_posix(): describe_file(path) for path in write(aside)}
+                self._publish(aside, Manifest(step, files, token_number()))
+                return SaveResult(self.folder_of(step), sum(entry.bytes for entry in files.values()))
             except WRITE_FAILURES as failure:
-                error = _text_of(failure)
-            own = json.dumps([{name: asdict(entry) for name, entry in entries.items()}, error])
-            reports = [json.loads(report) for report in gather_bytes(own.encode())]
-            error = next((report[1] for report in reports if report[1]), None)
-            entries = {name: FileEntry(**entry) for report in reports for name, entry in report[0].items()}
-        if error is None:
-            error = self._on_main(lambda: self._publish(aside, Manifest(step, entries)))
-        if error is not None:
-            if self.is_main:
-                shutil.rmtree(aside, ignore_errors=True)
-            return SaveResult(None, error=error)
-        return SaveResult(self.folder_of(step), sum(entry.bytes for entry in entries.values()))
+                error = text_of(failure)
+        shutil.rmtree(aside, ignore_errors=True)
+        return SaveResult(None, error=error)
 
     def remove_leftovers(self) -> None:
         """Delete what a killed save left half-written, on the main rank."""
@@ -145,30 +224,24 @@ class CheckpointStore:
         for aside in self.root.glob(".*step_*"):
             shutil.rmtree(aside, ignore_errors=True)
 
-    def _on_main(self, action: Callable[[], None]) -> str | None:
-        """Do something on the main rank; why it failed, on every rank. Collective."""
-        error = ""
-        if self.is_main:
-            try:
-                action()
-            except WRITE_FAILURES as failure:
-                error = _text_of(failure)
-        return broadcast_bytes(error.encode() if self.is_main else None).decode() or None
-
     def _publish(self, aside: Path, manifest: Manifest) -> None:
         path = aside / MANIFEST
+        faultpoint("checkpoint.write")
         path.write_text(manifest.to_json())
         sync_file(path)
         for folder in {path.parent for path in aside.rglob("*")}:
             sync_file(folder)
         target, old = self.folder_of(manifest.step), self.root / f".old_{step_folder_name(manifest.step)}"
+        check_fence()
         shutil.rmtree(old, ignore_errors=True)
         with suppress(FileNotFoundError):
-            os.rename(target, old)
+            _rename(target, old)
+            _refuse_newer(old, target, manifest.token)
         try:
-            os.rename(aside, target)
+            # Refused by the kernel where another job has published this step meanwhile.
+            _rename(aside, target)
         except OSError:
-            with suppress(FileNotFoundError):
+            with suppress(OSError):
                 os.rename(old, target)
             raise
         sync_file(self.root)
@@ -183,7 +256,8 @@ class CheckpointStore:
                 # A job that is killed in the middle of it leaves no half of a checkpoint under its name.
                 aside = self.root / f".forgotten_{step_folder_name(step)}"
                 with suppress(OSError):
-                    os.rename(self.folder_of(step), aside)
+                    check_fence()
+                    _rename(self.folder_of(step), aside)
                     shutil.rmtree(aside)
 
     def steps(self) -> list[int]:
@@ -191,10 +265,32 @@ class CheckpointStore:
         return steps_in(self.root)
 
 
+def _rename(source: Path, target: Path) -> None:
+    faultpoint("checkpoint.rename")
+    os.rename(source, target)
+    faultpoint("checkpoint.rename")
+
+
+def _refuse_newer(moved: Path, target: Path, token: int) -> None:
+    """Put back a folder that was to be replaced, and raise FolderTaken, where a newer job has written it.
+
+    Looked at once it has been moved, since it could change before.
+    """
+    try:
+        newer = read_manifest(moved).token
+    except (OSError, ValueError):
+        # Damaged, so that the run went on from before it.
+        return
+    if newer > token:
+        os.rename(moved, target)
+        raise FolderTaken(f"{target} was written by a newer job, with the token {newer}; this job has {token} and ends")
+
+
 def _make_anew(folder: Path) -> None:
+    faultpoint("checkpoint.write")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
 
 
-def _text_of(failure: BaseException) -> str:
+def text_of(failure: BaseException) -> str:
     return f"{type(failure).__name__}: {failure}"

@@ -13,7 +13,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from spmdrl.observability.activity import activity
+from spmdrl.observability.fault_points import faultpoint
+
 MANIFEST = "manifest.json"
+_DIGEST = "sha256_of_files"
+_FENCE_KEY = "token"
 _READ_BYTES = 1 << 22
 _STEP_PREFIX = "step_"
 
@@ -32,10 +37,13 @@ class Manifest:
 
     step: int
     files: Mapping[str, FileEntry]
+    token: int = 0
+    """the number of the token of the job that wrote it; 0: none"""
 
     def to_json(self) -> str:
         files = {name: asdict(entry) for name, entry in sorted(self.files.items())}
-        return json.dumps({"step": self.step, "files": files, "sha256_of_files": _digest_of(files)}, indent=1)
+        content = {"step": self.step, "files": files, _DIGEST: _digest_of(files, self.token)}
+        return json.dumps(content | ({_FENCE_KEY: self.token} if self.token else {}), indent=1)
 
 
 def step_folder_name(step: int) -> str:
@@ -78,11 +86,17 @@ def read_manifest(folder: Path) -> Manifest:
         or not isinstance(content.get("files"), dict)
     ):
         raise ValueError(f"its {MANIFEST} is no object with a step and files")
-    digest = content.get("sha256_of_files")
+    if unknown := content.keys() - {"step", "files", _DIGEST, _FENCE_KEY}:
+        raise ValueError(f"its {MANIFEST} has {min(unknown)!r}, which no manifest has")
+    token = content.get(_FENCE_KEY, 0)
+    if not _is_count(token):
+        raise ValueError(f"its {MANIFEST} has {token!r} in place of a token's number")
+    digest = content.get(_DIGEST)
     # Checkpoints of earlier versions have no digest of the list itself.
-    if "sha256_of_files" in content and digest != _digest_of(content["files"]):
+    if _DIGEST in content and digest != _digest_of(content["files"], token):
         raise ValueError(f"the files in its {MANIFEST} were changed: their digest is another")
-    return Manifest(content["step"], {name: _entry(name, value) for name, value in content["files"].items()})
+    entries = {name: _entry(name, value) for name, value in content["files"].items()}
+    return Manifest(content["step"], entries, token)
 
 
 def sha256_of(path: Path) -> str:
@@ -95,6 +109,7 @@ def sha256_of(path: Path) -> str:
 
 def sync_file(path: Path) -> None:
     """Force a file's or a folder's content to the disk."""
+    faultpoint("checkpoint.fsync")
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -105,7 +120,10 @@ def sync_file(path: Path) -> None:
 def describe_file(path: Path) -> FileEntry:
     """The entry of a file that was just written, once it is on the disk."""
     sync_file(path)
-    return FileEntry(path.stat().st_size, sha256_of(path))
+    entry = FileEntry(path.stat().st_size, sha256_of(path))
+    activity.advance("files")
+    faultpoint("checkpoint.write", path)
+    return entry
 
 
 def _damage(folder: Path, manifest: Manifest, required: Collection[str], below: str) -> str | None:
@@ -143,8 +161,10 @@ def _is_count(value: object) -> bool:
     return type(value) is int and value >= 0
 
 
-def _digest_of(files: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
+def _digest_of(files: Mapping[str, Any], token: int) -> str:
+    # Manifests of jobs without a token are digested as before there were any.
+    content = [token, files] if token else files
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

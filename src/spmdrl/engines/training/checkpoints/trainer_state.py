@@ -19,6 +19,7 @@ from torch import Tensor
 from spmdrl.engines.models.hf.model_folder import parameter_shapes
 from spmdrl.engines.training.sharding.sharded_model import Shard
 from spmdrl.engines.training.training_engine import TrainingEngine
+from spmdrl.observability.fault_points import faultpoint
 from spmdrl.types import WeightSlice
 
 STEP = WeightSlice("step", (), ())
@@ -72,6 +73,7 @@ def write_shards(folder: Path, rank: int, shards: Mapping[str, Shard]) -> Path:
     path = folder / f"shards_{rank:05d}.safetensors"
     slices = {key: [shard.slice.starts, shard.slice.stops] for key, shard in shards.items()}
     tensors = {key: shard.tensor.contiguous() for key, shard in shards.items()}
+    faultpoint("checkpoint.write")
     save_file(tensors, path, metadata={"slices": json.dumps(slices)})
     return path
 
