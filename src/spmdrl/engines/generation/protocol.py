@@ -195,7 +195,7 @@ class GenerationEngine(Protocol):
         """Return everything unfinished with its tokens so far, and forget it."""
         ...
 
-    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+    def weight_shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Shape of each whole weight that it holds all or part of, by the decoder's name."""
         ...
 

@@ -28,7 +28,10 @@ from spmdrl.engines.training.heads import LikeliestHead, LogprobHead, TokenHead,
 from spmdrl.engines.training.pipeline.pipeline_runner import PipelineRunner, sum_tied_gradients
 from spmdrl.engines.training.routing.routers import RecordingRoute, RoutedTokens, RoutingScope
 from spmdrl.engines.training.sharding.sharded_model import ShardedModel, local_gradients
+from spmdrl.observability.activity import activity
+from spmdrl.observability.fault_points import faultpoint
 from spmdrl.resources.device import Device, to_device
+from spmdrl.resources.memory import is_out_of_memory
 from spmdrl.types.roles import Rating
 
 ToScalar = Callable[[MicroBatch, tuple[Tensor, ...]], Tensor]
@@ -66,6 +69,8 @@ class Passes:
         self._vocabulary = None
         if self._mesh.tensor.size > 1:
             self._vocabulary = VocabularyPart.of(model.config.vocab_size, self._mesh.tensor)
+        self.ran_out = ""
+        """an allocator's words, from where this rank ran out of memory to where the pass is begun anew"""
         self._pipeline: PipelineRunner | None = None
         if self._mesh.pipeline.size > 1:
             self._pipeline = PipelineRunner(model.stages, self._mesh.pipeline, self._mesh.layout, self._device)
@@ -85,10 +90,18 @@ class Passes:
         if self._pipeline and plan:
             size = max(self._size(_offsets(*self._laid_out(rows, members))) for members in plan)
         for members in plan:
-            chosen, layout = self._laid_out(rows, members)
-            whole = to_microbatch(chosen, members, self._device, self._rating, layout)
-            micro = self._placed(whole, chosen, layout, size)
-            yield micro if scope is None else replace(micro, route=_recording_route(scope, chosen, micro))
+            yield self._standing_in(lambda members=members: self._prepared(rows, members, size, scope), self._dummy)
+
+    def _prepared(
+        self, rows: TokenRows, members: Sequence[int], size: int | None, scope: RoutingScope | None
+    ) -> MicroBatch:
+        chosen, layout = self._laid_out(rows, members)
+        whole = to_microbatch(chosen, members, self._device, self._rating, layout)
+        micro = self._placed(whole, chosen, layout, size)
+        return micro if scope is None else replace(micro, route=_recording_route(scope, chosen, micro))
+
+    def _dummy(self) -> MicroBatch:
+        return self._prepared(dummy_rows(), [], None, None)
 
     def evaluate(self, micros: Iterable[MicroBatch], collect: Collect, head_of: HeadOf) -> None:
         """Run forward without a gradient, and call `collect` on the ranks that hold the head.
@@ -103,7 +116,7 @@ class Passes:
         with torch.no_grad(), self._leaving_shards():
             if self._pipeline is None:
                 for micro in micros:
-                    self._run(self._model.stages[0], None, micro, to_scalar, head_of)
+                    self._forward(micro, to_scalar, head_of)
             else:
                 self._through_pipeline(self._pipeline.evaluate, list(micros), to_scalar, head_of)
 
@@ -112,10 +125,43 @@ class Passes:
         with self._leaving_shards():
             if self._pipeline is None:
                 for micro in micros:
-                    self._run(self._model.stages[0], None, micro, to_scalar, self.head).backward()
+                    self._backward(self._forward(micro, to_scalar, self.head))
             else:
                 self._through_pipeline(self._pipeline.train, list(micros), to_scalar, self.head)
         self._sum_copies()
+
+    def _forward(self, micro: MicroBatch, to_scalar: ToScalar, head_of: HeadOf) -> Tensor:
+        """A micro-batch through a model of one stage."""
+
+        def run(micro: MicroBatch) -> Tensor:
+            return self._run(self._model.stages[0], None, micro, to_scalar, head_of)
+
+        return self._standing_in(lambda: run(micro), lambda: run(self._dummy()))
+
+    def _standing_in(self, real: Callable[[], Any], dummy: Callable[[], Any]) -> Any:
+        """What `real` gives; of the dummy once this rank has run out of memory, so that it still meets the others."""
+        if not self.ran_out:
+            try:
+                return real()
+            except (MemoryError, RuntimeError) as error:
+                if not (self._model.forwards_alone and is_out_of_memory(error)):
+                    raise
+                self._note_out(error)
+        return dummy()
+
+    def _backward(self, scalar: Tensor) -> None:
+        try:
+            faultpoint("backward")
+            scalar.backward()
+        except (MemoryError, RuntimeError) as error:
+            # Once some gradients are with other ranks, they can't be kept in step any more.
+            if not (self._model.is_plain and is_out_of_memory(error)):
+                raise
+            self._note_out(error)
+
+    def _note_out(self, error: BaseException) -> None:
+        # The words alone: the error itself refers to all that the pass holds.
+        self.ran_out = (str(error) or "no more memory").splitlines()[0]
 
     @contextmanager
     def _leaving_shards(self) -> Iterator[None]:
@@ -138,6 +184,7 @@ class Passes:
         self, stage: Decoder, inputs: Tensor | None, micro: MicroBatch, to_scalar: ToScalar, head_of: HeadOf
     ) -> Tensor:
         """One stage's forward: hidden states for the next stage, or the scalar that the last one ends in."""
+        activity.advance("micro-batches")
         first = micro.tokens_T if stage.span.embeds else inputs
         out: Any = stage(first, micro.positions_T, micro.attend, head_of(micro), micro.route)
         if not stage.span.heads:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 import torch
 from annotated_types import Ge
@@ -21,6 +21,7 @@ from spmdrl.engines.training.batching.microbatch import (
     DEFAULT_TOKENS_PER_MICROBATCH_ON_CPU,
     plan_microbatches,
 )
+from spmdrl.engines.training.batching.microbatch_limit import MemoryRanOut, MicrobatchLimit
 from spmdrl.engines.training.batching.packed_rows import (
     Likeliest,
     LossFunction,
@@ -38,11 +39,13 @@ from spmdrl.engines.training.sharding.parallelize import Precision, build_sharde
 from spmdrl.engines.training.sharding.sharded_model import Shard
 from spmdrl.engines.training.update.optimizer import OptimConfig
 from spmdrl.engines.training.update.updater import Accumulated, Updater, UpdateResult
+from spmdrl.observability.fault_points import faultpoint
 from spmdrl.resources.device import Device, to_device
 from spmdrl.resources.mesh import UpdateMesh
 from spmdrl.types.roles import Rating
 
 Recompute = Literal["none", "full"]
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,8 @@ class TrainingConfig:
     """routing of tokens to experts, in models that have them"""
     max_tokens_per_microbatch: Annotated[int, Ge(1)] | None = None
     """tokens that go through the model at once, prompts included; a longer row runs alone; null: 16384, on CPU 4096"""
+    max_skipped_in_a_row: Annotated[int, Ge(1)] | None = 10
+    """skipped updates in a row, as loss or gradient isn't finite, after which the run ends; null: none are too many"""
     share_prompts: bool = True
     """rows of a micro-batch with the same prompt compute it once, in the update and where rows are scored, unless a
     response is more than four times as long; equal responses too, and in dense models no token behind which nothing is
@@ -145,10 +150,15 @@ class TrainingEngine:
         if not frozen:
             self._updater = Updater(self.model, optim, device, num_updates=training.num_updates)
         self._row_cost = row_cost_of(config)
+        self.limit = MicrobatchLimit(training.tokens_per_microbatch(device))
+        """may be shared with other engines"""
+        self.when_skipped: Callable[[TokenRows, UpdateResult], None] | None = None
+        """called with this rank's rows of an update that was skipped, on every rank"""
 
     def load(self, source: WeightSource) -> None:
         """Fill the weights; each rank reads only the slices that it holds."""
         self.check_weights_present("load")
+        faultpoint("load")
         for shard in self.named_shards().values():
             if shard.slice.num_elements:
                 shard.tensor.copy_(source.read(shard.slice))
@@ -199,10 +209,27 @@ class TrainingEngine:
         A loss or gradient that is not finite, on any rank, makes all ranks skip the step. Gradients are gone
         afterwards. Raises ValueError, on every rank, where no rank has rows.
         """
+        result = self._redoing(lambda: self._update(rows, loss))
+        if result.skipped and self.when_skipped is not None:
+            self.when_skipped(rows, result)
+        return result
+
+    def _update(self, rows: TokenRows, loss: LossFunction) -> UpdateResult:
         try:
             return self.step(self.accumulate(rows, loss))
         finally:
             self.drop_gradients()
+
+    def _redoing(self, attempt: Callable[[], Made]) -> Made:
+        """What an attempt gives, done anew with half the tokens per micro-batch where a rank ran out of memory."""
+        while True:
+            self._passes.ran_out = ""
+            try:
+                return attempt()
+            except MemoryRanOut as failure:
+                self.limit.halve(failure)
+            # Behind the block, which holds what the pass had reached.
+            self.device.empty_cache()
 
     def accumulate(self, rows: TokenRows, loss: LossFunction) -> Accumulated:
         """Add the gradient of these rows to the weights'. Collective over the mesh; see `update`."""
@@ -219,11 +246,14 @@ class TrainingEngine:
             if not micro.members:
                 return sum(0.0 * values.sum() for values in ratings)
             terms = loss(Scores(*ratings) if self.rating == "logprobs" else ratings[0], micro)
+            faultpoint("forward", terms.loss)
             # Read once all are done, as reading waits for the device.
             reported.append(terms.detached())
             return terms.loss
 
         self._passes.train(micros, to_scalar)
+        if self._passes.ran_out:
+            return Accumulated([], None, len(micros), self._passes.ran_out)
         return Accumulated(reported if self._passes.has_ratings else [], self._router_statistics(micros), len(micros))
 
     def step(self, accumulated: Accumulated) -> UpdateResult:
@@ -295,7 +325,7 @@ class TrainingEngine:
 
     def _plan(self, rows: TokenRows) -> list[list[int]]:
         # Context ranks share each row's tokens, so together they have that many times the budget.
-        max_tokens = self.training.tokens_per_microbatch(self.device) * self.mesh.context.size
+        max_tokens = self.limit.tokens * self.mesh.context.size
         bundles = bundle_rows(rows, self._row_cost, max_tokens=max_tokens, sharing=self._sharing)
         plan = plan_microbatches(
             [bundle.num_tokens for bundle in bundles],
@@ -311,15 +341,27 @@ class TrainingEngine:
         All of them, since reading those of one micro-batch would wait for the device before the next is queued.
         """
         self.check_weights_present(action)
+        return self._redoing(lambda: self._rated(rows, head_of))
+
+    def _rated(self, rows: TokenRows, head_of: HeadOf) -> list[tuple[Sequence[int], tuple[Tensor, ...]]]:
         found: list[tuple[Sequence[int], tuple[Tensor, ...]]] = []
 
         def collect(micro: MicroBatch, ratings: tuple[Tensor, ...]) -> None:
+            faultpoint("score")
             found.append((micro.members, ratings))
 
         if plan := self._plan(rows):
             scope = self._routing_scope(rows) if rows.experts_TLC is not None else None
             self._passes.evaluate(self._passes.prepare(rows, plan, scope), collect, head_of)
+            self._agree_on_memory()
         return found
+
+    def _agree_on_memory(self) -> None:
+        """Raise MemoryRanOut on every rank where one ran out and is still in step. Collective over the data axes."""
+        words = self._passes.ran_out
+        if self.model.forwards_alone and self.mesh.data.max(torch.tensor([bool(words)], dtype=torch.int32)):
+            who = f"rank {self.mesh.rank}" if words else "another rank"
+            raise MemoryRanOut(f"{who} ran out of memory: {words or 'see its words'}")
 
     def _routing_scope(self, rows: TokenRows) -> RoutingScope | None:
         """What the routers of one update share. Collective over the data axes."""

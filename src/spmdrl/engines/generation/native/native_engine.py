@@ -30,6 +30,7 @@ from spmdrl.engines.generation.native.sampling import RowDrawer
 from spmdrl.engines.generation.protocol import Decode, Finish, Request, Response, all_weights
 from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.decoder import DecoderConfig
+from spmdrl.observability.fault_points import faultpoint
 from spmdrl.resources.mesh import GenerationMesh, lone_generation_mesh
 from spmdrl.types import WeightSlice, whole_slice
 
@@ -121,6 +122,7 @@ class NativeEngine:
     @torch.inference_mode()
     def step(self) -> list[Response]:
         self._require_awake("generate")
+        faultpoint("generate")
         self._is_mid_step = True
         responses = self._start_rows(self._scheduler.admit())
         if self._scheduler.running or not self._lockstep.is_alone:

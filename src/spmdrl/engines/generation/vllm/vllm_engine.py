@@ -116,7 +116,7 @@ class VllmEngine:
         outputs = self._llm.generate(prompts, sampling, use_tqdm=False)
         return [logprobs_of_prompt(row, output.prompt_logprobs) for row, output in zip(rows, outputs, strict=True)]
 
-    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+    def weight_shapes(self) -> Mapping[str, tuple[int, ...]]:
         return parameter_shapes(self._config)
 
     def weight_slices(self) -> dict[str, WeightSlice]:
@@ -294,7 +294,7 @@ def _launch_variables() -> Iterator[None]:
     """The launcher's variables for vLLM, which needs two also in a job without a launcher, and rewrites others."""
     launch = read_launch_environment(os.environ)
     kept = {name: os.environ.get(name) for name in TORCHRUN_VARIABLES}
-    os.environ.update({"RANK": str(launch.rank), "LOCAL_RANK": str(launch.local_rank)})
+    os.environ.update({"RANK": str(launch.rank), "LOCAL_RANK": str(launch.device_index)})
     try:
         yield
     finally:

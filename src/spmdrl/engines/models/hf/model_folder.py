@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -162,20 +164,23 @@ def _write_head(language_model: str, head: Literal["vocab", "value"]) -> dict[st
     }
 
 
-def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+@functools.lru_cache(maxsize=8)
+def parameter_shapes(config: DecoderConfig) -> Mapping[str, tuple[int, ...]]:
     """Shape of each weight by name, in the decoder's order: parameters, and buffers that are weights too.
 
     The names are transformers' own, but for the experts of a layer, which are stacked.
     """
+    # Each checkpoint asks, and a decoder takes milliseconds a layer to make.
     with torch.device("meta"):
         decoder = Decoder(config)
-    return {name: tuple(weight.shape) for name, weight in decoder.state_dict().items()}
+    return MappingProxyType({name: tuple(weight.shape) for name, weight in decoder.state_dict().items()})
 
 
-def buffer_dtypes(config: DecoderConfig) -> dict[str, torch.dtype]:
+@functools.lru_cache(maxsize=8)
+def buffer_dtypes(config: DecoderConfig) -> Mapping[str, torch.dtype]:
     """The dtype of each buffer that is a weight, by name: it keeps it whatever dtype the parameters are in."""
     with torch.device("meta"):
-        return {name: buffer.dtype for name, buffer in Decoder(config).named_buffers()}
+        return MappingProxyType({name: buffer.dtype for name, buffer in Decoder(config).named_buffers()})
 
 
 def _decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:

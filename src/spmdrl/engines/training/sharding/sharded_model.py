@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -16,11 +17,13 @@ from spmdrl.engines.models.lora import adapted_linears, is_adapter
 from spmdrl.engines.parallel.parts import Parts
 from spmdrl.engines.parallel.tensor_parallel import is_first
 from spmdrl.engines.parallel.weight_cuts import chunk_of
-from spmdrl.resources.collectives import sum_over
+from spmdrl.resources.collectives import group_size, sum_into
 from spmdrl.resources.mesh import UpdateMesh
 from spmdrl.types import WeightSlice, whole_slice
 
 _EMBEDDING = "model.embed_tokens.weight"
+# In float32 64 MiB: a reduction of fewer takes about as long as its messages do without content.
+_BUCKET_NUMEL = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -169,18 +172,35 @@ class ShardedModel:
         counts as 0. Buffers keep their own dtype.
         """
         kept = buffer_dtypes(self.config)
+        shapes = {name: shape for name, shape in parameter_shapes(self.config).items() if wanted(name)}
+        for bucket in _buckets(shapes):
+            for name, whole in self._sum_bits(shards, {name: shapes[name] for name in bucket}):
+                yield name, whole.to(kept.get(name, dtype))
+
+    def _sum_bits(
+        self, shards: Mapping[str, Shard], shapes: Mapping[str, tuple[int, ...]]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield tensors whole, in float32, by one reduction. Collective over all ranks.
+
+        Sums of bits with zeros keep every bit; of numbers, they would lose the sign of -0.
+        """
         device = next(iter(self.named_weights()))[1].device
-        for name, shape in parameter_shapes(self.config).items():
-            if not wanted(name):
-                continue
-            # Sums of bits with zeros keep every bit; of numbers, they would lose the sign of -0.
-            bits = torch.zeros(shape, dtype=torch.int32, device=device)
+        if group_size() == 1:
+            for name, shape in shapes.items():
+                held = shards.get(name)
+                yield name, torch.zeros(shape, device=device) if held is None else held.tensor.detach().float()
+            return
+        sizes = [math.prod(shape) for shape in shapes.values()]
+        bits = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
+        for (name, shape), part in zip(shapes.items(), bits.split(sizes), strict=True):
             shard = shards.get(name)
             if shard is not None and shard.is_first and shard.slice.num_elements:
-                bits[shard.slice.index_within(whole_slice(name, shape))] = (
+                part.view(shape)[shard.slice.index_within(whole_slice(name, shape))] = (
                     shard.tensor.detach().to(torch.float32).view(torch.int32)
                 )
-            yield name, sum_over(bits).view(torch.float32).to(kept.get(name, dtype))
+        sum_into(bits)
+        for (name, shape), whole in zip(shapes.items(), bits.view(torch.float32).split(sizes), strict=True):
+            yield name, whole.view(shape)
 
     def tied_gradients(self) -> list[Tensor]:
         """What this rank stores of the gradients of a tied weight: of the embedding, or of the head's copy of it.
@@ -190,10 +210,37 @@ class ShardedModel:
         held = [decoder.model.embed_tokens for decoder in self.decoders]
         return [local_tensor(one.weight.grad) for one in held if one is not None and one.weight.grad is not None]
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether FSDP2, which remembers where a pass stands, has no part in this model."""
+        return not self._fsdp_modules
+
+    @property
+    def forwards_alone(self) -> bool:
+        """Whether ranks meet before the first layer and behind backward alone: any may do another forward pass.
+
+        Of several units, FSDP2 forgets to reduce the one whose forward was cut short in its turn.
+        """
+        return self.mesh.model.size == 1 and self.mesh.expert.size == 1 and len(self._fsdp_modules) <= 1
+
     def reshard(self) -> None:
         """Leave nothing on the device but this rank's shards."""
         for module in self._fsdp_modules:
             module.reshard()
+
+
+def _buckets(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[list[str]]:
+    """Cut the names, in their order, into runs whose tensors are summed together."""
+    bucket: list[str] = []
+    numel = 0
+    for name, shape in shapes.items():
+        if bucket and numel + math.prod(shape) > _BUCKET_NUMEL:
+            yield bucket
+            bucket, numel = [], 0
+        bucket.append(name)
+        numel += math.prod(shape)
+    if bucket:
+        yield bucket
 
 
 def _is_tied_copy(decoder: Decoder) -> bool:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from spmdrl.engines.training.batching.microbatch_limit import MemoryRanOut
 from spmdrl.engines.training.batching.packed_rows import LossTerms
 from spmdrl.engines.training.routing.router_statistics import RouterStatistics
 from spmdrl.engines.training.sharding.sharded_model import Shard, ShardedModel, local_tensor
@@ -20,6 +21,7 @@ from spmdrl.engines.training.update.optimizer import (
     learning_rate,
     squared_norm,
 )
+from spmdrl.observability.fault_points import faultpoint
 from spmdrl.observability.metrics import Recorder, Stat, table_of, totals_of
 from spmdrl.resources.collectives import gather_bytes
 from spmdrl.resources.device import Device
@@ -37,6 +39,8 @@ class Accumulated:
     router: RouterStatistics | None
     """What this rank's routers did; None in a dense model."""
     num_microbatches: int
+    ran_out: str = ""
+    """Why this rank's part is missing, where its memory ran out."""
 
 
 @dataclass(frozen=True)
@@ -71,10 +75,14 @@ class Updater:
         """Optimizer steps made so far; skipped ones don't count."""
 
     def step(self, accumulated: Accumulated) -> UpdateResult:
-        """Agree on loss, norm and metrics, and step if they are finite. Collective over the mesh."""
+        """Agree on loss, norm and metrics, and step if they are finite. Collective over the mesh.
+
+        Raises MemoryRanOut, on every rank, where the part of some rank is missing.
+        """
         gradients = self._model.named_gradients()
+        faultpoint("optim", *(shard.tensor for shard in gradients.values()))
         squares = squared_norm([shard.tensor for shard in gradients.values() if shard.is_first])
-        norm, totals = _agreed(squares, accumulated.terms)
+        norm, totals = _agreed(squares, accumulated)
         loss = totals.pop(_LOSS).value
         lr = learning_rate(self._config, self.step_count, num_steps=self._num_updates)
         is_finite = math.isfinite(loss) and math.isfinite(norm)
@@ -112,7 +120,7 @@ def _means_of(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {kind: local_tensor(state[kind]) for kind in ("exp_avg", "exp_avg_sq")}
 
 
-def _agreed(squares: float, terms: Sequence[LossTerms]) -> tuple[float, dict[str, Stat]]:
+def _agreed(squares: float, accumulated: Accumulated) -> tuple[float, dict[str, Stat]]:
     """Norm of the whole gradient and totals of all micro-batches, the same bits on all ranks. Collective over them.
 
     `squares` is the square of the gradients that this rank counts as the holder of. Stats by name rather than a
@@ -120,6 +128,7 @@ def _agreed(squares: float, terms: Sequence[LossTerms]) -> tuple[float, dict[str
     """
     recorder = Recorder()
     recorder.total(_LOSS, 0.0)
+    terms = accumulated.terms
     numbers = iter(_read([scalar for one in terms for scalar in _scalars(one)]))
     for one in terms:
         recorder.total(_LOSS, next(numbers))
@@ -127,10 +136,13 @@ def _agreed(squares: float, terms: Sequence[LossTerms]) -> tuple[float, dict[str
             recorder.add(name, Stat("mean", next(numbers), next(numbers)))
         for name in one.maxima:
             recorder.maximum(name, next(numbers))
-    payload = json.dumps([squares, table_of(recorder.drain())]).encode()
+    payload = json.dumps([squares, table_of(recorder.drain()), accumulated.ran_out]).encode()
     answers = [json.loads(answer) for answer in gather_bytes(payload)]
+    for rank, (_, _, ran_out) in enumerate(answers):
+        if ran_out:
+            raise MemoryRanOut(f"rank {rank} ran out of memory: {ran_out}")
     # In the order of the ranks, as every rank must get the same sum.
-    return math.sqrt(sum(square for square, _ in answers)), totals_of([table for _, table in answers])
+    return math.sqrt(sum(square for square, _, _ in answers)), totals_of([table for _, table, _ in answers])
 
 
 def _scalars(terms: LossTerms) -> list[Tensor]:
