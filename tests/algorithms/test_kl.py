@@ -77,6 +77,9 @@ def test_ppo_adapts_its_coefficient_to_the_mean_over_responses_of_their_sums():
     adaptive = Ppo(PpoConfig(kl_coef=0.2, kl_target=1.1 * divergence, kl_gain=0.5))
     assert adaptive.adapted_keys == adaptive.adapted(inputs).keys() == {"kl_coef"}
     assert adaptive.adapted(inputs)["kl_coef"] == pytest.approx(0.2 * (1 + 0.5 * (1 / 1.1 - 1)), rel=1e-12)
+    inputs.columns.values("rollout_logprobs")[0] = float("nan")
+    assert adaptive.adapted(inputs) == {"kl_coef": 0.2}
+    inputs = rows.inputs()
     metrics = adaptive.credit_metrics(inputs)
     assert float(metrics["kl_per_response"].mean()) == pytest.approx(divergence, rel=1e-12)
     assert float(metrics["kl_coef"]) == 0.2

@@ -7,6 +7,7 @@ import torch
 
 from spmdrl.dataflow.samples.carried import FINISH, CarriedGroups
 from spmdrl.dataflow.samples.rounds import CarriedGroup, RoundRules
+from spmdrl.engines.training.checkpoints.file_writes import written_at_once
 from spmdrl.resources.layout import GenerationLayout
 from spmdrl.resources.mesh import Axis, GenerationMesh
 from spmdrl.types import Batch
@@ -55,7 +56,7 @@ def write_all(folder) -> list[str]:
         carried = carried_on(rank, 4, 2)
         own = [group.serial for group in KNOWN if group.holder == rank // 2 * 2]
         carried.carry(KNOWN, {serial: responses_of(serial) for serial in own})
-        paths += carried.write_to(folder)
+        paths += written_at_once(carried, folder)
     return sorted(path.relative_to(folder).as_posix() for path in paths)
 
 
@@ -85,7 +86,7 @@ def test_other_replicas_share_the_groups_out(tmp_path, num_ranks, tensor):
 
 def test_without_carried_groups_nothing_is_written_and_nothing_taken_back(tmp_path):
     carried = carried_on(0, 1, 1)
-    assert carried.write_to(tmp_path) == [] and not any(tmp_path.iterdir())
+    assert written_at_once(carried, tmp_path) == [] and not any(tmp_path.iterdir())
     carried.carry([CarriedGroup(0, 1, 0)], {0: responses_of(3)})
     carried.read_from(tmp_path)
     assert carried.known == ()
@@ -95,7 +96,7 @@ def test_prompts_that_refilled_steps_used_up_are_counted_by_the_first_rank_alone
     for rank in (1, 0):
         carried = carried_on(rank, 2, 1)
         carried.num_passed = 5
-        assert [path.name for path in carried.write_to(tmp_path)] == ["groups.json"] * (rank == 0)
+        assert [path.name for path in written_at_once(carried, tmp_path)] == ["groups.json"] * (rank == 0)
     carried = carried_on(1, 4, 2)
     carried.read_from(tmp_path)
     assert (carried.num_passed, carried.known) == (5, ())

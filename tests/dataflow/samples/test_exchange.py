@@ -22,7 +22,7 @@ from tests.support.ranks import run_ranks
 @given(st.integers(1, 4), st.integers(1, 3), st.data())
 def test_each_row_comes_once_from_a_rank_of_its_home(num_nodes, ranks_per_node, data):
     size = num_nodes * ranks_per_node
-    launch = LaunchEnvironment(world_size=size, local_world_size=ranks_per_node, num_nodes=num_nodes)
+    launch = LaunchEnvironment(world_size=size, local_world_size=ranks_per_node)
     homes = np.array(data.draw(st.lists(st.integers(0, num_nodes - 1), min_size=1, max_size=20)))
     takers = data.draw(st.lists(st.integers(0, size - 1), min_size=homes.size, max_size=homes.size))
     shares = {rank: np.flatnonzero(np.array(takers) == rank) for rank in range(size)}

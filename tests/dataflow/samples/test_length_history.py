@@ -12,6 +12,7 @@ from spmdrl.dataflow.data.prompts import Prompt
 from spmdrl.dataflow.samples.balancing.length_history import LENGTHS, LengthHistory
 from spmdrl.dataflow.samples.dock import DockConfig, TransferDock
 from spmdrl.dataflow.samples.schema import needs_by_state
+from spmdrl.engines.training.checkpoints.file_writes import written_at_once
 from spmdrl.resources.world import World
 from spmdrl.types import WorkerState
 from tests.dataflow.samples import flow
@@ -46,15 +47,15 @@ def test_what_a_checkpoint_holds_goes_on_to_the_bit_and_an_old_one_begins_anew(t
     whole, first = LengthHistory(is_main=True), LengthHistory(is_main=True)
     expected = play(whole, range(9))
     play(first, range(4))
-    assert first.write_to(tmp_path) == [tmp_path / LENGTHS]
-    assert LengthHistory(is_main=False).write_to(tmp_path) == []
+    assert written_at_once(first, tmp_path) == [tmp_path / LENGTHS]
+    assert written_at_once(LengthHistory(is_main=False), tmp_path) == []
     again = LengthHistory()
     again.observe(names, random.integers(0, 9, (50, 3)))
     again.read_from(tmp_path)
     assert play(again, range(4, 9)) == expected[4:]
     (tmp_path / LENGTHS).unlink()
     again.read_from(tmp_path)
-    assert again.expected(names) is None and again.write_to(tmp_path) == []
+    assert again.expected(names) is None and written_at_once(again, tmp_path) == []
 
 
 def _two_steps(world: World, balance: str) -> list[list[int]]:

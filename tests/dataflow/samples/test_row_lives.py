@@ -72,7 +72,7 @@ def test_deferred_rows_leave_the_batch_and_are_counted_apart():
     assert account.num_dropped == {"no reward": 1}
     assert lives.deferred_rows().tolist() == [4, 5, 6, 7] and lives.dropped_rows().tolist() == [3]
     kept = restored(NEEDS, snapshot(lives), lives.catalogue.homes)
-    assert kept.account() == account
+    assert kept.settled() == account
 
 
 def test_a_batch_settles_only_without_pending_rows():

@@ -38,7 +38,7 @@ def test_of_many_microbatches_the_shown_rows_are_kept_and_read_with_one_wait(dev
     shown.begin_step(np.arange(4, 10), group_size=2)
     for row, logprobs in ((4, [-1.0, -2.0]), (-1, [-3.0]), (5, [-0.5]), (-1, [-4.0, -5.0])):
         row_R = torch.full((len(logprobs),), row, device=device)
-        shown.add(row_R, torch.tensor(logprobs, device=device))
+        shown.add(row_R, torch.tensor(logprobs, device=device), torch.zeros(len(logprobs), device=device))
     with HostWaits() as host:
         shown.gather()
     assert shown.rows == [4, 5]
@@ -51,7 +51,7 @@ def test_nothing_of_a_step_is_kept_beyond_it(wanted):
     shown, logprobs_R = ShownRows(wanted), torch.zeros(2)
     kept = weakref.ref(logprobs_R)
     shown.begin_step(np.arange(4), group_size=2)
-    shown.add(torch.tensor([0, 0]), logprobs_R)
+    shown.add(torch.tensor([0, 0]), logprobs_R, logprobs_R)
     del logprobs_R
     shown.gather()
     assert kept() is None

@@ -11,6 +11,7 @@ token's is lowered by the KL estimate to the reference.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -93,6 +94,9 @@ class Ppo(Clipped):
         if config.kl_target is None:
             return {}
         divergence = float(self._row_kl(inputs).mean())
+        if not math.isfinite(divergence):
+            # The update is skipped, and leaves the coefficient as it leaves the weights.
+            return {"kl_coef": config.kl_coef}
         return {"kl_coef": adapted_kl_coef(config.kl_coef, divergence, target=config.kl_target, gain=config.kl_gain)}
 
     def credit_metrics(self, inputs: CreditInputs) -> Mapping[str, Tensor]:

@@ -22,6 +22,7 @@ from spmdrl.dataflow.resharding.protocols import Generator, Shard, Trainer
 from spmdrl.dataflow.resharding.reshard_stats import ReshardStats
 from spmdrl.dataflow.resharding.swapping.swap import Leaving, Left, MakeStore, StayingSwap, Swap, make_host_store
 from spmdrl.dataflow.resharding.swapping.swap_groups import groups_of
+from spmdrl.observability.fault_points import faultpoint
 from spmdrl.resources.memory import MemoryLedger, release_to_system
 from spmdrl.resources.world import World
 from spmdrl.types.roles import POLICY, Role
@@ -249,6 +250,7 @@ class ReshardingFlow:
         self._ledger.set("bucket", "device", self._filling.buffer_bytes + merged_bytes)
         watcher = Watcher(woken=lambda names: self._account_generator(), sent=self._releasing(leaving))
         received = self._filling.run(shards, storage, version=self._policy.update_count, watcher=watcher)
+        faultpoint("reshard", *storage.values())
         left = _together([one.finish() for one in leaving])
         self._ledger.set("bucket", "device", 0)
         if self._plans_left:

@@ -8,14 +8,17 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 
 from spmdrl.dataflow.samples.rounds import CarriedGroup, RoundRules, StepGroups, groups_of_step
 from spmdrl.dataflow.samples.store.keeping import column_tensors, read_column
+from spmdrl.engines.training.checkpoints.file_writes import FileWrites, add_text
 from spmdrl.resources.mesh import GenerationMesh
 from spmdrl.types import Batch
 
@@ -40,6 +43,9 @@ class CarriedGroups:
         """groups that steps began beyond those that each trains, and that nothing goes on with"""
         self._mesh = mesh
         self._responses: dict[int, Batch] = {}
+        self._step = 0
+        self._at_start: tuple[tuple[CarriedGroup, ...], int, dict[int, Batch]] = (), 0, {}
+        """what the present step began with"""
 
     @property
     def is_used(self) -> bool:
@@ -48,6 +54,8 @@ class CarriedGroups:
 
     def of_step(self, step: int) -> StepGroups:
         """The groups of the next step, the same on every rank."""
+        if step != self._step:
+            self._step, self._at_start = step, (self.known, self.num_passed, self._responses)
         return groups_of_step(self.known, step, self.rules, self.num_passed)
 
     def responses(self, serial: int) -> Batch:
@@ -60,25 +68,26 @@ class CarriedGroups:
         assert own == responses.keys(), f"this rank holds {sorted(responses)}, but is to go on with {sorted(own)}"
         self.known, self._responses = tuple(known), dict(responses)
 
-    def write_to(self, folder: Path) -> list[Path]:
-        """Write all of it, where there is any, below `folder`; returns this rank's files."""
-        folder, paths = folder / FOLDER, []
+    def undo_step(self) -> None:
+        """Go back to what the present step began with."""
+        self.known, self.num_passed, self._responses = self._at_start
+
+    def write_to(self, folder: Path, writes: FileWrites) -> None:
+        """Write all of it, where there is any, below `folder`."""
+        folder = folder / FOLDER
         if not self.known and not self.num_passed:
-            return []
-        folder.mkdir(parents=True, exist_ok=True)
+            return
         if self._mesh.rank == 0:
             groups = [asdict(group) for group in self.known]
             record = {"leaders": self._mesh.leaders, "groups": groups, "passed": self.num_passed}
-            (folder / _GROUPS).write_text(json.dumps(record))
-            paths.append(folder / _GROUPS)
+            add_text(writes, folder / _GROUPS, json.dumps(record))
         if self._mesh.is_leader and self._responses:
-            path = folder / _RESPONSES.replace("*", f"{self._mesh.rank:05d}")
             tensors = {}
             for serial, batch in self._responses.items():
                 tensors |= column_tensors(batch, f"{serial}/")
-            save_file(tensors, path)
-            paths.append(path)
-        return paths
+            held = {name: writes.held(tensor) for name, tensor in tensors.items()}
+            path = folder / _RESPONSES.replace("*", f"{self._mesh.rank:05d}")
+            writes.add(partial(_write_responses, path, held))
 
     def read_from(self, folder: Path) -> None:
         """Take back what was written, on any number of ranks; the same replicas go on with the same groups."""
@@ -102,6 +111,12 @@ class CarriedGroups:
     @property
     def _leader(self) -> int:
         return self._mesh.tensor.ranks[0]
+
+
+def _write_responses(path: Path, tensors: Mapping[str, Tensor]) -> list[Path]:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file(dict(tensors), path)
+    return [path]
 
 
 def _read_responses(folder: Path, serials: Sequence[int]) -> dict[int, Batch]:

@@ -15,14 +15,16 @@ from spmdrl.dataflow.samples.balancing.dealing import Dealer, DealRules, GroupLe
 from spmdrl.dataflow.samples.balancing.length_history import LengthHistory
 from spmdrl.dataflow.samples.control.catalogue import Catalogue, News, RowDrop, RowMetadata, metadata_of
 from spmdrl.dataflow.samples.control.row_lives import DEFERRED, Accounting, RowLives, RowStatus
-from spmdrl.dataflow.samples.control.row_news import exchanged
+from spmdrl.dataflow.samples.control.row_news import Exchanged, exchanged
 from spmdrl.dataflow.samples.control.saved_lives import restored, saved_columns, snapshot
 from spmdrl.dataflow.samples.schema import PROMPT_COLUMNS, check_columns, check_row_lengths, columns_mask, names_of_mask
 from spmdrl.dataflow.samples.store.keeping import read_columns, read_lives, write_columns, write_lives
 from spmdrl.dataflow.samples.store.shared_memory import Place
 from spmdrl.dataflow.samples.store.warehouse import Warehouse
 from spmdrl.dataflow.samples.volume import Volume
+from spmdrl.observability.fault_points import faultpoint
 from spmdrl.resources.device import to_host
+from spmdrl.resources.watch.stop_request import StopAgreed, stop_reason
 from spmdrl.resources.world import World
 from spmdrl.types import Batch, Integers, WorkerState
 
@@ -156,6 +158,7 @@ class Samples:
         same rows, the first of them takes and the others get what it took. The batch may be a view of stored rows: it
         must not be changed, and it is valid until the batch of this step is closed. Collective where rows cross nodes.
         """
+        faultpoint("dock.get")
         names = sorted(self.reads(state)) if names is None else self._checked(state, names)
         ready = self._lives.controllers[state].ready_rows()
         rows = ready if among is None else ready[np.isin(ready, among)]
@@ -199,6 +202,7 @@ class Samples:
         Where ranks work on the same rows, the rank that took them stores for all. Tensors of the batch may be taken
         over: they must not change any more.
         """
+        faultpoint("dock.put")
         check_columns(batch, state)
         groups = self._dock.rules.row_groups.get(state)
         if groups is not None and not groups.is_leader:
@@ -237,30 +241,36 @@ class Samples:
     def announce_portion(self) -> None:
         """Publish what ranks put and dropped, while the state that did goes on. Collective over all ranks.
 
-        States that score rows take those that were put, a portion, by themselves.
+        States that score rows take those that were put, a portion, by themselves. Raises StopAgreed as `commit` does.
         """
-        news = self._publish()
+        news = self._publish(may_stop=True)
         put = [entry.rows for entry in news if isinstance(entry, RowMetadata)]
         self._portions.append(np.unique(np.concatenate([np.empty(0, dtype=np.int64), *put])))
 
     def commit(self, state: WorkerState) -> None:
-        """Publish what was put and dropped, and end the claims of `state`. Collective over all ranks."""
+        """Publish what was put and dropped, and end the claims of `state`. Collective over all ranks.
+
+        Raises StopAgreed on all ranks where one of them was asked to stop, unless `state` trains: then the step is
+        finished first.
+        """
         self._lives.finish(state)
-        self._publish()
+        self._publish(may_stop=state.work != "train")
 
-    def _publish(self) -> list[News]:
-        news, self._news = self._all_news(self._news), []
-        self._lives.observe(news)
-        self._index(news)
-        return news
+    def _publish(self, *, may_stop: bool) -> list[News]:
+        found, self._news = self._all_news(self._news), []
+        self._lives.observe(found.news)
+        self._index(found.news)
+        if may_stop and found.stop_reason is not None:
+            raise StopAgreed(found.stop_reason)
+        return found.news
 
-    def _all_news(self, own: list[News]) -> list[News]:
+    def _all_news(self, own: list[News]) -> Exchanged:
         """All ranks' news. Collective over all ranks."""
         if self._dock.world.size == 1:
-            return own
-        news, received_bytes = exchanged(own)
-        self._dock.volume.metadata_bytes += received_bytes
-        return news
+            return Exchanged(own, 0, stop_reason())
+        found = exchanged(own)
+        self._dock.volume.metadata_bytes += found.received_bytes
+        return found
 
     def _index(self, news: Iterable[News]) -> None:
         """Read what others of this node stored from here on; the catalogue has its lengths."""
@@ -299,8 +309,8 @@ class Samples:
         try:
             self._read_from(folder, stored)
         finally:
-            news = self._all_news(stored)
-        self._index(news)
+            found = self._all_news(stored)
+        self._index(found.news)
 
     def _read_from(self, folder: Path, stored: list[News]) -> None:
         """Restore the rows' lives, and on the first rank of each node the payload, whose news it adds to `stored`."""

@@ -13,6 +13,8 @@ from torch import Tensor
 from spmdrl.dataflow.samples.dock import Samples
 from spmdrl.dataflow.samples.schema import COPIES
 from spmdrl.dataflow.stages.rows import TURNS, ModelTokens, credit_inputs
+from spmdrl.dataflow.stages.update_report import RowsRecord
+from spmdrl.observability.fault_points import faultpoint
 from spmdrl.observability.metrics import Recorder
 from spmdrl.resources.collectives import gather_ragged, gather_ragged_columns
 from spmdrl.types import Batch, CreditInputs, CreditSettings, WorkerState, gather_ragged_rows, offsets_of
@@ -37,15 +39,18 @@ class AdvantageStage:
 
     state = WorkerState.ADVANTAGE
 
-    def __init__(self, recorder: Recorder, settings: CreditSettings):
+    def __init__(self, recorder: Recorder, settings: CreditSettings, record: RowsRecord | None = None):
         self.recorder = recorder
         self.settings = settings
+        self._record = record
 
     def __call__(self, samples: Samples, credit: Credit) -> Mapping[str, float]:
         """Returns the keys of the algorithm that change with the next step."""
         batch = samples.take(self.state)
         own = credit_inputs(batch, sorted(credit.columns_for_credit()), samples.group_size, self.settings)
         rows, inputs = of_all_ranks(replace(own, step=samples.step))
+        if self._record is not None:
+            self._record.rewarded(rows, inputs.rewards_B)
         self._report(*_rewards_of_step(samples, rows, inputs))
         for name, values in credit.credit_metrics(inputs).items():
             self.recorder.mean(name, float(values.double().mean()))
@@ -57,7 +62,9 @@ class AdvantageStage:
         if kept.numel():
             of_rows = [name for name in ("response_ids", TURNS) if name in batch]
             own = batch.select(torch.isin(batch.rows, rows[kept]).nonzero().squeeze(1), of_rows)
-            samples.put(self.state, _advantages(own, rows[kept], inputs.of_rows(kept), credit))
+            advantages = _advantages(own, rows[kept], inputs.of_rows(kept), credit)
+            faultpoint("advantage", advantages.values("advantages"))
+            samples.put(self.state, advantages)
         samples.commit(self.state)
         return credit.adapted(inputs)
 

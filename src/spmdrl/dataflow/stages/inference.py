@@ -18,6 +18,7 @@ from spmdrl.dataflow.samples.schema import column_of
 from spmdrl.dataflow.stages.rows import ModelTokens, token_rows
 from spmdrl.engines.training.batching.packed_rows import TokenRows
 from spmdrl.engines.training.training_engine import TrainingEngine
+from spmdrl.observability.fault_points import faultpoint
 from spmdrl.resources.device import to_device
 from spmdrl.types import Batch, Integers, WorkerState
 
@@ -59,6 +60,7 @@ class ScoreStage:
         """The columns of these rows. Collective over the mesh."""
         scored = Batch(batch.rows)
         rated = self._rate(token_rows(batch, self.engine.config))
+        faultpoint("logprob", rated)
         if self.engine.rating == "row_values":
             scored.put_dense(self.column, rated)
         else:

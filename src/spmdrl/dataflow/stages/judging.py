@@ -12,7 +12,7 @@ from spmdrl.dataflow.data.prompts import Prompt, tokenize_prompts
 from spmdrl.dataflow.samples.dock import Samples
 from spmdrl.dataflow.samples.schema import JUDGE_SCORE
 from spmdrl.dataflow.stages.reward import DecodeTokens
-from spmdrl.dataflow.stages.rollout.requests import run_requests
+from spmdrl.dataflow.stages.rollout.requests import StopPoint, run_requests
 from spmdrl.engines.generation.frozen_generator import FrozenGenerator
 from spmdrl.engines.generation.protocol import Request, SamplingParams
 from spmdrl.engines.models.decoder import DecoderConfig
@@ -44,7 +44,7 @@ class Judge:
         requests = self._requests(questions)
         verdicts: dict[int, str] = {}
         with self.generator.awake() as engine:
-            for ended in run_requests(engine, requests):
+            for ended in run_requests(engine, requests, StopPoint(self.mesh)):
                 for responses in ended.values():
                     verdicts |= {one.row: self.tokenizer.decode(one.token_ids) for one in responses}
         scores = {row: self.config.score(verdict) for row, verdict in verdicts.items()}

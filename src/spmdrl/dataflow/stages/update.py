@@ -23,7 +23,7 @@ from spmdrl.dataflow.stages.rows import (
     put_copies_per_token,
     token_rows,
 )
-from spmdrl.dataflow.stages.update_report import SHOWN, ShownRows, mismatch, record_lags
+from spmdrl.dataflow.stages.update_report import ROW, ShownRows, mismatch, record_lags
 from spmdrl.engines.training.batching.packed_rows import LossTerms, MicroBatch, Scores
 from spmdrl.engines.training.training_engine import TrainingEngine, UpdateResult
 from spmdrl.observability.metrics import Recorder
@@ -87,6 +87,7 @@ class UpdateStage:
         columns = sorted(update_columns(for_loss, self.plan.agreement))
         stands_in = OLD_LOGPROBS in for_loss - set(columns)
         batch = samples.take(self.state)
+        self.shown.take(batch)
         version = self.engine.update_count
         if self._is_first_of_copy:
             record_lags(self.recorder, ModelTokens.of(batch).pick(batch.values("versions")), version)
@@ -133,7 +134,7 @@ class UpdateStage:
         if self.plan.skip_zero_advantage and learner.needs_signal() and num_with_signal > 0:
             batch = batch.select(has_signal_B.nonzero().squeeze(1))
         self.recorder.total("update/rows", len(batch) if self._is_first_of_copy else 0)
-        names = [name for name in (*columns, "weights", SHOWN, COPIES) if name in batch]
+        names = [name for name in (*columns, "weights", ROW, COPIES) if name in batch]
         rows = token_rows(batch, self.engine.config, names, unit_size=learner.unit_size)
         result = self.engine.update(rows, loss)
         self._report(result)
@@ -172,10 +173,11 @@ class UpdateStage:
 
 
 def rows_with_signal(batch: Batch) -> Tensor:
-    """Which rows [B] have an advantage other than 0 at some token."""
+    """Which rows [B] have an advantage other than 0 at some token; one that isn't finite is such a one."""
     row_R = torch.arange(len(batch)).repeat_interleave(batch.lengths("advantages"))
     strength_B = torch.zeros(len(batch)).index_add_(0, row_R, batch.values("advantages").abs())
-    return strength_B > 0
+    # NaN is above nothing, but must reach the loss, so that the update is skipped.
+    return strength_B != 0
 
 
 def update_columns(columns_for_loss: Iterable[str], agreement: Agreement) -> frozenset[str]:
@@ -212,12 +214,13 @@ class PolicyLoss:
         token_loss = self.learner.loss(terms)
         copies_R = columns.get(COPIES)
         metrics = {name: _sum_and_count(values.detach(), copies_R) for name, values in token_loss.metrics.items()}
-        weighted = (token_loss.loss_R * columns["weights"]).sum()
+        weighted_R = token_loss.loss_R * columns["weights"]
+        weighted = weighted_R.sum()
         if self.old == "unknown":
             return LossTerms(weighted, metrics)
         old_R = columns[OLD_LOGPROBS] if self.old == "column" else scores.logprobs_R.detach()
         if self.shown is not None:
-            self.shown.add(columns[SHOWN], old_R)
+            self.shown.add(columns[ROW], old_R, weighted_R.detach())
         means, maxima = mismatch(old_R, columns, self.version)
         return LossTerms(weighted, metrics | means, maxima)
 

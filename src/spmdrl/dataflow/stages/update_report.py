@@ -1,11 +1,14 @@
 """What is reported of the rows of an update: how far generator and trainer differ, how old tokens are, a few in full.
 
+All rows go to a record, by which a row that is generated again can be compared.
+
 Shape letters: `R` packed response tokens of some rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,8 +18,8 @@ from spmdrl.resources.collectives import gather_ragged_columns
 from spmdrl.resources.device import to_host
 from spmdrl.types import Batch, Integers
 
-SHOWN = "shown"
-"""A column for one update: of each response token its row where the row is shown, else -1."""
+ROW = "row"
+"""A column for one update: the row of each response token."""
 OTHERS = 4
 """Rows of other prompts beside a whole group, where no number of rows is set."""
 
@@ -59,14 +62,31 @@ def chosen_places(num_rows: int, wanted: int | None, group_size: int) -> list[in
     return [*range(beside), *spread]
 
 
+class RowsRecord(Protocol):
+    """Keeps what a step makes of the rows of this rank; on the host."""
+
+    def rewarded(self, rows: Tensor, rewards_B: Tensor) -> None:
+        """Called with the rewards of all rows of the step, ascending, before advantages are made."""
+        ...
+
+    def taken(self, batch: Batch) -> None:
+        """Called with the rows that this rank trains on, before the first update."""
+        ...
+
+    def trained(self, row_R: Tensor, logprobs_R: Tensor, loss_R: Tensor) -> None:
+        """Called after the updates: each token's row, the trainer's log-prob before them, and its term of the loss."""
+        ...
+
+
 class ShownRows:
     """Keeps what the first update of a step finds of a few rows: those of one prompt, and others of all prompts."""
 
-    def __init__(self, wanted: int | None):
-        """`wanted` counts rows; None: all responses to one prompt, and a few others."""
+    def __init__(self, wanted: int | None, record: RowsRecord | None = None):
+        """`wanted` counts rows; None: all responses to one prompt, and a few others. `record` gets all rows."""
         self._wanted = wanted
+        self._record = record
         self._rows = torch.empty(0, dtype=torch.int64)
-        self._kept: list[tuple[Tensor, Tensor]] = []
+        self._kept: list[tuple[Tensor, Tensor, Tensor]] = []
         self._logprobs: dict[int, list[float]] = {}
 
     @property
@@ -79,25 +99,33 @@ class ShownRows:
         self._kept.clear()
         self._logprobs.clear()
 
-    def mark(self, batch: Batch) -> None:
-        """Add the column that marks the tokens that are shown."""
-        row_B = batch.rows.where(torch.isin(batch.rows, self._rows), -1)
-        offsets = batch.offsets("response_ids")
-        batch.put_ragged(SHOWN, row_B.repeat_interleave(offsets.diff()), offsets)
+    def take(self, batch: Batch) -> None:
+        """Record the rows that this rank trains on."""
+        if self._record is not None:
+            self._record.taken(batch)
 
-    def add(self, row_R: Tensor, logprobs_R: Tensor) -> None:
-        """Keep log-probs of tokens; they stay on the device, which needn't be waited for."""
-        if len(self._rows):
-            self._kept.append((row_R, logprobs_R))
+    def mark(self, batch: Batch) -> None:
+        """Add the column that has each token's row."""
+        offsets = batch.offsets("response_ids")
+        batch.put_ragged(ROW, batch.rows.repeat_interleave(offsets.diff()), offsets)
+
+    def add(self, row_R: Tensor, logprobs_R: Tensor, loss_R: Tensor) -> None:
+        """Keep the log-probs of tokens and their terms of the loss, on the device, which needn't be waited for."""
+        if len(self._rows) or self._record is not None:
+            self._kept.append((row_R, logprobs_R, loss_R))
 
     def gather(self) -> None:
         """Collect what all ranks kept; those with the same rows kept the same. Collective over all ranks."""
+        if not len(self._rows) and self._record is None:
+            return
+        # All tokens are copied: choosing on the device would make the host wait once more.
+        row_R, logprobs_R, loss_R = to_host([torch.cat(parts) for parts in zip(*self._kept, strict=True)] or _nothing())
+        self._kept.clear()
+        if self._record is not None:
+            self._record.trained(row_R, logprobs_R, loss_R)
         if not len(self._rows):
             return
-        # Copied with the tokens that aren't shown: choosing on the device would make the host wait once more.
-        row_R, logprobs_R = to_host([torch.cat(parts) for parts in zip(*self._kept, strict=True)] or _nothing())
-        self._kept.clear()
-        is_shown_R = row_R >= 0
+        is_shown_R = torch.isin(row_R, self._rows)
         for rows, values in gather_ragged_columns([row_R[is_shown_R], logprobs_R[is_shown_R]]):
             for row in rows.unique().tolist():
                 self._logprobs[row] = values[rows == row].tolist()
@@ -108,5 +136,5 @@ class ShownRows:
 
 
 def _nothing() -> list[Tensor]:
-    """Rows and log-probs of no tokens."""
-    return [torch.empty(0, dtype=torch.int64), torch.empty(0)]
+    """Rows, log-probs and loss of no tokens."""
+    return [torch.empty(0, dtype=torch.int64), torch.empty(0), torch.empty(0)]

@@ -30,6 +30,7 @@ from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.making.make_model import RandomWeights
 from spmdrl.engines.models.moe import MoeConfig
 from spmdrl.engines.reward.pool import RewardConfig, RewardPool
+from spmdrl.engines.training.checkpoints.file_writes import written_at_once
 from spmdrl.observability.metrics import Recorder, encode, merge
 from spmdrl.resources.collectives import gather_bytes
 from spmdrl.resources.layout import GenerationLayout
@@ -141,7 +142,7 @@ def generate_and_restart(world: World, folder: Path) -> tuple[dict, list]:
     sampled = (TINY, GenerationLayout(), PARTIAL, SAMPLED)
     first = Run(world, *sampled)
     first.steps(1, 2)
-    first.carried.write_to(folder)
+    written_at_once(first.carried, folder)
     first.dock.close()
     return first.rows, first.deferred
 

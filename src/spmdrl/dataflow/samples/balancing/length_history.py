@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from spmdrl.dataflow.data.prompts import Prompt
+from spmdrl.engines.training.checkpoints.file_writes import FileWrites, add_text
 from spmdrl.types import Integers
 
 LENGTHS = "response_lengths.json"
@@ -47,12 +48,11 @@ class LengthHistory:
                 self._sum += after - (before or 0)
                 self._means[prompt.id] = after
 
-    def write_to(self, folder: Path) -> list[Path]:
+    def write_to(self, folder: Path, writes: FileWrites) -> None:
         """Write the lengths, if there are any."""
-        if not self._means or not self._is_main:
-            return []
-        (folder / LENGTHS).write_text(json.dumps({"parts_of_a_token": _PARTS, "means": self._means}) + "\n")
-        return [folder / LENGTHS]
+        if self._means and self._is_main:
+            content = json.dumps({"parts_of_a_token": _PARTS, "means": self._means}) + "\n"
+            add_text(writes, folder / LENGTHS, content)
 
     def read_from(self, folder: Path) -> None:
         """Take the lengths back; a checkpoint without any begins with none."""

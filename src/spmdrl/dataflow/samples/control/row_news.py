@@ -9,20 +9,33 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 
 from spmdrl.dataflow.samples.control.catalogue import News, RowDrop, RowMetadata, announced_lengths, joined
 from spmdrl.dataflow.samples.schema import RULES
-from spmdrl.resources.collectives import gather_bytes
+from spmdrl.resources.watch.stop_watch import gather_and_agree
 from spmdrl.types import Integers
 
 
-def exchanged(news: Iterable[News]) -> tuple[list[News], int]:
-    """All ranks' news, and how many bytes came from other ranks. Collective over all ranks."""
+@dataclass(frozen=True)
+class Exchanged:
+    """What all ranks published."""
+
+    news: list[News]
+    received_bytes: int
+    """from other ranks"""
+    stop_reason: str | None
+    """what asked a rank to stop"""
+
+
+def exchanged(news: Iterable[News]) -> Exchanged:
+    """All ranks' news. Collective over all ranks."""
     packed = pack_news(joined(news))
-    gathered = gather_bytes(packed)
-    return joined(entry for part in gathered for entry in unpack_news(part)), sum(map(len, gathered)) - len(packed)
+    gathered, stop_reason = gather_and_agree(packed)
+    received_bytes = sum(map(len, gathered)) - len(packed)
+    return Exchanged(joined(entry for part in gathered for entry in unpack_news(part)), received_bytes, stop_reason)
 
 
 def pack_news(news: Iterable[News]) -> bytes:

@@ -9,7 +9,14 @@ from typing import ClassVar
 from spmdrl.dataflow.data.prompts import Prompt
 from spmdrl.dataflow.samples.dock import Samples
 from spmdrl.dataflow.stages.rollout.portions import Portions
-from spmdrl.dataflow.stages.rollout.requests import EndedResponses, ResponseListener, Turns, row_seed, run_rollout
+from spmdrl.dataflow.stages.rollout.requests import (
+    EndedResponses,
+    ResponseListener,
+    StopPoint,
+    Turns,
+    row_seed,
+    run_rollout,
+)
 from spmdrl.dataflow.stages.rollout.response_columns import columns_of
 from spmdrl.engines.generation.protocol import GenerationEngine, Request, Response, SamplingParams
 from spmdrl.observability.metrics import Recorder
@@ -56,7 +63,10 @@ class GenerationStage:
         ]
         self._open_portions(samples, len(rows))
         answers: list[list[Response]] = [[] for _ in groups]
-        for ended in run_rollout(self.engine, requests, prompts, self.turns, meanwhile=self.portions):
+        stop = StopPoint(self.mesh)
+        for ended in run_rollout(self.engine, requests, prompts, self.turns, stop, self.portions):
+            if stop.is_reached:
+                break
             self._notify(
                 [
                     EndedResponses.of(groups[number][0] // size, prompts[number], size, responses)
@@ -102,7 +112,10 @@ class GenerationStage:
             self.portions.add(responses)
 
     def _commit(self, samples: Samples) -> None:
-        """End the state, behind all portions but the last. Collective over all ranks."""
+        """End the state, behind all portions but the last. Collective over all ranks.
+
+        Raises StopAgreed on all of them where one was asked to stop.
+        """
         if self.portions is not None:
             self.portions.close()
             self.recorder.total("fusion/hideable_seconds/generation", self.portions.hideable_seconds())

@@ -16,7 +16,7 @@ from spmdrl.dataflow.samples.carried import FINISH, CarriedGroups
 from spmdrl.dataflow.samples.dock import Samples
 from spmdrl.dataflow.samples.rounds import CarriedGroup, Quota, StepGroups, quotas
 from spmdrl.dataflow.stages.rollout.generation import GenerationStage, WholeGroup
-from spmdrl.dataflow.stages.rollout.requests import EndedResponses, row_seed, run_rollout
+from spmdrl.dataflow.stages.rollout.requests import EndedResponses, StopPoint, row_seed, run_rollout
 from spmdrl.dataflow.stages.rollout.response_columns import token_columns
 from spmdrl.dataflow.stages.rows import ROUTED_EXPERTS, TURNS
 from spmdrl.engines.generation.native.native_engine import Lockstep
@@ -89,7 +89,11 @@ class PartialGenerationStage(GenerationStage):
         stops_early = samples.num_rows > rules.num_wanted * size
         self._open_portions(samples, quota.number * size)
         left: dict[int, Batch] = {}
-        for answered in self._answers(own, self._all_have(quota) if stops_early else None):
+        stop = StopPoint(self.mesh)
+        all_have = self._all_have(quota) if stops_early else None
+        for answered in self._answers(own, lambda: stop() or (all_have is not None and all_have())):
+            if stop.is_reached:
+                break
             whole = []
             for group, responses in answered:
                 num_begun = sum(response.num_own_tokens for response in group.begun)
@@ -126,7 +130,7 @@ class PartialGenerationStage(GenerationStage):
         """Whether all replicas that step together have their quota: they can stop together only."""
         return lambda: self.lockstep.most(int(not quota.is_met)) == [0]
 
-    def _answers(self, own: Sequence[OwnGroup], is_enough: Callable[[], bool] | None) -> Iterator[list[AnsweredGroup]]:
+    def _answers(self, own: Sequence[OwnGroup], is_enough: Callable[[], bool]) -> Iterator[list[AnsweredGroup]]:
         """The groups that got their last response in one engine step; those that were whole before come first."""
         self._notify_of_ended([(group, group.begun) for group in own])
         asked = [(group, group.request(self.sampling)) for group in own]

@@ -7,8 +7,16 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
+
 from spmdrl.dataflow.data.prompts import Prompt
 from spmdrl.engines.generation.protocol import GenerationEngine, Request, Response
+from spmdrl.observability.activity import activity, some
+from spmdrl.resources.mesh import GenerationMesh
+from spmdrl.resources.watch.stop_request import stop_reason
+
+# Of the engine, where several ranks compute with it.
+_STEPS_PER_AGREEMENT = 32
 
 Ended = Mapping[int, list[Response]]
 """The responses that ended in one engine step, by the numbers of their requests."""
@@ -42,6 +50,29 @@ class Turns(Protocol):
     ) -> Answers: ...  # fmt: skip
 
 
+class StopPoint:
+    """Ends a rollout early where a rank that its engine computes with was asked to stop; the same on all of them."""
+
+    def __init__(self, mesh: GenerationMesh):
+        self._axes = [axis for axis in (mesh.tensor, mesh.expert) if axis.size > 1]
+        self._num_steps = 0
+        self.is_reached = False
+
+    def __call__(self) -> bool:
+        """Called before each step of the engine. Every 32nd time it is collective over the ranks of the engine."""
+        if self.is_reached:
+            return True
+        self._num_steps += 1
+        if not self._axes:
+            self.is_reached = stop_reason() is not None
+        elif self._num_steps % _STEPS_PER_AGREEMENT == 0:
+            asked = torch.tensor(int(stop_reason() is not None))
+            for axis in self._axes:
+                asked = axis.max(asked)
+            self.is_reached = bool(asked)
+        return self.is_reached
+
+
 def run_rollout(
     engine: GenerationEngine, requests: Sequence[Request], prompts: Sequence[Prompt], turns: Turns | None,
     is_enough: Callable[[], bool] | None = None, meanwhile: Meanwhile | None = None,
@@ -65,8 +96,13 @@ def run_requests(
     """
     engine.submit(requests)
     request_of = {row: number for number, request in enumerate(requests) for row in request.rows}
+    open_rows = set(request_of)
+    activity.rows = lambda: f"rows {some(sorted(map(str, open_rows.copy()), key=int))} not ended"
     while engine.has_work and not (is_enough is not None and is_enough()):
-        if ended := engine.step():
+        ended = engine.step()
+        activity.advance("engine steps")
+        if ended:
+            open_rows.difference_update(response.row for response in ended)
             yield by_request(ended, request_of)
     if engine.has_work and (aborted := engine.abort()):
         yield by_request(aborted, request_of)

@@ -12,7 +12,7 @@ every last bit, depends on tokens alone.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 
@@ -23,7 +23,10 @@ from spmdrl.engines.environment.environment_pool import EnvironmentPool
 from spmdrl.engines.environment.environment_runner import StepResult
 from spmdrl.engines.generation.native.native_engine import Lockstep
 from spmdrl.engines.generation.protocol import Decode, Finish, GenerationEngine, Request, Response
+from spmdrl.engines.workers.call_pool import Unanswered
+from spmdrl.engines.workers.strikes import Subject
 from spmdrl.engines.workers.verdict import Outcome, Verdict
+from spmdrl.observability.activity import activity, some
 from spmdrl.resources.collectives import broadcast_bytes
 from spmdrl.resources.mesh import GenerationMesh
 
@@ -70,6 +73,7 @@ class RolloutTurns:
         request_of = {row: number for number, request in enumerate(requests) for row in request.rows}
         engine.submit([first for request in requests for first in _first_requests(request, rows)])
         waiting: dict[int, int] = {}
+        activity.rows = partial(_open_rows, rows, waiting)
         num_steps = 0
         while (runs := engine.has_work) or self._lockstep.most(len(waiting)) != [0]:
             if is_enough is not None and is_enough():
@@ -77,6 +81,7 @@ class RolloutTurns:
             if meanwhile is not None:
                 meanwhile.between_steps()
             ended = engine.step() if runs else []
+            activity.advance("engine steps")
             num_steps += bool(runs)
             done = [one for response in ended for one in self._after_turn(rows[response.row], response)]
             finished = {one.row for one in done}
@@ -85,7 +90,8 @@ class RolloutTurns:
             until = num_steps if engine.has_work else max(num_steps, min(waiting.values(), default=0))
             due = [row for row, when in waiting.items() if when <= until]
             done += self._bring_back(engine, [rows[row] for row in due], meanwhile)
-            waiting = {row: when for row, when in waiting.items() if row not in due}
+            for row in due:
+                del waiting[row]
             if done:
                 yield by_request(done, request_of)
         aborted = engine.abort() if engine.has_work else []
@@ -98,7 +104,7 @@ class RolloutTurns:
         if response.finish != "stop":
             return [row.response(response.finish)]
         if self._pool is not None:
-            self._pool.submit(row.row, row.episode(self._decode))
+            self._pool.submit(row.row, row.episode(self._decode), Subject(row.prompt.id, row.prompt.text))
         return []
 
     def _bring_back(
@@ -142,16 +148,27 @@ class RolloutTurns:
         return "stop"
 
     def _results(self, rows: Sequence[TurnRow]) -> list[tuple[TurnRow, StepResult]]:
-        """The steps of these rows, waited for. Collective over the replica."""
+        """The steps of these rows, waited for; none where the run is to stop. Collective over the replica."""
         if not rows:
             return []
         payload = None
         if self._pool is not None:
-            payload = json.dumps([asdict(result) for result in self._pool.collect([row.row for row in rows])]).encode()
+            try:
+                results = self._pool.collect([row.row for row in rows])
+            except Unanswered:
+                results = []
+            payload = json.dumps([asdict(result) for result in results]).encode()
         if self._axis.size > 1:
             payload = broadcast_bytes(payload, self._axis.ranks[0], self._axis.group)
         assert payload is not None, "the first rank of a replica takes the steps"
-        return [(row, StepResult.of(one)) for row, one in zip(rows, json.loads(payload), strict=True)]
+        results = [StepResult.of(one) for one in json.loads(payload)]
+        return list(zip(rows, results, strict=True)) if results else []
+
+
+def _open_rows(rows: Mapping[int, TurnRow], waiting: Mapping[int, int]) -> str:
+    """Names the rows that an environment answers now, with the turns that they are in; for another thread."""
+    named = [f"{row} (turn {rows[row].turn})" for row in list(waiting)]
+    return f"the environment answers rows {some(named)}" if named else f"{len(rows)} rows"
 
 
 def _first_requests(request: Request, rows: dict[int, TurnRow]) -> list[Request]:
