@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from spmdrl.algorithms.algorithm import Algorithm
+from spmdrl.engines.training.checkpoints.file_writes import FileWrites, add_text
 
 STATE = "algorithm.json"
 
@@ -24,13 +25,11 @@ class StepAlgorithm:
         """Go on with these values of keys that change."""
         self.now = replace(self._first, config=replace(self._first.config, **values)) if values else self._first
 
-    def write_to(self, folder: Path) -> list[Path]:
+    def write_to(self, folder: Path, writes: FileWrites) -> None:
         """Write the keys that change, if there are any."""
         values = {key: getattr(self.now.config, key) for key in sorted(self.now.adapted_keys)}
-        if not values or not self._is_main:
-            return []
-        (folder / STATE).write_text(json.dumps(values) + "\n")
-        return [folder / STATE]
+        if values and self._is_main:
+            add_text(writes, folder / STATE, json.dumps(values) + "\n")
 
     def read_from(self, folder: Path) -> None:
         """Take back the keys that change; where an earlier part of the run changed none, they begin as configured."""

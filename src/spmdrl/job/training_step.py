@@ -15,12 +15,14 @@ from spmdrl.dataflow.samples.balancing.length_history import LengthHistory
 from spmdrl.dataflow.samples.carried import CarriedGroups
 from spmdrl.dataflow.samples.dock import TransferDock
 from spmdrl.dataflow.samples.rounds import RoundRules
+from spmdrl.dataflow.samples.run_account import RunAccount
 from spmdrl.dataflow.stages.advantage import AdvantageStage
 from spmdrl.dataflow.stages.critic.critic_update import CriticUpdateStage
 from spmdrl.dataflow.stages.critic.cut_values import CutValueStage
 from spmdrl.dataflow.stages.critic.returns import ReturnsStage
 from spmdrl.dataflow.stages.inference import OlderLogprobsStage, Presence, ScoreStage
 from spmdrl.dataflow.stages.judging import Judge, JudgeStage
+from spmdrl.dataflow.stages.quarantine import Quarantine
 from spmdrl.dataflow.stages.reward import RewardStage
 from spmdrl.dataflow.stages.rollout.generation import GenerationStage
 from spmdrl.dataflow.stages.rollout.partial import PartialGenerationStage
@@ -39,12 +41,15 @@ from spmdrl.engines.models.row_cost import row_cost_of
 from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.engines.reward.pool import RewardPool
 from spmdrl.engines.training.training_engine import TrainingEngine
+from spmdrl.engines.workers.strikes import Strikes
 from spmdrl.job.model.replica import Replica, build_frozen_generator
 from spmdrl.job.model.role_models import RoleModels
 from spmdrl.job.model.switching import Switching
+from spmdrl.job.rollouts.row_records import RowRecords
 from spmdrl.job.run.run import Run
 from spmdrl.job.start.prepared import Prepared
 from spmdrl.job.start.start_checks import CheckedRun, agreement_of, credit_settings_of
+from spmdrl.observability.fault_points import faultpoint
 from spmdrl.observability.terminal.console import Console
 from spmdrl.resources.collectives import Arrivals
 from spmdrl.resources.memory import MemoryLedger
@@ -57,12 +62,13 @@ PromptsOfStep = Callable[[int], tuple[Sequence[Prompt], Sequence[int]]]
 
 
 def build_turns(
-    config: Config, replica: Replica, prepared: Prepared, world: World, stack: ExitStack
-) -> RolloutTurns | None:
+    config: Config, replica: Replica, prepared: Prepared, world: World, stack: ExitStack,
+    strikes: Strikes | None = None,
+) -> RolloutTurns | None:  # fmt: skip
     """What lets an environment answer between turns, or None without one; its processes are closed with the stack."""
     if config.environment.function is None:
         return None
-    pool = stack.enter_context(EnvironmentPool(config.environment)) if replica.mesh.is_leader else None
+    pool = stack.enter_context(EnvironmentPool(config.environment, strikes=strikes)) if replica.mesh.is_leader else None
     return RolloutTurns(
         pool, replica.mesh, lockstep=Lockstep(replica.mesh.expert, world.device.torch_device),
         decode=prepared.tokenizer.decode, encode=prepared.tokenizer.encode,
@@ -89,7 +95,7 @@ def build_carried(config: Config, replica: Replica, console: Console, *, num_ref
     return CarriedGroups(rules, replica.mesh)
 
 
-def build_prompts_of_step(prompts: PromptSource, carried: CarriedGroups) -> PromptsOfStep:
+def build_prompts_of_step(prompts: PromptSource, carried: CarriedGroups, account: RunAccount) -> PromptsOfStep:
     """The prompts in order, as many as a step trains or may begin; where groups take several steps, first those left.
 
     Raises ValueError where groups that take several steps are left and steps are to be refilled now.
@@ -102,7 +108,9 @@ def build_prompts_of_step(prompts: PromptSource, carried: CarriedGroups) -> Prom
         )
 
     def pending_and_new(step: int) -> tuple[list[Prompt], list[int]]:
+        faultpoint("data")
         groups = carried.of_step(step)
+        account.open(step, groups.serials)
         return [prompts.at(serial) for serial in groups.serials], groups.holders
 
     return pending_and_new
@@ -154,16 +162,21 @@ class StageParts:
     tokenizer: ModelTokenizer
     switching: Switching
     shown: ShownRows
+    records: RowRecords
     teachers_prompts: TeachersPrompts | None
     """those that the teacher sees; None: the policy's"""
     judge: Judge | None = None
     """the frozen model that judges responses, where there is one"""
+    quarantine: Quarantine | None = None
+    """prompts that aren't tried again"""
 
 
 def build_stages(checked: CheckedRun, run: Run, parts: StageParts) -> Stages:
     """The worker states that make the algorithm's columns."""
     config, critic, recorder = checked.config, checked.config.critic, run.logs.recorder
-    reward = RewardStage(parts.pool, config.reward, parts.tokenizer.decode, recorder, run.logs.timeline)
+    reward = RewardStage(
+        parts.pool, config.reward, parts.tokenizer.decode, recorder, run.logs.timeline, parts.quarantine
+    )
     refill = None
     if parts.carried.rules.num_refills:
         settings, mesh = credit_settings_of(config), parts.replica.mesh
@@ -201,7 +214,7 @@ def build_stages(checked: CheckedRun, run: Run, parts: StageParts) -> Stages:
         attempt=[generation, reward] if refill else [generation], refill=refill,
         without_actor=without_actor, with_actor=with_actor,
         returns=ReturnsStage(critic, credit_settings_of(config)) if critic else None,
-        advantage=AdvantageStage(recorder, credit_settings_of(config)), with_credit=with_credit,
+        advantage=AdvantageStage(recorder, credit_settings_of(config), parts.records), with_credit=with_credit,
         update=UpdateStage(parts.models[POLICY].trainer, plan, recorder, parts.shown), timeline=run.logs.timeline,
         at_end=parts.switching.note_memory,
     )  # fmt: skip

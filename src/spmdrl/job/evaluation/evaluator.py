@@ -12,16 +12,19 @@ from typing import Any
 from spmdrl.config.config import Config, EvalConfig
 from spmdrl.dataflow.data.prompts import Prompt
 from spmdrl.dataflow.stages.reward import DecodeTokens, StreamedRewards, turns_record
-from spmdrl.dataflow.stages.rollout.requests import EndedResponses, Turns, row_seed, run_rollout
+from spmdrl.dataflow.stages.rollout.requests import EndedResponses, StopPoint, Turns, row_seed, run_rollout
 from spmdrl.engines.generation.protocol import Request, Response, SamplingParams
 from spmdrl.engines.reward.pool import RewardPool, RewardResult
+from spmdrl.engines.workers.call_pool import Unanswered
 from spmdrl.job.model.replica import Replica
 from spmdrl.job.start.prepared import Prepared
+from spmdrl.observability.fault_points import faultpoint
 from spmdrl.observability.logs.jsonl import to_json, write_atomic
 from spmdrl.observability.statistics import Estimate, average_at_k, mean_over_prompts, mean_pass_at_k, wilson
 from spmdrl.observability.summary import AT_K
 from spmdrl.observability.terminal.units import fixed
-from spmdrl.resources.collectives import gather_bytes
+from spmdrl.resources.watch.stop_request import StopAgreed
+from spmdrl.resources.watch.stop_watch import gather_and_agree
 
 # Keeps the random numbers of evaluations apart from those of rollouts.
 EVALUATION_SEED_OFFSET = 1 << 40
@@ -97,7 +100,10 @@ def interval_of(estimate: Estimate) -> list[float] | None:
 
 
 class Evaluator:
-    """Answers held-out prompts with engines that are awake. Calling it is collective over all ranks."""
+    """Answers held-out prompts with engines that are awake. Calling it is collective over all ranks.
+
+    Raises StopAgreed on all of them where one was asked to stop.
+    """
 
     def __init__(
         self, prompts: Sequence[Prompt], replica: Replica, pool: RewardPool, decode: DecodeTokens, *,
@@ -115,8 +121,11 @@ class Evaluator:
         self.turns = turns
 
     def __call__(self) -> Evaluation:
+        faultpoint("eval")
         lines = [json.dumps(record) for record in self._own_records()]
-        gathered = gather_bytes("\n".join(lines).encode())
+        gathered, stop_reason = gather_and_agree("\n".join(lines).encode())
+        if stop_reason is not None:
+            raise StopAgreed(stop_reason)
         records = [json.loads(line) for part in gathered for line in part.decode().splitlines()]
         return evaluation_of(sorted(records, key=lambda record: record["row"]), self.num_samples, self.passes)
 
@@ -125,7 +134,10 @@ class Evaluator:
         requests = [self._request(number) for number in numbers]
         answers: dict[int, dict[int, Response]] = {number: {} for number in numbers}
         prompts = [self.prompts[number] for number in numbers]
-        for by_request in run_rollout(self.replica.engine, requests, prompts, self.turns):
+        stop = StopPoint(self.replica.mesh)
+        for by_request in run_rollout(self.replica.engine, requests, prompts, self.turns, stop):
+            if stop.is_reached:
+                return
             ended = []
             for place, responses in by_request.items():
                 number = numbers[place]
@@ -136,7 +148,13 @@ class Evaluator:
                 self.rewards.begin(ended)
         if not self.replica.mesh.is_leader:
             return
-        results = self.rewards.collect([_group(number) for number in numbers])
+        if any(len(by_member) < self.num_samples for by_member in answers.values()):
+            # The run is to stop, and an environment was not waited for.
+            return
+        try:
+            results = self.rewards.collect([_group(number) for number in numbers])
+        except Unanswered:
+            return
         for (number, by_member), result in zip(answers.items(), results, strict=True):
             responses = [by_member[member] for member in range(self.num_samples)]
             yield from self._records(self.prompts[number], responses, result)

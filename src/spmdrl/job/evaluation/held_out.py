@@ -11,6 +11,7 @@ from spmdrl.job.model.switching import Switching
 from spmdrl.job.run.run import Run
 from spmdrl.observability.logs.outage import going_on_without
 from spmdrl.observability.summary import AT_K, read_summary, write_summary
+from spmdrl.resources.watch.stop_request import StopAgreed
 
 
 class HeldOut:
@@ -25,7 +26,11 @@ class HeldOut:
         self.last: Evaluation | None = None
 
     def before(self) -> None:
-        """The evaluation before the first step, with `eval.before_train`."""
+        """The evaluation before the first step, with `eval.before_train`, or the one that a stop left undone."""
+        if self._run.has_unlogged_step:
+            self._run.begin_step()
+            self._evaluate(self._run.start_step)
+            self._run.finish_unlogged_step()
         if self._run.start_step == 0 and self._config.before_train:
             self._run.begin_step()
             evaluation = self._evaluate(0)
@@ -54,10 +59,17 @@ class HeldOut:
         if self._evaluator is None or switching is None:
             return None
         switching.to_generation(step)
+        found: Evaluation | StopAgreed
         with logs.timeline.stage("evaluation", step):
-            evaluation = self._all_verdicts(self._evaluator())
+            try:
+                found = self._evaluator()
+            except StopAgreed as agreed:
+                found = agreed
         switching.start_return(step)
         switching.to_update(step)
+        if isinstance(found, StopAgreed):
+            self._run.stop_before_logging(step, found.reason)
+        evaluation = self._all_verdicts(found)
         passes = {f"{AT_K}{k}": estimate for k, estimate in evaluation.pass_at.items()}
         for name, estimate in ({"reward": evaluation.mean_reward, "accuracy": evaluation.accuracy} | passes).items():
             parts = {"": estimate.value, "_low": estimate.low, "_high": estimate.high}

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,6 +19,7 @@ from spmdrl.engines.models.hf.model_weights import write_weights
 from spmdrl.engines.models.lora import is_adapter
 from spmdrl.engines.models.tokenizer import TOKENIZER_FILES, pad_apart
 from spmdrl.engines.training.checkpoints.checkpoint import CheckpointConfig
+from spmdrl.engines.training.checkpoints.file_writes import FileWrites, Weights
 from spmdrl.engines.training.checkpoints.trainer_state import (
     ShardFiles,
     load_trainer_state,
@@ -25,6 +27,7 @@ from spmdrl.engines.training.checkpoints.trainer_state import (
     write_shards,
 )
 from spmdrl.engines.training.routing.routers import RoutingConfig
+from spmdrl.engines.training.sharding.sharded_model import Shard
 from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.job.model.model_source import MODEL, ModelSource, token_ids_of
 from spmdrl.job.run.savable import Savable, SavedParts
@@ -49,33 +52,44 @@ class RoleModel:
     saved_dtype: torch.dtype
     """dtype of the weights in the Hugging Face folders that it writes"""
 
-    def write_to(self, folder: Path) -> list[Path]:
-        """Write model and trainer state into a checkpoint; returns this rank's files. Collective."""
-        shards = self._folder_in(folder) / TRAINER
-        paths = self.write_model(folder)
-        shards.mkdir(parents=True, exist_ok=True)
-        return [*paths, write_shards(shards, self.world.rank, trainer_state(self.trainer))]
+    def write_to(self, folder: Path, writes: FileWrites) -> None:
+        """Write model and trainer state into a checkpoint. Collective."""
+        self.write_model(folder, writes)
+        shards = {
+            key: Shard(writes.held(shard.tensor), shard.slice, shard.global_shape)
+            for key, shard in trainer_state(self.trainer).items()
+        }
+        writes.add(partial(self._write_trainer, folder, shards))
 
     def read_from(self, folder: Path) -> None:
         """Take weights and optimizer back from a checkpoint of any layout."""
         load_trainer_state(self.trainer, ShardFiles(self._folder_in(folder) / TRAINER))
 
-    def write_model(self, checkpoint: Path) -> list[Path]:
+    def write_model(self, checkpoint: Path, writes: FileWrites) -> None:
         """Write the model into a checkpoint, as a Hugging Face folder, and adapters in PEFT's form beside it.
 
-        Returns this rank's files. Collective.
+        Collective.
         """
-        folder, adapters = self._folder_in(checkpoint) / MODEL, self._whole_adapters()
+        adapters = self._whole_adapters()
         weights = self.trainer.whole_weights(self.saved_dtype)
         try:
-            if not self.world.is_main:
-                return []
-            folder.mkdir(parents=True, exist_ok=True)
-            write_weights(folder, weights)
+            if self.world.is_main:
+                writes.add(partial(self._write_folder, checkpoint, writes.held_weights(weights), adapters))
         finally:
             # The gathers are collective: ranks that keep nothing take part, and so does one whose disk is full.
             for _ in weights:
                 pass
+
+    def _write_trainer(self, checkpoint: Path, shards: Mapping[str, Shard]) -> list[Path]:
+        folder = self._folder_in(checkpoint) / TRAINER
+        folder.mkdir(parents=True, exist_ok=True)
+        return [write_shards(folder, self.world.rank, shards)]
+
+    def _write_folder(self, checkpoint: Path, weights: Weights, adapters: Mapping[str, Tensor]) -> list[Path]:
+        """Write whole weights with all that belongs to them; returns the paths."""
+        folder = self._folder_in(checkpoint) / MODEL
+        folder.mkdir(parents=True, exist_ok=True)
+        write_weights(folder, weights)
         config = hf_config_dict(self.source.decoder, self.saved_dtype) | token_ids_of(self.source.folder)
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         for name in TOKENIZER_FILES:
@@ -111,9 +125,10 @@ class ModelsAlone:
     def __init__(self, models: Iterable[RoleModel]):
         self._models = list(models)
 
-    def write_to(self, folder: Path) -> list[Path]:
-        """Write the models below `folder`; returns this rank's files. Collective."""
-        return [path for model in self._models for path in model.write_model(folder)]
+    def write_to(self, folder: Path, writes: FileWrites) -> None:
+        """Write the models below `folder`. Collective."""
+        for model in self._models:
+            model.write_model(folder, writes)
 
     def read_from(self, folder: Path) -> None:
         """Read the trainer states too: from a checkpoint that was written before `model_only` was set."""

@@ -17,7 +17,9 @@ from pathlib import Path
 from spmdrl.dataflow.samples.carried import CarriedGroups
 from spmdrl.dataflow.samples.samples import Samples
 from spmdrl.engines.training.checkpoints.checkpoint import CheckpointConfig, CheckpointStore
+from spmdrl.engines.training.checkpoints.file_writes import written_at_once
 from spmdrl.engines.training.checkpoints.manifest import damage, step_of_folder
+from spmdrl.job.run.checkpoints import Checkpoints
 from spmdrl.job.run.run_folder import on_every_rank, on_main
 from spmdrl.job.run.run_logs import RunLogs
 
@@ -32,7 +34,7 @@ class KeptRollouts:
     """
 
     def __init__(
-        self, checkpoints: CheckpointStore, logs: RunLogs, carried: CarriedGroups, *,
+        self, checkpoints: Checkpoints, logs: RunLogs, carried: CarriedGroups, *,
         identity: Mapping[str, object], start_step: int,
     ):  # fmt: skip
         """`identity` is the run's, which goes on after `start_step`."""
@@ -41,7 +43,7 @@ class KeptRollouts:
         self._carried = carried
         self._identity = identity
         self._start_step = start_step
-        self._is_on = checkpoints.config.keep_rollouts
+        self._is_on = checkpoints.store.config.keep_rollouts
         self._store = CheckpointStore(
             logs.folder / ROLLOUTS, CheckpointConfig(keep_last=1), is_main=logs.world.is_main, required=(IDENTITY,)
         )
@@ -91,11 +93,15 @@ class KeptRollouts:
 
         A failure costs no more than the rollouts of a job that dies in this step.
         """
-        if not self._is_on or samples.step - 1 not in (0, *self._checkpoints.steps()):
+        if not self._is_on:
+            return
+        # All ranks must find the same checkpoints there.
+        self._checkpoints.finish()
+        if samples.step - 1 not in (0, *self._checkpoints.store.steps()):
             return
 
         def write(folder: Path) -> list[Path]:
-            paths = [*samples.write_to(folder), *self._carried.write_to(folder)]
+            paths = [*samples.write_to(folder), *written_at_once(self._carried, folder)]
             if self._logs.world.is_main:
                 (folder / IDENTITY).write_text(json.dumps(self._identity))
                 paths.append(folder / IDENTITY)

@@ -13,6 +13,7 @@ from spmdrl.dataflow.stages.reward import DecodeTokens
 from spmdrl.dataflow.stages.rows import TURNS, turn_texts
 from spmdrl.dataflow.stages.update_report import ShownRows
 from spmdrl.engines.workers.verdict import Verdict
+from spmdrl.job.rollouts.row_records import RowRecords
 from spmdrl.job.run.run_logs import RunLogs
 from spmdrl.observability.logs.log import SampleRecord, SampleToken
 from spmdrl.types import Batch, WorkerState
@@ -24,19 +25,25 @@ class SamplesReport:
     """Writes samples from the main rank, and records each rank's traffic."""
 
     def __init__(
-        self, logs: RunLogs, dock: TransferDock, shown: ShownRows, decode: DecodeTokens, *, rewards: Sequence[str]
+        self, logs: RunLogs, dock: TransferDock, shown: ShownRows, records: RowRecords, decode: DecodeTokens, *,
+        rewards: Sequence[str],
     ):  # fmt: skip
         """`rewards` are the names of the reward functions."""
         self._logs = logs
         self._dock = dock
         self._shown = shown
+        self._records = records
         self._decode = decode
         self._rewards = rewards
         self._texts: dict[int, str] = {}
         self._volume = dock.volume.copy()
 
     def write(self, samples: Samples) -> None:
-        """Write `log.samples_per_step` rows: those of one prompt first, then others of the step's prompts."""
+        """Write this rank's record of its rows, and `log.samples_per_step` rows in full.
+
+        Those are of one prompt first, then others of the step's prompts.
+        """
+        self._records.write(samples.step)
         if not self._logs.world.is_main or not self._shown.rows:
             return
         turns = samples.reads(WorkerState.UPDATE) & {TURNS}

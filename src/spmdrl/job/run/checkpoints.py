@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import time
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
-from spmdrl.engines.training.checkpoints.checkpoint import CheckpointStore
+from spmdrl.engines.training.checkpoints.background_save import BackgroundSave, RankOfSave
+from spmdrl.engines.training.checkpoints.checkpoint import CheckpointStore, SaveResult
+from spmdrl.engines.training.checkpoints.file_writes import FileWrites, WritesAtOnce, add_text
+from spmdrl.engines.training.checkpoints.snapshot import HostCopies, Snapshot
 from spmdrl.job.run.best_checkpoint import LINK, BestStep, best_of, is_due_for_best, point_to, unknown_metric
 from spmdrl.job.run.resuming import RUN_FILE, ResumePoint, RunRecord
 from spmdrl.job.run.run_logs import RunLogs
@@ -16,6 +23,41 @@ from spmdrl.observability.logs.jsonl import JsonlWriter
 from spmdrl.observability.logs.log import CHECKPOINTS_FILE
 from spmdrl.observability.logs.outage import going_on_without
 from spmdrl.observability.terminal.units import bytes_text, duration
+from spmdrl.resources.collectives import barrier, broadcast_bytes, gather_bytes
+
+# For which a rank whose run fails waits for a checkpoint; survivors of a killed rank have longer to leave.
+_MOST_SECONDS_AT_END = 5.0
+# All ranks save in the same order, those of a job's phases too, which share a store.
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class SaveEnd:
+    """How a save ended, and how long after its beginning."""
+
+    result: SaveResult
+    seconds: float
+
+    def to_json(self) -> str:
+        return json.dumps([self.result.to_json(), self.seconds])
+
+    @classmethod
+    def from_json(cls, text: bytes) -> SaveEnd:
+        result, seconds = json.loads(text)
+        return cls(SaveResult.from_json(result), seconds)
+
+
+@dataclass(frozen=True)
+class _Saving:
+    """A save whose end isn't noted yet."""
+
+    record: RunRecord
+    """what the checkpoint holds of the run"""
+    best_before: tuple[BestStep, ...]
+    started: float
+    seconds: float
+    """for which training waited"""
+    background: BackgroundSave | None
 
 
 class Checkpoints:
@@ -34,6 +76,12 @@ class Checkpoints:
         """whether it was noted that no step has the metric of `checkpoint.best`"""
         self._failed_save: tuple[int, str] | None = None
         """the last checkpoint's step, and why it could not be written"""
+        self._saving: _Saving | None = None
+        """the checkpoint that threads are writing"""
+        world = logs.world
+        self._is_asynchronous = store.config.asynchronous
+        self._copies = HostCopies(world.device, num_ranks=world.launch.local_world_size)
+        self._place = RankOfSave(world.rank, world.size, world.store)
         self._log: JsonlWriter | None = None
         if logs.world.is_main:
             (store.root / LINK).unlink(missing_ok=True)
@@ -50,45 +98,137 @@ class Checkpoints:
         is_nth = config.interval > 0 and step % config.interval == 0
         return is_nth or is_due_for_best(config, self.best, step, metrics)
 
-    def save(self, record: RunRecord, texts: Mapping[str, str]) -> None:
+    def save(self, record: RunRecord, texts: Mapping[str, str], *, waits: bool) -> None:
         """Write a checkpoint with `texts` by file name; a failure costs none of the earlier ones. Collective.
 
-        Its metrics are those of the next step that is logged; checkpoints.jsonl has them under its own step.
+        With `waits` it is there when this returns; otherwise threads may write it, for which `finish` waits. Its
+        metrics are those of the next step that is logged; checkpoints.jsonl has them under its own step.
         """
-        step, config, logs = record.step, self.store.config, self._logs
-        best = best_of(config, self.best, step, record.metrics)
-        record = replace(record, best=best, is_resumable=not config.model_only)
-
-        def write(folder: Path) -> list[Path]:
-            paths = self._state.write_to(folder)
-            if logs.world.is_main:
-                for name, content in ({RUN_FILE: record.to_json()} | dict(texts)).items():
-                    (folder / name).write_text(content, encoding="utf-8")
-                    paths.append(folder / name)
-            return paths
-
         started = time.perf_counter()
+        self.finish()
+        step, config, logs = record.step, self.store.config, self._logs
+        before = self.best
+        # Those of a step that isn't logged are still the last one's.
+        self.best = best_of(config, self.best, step, {} if record.unlogged else record.metrics)
+        record = replace(record, best=self.best, is_resumable=not config.model_only)
+        write = partial(self._add_writes, record, texts)
         with logs.console.doing(f"saving the checkpoint of step {step}"), logs.timeline.stage("checkpoint", step):
-            result = self.store.save(step, write)
+            begun = self._begin(step, write) if self._is_asynchronous and not waits else None
+            result = self.store.save(step, lambda folder: _at_once(write, folder)) if begun is None else None
         seconds = time.perf_counter() - started
+        logs.recorder.maximum("checkpoint/seconds", seconds)
+        self._saving = _Saving(record, before, started, seconds, begun)
+        if result is not None:
+            self._settle(SaveEnd(result, seconds))
+
+    def _add_writes(self, record: RunRecord, texts: Mapping[str, str], folder: Path, writes: FileWrites) -> None:
+        self._state.write_to(folder, writes)
+        if self._logs.world.is_main:
+            for name, content in ({RUN_FILE: record.to_json()} | dict(texts)).items():
+                add_text(writes, folder / name, content)
+
+    def _begin(self, step: int, write: Callable[[Path, FileWrites], None]) -> BackgroundSave | None:
+        """Copy what the checkpoint holds, and have a thread write it; None where a rank has no memory for its copies.
+
+        Collective.
+        """
+        aside, error = self.store.begin(step)
+        if error is not None:
+            return None
+        snapshot, problem = Snapshot(self._copies), ""
+        try:
+            write(aside, snapshot)
+            snapshot.complete()
+        except (MemoryError, RuntimeError) as failure:
+            problem = f"{type(failure).__name__}: {failure}"
+        problems = [one.decode() for one in gather_bytes(problem.encode()) if one]
+        if problems:
+            self._is_asynchronous = False
+            self._copies = HostCopies(self._copies.device, num_ranks=self._copies.num_ranks)
+            reason = f"as there is no memory for copies of them ({problems[0]})"
+            self._logs.console.note(f"training waits for checkpoints from here on, {reason}")
+            return None
+        return BackgroundSave(
+            self.store, self._place, step, aside, number=next(_numbers),
+            write=snapshot.write, after=partial(self._tidy, step, self.best),
+        )  # fmt: skip
+
+    def _tidy(self, step: int, best: tuple[BestStep, ...]) -> None:
+        """Now that a checkpoint is there, point the link at the best one; then others may go. On the main rank."""
+        if best and best[0].step == step:
+            with going_on_without(f"the link {LINK}"):
+                point_to(best[0], self.store.root)
+        self.store.forget_old(step, kept=[one.step for one in best])
+
+    def take_end(self) -> bytes:
+        """On the main rank, how the checkpoint that was being written ended, once it has; for `settle` on all ranks.
+
+        Raises what a thread of this rank met with that isn't a failure of the disk.
+        """
+        saving = self._saving
+        if saving is None or saving.background is None:
+            return b""
+        saving.background.check()
+        if (end := saving.background.end) is None:
+            return b""
+        return SaveEnd(end.result, end.time - saving.started).to_json().encode()
+
+    def settle(self, end: bytes) -> None:
+        """Take note, on every rank alike, of what the main rank took; of nothing where it had nothing to take."""
+        if end:
+            self._settle(SaveEnd.from_json(end))
+
+    def finish(self) -> None:
+        """Wait until the checkpoint that is being written is there, or has failed. Collective."""
+        if self._saving is None:
+            return
+        background = self._saving.background
+        assert background is not None
+        with self._logs.timeline.stage("checkpoint", self._saving.record.step):
+            background.wait_for_files()
+            # Ranks whose files are there wait here, so that a rank that hangs is seen to be the one.
+            barrier()
+            if self._logs.world.is_main:
+                background.wait()
+            end = broadcast_bytes(self.take_end() if self._logs.world.is_main else None)
+        self.settle(end)
+
+    def finish_alone(self) -> None:
+        """Where the run fails, give the checkpoint that is being written some seconds. Nothing is communicated."""
+        background = None if self._saving is None else self._saving.background
+        if background is None:
+            return
+        # The run ends for another reason.
+        with suppress(Exception):
+            if self._logs.world.is_main:
+                background.wait(_MOST_SECONDS_AT_END)
+                self.settle(self.take_end())
+            else:
+                background.wait_for_files(_MOST_SECONDS_AT_END)
+
+    def _settle(self, end: SaveEnd) -> None:
+        saving, self._saving = self._saving, None
+        assert saving is not None
+        step, result, logs = saving.record.step, end.result, self._logs
         if self._log is not None:
             name = result.folder.name if result.folder else None
-            self._log.write(
-                {"step": step, "seconds": seconds, "bytes": result.num_bytes, "folder": name, "error": result.error}
-            )
-        logs.recorder.maximum("checkpoint/seconds", seconds)
+            self._log.write({
+                "step": step, "seconds": saving.seconds, "write_seconds": end.seconds, "bytes": result.num_bytes,
+                "folder": name, "error": result.error,
+            })  # fmt: skip
+        logs.recorder.maximum("checkpoint/write_seconds", end.seconds)
         if result.folder is None:
-            self._failed_save = (step, str(result.error))
+            self._failed_save, self.best = (step, str(result.error)), saving.best_before
             logs.recorder.maximum("checkpoint/failed", 1.0)
             logs.console.note(f"WARNING: checkpoint of step {step} FAILED, the run goes on without it: {result.error}")
             return
         logs.recorder.maximum("checkpoint/bytes", float(result.num_bytes))
         size = bytes_text(result.num_bytes)
-        logs.console.note(f"checkpoint of step {step}: {size} in {duration(seconds)}, {result.folder}")
+        logs.console.note(f"checkpoint of step {step}: {size} in {duration(end.seconds)}, {result.folder}")
         self.newest, self._failed_save = result.folder, None
-        self._take_best(best, step, record.metrics)
-        # Once the link leads elsewhere.
-        self.store.forget_old(step, kept=[one.step for one in best])
+        if saving.background is None and logs.world.is_main:
+            self._tidy(step, saving.record.best)
+        self._note_best(saving.record)
 
     def trouble(self) -> list[str]:
         """What a run's outcome must not hide."""
@@ -101,18 +241,21 @@ class Checkpoints:
         if self._log is not None:
             self._log.close()
 
-    def _take_best(self, best: tuple[BestStep, ...], step: int, metrics: Mapping[str, float]) -> None:
-        """Point the link at the best checkpoint, now that it is there."""
-        config, logs, self.best = self.store.config, self._logs, best
-        for place, one in enumerate(best, 1):
+    def _note_best(self, record: RunRecord) -> None:
+        """Report whether the checkpoint that is there now is among the best."""
+        config, logs, step = self.store.config, self._logs, record.step
+        for place, one in enumerate(record.best, 1):
             if one.step == step:
                 which = f"the best so far, kept as {LINK}" if place == 1 else f"number {place} of the best, kept"
                 logs.console.note(f"{one.metric} {one.value:.6g} of step {step} is {which}")
-        if best and best[0].step == step and logs.world.is_main:
-            with going_on_without(f"the link {LINK}"):
-                point_to(best[0], self.store.root)
-        if config.best_metric is not None and not best and not self._is_best_unknown:
-            warning = unknown_metric(config.best_metric, metrics)
+        if config.best_metric is not None and not record.best and not self._is_best_unknown:
+            warning = unknown_metric(config.best_metric, record.metrics)
             self._is_best_unknown = warning is not None
             if warning is not None:
                 logs.console.note(warning)
+
+
+def _at_once(write: Callable[[Path, FileWrites], None], folder: Path) -> list[Path]:
+    writes = WritesAtOnce()
+    write(folder, writes)
+    return writes.paths

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-
-import torch
+from typing import Protocol
 
 from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.reward.judge_config import JudgeConfig
 from spmdrl.engines.training.training_engine import TrainingConfig
+from spmdrl.observability.terminal.units import bytes_text
+from spmdrl.observability.timeline.timeline import HeldMemory
+from spmdrl.resources.memory import is_out_of_memory
 from spmdrl.types.roles import WorkerState
 
-# What allocators write, beside torch's own type: the CPU's, CUDA's and NPU's runtimes, cuBLAS, NumPy.
-_WORDS = ("can't allocate memory", "not enough memory", "out of memory", "ALLOC_FAILED", "Unable to allocate")
 _TRAINING = tuple(state.value for state in WorkerState if state.uses_training_engine)
 _GENERATION = (WorkerState.GENERATION.value, "evaluation")
 
@@ -22,32 +22,46 @@ class OutOfMemory(RuntimeError):
     """An allocator had no more memory; the message is one line with a way out."""
 
 
+class Whereabouts(Protocol):
+    """What a run knows of the moment at which memory ran out."""
+
+    def failed_stage(self) -> str | None:
+        """The stage that failed; None before the first one."""
+
+    def held_memory(self) -> HeldMemory | None:
+        """What was held at the last boundary between stages."""
+
+    def lower_limit(self) -> str:
+        """Have the next attempt begin with fewer tokens per micro-batch, if that may help; returns what it will do."""
+
+
 @contextmanager
 def explained_memory(
-    rollout: RolloutConfig, train: TrainingConfig, stage: Callable[[], str | None], judge: JudgeConfig | None = None
+    rollout: RolloutConfig, train: TrainingConfig, where: Whereabouts, judge: JudgeConfig | None = None
 ) -> Iterator[None]:
-    """Raise OutOfMemory in place of an allocator's error; `stage` names where it came from, None before the first."""
+    """Raise OutOfMemory in place of an allocator's error."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        where = stage()
-        what = f"stage {where}" if where else "setting up the run"
+        stage = where.failed_stage()
+        what = f"stage {stage}" if stage else "setting up the run"
         words = (str(error) or "no more memory").splitlines()[0]
-        if judge is not None and where == WorkerState.JUDGE.value:
+        if judge is not None and stage == WorkerState.JUDGE.value:
             advice = f"lower reward.judge.kv_cache_gib ({judge.kv_cache_gib}), or use a smaller judge"
         else:
-            advice = _advice(rollout, train, where)
-        raise OutOfMemory(f"{what} needs more memory than there is: {advice} ({words})") from error
+            advice = _advice(rollout, train, stage)
+        next_time = where.lower_limit() if stage in _TRAINING else ""
+        held = _ledger_text(where.held_memory())
+        raise OutOfMemory(f"{what} needs more memory than there is: {advice}{next_time} ({words}){held}") from error
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocator raised this, rather than one of our own buffers, whose error has a way out already."""
-    if isinstance(error, torch.OutOfMemoryError):
-        return True
-    text = str(error)
-    return (isinstance(error, MemoryError) and not text) or any(word in text for word in _WORDS)
+def _ledger_text(held: HeldMemory | None) -> str:
+    """Who holds how much of the device, the most first."""
+    sizes = sorted(held.device.items(), key=lambda item: -item[1]) if held is not None else []
+    texts = [f"{owner} {bytes_text(size)}" for owner, size in sizes if size]
+    return f"; it held {', '.join(texts)}" if texts else ""
 
 
 def _advice(rollout: RolloutConfig, train: TrainingConfig, stage: str | None) -> str:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge
 from pydantic import BeforeValidator, Strict, StrictFloat, StrictInt, TypeAdapter, ValidationError
@@ -45,6 +45,10 @@ class RunRecord:
         tuple[BestStep, ...], BeforeValidator(lambda best: [best] if isinstance(best, dict) else best or ())
     ] = ()
     """the steps that are kept for their values, the best one first; older versions have a single one, or null"""
+    unlogged: Mapping[str, tuple[Literal["mean", "total", "alike", "max", "min"], Number, Number]] = field(
+        default_factory=dict
+    )
+    """what all ranks recorded of `step`, where the run was stopped in the evaluation after it: logged on resuming"""
     is_resumable: Annotated[bool, Strict()] = True
     """whether the trainer's state is there"""
 
@@ -88,7 +92,13 @@ class Resuming:
         self._console = console
         self._passed_over: dict[Path, str] = {}
         """folders that turned out to be damaged, and how"""
+        self._steps = on_main(world, store.steps)
         self.point = self._chosen()
+
+    def choose_newer(self) -> None:
+        """Choose again where checkpoints have come or gone since. Collective."""
+        if on_main(self._world, self._store.steps) != self._steps:
+            self.point = self._chosen()
 
     def read(self, state: Savable) -> ResumePoint | None:
         """Take the state back; None where the run begins with its first step. Collective.

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from typing import NoReturn
 
+from spmdrl.config.reader import ConfigError
 from spmdrl.engines.training.checkpoints.checkpoint import CheckpointStore
+from spmdrl.engines.training.checkpoints.manifest import step_of_folder
 from spmdrl.job.model.model_source import CHECKPOINTS, MODEL, ModelSource
 from spmdrl.job.run.checkpoints import Checkpoints
 from spmdrl.job.run.config_changes import RESOLVED_CONFIG, keep_config
@@ -21,10 +24,16 @@ from spmdrl.job.run.run_logs import RunLogs
 from spmdrl.job.run.savable import Savable
 from spmdrl.job.start.run_identity import identity_of
 from spmdrl.job.start.start_checks import CheckedRun
+from spmdrl.observability.activity import activity
+from spmdrl.observability.fault_points import at_step, faultpoint
+from spmdrl.observability.health import too_many_skips
+from spmdrl.observability.ownership.fence import arm_fence, loss_of_folder, take_folder
 from spmdrl.observability.statistics import Estimate
 from spmdrl.observability.terminal.console import Console
+from spmdrl.observability.timeline.timeline import HeldMemory
 from spmdrl.resources.collectives import barrier
 from spmdrl.resources.startup.ending import Interrupted, raise_noted_interrupt
+from spmdrl.resources.watch.stop_request import Stopped, request
 from spmdrl.resources.world import World
 from spmdrl.types.roles import POLICY, Role
 
@@ -58,6 +67,8 @@ class Run:
         self._started = time.perf_counter() if started is None else started
         self._step_started = self._started
         self._startup_seconds: float | None = None
+        self.lower_limit: Callable[[], str] = str
+        """has the next attempt begin with fewer tokens per micro-batch; returns what it will do, in words"""
 
     @property
     def identity(self) -> Mapping[str, object]:
@@ -89,6 +100,10 @@ class Run:
     def resume(self, state: Savable) -> None:
         """Read the checkpoint that was chosen, and begin to write into the folder. `state` is what checkpoints hold."""
         assert self._resuming is not None, "a run is admitted before it resumes"
+        # An earlier job that lost its lock, and goes on elsewhere, writes nothing from here on.
+        arm_fence(self.folder, on_main(self.world, lambda: take_folder(self.folder).decode()).encode())
+        # Its last checkpoint may have come since this job chose one.
+        self._resuming.choose_newer()
         point = self._resuming.read(state)
         if point is not None:
             self.start_step = point.record.step
@@ -107,19 +122,22 @@ class Run:
         tracked = tracked_run(config.run, config.log, resolved)
         self.logs = RunLogs(
             self.folder, self.world, self.console, config=config.log, tracked=tracked,
-            last_step=point.record.step if point else -1,
+            last_step=point.record.step if point else -1, is_logged=not self._record.unlogged,
         )  # fmt: skip
         self.checkpoints = Checkpoints(self._store, state, self.logs, point)
         self._has_begun = True
 
     def remaining_steps(self) -> Iterator[int]:
-        """Steps still to do, numbered from 1."""
+        """Steps still to do, numbered from 1. From the first one on ranks stop only where all agree."""
+        request.phase = "running"
         self.console.start(self.num_steps, phase=self._checked.phase, done_steps=self.start_step)
         for step in range(self.start_step + 1, self.num_steps + 1):
             if self._record.is_finished:
                 return
             raise_noted_interrupt()
             self.begin_step()
+            at_step(step)
+            activity.begin_step(step)
             yield step
 
     def begin_step(self) -> None:
@@ -132,6 +150,11 @@ class Run:
         """Make the present step the last one."""
         self._record = replace(self._record, is_finished=True)
 
+    @property
+    def present_step(self) -> int:
+        """The step that isn't finished yet."""
+        return self._record.step + 1
+
     def is_last(self, step: int) -> bool:
         return step == self.num_steps or self._record.is_finished
 
@@ -142,19 +165,67 @@ class Run:
         self._log_step(0)
 
     def finish_step(self, step: int) -> None:
-        """Write the step's metrics, then a checkpoint where one is due.
+        """Write the step's metrics, then a checkpoint where one is due. Raises Stopped where a rank was asked to stop.
 
-        In this order, a resumed run finds the metrics of every step that its checkpoint holds.
+        In this order, a resumed run finds the metrics of every step that its checkpoint holds. Raises ConfigError, on
+        every rank, after too many updates without a finite gradient.
         """
         self._log_step(step)
+        if problem := too_many_skips(self._record.metrics, self._checked.config.train.max_skipped_in_a_row):
+            self.checkpoints.finish()
+            raise ConfigError(problem)
         self._record = replace(self._record, step=step)
+        is_end = self.is_last(step) or self.logs.stop_reason is not None
         if self.is_last(step) or self.checkpoints.is_due(step, self._record.metrics):
-            card = model_card(self._checked, step)
-            texts = {RESOLVED_CONFIG: self._checked.resolved_config, f"{MODEL}/{CARD}": card}
-            self.checkpoints.save(self._record, texts)
+            self._save(waits=is_end)
+        if self.logs.stop_reason is not None and not self.is_last(step):
+            self.stop(self.logs.stop_reason)
+
+    def stop_before_logging(self, step: int, reason: str) -> NoReturn:
+        """As `stop`, in the evaluation after a step: what it recorded is saved, and logged once it has been evaluated.
+
+        Before the first step nothing is to be saved.
+        """
+        if step > self._record.step:
+            self._record = replace(self._record, step=step, unlogged=self.logs.take_unwritten())
+        self.stop(reason)
+
+    @property
+    def has_unlogged_step(self) -> bool:
+        """Whether the run resumed from a step that is still to be evaluated and logged."""
+        return bool(self._record.unlogged)
+
+    def finish_unlogged_step(self) -> None:
+        """Log the step that the run resumed from, now that it has been evaluated, and save it where that is due."""
+        step, unlogged = self._record.step, self._record.unlogged
+        self._record = replace(self._record, unlogged={})
+        self.logs.give_back(unlogged)
+        self.finish_step(step)
+
+    def stop(self, reason: str) -> NoReturn:
+        """End the run as the last finished step left it, which is saved unless it has been. Raises Stopped."""
+        self.checkpoints.finish()
+        newest = self.checkpoints.newest
+        if self._record.step > 0 and (newest is None or step_of_folder(newest.name) != self._record.step):
+            self._save(waits=True)
+        request.phase = "ending"
+        self.logs.close()
+        self.checkpoints.close()
+        text = self._place(f"stopped by {reason}")
+        self._end_early("stopped", text)
+        # No rank leaves while others still write.
+        barrier()
+        raise Stopped(reason, text, is_agreed=True)
+
+    def _save(self, *, waits: bool) -> None:
+        card = model_card(self._checked, self._record.step)
+        texts = {RESOLVED_CONFIG: self._checked.resolved_config, f"{MODEL}/{CARD}": card}
+        self.checkpoints.save(self._record, texts, waits=waits)
 
     def _log_step(self, step: int) -> None:
-        metrics = self.logs.write_step(step, time.perf_counter() - self._step_started, self._record.metrics)
+        seconds = time.perf_counter() - self._step_started
+        metrics = self.logs.write_step(step, seconds, self._record.metrics, notice=self.checkpoints.take_end())
+        self.checkpoints.settle(self.logs.notice)
         first = self._record.first_metrics
         if not first and "reward" in metrics:
             first = {"step": step, "reward": metrics["reward"]}
@@ -164,36 +235,55 @@ class Run:
     def recording_failure(self) -> Iterator[None]:
         """Record an exception in summary and report, then re-raise it, explained."""
         config = self._checked.config
-
-        def failed_stage() -> str | None:
-            return self.logs.timeline.failed_stage if self._has_begun else None
-
         try:
-            with explained_memory(config.rollout, config.train, failed_stage, config.reward.judge):
+            with explained_memory(config.rollout, config.train, self, config.reward.judge):
                 yield
         except KeyboardInterrupt as failure:
             # Published at once, before the report takes its time.
             self.world.first_failure(failure)
+            self._finish_checkpoint()
             self._end_early("interrupted", None)
-            raise Interrupted(self._interruption()) from failure
+            raise Interrupted(self._place("interrupted")) from failure
+        except Stopped as stopped:
+            if stopped.is_agreed:
+                raise
+            self.world.first_failure(stopped)
+            text = self._place(f"stopped by {stopped.reason}")
+            self._end_early("stopped", text)
+            raise Stopped(stopped.reason, text, is_agreed=False) from stopped
         except BaseException as failure:
             first = self.world.first_failure(failure)
-            self._end_early("failed", first.cause if first.rank == 0 else f"rank {first.rank}: {first.cause}")
+            self._finish_checkpoint()
+            cause = first.cause if first.rank == 0 else f"rank {first.rank}: {first.cause}"
+            self._end_early("stopped" if first.is_stop else "failed", cause)
             raise
+
+    def _finish_checkpoint(self) -> None:
+        if self._has_begun:
+            self.checkpoints.finish_alone()
+
+    def failed_stage(self) -> str | None:
+        return self.logs.timeline.failed_stage if self._has_begun else None
+
+    def held_memory(self) -> HeldMemory | None:
+        return self.logs.timeline.held if self._has_begun else None
 
     def _end_early(self, verdict: str, error: str | None) -> None:
         self.console.close()
-        if self.world.is_main and self._has_begun:
+        if self.world.is_main and self._has_begun and not loss_of_folder():
             write_early_end(self.folder, verdict, error)
 
-    def _interruption(self) -> str:
-        where = f"interrupted in step {self._record.step + 1} of {self.num_steps}"
+    def _place(self, what: str) -> str:
+        """Where the run ends, and how it goes on."""
+        where = f"{what} in step {self.present_step} of {self.num_steps}"
         if not self._has_begun or self.checkpoints.newest is None:
             return f"{where}, before a checkpoint; the same command starts anew"
         return f"{where}; the same command goes on from {self.checkpoints.newest}"
 
     def finish(self, **fields: object) -> None:
         """Close the logs, and write summary and report from the main rank; `fields` go into the summary."""
+        faultpoint("shutdown")
+        self.checkpoints.finish()
         self.logs.close()
         self.checkpoints.close()
         # The report reads every rank's timeline, and other ranks may read the summary next.

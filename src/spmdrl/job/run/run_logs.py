@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -9,11 +10,15 @@ from spmdrl.observability.health import HealthWatch, counts_so_far
 from spmdrl.observability.logs.log import LogConfig, MetricsLog, SampleRecord, SamplesLog
 from spmdrl.observability.logs.outage import going_on_without, take_num_refused
 from spmdrl.observability.logs.trackers import TrackedRun
-from spmdrl.observability.metrics import Recorder, encode, merge
+from spmdrl.observability.metrics import Recorder, Stat, Table, encode, merge, table_of, totals_of
+from spmdrl.observability.ownership.fence import check_fence
 from spmdrl.observability.summary import write_summary
 from spmdrl.observability.terminal.console import Console
-from spmdrl.observability.timeline.timeline import Timeline, timeline_file
+from spmdrl.observability.timeline.slow_ranks import SlowRanks, ratios
+from spmdrl.observability.timeline.timeline import Timeline, timeline_file, truncate_other_ranks
 from spmdrl.resources.collectives import gather_bytes
+from spmdrl.resources.watch.stop_watch import gather_and_agree
+from spmdrl.resources.watch.work_sampler import work_sampler
 from spmdrl.resources.world import World
 
 
@@ -21,30 +26,44 @@ class RunLogs:
     """Each rank's recorder and timeline; on the main rank also the console, the logs and summary.json."""
 
     def __init__(
-        self, folder: Path, world: World, console: Console, *, config: LogConfig, tracked: TrackedRun, last_step: int
-    ):
-        """Opens the files, and drops from them what was logged after `last_step`: it will be done again."""
+        self, folder: Path, world: World, console: Console, *, config: LogConfig, tracked: TrackedRun, last_step: int,
+        is_logged: bool = True,
+    ):  # fmt: skip
+        """Opens the files, and drops from them what was logged after `last_step`: it will be done again.
+
+        The metrics of `last_step` itself are still to come unless it `is_logged`.
+        """
         self.folder = folder
         self.world = world
         self.console = console
         self.recorder = Recorder()
+        self.stop_reason: str | None = None
+        """what asked a rank to stop before the newest step was written; the same on every rank"""
+        self.notice = b""
+        """the main rank's notice with the newest step; the same on every rank"""
         self.timeline = Timeline(timeline_file(folder, world.rank), world.rank, shown=console.stage)
         self.timeline.truncate_after(last_step)
         self._samples_interval = config.samples_interval
         self._health = HealthWatch()
+        self._slow_ranks = SlowRanks()
         self._metrics: MetricsLog | None = None
         self._samples: SamplesLog | None = None
         if world.is_main:
+            truncate_other_ranks(folder, world.size, last_step)
             self._metrics = MetricsLog(folder, config.backends, console=console, run=tracked)
-            self._metrics.truncate_after(last_step)
+            self._metrics.truncate_after(last_step if is_logged else last_step - 1)
             self._samples = SamplesLog(folder)
             self._samples.truncate_after(last_step)
 
-    def write_step(self, step: int, seconds: float, before: Mapping[str, float]) -> dict[str, float]:
+    def write_step(
+        self, step: int, seconds: float, before: Mapping[str, float], *, notice: bytes = b""
+    ) -> dict[str, float]:
         """Reduce the step's metrics over ranks and write them; counts go on from `before`, the last step's. Collective.
 
-        `seconds` are this rank's. Returns the metrics, the same on every rank.
+        `seconds` and the `notice`, a line, are this rank's. Returns the metrics, the same on every rank. Raises
+        FolderTaken where another job has taken the folder since.
         """
+        check_fence()
         for stage, stage_seconds in self.timeline.stage_seconds(step).items():
             self.recorder.maximum(f"time/{stage}", stage_seconds)
         self.recorder.maximum("time/step", seconds)
@@ -54,14 +73,32 @@ class RunLogs:
             self.recorder.mean("fusion/hidden_share", waits.hidden_seconds / waits.seconds, waits.seconds)
         if refused := take_num_refused():
             self.recorder.total("log/refused_writes", refused)
-        metrics = merge(gather_bytes(encode(self.recorder.drain())))
+        working = json.dumps(work_sampler.working_seconds(self.timeline.stage_seconds(step))).encode()
+        payloads, self.stop_reason = gather_and_agree(b"\n".join([encode(self.recorder.drain()), working, notice]))
+        tables, times, notices = zip(*(payload.split(b"\n") for payload in payloads), strict=True)
+        metrics, self.notice = merge(tables), notices[0]
+        seconds_by_rank = [json.loads(one) for one in times]
+        if self.world.size > 1:
+            metrics["perf/slowest_rank_ratio"] = max(ratios(seconds_by_rank))
         metrics |= self._rates(metrics)
         metrics |= counts_so_far(metrics, before)
         if self._metrics is not None:
             self._metrics.write(step, metrics)
-            for warning in self._health.warnings(step, metrics):
+            slow = self._slow_ranks.warnings(step, seconds_by_rank)
+            for warning in [*self._health.warnings(step, metrics), *slow]:
                 self.console.note(warning)
         return metrics
+
+    def take_unwritten(self) -> Table:
+        """What all ranks recorded since the last step, which `give_back` records again. Collective."""
+        tables = gather_bytes(encode(self.recorder.drain()))
+        return table_of(totals_of([json.loads(table) for table in tables]))
+
+    def give_back(self, table: Table) -> None:
+        """Record what an earlier part of the run had not written."""
+        if self.world.is_main:
+            for name, (kind, value, count) in table.items():
+                self.recorder.add(name, Stat(kind, value, count))
 
     def _rates(self, metrics: Mapping[str, float]) -> dict[str, float]:
         if "perf/tokens" not in metrics:

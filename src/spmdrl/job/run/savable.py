@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Protocol
 
+from spmdrl.engines.training.checkpoints.file_writes import FileWrites
+
 
 class Savable(Protocol):
     """A part of a run that is written down and taken back."""
 
-    def write_to(self, folder: Path) -> list[Path]:
-        """Write this rank's files below `folder` and return their paths. Collective."""
+    def write_to(self, folder: Path, writes: FileWrites) -> None:
+        """Add the writes of this rank's files below `folder`. Collective."""
         ...
 
     def read_from(self, folder: Path) -> None:
@@ -24,9 +26,10 @@ class SavedParts:
     def __init__(self, *parts: Savable):
         self._parts = parts
 
-    def write_to(self, folder: Path) -> list[Path]:
-        """Write this rank's files of all parts. Collective."""
-        return [path for part in self._parts for path in part.write_to(folder)]
+    def write_to(self, folder: Path, writes: FileWrites) -> None:
+        """Add the writes of this rank's files of all parts. Collective."""
+        for part in self._parts:
+            part.write_to(folder, writes)
 
     def read_from(self, folder: Path) -> None:
         """Take all parts back."""

@@ -18,6 +18,8 @@ from spmdrl.config.reader import start_up
 from spmdrl.dataflow.data.data_rows import SourceRows
 from spmdrl.engines.reward.rules.answers import RULES
 from spmdrl.job.start.start_checks import CheckedRun
+from spmdrl.job.start.watching import watching
+from spmdrl.observability.fault_points import arm_fault, faultpoint
 from spmdrl.observability.summary import software_versions
 from spmdrl.resources.startup.launch import read_launch_environment
 from spmdrl.resources.startup.rendezvous import Network
@@ -36,14 +38,18 @@ def open_job(checked: CheckedRun) -> Iterator[World]:
     resources = checked.config.resources
     facts = {}
     with start_up():
-        if read_launch_environment(os.environ).world_size > 1:
+        launch = read_launch_environment(os.environ)
+        arm_fault(os.environ, launch.rank, launch.world_size)
+        if launch.world_size > 1:
             facts = start_facts(checked.config, checked.verb, [*checked.train_rows, *checked.eval_rows])
     network = Network(checked.config.run.folder, trusted=resources.trusted_network)
-    with open_world(
+    world = open_world(
         resources.device, resources.timeout_seconds, facts=facts, network=network,
         start_timeout_seconds=resources.start_timeout_seconds,
-    ) as world:  # fmt: skip
-        yield world
+    )  # fmt: skip
+    with world as opened, watching(checked, opened):
+        faultpoint("init")
+        yield opened
 
 
 def start_facts(

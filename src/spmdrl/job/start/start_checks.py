@@ -183,7 +183,7 @@ def _check_layouts(config: Config, verb: Verb, launch: LaunchEnvironment, *, is_
     layout = fit_update_layout(config.resources.update, launch.world_size)
     check_generation_layout(config.resources.generation, launch.world_size)
     is_trained = verb in _TRAINED
-    device = find_device(config.resources.device, launch.local_rank) if is_here else None
+    device = find_device(config.resources.device, launch.device_index) if is_here else None
     if (decoder := decoder_at_hand(config)) is not None:
         check_generation_fits(config, decoder)
         if device is not None and config.rollout.engine != "vllm":
@@ -191,7 +191,7 @@ def _check_layouts(config: Config, verb: Verb, launch: LaunchEnvironment, *, is_
         if is_trained:
             check_model_fits(config, decoder, layout)
     if config.debug.batch_invariant:
-        check_batch_invariant(config, layout, find_device(config.resources.device, launch.local_rank).kind)
+        check_batch_invariant(config, layout, find_device(config.resources.device, launch.device_index).kind)
     if config.rollout.engine == "vllm":
         check_vllm(config)
         if is_here:

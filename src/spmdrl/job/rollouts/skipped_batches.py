@@ -1,0 +1,88 @@
+"""The rows of skipped updates, kept in the run's folder so that one can find out which value wasn't finite."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from spmdrl.engines.training.batching.packed_rows import TokenRows
+from spmdrl.engines.training.checkpoints.checkpoint import WRITE_FAILURES
+from spmdrl.engines.training.checkpoints.manifest import step_folder_name
+from spmdrl.engines.training.training_engine import TrainingEngine, UpdateResult
+from spmdrl.job.model.role_models import RoleModels
+from spmdrl.job.run.run import Run
+from spmdrl.observability.logs.jsonl import to_json
+from spmdrl.observability.logs.outage import going_on_without
+from spmdrl.observability.ownership.fence import check_fence
+
+FOLDER = "skipped"
+# The first ones show what is wrong; a run that goes on so must not fill the disk.
+MOST_BATCHES = 8
+_MOST_BYTES = 1 << 26
+_MOST_NAMED = 8
+
+
+def keep_skipped_batches(models: RoleModels, run: Run) -> None:
+    """From here on keep the rows of the first updates of these models that are skipped."""
+    kept = SkippedBatches(run)
+    for role, model in models.items():
+        if not model.trainer.is_frozen:
+            model.trainer.when_skipped = partial(kept.keep, role.name, model.trainer)
+
+
+class SkippedBatches:
+    """Writes what each rank had in an update that was skipped: rows as safetensors, what was found as JSON."""
+
+    def __init__(self, run: Run):
+        self._run = run
+        self._root = run.folder / FOLDER
+        # Counted before any rank writes, so alike on all of them.
+        self._num_kept = len(list(self._root.glob("*")))
+
+    def keep(self, name: str, trainer: TrainingEngine, rows: TokenRows, result: UpdateResult) -> None:
+        """Write the rows of a skipped update of the model `name`, unless there are many of such already."""
+        if self._num_kept >= MOST_BATCHES:
+            return
+        self._num_kept += 1
+        run, step = self._run, self._run.present_step
+        folder = self._root / f"{step_folder_name(step)}_{name}_{self._num_kept}"
+        columns = _columns_of(rows)
+        broken = {column: found for column, values in columns.items() if (found := _broken_rows(rows, values))}
+        if trainer.mesh.model.rank == 0:
+            record = {"step": step, "model": name, "rows": len(rows), "not_finite": broken}
+            record |= {"loss": result.loss, "grad_norm": result.grad_norm, "lr": result.lr}
+            with going_on_without(f"the batch in {folder}", WRITE_FAILURES):
+                _write(folder / f"rank_{run.world.rank:05d}", record, columns)
+        what = "; ".join(f"{column} of row {found[0]} isn't finite" for column, found in broken.items())
+        run.console.note(f"step {step}: the rows of the skipped update are in {folder}" + (f": {what}" if what else ""))
+
+
+def _columns_of(rows: TokenRows) -> dict[str, Tensor]:
+    """The rows by name: tokens, where each row begins, and what the loss read of response tokens."""
+    columns = {"tokens": rows.tokens_T, "offsets": rows.offsets, "prompt_lengths": rows.prompt_lengths_B}
+    if rows.is_model_T is not None:
+        columns["is_model"] = rows.is_model_T
+    return columns | {f"response/{name}": values for name, values in rows.response.items()}
+
+
+def _broken_rows(rows: TokenRows, values: Tensor) -> list[int]:
+    """The first of this rank's rows with a value that isn't finite."""
+    if not values.is_floating_point() or values.isfinite().all():
+        return []
+    places = (~values.isfinite()).reshape(len(values), -1).any(1).nonzero().squeeze(1).cpu()
+    found = torch.searchsorted(rows.response_offsets, places, right=True) - 1
+    return found.unique().tolist()[:_MOST_NAMED]
+
+
+def _write(path: Path, record: Mapping[str, object], columns: Mapping[str, Tensor]) -> None:
+    check_fence()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    num_bytes = sum(values.nbytes for values in columns.values())
+    path.with_suffix(".json").write_text(to_json(record | {"bytes": num_bytes}) + "\n")
+    if num_bytes <= _MOST_BYTES:
+        save_file({name: values.contiguous() for name, values in columns.items()}, path.with_suffix(".safetensors"))
