@@ -17,6 +17,7 @@ _COUNTED = {
     "health/updates_skipped": "update/skipped",
     "health/updates_without_rows": "update/without_rows",
 }
+_SKIPPED_IN_A_ROW = "health/updates_skipped_in_a_row"
 _STEPS = "health/steps"
 _IDLE = "health/steps_without_signal"
 _IDLE_IN_A_ROW = "health/steps_without_signal_in_a_row"
@@ -28,6 +29,7 @@ def counts_so_far(metrics: Metrics, before: Metrics) -> dict[str, float]:
     if "update/count" not in metrics:
         return known
     counts = {total: known.get(total, 0.0) + metrics.get(name, 0.0) for total, name in _COUNTED.items()}
+    counts[_SKIPPED_IN_A_ROW] = _skipped_in_a_row(metrics, known.get(_SKIPPED_IN_A_ROW, 0.0))
     # Supervised steps have no advantages, and steps without rows are counted above.
     if "frac_advantage_zero" not in metrics:
         return known | counts
@@ -36,6 +38,26 @@ def counts_so_far(metrics: Metrics, before: Metrics) -> dict[str, float]:
     counts[_IDLE] = known.get(_IDLE, 0.0) + idle
     counts[_IDLE_IN_A_ROW] = known.get(_IDLE_IN_A_ROW, 0.0) + 1.0 if idle else 0.0
     return counts
+
+
+def _skipped_in_a_row(metrics: Metrics, before: float) -> float:
+    """Updates with rows that were skipped since one was made, those of a step at once."""
+    with_rows = metrics["update/count"] - metrics.get("update/without_rows", 0.0)
+    skipped = metrics.get("update/skipped", 0.0) - metrics.get("update/without_rows", 0.0)
+    return before + skipped if skipped == with_rows else 0.0
+
+
+def too_many_skips(metrics: Metrics, most: int | None) -> str | None:
+    """Why a run is to end after a step: nothing has been learnt in its last updates; None: it isn't."""
+    skipped = metrics.get(_SKIPPED_IN_A_ROW, 0.0)
+    if most is None or skipped < most:
+        return None
+    return (
+        f"{skipped:.0f} updates in a row were skipped, loss {_shown(metrics, 'loss')} and gradient norm "
+        f"{_shown(metrics, 'grad_norm')} in the last one; the weights are as before the first of them: lower optim.lr "
+        f"({_shown(metrics, 'lr')} now) or warm it up, look at the rows in the run's folder skipped/, or raise "
+        f"train.max_skipped_in_a_row ({most})"
+    )
 
 
 class HealthWatch:
