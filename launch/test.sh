@@ -36,5 +36,5 @@ if [ -n "$failed" ]; then
 fi
 printf '== pytest\n'
 # Several workers, so that what they print and --pdb take "-n 0" behind this command.
-.venv/bin/pytest -m "not gpu" --numprocesses "$workers" --dist worksteal "$@"
+.venv/bin/pytest -m "not gpu and not slurm and not msrun" --numprocesses "$workers" --dist worksteal "$@"
 [ -z "$failed" ]

@@ -7,6 +7,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -19,13 +20,20 @@ from spmdrl.cli.failure_page import (
     wants_traceback,
 )
 from spmdrl.cli.manual import VERB_PAGES, help_page
+from spmdrl.cli.number_flags import take_numbers
 from spmdrl.config.reader import ConfigError, start_up
 from spmdrl.config.sources import split_arguments
 from spmdrl.observability.terminal.screen import show, waiting
 from spmdrl.observability.terminal.spelling import nearest
 from spmdrl.resources.startup.ending import Interrupted, noting_interrupts
-from spmdrl.resources.startup.launch import LaunchEnvironment, StartRefused, read_launch_environment
+from spmdrl.resources.startup.launch import (
+    LaunchEnvironment,
+    StartRefused,
+    is_msruns_scheduler,
+    read_launch_environment,
+)
 from spmdrl.resources.startup.launcher import end_with_launcher, remove_empty_folders
+from spmdrl.resources.watch.stop_request import STOPPED, Stopped, request
 
 VERBS = {
     "train": "reinforcement learning from a config; the same command again goes on where it stopped",
@@ -34,7 +42,9 @@ VERBS = {
     "reward-model": "a model that scores the better response of a pair higher",
     "eval": "mean reward and accuracy on the held-out rows of data.eval",
     "generate": "answers of a model to prompts",
+    "replay": "rows of a step again in one process, beside what the run recorded of them",
     "check": "read a config, check it, print its tree and layout; trains nothing",
+    "launch": "start a run under Slurm or msrun, or print the script that would",
     "explain": "the equations of an algorithm, its defaults, and where other trainers differ",
     "bench": "time parts of the system",
     "report": "write report.html of a run's folder",
@@ -51,9 +61,11 @@ examples:
   python -m spmdrl train configs/debug/quickstart.yaml                       one process
   torchrun --standalone --nproc-per-node 8 -m spmdrl train run.yaml          8 ranks on one node
   python -m spmdrl train run.yaml optim.lr=1e-6 --rollout.temperature 0.8    with overrides
-  python -m spmdrl check run.yaml                                            is this config right?
+  python -m spmdrl check run.yaml --reward                                   is this config right, and its reward?
+  python -m spmdrl launch slurm run.yaml --nodes 4 --ranks-per-node 8        submit it to Slurm
   python -m spmdrl eval run.yaml model.path=runs/a/checkpoints/step_000100/model
   python -m spmdrl generate model.path=runs/a prompt='12+30='
+  python -m spmdrl replay runs/a --step 101 --row 7
   python -m spmdrl report runs/a
   python -m spmdrl explain algo.gspo
   python -m spmdrl bench --help
@@ -63,14 +75,19 @@ spmdrl help --markdown is the page of all keys (docs/config.md), and spmdrl help
 """
 
 _MOST_PROMPT_BYTES = 1 << 20
+# The verbs that save and leave when they are asked to.
+_STOPPING_VERBS = ("train", "sft", "preferences", "reward-model")
 # The verbs whose ranks meet.
-_JOINING_VERBS = ("train", "sft", "preferences", "reward-model", "eval", "generate")
+_JOINING_VERBS = ("train", "sft", "preferences", "reward-model", "eval", "generate", "check")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb. Returns 0, or 2 where the input is wrong; any other failure raises, so that Python exits with 1."""
+    if is_msruns_scheduler(os.environ):
+        # Ranks meet without it, and msrun waits for it to end well.
+        return 0
     arguments = list(sys.argv[1:] if argv is None else argv)
-    is_own_help = arguments[:1] in (["bench"], ["report"])
+    is_own_help = arguments[:1] in (["bench"], ["report"], ["replay"])
     if arguments[:1] == ["--version"]:
         show(f"spmdrl {__version__}")
         return 0
@@ -97,6 +114,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if launch.rank == 0 or isinstance(interruption, Interrupted):
             show(f"spmdrl: {str(interruption) or 'interrupted'}", stream=sys.stderr)
         return INTERRUPTED
+    except Stopped as stopped:
+        if launch.rank == 0 or (str(stopped) and not stopped.is_agreed):
+            text = str(stopped) or f"stopped by {stopped.reason} before it began; the same command starts again"
+            show(f"spmdrl: {text}", stream=sys.stderr)
+        return STOPPED
 
 
 def _help(names: Sequence[str]) -> int:
@@ -134,43 +156,61 @@ def _run(arguments: Sequence[str], launch: LaunchEnvironment) -> int:
         from spmdrl.observability.report.report import main as report
 
         return report(rest)
+    if verb == "replay":
+        from spmdrl.verbs.replay_rows import main as replay
+
+        return replay(rest)
     if verb == "explain":
         from spmdrl.cli.explain import main as explain
 
         return explain(rest)
+    if verb == "launch":
+        from spmdrl.cli.launch_command import main as launch_job
+
+        return launch_job(rest, launch, _JOINING_VERBS)
     return _run_configured(verb, rest, launch)
 
 
 def _run_configured(verb: str, arguments: Sequence[str], launch: LaunchEnvironment) -> int:
     prompts, arguments = take_prompts(arguments) if verb == "generate" else ([], arguments)
     planned, arguments = take_ranks(arguments) if verb == "check" else (None, arguments)
+    is_linted = verb == "check" and "--reward" in arguments
+    arguments = [argument for argument in arguments if argument != "--reward" or not is_linted]
     files, overrides = split_arguments(arguments)
     if not files and not overrides:
         raise ConfigError(
             f"{verb} needs a config; write spmdrl {verb} FILE.yaml, such as configs/debug/quickstart.yaml"
         )
-    with start_up(), waiting(f"spmdrl {verb}: starting PyTorch", enabled=launch.rank == 0):
-        with ending_at_interrupt(launch.rank):
-            from spmdrl.config.config import load_config
+    with ExitStack() as handled:
+        if verb in _STOPPING_VERBS:
+            handled.enter_context(request.handling_signals(launch.rank))
+        with start_up(), waiting(f"spmdrl {verb}: starting PyTorch", enabled=launch.rank == 0):
+            with ending_at_interrupt(launch.rank):
+                from spmdrl.config.config import load_config
 
-        loaded = load_config(files, overrides)
-    if launch.rank == 0:
-        for written, canonical in loaded.aliases_used.items():
-            show(f"config: {written} is read as {canonical}")
-    with waiting(f"spmdrl {verb}: starting", enabled=launch.rank == 0), ending_at_interrupt(launch.rank):
-        run = _main_of(verb, prompts, planned)
-    try:
-        with noting_interrupts():
-            return run(loaded)
-    except (ConfigError, StartRefused):
-        raise
-    except Exception as failure:
-        if wants_traceback():
+            loaded = load_config(files, overrides)
+        if launch.rank == 0:
+            for written, canonical in loaded.aliases_used.items():
+                show(f"config: {written} is read as {canonical}")
+        with waiting(f"spmdrl {verb}: starting", enabled=launch.rank == 0), ending_at_interrupt(launch.rank):
+            run = _main_of(verb, prompts, planned, is_linted)
+        try:
+            with noting_interrupts():
+                request.begin_set_up()
+                return run(loaded)
+        except (ConfigError, StartRefused):
             raise
-        return end_with(failure, loaded.value.run.folder, launch)
+        except Exception as failure:
+            if wants_traceback():
+                raise
+            # From here on the launcher's signals end this rank at once.
+            handled.close()
+            return end_with(failure, loaded.value.run.folder, launch)
 
 
-def _main_of(verb: str, prompts: Sequence[str], planned: LaunchEnvironment | None) -> Callable[[Any], int]:
+def _main_of(
+    verb: str, prompts: Sequence[str], planned: LaunchEnvironment | None, is_linted: bool
+) -> Callable[[Any], int]:
     """The verb's own main, with PyTorch and all else that it imports."""
     if verb == "train":
         from spmdrl.verbs.train import main as train
@@ -195,7 +235,7 @@ def _main_of(verb: str, prompts: Sequence[str], planned: LaunchEnvironment | Non
         return partial(generate, prompts=prompts)
     from spmdrl.verbs.check import main as check
 
-    return partial(check, planned=planned)
+    return partial(check, planned=planned, is_linted=is_linted)
 
 
 def take_prompts(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -220,27 +260,11 @@ def take_prompts(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def take_ranks(arguments: Sequence[str]) -> tuple[LaunchEnvironment | None, list[str]]:
     """Part `--ranks N` and `--nodes N` from the other arguments: the job that they describe, or None without them."""
-    numbers = {"--ranks": 1, "--nodes": 1}
-    others: list[str] = []
-    rest = deque(arguments)
-    is_planned = False
-    while rest:
-        argument = rest.popleft()
-        flag, equals, text = argument.partition("=")
-        if flag not in numbers:
-            others.append(argument)
-            continue
-        text = text if equals else (rest.popleft() if rest else "")
-        if not text.isdecimal() or len(text) > 6 or int(text) < 1:
-            raise ConfigError(f"{flag} is {text!r}, but must be a whole number of them, as in {flag} 8")
-        numbers[flag] = int(text)
-        is_planned = True
-    ranks, nodes = numbers["--ranks"], numbers["--nodes"]
+    numbers, others = take_numbers(arguments, ("--ranks", "--nodes"))
+    ranks, nodes = numbers.get("--ranks", 1), numbers.get("--nodes", 1)
     if ranks % nodes:
         raise ConfigError(f"--ranks {ranks} isn't a multiple of --nodes {nodes}; each node starts as many ranks")
-    return LaunchEnvironment(
-        world_size=ranks, local_world_size=ranks // nodes, num_nodes=nodes
-    ) if is_planned else None, others
+    return LaunchEnvironment(world_size=ranks, local_world_size=ranks // nodes) if numbers else None, others
 
 
 def _standard_input() -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -15,11 +14,14 @@ from pathlib import Path
 from types import FrameType
 
 import spmdrl
+from spmdrl.observability.ownership.fence import FOLDER_TAKEN, FolderTaken, loss_of_folder
 from spmdrl.observability.terminal.screen import show
-from spmdrl.resources.startup.ending import PeerFailed, cause_of
+from spmdrl.resources.startup.ending import PeerFailed, cause_of, is_consequence
 from spmdrl.resources.startup.launch import LaunchEnvironment
+from spmdrl.resources.startup.launcher import write_error_file
+from spmdrl.resources.watch.hang_report import stacks_file
+from spmdrl.resources.watch.stop_request import STOPPED, request
 
-FOLDER = "failures"
 _LONGEST_CAUSE = 500
 # As a shell counts a program that Ctrl-C ended.
 INTERRUPTED = 130
@@ -59,10 +61,21 @@ def end_with(failure: Exception, folder: Path, launch: LaunchEnvironment) -> int
     """Show why this rank ends, unless another one does that, and return the exit code."""
     if isinstance(failure, PeerFailed) and failure.first.is_interruption:
         return INTERRUPTED
+    if lost := str(failure) if isinstance(failure, FolderTaken) else loss_of_folder():
+        # Whatever failed, such as a connection to a rank that noticed it before.
+        if launch.local_rank == 0:
+            show(f"spmdrl: {lost}", stream=sys.stderr)
+        return FOLDER_TAKEN
+    if isinstance(failure, PeerFailed) and failure.first.is_stop:
+        return STOPPED
+    if isinstance(failure, PeerFailed) or is_consequence(failure):
+        # The launcher that ends this rank has said so already.
+        request.end_by_signal()
     written = write_traceback(failure, folder, launch.rank)
     if isinstance(failure, PeerFailed):
         # The launcher ends this rank meanwhile, unless each rank has a launcher and a screen of its own.
-        time.sleep(_LAUNCHER_SECONDS if "TORCHELASTIC_RUN_ID" in os.environ else OTHER_RANKS_WAIT_SECONDS)
+        has_launcher = "TORCHELASTIC_RUN_ID" in os.environ or launch.source == "msrun"
+        time.sleep(_LAUNCHER_SECONDS if has_launcher else OTHER_RANKS_WAIT_SECONDS)
         show(f"spmdrl: rank {launch.rank} ended with the others: {failure}", stream=sys.stderr)
     else:
         show_cause(failure, f"spmdrl: rank {launch.rank}" if launch.world_size > 1 else "spmdrl", written)
@@ -78,12 +91,12 @@ def show_cause(failure: BaseException, name: str, written: Path | None) -> None:
     show(f"{line}; the traceback is in {written}" if written is not None else line, stream=sys.stderr)
     if written is None:
         show("".join(traceback.format_exception(failure)), stream=sys.stderr, end="")
-    _write_error_file(line)
+    write_error_file(line)
 
 
 def write_traceback(failure: BaseException, folder: Path, rank: int) -> Path | None:
     """Append the whole traceback to the rank's file below the run's folder; None where that can't be written."""
-    path = folder / FOLDER / f"rank_{rank:05d}.txt"
+    path = stacks_file(folder, rank)
     head = f"{time.strftime('%Y-%m-%d %H:%M:%S')}, {socket.gethostname()}, process {os.getpid()}: {' '.join(sys.argv)}"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -105,16 +118,3 @@ def place_of(failure: BaseException) -> str:
         shown = path.relative_to(package.parent) if package in path.parents else path
         return f"{shown}:{frame.lineno}"
     return ""
-
-
-def _write_error_file(line: str) -> None:
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not path:
-        return
-    message = {"message": line, "extraInfo": {"py_callstack": line, "timestamp": str(int(time.time()))}}
-    try:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(json.dumps({"message": message}), encoding="utf-8")
-    except OSError:
-        # The line is on the screen already.
-        return

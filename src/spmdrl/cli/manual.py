@@ -71,15 +71,31 @@ examples:
   python -m spmdrl generate model.path=runs/a prompt='12+30=' rollout.temperature=0
   torchrun --standalone --nproc-per-node 8 -m spmdrl generate run.yaml data.eval=prompts.jsonl eval.num_samples=4
 """,
-    "check": f"""usage: spmdrl check {_CONFIGURED} [--ranks N] [--nodes N]
+    "check": f"""usage: spmdrl check {_CONFIGURED} [--reward] [--ranks N] [--nodes N]
 
 Refuses what train would refuse, and prints the resolved config with the origin of each value, the layouts, bytes of
 each owner on a rank, tokens of a step and epochs of the run. Trains nothing. With --ranks it checks for a job of so
-many ranks without starting any, wherever its devices are.
+many ranks without starting any, wherever its devices are; otherwise it looks at this machine too: versions, devices,
+a port, disk, shared memory, open files, and under torchrun the time of a small all-reduce. With --reward it scores
+responses of known worth on rows of the data (docs/rewards.md): the reference, an empty one, another row's answer and
+others. Ends with 1 where a line failed, which then names the remedy.
 
 examples:
-  python -m spmdrl check run.yaml
+  python -m spmdrl check run.yaml --reward
   python -m spmdrl check run.yaml --ranks 16 --nodes 2 resources.update.tensor=4
+""",
+    "launch": f"""usage: spmdrl launch slurm|msrun [VERB] {_CONFIGURED} --ranks-per-node N
+           [--nodes N] [--sbatch=OPTION ...] [--dry-run]
+
+Checks the config for so many ranks, as they would, and submits the run to Slurm (sbatch), or starts it under msrun, on
+each node by the same command. VERB is train if it is left out. --dry-run prints the script, complete, and starts
+nothing. --sbatch adds an option of sbatch, such as --sbatch=--time=4:00:00. Other settings are variables of the
+environment, which the head of the script lists: SCRATCH for Slurm; HEAD, PORT, NODE_RANK and MSRUN for msrun.
+docs/launching.md has what happens at signals, time limits and preemption.
+
+examples:
+  python -m spmdrl launch slurm run.yaml --nodes 4 --ranks-per-node 8 --sbatch=--gpus-per-node=8
+  python -m spmdrl launch msrun run.yaml --ranks-per-node 2 --dry-run
 """,
     "explain": """usage: spmdrl explain [algo.NAME ...] [--json]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import yaml
@@ -152,6 +153,17 @@ def shortened(text: str) -> str:
 
 def inline(value: object) -> str:
     """YAML of a value on one line: scalars as they are, lists, mappings and dataclasses in brackets."""
+    # Most are defaults, the same in every config. 1, 1.0 and True are equal, but for their types.
+    is_usual = isinstance(value, bool | int | str) or value is None
+    return _scalar(type(value).__name__, value) if is_usual else _dumped(value)
+
+
+@lru_cache(maxsize=1024)
+def _scalar(_kind: str, value: object) -> str:
+    return _dumped(value)
+
+
+def _dumped(value: object) -> str:
     text: str = yaml.dump(
         [_plain(value)], Dumper=_YamlDumper, default_flow_style=True, width=float("inf"), sort_keys=False
     )

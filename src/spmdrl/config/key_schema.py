@@ -98,9 +98,14 @@ def _with_keys_below(key: Key) -> Iterator[Key]:
             yield from _with_keys_below(below)
 
 
-def schema_keys(root: type[Any]) -> list[str]:
+def schema_keys(root: Any) -> tuple[str, ...]:
     """Every dotted key of a tree, sections included."""
-    return list(dict.fromkeys(key.name for key in schema(root)))
+    return _schema_keys(root)
+
+
+@cache
+def _schema_keys(root: Any) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(key.name for key in schema(root)))
 
 
 @cache

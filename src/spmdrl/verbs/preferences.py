@@ -6,9 +6,11 @@ from spmdrl.config.config import Config
 from spmdrl.config.reader import ConfigError, LoadedConfig, start_up
 from spmdrl.engines.training.training_engine import UpdateResult
 from spmdrl.job.model.role_models import RoleModels, build_role_models, saved_state
+from spmdrl.job.model.shared_limit import share_limit
 from spmdrl.job.preferences.held_out_pairs import HeldOutPairs
 from spmdrl.job.preferences.objectives import PairObjective, PreferenceObjective, RewardObjective
 from spmdrl.job.preferences.pair_data import check_pairs
+from spmdrl.job.rollouts.skipped_batches import keep_skipped_batches
 from spmdrl.job.run.run import Run
 from spmdrl.job.run.run_folder import hold_folder_of_training
 from spmdrl.job.start.banner import print_banner
@@ -52,6 +54,8 @@ def _train(checked: CheckedRun, world: World) -> None:
             with run.console.doing("loading the weights"):
                 models = build_role_models(checked, prepared.sources, world)
             run.resume(saved_state(checked.config.checkpoint, models))
+            keep_skipped_batches(models, run)
+            share_limit(models, run)
         objective = _objective(checked, prepared, models)
         pairs = list(prepared.held_out.all()) if prepared.held_out else []
         held_out = HeldOutPairs(pairs, objective, run, checked.config.eval)

@@ -18,13 +18,16 @@ from spmdrl.engines.models.conversation import MarkedTokens, marked_conversation
 from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.engines.reward.pool import RewardPool
 from spmdrl.engines.training.batching.packed_rows import LossFunction, LossTerms, MicroBatch, Scores, TokenRows
+from spmdrl.engines.training.checkpoints.file_writes import FileWrites, add_text
 from spmdrl.engines.training.training_engine import TrainingEngine, UpdateResult
 from spmdrl.job.evaluation.evaluator import build_evaluator
 from spmdrl.job.evaluation.held_out import HeldOut
 from spmdrl.job.model.model_source import prepare_model
 from spmdrl.job.model.replica import build_policys_replica
 from spmdrl.job.model.role_models import RoleModels, build_role_models, saved_state
+from spmdrl.job.model.shared_limit import share_limit
 from spmdrl.job.model.switching import build_switching
+from spmdrl.job.rollouts.skipped_batches import keep_skipped_batches
 from spmdrl.job.run.outcome import WARM_START, finished_model
 from spmdrl.job.run.run import Run
 from spmdrl.job.run.run_folder import hold_folder_of_training
@@ -35,6 +38,7 @@ from spmdrl.job.start.start_checks import CheckedRun, check_run
 from spmdrl.job.supervised_steps import take_steps
 from spmdrl.job.training_step import build_turns
 from spmdrl.observability.terminal.console import Console
+from spmdrl.resources.watch.stop_request import request
 from spmdrl.resources.world import World
 from spmdrl.types import offsets_of
 from spmdrl.types.roles import POLICY
@@ -73,6 +77,7 @@ def warm_started(checked: CheckedRun, world: World) -> CheckedRun:
     if model is None:
         console.note(f"--- first sft: up to {config.sft.max_steps} supervised steps on the answers, a warm start ---")
         train_supervised(warm_start, world)
+        request.begin_set_up()
         # FSDP2's parts refer to each other in cycles, which would keep these weights on the device beside the next.
         gc.collect()
         world.device.empty_cache()
@@ -100,6 +105,8 @@ def train_supervised(checked: CheckedRun, world: World) -> None:
                 models = build_role_models(checked, prepared.sources, world)
             watch = AnswerWatch(checked.config.sft.stop_at_probability, is_main=world.is_main)
             run.resume(saved_state(checked.config.checkpoint, models, watch))
+            keep_skipped_batches(models, run)
+            share_limit(models, run)
             held_out = _build_held_out(checked, run, models, prepared, stack)
         batches = SupervisedBatches(checked.config, prepared, models[POLICY].trainer)
         _train(batches, run, watch, held_out)
@@ -153,12 +160,10 @@ class AnswerWatch:
         self.recent = (*self.recent, probability)[-STEPS_OF_AVERAGE:]
         return self._goal is not None and sum(self.recent) / STEPS_OF_AVERAGE >= self._goal
 
-    def write_to(self, folder: Path) -> list[Path]:
+    def write_to(self, folder: Path, writes: FileWrites) -> None:
         """Write the last steps' probabilities, where they decide anything."""
-        if self._goal is None or not self._is_main:
-            return []
-        (folder / WATCH_FILE).write_text(json.dumps(self.recent) + "\n")
-        return [folder / WATCH_FILE]
+        if self._goal is not None and self._is_main:
+            add_text(writes, folder / WATCH_FILE, json.dumps(self.recent) + "\n")
 
     def read_from(self, folder: Path) -> None:
         """Take them back."""

@@ -5,23 +5,33 @@ from __future__ import annotations
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import NoReturn
 
 from spmdrl.config.config import Config
 from spmdrl.config.reader import ConfigError, LoadedConfig, start_up
 from spmdrl.dataflow.samples.balancing.length_history import LengthHistory
+from spmdrl.dataflow.samples.carried import CarriedGroups
 from spmdrl.dataflow.samples.dock import TransferDock
+from spmdrl.dataflow.samples.run_account import RunAccount
+from spmdrl.dataflow.stages.quarantine import Quarantine
 from spmdrl.dataflow.stages.reward import RewardFailure
 from spmdrl.dataflow.stages.stages import Stages
 from spmdrl.dataflow.stages.update_report import ShownRows
+from spmdrl.engines.generation.protocol import GenerationEngine
 from spmdrl.engines.models.kernels.ops import compute_batch_invariantly
+from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.engines.reward.pool import RewardPool
+from spmdrl.engines.workers.strikes import Strikes
 from spmdrl.job.evaluation.evaluator import build_evaluator
 from spmdrl.job.evaluation.held_out import HeldOut
 from spmdrl.job.model.replica import build_policys_replica
 from spmdrl.job.model.role_models import build_role_models, saved_state
+from spmdrl.job.model.shared_limit import share_limit
 from spmdrl.job.model.switching import Switching, build_switching
 from spmdrl.job.rollouts.kept_rollouts import KeptRollouts
+from spmdrl.job.rollouts.row_records import RowRecords
 from spmdrl.job.rollouts.samples_report import SamplesReport, estimates_of
+from spmdrl.job.rollouts.skipped_batches import keep_skipped_batches
 from spmdrl.job.run.run import Run
 from spmdrl.job.run.run_folder import hold_folder_of_training
 from spmdrl.job.start.banner import print_banner
@@ -40,7 +50,9 @@ from spmdrl.job.training_step import (
     build_turns,
 )
 from spmdrl.resources.startup.launch import command_of
+from spmdrl.resources.watch.stop_request import StopAgreed
 from spmdrl.resources.world import make_deterministic
+from spmdrl.types.roles import POLICY
 from spmdrl.verbs.sft import warm_started
 
 
@@ -62,6 +74,8 @@ def main(loaded: LoadedConfig[Config]) -> int:
                 loop(training)
             except RewardFailure as failure:
                 raise ConfigError(str(failure)) from failure
+            except StopAgreed as agreed:
+                abandon_step(training, agreed.reason)
             run.finish(**training.held_out.summary())
             answer = command_of("generate", f"model.path={run.folder}", "prompt='...'")
             run.console.note(f"  next       {answer}")
@@ -76,12 +90,16 @@ class Training:
     checked: CheckedRun
     algorithm: StepAlgorithm
     prompts_of_step: PromptsOfStep
+    account: RunAccount
     dock: TransferDock
     switching: Switching
     stages: Stages
     held_out: HeldOut
+    engine: GenerationEngine
+    carried: CarriedGroups
     kept_rollouts: KeptRollouts
     report: SamplesReport
+    tokenizer: ModelTokenizer
 
 
 # One step. At each `|` all ranks commit: what one of them put is there for the states that read it.
@@ -118,9 +136,22 @@ def loop(training: Training) -> None:
         stages.update(samples, algorithm.now)
         algorithm.adapt(adapted)
         training.report.write(samples)
-        training.report.count(training.dock.close_batch(samples))
+        training.report.count(training.account.close(training.dock.close_batch(samples)))
         training.held_out.when_due(step)
         run.finish_step(step)
+
+
+def abandon_step(training: Training, reason: str) -> NoReturn:
+    """Leave a step that has trained nothing yet, save the one before, and raise Stopped. Collective over all ranks.
+
+    The same command does the step again, to the bit.
+    """
+    if training.engine.num_unfinished:
+        # Ranks may have agreed in the middle of generation, as they announced a portion.
+        training.engine.abort()
+    training.carried.undo_step()
+    training.switching.to_update(training.run.present_step)
+    training.run.stop(reason)
 
 
 def build(checked: CheckedRun, run: Run, stack: ExitStack) -> Training:
@@ -137,33 +168,54 @@ def build(checked: CheckedRun, run: Run, stack: ExitStack) -> Training:
     carried = build_carried(config, replica, run.console, num_refills=checked.algorithm.max_refills)
     algorithm = StepAlgorithm(checked.algorithm, is_main=world.is_main)
     history = LengthHistory(is_main=world.is_main)
-    run.resume(saved_state(config.checkpoint, models, carried, algorithm, history))
+    account = RunAccount(config.rollout.num_generations, is_main=world.is_main)
+    run.resume(saved_state(config.checkpoint, models, carried, algorithm, history, account))
+    keep_skipped_batches(models, run)
+    share_limit(models, run)
 
+    strikes = Strikes()
     with run.console.doing("starting the rewards"):
-        pool = stack.enter_context(RewardPool(config.reward))
-    turns = build_turns(config, replica, prepared, world, stack)
+        pool = stack.enter_context(RewardPool(config.reward, strikes=strikes))
+    turns = build_turns(config, replica, prepared, world, stack, strikes)
+    quarantine = Quarantine(strikes, run.folder, is_main=world.is_main, start_step=run.start_step)
     evaluator = build_evaluator(config, prepared, replica, pool, turns)
     num_rows = max(carried.rules.most_groups * config.rollout.num_generations, evaluator.num_rows if evaluator else 0)
     switching = build_switching(config, run.logs, models, replica, stack, num_rows=num_rows, prompt_at=prompts.at)
     judge = build_judge(checked, prepared, run, switching.ledger)
     dock = stack.enter_context(build_dock(checked, models, replica, judge, world, history=history))
-    shown = ShownRows(config.log.samples_per_step)
+    records = stack.enter_context(RowRecords(run.folder, world, models[POLICY].trainer.mesh, last_step=run.start_step))
+    shown = ShownRows(config.log.samples_per_step, records)
     sample_flow = estimates_of(config, checked.needs, world.num_nodes)
     run.logs.add_to_summary("the sample flow's estimates", sample_flow=sample_flow)
     parts = StageParts(
-        models, replica, turns, carried, pool, tokenizer, switching, shown, prepared.teachers_prompts, judge
+        models,
+        replica,
+        turns,
+        carried,
+        pool,
+        tokenizer,
+        switching,
+        shown,
+        records,
+        prepared.teachers_prompts,
+        judge,
+        quarantine,
     )
     return Training(
         run=run,
         checked=checked,
         algorithm=algorithm,
-        prompts_of_step=build_prompts_of_step(prompts, carried),
+        prompts_of_step=build_prompts_of_step(prompts, carried, account),
+        account=account,
         dock=dock,
         switching=switching,
         stages=build_stages(checked, run, parts),
         held_out=HeldOut(evaluator, switching, run, config.eval),
+        engine=replica.engine,
+        carried=carried,
         kept_rollouts=KeptRollouts(
-            run.checkpoints.store, run.logs, carried, identity=run.identity, start_step=run.start_step
+            run.checkpoints, run.logs, carried, identity=run.identity, start_step=run.start_step
         ),
-        report=SamplesReport(run.logs, dock, shown, tokenizer.decode, rewards=config.reward.names),
+        report=SamplesReport(run.logs, dock, shown, records, tokenizer.decode, rewards=config.reward.names),
+        tokenizer=tokenizer,
     )

@@ -1,0 +1,79 @@
+"""The command line of the verb `launch`: which script is filled in with what, and whether it only prints it."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Sequence
+
+from spmdrl.cli.number_flags import take_numbers
+from spmdrl.config.reader import ConfigError, start_up
+from spmdrl.config.sources import split_arguments
+from spmdrl.observability.terminal.screen import show
+from spmdrl.observability.terminal.spelling import nearest
+from spmdrl.resources.startup.launch import LaunchEnvironment
+from spmdrl.verbs.launching.job_script import SYSTEMS, Job, job_script, start
+
+
+def main(arguments: Sequence[str], launch: LaunchEnvironment, verbs: Sequence[str]) -> int:
+    """Check the config of a job of one of `verbs`, then print its script or start it. Returns the starter's code."""
+    if launch.world_size > 1:
+        raise ConfigError(
+            f"launch starts a job, but it runs on {launch.world_size} ranks; run it once, without a launcher"
+        )
+    system, *rest = arguments or [""]
+    if system not in SYSTEMS:
+        near = nearest(system, SYSTEMS)
+        raise ConfigError(
+            f"launch starts a run under {' or '.join(SYSTEMS)}, not {system!r}"
+            + (f"; did you mean {near}?" if near else ", as in spmdrl launch slurm run.yaml --ranks-per-node 8")
+        )
+    numbers, rest = take_numbers(rest, ("--nodes", "--ranks-per-node"))
+    if "--ranks-per-node" not in numbers:
+        raise ConfigError("launch needs --ranks-per-node N: how many ranks each node runs, one for each of its devices")
+    options, rest = _take_options(rest, system)
+    is_dry = "--dry-run" in rest
+    rest = [word for word in rest if word != "--dry-run"]
+    verb, words = (rest[0], rest[1:]) if rest[:1] and rest[0] in verbs else ("train", rest)
+    nodes, ranks_per_node = numbers.get("--nodes", 1), numbers["--ranks-per-node"]
+    planned = LaunchEnvironment(world_size=nodes * ranks_per_node, local_world_size=ranks_per_node)
+    name = _checked_name(verb, words, planned)
+    job = Job(system, verb, tuple(words), nodes, ranks_per_node, name=name, options=options)
+    script = job_script(job, os.environ)
+    if is_dry:
+        show(script, end="")
+        return 0
+    return start(system, script)
+
+
+def _take_options(arguments: Sequence[str], system: str) -> tuple[tuple[str, ...], list[str]]:
+    """Part `--sbatch=OPTION`, of which there may be several, from the other arguments."""
+    options, others, rest = [], [], deque(arguments)
+    while rest:
+        flag, equals, option = rest.popleft().partition("=")
+        if flag != "--sbatch":
+            others.append(flag + equals + option)
+            continue
+        option = option if equals else (rest.popleft() if rest else "")
+        if system != "slurm" or not option.startswith("--") or any(letter.isspace() for letter in option):
+            raise ConfigError(
+                f"--sbatch is {option!r} for {system}, but must be one option of Slurm's sbatch, "
+                "as in launch slurm --sbatch=--partition=gpu"
+            )
+        options.append(option)
+    return tuple(options), others
+
+
+def _checked_name(verb: str, words: Sequence[str], planned: LaunchEnvironment) -> str:
+    """The run's name, once its config is checked as the ranks themselves will."""
+    files, overrides = split_arguments(words)
+    if not files and not overrides:
+        raise ConfigError("launch needs a config; write spmdrl launch slurm FILE.yaml --ranks-per-node 8")
+    # Brings torch with it.
+    from spmdrl.config.config import load_config
+    from spmdrl.verbs.check import refuse_what_ranks_would
+
+    with start_up():
+        loaded = load_config(files, overrides)
+    refuse_what_ranks_would(loaded, verb, planned)
+    return loaded.value.run.folder.name

@@ -1,0 +1,124 @@
+"""The `replay` verb: rows of a step generated, rewarded and trained again, beside what the run recorded of them."""
+
+from __future__ import annotations
+
+import argparse
+import bdb
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from spmdrl.config.config import load_config
+from spmdrl.config.reader import ConfigError, start_up
+from spmdrl.dataflow.stages.reward import RewardFailure
+from spmdrl.engines.models.kernels.ops import compute_batch_invariantly
+from spmdrl.engines.models.tokenizer import ModelTokenizer
+from spmdrl.job.rollouts.row_records import read_row_records
+from spmdrl.job.run.run import Run
+from spmdrl.job.start.rank_facts import open_job
+from spmdrl.job.start.start_checks import CheckedRun, check_run
+from spmdrl.observability.logs.jsonl import to_json
+from spmdrl.observability.terminal.console import Console
+from spmdrl.observability.terminal.screen import show, waiting
+from spmdrl.resources.startup.launch import read_launch_environment
+from spmdrl.resources.world import make_deterministic
+from spmdrl.verbs.replaying.replay_page import RowComparison, as_json, page
+from spmdrl.verbs.replaying.replay_plan import ReplayPlan, config_of_step, plan_replay, replay_config
+from spmdrl.verbs.replaying.watched_stages import SeenRow, StepReplayed, WatchedStages
+from spmdrl.verbs.train import build, loop
+
+DIFFERS = 1
+_LEFT_DEBUGGER = 130
+
+
+def main(argv: Sequence[str]) -> int:
+    """Replay rows, print them, and return 1 where one isn't what the run recorded."""
+    arguments = _parser().parse_intermixed_args(argv)
+    if read_launch_environment(os.environ).world_size > 1:
+        raise ConfigError("replay runs in one process; start it without a launcher: python -m spmdrl replay ...")
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(TemporaryDirectory(prefix="spmdrl_replay_")))
+        with start_up():
+            plan = plan_replay(arguments.run, arguments.step, arguments.checkpoint)
+            loaded = load_config([config_of_step(plan.run, plan.step)], arguments.overrides)
+            checked = check_run(replay_config(loaded, plan, folder), verb="train")
+        show(_described(plan), stream=sys.stderr)
+        try:
+            seen, tokenizer = _replayed(checked, plan, arguments.row, stops=arguments.pdb)
+        except bdb.BdbQuit:
+            return _LEFT_DEBUGGER
+        again = read_row_records(folder, plan.step)
+    found = [RowComparison(row, again.get(row.row), plan.recorded.get(row.row)) for row in seen]
+    for one in found:
+        show(page(plan.step, one, tokenizer.decode))
+    if arguments.json is not None:
+        with start_up():
+            rows = [as_json(plan.step, one, tokenizer.decode) for one in found]
+            arguments.json.write_text(to_json({"run": str(plan.run), "rows": rows}, indent=1) + "\n")
+    return DIFFERS if any(one.differences for one in found) else 0
+
+
+def _replayed(
+    checked: CheckedRun, plan: ReplayPlan, rows: Sequence[int], *, stops: bool
+) -> tuple[list[SeenRow], ModelTokenizer]:
+    """Run the training loop from the checkpoint to the end of the step's update."""
+    config = checked.config
+    if config.debug.deterministic:
+        make_deterministic()
+    if config.debug.batch_invariant:
+        compute_batch_invariantly()
+    with ExitStack() as stack:
+        world = stack.enter_context(open_job(checked))
+        run = Run(checked, world)
+        run.console = Console(enabled=False)
+        with start_up(), waiting("replay: loading the run", enabled=not stops):
+            training = build(checked, run, stack)
+            tokenizer = training.tokenizer
+        watched = WatchedStages(
+            training.stages, plan.step, rows, tokenizer=tokenizer, config=config.reward,
+            record=training.report.write, stops=stops,
+        )  # fmt: skip
+        try:
+            with waiting(f"replay: step {plan.first_step} to {plan.step}", enabled=not stops):
+                loop(replace(training, stages=watched))
+        except StepReplayed:
+            return watched.seen, tokenizer
+        except RewardFailure as failure:
+            raise ConfigError(str(failure)) from failure
+    raise ConfigError(f"the run ended before step {plan.step}: {plan.checkpoint} is of one that was finished early")
+
+
+def _described(plan: ReplayPlan) -> str:
+    start = plan.checkpoint or "the start of the run"
+    steps = f"step {plan.step}" if plan.first_step == plan.step else f"steps {plan.first_step} to {plan.step}"
+    ranks = "" if plan.ranks == 1 else f", which {plan.ranks} ranks did"
+    return f"replay: {steps} in one process{ranks}, from {start}"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="spmdrl replay",
+        description="Does a step of a training run again in one process, from the checkpoint before it, and prints "
+        "rows of it token by token: log-probs of generator and trainer, advantage, ratio, term of the loss and its "
+        "gradient. Compares them to the bit with what the run recorded, and exits with 1 where they differ. It takes "
+        "the time and memory of a whole step, writes nothing into the run's folder, and reads the files that the run "
+        "read: start it in the same directory.",
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder")
+    parser.add_argument("--step", type=int, required=True, help="the step, from 1")
+    parser.add_argument(
+        "--row", type=int, required=True, action="append", help="a row of the step, from 0; may be given several times"
+    )
+    parser.add_argument("--checkpoint", type=Path, help="a checkpoint's folder; the newest one before the step else")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows as JSON, too")
+    parser.add_argument(
+        "--pdb", action="store_true", help="stop in the debugger before generation, reward and loss of the rows"
+    )
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key.path=value", help="settings to change, such as data.train=moved.jsonl"
+    )
+    return parser

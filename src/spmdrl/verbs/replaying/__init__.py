@@ -1,0 +1,1 @@
+"""What the verb `replay` does again of a run, watches and prints."""

@@ -1,0 +1,128 @@
+"""From where a step of a run is done again, with which settings, and whether that gives the same bits."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from spmdrl.config.config import Config
+from spmdrl.config.reader import ConfigError, LoadedConfig
+from spmdrl.engines.training.checkpoints.manifest import damage, step_of_folder
+from spmdrl.job.model.model_source import CHECKPOINTS, newest_sound_model
+from spmdrl.job.rollouts.row_records import RowDigests, read_row_records
+from spmdrl.job.run.config_changes import RESOLVED_CONFIG, resolved_config_until
+from spmdrl.job.run.outcome import WARM_START
+from spmdrl.job.run.resuming import RUN_FILE, read_record
+from spmdrl.observability.logs.log import LogConfig
+from spmdrl.observability.summary import read_summary
+from spmdrl.resources.layout import GenerationLayout, RoleLayouts, UpdateLayout
+
+_UNTIL = re.compile(re.escape(resolved_config_until(0)).replace("000000", r"(\d+)"))
+
+
+@dataclass(frozen=True)
+class ReplayPlan:
+    """What is done again: the steps behind a checkpoint, up to the one whose rows are wanted."""
+
+    run: Path
+    step: int
+    checkpoint: Path | None
+    """None: the steps from the first one on"""
+    first_step: int
+    ranks: int
+    """of the run's job; 1 where it isn't recorded"""
+    recorded: dict[int, RowDigests]
+    """by row, what the run recorded of the step"""
+
+
+def plan_replay(run: Path, step: int, checkpoint: Path | None) -> ReplayPlan:
+    """Choose the newest sound checkpoint before the step, unless one is given.
+
+    Raises ConfigError where there is none, or where steps of several ranks would have to be done again.
+    """
+    if not (run / RESOLVED_CONFIG).is_file():
+        raise ConfigError(f"{run} has no {RESOLVED_CONFIG}; name the folder of a run of the verb train")
+    if step < 1:
+        raise ConfigError(f"--step is {step}, but steps count from 1")
+    recorded = read_row_records(run, step)
+    ranks = next((one.ranks for one in recorded.values()), _ranks_of(run))
+    before = {0: None} | _resumable(run)
+    if checkpoint is not None:
+        if (problem := damage(checkpoint, (RUN_FILE,))) is not None:
+            raise ConfigError(f"--checkpoint is {checkpoint}, which can't be used: {problem}")
+        before = {read_record(checkpoint).step: checkpoint}
+    start = max((one for one in before if one < step), default=None)
+    if start is None:
+        raise ConfigError(f"--checkpoint is {checkpoint}, of step {min(before)}, which isn't before step {step}")
+    if start + 1 < step and ranks > 1:
+        able = sorted(one + 1 for one in before)
+        nearest = sorted(sorted(able, key=lambda one: abs(one - step))[:2])
+        raise ConfigError(
+            f"step {step} can't be replayed to the bit: the newest checkpoint before it is of step {start}, and the "
+            f"steps between were trained by {ranks} ranks, whose gradients one process sums in another order; steps "
+            f"that can be: {', '.join(map(str, nearest))}; with checkpoint.interval=1 and checkpoint.keep_every all can"
+        )
+    return ReplayPlan(run, step, before[start], start + 1, ranks, recorded)
+
+
+def config_of_step(run: Path, step: int) -> Path:
+    """The file with the settings that a run had in a step: earlier ones are kept under the step that they led to."""
+    until = {int(found[1]): path for path in run.iterdir() if (found := _UNTIL.fullmatch(path.name))}
+    return until[min(later)] if (later := [one for one in until if one >= step]) else run / RESOLVED_CONFIG
+
+
+def replay_config(loaded: LoadedConfig[Config], plan: ReplayPlan, folder: Path) -> LoadedConfig[Config]:
+    """The run's settings for one process that writes into `folder`, and neither evaluates nor saves.
+
+    Raises ConfigError for what one process doesn't repeat.
+    """
+    config = loaded.value
+    if plan.step > config.train.max_steps:
+        raise ConfigError(f"--step is {plan.step}, but the run has {config.train.max_steps} steps")
+    if plan.ranks > 1 and config.rollout.partial_max_rounds > 1:
+        raise ConfigError(
+            f"rollout.partial_max_rounds is {config.rollout.partial_max_rounds} and the run had {plan.ranks} ranks: "
+            "which responses a step leaves to the next one depends on its replicas, so one process trains on other "
+            "rows; runs of one rank can be replayed, and those with rollout.partial_max_rounds 1"
+        )
+    layouts = {"update": UpdateLayout(), "generation": GenerationLayout(), "roles": RoleLayouts()}
+    made = _model_at_start(plan.run)
+    value = replace(
+        config,
+        resources=replace(config.resources, **layouts),
+        run=replace(config.run, dir=str(folder)),
+        model=config.model if made is None else replace(config.model, path=str(made), make=None),
+        sft=replace(config.sft, max_steps=0),
+        data=replace(config.data, eval=None),
+        eval=replace(config.eval, interval=0, before_train=False),
+        checkpoint=replace(config.checkpoint, interval=0, keep_rollouts=False, best=None, keep_best=None),
+        debug=replace(config.debug, rollouts_to=None),
+        log=LogConfig(backends=("jsonl",), samples_per_step=0),
+        resume=str(plan.checkpoint) if plan.checkpoint else "auto",
+    )
+    return replace(loaded, value=value, origin=defaultdict(lambda: "replay", loaded.origin))
+
+
+def _model_at_start(run: Path) -> Path | None:
+    """The model that the run made, or that its warm start left; None where it began with another folder's."""
+    if (run / WARM_START).is_dir() and (model := newest_sound_model(run / WARM_START)) is not None:
+        return Path(model)
+    return run / "initial_model" if (run / "initial_model").is_dir() else None
+
+
+def _resumable(run: Path) -> dict[int, Path | None]:
+    """By step, the checkpoints that training can go on from."""
+    found: dict[int, Path | None] = {}
+    for folder in (run / CHECKPOINTS).glob("step_*"):
+        step = step_of_folder(folder.name)
+        if step is not None and damage(folder, (RUN_FILE,)) is None and read_record(folder).is_resumable:
+            found[step] = folder
+    return found
+
+
+def _ranks_of(run: Path) -> int:
+    """As the run's summary has it, such as `2 x cpu`."""
+    number, _, _ = str(read_summary(run).get("devices", "")).partition(" ")
+    return int(number) if number.isdecimal() else 1
