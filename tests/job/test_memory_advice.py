@@ -13,16 +13,27 @@ from spmdrl.algorithms.table import build_algorithm
 from spmdrl.config.config import load_config
 from spmdrl.dataflow.samples.store.shared_memory import Pool, host_pool
 from spmdrl.engines.reward.judge_config import JudgeConfig
-from spmdrl.job.run.memory_advice import OutOfMemory, explained_memory, is_out_of_memory
+from spmdrl.job.run.memory_advice import OutOfMemory, explained_memory
 from spmdrl.job.run.run import Run
 from spmdrl.job.start.start_checks import CheckedRun
+from spmdrl.observability.timeline.timeline import HeldMemory
 from spmdrl.resources.device import Device
 from spmdrl.resources.layout import UpdateLayout
+from spmdrl.resources.memory import is_out_of_memory
 from spmdrl.resources.startup.launch import read_launch_environment
 from spmdrl.resources.world import World
 
 CONFIG = load_config([], ["model.make={}", "data.train=synthetic://addition?count=10"]).value
 TOO_LARGE = 1 << 50
+
+
+class Where:
+    """A run whose memory ran out in this stage."""
+
+    def __init__(self, stage: str | None):
+        self.failed_stage = lambda: stage
+        self.held_memory = lambda: HeldMemory("generation", {"policy_weights": 3 << 20, "kv_cache": 5 << 20}, {}, {}, 0)
+        self.lower_limit = lambda: "; then with 64"
 
 
 def fill_torch() -> None:
@@ -50,10 +61,12 @@ def fill_python() -> None:
 def test_each_allocators_failure_names_the_stage_and_the_keys(fill, stage, words):
     with (
         pytest.raises(OutOfMemory, match=words) as caught,
-        explained_memory(CONFIG.rollout, CONFIG.train, lambda: stage),
+        explained_memory(CONFIG.rollout, CONFIG.train, Where(stage)),
     ):
         fill()
-    assert "\n" not in str(caught.value)
+    text = str(caught.value)
+    assert "\n" not in text and "it held kv_cache 5.0 MiB, policy_weights 3.0 MiB" in text
+    assert ("; then with 64" in text) == (stage == "update")
 
 
 def test_the_devices_own_error_is_recognised():
@@ -65,16 +78,16 @@ def test_a_judge_without_memory_is_to_have_a_smaller_cache():
     judge = JudgeConfig(path="judge", kv_cache_gib=8.0)
     with (
         pytest.raises(OutOfMemory, match=r"stage judge .*lower reward.judge.kv_cache_gib \(8.0\)"),
-        explained_memory(CONFIG.rollout, CONFIG.train, lambda: "judge", judge),
+        explained_memory(CONFIG.rollout, CONFIG.train, Where("judge"), judge),
     ):
         fill_torch()
 
 
 def test_other_errors_and_full_buffers_of_our_own_stay_as_they_are():
-    with pytest.raises(RuntimeError, match="shape"), explained_memory(CONFIG.rollout, CONFIG.train, lambda: "update"):
+    with pytest.raises(RuntimeError, match="shape"), explained_memory(CONFIG.rollout, CONFIG.train, Where("update")):
         torch.ones(2).view(3)
     host = host_pool(1, 1)
-    with pytest.raises(MemoryError) as caught, explained_memory(CONFIG.rollout, CONFIG.train, lambda: "update"):
+    with pytest.raises(MemoryError) as caught, explained_memory(CONFIG.rollout, CONFIG.train, Where("update")):
         Pool(host.address, 0).allocate(1 << 20)
     assert not is_out_of_memory(caught.value)
 

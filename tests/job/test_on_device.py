@@ -169,6 +169,21 @@ def test_a_killed_job_goes_on_to_the_same_bits_whenever_kernels_and_copies_run(
     assert learnt(run, 2) == learnt(two_ranks, 2)
 
 
+@pytest.mark.parametrize("prepare", [with_late_kernels, with_nothing_late])
+def test_checkpoints_written_during_the_next_step_hold_their_own_whenever_copies_run(
+    quickstart: list[str], two_ranks: Path, tmp_path: Path, prepare: Callable[[], None]
+) -> None:
+    settings = [*quickstart, *SHARDED, "checkpoint.asynchronous=true", f"run.dir={tmp_path}"]
+    on_device("train", *settings, ranks=2, prepare=prepare)
+    assert saved(tmp_path) == saved(two_ranks) and len(saved(tmp_path)) == 6
+
+
+def saved(run: Path) -> dict[str, bytes]:
+    """Weights and optimizer of all checkpoints."""
+    root = run / "checkpoints"
+    return {path.relative_to(root).as_posix(): path.read_bytes() for path in root.rglob("*.safetensors")}
+
+
 def test_a_rank_killed_in_a_step_leaves_a_run_that_goes_on_to_the_same_bits(
     quickstart: list[str], two_ranks: Path, tmp_path: Path
 ) -> None:

@@ -59,7 +59,8 @@ def tiny_config(folder: Path) -> Path:
 
 def environment(**extra: str) -> dict[str, str]:
     """This process's environment without a launcher's variables, so that jobs started from it are their own."""
-    inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    launchers = re.compile("RANK|WORLD_SIZE|LOCAL_RANK|MS_ROLE|SLURM_.*")
+    inherited = {name: value for name, value in os.environ.items() if not launchers.fullmatch(name)}
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
     return inherited | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"} | extra
 

@@ -11,10 +11,12 @@ import tensordict
 import torch.distributed.fsdp
 import torch.distributed.pipelining
 import torch.distributed.rpc
+import transformers.models.qwen3.configuration_qwen3
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import spmdrl.bench.layouts.layout_parity
 import spmdrl.verbs.train
+from spmdrl.config.config import load_config
 
 __all__ = [
     "AutoTokenizer",
@@ -25,7 +27,11 @@ __all__ = [
     "spmdrl",
     "tensordict",
     "torch",
+    "transformers",
 ]
+
+# What reads and checks a config is made from its classes once per process, in half of a small job's seconds.
+load_config([], ["data.train=any", "model.path=any"])
 
 # Collections in the forked processes then pass over these objects, which would otherwise copy their pages too.
 gc.collect()

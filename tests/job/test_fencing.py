@@ -1,0 +1,91 @@
+"""One job writes into a run's folder: one that goes on without its lock ends, and has written nothing."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import time
+
+import pytest
+from tests.support.jobs import environment, finished, job_command, metrics_of, run_job, tiny_config
+
+from spmdrl.dataflow.stages.quarantine import QUARANTINE_FILE, Quarantine
+from spmdrl.engines.workers.strikes import Strike, Strikes, Subject
+from spmdrl.observability.ownership.fence import FolderTaken, arm_fence, disarm_fence, take_folder
+from spmdrl.observability.ownership.holder import LOCK_FILE
+
+STEPS = ("train.max_steps=4", "checkpoint.interval=1", "checkpoint.keep_last=2")
+SLOWLY = {"SPMDRL_FAULT": "generate:0:1:slow:0.3"}
+
+
+def digests(folder):
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def started(config, folder, *, ranks):
+    """A job that is stopped in the middle, its processes, and no lock any more: as on a node whose link is cut."""
+    job = subprocess.Popen(
+        job_command("train", config, f"run.dir={folder}", *STEPS, ranks=ranks),
+        env=environment(**SLOWLY), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + 120
+    while not (folder / "checkpoints" / "step_000002").exists():
+        assert job.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    holder = json.loads((folder / LOCK_FILE).read_text())["pid"]
+    pids = [holder] if ranks == 1 else children_of(job.pid)
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    (folder / LOCK_FILE).unlink()
+    return job, pids
+
+
+def children_of(pid):
+    with open(f"/proc/{pid}/task/{pid}/children") as file:
+        return [int(child) for child in file.read().split()]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_job_that_lost_its_folder_ends_and_has_written_nothing(tmp_path, ranks):
+    config, folder = tiny_config(tmp_path), tmp_path / "run"
+    job, pids = started(config, folder, ranks=ranks)
+    try:
+        finished(run_job("train", config, f"run.dir={folder}", *STEPS))
+        before = digests(folder)
+        assert [step["step"] for step in metrics_of(folder)] == [1, 2, 3, 4]
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+        _, errors = job.communicate(timeout=120)
+    finally:
+        for pid in pids if job.poll() is None else []:
+            os.kill(pid, signal.SIGKILL)
+    assert digests(folder) == before
+    assert errors.count("spmdrl: " + str(folder) + " was taken by process ") == 1, errors
+    if ranks == 1:
+        # Where there are more, torchrun ends with a code of its own and shows a page.
+        assert job.returncode == 77 and "Traceback" not in errors
+
+
+def test_strikes_that_come_after_the_folder_was_taken_are_in_no_file(tmp_path):
+    path, strikes = tmp_path / QUARANTINE_FILE, Strikes()
+    arm_fence(tmp_path, take_folder(tmp_path))
+    quarantine = Quarantine(strikes, tmp_path, is_main=True, start_step=0)
+    strikes.add(Strike(Subject("row 1", "1+1="), "killed"))
+    quarantine.exchange(1)
+    before, inode = path.read_bytes(), path.stat().st_ino
+    newer = take_folder(tmp_path)
+    strikes.add(Strike(Subject("row 1", "1+1="), "killed"))
+    with pytest.raises(FolderTaken):
+        quarantine.exchange(2)
+    arm_fence(tmp_path, newer)
+    Quarantine(Strikes(), tmp_path, is_main=True, start_step=1)
+    disarm_fence()
+    assert before and path.read_bytes() == before and path.stat().st_ino != inode

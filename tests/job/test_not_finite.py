@@ -1,0 +1,76 @@
+"""A value that isn't finite on one rank costs that update alone, on all ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+from tests.support.jobs import finished, metrics_of, run_job, tiny_config
+
+from spmdrl.observability.fault_points import VARIABLE
+from spmdrl.observability.health import counts_so_far, too_many_skips
+
+KEEPING = ("checkpoint.interval=1", "checkpoint.keep_last=3", "train.max_steps=3")
+
+
+def trainer_of(run: Path, step: int) -> dict[str, object]:
+    paths = sorted((run / "checkpoints" / f"step_{step:06d}" / "trainer").glob("*"))
+    assert len(paths) == 2
+    return {path.name: path.read_bytes() for path in paths}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("stage", "broken", "setting"),
+    [
+        ("advantage", ["response/advantages"], "seed=0"),
+        ("logprob", ["response/old_logprobs"], "train.epochs_per_step=2"),
+        ("forward", [], "seed=0"),
+        ("optim", [], "seed=0"),
+    ],
+)
+def test_nan_on_one_rank_is_skipped_on_all_and_its_rows_are_kept(tmp_path, monkeypatch, stage, broken, setting):
+    run = tmp_path / "run"
+    monkeypatch.setenv(VARIABLE, f"{stage}:1:2:nan")
+    job = finished(run_job("train", tiny_config(tmp_path), f"run.dir={run}", setting, *KEEPING, ranks=2))
+    skipped = [step["update/skipped"] for step in metrics_of(run)]
+    num_updates = metrics_of(run)[1]["update/count"]
+    assert skipped[0] == skipped[2] == 0 and skipped[1] == (num_updates if broken else 1)
+    if skipped[1] == num_updates:
+        assert trainer_of(run, 2) == trainer_of(run, 1) != trainer_of(run, 3)
+    folder = run / "skipped" / "step_000002_policy_1"
+    assert f"step 2: the rows of the skipped update are in {folder}" in job.stdout
+    records = [json.loads((folder / f"rank_0000{rank}.json").read_text()) for rank in range(2)]
+    assert [list(record["not_finite"]) for record in records] == [[], broken]
+    assert len(load_file(folder / "rank_00001.safetensors")["offsets"]) == records[1]["rows"] + 1
+
+
+@pytest.mark.ranks
+def test_a_reward_that_is_nan_leaves_its_row_out(tmp_path, monkeypatch):
+    monkeypatch.setenv(VARIABLE, "reward:1:2:nan")
+    finished(run_job("train", tiny_config(tmp_path), f"run.dir={tmp_path / 'run'}", ranks=2))
+    steps = metrics_of(tmp_path / "run")
+    assert [(step["dock/dropped"], step["update/skipped"]) for step in steps] == [(0, 0), (1, 0), (0, 0)]
+
+
+def test_too_many_skipped_updates_end_the_run_with_a_way_out(tmp_path):
+    settings = ("optim.lr=1e30", "train.max_skipped_in_a_row=2", "train.max_steps=9")
+    job = run_job("train", tiny_config(tmp_path), f"run.dir={tmp_path / 'run'}", *settings)
+    assert job.returncode == 2 and "Traceback" not in job.stderr
+    assert (
+        "spmdrl: 2 updates in a row were skipped, loss " in job.stderr and "lower optim.lr (1.0e30 now)" in job.stderr
+    )
+    assert len(metrics_of(tmp_path / "run")) == 3
+
+
+def test_skips_in_a_row_are_counted_over_steps_and_updates_without_rows_are_none():
+    before: dict[str, float] = {}
+    counts = []
+    for count, skipped, without in [(2, 2, 0), (2, 1, 1), (2, 2, 2), (2, 2, 1), (2, 1, 0)]:
+        step = {"update/count": count, "update/skipped": skipped, "update/without_rows": without}
+        before = counts_so_far(step, before)
+        counts.append(before["health/updates_skipped_in_a_row"])
+    assert counts == [2, 0, 0, 1, 0]
+    assert too_many_skips({"health/updates_skipped_in_a_row": 9}, None) is None

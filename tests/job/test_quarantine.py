@@ -1,0 +1,53 @@
+"""A prompt that wedges its reward twice is never tried a third time, on whatever rank, and after a restart neither."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.support.jobs import finished, metrics_of, run_job, tiny_config
+
+REWARD = """
+import time
+from pathlib import Path
+
+def wedged(prompts, completions, **columns):
+    if prompts[0] == "3+3=":
+        with open(Path(__file__).with_name("wedged"), "a") as file:
+            file.write("call\\n")
+        time.sleep(60)
+    return [float(len(text)) for text in completions]
+"""
+
+
+def wedged_so_far(folder: Path) -> int:
+    return len((folder / "wedged").read_text().splitlines())
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_prompt_that_wedges_twice_is_put_in_quarantine(tmp_path, ranks):
+    config = tiny_config(tmp_path)
+    (tmp_path / "wedge.py").write_text(REWARD)
+    rows = [{"id": f"row {n}", "prompt": f"{n}+{n}=", "answer": str(2 * n)} for n in range(4)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    settings = [
+        f"run.dir={tmp_path / 'run'}", f"data.train={tmp_path / 'rows.jsonl'}", "rollout.prompts_per_step=4",
+        f"reward.functions=[{tmp_path / 'wedge.py'}:wedged]", "reward.timeout_seconds=0.5", "reward.max_error_rate=1",
+        "reward.call_level=group", "checkpoint.interval=1",
+    ]  # fmt: skip
+    finished(run_job("train", config, *settings, "train.max_steps=1", ranks=ranks))
+    assert wedged_so_far(tmp_path) == 1
+    # A strike of before a restart counts.
+    job = finished(run_job("train", config, *settings, "train.max_steps=3", ranks=ranks))
+    assert wedged_so_far(tmp_path) == 2 and "prompt row 3 is in quarantine" in job.stdout
+    finished(run_job("train", config, *settings, "train.max_steps=4", ranks=ranks))
+    assert wedged_so_far(tmp_path) == 2, "nor after a restart"
+    steps = metrics_of(tmp_path / "run")
+    assert [step.get("reward/errors/timed_out") for step in steps] == [4, 4, None, None]
+    assert [step.get("reward/quarantined") for step in steps] == [None, None, 4, 4]
+    lines = [json.loads(line) for line in (tmp_path / "run" / "quarantine.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["quarantined"]) for line in lines] == [(1, False), (2, True)]
+    assert all(line["prompt"] == "row 3" and line["text"] == "3+3=" for line in lines)
+    assert "reward.timeout_seconds" in lines[0]["reason"]

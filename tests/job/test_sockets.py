@@ -1,0 +1,66 @@
+"""Which sockets a job listens on while it trains, as the kernel lists them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tests.support.jobs import ROOT, environment, metrics_of, tiny_config
+
+from spmdrl.engines.workers.descent import ProcessTree
+
+LISTENING = "0A"
+
+
+def listening(pids: list[int]) -> dict[int, list[str]]:
+    """By process, the addresses that it listens on."""
+    sockets = {}
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == LISTENING:
+                sockets[fields[9]] = fields[1].rpartition(":")[0]
+    found = {}
+    for pid in pids:
+        inodes = set()
+        for name in os.listdir(f"/proc/{pid}/fd") if Path(f"/proc/{pid}/fd").exists() else ():
+            try:
+                inodes.add(os.readlink(f"/proc/{pid}/fd/{name}").removeprefix("socket:[").removesuffix("]"))
+            except OSError:
+                continue
+        found[pid] = [sockets[inode] for inode in inodes if inode in sockets]
+    return found
+
+
+def is_rank(pid: int) -> bool:
+    command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    return b"spmdrl" in command and b"train" in command and b"spmdrl.torchrun" not in command
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_only_ranks_listen_and_on_loopback_alone(tmp_path, ranks):
+    launcher = ["-m", "spmdrl.torchrun", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+    arguments = [str(tiny_config(tmp_path)), f"run.dir={tmp_path / 'run'}", "train.max_steps=100000"]
+    command = [sys.executable, *launcher, "-m", "spmdrl", "train", *arguments]
+    job = subprocess.Popen(command, env=environment(), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 100
+        while not (tmp_path / "run/metrics.jsonl").exists() or len(metrics_of(tmp_path / "run")) < 2:
+            assert job.poll() is None and time.monotonic() < deadline
+            time.sleep(0.2)
+        pids = [job.pid, *(one.pid for one in ProcessTree(job.pid).members())]
+        found = listening(pids)
+        of_ranks = {pid for pid in pids if is_rank(pid)}
+    finally:
+        job.terminate()
+        job.wait(60)
+    assert len(of_ranks) == ranks and len(pids) > 2 * ranks, "guards and reward processes are there too"
+    assert {pid for pid, addresses in found.items() if addresses} <= of_ranks
+    # 127.0.0.1, in the kernel's order of bytes.
+    assert {address for addresses in found.values() for address in addresses} <= {"0100007F"}
+    assert ranks == 1 or any(found.values()), "ranks of one job reach each other somehow"

@@ -1,0 +1,72 @@
+"""The verb `replay`: rows of a run again in one process, to the bit."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from spmdrl.cli.command_line import main
+from tests.support.jobs import ROOT, environment, finished, run_job, tiny_config
+
+STEPS = ("train.max_steps=4", "checkpoint.interval=2", "checkpoint.keep_last=9")
+THE_SAME = (
+    "the same to the bit as the run recorded: number of tokens, tokens, generator's log-probs, reward, advantages, "
+    "trainer's log-probs, loss terms"
+)
+
+
+@pytest.mark.ranks
+def test_rows_of_two_ranks_come_again_to_the_bit_and_a_changed_setting_shows(tmp_path):
+    config, run = tiny_config(tmp_path), tmp_path / "run"
+    finished(run_job("train", config, *STEPS, f"run.dir={run}", ranks=2))
+    rows = [f"--row={row}" for row in range(0, 32, 3)]
+    report = tmp_path / "rows.json"
+    again = finished(run_job("replay", run, "--step=3", *rows, f"--json={report}"))
+    assert again.stdout.count(THE_SAME) == len(rows), again.stdout
+    written = json.loads(report.read_text())["rows"]
+    assert [row["row"] for row in written] == list(range(0, 32, 3))
+    for row in written:
+        # With one update per step the ratio is 1, and the loss is its own gradient.
+        assert [token["loss"] for token in row["tokens"]] == pytest.approx([t["gradient"] for t in row["tokens"]])
+        assert len(row["group_rewards"]) == 4 and row["group_rewards"][str(row["row"])] == row["reward"]
+    warmer = run_job("replay", run, "--step=3", *rows, "rollout.temperature=1.5")
+    assert warmer.returncode == 1 and "DIFFERS from what the run recorded: " in warmer.stdout
+    refused = run_job("replay", run, "--step=4", "--row=0")
+    assert refused.returncode == 2
+    assert "step 4 can't be replayed to the bit" in refused.stderr and "steps that can be: 3, 5" in refused.stderr
+
+
+@pytest.mark.ranks
+def test_rows_with_turns_come_again_behind_steps_that_are_done_again(tmp_path):
+    config, run = tiny_config(tmp_path), tmp_path / "run"
+    turns = ("environment.function=calculator", 'rollout.stop=["="]')
+    finished(run_job("train", config, *STEPS, *turns, "algo.name=ppo", "critic={}", f"run.dir={run}"))
+    again = finished(run_job("replay", run, "--step=4", *[f"--row={row}" for row in range(8)]))
+    assert again.stdout.count("the same to the bit as the run recorded") == 8, again.stdout
+    assert "steps 3 to 4 in one process" in again.stderr
+
+
+@pytest.mark.slow
+def test_pdb_stops_before_generation_reward_and_loss(tmp_path):
+    config, run = tiny_config(tmp_path), tmp_path / "run"
+    finished(run_job("train", config, "train.max_steps=1", f"run.dir={run}"))
+    command = [sys.executable, "-m", "spmdrl", "replay", str(run), "--step", "1", "--row", "5", "--pdb"]
+    job = subprocess.run(
+        command, input="c\np 'answers: %d' % len(call.completions)\nc\np tuple(terms.logprobs_R.shape)\nc\n",
+        capture_output=True, text=True, timeout=100, env=environment(), cwd=ROOT, check=False,
+    )  # fmt: skip
+    assert job.returncode == 0, job.stderr[-2000:]
+    stops = [line for line in job.stdout.splitlines() if "--- before" in line]
+    assert ["generation" in stops[0], "the reward" in stops[1], "the loss" in stops[2]] == [True] * 3
+    assert "answers: 1" in job.stdout and THE_SAME in job.stdout
+
+
+def test_what_cannot_be_replayed_is_refused_in_one_line(tmp_path, capsys: pytest.CaptureFixture[str]):
+    assert main(["replay", str(tmp_path), "--step", "3", "--row", "0"]) == 2
+    assert "has no config.resolved.yaml" in capsys.readouterr().err
+    (tmp_path / "config.resolved.yaml").write_text("")
+    assert main(["replay", str(tmp_path), "--step", "0", "--row", "0"]) == 2
+    assert "--step is 0, but steps count from 1" in capsys.readouterr().err
