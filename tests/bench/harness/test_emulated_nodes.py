@@ -81,6 +81,34 @@ def test_bytes_between_nodes_take_as_long_as_their_link_says_and_are_counted():
 
 
 @needs_namespaces
+def test_a_node_that_is_cut_off_gets_nothing_until_its_link_is_back():
+    with emulated_nodes(2, LINK_BYTES_PER_SECOND) as (first, second):
+
+        def gets_through() -> bool:
+            # As a datagram would be lost in silence, a connection.
+            probe = f"""
+import socket, sys
+from spmdrl.bench.harness.emulated_nodes import Node
+Node({first.name!r}, "").enter()
+probe = socket.socket()
+probe.settimeout(0.7)
+try:
+    probe.connect(({second.address!r}, 4000))
+except ConnectionRefusedError:
+    print("there")
+except OSError:
+    print("silent")
+"""
+            done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True, timeout=30)
+            return done.stdout == "there\n"
+
+        assert gets_through()
+        with second.cut_off():
+            assert not gets_through()
+        assert gets_through()
+
+
+@needs_namespaces
 @pytest.mark.alone
 def test_nodes_leave_the_host_as_it_was_while_they_are_there():
     before = os.listdir("/sys/class/net")

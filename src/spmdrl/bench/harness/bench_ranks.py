@@ -59,8 +59,8 @@ class BenchRanks:
             tempfile.TemporaryDirectory(prefix="spmdrl-bench-", ignore_cleanup_errors=True) as folder,
             _killed_at_end() as processes,
         ):
-            # Bound before the ranks get its port. On nodes the first rank has the store.
-            store = None if self.nodes else TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
+            # On nodes the first rank has the store.
+            store = None if self.nodes else store_of_launcher()
             pipes = []
             for rank in range(self.count):
                 variables = {**_VARIABLES, "TMPDIR": folder, **self.variables}
@@ -75,6 +75,11 @@ class BenchRanks:
                 processes.append(process)
                 pipes.append(ours)
             return _results(pipes)
+
+
+def store_of_launcher() -> TCPStore:
+    """A job's store as torchrun's agent has it: bound before the ranks get its port."""
+    return TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
 
 
 def launch_variables(rank: int, num_ranks: int, nodes: Sequence[Node] = ()) -> dict[str, str]:

@@ -23,6 +23,7 @@ from spmdrl.bench.harness.peers import sigterm_as_exit
 INTERFACE = "link0"
 """of every node; its only one but loopback"""
 MAX_NODES = 250
+_SWITCH = "switch"
 # A burst must hold the largest packet that the kernel hands over whole (64 KiB) and what flows between two timer ticks.
 _SHAPE = "burst 512kb latency 50ms"
 # Of Linux's sched.h.
@@ -44,6 +45,17 @@ class Node:
         with open(f"/run/netns/{self.name}") as namespace:
             if library.setns(namespace.fileno(), _CLONE_NEWNET):
                 raise OSError(ctypes.get_errno(), f"can't enter the network namespace {self.name}")
+
+    @contextmanager
+    def cut_off(self) -> Iterator[None]:
+        """Within the block, its link carries nothing, and nothing at either end closes a connection."""
+        owner, _, number = self.name.rpartition("-")
+        end = f"ip -n {owner}-{_SWITCH} link set port{number}"
+        _run(f"{end} down")
+        try:
+            yield
+        finally:
+            _run(f"{end} up")
 
 
 @dataclass(frozen=True)
@@ -103,7 +115,7 @@ def refusal() -> str | None:
 
 
 def _make(count: int, link_bytes_per_second: float) -> list[Node]:
-    switch = _name("switch")
+    switch = _name(_SWITCH)
     _run(f"ip netns add {switch}")
     _run(f"ip -n {switch} link add bridge0 type bridge")
     _run(f"ip -n {switch} link set bridge0 up")

@@ -21,7 +21,7 @@ from typing import IO, Any
 
 import spmdrl
 
-_MARK, _BEFORE_MARK = "SPMDRL_BENCH_COMMAND", "/"
+MARK, _BEFORE_MARK = "SPMDRL_BENCH_COMMAND", "/"
 _MOST_LOG_CHARACTERS = 3000
 
 
@@ -115,7 +115,7 @@ def _started(
     # Whatever the command starts inherits the mark, also where it leaves the command's session. Commands that it runs
     # with marks of their own keep this one too, or they would outlive it where it is killed.
     mark = uuid.uuid4().hex
-    variables = {**os.environ, **environment, _MARK: f"{os.environ.get(_MARK, '')}{_BEFORE_MARK}{mark}"}
+    variables = {**os.environ, **environment, MARK: f"{os.environ.get(MARK, '')}{_BEFORE_MARK}{mark}"}
     with sigterm_as_exit():
         process = subprocess.Popen(command, env=variables, start_new_session=True, **streams)
         try:
@@ -149,16 +149,16 @@ def _end(process: subprocess.Popen[bytes], mark: str) -> None:
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     # A process that dies may have started another one just before.
-    while left := _marked(mark):
+    while left := marked_processes(mark):
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)
 
 
-def _marked(mark: str) -> list[int]:
+def marked_processes(mark: str) -> list[int]:
     """Processes with this mark in their environment; those that have ended show none."""
-    name, found = f"{_MARK}=".encode(), []
+    name, found = f"{MARK}=".encode(), []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             variables = (folder / "environ").read_bytes().split(b"\0")
