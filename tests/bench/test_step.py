@@ -29,6 +29,12 @@ def test_a_peers_lines_after_warm_up_are_read_under_our_names(tmp_path):
     assert steps[0]["generation"] == 1.0
 
 
+def test_a_setting_without_a_value_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        main(["step", "--model", "m", "--prompts", "p", "--settings", "model.dtype"])
+    assert "'model.dtype' has no key=value" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_the_step_bench_prints_ratios_and_writes_json(tmp_path, capsys):
     script, prompts, model, out = (tmp_path / name for name in ("peer.py", "prompts.jsonl", "model", "out.json"))
@@ -37,6 +43,7 @@ def test_the_step_bench_prints_ratios_and_writes_json(tmp_path, capsys):
     make_model_folder(model, MakeConfig(hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=1), seed=0)
     sizes = ["--prompts-per-step", "2", "--num-generations", "2", "--length", "8", "--steps", "3", "--ranks", "1"]
     arguments = ["step", "--model", str(model), "--prompts", str(prompts), *sizes]
+    arguments += ["--settings", "optim.lr=1e-5", "train.updates_per_step=2"]
     assert main([*arguments, "--peer", f"{sys.executable} {script}", "--json", str(out)]) == 0
     assert "peer / spmdrl" in capsys.readouterr().out
     rows = {row["quantity"]: row for row in json.loads(out.read_text())["rows"]}

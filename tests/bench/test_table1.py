@@ -7,7 +7,7 @@ import json
 import pytest
 
 from spmdrl.bench.cli import main
-from spmdrl.bench.table1 import Printed
+from spmdrl.bench.samples.table1 import Printed
 
 
 def test_every_printed_figure_follows_from_the_formulas(capsys):

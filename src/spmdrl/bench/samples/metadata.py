@@ -74,9 +74,7 @@ class Job:
     def rules(self) -> DealRules:
         """Those of the last rank."""
         last = self.num_ranks - 1
-        launch = LaunchEnvironment(
-            last, self.num_ranks, last % self.ranks_per_node, self.ranks_per_node, self.num_nodes - 1, self.num_nodes
-        )
+        launch = LaunchEnvironment(last, self.num_ranks, last % self.ranks_per_node, self.ranks_per_node)
         return DealRules(launch, SEED)
 
 

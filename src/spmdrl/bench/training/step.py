@@ -47,6 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, default=2, help="ranks on this machine")
     parser.add_argument("--rounds", type=int, default=1, help="how often the two run in turn")
     parser.add_argument("--peer", help="command of the other trainer")
+    parser.add_argument(
+        "--settings", nargs="+", type=_setting, default=[], metavar="KEY=VALUE", help="more settings of our run"
+    )
     parser.add_argument("--table", action="store_true", help="profile our own steps instead: where their seconds go")
 
 
@@ -124,6 +127,13 @@ def our_steps(arguments: argparse.Namespace) -> list[dict[str, float]]:
     return [{name: step[f"time/{name}"] for name in PEER_NAMES} | {RATE: step[f"perf/eq5_{RATE}"]} for step in steps]
 
 
+def _setting(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not (key and equals):
+        raise argparse.ArgumentTypeError(f"{text!r} has no key=value; write for example model.dtype=bfloat16")
+    return key, value
+
+
 def _settings(arguments: argparse.Namespace) -> dict[str, object]:
     return {
         "model.path": arguments.model,
@@ -135,6 +145,7 @@ def _settings(arguments: argparse.Namespace) -> dict[str, object]:
         "rollout.max_running_rows": arguments.prompts_per_step * arguments.num_generations,
         "train.max_steps": arguments.steps,
         "resources.device": "auto",
+        **dict(arguments.settings),
     }
 
 
