@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.jobs import launch_job, run_job, tiny_config
+from tests.support.jobs import run_job, tiny_config
 
 REFUSED = [
     pytest.param(["algo.kl_coeff=0.1"], ["algo.kl_coeff", "algo.kl_coef", "command line"], id="unknown key"),
@@ -134,7 +134,7 @@ def command_lines() -> list[str]:
 @pytest.mark.slow
 def test_a_layout_that_does_not_fit_two_ranks_is_told_once(tmp_path):
     config = tiny_config(tmp_path)
-    job = launch_job("train", config, "resources.update.data=3", f"run.dir={tmp_path / 'run'}", ranks=2, timeout=60)
+    job = run_job("train", config, "resources.update.data=3", f"run.dir={tmp_path / 'run'}", ranks=2, timeout=60)
     assert job.returncode != 0
     assert job.stderr.count("resources.update.data 3 does not divide the job's 2 ranks") == 1, job.stderr
     assert "set it to one of [1, 2]" in job.stderr

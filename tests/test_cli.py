@@ -39,6 +39,12 @@ def test_help_names_every_verb_and_needs_no_torch() -> None:
     assert "spmdrl.cli.command_line" in done.stderr and "torch" not in done.stderr
 
 
+def test_the_program_that_msrun_starts_as_its_scheduler_ends_well_before_torch_is_imported() -> None:
+    done = spmdrl("train", "run.yaml", MS_ROLE="MS_SCHED", PYTHONPROFILEIMPORTTIME="1")
+    assert (done.returncode, done.stdout) == (0, "")
+    assert "spmdrl.cli.command_line" in done.stderr and "torch" not in done.stderr
+
+
 @pytest.mark.parametrize("arguments", [["help"], ["-h"], ["--help"]])
 def test_help_is_found_wherever_it_stands(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 0
@@ -108,8 +114,8 @@ def test_a_name_that_nothing_has_is_refused_with_the_nearest(capsys: pytest.Capt
         (["trian", "a.yaml"], "spmdrl: unknown verb 'trian'; did you mean train?\n"),
         (
             ["xyz"],
-            "spmdrl: unknown verb 'xyz'; the verbs are train, sft, preferences, reward-model, eval, generate, check, "
-            "explain, bench, report\n",
+            "spmdrl: unknown verb 'xyz'; the verbs are train, sft, preferences, reward-model, eval, generate, replay, "
+            "check, launch, explain, bench, report\n",
         ),
         (
             ["train"],

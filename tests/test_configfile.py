@@ -14,6 +14,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from spmdrl.config.given import inline
 from spmdrl.config.key_names import Alias
 from spmdrl.config.reader import ConfigError, LoadedConfig, read_config, resolved_yaml, start_up
 from spmdrl.config.sources import split_arguments
@@ -498,3 +499,9 @@ def test_what_fails_at_the_start_is_bad_input_but_a_bug_stays_a_bug() -> None:
         raise ValueError("no such device")
     with pytest.raises(KeyError), start_up():
         raise KeyError("bug")
+
+
+def test_equal_scalars_of_other_types_are_written_as_what_they_are():
+    assert [inline(value) for value in (True, 1, 1.0, "1", "true", None, False, 0, -0.0)] == [
+        "true", "1", "1.0", "'1'", "'true'", "null", "false", "0", "-0.0",
+    ]  # fmt: skip

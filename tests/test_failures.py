@@ -188,7 +188,7 @@ def test_ctrl_c_that_a_callback_swallows_ends_the_run_before_its_next_step(tmp_p
 def test_ctrl_c_at_any_moment_of_the_start_is_one_line(tmp_path):
     """Also while modules are imported: some go on half done where an interrupt cuts their own imports short."""
     config = tiny_config(tmp_path)
-    for milliseconds in range(100, 3700, 300):
+    for milliseconds in range(100, 3700, 600):
         with started(tmp_path, MODULE, str(config), *ENDLESS, "resume=never", launcher=None) as job:
             time.sleep(milliseconds / 1000)
             os.kill(job.process.pid, signal.SIGINT)

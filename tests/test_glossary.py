@@ -15,6 +15,7 @@ KINDS = ("mean", "total", "maximum", "minimum", "alike")
 # What the jobs of this test don't do: accelerators and other nodes, failures, routers with a bias, pairs, teachers.
 ELSEWHERE = {
     "mem/{stage}_held_gib", "mem/{stage}_peak_gib", "mem/total_gib", "checkpoint/failed", "reward/errors/{verdict}",
+    "reward/programs/{verdict}", "reward/quarantined",
     "router/bias_abs_max", "log/refused_writes", "environment/turns", "environment/tokens",
     "eval/loss", "preference/accuracy", "preference/margin", "preference/chosen", "preference/rejected",
     "teacher/kl", "teacher/divergence", "refill/attempts", "refill/prompts", "refill/unfilled",

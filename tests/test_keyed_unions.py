@@ -146,10 +146,10 @@ def test_the_resolved_tree_has_the_keys_of_the_choice_alone(tmp_path):
 
 
 def test_the_schema_has_the_keys_of_all_choices_and_those_of_each():
-    assert schema_keys(Drawing) == [
+    assert schema_keys(Drawing) == (
         "shape",
         *(f"shape.{name}" for name in ("name", "width", "side", "color", "angle", "radius")),
-    ]
+    )
     [section], [name] = find_keys(Drawing, "shape"), find_keys(Drawing, "shape.name")
     assert {choice: [key.name for key in keys] for choice, keys in key_groups(section).items()} == {
         "": ["shape.name", "shape.width"],

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 
 from spmdrl.engines.models.making.make_config import MakeConfig
 from spmdrl.engines.models.making.make_model import make_model_folder
+from spmdrl.engines.training.checkpoints.file_writes import written_at_once
 from spmdrl.verbs.sft import AnswerWatch
 from tests.support.jobs import finished, metrics_of, run_job, untimed, weights_digest
 
@@ -109,7 +110,7 @@ def test_the_probability_that_ends_a_training_is_averaged_over_steps_before_a_re
     for after in range(len(found)):
         before, resumed = AnswerWatch(0.75, is_main=True), AnswerWatch(0.75, is_main=False)
         first = [before.is_enough(probability) for probability in found[:after]]
-        before.write_to(tmp_path)
+        written_at_once(before, tmp_path)
         resumed.read_from(tmp_path)
         assert first + [resumed.is_enough(probability) for probability in found[after:]] == expected
 

@@ -161,7 +161,7 @@ def test_a_run_with_everything_on_ends_with_a_model_that_transformers_opens(tmp_
 
     folder = tmp_path / "run"
     job = finished(
-        launch_job(
+        run_job(
             "train", tiny_config(tmp_path), f"run.dir={folder}", "sft.max_steps=4", "sft.rows_per_step=16",
             "sft.optim.lr=1e-3", "algo.kl_coef=0.01", "train.updates_per_step=2", "train.epochs_per_step=2",
             "data.eval=synthetic://addition?low=0&high=9&count=5&split=test", "eval.interval=2",
