@@ -29,8 +29,8 @@ from spmdrl.bench.rollout.repeating_model import write_repeating_model
 from spmdrl.bench.rollout.rollout_work import MODEL_FOLDER, EngineRun, RolloutWork, WorkSize, make_work
 from spmdrl.engines.models.decoder import DecoderConfig
 
-NATIVE, DRAFTS, PEERS = "native", "drafts", ("generate", "continuous_batching", "vllm")
-ENGINES = (NATIVE, DRAFTS, *PEERS)
+NATIVE, DRAFTS, COMPILED, PEERS = "native", "drafts", "compiled", ("generate", "continuous_batching", "vllm")
+ENGINES = (NATIVE, DRAFTS, COMPILED, *PEERS)
 # What runs in vLLM's own environment: plain files, without what else this package needs.
 _COPIED_MODULES = (
     "spmdrl.bench.harness.replies",
@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     made = ",".join(MADE_MODELS)
     parser.add_argument("--models", type=_names, default=("5M", "30M"), help=f"random ones, of {made}; default: 5M,30M")
     parser.add_argument(
-        "--engines", type=_names, default=PEERS, help=f"of {','.join(ENGINES)}; by default all but drafts"
+        "--engines", type=_names, default=PEERS, help=f"of {','.join(ENGINES)}; by default all but drafts and compiled"
     )
     parser.add_argument("--lengths", type=_names, help="of fixed,lognormal,ragged; all by default")
     parser.add_argument("--prompts", type=int, default=32)
@@ -241,8 +241,14 @@ def _row(model: str, lengths: str, engine: str, runs: Runs) -> dict[str, Any]:
         "by CPU time": cpu and native_cpu / cpu,
         "of matmul": statistics.median(shares) if shares else None,
         "mean length": statistics.fmean(found[0].row_lengths) if found else None,
-        "remark": runs[lengths, engine].missing or _draft_remark(found),
+        "remark": runs[lengths, engine].missing or _compile_remark(found) or _draft_remark(found),
     }
+
+
+def _compile_remark(found: Sequence[EngineRun]) -> str:
+    """How long compiling took, before the clock; empty without."""
+    seconds = max((each.extra.get("compile_seconds", 0) for each in found), default=0)
+    return f"compiled in {seconds:.0f} s, before the clock" if seconds else ""
 
 
 def _draft_remark(found: Sequence[EngineRun]) -> str:

@@ -6,6 +6,7 @@ import sys
 import time
 import zlib
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spmdrl.bench.rollout.rollout_work import BenchEngine, Lengths, RolloutWork, counted, serve
+from spmdrl.bench.rollout.rollout_work import BenchEngine, Lengths, RolloutWork, counted, measure, serve
 from spmdrl.engines.generation.native.native_engine import NativeEngine
 from spmdrl.engines.generation.protocol import Request, SamplingParams
 from spmdrl.engines.generation.rollout_config import RolloutConfig
@@ -82,6 +83,20 @@ class NativeDrafts(Native):
 
     def __init__(self, folder: Path, work: RolloutWork):
         super().__init__(folder, work, draft_tokens=work.draft_tokens)
+
+
+class NativeCompiled(Native):
+    """The native engine with compiled steps, and what compiling took."""
+
+    def __init__(self, folder: Path, work: RolloutWork):
+        super().__init__(folder, replace(work, compiles=True))
+        self._compile_seconds = 0.0
+        few, rows = Lengths((4,) * work.num_rows), range(min(work.rows_at_once, work.num_rows))
+        first, second = measure(self, few, rows, seed=0), measure(self, few, rows, seed=0)
+        self._compile_seconds = first.seconds - second.seconds
+
+    def extra(self) -> dict[str, float]:
+        return super().extra() | {"compile_seconds": self._compile_seconds}
 
 
 def _matmul_seconds(weights: Sequence[Tensor], num_rows: int) -> float:
@@ -179,7 +194,13 @@ def _load(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
 
 
-ENGINES = {"native": Native, "drafts": NativeDrafts, "generate": Generate, "continuous_batching": ContinuousBatching}
+ENGINES = {
+    "native": Native,
+    "drafts": NativeDrafts,
+    "compiled": NativeCompiled,
+    "generate": Generate,
+    "continuous_batching": ContinuousBatching,
+}
 
 if __name__ == "__main__":
     name, folder = sys.argv[1:]
