@@ -65,10 +65,6 @@ def test_the_configs_of_the_repository_are_right():
         ),
         ([*EXACT, "rollout.block_size=48"], "block_size is 48.*set rollout.block_size to 32, or debug"),
         ([*EXACT, "rollout.compile=true"], "set rollout.compile to false, or debug"),
-        (
-            ["model.make={family: qwen3_moe}", "rollout.compile=true"],
-            "rollout.compile is true, but the model is sparse.*set rollout.compile to false",
-        ),
         (["rollout.cuda_graphs=true"], "cuda_graphs is true, but graphs are captured on cuda alone.*set it to null"),
         (["seed=-1"], "command line: seed is -1, but must be >= 0"),
         (["rollout.temperature=0"], "rollout.temperature is 0"),

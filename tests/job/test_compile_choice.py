@@ -40,7 +40,7 @@ def lone_world() -> World:
 
 
 def decides(run: CheckedRun) -> bool:
-    return decide_compile(run, decoder_config(run.config.model.make), lone_world())
+    return decide_compile(run, lone_world())
 
 
 def test_steps_are_those_of_a_rank_in_the_whole_run():

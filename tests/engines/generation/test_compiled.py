@@ -9,14 +9,18 @@ import torch
 from torch._inductor import cpp_builder
 from torch._inductor.exc import InvalidCxxCompiler
 
+from spmdrl.engines.generation.expert_choices import ChoiceRecorder
 from spmdrl.engines.generation.native import compiled
 from spmdrl.engines.generation.native.native_engine import NativeEngine
-from spmdrl.engines.generation.protocol import SamplingParams
+from spmdrl.engines.generation.protocol import Response, SamplingParams
 from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.resources.layout import GenerationLayout
+from spmdrl.resources.mesh import GenerationMesh, build_generation_mesh
+from spmdrl.resources.world import World
 from tests.engines.generation.schedules import FAMILIES, GREEDY, requests_with, tokens_in, weights_of
 from tests.engines.generation.support import run
+from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.cpu_only(reason="it compiles for the CPU")
 
@@ -24,8 +28,10 @@ pytestmark = pytest.mark.cpu_only(reason="it compiles for the CPU")
 SAMPLED = SamplingParams(max_tokens=14, stop_token_ids=(3, 4, 5))
 
 
-def made(config: DecoderConfig, **rollout: bool) -> NativeEngine:
-    return NativeEngine(config, RolloutConfig(block_size=4, **rollout), torch.device("cpu"), torch.float32)
+def made(config: DecoderConfig, mesh: GenerationMesh | None = None, **rollout: int) -> NativeEngine:
+    recorder = None if config.moe is None else ChoiceRecorder()
+    settings = RolloutConfig(block_size=4, **rollout)
+    return NativeEngine(config, settings, torch.device("cpu"), torch.float32, mesh=mesh, recorder=recorder)
 
 
 def fill(engine: NativeEngine, scale: float = 1.0) -> NativeEngine:
@@ -43,10 +49,53 @@ def test_any_number_of_rows_and_new_weights(packs) -> None:
         for sampling in (GREEDY, SAMPLED):
             requests = requests_with(sampling)
             expected, found = (run(which, requests) for which in (plain, engine))
-            assert tokens_in(found) == tokens_in(expected)
-            for row, response in found.items():
-                torch.testing.assert_close(response.logprobs, expected[row].logprobs, atol=1e-4, rtol=0)
+            assert_alike(found, expected)
         plain.sleep(), engine.sleep()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "draft_tokens"), [("qwen3_moe", 0), ("deepseek_v3", 6)])
+def test_sparse_layers_choose_the_experts_that_they_choose_without_a_graph(family, draft_tokens) -> None:
+    # Two of the layers are sparse.
+    config = replace(FAMILIES[family], num_layers=3)
+    # Smaller, as what is rounded otherwise grows from layer to layer.
+    plain, engine = fill(made(config), 0.5), made(config, compile=True, draft_tokens=draft_tokens, draft_match=1)
+    fill(engine, 0.5)
+    for sampling in (GREEDY, SAMPLED):
+        expected, found = (run(which, requests_with(sampling)) for which in (plain, engine))
+        assert_alike(found, expected)
+        assert all(found[row].choices.equal(expected[row].choices) for row in expected)
+    assert bool(engine.take_draft_counts()[0]) == bool(draft_tokens)
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_ranks_that_share_experts_each_have_a_graph() -> None:
+    config = FAMILIES["qwen3_moe"]
+    expected = run(fill(made(config)), requests_with(SAMPLED))
+    found: dict[int, Response] = {}
+    for one in run_ranks(2, shared_experts_answers, config):
+        found |= one
+    assert_alike(found, expected)
+    assert all(found[row].choices.equal(expected[row].choices) for row in expected)
+
+
+def shared_experts_answers(world: World, config: DecoderConfig) -> dict[int, Response]:
+    """Responses to this rank's prompts: to one, which ends first, or to all others."""
+    mesh = build_generation_mesh(GenerationLayout(expert=2), world.device, world.size, world.rank)
+    engine = fill(made(config, mesh, compile=True))
+    first, *others = requests_with(SAMPLED)
+    engine.submit([first] if world.rank == 0 else others)
+    responses: list[Response] = []
+    while engine.has_work:
+        responses += engine.step()
+    return {response.row: response for response in responses}
+
+
+def assert_alike(found: dict[int, Response], expected: dict[int, Response]) -> None:
+    assert tokens_in(found) == tokens_in(expected)
+    for row, response in found.items():
+        torch.testing.assert_close(response.logprobs, expected[row].logprobs, atol=1e-4, rtol=0)
 
 
 def test_engines_share_no_graph() -> None:
@@ -61,11 +110,9 @@ def test_engines_share_no_graph() -> None:
 
 
 def test_what_cannot_be_compiled_is_refused_with_a_way_out(monkeypatch) -> None:
-    with pytest.raises(ValueError, match="rollout.compile is true, but the model is sparse.*rollout.compile to false"):
-        made(FAMILIES["qwen3_moe"], compile=True)
-    layout = GenerationLayout(tensor=2)
-    with pytest.raises(ValueError, match="resources.generation.tensor is 2"):
-        compiled.check_compiles(FAMILIES["qwen3"], layout)
+    layout = GenerationLayout(tensor=2, expert=2)
+    with pytest.raises(ValueError, match="generation.tensor is 2.* set rollout.compile to false, or .*tensor to 1"):
+        compiled.check_compiles(layout)
 
     monkeypatch.setattr(compiled, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="Triton isn't installed.*pip install triton"):

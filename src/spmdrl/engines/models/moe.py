@@ -207,8 +207,12 @@ class SparseFeedForward(nn.Module):
         self.shared_experts = FeedForward(hidden_size, shared_size) if shared_size else None
 
     def forward(self, hidden_TD: Tensor, route: Route | None = None) -> Tensor:
+        out_TD = self.routed(hidden_TD, route)
+        return out_TD if self.shared_experts is None else out_TD + self.shared_experts(hidden_TD)
+
+    def routed(self, hidden_TD: Tensor, route: Route | None) -> Tensor:
+        """The weighted sum [T, D] of each token's experts; replaced from outside where a compiled graph calls it."""
         scores_TE, chosen_TC = self.gate(hidden_TD)
         if route is not None:
             scores_TE, chosen_TC = route(self.layer, scores_TE, chosen_TC)
-        out_TD = self.experts(hidden_TD, chosen_TC, self.gate.weigh(scores_TE, chosen_TC))
-        return out_TD if self.shared_experts is None else out_TD + self.shared_experts(hidden_TD)
+        return self.experts(hidden_TD, chosen_TC, self.gate.weigh(scores_TE, chosen_TC))

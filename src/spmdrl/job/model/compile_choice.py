@@ -6,7 +6,6 @@ import torch
 
 from spmdrl.config.config import Config
 from spmdrl.engines.generation.native.compiled import check_compiler, check_compiles
-from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.job.start.start_checks import CheckedRun
 from spmdrl.resources.collectives import max_over
 from spmdrl.resources.world import World
@@ -16,7 +15,7 @@ LEAST_STEPS = 100_000
 milliseconds faster"""
 
 
-def decide_compile(checked: CheckedRun, decoder: DecoderConfig, world: World) -> bool:
+def decide_compile(checked: CheckedRun, world: World) -> bool:
     """Whether the native engine compiles: as the config says, else where that pays. Collective over the world.
 
     What it says follows from the config and the machines alone, so that a run that is resumed rounds as before.
@@ -29,7 +28,7 @@ def decide_compile(checked: CheckedRun, decoder: DecoderConfig, world: World) ->
     pays = pays and world.device.is_cpu and expected_decoding_steps(config, world.size) >= LEAST_STEPS
     if not pays:
         return False
-    return not int(max_over(torch.tensor([not _can_compile(config, decoder, world)]).int())[0])
+    return not int(max_over(torch.tensor([not _can_compile(config, world)]).int())[0])
 
 
 def expected_decoding_steps(config: Config, num_ranks: int) -> int:
@@ -41,9 +40,9 @@ def expected_decoding_steps(config: Config, num_ranks: int) -> int:
     return config.train.max_steps * batches * rollout.max_completion_length // 2
 
 
-def _can_compile(config: Config, decoder: DecoderConfig, world: World) -> bool:
+def _can_compile(config: Config, world: World) -> bool:
     try:
-        check_compiles(decoder, config.resources.generation)
+        check_compiles(config.resources.generation)
         check_compiler(world.device.torch_device)
     except ValueError:
         return False

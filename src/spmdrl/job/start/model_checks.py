@@ -62,7 +62,7 @@ def check_generation_fits(config: Config, decoder: DecoderConfig) -> None:
     layout = config.resources.generation
     check_generation_cuts(decoder, layout, "resources.generation")
     if config.rollout.compile:
-        check_compiles(decoder, layout)
+        check_compiles(layout)
 
 
 def check_generation_cuts(decoder: DecoderConfig, layout: GenerationLayout, key: str) -> None:

@@ -1,10 +1,11 @@
 """The decoding step of one rank as a single compiled graph (torch.compile), for steps bound by many small operations.
 
-Two things stay outside the graph, as operations that it calls: attention over the paged cache, and products with packed
-weights. All else is fused. The graph is compiled on first use, for any number of rows, and serves all weights to come.
+Three things stay outside the graph, as operations that it calls: attention over the paged cache, products with packed
+weights, and the router and experts of a sparse layer, whose sizes depend on the tokens. All else is fused. The graph is
+compiled on first use, for any number of rows, and serves all weights to come.
 
 Shape letters: `B` rows, `H` query heads, `J` key and value heads, `K` head size of queries and keys, `U` head size of
-values, `D` and `O` inputs and outputs of a product.
+values, `D` and `O` inputs and outputs of a product, `D` also model width.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spmdrl.engines.models.decoder import Decoder, DecoderConfig
+from spmdrl.engines.models.decoder import Decoder
 from spmdrl.engines.models.layers import Attend
+from spmdrl.engines.models.moe import Route, SparseFeedForward
 from spmdrl.resources.mesh import GenerationLayout
 
 
@@ -29,6 +31,7 @@ class _Outside:
 
     attend: Attend
     multiply: Callable[[int, Tensor], Tensor]
+    feed_experts: Callable[[int, Tensor], Tensor]
 
 
 _running: list[_Outside] = []
@@ -51,13 +54,24 @@ def _multiply_shape(rows_BD: Tensor, product: int, width: int) -> Tensor:
     return rows_BD.new_empty(rows_BD.shape[0], width)
 
 
+def _feed_experts(hidden_BD: Tensor, layer: int) -> Tensor:
+    return _running[-1].feed_experts(layer, hidden_BD)
+
+
+def _feed_experts_shape(hidden_BD: Tensor, layer: int) -> Tensor:
+    return hidden_BD.new_empty(hidden_BD.shape)
+
+
 _LIBRARY = torch.library.Library("spmdrl", "DEF")
 _LIBRARY.define("attend(Tensor q, Tensor k, Tensor v, int layer) -> Tensor")
 _LIBRARY.define("multiply(Tensor rows, int product, int width) -> Tensor")
+_LIBRARY.define("feed_experts(Tensor hidden, int layer) -> Tensor")
 _LIBRARY.impl("attend", _attend, "CompositeExplicitAutograd")
 _LIBRARY.impl("attend", _attend_shape, "Meta")
 _LIBRARY.impl("multiply", _multiply, "CompositeExplicitAutograd")
 _LIBRARY.impl("multiply", _multiply_shape, "Meta")
+_LIBRARY.impl("feed_experts", _feed_experts, "CompositeExplicitAutograd")
+_LIBRARY.impl("feed_experts", _feed_experts_shape, "Meta")
 
 
 def multiply_outside(rows_BD: Tensor, product: int, width: int) -> Tensor:
@@ -75,33 +89,35 @@ class CompiledStep:
             return decoder(tokens_B, positions_B, _attend_outside, lambda hidden_BD, _: logits(hidden_BD))
 
         self._products = products
+        self._experts = {module.layer: _put_outside(module) for module in _sparse_layers(decoder)}
         self._step = torch.compile(
             _with_own_code(step), dynamic=True, fullgraph=True, options={"guard_filter_fn": _guards_kept}
         )
 
-    def __call__(self, tokens_B: Tensor, positions_B: Tensor, attend: Attend) -> Tensor:
-        """Logits [B, V] of the rows' next tokens."""
+    def __call__(self, tokens_B: Tensor, positions_B: Tensor, attend: Attend, route: Route | None) -> Tensor:
+        """Logits [B, V] of the rows' next tokens; `route` sees what routers find, as in a step without a graph."""
         for values_B in (tokens_B, positions_B):
             # So that a graph tied to this number of rows is an error when it is made, rather than a wrong one later.
             torch._dynamo.mark_dynamic(values_B, 0)
-        _running.append(_Outside(attend, lambda product, rows_BD: self._products[product](rows_BD)))
+        outside = _Outside(
+            attend,
+            lambda product, rows_BD: self._products[product](rows_BD),
+            lambda layer, hidden_BD: self._experts[layer](hidden_BD, route),
+        )
+        _running.append(outside)
         try:
             return self._step(tokens_B, positions_B)
         finally:
             _running.pop()
 
 
-def check_compiles(config: DecoderConfig, layout: GenerationLayout) -> None:
-    """Raise ValueError, with a way out, where a decoder's steps can't be one graph."""
-    if config.moe is not None:
-        raise ValueError(
-            "rollout.compile is true, but the model is sparse, and the sizes of its experts' products depend on the "
-            "tokens; set rollout.compile to false"
-        )
+def check_compiles(layout: GenerationLayout) -> None:
+    """Raise ValueError, with a way out, where ranks can't have their steps as graphs."""
     if layout.tensor > 1:
         raise ValueError(
             f"rollout.compile is true, but resources.generation.tensor is {layout.tensor}, and a graph holds no "
-            "collectives; set one of them to false or 1"
+            "collectives; set rollout.compile to false, or resources.generation.tensor to 1, which leaves "
+            "resources.generation.expert to spread a sparse model"
         )
 
 
@@ -129,6 +145,23 @@ def check_compiler(device: torch.device) -> None:
 
 def _attend_outside(layer: int, q_BHK: Tensor, k_BJK: Tensor, v_BJU: Tensor) -> Tensor:
     return torch.ops.spmdrl.attend(q_BHK, k_BJK, v_BJU, layer)
+
+
+def _sparse_layers(decoder: Decoder) -> list[SparseFeedForward]:
+    return [module for module in decoder.modules() if isinstance(module, SparseFeedForward)]
+
+
+def _put_outside(module: SparseFeedForward) -> Callable[[Tensor, Route | None], Tensor]:
+    """Have a graph of the layer call its experts; returns what runs them. Prefills go on as before."""
+    run, layer = module.routed, module.layer
+
+    def routed(hidden_BD: Tensor, route: Route | None) -> Tensor:
+        if torch.compiler.is_compiling():
+            return torch.ops.spmdrl.feed_experts(hidden_BD, layer)
+        return run(hidden_BD, route)
+
+    module.routed = routed  # type: ignore[method-assign]
+    return run
 
 
 def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -85,7 +85,7 @@ class CachedDecoder:
         self._vocabulary = VocabularyPart.of(config.vocab_size, mesh.tensor)
         self._compiled: CompiledStep | None = None
         if rollout.compile:
-            check_compiles(config, mesh.layout)
+            check_compiles(mesh.layout)
             check_compiler(device)
             products = [product.packed for product in self.weights.products]
             self._compiled = CompiledStep(decoder, self._logits, products)
@@ -117,10 +117,11 @@ class CachedDecoder:
         lengths = [1] * lacking + [token.length for token in ordered]
         tables = [[SCRATCH_BLOCK]] * lacking + [token.row.table for token in ordered]
         attention = PagedDecodeAttention.of_rows if self._reads_pages else DecodeAttention
-        logits_BV = self._step(
-            [0] * lacking + [token.token for token in ordered],
-            [length - 1 for length in lengths],
+        logits_BV = self.step_logits(
+            self._tensor([0] * lacking + [token.token for token in ordered]),
+            self._tensor([length - 1 for length in lengths]),
             attention(self.cache, tables, lengths),
+            self._recorder,
         )
         if self._recorder is not None:
             # Unbound tokens are views: a step's choices live until its last row ends.
@@ -130,12 +131,12 @@ class CachedDecoder:
         place_of = {index: place for place, index in enumerate(order, start=lacking)}
         return logits_BV[self._tensor([place_of[index] for index in range(len(fed))])].float()
 
-    def step_logits(self, tokens_B: Tensor, positions_B: Tensor, attend: Attend) -> Tensor:
-        """Logits [B, V] of a decoding step whose inputs are on the device; no choices of experts are recorded."""
+    def step_logits(self, tokens_B: Tensor, positions_B: Tensor, attend: Attend, route: Route | None = None) -> Tensor:
+        """Logits [B, V] of a decoding step whose inputs are on the device."""
         self._settle_weights()
         if self._compiled is not None:
-            return self._compiled(tokens_B, positions_B, attend)
-        return self._decoder(tokens_B, positions_B, attend, lambda hidden_BD, _: self._logits(hidden_BD))
+            return self._compiled(tokens_B, positions_B, attend, route)
+        return self._decoder(tokens_B, positions_B, attend, lambda hidden_BD, _: self._logits(hidden_BD), route)
 
     def score(self, rows: Sequence[Sequence[int]]) -> list[Tensor]:
         """Log-probs, float32, of the tokens of each row but its first, each given those before it; no cache is used."""
@@ -174,12 +175,6 @@ class CachedDecoder:
             self._recorder,
         )
         return logits_BV[: len(last)].float()
-
-    def _step(self, tokens: list[int], positions: list[int], attend: Attend) -> Tensor:
-        """Logits of one token per row."""
-        if self._compiled is None:
-            return self._run(tokens, positions, attend, self._logits, self._recorder)
-        return self.step_logits(self._tensor(tokens), self._tensor(positions), attend)
 
     def _run(
         self,
