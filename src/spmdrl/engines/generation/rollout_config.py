@@ -54,8 +54,9 @@ class RolloutConfig:
     block_size: Annotated[int, Ge(1)] = 32
     """tokens per KV block of the native engine"""
     pack_weights: bool = True
-    """whether the native engine, on a CPU, copies the weights of linear layers into a layout that is faster to read;
-    costs memory where one process trains and generates in the same dtype, which otherwise needs no copy"""
+    """whether the native engine, on a CPU, copies the weights of linear layers and large experts into a layout that is
+    faster to read; costs memory where one process trains and generates in the same dtype, which otherwise needs no
+    copy"""
     compile: bool | None = None
     """whether the native engine compiles its decoding step (torch.compile) once per run; needs
     resources.generation.tensor 1 and, on a CPU, a C++ compiler. Takes half a minute or more, and pays most for small

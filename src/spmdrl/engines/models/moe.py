@@ -187,9 +187,10 @@ class Experts(nn.Module):
         self.dispatch = LocalDispatch()
 
     def forward(self, hidden_TD: Tensor, chosen_TC: Tensor, weights_TC: Tensor) -> Tensor:
-        return self.dispatch(hidden_TD, chosen_TC, weights_TC, self.num_experts, self._compute)
+        return self.dispatch(hidden_TD, chosen_TC, weights_TC, self.num_experts, self.compute)
 
-    def _compute(self, rows_MD: Tensor, counts_E: Tensor) -> Tensor:
+    def compute(self, rows_MD: Tensor, counts_E: Tensor) -> Tensor:
+        """The outputs [M, D] of the experts held here, a `Compute`; replaced from outside where they are packed."""
         gate_MI = ops.grouped_linear(rows_MD, self.gate_proj, counts_E)
         up_MI = ops.grouped_linear(rows_MD, self.up_proj, counts_E)
         return ops.grouped_linear(ops.swiglu(gate_MI, up_MI), self.down_proj, counts_E)

@@ -160,7 +160,7 @@ def _put_outside(module: SparseFeedForward) -> Callable[[Tensor, Route | None], 
             return torch.ops.spmdrl.feed_experts(hidden_BD, layer)
         return run(hidden_BD, route)
 
-    module.routed = routed  # type: ignore[method-assign]
+    module.routed = routed
     return run
 
 

@@ -87,7 +87,7 @@ class CachedDecoder:
         if rollout.compile:
             check_compiles(mesh.layout)
             check_compiler(device)
-            products = [product.packed for product in self.weights.products]
+            products = [product.packed for product in self.weights.linears]
             self._compiled = CompiledStep(decoder, self._logits, products)
 
     def prefill(self, chunks: Sequence[Chunk]) -> None:
