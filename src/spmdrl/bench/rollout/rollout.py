@@ -28,6 +28,7 @@ from spmdrl.bench.harness.peers import Peer, copy_modules, running
 from spmdrl.bench.rollout.repeating_model import write_repeating_model
 from spmdrl.bench.rollout.rollout_work import MODEL_FOLDER, EngineRun, RolloutWork, WorkSize, make_work
 from spmdrl.engines.models.decoder import DecoderConfig
+from spmdrl.engines.models.moe import MoeConfig
 
 NATIVE, DRAFTS, COMPILED, PEERS = "native", "drafts", "compiled", ("generate", "continuous_batching", "vllm")
 ENGINES = (NATIVE, DRAFTS, COMPILED, *PEERS)
@@ -59,12 +60,20 @@ def _small_qwen3(*, hidden_size: int, intermediate_size: int, num_layers: int) -
     )
 
 
+def _small_qwen3_moe(*, hidden_size: int, num_layers: int, num_experts: int, expert_size: int) -> DecoderConfig:
+    dense = _small_qwen3(hidden_size=hidden_size, intermediate_size=3 * hidden_size, num_layers=num_layers)
+    moe = MoeConfig(num_experts, experts_per_token=2, intermediate_size=expert_size, normalize=True)
+    return replace(dense, model_type="qwen3_moe", moe=moe)
+
+
 MADE_MODELS = {
     "1M": _small_qwen3(hidden_size=128, intermediate_size=384, num_layers=4),
     "5M": _small_qwen3(hidden_size=256, intermediate_size=768, num_layers=6),
     "30M": _small_qwen3(hidden_size=512, intermediate_size=1920, num_layers=8),
+    "3M-A1M": _small_qwen3_moe(hidden_size=128, num_layers=4, num_experts=8, expert_size=192),
+    "20M-A4M": _small_qwen3_moe(hidden_size=256, num_layers=6, num_experts=16, expert_size=256),
 }
-"""What --models may name: parameters, in float32."""
+"""What --models may name: parameters, in float32; of a sparse model, also those that a token meets."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -222,7 +231,7 @@ def summarize(found: Mapping[str, Runs], arguments: argparse.Namespace) -> Bench
 _NOTES = (
     "native / it: ratios of the medians of tokens per second; by CPU time: the same per CPU second of the process, "
     "which other work on the machine changes less",
-    "of matmul: CPU time that the same matrix products alone take, without all else, / the engine's",
+    "of matmul: CPU time that the same matrix products alone take, without all else, / the engine's; dense models only",
 )
 
 

@@ -41,6 +41,7 @@ class Native(BenchEngine):
         files = open_weights(folder, config)
         self._engine.load_weights((name, files.read(whole_slice(name, files.shape(name)))) for name in files.names)
         self._engine.wake_cache()
+        self._is_sparse = config.moe is not None
         self._num_steps = self._num_fed = self._tokens_crc = 0
 
     def generate(self, lengths: Lengths, rows: Sequence[int], seed: int) -> list[int]:
@@ -61,21 +62,22 @@ class Native(BenchEngine):
         return [len(tokens_of[row]) for row in rows]
 
     def extra(self) -> dict[str, float]:
-        """Seconds that products of the model's weights alone take, at as many rows as the steps had, and guesses."""
+        """Steps, guesses and, of a dense model, `_product_seconds`: tokens choose the products of a sparse one."""
+        guessed, right = self._engine.take_draft_counts()
+        found = {"steps": self._num_steps, "tokens_crc": self._tokens_crc, "guessed": guessed, "right": right}
+        if not self._is_sparse:
+            found["matmul_seconds"] = self._product_seconds(self._num_fed + guessed - right)
+        return found
+
+    def _product_seconds(self, num_fed: int) -> float:
+        """Seconds that products of the model's weights alone take, at as many rows as the steps had."""
         weights = [weight for weight in self._engine.wake_weights().values() if weight.ndim == 2]
         few, many = _FEWEST_ROWS, max(self._work.rows_at_once, 2 * _FEWEST_ROWS)
         few_seconds, many_seconds = _matmul_seconds(weights, few), _matmul_seconds(weights, many)
         # A product's time grows with its rows from a time that it takes anyway, so that their sum is enough.
         a_row = (many_seconds - few_seconds) / (many - few)
         a_step = max(0.0, few_seconds - few * a_row)
-        guessed, right = self._engine.take_draft_counts()
-        return {
-            "steps": self._num_steps,
-            "matmul_seconds": self._num_steps * a_step + (self._num_fed + guessed - right) * a_row,
-            "tokens_crc": self._tokens_crc,
-            "guessed": guessed,
-            "right": right,
-        }
+        return self._num_steps * a_step + num_fed * a_row
 
 
 class NativeDrafts(Native):
