@@ -40,7 +40,7 @@ def lone_world() -> World:
 
 
 def decides(run: CheckedRun) -> bool:
-    return decide_compile(run, lone_world())
+    return decide_compile(run, decoder_config(run.config.model.make), lone_world())
 
 
 def test_steps_are_those_of_a_rank_in_the_whole_run():
@@ -56,6 +56,8 @@ def test_steps_are_those_of_a_rank_in_the_whole_run():
         (["train.max_steps=499"], False),
         (["rollout.max_completion_length=99"], False),
         (["rollout.compile=false"], False),
+        (["model.make.family=qwen3_moe"], False),
+        (["model.make.family=qwen3_moe", "rollout.compile=true"], True),
         (["train.max_steps=1", "rollout.compile=true"], True),
         (["environment.function=calculator"], False),
         (["debug.batch_invariant=true"], False),

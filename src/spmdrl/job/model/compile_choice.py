@@ -6,6 +6,7 @@ import torch
 
 from spmdrl.config.config import Config
 from spmdrl.engines.generation.native.compiled import check_compiler, check_compiles
+from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.job.start.start_checks import CheckedRun
 from spmdrl.resources.collectives import max_over
 from spmdrl.resources.world import World
@@ -15,7 +16,7 @@ LEAST_STEPS = 100_000
 milliseconds faster"""
 
 
-def decide_compile(checked: CheckedRun, world: World) -> bool:
+def decide_compile(checked: CheckedRun, decoder: DecoderConfig, world: World) -> bool:
     """Whether the native engine compiles: as the config says, else where that pays. Collective over the world.
 
     What it says follows from the config and the machines alone, so that a run that is resumed rounds as before.
@@ -25,6 +26,8 @@ def decide_compile(checked: CheckedRun, world: World) -> bool:
         return config.rollout.compile
     # Turns with tools are decoded beside whatever rows are ready: rounding must not depend on them.
     pays = checked.verb == "train" and config.environment.function is None and not config.debug.batch_invariant
+    # A sparse model's steps are bound by its experts, which no graph makes faster.
+    pays = pays and decoder.moe is None
     pays = pays and world.device.is_cpu and expected_decoding_steps(config, world.size) >= LEAST_STEPS
     if not pays:
         return False

@@ -55,7 +55,7 @@ def build_policys_replica(checked: CheckedRun, source: ModelSource, world: World
     config, layout = checked.config, checked.config.resources.generation
     # vLLM takes consecutive ranks, and compiles as its own options say.
     if generation_engine_name(config.rollout, world.device.kind) == "native":
-        compiles = decide_compile(checked, world)
+        compiles = decide_compile(checked, source.decoder, world)
         config = replace(config, rollout=replace(config.rollout, compile=compiles))
         table = parameter_table(source.decoder)
         layout = fitted_stride(table, checked.layout, layout, world.launch.local_world_size)
