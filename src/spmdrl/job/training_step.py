@@ -20,7 +20,7 @@ from spmdrl.dataflow.stages.advantage import AdvantageStage
 from spmdrl.dataflow.stages.critic.critic_update import CriticUpdateStage
 from spmdrl.dataflow.stages.critic.cut_values import CutValueStage
 from spmdrl.dataflow.stages.critic.returns import ReturnsStage
-from spmdrl.dataflow.stages.inference import OlderLogprobsStage, Presence, ScoreStage
+from spmdrl.dataflow.stages.inference import AdapterLogprobsStage, OlderLogprobsStage, Presence, ScoreStage
 from spmdrl.dataflow.stages.judging import Judge, JudgeStage
 from spmdrl.dataflow.stages.quarantine import Quarantine
 from spmdrl.dataflow.stages.reward import RewardStage
@@ -190,8 +190,6 @@ def build_stages(checked: CheckedRun, run: Run, parts: StageParts) -> Stages:
             without_actor.append(JudgeStage(parts.judge, parts.tokenizer.decode, recorder))
         if state.work == "score" and (role := checked.role_of(state)) is not None:
             present, trainer = partial(parts.switching.present, role), parts.models[role].trainer
-            if state.role is REFERENCE and role is POLICY:
-                present = _without_adapters(present, trainer)
             stage = _score_stage(checked, parts, state, trainer, present)
             scores.append(stage)
             (with_actor if role.presence == "training" else without_actor).append(stage)
@@ -251,6 +249,11 @@ def _score_stage(
     checked: CheckedRun, parts: StageParts, state: WorkerState, trainer: TrainingEngine, present: Presence
 ) -> ScoreStage:
     critic, prompts = checked.config.critic, parts.teachers_prompts
+    if state.role is REFERENCE and checked.role_of(state) is POLICY:
+        # Where they read other columns, as with replayed routing, one pass can't serve both.
+        if checked.needs[state] == checked.needs.get(WorkerState.OLD_LOGPROBS):
+            return AdapterLogprobsStage(trainer, present)
+        return ScoreStage(state, trainer, _without_adapters(present, trainer))
     seen = prompts.in_place if prompts is not None and state.role is TEACHER else None
     if state is WorkerState.TEACHER_TOP:
         vocab_size = parts.models[POLICY].source.decoder.vocab_size

@@ -185,6 +185,13 @@ class Samples:
         ready = self._lives.controllers[state].ready_rows()
         return self._claim(state, {rank: rows[np.isin(rows, ready)] for rank, rows in generated.items()}).tolist()
 
+    def claim_alike(self, state: WorkerState, other: WorkerState) -> None:
+        """Claim for `state` the rows that each rank claimed last for `other`, and move nothing.
+
+        Raises ValueError if one isn't ready.
+        """
+        self._claim(state, self._shares[other])
+
     def read(self, rows: Sequence[int], names: Iterable[str]) -> Batch:
         """Read columns of some rows without claiming them, as for a report. Only this rank takes part."""
         return self._dock.payload.get(np.asarray(rows, dtype=np.int64), sorted(names), self._lives.catalogue)

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch.nn.functional as F
 from annotated_types import Ge, Interval
@@ -22,6 +22,9 @@ PROJECTIONS = (
 )  # fmt: skip
 _FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
 _ADAPTERS = (".lora_A.weight", ".lora_B.weight")
+
+AdaptedTokens = Literal["all", "first half", "none"]
+"""The packed tokens that adapters are added to."""
 
 
 @dataclass(frozen=True)
@@ -53,14 +56,14 @@ class LoraConfig:
 
 
 class AdaptedLinear(nn.Linear):
-    """A projection and its adapter, whose output is added while it is on."""
+    """A projection and its adapter, whose output is added to that of the tokens that `adapted` names."""
 
     def __init__(self, linear: nn.Linear, lora: LoraConfig):
         super().__init__(linear.in_features, linear.out_features, bias=linear.bias is not None)
         self.lora_A = nn.Linear(linear.in_features, lora.rank, bias=False)
         self.lora_B = nn.Linear(lora.rank, linear.out_features, bias=False)
         self.scale = lora.scale
-        self.is_on = True
+        self.adapted: AdaptedTokens = "all"
         self.num_bias_shares = 1
         """Ranks that add up their outputs, each with its share of the bias."""
 
@@ -69,8 +72,14 @@ class AdaptedLinear(nn.Linear):
         return self.with_adapter(F.linear(values, self.weight, bias), values)
 
     def with_adapter(self, output: Tensor, values: Tensor) -> Tensor:
-        """The projection's own output and, where the adapter is on, the adapter's."""
-        return output + self.scale * self.lora_B(self.lora_A(values)) if self.is_on else output
+        """The projection's own output [T, outputs] with the adapter's; where half gets it, added in place."""
+        if self.adapted == "none":
+            return output
+        if self.adapted == "all":
+            return output + self.scale * self.lora_B(self.lora_A(values))
+        half = len(values) // 2
+        output[:half] += self.scale * self.lora_B(self.lora_A(values[:half]))
+        return output
 
 
 def add_adapters(decoder: nn.Module, lora: LoraConfig) -> None:
@@ -107,13 +116,13 @@ def adapted_linears(decoder: nn.Module) -> Iterator[tuple[str, AdaptedLinear]]:
 
 
 @contextmanager
-def adapters_off(decoders: Iterable[nn.Module]) -> Iterator[None]:
-    """Inside this block the decoders compute with their own weights alone."""
-    adapted = [linear for decoder in decoders for _, linear in adapted_linears(decoder)]
-    for linear in adapted:
-        linear.is_on = False
+def adapting(decoders: Iterable[nn.Module], tokens: AdaptedTokens) -> Iterator[None]:
+    """Inside this block adapters are added to these tokens alone, of half of them without a gradient only."""
+    linears = [linear for decoder in decoders for _, linear in adapted_linears(decoder)]
+    for linear in linears:
+        linear.adapted = tokens
     try:
         yield
     finally:
-        for linear in adapted:
-            linear.is_on = True
+        for linear in linears:
+            linear.adapted = "all"

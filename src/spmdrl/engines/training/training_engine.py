@@ -14,7 +14,7 @@ from torch import Tensor
 
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf.model_weights import WeightSource
-from spmdrl.engines.models.lora import adapters_off, is_adapter
+from spmdrl.engines.models.lora import adapting, is_adapter
 from spmdrl.engines.models.row_cost import row_cost_of
 from spmdrl.engines.training.batching.microbatch import (
     DEFAULT_TOKENS_PER_MICROBATCH,
@@ -23,6 +23,7 @@ from spmdrl.engines.training.batching.microbatch import (
 )
 from spmdrl.engines.training.batching.microbatch_limit import MemoryRanOut, MicrobatchLimit
 from spmdrl.engines.training.batching.packed_rows import (
+    AdapterLogprobs,
     Likeliest,
     LossFunction,
     LossTerms,
@@ -30,7 +31,8 @@ from spmdrl.engines.training.batching.packed_rows import (
     Scores,
     TokenRows,
 )
-from spmdrl.engines.training.batching.shared_prompts import RowSharing, bundle_rows
+from spmdrl.engines.training.batching.rows_twice import RateTwice, twice
+from spmdrl.engines.training.batching.shared_prompts import RowBundle, RowSharing, bundle_rows
 from spmdrl.engines.training.heads import check_head
 from spmdrl.engines.training.passes import HeadOf, Passes
 from spmdrl.engines.training.routing.router_statistics import RouterStatistics
@@ -177,6 +179,46 @@ class TrainingEngine:
                 found_R[index] = rated_R
         return Scores(*map(self.mesh.pipeline.sum, (logprobs_R, entropy_R)))
 
+    def score_with_and_without_adapters(self, rows: TokenRows) -> AdapterLogprobs:
+        """Log-probs as `score` gives them with adapters and in `without_adapters`; on the device. Collective.
+
+        In one pass over each row twice where that is one micro-batch on every rank, else in two.
+        """
+        self.check_weights_present("score")
+        return self._redoing(lambda: self._scored_both_ways(rows))
+
+    def _scored_both_ways(self, rows: TokenRows) -> AdapterLogprobs:
+        plan = self._plan_of_twice(rows)
+        if plan is None:
+            with self.without_adapters():
+                without_R = self.score(rows).logprobs_R
+            return AdapterLogprobs(self.score(rows).logprobs_R, without_R)
+        device = self.device.torch_device
+        with_R = torch.zeros(rows.num_response_tokens, dtype=torch.float32, device=device)
+        without_R = torch.zeros_like(with_R)
+        with adapting(self.model.decoders, "first half"):
+            micros = map(twice, self._passes.prepare(rows, plan))
+            found = self._evaluated(micros, lambda micro: RateTwice(self._passes.head(micro)))
+        for members, (adapted_R, _, own_R, _) in found:
+            index = to_device(rows.response_index(members), device)
+            with_R[index], without_R[index] = adapted_R, own_R
+        return AdapterLogprobs(with_R, without_R)
+
+    def _plan_of_twice(self, rows: TokenRows) -> list[list[int]] | None:
+        """All rows in one micro-batch if twice its tokens keep the budget on every rank; else None. Collective.
+
+        Of more micro-batches a pass over each row twice has as many as two passes, and saves nothing. None also where
+        other ranks have a part of a row or its layers.
+        """
+        if self.mesh.model.size > 1:
+            return None
+        bundles = self._bundles(rows, self.limit.tokens // 2)
+        own_tokens = sum(bundle.num_tokens for bundle in bundles)
+        most_tokens = int(self.mesh.data.max(torch.tensor([own_tokens])))
+        if 2 * most_tokens > self.limit.tokens:
+            return None
+        return [[row for bundle in bundles for row in bundle.rows]] if most_tokens else []
+
     def likeliest(self, rows: TokenRows, num_likeliest: int, vocab_size: int) -> Likeliest:
         """The likeliest tokens in each response token's place; on the device, in row order. Collective.
 
@@ -280,7 +322,7 @@ class TrainingEngine:
 
     def without_adapters(self) -> AbstractContextManager[None]:
         """Compute with the model's own weights inside this block: the policy as it was before its adapters learnt."""
-        return adapters_off(self.model.decoders)
+        return adapting(self.model.decoders, "none")
 
     @property
     def is_frozen(self) -> bool:
@@ -323,10 +365,13 @@ class TrainingEngine:
         """Sums of host numbers over the groups of ranks that have rows of their own. Collective over the data axes."""
         return self.mesh.data.sum(torch.tensor(counts)).tolist()
 
+    def _bundles(self, rows: TokenRows, max_tokens: int) -> list[RowBundle]:
+        return bundle_rows(rows, self._row_cost, max_tokens=max_tokens, sharing=self._sharing)
+
     def _plan(self, rows: TokenRows) -> list[list[int]]:
         # Context ranks share each row's tokens, so together they have that many times the budget.
         max_tokens = self.limit.tokens * self.mesh.context.size
-        bundles = bundle_rows(rows, self._row_cost, max_tokens=max_tokens, sharing=self._sharing)
+        bundles = self._bundles(rows, max_tokens)
         plan = plan_microbatches(
             [bundle.num_tokens for bundle in bundles],
             [bundle.cost for bundle in bundles],
@@ -344,16 +389,21 @@ class TrainingEngine:
         return self._redoing(lambda: self._rated(rows, head_of))
 
     def _rated(self, rows: TokenRows, head_of: HeadOf) -> list[tuple[Sequence[int], tuple[Tensor, ...]]]:
+        plan = self._plan(rows)
+        scope = self._routing_scope(rows) if plan and rows.experts_TLC is not None else None
+        return self._evaluated(self._passes.prepare(rows, plan, scope), head_of) if plan else []
+
+    def _evaluated(
+        self, micros: Iterable[MicroBatch], head_of: HeadOf
+    ) -> list[tuple[Sequence[int], tuple[Tensor, ...]]]:
         found: list[tuple[Sequence[int], tuple[Tensor, ...]]] = []
 
         def collect(micro: MicroBatch, ratings: tuple[Tensor, ...]) -> None:
             faultpoint("score")
             found.append((micro.members, ratings))
 
-        if plan := self._plan(rows):
-            scope = self._routing_scope(rows) if rows.experts_TLC is not None else None
-            self._passes.evaluate(self._passes.prepare(rows, plan, scope), collect, head_of)
-            self._agree_on_memory()
+        self._passes.evaluate(micros, collect, head_of)
+        self._agree_on_memory()
         return found
 
     def _agree_on_memory(self) -> None:
