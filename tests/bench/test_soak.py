@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from spmdrl.bench.training.job_holdings import Holding, amounts_in, amounts_of
+from spmdrl.bench.memory.job_holdings import Holding, amounts_in, amounts_of
 from spmdrl.bench.training.soak import growth_rows
 from spmdrl.cli.command_line import main
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from spmdrl.bench.harness.bench_table import BenchTable
 from spmdrl.bench.harness.train_runs import run_verb, words_of
-from spmdrl.bench.training.job_holdings import FILES_OF, Holding, HoldingSampler, amounts_in
+from spmdrl.bench.memory.job_holdings import FILES_OF, Holding, HoldingSampler, amounts_in
 from spmdrl.config.reader import ConfigError
 
 # A run keeps these from its first step to its last.
