@@ -43,6 +43,27 @@ def test_every_file_is_the_same_and_so_is_the_run(tmp_path):
         assert not list((run / "checkpoints").glob(".*"))
 
 
+PAIRS = "data.train=synthetic://addition?low=0&high=9&count=40&max_error=5"
+OTHER_JOBS = {
+    "sft": ["sft", "sft.max_steps=4"],
+    "preferences": ["preferences", PAIRS, "preferences={max_steps: 4, rows_per_step: 7}"],
+    "a critic": ["train", "algo.name=ppo", "critic={}", "train.max_steps=2"],
+}
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHER_JOBS)
+def test_other_jobs_and_what_else_they_train_are_saved_alike(name, tmp_path):
+    (verb, *settings), config = OTHER_JOBS[name], tiny_config(tmp_path)
+    for is_on in ("true", "false"):
+        options = [f"run.dir={tmp_path / is_on}", f"checkpoint.asynchronous={is_on}", "checkpoint.interval=1"]
+        finished(run_job(verb, config, *settings, *options, "checkpoint.keep_last=9", ranks=2))
+    found = files_of(tmp_path / "true")
+    assert found == files_of(tmp_path / "false")
+    assert len({name.partition("/")[0] for name in found}) == (2 if name == "a critic" else 4)
+
+
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_a_disk_that_refuses_one_costs_that_one(tmp_path, monkeypatch):
