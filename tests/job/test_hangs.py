@@ -88,11 +88,11 @@ class WatchThatGoesOn(HangWatch):
 @pytest.mark.parametrize(("beats", "is_named"), [("none", True), ("new ones", False), ("gone", False)])
 def test_rank_0_is_named_by_others_where_its_store_answers_without_it(beats, is_named, tmp_path):
     store, began = HashStore(), time.monotonic()
-    watch = WatchThatGoesOn(WatchConfig(0.5, tmp_path, rank=1, size=2), store, lambda line, stacks: None)
+    watch = WatchThatGoesOn(WatchConfig(1.0, tmp_path, rank=1, size=2), store, lambda line, stacks: None)
     main = asdict(state(0, idle=0.0))
     store.set("beat/0", json.dumps({"number": 0, "state": main}) if beats != "gone" else "gone")
     with watch.running():
-        while time.monotonic() < began + (30 if is_named else 1.5) and not watch.lines:
+        while time.monotonic() < began + (30 if is_named else 2.5) and not watch.lines:
             time.sleep(0.01)
             if beats == "new ones":
                 store.set("beat/0", json.dumps({"number": time.monotonic(), "state": main}))
