@@ -59,12 +59,11 @@ def test_steps_are_those_of_a_rank_in_the_whole_run():
         (["model.make.family=qwen3_moe"], False),
         (["model.make.family=qwen3_moe", "rollout.compile=true"], True),
         (["train.max_steps=1", "rollout.compile=true"], True),
-        (["environment.function=calculator"], False),
         (["debug.batch_invariant=true"], False),
         (["data.eval=synthetic://addition?low=0&high=9&count=5&split=test"], True),
     ],
 )
-def test_runs_compile_that_are_long_enough_and_whose_neighbours_do_not_follow_from_the_clock(overrides, expected):
+def test_runs_compile_that_are_long_enough_and_may_round(overrides, expected):
     assert LEAST_STEPS == 100_000
     assert decides(checked(*overrides)) is expected
 

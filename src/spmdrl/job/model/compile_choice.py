@@ -24,12 +24,9 @@ def decide_compile(checked: CheckedRun, decoder: DecoderConfig, world: World) ->
     config = checked.config
     if config.rollout.compile is not None:
         return config.rollout.compile
-    # Turns with tools are decoded beside whatever rows are ready: rounding must not depend on them.
-    pays = checked.verb == "train" and config.environment.function is None and not config.debug.batch_invariant
     # A sparse model's steps are bound by its experts, which no graph makes faster.
-    pays = pays and decoder.moe is None
-    pays = pays and world.device.is_cpu and expected_decoding_steps(config, world.size) >= LEAST_STEPS
-    if not pays:
+    may = checked.verb == "train" and world.device.is_cpu and decoder.moe is None and not config.debug.batch_invariant
+    if not may or expected_decoding_steps(config, world.size) < LEAST_STEPS:
         return False
     return not int(max_over(torch.tensor([not _can_compile(config, world)]).int())[0])
 
