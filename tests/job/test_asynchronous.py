@@ -15,7 +15,8 @@ from spmdrl.engines.training.checkpoints import snapshot
 from spmdrl.engines.training.checkpoints.manifest import damage
 from spmdrl.resources.watch.hang_report import HUNG
 
-NOT_ALIKE = ("run.json", "config.resolved.yaml", "manifest.json", "README.md")
+# Times, settings, and names of the run.
+NOT_ALIKE = ("run.json", "config.resolved.yaml", "manifest.json", "README.md", "adapter_config.json")
 
 
 def files_of(run: Path) -> dict[str, bytes]:
@@ -48,6 +49,8 @@ OTHER_JOBS = {
     "sft": ["sft", "sft.max_steps=4"],
     "preferences": ["preferences", PAIRS, "preferences={max_steps: 4, rows_per_step: 7}"],
     "a critic": ["train", "algo.name=ppo", "critic={}", "train.max_steps=2"],
+    "experts": ["train", "model.make.family=deepseek_v3", "checkpoint.dtype=bfloat16", "train.max_steps=2"],
+    "adapters": ["train", "lora={rank: 2}", "train.max_steps=2"],
 }
 
 
@@ -61,7 +64,7 @@ def test_other_jobs_and_what_else_they_train_are_saved_alike(name, tmp_path):
         finished(run_job(verb, config, *settings, *options, "checkpoint.keep_last=9", ranks=2))
     found = files_of(tmp_path / "true")
     assert found == files_of(tmp_path / "false")
-    assert len({name.partition("/")[0] for name in found}) == (2 if name == "a critic" else 4)
+    assert len({name.partition("/")[0] for name in found}) == (2 if verb == "train" else 4)
 
 
 @pytest.mark.ranks

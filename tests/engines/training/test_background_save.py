@@ -78,7 +78,7 @@ class TwoRanks:
         self.places = [RankOfSave(rank, 2, board) for rank in range(2)]
         self.after: list[int] = []
 
-    def begin(self, rank: int, write, *, step: int = 1, number: int = 0) -> BackgroundSave:
+    def begin(self, rank: int, write, *, last=lambda: (), step: int = 1, number: int = 0) -> BackgroundSave:
         aside = self.stores[0].root / ".writing_0_step_000001"
         aside.mkdir(parents=True, exist_ok=True)
 
@@ -90,7 +90,7 @@ class TwoRanks:
 
         return BackgroundSave(
             self.stores[rank], self.places[rank], step, aside, number=number,
-            write=writes, after=lambda: self.after.append(step),
+            write=writes, write_last=last, after=lambda: self.after.append(step),
         )  # fmt: skip
 
 
@@ -111,12 +111,26 @@ def test_a_checkpoint_is_there_once_the_last_rank_has_written_and_no_sooner(tmp_
     assert again[0].end is not None and again[0].end.result.folder is not None
 
 
+def test_what_follows_reads_what_all_ranks_have_written(tmp_path):
+    ranks, aside = TwoRanks(tmp_path), tmp_path / ".writing_0_step_000001"
+
+    def join() -> list[Path]:
+        (aside / "joined").write_text("".join((aside / f"rank_{rank}").read_text() for rank in range(2)))
+        return [aside / "joined"]
+
+    main = [ranks.begin(rank, lambda: None, last=join) for rank in range(2)][0]
+    main.wait()
+    assert main.end is not None and main.end.result.folder is not None
+    assert (main.end.result.folder / "joined").read_text() == 2 * "all of it"
+    assert damage(main.end.result.folder, ("joined",)) is None
+
+
 def test_a_rank_whose_disk_is_full_costs_the_checkpoint_and_leaves_nothing(tmp_path):
     def disk_full() -> None:
         raise OSError(28, "No space left on device")
 
     ranks = TwoRanks(tmp_path)
-    main = [ranks.begin(0, lambda: None), ranks.begin(1, disk_full)][0]
+    main = [ranks.begin(0, lambda: None, last=lambda: pytest.fail("nothing follows")), ranks.begin(1, disk_full)][0]
     main.wait()
     assert main.end is not None and main.end.result.folder is None and "No space left" in str(main.end.result.error)
     assert list(tmp_path.iterdir()) == [] and ranks.after == []

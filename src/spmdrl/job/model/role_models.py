@@ -14,7 +14,7 @@ from torch import Tensor
 
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf.adapter_files import write_adapters
-from spmdrl.engines.models.hf.model_folder import hf_config_dict
+from spmdrl.engines.models.hf.model_folder import buffer_dtypes, hf_config_dict, parameter_shapes
 from spmdrl.engines.models.hf.model_weights import write_weights
 from spmdrl.engines.models.lora import is_adapter
 from spmdrl.engines.models.tokenizer import TOKENIZER_FILES, pad_apart
@@ -35,6 +35,7 @@ from spmdrl.job.start.start_checks import CheckedRun
 from spmdrl.resources.device import Device
 from spmdrl.resources.mesh import UpdateMesh, build_update_mesh
 from spmdrl.resources.world import World
+from spmdrl.types import whole_slice
 from spmdrl.types.roles import CRITIC, POLICY, Role
 
 TRAINER = "trainer"
@@ -54,7 +55,10 @@ class RoleModel:
 
     def write_to(self, folder: Path, writes: FileWrites) -> None:
         """Write model and trainer state into a checkpoint. Collective."""
-        self.write_model(folder, writes)
+        # Of adapters alone, the shards lack what the model has besides.
+        is_whole = self.source.decoder.lora is None
+        if not (is_whole and writes.follow(partial(self._write_from_shards, folder))):
+            self.write_model(folder, writes)
         shards = {
             key: Shard(writes.held(shard.tensor), shard.slice, shard.global_shape)
             for key, shard in trainer_state(self.trainer).items()
@@ -84,6 +88,16 @@ class RoleModel:
         folder = self._folder_in(checkpoint) / TRAINER
         folder.mkdir(parents=True, exist_ok=True)
         return [write_shards(folder, self.world.rank, shards)]
+
+    def _write_from_shards(self, checkpoint: Path) -> list[Path]:
+        """Write the model, of the weights in the files of all ranks' shards."""
+        files, decoder = ShardFiles(self._folder_in(checkpoint) / TRAINER), self.source.decoder
+        kept = buffer_dtypes(decoder)
+        weights = (
+            (name, files.read("weight", whole_slice(name, shape)).to(kept.get(name, self.saved_dtype)))
+            for name, shape in parameter_shapes(decoder).items()
+        )
+        return self._write_folder(checkpoint, weights, {})
 
     def _write_folder(self, checkpoint: Path, weights: Weights, adapters: Mapping[str, Tensor]) -> list[Path]:
         """Write whole weights with all that belongs to them; returns the paths."""

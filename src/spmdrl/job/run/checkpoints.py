@@ -150,7 +150,7 @@ class Checkpoints:
             return None
         return BackgroundSave(
             self.store, self._place, step, aside, number=next(_numbers),
-            write=snapshot.write, after=partial(self._tidy, step, self.best),
+            write=snapshot.write, write_last=snapshot.write_following, after=partial(self._tidy, step, self.best),
         )  # fmt: skip
 
     def _tidy(self, step: int, best: tuple[BestStep, ...]) -> None:

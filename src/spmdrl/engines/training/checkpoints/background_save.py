@@ -52,11 +52,12 @@ class BackgroundSave:
 
     def __init__(
         self, store: CheckpointStore, place: RankOfSave, step: int, aside: Path, *, number: int,
-        write: Callable[[], Sequence[Path]], after: Callable[[], None],
+        write: Callable[[], Sequence[Path]], write_last: Callable[[], Sequence[Path]], after: Callable[[], None],
     ):  # fmt: skip
         """Begins at once. `number` is that of the save in this process, the same on all ranks.
 
-        `write` writes this rank's files into the folder `aside`; `after` follows the publication.
+        `write` writes this rank's files into the folder `aside`; on the main rank, `write_last` writes more once all
+        ranks have, and `after` follows the publication.
         """
         self.step = step
         self.end: EndOfSave | None = None
@@ -64,7 +65,7 @@ class BackgroundSave:
         self._store = store
         self._place = place
         self._aside = aside
-        self._write, self._after = write, after
+        self._write, self._write_last, self._after = write, write_last, after
         self._keys = [f"checkpoint/{number}/{rank}" for rank in range(place.num_ranks)]
         self._is_written, self._is_over = threading.Event(), threading.Event()
         self._failure: BaseException | None = None
@@ -119,6 +120,8 @@ class BackgroundSave:
         reports = [Written.from_json(board.get(key)) for key in self._keys]
         for key in self._keys:
             board.delete_key(key)
+        if all(report.error is None for report in reports):
+            reports.append(self._store.describe(self._aside, self._write_last))
         result = self._store.publish(self.step, self._aside, reports)
         if result.folder is not None:
             self._after()

@@ -17,6 +17,11 @@ class FileWrites(Protocol):
     def add(self, write: Callable[[], Iterable[Path]]) -> None:
         """Have files written, now or later, by a function that returns their paths and communicates nothing."""
 
+    def follow(self, write: Callable[[], Iterable[Path]]) -> bool:
+        """Have the main rank write files once those of all ranks are there, from which it may read; False where nothing
+        can follow. All ranks get the same answer."""
+        ...
+
     def held(self, tensor: Tensor) -> Tensor:
         """What a function that is added may read in place of a tensor that changes: itself, or a copy on the host."""
         ...
@@ -35,6 +40,9 @@ class WritesAtOnce:
 
     def add(self, write: Callable[[], Iterable[Path]]) -> None:
         self.paths += write()
+
+    def follow(self, write: Callable[[], Iterable[Path]]) -> bool:
+        return False
 
     def held(self, tensor: Tensor) -> Tensor:
         return tensor

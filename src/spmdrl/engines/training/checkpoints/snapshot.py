@@ -81,9 +81,14 @@ class Snapshot:
         copies.reuse()
         self._copies = copies
         self._writes: list[Callable[[], Iterable[Path]]] = []
+        self._following: list[Callable[[], Iterable[Path]]] = []
 
     def add(self, write: Callable[[], Iterable[Path]]) -> None:
         self._writes.append(write)
+
+    def follow(self, write: Callable[[], Iterable[Path]]) -> bool:
+        self._following.append(write)
+        return True
 
     def held(self, tensor: Tensor) -> Tensor:
         return self._copies.copy(tensor)
@@ -98,3 +103,7 @@ class Snapshot:
     def write(self) -> list[Path]:
         """Carry out the writes in their order; returns the files."""
         return [path for write in self._writes for path in write()]
+
+    def write_following(self) -> list[Path]:
+        """On the main rank, carry out what follows the writes of all ranks; returns the files."""
+        return [path for write in self._following for path in write()]
