@@ -30,6 +30,8 @@ LONG = [
     "rollout={prompts_per_step: 64, num_generations: 8, max_completion_length: 200}",
 ]  # fmt: skip
 
+FEW_ROWS = ["rollout.prompts_per_step=2", "train.max_steps=2000"]
+
 
 def checked(*overrides: str, verb: str = "train") -> CheckedRun:
     return check_run(load_config([], [*LONG, *overrides]), verb, launch=LaunchEnvironment())
@@ -57,6 +59,10 @@ def test_steps_are_those_of_a_rank_in_the_whole_run():
         (["rollout.max_completion_length=99"], False),
         (["rollout.compile=false"], False),
         (["model.make.family=qwen3_moe"], False),
+        (["model.make.hidden_size=128"], True),
+        (["model.make.hidden_size=256"], False),
+        (["model.make.hidden_size=256", *FEW_ROWS], True),
+        (["model.make.hidden_size=512", *FEW_ROWS], False),
         (["model.make.family=qwen3_moe", "rollout.compile=true"], True),
         (["train.max_steps=1", "rollout.compile=true"], True),
         (["debug.batch_invariant=true"], False),
