@@ -25,7 +25,7 @@ from spmdrl.resources.startup.one_node import keep_to_one_node
 from spmdrl.resources.startup.patient_rendezvous import PatientRendezvous, know_this_node
 from spmdrl.resources.watch.stop_request import STOPPED
 
-# For which ranks may save after SIGTERM before they are killed: whoever sent it has a patience of its own.
+# For which ranks may save after SIGTERM before they are killed; a scheduler that sent it has a limit besides.
 _SAVING_SECONDS = 3600
 # What torchrun reports of ranks that end is in their own line, or follows from it.
 _QUIETED = ("torch.distributed.elastic.", "torch.distributed.launcher.", "torch.distributed.run")

@@ -16,7 +16,7 @@ from spmdrl.observability.activity import activity
 
 assert spmdrl.__file__ is not None
 _PACKAGE = Path(spmdrl.__file__).parent
-# In which functions wait for other ranks, whoever calls them.
+# Every function in them waits for other ranks.
 _WAITING_FILES = ("resources/collectives.py", "parallel/axis_collectives.py", "transport/exchange.py")
 _TORCHS = "torch/distributed/"
 # Around PyTorch's own.
