@@ -98,6 +98,22 @@ def with_gradients(operation: Operation, leaves: list[Tensor], cut: Callable[[Te
     return [out.detach(), *torch.autograd.grad(out, leaves, gradient)]
 
 
+@pytest.mark.parametrize("name", ["norm", "norm of heads", "rotation", "swiglu"])
+def test_a_gradient_may_lie_anyhow_in_memory(name: str) -> None:
+    operation, shapes = CASES[name]
+    torch.manual_seed(0)
+    leaves = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    out = operation(*leaves)
+    # All of it is one number in one place, or its dims lie the other way round.
+    for gradient in (
+        torch.tensor(0.5).expand(out.shape),
+        torch.randn(out.shape[::-1]).permute(*range(out.dim())[::-1]),
+    ):
+        found = torch.autograd.grad(out, leaves, gradient, retain_graph=True)
+        expected = torch.autograd.grad(out, leaves, gradient.contiguous(), retain_graph=True)
+        assert all(map(torch.equal, found, expected))
+
+
 @pytest.mark.parametrize("name", ["norm", "norm of heads", "rotation", "swiglu", "swiglu of narrow rows"])
 def test_a_row_has_the_same_bits_whatever_is_beside_it(name: str) -> None:
     operation, shapes = CASES[name]

@@ -38,8 +38,10 @@ class _Normed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, scales = ctx.saved_tensors
+        # Held by a name until the call is over, as what has only its address is freed.
+        gradient = gradient.contiguous()
         by_x, by_weight = _new_like(x), torch.zeros_like(weight)
-        inputs = (tensor.data_ptr() for tensor in (x, weight, gradient.contiguous(), scales))
+        inputs = (tensor.data_ptr() for tensor in (x, weight, gradient, scales))
         if not ctx.library.rms_norm_backward(*inputs, _layout(x), by_x.data_ptr(), by_weight.data_ptr()):
             raise MemoryError(f"no memory for the gradient of a norm over {scales.numel()} vectors of {len(weight)}")
         return None, by_x, by_weight, None
