@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from spmdrl.engines.models.kernels import invariant, ops, plain
+from spmdrl.engines.models.kernels import cpu, invariant, ops, plain
+from spmdrl.engines.models.kernels.cpp import row_attention
 from spmdrl.engines.models.kernels.packed import PackedRows
-from spmdrl.engines.models.kernels.prefixed import Copies, PrefixedRows, copy_rows
+from spmdrl.engines.models.kernels.prefixed import Copies, PrefixedRows, copy_rows, padded_prefixed_attention
 from spmdrl.types import offsets_of
 
 # Prompts of two tokens to four blocks of the exact mode's keys, some of a length, and a row without company; rows of
@@ -46,10 +47,11 @@ def row_by_row(q: Tensor, k: Tensor, v: Tensor, attend=plain.packed_attention) -
     return torch.cat(found)
 
 
+@pytest.mark.parametrize("attend", [ops.prefixed_attention, padded_prefixed_attention])
 @pytest.mark.parametrize("value_size", [16, 8])
-def test_rows_behind_prefixes_attend_as_whole_rows_do(value_size):
+def test_rows_behind_prefixes_attend_as_whole_rows_do(value_size, attend):
     inputs = heads(value_size)
-    out, expected = ops.prefixed_attention(*inputs, prefixed()), row_by_row(*inputs)
+    out, expected = attend(*inputs, prefixed()), row_by_row(*inputs)
     torch.testing.assert_close(out, expected, atol=2e-6, rtol=1e-5)
     weight = torch.randn_like(out)
     gradients = torch.autograd.grad((out * weight).sum(), inputs)
@@ -63,14 +65,18 @@ def test_in_the_exact_mode_they_have_the_bits_of_rows_by_themselves():
     assert torch.equal(found, row_by_row(*inputs, attend=invariant.packed_attention))
 
 
-def test_on_a_cpu_they_have_the_bits_of_whole_rows_that_share_nothing():
+@pytest.mark.parametrize("module", [row_attention, None])
+def test_on_a_cpu_they_have_the_bits_of_whole_rows_that_share_nothing(module):
+    of_prefixed, of_rows = padded_prefixed_attention, cpu.packed_attention
+    if module is not None:
+        of_prefixed, of_rows = module.prefixed_attention, module.packed_attention
     inputs, rows = [values.detach() for values in heads(16)], prefixed()
     whole = rows.whole_rows()
     tokens, offsets = torch.cat(whole), offsets_of([len(row) for row in whole])
-    expected = ops.packed_attention(*(values[tokens] for values in inputs), PackedRows(offsets))
+    expected = of_rows(*(values[tokens] for values in inputs), PackedRows(offsets))
     # A prefix has the bits that it has in the first of its rows.
     first = [tokens.tolist().index(token) for token in range(len(inputs[0]))]
-    assert torch.equal(ops.prefixed_attention(*inputs, rows), expected[first])
+    assert torch.equal(of_prefixed(*inputs, rows), expected[first])
 
 
 def test_keys_without_padding_are_those_of_each_row_in_turn():

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from spmdrl.engines.models.kernels import cpu, cuda, invariant, npu, plain
-from spmdrl.engines.models.kernels.cpp import elementwise
+from spmdrl.engines.models.kernels.cpp import elementwise, row_attention
 from spmdrl.engines.models.kernels.packed import PackedRows
-from spmdrl.engines.models.kernels.prefixed import PrefixedRows, padded_prefixed_attention
+from spmdrl.engines.models.kernels.prefixed import PrefixedRows
 
 TABLE: dict[str, dict[str, Callable[..., Any]]] = {
     "rms_norm": {"cpu": elementwise.rms_norm, "cuda": cuda.rms_norm, "npu": npu.rms_norm},
@@ -28,9 +28,13 @@ TABLE: dict[str, dict[str, Callable[..., Any]]] = {
     "blocked_linear": {"cpu": cpu.blocked_linear, "cuda": plain.blocked_linear, "npu": plain.blocked_linear},
     "add_matmul": {"cpu": cpu.add_matmul, "cuda": cuda.add_matmul, "npu": npu.add_matmul},
     "paged_attention": {"cpu": cpu.paged_attention, "cuda": cuda.paged_attention, "npu": plain.paged_attention},
-    "packed_attention": {"cpu": cpu.packed_attention, "cuda": cuda.packed_attention, "npu": npu.packed_attention},
+    "packed_attention": {
+        "cpu": row_attention.packed_attention,
+        "cuda": cuda.packed_attention,
+        "npu": npu.packed_attention,
+    },
     "prefixed_attention": {
-        "cpu": padded_prefixed_attention,
+        "cpu": row_attention.prefixed_attention,
         "cuda": cuda.prefixed_attention,
         "npu": npu.prefixed_attention,
     },

@@ -100,6 +100,16 @@ def plan_blocks(offsets: Sequence[int]) -> PaddedPlan:
     return PaddedPlan(tuple(blocks), token_of_slot, slot_of_token, padding.nonzero().flatten(), is_identity)
 
 
+@dataclass(frozen=True)
+class RowTable:
+    """Where rows, and prefixes that come before them, lie among packed tokens, on the host, as int64."""
+
+    rows: Tensor
+    """[rows, 4]: a row's first token and number of tokens, and those of its prefix; 0 tokens for none"""
+    group_ends: Tensor
+    """[groups] where groups of rows end; rows with a prefix in common, and that prefix, are in one"""
+
+
 class PackedRows:
     """The rows of a micro-batch that hold tokens, laid end to end."""
 
@@ -118,6 +128,11 @@ class PackedRows:
     @cached_property
     def longest(self) -> int:
         return max(self.lengths, default=0)
+
+    @cached_property
+    def table(self) -> RowTable:
+        rows = [(start, length, 0, 0) for start, length in zip(self.offsets, self.lengths, strict=False)]
+        return RowTable(torch.tensor(rows, dtype=torch.int64).view(-1, 4), torch.arange(1, len(rows) + 1))
 
     def cumulative(self, device: torch.device) -> Tensor:
         """The offsets as int32 on a device."""

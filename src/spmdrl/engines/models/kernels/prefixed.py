@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -21,6 +22,7 @@ from spmdrl.engines.models.kernels.packed import (
     Block,
     CausalAttention,
     PackedRows,
+    RowTable,
     attend_blocks,
     causal_attention,
     plan_blocks,
@@ -128,6 +130,18 @@ class PrefixedRows:
     def whole_rows(self) -> list[Tensor]:
         """The tokens of every row, all of its own or behind a prefix."""
         return [torch.cat(row) for row in self._rows_in_parts()]
+
+    @cached_property
+    def table(self) -> RowTable:
+        """Each piece that has tokens, and behind it the rows that it is the prefix of."""
+        groups = [[(start, stop - start, 0, 0)] if stop > start else [] for start, stop in pairwise(self._starts)]
+        start = self.num_first
+        for prefix, length in zip(self._prefixes, self._lengths, strict=True):
+            first, stop = self._starts[prefix : prefix + 2]
+            groups[prefix].append((start, length, first, stop - first))
+            start += length
+        rows = torch.tensor([row for group in groups for row in group], dtype=torch.int64).view(-1, 4)
+        return RowTable(rows, torch.tensor([len(group) for group in groups], dtype=torch.int64).cumsum(0))
 
     def padded(self, device: torch.device) -> PrefixedPlan:
         """Whole rows in padded blocks, with their indexes on a device."""

@@ -19,10 +19,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 logger = logging.getLogger(__name__)
 
 _FOLDER = Path(__file__).parent
-_SOURCES = tuple(_FOLDER / name for name in ("paged_attention.cpp", "elementwise.cpp"))
+_SOURCES = tuple(_FOLDER / name for name in ("paged_attention.cpp", "row_attention.cpp", "elementwise.cpp"))
 _HEADER = _FOLDER / "cpu_vectors.h"
 _COMPILERS = ("g++", "clang++", "c++")
 # None that lets a compiler leave IEEE arithmetic: it would be left in the whole process.
@@ -40,12 +43,14 @@ class RowLayout(ctypes.Structure):
 
 
 _TENSOR, _NUMBER, _LAYOUT = ctypes.c_void_p, ctypes.c_float, ctypes.POINTER(RowLayout)
-_ELEMENTWISE: dict[str, tuple[list[Any], Any]] = {
+_FUNCTIONS: dict[str, tuple[list[Any], Any]] = {
     "rms_norm": ([_TENSOR, _TENSOR, _NUMBER, _LAYOUT, _TENSOR, _TENSOR], None),
     "rms_norm_backward": ([_TENSOR, _TENSOR, _TENSOR, _TENSOR, _LAYOUT, _TENSOR, _TENSOR], ctypes.c_bool),
     "rotate": ([_TENSOR, _TENSOR, _TENSOR, _NUMBER, _LAYOUT, _TENSOR], None),
     "swiglu": ([_TENSOR, _TENSOR, _LAYOUT, _TENSOR], None),
     "swiglu_backward": ([_TENSOR, _TENSOR, _TENSOR, _LAYOUT, _TENSOR, _TENSOR], None),
+    "packed_attention": ([ctypes.c_void_p] * 6, ctypes.c_bool),
+    "packed_attention_backward": ([ctypes.c_void_p] * 9, ctypes.c_bool),
 }
 """What each takes and returns."""
 
@@ -69,10 +74,17 @@ def cpu_library() -> ctypes.CDLL | None:
             compiler, output[0] if output else type(error).__name__,
         )  # fmt: skip
         return None
-    for name, (takes, returns) in _ELEMENTWISE.items():
+    for name, (takes, returns) in _FUNCTIONS.items():
         function = getattr(library, name)
         function.argtypes, function.restype = takes, returns
     return library
+
+
+def library_for(*tensors: Tensor) -> ctypes.CDLL | None:
+    """The library, where it takes these tensors: in float32, and not while a graph is compiled."""
+    if torch.compiler.is_compiling() or any(tensor.dtype != torch.float32 for tensor in tensors):
+        return None
+    return cpu_library()
 
 
 def _loaded(compiler: str) -> ctypes.CDLL:

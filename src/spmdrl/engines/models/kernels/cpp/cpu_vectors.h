@@ -71,10 +71,23 @@ inline float sum(Floats x) {
     return (four[0] + four[2]) + (four[1] + four[3]);
 }
 
+inline Floats8 larger_half(Floats x) {
+#ifdef __AVX512F__
+    const Floats8 a = __builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7);
+    const Floats8 b = __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15);
+    return a > b ? a : b;
+#else
+    return x;
+#endif
+}
+
 inline float largest(Floats x) {
-    float found = x[0];
-    for (int i = 1; i < LANES; ++i) found = x[i] > found ? x[i] : found;
-    return found;
+    const Floats8 eight = larger_half(x);
+    const auto low = __builtin_shufflevector(eight, eight, 0, 1, 2, 3);
+    const auto high = __builtin_shufflevector(eight, eight, 4, 5, 6, 7);
+    const auto four = low > high ? low : high;
+    const float a = four[0] > four[2] ? four[0] : four[2], b = four[1] > four[3] ? four[1] : four[3];
+    return a > b ? a : b;
 }
 
 // exp of numbers that aren't above 0, within 2 units in the last place (the polynomial of Cephes' expf); below -87, 0.
@@ -95,6 +108,14 @@ inline Floats exp_of(Floats x) {
     Floats scale;
     __builtin_memcpy(&scale, &bits, sizeof scale);
     return x < -87.0f ? zero : series * scale;
+}
+
+// `x` where the lane's number is below `num`, and `other` elsewhere.
+inline Floats first_of(Floats x, int64_t num, float other) {
+    Integers lane;
+    for (int i = 0; i < LANES; ++i) lane[i] = i;
+    const Floats others = Floats{} + other;
+    return lane < int32_t(num) ? x : others;
 }
 
 inline int64_t whole_vectors(int64_t num) { return (num + LANES - 1) / LANES * LANES; }

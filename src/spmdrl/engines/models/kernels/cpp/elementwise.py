@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from spmdrl.engines.models.kernels import cpu, plain
-from spmdrl.engines.models.kernels.cpp.cpu_library import RowLayout, cpu_library
+from spmdrl.engines.models.kernels.cpp.cpu_library import RowLayout, library_for
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    library = _library_for(x, weight)
+    library = library_for(x, weight)
     if library is None:
         return cpu.rms_norm(x, weight, eps)
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
@@ -55,7 +55,7 @@ def _normed(library: ctypes.CDLL, x: Tensor, weight: Tensor, eps: float, scales:
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    library = _library_for(heads, cos)
+    library = library_for(heads, cos)
     if library is None:
         return cpu.rotate(heads, cos, sin)
     if torch.is_grad_enabled() and heads.requires_grad:
@@ -84,7 +84,7 @@ def _rotated(library: ctypes.CDLL, heads: Tensor, cos: Tensor, sin: Tensor, sign
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    library = _library_for(gate, up)
+    library = library_for(gate, up)
     if library is None:
         return plain.swiglu(gate, up)
     if torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad):
@@ -113,13 +113,6 @@ def _gated(library: ctypes.CDLL, gate: Tensor, up: Tensor) -> Tensor:
     out = _new_like(gate)
     library.swiglu(gate.data_ptr(), up.data_ptr(), _layout(gate), out.data_ptr())
     return out
-
-
-def _library_for(one: Tensor, other: Tensor) -> ctypes.CDLL | None:
-    """The library, where it takes these tensors."""
-    if torch.compiler.is_compiling() or not one.dtype == other.dtype == torch.float32:
-        return None
-    return cpu_library()
 
 
 def _in_runs(x: Tensor) -> Tensor:

@@ -1,0 +1,106 @@
+"""Attention inside packed rows by the CPU's library in float32, without padding; a shared prefix is read where it lies.
+
+Without the library, in other dtypes and in compiled graphs PyTorch's attention over padded blocks runs, which takes
+longer and rounds differently in the last bits.
+
+Shape letters: `T` packed tokens, `H` query heads, `J` key and value heads, `K` head size of queries and keys, `U` head
+size of values.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spmdrl.engines.models.kernels import cpu
+from spmdrl.engines.models.kernels.cpp.cpu_library import library_for
+from spmdrl.engines.models.kernels.packed import PackedRows, RowTable
+from spmdrl.engines.models.kernels.prefixed import PrefixedRows, padded_prefixed_attention
+
+
+def packed_attention(q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, rows: PackedRows) -> Tensor:
+    library = library_for(q_THK, k_TJK, v_TJU)
+    if library is None:
+        return cpu.packed_attention(q_THK, k_TJK, v_TJU, rows)
+    return _attend(library, q_THK, k_TJK, v_TJU, rows.table)
+
+
+def prefixed_attention(q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, rows: PrefixedRows) -> Tensor:
+    library = library_for(q_THK, k_TJK, v_TJU)
+    if library is None:
+        return padded_prefixed_attention(q_THK, k_TJK, v_TJU, rows)
+    return _attend(library, q_THK, k_TJK, v_TJU, rows.table)
+
+
+def _attend(library: ctypes.CDLL, q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, table: RowTable) -> Tensor:
+    if torch.is_grad_enabled() and any(heads.requires_grad for heads in (q_THK, k_TJK, v_TJU)):
+        return _Attention.apply(library, q_THK, k_TJK, v_TJU, table)
+    return _attended(library, _in_runs(q_THK), _in_runs(k_TJK), _in_runs(v_TJU), table, None)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, library: ctypes.CDLL, q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, table: RowTable) -> Tensor:
+        inputs = tuple(map(_in_runs, (q_THK, k_TJK, v_TJU)))
+        # The highest score of each query, and one over its sum of exponentials.
+        stats = q_THK.new_empty(*q_THK.shape[:2], 2)
+        out = _attended(library, *inputs, table, stats)
+        ctx.library, ctx.table = library, table
+        ctx.save_for_backward(*inputs, out, stats)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        q_THK, k_TJK, v_TJU, out, stats = ctx.saved_tensors
+        # Held by a name until the call is over, as what has only its address is freed.
+        gradient = _in_runs(gradient)
+        by_queries = torch.empty(q_THK.shape)
+        by_keys, by_values = torch.zeros(k_TJK.shape), torch.zeros(v_TJU.shape)
+        call = _call_of(ctx.table, q_THK, k_TJK, v_TJU, gradient)
+        places = (x.data_ptr() for x in (out, stats, by_queries, by_keys, by_values))
+        if not ctx.library.packed_attention_backward(*call, *places):
+            raise _no_memory(ctx.table)
+        return None, by_queries, by_keys, by_values, None
+
+
+def _attended(
+    library: ctypes.CDLL, q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, table: RowTable, stats: Tensor | None
+) -> Tensor:
+    out_THU = q_THK.new_empty(*q_THK.shape[:2], v_TJU.shape[-1])
+    place = None if stats is None else stats.data_ptr()
+    if not library.packed_attention(*_call_of(table, q_THK, k_TJK, v_TJU), out_THU.data_ptr(), place):
+        raise _no_memory(table)
+    return out_THU
+
+
+def _no_memory(table: RowTable) -> MemoryError:
+    return MemoryError(f"no memory for the scores of rows of at most {int(table.rows[:, 1::2].sum(1).max())} tokens")
+
+
+def _in_runs(heads: Tensor) -> Tensor:
+    """The same numbers, those of each vector beside each other."""
+    return heads if heads.stride(-1) == 1 else heads.contiguous()
+
+
+class _Heads(ctypes.Structure):
+    """Where the vectors of a tensor [T, heads, size] lie."""
+
+    _fields_ = [("numbers", ctypes.c_void_p), ("token_stride", ctypes.c_int64), ("head_stride", ctypes.c_int64)]
+
+
+class _Shape(ctypes.Structure):
+    """Sizes in the library's order."""
+
+    _fields_ = [(name, ctypes.c_int64) for name in ("heads", "kv_heads", "key_size", "value_size", "groups", "threads")]
+
+
+def _call_of(table: RowTable, *inputs: Tensor) -> tuple[Any, ...]:
+    """What both calls begin with: queries, keys, values and perhaps a gradient, their sizes, and the rows."""
+    heads = (_Heads * len(inputs))(*((x.data_ptr(), x.stride(0), x.stride(1)) for x in inputs))
+    (_, num_heads, key_size), (_, num_kv_heads, value_size) = inputs[0].shape, inputs[2].shape
+    threads = torch.get_num_threads()
+    shape = _Shape(num_heads, num_kv_heads, key_size, value_size, len(table.group_ends), threads)
+    return heads, ctypes.byref(shape), table.rows.data_ptr(), table.group_ends.data_ptr()
