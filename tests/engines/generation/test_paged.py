@@ -69,3 +69,32 @@ def test_a_large_cache_lies_in_huge_pages_and_keeps_what_it_holds_as_it_grows() 
         if num_blocks == 400:
             cache.stored(1)[0][3] = 7.0
     assert bool((cache.stored(1)[0][3] == 7.0).all())
+
+
+@pytest.mark.cpu_only(reason="it is the host's memory")
+@pytest.mark.skipif(not Path("/proc/self/statm").is_file(), reason="this system doesn't say what is resident")
+def test_blocks_that_no_row_reaches_cost_no_memory() -> None:
+    def resident_bytes() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    shape = CacheShape(
+        num_layers=4, block_size=32, num_kv_heads=4, head_size=32, value_head_size=16, dtype=torch.float32
+    )
+    cache, before = PagedCache(shape, CPU), resident_bytes()
+    cache.resize((1 << 30) // shape.block_bytes)
+    for part in (part for layer in range(4) for part in cache.stored(layer)):
+        part[:100] = 1.0
+        assert not part[100:200].any()
+    # Pages of 2 MiB at both ends of what each of 8 parts holds.
+    assert resident_bytes() - before < 200 * shape.block_bytes + 8 * (4 << 20) + (16 << 20)
+    del part
+    cache.resize(0)
+    assert resident_bytes() - before < 16 << 20
+
+
+def test_a_cache_for_which_there_is_no_room_is_refused_with_its_size() -> None:
+    shape = CacheShape(
+        num_layers=1, block_size=1, num_kv_heads=1, head_size=1 << 40, value_head_size=1, dtype=torch.float32
+    )
+    with pytest.raises(MemoryError, match="out of memory: a KV cache of 4503599627370496 bytes"):
+        PagedCache(shape, CPU).resize(1 << 10)

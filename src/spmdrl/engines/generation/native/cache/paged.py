@@ -6,9 +6,11 @@ keys, `U` head size of values.
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
@@ -69,16 +71,9 @@ class PagedCache:
         if not num_blocks:
             return
         common = (sizes.num_layers, num_blocks, sizes.num_kv_heads, sizes.block_size)
-        # Zeros, because masked attention multiplies what was never written by 0, and a NaN would survive that.
         self._stores = tuple(
-            torch.empty((*common, size), dtype=sizes.dtype, device=self.device)
-            for size in (sizes.head_size, sizes.value_head_size)
+            _zeros((*common, size), sizes.dtype, self.device) for size in (sizes.head_size, sizes.value_head_size)
         )
-        for store in self._stores:
-            if self.device.type == "cpu":
-                # Blocks are read from all over the store: of small pages, most would have to be looked up first.
-                ask_for_huge_pages(store.data_ptr(), store.nbytes)
-            store.zero_()
         for store, old_store in zip(self._stores, old, strict=False):
             store[:, : old_store.shape[1]] = old_store
         self._keys, self._values = (store.unbind() for store in self._stores)
@@ -174,3 +169,22 @@ def _budget(rollout: RolloutConfig, device: torch.device) -> tuple[int, str]:
     free_bytes, total_bytes = backend.mem_get_info(device)
     source = f"rollout.gpu_memory_utilization {share} of {total_bytes} bytes, of which {free_bytes} are free,"
     return int(share * total_bytes - (total_bytes - free_bytes)), source
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros, because masked attention multiplies what was never written by 0, and a NaN would survive that.
+
+    On a CPU they are fresh pages of the system, which it clears when they are first written: rows reserve blocks for
+    their longest response, but most end before, and what none of them reaches costs neither time nor memory.
+    """
+    num_bytes = prod(shape) * dtype.itemsize
+    if device.type != "cpu" or not num_bytes:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    try:
+        pages = mmap.mmap(-1, num_bytes)
+    except OSError as failure:
+        raise MemoryError(f"out of memory: a KV cache of {num_bytes} bytes ({failure.strerror})") from failure
+    flat = torch.frombuffer(pages, dtype=dtype)
+    # Blocks are read from all over the store: of small pages, most would have to be looked up first.
+    ask_for_huge_pages(flat.data_ptr(), num_bytes)
+    return flat.view(shape)
