@@ -71,6 +71,59 @@ inline float sum(Floats x) {
     return (four[0] + four[2]) + (four[1] + four[3]);
 }
 
+// Each run of WIDTH numbers becomes one of half as many, sums of its two halves: those of a and of b by turns.
+template <int WIDTH>
+Floats halves_added(Floats a, Floats b);
+
+#ifdef __AVX512F__
+template <>
+inline Floats halves_added<16>(Floats a, Floats b) {
+    return __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+           __builtin_shufflevector(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+}
+template <>
+inline Floats halves_added<8>(Floats a, Floats b) {
+    return __builtin_shufflevector(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27) +
+           __builtin_shufflevector(a, b, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
+}
+template <>
+inline Floats halves_added<4>(Floats a, Floats b) {
+    return __builtin_shufflevector(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
+           __builtin_shufflevector(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+}
+template <>
+inline Floats halves_added<2>(Floats a, Floats b) {
+    return __builtin_shufflevector(a, b, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30) +
+           __builtin_shufflevector(a, b, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
+}
+#else
+template <>
+inline Floats halves_added<8>(Floats a, Floats b) {
+    return __builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11) +
+           __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15);
+}
+template <>
+inline Floats halves_added<4>(Floats a, Floats b) {
+    return __builtin_shufflevector(a, b, 0, 1, 8, 9, 4, 5, 12, 13) +
+           __builtin_shufflevector(a, b, 2, 3, 10, 11, 6, 7, 14, 15);
+}
+template <>
+inline Floats halves_added<2>(Floats a, Floats b) {
+    return __builtin_shufflevector(a, b, 0, 8, 2, 10, 4, 12, 6, 14) +
+           __builtin_shufflevector(a, b, 1, 9, 3, 11, 5, 13, 7, 15);
+}
+#endif
+
+// The sums of LANES vectors, in their order; the vectors are overwritten.
+inline Floats sums(Floats* x) {
+#ifdef __AVX512F__
+    for (int i = 0; i < 8; ++i) x[i] = halves_added<16>(x[i], x[i + 8]);
+#endif
+    for (int i = 0; i < 4; ++i) x[i] = halves_added<8>(x[i], x[i + 4]);
+    for (int i = 0; i < 2; ++i) x[i] = halves_added<4>(x[i], x[i + 2]);
+    return halves_added<2>(x[0], x[1]);
+}
+
 inline Floats8 larger_half(Floats x) {
 #ifdef __AVX512F__
     const Floats8 a = __builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7);
@@ -119,5 +172,32 @@ inline Floats first_of(Floats x, int64_t num, float other) {
 }
 
 inline int64_t whole_vectors(int64_t num) { return (num + LANES - 1) / LANES * LANES; }
+
+// Turn the first `num` scores into exponentials of what they are above the highest, and those behind them, up to
+// `width`, into zeros; returns the highest and one over the sum.
+struct Softmax {
+    float highest, factor;
+};
+
+inline Softmax exponentials(float* scores, int64_t num, int64_t width) {
+    const int64_t last = whole_vectors(num) - LANES;
+    const Floats last_scores = first_of(load(scores + last), num - last, -__builtin_inff());
+    Floats top = last_scores;
+    for (int64_t s = 0; s < last; s += LANES) {
+        const Floats next = load(scores + s);
+        top = next > top ? next : top;
+    }
+    const float highest = largest(top);
+    Floats total = {};
+    for (int64_t s = 0; s < last; s += LANES) {
+        const Floats weights = exp_of(load(scores + s) - highest);
+        store(scores + s, weights);
+        total += weights;
+    }
+    const Floats weights = exp_of(last_scores - highest);
+    store(scores + last, weights);
+    for (int64_t s = last + LANES; s < width; s += LANES) store(scores + s, Floats{});
+    return {highest, 1.0f / sum(total + weights)};
+}
 
 }  // namespace

@@ -41,46 +41,42 @@ struct Cached {
     const T* values(int64_t start) const { return pages.values_of(table[start / pages.block_size], head); }
 };
 
-// Fill scores [F, width] of queries [F, K padded by zeros]; KEY is K, or 0 where it is none of the usual sizes.
+// One key's products with a query [K padded by zeros], to be added up.
+template <typename T>
+inline Floats multiplied(const float* query, const T* key, int64_t size) {
+    Floats products = {};
+    int64_t k = 0;
+    for (; k + LANES <= size; k += LANES) products += load(query + k) * load(key + k);
+    if (k < size) products += load(query + k) * load_first(key + k, size - k);
+    return products;
+}
+
+// Fill scores [F, stride] of queries [F, K padded by zeros]; KEY is K, or 0 where it is none of the usual sizes. Up to
+// LANES numbers behind the last score are written too.
 template <int KEY, typename T>
-void score(const float* queries, const Cached<T>& cached, int64_t share, int64_t width, float* scores) {
-    const int64_t key_size = KEY ? KEY : cached.pages.key_size, padded = whole_vectors(key_size);
-    const int64_t whole = key_size / LANES * LANES;
+void score(const float* queries, const Cached<T>& cached, int64_t share, int64_t stride, float* scores) {
+    const int64_t size = KEY ? KEY : cached.pages.key_size, padded = whole_vectors(size);
     for (int64_t start = 0; start < cached.length; start += cached.pages.block_size) {
         const T* keys = cached.keys(start);
         const int64_t num = cached.num_from(start);
         for (int64_t f = 0; f < share; ++f) {
             const float* query = queries + f * padded;
-            for (int64_t s = 0; s < num; ++s) {
-                const T* key = keys + s * key_size;
-                Floats products = {};
-                for (int64_t k = 0; k < whole; k += LANES) products += load(query + k) * load(key + k);
-                if (whole < key_size) products += load(query + whole) * load_first(key + whole, key_size - whole);
-                scores[f * width + start + s] = sum(products);
+            float* of_block = scores + f * stride + start;
+            int64_t s = 0;
+            // Sums of many keys take fewer additions together, in the same order as by themselves.
+            for (; num - s >= LANES / 2; s += LANES) {
+                Floats products[LANES];
+#pragma GCC unroll 16
+                for (int64_t i = 0; i < LANES; ++i)
+                    products[i] = multiplied(query, keys + (s + i < num ? s + i : num - 1) * size, size);
+                store(of_block + s, sums(products));
             }
+            for (; s < num; ++s) of_block[s] = sum(multiplied(query, keys + s * size, size));
         }
     }
 }
 
-// Turn the first `length` scores into weights that add up to 1, and those behind them, up to `width`, into 0.
-void normalize(float* scores, int64_t length, int64_t width) {
-    for (int64_t s = length; s < width; ++s) scores[s] = -__builtin_inff();
-    Floats most = load(scores), total = {};
-    for (int64_t s = LANES; s < width; s += LANES) {
-        const Floats next = load(scores + s);
-        most = next > most ? next : most;
-    }
-    const float highest = largest(most);
-    for (int64_t s = 0; s < width; s += LANES) {
-        const Floats weights = exp_of(load(scores + s) - highest);
-        store(scores + s, weights);
-        total += weights;
-    }
-    const float factor = 1.0f / sum(total);
-    for (int64_t s = 0; s < width; s += LANES) store(scores + s, load(scores + s) * factor);
-}
-
-// Fill VECTORS x LANES columns of the weighted sums [SHARE, stride] of values.
+// Fill VECTORS x LANES columns of the weighted sums [SHARE, stride] of values; weights are `width` apart.
 template <int SHARE, int VECTORS, typename T>
 void weigh_columns(const float* weights, int64_t width, const Cached<T>& cached, int64_t column, float* sums,
                    int64_t stride) {
@@ -135,22 +131,23 @@ template <int KEY, typename T>
 void attend(const T* queries, const Cached<T>& cached, int64_t share, float* scratch, T* out) {
     const int64_t key_size = cached.pages.key_size, value_size = cached.pages.value_size;
     const int64_t padded = whole_vectors(key_size), stride = whole_vectors(value_size);
-    const int64_t width = whole_vectors(cached.length);
-    float *scores = scratch, *scaled = scores + share * width, *sums = scaled + share * padded;
+    // Scores are written by vectors, and blocks may begin anywhere in one.
+    const int64_t width = whole_vectors(cached.length), row = width + LANES;
+    float *scores = scratch, *scaled = scores + share * row, *sums = scaled + share * padded, *factors = sums + share * stride;
     const float scale = 1.0f / __builtin_sqrtf(float(key_size));
     for (int64_t f = 0; f < share; ++f) {
         const T* query = queries + f * key_size;
         for (int64_t k = 0; k < padded; k += LANES)
             store(scaled + f * padded + k, load_first(query + k, key_size - k < LANES ? key_size - k : LANES) * scale);
     }
-    score<KEY>(scaled, cached, share, width, scores);
-    for (int64_t f = 0; f < share; ++f) normalize(scores + f * width, cached.length, width);
+    score<KEY>(scaled, cached, share, row, scores);
+    for (int64_t f = 0; f < share; ++f) factors[f] = exponentials(scores + f * row, cached.length, width).factor;
     int64_t f = 0;
-    for (; f + 4 <= share; f += 4) weigh<4>(scores + f * width, width, cached, sums + f * stride, stride);
-    for (; f + 2 <= share; f += 2) weigh<2>(scores + f * width, width, cached, sums + f * stride, stride);
-    for (; f < share; ++f) weigh<1>(scores + f * width, width, cached, sums + f * stride, stride);
+    for (; f + 4 <= share; f += 4) weigh<4>(scores + f * row, row, cached, sums + f * stride, stride);
+    for (; f + 2 <= share; f += 2) weigh<2>(scores + f * row, row, cached, sums + f * stride, stride);
+    for (; f < share; ++f) weigh<1>(scores + f * row, row, cached, sums + f * stride, stride);
     for (f = 0; f < share; ++f)
-        for (int64_t u = 0; u < value_size; ++u) round_to(out + f * value_size + u, sums[f * stride + u]);
+        for (int64_t u = 0; u < value_size; ++u) round_to(out + f * value_size + u, sums[f * stride + u] * factors[f]);
 }
 
 struct Sizes {
@@ -163,8 +160,8 @@ bool attend_rows(const T* queries, const Pages<T>& pages, const int32_t* tables,
     const int64_t share = sizes.num_heads / sizes.num_kv_heads;
     int64_t longest = 1;
     for (int64_t b = 0; b < sizes.num_rows; ++b) longest = lengths[b] > longest ? lengths[b] : longest;
-    const int64_t scratch_size = share * (whole_vectors(longest) + whole_vectors(sizes.key_size) +
-                                          whole_vectors(sizes.value_size));
+    const int64_t scratch_size = share * (whole_vectors(longest) + LANES + whole_vectors(sizes.key_size) +
+                                          whole_vectors(sizes.value_size) + 1);
     bool has_memory = true;
 #pragma omp parallel num_threads(sizes.threads) if (sizes.threads > 1)
     {

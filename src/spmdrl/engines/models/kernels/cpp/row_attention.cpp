@@ -167,33 +167,6 @@ void copy_panels(Heads heads, const Row& row, int64_t head, int64_t size, float*
     }
 }
 
-// Turn the first `num` scores into exponentials of what they are above the highest, and those behind them, up to
-// `width`, into zeros; returns the highest and one over the sum.
-struct Softmax {
-    float highest, factor;
-};
-
-Softmax exponentials(float* scores, int64_t num, int64_t width) {
-    const int64_t last = whole_vectors(num) - LANES;
-    const Floats last_scores = first_of(load(scores + last), num - last, -__builtin_inff());
-    Floats top = last_scores;
-    for (int64_t s = 0; s < last; s += LANES) {
-        const Floats next = load(scores + s);
-        top = next > top ? next : top;
-    }
-    const float highest = largest(top);
-    Floats total = {};
-    for (int64_t s = 0; s < last; s += LANES) {
-        const Floats weights = exp_of(load(scores + s) - highest);
-        store(scores + s, weights);
-        total += weights;
-    }
-    const Floats weights = exp_of(last_scores - highest);
-    store(scores + last, weights);
-    for (int64_t s = last + LANES; s < width; s += LANES) store(scores + s, Floats{});
-    return {highest, 1.0f / sum(total + weights)};
-}
-
 // Hands out parts of one piece of memory.
 struct Scratch {
     float* next;
