@@ -21,6 +21,11 @@ def one_thread():
     torch.set_num_threads(before)
 
 
+@pytest.fixture
+def no_library(monkeypatch):
+    monkeypatch.setattr(invariant, "library_for", lambda *tensors: None)
+
+
 def heads_of(length: int, *, kv_heads: int = 2, head_size: int = 16, seed: int = 0):
     generator = torch.Generator().manual_seed(seed)
     sizes = (4, head_size), (kv_heads, head_size), (kv_heads, head_size)
@@ -34,6 +39,7 @@ def whole_attention(rows: list[list[torch.Tensor]]) -> list[torch.Tensor]:
     return [invariant.packed_attention(*row, PackedRows(offsets_of([len(row[0])]))) for row in rows]
 
 
+@pytest.mark.usefixtures("no_library")
 @pytest.mark.parametrize(("kv_heads", "head_size"), [(4, 8), (2, 16), (1, 64), (2, 24), (4, 6)])
 def test_a_query_has_the_bits_of_its_whole_row_alone_and_beside_others(kv_heads, head_size):
     rows = [heads_of(length, kv_heads=kv_heads, head_size=head_size, seed=length) for length in LENGTHS]
@@ -51,6 +57,7 @@ def test_a_query_has_the_bits_of_its_whole_row_alone_and_beside_others(kv_heads,
         assert torch.equal(decoded[0].flatten(0, 1), expected[-1]), length
 
 
+@pytest.mark.usefixtures("no_library")
 @pytest.mark.parametrize("tile", [1, 16, 32, 64])
 def test_a_row_cut_in_tiles_has_the_bits_of_the_whole(tile):
     length = 330

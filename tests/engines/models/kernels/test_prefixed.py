@@ -59,7 +59,10 @@ def test_rows_behind_prefixes_attend_as_whole_rows_do(value_size, attend):
         torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
 
 
-def test_in_the_exact_mode_they_have_the_bits_of_rows_by_themselves():
+@pytest.mark.parametrize("has_library", [True, False])
+def test_in_the_exact_mode_they_have_the_bits_of_rows_by_themselves(monkeypatch, has_library):
+    if not has_library:
+        monkeypatch.setattr(invariant, "library_for", lambda *tensors: None)
     inputs = [values.detach() for values in heads(16)]
     found = invariant.prefixed_attention(*inputs, prefixed())
     assert torch.equal(found, row_by_row(*inputs, attend=invariant.packed_attention))

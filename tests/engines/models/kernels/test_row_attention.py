@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from spmdrl.engines.models.kernels import cpu, ops
 from spmdrl.engines.models.kernels.cpp import cpu_library as library
+from spmdrl.engines.models.kernels.cpp import row_attention
 from spmdrl.engines.models.kernels.packed import PackedRows
 from spmdrl.engines.models.kernels.prefixed import PrefixedRows, padded_prefixed_attention
 from spmdrl.types import offsets_of
@@ -143,6 +145,38 @@ def test_threads_share_rows_behind_one_prefix_without_a_race():
         found[0], with_gradients(lambda q, k, v: padded_prefixed_attention(q, k, v, rows), inputs), strict=True
     ):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("sizes, block_size", [((4, 2, 32, 32), 32), ((2, 1, 24, 16), 5), ((8, 2, 64, 64), 16)])
+def test_cached_positions_have_the_bits_of_whole_rows(sizes, block_size):
+    lengths, generator = (150, 7, 33), torch.Generator().manual_seed(0)
+    num_blocks = [-(-length // block_size) for length in lengths]
+    order = torch.randperm(sum(num_blocks), generator=generator)
+    _, num_kv_heads, key_size, value_size = sizes
+    # What no row holds is whatever was there before.
+    keys, values = (torch.full((len(order), num_kv_heads, block_size, size), 7e37) for size in (key_size, value_size))
+    queries, whole, tables = [], [], []
+    for seed, (length, table) in enumerate(zip(lengths, order.split(num_blocks), strict=True)):
+        q, k, v = inputs_of(length, sizes, seed)
+        for store, heads in ((keys, k), (values, v)):
+            for s in range(length):
+                store[table[s // block_size], :, s % block_size] = heads[s]
+        queries.append(q)
+        whole.append(packed([length])(q, k, v))
+        tables.append(torch.nn.functional.pad(table, (0, max(num_blocks) - len(table))).int())
+    # All positions of each row beside each other, as a prompt comes; then one of each row, as in decoding.
+    of_rows = torch.cat([table.expand(length, -1) for table, length in zip(tables, lengths, strict=True)])
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    attend = partial(row_attention.cached_attention, library.cpu_library())
+    found = attend(torch.cat(queries), keys, values, of_rows, (positions + 1).int())
+    assert found.equal(torch.cat(whole))
+    for place in (0, 5, 32, 149):
+        there = [number for number, length in enumerate(lengths) if place < length]
+        decoded = attend(
+            torch.stack([queries[number][place] for number in there]), keys, values,
+            torch.stack([tables[number] for number in there]), torch.full((len(there),), place + 1).int(),
+        )  # fmt: skip
+        assert decoded.equal(torch.stack([whole[number][place] for number in there]))
 
 
 def test_other_dtypes_and_machines_without_a_compiler_have_pytorch_s_bits(monkeypatch):

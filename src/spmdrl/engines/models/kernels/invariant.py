@@ -7,8 +7,9 @@ and in the update. What that takes, in float32 on one thread:
   columns are rounded alike whatever other columns there are;
 - silu and sigmoid round the last elements of a tensor, those that fill no vector, differently from the rest: tensors
   are filled up;
-- how attention's sum over the keys is split depends on their number: the number of keys that a query meets follows
-  from its position alone (`key_width`), and those behind it add zeros. Up to FIRST_TILE no sum is split.
+- how attention's sum over the keys is split depends on their number. The CPU's library goes through them one by one,
+  in whole rows and in the cache. Without it the number of keys that a query meets follows from its position alone
+  (`key_width`), and those behind it add zeros; up to FIRST_TILE no sum is split.
 
 This holds for forward passes only: gradients are right to rounding, as they are elsewhere.
 
@@ -28,6 +29,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spmdrl.engines.models.kernels import plain
+from spmdrl.engines.models.kernels.cpp import row_attention
+from spmdrl.engines.models.kernels.cpp.cpu_library import library_for
 from spmdrl.engines.models.kernels.packed import PackedRows, pad_values, padded_attention
 from spmdrl.engines.models.kernels.plain import LEAST_ROWS, linear
 from spmdrl.engines.models.kernels.prefixed import PrefixedRows, padded_prefixed_attention
@@ -87,12 +90,23 @@ def masked_attention(q_BHQK: Tensor, k_BJSK: Tensor, v_BJSU: Tensor, mask: Tenso
 
 
 def packed_attention(q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, rows: PackedRows) -> Tensor:
+    if library_for(q_THK, k_TJK, v_TJU) is not None:
+        return row_attention.packed_attention(q_THK, k_TJK, v_TJU, rows)
     attend = partial(_CausalAttention.apply, _scale_of(q_THK))
     queries, keys = _in_whole_fours(q_THK), _in_whole_fours(k_TJK)
     return padded_attention(queries, keys, v_TJU, rows.padded(q_THK.device), attend)
 
 
+def paged_attention(q_BHK: Tensor, keys: Tensor, values: Tensor, tables_BC: Tensor, lengths_B: Tensor) -> Tensor:
+    library = library_for(q_BHK, keys, values)
+    if library is None:
+        return plain.paged_attention(q_BHK, keys, values, tables_BC, lengths_B)
+    return row_attention.cached_attention(library, q_BHK, keys, values, tables_BC, lengths_B)
+
+
 def prefixed_attention(q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, rows: PrefixedRows) -> Tensor:
+    if library_for(q_THK, k_TJK, v_TJU) is not None:
+        return row_attention.prefixed_attention(q_THK, k_TJK, v_TJU, rows)
     attend = partial(_CausalAttention.apply, _scale_of(q_THK))
     return padded_prefixed_attention(_in_whole_fours(q_THK), _in_whole_fours(k_TJK), v_TJU, rows, attend)
 
@@ -160,8 +174,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     # Training has F.linear.
     "blocked_linear": plain.blocked_linear,
     "masked_attention": masked_attention,
-    # Pages are copied out and attended to as above.
-    "paged_attention": plain.paged_attention,
+    "paged_attention": paged_attention,
     "packed_attention": packed_attention,
     "prefixed_attention": prefixed_attention,
 }

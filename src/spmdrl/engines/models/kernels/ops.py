@@ -127,4 +127,12 @@ def paged_attention(q_BHK: Tensor, keys: Tensor, values: Tensor, tables_BC: Tens
 def reads_pages(device: torch.device, dtype: torch.dtype | None = None) -> bool:
     """Whether paged attention, of this dtype or at all, reads blocks where they lie instead of copying them."""
     function = TABLE["paged_attention"].get(device.type, plain.paged_attention)
-    return cpu.reads_pages(dtype) if function is cpu.paged_attention else function is not plain.paged_attention
+    if function in (cpu.paged_attention, invariant.paged_attention):
+        return cpu.reads_pages(dtype)
+    return function is not plain.paged_attention
+
+
+def reads_pages_of_a_row_once(device: torch.device) -> bool:
+    """Whether paged attention of a row's consecutive positions, beside each other, reads its blocks once for them."""
+    function = TABLE["paged_attention"].get(device.type)
+    return function is invariant.paged_attention and cpu.reads_pages(torch.float32)

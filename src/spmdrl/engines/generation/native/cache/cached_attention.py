@@ -148,9 +148,9 @@ class _Tile:
 class PrefillAttention:
     """Write the keys and values of packed spans into the cache and attend from them; an `Attend`.
 
-    On a CPU a row's first tokens attend as decoded ones do; those behind them are cut in tiles at fixed positions,
-    and a tile always meets the keys up to its own end. So a token's attention is rounded alike however its row is cut
-    in spans and whatever is beside it.
+    On a CPU a row's first tokens attend as decoded ones do, in the exact mode all of them; those behind them are cut in
+    tiles at fixed positions, and a tile always meets the keys up to its own end. So a token's attention is rounded
+    alike however its row is cut in spans and whatever is beside it.
     On accelerators that holds for spans behind cached ones; spans from position 0 use the kernel for whole rows.
     """
 
@@ -167,6 +167,9 @@ class PrefillAttention:
             self._attend_whole = PackedCausalAttention(offsets_of([span.stop for span in spans]))
             return
         num_first = 0
+        if ops.reads_pages_of_a_row_once(cache.device):
+            self._first = _FirstTokens.of(spans, max(span.stop for span in spans), cache.device)
+            return
         if ops.reads_pages(cache.device, cache.shape.dtype):
             num_first = ONE_BY_ONE.get(cache.device.type, 0)
             self._first = _FirstTokens.of(spans, num_first, cache.device)

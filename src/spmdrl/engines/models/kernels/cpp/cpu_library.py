@@ -51,6 +51,7 @@ _FUNCTIONS: dict[str, tuple[list[Any], Any]] = {
     "swiglu_backward": ([_TENSOR, _TENSOR, _TENSOR, _LAYOUT, _TENSOR, _TENSOR], None),
     "packed_attention": ([ctypes.c_void_p] * 6, ctypes.c_bool),
     "packed_attention_backward": ([ctypes.c_void_p] * 9, ctypes.c_bool),
+    "cached_attention": ([ctypes.c_void_p] * 4 + [ctypes.c_int64] * 3 + [ctypes.c_void_p], ctypes.c_bool),
 }
 """What each takes and returns."""
 

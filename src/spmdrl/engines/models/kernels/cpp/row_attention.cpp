@@ -118,8 +118,20 @@ inline void put_scaled(const float* from, float factor, int64_t size, float* to)
     for (; i < size; ++i) to[i] = from[i] * factor;
 }
 
+// The keys of a row in a cache whose blocks are [J, block_size, size]; of the first head, a token is a place in a block.
+struct CachedKeys {
+    const int32_t* table;
+    int64_t num, block_size, num_heads;
+
+    int64_t num_keys() const { return num; }
+    int64_t token_of_key(int64_t s) const {
+        return table[s / block_size] * num_heads * block_size + s % block_size;
+    }
+};
+
 // Copy one head of a row's keys or values to [S, padded].
-void copy_keys(Heads heads, const Row& row, int64_t head, int64_t size, float* to) {
+template <typename Keys>
+void copy_keys(Heads heads, const Keys& row, int64_t head, int64_t size, float* to) {
     for (int64_t s = 0; s < row.num_keys(); ++s)
         copy_scaled(heads.at(row.token_of_key(s), head), 1.0f, size, to + s * whole_vectors(size));
 }
@@ -151,7 +163,8 @@ inline void transpose8(const float* const rows[8], float* to, int64_t step) {
 }
 
 // Copy one head of a row's keys or values to panels [S / PANEL, size, PANEL]; places behind S stay as they are.
-void copy_panels(Heads heads, const Row& row, int64_t head, int64_t size, float* to) {
+template <typename Keys>
+void copy_panels(Heads heads, const Keys& row, int64_t head, int64_t size, float* to) {
     const int64_t num = row.num_keys(), in_eights = size / 8 * 8;
     for (int64_t s = 0; s < num; s += 8) {
         const float* from[8];
@@ -189,12 +202,16 @@ struct Forward {
                TILE * (shape.keys_padded() + shape.values_padded()) + 5 * LANES;
     }
 
-    void row(const Row& row, int64_t kv_head, Scratch scratch) const {
+    void row(const Row& row, int64_t kv_head, Scratch scratch) const { this->row(row, row, kv_head, scratch); }
+
+    // The queries of a row, whose keys may lie elsewhere.
+    template <typename Keys>
+    void row(const Row& row, const Keys& where, int64_t kv_head, Scratch scratch) const {
         const int64_t width = panels(row.num_keys());
         float *keys_by_panels = scratch.take(width * shape.key_size),
               *values_by_rows = scratch.take(row.num_keys() * shape.values_padded());
-        copy_panels(keys, row, kv_head, shape.key_size, keys_by_panels);
-        copy_keys(values, row, kv_head, shape.value_size, values_by_rows);
+        copy_panels(keys, where, kv_head, shape.key_size, keys_by_panels);
+        copy_keys(values, where, kv_head, shape.value_size, values_by_rows);
         const int64_t first = kv_head * shape.share();
         for (int64_t head = first; head < first + shape.share(); ++head)
             for (int64_t q = 0; q < row.length; q += TILE)
@@ -341,6 +358,27 @@ struct Backward {
     }
 };
 
+// Queries [B, H, K] of rows in a cache, each of which sees the first `lengths` positions of its table. Queries beside
+// each other that are of consecutive positions of one row are computed together.
+struct CachedForward {
+    Forward pass;
+    const int32_t *tables, *lengths;
+    int64_t num_queries, table_size, block_size;
+
+    bool follow(int64_t query) const {
+        const int32_t *before = tables + (query - 1) * table_size, *now = before + table_size;
+        return lengths[query] == lengths[query - 1] + 1 &&
+               !__builtin_memcmp(before, now, (lengths[query] + block_size - 1) / block_size * sizeof(int32_t));
+    }
+
+    void run(int64_t first, int64_t num, int64_t kv_head, Scratch scratch) const {
+        const Row row{first, num, 0, lengths[first] - 1};
+        const CachedKeys keys{tables + (first + num - 1) * table_size, row.num_keys(), block_size,
+                              pass.shape.num_kv_heads};
+        pass.row(row, keys, kv_head, scratch);
+    }
+};
+
 // Call `pass.row` for all rows and key heads. Rows of a group may have a prefix in common and follow one another in one
 // thread; `group_ends` are numbers of rows.
 template <typename Pass>
@@ -370,6 +408,23 @@ bool over_rows(const Pass& pass, const Row* rows, const int64_t* group_ends) {
 extern "C" bool packed_attention(const Heads* inputs, const Shape* shape, const Row* rows, const int64_t* group_ends,
                                  float* out, float* stats) {
     return over_rows(Forward{*shape, inputs[0], inputs[1], inputs[2], out, stats}, rows, group_ends);
+}
+
+// `inputs` are queries [B, H, K], and keys and values of a cache as tensors of its places.
+extern "C" bool cached_attention(const Heads* inputs, const Shape* shape, const int32_t* tables, const int32_t* lengths,
+                                 int64_t num_queries, int64_t table_size, int64_t block_size, float* out) {
+    const CachedForward all{Forward{*shape, inputs[0], inputs[1], inputs[2], out, nullptr}, tables, lengths,
+                            num_queries, table_size, block_size};
+    int64_t longest = 1;
+    for (int64_t b = 0; b < num_queries; ++b) longest = most(longest, lengths[b]);
+    float* memory = static_cast<float*>(malloc(all.pass.scratch_size(longest) * sizeof(float)));
+    if (!memory) return false;
+    for (int64_t first = 0, num = 1; first < num_queries; first += num) {
+        for (num = 1; first + num < num_queries && all.follow(first + num);) ++num;
+        for (int64_t j = 0; j < shape->num_kv_heads; ++j) all.run(first, num, j, Scratch{memory});
+    }
+    free(memory);
+    return true;
 }
 
 // `inputs` are queries, keys, values and the gradient of `out`; gradients of keys and values are zeros before.

@@ -35,6 +35,25 @@ def prefixed_attention(q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, rows: Prefix
     return _attend(library, q_THK, k_TJK, v_TJU, rows.table)
 
 
+def cached_attention(
+    library: ctypes.CDLL, q_BHK: Tensor, keys: Tensor, values: Tensor, tables_BC: Tensor, lengths_B: Tensor
+) -> Tensor:
+    """As `ops.paged_attention`, with the bits that `packed_attention` gives the same token of a whole row."""
+    assert keys.is_contiguous() and values.is_contiguous(), "pages lie in one piece"
+    (num_rows, num_heads, key_size), (_, num_kv_heads, block_size, value_size) = q_BHK.shape, values.shape
+    q_BHK, tables_BC, lengths_B = _in_runs(q_BHK), tables_BC.contiguous(), lengths_B.contiguous()
+    out_BHU = q_BHK.new_empty(num_rows, num_heads, value_size)
+    # As of the first head, whose places follow each other inside of a block.
+    cached = ((x.data_ptr(), x.shape[-1], block_size * x.shape[-1]) for x in (keys, values))
+    heads = (_Heads * 3)((q_BHK.data_ptr(), q_BHK.stride(0), q_BHK.stride(1)), *cached)
+    shape = _Shape(num_heads, num_kv_heads, key_size, value_size, 0, 1)
+    sizes = (num_rows, tables_BC.shape[1], block_size)
+    places = (tables_BC.data_ptr(), lengths_B.data_ptr(), *sizes, out_BHU.data_ptr())
+    if not library.cached_attention(heads, ctypes.byref(shape), *places):
+        raise MemoryError(f"no memory for the scores of rows of at most {int(lengths_B.max())} positions")
+    return out_BHU
+
+
 def _attend(library: ctypes.CDLL, q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, table: RowTable) -> Tensor:
     if torch.is_grad_enabled() and any(heads.requires_grad for heads in (q_THK, k_TJK, v_TJU)):
         return _Attention.apply(library, q_THK, k_TJK, v_TJU, table)
