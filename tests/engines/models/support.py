@@ -1,15 +1,19 @@
-"""Tiny transformers models and our decoder with the same weights."""
+"""Tiny transformers models and our decoder with the same weights; a machine without a C++ compiler."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor
 
 from spmdrl.engines.models.decoder import Decoder
 from spmdrl.engines.models.hf.model_folder import read_config
 from spmdrl.engines.models.hf.weight_check import open_weights
+from spmdrl.engines.models.kernels.cpp.cpu_library import cpu_library
 from spmdrl.engines.models.layers import PackedCausalAttention
 from spmdrl.types import offsets_of, whole_slice
 from tests.support.chosen_device import chosen_device
@@ -37,3 +41,17 @@ def packed_logits(decoder: Decoder, rows: list[Tensor]) -> list[Tensor]:
     tokens_T = torch.cat(rows).to(device)
     logits_TV = decoder(tokens_T, positions_T, attend, lambda hidden_TD, head_VD: hidden_TD @ head_VD.T)
     return list(logits_TV.cpu().split(lengths))
+
+
+@contextmanager
+def no_cpu_library() -> Iterator[None]:
+    """Within the block no compiler is found, so that PyTorch's operations run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", "")
+        patch.delenv("CXX", raising=False)
+        cpu_library.cache_clear()
+        try:
+            assert cpu_library() is None
+            yield
+        finally:
+            cpu_library.cache_clear()

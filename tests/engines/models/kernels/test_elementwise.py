@@ -12,6 +12,7 @@ from torch import Tensor
 from spmdrl.engines.models.kernels import cpu, ops, plain
 from spmdrl.engines.models.kernels.cpp import cpu_library as library
 from spmdrl.engines.models.kernels.cpp import elementwise
+from tests.engines.models.support import no_cpu_library
 
 pytestmark = pytest.mark.cpu_only(reason="the library is the CPU's")
 
@@ -132,7 +133,7 @@ def test_swiglu_of_what_overflows_an_exponential_and_of_no_number() -> None:
     )
 
 
-def test_other_dtypes_and_machines_without_a_compiler_have_pytorch_s_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_dtypes_and_machines_without_a_compiler_have_pytorch_s_bits() -> None:
     def agree(dtype: torch.dtype) -> None:
         torch.manual_seed(0)
         x, gate, weight = (torch.randn(shape).to(dtype) for shape in ((9, 4, 32), (9, 4, 32), (32,)))
@@ -142,11 +143,5 @@ def test_other_dtypes_and_machines_without_a_compiler_have_pytorch_s_bits(monkey
         assert ops.swiglu(gate, x).equal(plain.swiglu(gate, x))
 
     agree(torch.bfloat16)
-    monkeypatch.setenv("PATH", "")
-    monkeypatch.delenv("CXX", raising=False)
-    library.cpu_library.cache_clear()
-    try:
-        assert library.cpu_library() is None
+    with no_cpu_library():
         agree(torch.float32)
-    finally:
-        library.cpu_library.cache_clear()

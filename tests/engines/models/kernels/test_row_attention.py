@@ -18,6 +18,7 @@ from spmdrl.engines.models.kernels.cpp import row_attention
 from spmdrl.engines.models.kernels.packed import PackedRows
 from spmdrl.engines.models.kernels.prefixed import PrefixedRows, padded_prefixed_attention
 from spmdrl.types import offsets_of
+from tests.engines.models.support import no_cpu_library
 
 pytestmark = pytest.mark.cpu_only(reason="the library is the CPU's")
 
@@ -179,7 +180,7 @@ def test_cached_positions_have_the_bits_of_whole_rows(sizes, block_size):
         assert decoded.equal(torch.stack([whole[number][place] for number in there]))
 
 
-def test_other_dtypes_and_machines_without_a_compiler_have_pytorch_s_bits(monkeypatch):
+def test_other_dtypes_and_machines_without_a_compiler_have_pytorch_s_bits():
     rows, prefixed = PackedRows(offsets_of([9, 21])), PrefixedRows(offsets_of([10]), [7, 13], [0, 0])
 
     def agree(dtype: torch.dtype) -> None:
@@ -188,11 +189,5 @@ def test_other_dtypes_and_machines_without_a_compiler_have_pytorch_s_bits(monkey
         assert ops.prefixed_attention(*inputs, prefixed).equal(padded_prefixed_attention(*inputs, prefixed))
 
     agree(torch.bfloat16)
-    monkeypatch.setenv("PATH", "")
-    monkeypatch.delenv("CXX", raising=False)
-    library.cpu_library.cache_clear()
-    try:
-        assert library.cpu_library() is None
+    with no_cpu_library():
         agree(torch.float32)
-    finally:
-        library.cpu_library.cache_clear()
