@@ -22,7 +22,7 @@ from tests.support import simulated_accelerator
 from tests.support.jobs import ROOT, finished, metrics_of, run_job, summary_of, tiny_config, untimed, weights_digest
 from tests.support.ranks import end, fork
 
-from spmdrl.engines.models.kernels import cpu, ops, plain
+from spmdrl.engines.models.kernels import cpu, ops, plain, prefixed
 from spmdrl.engines.training.context import block_kernels
 from spmdrl.observability.timeline.timeline import MemorySnapshot, read_timeline
 
@@ -48,6 +48,8 @@ def as_the_device_computes() -> None:
     ops.TABLE["blocked_linear"]["cpu"] = plain.blocked_linear
     ops.TABLE["rms_norm"]["cpu"], ops.TABLE["rotate"]["cpu"] = cpu.rms_norm, cpu.rotate
     ops.TABLE["swiglu"]["cpu"] = plain.swiglu
+    ops.TABLE["packed_attention"]["cpu"] = cpu.packed_attention
+    ops.TABLE["prefixed_attention"]["cpu"] = prefixed.padded_prefixed_attention
     block_kernels.PADDED_KERNELS["cpu"] = block_kernels.PLAIN
     torch.backends.cuda.enable_flash_sdp(False)
 

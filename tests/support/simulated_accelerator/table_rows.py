@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from spmdrl.engines.generation.native.cache import cached_attention
-from spmdrl.engines.models.kernels import cpu, ops, plain
+from spmdrl.engines.models.kernels import cpu, ops, plain, prefixed
 from spmdrl.engines.training.update import optimizer
 from spmdrl.resources import device as devices
 
@@ -25,6 +25,8 @@ def fill_tables(name: str, library: str) -> None:
     # Nor does it read memory by its address.
     ops.TABLE["rms_norm"][name], ops.TABLE["rotate"][name] = cpu.rms_norm, cpu.rotate
     ops.TABLE["swiglu"][name] = plain.swiglu
+    ops.TABLE["packed_attention"][name] = cpu.packed_attention
+    ops.TABLE["prefixed_attention"][name] = prefixed.padded_prefixed_attention
     ops.TABLE["paged_attention"][name] = torch.ops.simulated.paged_attention
     cached_attention.WHOLE_ROW_TILES[name] = cached_attention.WHOLE_ROW_TILES["cpu"]
     cached_attention.ONE_BY_ONE[name] = cached_attention.ONE_BY_ONE["cpu"]
