@@ -73,6 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompts", type=int, default=8, help="prompts of a step, with 4 responses each")
     parser.add_argument("--length", type=int, default=56, help="most tokens of a response")
     parser.add_argument("--steps", type=int, default=3, help="steps of each run, the first of which is not counted")
+    parser.add_argument("--portions", type=int, default=8, help="dock.portions")
     parser.add_argument("--rounds", type=int, default=3, help="how often all run in turn")
 
 
@@ -136,6 +137,7 @@ def _train(arguments: argparse.Namespace, inputs: Path, *, case: str, fuse: bool
         "reshard.swap": "never",
         "resources.device": "cpu",
         "dock.fuse": str(fuse).lower(),
+        "dock.portions": arguments.portions,
     }
     if case == "tool":
         settings |= {"environment.function": f"{inputs / 'slow_tool.py'}:Slow", "environment.workers": 16,
