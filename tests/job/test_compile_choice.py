@@ -97,6 +97,8 @@ def made_graphs(world: World, folder: Path) -> list[int]:
 
 
 def _compiled_steps(run: CheckedRun, world: World, folder: Path) -> list[object]:
+    console, source = mock.Mock(), ModelSource(folder, decoder_config(run.config.model.make))
     with mock.patch.object(forward, "CompiledStep") as made:
-        build_policys_replica(run, ModelSource(folder, decoder_config(run.config.model.make)), world)
+        build_policys_replica(run, source, world, console)
+    assert console.note.called == made.called, "a run says that it compiles by itself"
     return made.call_args_list
