@@ -2,7 +2,8 @@
 
     every rank   beat: what it is at -> the job's store          looks there whether the job hangs
     rank 0       reads all beats -> decides -> one line in the store
-    the others   decide by themselves where no beat of rank 0 comes any more, which keeps the store
+    the others   decide by themselves where no beat of rank 0 comes any more, which keeps the store, and each about
+                 itself once rank 0 has ended
     C's own      timer of `faulthandler`: writes stacks and ends a process in which no thread of Python runs
 
 No collective is involved, and nothing of it runs in the threads that work.
@@ -125,14 +126,15 @@ class MainsBeat:
         self._store = store
         self._text = ""
         self.came_at = time.monotonic()
-        """infinite once rank 0 watches no longer"""
+        self.has_ended = False
+        """whether rank 0 watches no longer"""
 
     def read(self) -> None:
         """Take it if it is new."""
         if not self._store.check([f"{_BEAT}0"]):
             return
         if (text := self._store.get(f"{_BEAT}0").decode()) != self._text:
-            self._text, self.came_at = text, math.inf if text == _GONE else time.monotonic()
+            self._text, self.came_at, self.has_ended = text, time.monotonic(), text == _GONE
 
     def state(self) -> RankState | None:
         """What rank 0 was at, if it ever wrote it."""
@@ -210,7 +212,14 @@ class HangWatch:
             if self._store is None:
                 self._decide([self._state()], {})
             elif self._main is not None and not self._ended.is_set():
-                self._decide_on_main(self._main)
+                self._decide_alone() if self._main.has_ended else self._decide_on_main(self._main)
+
+    def _decide_alone(self) -> None:
+        """End this rank where rank 0 has ended and it still stands still: no other will decide that."""
+        config, state = self._config, self._state()
+        if culprits([state], {}, config.limit_seconds):
+            line = hang_line([config.rank], [state], {}, config.limit_seconds)
+            self._end(f"rank 0 has ended, and {line}", shows=True, has_store=False)
 
     def _decide_on_main(self, main: MainsBeat) -> None:
         """End this rank where rank 0, which decides else, hasn't answered for too long."""
@@ -255,7 +264,7 @@ class HangWatch:
         except RuntimeError:
             # Rank 0, which keeps the store, has ended: what waits for it fails by itself.
             if self._main is not None:
-                self._main.came_at = math.inf
+                self._main.has_ended = True
 
     def _beat(self, store: dist.Store) -> None:
         """Write what this rank is at, once it is time for that."""
