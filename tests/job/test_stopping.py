@@ -258,6 +258,58 @@ def test_the_same_signal_again_ends_at_once_unless_it_was_forwarded(seconds, cod
     assert (done.returncode, done.stdout) == (code, "SIGTERM\n" if code == 0 else "")
 
 
+WAITING = """
+import sys
+from datetime import timedelta
+import torch.distributed as dist
+from spmdrl.resources.watch import stop_request
+from spmdrl.resources.watch.stop_request import request
+stop_request._LEAVING_SECONDS = 0.5
+with request.handling_signals(0):
+    request.begin_set_up()
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True)
+    print("waits", flush=True)
+    store.wait(["what never comes"], timedelta(seconds=60))
+"""
+
+
+def test_a_rank_that_waits_outside_of_python_while_it_is_set_up_leaves_in_time():
+    job = subprocess.Popen(
+        [sys.executable, "-c", WAITING], env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert job.stdout.readline() == "waits\n"
+        time.sleep(0.2)
+        job.send_signal(signal.SIGTERM)
+        _, errors = job.communicate(timeout=20)
+    finally:
+        job.kill()
+    assert job.returncode == STOPPED, errors
+    assert "stopped by SIGTERM before it began" in errors
+
+
+FORKED = """
+import os, signal, time
+from spmdrl.resources.watch import stop_request
+from spmdrl.resources.watch.stop_request import request
+stop_request._LEAVING_SECONDS = 0.2
+with request.handling_signals(0):
+    request.begin_set_up()
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(7))
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(10)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    time.sleep(1)
+"""
+
+
+def test_the_end_of_a_forked_process_is_not_this_ones():
+    done = subprocess.run([sys.executable, "-c", FORKED], env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize(
     ("text", "seconds"), [("0:00:02", 2), ("11:50:00", 42600), ("1-00:00:00", 86400), (None, None)]
 )

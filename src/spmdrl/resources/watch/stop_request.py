@@ -9,7 +9,9 @@ from __future__ import annotations
 import _thread
 import os
 import signal
+import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -23,6 +25,9 @@ STOPPED = 75
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 # A signal that a launcher forwards arrives twice where the sender reached all processes.
 _TWICE_SECONDS = 1.0
+# In which a rank that is set up leaves by itself: its main thread may wait in C++, where no handler of Python runs.
+# Launchers kill after 30 s.
+_LEAVING_SECONDS = 20.0
 # Whose handler the main thread runs where another thread has found the request.
 _FORWARDED = signal.SIGUSR1
 
@@ -74,11 +79,34 @@ class StopRequest:
         before = {number: signal.signal(number, self._on_signal) for number in ours}
         self.is_handled = True
         try:
-            yield
+            with self._leaving_in_time():
+                yield
         finally:
             self.is_handled = False
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+    @contextmanager
+    def _leaving_in_time(self) -> Iterator[None]:
+        """Within the block a thread learns of signals at once, and ends a rank that is set up and doesn't leave."""
+        received, sent = socket.socketpair()
+        sent.setblocking(False)
+        before = signal.set_wakeup_fd(sent.fileno(), warn_on_full_buffer=False)
+        threading.Thread(target=self._end_if_late, args=(received,), name="leaving", daemon=True).start()
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(before)
+            sent.close()
+
+    def _end_if_late(self, received: socket.socket) -> None:
+        with received:
+            while number := received.recv(1):
+                if number[0] in SIGNALS and self.phase == "setting up":
+                    time.sleep(_LEAVING_SECONDS)
+                    if self.is_handled and self.phase == "setting up":
+                        self.note(signal.Signals(number[0]).name)
+                        self._end_at_once()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
@@ -127,6 +155,15 @@ class StopRequest:
 
 request = StopRequest()
 """that of this process, as its signals are"""
+
+
+def _forget_wakeup() -> None:
+    # A forked process would write its own signals where this one reads.
+    if request.is_handled:
+        signal.set_wakeup_fd(-1)
+
+
+os.register_at_fork(after_in_child=_forget_wakeup)
 
 
 def stop_reason() -> str | None:
