@@ -15,7 +15,11 @@ from spmdrl.bench.faults.fault_tally import Tally
 from spmdrl.bench.faults.kills.killed_jobs import AfterKill
 from spmdrl.observability.logs.jsonl import read_jsonl
 
-_STEPS = ("train.max_steps=10", "checkpoint.interval=2", "checkpoint.keep_last=2", "eval.interval=5")
+_STEPS = (
+    "train.max_steps=10", "checkpoint.interval=2", "checkpoint.keep_last=2", "eval.interval=5",
+    # A start-up, which may take three times that, writes its ranks' stacks before the job is ended from outside.
+    "resources.stage_timeout_seconds=30",
+)  # fmt: skip
 _LONG = ("model.make.max_positions=64", "rollout.max_completion_length=24")
 _CHARS = "model.make.chars='0123456789+=<>? '"
 _RIGHT = """
