@@ -113,6 +113,23 @@ def test_a_run_whose_time_limit_comes_near_saves_and_is_requeued(cluster, config
     assert weights_digest(folder, STEPS) == uninterrupted
 
 
+def test_a_run_that_loses_a_node_is_requeued_and_ends_with_the_same_weights(cluster, config, uninterrupted):
+    folder = config.parent / "lost"
+    job = submit(cluster, config, folder)
+    wait_for_checkpoint(folder)
+    with cluster.without("n2"):
+        deadline = time.monotonic() + 120
+        while cluster.job(job)["Restarts"] == "0":
+            assert time.monotonic() < deadline, log_of(config, job)[-3000:]
+            time.sleep(0.5)
+    ended = cluster.wait_for(job, "COMPLETED", "FAILED", "CANCELLED")
+    log = log_of(config, job)
+    assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), log[-3000:]
+    assert "DUE TO NODE FAILURE" in log and "resumed from" in log
+    assert weights_digest(folder, STEPS) == uninterrupted
+    assert_no_process_is_left(cluster)
+
+
 def test_a_cancelled_run_leaves_no_process_and_is_not_requeued(cluster, config):
     folder = config.parent / "cancelled"
     job = submit(cluster, config, folder)

@@ -125,6 +125,29 @@ class Slurm:
                     found[int(folder.name)] = command
         return found
 
+    @contextmanager
+    def without(self, node: str) -> Iterator[None]:
+        """Within the block a node doesn't answer, as where its link is down: all that runs on it stands still."""
+        stopped = self._processes_of(node)
+        assert len(stopped) > 1, f"nothing runs on {node}"
+        try:
+            for pid in stopped:
+                os.kill(pid, signal.SIGSTOP)
+            yield
+        finally:
+            for pid in stopped:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
+
+    def _processes_of(self, node: str) -> list[int]:
+        """A node's daemon, the tasks that run there, and what looks after these."""
+        named = f"SLURMD_NODENAME={node}".encode()
+        jobs = self.processes()
+        tasks = [pid for pid in jobs if named in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")]
+        parents = {int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) for pid in tasks}
+        daemon = (self.folder / f"slurmd.{node}.pid").read_text()
+        return [int(daemon), *(parents & jobs.keys()), *tasks]
+
 
 @contextmanager
 def slurm(extra: str = "") -> Iterator[Slurm]:
