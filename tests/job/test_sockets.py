@@ -46,12 +46,14 @@ def is_rank(pid: int) -> bool:
 def test_only_ranks_listen_and_on_loopback_alone(tmp_path, ranks):
     launcher = ["-m", "spmdrl.torchrun", f"--nproc-per-node={ranks}"] if ranks > 1 else []
     arguments = [str(tiny_config(tmp_path)), f"run.dir={tmp_path / 'run'}", "train.max_steps=100000"]
-    command = [sys.executable, *launcher, "-m", "spmdrl", "train", *arguments]
-    job = subprocess.Popen(command, env=environment(), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    command = [sys.executable, *launcher, "-m", "spmdrl", "train", *arguments, "rollout.compile=false"]
+    screen = tmp_path / "screen"
+    with screen.open("w") as shown:
+        job = subprocess.Popen(command, env=environment(), cwd=ROOT, stdout=shown, stderr=shown)
     try:
         deadline = time.monotonic() + 100
         while not (tmp_path / "run/metrics.jsonl").exists() or len(metrics_of(tmp_path / "run")) < 2:
-            assert job.poll() is None and time.monotonic() < deadline
+            assert job.poll() is None and time.monotonic() < deadline, screen.read_text()
             time.sleep(0.2)
         pids = [job.pid, *(one.pid for one in ProcessTree(job.pid).members())]
         found = listening(pids)
