@@ -30,6 +30,7 @@ from pathlib import Path
 from spmdrl.bench.harness.bench_table import BenchTable
 from spmdrl.bench.harness.in_turn import in_turn
 from spmdrl.bench.harness.train_runs import STEPS_OF_WARM_UP, check_steps, train_steps
+from spmdrl.dataflow.samples.dock import DockConfig
 from spmdrl.observability.timeline.timeline import read_timeline
 
 CASES = ("reward", "tool")
@@ -73,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompts", type=int, default=8, help="prompts of a step, with 4 responses each")
     parser.add_argument("--length", type=int, default=56, help="most tokens of a response")
     parser.add_argument("--steps", type=int, default=3, help="steps of each run, the first of which is not counted")
-    parser.add_argument("--portions", type=int, default=8, help="dock.portions")
+    parser.add_argument("--portions", type=int, default=DockConfig().portions, help="dock.portions")
     parser.add_argument("--rounds", type=int, default=3, help="how often all run in turn")
 
 

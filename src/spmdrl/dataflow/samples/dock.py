@@ -36,7 +36,7 @@ class DockConfig:
     balance: Literal["cost", "rows"] = "cost"
     """what ranks get equal shares of; cost: the model's work for rows, and for groups that are to be generated what is
     expected of their prompts' earlier responses; rows: their numbers, for comparison"""
-    portions: Annotated[int, Ge(1)] = 8
+    portions: Annotated[int, Ge(1)] = 16
     """parts of a step's responses that models score one after another where rows wait for an environment: of each
     replica equal shares of its rows in the order in which they ended, the later ones smaller; where replicas keep
     responses for a later step, its groups in the order in which they are whole"""
