@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.engines.generation.native.packed_experts import ExpertsProduct
-from spmdrl.engines.models.kernels.cpu import blocked_linear_takes
+from spmdrl.engines.models.kernels.onednn import blocked_linear_takes
 from spmdrl.engines.models.moe import Experts, MoeConfig
 
 pytestmark = pytest.mark.cpu_only(reason="no other device has a layout to pack weights in")

@@ -20,7 +20,7 @@ from spmdrl.engines.generation.native.compiled import multiply_outside
 from spmdrl.engines.generation.native.packed_experts import ExpertsProduct
 from spmdrl.engines.models.decoder import Decoder, SelfAttention
 from spmdrl.engines.models.kernels import ops
-from spmdrl.engines.models.kernels.cpu import BlockedLinear
+from spmdrl.engines.models.kernels.onednn import BlockedLinear
 from spmdrl.engines.models.layers import FeedForward
 from spmdrl.engines.models.lora import AdaptedLinear
 from spmdrl.engines.models.moe import Experts

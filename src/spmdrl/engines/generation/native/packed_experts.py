@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.engines.models.kernels import ops
-from spmdrl.engines.models.kernels.cpu import BlockedLinear
+from spmdrl.engines.models.kernels.onednn import BlockedLinear
 from spmdrl.engines.models.moe import Experts
 
 # With smaller projections, calling a packed product takes longer than it saves.

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spmdrl.engines.models.kernels import cpu, cuda, invariant, npu, plain
+from spmdrl.engines.models.kernels import cpu, cuda, invariant, npu, onednn, plain
 from spmdrl.engines.models.kernels.cpp import elementwise, row_attention
 from spmdrl.engines.models.kernels.packed import PackedRows
 from spmdrl.engines.models.kernels.prefixed import PrefixedRows
@@ -25,7 +25,7 @@ TABLE: dict[str, dict[str, Callable[..., Any]]] = {
     "sigmoid": {"cpu": plain.sigmoid, "cuda": plain.sigmoid, "npu": plain.sigmoid},
     "masked_attention": {"cpu": plain.masked_attention, "cuda": plain.masked_attention, "npu": plain.masked_attention},
     "grouped_linear": {"cpu": cpu.grouped_linear, "cuda": cuda.grouped_linear, "npu": npu.grouped_linear},
-    "blocked_linear": {"cpu": cpu.blocked_linear, "cuda": plain.blocked_linear, "npu": plain.blocked_linear},
+    "blocked_linear": {"cpu": onednn.blocked_linear, "cuda": plain.blocked_linear, "npu": plain.blocked_linear},
     "add_matmul": {"cpu": cpu.add_matmul, "cuda": cuda.add_matmul, "npu": npu.add_matmul},
     "paged_attention": {"cpu": cpu.paged_attention, "cuda": cuda.paged_attention, "npu": plain.paged_attention},
     "packed_attention": {
@@ -82,7 +82,7 @@ def grouped_linear(rows_MD: Tensor, weights_EOD: Tensor, counts_E: Tensor) -> Te
     return implementation("grouped_linear", rows_MD)(rows_MD, weights_EOD, counts_E)
 
 
-def blocked_linear(weight_OD: Tensor, bias_O: Tensor | None) -> cpu.BlockedLinear | None:
+def blocked_linear(weight_OD: Tensor, bias_O: Tensor | None) -> onednn.BlockedLinear | None:
     """A linear layer with a copy of this weight that is faster than F.linear without gradients; None if none is."""
     return implementation("blocked_linear", weight_OD)(weight_OD, bias_O)
 

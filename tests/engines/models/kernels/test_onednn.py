@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from spmdrl.engines.models.kernels import ops
-from spmdrl.engines.models.kernels.cpu import BlockedLinear, blocked_linear_takes
+from spmdrl.engines.models.kernels.onednn import BlockedLinear, blocked_linear_takes
 
 SIZES = [(97, 33), (192, 64), (48, 160), (1, 8), (640, 1100)]
 
