@@ -45,7 +45,7 @@ SHARE = 0.01
 
 
 def as_the_device_computes() -> None:
-    ops.TABLE["blocked_linear"]["cpu"] = plain.blocked_linear
+    ops.TABLE["blocked_linear"]["cpu"], ops.TABLE["linear"]["cpu"] = plain.blocked_linear, plain.linear
     ops.TABLE["rms_norm"]["cpu"], ops.TABLE["rotate"]["cpu"] = cpu.rms_norm, cpu.rotate
     ops.TABLE["swiglu"]["cpu"] = plain.swiglu
     ops.TABLE["packed_attention"]["cpu"] = cpu.packed_attention

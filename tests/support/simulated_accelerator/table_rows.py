@@ -20,8 +20,8 @@ def fill_tables(name: str, library: str) -> None:
     devices.BACKENDS[name] = f"cpu:gloo,{name}:{library}"
     for functions in ops.TABLE.values():
         functions[name] = functions["cpu"]
-    # Weights in blocks are oneDNN's own tensors, which no other device can hold.
-    ops.TABLE["blocked_linear"][name] = plain.blocked_linear
+    # Weights in blocks are oneDNN's own tensors, and its products are a CPU's, which no other device can hold or run.
+    ops.TABLE["blocked_linear"][name], ops.TABLE["linear"][name] = plain.blocked_linear, plain.linear
     # Nor does it read memory by its address.
     ops.TABLE["rms_norm"][name], ops.TABLE["rotate"][name] = cpu.rms_norm, cpu.rotate
     ops.TABLE["swiglu"][name] = plain.swiglu

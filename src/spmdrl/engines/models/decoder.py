@@ -16,7 +16,7 @@ from typing import Literal, TypeVar
 from torch import Tensor, nn
 
 from spmdrl.engines.models.latent import LatentAttention, LatentConfig
-from spmdrl.engines.models.layers import Attend, FeedForward, RMSNorm, Rotation
+from spmdrl.engines.models.layers import Attend, FeedForward, Linear, RMSNorm, Rotation
 from spmdrl.engines.models.lora import LoraConfig, add_adapters, is_adapter
 from spmdrl.engines.models.moe import MoeConfig, Route, SparseFeedForward
 from spmdrl.engines.models.rope_scaling import RopeScaling
@@ -129,10 +129,10 @@ class SelfAttention(nn.Module):
         self.layer = layer
         self.head_size = config.head_size
         self.rotates = layer not in config.unrotated_layers
-        self.q_proj = nn.Linear(config.hidden_size, query_size, bias=config.attention_bias)
-        self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=config.attention_bias)
-        self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=config.attention_bias)
-        self.o_proj = nn.Linear(query_size, config.hidden_size, bias=config.output_bias)
+        self.q_proj = Linear(config.hidden_size, query_size, bias=config.attention_bias)
+        self.k_proj = Linear(config.hidden_size, kv_size, bias=config.attention_bias)
+        self.v_proj = Linear(config.hidden_size, kv_size, bias=config.attention_bias)
+        self.o_proj = Linear(query_size, config.hidden_size, bias=config.output_bias)
         self.q_norm = RMSNorm(config.head_size, config.rms_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_size, config.rms_eps) if config.qk_norm else None
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from spmdrl.engines.models.layers import Attend, RMSNorm, Rotation
+from spmdrl.engines.models.layers import Attend, Linear, RMSNorm, Rotation
 
 # transformers' DeepSeek norms of the compressed vectors have this, whatever rms_norm_eps is.
 _LATENT_EPS = 1e-6
@@ -63,16 +63,16 @@ class LatentAttention(nn.Module):
         self.layer = layer
         query_size = num_heads * config.head_size
         if config.query_rank is None:
-            self.q_proj = nn.Linear(hidden_size, query_size, bias=False)
+            self.q_proj = Linear(hidden_size, query_size, bias=False)
         else:
-            self.q_a_proj = nn.Linear(hidden_size, config.query_rank, bias=bias)
+            self.q_a_proj = Linear(hidden_size, config.query_rank, bias=bias)
             self.q_a_layernorm = RMSNorm(config.query_rank, _LATENT_EPS)
-            self.q_b_proj = nn.Linear(config.query_rank, query_size, bias=False)
-        self.kv_a_proj_with_mqa = nn.Linear(hidden_size, config.key_value_rank + config.rotary_size, bias=bias)
+            self.q_b_proj = Linear(config.query_rank, query_size, bias=False)
+        self.kv_a_proj_with_mqa = Linear(hidden_size, config.key_value_rank + config.rotary_size, bias=bias)
         self.kv_a_layernorm = RMSNorm(config.key_value_rank, _LATENT_EPS)
         expanded_size = num_heads * (config.plain_size + config.value_size)
-        self.kv_b_proj = nn.Linear(config.key_value_rank, expanded_size, bias=False)
-        self.o_proj = nn.Linear(num_heads * config.value_size, hidden_size, bias=bias)
+        self.kv_b_proj = Linear(config.key_value_rank, expanded_size, bias=False)
+        self.o_proj = Linear(num_heads * config.value_size, hidden_size, bias=bias)
 
     def forward(self, hidden_TD: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
         q_THK = self._queries(hidden_TD, rotation)

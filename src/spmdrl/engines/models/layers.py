@@ -67,14 +67,21 @@ class Rotation:
         return self.apply(torch.cat((heads[..., 0::2], heads[..., 1::2]), dim=-1))
 
 
+class Linear(nn.Linear):
+    """A projection by the product that is the fastest on its device."""
+
+    def forward(self, values: Tensor) -> Tensor:
+        return ops.linear(values, self.weight, self.bias)
+
+
 class FeedForward(nn.Module):
     """SwiGLU feed-forward layer (arXiv:2002.05202, eq. 6)."""
 
     def __init__(self, hidden_size: int, intermediate_size: int, *, bias: bool = False):
         super().__init__()
-        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
-        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
-        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
+        self.gate_proj = Linear(hidden_size, intermediate_size, bias=bias)
+        self.up_proj = Linear(hidden_size, intermediate_size, bias=bias)
+        self.down_proj = Linear(intermediate_size, hidden_size, bias=bias)
 
     def forward(self, hidden_TD: Tensor) -> Tensor:
         return self.down_proj(ops.swiglu(*self.project(hidden_TD)))

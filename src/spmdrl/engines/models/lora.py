@@ -12,9 +12,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-import torch.nn.functional as F
 from annotated_types import Ge, Interval
 from torch import Tensor, nn
+
+from spmdrl.engines.models.kernels import ops
+from spmdrl.engines.models.layers import Linear
 
 PROJECTIONS = (
     "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
@@ -55,13 +57,13 @@ class LoraConfig:
         return self.alpha / self.rank
 
 
-class AdaptedLinear(nn.Linear):
+class AdaptedLinear(Linear):
     """A projection and its adapter, whose output is added to that of the tokens that `adapted` names."""
 
-    def __init__(self, linear: nn.Linear, lora: LoraConfig):
+    def __init__(self, linear: Linear, lora: LoraConfig):
         super().__init__(linear.in_features, linear.out_features, bias=linear.bias is not None)
-        self.lora_A = nn.Linear(linear.in_features, lora.rank, bias=False)
-        self.lora_B = nn.Linear(lora.rank, linear.out_features, bias=False)
+        self.lora_A = Linear(linear.in_features, lora.rank, bias=False)
+        self.lora_B = Linear(lora.rank, linear.out_features, bias=False)
         self.scale = lora.scale
         self.adapted: AdaptedTokens = "all"
         self.num_bias_shares = 1
@@ -69,7 +71,7 @@ class AdaptedLinear(nn.Linear):
 
     def forward(self, values: Tensor) -> Tensor:
         bias = self.bias if self.num_bias_shares == 1 else self.bias / self.num_bias_shares
-        return self.with_adapter(F.linear(values, self.weight, bias), values)
+        return self.with_adapter(ops.linear(values, self.weight, bias), values)
 
     def with_adapter(self, output: Tensor, values: Tensor) -> Tensor:
         """The projection's own output [T, outputs] with the adapter's; where half gets it, added in place."""
@@ -87,7 +89,7 @@ def add_adapters(decoder: nn.Module, lora: LoraConfig) -> None:
 
     Raises ValueError where the decoder has no such projection, or has experts in its place.
     """
-    there = {path: module for path, module in decoder.named_modules() if type(module) is nn.Linear}
+    there = {path: module for path, module in decoder.named_modules() if type(module) is Linear}
     names = {path.rpartition(".")[2] for path in there} & set(PROJECTIONS)
     if any(path.endswith("experts") for path, _ in decoder.named_modules()):
         names -= set(_FEED_FORWARD)

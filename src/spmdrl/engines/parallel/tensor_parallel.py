@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spmdrl.engines.models.decoder import Decoder, DecoderConfig
+from spmdrl.engines.models.kernels import ops
+from spmdrl.engines.models.layers import Linear
 from spmdrl.engines.models.lora import AdaptedLinear
 from spmdrl.engines.parallel.axis_collectives import gather_rows, scatter_row_sums
 from spmdrl.engines.parallel.parts import Parts, TensorCopies
@@ -128,13 +130,13 @@ def _share_bias(decoder: Decoder, name: str, axis: Axis) -> None:
 class _SharedBiasLinear(nn.Module):
     """A projection whose outputs are summed over ranks, each of which adds its share of the bias."""
 
-    def __init__(self, linear: nn.Linear, num_ranks: int):
+    def __init__(self, linear: Linear, num_ranks: int):
         super().__init__()
         self.weight, self.bias = linear.weight, linear.bias
         self.num_ranks = num_ranks
 
     def forward(self, values: Tensor) -> Tensor:
-        return F.linear(values, self.weight, self.bias / self.num_ranks)
+        return ops.linear(values, self.weight, self.bias / self.num_ranks)
 
 
 class _EmbeddingPart(nn.Module):

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.kernels import ops
-from spmdrl.engines.models.kernels.plain import linear
 from spmdrl.engines.models.kernels.prefixed import Copies, copy_rows
 from spmdrl.engines.parallel.axis_collectives import gather_own_gradient, gather_rows
 from spmdrl.engines.parallel.weight_cuts import VocabularyPart
@@ -220,7 +219,7 @@ class _LogprobsAndEntropy(torch.autograd.Function):
                 by_logits_CV.scatter_add_(1, columns_CJ, by_logprob_PJ[rows] * here_CJ)
             del logprobs_CV
             by_logits_CV = by_logits_CV.to(head_weight_VD.dtype)
-            by_hidden_PD[rows] = by_logits_CV @ head_weight_VD
+            by_hidden_PD[rows] = ops.linear(by_logits_CV, head_weight_VD.T)
             ops.add_matmul(by_head_VD, by_logits_CV, hidden_PD[rows])
             del by_logits_CV
         return by_hidden_PD, by_head_VD.to(head_weight_VD.dtype), None, None, None, None
@@ -237,7 +236,7 @@ def _chunks(num_rows: int, vocab_size: int, chunk_bytes: int) -> Iterator[slice]
 
 
 def _logits(hidden_CD: Tensor, head_weight_VD: Tensor, temperature: float) -> Tensor:
-    return linear(hidden_CD, head_weight_VD).to(torch.float32).div_(temperature)
+    return ops.linear(hidden_CD, head_weight_VD).to(torch.float32).div_(temperature)
 
 
 def _columns(targets_CJ: Tensor, vocabulary: VocabularyPart | None) -> tuple[Tensor, Tensor | int]:

@@ -1,11 +1,11 @@
-"""Linear layers with weights in blocks: right, alike for a row whatever is beside it, and reversible."""
+"""Products by oneDNN: right, with right gradients, and alike for a row whatever is beside it; blocks are reversible."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from spmdrl.engines.models.kernels import ops
+from spmdrl.engines.models.kernels import onednn, ops
 from spmdrl.engines.models.kernels.onednn import BlockedLinear, blocked_linear_takes
 
 SIZES = [(97, 33), (192, 64), (48, 160), (1, 8), (640, 1100)]
@@ -49,3 +49,50 @@ def test_the_weight_comes_back_as_it_was(num_out, num_in) -> None:
 def test_no_rows_and_other_dtypes() -> None:
     assert BlockedLinear(torch.randn(5, 3), None)(torch.empty(0, 3)).shape == (0, 5)
     assert ops.blocked_linear(torch.randn(5, 3, dtype=torch.float64), None) is None
+
+
+LARGE_SIZES = [(192, 256), (1100, 96), (97, 640)]
+
+
+@pytest.fixture(params=[True, False], ids=["onednn", "mkl"])
+def by_onednn(request, monkeypatch) -> bool:
+    """Products as on processors that have one of the two as the faster."""
+    monkeypatch.setattr(onednn, "_is_faster", lambda: request.param)
+    return request.param
+
+
+@pytest.mark.parametrize(("num_out", "num_in"), LARGE_SIZES)
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_products_and_their_gradients_are_those_in_float64(num_out, num_in, has_bias, by_onednn) -> None:
+    torch.manual_seed(0)
+    shapes = ((37, num_in), (num_out, num_in), (num_out,))
+    inputs = [torch.randn(shape).requires_grad_() for shape in shapes[: 3 if has_bias else 2]]
+    assert onednn.linear_takes(inputs[1]) == by_onednn
+    doubles = [x.detach().double().requires_grad_() for x in inputs]
+    slope = torch.randn(num_out, 37).T
+    (ops.linear(*inputs) * slope).sum().backward()
+    (torch.nn.functional.linear(*doubles) * slope.double()).sum().backward()
+    for x, double in zip(inputs, doubles, strict=True):
+        assert (x.grad - double.grad).abs().max() < 1e-5 * double.grad.abs().max()
+
+
+@pytest.mark.parametrize(("num_out", "num_in"), LARGE_SIZES)
+def test_training_and_packed_weights_give_a_row_the_same_bits(num_out, num_in, monkeypatch) -> None:
+    monkeypatch.setattr(onednn, "_is_faster", lambda: True)
+    torch.manual_seed(0)
+    weight, rows = torch.randn(num_out, num_in).requires_grad_(), torch.randn(1000, num_in)
+    together = ops.linear(rows, weight)
+    packed = BlockedLinear(weight, None)
+    for num_rows in (1, 2, 3, 7, 16, 100, 511, 1000):
+        assert ops.linear(rows[-num_rows:], weight).equal(together[-num_rows:]), num_rows
+        if num_rows > 1:
+            assert packed(rows[-num_rows:]).equal(together[-num_rows:]), num_rows
+
+
+def test_only_what_needs_a_gradient_gets_one(monkeypatch) -> None:
+    monkeypatch.setattr(onednn, "_is_faster", lambda: True)
+    weight, rows = torch.randn(256, 256), torch.randn(20, 256)
+    assert not ops.linear(rows, weight).requires_grad
+    ops.linear(rows.requires_grad_(), weight).sum().backward()
+    assert weight.grad is None and rows.grad is not None
+    assert ops.linear(rows[:0], weight).shape == (0, 256)

@@ -55,6 +55,7 @@ CASES: dict[str, list[Case]] = {
     "rms_norm": [Case(((5, 16), (16,)), lambda device: (1e-6,)), Case(((5, 3, 16), (16,)), lambda device: (1e-5,))],
     "rotate": [Case(((12, 3, 8),), angles)],
     "swiglu": [Case(((7, 24), (7, 24)))],
+    "linear": [Case(((9, 16), (24, 16))), Case(((9, 16), (24, 16), (24,))), Case(((40, 256), (192, 256)))],
     "grouped_linear": [
         Case(((9, 16), (4, 8, 16)), counts(3, 0, 5, 1)),
         Case(((9, 13), (2, 7, 13)), counts(9, 0)),

@@ -47,6 +47,7 @@ def cases(num_tokens: int, width: int) -> dict[str, OperationCase]:
         "rotate": OperationCase((queries,), lambda device: _angles(num_tokens, head_size, device)),
         "swiglu": OperationCase(((num_tokens, width),) * 2),
         "sigmoid": OperationCase(((num_tokens, width),)),
+        "linear": OperationCase(((num_tokens, width), (width // 2, width), (width // 2,))),
         "grouped_linear": OperationCase(
             ((num_tokens, width), (_NUM_EXPERTS, width // 2, width)), lambda device: (_counts(num_tokens).to(device),)
         ),

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spmdrl.engines.generation.native.compiled import multiply_outside
@@ -21,7 +20,7 @@ from spmdrl.engines.generation.native.packed_experts import ExpertsProduct
 from spmdrl.engines.models.decoder import Decoder, SelfAttention
 from spmdrl.engines.models.kernels import ops
 from spmdrl.engines.models.kernels.onednn import BlockedLinear
-from spmdrl.engines.models.layers import FeedForward
+from spmdrl.engines.models.layers import FeedForward, Linear
 from spmdrl.engines.models.lora import AdaptedLinear
 from spmdrl.engines.models.moe import Experts
 
@@ -197,7 +196,7 @@ class Product:
         """Which of its decoder's products it is."""
 
     @classmethod
-    def of(cls, *layers: nn.Linear) -> Product:
+    def of(cls, *layers: Linear) -> Product:
         adapted = [layer if isinstance(layer, AdaptedLinear) else None for layer in layers]
         return cls([layer.weight for layer in layers], [layer.bias for layer in layers], adapted)
 
@@ -211,7 +210,7 @@ class Product:
             outputs = multiply_outside(rows_BD, self.number, self._width) if is_traced else self.packed(rows_BD)
             # Not split(), whose Python takes as long as a small product.
             return (outputs,) if len(self._sizes) == 1 else outputs.split_with_sizes(self._sizes, dim=-1)
-        return [F.linear(rows_BD, weight, bias) for weight, bias in zip(self.weights, self._biases, strict=True)]
+        return [ops.linear(rows_BD, weight, bias) for weight, bias in zip(self.weights, self._biases, strict=True)]
 
     @property
     def is_packed(self) -> bool:
@@ -242,7 +241,7 @@ def _installed(decoder: Decoder) -> Iterator[Product]:
     """Have the linear layers below the head run as products; yields these."""
     joined: set[nn.Module] = set()
     for module in decoder.modules():
-        layers: tuple[nn.Linear, ...] = ()
+        layers: tuple[Linear, ...] = ()
         if isinstance(module, SelfAttention):
             layers = (module.q_proj, module.k_proj, module.v_proj)
         elif isinstance(module, FeedForward):
@@ -252,7 +251,7 @@ def _installed(decoder: Decoder) -> Iterator[Product]:
             module.project = product = Product.of(*layers)
             yield product
     for module in decoder.model.modules():
-        is_whole = type(module) is nn.Linear or (isinstance(module, AdaptedLinear) and module.num_bias_shares == 1)
+        is_whole = type(module) is Linear or (isinstance(module, AdaptedLinear) and module.num_bias_shares == 1)
         if is_whole and module not in joined:
             product = Product.of(module)
             module.forward = lambda rows_BD, product=product: product(rows_BD)[0]

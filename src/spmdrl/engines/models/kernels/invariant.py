@@ -171,7 +171,8 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "swiglu": swiglu,
     "sigmoid": sigmoid,
     "grouped_linear": grouped_linear,
-    # Training has F.linear.
+    "linear": linear,
+    # Its bits are others than those of F.linear.
     "blocked_linear": plain.blocked_linear,
     "masked_attention": masked_attention,
     "paged_attention": paged_attention,

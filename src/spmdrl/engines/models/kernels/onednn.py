@@ -1,24 +1,88 @@
-"""Linear layers by oneDNN's products on a CPU.
+"""Linear layers by oneDNN's products on a CPU, which PyTorch itself leaves to MKL in float32.
+
+A row gets the same bits whatever is beside it, from 2 rows on, and whether the weight lies in blocks or plainly.
 
 Shape letters: `M` rows, `D` inputs and `O` outputs of a linear layer.
 """
 
 from __future__ import annotations
 
+from functools import cache
+from pathlib import Path
+from typing import Any
+
 import torch
 from torch import Tensor
+
+from spmdrl.engines.models.kernels import plain
 
 # The layout that oneDNN chooses for this many rows is the one for any greater number too.
 _EXPECTED_ROWS = 16
 _BLOCKED_DTYPES = (torch.float32, torch.bfloat16)
+_LEAST_ROWS = 2
+# The first product of a shape takes a third of a millisecond more, which those of smaller weights don't earn back.
+_LEAST_WEIGHTS = 1 << 15
+# MKL chooses slower loops for them: 66 to 100 GFLOP/s where oneDNN's products run at 100 to 110.
+_VENDORS_SLOW_IN_MKL = ("AuthenticAMD", "HygonGenuine")
+
+
+def linear(rows_MD: Tensor, weight_OD: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    """F.linear, by oneDNN where that is faster; which one it is depends on the weight alone."""
+    # A graph that is compiled chooses its own.
+    if torch.compiler.is_compiling() or rows_MD.ndim != 2 or not linear_takes(weight_OD):
+        return plain.linear(rows_MD, weight_OD, bias_O)
+    if not torch.is_grad_enabled():
+        return _product(rows_MD, weight_OD, bias_O)
+    return _Linear.apply(rows_MD, weight_OD, bias_O)
+
+
+def linear_takes(weight_OD: Tensor) -> bool:
+    """Whether oneDNN computes the products of this weight that have gradients."""
+    return weight_OD.dtype == torch.float32 and weight_OD.numel() >= _LEAST_WEIGHTS and _is_faster()
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows_MD: Tensor, weight_OD: Tensor, bias_O: Tensor | None) -> Tensor:
+        ctx.save_for_backward(rows_MD, weight_OD)
+        return _product(rows_MD, weight_OD, bias_O)
+
+    @staticmethod
+    def backward(ctx: Any, by_out_MO: Tensor) -> tuple[Tensor | None, ...]:
+        rows_MD, weight_OD = ctx.saved_tensors
+        by_out_MO = by_out_MO.contiguous()
+        by_rows, by_weight, by_bias = ctx.needs_input_grad
+        return (
+            _product(by_out_MO, weight_OD.T, None) if by_rows else None,
+            # MKL is as fast here: oneDNN would have to turn one of the two around first.
+            by_out_MO.T @ rows_MD if by_weight else None,
+            by_out_MO.sum(0) if by_bias else None,
+        )
+
+
+def _product(rows_MD: Tensor, weight_OD: Tensor, bias_O: Tensor | None) -> Tensor:
+    num_rows = len(rows_MD)
+    if 0 < num_rows < _LEAST_ROWS:
+        rows_MD = rows_MD.expand(_LEAST_ROWS, -1).contiguous()
+    return torch.ops.mkldnn._linear_pointwise(rows_MD, weight_OD, bias_O, "none", [], "")[:num_rows]
+
+
+@cache
+def _is_faster() -> bool:
+    if not (torch.backends.mkldnn.is_available() and torch.backends.mkl.is_available()):
+        return False
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return False
+    return any(line.startswith("vendor_id") and line.split()[-1] in _VENDORS_SLOW_IN_MKL for line in lines)
 
 
 class BlockedLinear:
     """A linear layer whose weight lies in blocks, as oneDNN's products read it, for inference.
 
-    With few rows a product is bound by reading the weight, and one in blocks streams through the caches in order. A row
-    gets the same bits whatever is beside it, from 2 rows on, but not those of F.linear. The weight is copied, the bias
-    used where it lies.
+    With few rows a product is bound by reading the weight, and one in blocks streams through the caches in order. Its
+    bits are those of `linear` by oneDNN, but not those of F.linear. The weight is copied, the bias used where it lies.
     """
 
     def __init__(self, weight_OD: Tensor, bias_O: Tensor | None):

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from spmdrl.engines.models.kernels import cpu, cuda, invariant, npu, onednn, plain
@@ -25,6 +26,7 @@ TABLE: dict[str, dict[str, Callable[..., Any]]] = {
     "sigmoid": {"cpu": plain.sigmoid, "cuda": plain.sigmoid, "npu": plain.sigmoid},
     "masked_attention": {"cpu": plain.masked_attention, "cuda": plain.masked_attention, "npu": plain.masked_attention},
     "grouped_linear": {"cpu": cpu.grouped_linear, "cuda": cuda.grouped_linear, "npu": npu.grouped_linear},
+    "linear": {"cpu": onednn.linear, "cuda": F.linear, "npu": F.linear},
     "blocked_linear": {"cpu": onednn.blocked_linear, "cuda": plain.blocked_linear, "npu": plain.blocked_linear},
     "add_matmul": {"cpu": cpu.add_matmul, "cuda": cuda.add_matmul, "npu": npu.add_matmul},
     "paged_attention": {"cpu": cpu.paged_attention, "cuda": cuda.paged_attention, "npu": plain.paged_attention},
@@ -72,6 +74,11 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 def sigmoid(x: Tensor) -> Tensor:
     """1 / (1 + exp(-x))."""
     return implementation("sigmoid", x)(x)
+
+
+def linear(rows_MD: Tensor, weight_OD: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    """rows @ weight.T + bias [M, O]."""
+    return implementation("linear", rows_MD)(rows_MD, weight_OD, bias_O)
 
 
 def grouped_linear(rows_MD: Tensor, weights_EOD: Tensor, counts_E: Tensor) -> Tensor:

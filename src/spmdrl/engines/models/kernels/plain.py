@@ -38,12 +38,12 @@ def sigmoid(x: Tensor) -> Tensor:
     return x.sigmoid()
 
 
-def linear(rows_MD: Tensor, weight_OD: Tensor) -> Tensor:
+def linear(rows_MD: Tensor, weight_OD: Tensor, bias_O: Tensor | None = None) -> Tensor:
     """F.linear that gives each row the same bits, however many they are."""
     lacking = LEAST_ROWS - len(rows_MD)
     if lacking <= 0 or not len(rows_MD):
-        return F.linear(rows_MD, weight_OD)
-    return F.linear(F.pad(rows_MD, (0, 0, 0, lacking)), weight_OD)[: len(rows_MD)]
+        return F.linear(rows_MD, weight_OD, bias_O)
+    return F.linear(F.pad(rows_MD, (0, 0, 0, lacking)), weight_OD, bias_O)[: len(rows_MD)]
 
 
 def grouped_linear(rows_MD: Tensor, weights_EOD: Tensor, counts_E: Tensor) -> Tensor:
