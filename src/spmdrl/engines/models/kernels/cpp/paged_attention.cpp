@@ -12,6 +12,19 @@
 
 namespace {
 
+// Blocks lie anywhere, so that a processor doesn't foresee where the next one is: so many are fetched ahead, to the
+// second level, as the first one waits for too few lines at once.
+constexpr int64_t BLOCKS_AHEAD = 4;
+
+// Compilers leave out calls that do nothing but fetch, unless they are inlined first.
+#define INLINED inline __attribute__((always_inline))
+
+template <typename T>
+INLINED void fetch(const T* from, int64_t num) {
+    const char* bytes = reinterpret_cast<const char*>(from);
+    for (int64_t i = 0; i < num * int64_t(sizeof(T)); i += 64) __builtin_prefetch(bytes + i, 0, 2);
+}
+
 // One layer's cache: keys [blocks, J, block_size, K] and values [blocks, J, block_size, U].
 template <typename T>
 struct Pages {
@@ -33,12 +46,29 @@ struct Cached {
     const Pages<T>& pages;
     const int32_t* table;
     int64_t length, head;
+    // What is attended to after this, or null.
+    const Cached* next;
 
     int64_t num_from(int64_t start) const {
         return length - start < pages.block_size ? length - start : pages.block_size;
     }
     const T* keys(int64_t start) const { return pages.keys_of(table[start / pages.block_size], head); }
     const T* values(int64_t start) const { return pages.values_of(table[start / pages.block_size], head); }
+
+    // Fetch what is read BLOCKS_AHEAD after the keys, or the values, from `start`: all keys come first, then all values.
+    INLINED void fetch_behind_keys(int64_t start) const {
+        start += BLOCKS_AHEAD * pages.block_size;
+        if (start < length) return fetch(keys(start), pages.block_size * pages.key_size);
+        start -= whole_blocks();
+        if (start < length) fetch(values(start), pages.block_size * pages.value_size);
+    }
+    INLINED void fetch_behind_values(int64_t start) const {
+        start += BLOCKS_AHEAD * pages.block_size;
+        if (start < length) return fetch(values(start), pages.block_size * pages.value_size);
+        start -= whole_blocks();
+        if (next && start < next->length) fetch(next->keys(start), pages.block_size * pages.key_size);
+    }
+    int64_t whole_blocks() const { return (length + pages.block_size - 1) / pages.block_size * pages.block_size; }
 };
 
 // One key's products with a query [K padded by zeros], to be added up.
@@ -59,6 +89,7 @@ void score(const float* queries, const Cached<T>& cached, int64_t share, int64_t
     for (int64_t start = 0; start < cached.length; start += cached.pages.block_size) {
         const T* keys = cached.keys(start);
         const int64_t num = cached.num_from(start);
+        cached.fetch_behind_keys(start);
         for (int64_t f = 0; f < share; ++f) {
             const float* query = queries + f * padded;
             float* of_block = scores + f * stride + start;
@@ -85,6 +116,7 @@ void weigh_columns(const float* weights, int64_t width, const Cached<T>& cached,
     for (int64_t start = 0; start < cached.length; start += cached.pages.block_size) {
         const T* values = cached.values(start) + column;
         const int64_t num = cached.num_from(start);
+        if (column == 0) cached.fetch_behind_values(start);
         for (int64_t s = 0; s < num; ++s)
 #pragma GCC unroll 4
             for (int i = 0; i < VECTORS; ++i) {
@@ -170,7 +202,11 @@ bool attend_rows(const T* queries, const Pages<T>& pages, const int32_t* tables,
 #pragma omp for schedule(dynamic, 4)
         for (int64_t b = 0; b < sizes.num_rows; ++b)
             for (int64_t j = 0; scratch && j < sizes.num_kv_heads; ++j) {
-                const Cached<T> cached{pages, tables + b * sizes.table_size, lengths[b], j};
+                const bool is_last = j + 1 == sizes.num_kv_heads;
+                const int64_t after = b + is_last;
+                const Cached<T> next{pages, tables + after * sizes.table_size,
+                                     after < sizes.num_rows ? lengths[after] : 0, is_last ? 0 : j + 1, nullptr};
+                const Cached<T> cached{pages, tables + b * sizes.table_size, lengths[b], j, &next};
                 const int64_t first = b * sizes.num_heads + j * share;
                 attend<KEY>(queries + first * sizes.key_size, cached, share, scratch, out + first * sizes.value_size);
             }
