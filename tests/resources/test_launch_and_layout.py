@@ -154,9 +154,11 @@ def test_a_half_set_environment_names_what_is_missing():
         read_launch_environment({"RANK": "0", "WORLD_SIZE": "2"})
 
 
-def test_the_open_shard_degree_takes_the_ranks_that_are_left():
+def test_an_open_degree_takes_the_ranks_that_are_left():
     assert fit_update_layout(UpdateLayout(), 4) == UpdateLayout(1, 4)
     assert fit_update_layout(UpdateLayout(data=2), 4) == UpdateLayout(2, 2)
+    assert fit_update_layout(UpdateLayout(data=0, shard=1), 4) == UpdateLayout(4, 1)
+    assert fit_update_layout(UpdateLayout(data=0, shard=2), 8) == UpdateLayout(4, 2)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +166,9 @@ def test_the_open_shard_degree_takes_the_ranks_that_are_left():
     [
         (UpdateLayout(data=3), "data 3 does not divide the job's 4 ranks; set it to one of \\[1, 2, 4\\]"),
         (UpdateLayout(data=2, shard=4), "data 2 x shard 4 = 8 ranks, but the job has 4"),
-        (UpdateLayout(data=0), "resources.update.data is 0"),
+        (UpdateLayout(data=0), "resources.update.data and resources.update.shard are both 0, .*shard to 1 to repl"),
+        (UpdateLayout(data=0, shard=3), "shard 3 does not divide the job's 4 ranks; set it to one of"),
+        (UpdateLayout(data=-1), "resources.update.data is -1"),
         (UpdateLayout(shard=-1), "resources.update.shard is -1"),
     ],
 )

@@ -21,7 +21,7 @@ class UpdateLayout:
     """Degrees of the update shards: pipeline x data x shard x context x tensor ranks, outermost first."""
 
     data: int = 1
-    """replicas of the sharded model; gradients are summed over them"""
+    """replicas of the sharded model; gradients are summed over them; 0: all remaining ranks, for `shard` above 0"""
     shard: int = 0
     """ranks over which FSDP2 (ZeRO-3) spreads weights, gradients and optimizer state; 0: all remaining ranks"""
     pipeline: int = 1
@@ -139,24 +139,31 @@ def fit_update_layout(layout: UpdateLayout, world_size: int, key: str = "resourc
 
     `key` is where the config has the layout. Raises ValueError with the numbers, the relation and a way out.
     """
-    _check_degrees(key, layout, may_be_open=("shard",))
-    if layout.shard == 0:
-        layout = _fill_shard(layout, world_size, key)
+    _check_degrees(key, layout, may_be_open=("data", "shard"))
+    open_degrees = [name for name in ("data", "shard") if getattr(layout, name) == 0]
+    if len(open_degrees) == 2:
+        raise ValueError(
+            f"{key}.data and {key}.shard are both 0, but only one of them can take the remaining ranks; set {key}.data "
+            f"to 1 to shard over all of the job's {world_size} ranks, or {key}.shard to 1 to replicate over them"
+        )
+    for name in open_degrees:
+        layout = _filled(layout, name, world_size, key)
     if layout.num_ranks != world_size:
         product = " x ".join(f"{name} {getattr(layout, name)}" for name in _FACTORS if getattr(layout, name) != 1)
         raise ValueError(
             f"update layout needs {product or 'shard 1'} = {layout.num_ranks} ranks, but the job has {world_size}; "
-            f"start {layout.num_ranks} ranks, or set {key}.shard to 0 (all that are left)"
+            f"start {layout.num_ranks} ranks, or set {key}.shard or {key}.data to 0 (all that are left)"
         )
     _check_expert(layout, key)
     return layout
 
 
-def _fill_shard(layout: UpdateLayout, world_size: int, key: str) -> UpdateLayout:
-    others = replace(layout, shard=1).num_ranks
+def _filled(layout: UpdateLayout, degree: str, world_size: int, key: str) -> UpdateLayout:
+    """The layout whose open degree takes what the others leave of the ranks."""
+    others = _with_degree(layout, degree, 1).num_ranks
     if world_size % others == 0:
-        return replace(layout, shard=world_size // others)
-    used = [name for name in _FACTORS if name != "shard" and getattr(layout, name) > 1]
+        return _with_degree(layout, degree, world_size // others)
+    used = [name for name in _FACTORS if name != degree and getattr(layout, name) > 1]
     if len(used) == 1:
         raise ValueError(
             f"{key}.{used[0]} {others} does not divide the job's {world_size} ranks; "
@@ -167,6 +174,10 @@ def _fill_shard(layout: UpdateLayout, world_size: int, key: str) -> UpdateLayout
         f"{key}: {product} = {others} does not divide the job's {world_size} ranks; lower one of them so "
         f"that the product is one of {_divisors(world_size)}"
     )
+
+
+def _with_degree(layout: UpdateLayout, degree: str, number: int) -> UpdateLayout:
+    return replace(layout, data=number) if degree == "data" else replace(layout, shard=number)
 
 
 def _check_expert(layout: UpdateLayout, key: str) -> None:

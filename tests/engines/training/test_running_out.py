@@ -77,7 +77,7 @@ def disturb_all(world: World) -> list[list[str]]:
     notes.append(compare(world, UpdateLayout(shard=2), {2}))
     # Larger models are several units, of which each is reduced in its turn.
     parallelize.ONE_UNIT_BYTES = 0
-    engine = make_engine(world, layout=UpdateLayout(data=2, shard=1), max_tokens=MAX_TOKENS)
+    engine = make_engine(world, layout=UpdateLayout(shard=2), max_tokens=MAX_TOKENS)
     refuse(engine, {1})
     with pytest.raises(RuntimeError, match="can't allocate memory"):
         engine.update(make_rows(), weighted_nll)
@@ -89,6 +89,22 @@ def test_two_ranks_do_a_pass_again_in_which_one_ran_out():
     first, second = run_ranks(2, disturb_all, timeout=120)
     assert [len(notes) for notes in first] == [len(notes) for notes in second] == [1, 1, 1]
     assert all("rank 1 ran out of memory" in notes[0] for notes in first)
+
+
+def run_out_in_backward(world: World) -> tuple[Any, Any, int]:
+    engine, plain = (make_engine(world, layout=UpdateLayout(data=2), max_tokens=tokens) for tokens in (40, 20))
+    if world.rank == 1:
+        Refusing.left = 1
+        layer = engine.model.decoders[0].layers[-1]
+        layer.register_forward_hook(lambda module, inputs, output: Refusing.apply(output))
+    rows = make_rows().select([[0, 1, 2], [3, 4, 5, 6]][world.rank])
+    return engine.update(rows, weighted_nll), plain.update(rows, weighted_nll), engine.limit.num_halvings
+
+
+@pytest.mark.ranks
+def test_replicas_do_a_pass_again_in_which_one_ran_out_backwards():
+    for result, expected, num_halvings in run_ranks(2, run_out_in_backward, timeout=120):
+        assert result == expected and num_halvings == 1
 
 
 def test_one_rank_does_forward_and_backward_again(world):

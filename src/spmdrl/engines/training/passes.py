@@ -27,6 +27,7 @@ from spmdrl.engines.training.context.token_placement import num_places, place_to
 from spmdrl.engines.training.heads import LikeliestHead, LogprobHead, TokenHead, ValueHead
 from spmdrl.engines.training.pipeline.pipeline_runner import PipelineRunner, sum_tied_gradients
 from spmdrl.engines.training.routing.routers import RecordingRoute, RoutedTokens, RoutingScope
+from spmdrl.engines.training.sharding.replicas import sum_gradients
 from spmdrl.engines.training.sharding.sharded_model import ShardedModel, local_gradients
 from spmdrl.observability.activity import activity
 from spmdrl.observability.fault_points import faultpoint
@@ -230,6 +231,8 @@ class Passes:
     def _sum_copies(self) -> None:
         """Complete the gradients of weights that several ranks hold, of which each has found a part. Collective."""
         mesh, model = self._mesh, self._model
+        if model.is_replica:
+            sum_gradients([one for _, one in model.named_parameters() if one.requires_grad], mesh.data)
         if mesh.tensor.size > 1:
             for number, decoder in model.stages.items():
                 gradients = local_gradients(decoder.named_parameters())

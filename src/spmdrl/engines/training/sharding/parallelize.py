@@ -24,6 +24,7 @@ from spmdrl.engines.parallel.tensor_parallel import apply_tensor_parallel, check
 from spmdrl.engines.parallel.weight_cuts import expert_shard_dim
 from spmdrl.engines.training.context.context_parallel import check_context_parallel
 from spmdrl.engines.training.pipeline.assignment import check_pipeline, layer_spans, stage_numbers
+from spmdrl.engines.training.sharding.replicas import holds_replicas
 from spmdrl.engines.training.sharding.sharded_model import ShardedModel
 from spmdrl.resources.layout import UpdateLayout
 from spmdrl.resources.mesh import Axis, UpdateMesh
@@ -66,12 +67,13 @@ def build_sharded_model(
 ) -> ShardedModel:
     """Build a model whose weights are this rank's shards, allocated but not yet filled. Collective over the mesh.
 
-    Decoders are made on the meta device, so no rank ever holds the whole model. They stay plain modules where the
-    data axes have one rank and layers compute in the dtype of their weights.
+    Decoders are made on the meta device, so no rank ever holds more than its part. They stay plain modules where the
+    data axes have one rank and layers compute in the dtype of their weights, and where ranks `holds_replicas`.
     """
     spans = layer_spans(config.num_layers, mesh.pipeline.size * mesh.layout.pipeline_chunks)
     stages: dict[int, Decoder] = {}
     parts: dict[int, Parts] = {}
+    is_replica = holds_replicas(mesh, device, parameters=precision.parameters, compute=precision.compute)
     for number in stage_numbers(mesh.pipeline, mesh.layout):
         with torch.device("meta"):
             decoder = Decoder(config, spans[number])
@@ -84,9 +86,10 @@ def build_sharded_model(
         apply_tensor_parallel(decoder, mesh.tensor, parts[number])
         if recompute:
             recompute_layers(decoder)
-        shard_modules(decoder, mesh, precision, whole=is_whole)
+        if not is_replica:
+            shard_modules(decoder, mesh, precision, whole=is_whole)
         stages[number] = decoder.to_empty(device=device)
-    return ShardedModel(config, stages, parts, mesh)
+    return ShardedModel(config, stages, parts, mesh, is_replica=is_replica)
 
 
 def _cast_parameters(decoder: Decoder, precision: Precision) -> None:

@@ -69,8 +69,18 @@ class _Weight:
 class ShardedModel:
     """The decoder stages of one rank, cut and sharded by the layout, under the names of the whole model."""
 
-    def __init__(self, config: DecoderConfig, stages: dict[int, Decoder], parts: dict[int, Parts], mesh: UpdateMesh):
+    def __init__(
+        self,
+        config: DecoderConfig,
+        stages: dict[int, Decoder],
+        parts: dict[int, Parts],
+        mesh: UpdateMesh,
+        *,
+        is_replica: bool = False,
+    ):
+        """`is_replica`: ranks of the data axis hold whole copies, whose gradients are to be summed after each pass."""
         self.config = config
+        self.is_replica = is_replica
         self.stages = stages
         """By stage number; with one pipeline rank and one chunk, the whole decoder is stage 0."""
         self.mesh = mesh
@@ -159,7 +169,7 @@ class ShardedModel:
                     box = box.narrowed(placement.dim, *chunk_of(box.shape[placement.dim], size, rank))
                 else:
                     first = first and rank == 0
-        elif any(name == buffer.name for buffer in self._buffers):
+        elif self.is_replica or any(name == buffer.name for buffer in self._buffers):
             first = first and self.mesh.data.rank == 0 and self.mesh.context.rank == 0
         return _Place(box, box.shape, parts.shapes[name], first)
 
@@ -212,8 +222,8 @@ class ShardedModel:
 
     @property
     def is_plain(self) -> bool:
-        """Whether FSDP2, which remembers where a pass stands, has no part in this model."""
-        return not self._fsdp_modules
+        """Whether ranks don't meet inside a pass: neither FSDP2, which remembers where it stands, nor an axis does."""
+        return not self._fsdp_modules and self.mesh.model.size == 1 and self.mesh.expert.size == 1
 
     @property
     def forwards_alone(self) -> bool:
