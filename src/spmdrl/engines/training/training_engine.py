@@ -69,7 +69,7 @@ class TrainingConfig:
     routing: RoutingConfig = field(default_factory=RoutingConfig)
     """routing of tokens to experts, in models that have them"""
     max_tokens_per_microbatch: Annotated[int, Ge(1)] | None = None
-    """tokens that go through the model at once, prompts included; a longer row runs alone; null: 16384, on CPU 4096"""
+    """tokens that go through the model at once, prompts included; a longer row runs alone; null: 16384, on CPU 2048"""
     max_skipped_in_a_row: Annotated[int, Ge(1)] | None = 10
     """skipped updates in a row, as loss or gradient isn't finite, after which the run ends; null: none are too many"""
     share_prompts: bool = True
