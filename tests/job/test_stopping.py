@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from datetime import datetime
+from datetime import datetime, timedelta
 from functools import partial
 from pathlib import Path
 
@@ -24,10 +24,16 @@ from tests.support.jobs import (
     untimed,
     weights_digest,
 )
+from tests.support.ranks import HOST, end, fork, rank_environment
+from torch.distributed import TCPStore
 
+from spmdrl.cli.failure_page import end_with
 from spmdrl.engines.training.checkpoints.checkpoint import CheckpointConfig
-from spmdrl.resources.watch.stop_request import STOPPED
-from spmdrl.resources.watch.stop_watch import deadline_of, with_end_of_job
+from spmdrl.resources.startup.launch import read_launch_environment
+from spmdrl.resources.startup.rendezvous import Network
+from spmdrl.resources.watch.stop_request import STOPPED, Stopped, request
+from spmdrl.resources.watch.stop_watch import StopWatch, deadline_of, with_end_of_job
+from spmdrl.resources.world import open_world, store_for_watching
 
 # Signals its rank once, while it scores the prompts of a certain call or those that are held out.
 REWARD = """
@@ -286,6 +292,68 @@ def test_a_rank_that_waits_outside_of_python_while_it_is_set_up_leaves_in_time()
         job.kill()
     assert job.returncode == STOPPED, errors
     assert "stopped by SIGTERM before it began" in errors
+
+
+def be_asked_while_connecting() -> None:
+    """Ask this process once it looks for listening sockets before it connects to the other ranks."""
+
+    def ask(event: str, arguments: tuple[object, ...]) -> None:
+        nonlocal is_asked
+        frame = sys._getframe() if event == "os.listdir" and not is_asked else None
+        while frame is not None and frame.f_code.co_name != "closing_new_listeners":
+            frame = frame.f_back
+        if frame is not None:
+            is_asked = True
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    is_asked = False
+    sys.addaudithook(ask)
+
+
+def set_up(own: dict[str, str], folder: Path, place: str, *, is_stopped: bool) -> None:
+    """Be a rank of two that are set up. The first is asked to stop, and the other waits in C++ for what never comes."""
+    os.environ.update(own)
+    launch = read_launch_environment(os.environ)
+    with request.handling_signals(launch.rank):
+        request.begin_set_up()
+        if place == "connecting" and launch.rank == 0:
+            be_asked_while_connecting()
+        try:
+            with open_world("cpu", network=Network(folder)) as world:
+                watched = store_for_watching(world)
+                with StopWatch(watched, world.rank, world.size, deadline=None).running():
+                    if launch.rank == 0:
+                        time.sleep(1.0)
+                        os.kill(os.getpid(), signal.SIGTERM if is_stopped else signal.SIGKILL)
+                    world.store.wait(["what never comes"], timedelta(seconds=60))
+        except Stopped:
+            raise SystemExit(STOPPED) from None
+        except Exception as failure:
+            raise SystemExit(end_with(failure, folder, launch)) from None
+
+
+def codes_of_two_set_up(folder: Path, place: str, *, is_stopped: bool) -> list[int | None]:
+    store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+    set_up_so = partial(set_up, folder=folder, place=place, is_stopped=is_stopped)
+    ranks = [fork(set_up_so, environment(**rank_environment(rank, 2, 2, store.port))) for rank in range(2)]
+    try:
+        for rank in ranks:
+            rank.join(40)
+        return [rank.exitcode for rank in ranks]
+    finally:
+        for rank in ranks:
+            end(rank, 0.0)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("place", ["connecting", "connected"])
+def test_a_rank_that_waits_outside_of_python_leaves_with_the_one_that_was_asked(place, tmp_path):
+    assert codes_of_two_set_up(tmp_path, place, is_stopped=True) == [STOPPED, STOPPED]
+
+
+@pytest.mark.ranks
+def test_a_rank_whose_store_was_lost_without_a_request_has_not_been_stopped(tmp_path):
+    assert codes_of_two_set_up(tmp_path, "connected", is_stopped=False) == [-signal.SIGKILL, 1]
 
 
 FORKED = """

@@ -21,11 +21,14 @@ from spmdrl.resources.startup.first_failure import find_first, wait_for_all
 from spmdrl.resources.startup.launch import LaunchEnvironment, StartRefused, read_launch_environment
 from spmdrl.resources.startup.rank_agreement import Facts, agree, meet
 from spmdrl.resources.startup.rendezvous import Network, meet_at_store
-from spmdrl.resources.watch.stop_request import Stopped
+from spmdrl.resources.watch.stop_request import Stopped, request
+from spmdrl.resources.watch.stop_watch import StopWatch
 
 # How long a rank that can't start itself looks for the others.
 _REFUSAL_SECONDS = 5.0
 _LINGER_SECONDS = 5.0
+# Where no rank has failed, others may be in the middle of whatever a start-up takes. Launchers kill after 30 s.
+_STOP_LINGER_SECONDS = 10.0
 _has_met = False
 
 
@@ -109,7 +112,7 @@ def open_world(
     if found.is_cpu:
         return_large_blocks()
     meeting = meet_at_store(launch, timedelta(seconds=start_timeout_seconds), network or Network())
-    with _closed_at_end(meeting.gate):
+    with _closed_at_end(meeting.gate, launch.rank):
         facts = {**(facts or {}), "the kind of device": found.kind}
         store = meet(meeting.store, launch, facts, timeout_seconds=start_timeout_seconds)
         _has_met = True
@@ -117,12 +120,22 @@ def open_world(
         world = World(launch, found, store, timeout_seconds, meeting.gate, meeting.address)
         try:
             with _blaming_the_first(world):
-                with closing_new_listeners():
+                with _spreading_stops(world), closing_new_listeners():
                     connect(world, start_timeout_seconds)
                 yield world
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
+
+
+def store_for_watching(world: World) -> dist.Store | None:
+    """What threads beside the main one read: on rank 0 the job's store, elsewhere by a connection of its own.
+
+    Communicators that are made late block their connection until all ranks have come. None in a job of one rank.
+    """
+    if world.size == 1:
+        return None
+    return world.store if world.is_main else world.store.clone()
 
 
 def connect(world: World, timeout_seconds: float) -> None:
@@ -135,6 +148,16 @@ def connect(world: World, timeout_seconds: float) -> None:
         timeout=timedelta(seconds=world.timeout_seconds),
     )  # fmt: skip
     wait_for_all(world.store, world.size, "connected", timeout_seconds)
+
+
+@contextlib.contextmanager
+def _spreading_stops(world: World) -> Iterator[None]:
+    """Within the block this rank learns of requests to stop also while it waits for another one outside of Python."""
+    if not request.is_handled or world.size == 1:
+        yield
+        return
+    with StopWatch(store_for_watching(world), world.rank, world.size, deadline=None).running():
+        yield
 
 
 @contextlib.contextmanager
@@ -155,16 +178,21 @@ def _blaming_the_first(world: World) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _closed_at_end(gate: Gate | None) -> Iterator[None]:
+def _closed_at_end(gate: Gate | None, rank: int) -> Iterator[None]:
     """Close the gate when the job ends.
 
-    Rank 0's comes last, within some seconds: in the store behind it, others find who failed first.
+    Rank 0's comes last, within some seconds: in the store behind it, others find who failed or was stopped first.
     """
+    linger_seconds = _LINGER_SECONDS
     try:
         yield
+    except Stopped as stopped:
+        if rank == 0 and not stopped.is_agreed:
+            linger_seconds = _STOP_LINGER_SECONDS
+        raise
     finally:
         if gate is not None:
-            gate.close(wait_seconds=_LINGER_SECONDS)
+            gate.close(wait_seconds=linger_seconds)
 
 
 def refuse_all(launch: LaunchEnvironment, reason: str, network: Network | None = None) -> bool:
@@ -179,7 +207,7 @@ def refuse_all(launch: LaunchEnvironment, reason: str, network: Network | None =
     # Whatever happens here, the reason itself is what this rank ends with.
     try:
         meeting = meet_at_store(launch, timedelta(seconds=_REFUSAL_SECONDS), network or Network())
-        with _closed_at_end(meeting.gate):
+        with _closed_at_end(meeting.gate, launch.rank):
             meet(meeting.store, launch, {}, timeout_seconds=_REFUSAL_SECONDS, refusal=reason)
     except StartRefused as verdict:
         return reason in str(verdict)

@@ -36,7 +36,7 @@ class FirstFailure:
     @property
     def is_stop(self) -> bool:
         """Whether a rank was asked to stop before ranks could agree about it."""
-        return self.cause.startswith(_STOP)
+        return reason_of_stop(self.cause) is not None
 
 
 class PeerFailed(Exception):
@@ -87,7 +87,17 @@ def cause_of(failure: BaseException) -> str:
     if isinstance(failure, KeyboardInterrupt):
         return _INTERRUPTION
     if isinstance(failure, Stopped):
-        return f"{_STOP}{failure.reason}"
+        return stop_cause(failure.reason)
     words = next((line.strip() for line in str(failure).splitlines() if line.strip()), "")
     kind = type(failure).__name__
     return f"{kind}: {words}" if words else kind
+
+
+def stop_cause(reason: str) -> str:
+    """The cause of an end that was asked for."""
+    return f"{_STOP}{reason}"
+
+
+def reason_of_stop(cause: str) -> str | None:
+    """What asked for the end that has this cause; None for a failure."""
+    return cause.removeprefix(_STOP) if cause.startswith(_STOP) else None

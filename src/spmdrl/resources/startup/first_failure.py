@@ -8,8 +8,8 @@ import time
 
 import torch.distributed as dist
 
-from spmdrl.resources.startup.ending import FirstFailure, cause_of, is_consequence
-from spmdrl.resources.watch.stop_request import Stopped
+from spmdrl.resources.startup.ending import FirstFailure, cause_of, is_consequence, stop_cause
+from spmdrl.resources.watch.stop_request import Stopped, request
 
 _COUNT = "failures"
 _FIRST = "first failure"
@@ -77,7 +77,8 @@ def _search(store: dist.Store, own: FirstFailure, patience: float, found: list[F
                 return
             time.sleep(0.02)
     except (RuntimeError, ValueError, TypeError):
-        # Rank 0, which keeps the store, has ended; the reason is in its own output.
+        # Rank 0, which keeps the store, has ended; the reason is in its own output, or was found before.
         if own.rank != 0:
             is_asked = own.is_interruption or own.is_stop
-            found.append(FirstFailure(0, own.cause if is_asked else "it ended first; its output says why"))
+            cause = own.cause if is_asked else "it ended first; its output says why"
+            found.append(FirstFailure(0, stop_cause(request.reason or "") if request.is_leaving else cause))

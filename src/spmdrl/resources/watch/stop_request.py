@@ -64,6 +64,11 @@ class StopRequest:
         self._is_main = False
         self._came: dict[int, float] = {}
 
+    @property
+    def is_leaving(self) -> bool:
+        """Whether this rank was asked before the first step, so that it leaves without an agreement."""
+        return self.reason is not None and self.phase == "setting up"
+
     def note(self, reason: str) -> None:
         """Ask this process to stop; the first reason counts."""
         self.reason = self.reason or reason
@@ -103,9 +108,10 @@ class StopRequest:
         with received:
             while number := received.recv(1):
                 if number[0] in SIGNALS and self.phase == "setting up":
+                    # Before the handler: other ranks learn it even while the main thread waits for one of them.
+                    self.note(signal.Signals(number[0]).name)
                     time.sleep(_LEAVING_SECONDS)
                     if self.is_handled and self.phase == "setting up":
-                        self.note(signal.Signals(number[0]).name)
                         self._end_at_once()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:

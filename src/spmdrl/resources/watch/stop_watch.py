@@ -110,6 +110,8 @@ class StopWatch:
         with suppress(RuntimeError):
             while not self._ended.wait(self._seconds):
                 self._look()
+            # A rank that is set up leaves at once, and the others may be anywhere.
+            self._publish()
 
     def _look_at_clock(self) -> None:
         if self._deadline is not None and time.time() >= self._deadline.time:
@@ -117,11 +119,12 @@ class StopWatch:
 
     def _look(self) -> None:
         self._look_at_clock()
-        if self._store is None or self._is_published:
-            return
-        if (reason := stop_reason()) is not None:
-            self._is_published = True
-            self._store.set(_KEY, f"{reason} (rank {self._rank})")
-        elif self._store.check([_KEY]):
+        self._publish()
+        if self._store is not None and not self._is_published and self._store.check([_KEY]):
             self._is_published = True
             request.note_from_afar(self._store.get(_KEY).decode())
+
+    def _publish(self) -> None:
+        if self._store is not None and not self._is_published and (reason := stop_reason()) is not None:
+            self._is_published = True
+            self._store.set(_KEY, f"{reason} (rank {self._rank})")
