@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 
 from spmdrl.resources.startup.launch import LaunchEnvironment, StartRefused
 from spmdrl.resources.startup.rank_agreement import Alike, agree, difference, meet
+from spmdrl.resources.watch.stop_request import Stopped
 
 
 def test_ranks_with_equal_facts_have_no_difference():
@@ -83,6 +85,32 @@ def test_a_rank_that_cannot_start_ends_the_others_with_its_cause():
         return meet(store, launch, {}, timeout_seconds=20, refusal=refusal)
 
     assert set(outcomes(work)) == {"rank 2 can't start: rows.jsonl isn't there"}
+
+
+class AskedToStop(Mapping[str, str]):
+    """Facts during whose publication this rank is asked to stop."""
+
+    def __getitem__(self, name: str) -> str:
+        raise KeyError(name)
+
+    def __iter__(self) -> Iterator[str]:
+        raise Stopped("SIGTERM", "", is_agreed=False)
+
+    def __len__(self) -> int:
+        return 1
+
+
+@pytest.mark.parametrize("asked", [0, 2])
+def test_a_rank_that_is_asked_to_stop_while_ranks_meet_stops_all_of_them(asked):
+    store = dist.HashStore()
+
+    def work(launch: LaunchEnvironment) -> str | dist.Store:
+        try:
+            return meet(store, launch, AskedToStop() if launch.rank == asked else {}, timeout_seconds=20)
+        except Stopped as stopped:
+            return f"stopped by {stopped.reason}"
+
+    assert outcomes(work) == ["stopped by SIGTERM"] * 3
 
 
 @pytest.mark.parametrize("absent", [0, 2])

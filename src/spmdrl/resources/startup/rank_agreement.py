@@ -14,7 +14,9 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from spmdrl.resources.startup.ending import reason_of_stop, stop_cause
 from spmdrl.resources.startup.launch import LaunchEnvironment, StartRefused
+from spmdrl.resources.watch.stop_request import Stopped
 
 Facts = Mapping[str, str]
 """name of what must be alike on all ranks -> its value, in the order in which differences are looked for"""
@@ -66,7 +68,8 @@ def meet(
     """Wait until all ranks are here and agree; returns the part of the store that belongs to this attempt of the job.
 
     Raises StartRefused on every rank when facts differ, when a rank brings a `refusal` (why it can't start), or when
-    ranks are missing after `timeout_seconds`. All ranks call it, each at its own time.
+    ranks are missing after `timeout_seconds`; Stopped where one is asked to stop. All ranks call it, each at its own
+    time.
     """
     if launch.world_size == 1:
         return store
@@ -74,8 +77,13 @@ def meet(
         attempt = secrets.token_hex(8)
         own = dist.PrefixStore(attempt, store)
         store.set(ATTEMPT_KEY, attempt)
-        _publish(own, launch.rank, facts, refusal)
-        _judge(own, launch, timeout_seconds)
+        try:
+            _publish(own, launch.rank, facts, refusal)
+            _judge(own, launch, timeout_seconds)
+        except Stopped as stopped:
+            if not stopped.is_agreed:
+                _end_all(own, launch, stop_cause(stopped.reason))
+            raise
         return own
     waited = timeout_seconds if refusal is not None else _waited_by_others(timeout_seconds)
     return _join(store, launch, facts, waited, refusal)
@@ -122,11 +130,23 @@ def _judge(own: dist.Store, launch: LaunchEnvironment, timeout_seconds: float) -
         )
     else:
         problem = difference(_groups(own, size))
-    own.set(_VERDICT, problem.encode() if problem else _AGREED)
     if problem is None:
+        own.set(_VERDICT, _AGREED)
         return
-    _wait_until(lambda: own.add(_NOTICED, 0) >= size - 1, min(_NOTICE_SECONDS, timeout_seconds))
-    raise StartRefused(problem)
+    _end_all(own, launch, problem, min(_NOTICE_SECONDS, timeout_seconds))
+    raise _end_by(problem)
+
+
+def _end_all(own: dist.Store, launch: LaunchEnvironment, problem: str, notice_seconds: float = _NOTICE_SECONDS) -> None:
+    """Publish why the job can't start, and return once all others have read it, or `notice_seconds` later."""
+    own.set(_VERDICT, problem.encode())
+    _wait_until(lambda: own.add(_NOTICED, 0) >= launch.world_size - 1, notice_seconds)
+
+
+def _end_by(problem: str) -> StartRefused | Stopped:
+    """What every rank raises for it."""
+    reason = reason_of_stop(problem)
+    return StartRefused(problem) if reason is None else Stopped(reason, "", is_agreed=True)
 
 
 def _groups(own: dist.Store, size: int) -> list[Alike]:
@@ -164,6 +184,11 @@ def _join(
 
     try:
         is_complete = _wait_until(is_decided, timeout_seconds)
+    except Stopped as stopped:
+        if attempt and old_verdict is None:
+            own.set(_REFUSAL, stop_cause(stopped.reason))
+            own.add(_NOTICED, 1)
+        raise
     except RuntimeError as error:
         # The store's host has ended.
         cause = (old_verdict or b"rank 0 or its launcher has ended; look at its output").decode()
@@ -174,7 +199,7 @@ def _join(
             "or raise resources.start_timeout_seconds where starting is slow"
         )
     if old_verdict is not None:
-        raise StartRefused(old_verdict.decode())
+        raise _end_by(old_verdict.decode())
     _accept_verdict(own)
     return own
 
@@ -183,7 +208,7 @@ def _accept_verdict(own: dist.Store) -> None:
     verdict = own.get(_VERDICT)
     own.add(_NOTICED, 1)
     if verdict != _AGREED:
-        raise StartRefused(verdict.decode())
+        raise _end_by(verdict.decode())
 
 
 def _waited_by_others(timeout_seconds: float) -> float:
