@@ -240,3 +240,19 @@ def test_a_healthy_run_whose_stages_take_about_the_limit_is_left_alone(tmp_path)
     finished(run)
     assert metrics_of(tmp_path / "run")[-1]["time/step"] > LIMIT
     assert not (tmp_path / "run" / "failures").exists()
+
+
+@pytest.mark.ranks
+@pytest.mark.cpu_only("asynchronous checkpoints of four ranks")
+def test_a_start_that_goes_on_from_a_checkpoint_and_stands_still_is_named_and_ends(tmp_path, monkeypatch):
+    asynchronous = (f"run.dir={tmp_path / 'run'}", "checkpoint.asynchronous=true", "checkpoint.interval=1")
+    finished(run_job("train", tiny_config(tmp_path), *asynchronous, "train.max_steps=1", ranks=4))
+    monkeypatch.setenv("SPMDRL_FAULT", "load:2:0:hang")
+    job = run_job(
+        "train", tiny_config(tmp_path), *asynchronous, "train.max_steps=2", f"resources.stage_timeout_seconds={LIMIT}",
+        ranks=4, timeout=90,
+    )  # fmt: skip
+    assert job.returncode == HUNG, job.stderr
+    assert re.search(r"spmdrl: rank 2 hangs: no progress for \d+ s; rank 2 in start-up \(at ", job.stderr), job.stderr
+    for rank in range(4):
+        assert "most recent call first" in (tmp_path / "run" / "failures" / f"rank_{rank:05d}.txt").read_text()

@@ -24,7 +24,7 @@ from spmdrl.resources.network.sockets import listening_sockets
 from spmdrl.resources.startup.launch import LaunchEnvironment, StartRefused
 from spmdrl.resources.startup.rank_agreement import ATTEMPT_KEY
 from spmdrl.resources.startup.rendezvous import Network, meet_at_store
-from spmdrl.resources.world import World, connect
+from spmdrl.resources.world import World, connect, store_for_watching
 
 SECONDS = timedelta(seconds=10)
 
@@ -226,3 +226,27 @@ def test_a_rank_that_cannot_connect_is_named_by_the_others_at_once(monkeypatch):
     first, second = connect_two(monkeypatch, init)
     assert first == second and "no more sockets" in first
     assert time.monotonic() < started + 20
+
+
+def answers_beside_a_wait(world: World) -> bool:
+    """Whether the store answers a thread that watches while another one waits in it."""
+
+    def wait() -> None:
+        with contextlib.suppress(RuntimeError):
+            world.store.wait(["what never comes"], timedelta(seconds=6))
+
+    beside = store_for_watching(world)
+    assert beside is not None
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    time.sleep(0.3)
+    beside.set(f"of {world.rank}", "here")
+    others = beside.get(f"of {1 - world.rank}")
+    is_waiting = waiting.is_alive()
+    waiting.join()
+    return is_waiting and others == b"here"
+
+
+@pytest.mark.ranks
+def test_the_store_answers_threads_that_watch_while_the_main_one_waits_in_it():
+    assert run_ranks(2, answers_beside_a_wait) == [True, True]

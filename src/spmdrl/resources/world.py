@@ -19,7 +19,7 @@ from spmdrl.resources.network.sockets import LOOPBACK, closing_new_listeners
 from spmdrl.resources.startup.ending import FirstFailure, PeerFailed, cause_of
 from spmdrl.resources.startup.first_failure import find_first, wait_for_all
 from spmdrl.resources.startup.launch import LaunchEnvironment, StartRefused, read_launch_environment
-from spmdrl.resources.startup.rank_agreement import Facts, agree, meet
+from spmdrl.resources.startup.rank_agreement import ATTEMPT_KEY, Facts, agree, meet
 from spmdrl.resources.startup.rendezvous import Network, meet_at_store
 from spmdrl.resources.watch.stop_request import Stopped, request
 from spmdrl.resources.watch.stop_watch import StopWatch
@@ -46,6 +46,8 @@ class World:
     """by which this rank reaches others' services; None in a job of one rank, and on a trusted network"""
     address: str = LOOPBACK
     """of this host, on the network that nodes share"""
+    beside: dist.Store | None = None
+    """another connection to the store, where this rank can't clone it"""
     _topics: Iterator[int] = field(default_factory=count, repr=False, compare=False)
 
     @property
@@ -117,7 +119,10 @@ def open_world(
         store = meet(meeting.store, launch, facts, timeout_seconds=start_timeout_seconds)
         _has_met = True
         store.set_timeout(timedelta(seconds=timeout_seconds))
-        world = World(launch, found, store, timeout_seconds, meeting.gate, meeting.address)
+        # Its keys are those of this attempt too.
+        attempt = "" if meeting.beside is None else meeting.store.get(ATTEMPT_KEY).decode()
+        beside = None if meeting.beside is None else dist.PrefixStore(attempt, meeting.beside)
+        world = World(launch, found, store, timeout_seconds, meeting.gate, meeting.address, beside)
         try:
             with _blaming_the_first(world):
                 with _spreading_stops(world), closing_new_listeners():
@@ -129,13 +134,13 @@ def open_world(
 
 
 def store_for_watching(world: World) -> dist.Store | None:
-    """What threads beside the main one read: on rank 0 the job's store, elsewhere by a connection of its own.
+    """The job's store by another connection than the main thread's; None in a job of one rank.
 
-    Communicators that are made late block their connection until all ranks have come. None in a job of one rank.
+    Communicators that are made late block their connection until all ranks have come.
     """
     if world.size == 1:
         return None
-    return world.store if world.is_main else world.store.clone()
+    return world.store.clone() if world.beside is None else world.beside
 
 
 def connect(world: World, timeout_seconds: float) -> None:

@@ -61,6 +61,8 @@ class Meeting:
     """None for a job of one rank, and on a trusted network"""
     address: str = LOOPBACK
     """of this host, on the network that nodes share"""
+    beside: dist.Store | None = None
+    """on rank 0, a second connection to the store; others reach theirs by the gate"""
 
 
 def meet_at_store(launch: LaunchEnvironment, timeout: timedelta, network: Network) -> Meeting:
@@ -82,7 +84,8 @@ def meet_at_store(launch: LaunchEnvironment, timeout: timedelta, network: Networ
     gate = Gate(secret, launch.rank)
     try:
         if launch.rank == 0:
-            return Meeting(_host_store(gate, launch, host, timeout), gate, host)
+            store, beside = _host_store(gate, launch, host, timeout)
+            return Meeting(store, gate, host, beside)
         # On rank 0's node its name may be a loopback address, at which the gate doesn't listen.
         master = replace(launch, master_addr=host) if launch.node_rank == 0 and not _launcher_has_store() else launch
         return Meeting(_join_store(gate, master, timeout, path), gate, host)
@@ -107,14 +110,16 @@ def _plain_store(launch: LaunchEnvironment, timeout: timedelta) -> dist.Store:
     return store
 
 
-def _host_store(gate: Gate, launch: LaunchEnvironment, host: str, timeout: timedelta) -> dist.Store:
-    """Rank 0's part: a store on loopback behind its gate, which is where the others look for it."""
+def _host_store(gate: Gate, launch: LaunchEnvironment, host: str, timeout: timedelta) -> tuple[dist.Store, dist.Store]:
+    """Rank 0's part: a store on loopback behind its gate, which is where the others look for it; two connections."""
     with socket.socket() as bound:
         bound.bind((LOOPBACK, 0))
         port = bound.getsockname()[1]
         store = dist.TCPStore(
             LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=bound.detach(), timeout=timeout
         )
+    # As long as the port is open, to which only the gate connects later.
+    beside = dist.TCPStore(LOOPBACK, port, is_master=False, timeout=timeout)
     gate.lead_to(STORE, closed_door(port, launch))
     if _launcher_has_store():
         address = gate.listen(host)
@@ -128,7 +133,7 @@ def _host_store(gate: Gate, launch: LaunchEnvironment, host: str, timeout: timed
                 f"rank 0 can't listen at {host}, MASTER_PORT {launch.master_port}: {error}; "
                 f"choose another port{_PORT_OPTIONS.get(launch.source, '')}"
             ) from error
-    return store
+    return store, beside
 
 
 def closed_door(port: int, launch: LaunchEnvironment) -> Door:

@@ -88,8 +88,8 @@ def _named(rank: int, state: RankState | None, silent_seconds: float, limit_seco
         return f"rank {rank} hangs: nothing came from it for {silent_seconds:.0f} s, which stops the job's store too"
     if silent_seconds > limit_seconds * state.patience:
         return (
-            f"rank {rank} hangs: no answer for {silent_seconds:.0f} s, so it is stopped, holds Python's lock, or waits "
-            f"for a communicator; last, {state}"
+            f"rank {rank} hangs: no answer for {silent_seconds:.0f} s, so it is stopped or holds Python's lock; last, "
+            f"{state}"
         )
     return f"rank {rank} hangs: no progress for {state.idle_seconds:.0f} s; {state}"
 

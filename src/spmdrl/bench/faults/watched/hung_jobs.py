@@ -93,8 +93,8 @@ class Hang:
 
     @property
     def is_mute(self) -> bool:
-        """Whether nothing of that rank runs any more; rank 0's connection to the store is the communicator's too."""
-        return self.way in ("sigstop", "lock") or (self.way == "collective" and self.rank == 0)
+        """Whether nothing of that rank runs any more."""
+        return self.way in ("sigstop", "lock")
 
     def __str__(self) -> str:
         return f"{self.way} in {self.place} of step {self.step}, rank {self.rank} of {self.num_ranks}"
