@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from random import Random
 
 import pytest
 
@@ -47,6 +48,28 @@ def test_rows_with_turns_come_again_behind_steps_that_are_done_again(tmp_path):
     again = finished(run_job("replay", run, "--step=4", *[f"--row={row}" for row in range(8)]))
     assert again.stdout.count("the same to the bit as the run recorded") == 8, again.stdout
     assert "steps 3 to 4 in one process" in again.stderr
+
+
+RUNS = {
+    "two ranks": (2, "checkpoint.interval=1"),
+    "turns and a critic": (1, "environment.function=calculator", 'rollout.stop=["="]', "algo.name=ppo", "critic={}"),
+    "two updates per step": (1, "train.epochs_per_step=2", "rollout.temperature=0.7"),
+}
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_fifty_random_rows_of_three_runs_come_again_to_the_bit(tmp_path):
+    random, num_same = Random(0), 0
+    for number, (ranks, *settings) in enumerate(RUNS.values()):
+        run = tmp_path / f"run_{number}"
+        finished(run_job("train", tiny_config(tmp_path), *STEPS, *settings, f"run.dir={run}", ranks=ranks))
+        chosen = random.sample([(step, row) for step in (2, 3, 4) for row in range(32)], 16 + (number > 0))
+        for step in sorted({step for step, _ in chosen}):
+            rows = [f"--row={row}" for of_step, row in chosen if of_step == step]
+            again = finished(run_job("replay", run, f"--step={step}", *rows))
+            num_same += again.stdout.count("the same to the bit as the run recorded")
+    assert num_same == 50
 
 
 @pytest.mark.slow

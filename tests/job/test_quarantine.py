@@ -1,4 +1,4 @@
-"""A prompt that wedges its reward twice is never tried a third time, on whatever rank, and after a restart neither."""
+"""A prompt that costs two processes of its reward is never tried a third time, on any rank or after a restart."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import pytest
 from tests.support.jobs import finished, metrics_of, run_job, tiny_config
 
 REWARD = """
-import time
+import os, signal, time
 from pathlib import Path
 
 def wedged(prompts, completions, **columns):
     if prompts[0] == "3+3=":
         with open(Path(__file__).with_name("wedged"), "a") as file:
             file.write("call\\n")
-        time.sleep(60)
+        COST
     return [float(len(text)) for text in completions]
 """
 
@@ -26,10 +26,18 @@ def wedged_so_far(folder: Path) -> int:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_prompt_that_wedges_twice_is_put_in_quarantine(tmp_path, ranks):
+@pytest.mark.parametrize(
+    ("ranks", "cost", "verdict", "reason"),
+    [
+        (1, "time.sleep(60)", "timed_out", "reward.timeout_seconds"),
+        (2, "time.sleep(60)", "timed_out", "reward.timeout_seconds"),
+        (1, "os.kill(os.getpid(), signal.SIGKILL)", "crashed", "SIGKILL"),
+    ],
+    ids=["wedges", "wedges on one of two ranks", "kills"],
+)
+def test_a_prompt_that_costs_two_processes_is_put_in_quarantine(tmp_path, ranks, cost, verdict, reason):
     config = tiny_config(tmp_path)
-    (tmp_path / "wedge.py").write_text(REWARD)
+    (tmp_path / "wedge.py").write_text(REWARD.replace("COST", cost))
     rows = [{"id": f"row {n}", "prompt": f"{n}+{n}=", "answer": str(2 * n)} for n in range(4)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     settings = [
@@ -45,9 +53,9 @@ def test_a_prompt_that_wedges_twice_is_put_in_quarantine(tmp_path, ranks):
     finished(run_job("train", config, *settings, "train.max_steps=4", ranks=ranks))
     assert wedged_so_far(tmp_path) == 2, "nor after a restart"
     steps = metrics_of(tmp_path / "run")
-    assert [step.get("reward/errors/timed_out") for step in steps] == [4, 4, None, None]
+    assert [step.get(f"reward/errors/{verdict}") for step in steps] == [4, 4, None, None]
     assert [step.get("reward/quarantined") for step in steps] == [None, None, 4, 4]
     lines = [json.loads(line) for line in (tmp_path / "run" / "quarantine.jsonl").read_text().splitlines()]
     assert [(line["step"], line["quarantined"]) for line in lines] == [(1, False), (2, True)]
     assert all(line["prompt"] == "row 3" and line["text"] == "3+3=" for line in lines)
-    assert "reward.timeout_seconds" in lines[0]["reason"]
+    assert reason in lines[0]["reason"], lines[0]
