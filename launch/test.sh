@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything that CI runs: bash launch/test.sh [pytest's arguments ...]
+# CI's checks and tests, but for those with Triton, Slurm and vLLM: bash launch/test.sh [pytest's arguments ...]
 # Every check runs, whatever the others find; the exit code is 0 if all pass. pytest's summary comes last.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
