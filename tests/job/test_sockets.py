@@ -42,7 +42,7 @@ def is_rank(pid: int) -> bool:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_only_ranks_listen_and_on_loopback_alone(tmp_path, ranks):
     launcher = ["-m", "spmdrl.torchrun", f"--nproc-per-node={ranks}"] if ranks > 1 else []
     arguments = [str(tiny_config(tmp_path)), f"run.dir={tmp_path / 'run'}", "train.max_steps=100000"]
