@@ -172,6 +172,11 @@ class Batch:
         out._offsets = {name: host.get(id(leaf), leaf) for name, leaf in self._offsets.items()}
         return out
 
+    @property
+    def columns(self) -> Mapping[str, Tensor]:
+        """Of each column its values: of a dense one [B], of a ragged one packed [T]."""
+        return self._columns
+
     def dense(self, name: str) -> Tensor:
         """The column's values [B]."""
         assert not self.is_ragged(name), f"{name} is a ragged column"

@@ -219,7 +219,7 @@ class Samples:
         foreign = self._foreign(state, rows)
         if foreign.size:
             raise ValueError(f"rank {rank} puts {state.value} columns of row {foreign[0]}, which it didn't take")
-        check_row_lengths(host, self._lives.catalogue.lengths)
+        check_row_lengths(host, self._lives.catalogue.num_values)
         self._news += self._stored(host)
 
     def _foreign(self, state: WorkerState, rows: Integers) -> Integers:
@@ -230,7 +230,9 @@ class Samples:
             own[self._shares.get(state, {}).get(self._dock.world.rank, np.empty(0, dtype=np.int64))] = True
         # The last entry, which is no row's, stands for rows that aren't in the batch.
         is_own = own.take(rows, mode="clip")
-        return rows[:0] if is_own.all() and rows.min(initial=0) >= 0 else rows[~is_own | (rows < 0)]
+        if not rows.size or (np.count_nonzero(is_own) == rows.size and rows.min() >= 0):
+            return rows[:0]
+        return rows[~is_own | (rows < 0)]
 
     def _stored(self, batch: Batch) -> list[RowMetadata]:
         parts = self._dock.payload.put(batch, self._lives.catalogue)

@@ -6,9 +6,11 @@ A row is one response: row = prompt * N + k, so the prompt (the group) of a row 
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from spmdrl.types import Batch, Column, Integers, WorkerState
@@ -93,6 +95,11 @@ PROMPT_COLUMNS = frozenset(rule.name for rule in RULES if rule.made_by is None)
 _NUMBERS: Mapping[str, int] = {rule.name: number for number, rule in enumerate(RULES)}
 _RULES: Mapping[str, ColumnRule] = {rule.name: rule for rule in RULES}
 
+LENGTHS_OF: Mapping[str, str | None] = {
+    rule.name: (rule.length_of or rule.name) if rule.column.ragged else None for rule in RULES
+}
+"""For each column the one under which its row lengths are announced; None for a dense column."""
+
 
 def column_number(name: str) -> int:
     """The column's position in the schema, which is its bit in metadata and its name on the wire."""
@@ -113,9 +120,9 @@ def column_of(state: WorkerState) -> str:
 
 def length_column(name: str) -> str:
     """The column under which the row lengths of the ragged column `name` are announced."""
-    rule = rule_of(name)
-    assert rule.column.ragged, f"{name} is a dense column and has no row lengths"
-    return rule.length_of or name
+    lengths = LENGTHS_OF[rule_of(name).name]
+    assert lengths is not None, f"{name} is a dense column and has no row lengths"
+    return lengths
 
 
 def columns_mask(names: Iterable[str]) -> int:
@@ -126,6 +133,12 @@ def columns_mask(names: Iterable[str]) -> int:
     return mask
 
 
+@functools.lru_cache
+def mask_of(names: frozenset[str] | tuple[str, ...]) -> int:
+    """As `columns_mask`, for columns that are named again and again."""
+    return columns_mask(names)
+
+
 def names_of_mask(mask: int) -> list[str]:
     """Column names of a mask, in schema order."""
     return [rule.name for number, rule in enumerate(RULES) if mask >> number & 1]
@@ -133,21 +146,30 @@ def names_of_mask(mask: int) -> list[str]:
 
 def check_columns(batch: Batch, state: WorkerState) -> None:
     """Refuse columns that `state` doesn't make, or whose kind, dtype or lengths break the schema."""
-    for name in batch.names:
-        rule = rule_of(name)
-        if rule.made_by is not state:
-            owner = rule.made_by.value if rule.made_by else "the prompts"
+    for column in _columns_made(state, tuple(batch.columns)):
+        tensor = batch.columns[column.name]
+        fits = tensor.dtype == column.dtype and batch.is_ragged(column.name) == column.ragged
+        if not fits or tensor.is_meta or tensor.layout != torch.strided:
+            check_column(batch, column.name)
+
+
+@functools.lru_cache
+def _columns_made(state: WorkerState, names: tuple[str, ...]) -> tuple[Column, ...]:
+    """The columns of these names. Raises ValueError for one that `state` doesn't make."""
+    for name in sorted(names):
+        maker = rule_of(name).made_by
+        if maker is not state:
+            owner = maker.value if maker else "the prompts"
             raise ValueError(f"{state.value} puts column {name!r}, which only {owner} may make")
-        check_column(batch, name)
+    return tuple(rule_of(name).column for name in sorted(names))
 
 
 def check_column(batch: Batch, name: str) -> None:
-    column = rule_of(name).column
-    tensor = batch.values(name) if batch.is_ragged(name) else batch.dense(name)
-    if batch.is_ragged(name) != column.ragged or tensor.dtype != column.dtype:
+    column, tensor, is_ragged = rule_of(name).column, batch.columns[name], batch.is_ragged(name)
+    if is_ragged != column.ragged or tensor.dtype != column.dtype:
         kinds = {True: "ragged", False: "dense"}
         raise ValueError(
-            f"column {name!r} is {kinds[batch.is_ragged(name)]} {tensor.dtype}, but the schema says "
+            f"column {name!r} is {kinds[is_ragged]} {tensor.dtype}, but the schema says "
             f"{kinds[column.ragged]} {column.dtype}; convert it before putting it"
         )
     if tensor.is_meta or tensor.layout != torch.strided:
@@ -160,20 +182,23 @@ def check_column(batch: Batch, name: str) -> None:
 def check_row_lengths(batch: Batch, known_lengths: Callable[[str, Integers], Integers]) -> None:
     """Refuse a column whose rows aren't as long as those of the column that it goes with.
 
-    `known_lengths` gives the lengths of some rows of a column that isn't in the batch, -1 where it isn't there.
+    `known_lengths` gives the lengths of some rows of a column that isn't in the batch, 0 where it isn't there.
     """
     rows = batch.rows.numpy()
     for name in batch.names:
-        if not batch.is_ragged(name) or length_column(name) == name:
+        other = LENGTHS_OF[name]
+        if other is None or other == name:
             continue
-        other, offsets = length_column(name), batch.offsets(name)
-        if other in batch and (batch.offsets(other) is offsets or torch.equal(batch.offsets(other), offsets)):
+        offsets, others = batch.offsets(name), batch.offsets(other) if other in batch else None
+        if offsets is others:
             continue
         bounds = offsets.numpy()
+        if others is not None and bounds.tobytes() == others.numpy().tobytes():
+            continue
         lengths = bounds[1:] - bounds[:-1]
-        expected = batch.lengths(other).numpy() if other in batch else known_lengths(other, rows).clip(min=0)
+        expected = known_lengths(other, rows) if others is None else np.diff(others.numpy())
         differs = lengths != expected
-        if differs.any():
+        if np.count_nonzero(differs):
             at = int(differs.argmax())
             raise ValueError(
                 f"column {name!r} has {lengths[at]} values in row {rows[at]}, but {other!r} has {expected[at]}; put "

@@ -22,15 +22,19 @@ class Link(enum.Enum):
 def column_bytes(batch: Batch) -> dict[str, int]:
     """Bytes of each column: its values, and its offsets where it is ragged."""
     return {
-        name: batch.values(name).nbytes + batch.offsets(name).nbytes
-        if batch.is_ragged(name)
-        else batch.dense(name).nbytes
-        for name in batch.names
+        name: values.nbytes + (batch.offsets(name).nbytes if batch.is_ragged(name) else 0)
+        for name, values in batch.columns.items()
     }
 
 
 def _no_bytes() -> dict[Link, Counter[str]]:
     return {link: Counter() for link in Link}
+
+
+def _add_to(counts: Counter[str], more: Mapping[str, int]) -> None:
+    # As Counter.update does, without its checks of what `more` is.
+    for name, num_bytes in more.items():
+        counts[name] += num_bytes
 
 
 @dataclass
@@ -43,10 +47,10 @@ class Volume:
     metadata_bytes: int = 0
 
     def count_put(self, link: Link, bytes_by_column: Mapping[str, int]) -> None:
-        self.put_bytes[link].update(bytes_by_column)
+        _add_to(self.put_bytes[link], bytes_by_column)
 
     def count_get(self, link: Link, bytes_by_column: Mapping[str, int]) -> None:
-        self.get_bytes[link].update(bytes_by_column)
+        _add_to(self.get_bytes[link], bytes_by_column)
 
     def payload_bytes(self, link: Link) -> int:
         return self.put_bytes[link].total() + self.get_bytes[link].total()

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from spmdrl.dataflow.samples.schema import columns_mask, length_column, names_of_mask, rule_of
+from spmdrl.dataflow.samples.schema import columns_mask, length_column, mask_of, names_of_mask, rule_of
 from spmdrl.types import Batch, Integers
 
 _NOT_DROPPED = -1
@@ -47,7 +47,7 @@ News = RowMetadata | RowDrop
 
 def metadata_of(batch: Batch, place: Sequence[int] | None = None) -> RowMetadata:
     """News of a batch that was stored, in shared memory at `place` (writer, start, bytes)."""
-    columns = columns_mask(batch.names)
+    columns = mask_of(tuple(batch.columns))
     bounds = {name: batch.offsets(name).numpy() for name in announced_lengths(columns)}
     lengths = {name: offsets[1:] - offsets[:-1] for name, offsets in bounds.items()}
     places = _no_places() if place is None else np.array([[*place, len(batch)]], dtype=np.int64)
@@ -135,6 +135,10 @@ class Catalogue:
         index = slice(None) if rows is None else rows
         present = (self.columns[index] & columns_mask([name])) != 0
         return np.where(present, self._lengths_of(length_column(name))[index], -1)
+
+    def num_values(self, name: str, rows: Integers) -> Integers:
+        """Values of some rows [B] in a ragged column, 0 where it isn't there yet."""
+        return self._lengths_of(length_column(name)).take(rows)
 
     def num_dropped(self, rows: Integers) -> dict[str, int]:
         """How many of these dropped rows were dropped for which reason."""

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from spmdrl.dataflow.samples.control.catalogue import Catalogue, News, joined
-from spmdrl.dataflow.samples.schema import columns_mask, names_of_mask
+from spmdrl.dataflow.samples.schema import mask_of, names_of_mask
 from spmdrl.types import Integers, WorkerState
 
 DEFERRED = "deferred"
@@ -41,7 +41,7 @@ class Controller:
         self.state = state
         self.needs = needs
         self._catalogue = catalogue
-        self._needs_mask = columns_mask(needs)
+        self._needs_mask = mask_of(needs)
         self._held = np.full(catalogue.num_rows, RowStatus.WAITING, dtype=np.int8)
         self._num_changes = 0
         # Kept answers, and the versions of catalogue and claims that they are for.

@@ -8,6 +8,7 @@ frame contains no positions, so a corrupt one can't point outside itself, and no
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from spmdrl.dataflow.samples.schema import RULES, check_column, column_number, length_column
+from spmdrl.dataflow.samples.schema import LENGTHS_OF, RULES, check_column, column_number
 from spmdrl.types import Batch
 
 ALIGNMENT = 64
@@ -27,17 +28,14 @@ _FORMAT = int.from_bytes(b"spmdrl\x00\x02", "little")
 _WORD = 8
 _FIXED_WORDS = 3
 
-_DTYPES = tuple(rule.column.dtype for rule in RULES)
-_ITEM_BYTES = tuple(dtype.itemsize for dtype in _DTYPES)
-_NUMPY_DTYPES: tuple[np.dtype[Any], ...] = tuple(torch.empty(0, dtype=dtype).numpy().dtype for dtype in _DTYPES)
+_DTYPES = {rule.name: rule.column.dtype for rule in RULES}
+_ITEM_BYTES = {name: dtype.itemsize for name, dtype in _DTYPES.items()}
 _INT64 = np.dtype(np.int64)
-_LENGTHS_OF = tuple(column_number(length_column(rule.name)) if rule.column.ragged else None for rule in RULES)
-"""for each ragged column, the number of the column whose lengths it has; None for a dense one"""
 
-
-def numpy_dtype(name: str) -> np.dtype[Any]:
-    """The dtype of a column's values as an array."""
-    return _NUMPY_DTYPES[column_number(name)]
+NUMPY_DTYPES: Mapping[str, np.dtype[Any]] = {
+    name: torch.empty(0, dtype=dtype).numpy().dtype for name, dtype in _DTYPES.items()
+}
+"""The dtype of each column's values as an array."""
 
 
 class FrameError(ValueError):
@@ -45,41 +43,42 @@ class FrameError(ValueError):
 
 
 class _Layout(NamedTuple):
-    """Where the parts of a frame begin, in bytes; columns and lengths go by schema numbers."""
+    """Where the parts of a frame begin, in bytes: values by column, offsets by the column whose lengths they are."""
 
     rows: int
-    offsets: dict[int, int]
-    values: dict[int, int]
+    offsets: dict[str, int]
+    values: dict[str, int]
     num_bytes: int
 
 
 def frame_bytes(num_rows: int, num_values: Mapping[str, int]) -> int:
     """The size of a frame of so many rows whose columns have these numbers of values (a dense one: `num_rows`)."""
-    return _layout(num_rows, _by_number(num_values)).num_bytes
+    return _layout(num_rows, {name: num_values[name] for name in _in_schema_order(tuple(num_values))}).num_bytes
 
 
 class CheckedColumns:
-    """A batch's columns as arrays, by schema number in schema order. Raises ValueError for what breaks the schema."""
+    """A batch's columns as arrays, in schema order. Raises ValueError for what breaks the schema."""
 
     def __init__(self, batch: Batch):
-        """Columns with the same row lengths must have equal offsets, which are kept once, by the lengths' number."""
-        self.values: dict[int, NDArray[Any]] = {}
-        self.offsets: dict[int, NDArray[np.int64]] = {}
-        shared: dict[int, Tensor] = {}
-        for number, name in sorted([(column_number(name), name) for name in batch.names]):
-            lengths, is_ragged = _LENGTHS_OF[number], batch.is_ragged(name)
-            tensor = batch.values(name) if is_ragged else batch.dense(name)
-            if tensor.dtype != _DTYPES[number] or is_ragged != (lengths is not None):
+        """Columns with the same row lengths must have equal offsets, which are kept once, by the lengths' column."""
+        self.values: dict[str, NDArray[Any]] = {}
+        self.offsets: dict[str, NDArray[np.int64]] = {}
+        shared: dict[str, tuple[Tensor, int]] = {}
+        for name in _in_schema_order(tuple(batch.columns)):
+            tensor, lengths, is_ragged = batch.columns[name], LENGTHS_OF[name], batch.is_ragged(name)
+            if tensor.dtype != _DTYPES[name] or is_ragged != (lengths is not None):
                 check_column(batch, name)
-            self.values[number] = values = tensor.numpy()
+            self.values[name] = values = tensor.numpy()
             if lengths is None:
                 continue
-            if shared.setdefault(lengths, batch.offsets(name)) is not batch.offsets(name):
-                _check_same(name, lengths, self.offsets[lengths], batch.offsets(name).numpy())
-            elif lengths not in self.offsets:
-                self.offsets[lengths] = bounds = shared[lengths].numpy()
-                _checked_end(lengths, bounds)
-            _check_count(number, values.size, int(self.offsets[lengths][-1]))
+            offsets = batch.offsets(name)
+            if lengths not in shared:
+                self.offsets[lengths] = bounds = offsets.numpy()
+                shared[lengths] = offsets, _checked_end(lengths, bounds)
+            known, end = shared[lengths]
+            if known is not offsets:
+                _check_same(name, lengths, self.offsets[lengths], offsets.numpy())
+            _check_count(name, values.size, end)
 
 
 class OutgoingFrame:
@@ -88,7 +87,7 @@ class OutgoingFrame:
     def __init__(self, batch: Batch):
         self._rows = batch.rows.numpy()
         self._columns = CheckedColumns(batch)
-        self._layout = _layout(len(batch), {number: values.size for number, values in self._columns.values.items()})
+        self._layout = _layout(len(batch), {name: values.size for name, values in self._columns.values.items()})
 
     @property
     def num_bytes(self) -> int:
@@ -99,14 +98,14 @@ class OutgoingFrame:
         if out.shape != (self.num_bytes,) or out.dtype != torch.uint8:
             raise ValueError(f"a frame of {self.num_bytes} bytes doesn't fit {out.dtype} {tuple(out.shape)}")
         memory, layout, columns = out.numpy(), self._layout, self._columns
-        table = [word for number, values in columns.values.items() for word in (number, values.size)]
+        table = [word for name, values in columns.values.items() for word in (column_number(name), values.size)]
         head = (_FORMAT, self._rows.size, len(columns.values))
         struct.pack_into(f"={_FIXED_WORDS + len(table)}q", memory.data, 0, *head, *table)
         _store(memory, layout.rows, self._rows)
         for lengths, start in layout.offsets.items():
             _store(memory, start, columns.offsets[lengths])
-        for number, start in layout.values.items():
-            _store(memory, start, columns.values[number])
+        for name, start in layout.values.items():
+            _store(memory, start, columns.values[name])
 
 
 def pack(batch: Batch) -> Tensor:
@@ -133,13 +132,13 @@ def read_frame(frame: Tensor) -> Batch:
     ends = {lengths: _checked_end(lengths, part) for lengths, part in shared.items()}
     offsets = {lengths: torch.from_numpy(part) for lengths, part in shared.items()}
     batch = Batch(torch.from_numpy(rows))
-    for number, start in layout.values.items():
-        name, count, lengths = RULES[number].name, num_values[number], _LENGTHS_OF[number]
-        values = torch.from_numpy(_part(memory, start, count, _NUMPY_DTYPES[number]))
+    for name, start in layout.values.items():
+        count, lengths = num_values[name], LENGTHS_OF[name]
+        values = torch.from_numpy(_part(memory, start, count, NUMPY_DTYPES[name]))
         if lengths is None:
             batch.put_dense(name, values)
         else:
-            _check_count(number, count, ends[lengths])
+            _check_count(name, count, ends[lengths])
             batch.put_ragged(name, values, offsets[lengths])
     return batch
 
@@ -152,24 +151,29 @@ def values_of(names: Iterable[str], sizes: Mapping[str, Any], start: Any) -> tup
     """
     places = {}
     for name in names:
-        item_bytes = _ITEM_BYTES[column_number(name)]
+        item_bytes = _ITEM_BYTES[name]
         places[name] = start // item_bytes
         start = start + _aligned(item_bytes * sizes[name])
     return places, start
 
 
-def _layout(num_rows: int, num_values: Mapping[int, int]) -> _Layout:
+@functools.lru_cache
+def _in_schema_order(names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(sorted(names, key=column_number))
+
+
+def _layout(num_rows: int, num_values: Mapping[str, int]) -> _Layout:
     """Lay out columns that are given in schema order. Plain integers: no count is too large to be compared."""
     rows = _aligned(_WORD * (_FIXED_WORDS + 2 * len(num_values)))
     end = rows + _aligned(_WORD * num_rows)
-    offsets: dict[int, int] = {}
-    for number in num_values:
-        lengths = _LENGTHS_OF[number]
+    offsets: dict[str, int] = {}
+    for name in num_values:
+        lengths = LENGTHS_OF[name]
         if lengths is not None and lengths not in offsets:
             offsets[lengths], end = end, end + _aligned(_WORD * (num_rows + 1))
-    values: dict[int, int] = {}
-    for number, count in num_values.items():
-        values[number], end = end, end + _aligned(_ITEM_BYTES[number] * count)
+    values: dict[str, int] = {}
+    for name, count in num_values.items():
+        values[name], end = end, end + _aligned(_ITEM_BYTES[name] * count)
     return _Layout(rows, offsets, values, end)
 
 
@@ -177,15 +181,11 @@ def _aligned(num_bytes: Any) -> Any:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
-def _by_number(num_values: Mapping[str, int]) -> dict[int, int]:
-    return dict(sorted((column_number(name), count) for name, count in num_values.items()))
-
-
 def _store(memory: NDArray[np.uint8], start: int, source: NDArray[Any]) -> None:
     memory[start : start + source.nbytes].view(source.dtype)[:] = source
 
 
-def _read_header(frame: Tensor) -> tuple[int, dict[int, int]]:
+def _read_header(frame: Tensor) -> tuple[int, dict[str, int]]:
     """The number of rows, and each column's number of values; sizes aren't compared with the frame's yet."""
     if frame.dtype != torch.uint8 or frame.ndim != 1 or not frame.is_contiguous() or frame.device.type != "cpu":
         raise FrameError(f"a frame is a run of bytes on the host, not {frame.dtype} {tuple(frame.shape)}")
@@ -200,7 +200,7 @@ def _read_header(frame: Tensor) -> tuple[int, dict[int, int]]:
         raise FrameError(f"{size} bytes don't hold the {num_rows} rows of {num_columns} columns that they announce")
     table = words[_FIXED_WORDS : _FIXED_WORDS + 2 * num_columns].tolist()
     _check_table(num_rows, table[::2], table[1::2])
-    return num_rows, dict(zip(table[::2], table[1::2], strict=True))
+    return num_rows, {RULES[number].name: count for number, count in zip(table[::2], table[1::2], strict=True)}
 
 
 def _check_table(num_rows: int, numbers: list[int], num_values: list[int]) -> None:
@@ -208,7 +208,7 @@ def _check_table(num_rows: int, numbers: list[int], num_values: list[int]) -> No
     for number, count in zip(numbers, num_values, strict=True):
         if not before < number < len(RULES):
             raise FrameError(f"columns {numbers} of a frame must ascend and be numbers of {len(RULES)} columns")
-        if count < 0 or (_LENGTHS_OF[number] is None and count != num_rows):
+        if count < 0 or (not RULES[number].column.ragged and count != num_rows):
             raise FrameError(f"column {RULES[number].name!r} announces {count} values in {num_rows} rows")
         before = number
 
@@ -223,22 +223,23 @@ def _check_rows(rows: NDArray[np.int64]) -> None:
         raise FrameError(f"a frame has row {rows.min()}, but rows count from 0")
 
 
-def _check_count(number: int, num_values: int, end: int) -> None:
+def _check_count(name: str, num_values: int, end: int) -> None:
     if num_values != end:
-        raise FrameError(f"offsets of column {RULES[number].name!r} end at {end}, but it has {num_values} values")
+        raise FrameError(f"offsets of column {name!r} end at {end}, but it has {num_values} values")
 
 
-def _check_same(name: str, lengths: int, known: NDArray[np.int64], offsets: NDArray[np.int64]) -> None:
-    if not np.array_equal(known, offsets):
+def _check_same(name: str, lengths: str, known: NDArray[np.int64], offsets: NDArray[np.int64]) -> None:
+    # Bytes compare faster; whatever type offsets have, it is their values that must be equal.
+    if known.tobytes() != offsets.tobytes() and not np.array_equal(known, offsets):
         raise ValueError(
             f"column {name!r} has other row lengths than the columns beside it, but the schema says that all of "
-            f"them have those of {RULES[lengths].name!r}; put it with one value for each of that column's"
+            f"them have those of {lengths!r}; put it with one value for each of that column's"
         )
 
 
-def _checked_end(lengths: int, bounds: NDArray[np.int64]) -> int:
+def _checked_end(lengths: str, bounds: NDArray[np.int64]) -> int:
     """The last of the offsets of this column's lengths, after a check that they cut values into rows."""
     # Compared, not subtracted: a difference of two int64 may overflow.
-    if bounds[0] != 0 or (bounds[1:] < bounds[:-1]).any():
-        raise FrameError(f"offsets of column {RULES[lengths].name!r} must begin with 0 and never fall")
-    return int(bounds[-1])
+    if bounds.item(0) != 0 or np.count_nonzero(bounds[1:] < bounds[:-1]):
+        raise FrameError(f"offsets of column {lengths!r} must begin with 0 and never fall")
+    return bounds.item(-1)

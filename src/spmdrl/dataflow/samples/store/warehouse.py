@@ -14,8 +14,8 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from spmdrl.dataflow.samples.control.catalogue import Catalogue, RowMetadata
-from spmdrl.dataflow.samples.schema import RULES, empty_batch, length_column, names_of_mask, rule_of
-from spmdrl.dataflow.samples.store.frame import ALIGNMENT, CheckedColumns, numpy_dtype, values_of
+from spmdrl.dataflow.samples.schema import empty_batch, length_column, names_of_mask, rule_of
+from spmdrl.dataflow.samples.store.frame import ALIGNMENT, NUMPY_DTYPES, CheckedColumns, values_of
 from spmdrl.dataflow.samples.store.shared_memory import Place, Pool
 from spmdrl.dataflow.samples.store.shelves import Chunks, Shelves, collect
 from spmdrl.dataflow.samples.volume import Link, Volume, column_bytes
@@ -48,17 +48,15 @@ class Warehouse:
             self.keep(batch)
             return None
         columns = CheckedColumns(batch)
-        values = {RULES[number].name: column for number, column in columns.values.items()}
-        sizes = {name: column.size for name, column in values.items()}
+        sizes = {name: column.size for name, column in columns.values.items()}
         starts, num_bytes = values_of(sizes, sizes, 0)
         with self._lock:
             place = self._pool.allocate(max(num_bytes, ALIGNMENT))
             file = self._files[place.writer]
-            for name, column in values.items():
+            for name, column in columns.values.items():
                 starts[name] += place.start // column.itemsize
                 file.array(name)[starts[name] : starts[name] + column.size] = column
-            bounds = {RULES[number].name: offsets for number, offsets in columns.offsets.items()}
-            self._add(batch, file, starts, bounds)
+            self._add(batch, file, starts, columns.offsets)
         return place
 
     def keep(self, batch: Batch, rows: ArrayLike | None = None, positions: ArrayLike | None = None) -> None:
@@ -155,7 +153,7 @@ class Warehouse:
                 f"columns {names} of rows {rows[:4].tolist()}... take {(ends - begins).tolist()} bytes, but places "
                 f"have {num_bytes.tolist()}; do all ranks run the same version?"
             )
-        total = sum(int(num_values[name].sum()) * numpy_dtype(name).itemsize for name in names)
+        total = sum(int(num_values[name].sum()) * NUMPY_DTYPES[name].itemsize for name in names)
         num_ragged = sum(rule_of(name).column.ragged for name in names)
         total += num_ragged * (rows.size + sizes.size) * _OFFSET_BYTES
         memories = [self._files[writer] for writer in writers.tolist()]
@@ -171,7 +169,7 @@ class _File:
         self._writer = writer
 
     def array(self, name: str) -> NDArray[np.generic]:
-        return self._pool.array(self._writer, numpy_dtype(name))
+        return self._pool.array(self._writer, NUMPY_DTYPES[name])
 
 
 class _Kept:
