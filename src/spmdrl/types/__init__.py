@@ -119,6 +119,13 @@ class Batch:
     def of_rows(cls, rows: Iterable[int]) -> Batch:
         return cls(torch.tensor(list(rows), dtype=torch.int64))
 
+    @classmethod
+    def of_packed(cls, rows: Tensor, columns: dict[str, Tensor], offsets: dict[str, Tensor]) -> Batch:
+        """The batch of columns that fit its rows; those that have offsets are ragged. The dicts are taken over."""
+        batch = cls(rows)
+        batch._columns, batch._offsets = columns, offsets
+        return batch
+
     def __len__(self) -> int:
         return self.rows.numel()
 

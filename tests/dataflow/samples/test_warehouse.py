@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spmdrl.dataflow.samples.control.catalogue import joined, metadata_of
+from spmdrl.dataflow.samples.schema import RULES
 from spmdrl.dataflow.samples.store.shared_memory import Pool, host_pool
 from spmdrl.dataflow.samples.store.warehouse import Warehouse
 from spmdrl.dataflow.samples.volume import Link, Volume
@@ -127,6 +128,59 @@ def test_several_rows_may_share_one_stored_value(warehouse):
     warehouse.keep(prompts, positions=[0, 0, 1, 1], rows=[4, 5, 6, 7])
     assert warehouse.num_bytes == prompts.num_bytes()
     assert warehouse.get([7, 4, 5], ["prompt_ids"]).to_lists("prompt_ids") == [[3], [1, 2], [1, 2]]
+
+
+def test_a_column_may_be_stored_with_others_in_some_rows_and_alone_in_other_rows(warehouse):
+    warehouse.put(make_batch([0, 1]))
+    alone = Batch.of_rows([3, 2])
+    alone.put_dense("reward", torch.tensor([1.5, 1.0]))
+    warehouse.put(alone)
+    for asked in ([0, 1, 2, 3], [3, 0, 2, 1], [3, 2]):
+        assert warehouse.get(asked, ["reward"]).dense("reward").tolist() == [row / 2 for row in asked]
+    with pytest.raises(KeyError, match="row 2 has no column 'response_ids'"):
+        warehouse.get([1, 2], ["reward", "response_ids"])
+
+
+@given(st.lists(st.integers(0, 5), max_size=20).map(lambda ids: [0, *ids]), st.booleans())
+def test_rows_come_back_with_the_values_that_they_share_in_any_order(prompt_of_row, in_order):
+    prompts = Batch.of_rows(range(6))
+    lists = [list(range(prompt)) for prompt in range(6)]
+    prompts.put_lists("prompt_ids", lists, torch.int32)
+    prompts.put_dense("finished", torch.arange(6, dtype=torch.int32))
+    prompt_of_row = sorted(prompt_of_row) if in_order else prompt_of_row
+    warehouse, volume = Warehouse(), Volume()
+    warehouse.keep(prompts, range(len(prompt_of_row)), prompt_of_row)
+    got = warehouse.get(range(len(prompt_of_row)), ["prompt_ids", "finished"], volume)
+    assert got.to_lists("prompt_ids") == [lists[prompt] for prompt in prompt_of_row]
+    assert got.dense("finished").tolist() == prompt_of_row
+    assert volume.payload_bytes(Link.PROCESS) == got.num_bytes() - 8
+
+
+def test_rows_that_lie_apart_come_back_whole_when_they_take_megabytes(warehouse):
+    rows = Batch.of_rows([0, 1, 2])
+    rows.put_ragged("response_ids", torch.arange(1_500_000, dtype=torch.int32), torch.tensor([0, 10, 10, 1_500_000]))
+    warehouse.put(rows)
+    got = warehouse.get([2, 1, 0], ["response_ids"])
+    assert got.offsets("response_ids").tolist() == [0, 1_499_990, 1_499_990, 1_500_000]
+    assert torch.equal(got.values("response_ids"), torch.arange(1_500_000, dtype=torch.int32).roll(-10))
+
+
+def test_any_number_of_columns_may_be_put_one_by_one_in_portions_of_growing_row_numbers(warehouse):
+    columns = [rule.column for rule in RULES if not rule.column.ragged or rule.length_of is None]
+    assert len(columns) > 8
+    for rows in ([3, 4], [40, 41], [0, 1]):
+        for number, column in enumerate(columns):
+            batch, values = Batch.of_rows(rows), torch.tensor([row + 100 * number for row in rows], dtype=column.dtype)
+            if column.ragged:
+                batch.put_ragged(column.name, values, torch.arange(3))
+            else:
+                batch.put_dense(column.name, values)
+            warehouse.put(batch)
+            with pytest.raises(ValueError, match=f"row {rows[0]} has column '{column.name}' already"):
+                warehouse.put(batch)
+    got = warehouse.get([41, 3, 4, 0, 1, 40], [column.name for column in columns])
+    for number, column in enumerate(columns):
+        assert (got.columns[column.name] - 100 * number).tolist() == [41, 3, 4, 0, 1, 40]
 
 
 def test_no_rows_come_back_with_their_columns(warehouse):

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
+import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
@@ -95,12 +96,11 @@ class Warehouse:
             return empty_batch(names)
         with self._lock:
             found = self._shelves.find(names, index)
-        batch = collect(found, index)
+        gathered = collect(found)
         if volume is not None:
-            for placement in found:
-                for link, num_bytes in placement.num_bytes(batch).items():
-                    volume.count_get(link, num_bytes)
-        return batch
+            for link, num_bytes in gathered.num_bytes.items():
+                volume.count_get(link, num_bytes)
+        return Batch.of_packed(torch.from_numpy(index.copy()), gathered.columns, gathered.offsets)
 
     def clear(self) -> None:
         """Forget all rows; memory that a larger batch needed once returns to the system."""
@@ -123,6 +123,7 @@ class Warehouse:
     def close(self) -> None:
         with self._lock:
             self._shelves = Shelves()
+            self._files = []
             if self._pool is not None:
                 self._pool.close()
 
@@ -167,9 +168,12 @@ class _File:
         self.link = Link.PROCESS if writer == pool.writer else Link.NODE
         self._pool = pool
         self._writer = writer
+        self._arrays: dict[str, NDArray[np.generic]] = {}
 
     def array(self, name: str) -> NDArray[np.generic]:
-        return self._pool.array(self._writer, NUMPY_DTYPES[name])
+        if name not in self._arrays:
+            self._arrays[name] = self._pool.array(self._writer, NUMPY_DTYPES[name])
+        return self._arrays[name]
 
 
 class _Kept:
