@@ -136,8 +136,11 @@ class Dealer:
         takers, rules = self._rules.takers(WorkerState.GENERATION), self._rules
         places = {taker.rank: place for place, taker in enumerate(takers)}
         begun = [places[rank] for rank in holders] + [-1] * (len(groups) - len(holders))
-        costs = lengths.costs(rules.cost, self._group_size)
-        dealt = deal_groups(costs, begun, takers, seed=rules.seed, step=self._step)
+        if len(takers) == 1:
+            dealt = np.zeros(len(groups), dtype=np.int64)
+        else:
+            costs = lengths.costs(rules.cost, self._group_size)
+            dealt = deal_groups(costs, begun, takers, seed=rules.seed, step=self._step)
         known = self._taker_of_group
         self._taker_of_group = np.concatenate([known[: groups.start], dealt, known[groups.stop :]])
         if not rules.locality:
