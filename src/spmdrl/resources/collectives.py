@@ -31,6 +31,16 @@ def group_size(group: Group = None) -> int:
     return dist.get_world_size(group) if dist.is_initialized() else 1
 
 
+def wait_like_the_job(group: dist.ProcessGroup) -> None:
+    """Have a group wait as long as the job's own, for which PyTorch takes 10 (NCCL) or 30 minutes."""
+    job = dist.group.WORLD
+    assert job is not None, "groups are made after the job's own"
+    for device in group._device_types:
+        backend = group._get_backend(device)
+        if group is not job and hasattr(backend, "_set_default_timeout"):
+            backend._set_default_timeout(job._get_backend(device).options._timeout)
+
+
 def sum_over(tensor: Tensor, group: Group = None) -> Tensor:
     """The elementwise sum over the group's ranks. Collective."""
     return _reduced(tensor, dist.ReduceOp.SUM, group)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from spmdrl.resources.collectives import max_over, sum_over
+from spmdrl.resources.collectives import max_over, sum_over, wait_like_the_job
 from spmdrl.resources.device import Device
 from spmdrl.resources.layout import GenerationLayout, UpdateLayout
 from spmdrl.resources.network.sockets import closing_new_listeners
@@ -102,7 +102,7 @@ def build_generation_mesh(layout: GenerationLayout, device: Device, world_size: 
     replicas = [tuple(ranks[first : first + layout.tensor]) for first in range(0, world_size, layout.tensor)]
     num_sharing = max(1, layout.expert // layout.tensor)
     places = torch.tensor(replicas).view(-1, num_sharing, layout.tensor)
-    mesh = DeviceMesh(device.kind, places, mesh_dim_names=("replicas", "expert", "tensor"))
+    mesh = _waiting(DeviceMesh(device.kind, places, mesh_dim_names=("replicas", "expert", "tensor")))
     return GenerationMesh(
         layout, rank, tuple(replicas), tensor=_axis(mesh["tensor"], "tensor"), expert=_axis(mesh["expert"], "expert")
     )
@@ -144,7 +144,7 @@ def build_update_mesh(layout: UpdateLayout, device: Device, rank: int) -> Update
         context=_axis(mesh["context"], "context"),
         tensor=_axis(mesh["tensor"], "tensor"),
         expert=_axis(experts["expert"], "expert"),
-        model=_axis(mesh["pipeline", "context", "tensor"]._flatten("model"), "model"),
+        model=_axis(_waiting(mesh["pipeline", "context", "tensor"]._flatten("model")), "model"),
         dense_shards=dense["replica", "shard"] if layout.data > 1 else dense["shard"],
         expert_shards=experts["replica", "shard"] if num_expert_replicas > 1 else experts["shard"],
     )
@@ -152,7 +152,14 @@ def build_update_mesh(layout: UpdateLayout, device: Device, rank: int) -> Update
 
 def _mesh(device: Device, **sizes: int) -> DeviceMesh:
     """A mesh over all ranks with these axes, outermost first."""
-    return init_device_mesh(device.kind, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    return _waiting(init_device_mesh(device.kind, tuple(sizes.values()), mesh_dim_names=tuple(sizes)))
+
+
+def _waiting(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh, whose groups wait as long as the job's own."""
+    for group in mesh.get_all_groups():
+        wait_like_the_job(group)
+    return mesh
 
 
 def _axis(mesh: DeviceMesh, name: str) -> Axis:

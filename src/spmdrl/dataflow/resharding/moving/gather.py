@@ -22,6 +22,7 @@ from torch import Tensor
 from spmdrl.dataflow.resharding.planning.buckets import Piece, Transfer
 from spmdrl.dataflow.resharding.planning.cells import SlicedWeights
 from spmdrl.dataflow.resharding.planning.plan import Block, ReshardPlan
+from spmdrl.resources.collectives import wait_like_the_job
 from spmdrl.resources.network.sockets import closing_new_listeners
 from spmdrl.types import WeightSlice
 
@@ -254,7 +255,9 @@ def _open_group(plan: ReshardPlan, rank: int) -> dist.ProcessGroup | None:
         return None
     with closing_new_listeners():
         groups: dict[range, dist.ProcessGroup] = {b.ranks: dist.new_group(list(b.ranks)) for b in plan.blocks}
-    return groups[plan.block_of(rank).ranks]
+    own = groups[plan.block_of(rank).ranks]
+    wait_like_the_job(own)
+    return own
 
 
 def _pack(flat: Tensor, boxes: Iterable[WeightSlice], held: SlicedWeights) -> None:
