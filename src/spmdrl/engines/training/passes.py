@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -125,7 +126,8 @@ class Passes:
         """Add every micro-batch's gradient to the weights'. Collective over the mesh."""
         with self._leaving_shards():
             if self._pipeline is None:
-                for micro in micros:
+                for micro, is_last in _marking_the_last(micros):
+                    self._model.begin_microbatch(is_last=is_last)
                     self._backward(self._forward(micro, to_scalar, self.head))
             else:
                 self._through_pipeline(self._pipeline.train, list(micros), to_scalar, self.head)
@@ -239,6 +241,12 @@ class Passes:
                 sum_tensor_gradients(gradients, model.parts[number], mesh.tensor)
         if model.config.tied_head and mesh.pipeline.size > 1:
             sum_tied_gradients(model.tied_gradients(), mesh.pipeline)
+
+
+def _marking_the_last(micros: Iterable[MicroBatch]) -> Iterator[tuple[MicroBatch, bool]]:
+    for micro, following in pairwise(chain(micros, (None,))):
+        assert micro is not None
+        yield micro, following is None
 
 
 def _recording_route(scope: RoutingScope, rows: TokenRows, micro: MicroBatch) -> RecordingRoute:

@@ -89,7 +89,7 @@ def build_sharded_model(
         if not is_replica:
             shard_modules(decoder, mesh, precision, whole=is_whole)
         stages[number] = decoder.to_empty(device=device)
-    return ShardedModel(config, stages, parts, mesh, is_replica=is_replica)
+    return ShardedModel(config, stages, parts, mesh, is_replica=is_replica, is_one_unit=is_whole)
 
 
 def _cast_parameters(decoder: Decoder, precision: Precision) -> None:

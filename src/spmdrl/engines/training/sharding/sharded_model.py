@@ -77,10 +77,15 @@ class ShardedModel:
         mesh: UpdateMesh,
         *,
         is_replica: bool = False,
+        is_one_unit: bool = False,
     ):
-        """`is_replica`: ranks of the data axis hold whole copies, whose gradients are to be summed after each pass."""
+        """`is_replica`: ranks of the data axis hold whole copies, whose gradients are to be summed after each pass.
+
+        `is_one_unit`: what FSDP2 gathers for a pass stays until its end.
+        """
         self.config = config
         self.is_replica = is_replica
+        self._is_one_unit = is_one_unit
         self.stages = stages
         """By stage number; with one pipeline rank and one chunk, the whole decoder is stage 0."""
         self.mesh = mesh
@@ -232,6 +237,11 @@ class ShardedModel:
         Of several units, FSDP2 forgets to reduce the one whose forward was cut short in its turn.
         """
         return self.mesh.model.size == 1 and self.mesh.expert.size == 1 and len(self._fsdp_modules) <= 1
+
+    def begin_microbatch(self, *, is_last: bool) -> None:
+        """Have gradients of one unit stay where they are until the last micro-batch of a pass, and be reduced once."""
+        for module in self._fsdp_modules if self._is_one_unit else ():
+            module.set_requires_gradient_sync(is_last)
 
     def reshard(self) -> None:
         """Leave nothing on the device but this rank's shards."""
