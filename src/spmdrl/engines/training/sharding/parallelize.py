@@ -89,7 +89,13 @@ def build_sharded_model(
         if not is_replica:
             shard_modules(decoder, mesh, precision, whole=is_whole)
         stages[number] = decoder.to_empty(device=device)
-    return ShardedModel(config, stages, parts, mesh, is_replica=is_replica, is_one_unit=is_whole)
+    # A group of one rank adds up in what layers compute in (`_fsdp_options`), unless each micro-batch is reduced.
+    adds_up_in_float32 = (
+        precision.compute == torch.float32 or min(mesh.dense_shards.size(), mesh.expert_shards.size()) > 1
+    )
+    return ShardedModel(
+        config, stages, parts, mesh, is_replica=is_replica, reduces_once=is_whole and adds_up_in_float32
+    )
 
 
 def _cast_parameters(decoder: Decoder, precision: Precision) -> None:

@@ -77,15 +77,15 @@ class ShardedModel:
         mesh: UpdateMesh,
         *,
         is_replica: bool = False,
-        is_one_unit: bool = False,
+        reduces_once: bool = False,
     ):
         """`is_replica`: ranks of the data axis hold whole copies, whose gradients are to be summed after each pass.
 
-        `is_one_unit`: what FSDP2 gathers for a pass stays until its end.
+        `reduces_once`: what FSDP2 gathers for a pass, and its gradients, stay until the end of it.
         """
         self.config = config
         self.is_replica = is_replica
-        self._is_one_unit = is_one_unit
+        self._reduces_once = reduces_once
         self.stages = stages
         """By stage number; with one pipeline rank and one chunk, the whole decoder is stage 0."""
         self.mesh = mesh
@@ -239,8 +239,8 @@ class ShardedModel:
         return self.mesh.model.size == 1 and self.mesh.expert.size == 1 and len(self._fsdp_modules) <= 1
 
     def begin_microbatch(self, *, is_last: bool) -> None:
-        """Have gradients of one unit stay where they are until the last micro-batch of a pass, and be reduced once."""
-        for module in self._fsdp_modules if self._is_one_unit else ():
+        """Where gradients are reduced once, have them stay on this rank until the last micro-batch of a pass."""
+        for module in self._fsdp_modules if self._reduces_once else ():
             module.set_requires_gradient_sync(is_last)
 
     def reshard(self) -> None:
