@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from spmdrl.types.partition import largest_differencing
 
 DEFAULT_TOKENS_PER_MICROBATCH = 16384
-# A CPU's activations should stay near its caches, and in blocks that the allocator keeps: fresh pages cost as much time
-# as a quarter of the product that fills them. With 16384 an update took twice as long, with 4096 a tenth more.
+# A CPU's activations should stay near its caches, and in blocks that the allocator keeps, as fresh pages take long to
+# clear. With 16384 an update took twice as long, with 4096 a tenth more.
 DEFAULT_TOKENS_PER_MICROBATCH_ON_CPU = 2048
 
 
