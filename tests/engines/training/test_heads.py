@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from spmdrl.engines.models.kernels.plain import LEAST_ROWS
 from spmdrl.engines.parallel.weight_cuts import VocabularyPart
+from spmdrl.engines.training import heads
 from spmdrl.engines.training.heads import LikeliestHead, logprobs_and_entropy
 from spmdrl.resources.layout import UpdateLayout
 from spmdrl.resources.mesh import build_update_mesh
@@ -124,6 +125,36 @@ def test_no_more_than_a_chunk_of_logits_is_ever_held():
     chunked = largest_logits(lambda h, w, t: logprobs_and_entropy(h, w, t, chunk_bytes=at_most))
     assert 0 < chunked <= at_most < NUM_ROWS * VOCAB * 4
     assert largest_logits(lambda h, w, t: reference(h, w, t, 1.0)) == NUM_ROWS * VOCAB * 4
+
+
+def gradients_and_products(rows_of_calls: list[int], monkeypatch: pytest.MonkeyPatch) -> tuple[list[Tensor], int]:
+    """Gradients of all calls' first rows, gone forward through before any goes back, and how often logits were made."""
+    made = []
+    monkeypatch.setattr(heads, "_logits", lambda *inputs: made.append(1) or logits_of(*inputs))
+    hidden_RD, head_weight_VD, targets_R = inputs()
+    head_weight_VD.requires_grad_()
+    hidden = [hidden_RD[:num].clone().requires_grad_() for num in rows_of_calls]
+    results = [
+        logprobs_and_entropy(h, head_weight_VD, targets_R[: len(h)], temperature=0.7, chunk_bytes=CHUNK_BYTES)
+        for h in hidden
+    ]
+    for logprobs_R, entropy_R in results:
+        (logprobs_R.sum() + 0.3 * entropy_R.sum()).backward()
+    return [h.grad for h in hidden], len(made)
+
+
+logits_of = heads._logits
+
+
+def test_the_last_chunk_is_computed_once_and_kept_for_the_newest_call_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    # 21 rows are five chunks, 20 are four.
+    (alone,), num_alone = gradients_and_products([NUM_ROWS], monkeypatch)
+    assert num_alone == 5 + 4
+    (first, last), num_of_two = gradients_and_products([NUM_ROWS, 20], monkeypatch)
+    assert num_of_two == 5 + 5 + 4 + 3
+    assert torch.equal(first, alone), "kept and made again are the same bits"
+    (only,), _ = gradients_and_products([20], monkeypatch)
+    assert torch.equal(last, only)
 
 
 # Beyond 32 MiB glibc gives freed memory back, so that what stays resident is what is held.

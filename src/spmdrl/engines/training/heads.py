@@ -10,9 +10,10 @@ width; `V` vocabulary, or this rank's part of it; `C` places of one chunk; `J` t
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +28,7 @@ from spmdrl.resources.mesh import Axis
 from spmdrl.types.roles import Rating
 
 LOGITS_CHUNK_BYTES = 128 << 20
-"""Size of one float32 [C, V] tensor; about three of them live at a time."""
+"""Size of one float32 [C, V] tensor; up to three of them live at a time."""
 
 
 class TokenHead(Protocol):
@@ -91,8 +92,9 @@ class LikeliestHead:
         for rows in _chunks(len(hidden_PD), widest, LOGITS_CHUNK_BYTES):
             logits_CV = _logits(hidden_PD[rows], weight_VD, self.temperature)
             ids_CJ, largest_CJ = self._largest(logits_CV)
-            _, _, normalizer_C = _rate(logits_CV, ids_CJ, self.vocabulary)
-            ids_PJ[rows], logprobs_PJ[rows] = ids_CJ, largest_CJ - normalizer_C[:, None]
+            rated = _rate(logits_CV, ids_CJ, self.vocabulary)
+            ids_PJ[rows] = ids_CJ
+            logprobs_PJ[rows] = largest_CJ - (rated.highest_C + rated.log_sum_C)[:, None]
         return ids_PJ, logprobs_PJ
 
     def _largest(self, logits_CV: Tensor) -> tuple[Tensor, Tensor]:
@@ -155,7 +157,8 @@ def logprobs_and_entropy(
     With several targets per place, [P, J], the log-probs are those of the first, and those of the others [P, J - 1]
     come third.
     The matrix product runs in the dtype of its inputs, all else in float32. Logits are computed chunk by chunk, and
-    again in backward. Both outputs have gradients to `hidden_PD` and `head_weight_VD`.
+    again in backward, all but those of the last chunk, which are kept unless another call follows. Both outputs have
+    gradients to `hidden_PD` and `head_weight_VD`.
 
     With a `vocabulary` this is collective over its axis in forward, not in backward: all its ranks give the same
     hidden states and targets and get the same results. Going back from the same loss on each of them, the gradient
@@ -182,22 +185,26 @@ class _LogprobsAndEntropy(torch.autograd.Function):
         chunks = list(_chunks(len(targets_PJ), widest, chunk_bytes))
         # Apart from each other, as FSDP2 wants no views.
         logprobs_P = hidden_PD.new_empty(len(targets_PJ), dtype=torch.float32)
-        entropy_P, normalizer_P = torch.empty_like(logprobs_P), torch.empty_like(logprobs_P)
+        entropy_P, highest_P, log_sum_P = (torch.empty_like(logprobs_P) for _ in range(3))
         others_PJ = logprobs_P.new_empty(len(targets_PJ), targets_PJ.shape[1] - 1)
+        ctx.last = _LastLogits()
         for rows in chunks:
             logits_CV = _logits(hidden_PD[rows], head_weight_VD, temperature)
-            logprobs_CJ, entropy_P[rows], normalizer_P[rows] = _rate(logits_CV, targets_PJ[rows], vocabulary)
-            logprobs_P[rows], others_PJ[rows] = logprobs_CJ[:, 0], logprobs_CJ[:, 1:]
+            rated = _rate(logits_CV, targets_PJ[rows], vocabulary)
+            logprobs_P[rows], others_PJ[rows] = rated.logprobs_CJ[:, 0], rated.logprobs_CJ[:, 1:]
+            entropy_P[rows], highest_P[rows], log_sum_P[rows] = rated.entropy_C, rated.highest_C, rated.log_sum_C
+            if rows is chunks[-1]:
+                ctx.last.above_CV = logits_CV
             # Else this chunk would outlive the computation of the next.
             del logits_CV
-        ctx.save_for_backward(hidden_PD, head_weight_VD, targets_PJ, entropy_P, normalizer_P)
+        ctx.save_for_backward(hidden_PD, head_weight_VD, targets_PJ, entropy_P, highest_P, log_sum_P)
         ctx.temperature, ctx.vocabulary, ctx.chunks = temperature, vocabulary, chunks
         ctx.set_materialize_grads(False)
         return logprobs_P, entropy_P, others_PJ
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden_PD, head_weight_VD, targets_PJ, entropy_P, normalizer_P = ctx.saved_tensors
+        hidden_PD, head_weight_VD, targets_PJ, entropy_P, highest_P, log_sum_P = ctx.saved_tensors
         by_first_P, by_entropy_P, by_others_PJ = (None if by is None else by / ctx.temperature for by in gradients)
         by_logprob_PJ = None if by_first_P is None else by_first_P[:, None]
         if by_others_PJ is not None:
@@ -205,24 +212,54 @@ class _LogprobsAndEntropy(torch.autograd.Function):
             by_logprob_PJ = torch.cat((first_P1, by_others_PJ), 1)
         by_hidden_PD = torch.zeros_like(hidden_PD)
         by_head_VD = torch.zeros_like(head_weight_VD, dtype=torch.float32)
-        for rows in ctx.chunks:
-            logprobs_CV = _logits(hidden_PD[rows], head_weight_VD, ctx.temperature).sub_(normalizer_P[rows, None])
-            by_logits_CV = _minus_expected(
-                logprobs_CV,
+        # The last one first, so that what is kept of it isn't held beside others.
+        for rows in reversed(ctx.chunks):
+            above_CV = ctx.last.take()
+            if above_CV is None:
+                above_CV = _logits(hidden_PD[rows], head_weight_VD, ctx.temperature).sub_(highest_P[rows, None])
+            by_logits_CV = ops.minus_expected(
+                above_CV,
+                log_sum_P[rows],
                 entropy_P[rows],
-                by_logprob_C=None if by_logprob_PJ is None else by_logprob_PJ[rows].sum(1),
-                by_entropy_C=None if by_entropy_P is None else by_entropy_P[rows],
+                None if by_logprob_PJ is None else by_logprob_PJ[rows].sum(1),
+                None if by_entropy_P is None else by_entropy_P[rows],
             )
             if by_logprob_PJ is not None:
                 rated_CJ = targets_PJ[rows, : by_logprob_PJ.shape[1]]
                 columns_CJ, here_CJ = _columns(rated_CJ, ctx.vocabulary)
                 by_logits_CV.scatter_add_(1, columns_CJ, by_logprob_PJ[rows] * here_CJ)
-            del logprobs_CV
+            del above_CV
             by_logits_CV = by_logits_CV.to(head_weight_VD.dtype)
             by_hidden_PD[rows] = ops.linear(by_logits_CV, head_weight_VD.T)
             ops.add_matmul(by_head_VD, by_logits_CV, hidden_PD[rows])
             del by_logits_CV
         return by_hidden_PD, by_head_VD.to(head_weight_VD.dtype), None, None, None, None
+
+
+class _LastLogits:
+    """What backward needs of a call's last chunk, until it is taken or another call begins: one chunk per process."""
+
+    _newest: weakref.ref[_LastLogits] | None = None
+
+    def __init__(self) -> None:
+        # A schedule of several micro-batches may go forward through all of them before it goes back.
+        if _LastLogits._newest is not None and (before := _LastLogits._newest()) is not None:
+            before.above_CV = None
+        self.above_CV: Tensor | None = None
+        _LastLogits._newest = weakref.ref(self)
+
+    def take(self) -> Tensor | None:
+        above_CV, self.above_CV = self.above_CV, None
+        return above_CV
+
+
+class _Rated(NamedTuple):
+    """Log p(target), entropy, the highest logit, and the log of the sum of exponentials of what logits are above it."""
+
+    logprobs_CJ: Tensor
+    entropy_C: Tensor
+    highest_C: Tensor
+    log_sum_C: Tensor
 
 
 def _chunks(num_rows: int, vocab_size: int, chunk_bytes: int) -> Iterator[slice]:
@@ -236,7 +273,8 @@ def _chunks(num_rows: int, vocab_size: int, chunk_bytes: int) -> Iterator[slice]
 
 
 def _logits(hidden_CD: Tensor, head_weight_VD: Tensor, temperature: float) -> Tensor:
-    return ops.linear(hidden_CD, head_weight_VD).to(torch.float32).div_(temperature)
+    logits_CV = ops.linear(hidden_CD, head_weight_VD).to(torch.float32)
+    return logits_CV if temperature == 1 else logits_CV.div_(temperature)
 
 
 def _columns(targets_CJ: Tensor, vocabulary: VocabularyPart | None) -> tuple[Tensor, Tensor | int]:
@@ -244,43 +282,23 @@ def _columns(targets_CJ: Tensor, vocabulary: VocabularyPart | None) -> tuple[Ten
     return (targets_CJ, 1) if vocabulary is None else vocabulary.local(targets_CJ)
 
 
-def _rate(logits_CV: Tensor, targets_CJ: Tensor, vocabulary: VocabularyPart | None) -> tuple[Tensor, Tensor, Tensor]:
-    """log p(target) [C, J], entropy [C] and log of the sum of exp(logits) [C]; overwrites `logits_CV`.
+def _rate(logits_CV: Tensor, targets_CJ: Tensor, vocabulary: VocabularyPart | None) -> _Rated:
+    """Overwrites the logits by what they are above the highest.
 
-    With z = logits - max and S = sum exp z these are z_t - log S, log S - sum(z exp z) / S and max + log S, so that
-    only sums over the vocabulary are needed.
+    With z for these and S = sum exp z, a log-prob is z_t - log S and the entropy log S - sum(z exp z) / S, so that only
+    sums over the vocabulary are needed.
     """
-    max_C = logits_CV.amax(-1)
+    highest_C = logits_CV.amax(-1)
     if vocabulary is not None:
-        max_C = vocabulary.axis.max(max_C)
-    logits_CV.sub_(max_C[:, None])
+        highest_C = vocabulary.axis.max(highest_C)
+    sum_C, weighted_C = ops.exponential_sums(logits_CV, highest_C)
     columns_CJ, here_CJ = _columns(targets_CJ, vocabulary)
     target_CJ = logits_CV.gather(1, columns_CJ) * here_CJ
-    exp_CV = logits_CV.exp()
-    sum_C = exp_CV.sum(-1)
-    weighted_C = exp_CV.mul_(logits_CV).sum(-1)
     if vocabulary is not None:
         sums = vocabulary.axis.sum(torch.cat((target_CJ.T, sum_C[None], weighted_C[None])))
         target_CJ, sum_C, weighted_C = sums[:-2].T, sums[-2], sums[-1]
     log_sum_C = sum_C.log()
-    return target_CJ - log_sum_C[:, None], log_sum_C - weighted_C / sum_C, max_C + log_sum_C
-
-
-def _minus_expected(
-    logprobs_CV: Tensor, entropy_C: Tensor, *, by_logprob_C: Tensor | None, by_entropy_C: Tensor | None
-) -> Tensor:
-    """-p * (g + h * (log p + H)), overwriting `logprobs_CV`.
-
-    d/dz of g * log p_t + h * H is this and g at the target.
-    """
-    p_CV = logprobs_CV.exp()
-    if by_entropy_C is None:
-        assert by_logprob_C is not None, "backward is called for the gradient of at least one output"
-        return p_CV.mul_(-by_logprob_C[:, None])
-    factor_CV = logprobs_CV.add_(entropy_C[:, None]).mul_(by_entropy_C[:, None])
-    if by_logprob_C is not None:
-        factor_CV.add_(by_logprob_C[:, None])
-    return factor_CV.mul_(p_CV).neg_()
+    return _Rated(target_CJ - log_sum_C[:, None], log_sum_C - weighted_C / sum_C, highest_C, log_sum_C)
 
 
 def check_head(config: DecoderConfig, rating: Rating) -> None:

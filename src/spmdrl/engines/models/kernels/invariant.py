@@ -174,6 +174,8 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "linear": linear,
     # Its bits are others than those of F.linear.
     "blocked_linear": plain.blocked_linear,
+    # The generator sums them so.
+    "exponential_sums": plain.exponential_sums,
     "masked_attention": masked_attention,
     "paged_attention": paged_attention,
     "packed_attention": packed_attention,

@@ -2,7 +2,7 @@
 
 Shape letters: `T` packed tokens, `H` query heads, `J` key and value heads, `K` head size, `U` head size of values,
 `B` rows, `Q` queries of a row, `S` key positions, `C` blocks of a table, `M` rows, `E` experts, `D` inputs and `O`
-outputs of a linear layer.
+outputs of a linear layer; `C` places and `V` vocabulary of a head.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spmdrl.engines.models.kernels import cpu, cuda, invariant, npu, onednn, plain
-from spmdrl.engines.models.kernels.cpp import elementwise, row_attention
+from spmdrl.engines.models.kernels.cpp import elementwise, row_attention, softmax
 from spmdrl.engines.models.kernels.packed import PackedRows
 from spmdrl.engines.models.kernels.prefixed import PrefixedRows
 
@@ -29,6 +29,12 @@ TABLE: dict[str, dict[str, Callable[..., Any]]] = {
     "linear": {"cpu": onednn.linear, "cuda": F.linear, "npu": F.linear},
     "blocked_linear": {"cpu": onednn.blocked_linear, "cuda": plain.blocked_linear, "npu": plain.blocked_linear},
     "add_matmul": {"cpu": cpu.add_matmul, "cuda": cuda.add_matmul, "npu": npu.add_matmul},
+    "exponential_sums": {
+        "cpu": softmax.exponential_sums,
+        "cuda": plain.exponential_sums,
+        "npu": plain.exponential_sums,
+    },
+    "minus_expected": {"cpu": softmax.minus_expected, "cuda": plain.minus_expected, "npu": plain.minus_expected},
     "paged_attention": {"cpu": cpu.paged_attention, "cuda": cuda.paged_attention, "npu": plain.paged_attention},
     "packed_attention": {
         "cpu": row_attention.packed_attention,
@@ -97,6 +103,26 @@ def blocked_linear(weight_OD: Tensor, bias_O: Tensor | None) -> onednn.BlockedLi
 def add_matmul(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """Add a.T @ b, of a [T, O] and b [T, D], to the float32 `out` [O, D] in place; returns `out`. No gradient."""
     return implementation("add_matmul", out)(out, a, b)
+
+
+def exponential_sums(logits_CV: Tensor, highest_C: Tensor) -> tuple[Tensor, Tensor]:
+    """Sums [C] of exp(z) and of z exp(z) over each row, where z is what a logit is above the row's highest.
+
+    The float32 logits are overwritten by these z. No gradient.
+    """
+    return implementation("exponential_sums", logits_CV)(logits_CV, highest_C)
+
+
+def minus_expected(
+    above_CV: Tensor, log_sum_C: Tensor, entropy_C: Tensor, by_logprob_C: Tensor | None, by_entropy_C: Tensor | None
+) -> Tensor:
+    """-p * (g + h * (log p + H)) [C, V], in float32, where log p is z - log sum; the z are overwritten. No gradient.
+
+    d/dz of g * log p_t + h * H is this and g at the target t. `by_logprob_C` has g and `by_entropy_C` h of each row;
+    one of them may be None.
+    """
+    compute = implementation("minus_expected", above_CV)
+    return compute(above_CV, log_sum_C, entropy_C, by_logprob_C, by_entropy_C)
 
 
 def packed_attention(q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, rows: PackedRows) -> Tensor:

@@ -2,7 +2,8 @@
 
 Shape letters: `T` packed tokens, `H` query heads, `J` key and value heads, `K` head size, `U` head size of values,
 `F` query heads that share a key head, `B` rows, `Q` queries of a row, `S` key positions, `C` blocks of a table, `M`
-rows sorted by expert, `E` experts, `D` inputs and `O` outputs of a linear layer.
+rows sorted by expert, `E` experts, `D` inputs and `O` outputs of a linear layer; `C` places and `V` vocabulary of a
+head, where no table of blocks is meant.
 """
 
 from __future__ import annotations
@@ -57,6 +58,27 @@ def blocked_linear(weight_OD: Tensor, bias_O: Tensor | None) -> None:
 
 def add_matmul(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return out.add_(a.to(out.dtype).T @ b.to(out.dtype))
+
+
+def exponential_sums(logits_CV: Tensor, highest_C: Tensor) -> tuple[Tensor, Tensor]:
+    above_CV = logits_CV.sub_(highest_C[:, None])
+    exp_CV = above_CV.exp()
+    sum_C = exp_CV.sum(-1)
+    return sum_C, exp_CV.mul_(above_CV).sum(-1)
+
+
+def minus_expected(
+    above_CV: Tensor, log_sum_C: Tensor, entropy_C: Tensor, by_logprob_C: Tensor | None, by_entropy_C: Tensor | None
+) -> Tensor:
+    logprobs_CV = above_CV.sub_(log_sum_C[:, None])
+    p_CV = logprobs_CV.exp()
+    if by_entropy_C is None:
+        assert by_logprob_C is not None, "a gradient of at least one of the two is given"
+        return p_CV.mul_(-by_logprob_C[:, None])
+    factor_CV = logprobs_CV.add_(entropy_C[:, None]).mul_(by_entropy_C[:, None])
+    if by_logprob_C is not None:
+        factor_CV.add_(by_logprob_C[:, None])
+    return factor_CV.mul_(p_CV).neg_()
 
 
 def packed_attention(q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, rows: PackedRows) -> Tensor:

@@ -25,7 +25,9 @@ from torch import Tensor
 logger = logging.getLogger(__name__)
 
 _FOLDER = Path(__file__).parent
-_SOURCES = tuple(_FOLDER / name for name in ("paged_attention.cpp", "row_attention.cpp", "elementwise.cpp"))
+_SOURCES = tuple(
+    _FOLDER / name for name in ("paged_attention.cpp", "row_attention.cpp", "elementwise.cpp", "softmax.cpp")
+)
 _HEADER = _FOLDER / "cpu_vectors.h"
 _COMPILERS = ("g++", "clang++", "c++")
 # None that lets a compiler leave IEEE arithmetic: it would be left in the whole process.
@@ -43,12 +45,16 @@ class RowLayout(ctypes.Structure):
 
 
 _TENSOR, _NUMBER, _LAYOUT = ctypes.c_void_p, ctypes.c_float, ctypes.POINTER(RowLayout)
+# Rows, their size, and threads.
+_SIZES = [ctypes.c_int64] * 3
 _FUNCTIONS: dict[str, tuple[list[Any], Any]] = {
     "rms_norm": ([_TENSOR, _TENSOR, _NUMBER, _LAYOUT, _TENSOR, _TENSOR], None),
     "rms_norm_backward": ([_TENSOR, _TENSOR, _TENSOR, _TENSOR, _LAYOUT, _TENSOR, _TENSOR], ctypes.c_bool),
     "rotate": ([_TENSOR, _TENSOR, _TENSOR, _NUMBER, _LAYOUT, _TENSOR], None),
     "swiglu": ([_TENSOR, _TENSOR, _LAYOUT, _TENSOR], None),
     "swiglu_backward": ([_TENSOR, _TENSOR, _TENSOR, _LAYOUT, _TENSOR, _TENSOR], None),
+    "exponential_sums": ([_TENSOR, _TENSOR, *_SIZES, _TENSOR, _TENSOR], None),
+    "minus_expected": ([_TENSOR] * 5 + _SIZES, None),
     "packed_attention": ([ctypes.c_void_p] * 6, ctypes.c_bool),
     "packed_attention_backward": ([ctypes.c_void_p] * 9, ctypes.c_bool),
     "cached_attention": ([ctypes.c_void_p] * 4 + [ctypes.c_int64] * 3 + [ctypes.c_void_p], ctypes.c_bool),
