@@ -1,6 +1,7 @@
 """Prompts whose rewards or tools wedged or killed a worker twice: kept in a file of the run, and not tried again.
 
-Each strike is a line of `quarantine.jsonl`. A step that is done again after a restart doesn't count twice.
+Each strike is a line of `quarantine.jsonl`. A step that is done again after a restart doesn't count twice, unless a
+call of it had no answer until the watchdog ended the job.
 """
 
 from __future__ import annotations
@@ -8,10 +9,13 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from spmdrl.engines.workers.strikes import MOST_STRIKES, Strikes
-from spmdrl.observability.logs.jsonl import JsonlWriter, read_jsonl
+from spmdrl.observability.activity import activity
+from spmdrl.observability.logs.jsonl import JsonlWriter, read_jsonl, to_json
 from spmdrl.observability.ownership.fence import check_fence
 from spmdrl.observability.terminal.screen import show
 from spmdrl.resources.collectives import broadcast_bytes, gather_bytes
@@ -32,6 +36,11 @@ class Quarantine:
         known = json.dumps(_counts(folder / QUARANTINE_FILE, start_step)).encode() if is_main else None
         self._counts = Counter(json.loads(broadcast_bytes(known)))
         strikes.learn(self._counts)
+        if self._writer is not None:
+            refused = sorted(name for name, count in self._counts.items() if count >= MOST_STRIKES)
+            for name in refused:
+                show(f"prompt {name} is in quarantine, as it cost {MOST_STRIKES} workers or ends of the job before")
+        activity.on_wedged = partial(_write_wedged, folder / QUARANTINE_FILE, strikes)
 
     def exchange(self, step: int) -> None:
         """Share strikes since the last time, and write them down. Collective over all ranks."""
@@ -53,12 +62,23 @@ class Quarantine:
                 show(f"prompt {one['prompt']} is in quarantine, as it cost {count} workers: {one['reason']}")
 
 
+def _write_wedged(path: Path, strikes: Strikes, reason: str) -> None:
+    """Write a strike for each of this rank's calls that are under way, from another thread and as the job ends.
+
+    Other ranks may do so at the same time: the lines are added in one piece.
+    """
+    about = {"step": activity.step, "quarantined": False, "ended_job": True, "reason": reason[:_MAX_TEXT]}
+    lines = [{**about, "prompt": one.name, "text": one.text[:_MAX_TEXT]} for one in strikes.under_way()]
+    with suppress(OSError), open(path, "ab", buffering=0) as file:
+        file.write("".join(to_json(line) + "\n" for line in lines).encode())
+
+
 def _counts(path: Path, start_step: int) -> dict[str, int]:
-    """Strikes by prompt. Those of steps that are done again count where they had put it into quarantine."""
+    """Strikes by prompt. Of steps that are done again, those count that ended the job or put it into quarantine."""
     counts: Counter[str] = Counter()
     kept = set()
     for one in read_jsonl(path) if path.exists() else ():
         if isinstance(one.get("prompt"), str) and isinstance(one.get("step"), int):
-            counts[one["prompt"]] += one["step"] <= start_step
+            counts[one["prompt"]] += one["step"] <= start_step or one.get("ended_job") is True
             kept |= {one["prompt"]} if one.get("quarantined") is True else set()
     return {name: MOST_STRIKES if name in kept else count for name, count in counts.items() if count or name in kept}

@@ -16,7 +16,7 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from spmdrl.engines.workers.call_queue import Call, CallQueue
 from spmdrl.engines.workers.process import PendingCall, WorkerLost, WorkerProcess, WorkerSetup
-from spmdrl.engines.workers.strikes import MOST_STRIKES, Strike, Strikes
+from spmdrl.engines.workers.strikes import MOST_STRIKES, Strike, Strikes, Subject
 from spmdrl.engines.workers.verdict import Verdict
 from spmdrl.observability.activity import activity, some
 from spmdrl.resources.watch.stop_request import stop_reason
@@ -94,6 +94,8 @@ class CallPool(Generic[A]):
         # The thread's own.
         self._workers: list[WorkerProcess] = []
         self._start_error: str | None = None
+        if strikes is not None:
+            strikes.ask(self._under_way)
         self.facts: Any = None
         """What a worker found out about the functions as it loaded them; None inline."""
         if inline is not None:
@@ -174,6 +176,11 @@ class CallPool(Generic[A]):
     def _describe(self, keys: Sequence[Hashable]) -> str:
         waiting = [str(key) for key in keys if key in self._waiting]
         return f"waits for {len(waiting)} {self._setup.section} calls: {some(waiting)}"
+
+    def _under_way(self) -> list[Subject]:
+        """What the calls are about that workers compute now."""
+        calls = [next(iter(worker.calls.copy()), None) for worker in self._workers.copy()]
+        return [call.subject for call in calls if call is not None and call.subject is not None]
 
     def _awaited(self, keys: Sequence[Hashable], deadline: float) -> bool:
         while stop_reason() is None:

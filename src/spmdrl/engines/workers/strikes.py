@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 MOST_STRIKES = 2
@@ -33,6 +33,17 @@ class Strikes:
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         self._new: list[Strike] = []
+        self._under_way: list[Callable[[], list[Subject]]] = []
+
+    def ask(self, under_way: Callable[[], list[Subject]]) -> None:
+        """From now on ask a pool what its workers are at."""
+        with self._lock:
+            self._under_way.append(under_way)
+
+    def under_way(self) -> list[Subject]:
+        """What workers are at now; called by any thread."""
+        with self._lock:
+            return list({one.name: one for ask in self._under_way for one in ask()}.values())
 
     def add(self, strike: Strike) -> None:
         """Count one of this rank's calls."""

@@ -300,9 +300,15 @@ class HangWatch:
             os._exit(HUNG)
 
     def _report(self, line: str, shows: bool) -> None:
+        if self._waits_in_vain() and activity.on_wedged is not None and not loss_of_folder():
+            activity.on_wedged(line)
         written = write_stacks(self._config.folder, self._config.rank, line)
         if shows:
             self._on_hang(line, written)
+
+    def _waits_in_vain(self) -> bool:
+        """Whether this rank waits for calls, none of which got an answer for too long."""
+        return activity.calls is not None and bool(culprits([self._state()], {}, self._config.limit_seconds))
 
     def _end_together(self, store: dist.Store | None) -> None:
         """Note that this rank's stacks are written; on rank 0, wait for those that the others write.
