@@ -39,10 +39,19 @@ _MOST_ROUND_SECONDS = 0.5
 
 @dataclass(frozen=True)
 class CheckLine:
-    """One thing that was looked at; where it failed, the text names the remedy."""
+    """One thing that was looked at."""
 
     passed: bool
     text: str
+
+    @classmethod
+    def ok(cls, text: str) -> CheckLine:
+        return cls(True, text)
+
+    @classmethod
+    def failed(cls, what: str, remedy: str) -> CheckLine:
+        """What is wrong, and what to do about it."""
+        return cls(False, f"{what}; {remedy}")
 
 
 def machine_lines(checked: CheckedRun, prepared: Prepared, launch: LaunchEnvironment) -> list[CheckLine]:
@@ -75,13 +84,12 @@ def _versions() -> Iterator[CheckLine]:
         of_package = metadata.metadata("spmdrl")
         wanted = [Requirement(text) for text in metadata.requires("spmdrl") or ()]
     except metadata.PackageNotFoundError:
-        yield CheckLine(True, "versions: not compared, as spmdrl isn't installed (pip install -e .)")
+        yield CheckLine.ok("versions: not compared, as spmdrl isn't installed (pip install -e .)")
         return
     python = ".".join(map(str, sys.version_info[:3]))
     if python not in SpecifierSet(of_package["Requires-Python"] or ""):
-        yield CheckLine(
-            False,
-            f"Python {python}, but spmdrl needs {of_package['Requires-Python']}; make an environment of such a one",
+        yield CheckLine.failed(
+            f"Python {python}, but spmdrl needs {of_package['Requires-Python']}", "make an environment of such a one"
         )
     found = [f"Python {python}"]
     for one in wanted:
@@ -92,8 +100,8 @@ def _versions() -> Iterator[CheckLine]:
         found.append(f"{one.name} {version}")
         if not one.specifier.contains(version, prereleases=True):
             remedy = f"pip install '{one.name}{one.specifier}'"
-            yield CheckLine(False, f"{one.name} {version}, but spmdrl is made for {one.specifier}; {remedy}")
-    yield CheckLine(True, f"versions: {', '.join(dict.fromkeys(found))}")
+            yield CheckLine.failed(f"{one.name} {version}, but spmdrl is made for {one.specifier}", remedy)
+    yield CheckLine.ok(f"versions: {', '.join(dict.fromkeys(found))}")
 
 
 def _devices(checked: CheckedRun, launch: LaunchEnvironment) -> CheckLine:
@@ -102,8 +110,8 @@ def _devices(checked: CheckedRun, launch: LaunchEnvironment) -> CheckLine:
     except ValueError as error:
         return CheckLine(False, f"devices: {error}")
     there = os.cpu_count() or 1 if device.is_cpu else torch.accelerator.device_count()
-    return CheckLine(
-        True, f"devices: {there} {device.kind}{' cores' if device.is_cpu else ''} for {launch.local_world_size} ranks"
+    return CheckLine.ok(
+        f"devices: {there} {device.kind}{' cores' if device.is_cpu else ''} for {launch.local_world_size} ranks"
     )
 
 
@@ -116,8 +124,8 @@ def _port(launch: LaunchEnvironment) -> CheckLine:
     except OSError as error:
         taken = error.errno == errno.EADDRINUSE
         remedy = "set MASTER_PORT to a free one" if taken else "look at the loopback interface (ip link)"
-        return CheckLine(False, f"ports: {wanted} of 127.0.0.1 can't be had ({error.strerror}); {remedy}")
-    return CheckLine(True, f"ports: {port} of 127.0.0.1 is free")
+        return CheckLine.failed(f"ports: {wanted} of 127.0.0.1 can't be had ({error.strerror})", remedy)
+    return CheckLine.ok(f"ports: {port} of 127.0.0.1 is free")
 
 
 def _disk(checked: CheckedRun, prepared: Prepared) -> CheckLine:
@@ -125,7 +133,9 @@ def _disk(checked: CheckedRun, prepared: Prepared) -> CheckLine:
     folder = config.run.folder
     there = existing_part(folder)
     if not os.access(there, os.W_OK):
-        return CheckLine(False, f"disk: {there} can't be written to; set {config.run.folder_key} to a folder that can")
+        return CheckLine.failed(
+            f"disk: {there} can't be written to", f"set {config.run.folder_key} to a folder that can"
+        )
     store = CheckpointStore(folder / CHECKPOINTS, config.checkpoint, is_main=True)
     decoders = [source.decoder for role, source in prepared.sources.items() if role.checkpoint is not None]
     kind = find_device(config.resources.device, 0).kind
@@ -134,32 +144,31 @@ def _disk(checked: CheckedRun, prepared: Prepared) -> CheckLine:
         check_disk_space(config.run, store, decoders, dtype, num_steps=checked.num_steps)
     except ValueError as error:
         return CheckLine(False, f"disk: {error}")
-    return CheckLine(True, f"disk: {bytes_text(shutil.disk_usage(there).free)} free for {folder}, checkpoints fit")
+    return CheckLine.ok(f"disk: {bytes_text(shutil.disk_usage(there).free)} free for {folder}, checkpoints fit")
 
 
 def _shared_memory() -> CheckLine:
     place = Path("/dev/shm")  # noqa: S108
     if not place.exists():
-        return CheckLine(
-            False, "shared memory: there is no /dev/shm, in which ranks of a node share rows; mount a tmpfs there"
+        return CheckLine.failed(
+            "shared memory: there is no /dev/shm, in which ranks of a node share rows", "mount a tmpfs there"
         )
     free = shutil.disk_usage(place).free
     if free < _MIN_SHARED_BYTES:
-        return CheckLine(
-            False,
-            f"shared memory: /dev/shm has {bytes_text(free)} free, less than {bytes_text(_MIN_SHARED_BYTES)}; remove "
-            "what is left there, or enlarge it (docker run --shm-size=8g, mount -o remount,size=8g /dev/shm)",
+        return CheckLine.failed(
+            f"shared memory: /dev/shm has {bytes_text(free)} free, less than {bytes_text(_MIN_SHARED_BYTES)}",
+            "remove what is left there, or enlarge it (docker run --shm-size=8g, mount -o remount,size=8g /dev/shm)",
         )
-    return CheckLine(True, f"shared memory: {bytes_text(free)} free in /dev/shm")
+    return CheckLine.ok(f"shared memory: {bytes_text(free)} free in /dev/shm")
 
 
 def _open_files() -> CheckLine:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < _MIN_FILES:
-        return CheckLine(
-            False, f"open files: at most {soft}, less than {_MIN_FILES}; ulimit -n {hard} before the start"
+        return CheckLine.failed(
+            f"open files: at most {soft}, less than {_MIN_FILES}", f"ulimit -n {hard} before the start"
         )
-    return CheckLine(True, f"open files: at most {soft}")
+    return CheckLine.ok(f"open files: at most {soft}")
 
 
 def _all_reduce(launch: LaunchEnvironment) -> CheckLine:
@@ -172,8 +181,8 @@ def _all_reduce(launch: LaunchEnvironment) -> CheckLine:
     seconds = sorted(times)[_ROUNDS // 2]
     what = f"all-reduce of 1 MiB over {launch.world_size} ranks on {launch.num_nodes} nodes: {1000 * seconds:.2g} ms"
     if not torch.equal(summed, values * launch.world_size):
-        return CheckLine(False, f"{what}, but its sum is wrong; look at the network's hardware")
+        return CheckLine.failed(f"{what}, but its sum is wrong", "look at the network's hardware")
     if seconds > _MOST_ROUND_SECONDS:
         remedy = "set GLOO_SOCKET_IFNAME to the fast interface, and look for other programs on the nodes"
-        return CheckLine(False, f"{what}, which is slow; {remedy}")
-    return CheckLine(True, what)
+        return CheckLine.failed(f"{what}, which is slow", remedy)
+    return CheckLine.ok(what)

@@ -145,35 +145,33 @@ def _check_verdicts(probes: Sequence[_Probe], config: RewardConfig) -> Iterator[
         names = [*(f"the reference {text!r:.40}" for text in probe.references), *probe.worthless]
         for name, verdict in zip(names, probe.result.verdicts, strict=True):
             if verdict in FAILURES:
-                yield CheckLine(
-                    False,
-                    f"{probe.row.place}: {name} is {verdict.name.lower()} ({probe.result.error}); return a finite "
-                    "number for any text, also an empty one, or None to leave it out",
+                yield CheckLine.failed(
+                    f"{probe.row.place}: {name} is {verdict.name.lower()} ({probe.result.error})",
+                    "return a finite number for any text, also an empty one, or None to leave it out",
                 )
                 return
-    yield CheckLine(True, f"every response to {len(probes)} rows was scored")
+    yield CheckLine.ok(f"every response to {len(probes)} rows was scored")
 
 
 def _check_references(probes: Sequence[_Probe], config: RewardConfig) -> Iterator[CheckLine]:
     """References have rewards, and higher ones than all others on average."""
     unscored = [probe for probe in probes if probe.reference is None]
     if unscored:
-        yield CheckLine(
-            False,
-            f"the reference of {unscored[0].row.place} has no reward, in any of the forms {list(_FORMS)}; a right "
-            "answer needs a finite number (None leaves the row out)",
+        yield CheckLine.failed(
+            f"the reference of {unscored[0].row.place} has no reward, in any of the forms {list(_FORMS)}",
+            "give a right answer a finite number (None leaves the row out)",
         )
         return
     mean = sum(probe.reference or 0.0 for probe in probes) / max(len(probes), 1)
     lowest = min((value for probe in probes for value in probe.result.rewards if value is not None), default=0.0)
     if probes and mean <= lowest:
-        yield CheckLine(
-            False,
-            f"references score {mean:.3g}, no more than anything else; look at which form of an answer the functions "
-            f"want, and at {probes[0].row.place} with the answer {probes[0].row.answer!r:.60}",
+        yield CheckLine.failed(
+            f"references score {mean:.3g}, no more than anything else",
+            "look at which form of an answer the functions want, and at "
+            f"{probes[0].row.place} with the answer {probes[0].row.answer!r:.60}",
         )
         return
-    yield CheckLine(True, f"references score {mean:.3g}, other responses down to {lowest:.3g}")
+    yield CheckLine.ok(f"references score {mean:.3g}, other responses down to {lowest:.3g}")
 
 
 def _check_worthless(probes: Sequence[_Probe], config: RewardConfig) -> Iterator[CheckLine]:
@@ -186,32 +184,33 @@ def _check_worthless(probes: Sequence[_Probe], config: RewardConfig) -> Iterator
         ]
         high = [probe for value, probe in scored if value is not None and value >= (probe.reference or 0.0)]
         if scored and len(high) > most * len(scored):
-            yield CheckLine(
-                False,
+            yield CheckLine.failed(
                 f"{name} scores as high as the reference on {len(high)} of {len(scored)} rows, such as "
-                f"{high[0].row.place}: {high[0].worthless[name]!r:.60}; {fix}",
+                f"{high[0].row.place}: {high[0].worthless[name]!r:.60}",
+                fix,
             )
         elif scored:
-            yield CheckLine(True, f"{name} scores as high as the reference on {len(high)} of {len(scored)} rows")
+            yield CheckLine.ok(f"{name} scores as high as the reference on {len(high)} of {len(scored)} rows")
 
 
 def _check_repeats(probes: Sequence[_Probe], config: RewardConfig) -> Iterator[CheckLine]:
     """The same call gives the same rewards."""
     changed = _first_difference(probes, lambda probe: probe.again)
-    fix = "take randomness and state out of the functions, or seed it by the row"
-    yield CheckLine(
-        not changed, f"{changed} when scored again; {fix}" if changed else "the same call gives the same rewards"
-    )
+    if changed:
+        fix = "take randomness and state out of the functions, or seed it by the row"
+        yield CheckLine.failed(f"{changed} when scored again", fix)
+    else:
+        yield CheckLine.ok("the same call gives the same rewards")
 
 
 def _check_order(probes: Sequence[_Probe], config: RewardConfig) -> Iterator[CheckLine]:
     """A response's reward doesn't depend on its place in the call."""
     changed = _first_difference(probes, lambda probe: probe.turned)
-    fix = "score each response by itself, whatever its place in the call"
-    yield CheckLine(
-        not changed,
-        f"{changed} in the opposite order; {fix}" if changed else "rewards don't depend on the order of a call",
-    )
+    if changed:
+        fix = "score each response by itself, whatever its place in the call"
+        yield CheckLine.failed(f"{changed} in the opposite order", fix)
+    else:
+        yield CheckLine.ok("rewards don't depend on the order of a call")
 
 
 def _first_difference(probes: Sequence[_Probe], other: Callable[[_Probe], Sequence[float | None]]) -> str:
@@ -227,10 +226,10 @@ def _check_seconds(probes: Sequence[_Probe], config: RewardConfig) -> Iterator[C
     slowest = max((probe.seconds for probe in probes), default=0.0)
     most = min(_MAX_SECONDS_PER_RESPONSE, config.timeout_seconds / _RESPONSES_PER_CALL)
     if slowest > most:
-        yield CheckLine(
-            False,
+        yield CheckLine.failed(
             f"a response takes {slowest:.2g} s, which training waits for (reward.timeout_seconds is "
-            f"{config.timeout_seconds:g} for a call of several); make the functions faster, or raise reward.workers",
+            f"{config.timeout_seconds:g} for a call of several)",
+            "make the functions faster, or raise reward.workers",
         )
     else:
-        yield CheckLine(True, f"a response takes {1000 * slowest:.2g} ms at most")
+        yield CheckLine.ok(f"a response takes {1000 * slowest:.2g} ms at most")
