@@ -188,6 +188,21 @@ def test_other_dtypes_and_machines_without_a_compiler_have_pytorch_s_bits():
         assert ops.packed_attention(*inputs, rows).equal(cpu.packed_attention(*inputs, rows))
         assert ops.prefixed_attention(*inputs, prefixed).equal(padded_prefixed_attention(*inputs, prefixed))
 
-    agree(torch.bfloat16)
+    agree(torch.float16)
     with no_cpu_library():
         agree(torch.float32)
+        agree(torch.bfloat16)
+
+
+def test_bfloat16_is_attended_to_in_float32_and_rounded_once() -> None:
+    inputs = [x.to(torch.bfloat16).requires_grad_() for x in inputs_of(30, (4, 2, 16, 16))]
+    widened = [x.detach().float().requires_grad_() for x in inputs]
+    for rows in (PackedRows(offsets_of([9, 21])), PrefixedRows(offsets_of([10]), [7, 13], [0, 0])):
+        attend = ops.packed_attention if isinstance(rows, PackedRows) else ops.prefixed_attention
+        out, exact = attend(*inputs, rows), attend(*widened, rows)
+        assert out.dtype == torch.bfloat16 and out.equal(exact.to(torch.bfloat16))
+        pulls = torch.randn(out.shape, generator=torch.Generator().manual_seed(5)).to(torch.bfloat16)
+        gradients = torch.autograd.grad((out * pulls).sum(), inputs)
+        of_exact = torch.autograd.grad((exact * pulls.float()).sum(), widened)
+        for gradient, whole in zip(gradients, of_exact, strict=True):
+            assert gradient.equal(whole.to(torch.bfloat16))

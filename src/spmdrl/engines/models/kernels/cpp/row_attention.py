@@ -1,7 +1,8 @@
 """Attention inside packed rows by the CPU's library in float32, without padding; a shared prefix is read where it lies.
 
-Without the library, in other dtypes and in compiled graphs PyTorch's attention over padded blocks runs, which takes
-longer and rounds differently in the last bits.
+Of bfloat16 the library gets copies in float32, which takes a fraction of what PyTorch's attention takes there. Without
+the library, in other dtypes and in compiled graphs PyTorch's attention over padded blocks runs, which takes longer and
+rounds differently in the last bits.
 
 Shape letters: `T` packed tokens, `H` query heads, `J` key and value heads, `K` head size of queries and keys, `U` head
 size of values.
@@ -22,17 +23,23 @@ from spmdrl.engines.models.kernels.prefixed import PrefixedRows, padded_prefixed
 
 
 def packed_attention(q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, rows: PackedRows) -> Tensor:
-    library = library_for(q_THK, k_TJK, v_TJU)
+    widened = [_widened(heads) for heads in (q_THK, k_TJK, v_TJU)]
+    library = library_for(*widened)
     if library is None:
         return cpu.packed_attention(q_THK, k_TJK, v_TJU, rows)
-    return _attend(library, q_THK, k_TJK, v_TJU, rows.table)
+    return _attend(library, *widened, rows.table).to(q_THK.dtype)
 
 
 def prefixed_attention(q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, rows: PrefixedRows) -> Tensor:
-    library = library_for(q_THK, k_TJK, v_TJU)
+    widened = [_widened(heads) for heads in (q_THK, k_TJK, v_TJU)]
+    library = library_for(*widened)
     if library is None:
         return padded_prefixed_attention(q_THK, k_TJK, v_TJU, rows)
-    return _attend(library, q_THK, k_TJK, v_TJU, rows.table)
+    return _attend(library, *widened, rows.table).to(q_THK.dtype)
+
+
+def _widened(heads: Tensor) -> Tensor:
+    return heads.to(torch.float32) if heads.dtype == torch.bfloat16 else heads
 
 
 def cached_attention(
