@@ -24,7 +24,8 @@ def fill_tables(name: str, library: str) -> None:
     ops.TABLE["blocked_linear"][name], ops.TABLE["linear"][name] = plain.blocked_linear, plain.linear
     # Nor does it read memory by its address.
     ops.TABLE["rms_norm"][name], ops.TABLE["rotate"][name] = cpu.rms_norm, cpu.rotate
-    ops.TABLE["swiglu"][name] = plain.swiglu
+    for operation in ("swiglu", "exponential_sums", "minus_expected"):
+        ops.TABLE[operation][name] = getattr(plain, operation)
     ops.TABLE["packed_attention"][name] = cpu.packed_attention
     ops.TABLE["prefixed_attention"][name] = prefixed.padded_prefixed_attention
     ops.TABLE["paged_attention"][name] = torch.ops.simulated.paged_attention
