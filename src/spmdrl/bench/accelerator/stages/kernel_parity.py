@@ -166,7 +166,36 @@ def _error_of_paged_attention(device: torch.device, dtype: torch.dtype, num_toke
     )
 
 
-FORWARD_ONLY = {"add_matmul": _error_of_add_matmul, "paged_attention": _error_of_paged_attention}
+def _logits(num_tokens: int, width: int) -> Tensor:
+    """Of some places, in the float32 that heads compute them in."""
+    return torch.randn(num_tokens, 16 * width, generator=torch.Generator().manual_seed(0)) * 4
+
+
+def _error_of_exponential_sums(device: torch.device, dtype: torch.dtype, num_tokens: int, width: int) -> float:
+    """Of the sums, in units of each row's own."""
+    logits_CV = _logits(num_tokens, width)
+    highest_C = logits_CV.amax(-1)
+    found = ops.exponential_sums(logits_CV.to(device, copy=True), highest_C.to(device))
+    expected = plain.exponential_sums(logits_CV, highest_C)
+    ratios = [ours.cpu() / of_row for ours, of_row in zip(found, expected, strict=True)]
+    return max(relative_error(ratio, torch.ones_like(ratio)) for ratio in ratios)
+
+
+def _error_of_minus_expected(device: torch.device, dtype: torch.dtype, num_tokens: int, width: int) -> float:
+    above_CV = _logits(num_tokens, width)
+    sum_C, weighted_C = plain.exponential_sums(above_CV, above_CV.amax(-1))
+    pulls_C = torch.linspace(-1, 1, num_tokens)
+    rows = (sum_C.log(), sum_C.log() - weighted_C / sum_C, pulls_C, 0.1 * pulls_C)
+    found = ops.minus_expected(above_CV.to(device, copy=True), *(row.to(device) for row in rows))
+    return relative_error(found, plain.minus_expected(above_CV, *rows))
+
+
+FORWARD_ONLY = {
+    "add_matmul": _error_of_add_matmul,
+    "paged_attention": _error_of_paged_attention,
+    "exponential_sums": _error_of_exponential_sums,
+    "minus_expected": _error_of_minus_expected,
+}
 """How far operations without a gradient are off."""
 
 
