@@ -47,7 +47,8 @@ SHARE = 0.01
 def as_the_device_computes() -> None:
     ops.TABLE["blocked_linear"]["cpu"], ops.TABLE["linear"]["cpu"] = plain.blocked_linear, plain.linear
     ops.TABLE["rms_norm"]["cpu"], ops.TABLE["rotate"]["cpu"] = cpu.rms_norm, cpu.rotate
-    ops.TABLE["swiglu"]["cpu"] = plain.swiglu
+    for operation in ("swiglu", "exponential_sums", "minus_expected"):
+        ops.TABLE[operation]["cpu"] = getattr(plain, operation)
     ops.TABLE["packed_attention"]["cpu"] = cpu.packed_attention
     ops.TABLE["prefixed_attention"]["cpu"] = prefixed.padded_prefixed_attention
     block_kernels.PADDED_KERNELS["cpu"] = block_kernels.PLAIN
