@@ -77,7 +77,7 @@ def slow(values: torch.Tensor) -> torch.Tensor:
 
 
 ONE_RANK = read_launch_environment({})
-# What to replace in the machine, what then looks at it, and what must be said is wrong and is to be done.
+# What to replace in the machine, what then looks at it, and the fault and the remedy that its line must have.
 LACKING: dict[str, tuple[str, object, Callable[[], list[CheckLine]], str, str]] = {
     "old packages": (
         "metadata.version", lambda name: "0.1", lambda: list(machine_check._versions()),
@@ -126,7 +126,7 @@ def no_folder_for_writing() -> None:
 
 
 @pytest.mark.cpu_only(reason="other kinds of device are chosen for all jobs")
-def test_a_job_without_its_device_or_folder_is_told_what_to_do(tmp_path: Path) -> None:
+def test_a_missing_device_or_unwritable_folder_fails_with_its_remedy(tmp_path: Path) -> None:
     config = tiny_config(tmp_path)
     job = run_job("check", config, f"run.dir={tmp_path / 'run'}", "resources.device=cuda")
     assert job.returncode != 0

@@ -29,7 +29,7 @@ class Activity:
         self.calls: Callable[[], str] | None = None
         """names the calls that are waited for now"""
         self.on_wedged: Callable[[str], None] | None = None
-        """is told why, where the job is ended as this process waits for calls that get no answer"""
+        """called with the reason, where the job is ended while this process waits for calls that get no answer"""
 
     @property
     def is_warm(self) -> bool:

@@ -46,6 +46,14 @@ inline Floats load_first(const T* from, int64_t num) {
 
 inline void store(float* to, Floats x) { __builtin_memcpy(to, &x, sizeof x); }
 
+// The first `num` of a vector's numbers, or all where there are more.
+inline Floats load_some(const float* from, int64_t num) { return num >= LANES ? load(from) : load_first(from, num); }
+
+inline void store_some(float* to, Floats x, int64_t num) {
+    if (num >= LANES) return store(to, x);
+    for (int64_t i = 0; i < num; ++i) to[i] = x[i];
+}
+
 inline void round_to(float* to, float x) { *to = x; }
 
 inline void round_to(bfloat16* to, float x) {

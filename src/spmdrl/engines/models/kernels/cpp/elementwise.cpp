@@ -30,13 +30,6 @@ inline void each_vector(int64_t size, Work work) {
     if (column < size) work(column, size - column);
 }
 
-inline Floats load_some(const float* from, int64_t num) { return num == LANES ? load(from) : load_first(from, num); }
-
-inline void store_some(float* to, Floats x, int64_t num) {
-    if (num == LANES) return store(to, x);
-    for (int64_t i = 0; i < num; ++i) to[i] = x[i];
-}
-
 inline float norm_scale(const float* x, int64_t size, float eps) {
     Floats squares = {};
     each_vector(size, [&](int64_t column, int64_t num) {

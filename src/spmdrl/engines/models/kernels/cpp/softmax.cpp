@@ -10,14 +10,6 @@ namespace {
 // Numbers of a row whose sums are added up before they are added to those of others, for accuracy.
 constexpr int64_t COLUMNS_AT_ONCE = 64 * LANES;
 
-// The first `num` of a vector's numbers, at most all.
-inline Floats load_part(const float* from, int64_t num) { return num >= LANES ? load(from) : load_first(from, num); }
-
-inline void store_part(float* to, Floats x, int64_t num) {
-    if (num >= LANES) return store(to, x);
-    for (int64_t i = 0; i < num; ++i) to[i] = x[i];
-}
-
 }  // namespace
 
 // Of `x` [rows, size] each number becomes z, what it is above its row's `highest`; `sums` and `weighted` [rows] get the
@@ -33,8 +25,8 @@ extern "C" void exponential_sums(float* x, const float* highest, int64_t rows, i
             Floats some = {}, some_weighted = {};
             for (int64_t column = first; column < stop; column += LANES) {
                 const int64_t num = stop - column;
-                const Floats z = load_part(numbers + column, num) - highest[row];
-                store_part(numbers + column, z, num);
+                const Floats z = load_some(numbers + column, num) - highest[row];
+                store_some(numbers + column, z, num);
                 Floats power = exp_of(z);
                 if (num < LANES) power = first_of(power, num, 0.0f);
                 some += power;
@@ -59,9 +51,9 @@ extern "C" void minus_expected(float* z, const float* log_sum, const float* entr
         const float g = by_logprob ? by_logprob[row] : 0.0f, h = by_entropy ? by_entropy[row] : 0.0f;
         for (int64_t column = 0; column < size; column += LANES) {
             const int64_t num = size - column;
-            const Floats logprobs = load_part(numbers + column, num) - log_sum[row], p = exp_of(logprobs);
+            const Floats logprobs = load_some(numbers + column, num) - log_sum[row], p = exp_of(logprobs);
             const Floats factors = h == 0.0f ? Floats{} + g : (logprobs + entropy[row]) * h + g;
-            store_part(numbers + column, p == 0.0f ? Floats{} : -p * factors, num);
+            store_some(numbers + column, p == 0.0f ? Floats{} : -p * factors, num);
         }
     }
 }
