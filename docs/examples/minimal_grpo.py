@@ -34,7 +34,8 @@ from spmdrl.engines.models.making.make_config import MakeConfig
 from spmdrl.engines.models.making.make_model import make_model_folder
 from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.engines.training.batching.packed_rows import LossTerms, MicroBatch, Scores, TokenRows
-from spmdrl.engines.training.training_engine import TrainingConfig, TrainingEngine
+from spmdrl.engines.training.training_config import TrainingConfig
+from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.engines.training.update.optimizer import OptimConfig
 from spmdrl.engines.training.update.updater import UpdateResult
 from spmdrl.resources.layout import UpdateLayout

@@ -30,7 +30,8 @@ from spmdrl.engines.models.decoder import Decoder, DecoderConfig
 from spmdrl.engines.models.layers import PackedCausalAttention
 from spmdrl.engines.training.context.ring_attention import RingAttention
 from spmdrl.engines.training.heads import LogprobHead, ValueHead
-from spmdrl.engines.training.training_engine import TrainingConfig, TrainingEngine
+from spmdrl.engines.training.training_config import TrainingConfig
+from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.engines.training.update.optimizer import OptimConfig
 from spmdrl.resources.device import Device
 from spmdrl.resources.layout import GenerationLayout, UpdateLayout, fit_update_layout

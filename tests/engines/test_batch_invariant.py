@@ -15,7 +15,8 @@ from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.decoder import Decoder, DecoderConfig
 from spmdrl.engines.models.kernels.ops import compute_batch_invariantly
 from spmdrl.engines.training.batching.packed_rows import TokenRows
-from spmdrl.engines.training.training_engine import TrainingConfig, TrainingEngine
+from spmdrl.engines.training.training_config import TrainingConfig
+from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.resources.layout import UpdateLayout, fit_update_layout
 from spmdrl.resources.mesh import build_update_mesh
 from spmdrl.resources.world import World

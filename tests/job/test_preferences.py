@@ -16,7 +16,8 @@ from spmdrl.engines.models.hf.model_weights import WeightFiles
 from spmdrl.engines.models.making.make_config import MakeConfig
 from spmdrl.engines.models.making.make_model import make_model_folder
 from spmdrl.engines.models.tokenizer import ModelTokenizer
-from spmdrl.engines.training.training_engine import TrainingConfig, TrainingEngine
+from spmdrl.engines.training.training_config import TrainingConfig
+from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.engines.training.update.optimizer import OptimConfig
 from spmdrl.job.preferences.pair_data import pair_rows
 from spmdrl.resources.layout import UpdateLayout, fit_update_layout

@@ -24,7 +24,9 @@ from spmdrl.engines.generation.native.native_engine import NativeEngine
 from spmdrl.engines.generation.protocol import SamplingParams
 from spmdrl.engines.models.moe import MoeConfig
 from spmdrl.engines.training.routing.routers import RoutingConfig
-from spmdrl.engines.training.training_engine import OptimConfig, TrainingConfig, TrainingEngine
+from spmdrl.engines.training.training_config import TrainingConfig
+from spmdrl.engines.training.training_engine import TrainingEngine
+from spmdrl.engines.training.update.optimizer import OptimConfig
 from spmdrl.job.start.start_checks import check_run, states_of
 from spmdrl.observability.metrics import Recorder
 from spmdrl.resources.layout import UpdateLayout

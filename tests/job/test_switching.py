@@ -18,7 +18,8 @@ from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.making.make_model import RandomWeights
 from spmdrl.engines.training.batching.packed_rows import LossTerms, TokenRows
-from spmdrl.engines.training.training_engine import TrainingConfig, TrainingEngine
+from spmdrl.engines.training.training_config import TrainingConfig
+from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.engines.training.update.optimizer import OptimConfig
 from spmdrl.job.model.switching import Switching
 from spmdrl.observability.metrics import Recorder, encode, merge

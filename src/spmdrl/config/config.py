@@ -31,7 +31,7 @@ from spmdrl.engines.models.hf.model_folder import ModelConfig
 from spmdrl.engines.models.lora import LoraConfig
 from spmdrl.engines.reward.pool import RewardConfig
 from spmdrl.engines.training.checkpoints.checkpoint import CheckpointConfig
-from spmdrl.engines.training.training_engine import TrainingConfig
+from spmdrl.engines.training.training_config import TrainingConfig
 from spmdrl.engines.training.update.optimizer import OptimConfig
 from spmdrl.observability.logs.log import LogConfig
 from spmdrl.observability.terminal.screen import safe_text

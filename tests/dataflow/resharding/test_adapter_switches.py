@@ -15,7 +15,8 @@ from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.hf.model_folder import parameter_shapes
 from spmdrl.engines.models.lora import LoraConfig, is_adapter
 from spmdrl.engines.models.making.make_model import RandomWeights
-from spmdrl.engines.training.training_engine import TrainingConfig, TrainingEngine
+from spmdrl.engines.training.training_config import TrainingConfig
+from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.resources.layout import GenerationLayout, UpdateLayout
 from spmdrl.resources.memory import MemoryLedger
 from spmdrl.resources.mesh import build_generation_mesh, build_update_mesh

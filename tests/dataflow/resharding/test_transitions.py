@@ -21,7 +21,8 @@ from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.latent import LatentConfig
 from spmdrl.engines.models.making.make_model import RandomWeights
 from spmdrl.engines.models.moe import MoeConfig
-from spmdrl.engines.training.training_engine import TrainingConfig, TrainingEngine
+from spmdrl.engines.training.training_config import TrainingConfig
+from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.engines.training.update.optimizer import OptimConfig
 from spmdrl.resources.layout import GenerationLayout, UpdateLayout, check_generation_layout, fit_update_layout
 from spmdrl.resources.memory import MemoryLedger

@@ -16,7 +16,8 @@ from spmdrl.dataflow.stages.inference import AdapterLogprobsStage
 from spmdrl.dataflow.stages.rows import token_rows
 from spmdrl.engines.models.lora import LoraConfig
 from spmdrl.engines.models.making.make_model import RandomWeights
-from spmdrl.engines.training.training_engine import TrainingConfig, TrainingEngine
+from spmdrl.engines.training.training_config import TrainingConfig
+from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.resources.layout import UpdateLayout, fit_update_layout
 from spmdrl.resources.mesh import build_update_mesh
 from spmdrl.resources.world import World

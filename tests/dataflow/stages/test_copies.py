@@ -21,7 +21,8 @@ from spmdrl.dataflow.stages.rows import TURNS
 from spmdrl.dataflow.stages.update import UpdateStage
 from spmdrl.dataflow.stages.update_report import ShownRows
 from spmdrl.engines.models.making.make_model import RandomWeights
-from spmdrl.engines.training.training_engine import TrainingConfig, TrainingEngine
+from spmdrl.engines.training.training_config import TrainingConfig
+from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.observability.metrics import Recorder, encode, merge
 from spmdrl.resources.collectives import gather_bytes
 from spmdrl.resources.layout import UpdateLayout, fit_update_layout

@@ -18,7 +18,8 @@ from spmdrl.dataflow.stages.update import PolicyLoss, UpdatePlan, UpdateStage
 from spmdrl.dataflow.stages.update_report import ShownRows
 from spmdrl.engines.models.hf.model_folder import hf_config_dict
 from spmdrl.engines.training.batching.packed_rows import Scores, TokenRows, to_microbatch
-from spmdrl.engines.training.training_engine import TrainingConfig, TrainingEngine
+from spmdrl.engines.training.training_config import TrainingConfig
+from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.observability.metrics import Recorder, encode, merge
 from spmdrl.resources.collectives import gather_bytes
 from spmdrl.resources.layout import UpdateLayout, fit_update_layout

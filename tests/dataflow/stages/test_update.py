@@ -15,7 +15,8 @@ from spmdrl.algorithms.policy.grpo import Grpo, GrpoConfig
 from spmdrl.dataflow.stages.rows import mini_batch_of_rows, token_rows
 from spmdrl.dataflow.stages.update import UpdatePlan, UpdateStage
 from spmdrl.dataflow.stages.update_report import ShownRows
-from spmdrl.engines.training.training_engine import TrainingConfig, TrainingEngine
+from spmdrl.engines.training.training_config import TrainingConfig
+from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.observability.metrics import Recorder, encode, merge
 from spmdrl.resources.collectives import gather_bytes
 from spmdrl.resources.layout import UpdateLayout, fit_update_layout

@@ -13,7 +13,8 @@ from spmdrl.engines.training.checkpoints.trainer_state import (
     trainer_state,
     write_shards,
 )
-from spmdrl.engines.training.training_engine import TrainingConfig, TrainingEngine
+from spmdrl.engines.training.training_config import TrainingConfig
+from spmdrl.engines.training.training_engine import TrainingEngine
 from tests.engines.training.tiny import (
     CONFIG,
     OPTIM,

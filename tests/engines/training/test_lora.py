@@ -20,7 +20,8 @@ from spmdrl.engines.models.moe import MoeConfig
 from spmdrl.engines.training.batching.microbatch_limit import MicrobatchLimit
 from spmdrl.engines.training.batching.packed_rows import AdapterLogprobs, TokenRows
 from spmdrl.engines.training.checkpoints.trainer_state import trainer_state
-from spmdrl.engines.training.training_engine import TrainingConfig, TrainingEngine
+from spmdrl.engines.training.training_config import TrainingConfig
+from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.resources.layout import UpdateLayout, fit_update_layout
 from spmdrl.resources.mesh import build_update_mesh
 from spmdrl.resources.world import World

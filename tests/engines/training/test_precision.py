@@ -12,7 +12,8 @@ from torch import Tensor
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.making.make_model import RandomWeights
 from spmdrl.engines.models.moe import MoeConfig
-from spmdrl.engines.training.training_engine import TrainingConfig, TrainingEngine
+from spmdrl.engines.training.training_config import TrainingConfig
+from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.engines.training.update.optimizer import OptimConfig
 from spmdrl.resources.layout import UpdateLayout
 from spmdrl.resources.mesh import build_update_mesh

@@ -18,7 +18,8 @@ from spmdrl.engines.models.moe import MoeConfig
 from spmdrl.engines.training.batching.packed_rows import LossTerms, MicroBatch, TokenRows
 from spmdrl.engines.training.batching.shared_prompts import RowSharing, bundle_rows, lay_out
 from spmdrl.engines.training.routing.routers import RoutingConfig
-from spmdrl.engines.training.training_engine import TrainingConfig, TrainingEngine
+from spmdrl.engines.training.training_config import TrainingConfig
+from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.engines.training.update.optimizer import OptimConfig
 from spmdrl.resources.layout import UpdateLayout
 from spmdrl.resources.mesh import build_update_mesh

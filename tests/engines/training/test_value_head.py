@@ -19,7 +19,8 @@ from spmdrl.engines.models.hf.model_folder import hf_config_dict, parameter_shap
 from spmdrl.engines.models.hf.model_weights import WeightFiles, WeightSource, WithNewHead, write_weights
 from spmdrl.engines.models.making.make_model import RandomWeights
 from spmdrl.engines.training.batching.packed_rows import LossFunction, LossTerms, MicroBatch, TokenRows
-from spmdrl.engines.training.training_engine import TrainingConfig, TrainingEngine
+from spmdrl.engines.training.training_config import TrainingConfig
+from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.resources.layout import UpdateLayout, fit_update_layout
 from spmdrl.resources.mesh import build_update_mesh
 from spmdrl.resources.world import World

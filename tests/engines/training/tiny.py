@@ -14,7 +14,9 @@ from spmdrl.engines.models.layers import PackedCausalAttention
 from spmdrl.engines.models.moe import MoeConfig
 from spmdrl.engines.parallel.parts import Parts
 from spmdrl.engines.training.batching.packed_rows import LossTerms, MicroBatch, Scores, TokenRows
-from spmdrl.engines.training.training_engine import OptimConfig, TrainingConfig, TrainingEngine
+from spmdrl.engines.training.training_config import TrainingConfig
+from spmdrl.engines.training.training_engine import TrainingEngine
+from spmdrl.engines.training.update.optimizer import OptimConfig
 from spmdrl.resources.layout import UpdateLayout, fit_update_layout
 from spmdrl.resources.mesh import Axis, build_update_mesh
 from spmdrl.resources.world import World

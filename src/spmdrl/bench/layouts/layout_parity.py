@@ -24,7 +24,8 @@ from spmdrl.bench.layouts.layout_models import (
 from spmdrl.bench.layouts.traffic import Traffic, axes_of_groups, with_own_groups
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.training.sharding.sharded_model import Shard
-from spmdrl.engines.training.training_engine import TrainingConfig, TrainingEngine
+from spmdrl.engines.training.training_config import TrainingConfig
+from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.resources.device import Device
 from spmdrl.resources.layout import UpdateLayout, fit_update_layout
 from spmdrl.resources.mesh import UpdateMesh, build_update_mesh

@@ -21,7 +21,8 @@ from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.making.make_model import RandomWeights
 from spmdrl.engines.training.batching.packed_rows import LossTerms, MicroBatch, Scores, TokenRows
-from spmdrl.engines.training.training_engine import TrainingConfig, TrainingEngine
+from spmdrl.engines.training.training_config import TrainingConfig
+from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.engines.training.update.optimizer import OptimConfig
 from spmdrl.resources.layout import UpdateLayout
 from spmdrl.resources.memory import MemoryLedger, release_to_system, resident_bytes

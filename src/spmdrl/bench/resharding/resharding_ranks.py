@@ -25,7 +25,8 @@ from spmdrl.engines.generation.native.native_engine import NativeEngine
 from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.making.make_model import RandomWeights
-from spmdrl.engines.training.training_engine import TrainingConfig, TrainingEngine
+from spmdrl.engines.training.training_config import TrainingConfig
+from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.engines.training.update.optimizer import OptimConfig
 from spmdrl.resources.collectives import barrier
 from spmdrl.resources.layout import UpdateLayout, fit_update_layout

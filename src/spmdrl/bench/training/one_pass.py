@@ -19,7 +19,8 @@ from spmdrl.bench.training.prefix import MODELS, make_group_rows
 from spmdrl.engines.models.lora import LoraConfig
 from spmdrl.engines.models.making.make_model import RandomWeights
 from spmdrl.engines.training.batching.packed_rows import AdapterLogprobs, TokenRows
-from spmdrl.engines.training.training_engine import TrainingConfig, TrainingEngine
+from spmdrl.engines.training.training_config import TrainingConfig
+from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.engines.training.update.optimizer import OptimConfig
 from spmdrl.resources.layout import UpdateLayout, fit_update_layout
 from spmdrl.resources.mesh import build_update_mesh

@@ -30,7 +30,8 @@ from spmdrl.engines.models.hf.model_folder import read_config
 from spmdrl.engines.models.hf.weight_check import open_weights
 from spmdrl.engines.models.row_cost import row_cost_of
 from spmdrl.engines.training.batching.packed_rows import LossFunction, LossTerms, MicroBatch, Scores, TokenRows
-from spmdrl.engines.training.training_engine import TrainingConfig, TrainingEngine
+from spmdrl.engines.training.training_config import TrainingConfig
+from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.engines.training.update.optimizer import OptimConfig
 from spmdrl.resources.device import Device
 from spmdrl.resources.layout import UpdateLayout, fit_update_layout

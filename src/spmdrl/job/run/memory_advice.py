@@ -8,7 +8,7 @@ from typing import Protocol
 
 from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.reward.judge_config import JudgeConfig
-from spmdrl.engines.training.training_engine import TrainingConfig
+from spmdrl.engines.training.training_config import TrainingConfig
 from spmdrl.observability.terminal.units import bytes_text
 from spmdrl.observability.timeline.timeline import HeldMemory
 from spmdrl.resources.memory import is_out_of_memory

@@ -12,7 +12,8 @@ from spmdrl.bench.harness.bench_models import TINY
 from spmdrl.bench.training.training import MADE_MODEL, RowSizes, make_rows, mean_loss_of
 from spmdrl.engines.models.making.make_model import RandomWeights
 from spmdrl.engines.training.batching.packed_rows import TokenRows
-from spmdrl.engines.training.training_engine import TrainingConfig, TrainingEngine
+from spmdrl.engines.training.training_config import TrainingConfig
+from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.engines.training.update.optimizer import OptimConfig
 from spmdrl.resources.device import Device
 from spmdrl.resources.layout import UpdateLayout, fit_update_layout

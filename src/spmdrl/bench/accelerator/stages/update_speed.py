@@ -7,7 +7,8 @@ from spmdrl.bench.harness.bench_models import QWEN_0_5B, TINY
 from spmdrl.bench.harness.device_times import median_seconds
 from spmdrl.bench.training.training import MATMUL_SIZE, RowSizes, make_rows, matmul_rate, mean_loss_of, useful_flops
 from spmdrl.engines.models.making.make_model import RandomWeights
-from spmdrl.engines.training.training_engine import TrainingConfig, TrainingEngine
+from spmdrl.engines.training.training_config import TrainingConfig
+from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.engines.training.update.optimizer import OptimConfig
 from spmdrl.resources.layout import UpdateLayout, fit_update_layout
 from spmdrl.resources.mesh import build_update_mesh
