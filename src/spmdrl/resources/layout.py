@@ -126,9 +126,10 @@ class ResourcesConfig:
     start_timeout_seconds: Annotated[float, Interval(gt=0, le=_LONGEST_TIMEOUT_SECONDS)] = 300.0
     """how long a rank waits for the others at the start; the job then stops and names the missing ones"""
     stage_timeout_seconds: Annotated[float, Interval(ge=0, le=_LONGEST_TIMEOUT_SECONDS)] | None = None
-    """how long a rank may make no progress: no engine step, micro-batch, answer of a reward or environment, file. Then
-    the job ends with the rank that holds it up and the stacks of all; start-up, the first step and checkpoints may take
-    three times as long; null: 600, or twice the longest timeout of rewards and the environment; 0: for ever"""
+    """how long a rank may make no progress: no engine step, micro-batch, optimizer step, answer of a reward or
+    environment, file. Then the job ends with the rank that holds it up and the stacks of all; start-up, the first step
+    and checkpoints may take three times as long; null: 600, or twice the longest timeout of rewards and the
+    environment; 0: for ever"""
     trusted_network: bool = False
     """connect ranks without proof that they belong to the job, on public addresses too; only for networks whose
     firewall keeps everyone else out: anyone who reaches a port can run code in the job"""

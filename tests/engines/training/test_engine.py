@@ -15,6 +15,7 @@ from spmdrl.engines.training.checkpoints.trainer_state import (
 )
 from spmdrl.engines.training.training_config import TrainingConfig
 from spmdrl.engines.training.training_engine import TrainingEngine
+from spmdrl.observability.activity import activity
 from tests.engines.training.tiny import (
     CONFIG,
     OPTIM,
@@ -139,6 +140,15 @@ def test_a_long_row_and_an_empty_response_are_fine(world):
     engine = make_engine(world, max_tokens=2)
     assert engine.score(all_prompt).logprobs_R.shape == (0,)
     assert engine.update(all_prompt, weighted_nll).loss == 0.0
+
+
+def test_each_part_of_an_update_counts_as_progress(world):
+    engine, before = make_engine(world, max_tokens=25), activity.counts.copy()
+    num_microbatches = engine.update(make_rows(), weighted_nll).num_microbatches
+    assert num_microbatches > 1
+    assert activity.counts - before == {
+        "micro-batches": num_microbatches, "backward passes": num_microbatches, "gradients": 1, "optimizer steps": 1,
+    }  # fmt: skip
 
 
 def test_the_learning_rate_follows_the_steps_made(world):

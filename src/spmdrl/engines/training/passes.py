@@ -132,6 +132,7 @@ class Passes:
             else:
                 self._through_pipeline(self._pipeline.train, list(micros), to_scalar, self.head)
         self._sum_copies()
+        activity.advance("gradients")
 
     def _forward(self, micro: MicroBatch, to_scalar: ToScalar, head_of: HeadOf) -> Tensor:
         """A micro-batch through a model of one stage."""
@@ -156,6 +157,7 @@ class Passes:
         try:
             faultpoint("backward")
             scalar.backward()
+            activity.advance("backward passes")
         except (MemoryError, RuntimeError) as error:
             # Once some gradients are with other ranks, they can't be kept in step any more.
             if not (self._model.is_plain and is_out_of_memory(error)):

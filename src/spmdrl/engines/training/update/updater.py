@@ -21,6 +21,7 @@ from spmdrl.engines.training.update.optimizer import (
     learning_rate,
     squared_norm,
 )
+from spmdrl.observability.activity import activity
 from spmdrl.observability.fault_points import faultpoint
 from spmdrl.observability.metrics import Recorder, Stat, table_of, totals_of
 from spmdrl.resources.collectives import gather_bytes
@@ -114,6 +115,7 @@ class Updater:
             group["lr"] = lr
         self._optimizer.step()
         self.step_count += 1
+        activity.advance("optimizer steps")
 
 
 def _means_of(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
