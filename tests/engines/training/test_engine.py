@@ -151,6 +151,15 @@ def test_each_part_of_an_update_counts_as_progress(world):
     }  # fmt: skip
 
 
+def test_weights_that_are_read_count_as_progress(world, tmp_path):
+    engine = make_engine(world)
+    write_shards(tmp_path, 0, trainer_state(engine))
+    before = activity.counts["weights read"]
+    engine.load(SeededWeights())
+    load_trainer_state(engine, ShardFiles(tmp_path))
+    assert activity.counts["weights read"] - before == 2 * len(engine.named_shards())
+
+
 def test_the_learning_rate_follows_the_steps_made(world):
     engine = make_engine(world)
     assert [engine.update(make_rows(), weighted_nll).lr for _ in range(3)] == [0.005, 0.01, 0.01]

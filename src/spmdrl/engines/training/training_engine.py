@@ -36,6 +36,7 @@ from spmdrl.engines.training.sharding.sharded_model import Shard
 from spmdrl.engines.training.training_config import TrainingConfig
 from spmdrl.engines.training.update.optimizer import OptimConfig
 from spmdrl.engines.training.update.updater import Accumulated, Updater, UpdateResult
+from spmdrl.observability.activity import activity
 from spmdrl.observability.fault_points import faultpoint
 from spmdrl.resources.device import Device, to_device
 from spmdrl.resources.mesh import UpdateMesh
@@ -120,6 +121,7 @@ class TrainingEngine:
         for shard in self.named_shards().values():
             if shard.slice.num_elements:
                 shard.tensor.copy_(source.read(shard.slice))
+                activity.advance("weights read")
 
     def score(self, rows: TokenRows, *, temperature: float | None = None) -> Scores:
         """Rate the response tokens, by default at the engine's temperature; on the device, in row order. Collective."""

@@ -104,6 +104,7 @@ def sha256_of(path: Path) -> str:
     with path.open("rb") as file:
         while block := file.read(_READ_BYTES):
             digest.update(block)
+    activity.advance("files")
     return digest.hexdigest()
 
 
@@ -121,7 +122,6 @@ def describe_file(path: Path) -> FileEntry:
     """The entry of a file that was just written, once it is on the disk."""
     sync_file(path)
     entry = FileEntry(path.stat().st_size, sha256_of(path))
-    activity.advance("files")
     faultpoint("checkpoint.write", path)
     return entry
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from spmdrl.engines.models.hf.model_folder import parameter_shapes
 from spmdrl.engines.training.sharding.sharded_model import Shard
 from spmdrl.engines.training.training_engine import TrainingEngine
+from spmdrl.observability.activity import activity
 from spmdrl.observability.fault_points import faultpoint
 from spmdrl.types import WeightSlice
 
@@ -61,6 +62,7 @@ def load_trainer_state(engine: TrainingEngine, files: ShardFiles) -> None:
             shard.tensor.copy_(files.read("weight", shard.slice))
             for kind, tensor in means.get(name, {}).items():
                 tensor.copy_(files.read(kind, shard.slice))
+            activity.advance("weights read")
     if not engine.is_frozen:
         engine.set_step_count(int(files.read("step", STEP)))
 
