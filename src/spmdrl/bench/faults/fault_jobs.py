@@ -18,6 +18,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from spmdrl.bench.harness.bench_ranks import launch_variables, store_of_launcher
 from spmdrl.bench.harness.peers import MARK, marked_processes
 from spmdrl.observability.fault_points import VARIABLE
@@ -156,6 +158,8 @@ def _be_rank(
     # Imported here, as benches know no command line.
     from importlib import import_module
 
+    # The server that forked this process had imported torch before the variables came.
+    torch.set_num_threads(1)
     if prepare is not None:
         prepare()
     raise SystemExit(import_module("spmdrl.cli.command_line").main(list(words)))

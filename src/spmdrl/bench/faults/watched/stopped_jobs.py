@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 from collections.abc import Sequence
@@ -12,22 +13,24 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from spmdrl.bench.faults.fault_jobs import FaultJobs, RunningJob, difference, outcome_of
+from spmdrl.bench.faults.fault_jobs import FaultJobs, JobEnd, RunningJob, difference, outcome_of
 from spmdrl.bench.faults.fault_tally import Tally
 from spmdrl.resources.watch.stop_request import STOPPED
 
-_NUM_STEPS = {"train": 8, "sft": 60, "preferences": 60, "reward-model": 60}
-# So that a request finds steps to come, which of the last three take a few hundredths of a second.
+# Steps of the last three take a few hundredths of a second, and a time limit has whole seconds.
+_NUM_STEPS = {"train": 8, "sft": 200, "preferences": 200, "reward-model": 200}
+# So that a request finds steps to come.
 _MOST_BEFORE = {"train": 5, "sft": 30, "preferences": 30, "reward-model": 30}
 _PAIRS = (
     "data.train=synthetic://addition?low=0&high=9&count=40&max_error=5",
     "data.eval=synthetic://addition?low=0&high=9&count=8&split=test&test_fraction=0.3&max_error=5",
 )
+_PAIR_STEPS = f"{{max_steps: {_NUM_STEPS['preferences']}, rows_per_step: 7, optim: {{lr: 1.0e-3}}}}"
 _SETTINGS = {
     "train": [f"train.max_steps={_NUM_STEPS['train']}"],
     "sft": [f"sft.max_steps={_NUM_STEPS['sft']}"],
-    "preferences": [*_PAIRS, "preferences={max_steps: 60, rows_per_step: 7, optim: {lr: 1.0e-3}}"],
-    "reward-model": [*_PAIRS, "reward_model={max_steps: 60, rows_per_step: 7, optim: {lr: 1.0e-3}}"],
+    "preferences": [*_PAIRS, f"preferences={_PAIR_STEPS}"],
+    "reward-model": [*_PAIRS, f"reward_model={_PAIR_STEPS}"],
 }
 # What is saved is saved because the job was asked to stop.
 _UNSAVED = "checkpoint.interval=0"
@@ -55,7 +58,7 @@ class Stop:
     num_steps_before: int
     """steps that are logged before; -1: the request comes once the run's folder is there"""
     later_seconds: float
-    """after that; of a time limit, the seconds that the job has"""
+    """after that; of a time limit, the seconds that the job has at most"""
 
     def __str__(self) -> str:
         whom = f" to ranks {self.ranks}, {self.apart_seconds:.1f} s apart" if self.ranks else ""
@@ -114,10 +117,7 @@ class _WholeRuns:
 
 
 def _problems(jobs: FaultJobs, name: str, stop: Stop, whole: dict[str, Any]) -> list[str]:
-    limit = [] if stop.ranks else [f"checkpoint.save_by=0:00:{stop.later_seconds:02.0f}"]
-    job = jobs.start(name, *limit)
-    num_done = _send(job, stop, jobs.root / name) if stop.ranks else 0
-    end = job.end()
+    end, num_done = _signalled(jobs, name, stop) if stop.ranks else (_out_of_time(jobs, name, stop), 0)
     if set(end.codes) != {STOPPED} or end.left:
         return [f"exit codes {end.codes}, processes left {end.left}: {end.screen[-400:]}"]
     saved = max((int(path.name[5:]) for path in (jobs.root / name / "checkpoints").glob("step_*")), default=0)
@@ -129,6 +129,22 @@ def _problems(jobs: FaultJobs, name: str, stop: Stop, whole: dict[str, Any]) -> 
         return [again.screen[-400:]]
     problem = difference(whole, _outcome(jobs.root / name))
     return [problem] if problem else []
+
+
+def _signalled(jobs: FaultJobs, name: str, stop: Stop) -> tuple[JobEnd, int]:
+    """The end of a job that is sent its signals, and how many steps were logged when the first one came."""
+    job = jobs.start(name)
+    num_done = _send(job, stop, jobs.root / name)
+    return job.end(), num_done
+
+
+def _out_of_time(jobs: FaultJobs, name: str, stop: Stop) -> JobEnd:
+    """The end of a job that has so many seconds, or fewer: one that was done before is run anew with one less."""
+    seconds = int(stop.later_seconds)
+    while (end := jobs.start(name, f"checkpoint.save_by=0:00:{seconds:02}").end()).is_done and seconds > 1:
+        seconds -= 1
+        shutil.rmtree(jobs.root / name)
+    return end
 
 
 def _send(job: RunningJob, stop: Stop, run: Path) -> int:
