@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 
 import pytest
 from tests.support.jobs import environment
@@ -17,7 +18,7 @@ from spmdrl.bench.faults.fault_jobs import JobEnd, difference, outcome_of
 from spmdrl.bench.faults.fault_tally import Tally
 from spmdrl.bench.faults.kills.random_kills import lost_or_doubled
 from spmdrl.bench.faults.watched.hung_jobs import Hang, Seen, all_hangs
-from spmdrl.bench.faults.watched.stopped_jobs import random_stops
+from spmdrl.bench.faults.watched.stopped_jobs import Stop, _out_of_time, random_stops
 from spmdrl.cli.command_line import main
 
 
@@ -32,6 +33,43 @@ def test_a_few_faults_of_each_kind_are_survived(tmp_path):
         "R1", "R14", "R2", "R3", "R4", "R5", "R6", "R8", "R9", "R10", "R12", "R13", "tools",
     }  # fmt: skip
     assert all(row["survived"] == row["injected"] > 0 for row in rows), rows
+
+
+TWO_RANKS = """
+import sys
+from pathlib import Path
+from spmdrl.bench.faults.fault_jobs import FaultJobs
+print(FaultJobs(Path(sys.argv[1]), 2, "train.max_steps=1").run("run").screen)
+"""
+
+
+@pytest.mark.ranks
+def test_ranks_have_one_thread_whatever_the_bench_was_started_with(tmp_path):
+    command = [sys.executable, "-c", TWO_RANKS, str(tmp_path)]
+    environ = environment(OMP_NUM_THREADS="2")
+    job = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=300, check=True)
+    assert "cpu, 1 thread each" in job.stdout, job.stdout
+
+
+class DoneWithin:
+    """Jobs that take so many seconds, and are stopped by a limit that comes before."""
+
+    def __init__(self, root: Path, seconds: int):
+        self.root, self._seconds, self.limits = root, seconds, list[str]()
+
+    def start(self, name: str, limit: str) -> SimpleNamespace:
+        (self.root / name).mkdir()
+        self.limits.append(limit)
+        code = 0 if int(limit[-2:]) >= self._seconds else 75
+        return SimpleNamespace(end=lambda: JobEnd([code], 0.0, "", []))
+
+
+@pytest.mark.parametrize(("seconds", "limits", "codes"), [(3, [4, 3, 2], [75]), (9, [4], [75]), (1, [4, 3, 2, 1], [0])])
+def test_a_job_that_is_done_before_its_limit_gets_a_shorter_one(tmp_path, seconds, limits, codes):
+    jobs = DoneWithin(tmp_path, seconds)
+    stop = Stop("train", 1, "checkpoint.save_by", (), 0.0, 2, 4.0)
+    assert _out_of_time(jobs, "run", stop).codes == codes
+    assert jobs.limits == [f"checkpoint.save_by=0:00:{limit:02}" for limit in limits]
 
 
 def test_what_is_not_survived_is_counted_with_its_reason():

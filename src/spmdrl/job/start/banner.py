@@ -35,7 +35,8 @@ def _lines(checked: CheckedRun, prepared: Prepared, world: World) -> Iterator[st
     )
     ranks = f"{world.size} rank{'s'[: world.size > 1]} on {world.num_nodes} node{'s'[: world.num_nodes > 1]}"
     device, generation = world.device, config.resources.generation
-    name = f"cpu, {torch.get_num_threads()} threads each" if device.is_cpu else device.module.get_device_name()
+    threads = torch.get_num_threads()
+    name = f"cpu, {threads} thread{'s'[: threads > 1]} each" if device.is_cpu else device.module.get_device_name()
     replicas = world.size // generation.tensor
     update = "whole on each rank" if str(checked.layout) == "1" else str(checked.layout)
     update += "".join(f", {role.name} {layout}" for role, layout in checked.own_layouts.items())
