@@ -10,11 +10,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from tests.support.ranks import HOST, run_ranks
+from tests.support.jobs import environment
+from tests.support.ranks import HOST, end, fork, rank_environment, run_ranks
 from torch.distributed import TCPStore
 
 from spmdrl.resources.collectives import gather_bytes
@@ -24,7 +27,7 @@ from spmdrl.resources.network.sockets import listening_sockets
 from spmdrl.resources.startup.launch import LaunchEnvironment, StartRefused
 from spmdrl.resources.startup.rank_agreement import ATTEMPT_KEY
 from spmdrl.resources.startup.rendezvous import Network, meet_at_store
-from spmdrl.resources.world import World, connect, store_for_watching
+from spmdrl.resources.world import World, connect, open_world, store_for_watching
 
 SECONDS = timedelta(seconds=10)
 
@@ -250,3 +253,34 @@ def answers_beside_a_wait(world: World) -> bool:
 @pytest.mark.ranks
 def test_the_store_answers_threads_that_watch_while_the_main_one_waits_in_it():
     assert run_ranks(2, answers_beside_a_wait) == [True, True]
+
+
+def watch_without_rank_0(own: dict[str, str], folder: Path) -> None:
+    """Be one of two ranks, the first of which ends once both have met; the other one wants to watch after that."""
+    os.environ.update(own)
+    rank = int(os.environ["RANK"])
+    with contextlib.suppress(RuntimeError), open_world("cpu", 30.0, network=Network(folder)) as world:
+        if rank == 0:
+            os._exit(0)
+        with contextlib.suppress(RuntimeError):
+            while not world.store.check(["what never comes"]):
+                time.sleep(0.01)
+        started = time.monotonic()
+        with contextlib.suppress(RuntimeError):
+            beside = store_for_watching(world)
+            assert beside is not None
+            beside.check(["what never comes"])
+        os._exit(0 if time.monotonic() < started + 10 else 1)
+
+
+@pytest.mark.ranks
+def test_a_rank_that_wants_to_watch_does_not_wait_for_a_rank_0_that_was_lost(tmp_path):
+    store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+    watch = partial(watch_without_rank_0, folder=tmp_path)
+    ranks = [fork(watch, environment(**rank_environment(rank, 2, 2, store.port))) for rank in range(2)]
+    for rank in ranks:
+        rank.join(60)
+    codes = [rank.exitcode for rank in ranks]
+    for rank in ranks:
+        end(rank, 0.0)
+    assert codes == [0, 0]

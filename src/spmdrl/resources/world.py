@@ -20,7 +20,7 @@ from spmdrl.resources.startup.ending import FirstFailure, PeerFailed, cause_of
 from spmdrl.resources.startup.first_failure import find_first, wait_for_all
 from spmdrl.resources.startup.launch import LaunchEnvironment, StartRefused, read_launch_environment
 from spmdrl.resources.startup.rank_agreement import ATTEMPT_KEY, Facts, agree, meet
-from spmdrl.resources.startup.rendezvous import Network, meet_at_store
+from spmdrl.resources.startup.rendezvous import Meeting, Network, meet_at_store
 from spmdrl.resources.watch.stop_request import Stopped, request
 from spmdrl.resources.watch.stop_watch import StopWatch
 
@@ -47,7 +47,7 @@ class World:
     address: str = LOOPBACK
     """of this host, on the network that nodes share"""
     beside: dist.Store | None = None
-    """another connection to the store, where this rank can't clone it"""
+    """another connection to the store, in a job of several ranks"""
     _topics: Iterator[int] = field(default_factory=count, repr=False, compare=False)
 
     @property
@@ -118,10 +118,8 @@ def open_world(
         facts = {**(facts or {}), "the kind of device": found.kind}
         store = meet(meeting.store, launch, facts, timeout_seconds=start_timeout_seconds)
         _has_met = True
+        beside = _connected_beside(meeting, store, launch)
         store.set_timeout(timedelta(seconds=timeout_seconds))
-        # Its keys are those of this attempt too.
-        attempt = "" if meeting.beside is None else meeting.store.get(ATTEMPT_KEY).decode()
-        beside = None if meeting.beside is None else dist.PrefixStore(attempt, meeting.beside)
         world = World(launch, found, store, timeout_seconds, meeting.gate, meeting.address, beside)
         try:
             with _blaming_the_first(world):
@@ -133,14 +131,22 @@ def open_world(
                 dist.destroy_process_group()
 
 
+def _connected_beside(meeting: Meeting, store: dist.Store, launch: LaunchEnvironment) -> dist.Store | None:
+    """A second connection to the store, made while rank 0 waits for all; later, it would wait for one that was lost."""
+    if launch.world_size == 1:
+        return None
+    if meeting.beside is None:
+        return store.clone()
+    # Its keys are those of this attempt too.
+    return dist.PrefixStore(meeting.store.get(ATTEMPT_KEY).decode(), meeting.beside)
+
+
 def store_for_watching(world: World) -> dist.Store | None:
     """The job's store by another connection than the main thread's; None in a job of one rank.
 
     Communicators that are made late block their connection until all ranks have come.
     """
-    if world.size == 1:
-        return None
-    return world.store.clone() if world.beside is None else world.beside
+    return world.beside
 
 
 def connect(world: World, timeout_seconds: float) -> None:
