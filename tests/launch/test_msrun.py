@@ -49,6 +49,8 @@ def test_a_signal_to_the_script_reaches_the_workers_and_nothing_is_left(tmp_path
     settings = ["train.max_steps=1000", "checkpoint.interval=1", f"run.dir={folder}"]
     command, environ = script(tmp_path, "train", tiny_config(tmp_path), *settings)
     output = open(tmp_path / "output", "wb")  # noqa: SIM115 closed with this process
+    # A job in the background of a shell ignores SIGINT, and so would all that it starts.
+    command = ["env", "--default-signal=INT", *command]
     started = subprocess.Popen(command, env=environ, cwd=ROOT, stdout=output, stderr=output, start_new_session=True)
     try:
         deadline = time.monotonic() + 60
