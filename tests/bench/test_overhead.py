@@ -41,6 +41,15 @@ def test_a_thread_counts_with_the_seconds_in_which_it_computes():
     assert 0 < times.shares["watch"] < 0.6
 
 
+def test_a_thread_that_ends_at_once_adds_what_it_computes_to_one_that_stays():
+    times = PieceTimes()
+    for seconds in (0.0, 0.2, 0.0):
+        thread = threading.Thread(target=times.running("watch", time.sleep), args=(seconds,))
+        thread.start()
+        thread.join()
+    assert 0 < times.shares["watch"] < 0.1
+
+
 def test_the_rank_where_a_piece_takes_most_counts():
     def of_rank(seconds: float) -> dict[str, dict[str, float]]:
         return {"seconds": {"fencing": seconds}, "calls": {"fencing": 20}, "shares": {"hang watch": seconds / 100}}

@@ -14,7 +14,7 @@ import os
 import sys
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from importlib import import_module
@@ -63,6 +63,8 @@ class PieceTimes:
         self.calls: Counter[str] = Counter()
         self.shares: Counter[str] = Counter()
         """processor seconds per second of each piece's threads"""
+        self._computed: Counter[str] = Counter()
+        self._longest: dict[str, float] = defaultdict(float)
         self._inside = threading.local()
 
     def called(self, piece: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -90,7 +92,10 @@ class PieceTimes:
             try:
                 return function(*arguments)
             finally:
-                self.shares[piece] += time.thread_time() / (time.perf_counter() - start)
+                # One of a start-up's milliseconds counts with these, not with its share of so short a life.
+                self._computed[piece] += time.thread_time()
+                self._longest[piece] = max(self._longest[piece], time.perf_counter() - start)
+                self.shares[piece] = self._computed[piece] / self._longest[piece]
 
         return wrapper
 
