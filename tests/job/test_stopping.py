@@ -33,7 +33,7 @@ from spmdrl.resources.startup.launch import read_launch_environment
 from spmdrl.resources.startup.rendezvous import Network
 from spmdrl.resources.watch.stop_request import STOPPED, Stopped, request
 from spmdrl.resources.watch.stop_watch import StopWatch, deadline_of, with_end_of_job
-from spmdrl.resources.world import open_world, store_for_watching
+from spmdrl.resources.world import open_world
 
 # Signals its rank once, while it scores the prompts of a certain call or those that are held out.
 REWARD = """
@@ -320,7 +320,7 @@ def set_up(own: dict[str, str], folder: Path, place: str, *, is_stopped: bool) -
             be_asked_while_connecting()
         try:
             with open_world("cpu", network=Network(folder)) as world:
-                watched = store_for_watching(world)
+                watched = world.beside
                 with StopWatch(watched, world.rank, world.size, deadline=None).running():
                     if launch.rank == 0:
                         time.sleep(1.0)

@@ -27,7 +27,7 @@ from spmdrl.resources.network.sockets import listening_sockets
 from spmdrl.resources.startup.launch import LaunchEnvironment, StartRefused
 from spmdrl.resources.startup.rank_agreement import ATTEMPT_KEY
 from spmdrl.resources.startup.rendezvous import Network, meet_at_store
-from spmdrl.resources.world import World, connect, open_world, store_for_watching
+from spmdrl.resources.world import World, connect, open_world
 
 SECONDS = timedelta(seconds=10)
 
@@ -238,7 +238,7 @@ def answers_beside_a_wait(world: World) -> bool:
         with contextlib.suppress(RuntimeError):
             world.store.wait(["what never comes"], timedelta(seconds=6))
 
-    beside = store_for_watching(world)
+    beside = world.beside
     assert beside is not None
     waiting = threading.Thread(target=wait)
     waiting.start()
@@ -267,7 +267,7 @@ def watch_without_rank_0(own: dict[str, str], folder: Path) -> None:
                 time.sleep(0.01)
         started = time.monotonic()
         with contextlib.suppress(RuntimeError):
-            beside = store_for_watching(world)
+            beside = world.beside
             assert beside is not None
             beside.check(["what never comes"])
         os._exit(0 if time.monotonic() < started + 10 else 1)

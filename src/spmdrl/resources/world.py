@@ -47,7 +47,8 @@ class World:
     address: str = LOOPBACK
     """of this host, on the network that nodes share"""
     beside: dist.Store | None = None
-    """another connection to the store, in a job of several ranks"""
+    """another connection to the store, for threads that watch; None in a job of one rank. Communicators that are made
+    late block the main thread's until all ranks have come"""
     _topics: Iterator[int] = field(default_factory=count, repr=False, compare=False)
 
     @property
@@ -141,14 +142,6 @@ def _connected_beside(meeting: Meeting, store: dist.Store, launch: LaunchEnviron
     return dist.PrefixStore(meeting.store.get(ATTEMPT_KEY).decode(), meeting.beside)
 
 
-def store_for_watching(world: World) -> dist.Store | None:
-    """The job's store by another connection than the main thread's; None in a job of one rank.
-
-    Communicators that are made late block their connection until all ranks have come.
-    """
-    return world.beside
-
-
 def connect(world: World, timeout_seconds: float) -> None:
     """Make the process group, and return once it is there on every rank.
 
@@ -167,7 +160,7 @@ def _spreading_stops(world: World) -> Iterator[None]:
     if not request.is_handled or world.size == 1:
         yield
         return
-    with StopWatch(store_for_watching(world), world.rank, world.size, deadline=None).running():
+    with StopWatch(world.beside, world.rank, world.size, deadline=None).running():
         yield
 
 

@@ -19,7 +19,7 @@ from spmdrl.resources.startup.launcher import write_error_file
 from spmdrl.resources.watch.hang_watch import HangWatch, WatchConfig
 from spmdrl.resources.watch.stop_watch import StopWatch, deadline_of, with_end_of_job
 from spmdrl.resources.watch.work_sampler import work_sampler
-from spmdrl.resources.world import World, store_for_watching
+from spmdrl.resources.world import World
 
 _STAGE_SECONDS = 600.0
 _OTHER_VERBS = ("eval", "generate")
@@ -29,7 +29,7 @@ _OTHER_VERBS = ("eval", "generate")
 def watching(checked: CheckedRun, world: World) -> Iterator[None]:
     """Within the block, ranks learn of requests to stop, and a job that stands still is ended with a report."""
     config = checked.config
-    store = store_for_watching(world)
+    store = world.beside
     # One rank is enough, and thousands would ask Slurm's controller at once.
     environ = with_end_of_job(os.environ) if world.is_main else os.environ
     deadline = deadline_of(config.checkpoint.save_by_seconds, environ)
