@@ -1,6 +1,5 @@
 #!/usr/bin/env bash
-# Tests of kernels in Triton, interpreted and compiled for Hopper, our own and those of the compiled decoding step:
-# bash launch/test_triton.sh [pytest's arguments ...]
+# Tests of the kernels in Triton, interpreted and compiled for Hopper: bash launch/test_triton.sh [pytest's arguments ...]
 # Triton, which PyTorch's builds for CUDA bring along, lies in a folder of its own here: 1 GB beside .venv.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -16,5 +15,4 @@ if ! [ -e .triton/installed ]; then
     touch .triton/installed
 fi
 share_cores 2
-PYTHONPATH=$PWD/.triton exec .venv/bin/pytest tests/engines/models/kernels/test_paged_attention.py \
-    tests/accelerators/test_hopper_steps.py "$@"
+PYTHONPATH=$PWD/.triton exec .venv/bin/pytest tests/engines/models/kernels/test_paged_attention.py "$@"

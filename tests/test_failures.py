@@ -19,7 +19,7 @@ import pytest
 from tests.support.jobs import ROOT, environment, summary_of, tiny_config
 
 NUM_KILLS = int(os.environ.get("SPMDRL_KILLS", "2"))
-ENDLESS = ["train.max_steps=100000", "checkpoint.interval=50", "rollout.compile=false"]
+ENDLESS = ["train.max_steps=100000", "checkpoint.interval=50"]
 OURS, PLAIN = "spmdrl.torchrun", "torch.distributed.run"
 
 # Ctrl-C while a finalizer runs: Python prints that it ignores the exception, and goes on.

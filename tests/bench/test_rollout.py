@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import statistics
 from dataclasses import replace
 from itertools import pairwise
@@ -80,16 +79,6 @@ def test_other_tokens_with_guesses_are_refused():
     check_same_tokens(runs(7))
     with pytest.raises(RuntimeError, match="fixed responses with guesses differ"):
         check_same_tokens(runs(8))
-
-
-@pytest.mark.slow
-def test_compiled_steps_are_measured_beside_others(capfd):
-    sizes = ["--models", "1M", "--prompts", "2", "--group-size", "3", "--prompt-length", "8", "--limit", "16"]
-    assert main(["rollout", *sizes, "--engines", "compiled", "--lengths", "fixed", "--rounds", "1", "--json"]) == 0
-    native, compiled = json.loads(capfd.readouterr().out)["rows"]
-    assert native["remark"] == "" and re.fullmatch(r"compiled in \d+ s, before the clock", compiled["remark"])
-    assert compiled["native / it"] == pytest.approx(native["tokens/s"] / compiled["tokens/s"])
-    assert compiled["mean length"] == 4
 
 
 @pytest.mark.slow

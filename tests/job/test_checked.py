@@ -64,7 +64,6 @@ def test_the_configs_of_the_repository_are_right():
             "set model.dtype to float32, rollout.engine to native, or debug.batch_invariant to false",
         ),
         ([*EXACT, "rollout.block_size=48"], "block_size is 48.*set rollout.block_size to 32, or debug"),
-        ([*EXACT, "rollout.compile=true"], "set rollout.compile to false, or debug"),
         (["rollout.cuda_graphs=true"], "cuda_graphs is true, but graphs are captured on cuda alone.*set it to null"),
         (["seed=-1"], "command line: seed is -1, but must be >= 0"),
         (["rollout.temperature=0"], "rollout.temperature is 0"),
@@ -123,7 +122,6 @@ def test_each_verb_asks_of_rows_what_it_uses(tmp_path):
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("rollout.compile=true", "rollout.engine_kwargs, or rollout.engine to native"),
         ("rollout.draft_tokens=4", "draft_tokens is 4, but .* set it to 0, and what you want in rollout.engine_kwargs"),
         ("resources.generation.expert=2", "cuts experts like other matrices"),
         ("resources.generation.tensor_stride=2", "takes consecutive ranks"),

@@ -46,7 +46,7 @@ def is_rank(pid: int) -> bool:
 def test_only_ranks_listen_and_on_loopback_alone(tmp_path, ranks):
     launcher = ["-m", "spmdrl.torchrun", f"--nproc-per-node={ranks}"] if ranks > 1 else []
     arguments = [str(tiny_config(tmp_path)), f"run.dir={tmp_path / 'run'}", "train.max_steps=100000"]
-    command = [sys.executable, *launcher, "-m", "spmdrl", "train", *arguments, "rollout.compile=false"]
+    command = [sys.executable, *launcher, "-m", "spmdrl", "train", *arguments]
     screen = tmp_path / "screen"
     with screen.open("w") as shown:
         job = subprocess.Popen(command, env=environment(), cwd=ROOT, stdout=shown, stderr=shown)

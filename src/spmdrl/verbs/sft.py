@@ -118,7 +118,7 @@ def _build_held_out(checked: CheckedRun, run: Run, models: RoleModels, prepared:
     config = checked.config
     if prepared.held_out is None:
         return HeldOut(None, None, run, config.eval)
-    replica = build_policys_replica(checked, prepared.source, run.world, run.console)
+    replica = build_policys_replica(checked, prepared.source, run.world)
     pool = stack.enter_context(RewardPool(config.reward))
     turns = build_turns(config, replica, prepared, run.world, stack)
     evaluator = build_evaluator(config, prepared, replica, pool, turns)

@@ -164,7 +164,7 @@ def build(checked: CheckedRun, run: Run, stack: ExitStack) -> Training:
     with run.console.doing("loading the weights"):
         models = build_role_models(checked, prepared.sources, world)
     with run.console.doing("starting the generation engine"):
-        replica = build_policys_replica(checked, prepared.source, world, run.console)
+        replica = build_policys_replica(checked, prepared.source, world)
     carried = build_carried(config, replica, run.console, num_refills=checked.algorithm.max_refills)
     algorithm = StepAlgorithm(checked.algorithm, is_main=world.is_main)
     history = LengthHistory(is_main=world.is_main)

@@ -30,8 +30,8 @@ from spmdrl.bench.rollout.rollout_work import MODEL_FOLDER, EngineRun, RolloutWo
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.moe import MoeConfig
 
-NATIVE, DRAFTS, COMPILED, PEERS = "native", "drafts", "compiled", ("generate", "continuous_batching", "vllm")
-ENGINES = (NATIVE, DRAFTS, COMPILED, *PEERS)
+NATIVE, DRAFTS, PEERS = "native", "drafts", ("generate", "continuous_batching", "vllm")
+ENGINES = (NATIVE, DRAFTS, *PEERS)
 # What runs in vLLM's own environment: plain files, without what else this package needs.
 _COPIED_MODULES = (
     "spmdrl.bench.harness.replies",
@@ -80,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     made = ",".join(MADE_MODELS)
     parser.add_argument("--models", type=_names, default=("5M", "30M"), help=f"random ones, of {made}; default: 5M,30M")
     parser.add_argument(
-        "--engines", type=_names, default=PEERS, help=f"of {','.join(ENGINES)}; by default all but drafts and compiled"
+        "--engines", type=_names, default=PEERS, help=f"of {','.join(ENGINES)}; by default all but drafts"
     )
     parser.add_argument("--lengths", type=_names, help="of fixed,lognormal,ragged; all by default")
     parser.add_argument("--prompts", type=int, default=32)
@@ -97,7 +97,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--draft-tokens", type=int, default=8, help="most guesses for a row a step, of the engine drafts"
     )
-    parser.add_argument("--compile", action="store_true", help="compile the native engine's decoding steps")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of each engine")
     parser.add_argument("--rounds", type=int, default=3, help="how often all run in turn")
     parser.add_argument("--limit-seconds", type=float, default=900.0, help="longest that one run may take")
@@ -139,7 +138,7 @@ def _prepare(folder: Path, config: DecoderConfig, arguments: argparse.Namespace)
         vocab_size=config.vocab_size,
         repeat=arguments.repeat,
     )
-    work = make_work(size, rows_at_once=arguments.rows_at_once, threads=arguments.threads, compiles=arguments.compile)
+    work = make_work(size, rows_at_once=arguments.rows_at_once, threads=arguments.threads)
     work = replace(work, draft_tokens=arguments.draft_tokens)
     work.save(folder)
     copy_modules(_COPIED_MODULES, folder / "modules")
@@ -209,7 +208,7 @@ def check_same_tokens(runs: Runs) -> None:
 def summarize(found: Mapping[str, Runs], arguments: argparse.Namespace) -> BenchTable:
     """The table, and ratios of the native engine's rates to each other one's."""
     rows = [_row(model, lengths, engine, runs) for model, runs in found.items() for lengths, engine in runs]
-    at_once = f"{arguments.rows_at_once} rows at once" + (", native compiled" if arguments.compile else "")
+    at_once = f"{arguments.rows_at_once} rows at once"
     return BenchTable(
         title=f"bench rollout: {arguments.prompts} prompts x {arguments.group_size} responses of at most "
         f"{arguments.limit} tokens, {at_once}, {arguments.threads} threads, medians of {arguments.rounds} rounds",
@@ -250,14 +249,8 @@ def _row(model: str, lengths: str, engine: str, runs: Runs) -> dict[str, Any]:
         "by CPU time": cpu and native_cpu / cpu,
         "of matmul": statistics.median(shares) if shares else None,
         "mean length": statistics.fmean(found[0].row_lengths) if found else None,
-        "remark": runs[lengths, engine].missing or _compile_remark(found) or _draft_remark(found),
+        "remark": runs[lengths, engine].missing or _draft_remark(found),
     }
-
-
-def _compile_remark(found: Sequence[EngineRun]) -> str:
-    """How long compiling took, before the clock; empty without."""
-    seconds = max((each.extra.get("compile_seconds", 0) for each in found), default=0)
-    return f"compiled in {seconds:.0f} s, before the clock" if seconds else ""
 
 
 def _draft_remark(found: Sequence[EngineRun]) -> str:

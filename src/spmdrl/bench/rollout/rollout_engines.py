@@ -6,7 +6,6 @@ import sys
 import time
 import zlib
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -16,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spmdrl.bench.rollout.rollout_work import BenchEngine, Lengths, RolloutWork, counted, measure, serve
+from spmdrl.bench.rollout.rollout_work import BenchEngine, Lengths, RolloutWork, counted, serve
 from spmdrl.engines.generation.native.native_engine import NativeEngine
 from spmdrl.engines.generation.protocol import Request, SamplingParams
 from spmdrl.engines.generation.rollout_config import RolloutConfig
@@ -36,7 +35,7 @@ class Native(BenchEngine):
     def __init__(self, folder: Path, work: RolloutWork, *, draft_tokens: int = 0):
         self._work = work
         config = read_config(folder)
-        rollout = RolloutConfig(max_running_rows=work.rows_at_once, compile=work.compiles, draft_tokens=draft_tokens)
+        rollout = RolloutConfig(max_running_rows=work.rows_at_once, draft_tokens=draft_tokens)
         self._engine = NativeEngine(config, rollout, _CPU, torch.float32)
         files = open_weights(folder, config)
         self._engine.load_weights((name, files.read(whole_slice(name, files.shape(name)))) for name in files.names)
@@ -85,20 +84,6 @@ class NativeDrafts(Native):
 
     def __init__(self, folder: Path, work: RolloutWork):
         super().__init__(folder, work, draft_tokens=work.draft_tokens)
-
-
-class NativeCompiled(Native):
-    """The native engine with compiled steps, and what compiling took."""
-
-    def __init__(self, folder: Path, work: RolloutWork):
-        super().__init__(folder, replace(work, compiles=True))
-        self._compile_seconds = 0.0
-        few, rows = Lengths((4,) * work.num_rows), range(min(work.rows_at_once, work.num_rows))
-        first, second = measure(self, few, rows, seed=0), measure(self, few, rows, seed=0)
-        self._compile_seconds = first.seconds - second.seconds
-
-    def extra(self) -> dict[str, float]:
-        return super().extra() | {"compile_seconds": self._compile_seconds}
 
 
 def _matmul_seconds(weights: Sequence[Tensor], num_rows: int) -> float:
@@ -199,7 +184,6 @@ def _load(folder: Path) -> Any:
 ENGINES = {
     "native": Native,
     "drafts": NativeDrafts,
-    "compiled": NativeCompiled,
     "generate": Generate,
     "continuous_batching": ContinuousBatching,
 }

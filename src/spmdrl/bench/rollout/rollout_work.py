@@ -42,8 +42,6 @@ class RolloutWork:
     rows_at_once: int
     threads: int
     lengths: dict[str, Lengths]
-    compiles: bool = False
-    """whether the native engine compiles its decoding steps"""
     draft_tokens: int = 0
     """most tokens that the engine with guesses guesses for a row a step"""
 
@@ -80,7 +78,7 @@ class WorkSize:
     """Chance that a token goes on with its phrase: tokens follow each other in cycles of PHRASE_LENGTH."""
 
 
-def make_work(size: WorkSize, *, rows_at_once: int, threads: int, compiles: bool = False) -> RolloutWork:
+def make_work(size: WorkSize, *, rows_at_once: int, threads: int) -> RolloutWork:
     """Prompts and three ways to end, whose responses hold about as many tokens in all."""
     rng = random.Random(0)  # noqa: S311 - the same on every machine, and no secret
     half, num_rows, mean = max(1, size.prompt_length // 2), size.num_prompts * size.group_size, size.limit / 4
@@ -94,7 +92,7 @@ def make_work(size: WorkSize, *, rows_at_once: int, threads: int, compiles: bool
         # Random weights make every token about as likely, so that each draw ends a row with the same chance.
         "ragged": Lengths((size.limit,) * num_rows, tuple(range(max(1, round(size.vocab_size / mean))))),
     }
-    return RolloutWork(prompts, size.group_size, rows_at_once, threads, lengths, compiles)
+    return RolloutWork(prompts, size.group_size, rows_at_once, threads, lengths)
 
 
 def _prompt(rng: random.Random, num_tokens: int, size: WorkSize) -> tuple[int, ...]:

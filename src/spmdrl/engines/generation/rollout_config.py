@@ -57,12 +57,6 @@ class RolloutConfig:
     """whether the native engine, on a CPU, copies the weights of linear layers and large experts into a layout that is
     faster to read; costs memory where one process trains and generates in the same dtype, which otherwise needs no
     copy"""
-    compile: bool | None = None
-    """whether the native engine compiles its decoding step (torch.compile) once per run; needs
-    resources.generation.tensor 1 and, on a CPU, a C++ compiler. Takes half a minute or more, and pays most for small
-    models or batches; a sampled row may then depend, by rounding, on the rows decoded beside it. null: where
-    that pays on a CPU, in training of a dense model no wider than 128 (256 with at most 16 rows at once) whose
-    responses may together take 200,000 decoding steps of a rank"""
     draft_tokens: Annotated[int, Ge(0)] = 0
     """most tokens that the native engine guesses ahead of a row and checks in one step, where the row's newest ones
     stand in its prompt, in its response or in its group's; 0: none. Tokens stay the same. Pays where few rows run, and

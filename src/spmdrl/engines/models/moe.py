@@ -212,7 +212,7 @@ class SparseFeedForward(nn.Module):
         return out_TD if self.shared_experts is None else out_TD + self.shared_experts(hidden_TD)
 
     def routed(self, hidden_TD: Tensor, route: Route | None) -> Tensor:
-        """The weighted sum [T, D] of each token's experts; replaced from outside where a compiled graph calls it."""
+        """The weighted sum [T, D] of each token's experts."""
         scores_TE, chosen_TC = self.gate(hidden_TD)
         if route is not None:
             scores_TE, chosen_TC = route(self.layer, scores_TE, chosen_TC)

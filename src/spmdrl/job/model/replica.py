@@ -12,7 +12,6 @@ from spmdrl.engines.generation.frozen_generator import FrozenGenerator
 from spmdrl.engines.generation.protocol import Decode, GenerationEngine
 from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.tokenizer import ModelTokenizer
-from spmdrl.job.model.compile_choice import decide_compile, expected_decoding_steps
 from spmdrl.job.model.model_source import ModelSource
 from spmdrl.job.start.model_checks import check_vllm, check_vllm_computes
 from spmdrl.job.start.start_checks import CheckedRun
@@ -50,16 +49,11 @@ def build_replica(config: Config, source: ModelSource, world: World, layout: Gen
     return Replica(build(config, source, world, mesh), mesh)
 
 
-def build_policys_replica(checked: CheckedRun, source: ModelSource, world: World, console: Console) -> Replica:
+def build_policys_replica(checked: CheckedRun, source: ModelSource, world: World) -> Replica:
     """The replica that generates with the policy's weights, so placed that it lacks few of them. Collective."""
     config, layout = checked.config, checked.config.resources.generation
-    # vLLM takes consecutive ranks, and compiles as its own options say.
+    # vLLM takes consecutive ranks.
     if generation_engine_name(config.rollout, world.device.kind) == "native":
-        compiles = decide_compile(checked, source.decoder, world)
-        if compiles and config.rollout.compile is None:
-            steps = expected_decoding_steps(config, world.size)
-            console.note(f"decoding is compiled, as about {steps:,} steps come; rollout.compile=false prevents that")
-        config = replace(config, rollout=replace(config.rollout, compile=compiles))
         table = parameter_table(source.decoder)
         layout = fitted_stride(table, checked.layout, layout, world.launch.local_world_size)
     return build_replica(config, source, world, layout)
@@ -90,9 +84,8 @@ def build_frozen_generator(
     from spmdrl.engines.generation.native.native_engine import NativeEngine
 
     device = world.device
-    # Short answers of a model that wakes anew each step aren't worth compiling anything.
     rollout = replace(
-        config.rollout, stop=(), engine_kwargs={}, compile=False, cuda_graphs=False,
+        config.rollout, stop=(), engine_kwargs={}, cuda_graphs=False,
         draft_tokens=0, kv_cache_gib=None if device.is_cpu else kv_cache_gib,
     )  # fmt: skip
     dtype = config.model.compute_dtype(device.kind)

@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 
 from spmdrl.config.config import Config
-from spmdrl.engines.generation.native.compiled import check_compiles
 from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.decoder import Decoder, DecoderConfig
 from spmdrl.engines.models.hf.model_folder import ignored_attn_factor, read_config
@@ -58,11 +57,8 @@ def check_adapters(lora: LoraConfig, decoder: DecoderConfig) -> None:
 
 
 def check_generation_fits(config: Config, decoder: DecoderConfig) -> None:
-    """Refuse a model that can't be cut, or compiled, as generation needs it. Raises ValueError."""
-    layout = config.resources.generation
-    check_generation_cuts(decoder, layout, "resources.generation")
-    if config.rollout.compile:
-        check_compiles(layout)
+    """Refuse a model that can't be cut as generation needs it. Raises ValueError."""
+    check_generation_cuts(decoder, config.resources.generation, "resources.generation")
 
 
 def check_generation_cuts(decoder: DecoderConfig, layout: GenerationLayout, key: str) -> None:
@@ -83,11 +79,6 @@ def check_vllm(config: Config) -> None:
         raise ValueError(
             f"resources.generation.tensor_stride is {layout.tensor_stride}, but {means} takes consecutive ranks; "
             "set it to 0 or 1, or rollout.engine to native"
-        )
-    if config.rollout.compile:
-        raise ValueError(
-            f"rollout.compile is true, but {means} compiles as its own options say; set it to false, and what you want "
-            "in rollout.engine_kwargs, or rollout.engine to native"
         )
     if config.rollout.draft_tokens:
         raise ValueError(
@@ -128,7 +119,6 @@ def check_batch_invariant(config: Config, layout: UpdateLayout, device_kind: str
         "resources.device": (device_kind, "cpu"),
         "model.dtype": (config.model.dtype, "float32"),
         "rollout.engine": (config.rollout.engine, "native"),
-        "rollout.compile": (str(bool(config.rollout.compile)).lower(), "false"),
         "rollout.block_size": (config.rollout.block_size, _allowed_block_size(config.rollout.block_size)),
         "resources.update.tensor": (layout.tensor, 1),
         "resources.update.context": (layout.context, 1),

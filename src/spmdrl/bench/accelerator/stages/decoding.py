@@ -21,7 +21,7 @@ from spmdrl.resources.device import Device
 _GIB = 1 << 30
 _GOAL_BATCH, _GOAL = 64, 0.6
 _REMEDY = (
-    "a small batch or model is bound by the host, which starts each kernel: see rollout.compile and the stage graphs; "
+    "a small batch or model is bound by the host, which starts each kernel: see the stage graphs; "
     "a large one by attention over the cache"
 )
 

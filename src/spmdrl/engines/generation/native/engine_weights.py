@@ -15,7 +15,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 import torch
 from torch import Tensor, nn
 
-from spmdrl.engines.generation.native.compiled import multiply_outside
 from spmdrl.engines.generation.native.packed_experts import ExpertsProduct
 from spmdrl.engines.models.decoder import Decoder, SelfAttention
 from spmdrl.engines.models.kernels import ops
@@ -107,8 +106,6 @@ class PackedWeights(FreeableWeights):
         self._name_of = {id(weight): name for name, weight in decoder.named_parameters()}
         self._head = Product([_head_weight(decoder)])
         self.linears = [*_installed(decoder), self._head]
-        for number, product in enumerate(self.linears):
-            product.number = number
         experts = [ExpertsProduct(module) for module in decoder.modules() if isinstance(module, Experts)]
         self.products: list[Product | ExpertsProduct] = [*self.linears, *experts]
         self._used_elsewhere = {"model.embed_tokens.weight"}
@@ -190,10 +187,7 @@ class Product:
         self._biases = list(biases)
         self._adapted = list(adapted)
         self._sizes = [len(weight) for weight in weights]
-        self._width = sum(self._sizes)
         self._packed: BlockedLinear | None = None
-        self.number = 0
-        """Which of its decoder's products it is."""
 
     @classmethod
     def of(cls, *layers: Linear) -> Product:
@@ -206,8 +200,7 @@ class Product:
 
     def _own_outputs(self, rows_BD: Tensor) -> Sequence[Tensor]:
         if self.is_packed:
-            is_traced = torch.compiler.is_compiling()
-            outputs = multiply_outside(rows_BD, self.number, self._width) if is_traced else self.packed(rows_BD)
+            outputs = self.packed(rows_BD)
             # Not split(), whose Python takes as long as a small product.
             return (outputs,) if len(self._sizes) == 1 else outputs.split_with_sizes(self._sizes, dim=-1)
         return [ops.linear(rows_BD, weight, bias) for weight, bias in zip(self.weights, self._biases, strict=True)]

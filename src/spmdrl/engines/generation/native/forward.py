@@ -25,7 +25,6 @@ from spmdrl.engines.generation.native.cache.cached_attention import (
     Span,
 )
 from spmdrl.engines.generation.native.cache.paged import CacheShape, PagedCache
-from spmdrl.engines.generation.native.compiled import CompiledStep, check_compiler, check_compiles
 from spmdrl.engines.generation.native.engine_weights import PackedWeights
 from spmdrl.engines.generation.native.running_rows import Chunk, FedToken
 from spmdrl.engines.generation.rollout_config import RolloutConfig
@@ -83,12 +82,6 @@ class CachedDecoder:
         self._recorder = recorder
         self._reads_pages = ops.reads_pages(device, dtype)
         self._vocabulary = VocabularyPart.of(config.vocab_size, mesh.tensor)
-        self._compiled: CompiledStep | None = None
-        if rollout.compile:
-            check_compiles(mesh.layout)
-            check_compiler(device)
-            products = [product.packed for product in self.weights.linears]
-            self._compiled = CompiledStep(decoder, self._logits, products)
 
     def prefill(self, chunks: Sequence[Chunk]) -> None:
         """Fill the blocks of these chunks and leave the last logits in the groups that they end; none still runs."""
@@ -134,8 +127,6 @@ class CachedDecoder:
     def step_logits(self, tokens_B: Tensor, positions_B: Tensor, attend: Attend, route: Route | None = None) -> Tensor:
         """Logits [B, V] of a decoding step whose inputs are on the device."""
         self._settle_weights()
-        if self._compiled is not None:
-            return self._compiled(tokens_B, positions_B, attend, route)
         return self._decoder(tokens_B, positions_B, attend, lambda hidden_BD, _: self._logits(hidden_BD), route)
 
     def score(self, rows: Sequence[Sequence[int]]) -> list[Tensor]:

@@ -38,15 +38,14 @@ _VARLEN_SHARES_KEYS = "enable_gqa" in _VARLEN_PARAMETERS
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if x.dtype != weight.dtype:
         return plain.rms_norm(x, weight, eps)
-    # A graph of torch.compile fuses norms itself.
-    if LigerRMSNormFunction is not None and not torch.compiler.is_compiling():
+    if LigerRMSNormFunction is not None:
         # Out of place, because the residual stream reads the same gradient.
         return LigerRMSNormFunction.apply(x, weight, eps, 0.0, "llama", False)
     return F.rms_norm(x, x.shape[-1:], weight, eps)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    if LigerSiLUMulFunction is not None and gate.numel() and not torch.compiler.is_compiling():
+    if LigerSiLUMulFunction is not None and gate.numel():
         return LigerSiLUMulFunction.apply(gate, up)
     return plain.swiglu(gate, up)
 

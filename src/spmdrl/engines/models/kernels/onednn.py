@@ -28,8 +28,7 @@ _VENDORS_SLOW_IN_MKL = ("AuthenticAMD", "HygonGenuine")
 
 def linear(rows_MD: Tensor, weight_OD: Tensor, bias_O: Tensor | None = None) -> Tensor:
     """F.linear, by oneDNN where that is faster; which one it is depends on the weight alone."""
-    # A graph that is compiled chooses its own.
-    if torch.compiler.is_compiling() or rows_MD.ndim != 2 or not linear_takes(weight_OD):
+    if rows_MD.ndim != 2 or not linear_takes(weight_OD):
         return plain.linear(rows_MD, weight_OD, bias_O)
     if not torch.is_grad_enabled():
         return _product(rows_MD, weight_OD, bias_O)

@@ -88,8 +88,8 @@ def cpu_library() -> ctypes.CDLL | None:
 
 
 def library_for(*tensors: Tensor) -> ctypes.CDLL | None:
-    """The library, where it takes these tensors: in float32, and not while a graph is compiled."""
-    if torch.compiler.is_compiling() or any(tensor.dtype != torch.float32 for tensor in tensors):
+    """The library, where it takes these tensors: in float32."""
+    if any(tensor.dtype != torch.float32 for tensor in tensors):
         return None
     return cpu_library()
 

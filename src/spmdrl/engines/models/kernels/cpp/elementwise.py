@@ -1,6 +1,6 @@
 """Norm, rotation and SwiGLU by the CPU's library in float32, each with a backward pass of one reading of its inputs.
 
-Without the library, in other dtypes and in compiled graphs PyTorch's operations run, which round differently in the
+Without the library and in other dtypes PyTorch's operations run, which round differently in the
 last bits. A process computes all its passes by one of the two, so generation and training round alike.
 """
 

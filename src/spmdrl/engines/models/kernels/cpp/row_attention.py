@@ -1,7 +1,7 @@
 """Attention inside packed rows by the CPU's library in float32, without padding; a shared prefix is read where it lies.
 
 Of bfloat16 the library gets copies in float32, which takes a fraction of what PyTorch's attention takes there. Without
-the library, in other dtypes and in compiled graphs PyTorch's attention over padded blocks runs, which takes longer and
+the library and in other dtypes PyTorch's attention over padded blocks runs, which takes longer and
 rounds differently in the last bits.
 
 Shape letters: `T` packed tokens, `H` query heads, `J` key and value heads, `K` head size of queries and keys, `U` head

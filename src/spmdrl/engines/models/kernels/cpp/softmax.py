@@ -1,6 +1,6 @@
 """Sums over the vocabulary and their gradients by the CPU's library in float32: one reading of the logits each.
 
-Without the library, in other dtypes and in compiled graphs PyTorch's operations run, which round differently in the
+Without the library and in other dtypes PyTorch's operations run, which round differently in the
 last bits.
 
 Shape letters: `C` places, `V` vocabulary.
