@@ -28,7 +28,6 @@ MUCH = (
     "intermediate_size: 64, moe_intermediate_size: 32, num_experts: 4, experts_per_token: 2, max_positions: 32, "
     "chars: '0123456789+= '}",
     "critic={}",
-    "rollout.draft_tokens=4", "rollout.draft_match=1",
     "train.updates_per_step=2", "algo={name: ppo, kl_coef: 0.01, kl_target: 1.0}", "algo.rollout_is=tis",
     "algo.off_policy_bound=0.5",
     "sft.max_steps=1", "sft.rows_per_step=8",

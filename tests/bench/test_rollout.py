@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import json
-import statistics
-from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from spmdrl.bench.cli import main
 from spmdrl.bench.harness.in_turn import ContenderResults
-from spmdrl.bench.rollout.repeating_model import write_repeating_model
-from spmdrl.bench.rollout.rollout import MADE_MODELS, check_same_tokens, check_same_work
-from spmdrl.bench.rollout.rollout_engines import NativeDrafts
-from spmdrl.bench.rollout.rollout_work import EngineRun, RolloutWork, WorkSize, counted, following, make_work
+from spmdrl.bench.rollout.rollout import check_same_work
+from spmdrl.bench.rollout.rollout_work import EngineRun, RolloutWork, WorkSize, counted, make_work
 
 SIZE = WorkSize(num_prompts=40, group_size=8, prompt_length=6, limit=64, vocab_size=512)
 
@@ -54,31 +49,6 @@ def test_too_few_or_too_many_tokens_are_refused():
     for name, lengths in (("fixed", [2, 1]), ("fixed", [2]), ("ragged", [1, 9]), ("ragged", [0, 3])):
         with pytest.raises(RuntimeError, match=f"other was given {name}"):
             check_same_work({(name, "other"): ContenderResults([measured(lengths)])}, work)
-
-
-def test_repeating_models_and_prompts_go_on_with_their_phrase_by_the_chance_given(tmp_path: Path):
-    assert [following(token, 80) for token in (0, 30, 31, 32, 79)] == [1, 31, 0, 33, 64]
-    size = WorkSize(num_prompts=8, group_size=8, prompt_length=200, limit=256, vocab_size=512, repeat=0.9)
-    work = replace(make_work(size, rows_at_once=64, threads=1), draft_tokens=4)
-    pairs = [pair for prompt in work.prompts for pair in pairwise(prompt)]
-    assert statistics.fmean(following(one, 512) == other for one, other in pairs) == pytest.approx(0.9, abs=0.03)
-    write_repeating_model(tmp_path / "model", MADE_MODELS["1M"], size.repeat)
-    engine = NativeDrafts(tmp_path / "model", work)
-    # Where 8 rows run, most tokens but those behind a jump are guessed.
-    assert engine.generate(work.lengths["fixed"], range(8), seed=1) == [64] * 8
-    extra = engine.extra()
-    assert 150 < extra["right"] < 0.95 * extra["guessed"] and extra["steps"] < 60
-
-
-def test_other_tokens_with_guesses_are_refused():
-    def runs(tokens_crc: int) -> dict[tuple[str, str], ContenderResults[EngineRun]]:
-        crcs = {"native": 7, "drafts": tokens_crc}
-        made = {engine: EngineRun(1.0, 1.0, (3,), {"tokens_crc": crc}) for engine, crc in crcs.items()}
-        return {("fixed", engine): ContenderResults([found]) for engine, found in made.items()}
-
-    check_same_tokens(runs(7))
-    with pytest.raises(RuntimeError, match="fixed responses with guesses differ"):
-        check_same_tokens(runs(8))
 
 
 @pytest.mark.slow

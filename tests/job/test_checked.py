@@ -122,7 +122,6 @@ def test_each_verb_asks_of_rows_what_it_uses(tmp_path):
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("rollout.draft_tokens=4", "draft_tokens is 4, but .* set it to 0, and what you want in rollout.engine_kwargs"),
         ("resources.generation.expert=2", "cuts experts like other matrices"),
         ("resources.generation.tensor_stride=2", "takes consecutive ranks"),
         ("train.routing.replay=rollout", "doesn't return the experts"),

@@ -4,8 +4,6 @@ All have the same random weights, prompts in groups, rows at once and threads, a
 are all a quarter of --limit long (fixed), have log-normal lengths with that mean (lognormal), or end with a stop token
 that each draw hits with such a chance (ragged), after --limit tokens at the latest. Each engine keeps its process; in
 each round each of them runs through all rows. The share of the matrix products is what the same products alone take.
-With --repeat, models and prompts repeat phrases; the engine drafts is the native one with guesses, whose tokens must be
-the same.
 """
 
 from __future__ import annotations
@@ -25,13 +23,12 @@ from spmdrl.bench.harness.bench_models import qwen3, write_model
 from spmdrl.bench.harness.bench_table import BenchTable
 from spmdrl.bench.harness.in_turn import ContenderResults, in_turn
 from spmdrl.bench.harness.peers import Peer, copy_modules, running
-from spmdrl.bench.rollout.repeating_model import write_repeating_model
 from spmdrl.bench.rollout.rollout_work import MODEL_FOLDER, EngineRun, RolloutWork, WorkSize, make_work
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.moe import MoeConfig
 
-NATIVE, DRAFTS, PEERS = "native", "drafts", ("generate", "continuous_batching", "vllm")
-ENGINES = (NATIVE, DRAFTS, *PEERS)
+NATIVE, PEERS = "native", ("generate", "continuous_batching", "vllm")
+ENGINES = (NATIVE, *PEERS)
 # What runs in vLLM's own environment: plain files, without what else this package needs.
 _COPIED_MODULES = (
     "spmdrl.bench.harness.replies",
@@ -80,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     made = ",".join(MADE_MODELS)
     parser.add_argument("--models", type=_names, default=("5M", "30M"), help=f"random ones, of {made}; default: 5M,30M")
     parser.add_argument(
-        "--engines", type=_names, default=PEERS, help=f"of {','.join(ENGINES)}; by default all but drafts"
+        "--engines", type=_names, default=PEERS, help=f"of {','.join(ENGINES)}; all by default"
     )
     parser.add_argument("--lengths", type=_names, help="of fixed,lognormal,ragged; all by default")
     parser.add_argument("--prompts", type=int, default=32)
@@ -88,15 +85,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt-length", type=int, default=32, help="mean tokens of a prompt")
     parser.add_argument("--limit", type=int, default=256, help="most tokens of a response, 4 times the mean")
     parser.add_argument("--rows-at-once", type=int, default=64, help="rows that an engine decodes together")
-    parser.add_argument(
-        "--repeat",
-        type=float,
-        default=0.0,
-        help="chance, below 1, that a token goes on with its phrase; default: 0, random text",
-    )
-    parser.add_argument(
-        "--draft-tokens", type=int, default=8, help="most guesses for a row a step, of the engine drafts"
-    )
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of each engine")
     parser.add_argument("--rounds", type=int, default=3, help="how often all run in turn")
     parser.add_argument("--limit-seconds", type=float, default=900.0, help="longest that one run may take")
@@ -120,26 +108,20 @@ def run(arguments: argparse.Namespace) -> BenchTable:
             work = _prepare(folder, MADE_MODELS[model], arguments)
             found[model] = _measure(folder, work, arguments)
             check_same_work(found[model], work)
-            check_same_tokens(found[model])
     return summarize(found, arguments)
 
 
 def _prepare(folder: Path, config: DecoderConfig, arguments: argparse.Namespace) -> RolloutWork:
     """Lay out what the engines read: the model, the work, and the modules for vLLM's Python."""
-    if arguments.repeat:
-        write_repeating_model(folder / MODEL_FOLDER, config, arguments.repeat)
-    else:
-        write_model(folder / MODEL_FOLDER, config)
+    write_model(folder / MODEL_FOLDER, config)
     size = WorkSize(
         num_prompts=arguments.prompts,
         group_size=arguments.group_size,
         prompt_length=arguments.prompt_length,
         limit=arguments.limit,
         vocab_size=config.vocab_size,
-        repeat=arguments.repeat,
     )
     work = make_work(size, rows_at_once=arguments.rows_at_once, threads=arguments.threads)
-    work = replace(work, draft_tokens=arguments.draft_tokens)
     work.save(folder)
     copy_modules(_COPIED_MODULES, folder / "modules")
     return work
@@ -196,15 +178,6 @@ def check_same_work(runs: Runs, work: RolloutWork) -> None:
                 raise RuntimeError(f"{engine} was given {lengths} lengths {wanted.limits}, but made {made}")
 
 
-def check_same_tokens(runs: Runs) -> None:
-    """Raise RuntimeError if guesses changed any token."""
-    for (lengths, engine), turns in runs.items():
-        if engine == DRAFTS:
-            for found, expected in zip(turns.results, runs[lengths, NATIVE].results, strict=False):
-                if found.extra["tokens_crc"] != expected.extra["tokens_crc"]:
-                    raise RuntimeError(f"{lengths} responses with guesses differ from those without")
-
-
 def summarize(found: Mapping[str, Runs], arguments: argparse.Namespace) -> BenchTable:
     """The table, and ratios of the native engine's rates to each other one's."""
     rows = [_row(model, lengths, engine, runs) for model, runs in found.items() for lengths, engine in runs]
@@ -249,14 +222,8 @@ def _row(model: str, lengths: str, engine: str, runs: Runs) -> dict[str, Any]:
         "by CPU time": cpu and native_cpu / cpu,
         "of matmul": statistics.median(shares) if shares else None,
         "mean length": statistics.fmean(found[0].row_lengths) if found else None,
-        "remark": runs[lengths, engine].missing or _draft_remark(found),
+        "remark": runs[lengths, engine].missing,
     }
-
-
-def _draft_remark(found: Sequence[EngineRun]) -> str:
-    """What became of guesses; empty without any."""
-    guessed, right = (sum(each.extra.get(name, 0) for each in found) for name in ("guessed", "right"))
-    return f"the same tokens as native; {right:.0f} of {guessed:.0f} guesses stayed" if guessed else ""
 
 
 def _median_rates(runs: Sequence[EngineRun]) -> tuple[Any, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-import zlib
 from collections.abc import Sequence
 from functools import partial
 from itertools import groupby
@@ -32,16 +31,16 @@ _FEWEST_ROWS = 4
 class Native(BenchEngine):
     """The native engine, and what its matrix products alone would take."""
 
-    def __init__(self, folder: Path, work: RolloutWork, *, draft_tokens: int = 0):
+    def __init__(self, folder: Path, work: RolloutWork):
         self._work = work
         config = read_config(folder)
-        rollout = RolloutConfig(max_running_rows=work.rows_at_once, draft_tokens=draft_tokens)
+        rollout = RolloutConfig(max_running_rows=work.rows_at_once)
         self._engine = NativeEngine(config, rollout, _CPU, torch.float32)
         files = open_weights(folder, config)
         self._engine.load_weights((name, files.read(whole_slice(name, files.shape(name)))) for name in files.names)
         self._engine.wake_cache()
         self._is_sparse = config.moe is not None
-        self._num_steps = self._num_fed = self._tokens_crc = 0
+        self._num_steps = self._num_fed = 0
 
     def generate(self, lengths: Lengths, rows: Sequence[int], seed: int) -> list[int]:
         requests = []
@@ -57,15 +56,13 @@ class Native(BenchEngine):
                 tokens_of[response.row] = response.token_ids
             self._num_steps += 1
         self._num_fed = sum(map(len, tokens_of.values())) + sum(len(request.prompt_ids) for request in requests)
-        self._tokens_crc = zlib.crc32(repr([tokens_of[row] for row in rows]).encode())
         return [len(tokens_of[row]) for row in rows]
 
     def extra(self) -> dict[str, float]:
-        """Steps, guesses and, of a dense model, `_product_seconds`: tokens choose the products of a sparse one."""
-        guessed, right = self._engine.take_draft_counts()
-        found = {"steps": self._num_steps, "tokens_crc": self._tokens_crc, "guessed": guessed, "right": right}
+        """Steps and, of a dense model, `_product_seconds`: tokens choose the products of a sparse one."""
+        found: dict[str, float] = {"steps": self._num_steps}
         if not self._is_sparse:
-            found["matmul_seconds"] = self._product_seconds(self._num_fed + guessed - right)
+            found["matmul_seconds"] = self._product_seconds(self._num_fed)
         return found
 
     def _product_seconds(self, num_fed: int) -> float:
@@ -77,13 +74,6 @@ class Native(BenchEngine):
         a_row = (many_seconds - few_seconds) / (many - few)
         a_step = max(0.0, few_seconds - few * a_row)
         return self._num_steps * a_step + num_fed * a_row
-
-
-class NativeDrafts(Native):
-    """The native engine with guesses."""
-
-    def __init__(self, folder: Path, work: RolloutWork):
-        super().__init__(folder, work, draft_tokens=work.draft_tokens)
 
 
 def _matmul_seconds(weights: Sequence[Tensor], num_rows: int) -> float:
@@ -183,7 +173,6 @@ def _load(folder: Path) -> Any:
 
 ENGINES = {
     "native": Native,
-    "drafts": NativeDrafts,
     "generate": Generate,
     "continuous_batching": ContinuousBatching,
 }

@@ -17,9 +17,6 @@ from pathlib import Path
 
 from spmdrl.bench.harness.replies import open_replies
 
-PHRASE_LENGTH = 32
-"""Tokens of a phrase, where text repeats phrases."""
-
 MODEL_FOLDER, WORK_FILE = "model", "work.json"
 # Standard deviation of the logarithms of log-normal lengths, as of responses that reason more or less long.
 _SPREAD = 0.8
@@ -42,8 +39,6 @@ class RolloutWork:
     rows_at_once: int
     threads: int
     lengths: dict[str, Lengths]
-    draft_tokens: int = 0
-    """most tokens that the engine with guesses guesses for a row a step"""
 
     @property
     def num_rows(self) -> int:
@@ -74,15 +69,16 @@ class WorkSize:
     prompt_length: int
     limit: int
     vocab_size: int
-    repeat: float = 0.0
-    """Chance that a token goes on with its phrase: tokens follow each other in cycles of PHRASE_LENGTH."""
 
 
 def make_work(size: WorkSize, *, rows_at_once: int, threads: int) -> RolloutWork:
     """Prompts and three ways to end, whose responses hold about as many tokens in all."""
     rng = random.Random(0)  # noqa: S311 - the same on every machine, and no secret
     half, num_rows, mean = max(1, size.prompt_length // 2), size.num_prompts * size.group_size, size.limit / 4
-    prompts = tuple(_prompt(rng, rng.randint(half, 3 * half), size) for _ in range(size.num_prompts))
+    prompts = tuple(
+        tuple(rng.randrange(size.vocab_size) for _ in range(rng.randint(half, 3 * half)))
+        for _ in range(size.num_prompts)
+    )
     # The mean of a log-normal variable is exp(location + spread**2 / 2).
     location = math.log(mean) - _SPREAD**2 / 2
     lognormal = (rng.lognormvariate(location, _SPREAD) for _ in range(num_rows))
@@ -93,20 +89,6 @@ def make_work(size: WorkSize, *, rows_at_once: int, threads: int) -> RolloutWork
         "ragged": Lengths((size.limit,) * num_rows, tuple(range(max(1, round(size.vocab_size / mean))))),
     }
     return RolloutWork(prompts, size.group_size, rows_at_once, threads, lengths)
-
-
-def _prompt(rng: random.Random, num_tokens: int, size: WorkSize) -> tuple[int, ...]:
-    tokens = [rng.randrange(size.vocab_size)]
-    while len(tokens) < num_tokens:
-        goes_on = size.repeat and rng.random() < size.repeat
-        tokens.append(following(tokens[-1], size.vocab_size) if goes_on else rng.randrange(size.vocab_size))
-    return tuple(tokens)
-
-
-def following(token: int, vocab_size: int) -> int:
-    """The next token of the phrase: each holds so many tokens of consecutive numbers, and begins again at its end."""
-    start = token - token % PHRASE_LENGTH
-    return start + (token + 1 - start) % min(PHRASE_LENGTH, vocab_size - start)
 
 
 @dataclass(frozen=True)

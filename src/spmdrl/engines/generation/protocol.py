@@ -233,10 +233,6 @@ class GenerationEngine(Protocol):
         """Free weights and KV cache. Raises RuntimeError while rows are unfinished."""
         ...
 
-    def take_draft_counts(self) -> tuple[int, int]:
-        """Tokens guessed ahead (`rollout.draft_tokens`) since the last call, and those of them that were drawn."""
-        ...
-
     def cache_bytes_for(self, num_rows: int, num_tokens: int) -> int:
         """What this rank's KV cache takes where so many rows of so many tokens are answered, asleep or awake."""
         ...

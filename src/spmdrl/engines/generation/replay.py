@@ -194,9 +194,6 @@ class ReplayEngine:
             raise RuntimeError(f"{len(self._pending)} rows are unfinished; step until they end, or abort them first")
         self._awake = False
 
-    def take_draft_counts(self) -> tuple[int, int]:
-        return 0, 0
-
     def memory_bytes(self) -> dict[str, int]:
         return {"generation_weights": 0, "kv_cache": 0}
 

@@ -57,12 +57,6 @@ class RolloutConfig:
     """whether the native engine, on a CPU, copies the weights of linear layers and large experts into a layout that is
     faster to read; costs memory where one process trains and generates in the same dtype, which otherwise needs no
     copy"""
-    draft_tokens: Annotated[int, Ge(0)] = 0
-    """most tokens that the native engine guesses ahead of a row and checks in one step, where the row's newest ones
-    stand in its prompt, in its response or in its group's; 0: none. Tokens stay the same. Pays where few rows run, and
-    responses repeat their prompts or each other; rows and guesses together are at most max_running_rows"""
-    draft_match: Annotated[int, Ge(1)] = 2
-    """newest tokens of a row that must stand elsewhere, in order, for what follows them there to be guessed"""
     cuda_graphs: bool | None = None
     """whether decoding steps are captured as CUDA graphs, and started before the host has read the tokens of the one
     before; null: where that is possible. true is refused where it isn't: the native engine needs CUDA, a dense model

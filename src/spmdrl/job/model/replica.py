@@ -86,7 +86,7 @@ def build_frozen_generator(
     device = world.device
     rollout = replace(
         config.rollout, stop=(), engine_kwargs={}, cuda_graphs=False,
-        draft_tokens=0, kv_cache_gib=None if device.is_cpu else kv_cache_gib,
+        kv_cache_gib=None if device.is_cpu else kv_cache_gib,
     )  # fmt: skip
     dtype = config.model.compute_dtype(device.kind)
     engine = NativeEngine(source.decoder, rollout, device.torch_device, dtype, mesh=mesh)

@@ -80,11 +80,6 @@ def check_vllm(config: Config) -> None:
             f"resources.generation.tensor_stride is {layout.tensor_stride}, but {means} takes consecutive ranks; "
             "set it to 0 or 1, or rollout.engine to native"
         )
-    if config.rollout.draft_tokens:
-        raise ValueError(
-            f"rollout.draft_tokens is {config.rollout.draft_tokens}, but {means} guesses as its own options say; set "
-            "it to 0, and what you want in rollout.engine_kwargs, or rollout.engine to native"
-        )
     if config.train.routing.replay == "rollout":
         raise ValueError(
             f"train.routing.replay is rollout, but {means} doesn't return the experts that tokens went to; set "

@@ -83,7 +83,6 @@ class GenerationStage:
                     self._count(sum(response.num_own_tokens for response in in_order))
             self._put(samples, whole)
         self._commit(samples)
-        self._count_drafts()
         # The same on every rank; where a step generates more than once, that of its most uneven deal.
         self.recorder.maximum("generation/imbalance", samples.generation_imbalance())
 
@@ -120,13 +119,6 @@ class GenerationStage:
             self.portions.close()
             self.recorder.total("fusion/hideable_seconds/generation", self.portions.hideable_seconds())
         samples.commit(self.state)
-
-    def _count_drafts(self) -> None:
-        """Record tokens guessed ahead, if there were any."""
-        guessed, right = self.engine.take_draft_counts()
-        if guessed and self.mesh.is_leader:
-            self.recorder.total("generation/drafted", guessed)
-            self.recorder.total("generation/accepted", right)
 
     def _put(self, samples: Samples, groups: Sequence[WholeGroup]) -> None:
         """Record what these groups are like, and store them together, unless portions do."""

@@ -108,7 +108,6 @@ class PartialGenerationStage(GenerationStage):
                         samples.mark_deferred(group.rows)
             self._put(samples, whole)
         self._commit(samples)
-        self._count_drafts()
         self._carry_over(samples, groups, dealt, left)
 
     def _own_group(self, samples: Samples, groups: StepGroups, rows: tuple[int, ...]) -> OwnGroup:

@@ -19,13 +19,12 @@ from spmdrl.engines.generation.expert_choices import ChoiceRecorder
 from spmdrl.engines.generation.native.cache.blocks import BlockPool
 from spmdrl.engines.generation.native.cache.paged import affordable_blocks
 from spmdrl.engines.generation.native.cache.scheduler import Admitted, Scheduler
-from spmdrl.engines.generation.native.drafts import Drafter
 from spmdrl.engines.generation.native.forward import CachedDecoder
 from spmdrl.engines.generation.native.graphs.fixed_step import FixedStep
 from spmdrl.engines.generation.native.graphs.graph_steps import wants_graphs
 from spmdrl.engines.generation.native.graphs.step_pipeline import StepPipeline
 from spmdrl.engines.generation.native.lockstep import Lockstep
-from spmdrl.engines.generation.native.running_rows import FedToken, Row, check_request, newest_token
+from spmdrl.engines.generation.native.running_rows import Row, check_request, newest_token
 from spmdrl.engines.generation.native.sampling import RowDrawer
 from spmdrl.engines.generation.protocol import Decode, Finish, Request, Response, all_weights
 from spmdrl.engines.generation.rollout_config import RolloutConfig
@@ -80,7 +79,6 @@ class NativeEngine:
         if wants_graphs(rollout, config, self._mesh.layout, device):
             step = FixedStep(self._forward.step_logits, self._cache, device, rollout.max_running_rows)
             self._pipeline = StepPipeline(step, device, self._drawer, rollout.max_running_rows)
-        self._drafter = Drafter(rollout, device) if rollout.draft_tokens else None
         # A recorder must see every token fed, so none may be taken from others' blocks.
         self._shares_prefixes = recorder is None
         self._pool, self._scheduler = self._new_schedule(1)
@@ -135,8 +133,6 @@ class NativeEngine:
         if self._pipeline is not None:
             self._pipeline.drop()
         responses = self._scheduler.abort()
-        if self._drafter is not None:
-            self._drafter.clear()
         if self._is_mid_step:
             # What a step that failed left in the cache may not even be finite.
             num_blocks = self._cache.num_blocks
@@ -194,9 +190,6 @@ class NativeEngine:
         self._weights.sleep()
         self._drawer.forget()
 
-    def take_draft_counts(self) -> tuple[int, int]:
-        return (0, 0) if self._drafter is None else self._drafter.take_counts()
-
     def cache_bytes_for(self, num_rows: int, num_tokens: int) -> int:
         if self._rollout.kv_cache_gib is not None:
             return int(self._rollout.kv_cache_gib * 2**30)
@@ -223,8 +216,8 @@ class NativeEngine:
 
     def _new_schedule(self, num_blocks: int) -> tuple[BlockPool, Scheduler]:
         pool = BlockPool(num_blocks)
-        # Guesses are a row's own, and in a step of fixed shape each row has a place.
-        merges_rows = self._pipeline is None and self._drafter is None
+        # In a step of fixed shape each row has a place.
+        merges_rows = self._pipeline is None
         return pool, Scheduler(pool, self._rollout, shares_prefixes=self._shares_prefixes, merges_rows=merges_rows)
 
     def _grow_cache(self, num_blocks: int) -> None:
@@ -261,24 +254,17 @@ class NativeEngine:
         """Feed the newest token of every running row and draw the next."""
         self._make_room()
         rows = list(self._scheduler.running.values())
-        if self._drafter is None:
-            fed = [newest_token(row) for row in rows if row.is_first]
-        else:
-            fed = self._drafter.with_guesses(rows, self._scheduler.room_behind)
+        fed = [newest_token(row) for row in rows if row.is_first]
         logits_BV = self._forward.decode(fed)
         if not fed:
             return []
-        if len(fed) < len(rows):
-            return self._draw_branches(rows, fed, logits_BV)
-        return self._ended(self._drawer.check(fed, logits_BV, self.version))
-
-    def _draw_branches(self, rows: list[Row], fed: Sequence[FedToken], logits_BV: Tensor) -> list[Response]:
-        """Draw the next token of each row, from logits [branches, V] of the tokens fed."""
-        place_of = {id(token.row.branch): place for place, token in enumerate(fed)}
         for token in fed:
             token.take_choices()
-        places_B = torch.tensor([place_of[id(row.branch)] for row in rows], device=self._device)
-        return self._draw(rows, logits_BV.index_select(0, places_B))
+        if len(fed) < len(rows):
+            place_of = {id(token.row.branch): place for place, token in enumerate(fed)}
+            places_B = torch.tensor([place_of[id(row.branch)] for row in rows], device=self._device)
+            logits_BV = logits_BV.index_select(0, places_B)
+        return self._draw(rows, logits_BV)
 
     def _decode_ahead(self, pipeline: StepPipeline) -> list[Response]:
         """Start a step of the rows that go on, then read what the one before it drew."""
@@ -315,6 +301,4 @@ class NativeEngine:
         """Free what the rows held that ended, and why."""
         for row, _ in rows:
             self._scheduler.finish(row)
-            if self._drafter is not None:
-                self._drafter.forget(row)
         return [row.response(finish) for row, finish in rows]

@@ -85,7 +85,7 @@ class Row:
 
 @dataclass(eq=False)
 class FedToken:
-    """A token that a decoding step feeds: a row's newest one, or what is guessed behind it."""
+    """A row's newest token, which a decoding step feeds."""
 
     row: Row
     token: int

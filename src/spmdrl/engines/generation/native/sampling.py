@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from spmdrl.engines.generation.native.running_rows import FedToken, Row
+from spmdrl.engines.generation.native.running_rows import Row
 from spmdrl.engines.generation.protocol import Decode, Finish, SamplingParams, completes_stop_string
 
 # The constants of splitmix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014), as
@@ -205,29 +205,6 @@ class RowDrawer:
         positions_B = torch.tensor([row.length for row in rows], device=self._device)
         drawn = draw(logits_BV, positions_B, self.sampling_of(rows))
         return self.append(rows, drawn.tokens_B.tolist(), drawn.logprobs_B.tolist(), version)
-
-    def check(self, fed: Sequence[FedToken], logits_BV: Tensor, version: int) -> list[tuple[Row, Finish]]:
-        """Append to each row the token drawn behind its newest one, and behind each guess that was drawn as it is.
-
-        A row's tokens are fed beside each other, in order. Returns and raises as drawing does.
-        """
-        rows = [token.row for token in fed]
-        positions_B = torch.tensor([token.length for token in fed], device=self._device)
-        drawn = draw(logits_BV, positions_B, self.sampling_of(rows))
-        tokens, logprobs, ended = drawn.tokens_B.tolist(), drawn.logprobs_B.tolist(), []
-        self._check_finite(logprobs, version)
-        going_on: Row | None = None
-        for before, token, drawn_token, logprob in zip([None, *fed], fed, tokens, logprobs, strict=False):
-            row, is_guess = token.row, before is not None and before.row is token.row
-            if is_guess and (going_on is not row or row.token_ids[-1] != token.token):
-                going_on = None
-                continue
-            token.take_choices()
-            finish = self._append(row, drawn_token, logprob, version)
-            going_on = row if finish is None else None
-            if finish is not None:
-                ended.append((row, finish))
-        return ended
 
     def append(
         self, rows: Sequence[Row], tokens: Sequence[int], logprobs: Sequence[float], version: int

@@ -163,9 +163,6 @@ class VllmEngine:
             "kv_cache": self._cache_bytes * (self._cache_awake or self._on_cpu),
         }
 
-    def take_draft_counts(self) -> tuple[int, int]:
-        return 0, 0
-
     def cache_bytes_for(self, num_rows: int, num_tokens: int) -> int:
         """Its size was fixed when vLLM started."""
         return self._cache_bytes

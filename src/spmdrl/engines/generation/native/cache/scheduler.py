@@ -154,17 +154,6 @@ class Scheduler:
             for part in others:
                 self._begin_branch(part, branch.table)
 
-    def room_behind(self, row: Row, num_tokens: int) -> int:
-        """Take blocks for so many positions behind the row's newest one, or fewer; returns how many it has now.
-
-        Only blocks that no other running row can need next are taken.
-        """
-        size = self._rollout.block_size
-        table = row.table
-        while len(table) * size < row.length + num_tokens and self._pool.num_free > self._num_growing():
-            table.append(self._pool.take())
-        return min(num_tokens, len(table) * size - row.length)
-
     def going_on(self) -> list[Row]:
         """The running rows that may get one more token, oldest first."""
         return [row for row in self.running.values() if not row.is_full]

@@ -128,8 +128,6 @@ def _why_no_graphs(
     """Why a decoder's steps can't be captured here, or None if they can."""
     if device.type not in CAPTURES:
         return f"graphs are captured on {' and '.join(CAPTURES)} alone, and the device is {device.type}"
-    if rollout.draft_tokens:
-        return f"rollout.draft_tokens is {rollout.draft_tokens}, and a step's tokens depend on how many are guessed"
     if config.moe is not None:
         return "the model is sparse, and the sizes of its experts' products depend on the tokens"
     if layout.tensor > 1:
