@@ -123,7 +123,7 @@ def test_the_policy_learns_what_the_model_alone_rewards(judge, tmp_path):
     assert sum(scores[-4:]) / 4 > sum(scores[:4]) / 4 + 0.5, scores
 
 
-def test_a_response_that_a_function_leaves_out_has_no_reward(judge, tmp_path):
+def test_a_response_that_no_function_applies_to_has_the_reward_models_score(judge, tmp_path):
     (tmp_path / "some.py").write_text(
         "def some(completions, **columns):\n    return [1.0 if text[:1].isdigit() else None for text in completions]\n"
     )
@@ -131,10 +131,11 @@ def test_a_response_that_a_function_leaves_out_has_no_reward(judge, tmp_path):
     settings += ["algo.name=gdpo", "log.samples_per_step=32", f"run.dir={tmp_path / 'run'}"]
     finished(run_job("train", tiny_config(tmp_path), *settings))
     samples = [json.loads(line) for line in (tmp_path / "run/samples.jsonl").read_text().splitlines()]
-    assert {sample["verdict"] for sample in samples} == {"scored", "left_out"}
+    assert {sample["parts"].get("some") for sample in samples} == {1.0, None}
     for sample in samples:
-        assert (sample["reward"] is None) == (sample["verdict"] == "left_out")
-        assert math.isfinite(sample["parts"]["model"])
+        parts = sample["parts"]
+        assert sample["verdict"] == "scored" and math.isfinite(parts["model"])
+        assert sample["reward"] == pytest.approx(parts.get("some", 0.0) + parts["model"], rel=1e-6)
 
 
 def test_what_can_not_be_a_reward_model_is_refused(judge, tmp_path):

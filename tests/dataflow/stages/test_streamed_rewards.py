@@ -118,9 +118,9 @@ def test_members_keep_their_rewards_parts_and_verdicts_in_whatever_order_they_en
         rewards.begin([ended(1, b="a")])
         other, result = rewards.collect([2, 1])
     assert other.rewards == [3.0] * GROUP_SIZE
-    assert result.rewards == [None, 1.0, None, 7.0]
+    assert result.rewards == [None, 1.0, 4.0, 7.0]
     assert result.parts == {"first": [1.0, 0.0, None, 4.0], "size": [None, 1.0, 4.0, 3.0]}
-    assert result.verdicts == [Verdict.MALFORMED, Verdict.SCORED, Verdict.LEFT_OUT, Verdict.SCORED]
+    assert result.verdicts == [Verdict.MALFORMED, Verdict.SCORED, Verdict.SCORED, Verdict.SCORED]
     assert "isn't finite" in result.error
 
 

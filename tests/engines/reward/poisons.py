@@ -25,6 +25,14 @@ def none_for_empty(completions, **columns):
     return [None if not text else 0.5 for text in completions]
 
 
+def even_only(completions, **columns):
+    return [float(len(text)) if text and len(text) % 2 == 0 else None for text in completions]
+
+
+def without_score(solution_str, ground_truth):
+    return {"acc": 1.0, "reward": 1.0} if solution_str == "malformed" else {"score": None}
+
+
 def as_written(completions, **columns):
     return [float(text) for text in completions]
 

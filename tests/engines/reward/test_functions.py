@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from spmdrl.engines.reward.calls import FunctionScores, RewardCall, combine
+from spmdrl.engines.reward.calls import FunctionScores, RewardCall, combine, with_part
 from spmdrl.engines.reward.code_config import CodeConfig
 from spmdrl.engines.reward.functions import function_names, load_functions, needs_answer, score
 from spmdrl.engines.workers.verdict import Verdict
@@ -24,6 +24,20 @@ def test_verl_functions_are_called_once_a_row_and_fail_alone():
     assert scores.values == [1.0, 0.0, None]
     assert scores.verdicts == [Verdict.SCORED, Verdict.WRONG, Verdict.CRASHED]
     assert scores.error is not None and "row 2: ValueError: no score" in scores.error
+
+
+def test_a_dict_without_score_is_malformed_and_a_score_of_none_is_none():
+    scores = scores_of(f"{POISONS}:without_score", "malformed", "none", answer=["1", "1"])
+    assert scores.verdicts == [Verdict.MALFORMED, Verdict.LEFT_OUT]
+    assert scores.error is not None and "a dict without 'score'; keys: acc, reward" in scores.error
+
+
+def test_a_part_that_comes_later_is_added_to_what_functions_gave_and_none_of_it_takes_the_reward_away():
+    verdicts = [Verdict.SCORED, Verdict.LEFT_OUT, Verdict.CRASHED, Verdict.WRONG]
+    result = combine("key", {"fn": FunctionScores([1.0, None, None, 0.0], verdicts)}, [1.0])
+    added = with_part(result, "model", [0.5, 0.5, 0.5, None], 2.0)
+    assert added.rewards == [2.0, 1.0, None, None] and added.parts["model"] == [0.5, 0.5, 0.5, None]
+    assert added.verdicts == [Verdict.SCORED, Verdict.SCORED, Verdict.CRASHED, Verdict.LEFT_OUT]
 
 
 def test_async_functions_are_awaited():

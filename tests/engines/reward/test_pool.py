@@ -286,12 +286,19 @@ def test_an_answer_longer_than_a_read_arrives_whole():
         assert scored(pool, *["a" * 7] * 40_000).rewards == [7.0] * 40_000
 
 
-def test_several_functions_add_up_by_weight_and_none_leaves_the_row_out():
+def test_several_functions_add_up_by_weight_and_none_of_one_leaves_the_others():
     with RewardPool(config_of("none_for_empty", "first_letter", weights=(2.0, 0.5))) as pool:
         result = scored(pool, "ab", "bb", "", answer=["a", "a", "a"])
-    assert result.rewards == [1.5, 1.0, None]
+    assert result.rewards == [1.5, 1.0, 0.0]
     assert result.parts == {"none_for_empty": [0.5, 0.5, None], "first_letter": [1.0, 0.0, 0.0]}
-    assert result.verdicts == [Verdict.SCORED, Verdict.SCORED, Verdict.LEFT_OUT]
+    assert result.verdicts == [Verdict.SCORED, Verdict.SCORED, Verdict.WRONG]
+
+
+def test_none_of_all_functions_leaves_the_row_out():
+    with RewardPool(config_of("none_for_empty", "even_only", isolation="inline")) as pool:
+        result = scored(pool, "", "a", "bb")
+    assert result.rewards == [None, 0.5, 2.5]
+    assert result.verdicts == [Verdict.LEFT_OUT, Verdict.SCORED, Verdict.SCORED]
 
 
 def test_zero_by_every_function_is_wrong_and_not_an_error():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from operator import mul
 from typing import Any
 
 from spmdrl.engines.workers.strikes import Subject
@@ -67,13 +66,14 @@ class RewardResult:
 
 
 def combine(key: Hashable, scores: Mapping[str, FunctionScores], weights: Sequence[float]) -> RewardResult:
-    """Join the functions' scores: a row has a reward only where every function gave one."""
+    """Join the functions' scores: the weighted sum of what they gave, where at least one did and none failed."""
     verdicts = [row_verdict(row) for row in zip(*(part.verdicts for part in scores.values()), strict=True)]
     values = zip(*(part.values for part in scores.values()), strict=True)
     error = next((part.error for part in scores.values() if part.error), None)
     rewards: list[float | None] = []
     for row, parts in enumerate(values):
-        reward = sum(map(mul, weights, parts)) if verdicts[row].has_reward else None
+        given = [weight * part for weight, part in zip(weights, parts, strict=True) if part is not None]
+        reward = sum(given) if verdicts[row].has_reward else None
         if reward is not None and not abs(reward) <= MAX_MAGNITUDE:
             error = error or f"row {row}: the weighted sum is {reward:g}, beyond {MAX_MAGNITUDE:g}; lower the weights"
             verdicts[row], reward = Verdict.MALFORMED, None
@@ -82,13 +82,14 @@ def combine(key: Hashable, scores: Mapping[str, FunctionScores], weights: Sequen
 
 
 def with_part(result: RewardResult, name: str, values: Sequence[float | None], weight: float) -> RewardResult:
-    """The result with one more part, whose values come from elsewhere: without one a row has no reward."""
-    rewards = [
-        None if reward is None or value is None else reward + weight * value
-        for reward, value in zip(result.rewards, values, strict=True)
-    ]
-    own = [Verdict.LEFT_OUT if value is None else Verdict.SCORED if value else Verdict.WRONG for value in values]
-    verdicts = [row_verdict(both) for both in zip(result.verdicts, own, strict=True)]
+    """Add a part whose values come from elsewhere: None there, as a failed function, leaves a row without a reward."""
+    rewards: list[float | None] = []
+    verdicts = list(result.verdicts)
+    for row, (reward, value) in enumerate(zip(result.rewards, values, strict=True)):
+        if verdicts[row].has_reward or verdicts[row] is Verdict.LEFT_OUT:
+            own = Verdict.SCORED if value else Verdict.WRONG
+            verdicts[row] = Verdict.LEFT_OUT if value is None else row_verdict((verdicts[row], own))
+        rewards.append(None if value is None or not verdicts[row].has_reward else (reward or 0.0) + weight * value)
     return replace(result, rewards=rewards, parts={**result.parts, name: list(values)}, verdicts=verdicts)
 
 
@@ -107,13 +108,12 @@ def joined(key: Hashable, parts: Sequence[tuple[Sequence[int], RewardResult]]) -
 
 
 def row_verdict(verdicts: Sequence[Verdict]) -> Verdict:
-    """The verdict of a row from those of each function: an error outweighs None, None outweighs a value."""
-    for outweighing in (Verdict.QUARANTINED, Verdict.TIMED_OUT, Verdict.CRASHED, Verdict.MALFORMED, Verdict.LEFT_OUT):
+    """The verdict of a row from those of each function: an error outweighs a value, a value outweighs None."""
+    for outweighing in (Verdict.QUARANTINED, Verdict.TIMED_OUT, Verdict.CRASHED, Verdict.MALFORMED, Verdict.SCORED):
         if outweighing in verdicts:
             return outweighing
-    if Verdict.SCORED in verdicts:
-        return Verdict.SCORED
-    return next((verdict for verdict in verdicts if verdict.is_of_program), Verdict.WRONG)
+    of_program = next((verdict for verdict in verdicts if verdict.is_of_program), Verdict.WRONG)
+    return of_program if any(verdict.has_reward for verdict in verdicts) else Verdict.LEFT_OUT
 
 
 def read_scores(parts: Any, num_functions: int, num_rows: int) -> list[FunctionScores] | None:

@@ -164,7 +164,7 @@ def _call_rows(function: Callable[..., Any], call: RewardCall) -> list[Any]:
         return given if takes_any else {name: value for name, value in given.items() if name in names}
 
     outcomes = _finished([_attempt(function, partial(arguments, row)) for row in range(call.num_rows)])
-    return [value.get("score") if isinstance(value, Mapping) else value for value in outcomes]
+    return [value["score"] if isinstance(value, Mapping) and "score" in value else value for value in outcomes]
 
 
 def _attempt(function: Callable[..., Any], arguments: Callable[[], dict[str, Any]]) -> Any:
@@ -220,6 +220,8 @@ def _checked_value(outcome: Any) -> tuple[float | None, Verdict, str | None]:
         return None, Verdict.TIMED_OUT if isinstance(outcome, Undecided) else Verdict.CRASHED, explain(outcome)
     if not isinstance(outcome, numbers.Real) and hasattr(outcome, "item") and getattr(outcome, "size", 1) != 0:
         outcome = _attempt(outcome.item, dict)
+    if isinstance(outcome, Mapping) and "score" not in outcome:
+        return None, Verdict.MALFORMED, f"it gave a dict without 'score'; keys: {', '.join(map(str, outcome)):.200}"
     if not isinstance(outcome, numbers.Real):
         return None, Verdict.MALFORMED, f"it gave a {type(outcome).__name__}, which isn't a number or None"
     try:

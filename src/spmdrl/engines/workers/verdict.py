@@ -13,9 +13,9 @@ class Verdict(enum.IntEnum):
     """How a row was judged; a reward of 0 is the answer's, never a stand-in for a failure of the function."""
 
     SCORED = 0
-    """The reward functions gave values, and not all of them are 0."""
+    """Reward functions gave values, and not all of them are 0."""
     WRONG = 1
-    """The reward functions gave 0, all of them, and there is nothing more to say of it."""
+    """Reward functions gave 0 or None, at least one 0, and there is nothing more to say of it."""
     MALFORMED = 2
     """A function's result has the wrong length or type, isn't finite, or is too large."""
     TIMED_OUT = 3
@@ -23,7 +23,7 @@ class Verdict(enum.IntEnum):
     CRASHED = 4
     """The function raised, or its process died."""
     LEFT_OUT = 5
-    """A function gave None: the row takes no part in the update."""
+    """No function gave a value, all None: the row takes no part in the update."""
     NO_PROGRAM = 6
     """The reward `code` gave 0: the response holds no program."""
     PROGRAM_TIMED_OUT = 7
