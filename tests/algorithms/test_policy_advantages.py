@@ -142,6 +142,7 @@ def test_ppo_lowers_each_tokens_reward_by_its_kl_term(lengths, seed):
 def test_gdpo_compares_each_functions_rewards_and_normalises_their_weighted_sum(config, lengths, seed):
     """sum over k of w_k (R_k - mean R_k) / (std R_k + epsilon), over the standard deviation of the batch."""
     rows, parts = Rows.drawn(lengths, seed), np.random.default_rng(seed).normal(size=(2, len(lengths)))
+    rows = replace(rows, rewards=np.asarray(PART_WEIGHTS) @ parts)
     inputs, starts = rows.inputs(), np.append(0, np.cumsum(lengths)[:-1])
     inputs.columns.values("reward_parts").copy_(torch.tensor(parts.T).flatten())
     compared = [group_relative(replace(rows, rewards=part), config)[starts] for part in parts]
@@ -151,6 +152,37 @@ def test_gdpo_compares_each_functions_rewards_and_normalises_their_weighted_sum(
     found = per_token(Gdpo(config).advantages(inputs), inputs)
     # What rounding leaves of values that are all 0 is divided by 1e-8.
     np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-7 if not total.any() else 1e-9)
+
+
+def gdpo_advantages(parts_BK: list[list[float]], rewards: list[float], groups: list[int]) -> list[float]:
+    columns = Batch.of_rows(range(len(groups)))
+    columns.put_lists("reward_parts", parts_BK, torch.float32)
+    lengths_B, groups_B = torch.ones(len(groups), dtype=torch.int64), torch.tensor(groups)
+    inputs = CreditInputs(torch.tensor(rewards), groups_B, lengths_B, columns, SETTINGS)
+    return Gdpo(GdpoConfig(std_epsilon=0.0)).advantages(inputs).double().tolist()
+
+
+def test_gdpo_compares_a_functions_values_among_the_rows_that_have_one():
+    none, (first, second) = float("nan"), PART_WEIGHTS
+    parts = [[0.0, none], [1.0, none], [none, 0.0], [none, 1.0], [1.0, 0.0], [0.0, none]]
+    rewards = [float(np.nansum(np.asarray(PART_WEIGHTS) * part)) for part in parts]
+    found = gdpo_advantages(parts, rewards, [0, 0, 1, 1, 2, 2])
+    expected = whitened(np.asarray([-first, first, -second, second, first, -first]) * 0.5**0.5, GdpoConfig())
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("model_score", [float("nan"), 0.25])
+def test_gdpo_compares_whole_rewards_in_a_group_that_an_environment_rewarded(model_score):
+    """No function has a value of such a row, but a reward model may: its score is a part of the reward."""
+    none, (_, weight) = float("nan"), PART_WEIGHTS
+    added = weight * float(np.nan_to_num(model_score))
+    parts = [[none, model_score]] * 3 + [[1.0, 2.0], [2.0, 1.0]]
+    rewards = [added, added + 1, added + 3, *(float(np.dot(PART_WEIGHTS, part)) for part in parts[3:])]
+    found = gdpo_advantages(parts, rewards, [0, 0, 0, 1, 1])
+    assert np.isfinite(found).all()
+    np.testing.assert_allclose((found[2] - found[0]) / (found[1] - found[0]), 3, rtol=1e-5)
+    alone = gdpo_advantages([[none, none]] * 2, [0.0, 0.0], [0, 0])
+    assert alone == [0.0, 0.0]
 
 
 def test_a_teacher_alone_learns_from_rows_without_a_reward():

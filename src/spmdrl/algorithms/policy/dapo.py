@@ -85,7 +85,7 @@ class Dapo(Grpo):
         return super().advantages(replace(inputs, rewards_B=rewards_B)).to(inputs.rewards_B)
 
     def _judged_by(self, inputs: CreditInputs) -> Tensor:
-        """The values [B] that groups are filtered by; where an environment judged a row, the functions gave none."""
+        """The values [B] that groups are filtered by: the reward of rows that `filter_on` gave none."""
         if self.config.filter_on is None:
             return inputs.rewards_B
         parts_BK = inputs.columns.values("reward_parts").view(len(inputs.rewards_B), -1)

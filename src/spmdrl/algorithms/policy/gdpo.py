@@ -4,6 +4,9 @@
     A   = sum over k of weight_k A_k, over its standard deviation in the batch
     L   = -min(r A, clip(r, 1 - low, 1 + high) A) + kl_coef KL
 
+Mean and deviation are those of the rows that the function gave a value; A_k of the others is 0. In a group with a row
+that an environment rewarded, which isn't among the R_k, the whole reward takes the place of all R_k.
+
 Shape letters: `K` reward functions.
 """
 
@@ -16,7 +19,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.algorithms.policy.grpo import Grpo, GrpoSettings
-from spmdrl.algorithms.terms.advantages import whitened
+from spmdrl.algorithms.terms.advantages import Groups, whitened
 from spmdrl.types import CreditInputs
 
 
@@ -49,10 +52,25 @@ class Gdpo(Grpo):
         return super().columns_for_credit() | {"reward_parts"}
 
     def advantages(self, inputs: CreditInputs) -> Tensor:
-        # A row has a reward, and is here, only where every function gave one.
-        parts_KB = inputs.columns.values("reward_parts").double().view(len(inputs.rewards_B), -1).T
-        advantages_KB = torch.stack([self.row_advantages(part_B, inputs.groups_B) for part_B in parts_KB])
-        total_B = advantages_KB.new_tensor(inputs.settings.part_weights) @ advantages_KB
+        rewards_B, groups_B = inputs.rewards_B.double(), inputs.groups_B
+        parts_KB = inputs.columns.values("reward_parts").double().view(len(rewards_B), -1).T
+        weights_K = parts_KB.new_tensor(inputs.settings.part_weights)
+        total_B = weights_K @ torch.stack([self._compared(part_B, groups_B) for part_B in parts_KB])
+        is_whole_B = Groups(groups_B).sums(_is_more_than(rewards_B, weights_K[:, None] * parts_KB)) > 0
+        total_B = torch.where(is_whole_B, self._compared(rewards_B.where(is_whole_B, torch.nan), groups_B), total_B)
         over_rows = self.config.whiten_over == "rows"
         values = total_B if over_rows else total_B.repeat_interleave(inputs.lengths_B)
         return whitened(values, self.config.std, centre=not over_rows).to(inputs.rewards_B)
+
+    def _compared(self, values_B: Tensor, groups_B: Tensor) -> Tensor:
+        """The group-relative advantage [B] among the rows that have a value, and 0 for the others."""
+        has_value_B = ~values_B.isnan()
+        advantages_B = torch.zeros_like(values_B)
+        advantages_B[has_value_B] = self.row_advantages(values_B[has_value_B], groups_B[has_value_B])
+        return advantages_B
+
+
+def _is_more_than(rewards_B: Tensor, weighted_KB: Tensor) -> Tensor:
+    """Which rewards [B] aren't the sum of their parts, or have none; float32 rounds both."""
+    rest_B = rewards_B - weighted_KB.nansum(0)
+    return weighted_KB.isnan().all(0) | (rest_B.abs() > 1e-6 * weighted_KB.abs().nansum(0))
