@@ -43,7 +43,8 @@ GOOD = {"prompt": "1+1=", "answer": "2"}
         ({"prompt": "a", "answer": "1", "id": [1]}, "id_type", "'id' is a list"),
         ({"prompt": "a", "answer": "1", "id": 7}, "duplicate_id", "id '7' stands at .*:1 already"),
         (b'{"prompt": "\xff", "answer": "1"}', "invalid_utf8", "byte 0xff"),
-        ('{"prompt": "a", "answer": "1", "level": {"x": [1, NaN]}}', "not_finite", r"'level.x\[1\]' is nan"),
+        ('{"prompt": "a", "answer": "1", "level": {"x": [1, -Infinity]}}', "not_finite", r"'level.x\[1\]' is -inf"),
+        ('{"prompt": "a", "answer": NaN}', "no_answer", "need one"),
         ('{"prompt": "a", "answer": "1", "level": 1e999}', "not_finite", "'level' is inf"),
         ('{"prompt": "a", "prompt": "b", "answer": "1"}', "duplicate_key", "'prompt' stands twice"),
         ('{"prompt": "\\ud800", "answer": "1"}', "broken_text", "surrogate"),
@@ -170,8 +171,14 @@ def test_parquet_rows_are_read_like_jsonl_or_name_what_to_install(tmp_path):
     ]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(values), path)
     part = rows_of(str(path), on_bad_row="skip")
-    assert [(row.prompt, row.answer) for row in part.rows] == [(messages, "2")]
-    assert [(bad.place, bad.kind) for bad in part.skipped] == [(f"{path}:2", "not_finite")]
+    assert [(row.prompt, row.answer, row.columns["x"]) for row in part.rows] == [(messages, "2", 1.0)]
+    assert [(bad.place, bad.kind) for bad in part.skipped] == [(f"{path}:2", "no_answer")]
+
+
+def test_nan_is_a_missing_value_wherever_it_stands(tmp_path):
+    line = '{"prompt": "a", "answer": "1", "level": NaN, "deep": {"x": [1, NaN, 2.5]}}'
+    (row,) = rows_of(written(tmp_path, line)).rows
+    assert row.columns == {"answer": "1", "level": None, "deep": {"x": [1, None, 2.5]}}
 
 
 @pytest.mark.real_data

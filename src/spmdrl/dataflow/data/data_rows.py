@@ -205,7 +205,7 @@ def _row(record: Record, row_id: str, found: FoundColumns) -> Row:
     return Row(row_id, record.place, found.prompt.value, answer, columns, completion, found.rejected.value)
 
 
-def _checked_columns(values: Mapping[str, Any], form: str, config: DataConfig, needs: RowNeeds) -> FoundColumns:
+def _checked_columns(values: dict[str, Any], form: str, config: DataConfig, needs: RowNeeds) -> FoundColumns:
     """The parts of a row that has what is needed. Raises Flaw."""
     _check_values(values)
     if form == "auto":
@@ -269,8 +269,8 @@ def _check_id(given: Any, row_id: str, places: Mapping[str, str]) -> None:
         )
 
 
-def _check_values(values: Mapping[str, Any]) -> None:
-    """Refuse numbers that aren't finite, text that can't be encoded and too many levels, anywhere in the row."""
+def _check_values(values: dict[str, Any]) -> None:
+    """Refuse infinite numbers, text that can't be encoded and too many levels anywhere; NaN becomes None in place."""
     pending: list[tuple[str, Any, int]] = [("", values, 0)]
     while pending:
         name, value, level = pending.pop()
@@ -280,7 +280,9 @@ def _check_values(values: Mapping[str, Any]) -> None:
             raise Flaw("not_finite", f"'{name}' is {value}, but must be finite; leave it out or write null")
         if isinstance(value, str) and not value.isascii() and any("\ud800" <= letter <= "\udfff" for letter in value):
             raise Flaw("broken_text", f"'{name}' holds half of a UTF-16 surrogate pair, which no tokenizer can read")
-        if isinstance(value, Mapping):
-            pending += [(f"{name}.{key}" if name else str(key), inner, level + 1) for key, inner in value.items()]
-        elif isinstance(value, list):
-            pending += [(f"{name}[{number}]", inner, level + 1) for number, inner in enumerate(value)]
+        if isinstance(value, dict | list):
+            for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+                if isinstance(inner, float) and math.isnan(inner):
+                    value[key] = None  # pandas' mark of a missing value
+                named = f"{name}[{key}]" if isinstance(value, list) else f"{name}.{key}" if name else str(key)
+                pending.append((named, value[key], level + 1))
