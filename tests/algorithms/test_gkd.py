@@ -1,4 +1,4 @@
-"""Divergences over a teacher's likeliest tokens and a tail, against numpy in float64 over whole vocabularies."""
+"""Divergences over a teacher's likeliest tokens and the rest, against numpy in float64 over whole vocabularies."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmdrl.algorithms.distillation.gkd import Gkd, GkdConfig, divergence, with_tail
+from spmdrl.algorithms.distillation.gkd import Gkd, GkdConfig, divergence
+from spmdrl.engines.training.heads import NOTHING
 from spmdrl.types import TokenTerms
 
 VOCAB = 7
@@ -39,8 +40,11 @@ def exact(q: np.ndarray, p: np.ndarray, kind: str, beta: float) -> np.ndarray:
     return beta * kl(q, m) + (1 - beta) * kl(p, m)
 
 
-def picked(logprobs: np.ndarray, ids: np.ndarray) -> torch.Tensor:
-    return torch.tensor(np.take_along_axis(logprobs, ids, -1))
+def picked(logprobs: np.ndarray | torch.Tensor, ids: np.ndarray) -> torch.Tensor:
+    """Log-probs of some tokens, and of all others together."""
+    all_RV, ids_RJ = torch.as_tensor(logprobs), torch.tensor(ids)
+    rest_R1 = all_RV.scatter(1, ids_RJ, -torch.inf).logsumexp(-1, keepdim=True).clamp(min=NOTHING)
+    return torch.cat((all_RV.gather(1, ids_RJ), rest_R1), 1)
 
 
 def likeliest(teacher: np.ndarray, size: int) -> np.ndarray:
@@ -77,19 +81,18 @@ def test_more_tokens_come_nearer_to_the_whole_vocabularys_divergence_which_all_o
     found = []
     for size in range(1, VOCAB + 1):
         ids = likeliest(teacher, size)
-        found.append(divergence(with_tail(picked(teacher, ids)), with_tail(picked(policy, ids)), kind, beta).numpy())
+        found.append(divergence(picked(teacher, ids), picked(policy, ids), kind, beta).numpy())
     whole = exact(np.exp(teacher), np.exp(policy), kind, beta)
     np.testing.assert_allclose(found[-1], whole, rtol=1e-12, atol=1e-13)
     assert all((more >= less - 1e-12).all() for less, more in zip(found[:-1], found[1:], strict=True))
     assert (np.stack(found) >= 0).all()
 
 
-def test_likeliest_tokens_without_the_tail_are_no_divergence():
+def test_likeliest_tokens_without_the_rest_are_no_divergence():
     q, p = np.array([0.6, 0.2, 0.2]), np.array([0.7, 0.25, 0.05])
     without = (q[:2] * (np.log(q[:2]) - np.log(p[:2]))).sum()
-    top = torch.tensor(np.log(np.stack((q, p)))[:, None, :2])
     assert without < 0, "although the two differ"
-    assert float(divergence(*map(with_tail, top), "forward", 0.5)) > 0
+    assert float(divergence(*torch.tensor(np.log(np.stack((q, p)))[:, None]), "forward", 0.5)) > 0
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -97,18 +100,32 @@ def test_likeliest_tokens_without_the_tail_are_no_divergence():
 def test_gradients_are_those_of_finite_differences(kind, size, seed, beta):
     teacher, policy = drawn(seed)
     ids = likeliest(teacher, size)
-    policy_RJ = picked(policy, ids)
 
-    def loss(policy_RJ: torch.Tensor) -> torch.Tensor:
-        return divergence(with_tail(picked(teacher, ids)), with_tail(policy_RJ), kind, beta)
+    def loss(logits_RV: torch.Tensor) -> torch.Tensor:
+        return divergence(picked(teacher, ids), picked(logits_RV.log_softmax(-1), ids), kind, beta)
 
-    assert torch.autograd.gradcheck(loss, policy_RJ.requires_grad_(), eps=1e-7, rtol=1e-4, atol=1e-5)
+    logits_RV = torch.tensor(policy, requires_grad=True)
+    assert torch.autograd.gradcheck(loss, logits_RV, eps=1e-6, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("log_teacher", "log_policy"), [(-7, -14), (-14, -7), (-14, -16), (-28, -25)])
+def test_a_small_rest_counts_in_float32_as_in_float64(kind, log_teacher, log_policy):
+    """Rests from 1e-3 to 1e-12 of policy and teacher, whose other tokens have the rest of the probability."""
+    rests, results = torch.tensor([[log_teacher], [log_policy]], dtype=torch.float64), []
+    for dtype in (torch.float32, torch.float64):
+        teacher_RJ, logits_RJ = torch.cat((torch.tensor([[0.1, 0.0], [0.0, 0.1]]), rests), 1).to(dtype)[:, None]
+        found_R = divergence(teacher_RJ.log_softmax(-1), logits_RJ.requires_grad_().log_softmax(-1), kind, 0.5)
+        results.append((found_R.detach(), *torch.autograd.grad(found_R.sum(), logits_RJ)))
+    for ours, exact in zip(*results, strict=True):
+        torch.testing.assert_close(ours.double(), exact, rtol=1e-4, atol=1e-7)
+    torch.testing.assert_close(results[0][1][0, 2].double(), results[1][1][0, 2], rtol=1e-5, atol=0.0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_equal_and_certain_distributions_have_no_divergence_and_finite_gradients(kind):
-    policy_RJ = torch.tensor([[0.0, -200.0], [-1e-9, -30.0]], requires_grad=True)
-    found_R = divergence(with_tail(policy_RJ.detach()), with_tail(policy_RJ), kind, 0.5)
+    policy_RJ = torch.tensor([[0.0, -200.0, NOTHING], [-1e-9, -30.0, -25.0]], requires_grad=True)
+    found_R = divergence(policy_RJ.detach(), policy_RJ, kind, 0.5)
     found_R.sum().backward()
     assert found_R.abs().max() < 1e-6 and policy_RJ.grad.isfinite().all()
 

@@ -310,7 +310,8 @@ class TokenTerms:
     """int64, the row within the micro-batch"""
     num_rows: int
     others_RJ: Tensor | None = None
-    """log-probs of the teacher's likeliest tokens in the place of each response token; carry the gradient"""
+    """log-probs of the teacher's likeliest tokens in the place of each response token, and at last that of all others
+    together; carry the gradient"""
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from trl.trainer.reward_trainer import RewardTrainer
 from verl.trainer.distillation.fsdp.losses import compute_forward_kl_topk
 
 from spmdrl.algorithms.terms.pairs import reward_loss
+from spmdrl.engines.training.heads import NOTHING
 from spmdrl.types import TokenTerms
 
 VOCAB = 9
@@ -32,14 +33,19 @@ def _policy_and_teacher(rows: PaddedRows, flat: Tensor) -> tuple[Tensor, Tensor]
     return flat.view(-1, VOCAB), logits(rows, seed=1).view(-1, VOCAB).log_softmax(-1)
 
 
+def _with_rest(logprobs_RV: Tensor, ids_RJ: Tensor) -> Tensor:
+    rest_R1 = logprobs_RV.scatter(1, ids_RJ, -torch.inf).logsumexp(-1, keepdim=True).clamp(min=NOTHING)
+    return torch.cat((logprobs_RV.gather(-1, ids_RJ), rest_R1), 1)
+
+
 def our_divergence(rows: PaddedRows, flat: Tensor, *, divergence: str, beta: float = 0.5, top_k: int = VOCAB) -> Tensor:
     """gkd's loss, a mean over tokens."""
     policy_RV, teacher_RV = _policy_and_teacher(rows, flat)
     top = teacher_RV.topk(top_k, -1)
     algorithm = algorithm_of("gkd", divergence=divergence, beta=beta, top_k=top_k)
-    policy_RJ = policy_RV.log_softmax(-1).gather(-1, top.indices)
+    teacher_RJ, policy_RJ = (_with_rest(all_RV.log_softmax(-1), top.indices) for all_RV in (teacher_RV, policy_RV))
     row_R = torch.zeros(len(policy_RV), dtype=torch.int64)
-    terms = TokenTerms(policy_RJ[:, 0], policy_RJ[:, 0], {"teacher_top_logprobs": top.values}, row_R, 1, policy_RJ)
+    terms = TokenTerms(policy_RJ[:, 0], policy_RJ[:, 0], {"teacher_top_logprobs": teacher_RJ}, row_R, 1, policy_RJ)
     return algorithm.policy_loss(terms, policy_RJ[:, 0]).loss_R.mean()
 
 

@@ -232,10 +232,16 @@ def pulled(logprobs_R: Tensor, entropy_R: Tensor, others_RJ: Tensor) -> Tensor:
     return (pulls_RJ * logprobs_RJ).sum() + 0.5 * entropy_R.sum()
 
 
+def rest_of(all_RV: Tensor, ids_RJ: Tensor) -> Tensor:
+    """The log-prob of all other tokens [R, 1]."""
+    return all_RV.scatter(1, ids_RJ, -torch.inf).logsumexp(-1, keepdim=True)
+
+
 def expected_of_several() -> tuple[Tensor, ...]:
     hidden_RD, head_weight_VD = (tensor.cpu().double().requires_grad_() for tensor in inputs()[:2])
     all_RV = torch.log_softmax(hidden_RD @ head_weight_VD.T / 0.7, dim=-1)
-    logprobs_RJ, entropy_R = all_RV.gather(1, several_targets().cpu()), -(all_RV.exp() * all_RV).sum(-1)
+    targets_RJ, entropy_R = several_targets().cpu(), -(all_RV.exp() * all_RV).sum(-1)
+    logprobs_RJ = torch.cat((all_RV.gather(1, targets_RJ), rest_of(all_RV, targets_RJ[:, 1:])), 1)
     pulled(logprobs_RJ[:, 0], entropy_R, logprobs_RJ[:, 1:]).backward()
     return logprobs_RJ.detach(), hidden_RD.grad, head_weight_VD.grad, all_RV.detach()
 
@@ -287,4 +293,34 @@ def test_several_tokens_are_rated_in_each_place_and_the_likeliest_found(num_rank
     for found_RJ, _, _, ids_RJ, likeliest_RJ in results:
         torch.testing.assert_close(found_RJ.double(), logprobs_RJ, rtol=2e-5, atol=2e-6)
         assert torch.equal(ids_RJ, expected.indices)
-        torch.testing.assert_close(likeliest_RJ.double(), expected.values, rtol=2e-5, atol=2e-6)
+        with_rest_RJ = torch.cat((expected.values, rest_of(all_RV, expected.indices)), 1)
+        torch.testing.assert_close(likeliest_RJ.double(), with_rest_RJ, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("log_rest", [-14.0, -28.0, -100.0])
+def test_a_small_rest_and_its_gradient_are_those_of_float64(log_rest):
+    """Of 1 minus the sum of probabilities in float32 nothing would be left."""
+    hidden_RD, head_weight_VD, _ = inputs(torch.float64)
+    ids_RJ = torch.arange(3).expand(NUM_ROWS, 3)
+    hidden_RD, head_weight_VD = (torch.nn.functional.pad(tensor, (0, 1)) for tensor in (hidden_RD, head_weight_VD))
+    hidden_RD[:, -1], head_weight_VD[3:, -1] = 1.0, log_rest
+    results = []
+    for dtype in (torch.float32, torch.float64):
+        hidden, head = (tensor.to(dtype).requires_grad_() for tensor in (hidden_RD, head_weight_VD))
+        if dtype == torch.float32:
+            rest_R = logprobs_and_entropy(hidden, head, torch.cat((ids_RJ[:, :1], ids_RJ), 1))[2][:, -1]
+        else:
+            rest_R = rest_of(torch.log_softmax(hidden @ head.T, -1), ids_RJ).squeeze(1)
+        rest_R.sum().backward()
+        results.append((rest_R.double(), hidden.grad.double(), head.grad.double()))
+    for ours, exact in zip(*results, strict=True):
+        torch.testing.assert_close(ours, exact, rtol=1e-5, atol=2e-6 * float(exact.detach().abs().max()))
+
+
+def test_a_rest_of_no_token_is_finite_and_so_is_its_gradient():
+    hidden_RD, head_weight_VD, targets_R = inputs()
+    all_RV = torch.arange(VOCAB).expand(NUM_ROWS, VOCAB)
+    hidden_RD.requires_grad_()
+    rated_RJ = logprobs_and_entropy(hidden_RD, head_weight_VD, torch.cat((targets_R[:, None], all_RV), 1))[2]
+    rated_RJ[:, -1].sum().backward()
+    assert (rated_RJ[:, -1] < -9e3).all() and hidden_RD.grad.isfinite().all()

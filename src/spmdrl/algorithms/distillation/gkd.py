@@ -84,27 +84,23 @@ class Gkd(Algorithm):
 
     def policy_loss(self, terms: TokenTerms, old_logprobs_R: Tensor) -> TokenLoss:
         assert terms.others_RJ is not None, "the update rates the teacher's likeliest tokens"
-        teacher_RJ, policy_RJ = with_tail(terms.columns["teacher_top_logprobs"]), with_tail(terms.others_RJ)
-        loss_R = divergence(teacher_RJ, policy_RJ, self.config.divergence, self.config.beta)
+        teacher_RJ = terms.columns["teacher_top_logprobs"]
+        loss_R = divergence(teacher_RJ, terms.others_RJ, self.config.divergence, self.config.beta)
         return TokenLoss(loss_R, {"teacher/divergence": loss_R})
 
 
-def with_tail(logprobs_RJ: Tensor) -> Tensor:
-    """The log-probs of some tokens, and that of all others together [R, J + 1]."""
-    left_R1 = 1 - logprobs_RJ.exp().sum(-1, keepdim=True)
-    # Rounding may leave nothing of a small rest.
-    return torch.cat((logprobs_RJ, left_R1.clamp(min=torch.finfo(left_R1.dtype).eps).log()), -1)
-
-
 def divergence(teacher_RJ: Tensor, policy_RJ: Tensor, kind: Divergence, beta: float) -> Tensor:
-    """Of two distributions, given by their log-probs, in each place [R]."""
+    """Of two distributions, given by their log-probs, in each place [R]; its gradient is that of distributions."""
     if kind == "forward":
         return _kl(teacher_RJ, policy_RJ)
-    if kind == "reverse":
-        return _kl(policy_RJ, teacher_RJ)
-    shares = torch.tensor([beta, 1 - beta], dtype=torch.float64).log().tolist()
-    mixture_RJ = torch.logaddexp(teacher_RJ + shares[0], policy_RJ + shares[1])
-    return beta * _kl(teacher_RJ, mixture_RJ) + (1 - beta) * _kl(policy_RJ, mixture_RJ)
+    to_RJ = teacher_RJ
+    if kind == "jsd":
+        shares = torch.tensor([beta, 1 - beta], dtype=torch.float64).log().tolist()
+        to_RJ = torch.logaddexp(teacher_RJ + shares[0], policy_RJ + shares[1]).detach()
+    # Through log p, and through the mixture, comes the gradient of a sum of probabilities, which is 1: nothing but
+    # rounding, in which that of a small divergence would be lost.
+    reverse_R = (policy_RJ.exp() * (policy_RJ - to_RJ).detach()).sum(-1)
+    return reverse_R if kind == "reverse" else beta * _kl(teacher_RJ, to_RJ) + (1 - beta) * reverse_R
 
 
 def _kl(of_RJ: Tensor, to_RJ: Tensor) -> Tensor:

@@ -29,6 +29,8 @@ from spmdrl.types.roles import Rating
 
 LOGITS_CHUNK_BYTES = 128 << 20
 """Size of one float32 [C, V] tensor; up to three of them live at a time."""
+NOTHING = -1e4
+"""The log-prob of no token at all: the least that differences can be made from."""
 
 
 class TokenHead(Protocol):
@@ -57,7 +59,7 @@ class LogprobHead:
     """As in `MicroBatch`."""
 
     def __call__(self, hidden_TD: Tensor, weight_VD: Tensor) -> tuple[Tensor, ...]:
-        """Log-probs and entropies [P]; where there are other tokens, their log-probs [P, J - 1] too."""
+        """Log-probs and entropies [P]; where there are other tokens, the log-probs of these and of the rest [P, J]."""
         if self.vocabulary is not None:
             hidden_TD = gather_rows(hidden_TD, self.vocabulary.axis)
         hidden_PD = _at_places(hidden_TD, self.places_P, self.copies)
@@ -82,19 +84,20 @@ class LikeliestHead:
     """As in `MicroBatch`."""
 
     def __call__(self, hidden_TD: Tensor, weight_VD: Tensor) -> tuple[Tensor, Tensor]:
-        """Token ids [P, J], int64, and log-probs [P, J], the likeliest first."""
+        """Token ids [P, J], int64, the likeliest first, and log-probs of these and of the rest [P, J + 1]."""
         if self.vocabulary is not None:
             hidden_TD = gather_rows(hidden_TD, self.vocabulary.axis)
         hidden_PD = _at_places(hidden_TD, self.places_P, self.copies)
         widest = len(weight_VD) if self.vocabulary is None else self.vocabulary.widest
         ids_PJ = self.places_P.new_empty(len(hidden_PD), self.num_likeliest)
-        logprobs_PJ = hidden_PD.new_empty(ids_PJ.shape, dtype=torch.float32)
+        logprobs_PJ = hidden_PD.new_empty((len(hidden_PD), self.num_likeliest + 1), dtype=torch.float32)
         for rows in _chunks(len(hidden_PD), widest, LOGITS_CHUNK_BYTES):
             logits_CV = _logits(hidden_PD[rows], weight_VD, self.temperature)
             ids_CJ, largest_CJ = self._largest(logits_CV)
             rated = _rate(logits_CV, ids_CJ, self.vocabulary)
             ids_PJ[rows] = ids_CJ
-            logprobs_PJ[rows] = largest_CJ - (rated.highest_C + rated.log_sum_C)[:, None]
+            logprobs_PJ[rows, :-1] = largest_CJ - (rated.highest_C + rated.log_sum_C)[:, None]
+            logprobs_PJ[rows, -1] = _rest(logits_CV, ids_CJ, self.vocabulary) - rated.log_sum_C
         return ids_PJ, logprobs_PJ
 
     def _largest(self, logits_CV: Tensor) -> tuple[Tensor, Tensor]:
@@ -154,8 +157,8 @@ def logprobs_and_entropy(
 ) -> tuple[Tensor, ...]:
     """log p(target) [P] and entropy in nats [P] under p = softmax(hidden @ head.T / temperature), both float32.
 
-    With several targets per place, [P, J], the log-probs are those of the first, and those of the others [P, J - 1]
-    come third.
+    With several targets per place, [P, J], the log-probs are those of the first, and those of the J - 1 others come
+    third, followed by that of all tokens but these together [P, J].
     The matrix product runs in the dtype of its inputs, all else in float32. Logits are computed chunk by chunk, and
     again in backward, all but those of the last chunk, which are kept unless another call follows. Both outputs have
     gradients to `hidden_PD` and `head_weight_VD`.
@@ -186,25 +189,30 @@ class _LogprobsAndEntropy(torch.autograd.Function):
         # Apart from each other, as FSDP2 wants no views.
         logprobs_P = hidden_PD.new_empty(len(targets_PJ), dtype=torch.float32)
         entropy_P, highest_P, log_sum_P = (torch.empty_like(logprobs_P) for _ in range(3))
-        others_PJ = logprobs_P.new_empty(len(targets_PJ), targets_PJ.shape[1] - 1)
+        rates_others = targets_PJ.shape[1] > 1
+        others_PJ = logprobs_P.new_empty(len(targets_PJ), targets_PJ.shape[1] if rates_others else 0)
         ctx.last = _LastLogits()
         for rows in chunks:
             logits_CV = _logits(hidden_PD[rows], head_weight_VD, temperature)
             rated = _rate(logits_CV, targets_PJ[rows], vocabulary)
-            logprobs_P[rows], others_PJ[rows] = rated.logprobs_CJ[:, 0], rated.logprobs_CJ[:, 1:]
+            logprobs_P[rows] = rated.logprobs_CJ[:, 0]
+            if rates_others:
+                rest_C = _rest(logits_CV, targets_PJ[rows, 1:], vocabulary) - rated.log_sum_C
+                others_PJ[rows] = torch.cat((rated.logprobs_CJ[:, 1:], rest_C[:, None]), 1)
             entropy_P[rows], highest_P[rows], log_sum_P[rows] = rated.entropy_C, rated.highest_C, rated.log_sum_C
             if rows is chunks[-1]:
                 ctx.last.above_CV = logits_CV
             # Else this chunk would outlive the computation of the next.
             del logits_CV
-        ctx.save_for_backward(hidden_PD, head_weight_VD, targets_PJ, entropy_P, highest_P, log_sum_P)
+        rest_P = others_PJ[:, -1] + log_sum_P if rates_others else None
+        ctx.save_for_backward(hidden_PD, head_weight_VD, targets_PJ, entropy_P, highest_P, log_sum_P, rest_P)
         ctx.temperature, ctx.vocabulary, ctx.chunks = temperature, vocabulary, chunks
         ctx.set_materialize_grads(False)
         return logprobs_P, entropy_P, others_PJ
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden_PD, head_weight_VD, targets_PJ, entropy_P, highest_P, log_sum_P = ctx.saved_tensors
+        hidden_PD, head_weight_VD, targets_PJ, entropy_P, highest_P, log_sum_P, rest_P = ctx.saved_tensors
         by_first_P, by_entropy_P, by_others_PJ = (None if by is None else by / ctx.temperature for by in gradients)
         by_logprob_PJ = None if by_first_P is None else by_first_P[:, None]
         if by_others_PJ is not None:
@@ -217,6 +225,10 @@ class _LogprobsAndEntropy(torch.autograd.Function):
             above_CV = ctx.last.take()
             if above_CV is None:
                 above_CV = _logits(hidden_PD[rows], head_weight_VD, ctx.temperature).sub_(highest_P[rows, None])
+            by_rest_CV = None
+            if by_others_PJ is not None:
+                by_rest_CV = _without(above_CV, targets_PJ[rows, 1:], ctx.vocabulary).sub_(rest_P[rows, None]).exp_()
+                by_rest_CV.mul_(by_others_PJ[rows, -1:])
             by_logits_CV = ops.minus_expected(
                 above_CV,
                 log_sum_P[rows],
@@ -227,8 +239,10 @@ class _LogprobsAndEntropy(torch.autograd.Function):
             if by_logprob_PJ is not None:
                 rated_CJ = targets_PJ[rows, : by_logprob_PJ.shape[1]]
                 columns_CJ, here_CJ = _columns(rated_CJ, ctx.vocabulary)
-                by_logits_CV.scatter_add_(1, columns_CJ, by_logprob_PJ[rows] * here_CJ)
-            del above_CV
+                by_logits_CV.scatter_add_(1, columns_CJ, by_logprob_PJ[rows, : rated_CJ.shape[1]] * here_CJ)
+            if by_rest_CV is not None:
+                by_logits_CV.add_(by_rest_CV)
+            del above_CV, by_rest_CV
             by_logits_CV = by_logits_CV.to(head_weight_VD.dtype)
             by_hidden_PD[rows] = ops.linear(by_logits_CV, head_weight_VD.T)
             ops.add_matmul(by_head_VD, by_logits_CV, hidden_PD[rows])
@@ -299,6 +313,26 @@ def _rate(logits_CV: Tensor, targets_CJ: Tensor, vocabulary: VocabularyPart | No
         target_CJ, sum_C, weighted_C = sums[:-2].T, sums[-2], sums[-1]
     log_sum_C = sum_C.log()
     return _Rated(target_CJ - log_sum_C[:, None], log_sum_C - weighted_C / sum_C, highest_C, log_sum_C)
+
+
+def _without(above_CV: Tensor, tokens_CJ: Tensor, vocabulary: VocabularyPart | None) -> Tensor:
+    """A copy in which these tokens have no probability."""
+    columns_CJ, here_CJ = _columns(tokens_CJ, vocabulary)
+    # Tokens of other parts come to place 0, which they must leave as it is.
+    ends_CJ = torch.where(torch.as_tensor(here_CJ > 0, device=above_CV.device), -torch.inf, torch.inf)
+    return above_CV.scatter_reduce(1, columns_CJ, ends_CJ.to(above_CV).expand(columns_CJ.shape), "amin")
+
+
+def _rest(above_CV: Tensor, tokens_CJ: Tensor, vocabulary: VocabularyPart | None) -> Tensor:
+    """The log of the sum of exponentials of what all other logits are above the highest [C].
+
+    From 1 - sum of the tokens' probabilities rounding leaves nothing of a rest below 1e-7.
+    """
+    rest_C = _without(above_CV, tokens_CJ, vocabulary).logsumexp(-1).clamp(min=NOTHING)
+    if vocabulary is None:
+        return rest_C
+    highest_C = vocabulary.axis.max(rest_C)
+    return highest_C + vocabulary.axis.sum((rest_C - highest_C).exp()).log()
 
 
 def check_head(config: DecoderConfig, rating: Rating) -> None:

@@ -182,9 +182,9 @@ class TrainingEngine:
 
         At the engine's temperature, of the whole vocabulary; tokens from `vocab_size` on are never among them.
         """
-        shape, device = (rows.num_response_tokens, num_likeliest), self.device.torch_device
-        ids_RJ = torch.zeros(shape, dtype=torch.int64, device=device)
-        logprobs_RJ = torch.zeros(shape, dtype=torch.float32, device=device)
+        num_tokens, device = rows.num_response_tokens, self.device.torch_device
+        ids_RJ = torch.zeros((num_tokens, num_likeliest), dtype=torch.int64, device=device)
+        logprobs_RJ = torch.zeros((num_tokens, num_likeliest + 1), dtype=torch.float32, device=device)
         head_of = partial(self._passes.likeliest_head, num_likeliest=num_likeliest, vocab_size=vocab_size)
         for members, ratings in self._ratings("score", rows, head_of):
             index = to_device(rows.response_index(members), device)

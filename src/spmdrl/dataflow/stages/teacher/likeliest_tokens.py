@@ -12,7 +12,7 @@ from spmdrl.types import Batch, WorkerState, offsets_of
 
 
 class LikeliestTokensStage(ScoreStage):
-    """Puts the ids and log-probs of the teacher's likeliest tokens, as many for each response token."""
+    """Puts ids and log-probs of the teacher's likeliest tokens in each place, and the log-prob of all others."""
 
     def __init__(
         self, engine: TrainingEngine, presence: Presence, seen: Seen | None, *, num_likeliest: int, vocab_size: int
@@ -25,7 +25,8 @@ class LikeliestTokensStage(ScoreStage):
     def _scored(self, batch: Batch) -> Batch:
         rows = token_rows(batch, self.engine.config)
         found, model_tokens = self.engine.likeliest(rows, self.num_likeliest, self.vocab_size), ModelTokens.of(batch)
-        scored, offsets = Batch(batch.rows), offsets_of(batch.lengths("response_ids") * self.num_likeliest)
-        scored.put_ragged("teacher_top_ids", model_tokens.spread(found.ids_RJ.int()).flatten(), offsets)
-        scored.put_ragged("teacher_top_logprobs", model_tokens.spread(found.logprobs_RJ).flatten(), offsets)
+        scored, lengths_B = Batch(batch.rows), batch.lengths("response_ids")
+        for name, values_RJ in (("ids", found.ids_RJ.int()), ("logprobs", found.logprobs_RJ)):
+            offsets = offsets_of(lengths_B * values_RJ.shape[1])
+            scored.put_ragged(f"teacher_top_{name}", model_tokens.spread(values_RJ).flatten(), offsets)
         return scored

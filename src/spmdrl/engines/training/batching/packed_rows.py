@@ -244,7 +244,8 @@ class Scores:
     entropy_R: Tensor
     """Entropy in nats of the distribution that each response token was drawn from, float32."""
     others_RJ: Tensor | None = None
-    """Log-probabilities of the tokens that the rows have beside each response token, in its place; float32."""
+    """Log-probabilities of the tokens that the rows have beside each response token, in its place, and at last that of
+    all others together; float32."""
 
 
 @dataclass(frozen=True)
@@ -280,7 +281,8 @@ class Likeliest:
     ids_RJ: Tensor
     """Token ids, int64."""
     logprobs_RJ: Tensor
-    """Log-probability of each under softmax(logits / temperature) over the whole vocabulary, float32."""
+    """Log-probability of each under softmax(logits / temperature) over the whole vocabulary, and at last that of all
+    others together [R, J + 1]; float32."""
 
 
 LossFunction = Callable[[Any, MicroBatch], LossTerms]
