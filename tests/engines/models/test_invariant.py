@@ -109,11 +109,28 @@ def test_gates_have_the_same_bits_in_any_batch(width):
 def test_linear_layers_have_the_same_bits_for_any_number_of_rows(inputs, outputs):
     generator = torch.Generator().manual_seed(2)
     x, weight = torch.randn(400, inputs, generator=generator), torch.randn(outputs, inputs, generator=generator)
-    whole = plain.linear(x, weight)
+    whole = invariant.linear(x, weight)
     for num_rows, start in itertools.product((1, 2, 3, 4, 5, 9, 33, 256), (0, 3)):
         part = slice(start, start + num_rows)
-        assert torch.equal(plain.linear(x[part].clone(), weight), whole[part]), (num_rows, start)
-    assert plain.linear(x[:0], weight).shape == (0, outputs)
+        assert torch.equal(invariant.linear(x[part].clone(), weight), whole[part]), (num_rows, start)
+    assert invariant.linear(x[:0], weight).shape == (0, outputs)
+
+
+@pytest.mark.parametrize("outputs", [1, 2, 3, 8, 9])
+@pytest.mark.parametrize("inputs", [1, 7, 50, 66, 129])
+def test_products_with_few_columns_have_the_same_bits_wherever_a_row_lies(inputs, outputs):
+    """As of an adapter's A, by a row's place in memory, beside other rows and beside other columns."""
+    generator = torch.Generator().manual_seed(inputs * outputs)
+    x, weight = torch.randn(61, inputs, generator=generator), torch.randn(40, inputs, generator=generator)
+    whole = invariant.linear(x, weight[:outputs])
+    assert torch.equal(invariant.linear(x, weight)[:, :outputs], whole)
+    for row in range(61):
+        alone = x[row : row + 1]
+        assert torch.equal(invariant.linear(alone, weight[:outputs]), whole[row : row + 1])
+        assert torch.equal(invariant.linear(alone.clone(), weight[:outputs]), whole[row : row + 1])
+    torch.testing.assert_close(whole, F.linear(x, weight[:outputs]))
+    bias = torch.randn(outputs, generator=generator)
+    torch.testing.assert_close(invariant.linear(x, weight[:outputs], bias), F.linear(x, weight[:outputs], bias))
 
 
 def test_experts_give_a_token_the_same_bits_whoever_else_comes():

@@ -114,6 +114,7 @@ def check_batch_invariant(config: Config, layout: UpdateLayout, device_kind: str
         "resources.device": (device_kind, "cpu"),
         "model.dtype": (config.model.dtype, "float32"),
         "rollout.engine": (config.rollout.engine, "native"),
+        "lora.merge": (str(config.lora is not None and config.lora.merge).lower(), "false"),
         "rollout.block_size": (config.rollout.block_size, _allowed_block_size(config.rollout.block_size)),
         "resources.update.tensor": (layout.tensor, 1),
         "resources.update.context": (layout.context, 1),

@@ -4,7 +4,8 @@ So a token's log-prob is the same when a batch of other rows decodes beside it, 
 and in the update. What that takes, in float32 on one thread:
 
 - a matrix product rounds each row alike from LEAST_ROWS rows on, but differently with fewer: fewer are padded; its
-  columns are rounded alike whatever other columns there are;
+  columns are rounded alike whatever other columns there are, from 11 on: with fewer, as of an adapter's A, a row rounds
+  by where it lies in memory, so that they are filled up to LEAST_COLUMNS;
 - silu and sigmoid round the last elements of a tensor, those that fill no vector, differently from the rest: tensors
   are filled up;
 - how attention's sum over the keys is split depends on their number. The CPU's library goes through them one by one,
@@ -32,16 +33,25 @@ from spmdrl.engines.models.kernels import plain
 from spmdrl.engines.models.kernels.cpp import row_attention
 from spmdrl.engines.models.kernels.cpp.cpu_library import library_for
 from spmdrl.engines.models.kernels.packed import PackedRows, pad_values, padded_attention
-from spmdrl.engines.models.kernels.plain import LEAST_ROWS, linear
+from spmdrl.engines.models.kernels.plain import LEAST_ROWS
 from spmdrl.engines.models.kernels.prefixed import PrefixedRows, padded_prefixed_attention
 
 FIRST_TILE = 128
 """The queries of a row before this position may meet any number of keys from their own on, up to this."""
 LARGEST_BLOCK = 64
 """What divides this, as a size of key blocks, divides all widths from FIRST_TILE on."""
+LEAST_COLUMNS = 16
 # Two of the widest vectors, which is what a loop over elements takes at a time, in any dtype.
 _ELEMENTS_AT_A_TIME = 64
 _LEAST_KEYS = 16
+
+
+def linear(rows_MD: Tensor, weight_OD: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    lacking = LEAST_COLUMNS - len(weight_OD)
+    if lacking <= 0:
+        return plain.linear(rows_MD, weight_OD, bias_O)
+    out = plain.linear(rows_MD, F.pad(weight_OD, (0, 0, 0, lacking)))[..., :-lacking]
+    return out if bias_O is None else out + bias_O
 
 
 def sigmoid(x: Tensor) -> Tensor:
