@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.algorithms.random_rows import MAX_LENGTH, SETTINGS, Rows, packed, slopes
 
 from spmdrl.algorithms.preferences.online_dpo import OnlineDpo, OnlineDpoConfig
-from spmdrl.algorithms.terms.pairs import reward_loss
+from spmdrl.algorithms.terms.pairs import PairTokens, preference_loss, reward_loss
 from spmdrl.types import Batch, CreditInputs, LossScope
 
 
@@ -93,6 +93,19 @@ def test_losses_and_gradients_are_those_of_the_equations(config, equation, lengt
     np.testing.assert_allclose(metrics["preference/margin"], margins, rtol=1e-12, atol=1e-12)
     np.testing.assert_allclose(metrics["preference/chosen"] - metrics["preference/rejected"], margins, atol=1e-12)
     assert metrics["preference/accuracy"].tolist() == [float(margin > 0) for margin in margins]
+
+
+@pytest.mark.parametrize("length_normalized", [False, True])
+def test_pairs_that_only_rounding_orders_are_half_right(length_normalized):
+    config = OnlineDpoConfig(length_normalized=length_normalized)
+    reference_R, signs_R = torch.full((12,), -1.0), torch.tensor([1.0, -1.0] * 2).repeat_interleave(3)
+    noise_R = torch.tensor([1e-6, -1e-6]).repeat(6) + 1e-6
+    learnt_R = noise_R + torch.tensor([0.0, 0.0, 1e-3, 0.0]).repeat_interleave(3)
+    found = []
+    for ratio_R in (noise_R, learnt_R, -learnt_R):
+        tokens = PairTokens(reference_R + ratio_R, reference_R, signs_R, torch.arange(4).repeat_interleave(3), 4)
+        found.append(preference_loss(tokens, config).metrics["preference/accuracy"].tolist())
+    assert found == [[0.5, 0.5], [0.5, 1.0], [0.5, 0.0]]
 
 
 NAN = float("nan")

@@ -42,8 +42,8 @@ class PfPpoConfig(ActorCriticConfig):
     filter_power: Annotated[float, Gt(0)] = 2.0
     """the exponent of filter power"""
     filter_scope: Literal["prompt", "batch"] = "prompt"
-    """what a response is compared with and drawn from, as many as there are; prompt: the other responses to its prompt
-    (the paper); batch: all responses of the step (verl)"""
+    """what a response is compared with and drawn from, as many as there are; prompt: the other responses to its prompt,
+    by which the authors weigh too, though they draw from the whole buffer; batch: all responses of the step (verl)"""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+import torch
 import torch.nn.functional as F
 from annotated_types import Ge, Gt, Interval
 from torch import Tensor
@@ -16,6 +17,8 @@ from spmdrl.algorithms.terms.losses import sums_and_lengths
 
 PAIR = 2
 """rows of a pair"""
+# By how much two passes in float32 may differ in a token's log-prob; what a step learns is far more.
+_NOISE = 1e-5
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,8 @@ def preference_loss(tokens: PairTokens, config: PreferenceConfig) -> PairLoss:
     ratios_R = logprobs_R if tokens.reference_R is None else logprobs_R - tokens.reference_R
     _, lengths_B = sums_and_lengths(ratios_R.detach(), row_R, tokens.num_rows)
     share_R = 1 / lengths_B[row_R]
-    weighted_R = tokens.signs_R * ratios_R * (share_R if config.length_normalized else 1.0)
+    weights_R = share_R if config.length_normalized else torch.ones_like(share_R)
+    weighted_R = tokens.signs_R * ratios_R * weights_R
     signed_B, _ = sums_and_lengths(weighted_R, row_R, tokens.num_rows)
     differences = _of_pairs(signed_B)
     losses = _loss_of_differences(differences, config)
@@ -86,8 +90,11 @@ def preference_loss(tokens: PairTokens, config: PreferenceConfig) -> PairLoss:
     preferred_B, _ = sums_and_lengths((weighted_R * (tokens.signs_R > 0)).detach(), row_R, tokens.num_rows)
     preferred = config.beta * _of_pairs(preferred_B)
     margins = config.beta * differences.detach()
+    noise_B, _ = sums_and_lengths(_NOISE * weights_R, row_R, tokens.num_rows)
     return PairLoss(
-        losses, _reported(margins) | {"preference/chosen": preferred, "preference/rejected": preferred - margins}
+        losses,
+        _reported(margins, config.beta * _of_pairs(noise_B))
+        | {"preference/chosen": preferred, "preference/rejected": preferred - margins},
     )
 
 
@@ -122,7 +129,7 @@ def _of_pairs(values_B: Tensor) -> Tensor:
     return values_B.view(-1, PAIR).sum(1)
 
 
-def _reported(margins: Tensor) -> dict[str, Tensor]:
-    """Whether each pair is ordered as preferred, ties being half right, and by what margin of rewards."""
-    is_right = (margins > 0).to(margins) + 0.5 * (margins == 0).to(margins)
+def _reported(margins: Tensor, noise: Tensor | float = 0.0) -> dict[str, Tensor]:
+    """How far each pair is ordered as preferred, half where its margin of rewards is no more than noise, and that."""
+    is_right = 0.5 * ((margins > noise).to(margins) + (margins >= -noise).to(margins))
     return {"preference/accuracy": is_right, "preference/margin": margins}
