@@ -173,6 +173,7 @@ def test_lambda_returns_less_values_are_sums_of_temporal_differences(bootstraps,
     lengths_B = torch.tensor(lengths, dtype=torch.int64)
     found = lambda_returns(rewards_R, values_R, lengths_B, gamma=gamma, lam=lam, end_values_B=end_values_B)
     np.testing.assert_allclose(found.numpy(), expected, rtol=1e-12, atol=1e-12)
+    assert end_values_B is None or end_values_B.tolist() == ends.tolist(), "the caller's values stay as they are"
 
 
 class Rewarded(Taken):

@@ -60,8 +60,8 @@ def lambda_returns(
     The next token is the next that the model wrote: what an environment wrote in between counts for nothing.
     """
     returns_R, ends_B = torch.empty_like(rewards_R, dtype=torch.float64), lengths_B.cumsum(0)
-    next_B = torch.zeros(len(lengths_B), dtype=torch.float64) if end_values_B is None else end_values_B.double()
-    next_value_B = next_B.clone()
+    ends = torch.zeros(len(lengths_B)) if end_values_B is None else end_values_B
+    next_B, next_value_B = (ends.to(torch.float64, copy=True) for _ in range(2))
     for num_after in range(int(lengths_B.max()) if len(lengths_B) else 0):
         rows = (lengths_B > num_after).nonzero().squeeze(1)
         places = ends_B[rows] - 1 - num_after
