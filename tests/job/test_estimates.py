@@ -11,7 +11,7 @@ from tests.support.jobs import run_job, tiny_config
 
 from spmdrl.config.config import load_config
 from spmdrl.dataflow.resharding.planning.slice_layouts import parameter_table, update_slices
-from spmdrl.engines.models.making.make_model import decoder_config
+from spmdrl.engines.models.making.make_model import decoder_config, make_model_folder
 from spmdrl.job.model.model_source import ModelSource
 from spmdrl.job.start.estimates import estimate_lines, rank_bytes
 from spmdrl.job.start.prepared import prepare, source_without_making
@@ -83,6 +83,19 @@ def test_a_layout_that_a_role_can_not_have_is_refused_by_its_key(verb, settings,
         checked = check_run(load_config([], [*BASE, "algo.kl_coef=0.1", *data, *settings]), verb, launch=eight)
         with source_without_making(checked.config) as source:
             prepare(checked, source)
+
+
+def test_a_teacher_that_the_policys_layout_can_not_cut_is_refused_in_its_own_name(tmp_path):
+    two = LaunchEnvironment(world_size=2, local_world_size=2)
+    make_model_folder(tmp_path, replace(checked_for(two).config.model.make, num_heads=1, num_kv_heads=1), seed=0)
+    settings = ["resources.update={tensor: 2}", "algo={name: opd}", f"teacher.path={tmp_path}"]
+    checked = check_run(load_config([], [*BASE, *settings]), "check", launch=two)
+    with source_without_making(checked.config) as source, pytest.raises(ValueError) as refused:
+        prepare(checked, source)
+    assert str(refused.value).startswith(
+        "for the teacher: resources.update.tensor is 2, but it must divide the model's"
+    )
+    assert str(refused.value).endswith("or set resources.roles.teacher")
 
 
 def test_adapters_alone_have_gradients_and_an_optimizer_and_generation_keeps_the_other_weights():

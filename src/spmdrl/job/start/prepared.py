@@ -78,7 +78,12 @@ def prepare(checked: CheckedRun, source: ModelSource) -> Prepared:
             if role.engine == "generation":
                 check_generation_cuts(other.decoder, checked.judge_layout, f"resources.roles.{role.name}")
                 continue
-            check_layout(other.decoder, checked.layout_of(role), checked.layout_key(role))
+            try:
+                check_layout(other.decoder, checked.layout_of(role), checked.layout_key(role))
+            except ValueError as error:
+                if role is POLICY or role in checked.own_layouts:
+                    raise
+                raise ValueError(f"for the {role.name}: {error}, or set resources.roles.{role.name}") from None
             if role.is_trained:
                 check_recomputing(config, checked.layout_of(role), checked.layout_key(role))
     tokenizer = ModelTokenizer(folder)
