@@ -62,6 +62,11 @@ class Recorder:
         """Record a value; the metric is the smallest over records and ranks."""
         self.add(name, Stat("min", float(value)))
 
+    @property
+    def so_far(self) -> bytes:
+        """The stats of this step so far, as `encode` has them."""
+        return encode(self._stats)
+
     def drain(self) -> dict[str, Stat]:
         """Return the stats so far in the order of their names, and start anew."""
         stats, self._stats = self._stats, {}

@@ -22,9 +22,15 @@ from spmdrl.engines.training.checkpoints.manifest import damage, step_of_folder
 from spmdrl.job.run.checkpoints import Checkpoints
 from spmdrl.job.run.run_folder import on_every_rank, on_main
 from spmdrl.job.run.run_logs import RunLogs
+from spmdrl.observability.metrics import Stat, table_of, totals_of
+from spmdrl.resources.collectives import gather_bytes
 
 ROLLOUTS = "rollouts"
 IDENTITY = "identity.json"
+METRICS = "metrics.json"
+"""what was recorded of the rows up to then, by all ranks"""
+# Of what the attempt did that generated them, rather than of the rows.
+_OF_ATTEMPT = ("perf/", "reshard/")
 
 
 class KeptRollouts:
@@ -45,8 +51,13 @@ class KeptRollouts:
         self._start_step = start_step
         self._is_on = checkpoints.store.config.keep_rollouts
         self._store = CheckpointStore(
-            logs.folder / ROLLOUTS, CheckpointConfig(keep_last=1), is_main=logs.world.is_main, required=(IDENTITY,)
+            logs.folder / ROLLOUTS,
+            CheckpointConfig(keep_last=1),
+            is_main=logs.world.is_main,
+            required=(IDENTITY, METRICS),
         )
+        self._recorded: dict[str, Stat] = {}
+        """of the rows that were taken up"""
         self._store.remove_leftovers()
 
     def take_up(self, samples: Samples) -> bool:
@@ -78,6 +89,8 @@ class KeptRollouts:
 
     def _read(self, samples: Samples, folder: Path) -> None:
         try:
+            table = json.loads((folder / METRICS).read_bytes())
+            self._recorded = {name: Stat(*stat) for name, stat in table.items()}
             samples.read_from(folder)
             self._carried.read_from(folder)
         except Exception as failure:
@@ -89,12 +102,18 @@ class KeptRollouts:
             ) from failure
 
     def keep(self, samples: Samples) -> None:
-        """Write the batch where a resumed run would begin with this step. Collective.
+        """Write the batch where a resumed run would begin with this step; what was taken up is recorded. Collective.
 
         A failure costs no more than the rollouts of a job that dies in this step.
         """
         if not self._is_on:
             return
+        stats = totals_of([json.loads(table) for table in gather_bytes(self._logs.recorder.so_far)])
+        missing = {name: stat for name, stat in self._recorded.items() if name not in stats}
+        for name, stat in missing.items() if self._logs.world.is_main else ():
+            self._logs.recorder.add(name, stat)
+        self._recorded.clear()
+        recorded = {name: stat for name, stat in (stats | missing).items() if not name.startswith(_OF_ATTEMPT)}
         # All ranks must find the same checkpoints there.
         self._checkpoints.finish()
         if samples.step - 1 not in (0, *self._checkpoints.store.steps()):
@@ -103,8 +122,9 @@ class KeptRollouts:
         def write(folder: Path) -> list[Path]:
             paths = [*samples.write_to(folder), *written_at_once(self._carried, folder)]
             if self._logs.world.is_main:
-                (folder / IDENTITY).write_text(json.dumps(self._identity))
-                paths.append(folder / IDENTITY)
+                for name, content in ((IDENTITY, self._identity), (METRICS, table_of(recorded))):
+                    (folder / name).write_text(json.dumps(content))
+                    paths.append(folder / name)
             return paths
 
         with self._logs.timeline.stage("keep_rollouts", samples.step):
