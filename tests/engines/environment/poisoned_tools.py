@@ -14,6 +14,18 @@ class Text(str):
         raise RuntimeError("no length")
 
 
+class SlowToBuild:
+    def __init__(self):
+        time.sleep(60)
+
+    def step(self, episode):
+        return End()
+
+
+def _interrupt():
+    raise KeyboardInterrupt("stop")
+
+
 class Poisoned:
     def step(self, episode):
         return POISONS[episode.response]()
@@ -36,6 +48,7 @@ def _loop():
 
 
 POISONS = {
+    "interrupt": _interrupt,
     "fine": lambda: Observation("fine"),
     "stuck": lambda: time.sleep(60),
     "loop": _loop,

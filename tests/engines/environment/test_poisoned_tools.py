@@ -38,7 +38,7 @@ VERDICTS = {
     "half a pair": Verdict.MALFORMED, "bytes": Verdict.MALFORMED, "text": Verdict.MALFORMED,
     "nothing": Verdict.MALFORMED, "class": Verdict.MALFORMED, "no length": Verdict.CRASHED, "NaN": Verdict.MALFORMED,
     "huge reward": Verdict.MALFORMED, "text reward": Verdict.MALFORMED, "prints": None, "orphan": None,
-    "input": Verdict.CRASHED,
+    "input": Verdict.CRASHED, "interrupt": Verdict.CRASHED,
 }  # fmt: skip
 
 
@@ -51,6 +51,16 @@ def test_a_poisoned_step_has_its_verdict_in_time_and_the_next_step_is_taken(pool
     assert result.verdict is VERDICTS[poison], result
     assert (result.error is None) == (result.verdict is None) and len(result.error or "") < 2000
     assert step(pool, "fine") == StepResult(observation="fine")
+
+
+def test_what_a_step_raises_is_named(pool):
+    assert "environment.function: KeyboardInterrupt: stop" in step(pool, "interrupt").error
+
+
+def test_an_environment_has_the_time_of_a_step_to_be_built():
+    config = EnvironmentConfig(f"{TOOLS}:SlowToBuild", timeout_seconds=0.5, isolation="process")
+    with pytest.raises(ValueError, match="can't be built: .* takes longer than environment.timeout_seconds = 0.5"):
+        EnvironmentPool(config)
 
 
 def test_of_a_huge_text_only_what_is_shown_is_read():

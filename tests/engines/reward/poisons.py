@@ -227,7 +227,39 @@ def _raise(num_rows):
     raise KeyError("lost")
 
 
+def _interrupt(num_rows):
+    raise KeyboardInterrupt("stop")
+
+
+async def interrupted_later(completions, **columns):
+    await asyncio.sleep(0)
+    raise asyncio.CancelledError
+
+
+def _memory_file(num_rows):
+    file = os.memfd_create("unmapped")
+    for _ in range(400):
+        os.write(file, b"x" * (1 << 20))
+    time.sleep(60)
+
+
+def _bomb(num_rows):
+    for _ in range(9):
+        os.fork()
+    time.sleep(60)
+
+
+def _escape(num_rows):
+    sys.stderr.write("\x1b]0;title\x07\u202ered\n")
+    os.write(1, b"\x1b[2J half a letter: \xff\n")
+    return [1.0] * num_rows
+
+
 POISONS = {
+    "interrupt": _interrupt,
+    "memory_file": _memory_file,
+    "bomb": _bomb,
+    "escape": _escape,
     "fine": lambda num_rows: [1.0] * num_rows,
     "raise": _raise,
     "exit": lambda num_rows: sys.exit(1),

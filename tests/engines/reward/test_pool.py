@@ -73,6 +73,7 @@ def poisoned():
     [
         ("raise", Verdict.CRASHED),
         ("exit", Verdict.CRASHED),
+        ("interrupt", Verdict.CRASHED),
         ("loop", Verdict.TIMED_OUT),
         ("sleep", Verdict.TIMED_OUT),
         ("segfault", Verdict.CRASHED),
@@ -146,7 +147,9 @@ def test_a_worker_whose_guard_was_stopped_is_ended_with_all_that_it_started(tmp_
     ("kind", "limit_gib", "reason"),
     [
         ("many", 1.0, "more than 256"),
+        ("bomb", 1.0, "more than 256"),
         ("shared_memory", 0.25, "reward.memory_limit_gib"),
+        ("memory_file", 0.25, "reward.memory_limit_gib"),
         ("children_with_memory", 0.25, "reward.memory_limit_gib"),
     ],
 )
@@ -155,6 +158,40 @@ def test_processes_and_memory_are_limited_for_all_that_a_call_starts(kind, limit
         result = scored(pool, kind)
         assert result.verdicts == [Verdict.CRASHED]
         assert result.error is not None and reason in result.error
+
+
+def test_whatever_a_function_raises_is_named_and_costs_no_process():
+    with RewardPool(config_of("poison", "interrupted_later", timeout_seconds=20.0)) as pool:
+        started = started_here()
+        result = scored(pool, "interrupt")
+        assert result.verdicts == [Verdict.CRASHED] and "poison: KeyboardInterrupt: stop" in result.error
+        assert "interrupted_later: CancelledError" in scored(pool, "fine").error
+        assert started_here() == started
+
+
+def test_a_module_that_raises_no_ordinary_exception_is_named(tmp_path):
+    (tmp_path / "rude.py").write_text("raise KeyboardInterrupt('no')\n")
+    with pytest.raises(ValueError, match="reward.functions can't be loaded: KeyboardInterrupt: no"):
+        RewardPool(RewardConfig((f"{tmp_path}/rude.py:reward",), isolation="process"))
+
+
+def test_what_functions_print_steers_no_terminal(capfd):
+    with RewardPool(config_of("poison", timeout_seconds=20.0)) as pool:
+        assert scored(pool, "escape").rewards == [1.0]
+    said = capfd.readouterr().err
+    assert "\\x1b]0;title\\x07\\u202ered\n" in said and "\\x1b[2J half a letter: \\xff\n" in said
+
+
+def test_a_limit_of_the_shell_below_the_rewards_limit_holds():
+    program = (
+        "from spmdrl.engines.reward.calls import RewardCall\n"
+        "from spmdrl.engines.reward.pool import RewardConfig, RewardPool\n"
+        f"with RewardPool(RewardConfig(('{POISONS}:poison',), isolation='process')) as pool:\n"
+        "    pool.submit({0: RewardCall(['p'], ['fine'], [(1,)], {})})\n"
+        "    print(pool.collect([0])[0].rewards)\n"
+    )
+    command = f'ulimit -d 2000000; exec "{sys.executable}" -c "{program}"'
+    assert subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=True).stdout == "[1.0]\n"
 
 
 def test_a_forged_answer_never_counts():

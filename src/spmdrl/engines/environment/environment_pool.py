@@ -37,7 +37,8 @@ class EnvironmentConfig:
     bit; the engine waits where the environment takes longer, so a slow one wants more; 0: the engine waits for each
     step at once"""
     timeout_seconds: Annotated[float, Interval(gt=0, lt=math.inf)] = 15.0
-    """a step of the environment that takes longer is killed, and its row has no reward"""
+    """a step of the environment that takes longer is killed, and its row has no reward; one that takes longer to be
+    built is refused"""
     workers: Annotated[int, Ge(1)] = 1
     """environment processes per generation replica"""
     isolation: Isolation = "auto"
@@ -67,6 +68,7 @@ class EnvironmentPool:
             functions=[config.function],
             environment=config.variables,
             memory_limit_gib=config.memory_limit_gib,
+            settings={"timeout_seconds": config.timeout_seconds},
         )
         environment = load_environment(config.function) if runs_inline(config.isolation) else None
         self._calls = CallPool(

@@ -5,9 +5,10 @@ from __future__ import annotations
 import bdb
 import numbers
 import reprlib
+import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from spmdrl.engines.environment.calculator import Calculator
 from spmdrl.engines.environment.episode import End, Environment, Episode, Observation, Turn
@@ -38,10 +39,14 @@ class StepResult:
         return cls(fields["observation"], fields["reward"], verdict, fields["error"])
 
 
-def load_environment(spec: str) -> Environment:
-    """Build `calculator`, `pkg.mod:Name` or `file.py:Name`. Raises ValueError where it can't be built."""
+def load_environment(spec: str, alarm_seconds: float = 0.0) -> Environment:
+    """Build `calculator`, `pkg.mod:Name` or `file.py:Name`. Raises ValueError where it can't be built.
+
+    After `alarm_seconds` of building, not of importing, this process gets a SIGALRM.
+    """
     kind = BUILT_IN[spec] if spec in BUILT_IN else load_attribute(spec, KEY, BUILT_IN, kind="class")
     try:
+        signal.setitimer(signal.ITIMER_REAL, alarm_seconds)
         environment = kind()
     except bdb.BdbQuit:
         raise
@@ -53,12 +58,20 @@ def load_environment(spec: str) -> Environment:
 
 
 def load(specs: Sequence[str], settings: Mapping[str, Any]) -> tuple[Callable[[dict[str, Any]], Any], None]:
-    """What answers a step's message. Raises ValueError where the environment can't be built."""
-    assert not settings, f"an environment has no settings, but was given {settings}"
-    environment = load_environment(specs[0])
+    """Build the environment in the time of `settings`, for what answers a step's message. Raises ValueError."""
+
+    def is_late(*_: object) -> NoReturn:
+        raise TimeoutError(f"it takes longer than environment.timeout_seconds = {settings['timeout_seconds']:g}")
+
+    signal.signal(signal.SIGALRM, is_late)
+    environment = load_environment(specs[0], settings["timeout_seconds"])
+    signal.setitimer(signal.ITIMER_REAL, 0)
 
     def answer(message: dict[str, Any]) -> dict[str, Any]:
-        return asdict(take_step(environment, message))
+        try:
+            return asdict(take_step(environment, message))
+        except BaseException as error:
+            return asdict(StepResult(verdict=Verdict.CRASHED, error=f"{KEY}: {explain(error)}"))
 
     return answer, None
 

@@ -81,9 +81,9 @@ def load(
 def _score_without_terminal(function: RewardFunction, call: RewardCall) -> FunctionScores:
     try:
         return score(function, call)
-    except bdb.BdbQuit:
-        error = f"{function.name}: {no_terminal('a debugger', 'reward')}"
-        return FunctionScores.failed(call.num_rows, Verdict.CRASHED, error)
+    except BaseException as error:
+        reason = no_terminal("a debugger", "reward") if isinstance(error, bdb.BdbQuit) else explain(error)
+        return FunctionScores.failed(call.num_rows, Verdict.CRASHED, f"{function.name}: {reason}")
 
 
 def required_columns(functions: Sequence[RewardFunction]) -> dict[str, list[str]]:
@@ -171,10 +171,10 @@ def _attempt(function: Callable[..., Any], arguments: Callable[[], dict[str, Any
     """The function's value, or what it raised."""
     try:
         return function(**arguments())
-    except bdb.BdbQuit:
-        # Leaving the debugger inside a reward function ends the program, not the row.
+    except (bdb.BdbQuit, KeyboardInterrupt):
+        # Leaving the debugger inside a reward function, or Ctrl-C, ends the program, not the row.
         raise
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
         return error
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import glob
 import os
 import signal
 import sys
@@ -17,10 +18,11 @@ _MAX_END_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Descendant:
-    """A process that hasn't ended, its parent, its session, and when it started, in clock ticks since boot."""
+    """A process that hasn't ended, its parent, group and session, and when it started, in clock ticks since boot."""
 
     pid: int
     parent: int
+    group: int
     session: int
     start: int
 
@@ -47,14 +49,14 @@ class ProcessTree:
         self._root = root
         self._own: set[int] = set()
         self._foreign: set[int] = set()
-        self._newest: bytes | None = None
+        self._newest = 0
 
     def members(self) -> list[Descendant]:
         """The descendants that haven't ended, without the root. Cheap where no process was started since last time."""
         before: set[Descendant] = set()
         while True:
-            newest = _newest_process()
-            if newest is not None and newest == self._newest:
+            newest = newest_process()
+            if newest and newest == self._newest:
                 pids = self._own
             else:
                 pids = _all_pids()
@@ -69,7 +71,7 @@ class ProcessTree:
                 self._foreign |= {one.pid for one in unclear}
                 return [found[pid] for pid in self._own]
             # Their parents have just ended: look again for the new ones.
-            before, self._newest = unclear, None
+            before, self._newest = unclear, 0
 
     def end(self) -> bool:
         """Kill all descendants, over and over until none is left; False if some still are after 10 seconds.
@@ -80,13 +82,18 @@ class ProcessTree:
         stopped: set[tuple[int, int]] = set()
         while time.monotonic() < deadline:
             # Another process may have got the id of one that ended.
-            self._foreign, self._newest = set(), None
+            self._foreign, self._newest = set(), 0
             members = self.members()
             if not members:
                 return True
             new = [one for one in members if (one.pid, one.start) not in stopped]
+            number = signal.SIGSTOP if new else signal.SIGKILL
+            # A signal to a group reaches also what is being forked.
+            for group in {one.group for one in new or members} - {os.getpgrp()}:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(group, number)
             for one in new or members:
-                send(one.pid, signal.SIGSTOP if new else signal.SIGKILL)
+                send(one.pid, number)
             stopped |= {(one.pid, one.start) for one in new}
             if not new:
                 time.sleep(0.001)
@@ -114,34 +121,49 @@ def _all_pids() -> set[int]:
         return set()
 
 
-def _newest_process() -> bytes | None:
-    """The id that was given last; as long as it stays the same, no process or thread was started."""
+def newest_process() -> int:
+    """The id that was given last, 0 without /proc; as long as it stays the same, no process or thread was started."""
     try:
         with open("/proc/loadavg", "rb") as file:
-            return file.read().split()[-1]
-    except (OSError, IndexError):
-        return None
+            return int(file.read().split()[-1])
+    except (OSError, IndexError, ValueError):
+        return 0
 
 
 def _read(pid: int) -> Descendant | None:
     """What /proc has of a process; None once it has ended, also where its parent has yet to collect it."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            state, parent, _, session, *rest = file.read().rpartition(b")")[2].split()
+            state, parent, group, session, *rest = file.read().rpartition(b")")[2].split()
     except (OSError, ValueError):
         return None
     # A zombie's children have gone to another parent.
-    return None if state in (b"Z", b"X") else Descendant(pid, int(parent), int(session), int(rest[15]))
+    return None if state in (b"Z", b"X") else Descendant(pid, int(parent), int(group), int(session), int(rest[15]))
 
 
 def is_over_memory(pids: list[int], limit_bytes: int) -> bool:
-    """Whether these processes together hold more memory than the limit, shared memory included, files not."""
+    """Whether these processes together hold more memory than the limit, shared memory included, other files not."""
+    open_bytes = _open_memory_bytes(pids)
     fields = (b"RssAnon:", b"RssShmem:", b"VmSwap:")
-    if sum(_field_bytes(f"/proc/{pid}/status", fields) for pid in pids) <= limit_bytes:
+    if open_bytes + sum(_field_bytes(f"/proc/{pid}/status", fields) for pid in pids) <= limit_bytes:
         return False
     # Pages that several of them share were counted several times; this counts them once, and takes longer.
-    fields = (b"Pss_Anon:", b"Pss_Shmem:", b"SwapPss:")
-    return sum(_field_bytes(f"/proc/{pid}/smaps_rollup", fields) for pid in pids) > limit_bytes
+    private, shared = (
+        sum(_field_bytes(f"/proc/{pid}/smaps_rollup", fields) for pid in pids)
+        for fields in ((b"Pss_Anon:", b"SwapPss:"), (b"Pss_Shmem:",))
+    )
+    return private + max(shared, open_bytes) > limit_bytes
+
+
+def _open_memory_bytes(pids: list[int]) -> int:
+    """The size of all memfds that these processes have open, whose pages count where nobody has mapped them too."""
+    sizes = dict[int, int]()
+    for path in (path for pid in pids for path in glob.iglob(f"/proc/{pid}/fd/*")):
+        with contextlib.suppress(OSError):
+            if os.readlink(path).startswith("/memfd:"):
+                found = os.stat(path)
+                sizes[found.st_ino] = found.st_blocks * 512
+    return sum(sizes.values())
 
 
 def _field_bytes(path: str, names: tuple[bytes, ...]) -> int:

@@ -7,6 +7,7 @@ worker did, or with a code of `ENDINGS`.
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import os
 import resource
@@ -14,11 +15,13 @@ import select
 import signal
 import socket
 import sys
+import threading
 import time
 from typing import NoReturn
 
 from spmdrl.engines.workers import worker
-from spmdrl.engines.workers.descent import Descendant, ProcessTree, adopt_orphans, is_over_memory, send
+from spmdrl.engines.workers.descent import Descendant, ProcessTree, adopt_orphans, is_over_memory, newest_process, send
+from spmdrl.observability.terminal.screen import show
 
 # A limit per user, as RLIMIT_NPROC is, would also count the threads of every rank of the node.
 MAX_PROCESSES = 256
@@ -43,6 +46,7 @@ class Guard:
         self._tree = ProcessTree(os.getpid())
         self._kept: set[tuple[int, int]] = set()
         self._status: int | None = None
+        self._newest = newest_process()
 
     def watch(self, calls_fd: int) -> int:
         """Return the code to end with once the worker must end or has, as `os.waitstatus_to_exitcode` gives it."""
@@ -66,21 +70,21 @@ class Guard:
                 return -signal.SIGKILL
             if self._control.fileno() in ready and not self._follow(poll):
                 return OVER_PROCESSES
-            start = time.monotonic()
-            if start > next_check:
-                if code := self._broken_limit():
+            are_many = newest_process() - self._newest > MAX_PROCESSES
+            if are_many or time.monotonic() > next_check:
+                start = time.process_time()
+                if code := self._broken_limit(are_many):
                     return code
-                end = time.monotonic()
                 # On a node with thousands of processes a look takes milliseconds: it stays at 1% of a core.
-                next_check = end + max(_CHECK_SECONDS, 100 * (end - start))
+                next_check = time.monotonic() + max(_CHECK_SECONDS, 100 * (time.process_time() - start))
 
     def end_all(self) -> None:
         """Kill the worker and all that it started."""
+        self._send_group(signal.SIGSTOP)
         self._tree.end()
         if self._status is None:
             # Without /proc the worker's group is all that can be named.
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._worker, signal.SIGKILL)
+            self._send_group(signal.SIGKILL)
             send(self._worker, signal.SIGKILL)
             os.waitpid(self._worker, 0)
 
@@ -125,10 +129,20 @@ class Guard:
             return False
         return one.parent == os.getpid() or one.session != self._worker
 
-    def _broken_limit(self) -> int | None:
+    def _send_group(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._worker, number)
+
+    def _broken_limit(self, are_many: bool) -> int | None:
+        if are_many:
+            # A fork bomb takes the time that counting it needs: it stands still meanwhile.
+            self._send_group(signal.SIGSTOP)
+        self._newest = newest_process()
         pids = [one.pid for one in self._tree.members()]
         if len(pids) > MAX_PROCESSES:
             return OVER_PROCESSES
+        if are_many:
+            self._send_group(signal.SIGCONT)
         if self._memory_limit_bytes is not None and is_over_memory(pids, self._memory_limit_bytes):
             return OVER_MEMORY
         return None
@@ -138,12 +152,18 @@ def main(parent: int, memory_limit_bytes: int | None) -> NoReturn:
     """Fork the worker and watch it to its end."""
     adopt_orphans()
     guard_end, worker_end = socket.socketpair()
+    said_fd, saying_fd = os.pipe()
     worker_pid = os.fork()
     if worker_pid == 0:
         guard_end.close()
+        os.dup2(saying_fd, 2)
+        os.closerange(said_fd, saying_fd + 1)
         worker.main(worker_end)
         os._exit(0)
     worker_end.close()
+    os.close(saying_fd)
+    showing = threading.Thread(target=_show, args=(said_fd,), daemon=True)
+    showing.start()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     calls_fd = os.dup(0)
@@ -154,7 +174,17 @@ def main(parent: int, memory_limit_bytes: int | None) -> NoReturn:
     guard = Guard(parent, worker_pid, guard_end, memory_limit_bytes)
     code = guard.watch(calls_fd)
     guard.end_all()
+    showing.join(_CHECK_SECONDS)
     _end_with(code)
+
+
+def _show(said_fd: int) -> None:
+    """Write what functions print to stderr, without what would steer a terminal."""
+    decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
+    while said := os.read(said_fd, 1 << 16):
+        # The pipe is read on, or the worker would wait for it.
+        with contextlib.suppress(BrokenPipeError):
+            show(decoder.decode(said), stream=sys.stderr, end="")
 
 
 def _end_with(code: int) -> NoReturn:

@@ -21,6 +21,7 @@ import sys
 from typing import Any, BinaryIO, NoReturn
 
 from spmdrl.engines.workers.descent import die_with_parent
+from spmdrl.engines.workers.loading import explain
 
 # What a worker reports to its guard, one per line, and the guard's answer.
 LOADED, ENDED, SEEN = b"loaded", b"ended", b"."
@@ -45,11 +46,12 @@ def main(control: socket.socket) -> None:
     _limit_resources(setup["memory_limit_bytes"])
     try:
         answer, facts = importlib.import_module(setup["runner"]).load(setup["functions"], setup["settings"])
-    except ValueError as error:
-        _write(results, {"error": str(error)})
-        return
-    except bdb.BdbQuit:
-        _write(results, {"error": f"{setup['functions_key']} can't be loaded: {no_terminal('a debugger', section)}"})
+    except BaseException as error:
+        reason = no_terminal("a debugger", section) if isinstance(error, bdb.BdbQuit) else explain(error)
+        is_explained = isinstance(error, ValueError)
+        _write(
+            results, {"error": str(error) if is_explained else f"{setup['functions_key']} can't be loaded: {reason}"}
+        )
         return
     # What runs by now is the module's own, and not a call's.
     _report(control, LOADED)
@@ -120,4 +122,6 @@ def _limit_resources(memory_limit_bytes: int | None) -> None:
     if memory_limit_bytes is not None:
         # RLIMIT_DATA counts what can be written; RLIMIT_AS would also count what libraries only reserve. Shared memory
         # and all processes together are the guard's to count.
-        resource.setrlimit(resource.RLIMIT_DATA, (memory_limit_bytes, memory_limit_bytes))
+        already = [limit for limit in resource.getrlimit(resource.RLIMIT_DATA) if limit != resource.RLIM_INFINITY]
+        lowest = min([memory_limit_bytes, *already])
+        resource.setrlimit(resource.RLIMIT_DATA, (lowest, lowest))
