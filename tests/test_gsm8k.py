@@ -11,6 +11,7 @@ from spmdrl.dataflow.data.data_rows import DataConfig, RowNeeds, read_rows
 from spmdrl.dataflow.data.prompts import PromptSource
 from spmdrl.engines.models.making.make_config import MakeConfig
 from spmdrl.engines.models.making.make_model import make_model_folder
+from spmdrl.engines.models.renderer import Renderer
 from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.engines.reward.calls import RewardCall
 from spmdrl.engines.reward.pool import RewardConfig, RewardPool
@@ -28,7 +29,7 @@ def test_every_reference_solution_scores_one_on_its_own_question(tmp_path):
     sources = read_rows(config.train, config, needs=RowNeeds(answer=True))
     make_model_folder(tmp_path / "model", MakeConfig(hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=1), 0)
     tokenizer = ModelTokenizer(tmp_path / "model")
-    source = PromptSource(sources, tokenizer.raw, config, seed=0, vocab_size=len(tokenizer.raw))
+    source = PromptSource(sources, Renderer(tokenizer), config, seed=0, vocab_size=len(tokenizer.raw))
     prompts = list(source.all())
     assert len(prompts) == len(source) == num_lines and not source.skipped
     assert all(len(prompt.prompt_ids) == len(prompt.text) for prompt in prompts), "one token a character"
@@ -37,7 +38,7 @@ def test_every_reference_solution_scores_one_on_its_own_question(tmp_path):
         for start in range(0, num_lines, CALL):
             part = prompts[start : start + CALL]
             solutions = [str(prompt.answer) for prompt in part]
-            ids = [tokenizer.encode_completion(solution) for solution in solutions]
+            ids = [tokenizer.encode(solution) for solution in solutions]
             columns = {"answer": [prompt.answer for prompt in part]}
             pool.submit({start: RewardCall([prompt.original for prompt in part], solutions, ids, columns)})
             keys.append(start)

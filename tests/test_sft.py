@@ -99,7 +99,7 @@ def test_a_conversation_whose_answers_are_ambiguous_is_named(chats, tmp_path):
     (model / "chat_template.jinja").write_text(forgets)
     job = run_job("sft", f"model.path={model}", chats[1], *EVERY_TURN, "sft.max_steps=1", f"run.dir={tmp_path / 'run'}")
     assert job.returncode == 2 and job.stderr.count("spmdrl: ") == 1 and "Traceback" not in job.stderr
-    assert "rows.jsonl:1 can't be learnt: the chat template writes messages[3] or what precedes it" in job.stderr
+    assert "rows.jsonl:1: it can't be learnt: the chat template writes messages[3] or what precedes it" in job.stderr
 
 
 def test_the_probability_that_ends_a_training_is_averaged_over_steps_before_a_restart_too(tmp_path: Path):
@@ -115,7 +115,7 @@ def test_the_probability_that_ends_a_training_is_averaged_over_steps_before_a_re
         assert first + [resumed.is_enough(probability) for probability in found[after:]] == expected
 
 
-@pytest.mark.parametrize(("column", "place"), [("answer", "the answer of row"), ("prompt", "rows.jsonl:2")])
+@pytest.mark.parametrize(("column", "place"), [("answer", "rows.jsonl:2: its answer"), ("prompt", "rows.jsonl:2")])
 def test_rows_with_tokens_that_the_model_has_no_embedding_for_are_named(tmp_path, column, place):
     model, data = tmp_path / "model", tmp_path / "rows.jsonl"
     make_model_folder(model, MakeConfig(hidden_size=16, num_layers=1, max_positions=32, chars="0123456789+="), seed=0)

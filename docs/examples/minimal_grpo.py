@@ -131,7 +131,7 @@ def train(policy: Policy, reward: RewardFunction, *, num_steps: int, prompts_per
     for step in range(1, num_steps + 1):
         chosen = torch.randperm(len(PROMPTS), generator=draw)[:prompts_per_step].tolist()
         texts = [PROMPTS[number] for number in chosen]
-        prompts = [tuple(tokenizer.raw(text)["input_ids"]) for text in texts]
+        prompts = [tuple(tokenizer.begun(tokenizer.encode(text))) for text in texts]
         seeds = torch.randint(2**62, (prompts_per_step, GROUP_SIZE), generator=draw).tolist()
         requests = [
             Request(tuple(range(g * GROUP_SIZE, (g + 1) * GROUP_SIZE)), prompt, tuple(seeds[g]), sampling)

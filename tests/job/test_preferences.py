@@ -15,6 +15,7 @@ from spmdrl.engines.models.hf.model_folder import read_config
 from spmdrl.engines.models.hf.model_weights import WeightFiles
 from spmdrl.engines.models.making.make_config import MakeConfig
 from spmdrl.engines.models.making.make_model import make_model_folder
+from spmdrl.engines.models.renderer import Renderer
 from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.engines.training.training_config import TrainingConfig
 from spmdrl.engines.training.training_engine import TrainingEngine
@@ -186,11 +187,8 @@ def test_a_saved_reward_model_gives_its_scores_in_transformers(tmp_path, world):
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     assert model.config.num_labels == 1 and not report["missing_keys"] and not report["unexpected_keys"]
     # What training packs, padded on either side: each row ends with the stop token, which is scored.
-    prompts = [
-        Prompt(str(n), ModelTokenizer(folder).encode(f"{n}+{n}="), "", None, {}, "", str(2 * n), str(2 * n + 7))
-        for n in (1, 30)
-    ]
-    rows = pair_rows(prompts, ModelTokenizer(folder))
+    prompts = [Prompt(str(n), (), "", None, {}, f"{n}+{n}=", str(2 * n), str(2 * n + 7)) for n in (1, 30)]
+    rows = pair_rows(prompts, Renderer(ModelTokenizer(folder)))
     engine = TrainingEngine(
         read_config(folder), TrainingConfig(), OptimConfig(),
         build_update_mesh(fit_update_layout(UpdateLayout(), 1), world.device, 0), world.device,

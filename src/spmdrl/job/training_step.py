@@ -37,6 +37,7 @@ from spmdrl.dataflow.stages.update import UpdatePlan, UpdateStage
 from spmdrl.dataflow.stages.update_report import ShownRows
 from spmdrl.engines.environment.environment_pool import EnvironmentPool
 from spmdrl.engines.generation.native.native_engine import Lockstep
+from spmdrl.engines.models.renderer import Renderer
 from spmdrl.engines.models.row_cost import row_cost_of
 from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.engines.reward.pool import RewardPool
@@ -127,7 +128,7 @@ def build_judge(checked: CheckedRun, prepared: Prepared, run: Run, ledger: Memor
         generator = build_frozen_generator(
             config, source, world, ledger, mesh=mesh, owner=JUDGE.weights, kv_cache_gib=judge.kv_cache_gib
         )
-    return Judge(judge, generator, mesh, ModelTokenizer(source.folder), source.decoder, config.data)
+    return Judge(judge, generator, mesh, Renderer(ModelTokenizer(source.folder)), source.decoder)
 
 
 def build_dock(

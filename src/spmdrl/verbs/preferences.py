@@ -9,7 +9,6 @@ from spmdrl.job.model.role_models import RoleModels, build_role_models, saved_st
 from spmdrl.job.model.shared_limit import share_limit
 from spmdrl.job.preferences.held_out_pairs import HeldOutPairs
 from spmdrl.job.preferences.objectives import PairObjective, PreferenceObjective, RewardObjective
-from spmdrl.job.preferences.pair_data import check_pairs
 from spmdrl.job.rollouts.skipped_batches import keep_skipped_batches
 from spmdrl.job.run.run import Run
 from spmdrl.job.run.run_folder import hold_folder_of_training
@@ -47,8 +46,6 @@ def _train(checked: CheckedRun, world: World) -> None:
     with run.recording_failure():
         with start_up():
             prepared = prepare_together(checked, world, run.console)
-            for prompts in filter(None, (prepared.train_prompts, prepared.held_out)):
-                check_pairs(prompts.all(), prepared.tokenizer, prepared.source.decoder)
             run.admit(prepared.sources)
             print_banner(checked, prepared, world, run.console)
             with run.console.doing("loading the weights"):
@@ -66,12 +63,12 @@ def _train(checked: CheckedRun, world: World) -> None:
 def _objective(checked: CheckedRun, prepared: Prepared, models: RoleModels) -> PairObjective:
     config, trainer = checked.config, models[POLICY].trainer
     if checked.verb == "reward-model":
-        return RewardObjective(config.reward_model, prepared.tokenizer, trainer)
+        return RewardObjective(config.reward_model, prepared.renderer, trainer)
     reference = None
     if not config.preferences.reference_free:
         # Beside adapters there is no second model.
         reference = models[REFERENCE].trainer if REFERENCE in models else trainer
-    return PreferenceObjective(config.preferences, prepared.tokenizer, trainer, reference)
+    return PreferenceObjective(config.preferences, prepared.renderer, trainer, reference)
 
 
 def _loop(checked: CheckedRun, run: Run, prepared: Prepared, objective: PairObjective, held_out: HeldOutPairs) -> None:

@@ -13,9 +13,8 @@ import torch
 
 from spmdrl.config.config import Config
 from spmdrl.config.reader import ConfigError, LoadedConfig, start_up
-from spmdrl.dataflow.data.prompts import Prompt, foreign_token
-from spmdrl.engines.models.conversation import MarkedTokens, marked_conversation
-from spmdrl.engines.models.tokenizer import ModelTokenizer
+from spmdrl.dataflow.data.learnt_rows import LearntRows
+from spmdrl.engines.models.renderer import MarkedTokens
 from spmdrl.engines.reward.pool import RewardPool
 from spmdrl.engines.training.batching.packed_rows import LossFunction, LossTerms, MicroBatch, Scores, TokenRows
 from spmdrl.engines.training.checkpoints.file_writes import FileWrites, add_text
@@ -98,7 +97,6 @@ def train_supervised(checked: CheckedRun, world: World) -> None:
     with run.recording_failure(), ExitStack() as stack:
         with start_up():
             prepared = prepare_together(checked, world, run.console)
-            check_answers(prepared, checked.config)
             run.admit(prepared.sources)
             print_banner(checked, prepared, world, run.console)
             with run.console.doing("loading the weights"):
@@ -177,50 +175,16 @@ class SupervisedBatches:
     def __init__(self, config: Config, prepared: Prepared, trainer: TrainingEngine):
         self.trainer = trainer
         self._config = config
-        self._prepared = prepared
+        self._prompts = prepared.prompts
+        self._learnt = LearntRows(prepared.renderer, config.sft.turns)
 
     def of_step(self, step: int) -> tuple[TokenRows, LossFunction]:
         """This rank's rows, and their loss, the token mean over all ranks' answers. Collective."""
         axis, num_rows = self.trainer.mesh.data, self._config.sft.rows_per_step
-        prompts = self._prepared.prompts.take(step - 1, num_rows)[axis.rank :: axis.size]
-        rows = rows_of([marked_tokens(prompt, self._prepared.tokenizer, self._config) for prompt in prompts])
+        prompts = self._prompts.take(step - 1, num_rows)[axis.rank :: axis.size]
+        rows = rows_of([row for prompt in prompts for row in self._learnt.of(prompt)])
         (num_tokens,) = self.trainer.sum_over_rows([rows.num_response_tokens])
         return rows, lambda scores, micro: token_mean_loss(scores, micro, num_tokens)
-
-
-def marked_tokens(prompt: Prompt, tokenizer: ModelTokenizer, config: Config) -> MarkedTokens:
-    """A row's tokens with those that are learnt. Raises ValueError where a conversation's are ambiguous."""
-    completion, messages = completion_of(prompt), prompt.original
-    if config.sft.turns == "last" or isinstance(messages, str) or config.data.chat_template == "never":
-        return MarkedTokens.of_answer(prompt.prompt_ids, tokenizer.encode_completion(completion))
-    return marked_conversation([*messages, {"role": "assistant", "content": completion}], tokenizer)
-
-
-def check_answers(prepared: Prepared, config: Config) -> None:
-    """Refuse rows that can't be learnt. Raises ValueError that names the row.
-
-    Their answers have tokens that the model has no embeddings for, or it isn't clear which tokens are answers.
-    """
-    tokenizer, vocab_size = prepared.tokenizer, prepared.source.decoder.vocab_size
-    # Other tokenizers have no such token, and all answers of a large file take minutes.
-    if config.sft.turns == "last" and max(tokenizer.raw.get_vocab().values()) < vocab_size:
-        return
-    for prompt in prepared.prompts.all():
-        try:
-            highest = max(marked_tokens(prompt, tokenizer, config).ids)
-        except ValueError as problem:
-            raise ValueError(f"row {prompt.id} can't be learnt: {problem}") from problem
-        if highest >= vocab_size:
-            problem_of_token = foreign_token(highest, tokenizer.raw, vocab_size)
-            raise ValueError(f"the answer of row {prompt.id} can't be learnt: {problem_of_token}")
-
-
-def completion_of(prompt: Prompt) -> str:
-    """The text to learn: the row's completion, or its answer."""
-    if prompt.completion is not None:
-        return prompt.completion
-    assert prompt.answer is not None, f"row {prompt.id} has no answer, which reading it should have refused"
-    return prompt.answer
 
 
 def rows_of(rows: Sequence[MarkedTokens]) -> TokenRows:

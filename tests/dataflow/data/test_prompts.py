@@ -10,23 +10,8 @@ from spmdrl.dataflow.data.data_rows import DataConfig, Row, SourceRows
 from spmdrl.dataflow.data.data_sources import DataSource
 from spmdrl.dataflow.data.prompts import MixedOrder, PromptSource, random_order
 from spmdrl.dataflow.data.records import BadRows
-
-
-class LetterTokenizer:
-    """Letters as tokens, token 1 before plain text, and a template that names the roles."""
-
-    def __init__(self, chat_template="roles"):
-        self.chat_template = chat_template
-
-    def __call__(self, text, *, add_special_tokens):
-        return {"input_ids": [[1] * add_special_tokens + [ord(letter) for letter in one] for one in text]}
-
-    def apply_chat_template(self, conversation, *, tokenize, add_generation_prompt):
-        assert not tokenize
-        return "".join(f"<{m['role']}>{m['content']}" for m in conversation) + "<assistant>" * add_generation_prompt
-
-    def decode(self, token_ids):
-        return "".join(map(chr, token_ids))
+from spmdrl.engines.models.renderer import Renderer
+from tests.support.letters import LetterTokenizer
 
 
 def source_of(*prompts, path="a", weight=None):
@@ -35,7 +20,9 @@ def source_of(*prompts, path="a", weight=None):
 
 
 def prompts_of(*sources, seed=0, tokenizer=None, vocab_size=1 << 20, **settings):
-    return PromptSource(sources, tokenizer or LetterTokenizer(), DataConfig(**settings), seed, vocab_size=vocab_size)
+    config = DataConfig(**settings)
+    renderer = Renderer(tokenizer or LetterTokenizer(), config.template)
+    return PromptSource(sources, renderer, config, seed, vocab_size=vocab_size)
 
 
 LETTERS = [chr(ord("a") + i) for i in range(10)]
@@ -100,7 +87,7 @@ def test_too_long_prompts_are_named_or_counted():
     prompts = prompts_of(sources, max_prompt_length=4, on_bad_row="skip")
     assert len(prompts) == 2
     assert [bad.kind for bad in prompts.skipped] == ["prompt_too_long"]
-    with pytest.raises(ValueError, match="no prompt within data.max_prompt_length = 1"):
+    with pytest.raises(ValueError, match="no row that can be used, with data.max_prompt_length = 1"):
         prompts_of(source_of("abc"), max_prompt_length=1, on_bad_row="skip")
 
 
@@ -130,7 +117,7 @@ def test_messages_without_a_template_are_refused_with_a_way_out():
 
 def test_prompts_with_tokens_that_the_model_has_no_embedding_for_are_named():
     rows = source_of("ab", "az", "b")
-    problem = r"a:1.*it has token 122 \('z'\), but the model's vocabulary ends at 99; use the tokenizer"
+    problem = r"a:1.*it has token 122 \('z'\), but the model's vocabulary ends at 99"
     with pytest.raises(BadRows, match=problem):
         prompts_of(rows, vocab_size=100)
     kept = prompts_of(rows, vocab_size=100, on_bad_row="skip")

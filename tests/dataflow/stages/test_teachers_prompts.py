@@ -5,20 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from tests.support.letters import LetterTokenizer
 
-from spmdrl.dataflow.data.data_rows import DataConfig
 from spmdrl.dataflow.data.prompts import Prompt
 from spmdrl.dataflow.stages.teacher.teachers_prompts import TeachersPrompts
+from spmdrl.engines.models.renderer import Renderer
 from spmdrl.types import Batch
-
-
-class Letters:
-    """A tokenizer of one token per letter."""
-
-    chat_template = None
-
-    def __call__(self, text: list[str], *, add_special_tokens: bool) -> dict[str, list[list[int]]]:
-        return {"input_ids": [[ord(letter) for letter in one] for one in text]}
 
 
 @dataclass
@@ -32,8 +24,8 @@ def test_each_row_gets_the_prompt_of_its_group_and_keeps_its_response():
     batch = Batch.of_rows([5, 0, 2, 4])
     batch.put_lists("prompt_ids", [[1], [2, 2], [3], [4]], torch.int32)
     batch.put_lists("response_ids", [[7, 8], [9], [10, 11, 12], [13]], torch.int32)
-    seen = TeachersPrompts("hint", Letters(), DataConfig("here")).in_place(batch, Step(prompts))
+    seen = TeachersPrompts("hint", Renderer(LetterTokenizer())).in_place(batch, Step(prompts))
     texts = ["".join(map(chr, map(int, ids))) for ids in seen.to_lists("prompt_ids")]
-    assert texts == ["defg", "ab", "c", "defg"] and seen.values("prompt_ids").dtype == torch.int32
+    assert texts == ["\1defg", "\1ab", "\1c", "\1defg"] and seen.values("prompt_ids").dtype == torch.int32
     assert seen.to_lists("response_ids") == batch.to_lists("response_ids")
     assert batch.to_lists("prompt_ids") == [[1], [2, 2], [3], [4]], "the step's rows stay as they are"

@@ -50,7 +50,7 @@ def find_columns(values: Mapping[str, Any], prompt_key: str | None, answer_key: 
         messages = plain_messages(prompt.key, prompt.value)
         # A prompt may end with the beginning of an answer; a conversation ends with the answer.
         if prompt.key != "prompt" and is_answered(messages):
-            completion = completion if completion.key else Column(prompt.key, messages[-1]["content"])
+            completion = completion if completion.key else Column(prompt.key, answer_of(messages))
             messages = messages[:-1]
         prompt = Column(prompt.key, messages)
     return FoundColumns(prompt, answer, completion)
@@ -78,15 +78,36 @@ def _plain_message(name: str, message: Any) -> Any:
 def is_answered(messages: list[Any]) -> bool:
     """Whether the last message is an answer of the assistant."""
     last = messages[-1] if messages else None
-    return isinstance(last, Mapping) and last.get("role") == "assistant" and isinstance(last.get("content"), str)
+    return isinstance(last, Mapping) and last.get("role") == "assistant" and _is_whole(last)
+
+
+def _is_whole(message: Mapping[str, Any]) -> bool:
+    """Whether a message has a text or, of the assistant, tool calls."""
+    has_calls = message.get("role") == "assistant" and bool(message.get("tool_calls"))
+    return isinstance(message.get("content"), str) or (has_calls and message.get("content") is None)
+
+
+def answer_of(messages: list[Any]) -> str | dict[str, Any]:
+    """The answer that messages end with: its text, or the message where it has more or answers another answer."""
+    *before, last = messages
+    is_text = all(value is None for key, value in last.items() if key not in ("role", "content"))
+    is_text = is_text and not (before and isinstance(before[-1], Mapping) and before[-1].get("role") == "assistant")
+    return last["content"] if is_text else last
+
+
+def is_empty(answer: Any) -> bool:
+    """Whether an answer has neither text nor tool calls."""
+    if isinstance(answer, Mapping):
+        return not (answer.get("tool_calls") or str(answer.get("content") or "").strip())
+    return not str(answer).strip()
 
 
 def _completion(column: Column) -> Column:
-    """A completion given as one assistant message, as its text."""
+    """A completion given as one assistant message, as its text or, where it has more, the message."""
     if isinstance(column.value, list) and len(column.value) == 1:
         messages = plain_messages(column.key, column.value)
         if is_answered(messages):
-            return Column(column.key, messages[0]["content"])
+            return Column(column.key, answer_of(messages))
     return column
 
 
@@ -103,7 +124,7 @@ def check_prompt(prompt: Column) -> None:
         raise Flaw("empty_prompt", f"'{prompt.key}' is an empty list of messages before the answer")
     for number, message in enumerate(prompt.value):
         fields = message if isinstance(message, Mapping) else {}
-        if not isinstance(fields.get("role"), str) or not isinstance(fields.get("content"), str):
+        if not isinstance(fields.get("role"), str) or not _is_whole(fields):
             name = f"{prompt.key}[{number}]"
             raise Flaw("bad_message", f"'{name}' must be an object with the texts 'role' and 'content'")
 

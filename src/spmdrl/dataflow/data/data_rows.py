@@ -6,7 +6,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge
@@ -20,6 +20,7 @@ from spmdrl.dataflow.data.column_names import (
     Messages,
     check_prompt,
     find_columns,
+    is_empty,
 )
 from spmdrl.dataflow.data.data_sources import DataSource, data_sources
 from spmdrl.dataflow.data.formats import BadRow, Flaw, Record
@@ -27,6 +28,7 @@ from spmdrl.dataflow.data.pair_columns import find_pair
 from spmdrl.dataflow.data.published import FormatName, published_columns
 from spmdrl.dataflow.data.records import BadRows, data_files, read_records
 from spmdrl.dataflow.data.synthetic import SCHEME
+from spmdrl.engines.models.renderer import Answer, TemplateOptions
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +54,12 @@ class DataConfig:
     chat_template: Literal["auto", "always", "never"] = "auto"
     """auto: the tokenizer's template for lists of messages, strings as they are; always: the template for strings too;
     never: no template"""
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """values that the chat template gets, such as enable_thinking: false; those of a row's column of this name win"""
+    chat_template_file: str | None = None
+    """Jinja file that replaces the tokenizer's chat template, in saved models too; null: the tokenizer's"""
+    system_prompt: str | None = None
+    """system message of conversations in the chat template that have none; null: none"""
     format: FormatName = "auto"
     """auto: prompts as they are, under the names that prompt_key and answer_key list; gsm8k, math500, aime and gpqa:
     that benchmark's columns, and a prompt that asks for the answer in a form which rewards read"""
@@ -72,6 +80,15 @@ class DataConfig:
             )
         for key in ("train", "eval"):
             data_sources(getattr(self, key), f"data.{key}")
+        # Raises ValueError where the template's options don't fit each other.
+        assert self.template
+
+    @property
+    def template(self) -> TemplateOptions:
+        """How prompts and answers are rendered."""
+        return TemplateOptions(
+            self.chat_template, self.chat_template_kwargs, self.chat_template_file, self.system_prompt
+        )
 
 
 @dataclass(frozen=True)
@@ -86,9 +103,9 @@ class Row:
     prompt: str | Messages
     answer: str | None
     columns: dict[str, Any]
-    completion: str | None = None
-    """the text that supervised training learns, where the row has one beside its answer; of a pair, the better one"""
-    rejected: str | None = None
+    completion: Answer | None = None
+    """the answer that supervised training learns, where the row has one beside `answer`; of a pair, the better one"""
+    rejected: Answer | None = None
     """the worse response of a pair"""
 
 
@@ -201,7 +218,7 @@ def _row(record: Record, row_id: str, found: FoundColumns) -> Row:
     columns = {name: value for name, value in record.values.items() if name not in ("id", found.prompt.key)}
     columns["answer"] = found.answer.value
     answer = None if found.answer.value is None else str(found.answer.value)
-    completion = found.completion.value if isinstance(found.completion.value, str) else None
+    completion = found.completion.value if isinstance(found.completion.value, (str, dict)) else None
     return Row(row_id, record.place, found.prompt.value, answer, columns, completion, found.rejected.value)
 
 
@@ -213,7 +230,7 @@ def _checked_columns(values: dict[str, Any], form: str, config: DataConfig, need
     else:
         found = published_columns(form, values, choice_seed=config.choice_seed)
     if needs.pair:
-        found = find_pair(values, found, needs.margin_key)
+        found = find_pair(values, found, needs.margin_key, is_prompt_named=config.prompt_key is not None)
     if found.prompt.key is None:
         keys = config.prompt_key or " or ".join(PROMPT_KEYS)
         columns = ", ".join(values) or "none"
@@ -248,10 +265,10 @@ def _check_completion(found: FoundColumns) -> None:
             f"nothing to learn: no {', '.join((*COMPLETION_KEYS, 'answer'))} and no messages that end with the "
             "assistant's, one of which supervised training needs",
         )
-    if not _is_text_or_number(column.value):
+    if not (_is_text_or_number(column.value) or (isinstance(column.value, dict) and found.completion.key)):
         kind = type(column.value).__name__
         raise Flaw("completion_type", f"'{column.key}' is a {kind}, but must be text or one message of the assistant")
-    if not str(column.value).strip():
+    if is_empty(column.value):
         raise Flaw("empty_completion", f"'{column.key}' is empty, so there is nothing to learn")
 
 

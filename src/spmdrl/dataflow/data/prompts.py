@@ -3,35 +3,23 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import logging
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 
 from spmdrl.dataflow.data.column_names import Messages
 from spmdrl.dataflow.data.data_rows import DataConfig, Row, SourceRows
-from spmdrl.dataflow.data.formats import BadRow
+from spmdrl.dataflow.data.formats import BadRow, Flaw
 from spmdrl.dataflow.data.records import BadRows
+from spmdrl.engines.models.renderer import Answer, Renderer, TokenizedPrompts
 from spmdrl.types import Batch, offsets_of
 
 logger = logging.getLogger(__name__)
-
-_TOKENIZER_BATCH = 1024
-
-
-class Tokenizer(Protocol):
-    """What prompts need of a Hugging Face tokenizer."""
-
-    chat_template: Any
-
-    def __call__(self, text: list[str], *, add_special_tokens: bool) -> Any: ...
-
-    def apply_chat_template(self, conversation: Any, *, tokenize: bool, add_generation_prompt: bool) -> Any: ...
-
-    def decode(self, token_ids: list[int]) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -47,9 +35,9 @@ class Prompt:
     answer: str | None
     columns: dict[str, Any]
     original: str | Messages
-    completion: str | None = None
-    """the text that supervised training learns, where it isn't the answer; of a pair, the better one"""
-    rejected: str | None = None
+    completion: Answer | None = None
+    """the answer that supervised training learns, where it isn't `answer`; of a pair, the better one"""
+    rejected: Answer | None = None
     """the worse response of a pair"""
 
 
@@ -62,57 +50,6 @@ def prompt_columns(prompts: Sequence[Prompt]) -> Batch:
     return batch
 
 
-@dataclass(frozen=True)
-class TokenizedPrompts:
-    """Texts with the token ids of each: row i holds `ids[offsets[i]:offsets[i + 1]]`."""
-
-    texts: list[str]
-    ids: np.ndarray
-    offsets: np.ndarray
-    uses_template: bool
-    """Whether the chat template made any of the texts."""
-
-    def prompt_ids(self, row: int) -> tuple[int, ...]:
-        return tuple(self.ids[self.offsets[row] : self.offsets[row + 1]].tolist())
-
-    def length(self, row: int) -> int:
-        return int(self.offsets[row + 1] - self.offsets[row])
-
-
-def tokenize_prompts(prompts: Sequence[str | Messages], tokenizer: Tokenizer, config: DataConfig) -> TokenizedPrompts:
-    """Render prompts by `data.chat_template` and tokenize them.
-
-    Rendered templates hold their own special tokens; plain text gets those that the tokenizer puts before text.
-    """
-    rendered = [_render(prompt, tokenizer, config) for prompt in prompts]
-    ids: list[list[int]] = [[] for _ in rendered]
-    for is_template in (False, True):
-        rows = [row for row, (_, from_template) in enumerate(rendered) if from_template == is_template]
-        for start in range(0, len(rows), _TOKENIZER_BATCH):
-            batch = rows[start : start + _TOKENIZER_BATCH]
-            tokens = tokenizer([rendered[row][0] for row in batch], add_special_tokens=not is_template)["input_ids"]
-            for row, row_ids in zip(batch, tokens, strict=True):
-                ids[row] = row_ids
-    offsets = np.cumsum([0, *map(len, ids)], dtype=np.int64)
-    flat = np.fromiter((token for row_ids in ids for token in row_ids), dtype=np.int32, count=int(offsets[-1]))
-    uses_template = any(from_template for _, from_template in rendered)
-    return TokenizedPrompts([text for text, _ in rendered], flat, offsets, uses_template)
-
-
-def _render(prompt: str | Messages, tokenizer: Tokenizer, config: DataConfig) -> tuple[str, bool]:
-    """The prompt's text, and whether the chat template made it."""
-    is_text = isinstance(prompt, str)
-    if config.chat_template == "never" or (config.chat_template == "auto" and is_text):
-        return (prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)), False
-    if not getattr(tokenizer, "chat_template", None):
-        raise ValueError(
-            f"data.chat_template is '{config.chat_template}' and a prompt is {'text' if is_text else 'messages'}, "
-            "but the tokenizer has no chat template; set data.chat_template: never, or use a model that has one"
-        )
-    messages = [{"role": "user", "content": prompt}] if is_text else prompt
-    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True), True
-
-
 class PromptSource:
     """The prompts of one or more sources as an endless sequence of epochs, each in its own order.
 
@@ -121,10 +58,19 @@ class PromptSource:
     """
 
     def __init__(
-        self, rows: Sequence[SourceRows], tokenizer: Tokenizer, config: DataConfig, seed: int, *, vocab_size: int
-    ):
-        """`vocab_size` is the model's: tokenizers may have more tokens than it has embeddings."""
-        kept = [_usable_rows(part, tokenizer, config, vocab_size) for part in rows]
+        self, rows: Sequence[SourceRows], renderer: Renderer, config: DataConfig, seed: int, *, vocab_size: int,
+        check: Callable[[Prompt], None] | None = None,
+    ):  # fmt: skip
+        """`vocab_size` is the model's: tokenizers may have more tokens than it has embeddings.
+
+        `check` raises Flaw for a row that can't be used though its prompt can.
+        """
+        # Ids need to be unique in a file only; with several files the path distinguishes them.
+        prefixes = [f"{part.source.path}#" if len(rows) > 1 else "" for part in rows]
+        kept = [
+            _usable_rows(part, prefix, renderer, config, vocab_size, check)
+            for part, prefix in zip(rows, prefixes, strict=True)
+        ]
         too_long = [bad for part in kept for bad in part.skipped]
         if too_long and config.on_bad_row == "error":
             raise BadRows(too_long, sum(len(part.rows) for part in rows))
@@ -135,27 +81,38 @@ class PromptSource:
                 )
             if not part.positions:
                 raise ValueError(
-                    f"{source.source.path} holds no prompt within data.max_prompt_length = {config.max_prompt_length}"
+                    f"{source.source.path} holds no row that can be used, with data.max_prompt_length = "
+                    f"{config.max_prompt_length}; the first is {part.skipped[0]}"
                 )
         self.skipped: tuple[BadRow, ...] = tuple(too_long)
         self._parts = kept
+        self._renderer = renderer
         self._order = MixedOrder(
             tuple(len(part.positions) for part in kept),
             tuple(part.source.weight for part in rows),
             seed=seed,
             is_shuffled=config.shuffle,
         )
-        # Ids need to be unique in a file only; with several files the path distinguishes them.
-        self._prefixes = [f"{part.source.path}#" if len(rows) > 1 else "" for part in rows]
 
     def __len__(self) -> int:
         """Prompts in one epoch."""
         return self._order.epoch_size
 
     @property
-    def uses_template(self) -> bool:
-        """Whether the chat template made any of the prompts."""
-        return any(part.prompts.uses_template for part in self._parts)
+    def warnings(self) -> list[str]:
+        """Lines on what isn't used of the rows and of the template's options."""
+        num_in_template = sum(part.prompts.num_in_template for part in self._parts)
+        num_texts = sum(len(part.rows) for part in self._parts) - num_in_template
+        has_tools = any(row.columns.get("tools") for part in self._parts for row in part.rows)
+        return self._renderer.warnings(num_texts, num_in_template, has_tools=has_tools)
+
+    @property
+    def digest(self) -> str:
+        """A short digest of all prompts' tokens."""
+        whole = hashlib.sha256()
+        for part in self._parts:
+            whole.update(part.prompts.offsets.tobytes() + part.prompts.ids.tobytes())
+        return whole.hexdigest()[:16]
 
     @property
     def mean_length(self) -> float:
@@ -185,56 +142,51 @@ class PromptSource:
 
     def _prompt(self, source: int, index: int) -> Prompt:
         part = self._parts[source]
-        position = part.positions[index]
-        row = part.rows[position]
-        ids = part.prompts.prompt_ids(position)
-        return Prompt(
-            self._prefixes[source] + row.id,
-            ids,
-            part.prompts.texts[position],
-            row.answer,
-            row.columns,
-            row.prompt,
-            row.completion,
-            row.rejected,
-        )
+        return part.prompt(part.positions[index])
 
 
 @dataclass(frozen=True)
 class _UsableRows:
     rows: tuple[Row, ...]
+    prefix: str
+    """what comes before the ids of the rows"""
     prompts: TokenizedPrompts
-    positions: list[int]
-    skipped: list[BadRow]
+    positions: list[int] = field(default_factory=list)
+    skipped: list[BadRow] = field(default_factory=list)
+
+    def prompt(self, position: int) -> Prompt:
+        row, ids, text = self.rows[position], self.prompts.prompt_ids(position), self.prompts.texts[position]
+        row_id = self.prefix + row.id
+        return Prompt(row_id, ids, text, row.answer, row.columns, row.prompt, row.completion, row.rejected)
 
 
-def _usable_rows(part: SourceRows, tokenizer: Tokenizer, config: DataConfig, vocab_size: int) -> _UsableRows:
+def _usable_rows(
+    part: SourceRows, prefix: str, renderer: Renderer, config: DataConfig, vocab_size: int,
+    check: Callable[[Prompt], None] | None,
+) -> _UsableRows:  # fmt: skip
     """Which rows have between 1 and `data.max_prompt_length` tokens, all of them in the model's vocabulary."""
-    prompts = tokenize_prompts([row.prompt for row in part.rows], tokenizer, config)
-    positions: list[int] = []
-    skipped: list[BadRow] = []
+    prompts = renderer.prompts([row.prompt for row in part.rows], [row.columns for row in part.rows])
+    usable = _UsableRows(part.rows, prefix, prompts)
     has_foreign = prompts.ids.size > 0 and int(prompts.ids.max()) >= vocab_size
     for position, row in enumerate(part.rows):
         length = prompts.length(position)
         highest = max(prompts.prompt_ids(position), default=0) if has_foreign else 0
-        if highest >= vocab_size:
-            skipped.append(BadRow(row.place, "unknown_token", foreign_token(highest, tokenizer, vocab_size)))
-        elif 1 <= length <= config.max_prompt_length:
-            positions.append(position)
-        elif length == 0:
-            skipped.append(BadRow(row.place, "empty_prompt", "the prompt has no token"))
-        else:
-            problem = f"the prompt has {length} tokens, but data.max_prompt_length is {config.max_prompt_length}"
-            skipped.append(BadRow(row.place, "prompt_too_long", problem))
-    return _UsableRows(part.rows, prompts, positions, skipped)
-
-
-def foreign_token(token_id: int, tokenizer: Tokenizer, vocab_size: int) -> str:
-    """What is wrong with a row that has a token without an embedding."""
-    return (
-        f"it has token {token_id} ({tokenizer.decode([token_id])!r}), but the model's vocabulary ends at "
-        f"{vocab_size - 1}; use the tokenizer that the model was trained with"
-    )
+        try:
+            if position in prompts.problems:
+                raise Flaw("not_rendered", prompts.problems[position])
+            if highest >= vocab_size:
+                raise Flaw("unknown_token", renderer.tokenizer.unknown_token(highest, vocab_size))
+            if length == 0:
+                raise Flaw("empty_prompt", "the prompt has no token")
+            if length > config.max_prompt_length:
+                problem = f"the prompt has {length} tokens, but data.max_prompt_length is {config.max_prompt_length}"
+                raise Flaw("prompt_too_long", problem)
+            if check is not None:
+                check(usable.prompt(position))
+            usable.positions.append(position)
+        except Flaw as flaw:
+            usable.skipped.append(BadRow(row.place, flaw.kind, str(flaw)))
+    return usable
 
 
 class MixedOrder:

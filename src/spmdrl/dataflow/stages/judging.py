@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
-from spmdrl.dataflow.data.data_rows import DataConfig
-from spmdrl.dataflow.data.prompts import Prompt, tokenize_prompts
+from spmdrl.dataflow.data.prompts import Prompt
 from spmdrl.dataflow.samples.dock import Samples
 from spmdrl.dataflow.samples.schema import JUDGE_SCORE
 from spmdrl.dataflow.stages.reward import DecodeTokens
@@ -16,7 +15,7 @@ from spmdrl.dataflow.stages.rollout.requests import StopPoint, run_requests
 from spmdrl.engines.generation.frozen_generator import FrozenGenerator
 from spmdrl.engines.generation.protocol import Request, SamplingParams
 from spmdrl.engines.models.decoder import DecoderConfig
-from spmdrl.engines.models.tokenizer import ModelTokenizer
+from spmdrl.engines.models.renderer import Renderer
 from spmdrl.engines.reward.judge_config import JudgeConfig
 from spmdrl.observability.metrics import Recorder
 from spmdrl.resources.mesh import GenerationMesh
@@ -31,22 +30,21 @@ class Judge:
     generator: FrozenGenerator
     mesh: GenerationMesh
     """the ranks that hold it together, which are asked the same"""
-    tokenizer: ModelTokenizer
+    renderer: Renderer
+    """by the judge's own chat template, where it has one"""
     decoder: DecoderConfig
-    data: DataConfig
-    """how the policy's prompts are rendered; the judge's questions by its own chat template, where it has one"""
 
     def scores(self, questions: Sequence[str], recorder: Recorder) -> list[float | None]:
         """The number of each verdict; None without one, counted as unread, and for questions that can't be asked.
 
         Collective over the ranks that hold the judge, or share its experts.
         """
-        requests = self._requests(questions)
+        requests, decode = self._requests(questions), self.renderer.tokenizer.decode
         verdicts: dict[int, str] = {}
         with self.generator.awake() as engine:
             for ended in run_requests(engine, requests, StopPoint(self.mesh)):
                 for responses in ended.values():
-                    verdicts |= {one.row: self.tokenizer.decode(one.token_ids) for one in responses}
+                    verdicts |= {one.row: decode(one.token_ids) for one in responses}
         scores = {row: self.config.score(verdict) for row, verdict in verdicts.items()}
         if self.mesh.is_leader:
             recorder.total("judge/unread", list(scores.values()).count(None))
@@ -56,12 +54,13 @@ class Judge:
     def _requests(self, questions: Sequence[str]) -> list[Request]:
         """The questions that the judge has positions and tokens for."""
         sampling = SamplingParams(
-            temperature=0.0, max_tokens=self.config.max_tokens, stop_token_ids=self.tokenizer.stop_token_ids
+            temperature=0.0, max_tokens=self.config.max_tokens, stop_token_ids=self.renderer.tokenizer.stop_token_ids
         )
         most_tokens = self.decoder.max_positions - sampling.max_tokens
-        raw = self.tokenizer.raw
-        asked = [[{"role": "user", "content": one}] for one in questions] if raw.chat_template else questions
-        tokenized = tokenize_prompts(asked, raw, replace(self.data, chat_template="auto"))
+        is_chat = self.renderer.has_template
+        tokenized = self.renderer.prompts(
+            [[{"role": "user", "content": one}] for one in questions] if is_chat else questions
+        )
         prompts = {row: tokenized.prompt_ids(row) for row in range(len(questions))}
         return [
             Request((row,), prompt_ids, (0,), sampling)
@@ -103,4 +102,4 @@ def text_of(prompt: Prompt) -> str:
     """The prompt as the row holds it, without a template's tokens; messages one after another, each with its role."""
     if isinstance(prompt.original, str):
         return prompt.original
-    return "\n".join(f"{message['role']}: {message['content']}" for message in prompt.original)
+    return "\n".join(f"{message['role']}: {message.get('content') or ''}" for message in prompt.original)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,6 @@ TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "merges.txt", "tokenizer.model", "chat_template.jinja", "generation_config.json",
 )  # fmt: skip
-
-
-# A word that templates leave as it is, and that no template has of its own.
-_PROBE = "Tangerine"
 
 
 @dataclass(frozen=True)
@@ -47,27 +43,35 @@ class ModelTokenizer:
         """The tokens that end a response, with their texts."""
         return tuple(self._stop_token(token_id) for token_id in self.stop_token_ids)
 
-    def end_of_turn(self) -> StopToken | None:
-        """The special token that the chat template puts after an answer; None where there is no such token."""
-        turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _PROBE}]
-        # Templates may raise anything of their own, such as a demand for a system message.
-        with suppress(Exception):
-            rendered = self.raw.apply_chat_template(turns, tokenize=False, add_generation_prompt=False)
-            after = self.raw(rendered.rpartition(_PROBE)[2], add_special_tokens=False)["input_ids"]
-            special = [token_id for token_id in after if token_id in self.raw.added_tokens_decoder]
-            return self._stop_token(special[0]) if special else None
-        return None
+    @cached_property
+    def tokens_before_text(self) -> list[int]:
+        """The tokens that the tokenizer puts before plain text, such as its begin token."""
+        for probe in ("a", "1", "?", "="):
+            bare, whole = self.encode(probe), self.raw(probe)["input_ids"]
+            places = [place for place in range(len(whole)) if bare and whole[place : place + len(bare)] == bare]
+            if places:
+                return whole[: places[0]]
+        return []
 
-    def end_of_turn_warning(self) -> str | None:
-        """What is wrong where answers in the chat template end with a token that doesn't stop responses."""
-        end = self.end_of_turn()
-        if end is None or end.token_id in self.stop_token_ids:
-            return None
-        stops = ", ".join(map(str, self.stop_tokens))
-        ids = [*self.stop_token_ids, end.token_id]
+    @property
+    def highest_id(self) -> int:
+        """The highest token id that a text may have."""
+        return max(self.raw.get_vocab().values())
+
+    def begun(self, ids: list[int]) -> list[int]:
+        """A plain text's tokens after those that begin one, which it may have already; none that ends a text."""
+        before = self.tokens_before_text
+        return ids if ids[: len(before)] == before else [*before, *ids]
+
+    def first_special(self, text: str) -> StopToken | None:
+        """The first added token in a text; None without one."""
+        return next((self._stop_token(one) for one in self.encode(text) if one in self.raw.added_tokens_decoder), None)
+
+    def unknown_token(self, token_id: int, vocab_size: int) -> str:
+        """The problem of a row that has a token without an embedding."""
         return (
-            f"WARNING: the chat template ends answers with {end}, but responses stop at {stops} only and run on past "
-            f'their end; set "eos_token_id": {ids} in {self.folder / "generation_config.json"}'
+            f"it has token {token_id} ({self.raw.decode([token_id])!r}), but the model's vocabulary ends at "
+            f"{vocab_size - 1}; use the tokenizer that the model was trained with"
         )
 
     def check_same_tokens(self, other: ModelTokenizer) -> None:
@@ -99,9 +103,9 @@ class ModelTokenizer:
         """The tokens of a text, without those that begin or end one; special tokens in it are read as such."""
         return self.raw(text, add_special_tokens=False)["input_ids"]
 
-    def encode_completion(self, text: str) -> list[int]:
-        """The tokens of a whole response, ended by the first stop token."""
-        return [*self.encode(text), *self.stop_token_ids[:1]]
+    def encode_all(self, texts: list[str]) -> list[list[int]]:
+        """As `encode`, of many texts at once."""
+        return self.raw(texts, add_special_tokens=False)["input_ids"]
 
     def _stop_token(self, token_id: int) -> StopToken:
         return StopToken(token_id, self.raw.decode([token_id]))

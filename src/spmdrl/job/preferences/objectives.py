@@ -19,7 +19,7 @@ from spmdrl.algorithms.terms.pairs import (
 )
 from spmdrl.config.config import RewardModelConfig
 from spmdrl.dataflow.data.prompts import Prompt
-from spmdrl.engines.models.tokenizer import ModelTokenizer
+from spmdrl.engines.models.renderer import Renderer
 from spmdrl.engines.training.batching.packed_rows import LossFunction, LossTerms, MicroBatch, Scores, TokenRows
 from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.job.preferences.pair_data import SIGN, pair_rows
@@ -51,13 +51,13 @@ class PreferenceObjective:
     """DPO, and what differs from it by its settings."""
 
     config: PreferenceConfig
-    tokenizer: ModelTokenizer
+    renderer: Renderer
     trainer: TrainingEngine
     reference: TrainingEngine | None
     """the trainer itself where it has adapters, without which it is its reference"""
 
     def rows(self, prompts: Sequence[Prompt]) -> TokenRows:
-        rows = pair_rows(prompts, self.tokenizer)
+        rows = pair_rows(prompts, self.renderer)
         if self.reference is None:
             return rows
         with self.reference.without_adapters():
@@ -91,11 +91,11 @@ class RewardObjective:
     """Bradley and Terry's model: the better response of a pair is to score higher."""
 
     config: RewardModelConfig
-    tokenizer: ModelTokenizer
+    renderer: Renderer
     trainer: TrainingEngine
 
     def rows(self, prompts: Sequence[Prompt]) -> TokenRows:
-        rows, key = pair_rows(prompts, self.tokenizer), self.config.margin_key
+        rows, key = pair_rows(prompts, self.renderer), self.config.margin_key
         if key is None:
             return rows
         margins_B = torch.tensor([float(prompt.columns[key]) for prompt in prompts]).repeat_interleave(PAIR)

@@ -9,11 +9,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from spmdrl.config.config import Config
+from spmdrl.dataflow.data.learnt_rows import LearntRows
 from spmdrl.dataflow.data.prompts import PromptSource
 from spmdrl.dataflow.stages.teacher.teachers_prompts import TeachersPrompts
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf.model_folder import HUB_TEXT_FILES, read_config, resolve_model_folder
 from spmdrl.engines.models.making.make_model import make_folder_without_weights
+from spmdrl.engines.models.renderer import Renderer
 from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.engines.training.sharding.parallelize import check_layout
 from spmdrl.job.model.model_source import (
@@ -41,13 +43,23 @@ class Prepared:
     """The models' folders without their weights, and the prompts in the policy's tokens."""
 
     sources: Mapping[Role, ModelSource]
-    tokenizer: ModelTokenizer
+    renderer: Renderer
     train_prompts: PromptSource | None
     """those of `data.train`; None where the verb reads none"""
     held_out: PromptSource | None
     """those of `data.eval`"""
     teachers_prompts: TeachersPrompts | None = None
     """what a teacher sees in place of `data.train`'s prompts; None: these themselves"""
+
+    @property
+    def tokenizer(self) -> ModelTokenizer:
+        return self.renderer.tokenizer
+
+    @property
+    def warnings(self) -> list[str]:
+        """Lines on prompts, and on the template's options, that aren't used as they may have been meant."""
+        both = [prompts for prompts in (self.train_prompts, self.held_out) if prompts is not None]
+        return list(dict.fromkeys(line for prompts in both for line in prompts.warnings))
 
     @property
     def source(self) -> ModelSource:
@@ -99,11 +111,17 @@ def prepare(checked: CheckedRun, source: ModelSource) -> Prepared:
     if JUDGE in sources:
         # Raises ValueError where no token would end a verdict.
         ModelTokenizer(sources[JUDGE].folder)
+    renderer, vocab_size = Renderer(tokenizer, config.data.template), source.decoder.vocab_size
+    learnt = LearntRows(renderer, config.sft.turns if checked.verb == "sft" else "last")
+    check = learnt.check(vocab_size, source.decoder.max_positions)
     train, held_out = (
-        PromptSource(rows, tokenizer.raw, config.data, config.seed, vocab_size=source.decoder.vocab_size)
+        PromptSource(rows, renderer, config.data, config.seed, vocab_size=vocab_size, check=check if learns else None)
         if rows
         else None
-        for rows in (checked.train_rows, checked.eval_rows)
+        for rows, learns in (
+            (checked.train_rows, checked.offline is not None),
+            (checked.eval_rows, checked.verb in ON_PAIRS),
+        )
     )
     num_new = config.rollout.max_completion_length
     if train is not None and checked.offline is None:
@@ -113,22 +131,24 @@ def prepare(checked: CheckedRun, source: ModelSource) -> Prepared:
         check_positions(held_out, "data.eval", source.decoder, num_new)
     teachers_prompts = None
     if train is not None and checked.verb != "sft" and config.teacher is not None and config.teacher.prompt_column:
-        teachers_prompts = TeachersPrompts(config.teacher.prompt_column, tokenizer.raw, config.data)
+        teachers_prompts = TeachersPrompts(config.teacher.prompt_column, renderer)
         most_tokens = sources.get(TEACHER, source).decoder.max_positions - num_new
-        teachers_prompts.check([*train.all()], most_tokens=most_tokens, vocab_size=source.decoder.vocab_size)
-    return Prepared(sources, tokenizer, train, held_out, teachers_prompts)
+        teachers_prompts.check([*train.all()], most_tokens=most_tokens, vocab_size=vocab_size)
+    return Prepared(sources, renderer, train, held_out, teachers_prompts)
 
 
 def prepare_together(checked: CheckedRun, world: World, console: Console) -> Prepared:
-    """As `prepare`, with the models that all ranks find alike, weights included. Collective.
+    """As `prepare`, with the models, weights included, and prompts that all ranks find alike. Collective.
 
-    Warns where prompts come from a chat template whose end of turn doesn't end responses.
+    Warns of prompts and options that aren't used as they may have been meant.
     """
     with console.doing("reading the model's config, tokenizer and prompts"):
         prepared = prepare(checked, prepare_model(checked.config, world))
         agree_on_models(prepared.sources, world)
-    prompts = prepared.held_out if prepared.train_prompts is None else prepared.train_prompts
-    if prompts is not None and prompts.uses_template and (warning := prepared.tokenizer.end_of_turn_warning()):
+        # Templates may write the day, and files of a template may differ.
+        named = {"data.train": prepared.train_prompts, "data.eval": prepared.held_out}
+        world.agree(lambda: {f"the tokens of {key}": one.digest for key, one in named.items() if one is not None})
+    for warning in prepared.warnings:
         console.note(warning)
     return prepared
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from spmdrl.dataflow.data.data_rows import DataConfig
-from spmdrl.dataflow.data.prompts import Prompt, TokenizedPrompts, Tokenizer, foreign_token, tokenize_prompts
+from spmdrl.dataflow.data.prompts import Prompt
 from spmdrl.dataflow.samples.dock import Samples
+from spmdrl.engines.models.renderer import Renderer, TokenizedPrompts
 from spmdrl.types import Batch, gather_ragged_rows
 
 
@@ -18,8 +18,7 @@ class TeachersPrompts:
     """Renders a column of the data as prompts are, by `data.chat_template`."""
 
     column: str
-    tokenizer: Tokenizer
-    config: DataConfig
+    renderer: Renderer
 
     def check(self, prompts: Sequence[Prompt], *, most_tokens: int, vocab_size: int) -> None:
         """Raise ValueError unless each row has a prompt in the column, of at most so many tokens of the vocabulary."""
@@ -31,9 +30,11 @@ class TeachersPrompts:
                     f"which is no prompt; its columns are {', '.join(sorted(prompt.columns)) or 'none'}"
                 )
         tokenized = self._tokenized(prompts)
+        for place, problem in tokenized.problems.items():
+            raise ValueError(f"teacher.prompt_column is {self.column}, but of row {prompts[place].id}: {problem}")
         highest = int(tokenized.ids.max(initial=0))
         if highest >= vocab_size:
-            problem = foreign_token(highest, self.tokenizer, vocab_size)
+            problem = self.renderer.tokenizer.unknown_token(highest, vocab_size)
             raise ValueError(f"teacher.prompt_column is {self.column}, but of a row of it: {problem}")
         for place, prompt in enumerate(prompts):
             if not 1 <= (length := tokenized.length(place)) <= most_tokens:
@@ -53,4 +54,5 @@ class TeachersPrompts:
         return seen
 
     def _tokenized(self, prompts: Sequence[Prompt]) -> TokenizedPrompts:
-        return tokenize_prompts([prompt.columns[self.column] for prompt in prompts], self.tokenizer, self.config)
+        columns = [prompt.columns for prompt in prompts]
+        return self.renderer.prompts([of_row[self.column] for of_row in columns], columns)

@@ -1,0 +1,397 @@
+"""The one place where text becomes tokens: prompts, answers and conversations, in the chat template or as plain text.
+
+For every verb, a prompt's tokens and then its answer's are those of the template's own text, up to and with the token
+that ends the turn.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from os.path import commonprefix
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from jinja2 import TemplateSyntaxError
+
+from spmdrl.engines.models.tokenizer import ModelTokenizer, StopToken
+
+Message = Mapping[str, Any]
+Messages = Sequence[Message]
+Answer = str | dict[str, Any]
+"""text, or a message of the assistant with more than text, such as tool calls"""
+
+_TOKENIZER_BATCH = 1024
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_TELLS_NONE = re.compile(r"\bis (not )?none\b")
+# Words that templates leave as they are, and that no template has of its own.
+_PROBE = "Tangerine"
+_CUT = "continued-from-here-7f3a"
+# What the renderer itself gives to the template, or to transformers' function around it.
+_RESERVED = frozenset(
+    "add_generation_prompt chat_template continue_final_message conversation max_length messages padding "
+    "return_assistant_tokens_mask return_dict return_tensors tokenize tokenizer_kwargs tools truncation".split()
+)
+
+
+class RowNotRendered(ValueError):
+    """A row that the chat template, or the renderer, can't take."""
+
+
+@dataclass(frozen=True)
+class TemplateOptions:
+    """Which prompts the chat template makes, and what it gets beside the messages; the keys are those of `data`."""
+
+    use: Literal["auto", "always", "never"] = "auto"
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    file: str | None = None
+    system_prompt: str | None = None
+
+    def __post_init__(self) -> None:
+        _check_kwargs(self.kwargs, "data.chat_template_kwargs")
+        if self.use == "never" and self.named:
+            raise ValueError(
+                f"data.chat_template is never, but {self.named[0]} is set, which only a chat template reads; set "
+                "data.chat_template to auto or always, or leave it out"
+            )
+
+    @property
+    def named(self) -> list[str]:
+        """The keys that are set, which the template alone reads."""
+        given = {"chat_template_kwargs": self.kwargs, "chat_template_file": self.file}
+        return [f"data.{key}" for key, value in (given | {"system_prompt": self.system_prompt}).items() if value]
+
+    def own_template(self) -> str | None:
+        """The text of the file that replaces the tokenizer's template; None without one."""
+        if self.file is None:
+            return None
+        try:
+            return Path(self.file).expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"data.chat_template_file {self.file} can't be read: {error}") from None
+
+
+def _check_kwargs(kwargs: object, name: str) -> None:
+    if not isinstance(kwargs, Mapping):
+        raise RowNotRendered(f"'{name}' is a {type(kwargs).__name__}, but must be a mapping")
+    if reserved := sorted(_RESERVED & kwargs.keys()):
+        raise RowNotRendered(
+            f"{name} has {', '.join(reserved)}, which the renderer itself sets; leave it out (tools are a column)"
+        )
+
+
+@dataclass(frozen=True)
+class MarkedTokens:
+    """Token ids, and for each whether it is to be learnt."""
+
+    ids: list[int]
+    is_learnt: list[bool]
+
+    @classmethod
+    def of_answer(cls, prompt_ids: Sequence[int], answer_ids: Sequence[int]) -> MarkedTokens:
+        """A prompt and the one answer to it."""
+        return cls([*prompt_ids, *answer_ids], [False] * len(prompt_ids) + [True] * len(answer_ids))
+
+
+@dataclass(frozen=True)
+class TokenizedPrompts:
+    """Texts with the token ids of each: row i holds `ids[offsets[i]:offsets[i + 1]]`."""
+
+    texts: list[str]
+    ids: np.ndarray
+    offsets: np.ndarray
+    problems: Mapping[int, str]
+    """why rows that can't be rendered have no token"""
+    num_in_template: int = 0
+    """rows that the chat template made"""
+
+    def prompt_ids(self, row: int) -> tuple[int, ...]:
+        return tuple(self.ids[self.offsets[row] : self.offsets[row + 1]].tolist())
+
+    def length(self, row: int) -> int:
+        return int(self.offsets[row + 1] - self.offsets[row])
+
+
+class Renderer:
+    """Renders rows for one tokenizer. Of a row's `columns`, `tools` and `chat_template_kwargs` go to the template."""
+
+    def __init__(self, tokenizer: ModelTokenizer, options: TemplateOptions | None = None):
+        self.tokenizer = tokenizer
+        self.options = options or TemplateOptions()
+        self._own_template = self.options.own_template()
+
+    @property
+    def has_template(self) -> bool:
+        return bool(self._own_template or self.tokenizer.raw.chat_template)
+
+    def uses_template(self, prompt: str | Messages) -> bool:
+        """Whether the chat template makes this prompt. Raises ValueError where it is to, and there is none."""
+        is_text = isinstance(prompt, str)
+        if self.options.use == "never" or (self.options.use == "auto" and is_text):
+            return False
+        if not self.has_template:
+            raise ValueError(
+                f"data.chat_template is '{self.options.use}' and a prompt is {'text' if is_text else 'messages'}, but "
+                "the tokenizer has no chat template; set data.chat_template: never or data.chat_template_file, or use "
+                "a model that has one"
+            )
+        return True
+
+    def prompts(self, prompts: Sequence[str | Messages], columns: Sequence[Mapping[str, Any]] = ()) -> TokenizedPrompts:
+        """Tokenize prompts to answer; a row that can't be rendered has no token, and its problem is kept."""
+        texts, problems = [""] * len(prompts), {}
+        for row, prompt in enumerate(prompts):
+            try:
+                texts[row] = self.prompt_text(prompt, columns[row] if columns else {})
+            except RowNotRendered as problem:
+                problems[row] = str(problem)
+        ids: list[list[int]] = []
+        for start in range(0, len(texts), _TOKENIZER_BATCH):
+            ids += self.tokenizer.encode_all(texts[start : start + _TOKENIZER_BATCH])
+        in_template = [self.uses_template(prompt) for prompt in prompts]
+        for row, from_template in enumerate(in_template):
+            ids[row] = [] if row in problems else ids[row] if from_template else self.tokenizer.begun(ids[row])
+        offsets = np.cumsum([0, *map(len, ids)], dtype=np.int64)
+        flat = np.fromiter((token for row_ids in ids for token in row_ids), dtype=np.int32, count=int(offsets[-1]))
+        return TokenizedPrompts(texts, flat, offsets, problems, sum(in_template))
+
+    def prompt_text(self, prompt: str | Messages, columns: Mapping[str, Any]) -> str:
+        """The text to answer, which ends where the answer begins; an answer that messages end with is continued."""
+        if not self.uses_template(prompt):
+            return prompt if isinstance(prompt, str) else "\n".join(map(_plain_text, prompt))
+        messages = self._messages(prompt)
+        if messages[-1]["role"] != "assistant":
+            return self._rendered(messages, columns, add_generation_prompt=True)
+        *before, last = messages
+        begun = last.get("content") or ""
+        if last.get("tool_calls"):
+            raise RowNotRendered("the prompt ends with the assistant's tool calls; add the tools' answers to them")
+        text, mark, _ = self._rendered([*before, {**last, "content": begun + _CUT}], columns).rpartition(_CUT)
+        if not mark or not text.endswith(begun.lstrip()):
+            raise RowNotRendered(
+                f"the chat template of {self._place} doesn't write all of the assistant's last message, which the "
+                "prompt ends with, so that it can't be continued"
+            )
+        return text
+
+    def answer(self, prompt: str | Messages, answer: str | Message, columns: Mapping[str, Any]) -> MarkedTokens:
+        """A prompt and its answer, as the template writes it up to and with its end of turn; of plain text, up to and
+        with the first stop token. A text continues a prompt that ends with the assistant's message."""
+        encode = self.tokenizer.encode
+        if not self.uses_template(prompt):
+            answer_ids = self._ended(encode(answer if isinstance(answer, str) else _plain_text(answer)))
+            return MarkedTokens.of_answer(self.tokenizer.begun(encode(self.prompt_text(prompt, columns))), answer_ids)
+        messages = self._messages(prompt)
+        *before, last = messages
+        message: Message = {"role": "assistant", "content": answer} if isinstance(answer, str) else answer
+        if last["role"] == "assistant" and isinstance(answer, str):
+            begun = self.prompt_text(prompt, columns)
+            messages, message = before, {**last, "content": (last.get("content") or "") + answer}
+        else:
+            begun = self._rendered(messages, columns, add_generation_prompt=True)
+        whole = self._rendered([*messages, *self._clean([message])], columns)
+        text = self._behind(begun, whole, last, message)
+        ended = self._through_end(text)
+        prompt_ids, ids = encode(begun), encode(begun + (ended or text.rstrip()))
+        # A token that spans both is none that the model would write behind the prompt.
+        is_prefix = ids[: len(prompt_ids)] == prompt_ids
+        answer_ids = ids[len(prompt_ids) :] if is_prefix else encode(ended or text.rstrip())
+        return MarkedTokens.of_answer(prompt_ids, answer_ids if ended else self._ended(answer_ids))
+
+    def conversation(self, messages: Messages, columns: Mapping[str, Any]) -> MarkedTokens:
+        """The conversation in the chat template, with what the assistant wrote marked.
+
+        By the template's own mark, `{% generation %}`, where it has one. Else by the prefixes of the conversation that
+        end before and after each of the assistant's messages: marked is what lies between, up to the token that ends
+        the turn. Raises ValueError where that isn't unambiguous, or the first token would be learnt.
+        """
+        messages = self._messages(messages)
+        if _GENERATION.search(self._template(_tools_of(columns))):
+            how = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
+            rendered = self._apply(messages, columns, **how)
+            marked = MarkedTokens(list(rendered["input_ids"]), [mask == 1 for mask in rendered["assistant_masks"]])
+        else:
+            marked = self._by_prefixes(messages, columns)
+        if not any(marked.is_learnt):
+            raise RowNotRendered("the chat template marks no token as the assistant's, so there is nothing to learn")
+        if marked.is_learnt[0]:
+            raise RowNotRendered(
+                "the first token is the assistant's, which no token precedes; begin with a user's message"
+            )
+        return marked
+
+    @cached_property
+    def end_of_turn(self) -> StopToken | None:
+        """The special token that the chat template puts after an answer; None where there is no such token."""
+        asked = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _PROBE}]
+        for messages in (asked, [{"role": "system", "content": "?"}, *asked]):
+            # Templates may raise anything of their own, such as a demand for a system message.
+            try:
+                after = self._rendered(self._messages(messages), {}).rpartition(_PROBE)[2]
+            except ValueError:
+                continue
+            return self.tokenizer.first_special(after)
+        return None
+
+    def warnings(self, num_texts: int, num_in_template: int, *, has_tools: bool) -> list[str]:
+        """Lines on what of the options, the rows and the tokenizer isn't used or disagrees."""
+        lines = []
+        if num_in_template and (warning := self._end_of_turn_warning()):
+            lines.append(warning)
+        if num_texts and self.options.use == "auto" and self.has_template:
+            lines.append(
+                f"WARNING: prompts are text, for which the chat template of {self._place} isn't used; set "
+                "data.chat_template: always, or never for a model that takes plain text"
+            )
+        unused = [*self.options.named, *(["the column tools"] if has_tools else [])] if num_texts else []
+        if unused:
+            lines.append(f"WARNING: {', '.join(unused)}: not used for prompts without the chat template")
+        if has_tools and num_in_template and "tools" not in self._template([{}]):
+            lines.append(f"WARNING: the column tools isn't used: the chat template of {self._place} has no tools")
+        return lines
+
+    def _end_of_turn_warning(self) -> str | None:
+        end, tokenizer = self.end_of_turn, self.tokenizer
+        if end is None or end.token_id in tokenizer.stop_token_ids:
+            return None
+        stops = ", ".join(map(str, tokenizer.stop_tokens))
+        ids = [*tokenizer.stop_token_ids, end.token_id]
+        return (
+            f"WARNING: the chat template ends answers with {end}, but responses stop at {stops} only and run on past "
+            f'their end; set "eos_token_id": {ids} in {tokenizer.folder / "generation_config.json"}'
+        )
+
+    def _by_prefixes(self, messages: list[dict[str, Any]], columns: Mapping[str, Any]) -> MarkedTokens:
+        encode = self.tokenizer.encode
+        ids = encode(self._rendered(messages, columns))
+        is_learnt = [False] * len(ids)
+        for number, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            if number == 0:
+                raise RowNotRendered("the first message is the assistant's; begin with a user's message")
+            before = encode(self._rendered(messages[:number], columns, add_generation_prompt=True))
+            through = encode(self._rendered(messages[: number + 1], columns))
+            if not len(before) < len(through) or ids[: len(before)] != before or ids[: len(through)] != through:
+                raise RowNotRendered(
+                    f"the chat template writes messages[{number}] or what precedes it otherwise in the whole "
+                    "conversation than where it ends there, so what the assistant wrote is ambiguous; mark it by "
+                    "{% generation %} in the template, or set sft.turns to last"
+                )
+            ends = [self.end_of_turn.token_id] if self.end_of_turn else []
+            for end in (ends, self.tokenizer.stop_token_ids):
+                places = [place for place in range(len(before), len(through)) if ids[place] in end]
+                if places:
+                    break
+            stop = places[-1] if places else len(through) - 1
+            is_learnt[len(before) : stop + 1] = [True] * (stop + 1 - len(before))
+        return MarkedTokens(ids, is_learnt)
+
+    def _behind(self, begun: str, whole: str, last: Message, message: Message) -> str:
+        """What the template writes of `message` behind the prompt's text, and to the end of the conversation."""
+        if whole.startswith(begun):
+            return whole[len(begun) :]
+        # Templates may write what precedes otherwise once it is answered, such as the system's message.
+        content = str(last.get("content") or "").strip()
+        tail = begun[begun.rfind(content) :] if content in begun else ""
+        if content and whole.count(tail) == begun.count(tail):
+            return whole.rpartition(tail)[2]
+        # Or the prompt may end with more than a conversation has there, such as the beginning of a thought.
+        more = begun[len(commonprefix([begun, whole])) :]
+        text = str(message.get("content") or "").removeprefix(more).removeprefix(more.strip())
+        is_open = any(f"</{name}>" not in more + text for name in re.findall(r"<(\w+)>", more))
+        if is_open or self.end_of_turn is None or set(_without_null(message)) - {"role", "content"}:
+            raise RowNotRendered(
+                f"the chat template of {self._place} begins an answer with {more[-80:]!r}, but writes none so in a "
+                "conversation; give the answer as one text that goes on from there"
+            )
+        return text + self.end_of_turn.text
+
+    def _through_end(self, text: str) -> str | None:
+        """An answer up to and with its end of turn; None where the template writes no such token."""
+        end = self.end_of_turn
+        if end is not None and (place := text.rfind(end.text)) >= 0:
+            return text[: place + len(end.text)]
+        stops = tuple(stop.text for stop in self.tokenizer.stop_tokens)
+        return text.rstrip() if text.rstrip().endswith(stops) else None
+
+    def _ended(self, ids: list[int]) -> list[int]:
+        stops = self.tokenizer.stop_token_ids
+        return ids if ids and ids[-1] in stops else [*ids, *stops[:1]]
+
+    def _messages(self, prompt: str | Messages) -> list[dict[str, Any]]:
+        """Messages as the template gets them: with the system's prompt, and without entries that are null."""
+        given = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        if not all(isinstance(message, Mapping) and isinstance(message.get("role"), str) for message in given):
+            raise RowNotRendered("a message must be an object with the texts 'role' and 'content'")
+        messages = self._clean(given)
+        system = self.options.system_prompt
+        if system is not None and messages[0]["role"] not in ("system", "developer"):
+            messages.insert(0, {"role": "system", "content": system})
+        return messages
+
+    def _clean(self, messages: Messages) -> list[dict[str, Any]]:
+        # Templates that know null content mean something by it; others would write its name.
+        empty = None if _TELLS_NONE.search(self._template(None)) else ""
+        cleaned = [_without_null(message) for message in messages]
+        return [message if "content" in message else {**message, "content": empty} for message in cleaned]
+
+    def _template(self, tools: list[Any] | None) -> str:
+        return self._own_template or self.tokenizer.raw.get_chat_template(tools=tools)
+
+    def _rendered(self, messages: Messages, columns: Mapping[str, Any], *, add_generation_prompt: bool = False) -> str:
+        return self._apply(messages, columns, tokenize=False, add_generation_prompt=add_generation_prompt)
+
+    def _apply(self, messages: Messages, columns: Mapping[str, Any], **how: Any) -> Any:
+        tools, kwargs = _tools_of(columns), _without_null(columns.get("chat_template_kwargs") or {})
+        _check_kwargs(kwargs, "chat_template_kwargs")
+        how |= {**self.options.kwargs, **kwargs, "tools": tools, "chat_template": self._own_template}
+        try:
+            return self.tokenizer.raw.apply_chat_template(list(messages), **how)
+        except TemplateSyntaxError as error:
+            raise ValueError(f"the chat template of {self._place}, line {error.lineno}, is broken: {error}") from None
+        except Exception as error:
+            # Templates may raise anything of their own, such as a demand for alternating roles.
+            kind = type(error).__name__
+            raise RowNotRendered(
+                f"the chat template of {self._place} doesn't take its first {len(messages)} messages ({kind}: {error})"
+            ) from None
+
+    @property
+    def _place(self) -> str:
+        """The file that holds the template."""
+        folder = self.tokenizer.folder
+        named = folder / "chat_template.jinja"
+        return str(self.options.file or (named if named.is_file() else folder / "tokenizer_config.json"))
+
+
+def _tools_of(columns: Mapping[str, Any]) -> list[Any] | None:
+    """The functions that a row's column `tools` lists, as objects or as JSON; None without any."""
+    given = columns.get("tools")
+    try:
+        tools = json.loads(given) if isinstance(given, str) and given.strip() else given or None
+        tools = [json.loads(tool) if isinstance(tool, str) else tool for tool in tools or []]
+    except (TypeError, ValueError):
+        tools = [None]
+    if not all(isinstance(tool, Mapping) for tool in tools):
+        raise RowNotRendered(
+            f"'tools' is {given!r:.60}, but must be a list of functions, or JSON of one; rename it otherwise"
+        )
+    return [_without_null(tool) for tool in tools] or None
+
+
+def _without_null(value: Any) -> Any:
+    """A value without entries that are null: columns of structs have all keys in each row."""
+    if isinstance(value, Mapping):
+        return {key: _without_null(entry) for key, entry in value.items() if entry is not None}
+    return [_without_null(entry) for entry in value] if isinstance(value, list) else value
+
+
+def _plain_text(message: Message) -> str:
+    if message.get("tool_calls"):
+        raise RowNotRendered("a message has tool_calls, which chat templates alone write; set data.chat_template: auto")
+    return str(message.get("content") or "")
