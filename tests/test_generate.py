@@ -71,3 +71,22 @@ def test_a_prompt_of_the_command_line_is_answered_on_the_screen_and_leaves_no_fi
     answers = [json.loads(line) for line in (tmp_path / "generated.jsonl").read_text().splitlines()]
     assert len(answers) == 4 and answers[0]["finish"] == "length"
     assert [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")] == answers
+
+
+def test_a_runs_model_answers_as_the_runs_evaluation_did(tmp_path: Path) -> None:
+    (tmp_path / "mine.jinja").write_text("{% for m in messages %}{{ m.content }}= {% endfor %}")
+    data = tmp_path / "rows.jsonl"
+    data.write_text(json.dumps({"prompt": "1+1", "answer": "2"}) + "\n")
+    settings = [
+        *MODEL, f"data={{train: {data}, eval: {data}, chat_template: always}}", "data.system_prompt=0",
+        f"data.chat_template_file={tmp_path / 'mine.jinja'}", "reward.functions=[exact]", "train.max_steps=1",
+        "rollout={prompts_per_step: 1, num_generations: 2, max_completion_length: 5}", f"run.dir={tmp_path / 'run'}",
+    ]  # fmt: skip
+    finished(run_job("train", *settings))
+    evaluated = json.loads((tmp_path / "run/eval/step_000001.jsonl").read_text())
+    assert evaluated["prompt"] == "0= 1+1= "
+    (tmp_path / "mine.jinja").unlink()
+    done = finished(run_job("generate", f"model.path={tmp_path / 'run'}", "prompt=1+1"))
+    assert "data.chat_template=always" in done.stderr and "data.system_prompt='0'" in done.stderr
+    answer = done.stdout.partition("> 1+1\n")[2].rstrip("\n").partition(" ... (cut")[0]
+    assert answer == evaluated["response"], done.stdout

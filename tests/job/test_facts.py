@@ -262,6 +262,17 @@ def test_reward_files_rows_verb_and_environment_are_compared(tmp_path):
     }  # fmt: skip
 
 
+def test_the_text_of_a_template_is_compared_wherever_it_lies(tmp_path):
+    config = load_config([tiny_config(tmp_path)], []).value
+    facts = []
+    for folder, text in (("a", "x"), ("b", "x"), ("c", "y")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "mine.jinja").write_text(text)
+        data = replace(config.data, chat_template_file=str(tmp_path / folder / "mine.jinja"))
+        facts.append(start_facts(replace(config, data=data), "train", [])["the chat template's options"])
+    assert facts[0] == facts[1] != facts[2]
+
+
 def test_a_reward_in_a_module_is_compared_without_running_it(tmp_path, monkeypatch):
     package = tmp_path / "rewards_of_mine"
     package.mkdir()

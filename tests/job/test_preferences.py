@@ -214,7 +214,7 @@ def test_a_saved_reward_model_gives_its_scores_in_transformers(tmp_path, world):
     [
         ([{"prompt": "1+1=", "chosen": "2"}], [], "no 'rejected'; rows of pairs have a prompt"),
         ([{"prompt": "1+1=", "chosen": "2", "rejected": "2"}], [], "are the same, so there is nothing to prefer"),
-        ([{"prompt": "1+1=", "chosen": "2", "rejected": "3" * 30}], [], "has 35 tokens with a response, but the model"),
+        ([{"prompt": "1+1=", "chosen": "2", "rejected": "3" * 30}], [], "has 35 tokens, but the model"),
         (
             [{"prompt": "1+1=", "chosen": "2", "rejected": "3"}],
             ["preferences.max_steps=0"],

@@ -59,6 +59,7 @@ def _show(checked: CheckedRun, prepared: Prepared, launch: LaunchEnvironment) ->
         f"worker states: {' -> '.join(state.value for state in checked.needs)}",
         *(source.summary for source in (*checked.train_rows, *checked.eval_rows)),
         *estimate_lines(checked, prepared, launch, device_kind),
+        *prepared.warnings,
     ]
     if launch.world_size > 1:
         lines.append(f"ranks: {launch.world_size} on {launch.num_nodes} nodes; their devices weren't looked at")

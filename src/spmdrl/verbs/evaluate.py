@@ -12,6 +12,7 @@ from spmdrl.job.evaluation.evaluator import Evaluation, build_evaluator, write_r
 from spmdrl.job.model.replica import load_replica
 from spmdrl.job.run.memory_advice import explained_memory
 from spmdrl.job.run.run_folder import hold_run_folder
+from spmdrl.job.run.settings_of_run import with_settings_of_run
 from spmdrl.job.start.prepared import prepare_together
 from spmdrl.job.start.rank_facts import open_job
 from spmdrl.job.start.start_checks import CheckedRun, check_run
@@ -24,6 +25,7 @@ from spmdrl.resources.world import World
 def main(loaded: LoadedConfig[Config]) -> int:
     """Evaluate `model.path` on `data.eval`."""
     started = time.perf_counter()
+    loaded = with_settings_of_run(loaded, samples=False)
     config, checked = loaded.value, check_run(loaded, verb="eval")
     # Beside a training run in the same folder, but not beside another evaluation, which writes the same files.
     with open_job(checked) as world, hold_run_folder(config.run, world, "eval.lock"), start_up():

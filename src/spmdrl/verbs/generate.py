@@ -27,6 +27,7 @@ from spmdrl.job.model.replica import Replica, load_replica
 from spmdrl.job.rollouts.kept_answers import KeptAnswers
 from spmdrl.job.run.memory_advice import explained_memory
 from spmdrl.job.run.run_folder import hold_run_folder
+from spmdrl.job.run.settings_of_run import with_settings_of_run
 from spmdrl.job.start.prepared import prepare_together
 from spmdrl.job.start.rank_facts import open_job
 from spmdrl.job.start.start_checks import CheckedRun, check_run
@@ -44,10 +45,12 @@ FILE = "generated.jsonl"
 def main(loaded: LoadedConfig[Config], prompts: Sequence[str] = ()) -> int:
     """Answer prompts with the sampling of the section `rollout`, `eval.num_samples` times each.
 
+    Of a run's model, as its evaluations are answered, where the config doesn't set it.
     Those of `data.eval` are answered into the run's folder, and the same command again goes on with the answers of one
     that was interrupted. `prompts`, where there are any, take their place; their answers are shown and leave no file.
     """
     started = time.perf_counter()
+    loaded = with_settings_of_run(loaded, samples=True)
     config, checked = loaded.value, check_run(loaded, verb="generate", prompts=prompts)
     with ExitStack() as stack:
         world = stack.enter_context(open_job(checked))

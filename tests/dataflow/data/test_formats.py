@@ -21,6 +21,7 @@ from spmdrl.dataflow.data.records import BadRows, data_files
 
 USER = {"role": "user", "content": "1+1="}
 ASSISTANT = {"role": "assistant", "content": "2"}
+CALLS = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add"}}]}
 PARTS = {"role": "user", "content": [{"type": "text", "text": "1+"}, {"type": "text", "text": "1="}]}
 SFT, RL, PROMPTS = RowNeeds(completion=True), RowNeeds(answer=True), RowNeeds()
 
@@ -71,6 +72,12 @@ def row_of(folder: Path, values: dict[str, object], needs: RowNeeds) -> Row:
         pytest.param(
             {"messages": [USER, ASSISTANT, USER, ASSISTANT]}, SFT, [USER, ASSISTANT, USER], None, "2", id="turns"
         ),
+        pytest.param({"messages": [USER, CALLS]}, SFT, [USER], None, CALLS, id="tool calls alone"),
+        pytest.param({"prompt": [USER], "completion": [CALLS]}, SFT, [USER], None, CALLS, id="TRL tool calls"),
+        pytest.param(
+            {"messages": [USER, {**ASSISTANT, "tool_calls": None}]}, SFT, [USER], None, "2", id="parquet's nulls"
+        ),
+        pytest.param({"messages": [USER, CALLS, USER]}, PROMPTS, [USER, CALLS, USER], None, None, id="calls in turns"),
         pytest.param({"prompt": "1+1=", "completion": "2"}, SFT, "1+1=", None, "2", id="TRL prompt and completion"),
         pytest.param({"prompt": [USER], "completion": [ASSISTANT]}, SFT, [USER], None, "2", id="TRL conversational"),
         pytest.param({"instruction": "Add.", "input": "", "output": "2"}, SFT, "Add.", None, "2", id="alpaca"),

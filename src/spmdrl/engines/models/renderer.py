@@ -6,6 +6,7 @@ that ends the turn.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -64,6 +65,14 @@ class TemplateOptions:
         """The keys that are set, which the template alone reads."""
         given = {"chat_template_kwargs": self.kwargs, "chat_template_file": self.file}
         return [f"data.{key}" for key, value in (given | {"system_prompt": self.system_prompt}).items() if value]
+
+    @property
+    def described(self) -> str:
+        """The options in one line, a file by its text, wherever it is."""
+        own = self.own_template()
+        file = None if own is None else hashlib.sha256(own.encode()).hexdigest()[:16]
+        kwargs = json.dumps(self.kwargs, sort_keys=True)
+        return f"{self.use}, kwargs {kwargs}, file {file}, system prompt {self.system_prompt!r}"
 
     def own_template(self) -> str | None:
         """The text of the file that replaces the tokenizer's template; None without one."""

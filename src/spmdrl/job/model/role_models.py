@@ -52,6 +52,8 @@ class RoleModel:
     world: World
     saved_dtype: torch.dtype
     """dtype of the weights in the Hugging Face folders that it writes"""
+    chat_template: str | None = None
+    """the text that replaces the tokenizer's template there"""
 
     def write_to(self, folder: Path, writes: FileWrites) -> None:
         """Write model and trainer state into a checkpoint. Collective."""
@@ -109,6 +111,8 @@ class RoleModel:
         for name in TOKENIZER_FILES:
             if (self.source.folder / name).is_file():
                 shutil.copyfile(self.source.folder / name, folder / name)
+        if self.chat_template is not None:
+            (folder / "chat_template.jinja").write_text(self.chat_template, encoding="utf-8")
         if self.trainer.rating == "row_values":
             config["pad_token_id"] = pad_apart(folder, self.source.decoder.vocab_size)
             (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
@@ -163,10 +167,16 @@ def build_role_models(checked: CheckedRun, sources: Mapping[Role, ModelSource], 
     meshes = {layout: build_update_mesh(layout, world.device, world.rank) for layout in dict.fromkeys(layouts.values())}
     config = checked.config
     saved_dtype = config.checkpoint.model_dtype(config.model.compute_dtype(world.device.kind))
+    chat_template = config.data.template.own_template()
     return {
         role: RoleModel(
-            role, _build_trainer(checked, role, source, meshes[layouts[role]], world.device), source, world, saved_dtype
-        )
+            role,
+            _build_trainer(checked, role, source, meshes[layouts[role]], world.device),
+            source,
+            world,
+            saved_dtype,
+            chat_template,
+        )  # fmt: skip
         for role, source in sources.items()
         if role.engine == "training"
     }

@@ -63,6 +63,7 @@ def start_facts(
     for number, source in enumerate(rows):
         facts[f"the rows of {source.source.path} ({number})"] = _rows_digest(source)
     facts |= {f"the file of {spec}": _digest(path) for spec, path in _reward_files(config.reward.functions)}
+    facts["the chat template's options"] = config.data.template.described
     facts |= {f"the variable {name}": environ[name] for name in _VARIABLES if name in environ}
     return facts
 
@@ -85,7 +86,8 @@ def _rows_digest(source: SourceRows) -> str:
     """Of the rows as they were read, so that it holds for every format."""
     whole = hashlib.sha256()
     for row in source.rows:
-        whole.update(repr((row.id, row.prompt, row.answer, row.columns, row.completion)).encode(errors="surrogatepass"))
+        parts = (row.id, row.prompt, row.answer, row.columns, row.completion, row.rejected)
+        whole.update(repr(parts).encode(errors="surrogatepass"))
     return f"{len(source.rows)} rows, {whole.hexdigest()[:16]}"
 
 
