@@ -32,6 +32,7 @@ _TELLS_NONE = re.compile(r"\bis (not )?none\b")
 # Words that templates leave as they are, and that no template has of its own.
 _PROBE = "Tangerine"
 _CUT = "continued-from-here-7f3a"
+_UNKNOWN = "\ue000"
 # What the renderer itself gives to the template, or to transformers' function around it.
 _RESERVED = frozenset(
     "add_generation_prompt chat_template continue_final_message conversation max_length messages padding "
@@ -194,22 +195,22 @@ class Renderer:
         if not self.uses_template(prompt):
             answer_ids = self._ended(encode(answer if isinstance(answer, str) else _plain_text(answer)))
             return MarkedTokens.of_answer(self.tokenizer.begun(encode(self.prompt_text(prompt, columns))), answer_ids)
-        messages = self._messages(prompt)
-        *before, last = messages
+        *before, last = self._messages(prompt)
         message: Message = {"role": "assistant", "content": answer} if isinstance(answer, str) else answer
+        begun = None
         if last["role"] == "assistant" and isinstance(answer, str):
-            begun = self.prompt_text(prompt, columns)
-            messages, message = before, {**last, "content": (last.get("content") or "") + answer}
+            begun, message = (
+                self.prompt_text(prompt, columns),
+                {**last, "content": (last.get("content") or "") + answer},
+            )
         else:
-            begun = self._rendered(messages, columns, add_generation_prompt=True)
-        whole = self._rendered([*messages, *self._clean([message])], columns)
-        text = self._behind(begun, whole, last, message)
-        ended = self._through_end(text)
-        prompt_ids, ids = encode(begun), encode(begun + (ended or text.rstrip()))
+            before.append(last)
+        begun, text, is_ended = self._turn(before, message, columns, begun)
+        prompt_ids, ids = encode(begun), encode(begun + text.rstrip())
         # A token that spans both is none that the model would write behind the prompt.
         is_prefix = ids[: len(prompt_ids)] == prompt_ids
-        answer_ids = ids[len(prompt_ids) :] if is_prefix else encode(ended or text.rstrip())
-        return MarkedTokens.of_answer(prompt_ids, answer_ids if ended else self._ended(answer_ids))
+        answer_ids = ids[len(prompt_ids) :] if is_prefix else encode(text.rstrip())
+        return MarkedTokens.of_answer(prompt_ids, answer_ids if is_ended else self._ended(answer_ids))
 
     def conversation(self, messages: Messages, columns: Mapping[str, Any]) -> MarkedTokens:
         """The conversation in the chat template, with what the assistant wrote marked.
@@ -275,58 +276,59 @@ class Renderer:
         )
 
     def _by_prefixes(self, messages: list[dict[str, Any]], columns: Mapping[str, Any]) -> MarkedTokens:
-        encode = self.tokenizer.encode
-        ids = encode(self._rendered(messages, columns))
+        whole, encode = self._rendered(messages, columns), self.tokenizer.encode
+        ids = encode(whole)
         is_learnt = [False] * len(ids)
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
             if number == 0:
                 raise RowNotRendered("the first message is the assistant's; begin with a user's message")
-            before = encode(self._rendered(messages[:number], columns, add_generation_prompt=True))
-            through = encode(self._rendered(messages[: number + 1], columns))
+            begun, text, _ = self._turn(messages[:number], message, columns)
+            before, through = encode(begun), encode(begun + text)
             if not len(before) < len(through) or ids[: len(before)] != before or ids[: len(through)] != through:
                 raise RowNotRendered(
                     f"the chat template writes messages[{number}] or what precedes it otherwise in the whole "
                     "conversation than where it ends there, so what the assistant wrote is ambiguous; mark it by "
                     "{% generation %} in the template, or set sft.turns to last"
                 )
-            ends = [self.end_of_turn.token_id] if self.end_of_turn else []
-            for end in (ends, self.tokenizer.stop_token_ids):
-                places = [place for place in range(len(before), len(through)) if ids[place] in end]
-                if places:
-                    break
-            stop = places[-1] if places else len(through) - 1
-            is_learnt[len(before) : stop + 1] = [True] * (stop + 1 - len(before))
+            is_learnt[len(before) : len(through)] = [True] * (len(through) - len(before))
         return MarkedTokens(ids, is_learnt)
 
-    def _behind(self, begun: str, whole: str, last: Message, message: Message) -> str:
-        """What the template writes of `message` behind the prompt's text, and to the end of the conversation."""
+    def _turn(
+        self, before: list[dict[str, Any]], message: Message, columns: Mapping[str, Any], begun: str | None = None
+    ) -> tuple[str, str, bool]:
+        """The text before an answer, `begun` for one that is continued; the answer's; and whether its turn ends."""
+        if begun is None:
+            begun = self._rendered(before, columns, add_generation_prompt=True)
+        whole = self._rendered([*before, *self._clean([message])], columns)
+        last = str(before[-1].get("content") or "").strip() if before else ""
+        tail = begun[begun.rfind(last) :] if last and last in begun else ""
         if whole.startswith(begun):
-            return whole[len(begun) :]
-        # Templates may write what precedes otherwise once it is answered, such as the system's message.
-        content = str(last.get("content") or "").strip()
-        tail = begun[begun.rfind(content) :] if content in begun else ""
-        if content and whole.count(tail) == begun.count(tail):
-            return whole.rpartition(tail)[2]
-        # Or the prompt may end with more than a conversation has there, such as the beginning of a thought.
-        more = begun[len(commonprefix([begun, whole])) :]
-        text = str(message.get("content") or "").removeprefix(more).removeprefix(more.strip())
-        is_open = any(f"</{name}>" not in more + text for name in re.findall(r"<(\w+)>", more))
-        if is_open or self.end_of_turn is None or set(_without_null(message)) - {"role", "content"}:
+            text = whole[len(begun) :]
+        elif tail and whole.count(tail) == begun.count(tail):
+            # Templates may write what precedes otherwise once it is answered, such as the system's message.
+            text = whole.rpartition(tail)[2]
+        else:
+            text = self._behind_a_thought(begun, before, message, columns)
+        end, stops = self.end_of_turn, tuple(stop.text for stop in self.tokenizer.stop_tokens)
+        if end is not None and end.text in text:
+            return begun, text[: text.rindex(end.text) + len(end.text)], True
+        return begun, text, text.rstrip().endswith(stops)
+
+    def _behind_a_thought(self, begun: str, before: Messages, message: Message, columns: Mapping[str, Any]) -> str:
+        """An answer to a generation prompt that ends with more than conversations have there, such as `<think>`."""
+        known = self._rendered([*before, {"role": "assistant", "content": _UNKNOWN}], columns)
+        more, content = begun[len(commonprefix([begun, known])) :], str(message.get("content") or "")
+        text = content.removeprefix(more).removeprefix(more.strip())
+        names = re.findall(r"<(\w+)>", more)
+        is_closed = names and all(f"</{name}>" in more + text for name in names)
+        if not is_closed or self.end_of_turn is None or set(_without_null(message)) - {"role", "content"}:
             raise RowNotRendered(
                 f"the chat template of {self._place} begins an answer with {more[-80:]!r}, but writes none so in a "
                 "conversation; give the answer as one text that goes on from there"
             )
         return text + self.end_of_turn.text
-
-    def _through_end(self, text: str) -> str | None:
-        """An answer up to and with its end of turn; None where the template writes no such token."""
-        end = self.end_of_turn
-        if end is not None and (place := text.rfind(end.text)) >= 0:
-            return text[: place + len(end.text)]
-        stops = tuple(stop.text for stop in self.tokenizer.stop_tokens)
-        return text.rstrip() if text.rstrip().endswith(stops) else None
 
     def _ended(self, ids: list[int]) -> list[int]:
         stops = self.tokenizer.stop_token_ids
