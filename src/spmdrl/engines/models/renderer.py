@@ -197,14 +197,11 @@ class Renderer:
             return MarkedTokens.of_answer(self.tokenizer.begun(encode(self.prompt_text(prompt, columns))), answer_ids)
         *before, last = self._messages(prompt)
         message: Message = {"role": "assistant", "content": answer} if isinstance(answer, str) else answer
-        begun = None
-        if last["role"] == "assistant" and isinstance(answer, str):
-            begun, message = (
-                self.prompt_text(prompt, columns),
-                {**last, "content": (last.get("content") or "") + answer},
-            )
+        if is_continued := last["role"] == "assistant" and isinstance(answer, str):
+            message = {**last, "content": f"{last.get('content') or ''}{answer}"}
         else:
             before.append(last)
+        begun = self.prompt_text(prompt, columns) if is_continued else None
         begun, text, is_ended = self._turn(before, message, columns, begun)
         prompt_ids, ids = encode(begun), encode(begun + text.rstrip())
         # A token that spans both is none that the model would write behind the prompt.

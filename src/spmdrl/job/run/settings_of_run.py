@@ -10,7 +10,7 @@ from typing import Any
 
 from spmdrl.config.config import Config, load_config
 from spmdrl.config.given import DEFAULT, inline, value_leaves, within
-from spmdrl.config.reader import ConfigError, LoadedConfig
+from spmdrl.config.reader import ConfigError, LoadedConfig, start_up
 from spmdrl.engines.environment.environment_pool import EnvironmentConfig
 from spmdrl.job.model.model_source import CHECKPOINTS
 from spmdrl.job.run.config_changes import RESOLVED_CONFIG
@@ -19,13 +19,13 @@ from spmdrl.observability.terminal.screen import show
 from spmdrl.resources.startup.launch import read_launch_environment
 
 # A template's file isn't among them: the run's models have it.
-_TAKEN = {
-    "data": ("chat_template", "chat_template_kwargs", "system_prompt"),
-    "rollout": ("stop", "max_completion_length", "temperature"),
-    "environment": tuple(entry.name for entry in fields(EnvironmentConfig)),
-}
+_TAKEN = (
+    "data.chat_template", "data.chat_template_kwargs", "data.system_prompt", "rollout.stop",
+    "rollout.max_completion_length", *(f"environment.{entry.name}" for entry in fields(EnvironmentConfig)),
+)  # fmt: skip
 
 
+@start_up()
 def with_settings_of_run(loaded: LoadedConfig[Config], *, samples: bool) -> LoadedConfig[Config]:
     """The config with what it leaves to defaults of template, stops, lengths and environment as the model's run had it.
 
@@ -39,25 +39,24 @@ def with_settings_of_run(loaded: LoadedConfig[Config], *, samples: bool) -> Load
     except ConfigError as problem:
         warn(f"settings of {run} aren't taken: {problem}")
         return loaded
-    is_greedy = not samples or config.eval.num_samples == 1
-    rollout = replace(theirs.rollout, temperature=0.0 if is_greedy else theirs.eval.temperature)
-    theirs = replace(theirs, rollout=rollout if samples else replace(rollout, temperature=config.rollout.temperature))
+    values = {key: getattr(getattr(theirs, section), name) for key in _TAKEN for section, name in [key.split(".")]}
+    if samples:
+        values["rollout.temperature"] = 0.0 if config.eval.num_samples == 1 else theirs.eval.temperature
     taken: dict[str, Any] = {}
-    for section, names in _TAKEN.items():
-        values = {name: getattr(getattr(theirs, section), name) for name in names}
-        free = {name: value for name, value in values.items() if _is_default(loaded, f"{section}.{name}")}
-        own = getattr(config, section)
-        if config.data.chat_template == "never" and section == "data":
-            continue
-        changed = {name: value for name, value in free.items() if getattr(own, name) != value}
-        config = replace(config, **{section: replace(own, **changed)})
-        taken |= {f"{section}.{name}": value for name, value in changed.items()}
+    for key, value in values.items():
+        section, name = key.split(".")
+        own, is_unread = getattr(config, section), section == "data" and config.data.chat_template == "never"
+        if _is_default(loaded, key) and getattr(own, name) != value and not is_unread:
+            taken[key] = value
+            config = replace(config, **{section: replace(own, **{name: value})})
+    origin = {
+        key: str(run / RESOLVED_CONFIG) if any(within(key, name) for name in taken) else loaded.origin[key]
+        for key, _ in value_leaves(config)
+    }
     if taken and read_launch_environment(os.environ).rank == 0:
         listed = ", ".join(f"{key}={inline(value)}" for key, value in taken.items())
         show(f"config: from {run / RESOLVED_CONFIG}: {listed}", stream=sys.stderr)
-    names = [key for key, _ in value_leaves(config)]
-    theirs_too = {key: str(run / RESOLVED_CONFIG) for key in names if any(within(key, name) for name in taken)}
-    return replace(loaded, value=config, origin={**loaded.origin, **theirs_too})
+    return replace(loaded, value=config, origin=origin)
 
 
 def _is_default(loaded: LoadedConfig[Config], key: str) -> bool:
