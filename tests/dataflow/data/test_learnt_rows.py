@@ -61,6 +61,14 @@ def test_the_last_answer_or_every_one_is_learnt():
     assert "".join(chr(one) for one, mark in zip(every.ids, every.is_learnt, strict=True) if mark) == "bd"
 
 
+def test_of_every_turn_a_completion_goes_on_with_the_answer_that_the_prompt_begins():
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    for turns, expected in (("last", "c"), ("all", "bc")):
+        (row,) = learnt_of(turns=turns).of(Prompt("1", (), "", None, {}, messages, "c"))
+        text = "".join(chr(one) for one, mark in zip(row.ids, row.is_learnt, strict=True) if mark)
+        assert text.removesuffix("\0") == expected and "".join(map(chr, row.ids)).count("<assistant>") == 1
+
+
 def test_a_row_that_cannot_be_rendered_while_training_is_named():
     answer = {"role": "assistant", "content": None, "tool_calls": [{}]}
     with pytest.raises(ValueError, match="row 7 can't be learnt: a message has tool_calls"):

@@ -123,3 +123,22 @@ def test_prompts_with_tokens_that_the_model_has_no_embedding_for_are_named():
     kept = prompts_of(rows, vocab_size=100, on_bad_row="skip")
     assert ([bad.kind for bad in kept.skipped], len(kept)) == (["unknown_token"], 2)
     assert len(prompts_of(rows, vocab_size=123)) == 3
+
+
+def test_prompts_that_a_template_could_make_and_does_not_are_named():
+    assert prompts_of(source_of(MESSAGES)).warnings == []
+    (line,) = prompts_of(source_of("hi", MESSAGES)).warnings
+    assert line.startswith("WARNING: prompts are text, for which the chat template of")
+    assert prompts_of(source_of("hi"), chat_template="never").warnings == []
+
+
+def test_rows_that_a_template_refuses_are_bad_rows():
+    calls = [*MESSAGES, {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add"}}]}]
+    with pytest.raises(BadRows, match=r"a:1: the prompt ends with the assistant's tool calls.*\[not_rendered\]"):
+        prompts_of(source_of(MESSAGES, calls))
+    assert len(prompts_of(source_of(MESSAGES, calls), on_bad_row="skip")) == 1
+
+
+def test_prompts_with_other_tokens_have_another_digest():
+    digests = [prompts_of(source_of(*texts)).digest for texts in (("ab", "c"), ("ab", "c"), ("a", "bc"), ("ab", "d"))]
+    assert digests[0] == digests[1] and len(set(digests)) == 3

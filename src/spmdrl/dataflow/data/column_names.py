@@ -90,7 +90,7 @@ def _is_whole(message: Mapping[str, Any]) -> bool:
 def answer_of(messages: list[Any]) -> str | dict[str, Any]:
     """The answer that messages end with: its text, or the message where it has more or answers another answer."""
     *before, last = messages
-    is_text = all(value is None for key, value in last.items() if key not in ("role", "content"))
+    is_text = not any(value for key, value in last.items() if key not in ("role", "content"))
     is_text = is_text and not (before and isinstance(before[-1], Mapping) and before[-1].get("role") == "assistant")
     return last["content"] if is_text else last
 

@@ -32,9 +32,12 @@ class LearntRows:
         answers, messages = answers_of(prompt), prompt.original
         if self.turns == "last" or isinstance(messages, str) or not self.renderer.uses_template(messages):
             return [self.renderer.answer(messages, answer, prompt.columns) for answer in answers]
-        (answer,) = answers
-        last = {"role": "assistant", "content": answer} if isinstance(answer, str) else answer
-        return [self.renderer.conversation([*messages, last], prompt.columns)]
+        (answer,), before = answers, list(messages)
+        if isinstance(answer, str):
+            # A text goes on with the assistant's message that the prompt ends with.
+            begun = before.pop().get("content") or "" if before[-1]["role"] == "assistant" else ""
+            answer = {"role": "assistant", "content": begun + answer}
+        return [self.renderer.conversation([*before, answer], prompt.columns)]
 
     def check(self, vocab_size: int, max_positions: int) -> Callable[[Prompt], None]:
         """A function that raises Flaw for a row that such a model can't learn."""

@@ -281,7 +281,8 @@ class Renderer:
                 continue
             if number == 0:
                 raise RowNotRendered("the first message is the assistant's; begin with a user's message")
-            begun, text, _ = self._turn(messages[:number], message, columns)
+            begun = self._rendered(messages[:number], columns, add_generation_prompt=True)
+            text = self._turn(messages[:number], message, columns, begun)[1] if whole.startswith(begun) else ""
             before, through = encode(begun), encode(begun + text)
             if not len(before) < len(through) or ids[: len(before)] != before or ids[: len(through)] != through:
                 raise RowNotRendered(

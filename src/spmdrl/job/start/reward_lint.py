@@ -116,7 +116,9 @@ def _references(row: Row) -> list[str]:
 
 
 def _worthless(row: Row, rows: Sequence[Row], reference: str) -> dict[str, str]:
-    prompt = row.prompt if isinstance(row.prompt, str) else "\n".join(str(one["content"]) for one in row.prompt)
+    prompt = (
+        row.prompt if isinstance(row.prompt, str) else "\n".join(str(one.get("content") or "") for one in row.prompt)
+    )
     others = [str(one.answer) for one in rows if one.answer is not None and one.answer != row.answer]
     found = {"an empty response": "", "a constant": "I don't know. 7.5", "the prompt repeated": prompt}
     if row.answer is not None and others:
