@@ -284,7 +284,7 @@ def test_nothing_is_named_where_all_is_used(folder):
     [
         "{% for m in messages %}{{ m.content }}<eos>{% endfor %}",
         NO_END,
-        "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}",
+        "<|im_start|>{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}",
         "{{ raise_exception('a system message must come first') }}",
         "{{ messages[0",
     ],

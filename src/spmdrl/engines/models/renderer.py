@@ -28,7 +28,6 @@ Answer = str | dict[str, Any]
 
 _TOKENIZER_BATCH = 1024
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_TELLS_NONE = re.compile(r"\bis (not )?none\b")
 # Words that templates leave as they are, and that no template has of its own.
 _PROBE = "Tangerine"
 _CUT = "continued-from-here-7f3a"
@@ -197,12 +196,13 @@ class Renderer:
             return MarkedTokens.of_answer(self.tokenizer.begun(encode(self.prompt_text(prompt, columns))), answer_ids)
         *before, last = self._messages(prompt)
         message: Message = {"role": "assistant", "content": answer} if isinstance(answer, str) else answer
-        if is_continued := last["role"] == "assistant" and isinstance(answer, str):
+        if last["role"] == "assistant" and isinstance(answer, str):
             message = {**last, "content": f"{last.get('content') or ''}{answer}"}
+            begun = self.prompt_text(prompt, columns)
         else:
             before.append(last)
-        begun = self.prompt_text(prompt, columns) if is_continued else None
-        begun, text, is_ended = self._turn(before, message, columns, begun)
+            begun = self._rendered(before, columns, add_generation_prompt=True)
+        text, is_ended = self._turn(begun, before, message, columns)
         prompt_ids, ids = encode(begun), encode(begun + text.rstrip())
         # A token that spans both is none that the model would write behind the prompt.
         is_prefix = ids[: len(prompt_ids)] == prompt_ids
@@ -238,10 +238,10 @@ class Renderer:
         for messages in (asked, [{"role": "system", "content": "?"}, *asked]):
             # Templates may raise anything of their own, such as a demand for a system message.
             try:
-                after = self._rendered(self._messages(messages), {}).rpartition(_PROBE)[2]
+                _, probe, after = self._rendered(self._messages(messages), {}).rpartition(_PROBE)
             except ValueError:
                 continue
-            return self.tokenizer.first_special(after)
+            return self.tokenizer.first_special(after) if probe else None
         return None
 
     def warnings(self, num_texts: int, num_in_template: int, *, has_tools: bool) -> list[str]:
@@ -282,7 +282,7 @@ class Renderer:
             if number == 0:
                 raise RowNotRendered("the first message is the assistant's; begin with a user's message")
             begun = self._rendered(messages[:number], columns, add_generation_prompt=True)
-            text = self._turn(messages[:number], message, columns, begun)[1] if whole.startswith(begun) else ""
+            text = self._turn(begun, messages[:number], message, columns)[0] if whole.startswith(begun) else ""
             before, through = encode(begun), encode(begun + text)
             if not len(before) < len(through) or ids[: len(before)] != before or ids[: len(through)] != through:
                 raise RowNotRendered(
@@ -293,13 +293,9 @@ class Renderer:
             is_learnt[len(before) : len(through)] = [True] * (len(through) - len(before))
         return MarkedTokens(ids, is_learnt)
 
-    def _turn(
-        self, before: list[dict[str, Any]], message: Message, columns: Mapping[str, Any], begun: str | None = None
-    ) -> tuple[str, str, bool]:
-        """The text before an answer, `begun` for one that is continued; the answer's; and whether its turn ends."""
-        if begun is None:
-            begun = self._rendered(before, columns, add_generation_prompt=True)
-        whole = self._rendered([*before, *self._clean([message])], columns)
+    def _turn(self, begun: str, before: Messages, message: Message, columns: Mapping[str, Any]) -> tuple[str, bool]:
+        """An answer's text behind `begun`, the rendered prompt, through its end of turn, and whether it has one."""
+        whole = self._rendered([*before, _without_null(message)], columns)
         last = str(before[-1].get("content") or "").strip() if before else ""
         tail = begun[begun.rfind(last) :] if last and last in begun else ""
         if whole.startswith(begun):
@@ -311,8 +307,8 @@ class Renderer:
             text = self._behind_a_thought(begun, before, message, columns)
         end, stops = self.end_of_turn, tuple(stop.text for stop in self.tokenizer.stop_tokens)
         if end is not None and end.text in text:
-            return begun, text[: text.rindex(end.text) + len(end.text)], True
-        return begun, text, text.rstrip().endswith(stops)
+            return text[: text.rindex(end.text) + len(end.text)], True
+        return text, text.rstrip().endswith(stops)
 
     def _behind_a_thought(self, begun: str, before: Messages, message: Message, columns: Mapping[str, Any]) -> str:
         """An answer to a generation prompt that ends with more than conversations have there, such as `<think>`."""
@@ -337,17 +333,11 @@ class Renderer:
         given = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         if not all(isinstance(message, Mapping) and isinstance(message.get("role"), str) for message in given):
             raise RowNotRendered("a message must be an object with the texts 'role' and 'content'")
-        messages = self._clean(given)
+        messages = [_without_null(message) for message in given]
         system = self.options.system_prompt
         if system is not None and messages[0]["role"] not in ("system", "developer"):
             messages.insert(0, {"role": "system", "content": system})
         return messages
-
-    def _clean(self, messages: Messages) -> list[dict[str, Any]]:
-        # Templates that know null content mean something by it; others would write its name.
-        empty = None if _TELLS_NONE.search(self._template(None)) else ""
-        cleaned = [_without_null(message) for message in messages]
-        return [message if "content" in message else {**message, "content": empty} for message in cleaned]
 
     def _template(self, tools: list[Any] | None) -> str:
         return self._own_template or self.tokenizer.raw.get_chat_template(tools=tools)
@@ -394,7 +384,7 @@ def _tools_of(columns: Mapping[str, Any]) -> list[Any] | None:
 
 
 def _without_null(value: Any) -> Any:
-    """A value without entries that are null: columns of structs have all keys in each row."""
+    """A value without entries that are null: columns of structs have all keys in each row, and templates write them."""
     if isinstance(value, Mapping):
         return {key: _without_null(entry) for key, entry in value.items() if entry is not None}
     return [_without_null(entry) for entry in value] if isinstance(value, list) else value
