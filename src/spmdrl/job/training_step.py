@@ -70,9 +70,10 @@ def build_turns(
     if config.environment.function is None:
         return None
     pool = stack.enter_context(EnvironmentPool(config.environment, strikes=strikes)) if replica.mesh.is_leader else None
+    tokenizer = prepared.tokenizer
     return RolloutTurns(
         pool, replica.mesh, lockstep=Lockstep(replica.mesh.expert, world.device.torch_device),
-        decode=prepared.tokenizer.decode, encode=prepared.tokenizer.encode,
+        decode=tokenizer.decode, decode_all=tokenizer.decode_all, encode=tokenizer.encode_foreign,
         vocab_size=prepared.source.decoder.vocab_size, return_after=config.environment.return_after_steps,
     )  # fmt: skip
 

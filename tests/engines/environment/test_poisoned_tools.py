@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from spmdrl.engines.environment.environment_pool import EnvironmentConfig, EnvironmentPool
-from spmdrl.engines.environment.environment_runner import MAX_CHARACTERS, StepResult, take_step
+from spmdrl.engines.environment.environment_runner import MAX_CHARACTERS, StepResult, read_step, take_step
 from spmdrl.engines.environment.episode import Episode, Observation
 from spmdrl.engines.workers.strikes import Strikes, Subject
 from spmdrl.engines.workers.verdict import Verdict
@@ -44,13 +46,21 @@ VERDICTS = {
 
 @pytest.mark.parametrize("poison", VERDICTS)
 def test_a_poisoned_step_has_its_verdict_in_time_and_the_next_step_is_taken(pool, poison):
-    assert step(pool, "fine") == StepResult(observation="fine")
+    assert step(pool, "fine") == StepResult(observation=Observation("fine"))
     started = time.monotonic()
     result = step(pool, poison)
     assert time.monotonic() - started < TIMEOUT_SECONDS + 4
     assert result.verdict is VERDICTS[poison], result
     assert (result.error is None) == (result.verdict is None) and len(result.error or "") < 2000
-    assert step(pool, "fine") == StepResult(observation="fine")
+    assert step(pool, "fine") == StepResult(observation=Observation("fine"))
+
+
+def test_an_observation_comes_back_with_what_stands_around_it():
+    given = Observation("a</s>", before="</s>[", after="]")
+    result = take_step(SimpleNamespace(step=lambda episode: given), asdict(Episode("prompt", {}, 0, (), "")))
+    assert read_step(json.loads(json.dumps(asdict(result)))) == StepResult(observation=given)
+    for broken in ({"text": 7}, {"text": "a", "after": None}, {"text": "a", "before": "1" * MAX_CHARACTERS}, "text"):
+        assert read_step(asdict(result) | {"observation": broken}) is None
 
 
 def test_what_a_step_raises_is_named(pool):

@@ -26,7 +26,7 @@ BUILT_IN: dict[str, type[Environment]] = {"calculator": Calculator}
 class StepResult:
     """What became of one step; `verdict` is None where the step succeeded."""
 
-    observation: str | None = None
+    observation: Observation | None = None
     """what the model reads; None where the row has ended"""
     reward: float | None = None
     verdict: Verdict | None = None
@@ -36,7 +36,8 @@ class StepResult:
     def of(cls, fields: Mapping[str, Any]) -> StepResult:
         """From what `asdict` made of it, through JSON. Raises KeyError, TypeError or ValueError for anything else."""
         verdict = None if fields["verdict"] is None else Verdict(fields["verdict"])
-        return cls(fields["observation"], fields["reward"], verdict, fields["error"])
+        observation = None if fields["observation"] is None else Observation(**fields["observation"])
+        return cls(observation, fields["reward"], verdict, fields["error"])
 
 
 def load_environment(spec: str, alarm_seconds: float = 0.0) -> Environment:
@@ -85,8 +86,8 @@ def take_step(environment: Environment, message: dict[str, Any]) -> StepResult:
         return StepResult(verdict=Verdict.CRASHED, error=f"{KEY}: {no_terminal('a debugger', 'environment')}")
     except (Exception, SystemExit) as error:
         return StepResult(verdict=Verdict.CRASHED, error=f"{KEY}: {explain(error)}")
-    if isinstance(outcome, Observation) and is_observation(outcome.text):
-        return StepResult(observation=outcome.text)
+    if isinstance(outcome, Observation) and is_observation(outcome):
+        return StepResult(observation=outcome)
     if isinstance(outcome, End):
         if outcome.reward is None:
             return StepResult()
@@ -95,8 +96,8 @@ def take_step(environment: Environment, message: dict[str, Any]) -> StepResult:
     # Of a huge text alone, reprlib reads no more than it shows.
     shown = f"Observation({reprlib.repr(outcome.text)})" if isinstance(outcome, Observation) else reprlib.repr(outcome)
     problem = (
-        f"step gave {shown}, but must give Observation(text) of at most {MAX_CHARACTERS} characters "
-        "that UTF-8 has, End() or End(reward=a finite number)"
+        f"step gave {shown}, but must give Observation(text, before, after) of at most {MAX_CHARACTERS} "
+        "characters that UTF-8 has, End() or End(reward=a finite number)"
     )
     return StepResult(verdict=Verdict.MALFORMED, error=f"{KEY}: {problem}")
 
@@ -110,10 +111,13 @@ def is_reward(value: Any) -> bool:
 
 
 def is_observation(value: Any) -> bool:
-    """Whether a value is a text that a tokenizer takes, in a time that a rank can wait."""
-    if not isinstance(value, str) or len(value) > MAX_CHARACTERS:
+    """Whether a value is an observation whose texts a tokenizer takes, in a time that a rank can wait."""
+    if not isinstance(value, Observation):
         return False
-    return not any("\ud800" <= letter <= "\udfff" for letter in value)
+    texts = (value.before, value.text, value.after)
+    if not all(isinstance(text, str) for text in texts) or sum(map(len, texts)) > MAX_CHARACTERS:
+        return False
+    return not any("\ud800" <= letter <= "\udfff" for text in texts for letter in text)
 
 
 def read_step(answer: Any) -> StepResult | None:

@@ -33,9 +33,15 @@ class Episode:
 
 @dataclass(frozen=True)
 class Observation:
-    """The row goes on: the model reads this text, which may be empty, and takes another turn."""
+    """The row goes on: the model reads these texts, which may be empty, and takes another turn."""
 
     text: str
+    """read as plain letters: special tokens, and others that the chat template writes, are none in it"""
+    before: str = ""
+    """what stands before it, such as the template's end of one turn and beginning of the next, whose tokens are read
+    as such; nothing that others wrote belongs here"""
+    after: str = ""
+    """what stands behind it, read likewise"""
 
 
 @dataclass(frozen=True)

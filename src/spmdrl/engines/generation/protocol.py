@@ -134,11 +134,21 @@ class Response:
 
 
 def completes_stop_string(token_ids: Sequence[int], stop_strings: Sequence[str], decode: Decode) -> bool:
-    """Whether the text of the tokens contains one of the strings, given that it didn't before the last token."""
+    """Whether the text of the tokens contains one of the strings, given that it didn't before the last token.
+
+    `decode` must keep special tokens, which may be stop strings.
+    """
     # A token may be no more than one byte of a character.
     num_tokens = max(len(text.encode()) for text in stop_strings) + _SPARE_TOKENS
-    text = decode(token_ids[-num_tokens:])
-    return any(string in text for string in stop_strings)
+    window = token_ids[-num_tokens:]
+    for start in range(4):
+        text = decode(window[start:])
+        if any(string in text for string in stop_strings):
+            return True
+        # A window that begins amid a character: some decoders then lose all characters that are written as bytes.
+        if len(window) == len(token_ids) or not text.startswith("\ufffd"):
+            break
+    return False
 
 
 def all_weights(

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,10 @@ TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "merges.txt", "tokenizer.model", "chat_template.jinja", "generation_config.json",
 )  # fmt: skip
+
+
+# Texts that a tokenizer reads as tokens of their own in front of most others.
+_ANCHORS = ("=", "\n")
 
 
 @dataclass(frozen=True)
@@ -30,13 +37,21 @@ class StopToken:
 class ModelTokenizer:
     """Wraps the Hugging Face tokenizer of a model folder; `raw` is the tokenizer itself."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, *, skips_special: bool = False):
+        """With `skips_special`, texts of responses have no special tokens."""
         # Imported here because it takes seconds, and only verbs that read text need it.
         from transformers import AutoTokenizer
 
         self.folder = folder
         self.raw: Any = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
         self.stop_token_ids = stop_token_ids(folder, self.raw.eos_token_id)
+        self._skips = skips_special
+        self._anchor: list[int] = []
+        self._adds_space = False
+        # Some tokenizers raise for a letter that they lack.
+        with suppress(Exception):
+            self._anchor = self.encode(_ANCHORS[0])
+            self._adds_space = self._text([*self._anchor, *self.encode("a")]) != f"{_ANCHORS[0]}a"
 
     @property
     def stop_tokens(self) -> tuple[StopToken, ...]:
@@ -96,8 +111,21 @@ class ModelTokenizer:
         return tokens | special
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of a response, without special tokens."""
-        return self.raw.decode(list(token_ids), skip_special_tokens=True)
+        """The text of a response as it stands behind its prompt.
+
+        Left out are padding, stop tokens that are no ordinary ones and, where they are skipped, all special ones.
+        """
+        ids = [token_id for token_id in token_ids if token_id not in self._silent]
+        return self.decode_all(ids, skips=self._skips)
+
+    def decode_all(self, token_ids: Sequence[int], *, skips: bool = False) -> str:
+        """The text of tokens in mid-text, special ones included unless `skips`; nothing is cleaned up."""
+        # Decoders made as SentencePiece's drop a space at the beginning.
+        head, text = (self._text([*self._anchor, *ids], skips=skips) for ids in ((), token_ids))
+        return text[len(head) :] if text.startswith(head) else self._text(list(token_ids), skips=skips)
+
+    def _text(self, token_ids: list[int], *, skips: bool = False) -> str:
+        return self.raw.decode(token_ids, skip_special_tokens=skips, clean_up_tokenization_spaces=False)
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a text, without those that begin or end one; special tokens in it are read as such."""
@@ -106,6 +134,36 @@ class ModelTokenizer:
     def encode_all(self, texts: list[str]) -> list[list[int]]:
         """As `encode`, of many texts at once."""
         return self.raw(texts, add_special_tokens=False)["input_ids"]
+
+    @cached_property
+    def _silent(self) -> set[int | None]:
+        """The tokens that texts of responses leave out."""
+        return {self.raw.pad_token_id, *(self.raw.added_tokens_decoder.keys() & {*self.stop_token_ids})}
+
+    def encode_foreign(self, text: str, before: str = "", after: str = "") -> list[int]:
+        """The tokens of a text in mid-text that can't write special tokens, nor others that the chat template writes.
+
+        In the texts `before` and `after` it, they are read as such.
+        """
+        # Cut behind its first letter, a mark is no token.
+        cuts = [found.start() + 1 for found in self._marks.finditer(text)]
+        foreign = [text[start:stop] for start, stop in pairwise([0, *cuts, len(text)])]
+        return [token_id for part in (before, *foreign, after) if part for token_id in self._encode_behind(part)]
+
+    @cached_property
+    def _marks(self) -> re.Pattern[str]:
+        """Finds the beginnings of what `encode_foreign` keeps out; they may overlap."""
+        added, template = self.raw.added_tokens_decoder.values(), str(self.raw.chat_template)
+        marks = [one.content for one in added if one.content.strip() and (one.special or one.content in template)]
+        return re.compile(f"(?={'|'.join(map(re.escape, marks)) or '(?!)'})")
+
+    def _encode_behind(self, text: str) -> list[int]:
+        """The tokens of a text in mid-text: no space is put before it."""
+        for anchor in _ANCHORS if self._adds_space else ():
+            head, both = self.encode(anchor), self.encode(anchor + text)
+            if both[: len(head)] == head:
+                return both[len(head) :]
+        return self.encode(text)
 
     def _stop_token(self, token_id: int) -> StopToken:
         return StopToken(token_id, self.raw.decode([token_id]))

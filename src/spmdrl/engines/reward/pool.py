@@ -50,6 +50,9 @@ class RewardConfig:
     """weight of its score in the sum"""
     code: CodeConfig = field(default_factory=CodeConfig)
     """how the reward code runs programs"""
+    special_tokens: Literal["keep", "skip"] = "keep"
+    """special tokens in the text of a response, for functions, judges, environments and records: keep them, such as
+    <think> where it is one, or skip them; stop tokens and padding are never part of it"""
     judge: JudgeConfig | None = None
     """a frozen language model that judges responses, beside the functions; null: none"""
     call_level: CallLevel = "response"

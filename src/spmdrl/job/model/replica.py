@@ -132,4 +132,4 @@ def _native_engine(config: Config, source: ModelSource, world: World, mesh: Gene
 
 def _decode_for_stops(config: RolloutConfig, source: ModelSource) -> Decode | None:
     """What turns tokens into text where some text ends a response."""
-    return ModelTokenizer(source.folder).decode if config.stop else None
+    return ModelTokenizer(source.folder).decode_all if config.stop else None

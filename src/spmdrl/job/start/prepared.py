@@ -98,7 +98,7 @@ def prepare(checked: CheckedRun, source: ModelSource) -> Prepared:
                 raise ValueError(f"for the {role.name}: {error}, or set resources.roles.{role.name}") from None
             if role.is_trained:
                 check_recomputing(config, checked.layout_of(role), checked.layout_key(role))
-    tokenizer = ModelTokenizer(folder)
+    tokenizer = ModelTokenizer(folder, skips_special=config.reward.special_tokens == "skip")
     _check_stop_tokens(tokenizer, source.decoder)
     if checked.algorithm.num_likeliest > source.decoder.vocab_size:
         raise ValueError(

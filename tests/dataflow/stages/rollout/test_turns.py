@@ -32,6 +32,10 @@ def decode(token_ids: Sequence[int]) -> str:
     return "".join(LETTERS[token] for token in token_ids)
 
 
+def encode(text: str, before: str, after: str) -> list[int]:
+    return [LETTERS.index(letter) for letter in before + text + after]
+
+
 def engine_of(**rollout: object) -> NativeEngine:
     engine = make_engine(small_rollout(**rollout), decode=decode)
     weights = RandomWeights(TINY, 0)
@@ -49,10 +53,10 @@ def pool():
 def turns_of(pool: EnvironmentPool, return_after: int = 2, vocab_size: int = TINY.vocab_size) -> RolloutTurns:
     mesh = lone_generation_mesh()
     lockstep = Lockstep(mesh.expert, chosen_device())
-    encode = lambda text: [LETTERS.index(letter) for letter in text]  # noqa: E731
     return RolloutTurns(
-        pool, mesh, lockstep=lockstep, decode=decode, encode=encode, vocab_size=vocab_size, return_after=return_after
-    )
+        pool, mesh, lockstep=lockstep, decode=decode, decode_all=decode, encode=encode, vocab_size=vocab_size,
+        return_after=return_after,
+    )  # fmt: skip
 
 
 def group(number: int, begun: tuple[Response, ...] | None = None) -> OwnGroup:

@@ -30,8 +30,8 @@ from spmdrl.observability.activity import activity, some
 from spmdrl.resources.collectives import broadcast_bytes
 from spmdrl.resources.mesh import GenerationMesh
 
-Encode = Callable[[str], list[int]]
-"""The tokens of a text, without those that begin or end one."""
+EncodeForeign = Callable[[str, str, str], list[int]]
+"""The tokens of a text that others wrote, and of what stands before and after it (`Observation`)."""
 
 
 class RolloutTurns:
@@ -42,10 +42,11 @@ class RolloutTurns:
 
     def __init__(
         self, pool: EnvironmentPool | None, mesh: GenerationMesh, *, lockstep: Lockstep, decode: Decode,
-        encode: Encode, vocab_size: int, return_after: int,
+        decode_all: Decode, encode: EncodeForeign, vocab_size: int, return_after: int,
     ):  # fmt: skip
         """`lockstep` joins the replicas that step together; `return_after` counts engine steps.
 
+        `decode` gives the texts that an environment reads, `decode_all` those in which stop strings are found.
         `vocab_size` is the model's: tokenizers may have more tokens than it has embeddings.
         """
         assert (pool is not None) == mesh.is_leader, "the first rank of a replica takes the steps"
@@ -53,6 +54,7 @@ class RolloutTurns:
         self._axis = mesh.tensor
         self._lockstep = lockstep
         self._decode = decode
+        self._decode_all = decode_all
         self._encode = encode
         self._vocab_size = vocab_size
         self._return_after = return_after
@@ -66,7 +68,7 @@ class RolloutTurns:
         Collective over the ranks that the engine computes with.
         """
         rows = {
-            row: TurnRow.of_member(request, member, prompt, self._decode)
+            row: TurnRow.of_member(request, member, prompt, self._decode_all)
             for request, prompt in zip(requests, prompts, strict=True)
             for member, row in enumerate(request.rows)
         }
@@ -136,9 +138,10 @@ class RolloutTurns:
             if result.reward is not None:
                 row.outcome = Outcome(result.reward, Verdict.SCORED if result.reward else Verdict.WRONG)
         else:
-            token_ids = self._encode(result.observation)
+            read = result.observation
+            token_ids = self._encode(read.text, read.before, read.after)
             if max(token_ids, default=0) >= self._vocab_size:
-                error = f"{result.observation!r:.200} has a token that the model has no embedding for"
+                error = f"{read!r:.200} has a token that the model has no embedding for"
                 row.outcome = Outcome(None, Verdict.MALFORMED, error)
                 return "stop"
             if len(token_ids) >= row.num_left:
