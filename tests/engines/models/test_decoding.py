@@ -1,4 +1,4 @@
-"""Tokens as text: as it was written, with its special tokens; what others wrote as tokens."""
+"""Tokens as text: as it was written, with its special tokens; what others wrote as tokens; padding that is free."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import random
 from pathlib import Path
 
 import pytest
+import torch
 
 from spmdrl.engines.generation.protocol import completes_stop_string
-from spmdrl.engines.models.tokenizer import ModelTokenizer
-from tests.support.tokenizer_folders import CHATML_TOKENS, byte_level, sentence_piece, word_piece
+from spmdrl.engines.models.tokenizer import ModelTokenizer, pad_apart
+from tests.support.tokenizer_folders import CHATML, CHATML_TOKENS, byte_level, sentence_piece, word_piece
 
 THINKING = (*CHATML_TOKENS[:2], "<think>", "</think>", CHATML_TOKENS[2])
 TEXTS = (
@@ -103,3 +104,37 @@ def test_a_stop_string_is_found_at_its_last_token_whatever_stands_before(exact: 
         ends = [end for end in range(1, len(ids) + 1) if completes_stop_string(ids[:end], [stop], exact.decode_all)]
         first = next(end for end in range(1, len(ids) + 1) if stop in exact.decode_all(ids[:end]))
         assert ends[0] == first, text
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_a_classifier_learns_from_every_token_of_a_conversation(kind, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    plain, folder = (kind(tmp_path / name, template=CHATML) for name in ("plain", "saved"))
+    for each in (plain, folder):
+        (each / "generation_config.json").write_text('{"eos_token_id": [0, 2]}')
+    size = len(ModelTokenizer(plain).raw) + 4
+    pad = pad_apart(folder, size)
+    tokenizer = ModelTokenizer(folder)
+    tokenizer.check_same_tokens(ModelTokenizer(plain))
+    assert tokenizer.raw.pad_token_id == pad < size
+    turns = [{"role": "user", "content": "What is 12 + 30 ?"}, {"role": "assistant", "content": "42 !"}]
+    text = tokenizer.raw.apply_chat_template(turns, tokenize=False)
+    ids = tokenizer.encode(text)
+    assert ids == ModelTokenizer(plain).encode(text) and pad not in ids
+    config = transformers.LlamaConfig(
+        vocab_size=size, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
+        num_labels=1, pad_token_id=pad,
+    )  # fmt: skip
+    model = transformers.LlamaForSequenceClassification(config)
+    model(torch.tensor([ids])).logits.sum().backward()
+    gradient = model.get_input_embeddings().weight.grad.abs().sum(1)
+    assert all(gradient[token] > 0 for token in ids)
+
+
+def test_padding_that_the_folder_has_or_reserves_is_taken_first(tmp_path: Path) -> None:
+    free = byte_level(tmp_path / "free", ("<pad>", "<|im_start|>", "<|im_end|>"), template=CHATML)
+    assert pad_apart(free, 320) == 0
+    reserved = byte_level(tmp_path / "reserved", (*CHATML_TOKENS[:2], "<r0>", "<fim_pad>", CHATML_TOKENS[2]))
+    (reserved / "chat_template.jinja").write_text(CHATML)
+    (reserved / "generation_config.json").write_text('{"eos_token_id": [0, 4]}')
+    assert pad_apart(reserved, 320) == 3

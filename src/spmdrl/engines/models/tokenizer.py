@@ -91,7 +91,8 @@ class ModelTokenizer:
 
     def check_same_tokens(self, other: ModelTokenizer) -> None:
         """Raise ValueError unless every token id is the same text, or the same special token, in the other one too."""
-        own, others = self._tokens(), other._tokens()
+        padding = {self.raw.pad_token_id, other.raw.pad_token_id}
+        own, others = self._tokens(padding), other._tokens(padding)
         differing = sorted(key for key in own.keys() | others.keys() if own.get(key) != others.get(key))
         if differing:
             examples = "; ".join(
@@ -103,11 +104,11 @@ class ModelTokenizer:
                 f"({examples}); the same ids would be other texts: give a model with the same tokens"
             )
 
-    def _tokens(self) -> dict[int, str]:
-        """The text of each token id, special ones marked."""
+    def _tokens(self, padding: set[int | None]) -> dict[int, str]:
+        """The text of each token id, special ones marked but for padding, which each tokenizer may choose."""
         tokens = {token_id: repr(text) for text, token_id in self.raw.get_vocab().items()}
         special = {key: f"special {token.content!r}" for key, token in self.raw.added_tokens_decoder.items()
-                   if token.special}  # fmt: skip
+                   if token.special and key not in padding}  # fmt: skip
         return tokens | special
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -170,16 +171,23 @@ class ModelTokenizer:
 
 
 def pad_apart(folder: Path, vocab_size: int) -> int:
-    """Make a folder's tokenizer pad with a token that ends no response, below `vocab_size`; returns its id.
+    """Make a folder's tokenizer pad with a token below `vocab_size` that no conversation has; returns its id.
 
-    transformers' classifiers score the last token that isn't padding: with a stop token as padding, the one before it.
+    transformers' classifiers score the last token that isn't padding, with a stop token as padding the one before it,
+    and learn no embedding of it.
     """
     tokenizer = ModelTokenizer(folder)
-    raw, ends = tokenizer.raw, tokenizer.stop_token_ids
-    if raw.pad_token_id is not None and raw.pad_token_id not in ends:
+    raw, template = tokenizer.raw, str(tokenizer.raw.chat_template)
+    used = {*tokenizer.stop_token_ids, raw.bos_token_id, raw.unk_token_id}
+    if raw.pad_token_id is not None and raw.pad_token_id not in used:
         return raw.pad_token_id
-    candidates = (*sorted(raw.added_tokens_decoder), *range(vocab_size))
-    pad = next(token_id for token_id in candidates if token_id < vocab_size and token_id not in ends)
+    special = {key: token.content for key, token in raw.added_tokens_decoder.items() if token.special}
+    plain = {key: text for text, key in raw.get_vocab().items() if key not in raw.added_tokens_decoder}
+    unwritten = [key for key, text in sorted(special.items()) if text not in template]
+    # Text in UTF-8 has no byte 255, and the last token of a vocabulary is its rarest.
+    rarest = sorted(plain, key=lambda key: (plain[key] in ("<0xFF>", "ÿ"), key), reverse=True)
+    candidates = (*sorted(unwritten, key=lambda key: "pad" not in special[key]), *rarest)
+    pad = next(key for key in candidates if key < vocab_size and key not in used)
     for path in (folder / "tokenizer_config.json", folder / "special_tokens_map.json"):
         if path.is_file():
             content = json.loads(path.read_text(encoding="utf-8")) | {"pad_token": raw.convert_ids_to_tokens(pad)}
