@@ -69,6 +69,19 @@ def answers_of(requests: Sequence[Request]) -> list[dict[int, Response]]:
     return [run(filled(engine_of(RolloutConfig(block_size=4), graphs=graphs)), requests) for graphs in (False, True)]
 
 
+@pytest.mark.parametrize("graphs", [False, True])
+def test_no_step_draws_an_id_without_a_token(graphs: bool) -> None:
+    rollout = RolloutConfig(block_size=4, cuda_graphs=graphs, pack_weights=False)
+    barred = tuple(range(6, QWEN.vocab_size, 2))
+    engine = filled(NativeEngine(QWEN, rollout, torch.device("cpu"), torch.float32, ids_without_token=barred))
+    for sampling in (SAMPLED, GREEDY):
+        prompt = prompt_of(5)
+        for response in run(engine, [request(prompt, range(8), sampling)]).values():
+            assert response.token_ids and not set(barred) & set(response.token_ids)
+            (scored,) = engine.score([[*prompt, *response.token_ids]])
+            torch.testing.assert_close(list(response.logprobs), scored[len(prompt) - 1 :].tolist(), atol=1e-4, rtol=0)
+
+
 @pytest.mark.parametrize("how", SCHEDULES)
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_every_schedule(how: str, sampling: SamplingParams, captures: list[RecordingCapture]) -> None:

@@ -116,6 +116,18 @@ def test_greedy_takes_the_likeliest_token_with_its_logprob_at_temperature_one(de
     torch.testing.assert_close(drawn.logprobs_B.cpu(), torch.tensor(LOGITS).log_softmax(-1)[:1].expand(2))
 
 
+def test_ids_without_a_token_are_never_drawn_and_log_probs_count_them_in(device):
+    logits_BV = torch.tensor(LOGITS, device=device).repeat(NUM_DRAWS, 1)
+    positions_B, never = torch.arange(NUM_DRAWS, device=device), torch.tensor([0, 2], device=device)
+    for params in (SamplingParams(), SamplingParams(0.5, top_k=3), SamplingParams(temperature=0)):
+        rows = rows_of([params] * NUM_DRAWS, [77] * NUM_DRAWS)
+        drawn = draw(logits_BV, positions_B, rows, never)
+        assert not {0, 2} & set(drawn.tokens_B.tolist())
+        scaled = (torch.tensor(LOGITS) / (params.temperature or 1)).log_softmax(-1)
+        torch.testing.assert_close(drawn.logprobs_B.cpu(), scaled[drawn.tokens_B.cpu()])
+    assert logits_BV[0].tolist() == pytest.approx(LOGITS), "the logits are other rows' too"
+
+
 @pytest.mark.on_device
 def test_a_row_draws_the_same_beside_rows_with_other_parameters(device):
     sampling = [

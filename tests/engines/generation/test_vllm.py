@@ -36,6 +36,11 @@ def test_the_logprobs_mode_gives_unfiltered_logprobs(rollout: RolloutConfig, mod
     assert logprobs_mode(rollout) == mode
 
 
+def test_barred_ids_are_counted_in_where_the_temperature_admits_it():
+    assert logprobs_mode(RolloutConfig(), bars_ids=True) == "raw_logprobs"
+    assert logprobs_mode(RolloutConfig(temperature=0.7), bars_ids=True) == "processed_logprobs"
+
+
 def test_filters_with_a_temperature_are_refused():
     with pytest.raises(ValueError, match="rollout.temperature is 0.7 with rollout.top_p 0.9"):
         logprobs_mode(RolloutConfig(temperature=0.7, top_p=0.9))

@@ -106,6 +106,19 @@ def test_a_stop_string_is_found_at_its_last_token_whatever_stands_before(exact: 
         assert ends[0] == first, text
 
 
+def test_ids_that_are_no_token_are_counted_inside_and_behind_the_vocabulary(tmp_path: Path) -> None:
+    folder = byte_level(tmp_path)
+    content = json.loads((folder / "tokenizer.json").read_text())
+    size = len(content["model"]["vocab"])
+    content["model"]["merges"] = []
+    content["model"]["vocab"] = {text: place for text, place in content["model"]["vocab"].items() if place != 100}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, size + 1]}))
+    found = ModelTokenizer(folder).ids_without_token(size + 4)
+    # What ends a response must be drawn, with a text or without.
+    assert found == (100, size, size + 2, size + 3)
+
+
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_a_classifier_learns_from_every_token_of_a_conversation(kind, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")

@@ -166,6 +166,11 @@ class ModelTokenizer:
                 return both[len(head) :]
         return self.encode(text)
 
+    def ids_without_token(self, vocab_size: int) -> tuple[int, ...]:
+        """The ids of a model's vocabulary that are no token: padding of its embedding, and holes."""
+        taken = {*self.raw.get_vocab().values(), *self.stop_token_ids}
+        return tuple(token_id for token_id in range(vocab_size) if token_id not in taken)
+
     def _stop_token(self, token_id: int) -> StopToken:
         return StopToken(token_id, self.raw.decode([token_id]))
 

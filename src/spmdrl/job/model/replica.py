@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from typing import Any
 
 from spmdrl.config.config import Config
 from spmdrl.dataflow.resharding.planning.slice_layouts import fitted_stride, parameter_table
 from spmdrl.engines.generation.expert_choices import ChoiceRecorder
 from spmdrl.engines.generation.frozen_generator import FrozenGenerator
-from spmdrl.engines.generation.protocol import Decode, GenerationEngine
+from spmdrl.engines.generation.protocol import GenerationEngine
 from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.job.model.model_source import ModelSource
@@ -89,7 +90,8 @@ def build_frozen_generator(
         kv_cache_gib=None if device.is_cpu else kv_cache_gib,
     )  # fmt: skip
     dtype = config.model.compute_dtype(device.kind)
-    engine = NativeEngine(source.decoder, rollout, device.torch_device, dtype, mesh=mesh)
+    text = _text_arguments(rollout, source)
+    engine = NativeEngine(source.decoder, rollout, device.torch_device, dtype, mesh=mesh, **text)
     files, asleep = source.weights(), engine.wake_weights(())
     weights = {
         name: files.read(wanted).to(asleep[name].dtype).contiguous() for name, wanted in engine.weight_slices().items()
@@ -111,8 +113,8 @@ def _vllm_engine(config: Config, source: ModelSource, world: World, mesh: Genera
     from spmdrl.engines.generation.vllm.vllm_engine import VllmEngine
 
     dtype = config.model.compute_dtype(world.device.kind)
-    device, decode = world.device.torch_device, _decode_for_stops(config.rollout, source)
-    return VllmEngine(source.folder, config.rollout, device, dtype, tensor=mesh.tensor.size, decode=decode)
+    device, text = world.device.torch_device, _text_arguments(config.rollout, source)
+    return VllmEngine(source.folder, config.rollout, device, dtype, tensor=mesh.tensor.size, **text)
 
 
 def _native_engine(config: Config, source: ModelSource, world: World, mesh: GenerationMesh) -> GenerationEngine:
@@ -123,13 +125,15 @@ def _native_engine(config: Config, source: ModelSource, world: World, mesh: Gene
     # A run that only answers may have a dense model with any training options.
     records = config.train.routing.replay == "rollout" and source.decoder.moe is not None
     recorder = ChoiceRecorder() if records else None
-    device, decode = world.device.torch_device, _decode_for_stops(config.rollout, source)
+    device, text = world.device.torch_device, _text_arguments(config.rollout, source)
     decoder = source.decoder
     if decoder.lora is not None and decoder.lora.merge:
         decoder = replace(decoder, lora=None)
-    return NativeEngine(decoder, config.rollout, device, dtype, mesh=mesh, recorder=recorder, decode=decode)
+    return NativeEngine(decoder, config.rollout, device, dtype, mesh=mesh, recorder=recorder, **text)
 
 
-def _decode_for_stops(config: RolloutConfig, source: ModelSource) -> Decode | None:
-    """What turns tokens into text where some text ends a response."""
-    return ModelTokenizer(source.folder).decode_all if config.stop else None
+def _text_arguments(config: RolloutConfig, source: ModelSource) -> dict[str, Any]:
+    """What engines are given of a tokenizer: the text of tokens, where some ends a response, and ids of none."""
+    tokenizer = ModelTokenizer(source.folder)
+    without_token = tokenizer.ids_without_token(source.decoder.vocab_size)
+    return {"decode": tokenizer.decode_all if config.stop else None, "ids_without_token": without_token}

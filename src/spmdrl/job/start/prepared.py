@@ -150,6 +150,10 @@ def prepare_together(checked: CheckedRun, world: World, console: Console) -> Pre
         world.agree(lambda: {f"the tokens of {key}": one.digest for key, one in named.items() if one is not None})
     for warning in prepared.warnings:
         console.note(warning)
+    vocab_size = prepared.source.decoder.vocab_size
+    num_gaps = len(prepared.tokenizer.ids_without_token(vocab_size))
+    if num_gaps and checked.verb not in ON_PAIRS:
+        console.note(f"vocabulary: {num_gaps} of the model's {vocab_size} ids have no token; they are never sampled")
     return prepared
 
 

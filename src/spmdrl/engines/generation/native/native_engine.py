@@ -52,11 +52,12 @@ class NativeEngine:
         mesh: GenerationMesh | None = None,
         recorder: ChoiceRecorder | None = None,
         decode: Decode | None = None,
+        ids_without_token: Sequence[int] = (),
     ):
         """Without a mesh the rank has whole weights.
 
         With a recorder, which only sparse models can have, responses bring the experts that their tokens went to.
-        Stop strings need `decode`, the text of tokens.
+        Stop strings need `decode`, the text of tokens; ids without a token are never drawn.
         """
         if rollout.engine_kwargs:
             raise ValueError(
@@ -74,10 +75,12 @@ class NativeEngine:
         self._forward = CachedDecoder(config, self._mesh, device, dtype, rollout, recorder)
         self._cache = self._forward.cache
         self._weights = self._forward.weights
-        self._drawer = RowDrawer(device, decode)
+        self._drawer = RowDrawer(device, decode, ids_without_token)
         self._pipeline: StepPipeline | None = None
         if wants_graphs(rollout, config, self._mesh.layout, device):
-            step = FixedStep(self._forward.step_logits, self._cache, device, rollout.max_running_rows)
+            step = FixedStep(
+                self._forward.step_logits, self._cache, device, rollout.max_running_rows, self._drawer.never
+            )
             self._pipeline = StepPipeline(step, device, self._drawer, rollout.max_running_rows)
         # A recorder must see every token fed, so none may be taken from others' blocks.
         self._shares_prefixes = recorder is None

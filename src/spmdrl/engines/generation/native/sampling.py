@@ -98,16 +98,21 @@ class Drawn:
     logprobs_B: Tensor
 
 
-def draw(logits_BV: Tensor, positions_B: Tensor, rows: RowSampling) -> Drawn:
+def draw(logits_BV: Tensor, positions_B: Tensor, rows: RowSampling, never: Tensor | None = None) -> Drawn:
     """Draw the token at `positions_B` (counted from the prompt's start) of each row; float32 logits.
 
-    At temperature 0 the token is the likeliest one and the log-prob is that of temperature 1.
+    Ids in `never` aren't drawn, but stay part of the distribution that log-probs are of, as in training. At temperature
+    0 the token is the likeliest one and the log-prob is that of temperature 1.
     """
     scaled_BV = logits_BV / rows.divisor_B1 if rows.kinds.has_scaling else logits_BV
     # In the same steps as training, as log_softmax rounds differently.
     scaled_BV = scaled_BV - scaled_BV.amax(-1, keepdim=True)
     weights_BV = scaled_BV.exp()
     log_sum_B = weights_BV.sum(-1).log()
+    if never is not None:
+        weights_BV.index_fill_(-1, never, 0)
+        if rows.kinds.has_greedy:
+            logits_BV = logits_BV.index_fill(-1, never, -math.inf)
     if not rows.kinds.has_draws:
         tokens_B = logits_BV.argmax(-1)
     else:
@@ -186,10 +191,11 @@ def logical_shift_right(values: Tensor, num_bits: int) -> Tensor:
 class RowDrawer:
     """Draws tokens with the sampling parameters of each row's request."""
 
-    def __init__(self, device: torch.device, decode: Decode | None):
-        """Rows with stop strings need `decode`, the text of tokens."""
+    def __init__(self, device: torch.device, decode: Decode | None, never: Sequence[int] = ()):
+        """Rows with stop strings need `decode`, the text of tokens; the ids in `never` aren't drawn."""
         self._device = device
         self._decode = decode
+        self.never = torch.tensor(never, dtype=torch.int64, device=device) if never else None
         self._sampling: tuple[list[Row], RowSampling] | None = None
 
     @property
@@ -203,7 +209,7 @@ class RowDrawer:
         Raises RuntimeError where logits aren't finite.
         """
         positions_B = torch.tensor([row.length for row in rows], device=self._device)
-        drawn = draw(logits_BV, positions_B, self.sampling_of(rows))
+        drawn = draw(logits_BV, positions_B, self.sampling_of(rows), self.never)
         return self.append(rows, drawn.tokens_B.tolist(), drawn.logprobs_B.tolist(), version)
 
     def append(

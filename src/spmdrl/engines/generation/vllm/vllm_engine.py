@@ -35,7 +35,7 @@ class VllmEngine:
 
     def __init__(
         self, model_folder: Path, rollout: RolloutConfig, device: torch.device, dtype: torch.dtype, *,
-        tensor: int = 1, decode: Decode | None = None,
+        tensor: int = 1, decode: Decode | None = None, ids_without_token: Sequence[int] = (),
     ):  # fmt: skip
         """Load the model of `model_folder`, cut over `tensor` consecutive ranks, then sleep. Collective over the world.
 
@@ -47,7 +47,10 @@ class VllmEngine:
         self._tensor = tensor
         self._decode_text = decode
         self._on_cpu = device.type == "cpu"
-        self._logprobs_mode = logprobs_mode(rollout)
+        # Unlike a list of the ids that are allowed, it is short; a run that speculates can't have it.
+        bars = bool(ids_without_token) and "speculative_config" not in rollout.engine_kwargs
+        self._logit_bias = dict.fromkeys(ids_without_token, -math.inf) if bars else None
+        self._logprobs_mode = logprobs_mode(rollout, bars_ids=bars)
         self._rows: dict[int, Row] = {}
         self._weights_awake = self._cache_awake = False
         # Set before the import, here as vllm is an extra: no process beside this one, no usage report, a quiet screen.
@@ -265,6 +268,7 @@ class VllmEngine:
             max_tokens=sampling.max_tokens - num_given,
             stop_token_ids=list(sampling.stop_token_ids),
             ignore_eos=True,
+            logit_bias=self._logit_bias,
             seed=(row.seed + num_given) % (1 << 63),
             logprobs=0,
             detokenize=False,

@@ -15,13 +15,14 @@ from spmdrl.engines.generation.rollout_config import RolloutConfig
 _FILTERED, _UNSCALED = "processed_logprobs", "raw_logprobs"
 
 
-def logprobs_mode(rollout: RolloutConfig) -> str:
+def logprobs_mode(rollout: RolloutConfig, *, bars_ids: bool = False) -> str:
     """vLLM's mode in which training rollouts get log-probs scaled by the temperature but not filtered.
 
+    Where ids are barred, it is the one that counts them in, if the temperature admits it: their share is tiny.
     Raises ValueError for filters at a temperature other than 1: vLLM's modes scale and filter, or do neither.
     """
     sampling = rollout.sampling(())
-    for mode in (_FILTERED, _UNSCALED):
+    for mode in (_UNSCALED, _FILTERED) if bars_ids else (_FILTERED, _UNSCALED):
         if gives_unfiltered(mode, sampling):
             return mode
     raise ValueError(

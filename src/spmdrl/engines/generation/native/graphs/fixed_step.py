@@ -127,14 +127,16 @@ class FixedStep:
         cache: PagedCache,
         device: torch.device,
         max_rows: int,
+        never: Tensor | None = None,
     ):
-        """`logits` gives those [B, V] of tokens, positions and attention. Memory is taken by `make_room`."""
+        """`logits` gives those [B, V] of tokens, positions and attention; `make_room` takes memory."""
         self._logits = logits
         self._cache = cache
         self._max_rows = padded_rows(max_rows)
         self.width = 0
         """Blocks of the tables that there is room for."""
         self._device = device
+        self._never = never
         self._held: _Buffers | None = None
 
     @property
@@ -181,7 +183,7 @@ class FixedStep:
         attend = PagedDecodeAttention(self._cache, integers[:, _TABLE:], integers[:, _LENGTH])
         logits_BV = self._logits(fed_B, lengths_B - 1, attend).float()
         columns = (column[:num_rows] for column in self._buffers.sampling.columns)
-        drawn = draw(logits_BV, lengths_B, RowSampling(*columns, shape.sampling))
+        drawn = draw(logits_BV, lengths_B, RowSampling(*columns, shape.sampling), self._never)
         tokens_B.copy_(drawn.tokens_B)
         logprobs_B.copy_(drawn.logprobs_B)
 
