@@ -30,7 +30,8 @@ class RolloutConfig:
     temperature: Annotated[float, Interval(ge=0, lt=math.inf)] = 1.0
     """divides the logits before sampling; 0: the likeliest token"""
     top_p: Annotated[float, Interval(gt=0, le=1)] = 1.0
-    """least total probability of the likeliest tokens that are kept; 1: keep all"""
+    """least total probability of the likeliest tokens that are kept; 1: keep all. Log-probs that are trained are of
+    the distribution before this and the next two"""
     top_k: Annotated[int, Ge(0)] = 0
     """number of likeliest tokens that are kept; 0: keep all"""
     min_p: Annotated[float, Interval(ge=0, lt=1)] = 0.0

@@ -8,6 +8,7 @@ import torch
 
 from spmdrl.algorithms.algorithm import AlgoConfig
 from spmdrl.config.given import inline
+from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.hf.model_weights import WeightFiles
 from spmdrl.job.model.replica import generation_engine_name
 from spmdrl.job.run.run_folder import num_parameters, num_trained
@@ -65,6 +66,10 @@ def _lines(checked: CheckedRun, prepared: Prepared, world: World) -> Iterator[st
     )
     if checked.verb == "train":
         yield f"algo   {_algorithm(config.algo)}"
+        values = {name: getattr(config.rollout, name) for name in ("top_p", "top_k", "min_p")}
+        # Their defaults keep all tokens.
+        if filters := [f"rollout.{key}={one}" for key, one in values.items() if one != getattr(RolloutConfig, key)]:
+            yield f"NOTE: log-probs are trained as they are without {', '.join(filters)}, by which tokens are sampled"
     interval = config.checkpoint.interval
     saves = f"a checkpoint every {interval} steps and at the end" if interval else "a checkpoint at the end"
     yield f"run    {config.run.folder} | {checked.phase} | seed {config.seed} | {saves}"
