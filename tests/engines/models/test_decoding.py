@@ -13,6 +13,8 @@ from spmdrl.engines.generation.protocol import completes_stop_string
 from spmdrl.engines.models.tokenizer import ModelTokenizer, pad_apart
 from tests.support.tokenizer_folders import CHATML, CHATML_TOKENS, byte_level, sentence_piece, word_piece
 
+pytestmark = pytest.mark.oldest
+
 THINKING = (*CHATML_TOKENS[:2], "<think>", "</think>", CHATML_TOKENS[2])
 TEXTS = (
     "a",

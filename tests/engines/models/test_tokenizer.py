@@ -8,6 +8,8 @@ import pytest
 
 from spmdrl.engines.models.tokenizer import stop_token_ids
 
+pytestmark = pytest.mark.oldest
+
 
 def test_end_tokens_of_config_json_count_where_generation_config_names_none(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"eos_token_id": 7}')
