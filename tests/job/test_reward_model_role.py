@@ -51,7 +51,7 @@ def test_the_scores_are_those_of_transformers_and_a_part_of_the_reward(judge, wh
     for sample in samples:
         texts, parts = [text for text, *_ in sample["tokens"]], sample["parts"]
         assert sample["reward"] == pytest.approx(parts["share_of_digits"] + 0.5 * parts["model"], abs=1e-6)
-        # A response shorter than the limit ends with the stop token; other special tokens have no text either.
+        # A response shorter than the limit ends with the stop token; padding has no text either.
         ended = len(texts) < 8
         if "" in texts[: len(texts) - ended]:
             continue
