@@ -22,7 +22,8 @@ from spmdrl.observability.terminal.units import bytes_text, count, duration, fix
 METRICS = {
     "time/step": 8.4, "time/generation": 5.1, "time/reward": 0.3, "time/old_logprobs": 0.6, "time/update": 1.9,
     "time/resharding": 0.4, "time/update/forward": 0.9, "reward": 0.412, "reward_std": 0.21, "loss": 0.031,
-    "frac_reward_zero_std": 0.18, "completions/mean_length": 231.2, "completions/clipped_ratio": 0.02, "kl": 0.003,
+    "frac_advantage_zero": 0.18, "completions/mean_length": 231.2, "completions/clipped_ratio": 0.02, "kl": 0.003,
+    "lr": 1e-6,
     "entropy": 0.61, "grad_norm": 0.42, "mismatch/abs_mean": 1.2e-3, "perf/tokens_per_second": 14_200,
     "mem/generation_peak_gib": 61.0, "mem/update_peak_gib": 40.0, "mem/total_gib": 80.0,
 }  # fmt: skip
@@ -31,30 +32,57 @@ METRICS = {
 NEVER_LEAVING = ("reward 0.412", "loss 0.031", "gnorm 0.42")
 
 
-def test_a_files_line_has_every_field_in_the_documented_order():
-    assert full_line(StepFacts(12, METRICS, 200, "grpo")) == (
-        "grpo step 12/200 | 8.4s (gen 5.1 rew 0.3 ref - lp 0.6 adv - upd 1.9 reshard 0.4 probe - eval - other -)"
-        " | reward 0.412 +-0.21 | loss 0.031 | gnorm 0.42 | skipped - | zero-adv 18% | len 231 (clip 2%) | kl 0.003"
+def test_a_files_line_has_the_fields_of_its_step_in_the_documented_order():
+    assert full_line(StepFacts(12, METRICS, 200, "grpo"), set()) == (
+        "grpo step 12/200 | 8.4s (gen 5.1 rew 0.3 lp 0.6 upd 1.9 reshard 0.4)"
+        " | reward 0.412 +-0.21 | loss 0.031 | lr 1.0e-6 | gnorm 0.42 | zero-adv 18% | len 231 (cut 2%) | kl 0.003"
         " | ent 0.61 | mismatch 1.2e-3 | 14.2k tok/s | mem 61/80 GiB | eta 26m"
     )
 
 
-@given(st.dictionaries(st.sampled_from([*METRICS, "health/updates", "time/a_new_stage"]), st.floats()), st.integers(0))
-def test_a_files_line_has_the_same_fields_whatever_a_step_has(metrics, step):
+def test_each_verb_has_the_fields_of_what_it_trains():
+    def fields(**metrics: float) -> str:
+        return full_line(StepFacts(1, {"loss": 0.5, "lr": 1e-5} | metrics), set())
+
+    assert fields(answer_probability=0.53) == "step 1 | answer 53% | loss 0.500 | lr 1.0e-5"
+    pairs = {"preference/accuracy": 0.67, "preference/margin": 0.12}
+    assert fields(**pairs) == "step 1 | pairs 67% right (margin 0.120) | loss 0.500 | lr 1.0e-5"
+    critic = {"critic/loss": 0.12, "critic/explained_variance": 0.45}
+    assert fields(**critic) == "step 1 | loss 0.500 | value loss 0.120 (explains 45%) | lr 1.0e-5"
+    assert fields(**{"environment/turns": 2.125}).endswith("lr 1.0e-5 | turns 2.1")
+
+
+def test_prompts_without_advantage_are_those_whose_advantages_are_0():
+    line = full_line(StepFacts(1, {"frac_reward_zero_std": 0.06, "frac_advantage_zero": 1.0}), set())
+    assert line == "step 1 | zero-adv 100%"
+
+
+@given(st.dictionaries(st.sampled_from([*METRICS, "time/a_new_stage"]), st.floats()), st.integers(0))
+def test_a_file_keeps_the_fields_that_a_step_had_whatever_later_ones_have(metrics, step):
     def fields(line: str) -> list[str]:
         head, seconds, *rest = line.split(" | ")
         stages = seconds.partition(" (")[2].rstrip(")").split()[::2]
         return [head.split()[0], *stages, *("tok/s" if "tok/s" in part else part.split()[0] for part in rest)]
 
-    full = full_line(StepFacts(step, metrics, 5, "sft"))
-    assert fields(full) == fields(full_line(StepFacts(1, METRICS, 200, "sft")))
+    known: set[str] = set()
+    first = full_line(StepFacts(1, METRICS | {"time/a_new_stage": 1.0}, 200, "grpo"), known)
+    assert fields(full_line(StepFacts(step, metrics, 5, "grpo"), known)) == fields(first)
+
+
+def test_a_loop_may_have_a_line_for_its_first_step_and_for_some_of_the_others():
+    stream = io.StringIO()
+    console = Console(stream=stream)
+    console.start(25, phase="sft", every=10)
+    for step in range(1, 26):
+        console.step(step, {"loss": 0.5})
+    assert [line.split()[2] for line in stream.getvalue().splitlines()] == ["1/25", "10/25", "20/25"]
 
 
 def test_on_a_terminal_small_timings_leave_first_and_the_metrics_that_matter_never():
     trouble = {"time/reward": 0.1, "health/updates": 5.0, "health/updates_skipped": 4.0}
     facts = StepFacts(12, METRICS | trouble, 200, "ppo")
     lines = {width: fitted_line(facts, width) for width in (160, 120, 80)}
-    assert "rew" not in lines[160].split("(")[1].split(")")[0] and "gen 5.1" in lines[160] and "kl 0.003" in lines[160]
+    assert "rew" not in lines[160].split("(")[1].split(")")[0] and "gen 5.1" in lines[160] and "lr 1.0e-6" in lines[160]
     for width, line in lines.items():
         assert len(line) <= width
         assert all(part in line for part in (*NEVER_LEAVING, "skipped 4/5", "ppo step 12/200"))
@@ -66,7 +94,9 @@ def test_what_leaves_a_terminals_line_makes_room_for_what_is_narrower():
 
 
 def test_on_a_terminal_only_what_the_step_has_is_shown():
-    assert fitted_line(StepFacts(3, {"loss": 1.25, "lr": 0.1}, phase="sft"), 160) == "sft step 3 | loss 1.250"
+    assert (
+        fitted_line(StepFacts(3, {"loss": 1.25, "lr": 0.1}, phase="sft"), 99) == "sft step 3 | loss 1.250 | lr 1.0e-1"
+    )
     assert fitted_line(StepFacts(3, {"time/generation": 5.1}), 160) == "step 3 | (gen 5.1)"
 
 
@@ -97,7 +127,7 @@ def test_a_stream_that_is_no_terminal_gets_plain_lines():
     console.summary({"verdict": "ok", "steps": 2, "seconds": 4.0}, phase="sft")
     first, line, last = stream.getvalue().splitlines()
     assert first == "warm start: loss 0.31 [see log]" and last == "sft ok: 2 steps in 4.0s"
-    assert line.startswith("sft step 1/2 | 2.0s (gen - ") and line.endswith("mem - | eta 2.0s")
+    assert line == "sft step 1/2 | 2.0s | reward 0.500 | eta 2.0s"
 
 
 def test_a_terminal_gets_the_same_lines_and_a_bar():

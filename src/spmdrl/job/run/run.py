@@ -17,7 +17,15 @@ from spmdrl.job.run.checkpoints import Checkpoints
 from spmdrl.job.run.config_changes import RESOLVED_CONFIG, keep_config
 from spmdrl.job.run.memory_advice import explained_memory
 from spmdrl.job.run.model_card import CARD, model_card
-from spmdrl.job.run.outcome import note_abandoned, outcome_of, tracked_run, write_early_end, write_outcome, write_start
+from spmdrl.job.run.outcome import (
+    WARM_START,
+    note_abandoned,
+    outcome_of,
+    tracked_run,
+    write_early_end,
+    write_outcome,
+    write_start,
+)
 from spmdrl.job.run.resuming import RUN_FILE, ResumePoint, Resuming, RunRecord
 from spmdrl.job.run.run_folder import check_disk_space, num_parameters, on_every_rank, on_main
 from spmdrl.job.run.run_logs import RunLogs
@@ -36,6 +44,8 @@ from spmdrl.resources.startup.ending import Interrupted, raise_noted_interrupt
 from spmdrl.resources.watch.stop_request import Stopped, request
 from spmdrl.resources.world import World
 from spmdrl.types.roles import POLICY, Role
+
+LINES_OF_WARM_START = 20
 
 
 class Run:
@@ -130,7 +140,9 @@ class Run:
     def remaining_steps(self) -> Iterator[int]:
         """Steps still to do, numbered from 1. From the first one on ranks stop only where all agree."""
         request.phase = "running"
-        self.console.start(self.num_steps, phase=self._checked.phase, done_steps=self.start_step)
+        # A warm start has a run's steps after it, which its own lines would hide.
+        every = -(-self.num_steps // LINES_OF_WARM_START) if self.folder.name == WARM_START else 1
+        self.console.start(self.num_steps, phase=self._checked.phase, done_steps=self.start_step, every=every)
         for step in range(self.start_step + 1, self.num_steps + 1):
             if self._record.is_finished:
                 return

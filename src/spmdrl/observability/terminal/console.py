@@ -38,17 +38,22 @@ class Console:
         self._on_terminal = self._stream.isatty()
         self._terminal = Terminal(file=self._stream, highlight=False) if self._on_terminal and enabled else None
         self._max_steps: int | None = None
-        self._phase = ""
+        self._phase, self._every = "", 1
+        self._fields: set[str] = set()
+        """those that steps of this loop had"""
         self._bar: Progress | None = None
         self._spinner: Progress | None = None
         self._doing: list[tuple[str, float]] = []
         """what goes on now, the innermost last, and since when"""
         self._step_seconds: deque[float] = deque(maxlen=STEPS_FOR_ETA)
 
-    def start(self, max_steps: int, *, phase: str = "train", done_steps: int = 0) -> None:
-        """Begin a loop of `max_steps` steps, whose lines start with `phase`; a terminal also gets a progress bar."""
+    def start(self, max_steps: int, *, phase: str = "train", done_steps: int = 0, every: int = 1) -> None:
+        """Begin a loop of `max_steps` steps, whose lines start with `phase`; a terminal also gets a progress bar.
+
+        The first step has a line, and then each whose number is a multiple of `every`.
+        """
         self.close()
-        self._max_steps, self._phase = max_steps, phase
+        self._max_steps, self._phase, self._every = max_steps, phase, every
         if self._terminal is not None:
             columns = (_plain_column(), BarColumn(bar_width=None), MofNCompleteColumn(), _Doing())
             self._bar = Progress(*columns, console=self._terminal, transient=True)
@@ -88,7 +93,8 @@ class Console:
             self._step_seconds.append(metrics["time/step"])
         pace = fmean(self._step_seconds) if self._step_seconds else None
         facts = StepFacts(step, metrics, self._max_steps, self._phase, pace)
-        self._print(fitted_line(facts, self._width()) if self._on_terminal else full_line(facts))
+        if step <= 1 or step % self._every == 0:
+            self._print(fitted_line(facts, self._width()) if self._on_terminal else full_line(facts, self._fields))
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=step)
 
@@ -103,7 +109,8 @@ class Console:
 
     def close(self) -> None:
         """End the loop that `start` began."""
-        self._max_steps, self._phase = None, ""
+        self._max_steps, self._phase, self._every = None, "", 1
+        self._fields.clear()
         self._step_seconds.clear()
         for live in (self._bar, self._spinner):
             if live is not None:

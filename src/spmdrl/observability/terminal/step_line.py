@@ -1,4 +1,4 @@
-"""The line about a step: every field in a file, and on a terminal what fits its width."""
+"""The line about a step: every field that the run has in a file, and on a terminal what fits its width."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ STAGE_NAMES = {state.value: state.short_name for state in WorkerState} | {
 OTHER = "other"
 # What a terminal's line shows besides reward, loss and gradient norm, as far as it fits: the most wanted first.
 WANTED = (
-    "seconds", "eta", "zero-adv", "longest", "len", "kl", "mismatch", "tok/s", "ent", "mem", "timings",
+    "seconds", "pairs", "answer", "eta", "zero-adv", "longest", "len", "lr", "kl", "value", "turns", "mismatch",
+    "tok/s", "ent", "mem", "timings",
 )  # fmt: skip
 NUM_LONGEST = 2
 """As many stages are `longest`; the other timings come last."""
@@ -36,12 +37,15 @@ class StepFacts:
     """used to estimate the remaining time; without it, this step's own seconds are"""
 
 
-def full_line(facts: StepFacts) -> str:
-    """All fields, always the same ones in the same order; `-` stands for what the step doesn't have."""
-    parts = _parts(facts)
-    timings = " ".join(f"{name} {text or MISSING}" for name, text in _timings(facts.metrics).items())
-    seconds = f"{parts.pop('seconds') or MISSING} ({timings})"
-    return " | ".join([parts.pop("step"), seconds, *(text or _missing(name) for name, text in parts.items())])
+def full_line(facts: StepFacts, known: set[str]) -> str:
+    """All fields in `known`, in a fixed order, with `-` for those that the step lacks; adds the step's own to it."""
+    parts, timings = _parts(facts), _timings(facts.metrics)
+    known |= {name for name, text in (parts | timings).items() if text}
+    shown = {name: text or _missing(name) for name, text in parts.items() if name in known}
+    inside = " ".join(f"{name} {text or MISSING}" for name, text in timings.items() if name in known)
+    if inside:
+        shown["seconds"] = f"{parts['seconds'] or MISSING} ({inside})"
+    return " | ".join(shown[name] for name in parts if name in shown)
 
 
 def fitted_line(facts: StepFacts, width: int) -> str:
@@ -82,11 +86,16 @@ def _parts(facts: StepFacts) -> dict[str, str]:
         "step": head,
         "seconds": _seconds_text(metrics),
         "reward": _reward_part(metrics),
+        "pairs": _pairs_part(metrics),
+        "answer": _part(metrics, "answer_probability", "answer {}", percent),
         "loss": _part(metrics, "loss", "loss {}", lambda value: fixed(value, 3)),
+        "value": _value_part(metrics),
+        "lr": _part(metrics, "lr", "lr {}", scientific),
         "gnorm": _part(metrics, "grad_norm", "gnorm {}", lambda value: fixed(value, 2)),
         "skipped": _skipped_part(metrics),
-        "zero-adv": _part(metrics, "frac_reward_zero_std", "zero-adv {}", percent),
+        "zero-adv": _part(metrics, "frac_advantage_zero", "zero-adv {}", percent),
         "len": _length_part(metrics),
+        "turns": _part(metrics, "environment/turns", "turns {}", lambda value: fixed(value, 1)),
         "kl": _part(metrics, "kl", "kl {}", lambda value: fixed(value, 3)),
         "ent": _part(metrics, "entropy", "ent {}", lambda value: fixed(value, 2)),
         "mismatch": _part(metrics, "mismatch/abs_mean", "mismatch {}", scientific),
@@ -129,6 +138,16 @@ def _reward_part(metrics: Mapping[str, float]) -> str:
     return _part(metrics, "reward", "reward {}" + spread, lambda value: fixed(value, 3))
 
 
+def _pairs_part(metrics: Mapping[str, float]) -> str:
+    margin = _part(metrics, "preference/margin", " (margin {})", lambda value: fixed(value, 3))
+    return _part(metrics, "preference/accuracy", "pairs {} right" + margin, percent)
+
+
+def _value_part(metrics: Mapping[str, float]) -> str:
+    explained = _part(metrics, "critic/explained_variance", " (explains {})", percent)
+    return _part(metrics, "critic/loss", "value loss {}" + explained, lambda value: fixed(value, 3))
+
+
 def _skipped_part(metrics: Mapping[str, float]) -> str:
     """Updates of the run so far that changed nothing, of all."""
     if "health/updates" not in metrics:
@@ -137,8 +156,8 @@ def _skipped_part(metrics: Mapping[str, float]) -> str:
 
 
 def _length_part(metrics: Mapping[str, float]) -> str:
-    clipped = _part(metrics, "completions/clipped_ratio", " (clip {})", percent)
-    return _part(metrics, "completions/mean_length", "len {}" + clipped, lambda value: fixed(value, 0))
+    cut = _part(metrics, "completions/clipped_ratio", " (cut {})", percent)
+    return _part(metrics, "completions/mean_length", "len {}" + cut, lambda value: fixed(value, 0))
 
 
 def _memory_part(metrics: Mapping[str, float]) -> str:
