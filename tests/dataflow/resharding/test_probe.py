@@ -52,6 +52,16 @@ def test_the_largest_difference_within_the_tolerance_is_told():
     assert probed(0.0, tolerance=0.0) == 0
 
 
+def test_weights_of_the_trainer_that_are_not_finite_are_named_as_that_and_not_as_moved_wrong():
+    class BrokenTrainer(KnownTrainer):
+        def score(self, rows: TokenRows, *, temperature: float | None = None) -> Scores:
+            return Scores(super().score(rows, temperature=temperature).logprobs_R * math.nan, torch.zeros(1))
+
+    probe = Probe(BrokenTrainer(), NearGenerator(math.nan), lambda step: ROWS, tolerance=0.5)
+    with pytest.raises(RuntimeError, match=r"own log-probs aren't finite at policy version 7: .*NaN.*lower optim.lr"):
+        probe.check(probe.rate(1))
+
+
 @pytest.mark.parametrize("off_by", [0.75, -0.75, math.nan, -math.inf])
 def test_a_larger_difference_is_refused_with_its_value_the_limit_and_the_version(off_by):
     text = "inf" if not math.isfinite(off_by) else "0.75"

@@ -83,12 +83,20 @@ class Probe:
     def check(self, rated: Rated) -> float:
         """The largest difference of a log-prob on any rank, after the switch. Collective over the world.
 
-        Raises RuntimeError on every rank where it is beyond the tolerance, exempt tokens left out.
+        Raises RuntimeError on every rank where it is beyond the tolerance, exempt tokens left out, or where the
+        trainer's own log-probs aren't finite.
         """
         found_R = torch.cat(self._generator.score(rated.rows)).cpu()
         distance_R = (found_R - rated.logprobs_R).abs().nan_to_num(nan=torch.inf, posinf=torch.inf).sort().values
         num_exempt = int(self._exempt_share * len(distance_R)) if distance_R[-1].isfinite() else 0
-        largest, judged = max_over(distance_R[[-1, -1 - num_exempt]]).tolist()
+        is_broken = (~rated.logprobs_R.isfinite().all()).to(distance_R)
+        largest, judged, broken = max_over(torch.stack([*distance_R[[-1, -1 - num_exempt]], is_broken])).tolist()
+        if broken:
+            raise RuntimeError(
+                f"the trainer's own log-probs aren't finite at policy version {self._generator.version}: its weights "
+                "hold NaN or infinity, or are so large that they overflow. At version 0 the model's files do; later an "
+                "update made them so: lower optim.lr or warm it up, and go on from an earlier checkpoint (resume=STEP)"
+            )
         if judged > self._tolerance:
             of_others = f" and {judged:.3g} without the {num_exempt} farthest" if num_exempt else ""
             raise RuntimeError(
