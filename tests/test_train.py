@@ -201,7 +201,8 @@ def test_a_checkpoint_is_evaluated_and_answers_prompts(tmp_path):
     from_run = [f"model.path={run}", "model.make=null", held_out, "reward.functions=[exact]"]
     job = finished(run_job("eval", config, *from_run, f"run.dir={tmp_path / 'eval'}", "eval.num_samples=4"))
     assert "pass@4" in job.stdout and "avg@4" in job.stdout
-    assert len((tmp_path / "eval" / "eval.jsonl").read_text().splitlines()) == 5 * 4
+    [answers] = (tmp_path / "eval").glob("eval/run_step_000002_*/eval.jsonl")
+    assert len(answers.read_text().splitlines()) == 5 * 4
     job = finished(run_job("generate", config, *from_run, f"run.dir={tmp_path / 'answers'}"))
     assert len([line for line in job.stdout.splitlines() if '"response"' in line]) == 5
     assert "generated 5/5 rows | " in job.stderr

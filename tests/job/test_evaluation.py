@@ -99,7 +99,12 @@ def test_eval_and_generate_leave_the_summary_of_a_training_run_alone(tmp_path: P
     assert "mean reward 0.000" in shown and "= share of answers with reward >= 1, 10 prompts" in shown
     finished(run_job("generate", *again, "eval.num_samples=2"))
     assert (run / "summary.json").read_bytes() == before and summary_of(run)["verdict"] == "done"
-    found = json.loads((run / "eval.summary.json").read_text())
+    [summary] = run.glob("eval/run_step_000003_*/eval.summary.json")
+    found = json.loads(summary.read_text())
     assert found["accuracy"] == found["mean_reward"] == 0.0 and found["model"] == str(run)
     assert found["accuracy_rule"] == "share of answers with reward >= 1"
     assert json.loads((run / "generate.summary.json").read_text())["rows"] == 20
+    other = [argument.replace(f"model.path={run}", f"model.path={run}/initial_model") for argument in map(str, again)]
+    kept = summary.read_bytes()
+    finished(run_job("eval", *other))
+    assert summary.read_bytes() == kept and len(list(run.glob("eval/initial_model_*/eval.jsonl"))) == 1

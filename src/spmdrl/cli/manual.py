@@ -55,7 +55,8 @@ examples:
 
 Answers the rows of data.eval, eval.num_samples times each (1: greedily), and judges them by reward.functions: accuracy
 (avg@k of k answers) and pass@k for each k of eval.pass_at, with intervals. Writes eval.jsonl and eval.summary.json into
-the run's folder. docs/evaluation.md has what is measured, docs/data.md the benchmarks (data.format).
+a folder of the model below eval/ of the run's. docs/evaluation.md has what is measured, docs/data.md the benchmarks
+(data.format).
 
 examples:
   python -m spmdrl eval run.yaml model.path=runs/a/checkpoints/step_000100/model

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import ExitStack
+from pathlib import Path
 
 from spmdrl.config.config import Config
 from spmdrl.config.reader import LoadedConfig, start_up
@@ -30,13 +31,14 @@ def main(loaded: LoadedConfig[Config]) -> int:
     # Beside a training run in the same folder, but not beside another evaluation, which writes the same files.
     with open_job(checked) as world, hold_run_folder(config.run, world, "eval.lock"), start_up():
         with explained_memory(config.rollout, config.train, lambda: "generation"):
-            evaluation = _evaluate(checked, world)
+            evaluation, model = _evaluate(checked, world)
         if world.is_main:
-            _write_results(config, evaluation, time.perf_counter() - started)
+            _write_results(config, evaluation, config.run.folder / "eval" / model, time.perf_counter() - started)
     return 0
 
 
-def _evaluate(checked: CheckedRun, world: World) -> Evaluation:
+def _evaluate(checked: CheckedRun, world: World) -> tuple[Evaluation, str]:
+    """The evaluation and the model's name in files. Collective."""
     config = checked.config
     console = Console(enabled=world.is_main)
     prepared = prepare_together(checked, world, console)
@@ -46,11 +48,10 @@ def _evaluate(checked: CheckedRun, world: World) -> Evaluation:
         evaluator = build_evaluator(config, prepared, replica, pool, turns)
         assert evaluator is not None, "eval is refused without data.eval"
         with console.doing(f"answering {len(evaluator.prompts)} prompts"):
-            return evaluator()
+            return evaluator(), prepared.source.label
 
 
-def _write_results(config: Config, evaluation: Evaluation, seconds: float) -> None:
-    folder = config.run.folder
+def _write_results(config: Config, evaluation: Evaluation, folder: Path, seconds: float) -> None:
     samples = folder / "eval.jsonl"
     write_records(samples, evaluation.records)
     settings = {"model": config.model.path, "data": str(config.data.eval), "rewards": list(config.reward.functions)}

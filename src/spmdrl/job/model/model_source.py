@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -54,6 +55,13 @@ class ModelSource:
         if len(parts) > 3 and parts[-2] == "snapshots" and parts[-3].startswith("models--"):
             return "/".join(parts[-3].split("--")[1:])
         return str(self.folder.resolve())
+
+    @property
+    def label(self) -> str:
+        """Its name in the names of files: a checkpoint's run and step, or the model's; no two models share one."""
+        path = Path(self.base_name)
+        name = f"{path.parts[-4]}_{path.parts[-2]}" if path.parts[-3:-2] == (CHECKPOINTS,) else path.name
+        return f"{name}_{hashlib.sha256(self.base_name.encode()).hexdigest()[:6]}"
 
     @classmethod
     def of(cls, folder: Path) -> ModelSource:
