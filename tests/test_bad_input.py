@@ -109,6 +109,16 @@ def test_a_broken_reward_function_stops_all_ranks_with_its_reason(tmp_path, kind
     assert processes_with(str(reward)) == []
 
 
+@pytest.mark.slow
+def test_a_reward_that_lacks_its_variable_ends_the_evaluation_after_some_rows_and_names_the_users_line(tmp_path):
+    reward = tmp_path / "judge.py"
+    reward.write_text("import os\n\ndef fn(completions, **columns):\n    os.environ['A_KEY']\n")
+    overrides = [f"run.dir={tmp_path / 'run'}", f"reward.functions=[{reward}:fn]", "rollout.max_completion_length=20"]
+    held_out = ["data.eval=synthetic://addition?low=0&high=9&count=60", "eval.num_samples=20"]
+    job = run_job("train", tiny_config(tmp_path), *overrides, *held_out, "eval.before_train=true", timeout=90)
+    assert_refused(job, ["failed on all of the first rows", f"({reward}:4 in fn)", "pass it with reward.environment"])
+
+
 def processes_with(word: str) -> list[str]:
     """Command lines that name `word`, once processes on their way out had a moment to go."""
     deadline = time.monotonic() + 5

@@ -450,3 +450,16 @@ def test_the_package_imports_no_torch():
     code = "import sys, spmdrl.engines.reward.pool, spmdrl.engines.workers.guard; assert 'torch' not in sys.modules"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0
+
+
+def test_a_pool_of_which_the_first_rows_all_failed_is_hopeless_until_one_is_scored():
+    with RewardPool(config_of("as_written", isolation="inline")) as pool:
+        scored(pool, *["no number"] * 7)
+        assert pool.hopeless() is None
+        scored(pool, "nor this")
+        assert "as_written: ValueError" in pool.hopeless() and f"{POISONS}:" in pool.hopeless()
+        scored(pool, "1")
+        assert pool.hopeless() is None
+    with RewardPool(config_of("as_written", isolation="inline", max_error_rate=1.0)) as pool:
+        scored(pool, *["no number"] * 9)
+        assert pool.hopeless() is None

@@ -23,7 +23,7 @@ from spmdrl.engines.reward.judge_config import JUDGE_PART
 from spmdrl.engines.reward.pool import MODEL_PART, RewardConfig, RewardPool
 from spmdrl.engines.workers.call_pool import Unanswered
 from spmdrl.engines.workers.strikes import Subject
-from spmdrl.engines.workers.verdict import Outcome, Verdict
+from spmdrl.engines.workers.verdict import FAILURES, Outcome, Verdict
 from spmdrl.observability.fault_points import faultpoint
 from spmdrl.observability.metrics import Recorder
 from spmdrl.observability.timeline.timeline import Timeline
@@ -35,9 +35,6 @@ DecodeTokens = Callable[[Sequence[int]], str]
 
 SCORE_COLUMNS = {MODEL_PART: MODEL_SCORE, JUDGE_PART: JUDGE_SCORE}
 """of the parts of the reward that no function gives"""
-
-# Verdicts about the reward function, not about the answer.
-FAILURES = (Verdict.MALFORMED, Verdict.TIMED_OUT, Verdict.CRASHED)
 
 
 class RewardStage:

@@ -26,11 +26,13 @@ from spmdrl.engines.workers.call_pool import CallPool, Isolation, is_debugged, r
 from spmdrl.engines.workers.call_queue import Call
 from spmdrl.engines.workers.process import PendingCall, WorkerSetup
 from spmdrl.engines.workers.strikes import Strikes
-from spmdrl.engines.workers.verdict import Verdict
+from spmdrl.engines.workers.verdict import FAILURES, Verdict
 
 CallLevel = Literal["response", "group"]
 MODEL_PART = "model"
 """the name of a reward model's part of the reward"""
+FIRST_ROWS = 8
+"""so many failures, without a row that has a reward, leave no hope for the others"""
 
 
 @dataclass(frozen=True)
@@ -135,17 +137,28 @@ class RewardConfig:
         return (*function_names(self.functions), *self.parts_beside)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _ScoresOfCalls:
-    """The answers of reward calls: the scores of each function."""
+    """The answers of reward calls, the scores of each function, counted while all of them fail."""
 
     num_functions: int
+    num_failed: int = 0
+    error: str | None = None
+    has_scored: bool = False
 
     def read(self, answer: Any, call: PendingCall) -> list[FunctionScores] | None:
-        return read_scores(answer, self.num_functions, call.num_rows)
+        scores = read_scores(answer, self.num_functions, call.num_rows)
+        return None if scores is None else self.counted(scores)
 
     def failed(self, call: PendingCall, verdict: Verdict, error: str) -> list[FunctionScores]:
-        return [FunctionScores.failed(call.num_rows, verdict, error)] * self.num_functions
+        return self.counted([FunctionScores.failed(call.num_rows, verdict, error)] * self.num_functions)
+
+    def counted(self, scores: list[FunctionScores]) -> list[FunctionScores]:
+        failed = next((part for part in scores if part.error and set(part.verdicts) <= FAILURES), None)
+        self.has_scored |= failed is None
+        if failed is not None:
+            self.error, self.num_failed = self.error or failed.error, self.num_failed + len(failed.values)
+        return scores
 
 
 class RewardPool:
@@ -173,9 +186,11 @@ class RewardPool:
             settings=asdict(config.code),
         )
         self._seconds_per_row = config.code.row_seconds if CODE in config.functions else 0.0
+        self._max_error_rate = config.max_error_rate
+        self._answers = _ScoresOfCalls(len(config.functions))
         self._calls = CallPool(
             setup,
-            _ScoresOfCalls(len(config.functions)),
+            self._answers,
             num_workers=num_workers or config.workers,
             timeout_seconds=config.timeout_seconds,
             inline=None if self._functions is None else self._score_inline,
@@ -213,6 +228,12 @@ class RewardPool:
             return RewardResult(key, scores[0].values, {}, scores[0].verdicts, None)
         return combine(key, dict(zip(self.names, scores, strict=True)), self._weights)
 
+    def hopeless(self) -> str | None:
+        """The first error, where all rows so far have failed, `FIRST_ROWS` of them or more, and that isn't allowed."""
+        answers = self._answers
+        is_one = not answers.has_scored and answers.num_failed >= FIRST_ROWS and self._max_error_rate < 1
+        return answers.error if is_one else None
+
     def required_columns(self) -> dict[str, list[str]]:
         """By function, the columns of the data that it can't be called without."""
         return read_columns(self._calls.facts) if self._functions is None else required_columns(self._functions)
@@ -229,7 +250,7 @@ class RewardPool:
         if not self._functions:
             # A reward model alone rewards these rows.
             return [FunctionScores([0.0] * call.num_rows, [Verdict.SCORED] * call.num_rows)]
-        return [score(function, call) for function in self._functions]
+        return self._answers.counted([score(function, call) for function in self._functions])
 
 
 def _message_of(call: RewardCall) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import bdb
 import difflib
 import importlib
 import importlib.util
+import os
 import sys
 import traceback
 from collections.abc import Iterable
@@ -14,6 +15,8 @@ from types import FunctionType, ModuleType
 from typing import Any, Literal
 
 Kind = Literal["function", "class"]
+_OTHERS = ("<", str(Path(os.__file__).parent), str(Path(__file__).parents[2]))
+"""how the names of files begin that aren't the user's"""
 
 
 def load_attribute(spec: str, key: str, built_in: Iterable[str], kind: Kind) -> Any:
@@ -68,5 +71,9 @@ def explain(error: BaseException) -> str:
     if isinstance(error, SyntaxError):
         return f"SyntaxError: {error.msg} ({error.filename}:{error.lineno})"
     frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
-    return f"{type(error).__name__}: {error!s:.500}{place}"
+    # The user's own line says more than that of a library below it.
+    own = [frame for frame in frames if not frame.filename.startswith(_OTHERS) and "-packages" not in frame.filename]
+    place = "".join(f" ({frame.filename}:{frame.lineno} in {frame.name})" for frame in (own or frames)[-1:])
+    is_unset = isinstance(error, KeyError) and bool(frames) and frames[-1].filename in ("<frozen os>", os.__file__)
+    hint = "; pass it with reward.environment, or to an environment with environment.variables" if is_unset else ""
+    return f"{type(error).__name__}: {error!s:.500}{place}{hint}"

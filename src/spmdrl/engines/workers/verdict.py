@@ -45,6 +45,10 @@ class Verdict(enum.IntEnum):
         return Verdict.NO_PROGRAM <= self <= Verdict.PROGRAM_OUT_OF_MEMORY
 
 
+# Verdicts about the reward function, not about the answer.
+FAILURES = frozenset({Verdict.MALFORMED, Verdict.TIMED_OUT, Verdict.CRASHED})
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What an environment made of a row, in place of reward functions."""

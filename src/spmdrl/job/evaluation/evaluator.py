@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from spmdrl.config.config import Config, EvalConfig
+from spmdrl.config.reader import ConfigError
 from spmdrl.dataflow.data.prompts import Prompt
 from spmdrl.dataflow.stages.reward import DecodeTokens, StreamedRewards, turns_record
 from spmdrl.dataflow.stages.rollout.requests import EndedResponses, StopPoint, Turns, row_seed, run_rollout
@@ -102,7 +103,8 @@ def interval_of(estimate: Estimate) -> list[float] | None:
 class Evaluator:
     """Answers held-out prompts with engines that are awake. Calling it is collective over all ranks.
 
-    Raises StopAgreed on all of them where one was asked to stop.
+    Raises StopAgreed on all of them where one was asked to stop, and ConfigError where the reward functions failed on
+    the first rows of one, before the others are answered.
     """
 
     def __init__(
@@ -111,6 +113,7 @@ class Evaluator:
     ):  # fmt: skip
         self.prompts = prompts[: config.max_rows]
         self.replica = replica
+        self._pool, self._error = pool, ""
         self.rewards = StreamedRewards(pool, decode)
         self.decode = decode
         self.num_samples = config.num_samples
@@ -122,19 +125,31 @@ class Evaluator:
 
     def __call__(self) -> Evaluation:
         faultpoint("eval")
+        self._error = ""
         lines = [json.dumps(record) for record in self._own_records()]
-        gathered, stop_reason = gather_and_agree("\n".join(lines).encode())
+        gathered, stop_reason = gather_and_agree("\n".join([json.dumps(self._hopeless()), *lines]).encode())
         if stop_reason is not None:
             raise StopAgreed(stop_reason)
-        records = [json.loads(line) for part in gathered for line in part.decode().splitlines()]
+        own = [[json.loads(line) for line in part.decode().splitlines()] for part in gathered]
+        if error := next((error for error, *_ in own if error), None):
+            raise ConfigError(
+                f"the reward failed on all of the first rows that were evaluated; the first failure: {error}; mend the "
+                "reward function, or set reward.max_error_rate to 1"
+            )
+        records = [record for _, *records in own for record in records]
         return evaluation_of(sorted(records, key=lambda record: record["row"]), self.num_samples, self.passes)
+
+    def _hopeless(self) -> str:
+        """The error that ends the evaluation early; kept, as rows under way may still be scored."""
+        self._error = self._error or self._pool.hopeless() or ""
+        return self._error
 
     def _own_records(self) -> Iterator[dict[str, Any]]:
         numbers = self.replica.share_of(len(self.prompts))
         requests = [self._request(number) for number in numbers]
         answers: dict[int, dict[int, Response]] = {number: {} for number in numbers}
         prompts = [self.prompts[number] for number in numbers]
-        stop = StopPoint(self.replica.mesh)
+        stop = StopPoint(self.replica.mesh, self._hopeless)
         for by_request in run_rollout(self.replica.engine, requests, prompts, self.turns, stop):
             if stop.is_reached:
                 return

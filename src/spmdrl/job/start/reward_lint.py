@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from spmdrl.dataflow.data.data_rows import Row, SourceRows
-from spmdrl.dataflow.stages.reward import FAILURES
 from spmdrl.engines.reward.calls import RewardCall, RewardResult, joined
 from spmdrl.engines.reward.pool import RewardConfig, RewardPool
+from spmdrl.engines.workers.verdict import FAILURES
 from spmdrl.job.start.machine_check import CheckLine
 
 _MAX_ROWS = 16

@@ -53,7 +53,9 @@ class Turns(Protocol):
 class StopPoint:
     """Ends a rollout early where a rank that its engine computes with was asked to stop; the same on all of them."""
 
-    def __init__(self, mesh: GenerationMesh):
+    def __init__(self, mesh: GenerationMesh, is_hopeless: Callable[[], object] = bool):
+        """`is_hopeless`, of this rank's work, ends the rollout as well."""
+        self._is_hopeless = is_hopeless
         self._axes = [axis for axis in (mesh.tensor, mesh.expert) if axis.size > 1]
         self._num_steps = 0
         self.is_reached = False
@@ -64,13 +66,16 @@ class StopPoint:
             return True
         self._num_steps += 1
         if not self._axes:
-            self.is_reached = stop_reason() is not None
+            self.is_reached = self._is_asked()
         elif self._num_steps % _STEPS_PER_AGREEMENT == 0:
-            asked = torch.tensor(int(stop_reason() is not None))
+            asked = torch.tensor(int(self._is_asked()))
             for axis in self._axes:
                 asked = axis.max(asked)
             self.is_reached = bool(asked)
         return self.is_reached
+
+    def _is_asked(self) -> bool:
+        return stop_reason() is not None or bool(self._is_hopeless())
 
 
 def run_rollout(
