@@ -173,15 +173,16 @@ def test_other_ranks_say_nothing():
 
 def test_the_summary_shows_what_is_known():
     fields = {
-        "verdict": "ok", "steps": 60, "seconds": 192.4, "reward_first": 0.21, "reward_last": 0.93,
+        "verdict": "ok", "steps": 60, "seconds": 192.4, "reward_first": 0.21, "reward_last": 0.93, "reward_steps": 6,
+        "reward_first_interval": [0.2, 0.22], "eval_num_samples": 1, "accuracy_rule": "share of right ones",
         "accuracy_before": 0.24, "accuracy_before_interval": [0.2, 0.29], "accuracy_after": 0.91,
         "checkpoint": "runs/x/model", "report": None, "pass_at_16_after": 0.95, "pass_at_8_after": 0.93,
         "pass_at_8_before": 0.5, "pass_at_8_before_interval": [0.4, 0.6],
     }  # fmt: skip
     assert summary_block(fields).splitlines() == [
         "ok: 60 steps in 3m12s",
-        "  reward     0.210 -> 0.930",
-        "  accuracy   0.240 [0.200, 0.290] -> 0.910",
+        "  reward     0.210 [0.200, 0.220] -> 0.930 (sampled, mean of the first and last 6 steps)",
+        "  accuracy   0.240 [0.200, 0.290] -> 0.910 (held-out, greedy; share of right ones)",
         "  pass@8     0.500 [0.400, 0.600] -> 0.930",
         "  pass@16    ? -> 0.950",
         "  checkpoint runs/x/model",

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from spmdrl.observability.health import HealthWatch, counts_so_far, trouble_of
+import pytest
+
+from spmdrl.observability.health import HealthWatch, at_ends, counts_so_far, decline_of, likely_cause, trouble_of
 
 GOOD = {"update/count": 1.0, "update/skipped": 0.0, "update/without_rows": 0.0, "frac_advantage_zero": 0.2, "lr": 0.1}
 SKIPPED = GOOD | {"update/skipped": 1.0, "loss": 0.5, "grad_norm": math.nan}
@@ -75,3 +77,71 @@ def test_a_supervised_run_has_no_advantages_to_warn_of():
     supervised = {"update/count": 1.0, "update/skipped": 0.0, "loss": 1.0}
     metrics, warnings = _run(*[supervised] * 5, watch=HealthWatch())
     assert not any(warnings) and trouble_of(metrics) == [] and metrics["health/updates"] == 5
+
+
+STEADY = {
+    "reward": 0.5, "entropy": 0.6, "completions/clipped_ratio": 0.02, "grad_norm": 0.4, "lr": 1e-6,
+    "frac_advantage_zero": 0.2,
+}  # fmt: skip
+
+
+def _history(num_steps: int = 40, **ends: tuple[float, float]) -> list[dict[str, float]]:
+    """Metrics that go evenly from the first value to the second; others stay."""
+    names = {"cut": "completions/clipped_ratio", "idle": "frac_advantage_zero", "norm": "grad_norm"}
+    steps = [step / (num_steps - 1) for step in range(num_steps)]
+    return [
+        STEADY | {names.get(name, name): first + (last - first) * at for name, (first, last) in ends.items()}
+        for at in steps
+    ]
+
+
+def _evaluated(before: float, after: float, history: list[dict[str, float]]) -> list[dict[str, float]]:
+    ends = [
+        {"eval/accuracy": v, "eval/accuracy_low": v - 0.03, "eval/accuracy_high": v + 0.03} for v in (before, after)
+    ]
+    return [ends[0], *history[:-1], history[-1] | ends[1]]
+
+
+def test_a_run_that_gets_worse_names_what_fell_and_what_changed_before():
+    [text] = decline_of(_evaluated(0.85, 0.72, _history(reward=(0.8, 0.3), entropy=(0.6, 0.01), lr=(1e-4, 1e-4))))
+    assert text.startswith("held-out accuracy fell 0.850 -> 0.720 (intervals don't overlap); sampled reward 0.7")
+    assert "entropy 0.570 -> 0.040" in text and "learning rate is too high (1.0e-4 now)" in text and "prompt" not in text
+    [text] = decline_of(_history(reward=(0.8, 0.3)))
+    assert text.startswith("sampled reward fell 0.77") and "don't overlap" in text
+    assert decline_of(_evaluated(0.74, 0.72, _history())) == decline_of(_history(reward=(0.3, 0.8))) == []
+    assert decline_of([]) == decline_of([{"loss": 1.0}]) == []
+
+
+@pytest.mark.parametrize(
+    ("ends", "cause"),
+    [
+        ({"reward": (0.4, 0.0), "idle": (0.2, 1.0), "norm": (0.4, 12.0)}, "learning rate is too high"),
+        ({"reward": (0.3, 0.3), "cut": (0.02, 0.9)}, "learning rate is too high"),
+        ({"reward": (0.0, 0.0), "cut": (0.99, 0.99), "idle": (1.0, 1.0)}, "answers are cut (99% reach"),
+        ({"reward": (0.0, 0.0), "idle": (1.0, 1.0)}, "answers to a prompt are all wrong"),
+        ({"reward": (0.9, 1.0), "idle": (1.0, 1.0), "entropy": (0.6, 0.01)}, "answers to a prompt are all right"),
+        ({"reward": (0.3, 0.5)}, ""),
+    ],
+)
+def test_the_likely_cause_is_one_of_three_and_prompts_are_not_blamed_for_the_others(ends, cause):
+    text = likely_cause(_history(**ends))
+    assert text.count("it looks as if") == bool(cause) and cause in text
+
+
+def test_a_run_whose_rate_broke_it_in_its_first_steps_does_not_blame_its_prompts():
+    broken = IDLE | {"lr": 1e-3, "grad_norm": 30.0}
+    metrics, warnings = _run(GOOD | {"reward": 0.4, "grad_norm": 0.4}, *[broken] * 5, watch=HealthWatch())
+    assert "learning rate is too high (1.0e-3 now)" in warnings[3][0] and "all wrong" not in warnings[3][0]
+    assert trouble_of(metrics, [STEADY, *[broken] * 8])[0].startswith(
+        "5 of 6 steps taught nothing: all advantages were"
+    )
+
+
+def test_ends_are_tenths_of_a_long_run_and_halves_of_a_short_one():
+    def steps(num_steps: int) -> list[dict[str, float]]:
+        return [{"reward": float(step)} for step in range(num_steps)]
+
+    first, last, size = at_ends([{"loss": 1.0}, *steps(100)], "reward")
+    assert (first.value, last.value, size) == (4.5, 94.5, 10) and first.low < 4.5 < first.high
+    assert [at_ends(steps(count), "reward")[2] for count in (1, 3, 8, 12, 49)] == [1, 1, 4, 5, 5]
+    assert math.isnan(at_ends([], "reward")[0].value)

@@ -121,12 +121,6 @@ def test_checkpoints_are_listed_by_their_own_steps_with_the_last_one(tmp_path: P
     assert found == ["3", "step 10, 20, 25; still there: 25; FAILED: 26; the last holds 11 MiB"]
 
 
-def test_checkpoints_of_an_older_run_are_those_before_the_steps_that_tell_of_them(tmp_path: Path):
-    lines = [{"step": step, "checkpoint/seconds": 1.0, "checkpoint/bytes": 1024.0} for step in (51, 101)]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert _cells(write_report(tmp_path).read_text())["Checkpoints written"][1].startswith("step 50, 100;")
-
-
 def test_the_start_flattens_no_curve_and_is_shown_on_its_own(tmp_path: Path):
     log = MetricsLog(tmp_path, ["jsonl"])
     for step in range(6):

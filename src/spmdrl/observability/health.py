@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
-from spmdrl.observability.terminal.units import scientific
+from spmdrl.observability.statistics import Estimate, mean_over_prompts
+from spmdrl.observability.terminal.units import fixed, percent, scientific
 
 Metrics = Mapping[str, float]
 
@@ -17,6 +18,11 @@ _COUNTED = {
     "health/updates_skipped": "update/skipped",
     "health/updates_without_rows": "update/without_rows",
 }
+# What changes before a run gets worse, with the words for it.
+_SIGNS = {
+    "reward": "sampled reward", "entropy": "entropy", "completions/clipped_ratio": "share of cut answers",
+    "grad_norm": "gradient norm", "lr": "learning rate", "frac_advantage_zero": "share without advantage",
+}  # fmt: skip
 _SKIPPED_IN_A_ROW = "health/updates_skipped_in_a_row"
 _STEPS = "health/steps"
 _IDLE = "health/steps_without_signal"
@@ -65,10 +71,12 @@ class HealthWatch:
 
     def __init__(self) -> None:
         self._times: Counter[str] = Counter()
+        self._history: list[Metrics] = []
 
     def warnings(self, step: int, metrics: Metrics) -> list[str]:
         """What to warn of after a step, with the likely cause and a way out."""
-        due = [text for kind, text in _complaints(metrics) if self._is_due(kind)]
+        self._history.append({name: metrics[name] for name in _SIGNS if name in metrics})
+        due = [text for kind, text in _complaints(metrics, self._history) if self._is_due(kind)]
         broken = [f"{name} is {value}" for name, value in _broken(metrics) if self._is_due(name)]
         if broken:
             due.append(f"not finite: {', '.join(broken)}")
@@ -79,8 +87,50 @@ class HealthWatch:
         return math.log10(self._times[kind]).is_integer()
 
 
-def trouble_of(metrics: Metrics) -> list[str]:
-    """What a run's outcome must not hide, by the metrics of its last step."""
+def at_ends(history: Sequence[Metrics], name: str) -> tuple[Estimate, Estimate, int]:
+    """A metric's mean over the first and the last tenth of the steps that have it, and the number of steps in a tenth.
+
+    At least five steps, or half of those that there are.
+    """
+    values = [step[name] for step in history if math.isfinite(step.get(name, math.nan))]
+    size = max(len(values) // 10, min(5, len(values) // 2), 1)
+    return mean_over_prompts(values[:size]), mean_over_prompts(values[-size:]), size
+
+
+def likely_cause(history: Sequence[Metrics]) -> str:
+    """What changed in a run that got worse or stopped learning, and which of three causes that looks like."""
+    ends = {name: [one.value for one in at_ends(history, name)[:2]] for name in _SIGNS}
+    changed = [f"{_SIGNS[name]} {fixed(a, 3)} -> {fixed(b, 3)}" for name, (a, b) in ends.items() if a < b or a > b]
+    (reward, now), (entropy, entropy_now), (cut, cut_now), (norm, norm_now), (_, lr), (_, idle) = ends.values()
+    has_broken = now < reward - 0.2 * abs(reward) or entropy_now < entropy / 4 or entropy_now > 3 * entropy
+    text = ""
+    if cut >= 0.5 and cut_now >= 0.5:
+        text = f"answers are cut ({percent(cut_now)} reach rollout.max_completion_length): raise it"
+    elif not now > reward and (has_broken or norm_now > 5 * norm or cut_now > cut + 0.2):
+        text = f"the learning rate is too high ({scientific(lr)} now): lower optim.lr, or warm it up"
+    elif idle >= 0.9:
+        kind = "all right" if now >= 0.99 else "all wrong" if now <= 0.01 else "rewarded alike"
+        text = f"the answers to a prompt are {kind}: choose other prompts, or raise rollout.temperature"
+    return "".join(f"; {part}" for part in (", ".join(changed), text and f"it looks as if {text}") if part)
+
+
+def decline_of(history: Sequence[Metrics]) -> list[str]:
+    """What fell from a run's beginning to its end by more than chance, with the likely cause."""
+    found = [step for step in history if "eval/accuracy" in step]
+    is_accuracy = all(step["eval/accuracy"] == step.get("eval/reward", step["eval/accuracy"]) for step in found)
+    name = "eval/accuracy" if is_accuracy else "eval/reward"
+    before, after, _ = at_ends(history, "reward")
+    if found and found[-1].get(f"{name}_high", math.inf) < found[0].get(f"{name}_low", -math.inf):
+        what, first, last = f"held-out {name[5:]}", found[0][name], found[-1][name]
+    elif after.high < before.low:
+        what, first, last = "sampled reward", before.value, after.value
+    else:
+        return []
+    return [f"{what} fell {fixed(first, 3)} -> {fixed(last, 3)} (intervals don't overlap){likely_cause(history)}"]
+
+
+def trouble_of(metrics: Metrics, history: Sequence[Metrics] = ()) -> list[str]:
+    """What a run's outcome must not hide, by the metrics of its last step and those of all."""
     updates, skipped = metrics.get("health/updates", 0.0), metrics.get("health/updates_skipped", 0.0)
     steps, idle = metrics.get(_STEPS, 0.0), metrics.get(_IDLE, 0.0)
     without_rows = metrics.get("health/updates_without_rows", 0.0)
@@ -93,11 +143,11 @@ def trouble_of(metrics: Metrics) -> list[str]:
         trouble.append(f"{without_rows:.0f} of {updates:.0f} updates were skipped: {_why_without_rows(metrics)}")
     # Late in a good run some steps have none.
     if 2 * idle > steps:
-        trouble.append(f"{idle:.0f} of {steps:.0f} steps taught nothing: all advantages were 0")
-    return trouble
+        trouble.append(f"{idle:.0f} of {steps:.0f} steps taught nothing: all advantages were 0{likely_cause(history)}")
+    return trouble + decline_of(history)
 
 
-def _complaints(metrics: Metrics) -> Iterator[tuple[str, str]]:
+def _complaints(metrics: Metrics, history: Sequence[Metrics]) -> Iterator[tuple[str, str]]:
     """Kind and text of all that is wrong with a step."""
     skipped, without_rows = metrics.get("update/skipped", 0.0), metrics.get("update/without_rows", 0.0)
     so_far = f"{metrics.get('health/updates_skipped', 0.0):.0f} of {metrics.get('health/updates', 0.0):.0f} so far"
@@ -126,9 +176,8 @@ def _complaints(metrics: Metrics) -> Iterator[tuple[str, str]]:
     if not without_rows and metrics.get(_IDLE_IN_A_ROW, 0.0) >= STEPS_BEFORE_WARNING:
         text = (
             f"all advantages were 0 in {metrics[_IDLE_IN_A_ROW]:.0f} steps in a row, so nothing is learnt: the "
-            f"responses to a prompt all have the same reward (mean {_shown(metrics, 'reward')}); is it constant, "
-            "or are the prompts too hard or too easy? look at samples.jsonl, raise rollout.num_generations or "
-            "rollout.temperature, or choose other prompts"
+            f"responses to a prompt all have the same reward (mean {_shown(metrics, 'reward')}); look at samples.jsonl"
+            f"{likely_cause(history)}"
         )
         yield "no signal", text
 

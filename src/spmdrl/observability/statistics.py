@@ -17,6 +17,12 @@ class Estimate:
     high: float
 
 
+def interval_of(estimate: Estimate) -> list[float] | None:
+    """The ends of its interval, or None where they aren't known."""
+    ends = [estimate.low, estimate.high]
+    return ends if all(map(math.isfinite, ends)) else None
+
+
 def wilson(num_correct: float, num_trials: int, confidence: float = 0.95) -> Estimate:
     """Estimate a proportion with Wilson's score interval (Wilson 1927), which holds near 0 and 1 and for few trials."""
     if not 0 <= num_correct <= num_trials or num_trials == 0:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,14 @@ from spmdrl.job.model.replica import Replica
 from spmdrl.job.start.prepared import Prepared
 from spmdrl.observability.fault_points import faultpoint
 from spmdrl.observability.logs.jsonl import to_json, write_atomic
-from spmdrl.observability.statistics import Estimate, average_at_k, mean_over_prompts, mean_pass_at_k, wilson
+from spmdrl.observability.statistics import (
+    Estimate,
+    average_at_k,
+    interval_of,
+    mean_over_prompts,
+    mean_pass_at_k,
+    wilson,
+)
 from spmdrl.observability.summary import AT_K
 from spmdrl.observability.terminal.units import fixed
 from spmdrl.resources.watch.stop_request import StopAgreed
@@ -92,12 +98,6 @@ class Evaluation:
 def _shown(estimate: Estimate) -> str:
     ends = interval_of(estimate)
     return fixed(estimate.value, 3) + ("" if ends is None else f" (95% {fixed(ends[0], 3)} to {fixed(ends[1], 3)})")
-
-
-def interval_of(estimate: Estimate) -> list[float] | None:
-    """The ends of its interval, or None where they aren't known."""
-    ends = [estimate.low, estimate.high]
-    return ends if all(map(math.isfinite, ends)) else None
 
 
 class Evaluator:

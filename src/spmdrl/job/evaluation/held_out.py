@@ -6,10 +6,11 @@ import math
 from dataclasses import replace
 
 from spmdrl.config.config import EvalConfig
-from spmdrl.job.evaluation.evaluator import ACCURACY_RULE, Evaluation, Evaluator, interval_of, write_records
+from spmdrl.job.evaluation.evaluator import ACCURACY_RULE, Evaluation, Evaluator, write_records
 from spmdrl.job.model.switching import Switching
 from spmdrl.job.run.run import Run
 from spmdrl.observability.logs.outage import going_on_without
+from spmdrl.observability.statistics import interval_of
 from spmdrl.observability.summary import AT_K, read_summary, write_summary
 from spmdrl.resources.watch.stop_request import StopAgreed
 
@@ -52,6 +53,7 @@ class HeldOut:
             "accuracy_after": accuracy.value,
             "accuracy_after_interval": [accuracy.low, accuracy.high],
             "eval_prompts": self.last.num_prompts,
+            "eval_num_samples": self.last.num_samples,
         }
 
     def _evaluate(self, step: int) -> Evaluation | None:

@@ -14,11 +14,12 @@ from spmdrl.job.model.model_source import MODEL, newest_model
 from spmdrl.job.run.checkpoints import Checkpoints
 from spmdrl.job.run.resuming import RunRecord
 from spmdrl.job.run.run_folder import on_main
-from spmdrl.observability.health import trouble_of
+from spmdrl.observability.health import at_ends, trouble_of
 from spmdrl.observability.logs.log import METRICS_FILE, LogConfig, read_metrics
 from spmdrl.observability.logs.outage import going_on_without
 from spmdrl.observability.logs.trackers import TrackedRun
 from spmdrl.observability.report.report import write_report
+from spmdrl.observability.statistics import interval_of
 from spmdrl.observability.summary import provenance, read_summary, software_versions, write_summary
 from spmdrl.observability.terminal.console import Console
 from spmdrl.resources.world import World
@@ -53,13 +54,18 @@ def write_early_end(folder: Path, verdict: str, error: str | None) -> None:
 
 def outcome_of(record: RunRecord, folder: Path, checkpoints: Checkpoints) -> dict[str, object]:
     """The summary's fields of a run that finished; unknown ones are None."""
-    newest = checkpoints.newest
+    newest, history = checkpoints.newest, [metrics for _, metrics in read_metrics(folder)]
+    first, last, tenth = at_ends(history, "reward")
+    has_rewards = any("reward" in metrics for metrics in history)
     return {
         "verdict": "done",
-        "trouble": [*trouble_of(record.metrics), *checkpoints.trouble()] or None,
+        "trouble": [*trouble_of(record.metrics, history), *checkpoints.trouble()] or None,
         "steps": record.step,
-        "reward_first": record.first_metrics.get("reward"),
-        "reward_last": record.metrics.get("reward"),
+        "reward_first": first.value if has_rewards else None,
+        "reward_first_interval": interval_of(first),
+        "reward_last": last.value if has_rewards else None,
+        "reward_last_interval": interval_of(last),
+        "reward_steps": tenth if has_rewards else None,
         "accuracy_before": record.accuracy_before,
         "accuracy_before_interval": record.accuracy_before_interval,
         "checkpoint": str(newest / MODEL) if newest else None,

@@ -35,8 +35,6 @@ class RunRecord:
     identity: Mapping[str, Any]
     is_finished: Annotated[bool, Strict()] = False
     """whether the run was ended before its last step"""
-    first_metrics: Mapping[str, Number] = field(default_factory=dict)
-    """step and reward of the first step that has one"""
     metrics: Mapping[str, Number] = field(default_factory=dict)
     """those of the newest step"""
     accuracy_before: Number | None = None

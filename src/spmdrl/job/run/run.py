@@ -238,10 +238,7 @@ class Run:
         seconds = time.perf_counter() - self._step_started
         metrics = self.logs.write_step(step, seconds, self._record.metrics, notice=self.checkpoints.take_end())
         self.checkpoints.settle(self.logs.notice)
-        first = self._record.first_metrics
-        if not first and "reward" in metrics:
-            first = {"step": step, "reward": metrics["reward"]}
-        self._record = replace(self._record, first_metrics=first, metrics=metrics)
+        self._record = replace(self._record, metrics=metrics)
 
     @contextmanager
     def recording_failure(self) -> Iterator[None]:

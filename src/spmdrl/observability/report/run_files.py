@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ class RunData:
     timeline: TimelineRecords
     samples: list[dict[str, Any]]
     checkpoints: list[dict[str, Any]]
-    """step, seconds, bytes, folder or None, error; taken from the metrics where a run has no such file"""
+    """step, seconds, bytes, folder or None, error"""
     kept: frozenset[str]
     """names of the checkpoint folders that are there"""
     summary: dict[str, Any]
@@ -55,20 +54,11 @@ def read_run(run_dir: Path) -> RunData:
         metrics={step: by_step[step] for step in sorted(by_step)},
         timeline=read_timeline(folder / "timeline"),
         samples=list(read_jsonl(folder / SAMPLES_FILE)),
-        checkpoints=list(read_jsonl(folder / CHECKPOINTS_FILE)) or _checkpoints_by_metrics(by_step),
+        checkpoints=list(read_jsonl(folder / CHECKPOINTS_FILE)),
         kept=frozenset(path.name for path in folder.glob("checkpoints/step_*")),
         summary=read_summary(folder),
         config=_text_of(folder / "config.resolved.yaml"),
     )
-
-
-def _checkpoints_by_metrics(by_step: Mapping[int, Mapping[str, float]]) -> list[dict[str, Any]]:
-    """What earlier versions wrote: a checkpoint's metrics are those of the step after it, and the last has none."""
-    return [
-        {"step": step - 1, "seconds": values["checkpoint/seconds"], "bytes": values.get("checkpoint/bytes")}
-        for step, values in sorted(by_step.items())
-        if "checkpoint/seconds" in values
-    ]
 
 
 def _text_of(path: Path) -> str:

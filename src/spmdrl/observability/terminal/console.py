@@ -169,10 +169,15 @@ def summary_block(fields: Mapping[str, Any], *, phase: str = "") -> str:
     head = f"{phase} {outcome(fields)}".lstrip()
     # The trouble has colons of its own, among which another one would be overlooked.
     head += f" ({length.strip()})" if length and fields.get("trouble") else f": {length.strip()}" if length else ""
+    sampled = (
+        f" (sampled, mean of the first and last {fields['reward_steps']} steps)" if "reward_steps" in fields else ""
+    )
+    how = "greedy" if fields.get("eval_num_samples") == 1 else "sampled"
+    held_out = _first_to_last(fields, "eval_reward_before", "eval_reward_after")
     rows = {
-        "reward": _first_to_last(fields, "reward_first", "reward_last"),
-        "held-out": _first_to_last(fields, "eval_reward_before", "eval_reward_after"),
-        "accuracy": _accuracy(fields),
+        "reward": (text := _first_to_last(fields, "reward_first", "reward_last")) and text + sampled,
+        "held-out": held_out and f"{held_out} ({how})",
+        "accuracy": _accuracy(fields, how),
         **{name: _first_to_last(fields, f"{key}_before", f"{key}_after") for name, key in passes_of(fields).items()},
         "checkpoint": fields.get("checkpoint"),
         "best": best_text(fields),
@@ -197,12 +202,12 @@ def best_text(fields: Mapping[str, Any]) -> str:
     return f"{folder} ({metric} {_with_interval(value, None)} in step {step})"
 
 
-def _accuracy(fields: Mapping[str, Any]) -> str:
+def _accuracy(fields: Mapping[str, Any], how: str) -> str:
     """Empty where rewards aren't verdicts, so that there is no accuracy."""
     if fields.get("rewards_are_verdicts") is False:
         return ""
     text, rule = _first_to_last(fields, "accuracy_before", "accuracy_after"), fields.get("accuracy_rule")
-    return f"{text} ({rule})" if text and rule else text
+    return f"{text} (held-out, {how}; {rule})" if text and rule else text
 
 
 def _first_to_last(fields: Mapping[str, Any], first: str, last: str) -> str:
