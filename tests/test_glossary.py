@@ -16,7 +16,7 @@ KINDS = ("mean", "total", "maximum", "minimum", "alike")
 ELSEWHERE = {
     "mem/{stage}_held_gib", "mem/{stage}_peak_gib", "mem/total_gib", "checkpoint/failed", "reward/errors/{verdict}",
     "reward/programs/{verdict}", "reward/quarantined",
-    "router/bias_abs_max", "log/refused_writes", "environment/turns", "environment/tokens",
+    "router/bias_abs_max", "log/refused_writes", "log/warnings", "environment/turns", "environment/tokens",
     "eval/loss", "preference/accuracy", "preference/margin", "preference/chosen", "preference/rejected",
     "teacher/kl", "teacher/divergence", "refill/attempts", "refill/prompts", "refill/unfilled",
     "judge/unread", "judge/unasked", "fusion/waited_seconds/{stage}", "fusion/hidden_seconds/{stage}",

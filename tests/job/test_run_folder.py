@@ -103,7 +103,13 @@ def test_settings_that_change_at_resume_are_said_and_both_configurations_kept(ru
     assert "lr: 0.001 " in (folder / "config.resolved.step_000003.yaml").read_text()
     assert "lr: 0.002 " in (folder / "config.resolved.yaml").read_text()
     again = finished(run_job("train", config, f"run.dir={folder}", *settings))
+    assert f"{folder} holds a finished run, and nothing is trained; go on with a higher train.max_steps" in again.stdout
     assert " was " not in again.stdout
+    kept = (folder / "config.resolved.yaml").read_bytes()
+    other = finished(run_job("train", config, f"run.dir={folder}", *settings[:2], "optim.lr=5e-3"))
+    assert "optim.lr was 0.002 in all of the run: 0.005 has no effect" in other.stdout
+    assert "from here" not in other.stdout and (folder / "config.resolved.yaml").read_bytes() == kept
+    assert "after step 3: optim.lr 0.001 → 0.002" in (folder / "report.html").read_text()
 
 
 @pytest.mark.slow

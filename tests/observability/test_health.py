@@ -105,7 +105,9 @@ def _evaluated(before: float, after: float, history: list[dict[str, float]]) -> 
 def test_a_run_that_gets_worse_names_what_fell_and_what_changed_before():
     [text] = decline_of(_evaluated(0.85, 0.72, _history(reward=(0.8, 0.3), entropy=(0.6, 0.01), lr=(1e-4, 1e-4))))
     assert text.startswith("held-out accuracy fell 0.850 -> 0.720 (intervals don't overlap); sampled reward 0.7")
-    assert "entropy 0.570 -> 0.040" in text and "learning rate is too high (1.0e-4 now)" in text and "prompt" not in text
+    assert (
+        "entropy 0.570 -> 0.040" in text and "learning rate is too high (1.0e-4 now)" in text and "prompt" not in text
+    )
     [text] = decline_of(_history(reward=(0.8, 0.3)))
     assert text.startswith("sampled reward fell 0.77") and "don't overlap" in text
     assert decline_of(_evaluated(0.74, 0.72, _history())) == decline_of(_history(reward=(0.3, 0.8))) == []

@@ -121,6 +121,23 @@ def test_checkpoints_are_listed_by_their_own_steps_with_the_last_one(tmp_path: P
     assert found == ["3", "step 10, 20, 25; still there: 25; FAILED: 26; the last holds 11 MiB"]
 
 
+def test_health_counts_warnings_idle_steps_and_settings_that_changed_on_resume(tmp_path: Path):
+    log = MetricsLog(tmp_path, ["jsonl"])
+    for step in range(1, 9):
+        idle = {"frac_advantage_zero": 1.0} if step in (3, 4) else {"frac_advantage_zero": 0.2}
+        log.write(step, {"reward": step / 10, "update/skipped": float(step == 7), **idle} | {"log/warnings": step // 7})
+    log.close()
+    (tmp_path / "config.resolved.step_000002.yaml").write_text("optim:\n  lr: 0.001  # default\n")
+    (tmp_path / "config.resolved.yaml").write_text("optim:\n  lr: 0.1  # command line\n")
+    text = write_report(tmp_path).read_text()
+    cells = _cells(text)
+    assert cells["Warnings"] == ["2", "step 7, 8"] and cells["Skipped updates"] == ["1", "step 7"]
+    assert cells["Steps in which all advantages were 0"] == ["2", "step 3, 4"]
+    assert cells["Settings changed on resume"] == ["1", "after step 2: optim.lr 0.001 → 0.1"]
+    [chart] = re.findall(r"(?s)<figure[^>]*><figcaption>Reward .*?</figure>", text)
+    assert chart.count('class="mark"') == 1
+
+
 def test_the_start_flattens_no_curve_and_is_shown_on_its_own(tmp_path: Path):
     log = MetricsLog(tmp_path, ["jsonl"])
     for step in range(6):
@@ -271,7 +288,7 @@ def test_settings_that_differ_between_runs_are_named(tmp_path: Path):
     path = runs[1] / "config.resolved.yaml"
     path.write_text(path.read_text().replace("lr: 1.0e-06", "lr: 2.0e-06\n  warmup_steps: 5"))
     cells = _cells(write_report(runs[0], others=runs[1:]).read_text())
-    assert cells["optim.lr"] == ["1e-06", "2e-06"] and cells["optim.warmup_steps"] == ["not set", "5"]
+    assert cells["optim.lr"] == ["1.0e-06", "2e-06"] and cells["optim.warmup_steps"] == ["not set", "5"]
     assert "model.path" not in cells
 
 

@@ -14,7 +14,7 @@ from spmdrl.engines.training.checkpoints.checkpoint import CheckpointStore
 from spmdrl.engines.training.checkpoints.manifest import step_of_folder
 from spmdrl.job.model.model_source import CHECKPOINTS, MODEL, ModelSource
 from spmdrl.job.run.checkpoints import Checkpoints
-from spmdrl.job.run.config_changes import RESOLVED_CONFIG, keep_config
+from spmdrl.job.run.config_changes import keep_config
 from spmdrl.job.run.memory_advice import explained_memory
 from spmdrl.job.run.model_card import CARD, model_card
 from spmdrl.job.run.outcome import (
@@ -36,6 +36,7 @@ from spmdrl.observability.activity import activity
 from spmdrl.observability.fault_points import at_step, faultpoint
 from spmdrl.observability.health import too_many_skips
 from spmdrl.observability.ownership.fence import arm_fence, loss_of_folder, take_folder
+from spmdrl.observability.report.config_diff import RESOLVED_CONFIG
 from spmdrl.observability.statistics import Estimate
 from spmdrl.observability.terminal.console import Console
 from spmdrl.observability.timeline.timeline import HeldMemory
@@ -127,7 +128,14 @@ class Run:
         config, resolved = self._checked.config, self._checked.resolved_config
         if self.world.is_main:
             note_abandoned(self.folder, self.console)
-            keep_config(resolved, self.folder, point, self.console)
+            is_finished = point is not None and (point.record.is_finished or point.record.step >= self.num_steps)
+            if is_finished:
+                self.console.note(
+                    f"{self.folder} holds a finished run, and nothing is trained; go on with a higher "
+                    f"{self._checked.verb.replace('-', '_')}.max_steps, or begin anew with resume=never or another "
+                    f"{config.run.folder_key}"
+                )
+            keep_config(resolved, self.folder, point, self.console, is_finished=is_finished)
             write_start(self.folder, self.world, self._num_parameters)
         tracked = tracked_run(config.run, config.log, resolved)
         self.logs = RunLogs(

@@ -82,10 +82,12 @@ class RunLogs:
             metrics["perf/slowest_rank_ratio"] = max(ratios(seconds_by_rank))
         metrics |= self._rates(metrics)
         metrics |= counts_so_far(metrics, before)
+        warnings = [*self._health.warnings(step, metrics), *self._slow_ranks.warnings(step, seconds_by_rank)]
+        if warnings:
+            metrics["log/warnings"] = len(warnings)
         if self._metrics is not None:
             self._metrics.write(step, metrics)
-            slow = self._slow_ranks.warnings(step, seconds_by_rank)
-            for warning in [*self._health.warnings(step, metrics), *slow]:
+            for warning in warnings:
                 self.console.note(warning)
         return metrics
 

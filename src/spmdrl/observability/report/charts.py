@@ -43,6 +43,8 @@ class Chart:
     title: str
     series: list[Series]
     unit: str = ""
+    marks: Sequence[float] = ()
+    """steps with a line of their own"""
 
     @property
     def legend(self) -> list[tuple[int, str]]:
@@ -73,7 +75,9 @@ def color_class(index: int) -> str:
 def chart_svg(chart: Chart) -> Markup:
     """Axes and lines; its data attributes are what the script needs to draw a range of steps."""
     frame = _frame_of(chart)
-    lines = "".join(_series_svg(series, frame) for series in chart.series)
+    marks = [f"M{frame.px(x):.2f} {TOP}V{HEIGHT - BOTTOM}" for x in chart.marks if frame.x[0] <= x <= frame.x[1]]
+    lines = f'<path class="mark" d="{"".join(marks)}"/>' if marks else ""
+    lines += "".join(_series_svg(series, frame) for series in chart.series)
     return Markup(  # noqa: S704
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(chart.title)}" '
         f'data-steps="{frame.x[0]:.10g} {frame.x[1]:.10g}" data-values="{frame.y[0]:.10g} {frame.y[1]:.10g}" '

@@ -7,6 +7,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from spmdrl.observability.logs.jsonl import write_atomic
@@ -95,8 +96,8 @@ def _page(runs: Sequence[RunData]) -> str:
     moved = [*_grid(traffic_charts(runs)), *sample_flow(first), *moved_by_link(first.timeline)]
     sections = [
         Section("runs", "Runs", comparison(runs)),
-        Section("curves", "Curves", _grid(learning_charts(runs))),
-        Section("detail", "Details", _grid(detail_charts(runs))),
+        Section("curves", "Curves", _grid(learning_charts(runs), first)),
+        Section("detail", "Details", _grid(detail_charts(runs), first)),
         Section("time", "Time", [*gantt(first.timeline), *_grid(speed_charts(runs))]),
         Section("memory", "Memory by owner", memory_by_owner(first.timeline)),
         Section("samples", "Samples", sample_viewer(first.samples)),
@@ -108,8 +109,13 @@ def _page(runs: Sequence[RunData]) -> str:
     return page_html(header(first), sections)
 
 
-def _grid(charts: Sequence[Chart]) -> Parts:
-    """The charts that show something, and the titles of those that are 0 throughout."""
+def _grid(charts: Sequence[Chart], marked: RunData | None = None) -> Parts:
+    """The charts that show something, and the titles of those that are 0 throughout.
+
+    The steps after which the settings of `marked` changed get a line each.
+    """
+    marks = sorted({step for step, _ in marked.changes}) if marked else []
+    charts = [replace(chart, marks=marks) for chart in charts]
     zeros = [chart for chart in charts if all(y == 0 for one in chart.series for _, y in one.points)]
     shown = [chart for chart in charts if chart not in zeros]
     return [ChartGrid(shown, [chart.title for chart in zeros])] if charts else []

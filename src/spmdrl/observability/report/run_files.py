@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from spmdrl.observability.logs.jsonl import read_jsonl
 from spmdrl.observability.logs.log import CHECKPOINTS_FILE, SAMPLES_FILE, read_metrics
+from spmdrl.observability.report.config_diff import RESOLVED_CONFIG, changed_settings
 from spmdrl.observability.summary import read_summary
 from spmdrl.observability.timeline.timeline import TimelineRecords, read_timeline
 
@@ -29,6 +31,8 @@ class RunData:
     """names of the checkpoint folders that are there"""
     summary: dict[str, Any]
     config: str
+    changes: list[tuple[int, str]]
+    """the steps after which the run went on with other settings, and each of them"""
 
     @property
     def name(self) -> str:
@@ -48,7 +52,8 @@ def read_run(run_dir: Path) -> RunData:
     folder = Path(run_dir).resolve()
     if not folder.is_dir():
         raise FileNotFoundError(f"{run_dir} is no folder; give the run.dir of a run, which holds metrics.jsonl")
-    by_step = dict(read_metrics(folder))
+    by_step, until = dict(read_metrics(folder)), sorted(folder.glob("config.resolved.step_*.yaml"))
+    configs = [_text_of(path) for path in [*until, folder / RESOLVED_CONFIG]]
     return RunData(
         run_dir=folder,
         metrics={step: by_step[step] for step in sorted(by_step)},
@@ -57,7 +62,12 @@ def read_run(run_dir: Path) -> RunData:
         checkpoints=list(read_jsonl(folder / CHECKPOINTS_FILE)),
         kept=frozenset(path.name for path in folder.glob("checkpoints/step_*")),
         summary=read_summary(folder),
-        config=_text_of(folder / "config.resolved.yaml"),
+        config=configs[-1],
+        changes=[
+            (int(path.stem[-6:]), f"{key} {old} → {new}")
+            for path, (before, after) in zip(until, pairwise(configs), strict=True)
+            for key, old, new in changed_settings(before, after)
+        ],
     )
 
 

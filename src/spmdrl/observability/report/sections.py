@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-import yaml
-
 from spmdrl.observability.logs.jsonl import number
 from spmdrl.observability.ownership.holder import is_held
+from spmdrl.observability.report.config_diff import settings_of
 from spmdrl.observability.report.page import ConfigText, Header, Parts, Table, value_text
 from spmdrl.observability.report.run_files import RunData
 from spmdrl.observability.summary import passes_of
@@ -56,26 +55,11 @@ def settings_that_differ(runs: Sequence[RunData]) -> Parts:
     """One row per key whose value isn't the same in all runs."""
     of_runs = [settings_of(run.config) for run in runs]
     keys = list(dict.fromkeys(key for settings in of_runs for key in settings))
-    rows = [(key, *values) for key in keys if len(set(values := [one.get(key, "not set") for one in of_runs])) > 1]
+    rows = [
+        (key, *values) for key in keys if len(set(values := [one.get(key, ("not set",))[0] for one in of_runs])) > 1
+    ]
     head = ("key", *(run.name for run in runs))
     return [Table(head, rows, "Settings that differ")] if rows else []
-
-
-def settings_of(config: str) -> dict[str, str]:
-    """Each key of a resolved configuration with its value; none where it can't be read."""
-    try:
-        tree = yaml.safe_load(config)
-    except (yaml.YAMLError, RecursionError, ValueError):
-        return {}
-    return dict(_leaves("", tree)) if isinstance(tree, Mapping) else {}
-
-
-def _leaves(path: str, tree: object) -> Iterator[tuple[str, str]]:
-    if not isinstance(tree, Mapping) or not tree:
-        yield path, str(tree)
-        return
-    for name, inner in tree.items():
-        yield from _leaves(f"{path}.{name}" if path else str(name), inner)
 
 
 def verdict_of(run: RunData) -> str:
@@ -103,8 +87,10 @@ def comparison(runs: Sequence[RunData]) -> Parts:
 def health(run: RunData) -> Parts:
     """What went wrong or was left out, and which checkpoints there are."""
     rows = [
-        ("Skipped steps", *_counted(run, lambda name: name.split("/")[-1].startswith("skipped"))),
-        ("Loss or gradient not finite", *_not_finite(run)),
+        ("Warnings", *_counted(run, "log/warnings".__eq__)),
+        ("Skipped updates", *_counted(run, lambda name: name.split("/")[-1] == "skipped")),
+        ("Steps in which all advantages were 0", *_steps_where(run, lambda one: one.get("frac_advantage_zero") == 1)),
+        ("Loss or gradient not finite", *_steps_where(run, _is_broken)),
         ("Rows dropped", *_counted(run, lambda name: name == "dock/dropped")),
     ]
     kinds = [name for name in run.metric_names if name.startswith(REWARD_ERRORS)]
@@ -115,6 +101,8 @@ def health(run: RunData) -> Parts:
     failed = [span for span in run.timeline.spans if span.error]
     where = [f"{span.stage} of step {span.step} on rank {span.rank} ({span.error})" for span in failed]
     rows.append(("Stages that raised", str(len(failed)), _listed(where)))
+    changes = [f"after step {step}: {text}" for step, text in run.changes]
+    rows.append(("Settings changed on resume", str(len(changes)), _listed(changes)))
     rows.append(("Checkpoints written", *_checkpoints(run)))
     return [Table(("what", "count", "where"), rows)]
 
@@ -168,12 +156,12 @@ def _counted(run: RunData, wanted: Any) -> tuple[str, str]:
     return f"{sum(at_step.values()):g}", _steps_text([step for step, amount in at_step.items() if amount])
 
 
-def _not_finite(run: RunData) -> tuple[str, str]:
-    steps = [
-        step
-        for step, values in run.metrics.items()
-        if any(not math.isfinite(values.get(name, 0.0)) for name in ("loss", "grad_norm"))
-    ]
+def _is_broken(metrics: Mapping[str, float]) -> bool:
+    return any(not math.isfinite(metrics.get(name, 0.0)) for name in ("loss", "grad_norm"))
+
+
+def _steps_where(run: RunData, holds: Callable[[Mapping[str, float]], bool]) -> tuple[str, str]:
+    steps = [step for step, values in run.metrics.items() if holds(values)]
     return str(len(steps)), _steps_text(steps)
 
 
