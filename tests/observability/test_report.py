@@ -286,9 +286,9 @@ def test_a_watched_report_is_written_until_nobody_holds_the_run(tmp_path: Path, 
 def test_settings_that_differ_between_runs_are_named(tmp_path: Path):
     runs = [write_run(tmp_path / name, num_steps=2, num_ranks=1) for name in ("one", "two")]
     path = runs[1] / "config.resolved.yaml"
-    path.write_text(path.read_text().replace("lr: 1.0e-06", "lr: 2.0e-06\n  warmup_steps: 5"))
+    path.write_text(path.read_text().replace("lr: 1.0e-06", "lr: 2.0e-06  # command line\n  warmup_steps: 5"))
     cells = _cells(write_report(runs[0], others=runs[1:]).read_text())
-    assert cells["optim.lr"] == ["1.0e-06", "2e-06"] and cells["optim.warmup_steps"] == ["not set", "5"]
+    assert cells["optim.lr"] == ["1.0e-06", "2.0e-06"] and cells["optim.warmup_steps"] == ["not set", "5"]
     assert "model.path" not in cells
 
 
@@ -368,6 +368,17 @@ def test_runs_are_compared_and_the_verb_says_where(tmp_path: Path, small_run: Pa
     assert f"report: {out}" in capsys.readouterr().out
     assert '<section id="runs">' in out.read_text() and out.read_text().count("</i>other</span>") > 5
     assert json.loads(trace.read_text())["traceEvents"]
+
+
+def test_a_comparison_leaves_the_runs_own_report_alone_and_prints_a_table(tmp_path: Path, capsys):
+    runs = [write_run(tmp_path / name, num_steps=5, num_ranks=1, seed=1) for name in ("one", "second")]
+    own = write_report(runs[0]).read_bytes()
+    assert main(list(map(str, runs))) == 0
+    head, *rows, last = capsys.readouterr().out.splitlines()
+    assert last == f"report: {runs[0] / 'report_compare.html'}" and (runs[0] / "report.html").read_bytes() == own
+    assert re.split("  +", head)[:4] == ["run", "steps", "reward, sampled", "held-out reward"]
+    assert [re.split("  +", row)[:3] for row in rows] == [[name, "5", "0.21 → 0.93"] for name in ("one", "second")]
+    assert all("0.24 [0.2, 0.29] → 0.91 [0.88, 0.94]" in row for row in rows)
 
 
 def test_a_missing_folder_is_one_clear_message(tmp_path: Path, capsys):

@@ -24,21 +24,23 @@ from spmdrl.observability.report.gantt import gantt, memory_by_owner
 from spmdrl.observability.report.page import ChartGrid, Parts, Section, page_html
 from spmdrl.observability.report.run_files import RunData, read_run
 from spmdrl.observability.report.samples_section import sample_viewer
-from spmdrl.observability.report.sections import comparison, configuration, header, health
+from spmdrl.observability.report.sections import COMPARED, compared, comparison, configuration, header, health
 from spmdrl.observability.report.traffic_section import moved_by_link, sample_flow
 from spmdrl.observability.terminal.screen import show
 from spmdrl.observability.timeline.timeline import write_perfetto
 
 REPORT_FILE = "report.html"
+COMPARISON_FILE = "report_compare.html"
 
 
 def write_report(run_dir: Path, *, others: Sequence[Path] = (), out: Path | None = None) -> Path:
-    """Write the report of a run, its curves laid over those of `others`; also works while it runs and after a crash.
+    """Write the report of a run; also works while it runs and after a crash.
 
-    Raises FileNotFoundError where a run's folder isn't there.
+    With `others` its curves are laid over theirs, in a file beside its own report. Raises FileNotFoundError where a
+    run's folder isn't there.
     """
     runs = [read_run(folder) for folder in (run_dir, *others)]
-    path = Path(out) if out is not None else Path(run_dir) / REPORT_FILE
+    path = Path(out) if out is not None else Path(run_dir) / (COMPARISON_FILE if others else REPORT_FILE)
     write_atomic(path, _page(runs))
     return path
 
@@ -54,6 +56,11 @@ def main(argv: Sequence[str]) -> int:
     except FileNotFoundError as error:
         show(f"spmdrl report: {error}", stream=sys.stderr)
         return 2
+    if arguments.other_run_dirs:
+        runs = [read_run(folder) for folder in (arguments.run_dir, *arguments.other_run_dirs)]
+        cells = [COMPARED, *compared(runs)]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        show("\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in cells))
     show(f"report: {path}")
     if arguments.perfetto is not None:
         write_perfetto(arguments.run_dir / "timeline", arguments.perfetto)
@@ -82,7 +89,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="spmdrl report", description="Write one offline HTML file about a run.")
     parser.add_argument("run_dir", type=Path, help="the run's folder; the report is written into it")
     parser.add_argument("other_run_dirs", type=Path, nargs="*", metavar="OTHER_RUN_DIR", help="runs to compare with")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="where to write it instead of RUN_DIR/report.html")
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="FILE",
+        help=f"where to write it instead of RUN_DIR/{REPORT_FILE}, or RUN_DIR/{COMPARISON_FILE} of several runs",
+    )  # fmt: skip
     parser.add_argument(
         "--watch", type=_seconds, nargs="?", const=10.0, metavar="SECONDS",
         help="rewrite it every SECONDS (10) while the run goes on; the page's `live` box reloads it",

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
+from spmdrl.observability.health import at_ends
 from spmdrl.observability.logs.jsonl import number
 from spmdrl.observability.ownership.holder import is_held
 from spmdrl.observability.report.config_diff import settings_of
@@ -17,6 +18,7 @@ from spmdrl.observability.terminal.console import best_text, outcome
 from spmdrl.observability.terminal.units import bytes_text, count, duration
 
 GOOD_VERDICTS = ("ok", "done", "passed", "finished", "completed", "success")
+COMPARED = ("run", "steps", "reward, sampled", "held-out reward", "held-out accuracy", "tokens/s", "time", "verdict")
 REWARD_ERRORS = "reward/errors/"
 MAX_LISTED = 12
 
@@ -74,14 +76,22 @@ def comparison(runs: Sequence[RunData]) -> Parts:
     """One row per run, and the settings that differ; nothing for a single run."""
     if len(runs) < 2:
         return []
-    rows = [
-        (run.name, verdict_of(run), max(run.metrics, default=0), _change(run, "reward"), _change(run, "accuracy"),
-         _seconds_text(run.summary.get("seconds")))
+    note = f"Curves show every run; all other parts show {runs[0].name}."
+    return [Table(COMPARED, compared(runs), note=note), *settings_that_differ(runs)]
+
+
+def compared(runs: Sequence[RunData]) -> list[tuple[str, ...]]:
+    """The cells of each run in the comparison."""
+    return [
+        (run.name, str(max(run.metrics, default=0)), _change(run, "reward"), _change(run, "eval_reward"),
+         _change(run, "accuracy"), _throughput(run), _seconds_text(run.summary.get("seconds")), verdict_of(run))
         for run in runs
     ]  # fmt: skip
-    note = f"Curves show every run; all other parts show {runs[0].name}."
-    head = ("run", "verdict", "steps", "reward", "accuracy", "time")
-    return [Table(head, rows, note=note), *settings_that_differ(runs)]
+
+
+def _throughput(run: RunData) -> str:
+    rates = [rate for _, rate in run.points("perf/tokens_per_second") if math.isfinite(rate)]
+    return count(median(rates)) if rates else ""
 
 
 def health(run: RunData) -> Parts:
@@ -113,14 +123,13 @@ def configuration(run: RunData) -> Parts:
 
 
 def _change(run: RunData, what: str) -> str:
-    """First and last value from the summary; a reward is looked up in the metrics of a run without its end."""
+    """First and last value from the summary; a reward comes from the metrics of a run without its end."""
     if what == "accuracy" and run.summary.get("rewards_are_verdicts") is False:
         return ""
     first_name, last_name = ("reward_first", "reward_last") if what == "reward" else (f"{what}_before", f"{what}_after")
     first, last = number(run.summary.get(first_name)), number(run.summary.get(last_name))
-    points = run.points(what)
-    if first is None and last is None and what == "reward" and points:
-        first, last = points[0][1], points[-1][1]
+    if first is None and last is None and what == "reward" and run.points(what):
+        first, last = (one.value for one in at_ends(list(run.metrics.values()), what)[:2])
     if first is None and last is None:
         return ""
     return " → ".join(
