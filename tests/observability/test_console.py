@@ -181,7 +181,7 @@ def test_the_summary_shows_what_is_known():
     }  # fmt: skip
     assert summary_block(fields).splitlines() == [
         "ok: 60 steps in 3m12s",
-        "  reward     0.210 [0.200, 0.220] -> 0.930 (sampled, mean of the first and last 6 steps)",
+        "  reward     0.210 [0.200, 0.220] -> 0.930 (sampled, first and last 6 steps)",
         "  accuracy   0.240 [0.200, 0.290] -> 0.910 (held-out, greedy; share of right ones)",
         "  pass@8     0.500 [0.400, 0.600] -> 0.930",
         "  pass@16    ? -> 0.950",

@@ -169,9 +169,8 @@ def summary_block(fields: Mapping[str, Any], *, phase: str = "") -> str:
     head = f"{phase} {outcome(fields)}".lstrip()
     # The trouble has colons of its own, among which another one would be overlooked.
     head += f" ({length.strip()})" if length and fields.get("trouble") else f": {length.strip()}" if length else ""
-    sampled = (
-        f" (sampled, mean of the first and last {fields['reward_steps']} steps)" if "reward_steps" in fields else ""
-    )
+    tenth = fields.get("reward_steps")
+    sampled = f" (sampled, first and last {'step' if tenth == 1 else f'{tenth} steps'})" if tenth else ""
     how = "greedy" if fields.get("eval_num_samples") == 1 else "sampled"
     held_out = _first_to_last(fields, "eval_reward_before", "eval_reward_after")
     rows = {
