@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from spmdrl.algorithms.policy.grpo import Grpo, GrpoConfig
 from spmdrl.algorithms.terms.correction import correction_rule
 from spmdrl.algorithms.terms.kl import kl_estimate
-from spmdrl.algorithms.terms.losses import ClipRange, bounded_exp, clipped_policy_loss, is_beyond_bound
+from spmdrl.algorithms.terms.losses import ClipRange, bounded_exp, clipped_policy, clipped_policy_loss, is_beyond_bound
 from spmdrl.types import TokenTerms
 
 EXTREMES = [0.0, -0.0, 1.0, -1.0, 19.999, 20.0, -20.0, 20.001, -20.001, 88.0, 89.0, -89.0, 1e4, -1e4, 1e30, -1e30]
@@ -97,3 +97,11 @@ def test_no_pair_of_log_probs_makes_a_loss_or_gradient_that_is_not_finite(config
     assert gradient_of(token_loss.loss_R, logprobs).isfinite().all()
     assert all(values.isfinite().all() for values in token_loss.metrics.values())
     assert token_loss.metrics["clip_ratio/bounded_share"].tolist() == [1.0, 1.0, 1.0, 1.0, 0.0]
+
+
+def test_the_distance_of_an_update_is_the_divergence_of_the_policy_from_the_one_before_it():
+    before, now = torch.tensor([[0.5, 0.3, 0.2], [0.4, 0.35, 0.25]], dtype=torch.float64)
+    distance = clipped_policy((now / before).log(), torch.ones(3), ClipRange(0.2, 0.2)).metrics["policy_kl"]
+    assert (before * distance).sum() == pytest.approx(float((before * (before / now).log()).sum()), rel=1e-9)
+    far = clipped_policy(torch.tensor([0.0, 1e30, -1e30]), torch.ones(3), ClipRange(0.2, 0.2)).metrics["policy_kl"]
+    assert far[0] == 0 and far.isfinite().all()

@@ -59,10 +59,13 @@ class ClipRange:
 def clipped_policy(log_ratio_R: Tensor, advantages_R: Tensor, clip: ClipRange) -> TokenLoss:
     """The clipped policy loss, and which tokens the clip and the bound of the ratio hold back."""
     low_R, high_R = clipped_tokens(log_ratio_R, advantages_R, clip)
+    held_R = log_ratio_R.detach().clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     metrics = {
         "clip_ratio/low_mean": low_R,
         "clip_ratio/high_mean": high_R,
         BOUNDED: is_beyond_bound(log_ratio_R).float(),
+        # Of KL(before || now), 0 in a step's first update (the estimator k3).
+        "policy_kl": held_R.exp() - 1 - held_R,
     }
     return TokenLoss(clipped_policy_loss(log_ratio_R, advantages_R, clip), metrics)
 
