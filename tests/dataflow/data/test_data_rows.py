@@ -67,12 +67,42 @@ def test_a_bad_row_is_named_by_file_line_and_kind(tmp_path, line, kind, problem)
     assert "1 bad rows skipped" in skipping.summary
 
 
-def test_all_bad_rows_are_counted_and_the_first_twenty_shown(tmp_path):
-    path = written(tmp_path, *["{"] * 25, GOOD)
-    with pytest.raises(BadRows, match=r"25 of 26 rows(.|\n)*and 5 more") as caught:
+def test_bad_rows_are_shown_by_their_reasons_with_the_first_few_places(tmp_path):
+    empty, twice = {"prompt": "", "answer": "2"}, {"id": 1, **GOOD}
+    path = written(tmp_path, GOOD, *[empty] * 20, *[{"id": n, **GOOD} for n in (1, 2)], twice, {"id": 2, **GOOD})
+    with pytest.raises(BadRows, match="22 of 25 rows") as caught:
         rows_of(path)
-    assert len(caught.value.rows) == 25
-    assert str(caught.value).count("[not_json]") == 20
+    assert len(caught.value.rows) == 22
+    lines = str(caught.value).splitlines()[1:-1]
+    assert len(lines) == 2, lines
+    assert lines[0].startswith(f"  20 rows alike: {path}:2: 'prompt' is empty [empty_prompt]")
+    assert lines[0].endswith("(also data.jsonl:3, data.jsonl:4, data.jsonl:5, ...)")
+    # Each of these names another id and another line.
+    assert lines[1].startswith(f"  2 rows alike: {path}:24: id '1'") and lines[1].endswith("(also data.jsonl:25)")
+
+
+def test_no_more_than_twenty_reasons_are_shown(tmp_path):
+    rows = [{f"{'x' * (number + 1)}": 1} for number in range(25)]
+    with pytest.raises(BadRows, match=r"25 of 26 rows(.|\n)*and 5 more reasons") as caught:
+        rows_of(written(tmp_path, GOOD, *rows))
+    assert str(caught.value).count("[no_prompt]") == 20
+
+
+def test_what_is_no_file_is_named_as_what_it_is_and_nothing_waits_for_a_pipe(tmp_path):
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    (tmp_path / "link.jsonl").symlink_to("gone.jsonl")
+    (tmp_path / "folder" / "rows.jsonl").mkdir(parents=True)
+    os.mkfifo(tmp_path / "folder" / "more.jsonl")
+    said = {
+        "/dev/null": "data file /dev/null is a device file",
+        f"{tmp_path}/pipe.jsonl": "pipe.jsonl is a pipe",
+        f"{tmp_path}/link.jsonl": "link.jsonl is a link to gone.jsonl, which isn't there",
+        f"{tmp_path}/folder": "more.jsonl is a pipe",
+    }
+    for path, words in said.items():
+        with pytest.raises(ValueError, match=words) as refusal:
+            rows_of(path)
+        assert "did you mean" not in str(refusal.value)
 
 
 @pytest.mark.parametrize("prompt_key", ["prompt", "question", "problem", "input"])

@@ -12,7 +12,8 @@ from spmdrl.dataflow.data.formats import NAMES, BadRow, Record, read_file, suffi
 from spmdrl.dataflow.data.synthetic import SCHEME, synthetic_rows
 from spmdrl.observability.terminal.spelling import nearest
 
-_NUM_SHOWN = 20
+_NUM_SHOWN, _NUM_PLACES = 20, 3
+_OF_A_ROW = re.compile(r"'[^']*'|\d+")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 # What folders of data sets hold beside their rows.
 _NOT_ROWS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
@@ -25,16 +26,28 @@ class BadRows(ValueError):
     """
 
     def __init__(self, rows: list[BadRow], num_rows: int, alike: dict[str, list[BadRow]] | None = None):
-        self.rows = tuple(rows)
+        self.rows, self.has_all = tuple(rows), len(rows) == num_rows
         alike = alike or {}
         lines = [f"none of the {len(bad)} rows of {path}; the first is {bad[0]}" for path, bad in alike.items()]
         shown = {row for bad in alike.values() for row in bad}
-        others = [str(row) for row in rows if row not in shown]
-        lines += others[:_NUM_SHOWN]
-        lines += [f"... and {len(others) - _NUM_SHOWN} more"] if len(others) > _NUM_SHOWN else []
+        groups: dict[tuple[str, str], list[BadRow]] = {}
+        for row in (row for row in rows if row not in shown):
+            # One reason has other numbers, names and values in each row.
+            groups.setdefault((row.kind, _OF_A_ROW.sub("", row.problem)), []).append(row)
+        lines += [_together(group) for group in [*groups.values()][:_NUM_SHOWN]]
+        lines += [f"... and {len(groups) - _NUM_SHOWN} more reasons"] if len(groups) > _NUM_SHOWN else []
         shown = "\n  ".join(lines)
         way_out = "mend them" if alike else "mend them, or set data.on_bad_row: skip to leave them out"
         super().__init__(f"{len(rows)} of {num_rows} rows can't be used:\n  {shown}\n{way_out}")
+
+
+def _together(rows: list[BadRow]) -> str:
+    """The line of rows with one reason."""
+    first, *others = rows
+    if not others:
+        return str(first)
+    places = [Path(row.place).name for row in others[:_NUM_PLACES]] + ["..."] * (len(others) > _NUM_PLACES)
+    return f"{len(rows)} rows alike: {first} (also {', '.join(places)})"
 
 
 def read_records(path: str) -> Iterator[Record | BadRow]:
@@ -51,14 +64,15 @@ def data_files(path: str) -> list[Path]:
     """The files that a data path names, sorted by name; raises ValueError where there is none, or one isn't read."""
     named = Path(path).expanduser()
     if named.is_dir():
-        return _files_of_folder(path, named)
-    if not named.exists() and glob.has_magic(path):
+        files = _files_of_folder(path, named)
+    elif not named.exists() and glob.has_magic(path):
         files = [Path(name) for name in sorted(glob.glob(str(named), recursive=True)) if Path(name).is_file()]
         if not files:
             raise ValueError(f"no file matches {path}; the working directory is {Path.cwd()}")
     else:
         files = [named]
     for file in files:
+        # Opening a pipe would wait for its writer.
         if not file.is_file():
             raise ValueError(_no_such_file(file))
         if suffix_of(file) is None:
@@ -81,6 +95,11 @@ def _files_of_folder(path: str, folder: Path) -> list[Path]:
 
 
 def _no_such_file(file: Path) -> str:
+    if file.is_symlink() and not file.exists():
+        return f"data file {file} is a link to {file.readlink()}, which isn't there; mend the link or name another file"
+    if file.exists():
+        kind = "a folder" if file.is_dir() else "a pipe" if file.is_fifo() else "a device file"
+        return f"data file {file} is {kind}, but each rank and each start reads the rows anew; write them to a file"
     siblings = [child.name for child in file.parent.iterdir()] if file.parent.is_dir() else []
     close = nearest(file.name, siblings)
     if close is not None:
