@@ -107,7 +107,7 @@ def test_a_metric_that_no_step_has_is_named_with_its_neighbours():
         ),
     ],
 )
-@pytest.mark.parametrize("verb", ["train", "sft", "check"])
+@pytest.mark.parametrize("verb", ["train", "sft"])
 def test_the_best_by_an_evaluation_that_is_never_made_are_refused(tmp_path, settings, problem, verb):
     with pytest.raises(ConfigError, match=problem):
         check_run(load_config([tiny_config(tmp_path)], ["reward.functions=[exact]", *settings]), verb)

@@ -12,7 +12,7 @@ from spmdrl.algorithms.table import build_algorithm
 from spmdrl.config.config import load_config
 from spmdrl.config.reader import ConfigError
 from spmdrl.job.start.model_checks import check_vllm, check_vllm_computes
-from spmdrl.job.start.start_checks import check_run, states_of
+from spmdrl.job.start.start_checks import check_run, states_of, unread_columns
 from spmdrl.resources.startup.launch import LaunchEnvironment
 from spmdrl.types import WorkerState as State
 
@@ -96,7 +96,8 @@ def test_each_verb_asks_of_rows_what_it_uses(tmp_path):
     path.write_text(json.dumps([CHAT] * 5))
 
     def check(verb, *overrides):
-        return check_run(load_config([], ["model.make={}", "data.chat_template=never", *overrides]), verb)
+        steps = {"sft": ["sft.max_steps=1"], "preferences": ["preferences.max_steps=1"]}.get(verb, [])
+        return check_run(load_config([], ["model.make={}", "data.chat_template=never", *steps, *overrides]), verb)
 
     train, held_out = f"data.train={path}", f"data.eval={path}"
     assert [row.completion for row in check("sft", train).train_rows[0].rows] == ["2"] * 5
@@ -108,7 +109,7 @@ def test_each_verb_asks_of_rows_what_it_uses(tmp_path):
     assert len(check("generate", held_out).eval_rows[0].rows) == 5
     reward = tmp_path / "fn.py"
     reward.write_text("def fn(completions, **columns): return [0.0] * len(completions)\n")
-    for verb, key in (("train", train), ("eval", held_out), ("check", train)):
+    for verb, key in (("train", train), ("eval", held_out)):
         check(verb, key, f"reward.functions=[{reward}:fn]")
     path.write_text(json.dumps([{"prompt": "1+1=", "answer": "2"}, {"prompt": "1+2="}]))
     with pytest.raises(ConfigError, match="nothing to learn") as refusal:
@@ -117,7 +118,45 @@ def test_each_verb_asks_of_rows_what_it_uses(tmp_path):
     with pytest.raises(ConfigError, match="nothing to learn"):
         check("train", train, "sft.max_steps=3", f"reward.functions=[{reward}:fn]")
     path.write_text(json.dumps([CHAT]))
-    assert check("sft", train, "reward.functions=[nowhere.py:fn]").config.sft.max_steps == 0
+    assert check("sft", train, "reward.functions=[nowhere.py:fn]").train_rows
+    with pytest.raises(ConfigError, match="sft.max_steps is 0, so the sft verb has nothing to do"):
+        check("sft", train, "sft.max_steps=0")
+
+
+@pytest.mark.parametrize(
+    ("verb", "row", "taker"),
+    [
+        ("train", {"prompt": "1", "chosen": "2", "rejected": "3"}, "preferences"),
+        ("sft", {"prompt": "1", "chosen": "2", "rejected": "3"}, "preferences"),
+        ("train", CHAT, "sft"),
+        ("preferences", {"prompt": "1", "answer": "2"}, "sft"),
+        ("preferences", {"prompt": "1"}, None),
+    ],
+)
+def test_rows_of_another_verb_are_refused_with_that_verbs_name(verb, row, taker, tmp_path):
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps([row] * 5))
+    with pytest.raises(ConfigError, match="5 of 5 rows can't be used") as refusal:
+        check_run(load_config([], ["model.make={}", f"data.train={path}"]), verb)
+    assert ("takes these rows" in str(refusal.value)) == (taker is not None)
+    assert taker is None or f"`spmdrl check {taker}` takes these rows" in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("function", "unread"),
+    [
+        ("def fn(completions, answer): return [0.0] * len(completions)", ["level", "source"]),
+        ("def fn(completions, level=0): return [0.0] * len(completions)", ["source"]),
+        ("def fn(completions, **columns): return [0.0] * len(completions)", []),
+        ("def fn(solution_str, ground_truth): return 0.0", ["level", "source"]),
+    ],
+)
+def test_columns_are_unread_where_no_parameter_of_a_reward_function_takes_them(function, unread, tmp_path):
+    path, reward = tmp_path / "rows.json", tmp_path / "reward.py"
+    path.write_text(json.dumps([{"prompt": "1", "ground_truth": "2", "level": 3, "source": "x", "tools": []}]))
+    reward.write_text(function + "\n")
+    loaded = load_config([], ["model.make={}", f"data.train={path}", f"reward.functions=[{reward}:fn]"])
+    assert unread_columns(check_run(loaded, "train")) == unread
 
 
 @pytest.mark.parametrize(

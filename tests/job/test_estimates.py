@@ -27,7 +27,7 @@ BASE = [
 
 
 def checked_for(launch: LaunchEnvironment, *overrides: str):
-    return check_run(load_config([], [*BASE, *overrides]), "check", launch=launch)
+    return check_run(load_config([], [*BASE, *overrides]), "train", launch=launch)
 
 
 def test_one_rank_holds_the_whole_model_and_eight_an_eighth_or_a_little_more():
@@ -64,13 +64,13 @@ def test_a_reference_with_a_layout_of_its_own_holds_what_that_leaves_it():
 @pytest.mark.parametrize(
     ("verb", "settings", "said"),
     [
-        ("check", ["resources.roles.reference={tensor: 3}"], "resources.roles.reference.tensor 3 does not divide"),
-        ("check", ["resources.roles.reference={shard: 2}"], "or set resources.roles.reference.shard or "),
-        ("check", ["resources.roles.reference={expert: 2}"], "resources.roles.reference.expert is 2, but the"),
-        ("check", ["resources.roles.reference={tensor: 8}"], "resources.roles.reference.tensor is 8, but it must"),
-        ("check", ["resources.roles.reference={pipeline: 4}"], "resources.roles.reference.pipeline 4 x "),
-        ("check", ["resources.roles.critic={tensor: 2}"], "but this run has no critic with weights of its own"),
-        ("check", ["resources.roles.reference={}", "lora.rank=2"], "no reference with weights of its own"),
+        ("train", ["resources.roles.reference={tensor: 3}"], "resources.roles.reference.tensor 3 does not divide"),
+        ("train", ["resources.roles.reference={shard: 2}"], "or set resources.roles.reference.shard or "),
+        ("train", ["resources.roles.reference={expert: 2}"], "resources.roles.reference.expert is 2, but the"),
+        ("train", ["resources.roles.reference={tensor: 8}"], "resources.roles.reference.tensor is 8, but it must"),
+        ("train", ["resources.roles.reference={pipeline: 4}"], "resources.roles.reference.pipeline 4 x "),
+        ("train", ["resources.roles.critic={tensor: 2}"], "but this run has no critic with weights of its own"),
+        ("train", ["resources.roles.reference={}", "lora.rank=2"], "no reference with weights of its own"),
         ("preferences", ["resources.roles.reference={}"], "preferences rates the rows of a step with policy and"),
     ],
 )  # fmt: skip
@@ -78,7 +78,7 @@ def test_a_layout_that_a_role_can_not_have_is_refused_by_its_key(verb, settings,
     eight = LaunchEnvironment(world_size=8, local_world_size=8)
     pairs = tmp_path / "pairs.jsonl"
     pairs.write_text('{"prompt": "1", "chosen": "2", "rejected": "3"}\n')
-    data = [f"data.train={pairs}"] if verb == "preferences" else []
+    data = [f"data.train={pairs}", "preferences.max_steps=1"] if verb == "preferences" else []
     with pytest.raises(ValueError, match=re.escape(said)):
         checked = check_run(load_config([], [*BASE, "algo.kl_coef=0.1", *data, *settings]), verb, launch=eight)
         with source_without_making(checked.config) as source:
@@ -144,7 +144,7 @@ def test_a_job_of_other_ranks_is_checked_without_starting_any(tmp_path):
     config = tiny_config(tmp_path)
     job = run_job("check", config, "--ranks", "8", "--nodes=2", "resources.update.tensor=2")
     assert job.returncode == 0, job.stderr
-    assert "# update layout: shard 4 x tensor 2" in job.stdout and "# ranks: 8 on 2 nodes" in job.stdout
+    assert "update layout: shard 4 x tensor 2" in job.stdout and "ranks: 8 on 2 nodes" in job.stdout
     job = run_job("check", config, "--ranks", "8", "resources.update.tensor=3")
     assert job.returncode == 2 and "resources.update.tensor 3 does not divide the job's 8 ranks" in job.stderr
     for words in (["--ranks", "x"], ["--ranks"], ["--ranks=0"], ["--ranks", "3", "--nodes", "2"]):

@@ -87,7 +87,7 @@ def refusals(world: World, cases: list[list[str]]) -> list[str]:
 
 def refusal(settings: list[str]) -> str:
     try:
-        check_run(load_config([], settings), "check")
+        check_run(load_config([], settings), "train")
     except ConfigError as error:
         return str(error)
     return ""

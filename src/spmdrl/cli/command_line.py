@@ -19,8 +19,8 @@ from spmdrl.cli.failure_page import (
     ending_at_interrupt,
     wants_traceback,
 )
+from spmdrl.cli.flags import MEMORY, take_numbers, take_verb
 from spmdrl.cli.manual import VERB_PAGES, help_page
-from spmdrl.cli.number_flags import take_numbers
 from spmdrl.config.reader import ConfigError, start_up
 from spmdrl.config.sources import split_arguments
 from spmdrl.observability.terminal.screen import show, waiting
@@ -43,7 +43,7 @@ VERBS = {
     "eval": "mean reward and accuracy on the held-out rows of data.eval",
     "generate": "answers of a model to prompts",
     "replay": "rows of a step again in one process, beside what the run recorded of them",
-    "check": "read a config, check it, print its tree and layout; trains nothing",
+    "check": "whether a verb would start with a config, fits, and reads its data as meant; trains nothing",
     "launch": "start a run under Slurm or msrun, or print the script that would",
     "explain": "the equations of an algorithm, its defaults, and where other trainers differ",
     "bench": "time parts of the system",
@@ -77,8 +77,9 @@ spmdrl help --markdown is the page of all keys (docs/config.md), and spmdrl help
 _MOST_PROMPT_BYTES = 1 << 20
 # The verbs that save and leave when they are asked to.
 _STOPPING_VERBS = ("train", "sft", "preferences", "reward-model")
+_CONFIGURED_VERBS = ("train", "sft", "preferences", "reward-model", "eval", "generate")
 # The verbs whose ranks meet.
-_JOINING_VERBS = ("train", "sft", "preferences", "reward-model", "eval", "generate", "check")
+_JOINING_VERBS = (*_CONFIGURED_VERBS, "check")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -172,10 +173,8 @@ def _run(arguments: Sequence[str], launch: LaunchEnvironment) -> int:
 
 
 def _run_configured(verb: str, arguments: Sequence[str], launch: LaunchEnvironment) -> int:
-    prompts, arguments = take_prompts(arguments) if verb == "generate" else ([], arguments)
-    planned, arguments = take_ranks(arguments) if verb == "check" else (None, arguments)
-    is_linted = verb == "check" and "--reward" in arguments
-    arguments = [argument for argument in arguments if argument != "--reward" or not is_linted]
+    question, arguments = take_question(arguments) if verb == "check" else ({"verb": verb}, arguments)
+    prompts, arguments = take_prompts(arguments) if question["verb"] == "generate" else ([], arguments)
     files, overrides = split_arguments(arguments)
     if not files and not overrides:
         raise ConfigError(
@@ -193,7 +192,7 @@ def _run_configured(verb: str, arguments: Sequence[str], launch: LaunchEnvironme
             for written, canonical in loaded.aliases_used.items():
                 show(f"config: {written} is read as {canonical}")
         with waiting(f"spmdrl {verb}: starting", enabled=launch.rank == 0), ending_at_interrupt(launch.rank):
-            run = _main_of(verb, prompts, planned, is_linted)
+            run = _main_of(verb, prompts, question)
         try:
             with noting_interrupts():
                 request.begin_set_up()
@@ -208,9 +207,7 @@ def _run_configured(verb: str, arguments: Sequence[str], launch: LaunchEnvironme
             return end_with(failure, loaded.value.run.folder, launch)
 
 
-def _main_of(
-    verb: str, prompts: Sequence[str], planned: LaunchEnvironment | None, is_linted: bool
-) -> Callable[[Any], int]:
+def _main_of(verb: str, prompts: Sequence[str], question: dict[str, Any]) -> Callable[[Any], int]:
     """The verb's own main, with PyTorch and all else that it imports."""
     if verb == "train":
         from spmdrl.verbs.train import main as train
@@ -235,7 +232,19 @@ def _main_of(
         return partial(generate, prompts=prompts)
     from spmdrl.verbs.check import main as check
 
-    return partial(check, planned=planned, is_linted=is_linted)
+    return partial(check, prompts=prompts, **question)
+
+
+def take_question(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """Part what the main of `check` takes, such as the verb that it is about, from the config's arguments."""
+    verb, rest = take_verb(arguments, _CONFIGURED_VERBS)
+    planned, rest = take_ranks(rest)
+    memory, rest = take_numbers(rest, (MEMORY,))
+    question = {"verb": verb, "planned": planned, "device_gib": memory.get(MEMORY)}
+    question |= {"is_linted": "--reward" in rest, "is_whole": "--all" in rest}
+    if question["is_linted"] and verb not in ("train", "eval"):
+        raise ConfigError(f"--reward looks at the rewards of train and eval, not at {verb}; leave it out")
+    return question, [word for word in rest if word not in ("--reward", "--all")]
 
 
 def take_prompts(arguments: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -1,4 +1,4 @@
-"""Flags that count something, such as `--nodes 2`."""
+"""Words of the command line beside keys: flags such as `--nodes 2`, and the verb that another one is about."""
 
 from __future__ import annotations
 
@@ -6,6 +6,14 @@ from collections import deque
 from collections.abc import Collection, Sequence
 
 from spmdrl.config.reader import ConfigError
+
+MEMORY = "--device-memory"
+
+
+def take_verb(arguments: Sequence[str], verbs: Collection[str]) -> tuple[str, list[str]]:
+    """Part the verb that comes first from the other arguments; train where none does."""
+    has_verb = bool(arguments) and arguments[0] in verbs
+    return arguments[0] if has_verb else "train", list(arguments[has_verb:])
 
 
 def take_numbers(arguments: Sequence[str], flags: Collection[str]) -> tuple[dict[str, int], list[str]]:
@@ -20,7 +28,9 @@ def take_numbers(arguments: Sequence[str], flags: Collection[str]) -> tuple[dict
             others.append(argument)
             continue
         text = text if equals else (rest.popleft() if rest else "")
+        text = text.removesuffix("GiB") if flag == MEMORY else text
         if not text.isdecimal() or len(text) > 6 or int(text) < 1:
-            raise ConfigError(f"{flag} is {text!r}, but must be a whole number of them, as in {flag} 8")
+            example = "80GiB" if flag == MEMORY else "8"
+            raise ConfigError(f"{flag} is {text!r}, but must be a whole number of them, as in {flag} {example}")
         numbers[flag] = int(text)
     return numbers, others

@@ -6,7 +6,7 @@ import os
 from collections import deque
 from collections.abc import Sequence
 
-from spmdrl.cli.number_flags import take_numbers
+from spmdrl.cli.flags import take_numbers, take_verb
 from spmdrl.config.reader import ConfigError, start_up
 from spmdrl.config.sources import split_arguments
 from spmdrl.observability.terminal.screen import show
@@ -34,10 +34,10 @@ def main(arguments: Sequence[str], launch: LaunchEnvironment, verbs: Sequence[st
     options, rest = _take_options(rest, system)
     is_dry = "--dry-run" in rest
     rest = [word for word in rest if word != "--dry-run"]
-    verb, words = (rest[0], rest[1:]) if rest[:1] and rest[0] in verbs else ("train", rest)
+    verb, words = take_verb(rest, verbs)
     nodes, ranks_per_node = numbers.get("--nodes", 1), numbers["--ranks-per-node"]
     planned = LaunchEnvironment(world_size=nodes * ranks_per_node, local_world_size=ranks_per_node)
-    name = _checked_name(verb, words, planned)
+    name = _checked_name(*(take_verb(words, verbs) if verb == "check" else (verb, words)), planned)
     job = Job(system, verb, tuple(words), nodes, ranks_per_node, name=name, options=options)
     script = job_script(job, os.environ)
     if is_dry:

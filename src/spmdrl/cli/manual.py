@@ -72,18 +72,22 @@ examples:
   python -m spmdrl generate model.path=runs/a prompt='12+30=' rollout.temperature=0
   torchrun --standalone --nproc-per-node 8 -m spmdrl generate run.yaml data.eval=prompts.jsonl eval.num_samples=4
 """,
-    "check": f"""usage: spmdrl check {_CONFIGURED} [--reward] [--ranks N] [--nodes N]
+    "check": f"""usage: spmdrl check [VERB] {_CONFIGURED} [--reward] [--all]
+           [--ranks N] [--nodes N] [--device-memory SIZE]
 
-Refuses what train would refuse, and prints the resolved config with the origin of each value, the layouts, bytes of
-each owner on a rank, tokens of a step and epochs of the run. Trains nothing. With --ranks it checks for a job of so
-many ranks without starting any, wherever its devices are; otherwise it looks at this machine too: versions, devices,
-a port, disk, shared memory, open files, and under torchrun the time of a small all-reduce. With --reward it scores
-responses of known worth on rows of the data (docs/rewards.md): the reference, an empty one, another row's answer and
-others. Ends with 1 where a line failed, which then names the remedy.
+Refuses what VERB would refuse (train, sft, preferences, reward-model, eval or generate; train if it is left out), and
+prints whether it would start, faults with their remedies, the first row as the model and the reward functions read it,
+the settings that aren't defaults (--all: the whole config with the origin of each value, as YAML), the layouts, bytes
+of each owner on a rank, tokens of a step and epochs of the run. Trains nothing. With --ranks it checks for a job of so
+many ranks without starting any, wherever its devices are, and --device-memory compares the bytes with one device's
+memory; otherwise it looks at this machine too: memory, versions, devices, a port, disk, shared memory, open files, and
+under torchrun the time of a small all-reduce. With --reward it scores responses of known worth on rows of the data
+(docs/rewards.md): the reference, an empty one, another row's answer and others. Ends with 1 where a line FAILED, and
+with 2 where the verb would refuse the config.
 
 examples:
   python -m spmdrl check run.yaml --reward
-  python -m spmdrl check run.yaml --ranks 16 --nodes 2 resources.update.tensor=4
+  python -m spmdrl check sft run.yaml --ranks 16 --nodes 2 --device-memory 80GiB
 """,
     "launch": f"""usage: spmdrl launch slurm|msrun [VERB] {_CONFIGURED} --ranks-per-node N
            [--nodes N] [--sbatch=OPTION ...] [--dry-run]

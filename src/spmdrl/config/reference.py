@@ -24,7 +24,7 @@ one entry, and [aliases.md](aliases.md) lists the names of other trainers that a
 
 A key is set in a YAML file (`optim: {lr: 1e-6}`), or on the command line (`optim.lr=1e-6`), which wins over files; of
 several files the later ones win. A key that isn't here is refused, and the nearest one named. `python -m spmdrl check
-FILE.yaml` prints every key with its value and where that comes from; a run keeps the same list in its folder, as
+FILE.yaml --all` prints every key with its value and where that comes from; a run keeps the same list in its folder, as
 `config.resolved.yaml`.
 
 [config.schema.json](config.schema.json) (`help --schema`) holds the same as JSON schema. Editors with a YAML language

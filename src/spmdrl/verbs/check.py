@@ -1,68 +1,127 @@
-"""The `check` verb: prints what a config means, and why it can't run if it can't."""
+"""The `check` verb: prints whether a verb would start, what its config means, and why it can't run if it can't."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Sequence
 
 from spmdrl.config.config import Config
+from spmdrl.config.given import DEFAULT, inline, shortened, value_leaves
 from spmdrl.config.reader import LoadedConfig, start_up
-from spmdrl.job.start.estimates import estimate_lines
-from spmdrl.job.start.machine_check import machine_lines
-from spmdrl.job.start.prepared import Prepared, prepare, source_without_making
+from spmdrl.job.start.estimates import estimate_lines, needed_bytes
+from spmdrl.job.start.first_row import data_warnings, row_lines
+from spmdrl.job.start.machine_check import CheckLine, machine_lines
+from spmdrl.job.start.prepared import Prepared, prepare_without_weights
 from spmdrl.job.start.reward_lint import lint_rewards
 from spmdrl.job.start.start_checks import CheckedRun, Verb, check_run
 from spmdrl.observability.terminal.screen import show, waiting
+from spmdrl.observability.terminal.units import bytes_text
 from spmdrl.resources.device import find_device
+from spmdrl.resources.host_memory import free_host_bytes
 from spmdrl.resources.startup.launch import LaunchEnvironment, read_launch_environment
 
 
-def main(loaded: LoadedConfig[Config], planned: LaunchEnvironment | None = None, *, is_linted: bool = False) -> int:
-    """Print the resolved config, the layout, sizes and stages; train nothing.
+def main(
+    loaded: LoadedConfig[Config], verb: Verb = "train", prompts: Sequence[str] = (), *,
+    planned: LaunchEnvironment | None = None, device_gib: int | None = None,
+    is_linted: bool = False, is_whole: bool = False,
+) -> int:  # fmt: skip
+    """Print whether `verb` would start, then what it would do, and train nothing.
 
-    Refuses what `train` would refuse before its first step. `planned` is another job to check for, whose devices
-    needn't be here. `is_linted` is whether rewards are scored on responses of known worth. Returns 1 where a line
-    failed. Collective under a launcher, unless another job is planned.
+    Refuses what the verb would refuse before its first step. `planned` is another job to check for, whose devices
+    needn't be here; `device_gib` is the memory of each. With `is_linted` rewards are scored on responses of known
+    worth; with `is_whole` the whole config is printed. Returns 1 where a line failed. Collective under a launcher,
+    unless another job is planned.
     """
     own = read_launch_environment(os.environ)
     launch = planned or own
-    checked, prepared = refuse_what_ranks_would(loaded, "check", planned)
-    if own.rank == 0:
-        _show(checked, prepared, launch)
-    lines = [] if planned is not None else machine_lines(checked, prepared, own)
-    if is_linted and own.rank == 0:
+    checked, prepared = refuse_what_ranks_would(loaded, verb, planned, prompts)
+    machine = [] if planned is not None else machine_lines(checked, prepared, own)
+    if own.rank != 0:
+        return int(not all(line.passed for line in machine))
+    wanted = checked.config.resources.device
+    # A named memory is that of devices which needn't be here.
+    here = "cuda" if device_gib is not None and find_device("auto", 0).is_cpu else find_device("auto", 0).kind
+    kind = here if wanted == "auto" else wanted
+    memory = _memory(needed_bytes(checked, prepared, launch, kind), launch, kind, device_gib, is_here=not planned)
+    lint: list[CheckLine] = []
+    if is_linted:
         rows, turns = [*checked.train_rows, *checked.eval_rows], checked.config.environment.function is not None
         with start_up(), waiting("scoring responses of known worth"):
-            lines += lint_rewards(checked.config.reward, rows, has_turns=turns)
-    if own.rank == 0:
-        for line in lines:
-            show(f"# {'ok    ' if line.passed else 'FAILED'} {line.text}")
-    return int(not all(line.passed for line in lines))
+            lint = lint_rewards(checked.config.reward, rows, has_turns=turns)
+    failed = [line.text for line in (memory, *machine, *lint) if not line.passed]
+    shown, folded = ([memory, *machine, *lint], []) if is_whole else (lint, machine)
+    subjects = ", ".join(line.text.partition(":")[0] for line in folded if line.passed)
+    page = [
+        *_verdict(checked, prepared, launch, failed, [memory, *machine]),
+        *([] if is_whole else _changed(loaded)),
+        *_layouts(checked, launch),
+        *estimate_lines(checked, prepared, launch, kind),
+        *(f"ok     {line.text}" for line in shown if line.passed),
+        *([f"ok     {subjects}; --all has the figures"] if subjects else []),
+    ]
+    show(checked.resolved_config + "\n".join(f"# {text}" for text in page) if is_whole else "\n".join(page))
+    return int(bool(failed))
 
 
 def refuse_what_ranks_would(
-    loaded: LoadedConfig[Config], verb: Verb, planned: LaunchEnvironment | None
+    loaded: LoadedConfig[Config], verb: Verb, planned: LaunchEnvironment | None, prompts: Sequence[str] = ()
 ) -> tuple[CheckedRun, Prepared]:
     """What a verb's ranks would begin with; raises what they would refuse to start with."""
-    checked = check_run(loaded, verb, launch=planned)
-    with start_up(), source_without_making(checked.config) as source:
-        return checked, prepare(checked, source)
+    checked = check_run(loaded, verb, prompts, launch=planned)
+    return checked, prepare_without_weights(checked)
 
 
-def _show(checked: CheckedRun, prepared: Prepared, launch: LaunchEnvironment) -> None:
-    config = checked.config
-    wanted, generation = config.resources.device, config.resources.generation
-    device_kind = find_device("auto", 0).kind if wanted == "auto" else wanted
-    lines = [
-        f"update layout: {checked.layout}",
-        *(f"{role.name} layout: {layout}" for role, layout in checked.own_layouts.items()),
-        f"generation layout: {generation}, replicas: {launch.world_size // generation.tensor}",
-        f"worker states: {' -> '.join(state.value for state in checked.needs)}",
-        *(source.summary for source in (*checked.train_rows, *checked.eval_rows)),
-        *estimate_lines(checked, prepared, launch, device_kind),
-        *prepared.warnings,
-    ]
+def _memory(needed: int, launch: LaunchEnvironment, kind: str, device_gib: int | None, *, is_here: bool) -> CheckLine:
+    """Whether a rank's state fits what there is for it."""
+    there, where = device_gib and device_gib << 30, "a device"
+    if there is None and is_here and kind == "cpu":
+        there, where = free_host_bytes() // launch.local_world_size, "the host's free memory for each rank"
+    elif there is None and is_here:
+        found = find_device(kind, launch.device_index).memory_bytes()
+        there = found and found[1]
+    text = f"memory: at least {bytes_text(needed)} per rank"
+    if there is None:
+        return CheckLine.ok(f"{text}; --device-memory 80GiB compares it with that of a device")
+    text += f" of {bytes_text(there)}, {where}"
+    if needed > there:
+        return CheckLine.failed(text, "use more ranks, resources.update.shard, lora or a smaller model")
+    return CheckLine.ok(text)
+
+
+def _verdict(
+    checked: CheckedRun, prepared: Prepared, launch: LaunchEnvironment, failed: list[str], figures: list[CheckLine]
+) -> Iterator[str]:
+    """The verdict with its main figures, the faults, and the first row."""
+    verdict = f"no: {len(failed)} problem{'s'[: len(failed) > 1]}" if failed else "yes"
+    size = f"{launch.world_size} rank{'s'[: launch.world_size > 1]}"
+    if prepared.train_prompts is not None:
+        epochs = checked.num_steps * checked.rows_per_step / len(prepared.prompts)
+        size += f" | {checked.num_steps} steps = {epochs:.3g} epochs of {len(prepared.prompts)} rows"
+    yield f"would start: {verdict} | {checked.verb} | {size}"
+    yield from (f"  {line.text}" for line in figures if line.passed and line.text.startswith(("memory", "disk")))
+    yield from (f"FAILED {text}" for text in failed)
+    yield from (f"NOTE   {text}" for text in data_warnings(checked, prepared))
+    yield from row_lines(checked, prepared)
+
+
+def _changed(loaded: LoadedConfig[Config]) -> Iterator[str]:
+    """The settings that aren't defaults."""
+    values = dict(value_leaves(loaded.value))
+    changed = {key: origin for key, origin in loaded.origin.items() if origin != DEFAULT}
+    yield "settings:"
+    yield from (f"    {key}: {shortened(inline(values[key]))}  # {origin}" for key, origin in changed.items())
+    yield f"    and {len(values) - len(changed)} defaults; --all prints them"
+
+
+def _layouts(checked: CheckedRun, launch: LaunchEnvironment) -> Iterator[str]:
+    generation = checked.config.resources.generation
+    if checked.train_rows:
+        yield f"update layout: {checked.layout}"
+        yield from (f"{role.name} layout: {layout}" for role, layout in checked.own_layouts.items())
+    yield f"generation layout: {generation}, replicas: {launch.world_size // generation.tensor}"
+    if checked.verb == "train":
+        yield f"worker states: {' -> '.join(state.value for state in checked.needs)}"
+    yield from (source.summary for source in (*checked.train_rows, *checked.eval_rows) if source.found)
     if launch.world_size > 1:
-        lines.append(f"ranks: {launch.world_size} on {launch.num_nodes} nodes; their devices weren't looked at")
-    show(checked.resolved_config, end="")
-    for line in lines:
-        show(f"# {line}")
+        yield f"ranks: {launch.world_size} on {launch.num_nodes} nodes; their devices weren't looked at"

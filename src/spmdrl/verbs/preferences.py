@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from spmdrl.config.config import Config
-from spmdrl.config.reader import ConfigError, LoadedConfig, start_up
+from spmdrl.config.reader import LoadedConfig, start_up
 from spmdrl.engines.training.training_engine import UpdateResult
 from spmdrl.job.model.role_models import RoleModels, build_role_models, saved_state
 from spmdrl.job.model.shared_limit import share_limit
@@ -33,9 +33,6 @@ def main_of_reward_model(loaded: LoadedConfig[Config]) -> int:
 
 def _run(checked: CheckedRun) -> int:
     config = checked.config
-    if checked.num_steps < 1:
-        key = f"{checked.section}.max_steps"
-        raise ConfigError(f"{key} is 0, so the {checked.verb} verb has nothing to do; set it to the number of steps")
     with open_job(checked) as world, hold_folder_of_training(config.run, world, resume=config.resume):
         _train(checked, world)
     return 0

@@ -50,8 +50,6 @@ WATCH_FILE = "answer_probabilities.json"
 def main(loaded: LoadedConfig[Config]) -> int:
     """Train on the answers of `data.train`, evaluating on `data.eval` before and after."""
     config, checked = loaded.value, check_run(loaded, verb="sft")
-    if config.sft.max_steps < 1:
-        raise ConfigError("sft.max_steps is 0, so the sft verb has nothing to do; set it to the number of steps")
     with open_job(checked) as world, hold_folder_of_training(config.run, world, resume=config.resume):
         train_supervised(checked, world)
     return 0

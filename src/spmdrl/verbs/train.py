@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NoReturn
 
 from spmdrl.config.config import Config
@@ -32,10 +33,11 @@ from spmdrl.job.rollouts.kept_rollouts import KeptRollouts
 from spmdrl.job.rollouts.row_records import RowRecords
 from spmdrl.job.rollouts.samples_report import SamplesReport, estimates_of
 from spmdrl.job.rollouts.skipped_batches import keep_skipped_batches
+from spmdrl.job.run.outcome import WARM_START
 from spmdrl.job.run.run import Run
 from spmdrl.job.run.run_folder import hold_folder_of_training
 from spmdrl.job.start.banner import print_banner
-from spmdrl.job.start.prepared import prepare_together
+from spmdrl.job.start.prepared import prepare_together, prepare_without_weights
 from spmdrl.job.start.rank_facts import open_job
 from spmdrl.job.start.start_checks import CheckedRun, check_run
 from spmdrl.job.step_algorithm import StepAlgorithm
@@ -60,6 +62,10 @@ def main(loaded: LoadedConfig[Config]) -> int:
     """Train with rewards; the same command again goes on from the newest checkpoint."""
     started = time.perf_counter()
     config, checked = loaded.value, check_run(loaded, verb="train")
+    is_here = config.model.path is None or Path(config.model.path).expanduser().is_dir()
+    if config.sft.max_steps and is_here and not (config.run.folder / WARM_START).exists():
+        # What the steps with rewards can't do is refused before the supervised ones.
+        prepare_without_weights(checked)
     if config.debug.deterministic:
         make_deterministic()
     if config.debug.batch_invariant:

@@ -65,7 +65,7 @@ def _load(spec: str, name: str, code: CodeConfig) -> RewardFunction:
 def load(
     specs: Sequence[str], settings: Mapping[str, Any]
 ) -> tuple[Callable[[dict[str, Any]], Any], dict[str, list[str]]]:
-    """What a worker process runs: an answer to each call's message; and the columns that each function needs.
+    """What a worker process runs: an answer to each call's message; and the columns that each function takes.
 
     `settings` are those of the reward `code`. Raises ValueError if a function can't be loaded.
     """
@@ -75,7 +75,7 @@ def load(
         call = RewardCall(**message)
         return [asdict(_score_without_terminal(function, call)) for function in functions]
 
-    return answer, required_columns(functions)
+    return answer, columns_taken(functions)
 
 
 def _score_without_terminal(function: RewardFunction, call: RewardCall) -> FunctionScores:
@@ -86,14 +86,18 @@ def _score_without_terminal(function: RewardFunction, call: RewardCall) -> Funct
         return FunctionScores.failed(call.num_rows, Verdict.CRASHED, f"{function.name}: {reason}")
 
 
-def required_columns(functions: Sequence[RewardFunction]) -> dict[str, list[str]]:
-    """By function, the columns of the data that it can't be called without."""
-    needed = {}
+def columns_taken(functions: Sequence[RewardFunction]) -> dict[str, list[str]]:
+    """By function, its parameters for columns: `level` if it must be there, `level=` if it may be missing, `**`."""
+    taken = {}
     for function in functions:
-        if function.form == "trl":
-            names, _ = _parameters(function.call)
-            needed[function.name] = [name for name, must in names.items() if must and name not in _RESERVED]
-    return needed
+        names, takes_any = _parameters(function.call)
+        if function.form == "verl":
+            names = dict.fromkeys(("answer", "data_source", "extra_info"), False)
+        columns = [f"{name}{'' if must else '='}" for name, must in names.items() if name not in _RESERVED]
+        # The other built-in rules leave alone all but the answer.
+        takes_any = takes_any and (function.form == "trl" or isinstance(function.call, CodeReward))
+        taken[function.name] = [*columns, *(["**"] if takes_any else [])]
+    return taken
 
 
 def _form(spec: str, call: Callable[..., Any]) -> Literal["trl", "verl"]:

@@ -20,7 +20,7 @@ from spmdrl.engines.reward.calls import (
     read_scores,
 )
 from spmdrl.engines.reward.code_config import CODE, CodeConfig
-from spmdrl.engines.reward.functions import load_functions, required_columns, score
+from spmdrl.engines.reward.functions import columns_taken, load_functions, score
 from spmdrl.engines.reward.judge_config import JUDGE_PART, JudgeConfig
 from spmdrl.engines.workers.call_pool import CallPool, Isolation, is_debugged, runs_inline
 from spmdrl.engines.workers.call_queue import Call
@@ -234,9 +234,9 @@ class RewardPool:
         is_one = not answers.has_scored and answers.num_failed >= FIRST_ROWS and self._max_error_rate < 1
         return answers.error if is_one else None
 
-    def required_columns(self) -> dict[str, list[str]]:
-        """By function, the columns of the data that it can't be called without."""
-        return read_columns(self._calls.facts) if self._functions is None else required_columns(self._functions)
+    def columns_taken(self) -> dict[str, list[str]]:
+        """By function, its parameters for columns of the data: `level`, `level=` with a default, `**` for all."""
+        return read_columns(self._calls.facts) if self._functions is None else columns_taken(self._functions)
 
     def close(self) -> None:
         """End the reward processes with all that they started; results not yet collected stay, calls are given up."""

@@ -34,6 +34,7 @@ from spmdrl.types.roles import CRITIC, JUDGE, POLICY, REWARD_MODEL, TEACHER, Rol
 
 CHECKPOINTS = "checkpoints"
 MODEL = "model"
+INITIAL_MODEL = "initial_model"
 
 
 @dataclass(frozen=True)
@@ -181,7 +182,7 @@ def prepare_model(config: Config, world: World) -> ModelSource:
     ValueError where the run's folder holds one of other sizes.
     """
     if config.model.make is not None:
-        folder = config.run.folder / "initial_model"
+        folder = config.run.folder / INITIAL_MODEL
         if world.is_main and not folder.exists():
             make_model_folder(folder, config.model.make, config.seed)
         barrier()

@@ -129,11 +129,13 @@ def num_trained(decoder: DecoderConfig) -> int:
 
 
 def check_disk_space(
-    config: RunConfig, store: CheckpointStore, decoders: Iterable[DecoderConfig], dtype: torch.dtype, *, num_steps: int
-) -> None:
+    config: RunConfig, store: CheckpointStore, decoders: Iterable[DecoderConfig], dtype: torch.dtype, *,
+    num_steps: int, made_bytes: int = 0,
+) -> int:  # fmt: skip
     """Refuse a disk on which the checkpoints of `num_steps` more steps don't fit; each holds all these models.
 
-    A checkpoint is written whole before the oldest goes, so there is one more than is kept. Raises ValueError.
+    Returns the bytes that they take with the `made_bytes` of weights that come first. A checkpoint is written whole
+    before the oldest goes, so there is one more than is kept. Raises ValueError.
     """
     checkpoint, present = store.config, len(store.steps())
     trainer_bytes = 0 if checkpoint.model_only else _TRAINER_BYTES_PER_PARAMETER
@@ -142,9 +144,12 @@ def check_disk_space(
     count = max(1, min(num_saves, checkpoint.keep_last + 1 + checkpoint.num_best) - present)
     folder = config.folder
     free = shutil.disk_usage(existing_part(folder)).free
-    if count * num_bytes > free:
+    needed = count * num_bytes + made_bytes
+    if needed > free:
+        made = f"{made_bytes:,} bytes of random weights (model.make) and " if made_bytes else ""
         raise ValueError(
-            f"the disk of {folder} has {free:,} bytes free, but {count} checkpoints of {num_bytes:,} bytes need "
-            f"{count * num_bytes:,}; free some, lower checkpoint.keep_last, set checkpoint.model_only, or set "
+            f"the disk of {folder} has {free:,} bytes free, but {made}{count} checkpoints of {num_bytes:,} bytes need "
+            f"{needed:,}; free some, lower checkpoint.keep_last, set checkpoint.model_only, or set "
             f"{config.folder_key} to a folder on another disk"
         )
+    return needed

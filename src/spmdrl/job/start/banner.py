@@ -13,7 +13,7 @@ from spmdrl.engines.models.hf.model_weights import WeightFiles
 from spmdrl.job.model.replica import generation_engine_name
 from spmdrl.job.run.run_folder import num_parameters, num_trained
 from spmdrl.job.start.prepared import Prepared
-from spmdrl.job.start.start_checks import CheckedRun
+from spmdrl.job.start.start_checks import CheckedRun, unread_columns
 from spmdrl.observability.terminal.console import Console
 from spmdrl.observability.terminal.units import count
 from spmdrl.resources.world import World
@@ -73,6 +73,8 @@ def _lines(checked: CheckedRun, prepared: Prepared, world: World) -> Iterator[st
     interval = config.checkpoint.interval
     saves = f"a checkpoint every {interval} steps and at the end" if interval else "a checkpoint at the end"
     yield f"run    {config.run.folder} | {checked.phase} | seed {config.seed} | {saves}"
+    if columns := unread_columns(checked):
+        yield f"NOTE: nothing reads the columns {', '.join(columns)} of the data"
     if stored != computed:
         yield (
             f"NOTE: the weights are stored in {stored} and computed in {computed} "

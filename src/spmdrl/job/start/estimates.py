@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from spmdrl.config.config import Config
 from spmdrl.dataflow.resharding.planning.slice_layouts import (
     fitted_stride,
     generation_slices,
@@ -40,7 +39,7 @@ def rank_bytes(
     """
     config, policy = checked.config, decoders[POLICY]
     computed, held = config.model.compute_dtype(device_kind).itemsize, dict[str, int]()
-    for role, decoder in decoders.items():
+    for role, decoder in decoders.items() if checked.train_rows else ():
         table = parameter_table(decoder)
         if role.engine == "generation":
             cuts = [generation_slices(table, checked.judge_layout, rank) for rank in range(launch.world_size)]
@@ -57,8 +56,9 @@ def rank_bytes(
         # One model is updated at a time.
         held["gradients"] = max(held.get("gradients", 0), num_trained * _FLOAT32_BYTES)
         held[role.optimizer] = num_trained * _OPTIMIZER_BYTES
-    held["generation_weights"] = _most_elements(_generated(checked, policy, launch, device_kind)) * computed
-    held["kv_cache"] = _cache_bytes(config, policy, launch.world_size, device_kind)
+    if checked.offline is None or (checked.verb == "sft" and checked.eval_rows):
+        held["generation_weights"] = _most_elements(_generated(checked, policy, launch, device_kind)) * computed
+        held["kv_cache"] = _cache_bytes(checked, policy, launch.world_size, device_kind)
     return held
 
 
@@ -90,8 +90,8 @@ def _most_elements(
     return max(sum(box.num_elements for box in slices if of(box.name)) for slices in slices_of_ranks)
 
 
-def _cache_bytes(config: Config, decoder: DecoderConfig, num_ranks: int, device_kind: str) -> int:
-    rollout, layout = config.rollout, config.resources.generation
+def _cache_bytes(checked: CheckedRun, decoder: DecoderConfig, num_ranks: int, device_kind: str) -> int:
+    config, rollout, layout = checked.config, checked.config.rollout, checked.config.resources.generation
     if rollout.kv_cache_gib is not None:
         return int(rollout.kv_cache_gib * 2**30)
     shape = CacheShape(
@@ -103,18 +103,44 @@ def _cache_bytes(config: Config, decoder: DecoderConfig, num_ranks: int, device_
         dtype=config.model.compute_dtype(device_kind),
     )
     num_tokens = min(config.data.max_prompt_length + rollout.max_completion_length, decoder.max_positions)
-    most_groups = most_groups_each(rollout.prompts_per_step + rollout.extra_prompts, num_ranks // layout.tensor)
-    rows_each = min(most_groups * rollout.num_generations, rollout.max_running_rows)
+    num_prompts, num_samples = rollout.prompts_per_step + rollout.extra_prompts, rollout.num_generations
+    if checked.offline is not None or not checked.train_rows:
+        num_prompts, num_samples = sum(len(part.rows) for part in checked.eval_rows), config.eval.num_samples
+    most_groups = most_groups_each(num_prompts, num_ranks // layout.tensor)
+    rows_each = min(most_groups * num_samples, rollout.max_running_rows)
     # One more block per row, which may have to copy the one that it shares with its siblings.
     return rows_each * (-(-num_tokens // rollout.block_size) + 1) * shape.block_bytes
+
+
+def needed_bytes(checked: CheckedRun, prepared: Prepared, launch: LaunchEnvironment, device_kind: str) -> int:
+    """The least that the fullest rank must hold at once; a KV cache without a set size takes what is left."""
+    owners = rank_bytes(checked, _decoders(prepared), launch, device_kind)
+    if checked.config.rollout.kv_cache_gib is None:
+        owners.pop("kv_cache", None)
+    phases = _phases(owners, checked, prepared, launch, device_kind)
+    return sum(phases) if checked.config.reshard.swap == "never" else max(phases)
+
+
+def _decoders(prepared: Prepared) -> dict[Role, DecoderConfig]:
+    return {role: source.decoder for role, source in prepared.sources.items()}
+
+
+def _phases(
+    owners: Mapping[str, int], checked: CheckedRun, prepared: Prepared, launch: LaunchEnvironment, device_kind: str
+) -> tuple[int, int]:
+    """Bytes to update and bytes to generate, of those that `owners` hold."""
+    generating = owners.get("generation_weights", 0) + owners.get("kv_cache", 0)
+    updating = sum(owners.values()) - generating
+    if updating and generating:
+        updating += _kept_bytes(checked, prepared.source.decoder, launch, device_kind)
+    return updating, generating
 
 
 def estimate_lines(
     checked: CheckedRun, prepared: Prepared, launch: LaunchEnvironment, device_kind: str
 ) -> Iterator[str]:
     """The estimates as text."""
-    config, rollout, prompts = checked.config, checked.config.rollout, prepared.prompts
-    decoders = {role: source.decoder for role, source in prepared.sources.items()}
+    config, rollout, decoders = checked.config, checked.config.rollout, _decoders(prepared)
     owners = rank_bytes(checked, decoders, launch, device_kind)
     dtype = str(config.model.compute_dtype(device_kind)).removeprefix("torch.")
     num_elements = num_parameters(decoders[POLICY])
@@ -123,12 +149,18 @@ def estimate_lines(
     yield f"model: {count(num_elements)} parameters ({num_elements}), computed in {dtype} on {device_kind}{lora}"
     named = {owner.replace("_", " "): num_bytes for owner, num_bytes in owners.items() if num_bytes}
     yield "bytes per rank, at most: " + ", ".join(f"{owner} {bytes_text(size)}" for owner, size in named.items())
-    generating = owners["generation_weights"] + owners["kv_cache"]
-    updating = sum(owners.values()) - generating + _kept_bytes(checked, decoders[POLICY], launch, device_kind)
+    updating, generating = _phases(owners, checked, prepared, launch, device_kind)
     yield (
         f"together: {bytes_text(updating)} to update, {bytes_text(generating)} to generate; weights, gradients and "
         "optimizer exactly, the KV cache as the native engine would fill it; activations come on top"
     )
+    if prepared.train_prompts is None:
+        return
+    prompts, drawn = prepared.prompts, checked.num_steps * checked.rows_per_step
+    epochs = f"{checked.num_steps} steps, {drawn} prompts = {drawn / len(prompts):.3g} epochs of {len(prompts)} rows"
+    if checked.offline is not None:
+        yield f"the run: {epochs}, {checked.rows_per_step} per step"
+        return
     samples = rollout.prompts_per_step * rollout.num_generations
     longest = prompts.mean_length + rollout.max_completion_length
     yield (
@@ -136,8 +168,4 @@ def estimate_lines(
         f"most {count(samples * longest)} tokens ({prompts.mean_length:.1f} of a prompt on average, up to "
         f"{rollout.max_completion_length} of a response)"
     )
-    drawn = config.train.max_steps * rollout.prompts_per_step
-    yield (
-        f"the run: {config.train.max_steps} steps, {drawn} prompts = {drawn / len(prompts):.3g} epochs of "
-        f"{len(prompts)} rows, {drawn * rollout.num_generations} samples, {config.train.num_updates} optimizer steps"
-    )
+    yield (f"the run: {epochs}, {drawn * rollout.num_generations} samples, {config.train.num_updates} optimizer steps")

@@ -18,10 +18,8 @@ import torch
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from spmdrl.engines.training.checkpoints.checkpoint import CheckpointStore
-from spmdrl.job.model.model_source import CHECKPOINTS
-from spmdrl.job.run.run_folder import check_disk_space, existing_part
-from spmdrl.job.start.prepared import Prepared
+from spmdrl.job.run.run_folder import existing_part
+from spmdrl.job.start.prepared import Prepared, check_room
 from spmdrl.job.start.rank_facts import open_job
 from spmdrl.job.start.start_checks import CheckedRun
 from spmdrl.observability.terminal.units import bytes_text
@@ -136,15 +134,13 @@ def _disk(checked: CheckedRun, prepared: Prepared) -> CheckLine:
         return CheckLine.failed(
             f"disk: {there} can't be written to", f"set {config.run.folder_key} to a folder that can"
         )
-    store = CheckpointStore(folder / CHECKPOINTS, config.checkpoint, is_main=True)
-    decoders = [source.decoder for role, source in prepared.sources.items() if role.checkpoint is not None]
     kind = find_device(config.resources.device, 0).kind
-    dtype = config.checkpoint.model_dtype(config.model.compute_dtype(kind))
     try:
-        check_disk_space(config.run, store, decoders, dtype, num_steps=checked.num_steps)
+        needed = check_room(checked, {role: source.decoder for role, source in prepared.sources.items()}, kind)
     except ValueError as error:
         return CheckLine(False, f"disk: {error}")
-    return CheckLine.ok(f"disk: {bytes_text(shutil.disk_usage(there).free)} free for {folder}, checkpoints fit")
+    free = shutil.disk_usage(there).free
+    return CheckLine.ok(f"disk: {bytes_text(needed)} of {bytes_text(free)} free for {folder}")
 
 
 def _shared_memory() -> CheckLine:

@@ -4,27 +4,34 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import torch
+
 from spmdrl.config.config import Config
+from spmdrl.config.reader import start_up
 from spmdrl.dataflow.data.learnt_rows import LearntRows
 from spmdrl.dataflow.data.prompts import PromptSource
 from spmdrl.dataflow.stages.teacher.teachers_prompts import TeachersPrompts
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf.model_folder import HUB_TEXT_FILES, read_config, resolve_model_folder
-from spmdrl.engines.models.making.make_model import make_folder_without_weights
+from spmdrl.engines.models.making.make_model import decoder_config, make_folder_without_weights
 from spmdrl.engines.models.renderer import Renderer
 from spmdrl.engines.models.tokenizer import ModelTokenizer
+from spmdrl.engines.training.checkpoints.checkpoint import CheckpointStore
 from spmdrl.engines.training.sharding.parallelize import check_layout
 from spmdrl.job.model.model_source import (
+    CHECKPOINTS,
+    INITIAL_MODEL,
     ModelSource,
     agree_on_models,
     newest_sound_model,
     prepare_model,
     sources_of,
 )
+from spmdrl.job.run.run_folder import check_disk_space, num_parameters, on_main
 from spmdrl.job.start.model_checks import (
     check_generation_cuts,
     check_generation_fits,
@@ -62,8 +69,16 @@ class Prepared:
         return list(dict.fromkeys(line for prompts in both for line in prompts.warnings))
 
     @property
+    def vocabulary_gaps(self) -> str | None:
+        """A line on ids of the model that are no token; None without any."""
+        size = self.source.decoder.vocab_size
+        num_gaps = len(self.tokenizer.ids_without_token(size))
+        line = f"vocabulary: {num_gaps} of the model's {size} ids have no token; they are never sampled"
+        return line if num_gaps else None
+
+    @property
     def source(self) -> ModelSource:
-        """Where the policy comes from."""
+        """The policy's origin."""
         return self.sources[POLICY]
 
     @property
@@ -73,15 +88,24 @@ class Prepared:
         return self.train_prompts
 
 
-def prepare(checked: CheckedRun, source: ModelSource) -> Prepared:
-    """Read the tokenizer and the prompts; raises ValueError where they, the model and the run do not fit."""
+def prepare_without_weights(checked: CheckedRun) -> Prepared:
+    """As `prepare`, of models that needn't be here, made or fetched."""
+    with start_up(), source_without_making(checked.config) as source:
+        return prepare(checked, source, is_there=False)
+
+
+def prepare(checked: CheckedRun, source: ModelSource, *, is_there: bool = True) -> Prepared:
+    """Read the tokenizer and the prompts; raises ValueError where they, the model and the run do not fit.
+
+    Without `is_there`, the weights of further models needn't be on this machine.
+    """
     config, folder = checked.config, source.folder
     if checked.train_rows:
         source = source.with_adapters(config.lora, config.seed)
     check_generation_fits(config, source.decoder)
     if config.rollout.engine == "vllm":
         check_vllm_computes(folder)
-    sources = sources_of(checked.roles, source, config, is_there=checked.verb != "check")
+    sources = sources_of(checked.roles, source, config, is_there=is_there)
     if checked.rating(POLICY) == "row_values":
         sources[POLICY] = source.with_value_head()
     if checked.train_rows:
@@ -142,6 +166,11 @@ def prepare_together(checked: CheckedRun, world: World, console: Console) -> Pre
 
     Warns of prompts and options that aren't used as they may have been meant.
     """
+    if (make := checked.config.model.make) is not None:
+        # Before random weights are written; critics are about as large.
+        decoders = dict.fromkeys(checked.roles, replace(decoder_config(make), lora=checked.config.lora))
+        is_made = (checked.config.run.folder / INITIAL_MODEL).exists
+        on_main(world, lambda: None if is_made() else check_room(checked, decoders, world.device.kind))
     with console.doing("reading the model's config, tokenizer and prompts"):
         prepared = prepare(checked, prepare_model(checked.config, world))
         agree_on_models(prepared.sources, world)
@@ -150,11 +179,23 @@ def prepare_together(checked: CheckedRun, world: World, console: Console) -> Pre
         world.agree(lambda: {f"the tokens of {key}": one.digest for key, one in named.items() if one is not None})
     for warning in prepared.warnings:
         console.note(warning)
-    vocab_size = prepared.source.decoder.vocab_size
-    num_gaps = len(prepared.tokenizer.ids_without_token(vocab_size))
-    if num_gaps and checked.verb not in ON_PAIRS:
-        console.note(f"vocabulary: {num_gaps} of the model's {vocab_size} ids have no token; they are never sampled")
+    if checked.verb not in ON_PAIRS and (gaps := prepared.vocabulary_gaps):
+        console.note(gaps)
     return prepared
+
+
+def check_room(checked: CheckedRun, decoders: Mapping[Role, DecoderConfig], device_kind: str) -> int:
+    """Refuse a disk that lacks room for checkpoints and for weights that `model.make` has yet to write.
+
+    Returns the bytes that they take. Raises ValueError.
+    """
+    config, kept = checked.config, [one for role, one in decoders.items() if role.checkpoint is not None]
+    is_new = config.model.make is not None and not (config.run.folder / INITIAL_MODEL).exists()
+    made_bytes = num_parameters(decoders[POLICY]) * torch.float32.itemsize if is_new else 0
+    store = CheckpointStore(config.run.folder / CHECKPOINTS, config.checkpoint, is_main=True)
+    dtype = config.checkpoint.model_dtype(config.model.compute_dtype(device_kind))
+    kept = kept if checked.train_rows else []
+    return check_disk_space(config.run, store, kept, dtype, num_steps=checked.num_steps, made_bytes=made_bytes)
 
 
 def check_positions(prompts: PromptSource, key: str, decoder: DecoderConfig, num_new: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -12,6 +13,8 @@ from spmdrl.algorithms.table import build_algorithm
 from spmdrl.config.config import Config, PreferencesConfig, RewardModelConfig, SftConfig
 from spmdrl.config.reader import LoadedConfig, resolved_yaml, start_up
 from spmdrl.dataflow.data.data_rows import RowNeeds, SourceRows, read_rows, rows_of_prompts
+from spmdrl.dataflow.data.records import BadRows
+from spmdrl.dataflow.data.synthetic import SCHEME
 from spmdrl.dataflow.samples.schema import COPIES, needs_by_state, rule_of
 from spmdrl.dataflow.stages.reward import SCORE_COLUMNS
 from spmdrl.dataflow.stages.rows import ROUTED_EXPERTS, TURNS
@@ -37,12 +40,13 @@ from spmdrl.resources.startup.launch import LaunchEnvironment, read_launch_envir
 from spmdrl.types import CreditSettings, WorkerState
 from spmdrl.types.roles import POLICY, REFERENCE, ROLES, TEACHER, Rating, Role
 
-Verb = Literal["train", "sft", "preferences", "reward-model", "eval", "generate", "check"]
+Verb = Literal["train", "sft", "preferences", "reward-model", "eval", "generate"]
 ON_PAIRS = ("preferences", "reward-model")
 """the verbs whose rows are pairs of responses"""
 _OF_TEACHER = tuple(state for state in WorkerState if state.role is TEACHER)
-_WITH_ROLES = ("train", "preferences", "check")
-_TRAINED = ("train", "sft", *ON_PAIRS, "check")
+_OF_TEMPLATES = {"tools", "chat_template_kwargs"}
+_WITH_ROLES = ("train", "preferences")
+_TRAINED = ("train", "sft", *ON_PAIRS)
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,8 @@ class CheckedRun:
     """what the model comes from, whatever a warm start makes of it"""
     own_layouts: Mapping[Role, UpdateLayout] = field(default_factory=dict)
     """layouts of the run's models that aren't cut by `layout`"""
+    columns_taken: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """by reward function, its parameters for columns of the data"""
 
     @property
     def phase(self) -> str:
@@ -96,7 +102,7 @@ class CheckedRun:
     @property
     def roles(self) -> tuple[Role, ...]:
         """The run's models: those that its worker states use; without training on rewards the policy, mostly alone."""
-        used = {self.role_of(state) for state in self.needs} if self.verb in ("train", "check") else {POLICY}
+        used = {self.role_of(state) for state in self.needs} if self.verb == "train" else {POLICY}
         if self.verb == "preferences" and not self.config.preferences.reference_free:
             used.add(self.role_of(WorkerState.REFERENCE))
         return tuple(role for role in ROLES if role in used)
@@ -141,16 +147,21 @@ def check_run(
             raise ValueError(
                 "lora is set, but a reward model's head is trained too, which adapters would leave at 0; leave out lora"
             )
-        if verb in ("train", "check"):
+        if verb == "train":
             check_sizes(config, algorithm)
             _check_judge(config, algorithm)
             if (conflict := algorithm.conflict(credit_settings_of(config))) is not None:
                 raise ValueError(conflict)
-        train_rows, eval_rows = _checked_rows(config, verb, prompts)
+        train_rows, eval_rows, columns = _checked_rows(config, verb, prompts)
         if verb in _TRAINED:
             check_best(config)
         text, base_model = resolved_yaml(loaded), config.model.path or "random weights (model.make)"
-        checked = CheckedRun(verb, config, text, layout, algorithm, needs, train_rows, eval_rows, base_model)
+        checked = CheckedRun(
+            verb, config, text, layout, algorithm, needs, train_rows, eval_rows, base_model, columns_taken=columns
+        )
+        if checked.offline is not None and checked.num_steps < 1:
+            key = f"{checked.section}.max_steps"
+            raise ValueError(f"{key} is 0, so the {verb} verb has nothing to do; set it to the number of steps")
         return replace(checked, own_layouts=_own_layouts(checked, (launch or own).world_size))
 
 
@@ -201,18 +212,21 @@ def _check_layouts(config: Config, verb: Verb, launch: LaunchEnvironment, *, is_
     return layout
 
 
-def _checked_rows(config: Config, verb: Verb, prompts: Sequence[str]) -> tuple[list[SourceRows], list[SourceRows]]:
-    """The rows to train on and to evaluate, which the reward functions and the environment can work with."""
+def _checked_rows(
+    config: Config, verb: Verb, prompts: Sequence[str]
+) -> tuple[list[SourceRows], list[SourceRows], Mapping[str, Sequence[str]]]:
+    """The rows to train on and to evaluate, and by reward function its parameters for their columns."""
     # `generate` judges nothing, and `sft` only what it evaluates.
-    are_judged = verb in ("train", "eval", "check") or (verb == "sft" and config.data.eval is not None)
+    are_judged = verb in ("train", "eval") or (verb == "sft" and config.data.eval is not None)
     answers = are_judged and needs_answer(config.reward.functions)
     train_needs = RowNeeds(answer=answers and verb != "sft", completion=verb == "sft" or config.sft.max_steps > 0)
     eval_needs = RowNeeds(answer=answers)
     if verb in ON_PAIRS:
         margin_key = config.reward_model.margin_key if verb == "reward-model" else None
         train_needs = eval_needs = RowNeeds(pair=True, margin_key=margin_key)
-    train_rows = read_rows(config.data.train, config.data, needs=train_needs) if verb in _TRAINED else []
-    eval_rows = []
+    train_rows = _train_rows(config, verb, train_needs) if verb in _TRAINED else []
+    eval_rows: list[SourceRows] = []
+    columns: Mapping[str, Sequence[str]] = {}
     if prompts:
         eval_rows = [rows_of_prompts(prompts)]
     elif verb == "generate" and config.data.eval is None:
@@ -229,20 +243,53 @@ def _checked_rows(config: Config, verb: Verb, prompts: Sequence[str]) -> tuple[l
     if are_judged:
         # Loads the functions in a child and ends it: a missing file or name is refused before the first rollout.
         with RewardPool(config.reward, 1) as pool:
-            judged = train_rows if verb in ("train", "check") else []
-            check_columns(pool.required_columns(), [*judged, *eval_rows])
+            judged = train_rows if verb == "train" else []
+            columns = pool.columns_taken()
+            check_columns(columns, [*judged, *eval_rows])
     if config.environment.function is not None and (are_judged or verb == "generate"):
         check_environment(config)
-    return train_rows, eval_rows
+    return train_rows, eval_rows, columns
 
 
-def check_columns(required: Mapping[str, Sequence[str]], sources: Sequence[SourceRows]) -> None:
+def _train_rows(config: Config, verb: Verb, needs: RowNeeds) -> list[SourceRows]:
+    """The rows of `data.train`; where none of them is what the verb needs, the error names verbs that take them."""
+    try:
+        return read_rows(config.data.train, config.data, needs=needs)
+    except BadRows as bad:
+        others = {"preferences": RowNeeds(pair=True), "sft": RowNeeds(completion=True), "train": RowNeeds(answer=True)}
+        found: dict[str, SourceRows] = {}
+        for other in others if bad.has_all else ():
+            with suppress(ValueError):
+                found = found or {other: read_rows(config.data.train, config.data, needs=others[other])[0]}
+        advice = [f"\n`spmdrl check {other}` takes these rows: {part.summary}" for other, part in found.items()]
+        raise ValueError(f"{bad}{''.join(advice)}") from bad
+
+
+def unread_columns(checked: CheckedRun) -> list[str]:
+    """Columns of the data that neither prompt, answer nor reward functions read; none where it can't be decided."""
+    config = checked.config
+    taken = {name.removesuffix("=") for names in checked.columns_taken.values() for name in names}
+    if "**" in taken or config.environment.function is not None or config.teacher is not None:
+        return []
+    taken |= _OF_TEMPLATES | ({config.reward_model.margin_key or ""} if checked.verb == "reward-model" else set())
+    unread: dict[str, None] = {}
+    for part in (*checked.train_rows, *checked.eval_rows):
+        if (part.source.format or config.data.format) == "auto" and not part.source.path.startswith(SCHEME):
+            # As in "prompt in 'reward_model.ground_truth'".
+            keys = {name.split("'")[1] for name in part.found}
+            read = taken | keys | {key.partition(".")[0] for key in keys} | {"answer"}
+            read |= {"input"} if "instruction" in keys else set()
+            unread |= dict.fromkeys(name for row in part.rows for name in row.columns if name not in read)
+    return [*unread]
+
+
+def check_columns(taken: Mapping[str, Sequence[str]], sources: Sequence[SourceRows]) -> None:
     """Refuse reward functions that need a column which no row of a source has. Raises ValueError."""
     for source in sources:
         # Every row has an `answer`, be it None.
         there = {name for row in source.rows for name, value in row.columns.items() if value is not None}
-        for function, columns in required.items():
-            lacking = [name for name in columns if name not in there]
+        for function, columns in taken.items():
+            lacking = [name for name in columns if name.isidentifier() and name not in there]
             if lacking:
                 raise ValueError(
                     f"reward.functions: {function} needs the columns {', '.join(lacking)}, which no row of "

@@ -1,0 +1,125 @@
+"""The screen of `spmdrl check`: the verdict first, one row as it is read, and whether the run fits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from tests.support.jobs import run_job, tiny_config
+
+from spmdrl.cli.command_line import take_question
+from spmdrl.config.config import load_config
+from spmdrl.config.reader import ConfigError
+from spmdrl.job.start.first_row import data_warnings, row_lines
+from spmdrl.job.start.prepared import check_room, prepare_without_weights
+from spmdrl.job.start.start_checks import check_run
+from spmdrl.types.roles import POLICY
+
+MAKE = "model.make={hidden_size: 32, num_layers: 2, num_heads: 2, num_kv_heads: 1, intermediate_size: 64}"
+
+
+def written(folder: Path, **columns: object) -> Path:
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"{n}+1=", **columns}) + "\n" for n in range(4)))
+    return path
+
+
+def lines_of(verb: str, *overrides: str) -> list[str]:
+    checked = check_run(load_config([], [MAKE, *overrides]), verb)
+    prepared = prepare_without_weights(checked)
+    return [*data_warnings(checked, prepared), *row_lines(checked, prepared)]
+
+
+def test_a_file_of_four_keys_fits_a_screen_with_the_verdict_first(tmp_path):
+    (tmp_path / "run.yaml").write_text(
+        f"model: {{make: {{}}}}\ndata: {{train: {written(tmp_path, answer='2', level=3)}}}\n"
+        f"reward: {{functions: [exact]}}\nrun: {{dir: {tmp_path / 'run'}}}\n"
+    )
+    screen = run_job("check", tmp_path / "run.yaml").stdout
+    lines = screen.splitlines()
+    assert lines[0].startswith("would start: yes | train | 1 rank | 100 steps = 800 epochs of 4 rows")
+    assert sum(-(-len(line) // 80) for line in lines) <= 45, screen
+    assert "NOTE   columns that nothing reads: level" in lines
+    assert "    0+1=" in lines and "answer: 2" in lines and "columns for exact: answer" in lines
+    assert f"    run.dir: {tmp_path / 'run'}  # {tmp_path / 'run.yaml'}:4" in lines
+    assert "# default" not in screen and "defaults; --all prints them" in screen
+
+
+def test_the_whole_config_is_yaml_beneath_comments(tmp_path):
+    done = run_job("check", tiny_config(tmp_path), "--all", "--ranks", "2", "--device-memory", "1GiB")
+    tree = yaml.safe_load(done.stdout)
+    assert tree["train"]["max_steps"] == 3 and len(tree) > 10
+    assert "# default" in done.stdout and "# ok     memory: at least" in done.stdout
+
+
+def test_a_run_that_does_not_fit_a_named_device_or_this_host_fails(tmp_path):
+    config = tiny_config(tmp_path)
+    large = "model.make={hidden_size: 16384, num_layers: 400, intermediate_size: 65536, num_heads: 64}"
+    done = run_job("check", config, large, "--ranks", "2", "--device-memory=80GiB")
+    assert done.returncode == 1 and done.stdout.startswith("would start: no: 1 problem")
+    assert "FAILED memory: at least" in done.stdout and "of 80 GiB, a device; use more ranks" in done.stdout
+    done = run_job("check", config, large, f"run.dir={tmp_path / 'run'}")
+    assert done.returncode == 1 and done.stdout.startswith("would start: no: 2 problems"), done.stdout
+    assert "FAILED memory:" in done.stdout and "FAILED disk:" in done.stdout
+    done = run_job("check", config, "--ranks", "2", "--device-memory", "much")
+    assert done.returncode == 2 and "--device-memory is 'much'" in done.stderr
+
+
+def test_the_words_of_check_are_taken_from_those_of_the_config():
+    question, rest = take_question(["sft", "run.yaml", "--device-memory=80GiB", "--all", "lora={}"])
+    assert (question["device_gib"], question["verb"], question["is_whole"]) == (80, "sft", True)
+    assert rest == ["run.yaml", "lora={}"]
+
+
+def test_rewards_are_looked_at_for_verbs_that_have_them():
+    with pytest.raises(ConfigError, match="--reward looks at the rewards of train and eval, not at sft"):
+        take_question(["sft", "run.yaml", "--reward"])
+
+
+def test_each_verbs_row_is_shown_as_that_verb_reads_it(tmp_path):
+    never = "data.chat_template=never"
+    pairs = f"data.train={written(tmp_path, chosen='2', rejected='3')}"
+    assert {"    0+1=", "chosen: 2", "rejected: 3"} <= set(
+        lines_of("preferences", pairs, "preferences.max_steps=1", never)
+    )
+    answers = f"data.train={written(tmp_path, completion='1 and 1')}"
+    assert "learnt: 1 and 1" in lines_of("sft", answers, "sft.max_steps=1", never)
+
+
+def test_characters_without_tokens_are_counted_with_an_example(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"prompt": "1 + 1 = ☃é☃", "answer": "2"}) + "\n")
+    warned, *_ = lines_of("train", f"data.train={path}", "reward.functions=[exact]")
+    assert warned == "the tokenizer has no tokens for 2 characters of the prompts, such as 'é☃'"
+
+
+def test_a_long_prompt_loses_its_middle(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"prompt": "begin\n" + "x\n" * 50 + "end", "answer": "2"}) + "\n")
+    lines = lines_of("train", f"data.train={path}", "reward.functions=[exact]")
+    assert "    begin" in lines and "    end" in lines and len(lines) < 15
+
+
+def test_room_for_random_weights_and_checkpoints_is_looked_for_together(tmp_path):
+    words = [MAKE, f"data.train={written(tmp_path, answer='2')}", "reward.functions=[exact]", f"run.dir={tmp_path}/run"]
+    checked = check_run(load_config([], words), "train")
+    decoder = prepare_without_weights(checked).source.decoder
+    before = check_room(checked, {POLICY: decoder}, "cpu")
+    (tmp_path / "run" / "initial_model").mkdir(parents=True)
+    after = check_room(checked, {POLICY: decoder}, "cpu")
+    assert 0 < after < before
+    large = "model.make={hidden_size: 65536, num_layers: 400, intermediate_size: 262144}"
+    done = run_job("train", *words, large, f"run.dir={tmp_path}/other")
+    assert done.returncode == 2 and "bytes of random weights (model.make)" in done.stderr, done.stderr
+    assert not (tmp_path / "other" / "initial_model").exists()
+
+
+def test_what_the_steps_with_rewards_can_not_do_is_refused_before_the_supervised_ones(tmp_path):
+    run = tmp_path / "run"
+    done = run_job(
+        "train", tiny_config(tmp_path), "sft.max_steps=2", "rollout.max_completion_length=64", f"run.dir={run}"
+    )
+    assert done.returncode == 2 and "32 positions" in done.stderr, done.stderr
+    assert not run.exists()
