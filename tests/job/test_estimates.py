@@ -139,6 +139,19 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused_where_a_prompt_h
             prepare(checked, ModelSource(source.folder, source.decoder))
 
 
+def test_every_folder_but_one_made_here_is_tried_before_its_tokenizer_is_loaded(tmp_path):
+    checked, tried = checked_for(LaunchEnvironment()), []
+    with source_without_making(checked.config) as source:
+        prepare(checked, source, tried.append)
+        assert tried == []
+        given = replace(checked.config, model=replace(checked.config.model, make=None, path=str(source.folder)))
+        prepare(replace(checked, config=given), source, tried.append)
+        assert tried == [source.folder]
+        (source.folder / "chat_template.jinja").write_text("{% if %}")
+        with pytest.raises(ValueError, match="chat_template.jinja is no template"):
+            prepare(replace(checked, config=given), source)
+
+
 @pytest.mark.slow
 def test_a_job_of_other_ranks_is_checked_without_starting_any(tmp_path):
     config = tiny_config(tmp_path)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -22,6 +23,7 @@ from spmdrl.engines.models.renderer import Renderer
 from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.engines.training.checkpoints.checkpoint import CheckpointStore
 from spmdrl.engines.training.sharding.parallelize import check_layout
+from spmdrl.engines.workers.foreign_folder import try_folder
 from spmdrl.job.model.model_source import (
     CHECKPOINTS,
     INITIAL_MODEL,
@@ -94,10 +96,17 @@ def prepare_without_weights(checked: CheckedRun) -> Prepared:
         return prepare(checked, source, is_there=False)
 
 
-def prepare(checked: CheckedRun, source: ModelSource, *, is_there: bool = True) -> Prepared:
+def prepare(
+    checked: CheckedRun,
+    source: ModelSource,
+    try_first: Callable[[Path], None] = try_folder,
+    *,
+    is_there: bool = True,
+) -> Prepared:
     """Read the tokenizer and the prompts; raises ValueError where they, the model and the run do not fit.
 
-    Without `is_there`, the weights of further models needn't be on this machine.
+    `try_first` is called with each folder before its tokenizer is loaded, unless this run makes the model. Without
+    `is_there`, the weights of further models needn't be on this machine.
     """
     config, folder = checked.config, source.folder
     if checked.train_rows:
@@ -122,6 +131,9 @@ def prepare(checked: CheckedRun, source: ModelSource, *, is_there: bool = True) 
                 raise ValueError(f"for the {role.name}: {error}, or set resources.roles.{role.name}") from None
             if role.is_trained:
                 check_recomputing(config, checked.layout_of(role), checked.layout_key(role))
+    for found in dict.fromkeys([folder, *(other.folder for other in sources.values())]):
+        if found != folder or config.model.path is not None:
+            try_first(found)
     tokenizer = ModelTokenizer(folder, skips_special=config.reward.special_tokens == "skip")
     _check_stop_tokens(tokenizer, source.decoder)
     if checked.algorithm.num_likeliest > source.decoder.vocab_size:
@@ -172,7 +184,8 @@ def prepare_together(checked: CheckedRun, world: World, console: Console) -> Pre
         is_made = (checked.config.run.folder / INITIAL_MODEL).exists
         on_main(world, lambda: None if is_made() else check_room(checked, decoders, world.device.kind))
     with console.doing("reading the model's config, tokenizer and prompts"):
-        prepared = prepare(checked, prepare_model(checked.config, world))
+        source = prepare_model(checked.config, world)
+        prepared = prepare(checked, source, lambda folder: on_main(world, partial(try_folder, folder)))
         agree_on_models(prepared.sources, world)
         # Templates may write the day, and files of a template may differ.
         named = {"data.train": prepared.train_prompts, "data.eval": prepared.held_out}
