@@ -7,14 +7,20 @@ from typing import Any, TypeVar
 
 T = TypeVar("T", int, str)
 
+# Far beyond any model; what is larger would take all memory, or for ever, before the weights are found not to fit.
+_MOST = {"num_hidden_layers": 2**11, "vocab_size": 2**24, "max_position_embeddings": 2**40}
+_MOST_OF_OTHERS = 2**20
+
 
 def whole_number(raw: Mapping[str, Any], key: str, default: int | None = None, *, least: int = 1) -> int:
-    """A whole number >= `least`; a missing or null one is the default, or an error where there is none."""
+    """A whole number >= `least` of a size that a model may have; a missing or null one is the default, or an error."""
     value = raw.get(key)
     if value is None and default is not None:
         return default
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ValueError(f"{key} is {value!r}, but must be a whole number >= {least}")
+    if value > (most := _MOST.get(key, _MOST_OF_OTHERS)):
+        raise ValueError(f"{key} is {value}, but models with more than {most} aren't built; correct it")
     return value
 
 
