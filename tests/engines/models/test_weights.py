@@ -117,6 +117,19 @@ def test_a_truncated_file_is_named(tmp_path: Path) -> None:
         WeightFiles(tmp_path)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_a_weight_that_is_not_finite_is_named_with_its_file(value: float, dtype: torch.dtype, tmp_path: Path) -> None:
+    broken = torch.ones(4, 5, dtype=dtype)
+    broken[2, 3] = value
+    write_weights(tmp_path, [("a", torch.ones(2)), ("b", broken)])
+    files = WeightFiles(tmp_path)
+    files.read(whole_slice("a", (2,)))
+    files.read(WeightSlice("b", (0, 0), (2, 5)))
+    with pytest.raises(ValueError, match="model.safetensors: b holds NaN or infinity"):
+        files.read(whole_slice("b", (4, 5)))
+
+
 def test_an_index_cannot_lead_out_of_its_folder(tmp_path: Path) -> None:
     save_file({"a": torch.ones(1)}, tmp_path / "outside.safetensors")
     inside = tmp_path / "inside"

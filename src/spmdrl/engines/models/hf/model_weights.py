@@ -107,7 +107,14 @@ class WeightFiles:
             # safetensors refuses empty slices, which uneven shards do have.
             whole = stored[tuple(slice(0, min(1, size)) for size in stored.get_shape())]
             return whole.new_empty(wanted.shape)
-        return stored[tuple(slice(start, stop) for start, stop in zip(wanted.starts, wanted.stops, strict=True))]
+        read = stored[tuple(slice(start, stop) for start, stop in zip(wanted.starts, wanted.stops, strict=True))]
+        # The extremes of what holds a NaN are NaN, and are found at the speed of memory.
+        if not torch.stack(read.aminmax()).isfinite().all():
+            path = self.folder / self._file_of[wanted.name]
+            raise ValueError(
+                f"{path}: {wanted.name} holds NaN or infinity; get the file again, or an earlier checkpoint"
+            )
+        return read
 
     def _check_fits(self, wanted: WeightSlice) -> None:
         shape = self.shape(wanted.name)
