@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from spmdrl.engines.models.tokenizer import stop_token_ids
+from spmdrl.engines.models.tokenizer import ModelTokenizer, stop_token_ids
+from tests.support.text_models import byte_level_folder
 
 pytestmark = pytest.mark.oldest
 
@@ -33,3 +34,11 @@ def test_a_folder_without_an_end_token_is_refused(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text("{")
     with pytest.raises(ValueError, match="generation_config.json is not JSON"):
         stop_token_ids(tmp_path, None)
+
+
+@pytest.mark.parametrize(("name", "content"), [("tokenizer.json", '{"model": {}}'), ("tokenizer_config.json", "{")])
+def test_a_tokenizer_that_cannot_be_loaded_is_named_with_its_folder(name: str, content: str, tmp_path: Path) -> None:
+    folder = byte_level_folder(tmp_path)
+    (folder / name).write_text(content, encoding="utf-8")
+    with pytest.raises(ValueError, match=f"the tokenizer of {folder} can't be loaded"):
+        ModelTokenizer(folder)

@@ -43,7 +43,12 @@ class ModelTokenizer:
         from transformers import AutoTokenizer
 
         self.folder = folder
-        self.raw: Any = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+        try:
+            self.raw: Any = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+        except Exception as error:
+            # Libraries leave out which file it was, and often which folder.
+            reason = f"{type(error).__name__}: {error!s:.300}"
+            raise ValueError(f"the tokenizer of {folder} can't be loaded ({reason}); get its files again") from error
         self.stop_token_ids = stop_token_ids(folder, self.raw.eos_token_id)
         self._skips = skips_special
         self._anchor: list[int] = []
