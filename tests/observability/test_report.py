@@ -386,6 +386,13 @@ def test_a_missing_folder_is_one_clear_message(tmp_path: Path, capsys):
     assert "nowhere is no folder" in capsys.readouterr().err
 
 
+def test_a_folder_of_other_files_gets_no_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "passwd").touch()
+    assert main([str(tmp_path)]) == 2
+    assert "is no run's folder" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["passwd"]
+
+
 @pytest.mark.slow
 def test_a_thousand_steps_on_eight_ranks_stay_below_five_megabytes(tmp_path: Path):
     run = write_run(tmp_path / "large", num_steps=1000, num_ranks=8)

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from spmdrl.observability.logs.jsonl import read_jsonl
-from spmdrl.observability.logs.log import CHECKPOINTS_FILE, SAMPLES_FILE, read_metrics
+from spmdrl.observability.logs.log import CHECKPOINTS_FILE, METRICS_FILE, SAMPLES_FILE, read_metrics
 from spmdrl.observability.report.config_diff import RESOLVED_CONFIG, changed_settings
-from spmdrl.observability.summary import read_summary
+from spmdrl.observability.summary import SUMMARY_FILE, read_summary
 from spmdrl.observability.timeline.timeline import TimelineRecords, read_timeline
 
+# A run that ended early leaves some of them, or nothing.
+_ANY_OF_A_RUN = (METRICS_FILE, RESOLVED_CONFIG, SUMMARY_FILE, SAMPLES_FILE, CHECKPOINTS_FILE, "timeline")
 Points = list[tuple[float, float]]
 
 
@@ -48,10 +50,12 @@ class RunData:
 
 
 def read_run(run_dir: Path) -> RunData:
-    """Read a run's folder; raises FileNotFoundError only where the folder itself is missing."""
+    """Read a run's folder; raises FileNotFoundError where the folder is missing or holds others' files alone."""
     folder = Path(run_dir).resolve()
     if not folder.is_dir():
         raise FileNotFoundError(f"{run_dir} is no folder; give the run.dir of a run, which holds metrics.jsonl")
+    if any(folder.iterdir()) and not any((folder / name).exists() for name in _ANY_OF_A_RUN):
+        raise FileNotFoundError(f"{run_dir} is no run's folder: it holds none of {', '.join(_ANY_OF_A_RUN)}")
     by_step, until = dict(read_metrics(folder)), sorted(folder.glob("config.resolved.step_*.yaml"))
     configs = [_text_of(path) for path in [*until, folder / RESOLVED_CONFIG]]
     return RunData(
