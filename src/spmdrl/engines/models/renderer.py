@@ -19,6 +19,7 @@ from typing import Any, Literal
 import numpy as np
 from jinja2 import TemplateSyntaxError
 
+from spmdrl.engines.models.hf.template_growth import check_growth
 from spmdrl.engines.models.tokenizer import ModelTokenizer, StopToken
 
 Message = Mapping[str, Any]
@@ -350,7 +351,10 @@ class Renderer:
         _check_kwargs(kwargs, "chat_template_kwargs")
         how |= {**self.options.kwargs, **kwargs, "tools": tools, "chat_template": self._own_template}
         try:
-            return self.tokenizer.raw.apply_chat_template(list(messages), **how)
+            rendered = self.tokenizer.raw.apply_chat_template(list(messages), **how)
+            if isinstance(rendered, str):
+                check_growth(rendered, self._template(tools), messages, tools)
+            return rendered
         except TemplateSyntaxError as error:
             raise ValueError(f"the chat template of {self._place}, line {error.lineno}, is broken: {error}") from None
         except Exception as error:
