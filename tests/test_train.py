@@ -198,8 +198,8 @@ def test_a_checkpoint_is_evaluated_and_answers_prompts(tmp_path):
     config, run = tiny_config(tmp_path), tmp_path / "run"
     finished(run_job("sft", config, f"run.dir={run}", "sft.max_steps=2", "sft.rows_per_step=8"))
     held_out = "data.eval=synthetic://addition?low=0&high=9&count=5&split=test"
-    from_run = [f"model.path={run}", "model.make=null", held_out, "reward.functions=[exact]"]
-    job = finished(run_job("eval", config, *from_run, f"run.dir={tmp_path / 'eval'}", "eval.num_samples=4"))
+    from_run, judged = [f"model.path={run}", "model.make=null", held_out], "reward.functions=[exact]"
+    job = finished(run_job("eval", config, *from_run, judged, f"run.dir={tmp_path / 'eval'}", "eval.num_samples=4"))
     assert "pass@4" in job.stdout and "avg@4" in job.stdout
     [answers] = (tmp_path / "eval").glob("eval/run_step_000002_*/eval.jsonl")
     assert len(answers.read_text().splitlines()) == 5 * 4

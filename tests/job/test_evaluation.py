@@ -94,8 +94,8 @@ def test_eval_and_generate_leave_the_summary_of_a_training_run_alone(tmp_path: P
             assert found == pytest.approx(_counted_pass(is_right_GN, k), abs=1e-12)
     assert "eval/pass_at_1" not in metrics[1]
     assert summary_of(run)["pass_at_3_after"] == metrics[3]["eval/pass_at_3"]
-    again = [config, f"run.dir={run}", EVAL, "model.make=null", f"model.path={run}", "reward.functions=[exact]"]
-    shown = finished(run_job("eval", *again)).stdout
+    again = [config, f"run.dir={run}", EVAL, "model.make=null", f"model.path={run}"]
+    shown = finished(run_job("eval", *again, "reward.functions=[exact]")).stdout
     assert "mean reward 0.000" in shown and "= share of answers with reward >= 1, 10 prompts" in shown
     finished(run_job("generate", *again, "eval.num_samples=2"))
     assert (run / "summary.json").read_bytes() == before and summary_of(run)["verdict"] == "done"

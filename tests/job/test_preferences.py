@@ -153,11 +153,12 @@ def test_a_run_is_not_gone_on_with_on_other_pairs(tmp_path, part):
 
 
 def test_adapters_learn_of_pairs_without_a_second_model(tmp_path):
-    settings = [*pair_settings("preferences", tmp_path), "lora={rank: 4, alpha: 8}", "checkpoint.interval=0"]
-    finished(run_job("preferences", *settings, f"run.dir={tmp_path / 'run'}"))
+    adapters = ["lora={rank: 4, alpha: 8}", "checkpoint.interval=0"]
+    finished(run_job("preferences", *pair_settings("preferences", tmp_path), *adapters, f"run.dir={tmp_path / 'run'}"))
     margins = [step["preference/margin"] for step in metrics_of(tmp_path / "run")[1:]]
     assert margins[0] == 0 and 0 not in margins[1:]
-    refused = run_job("reward-model", *settings, f"run.dir={tmp_path / 'other'}", "reward_model.max_steps=1")
+    settings = [*pair_settings("reward-model", tmp_path), *adapters, f"run.dir={tmp_path / 'other'}"]
+    refused = run_job("reward-model", *settings)
     assert refused.returncode == 2 and "leave out lora" in refused.stderr
 
 

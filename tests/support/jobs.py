@@ -79,6 +79,8 @@ def job_command(verb: str, *arguments: str | Path, ranks: int = 1) -> list[str]:
 
 def _arguments(kind: str, verb: str, *arguments: str | Path) -> list[str]:
     on_device = ON_DEVICES if kind != "cpu" and verb in _RUNNING_MODELS else ()
+    # Those that learn of pairs generate nothing.
+    on_device = on_device[:1] if verb in ("preferences", "reward-model") else on_device
     return [verb, *on_device, *map(str, arguments)]
 
 

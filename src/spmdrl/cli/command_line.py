@@ -187,8 +187,10 @@ def _run_configured(verb: str, arguments: Sequence[str], launch: LaunchEnvironme
             with ending_at_interrupt(launch.rank):
                 from spmdrl.config.config import load_config
 
-            loaded = load_config(files, overrides)
+            loaded = load_config(files, overrides, "train" if verb == "check" else verb)
         if launch.rank == 0:
+            if loaded.unread:
+                show(f"config: not read by {verb}: {', '.join(loaded.unread)}")
             for written, canonical in loaded.aliases_used.items():
                 show(f"config: {written} is read as {canonical}")
         with waiting(f"spmdrl {verb}: starting", enabled=launch.rank == 0), ending_at_interrupt(launch.rank):

@@ -243,6 +243,9 @@ class Config:
             )
 
 
-def load_config(files: Sequence[Path], overrides: Sequence[str]) -> LoadedConfig[Config]:
-    """Read and check a run's configuration. Raises ConfigError with every fault that was found."""
-    return read_config(Config, files, overrides, ALIASES, WISHED)
+def load_config(files: Sequence[Path], overrides: Sequence[str], verb: str | None = None) -> LoadedConfig[Config]:
+    """Read and check a run's configuration, that of a verb with its keys alone.
+
+    Raises ConfigError with every fault that was found.
+    """
+    return read_config(Config, files, overrides, ALIASES, WISHED, verb)

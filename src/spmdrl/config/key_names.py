@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from spmdrl.config.given import DEFAULT, Given, find, given_of, inline, leaves, plant, replant, within
+from spmdrl.config.verb_keys import counterpart, is_read
 from spmdrl.observability.terminal.spelling import edit_distance, nearest
 
 
@@ -18,6 +19,8 @@ class Settings:
     """All sources together, by canonical keys, with the defaults of the other keys."""
 
     tree: dict[str, Given]
+    verb: str | None = None
+    """keys that it doesn't read have no value"""
 
     def is_given(self, key: str) -> bool:
         given = find(self.tree, tuple(key.split(".")))
@@ -26,7 +29,7 @@ class Settings:
     def value(self, key: str) -> Any:
         """What was written for the key, or its default; None where it has none."""
         given = find(self.tree, tuple(key.split(".")))
-        return None if given is None else given.plain
+        return None if given is None or (self.verb and not is_read(self.verb, key)) else given.plain
 
 
 Convert: TypeAlias = Callable[[Given, Settings], dict[str, Any]]
@@ -50,6 +53,8 @@ class Alias:
     here: str = ""
     """what it sets here, where that is more than `key`"""
     convert: Convert | None = None
+    is_relation: bool = False
+    """whether it relates several keys, and may be given beside each of them"""
 
     @property
     def read_as(self) -> str:
@@ -64,6 +69,11 @@ class WrittenKey:
     given: Given
     spelling: str
     alias: Alias | None
+
+    @property
+    def key(self) -> str:
+        """The key that is meant."""
+        return self.alias.key if self.alias is not None and self.alias.is_relation else ".".join(self.parts)
 
     @property
     def convert(self) -> Convert | None:
@@ -81,9 +91,18 @@ def spellings_of(aliases: Mapping[str, Alias]) -> dict[str, Alias]:
     return spellings
 
 
-def convert_aliases(tree: dict[str, Given], written: list[WrittenKey], problems: list[str]) -> dict[str, str]:
+def aliases_of_verb(aliases: Mapping[str, Alias], verb: str, keys: Sequence[str]) -> dict[str, Alias]:
+    """The aliases that a verb reads as keys of its own section."""
+    unread = {name: alias for name, alias in aliases.items() if not is_read(verb, alias.key)}
+    own = {name: counterpart(verb, alias.key, keys, own=True) for name, alias in unread.items()}
+    return {name: Alias(key, unread[name].origin, unread[name].there) for name, key in own.items() if key}
+
+
+def convert_aliases(
+    tree: dict[str, Given], written: list[WrittenKey], problems: list[str], verb: str | None = None
+) -> dict[str, str]:
     """Put the converted values into the tree; returns what each spelling is read as. Refusals go to `problems`."""
-    used, settings = {}, Settings(tree)
+    used, settings = {}, Settings(tree, verb)
     for entry in written:
         assert entry.convert is not None, entry.spelling
         replant(tree, entry.parts, None)
@@ -120,6 +139,13 @@ class KnownNames:
         section = section if section in self.keys else ""
         beside = [name.rpartition(".")[2] for name in self.keys if name.rpartition(".")[0] == section]
         return f"the keys of {section or 'the top level'} are {', '.join(beside)}"
+
+    def is_known(self, key: str) -> bool:
+        """Whether this is a key, or below one that holds a mapping of any names."""
+        names = key.split(".")
+        starts = [".".join(names[:length]) for length in range(len(names), 0, -1)]
+        known = next((start for start in starts if start in self.keys), None)
+        return known == key or known is not None and not any(name.startswith(f"{known}.") for name in self.keys)
 
     def wish(self, key: str) -> str | None:
         """The advice for a name that isn't here, unless the same name is a key elsewhere."""

@@ -12,10 +12,23 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from spmdrl.config.conversion import complete, convert
-from spmdrl.config.given import DEFAULT, Given, entries_of, inline, joined, leaves, plant, shortened, show, value_leaves
-from spmdrl.config.key_names import Alias, KnownNames, WrittenKey, convert_aliases, spellings_of
+from spmdrl.config.given import (
+    DEFAULT,
+    Given,
+    entries_of,
+    inline,
+    joined,
+    leaves,
+    plant,
+    replant,
+    shortened,
+    show,
+    value_leaves,
+)
+from spmdrl.config.key_names import Alias, KnownNames, WrittenKey, aliases_of_verb, convert_aliases, spellings_of
 from spmdrl.config.key_schema import describe, schema_keys
-from spmdrl.config.sources import override_leaves, read_file
+from spmdrl.config.sources import COMMAND_LINE, override_leaves, read_file
+from spmdrl.config.verb_keys import STEPS, counterpart, is_read, summarised
 
 T = TypeVar("T")
 _MOST_NAMES = 50
@@ -35,6 +48,8 @@ class LoadedConfig(Generic[T]):
     """dotted key -> 'file:line', 'command line' or 'default'"""
     aliases_used: Mapping[str, str]
     """key as it was written -> its canonical key, or what it sets where a conversion lies between"""
+    unread: Sequence[str] = ()
+    """sections and keys of files that several verbs share which the verb doesn't read"""
 
 
 def read_config(
@@ -43,15 +58,20 @@ def read_config(
     overrides: Sequence[str],
     aliases: Mapping[str, Alias],
     wished: Mapping[str, str] | None = None,
+    verb: str | None = None,
 ) -> LoadedConfig[T]:
     """Read `files` and then `overrides` (`key=value`, `--key=value` or `--key value`) as a `root_type`.
 
     An alias counts as written, and one without a dot also inside the section of its canonical key. `wished` has advice
-    for names that aren't keys, and for `key=value` where a key doesn't take that value.
+    for names that aren't keys, and for `key=value` where a key doesn't take that value. With a `verb`, aliases are its
+    own, and keys that it doesn't read are refused.
     Raises ConfigError with all faults of all sources.
     """
     problems: list[str] = []
-    names = KnownNames(schema_keys(root_type), spellings_of(aliases), wished or {})
+    keys = schema_keys(root_type)
+    names = KnownNames(
+        keys, spellings_of(aliases) | (aliases_of_verb(aliases, verb, keys) if verb else {}), wished or {}
+    )
     trees = [read_file(path, problems) for path in files]
     sources = [list(leaves(given)) for given in trees if given is not None]
     sources.append(list(override_leaves(overrides, names, problems)))
@@ -63,9 +83,15 @@ def read_config(
         latest[written.parts] = written
         if written.alias is not None and written.convert is None:
             aliases_used[written.spelling] = written.alias.read_as
+    unread = [key for key in latest.values() if verb and names.is_known(key.key) and not is_read(verb, key.key)]
+    for key in (key for key in unread if key.convert):
+        replant(tree, key.parts, None)
     complete(tree, root_type)
     unconverted = [key for alias in aliases.values() for key in latest.values() if key.convert and key.alias is alias]
-    aliases_used |= convert_aliases(tree, unconverted, problems)
+    aliases_used |= convert_aliases(tree, [key for key in unconverted if key not in unread], problems, verb)
+    if verb:
+        in_files = {key.key for key in latest.values() if key.given.origin != COMMAND_LINE}
+        problems += _refused_keys(verb, unread, in_files, keys)
     complete(tree, root_type)
     conversion = convert(root_type, tree, names.wished)
     problems += conversion.problems
@@ -83,7 +109,8 @@ def read_config(
         raise ConfigError(_together(problems))
     found, value = conversion.origin, conversion.value
     origin = {key: found.get(key, DEFAULT) for key, _ in value_leaves(value)}
-    return LoadedConfig(value, origin, aliases_used)
+    read = [key.key for key in latest.values() if key not in unread]
+    return LoadedConfig(value, origin, aliases_used, summarised([key.key for key in unread], read))
 
 
 def resolved_yaml(loaded: LoadedConfig[Any]) -> str:
@@ -118,13 +145,27 @@ def _canonical(
             spelling = ".".join(full[:length])
             if spelling in names.spellings and spelling not in names.keys:
                 alias = names.spellings[spelling]
-                full = (*alias.key.split("."), *full[length:])
+                full = (spelling,) if alias.is_relation else (*alias.key.split("."), *full[length:])
                 break
         name = ".".join(parts)
         if full in written:
             problems.append(f"{given.origin}: {name} and {written[full]} are the same key; keep one")
         written.setdefault(full, f"{name} ({given.origin})")
         yield WrittenKey(full, given, spelling, alias)
+
+
+def _refused_keys(verb: str, unread: Sequence[WrittenKey], in_files: set[str], keys: Sequence[str]) -> Iterator[str]:
+    """What is wrong with keys that a verb doesn't read: any of the command line, and of files those for no verb."""
+    for written in unread:
+        users = [other for other in STEPS if is_read(other, written.key)]
+        is_override = written.given.origin == COMMAND_LINE
+        if not is_override and (verb not in STEPS or any(STEPS[user] in in_files for user in users)):
+            continue
+        own = counterpart(verb, written.key, keys)
+        ways = [f"set {own}" if own else "leave it out"]
+        ways += [f"a file that {user} uses too has {STEPS[user]}" for user in users[:1] if not is_override]
+        name = f"{written.spelling} ({written.key})" if written.alias else written.key
+        yield f"{written.given.origin}: {name} isn't read by {verb}; {'; '.join(ways)}"
 
 
 def _missing_key(key: str, kind: Any, files: Sequence[Path]) -> str:

@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="spmdrl_replay_")))
         with start_up():
             plan = plan_replay(arguments.run, arguments.step, arguments.checkpoint)
-            loaded = load_config([config_of_step(plan.run, plan.step)], arguments.overrides)
+            loaded = load_config([config_of_step(plan.run, plan.step)], arguments.overrides, "replay")
             checked = check_run(replay_config(loaded, plan, folder), verb="train")
         show(_described(plan), stream=sys.stderr)
         try:

@@ -112,9 +112,12 @@ class FaultJobs:
     def __init__(self, root: Path, num_ranks: int, *settings: str, verb: str = "train"):
         self.root = root
         self.num_ranks = num_ranks
-        reward = root / "reward.py"
+        reward, config = root / "reward.py", root / "jobs.yaml"
         reward.write_text(_REWARD)
-        self._words = [verb, *_SETTINGS, f"reward.functions=[{reward}:share_of_digits]", *settings]
+        # In a file, which verbs that read less of it take too.
+        lines = [": ".join(setting.split("=", 1)) for setting in _SETTINGS]
+        config.write_text("\n".join([*lines, f"reward.functions: ['{reward}:share_of_digits']", ""]))
+        self._words = [verb, str(config), *settings]
 
     def command(self, name: str, *settings: str) -> list[str]:
         """The words of a run in the folder `name`."""

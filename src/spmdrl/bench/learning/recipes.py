@@ -12,14 +12,13 @@ NUM_HELD_OUT = 375
 """all pairs that are never trained on"""
 HELD_OUT = f"{_ADDITION}&count={NUM_HELD_OUT}&split=test"
 _TRAINING = f"{_ADDITION}&count=2000"
-PROMPTS = {
+_ROWS: Settings = {
     "data.train": _TRAINING,
     "data.eval": HELD_OUT,
-    "rollout.max_completion_length": 6,
-    "reward.functions": "[exact]",
     "checkpoint.interval": 0,
     "log.backends": "[jsonl]",
 }
+PROMPTS = _ROWS | {"rollout.max_completion_length": 6, "reward.functions": "[exact]"}
 START: Settings = PROMPTS | {
     "model.make": "{hidden_size: 128, num_layers: 5, num_heads: 4, num_kv_heads: 2, intermediate_size: 384, "
     "max_positions: 64}",
@@ -40,7 +39,7 @@ SHARED: Settings = PROMPTS | {
     "optim.warmup_steps": 5,
     "optim.schedule": "cosine",
 }
-_PAIRS: Settings = PROMPTS | {
+_PAIRS: Settings = _ROWS | {
     # Wrong sums are off by up to so much.
     "data.train": f"{_TRAINING}&max_error=20",
     "data.eval": f"{HELD_OUT}&max_error=20",

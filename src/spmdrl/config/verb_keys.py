@@ -1,0 +1,81 @@
+"""Which keys each verb reads, and the key of a verb that stands for one of another verb."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+
+from spmdrl.config.given import within
+
+_MODELS_AND_ROWS = "model data run seed resources -resources.roles"
+_TRAINED = (
+    f"{_MODELS_AND_ROWS} resume lora train -train.max_steps -train.updates_per_step -train.epochs_per_step "
+    "-train.skip_zero_advantage -train.routing.replay checkpoint -checkpoint.keep_rollouts log -log.samples_per_step "
+    "-log.samples_interval"
+)
+_ANSWERS = (
+    "rollout -rollout.prompts_per_step -rollout.num_generations -rollout.partial_max_rounds "
+    "-rollout.partial_extra_prompts environment"
+)
+# Evaluations draw answers as the section eval says, and judge by functions alone.
+_JUDGED = (
+    f"{_ANSWERS} -rollout.temperature -rollout.top_p -rollout.top_k -rollout.min_p -rollout.ignore_eos reward "
+    "-reward.model -reward.model_weight -reward.judge -reward.max_error_rate"
+)
+_OF_PAIRS = f"{_TRAINED} -resources.generation eval.interval eval.before_train eval.max_rows"
+_ALONE = f"{_MODELS_AND_ROWS} -data.train -data.shuffle -resources.update"
+
+_READ: Mapping[str, frozenset[str]] = {
+    verb: frozenset(keys.split())
+    for verb, keys in {
+        "train": "* -preferences -reward_model",
+        "sft": f"{_TRAINED} {_JUDGED} sft eval reshard",
+        "preferences": f"{_OF_PAIRS} resources.roles preferences",
+        "reward-model": f"{_OF_PAIRS} reward_model",
+        "eval": f"{_ALONE} {_JUDGED} eval -eval.interval -eval.before_train",
+        "generate": f"{_ALONE} {_ANSWERS} resume eval.num_samples eval.max_rows",
+        "replay": "* -sft -preferences -reward_model -eval -data.eval -checkpoint -log -run -resume "
+        "-debug.rollouts_to -resources.update -resources.generation -resources.roles",
+    }.items()
+}
+"""by verb, the sections and keys that it reads; * is all, and of several that hold a key the longest decides"""
+
+OWN = {"sft": "sft", "preferences": "preferences", "reward-model": "reward_model"}
+"""the section of a verb that trains on data alone: its steps, its optimizer"""
+STEPS = {"train": "train.max_steps"} | {verb: f"{section}.max_steps" for verb, section in OWN.items()}
+"""the number of steps of each verb that trains; a file that has it may have all keys of that verb"""
+# Where such a key stands for another one under another name.
+_SAME = {
+    "rollout.prompts_per_step": "rows_per_step", "algo.kl_coef": "beta", "algo.loss_agg": "loss_type",
+    "rollout.num_generations": "num_samples",
+}  # fmt: skip
+
+
+def is_read(verb: str, key: str) -> bool:
+    """Whether a verb reads a key."""
+    names = key.split(".")
+    for length in range(len(names), 0, -1):
+        start = ".".join(names[:length])
+        if {start, f"-{start}"} & _READ[verb]:
+            return start in _READ[verb]
+    return "*" in _READ[verb]
+
+
+def counterpart(verb: str, key: str, keys: Collection[str], *, own: bool = False) -> str | None:
+    """The key that a verb reads in place of one that it doesn't; with `own`, only one of its own section."""
+    homes = [OWN[verb]] if verb in OWN else [] if own else ["", "train", "algo"] if verb == "train" else []
+    homes += [] if own or verb in ("train", "replay") else ["eval", "rollout"]
+    tails = [_SAME.get(key, key), key.partition(".")[2]]
+    if verb == "train" and tails[1] == "rows_per_step":
+        return "rollout.prompts_per_step"
+    found = (f"{home}.{tail}".strip(".") for tail in tails for home in homes if tail)
+    return next((name for name in found if name in keys and is_read(verb, name)), None)
+
+
+def summarised(unread: Iterable[str], read: Iterable[str]) -> list[str]:
+    """Keys by their sections, wherever nothing else of a section is among those that are read."""
+    others, found = list(read), dict[str, None]()
+    for key in unread:
+        names = key.split(".")
+        starts = [".".join(names[:length]) for length in range(1, len(names) + 1)]
+        found[next((start for start in starts if not any(within(other, start) for other in others)), key)] = None
+    return list(found)
