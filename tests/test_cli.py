@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -155,3 +156,26 @@ raise SystemExit(main(["report", "runs/a"]))
     done = python("-c", failing_verb)
     assert done.returncode == 1
     assert "Traceback" in done.stderr and "ZeroDivisionError" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "refusal"), [("model: {path", "not valid YAML"), (None, "No such file"), ("- 1\n", "must hold a mapping")]
+)
+def test_a_file_that_cant_be_read_is_refused_before_pytorch_is_imported(
+    tmp_path: Path, text: str | None, refusal: str
+) -> None:
+    path = tmp_path / "run.yaml"
+    if text is not None:
+        path.write_text(text)
+    for verb in (["train"], ["launch", "slurm", "--ranks-per-node=1", "sft"]):
+        code = f"import sys; from spmdrl.cli.command_line import main; main({[*verb, str(path)]!r}); " + (
+            "print([name for name in ('torch', 'tensordict', 'transformers') if name in sys.modules])"
+        )
+        refused = python("-c", code)
+        assert refusal in refused.stderr and refused.stdout == "[]\n", refused.stderr
+
+
+def test_the_keys_of_a_config_are_known_without_dynamo() -> None:
+    heavy = ("torch._dynamo", "torch.distributed.fsdp", "tensordict", "transformers", "tokenizers")
+    code = f"import sys, spmdrl.config.config; print([name for name in {heavy} if name in sys.modules])"
+    assert python("-c", code).stdout == "[]\n"

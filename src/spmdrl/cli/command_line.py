@@ -21,7 +21,7 @@ from spmdrl.cli.failure_page import (
 )
 from spmdrl.cli.flags import MEMORY, take_numbers, take_verb
 from spmdrl.cli.manual import VERB_PAGES, help_page
-from spmdrl.config.reader import ConfigError, start_up
+from spmdrl.config.reader import ConfigError, check_files, start_up
 from spmdrl.config.sources import split_arguments
 from spmdrl.observability.terminal.screen import show, waiting
 from spmdrl.observability.terminal.spelling import nearest
@@ -183,6 +183,7 @@ def _run_configured(verb: str, arguments: Sequence[str], launch: LaunchEnvironme
     with ExitStack() as handled:
         if verb in _STOPPING_VERBS:
             handled.enter_context(request.handling_signals(launch.rank))
+        check_files(files)
         with start_up(), waiting(f"spmdrl {verb}: starting PyTorch", enabled=launch.rank == 0):
             with ending_at_interrupt(launch.rank):
                 from spmdrl.config.config import load_config

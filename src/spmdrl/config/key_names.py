@@ -106,6 +106,8 @@ def convert_aliases(
     for entry in written:
         assert entry.convert is not None, entry.spelling
         replant(tree, entry.parts, None)
+        if verb and not is_read(verb, entry.key):
+            continue
         try:
             converted = entry.convert(entry.given, settings)
         except ValueError as error:

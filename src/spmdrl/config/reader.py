@@ -12,19 +12,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from spmdrl.config.conversion import complete, convert
-from spmdrl.config.given import (
-    DEFAULT,
-    Given,
-    entries_of,
-    inline,
-    joined,
-    leaves,
-    plant,
-    replant,
-    shortened,
-    show,
-    value_leaves,
-)
+from spmdrl.config.given import DEFAULT, Given, entries_of, inline, joined, leaves, plant, shortened, show, value_leaves
 from spmdrl.config.key_names import Alias, KnownNames, WrittenKey, aliases_of_verb, convert_aliases, spellings_of
 from spmdrl.config.key_schema import describe, schema_keys
 from spmdrl.config.sources import COMMAND_LINE, override_leaves, read_file
@@ -84,11 +72,9 @@ def read_config(
         if written.alias is not None and written.convert is None:
             aliases_used[written.spelling] = written.alias.read_as
     unread = [key for key in latest.values() if verb and names.is_known(key.key) and not is_read(verb, key.key)]
-    for key in (key for key in unread if key.convert):
-        replant(tree, key.parts, None)
     complete(tree, root_type)
     unconverted = [key for alias in aliases.values() for key in latest.values() if key.convert and key.alias is alias]
-    aliases_used |= convert_aliases(tree, [key for key in unconverted if key not in unread], problems, verb)
+    aliases_used |= convert_aliases(tree, unconverted, problems, verb)
     if verb:
         in_files = {key.key for key in latest.values() if key.given.origin != COMMAND_LINE}
         problems += _refused_keys(verb, unread, in_files, keys)
@@ -111,6 +97,16 @@ def read_config(
     origin = {key: found.get(key, DEFAULT) for key, _ in value_leaves(value)}
     read = [key.key for key in latest.values() if key not in unread]
     return LoadedConfig(value, origin, aliases_used, summarised([key.key for key in unread], read))
+
+
+def check_files(files: Sequence[Path]) -> None:
+    """Refuse files that can't be read, before the keys and all that they configure are imported. Raises ConfigError."""
+    problems: list[str] = []
+    # A pipe, as in `<(...)`, can be read once.
+    for path in (path for path in files if path.is_file() or not path.exists()):
+        read_file(path, problems)
+    if problems:
+        raise ConfigError(_together(problems))
 
 
 def resolved_yaml(loaded: LoadedConfig[Any]) -> str:

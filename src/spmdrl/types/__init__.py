@@ -8,15 +8,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tensordict import TensorDict
 from torch import Tensor
 
 from spmdrl.types.roles import WorkerState as WorkerState
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
 
 Integers = NDArray[np.int64]
 """Metadata on the host: row numbers, homes, lengths."""
@@ -113,6 +115,9 @@ class Batch:
     @property
     def data(self) -> TensorDict:
         """The same tensors as a new TensorDict: `data["rows"]`, `data[NAME]`, and `data["offsets", NAME]`."""
+        # Only here: it brings Dynamo with it, which takes longer to import than the rest of PyTorch.
+        from tensordict import TensorDict
+
         return TensorDict({_ROWS: self.rows, **self._columns, _OFFSETS: self._offsets}, batch_size=[])
 
     @classmethod

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
+from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
 
 from spmdrl.engines.models.kernels import plain
 from spmdrl.engines.models.kernels.grouped import grouped_mm_linear, grouped_mm_takes
@@ -29,10 +30,6 @@ _FLASH_LARGEST_HEAD = 256
 _FLASH_HEAD_MULTIPLE = 8
 # torch's grouped matrix product requires the same devices, and bfloat16.
 _GROUPED_CAPABILITY = (8, 0)
-# Torch 2.10 has a flag for causal masks and repeats no key heads; later releases have a window and a flag for them.
-_VARLEN_PARAMETERS = inspect.signature(varlen_attn).parameters
-_CAUSAL: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in _VARLEN_PARAMETERS else {"is_causal": True}
-_VARLEN_SHARES_KEYS = "enable_gqa" in _VARLEN_PARAMETERS
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -84,13 +81,23 @@ def prefixed_attention(q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, rows: Prefix
 def _flash(q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, bounds: tuple[Tensor, Tensor, int, int]) -> Tensor:
     value_size = v_TJU.shape[-1]
     v_TJK = pad_values(k_TJK, v_TJU)
-    options = dict(_CAUSAL)
+    # Only here: it brings Dynamo with it, which takes longer to import than the rest of PyTorch.
+    from torch.nn.attention.varlen import varlen_attn
+
+    parameters = _parameters(varlen_attn)
+    # Torch 2.10 has a flag for causal masks and repeats no key heads; later releases have a window and a flag for them.
+    options: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in parameters else {"is_causal": True}
     if (share := q_THK.shape[1] // k_TJK.shape[1]) > 1:
-        if _VARLEN_SHARES_KEYS:
+        if "enable_gqa" in parameters:
             options["enable_gqa"] = True
         else:
             k_TJK, v_TJK = k_TJK.repeat_interleave(share, dim=1), v_TJK.repeat_interleave(share, dim=1)
     return varlen_attn(q_THK, k_TJK, v_TJK, *bounds, **options)[..., :value_size]
+
+
+@cache
+def _parameters(function: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)
 
 
 def _paged_attention(q_BHK: Tensor, keys: Tensor, values: Tensor, tables_BC: Tensor, lengths_B: Tensor) -> Tensor:
