@@ -10,6 +10,7 @@ from spmdrl.config.aliases import ALIASES
 from spmdrl.config.config import Config, load_config
 from spmdrl.config.key_schema import schema_keys
 from spmdrl.config.reader import ConfigError, LoadedConfig
+from spmdrl.config.verb_keys import is_read
 
 BASE = ["model.make={}", "data.train=synthetic://addition?count=10"]
 ROOT = Path(__file__).parents[1]
@@ -45,7 +46,20 @@ def settings(*overrides: str) -> dict[str, object]:
             ["n_samples_per_prompt=16", "global_batch_size=64", "train.updates_per_step=2"],
             {"rollout.num_generations": 16, "rollout.prompts_per_step": 8, "train.updates_per_step": 2},
         ),
-        (["train_batch_size=64"], {"rollout.prompts_per_step": 64}),
+        (["global_batch_size=64", "rollout.prompts_per_step=32"], {"train.updates_per_step": 4}),
+        (["num_prompts_per_step=32", "policy.train_global_batch_size=128"], {"train.updates_per_step": 2}),
+        (["data.train_batch_size=64", "actor_rollout_ref.actor.ppo_mini_batch_size=16"], {"train.updates_per_step": 4}),
+        (["rollout_batch_size=16", "train_batch_size=64"], {"train.updates_per_step": 2}),
+        (["algo.name=online_dpo", "beta=0.2"], {"algo.beta": 0.2}),
+        (["kl_coef=0.1"], {"algo.kl_coef": 0.1, "algo.kl_in": "reward"}),
+        (["kl_loss_type=low_var_kl", "algo.kl_in=loss"], {"algo.kl_estimator": "k3"}),
+        (["loss_type=dr_grpo"], {"algo.loss_agg": "seq-mean-token-sum-norm"}),
+        (["lr=1e-5", "max_steps=7", "weight_decay=0.1"], {"optim.lr": 1e-5, "train.max_steps": 7}),
+        (["bf16=true", "gradient_checkpointing=true"], {"model.dtype": "bfloat16"}),
+        (
+            ["actor_rollout_ref.actor.optim.lr=1e-6", "trainer.save_freq=8"],
+            {"optim.lr": 1e-6, "checkpoint.interval": 8},
+        ),
         (["data.train_batch_size=64"], {"rollout.prompts_per_step": 64}),
         (["kl_loss_coef=0.1"], {"algo.kl_coef": 0.1, "algo.kl_in": "loss"}),
         (["use_tis=true"], {"algo.rollout_is": "tis"}),
@@ -66,7 +80,8 @@ def settings(*overrides: str) -> dict[str, object]:
     ],
 )
 def test_an_alias_sets_what_it_means_where_it_comes_from(overrides: list[str], expected: dict[str, object]) -> None:
-    assert settings(*overrides) == expected
+    assert expected.items() <= settings(*overrides).items()
+    assert expected or not settings(*overrides)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +90,21 @@ def test_an_alias_sets_what_it_means_where_it_comes_from(overrides: list[str], e
         (["global_batch_size=1001"], "1001 samples, .* 8 is no whole number of prompts; set rollout"),
         (["global_batch_size=4"], "no whole number of prompts"),
         (["global_batch_size=many"], "global_batch_size is 'many', but must be a whole number"),
-        (["global_batch_size=64", "rollout.prompts_per_step=8"], "are the same key; keep one"),
+        (["global_batch_size=60", "rollout.prompts_per_step=8"], "60 samples per optimizer step, but a step's 64"),
+        (
+            ["global_batch_size=64", "rollout.prompts_per_step=8", "train.updates_per_step=3"],
+            "by train.updates_per_step if",
+        ),
+        (
+            ["ppo_mini_batch_size=5"],
+            "a step's .* prompts must be a multiple of that",
+        ),
+        (
+            ["train_batch_size=64"],
+            "samples of an optimizer step in OpenRLHF, and prompts of a step in SkyRL; set global",
+        ),
+        (["loss_type=sigmoid"], "set algo.loss_agg; losses of pairs are for the verb preferences"),
+        (["kl_coef=0.1", "algo.kl_in=loss"], "set algo.kl_coef, or algo.kl_in to reward"),
         (["delta=1.1"], r"above 1 \+ algo.clip_ratio_high = 1.2"),
         (["kl_loss_coef=0.1", "algo.kl_in=reward"], "set algo.kl_coef, or algo.kl_in to loss"),
         (["use_tis=2"], "use_tis is 2, but must be true or false"),
@@ -96,17 +125,42 @@ def test_what_an_alias_is_read_as_is_said_once_with_its_values() -> None:
     assert used == {
         "epsilon": "algo.clip_ratio_low=0.1, algo.clip_ratio_high=0.1",
         "global_batch_size": "rollout.prompts_per_step=8",
-        "beta": "algo.kl_coef",
+        "beta": "algo.kl_coef=0.2",
     }
 
 
 def test_a_later_source_wins_over_an_alias_and_an_alias_over_an_earlier_one(tmp_path: Path) -> None:
     first, second = tmp_path / "a.yaml", tmp_path / "b.yaml"
     first.write_text("global_batch_size: 64\nrollout: {num_generations: 4}\n")
-    second.write_text("rollout: {num_generations: 16, prompts_per_step: 5}\n")
+    second.write_text("rollout: {num_generations: 16}\nalgo: {clip_ratio_high: 0.3}\n")
     assert load_config([first], BASE).value.rollout.prompts_per_step == 16
-    assert load_config([first, second], BASE).value.rollout.prompts_per_step == 5
+    assert load_config([first, second], BASE).value.rollout.prompts_per_step == 4
     assert load_config([second, first], BASE).value.rollout.prompts_per_step == 16
+    first.write_text("epsilon_high: 0.5\n")
+    assert vars(load_config([first, second], BASE).value.algo)["clip_ratio_high"] == 0.3
+    assert vars(load_config([second, first], BASE).value.algo)["clip_ratio_high"] == 0.5
+
+
+VALUES = ("8", "0.3", "true", "x", "token", "grpo", "sigmoid", "k3", "auto", "group", "[8]", "[math]", "[q_proj]")
+
+
+@pytest.mark.parametrize("verb", ["train", "sft", "preferences", "reward-model", "eval", "generate", "replay"])
+def test_each_alias_given_alone_sets_keys_that_the_verb_reads_or_is_refused(verb: str) -> None:
+    taken = set()
+    for name, alias in ALIASES.items():
+        base = [] if alias.key == "model.path" else ["model.make={}"]
+        for value in VALUES:
+            try:
+                loaded = load_config([], [*base, f"{name}={value}"], verb)
+            except ConfigError as refused:
+                assert name in str(refused) or alias.key in str(refused), refused
+                continue
+            given = {key for key, origin in loaded.origin.items() if origin == "command line"}
+            assert name in loaded.aliases_used and all(is_read(verb, key) for key in given)
+            taken.add(name)
+            break
+    left = set(ALIASES) - taken - {"train_batch_size"}
+    assert not [name for name in left if is_read(verb, ALIASES[name].key)]
 
 
 def test_the_page_of_aliases_has_them_all_and_each_names_a_key() -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 from spmdrl.config.given import Given, show
-from spmdrl.config.key_names import Alias, Settings
+from spmdrl.config.key_names import Alias, Convert, Settings
 
 
 def _typed(given: Given, words: str, *types: type) -> Any:
@@ -29,9 +29,12 @@ def _count(settings: Settings, key: str) -> int:
 
 
 def _samples(given: Given, settings: Settings) -> dict[str, Any]:
-    """Samples of one optimizer step to prompts of a step."""
+    """Samples of one optimizer step: with the prompts of a step its updates, else with the updates the prompts."""
     num_samples = _typed(given, "a whole number", int)
     num_generations = _count(settings, "rollout.num_generations")
+    if settings.is_given("rollout.prompts_per_step"):
+        num_prompts = _count(settings, "rollout.prompts_per_step")
+        return _updates(num_prompts * num_generations, num_samples, "samples", settings)
     num_updates = _count(settings, "train.updates_per_step")
     num_prompts, rest = divmod(num_samples * num_updates, num_generations)
     if rest or num_prompts < 1:
@@ -40,6 +43,33 @@ def _samples(given: Given, settings: Settings) -> dict[str, Any]:
             f"{num_generations} is no whole number of prompts; set rollout.prompts_per_step, which counts prompts"
         )
     return {"rollout.prompts_per_step": num_prompts}
+
+
+def _updates(num_all: int, num_each: int, unit: str, settings: Settings) -> dict[str, Any]:
+    """The optimizer steps that a step's samples or prompts make."""
+    num_updates, rest = divmod(num_all, max(num_each, 1))
+    given = settings.value("train.updates_per_step") if settings.is_given("train.updates_per_step") else num_updates
+    if rest or num_each < 1 or num_updates < 1 or given != num_updates:
+        raise ValueError(
+            f"is {num_each} {unit} per optimizer step, but a step's {num_all} {unit} must be a multiple of that, by "
+            "train.updates_per_step if it is given; set rollout.prompts_per_step and train.updates_per_step"
+        )
+    return {"train.updates_per_step": num_updates}
+
+
+def _prompts_of_update(given: Given, settings: Settings) -> dict[str, Any]:
+    num_prompts = _count(settings, "rollout.prompts_per_step")
+    return _updates(num_prompts, _typed(given, "a whole number", int), "prompts", settings)
+
+
+def _samples_or_prompts(given: Given, settings: Settings) -> dict[str, Any]:
+    """OpenRLHF's, where the prompts of a step have a name of their own."""
+    if settings.is_given("rollout.prompts_per_step"):
+        return _samples(given, settings)
+    raise ValueError(
+        "is samples of an optimizer step in OpenRLHF, and prompts of a step in SkyRL; set global_batch_size to the "
+        "first, or rollout.prompts_per_step to the second"
+    )
 
 
 def _epsilon(given: Given, settings: Settings) -> dict[str, Any]:
@@ -64,15 +94,30 @@ def _delta(given: Given, settings: Settings) -> dict[str, Any]:
     return {"algo.clip_ratio_c": bound}
 
 
-def _kl_in_loss(given: Given, settings: Settings) -> dict[str, Any]:
-    if settings.value("algo.kl_in") == "reward":
-        raise ValueError("is a KL term in the loss, but algo.kl_in is reward; set algo.kl_coef, or algo.kl_in to loss")
-    return {"algo.kl_coef": _number(given), "algo.kl_in": "loss"}
+def _beta(given: Given, settings: Settings) -> dict[str, Any]:
+    """TRL's online DPO has DPO's beta."""
+    key = "algo.beta" if settings.value("algo.name") == "online_dpo" else "algo.kl_coef"
+    return {key: _number(given)}
 
 
-def _use_tis(given: Given, settings: Settings) -> dict[str, Any]:
-    is_on = _typed(given, "true or false; algo.rollout_is names the other corrections", bool)
-    return {"algo.rollout_is": "tis" if is_on else "none"}
+def _kl(given: Given, settings: Settings, *, place: str) -> dict[str, Any]:
+    there = settings.value("algo.kl_in")
+    if settings.is_given("algo.kl_in") and there != place:
+        raise ValueError(
+            f"is a KL term in the {place}, but algo.kl_in is {there}; set algo.kl_coef, or algo.kl_in to {place}"
+        )
+    return {"algo.kl_coef": _number(given), "algo.kl_in": place}
+
+
+def _named(given: Given, settings: Settings, *, key: str, names: Mapping[str, Any], advice: str) -> dict[str, Any]:
+    """A choice under another name."""
+    if given.text not in names:
+        raise ValueError(f"is {show(given)}, but must be one of {', '.join(names)}; {advice}")
+    return {key: names[given.text]}
+
+
+def _switch(given: Given, settings: Settings, *, key: str, on: Any, off: Any) -> dict[str, Any]:
+    return {key: on if _typed(given, f"true or false; {key} may have other values", bool) else off}
 
 
 def _tis_cap(given: Given, settings: Settings) -> dict[str, Any]:
@@ -90,33 +135,11 @@ def _interval(given: Given, settings: Settings, *, key: str = "checkpoint.interv
     return {key: 0 if value == -1 else value}
 
 
-def _save_steps(given: Given, settings: Settings) -> dict[str, Any]:
+def _optimizer_steps(given: Given, settings: Settings, *, key: str) -> dict[str, Any]:
     updates = _count(settings, "train.updates_per_step") * _count(settings, "train.epochs_per_step")
     if updates > 1:
-        raise ValueError(
-            f"counts optimizer steps, of which a step has {updates} here; set checkpoint.interval, which counts steps"
-        )
-    return _interval(given, settings)
-
-
-def _resume_mode(given: Given, settings: Settings) -> dict[str, Any]:
-    modes = {"auto": "auto", "disable": "never"}
-    if given.text not in modes:
-        raise ValueError(
-            f"is {show(given)}, but must be auto or disable; "
-            "to go on from a checkpoint, set resume to its folder or step"
-        )
-    return {"resume": modes[given.text]}
-
-
-def _offload(given: Given, settings: Settings) -> dict[str, Any]:
-    is_on = _typed(given, "true or false; reshard.swap also takes auto", bool)
-    return {"reshard.swap": "always" if is_on else "never"}
-
-
-def _enforce_eager(given: Given, settings: Settings) -> dict[str, Any]:
-    is_eager = _typed(given, "true or false", bool)
-    return {"rollout.cuda_graphs": False if is_eager else None}
+        raise ValueError(f"counts optimizer steps, of which a step has {updates} here; set {key}, which counts steps")
+    return _interval(given, settings, key=key)
 
 
 # TRL's own functions, whose names mean nothing here.
@@ -139,82 +162,116 @@ def _with_colon(spec: str) -> str:
     return f"{module}:{function}" if dot and ":" not in spec and "/" not in spec and function != "py" else spec
 
 
-_FILE = "a data set's name or path"
-_PROMPTS = "prompts of a step"
-_SAMPLES = "samples of one optimizer step"
-_TO_PROMPTS = "samples x train.updates_per_step / rollout.num_generations"
-_COMPLETIONS = "responses to one prompt"
-_LENGTH = "most tokens of a response"
-_OFFLOADED = "true: always, false: never; weights and optimizer state leave together"
-_EAGER = "whether decoding does without graphs"
-_GRAPHS = "true: false, false: null, which has graphs where they can be"
+_SWAP = partial(_switch, key="reshard.swap", on="always", off="never")
+_SWAPPED = "true: always, false: never; weights and optimizer state leave together"
+_LOSSES = {"grpo": "seq-mean-token-mean", "dapo": "token-mean", "dr_grpo": "seq-mean-token-sum-norm"}
+_LOSS_ADVICE = "set algo.loss_agg; losses of pairs are for the verb preferences, or algo.loss_type of online_dpo"
+_KLS = {"low_var_kl": "k3", "kl": "k1", "mse": "k2", "k1": "k1", "k2": "k2", "k3": "k3"}
+_RESUME_ADVICE = "to go on from a checkpoint, set resume to its folder or step"
+_SEVERAL = "refused where a step has several optimizer steps"
+
+_Row: TypeAlias = "tuple[str, str, str] | tuple[str, str, str, str, Convert]"
+# Names with the trainers that they come from, the key, what it is there, what is set here besides, and the conversion.
+_ROWS: tuple[_Row, ...] = (
+    ("TRL:model_name_or_path prime-rl:model.name OpenRLHF:pretrain slime:hf_checkpoint", "model.path",
+     "a folder or hub name"),
+    ("TRL:bf16", "model.dtype", "whether to compute in bfloat16", "true: bfloat16, false: float32",
+     partial(_switch, key="model.dtype", on="bfloat16", off="float32")),
+    ("verl:train_files", "data.train", "a file or a list of them"),
+    ("TRL:dataset_name", "data.train", "a data set's name or path: a local file or folder; hub names aren't fetched"),
+    ("verl:val_files", "data.eval", "a file or a list of them"),
+    ("TRL,verl:max_prompt_length OpenRLHF:prompt_max_len", "data.max_prompt_length", "most tokens of a prompt"),
+    ("TRL:learning_rate verl,slime:lr OpenRLHF:actor_learning_rate", "optim.lr", "peak learning rate"),
+    ("verl:grad_clip TRL,NeMo-RL:max_grad_norm slime:clip_grad", "optim.max_grad_norm", "largest gradient norm"),
+    ("TRL,verl:weight_decay", "optim.weight_decay", "decoupled weight decay"),
+    ("TRL:warmup_steps verl:lr_warmup_steps", "optim.warmup_steps", "optimizer steps of the warm-up"),
+    ("TRL:num_generations verl:rollout.n prime-rl:group_size OpenRLHF,slime:n_samples_per_prompt "
+     "NeMo-RL:num_generations_per_prompt", "rollout.num_generations", "responses to one prompt"),
+    ("verl:data.train_batch_size SkyRL:trainer.train_batch_size NeMo-RL:num_prompts_per_step "
+     "OpenRLHF,slime:rollout_batch_size", "rollout.prompts_per_step", "prompts of a step"),
+    ("Megatron,slime:global_batch_size NeMo-RL:train_global_batch_size", "rollout.prompts_per_step",
+     "samples of one optimizer step", "samples x train.updates_per_step / rollout.num_generations; beside the prompts "
+     "of a step, train.updates_per_step", _samples),
+    ("OpenRLHF,SkyRL:train_batch_size", "rollout.prompts_per_step", "samples of one optimizer step; prompts of a step",
+     "as global_batch_size beside rollout_batch_size; alone it is refused", _samples_or_prompts),
+    ("verl:ppo_mini_batch_size", "train.updates_per_step", "prompts of one optimizer step",
+     "rollout.prompts_per_step / prompts", _prompts_of_update),
+    ("verl:max_response_length verl:data.max_response_length TRL:max_completion_length slime:rollout_max_response_len "
+     "NeMo-RL,transformers:max_new_tokens OpenRLHF:generate_max_len", "rollout.max_completion_length",
+     "most tokens of a response"),
+    ("TRL:temperature slime:rollout_temperature", "rollout.temperature", "sampling temperature"),
+    ("TRL:top_p slime:rollout_top_p", "rollout.top_p", "share of the probability that is sampled from"),
+    ("TRL:top_k", "rollout.top_k", "likeliest tokens that are sampled from"),
+    ("TRL:min_p", "rollout.min_p", "least share of the likeliest token's probability"),
+    ("TRL:vllm_gpu_memory_utilization vLLM:gpu_memory_utilization", "rollout.gpu_memory_utilization",
+     "share of the device's memory"),
+    ("OpenRLHF,vLLM:enforce_eager verl:rollout.enforce_eager", "rollout.cuda_graphs",
+     "whether decoding does without graphs", "true: false, false: null, which has graphs where they can be",
+     partial(_switch, key="rollout.cuda_graphs", on=False, off=None)),
+    ("TRL:beta", "algo.kl_coef", "weight of the KL term; DPO's beta", "algo.beta where algo.name is online_dpo", _beta),
+    ("verl,slime:kl_loss_coef NeMo-RL:reference_policy_kl_penalty", "algo.kl_coef", "weight of the KL term in the loss",
+     "and algo.kl_in=loss", partial(_kl, place="loss")),
+    ("slime,verl:kl_coef OpenRLHF:init_kl_coef", "algo.kl_coef", "weight of the KL term in the reward",
+     "and algo.kl_in=reward", partial(_kl, place="reward")),
+    ("verl,slime:kl_loss_type OpenRLHF:algo.kl.estimator", "algo.kl_estimator", "k1 (kl), k2 (mse), k3 (low_var_kl)",
+     "k1, k2 or k3", partial(_named, key="algo.kl_estimator", names=_KLS, advice="set algo.kl_estimator")),
+    ("TRL:loss_type", "algo.loss_agg", "how token losses are averaged; DPO's loss",
+     ", ".join(f"{name}: {ours}" for name, ours in _LOSSES.items()),
+     partial(_named, key="algo.loss_agg", names=_LOSSES, advice=_LOSS_ADVICE)),
+    ("TRL:epsilon_high slime:eps_clip_high", "algo.clip_ratio_high", "clip range above 1", "null: not set",
+     _epsilon_high),
+    ("TRL:epsilon slime:eps_clip", "algo.clip_ratio_low",
+     "clip range below 1, and above it unless that is given", "and algo.clip_ratio_high, unless it is given", _epsilon),
+    ("NeMo-RL:ratio_clip_min", "algo.clip_ratio_low", "clip range below 1"),
+    ("NeMo-RL:ratio_clip_max", "algo.clip_ratio_high", "clip range above 1"),
+    ("TRL:delta", "algo.clip_ratio_c", "upper bound of the ratio, above 1 + epsilon_high",
+     "refused at or below 1 + algo.clip_ratio_high", _delta),
+    ("TRL,slime:entropy_coef verl:entropy_coeff", "algo.entropy_coef", "weight of the entropy"),
+    ("TRL:importance_sampling_level", "algo.ratio_level", "token or sequence"),
+    ("TRL:scale_rewards", "algo.scale_rewards", "by which deviation rewards are scaled"),
+    ("SkyRL,slime:use_tis", "algo.rollout_is", "whether to truncate importance weights", "true: tis, false: none",
+     partial(_switch, key="algo.rollout_is", on="tis", off="none")),
+    ("SkyRL,verl:tis_imp_ratio_cap", "algo.rollout_is_clip", "truncates importance weights; -1 doesn't",
+     "and algo.rollout_is=tis", _tis_cap),
+    ("OpenRLHF:model.beta", "preferences.beta", "DPO's beta"),
+    ("TRL:label_smoothing", "preferences.label_smoothing", "share of swapped pairs"),
+    ("TRL:lora_r verl,OpenRLHF:lora_rank", "lora.rank", "rank of adapters"),
+    ("TRL,verl:lora_alpha", "lora.alpha", "scale of adapters"),
+    ("TRL:lora_target_modules verl:target_modules", "lora.targets", "projections with adapters"),
+    ("verl:total_training_steps NeMo-RL:max_num_steps slime:num_rollout", "train.max_steps", "steps"),
+    ("TRL:max_steps", "train.max_steps", "optimizer steps", _SEVERAL, partial(_optimizer_steps, key="train.max_steps")),
+    ("verl:ppo_epochs TRL:num_iterations", "train.epochs_per_step", "times that each sample is trained on"),
+    ("slime:max_tokens_per_gpu verl:ppo_max_token_len_per_gpu", "train.max_tokens_per_microbatch",
+     "tokens of a micro-batch on one device"),
+    ("TRL:gradient_checkpointing", "train.activation_checkpointing", "whether layers run again in the backward pass",
+     "true: full, false: none", partial(_switch, key="train.activation_checkpointing", on="full", off="none")),
+    ("TRL:reward_funcs", "reward.functions", "names or dotted paths",
+     "pkg.mod.fn: pkg.mod:fn; TRL's own names are refused", _reward_funcs),
+    ("TRL:reward_weights", "reward.weights", "weight of each reward function"),
+    ("verl:save_freq", "checkpoint.interval", "steps; -1 is never", "-1 is 0: the last step only", _interval),
+    ("TRL:save_steps", "checkpoint.interval", "optimizer steps", _SEVERAL,
+     partial(_optimizer_steps, key="checkpoint.interval")),
+    ("TRL:save_total_limit verl:max_actor_ckpt_to_keep", "checkpoint.keep_last", "checkpoints that are kept"),
+    ("verl:test_freq", "eval.interval", "steps; -1 is never", "-1 is 0: before and after only",
+     partial(_interval, key="eval.interval")),
+    ("TRL:eval_steps", "eval.interval", "optimizer steps", _SEVERAL, partial(_optimizer_steps, key="eval.interval")),
+    ("TRL:eval_on_start verl:val_before_train", "eval.before_train", "whether to evaluate before the first step"),
+    ("verl:resume_mode", "resume", "auto, disable or resume_path", "disable: never; resume_path is refused",
+     partial(_named, key="resume", names={"auto": "auto", "disable": "never"}, advice=_RESUME_ADVICE)),
+    ("verl:param_offload", "reshard.swap", "weights leave for generation", _SWAPPED, _SWAP),
+    ("verl:optimizer_offload", "reshard.swap", "optimizer state leaves for generation", _SWAPPED, _SWAP),
+    ("TRL:output_dir", "run.dir", "the run's folder"),
+    ("TRL:run_name verl:experiment_name", "run.name", "the run's name"),
+)  # fmt: skip
+_RELATIONS = (_samples, _samples_or_prompts, _prompts_of_update)
+
+
+def _alias(origin: str, key: str, there: str, here: str = "", convert: Convert | None = None) -> Alias:
+    return Alias(key, origin.replace(",", ", "), there, here, convert, is_relation=convert in _RELATIONS)
+
 
 ALIASES: Mapping[str, Alias] = {
-    "model_name_or_path": Alias("model.path", "TRL", "a folder or hub name"),
-    "model.name": Alias("model.path", "prime-rl", "a folder or hub name"),
-    "train_files": Alias("data.train", "verl", "a file or a list of them"),
-    "val_files": Alias("data.eval", "verl", "a file or a list of them"),
-    "dataset_name": Alias("data.train", "TRL", _FILE, "a local file or folder; hub names aren't fetched"),
-    "learning_rate": Alias("optim.lr", "TRL", "peak learning rate"),
-    "grad_clip": Alias("optim.max_grad_norm", "verl", "largest gradient norm"),
-    "max_grad_norm": Alias("optim.max_grad_norm", "TRL, NeMo-RL", "largest gradient norm"),
-    "train_batch_size": Alias(
-        "rollout.prompts_per_step", "verl, SkyRL", _PROMPTS, "prompts, as in verl; OpenRLHF's counts samples"
-    ),
-    "data.train_batch_size": Alias("rollout.prompts_per_step", "verl", _PROMPTS),
-    "num_prompts_per_step": Alias("rollout.prompts_per_step", "NeMo-RL", _PROMPTS),
-    "rollout_batch_size": Alias("rollout.prompts_per_step", "OpenRLHF, slime", _PROMPTS),
-    "global_batch_size": Alias("rollout.prompts_per_step", "Megatron, slime", _SAMPLES, _TO_PROMPTS, _samples),
-    "train_global_batch_size": Alias("rollout.prompts_per_step", "NeMo-RL", _SAMPLES, _TO_PROMPTS, _samples),
-    "num_generations": Alias("rollout.num_generations", "TRL", _COMPLETIONS),
-    "rollout.n": Alias("rollout.num_generations", "verl", _COMPLETIONS),
-    "group_size": Alias("rollout.num_generations", "prime-rl", _COMPLETIONS),
-    "n_samples_per_prompt": Alias("rollout.num_generations", "OpenRLHF, slime", _COMPLETIONS),
-    "max_response_length": Alias("rollout.max_completion_length", "verl", _LENGTH),
-    "data.max_response_length": Alias("rollout.max_completion_length", "verl", _LENGTH),
-    "max_completion_length": Alias("rollout.max_completion_length", "TRL", _LENGTH),
-    "max_new_tokens": Alias("rollout.max_completion_length", "NeMo-RL, transformers", _LENGTH),
-    "beta": Alias("algo.kl_coef", "TRL", "weight of the KL term"),
-    "kl_loss_coef": Alias(
-        "algo.kl_coef", "verl, slime", "weight of the KL term in the loss", "and algo.kl_in=loss", _kl_in_loss
-    ),
-    "epsilon_high": Alias("algo.clip_ratio_high", "TRL", "clip range above 1", "null: not set", _epsilon_high),
-    "epsilon": Alias(
-        "algo.clip_ratio_low", "TRL", "clip range below 1, and above it unless epsilon_high is given",
-        "and algo.clip_ratio_high, unless that is given", _epsilon,
-    ),
-    "delta": Alias(
-        "algo.clip_ratio_c", "TRL", "upper bound of the ratio, above 1 + epsilon_high",
-        "refused at or below 1 + algo.clip_ratio_high", _delta,
-    ),
-    "use_tis": Alias(
-        "algo.rollout_is", "SkyRL, slime", "whether to truncate importance weights", "true: tis, false: none", _use_tis
-    ),
-    "tis_imp_ratio_cap": Alias(
-        "algo.rollout_is_clip", "SkyRL, verl", "truncates importance weights; -1 doesn't", "and algo.rollout_is=tis",
-        _tis_cap,
-    ),
-    "ppo_epochs": Alias("train.epochs_per_step", "verl", "times that each sample is trained on"),
-    "num_iterations": Alias("train.epochs_per_step", "TRL", "times that each sample is trained on"),
-    "max_tokens_per_gpu": Alias("train.max_tokens_per_microbatch", "slime", "tokens of a micro-batch on one device"),
-    "save_freq": Alias("checkpoint.interval", "verl", "steps; -1 is never", "-1 is 0: the last step only", _interval),
-    "save_steps": Alias(
-        "checkpoint.interval", "TRL", "optimizer steps", "refused where a step has several optimizer steps", _save_steps
-    ),
-    "resume_mode": Alias(
-        "resume", "verl", "auto, disable or resume_path", "disable: never; resume_path is refused", _resume_mode
-    ),
-    "test_freq": Alias(
-        "eval.interval", "verl", "steps; -1 is never", "-1 is 0: before and after only",
-        partial(_interval, key="eval.interval"),
-    ),
-    "reward_funcs": Alias(
-        "reward.functions", "TRL", "names or dotted paths", "pkg.mod.fn: pkg.mod:fn; TRL's own names are refused",
-        _reward_funcs,
-    ),
-    "param_offload": Alias("reshard.swap", "verl", "weights leave for generation", _OFFLOADED, _offload),
-    "optimizer_offload": Alias("reshard.swap", "verl", "optimizer state leaves for generation", _OFFLOADED, _offload),
-    "enforce_eager": Alias("rollout.cuda_graphs", "OpenRLHF, vLLM", _EAGER, _GRAPHS, _enforce_eager),
-    "rollout.enforce_eager": Alias("rollout.cuda_graphs", "verl", _EAGER, _GRAPHS, _enforce_eager),
-    "output_dir": Alias("run.dir", "TRL", "the run's folder"),
-}  # fmt: skip
+    name: _alias(origin, *row)
+    for names, *row in _ROWS
+    for origin, name in (entry.split(":") for entry in names.split())
+}

@@ -13,6 +13,11 @@ from spmdrl.config.given import DEFAULT, Given, find, given_of, inline, leaves, 
 from spmdrl.config.verb_keys import counterpart, is_read
 from spmdrl.observability.terminal.spelling import edit_distance, nearest
 
+_FOREIGN_SECTIONS = (
+    *("actor_rollout_ref", "actor", "trainer", "algorithm", "grpo", "loss_fn", "policy", "checkpointing"),
+    *("orchestrator", "ckpt", "vllm", "ds"),
+)
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -142,6 +147,14 @@ class KnownNames:
         beside = [name.rpartition(".")[2] for name in self.keys if name.rpartition(".")[0] == section]
         return f"the keys of {section or 'the top level'} are {', '.join(beside)}"
 
+    def without_sections(self, key: str) -> str:
+        """A name below sections of other trainers, as in actor_rollout_ref.rollout.n, without these; else unchanged."""
+        first, _, rest = key.partition(".")
+        if key in self.keys or key in self.spellings or first not in _FOREIGN_SECTIONS:
+            return key
+        inner = self.without_sections(rest)
+        return inner if inner in self.keys or inner in self.spellings else key
+
     def is_known(self, key: str) -> bool:
         """Whether this is a key, or below one that holds a mapping of any names."""
         names = key.split(".")
@@ -185,8 +198,12 @@ class KnownNames:
     def leaves_to_show(self, key: str, given: Given) -> Iterator[tuple[str, Given]]:
         """An unknown section as one entry where one piece of advice is about all of it, else what stands in it."""
         inside = list(leaves(given)) if isinstance(given.value, dict) else []
-        meant = self.near(key)
-        if self.wish(key) or not inside or any(f"{meant[0]}.{parts[0]}" in self.keys for parts, _ in inside if meant):
+        meant, answered = self.near(key), any(parts[-1] in self.wished for parts, _ in inside)
+        if (
+            (self.wish(key) and not answered)
+            or not inside
+            or any(f"{meant[0]}.{parts[0]}" in self.keys for parts, _ in inside if meant)
+        ):
             yield key, given
             return
         for parts, leaf in inside:

@@ -136,13 +136,17 @@ def _canonical(
         if len(full) > _MOST_NAMES:
             problems.append(f"{given.origin}: the key {shortened('.'.join(full))} has more than {_MOST_NAMES} names")
             continue
-        alias, spelling = None, ""
+        alias, spelling, outer = None, "", ".".join(full)
+        full = tuple(names.without_sections(outer).split("."))
+        is_inner = ".".join(full) != outer
         for length in range(1, len(full) + 1):
             spelling = ".".join(full[:length])
             if spelling in names.spellings and spelling not in names.keys:
                 alias = names.spellings[spelling]
                 full = (spelling,) if alias.is_relation else (*alias.key.split("."), *full[length:])
                 break
+        if is_inner:
+            alias, spelling = alias or Alias(".".join(full)), outer
         name = ".".join(parts)
         if full in written:
             problems.append(f"{given.origin}: {name} and {written[full]} are the same key; keep one")

@@ -157,7 +157,8 @@ def json_schema(root: Any) -> dict[str, Any]:
         classes[key.owner.__name__]["properties"][key.name.rpartition(".")[2]]["description"] = key.text
     for spelling, alias in spellings_of(ALIASES).items():
         section, _, name = spelling.rpartition(".")
-        for owner in find_keys(root, section)[0].sections if section else [root]:
+        # Sections of other trainers have none here.
+        for owner in [root] if not section else [one for key in find_keys(root, section)[:1] for one in key.sections]:
             described = {"description": f"{alias.origin}: {alias.there}; sets {alias.read_as}"}
             classes[owner.__name__]["properties"].setdefault(name, described)
     # At the top of a file, a key may be written with the names of its sections before it.

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 _ANSWERS: tuple[tuple[str, str], ...] = (
-    ("lora_rank lora_r", "set lora.rank"),
-    ("lora_alpha", "set lora.alpha"),
-    ("lora_target_modules target_modules", "set lora.targets, as in [q_proj, v_proj]"),
-    ("peft use_peft use_lora", "set lora={} for adapters of default sizes, or lora.rank, lora.alpha and lora.targets"),
+    (
+        "peft use_peft use_lora lora_cfg",
+        "set lora={} for adapters of default sizes, or lora.rank, lora.alpha and lora.targets",
+    ),
     ("lora_dropout", "adapters have no dropout: rollout and trainer must compute alike"),
     ("qlora", "weights aren't quantized; lora={} trains adapters beside weights in model.dtype"),
     (
@@ -28,12 +28,12 @@ _ANSWERS: tuple[tuple[str, str], ...] = (
         "save_best load_best_model_at_end metric_for_best_model best_by",
         "set checkpoint.best to a metric such as eval/accuracy, and checkpoint.keep_best to how many are kept",
     ),
-    ("save_total_limit max_ckpt_num max_actor_ckpt_to_keep", "set checkpoint.keep_last"),
+    ("max_ckpt_num", "set checkpoint.keep_last"),
     ("save_strategy", "set checkpoint.interval; 0 saves only the last step"),
     ("save_only_model save_hf_ckpt", "set checkpoint.model_only; each checkpoint holds model/, a Hugging Face folder"),
     ("push_to_hub hub_model_id", "a checkpoint's model/ is a Hugging Face folder; upload it with `hf upload`"),
     ("resume_from_checkpoint resume_from_path load_checkpoint", "set resume to auto, a step or a checkpoint folder"),
-    ("eval_steps eval_freq eval_strategy evaluation_strategy", "set eval.interval; 0 is only before and after"),
+    ("eval_freq eval_strategy evaluation_strategy", "set eval.interval; 0 is only before and after"),
     (
         "gradient_accumulation_steps",
         "rows are cut into micro-batches of train.max_tokens_per_microbatch tokens, and their gradients summed",
@@ -45,14 +45,14 @@ _ANSWERS: tuple[tuple[str, str], ...] = (
     ),
     ("per_device_eval_batch_size val_batch_size", "evaluations take all rows of data.eval, or eval.max_rows of them"),
     (
-        "ppo_mini_batch_size steps_per_generation",
+        "steps_per_generation",
         "set train.updates_per_step, the optimizer steps that a step's samples are split into",
     ),
     (
         "num_train_epochs total_epochs num_epochs epochs num_episodes",
         "set train.max_steps to epochs x rows / rollout.prompts_per_step; `spmdrl check` prints the epochs",
     ),
-    ("total_training_steps max_train_steps num_steps", "set train.max_steps"),
+    ("max_train_steps num_steps", "set train.max_steps"),
     ("warmup_ratio lr_warmup_ratio lr_warmup_steps_ratio", "set optim.warmup_steps, a number of optimizer steps"),
     ("lr_scheduler_type lr_scheduler lr_decay_style", "set optim.schedule to constant, linear or cosine"),
     ("adam_beta1 adam_beta2 adam_betas", "set optim.betas to both, as in [0.9, 0.999]"),
@@ -65,7 +65,6 @@ _ANSWERS: tuple[tuple[str, str], ...] = (
         "set rollout.engine to vllm; auto takes it wherever it is installed and there is an accelerator",
     ),
     ("sglang use_sglang", "rollout.engine is native or vllm"),
-    ("vllm_gpu_memory_utilization", "set rollout.gpu_memory_utilization"),
     (
         "tensor_parallel_size tensor_model_parallel_size vllm_tensor_parallel_size tp tp_size",
         "set resources.generation.tensor for generating, and resources.update.tensor for training",
@@ -83,10 +82,10 @@ _ANSWERS: tuple[tuple[str, str], ...] = (
     ("ray ray_init num_workers", "there is no Ray; torchrun starts all ranks, and reward.workers judge beside them"),
     ("report_to logger use_wandb use_tensorboard", "set log.backends, as in [console, jsonl, wandb]"),
     ("wandb_project project_name", "set log.project"),
-    ("run_name experiment_name exp_name wandb_run_name", "set run.name"),
-    ("bf16 fp16 tf32 torch_dtype", "set model.dtype to float32 or bfloat16"),
+    ("exp_name wandb_run_name", "set run.name"),
+    ("fp16 tf32 torch_dtype", "set model.dtype to float32 or bfloat16"),
     (
-        "gradient_checkpointing enable_gradient_checkpointing recompute_granularity",
+        "enable_gradient_checkpointing recompute_granularity",
         "set train.activation_checkpointing to full",
     ),
     (
@@ -96,8 +95,7 @@ _ANSWERS: tuple[tuple[str, str], ...] = (
     ("device_map", "set resources.device for the kind of device, and resources.update for what each rank holds"),
     ("trust_remote_code", "a model's code comes from this package only; remote code is never run"),
     ("packing packing_samples use_dynamic_bsz use_dynamic_batch", "rows are always packed, by their tokens"),
-    ("prompt_max_len", "set data.max_prompt_length"),
-    ("generate_max_len max_tokens", "set rollout.max_completion_length"),
+    ("max_tokens", "set rollout.max_completion_length"),
     (
         "max_len max_length max_seq_length max_model_len",
         "lengths are data.max_prompt_length and rollout.max_completion_length",
@@ -106,19 +104,16 @@ _ANSWERS: tuple[tuple[str, str], ...] = (
         "use_kl_loss use_kl_in_reward",
         "algo.kl_coef > 0 turns the KL term on, and algo.kl_in is loss, reward or advantage",
     ),
-    ("kl_loss_type", "set algo.kl_estimator to k1, k2 or k3; verl's low_var_kl is k3"),
-    ("init_kl_coef", "set algo.kl_coef"),
     ("target_kl kl_ctrl", "set algo.kl_target, nats per response, and algo.kl_gain; algo.name=ppo has them"),
     (
         "ref_model sync_ref_model ref",
         "the reference is the model that the run starts from, used where algo.kl_coef > 0",
     ),
-    ("clip_ratio eps_clip cliprange clip_range eps_clip_low_high", "set algo.clip_ratio_low and algo.clip_ratio_high"),
-    ("eps_clip_high", "set algo.clip_ratio_high"),
+    ("clip_ratio cliprange clip_range eps_clip_low_high", "set algo.clip_ratio_low and algo.clip_ratio_high"),
     ("dual_clip", "set algo.clip_ratio_c"),
     ("adv_estimator advantage_estimator estimator", "algo.name is the algorithm"),
     (
-        "loss_type loss_agg_mode",
+        "loss_agg_mode",
         "set algo.loss_agg: token-mean (TRL's dapo), seq-mean-token-mean (grpo), seq-mean-token-sum or "
         "seq-mean-token-sum-norm (dr_grpo)",
     ),
@@ -130,7 +125,6 @@ _ANSWERS: tuple[tuple[str, str], ...] = (
         "overlong_buffer overlong_buffer_cfg overlong_buffer_len soft_overlong_punishment",
         "set algo.overlong_cache, in tokens; algo.name=dapo has it",
     ),
-    ("importance_sampling_level", "set algo.ratio_level to token or sequence"),
     (
         "vllm_importance_sampling_correction vllm_importance_sampling_cap enable_vllm_is_correction rollout_correction",
         "set algo.rollout_is, as in tis, and algo.rollout_is_clip",
@@ -158,6 +152,15 @@ _ANSWERS: tuple[tuple[str, str], ...] = (
     (
         "algo.name=dpo algo.name=ipo",
         "DPO on pairs in a file is a verb, `spmdrl preferences`; on responses of the step it is named online_dpo",
+    ),
+    ("algo.name=kto", "there is no KTO; `spmdrl preferences` learns from pairs of responses, by DPO and its kind"),
+    ("rollout.name", "set rollout.engine to native or vllm"),
+    ("critic.model.path critic.model critic.model_name_or_path", "set critic.path to a model folder"),
+    ("data.truncation truncation", "prompts aren't cut; data.on_bad_row=skip leaves out those that are too long"),
+    ("ckpt.path ckpt_path default_local_dir", "checkpoints go into the run's folder; set run.dir"),
+    (
+        "optim=adamw_torch optim=adamw_torch_fused optim=adamw optim=adam",
+        "the optimizer is AdamW; set optim.lr and others",
     ),
     ("algo.name=sft", "supervised training is a verb, `spmdrl sft`; sft.max_steps > 0 runs it before train"),
 )
