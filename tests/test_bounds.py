@@ -33,7 +33,7 @@ algo.kl_coef algo.clip_ratio_high
 log.samples_per_step log.samples_interval reshard.probe_tolerance model.make.num_dense_layers
 """.split()
 FINITE = """
-optim.lr optim.eps optim.weight_decay rollout.temperature
+optim.eps optim.weight_decay rollout.temperature
 train.routing.aux_loss_coefficient train.routing.bias_update_rate
 """.split()
 POSITIVE = """
@@ -56,7 +56,7 @@ BOUNDS = (
         "environment.return_after_steps": ">= 0",
     }
     | dict.fromkeys(["reward.timeout_seconds", "environment.timeout_seconds", "critic.clip"], "> 0 and finite")
-    | {"eval.temperature": "> 0 and finite"}
+    | {"eval.temperature": "> 0 and finite", "optim.lr": ">= 0 and <= 10"}
     | dict.fromkeys(["reward.memory_limit_gib", "environment.memory_limit_gib"], "> 0 and finite")
 )
 OUTSIDE = {
@@ -110,7 +110,7 @@ def test_a_value_out_of_bounds_is_refused_with_the_rule_and_the_default(key: str
     ("override", "words"),
     [
         ("optim.betas=[0.9, 1]", "optim.betas[1] is 1, but must be >= 0 and < 1; the default is [0.9, 0.999]"),
-        ("optim.lr=.nan", "optim.lr is '.nan', but must be a number >= 0 and finite"),
+        ("optim.lr=.nan", "optim.lr is '.nan', but must be a number >= 0 and <= 10"),
         ("rollout.engine=sglang", "rollout.engine is 'sglang', but must be one of auto, native, vllm"),
         ("resources.timeout_seconds=1e9", "must be > 0 and <= 31536000.0; the default is 1800.0"),
         ("train.max_tokens_per_microbatch=0", "must be >= 1 or null; the default is null"),

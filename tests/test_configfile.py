@@ -178,7 +178,7 @@ def test_one_key_under_two_names_in_one_file_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("optim: {lr: fast}", "a.yaml:2: optim.lr is 'fast', but must be a number; write one such as 0.5"),
+        ("optim: {lr: fast}", "a.yaml:2: optim.lr is 'fast', but must be a number; write one such as 0.0003"),
         ('optim: {lr: "8"}', "a.yaml:2: optim.lr is '8', but must be a number; remove the quotes if it is one"),
         ("seed: 1.0", "a.yaml:2: seed is 1.0, but must be a whole number; write 1, without point or exponent"),
         ("seed: 1.5", "a.yaml:2: seed is 1.5, but must be a whole number; round it"),

@@ -112,3 +112,21 @@ def test_the_configs_of_this_repository_are_read_by_the_verbs_whose_steps_they_h
     before = [ROOT / "configs" / "debug" / "quickstart.yaml"] if path.parent.name == "algorithms" else []
     for verb in ("train", *OWN):
         load_config([*before, path], ["data={train: x, eval: x}", "model={path: null, make: {}}"], verb)
+
+
+@pytest.mark.parametrize(
+    ("given", "refused"),
+    [
+        ("sft.optim.lr=1e30", "sft.optim.lr is 1e30, but must be >= 0 and <= 10; the default is 1.0e-05"),
+        ("sft.optim.lr=fast", "sft.optim.lr is 'fast', but must be a number >= 0 and <= 10; write one such as 1.0e-05"),
+        ("run.dir=/", "run.dir is /, a file system's root, a home or a clone"),
+        (f"run.dir={Path.home()}", "a file system's root, a home or a clone"),
+    ],
+)
+def test_values_that_cant_be_meant_are_refused(given: str, refused: str) -> None:
+    assert refused in refusal("sft", "data.train=x", given)
+
+
+def test_a_clone_is_no_runs_folder(tmp_path: Path) -> None:
+    (tmp_path / ".git").touch()
+    assert f"such as {tmp_path / 'runs' / 'a'}" in refusal("sft", "data.train=x", f"run.dir={tmp_path}", "run.name=a")

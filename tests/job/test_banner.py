@@ -23,6 +23,8 @@ def test_a_job_names_model_ranks_data_and_folder_before_its_first_step(tmp_path:
         size = count(sum(weights.get_tensor(name).numel() for name in weights.keys()))
     assert f"model  {model} (random weights) | {size} parameters | stored float32, computed float32 | " in before_sft
     assert "stops at '<eos>' (2)" in before_sft
+    assert "optim  supervised, all weights, lr 1e-05 (constant)" in before_sft
+    assert "optim  rewards, all weights, lr 0.001 (constant)" in before_grpo
     assert "40 rows | 256 rows per step | 1 steps = 6.4 passes over the rows" in before_sft
     name = "cpu" if device.type == "cpu" else torch.get_device_module(device).get_device_name()
     assert f"ranks  2 ranks on 1 node | {name}" in before_grpo

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import reduce
@@ -130,6 +131,12 @@ class RunConfig:
             raise ValueError(
                 f"run.name is {self.name!r}, but it names a folder in runs/: give it 1 to 200 bytes without slashes, "
                 "controls or spaces at its ends; run.dir takes a path"
+            )
+        place = self.folder.absolute()
+        if place == place.parent or place == Path(os.path.expanduser("~")) or (place / ".git").exists():
+            raise ValueError(
+                f"run.dir is {self.dir}, a file system's root, a home or a clone, but a run's folder is replaced and "
+                f"cleaned up by the run; set it to one of its own, such as {place / 'runs' / self.name}"
             )
 
     @property

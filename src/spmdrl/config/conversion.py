@@ -94,17 +94,20 @@ class Conversion:
         elif given is None:
             self.missing.append((fault.key, fault.kind))
         else:
-            way_out = wished.get(f"{fault.key}={given.text.lower()}") or self._way_back(fault)
+            way_out = wished.get(f"{fault.key}={given.text.lower()}") or self._way_back(fault, given)
             self.problems.append(f"{given.origin}: {fault.message(given, way_out)}")
 
-    def _way_back(self, fault: Fault) -> str | None:
-        """The default of a key where its value, or an item of it, is out of bounds."""
+    def _way_back(self, fault: Fault, given: Given) -> str | None:
+        """The default of a key where its value, or an item of it, is out of bounds, or a word in place of a number."""
         name = fault.key.partition("[")[0]
         keys = [key for key in schema(self.root) if key.name == name and key.default is not MISSING]
         # Members of a union may have the key with defaults of their own.
         defaults = [key.default for key in keys if key.owner is fault.owner] or [key.default for key in keys]
-        is_one = bool(defaults) and all(default == defaults[0] for default in defaults)
-        return f"the default is {inline(defaults[0])}" if fault.is_out_of_bounds and is_one else None
+        if not defaults or any(default != defaults[0] for default in defaults):
+            return None
+        is_word = fault.type == "float_type" and isinstance(given.value, str) and not given.quoted
+        start = "the default is" if fault.is_out_of_bounds else "write one such as" if is_word else None
+        return start and f"{start} {inline(defaults[0])}"
 
     def _add_refusal(self, message: str, key: str) -> None:
         """A refusal by the dataclass itself, after the origins of the keys that it names, else of its section's."""

@@ -186,10 +186,10 @@ def _build_trainer(
     checked: CheckedRun, role: Role, source: ModelSource, mesh: UpdateMesh, device: Device
 ) -> TrainingEngine:
     config, critic = checked.config, checked.config.critic
-    optim, num_steps, temperature = config.optim, checked.num_steps, config.rollout.temperature
+    optim, num_steps, temperature = checked.optim, checked.num_steps, config.rollout.temperature
     training = config.train
     if checked.offline is not None:
-        optim, temperature = checked.offline.optim, 1.0
+        temperature = 1.0
         # These are the samples' of a step of rollouts.
         training = replace(training, updates_per_step=1, epochs_per_step=1)
     elif critic is not None and role is CRITIC:

@@ -10,6 +10,7 @@ from spmdrl.algorithms.algorithm import AlgoConfig
 from spmdrl.config.given import inline
 from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.hf.model_weights import WeightFiles
+from spmdrl.engines.training.update.optimizer import OptimConfig
 from spmdrl.job.model.replica import generation_engine_name
 from spmdrl.job.run.run_folder import num_parameters, num_trained
 from spmdrl.job.start.prepared import Prepared
@@ -70,6 +71,7 @@ def _lines(checked: CheckedRun, prepared: Prepared, world: World) -> Iterator[st
         # Their defaults keep all tokens.
         if filters := [f"rollout.{key}={one}" for key, one in values.items() if one != getattr(RolloutConfig, key)]:
             yield f"NOTE: log-probs are trained as they are without {', '.join(filters)}, by which tokens are sampled"
+    yield f"optim  {_learnt(checked)}, {'all weights' if config.lora is None else 'adapters'}, {_rate(checked.optim)}"
     interval = config.checkpoint.interval
     saves = f"a checkpoint every {interval} steps and at the end" if interval else "a checkpoint at the end"
     yield f"run    {config.run.folder} | {checked.phase} | seed {config.seed} | {saves}"
@@ -80,6 +82,19 @@ def _lines(checked: CheckedRun, prepared: Prepared, world: World) -> Iterator[st
             f"NOTE: the weights are stored in {stored} and computed in {computed} "
             f"(model.dtype={config.model.dtype} on {world.device.kind}); model.dtype sets it"
         )
+
+
+def _learnt(checked: CheckedRun) -> str:
+    """What the optimizer steps do."""
+    pairs = checked.config.preferences
+    of_pairs = f"DPO on pairs, loss {pairs.loss_type}, beta {pairs.beta:g}"
+    of_verb = {"sft": "supervised", "preferences": of_pairs, "reward-model": "scores of pairs"}
+    return of_verb.get(checked.verb, "rewards")
+
+
+def _rate(config: OptimConfig) -> str:
+    warm_up = f", {config.warmup_steps} steps of warm-up" if config.warmup_steps else ""
+    return f"lr {config.lr:g} ({config.schedule}{warm_up})"
 
 
 def _algorithm(config: AlgoConfig) -> str:

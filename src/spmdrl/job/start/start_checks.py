@@ -23,6 +23,7 @@ from spmdrl.engines.environment.environment_pool import EnvironmentPool
 from spmdrl.engines.generation.native.graphs.graph_steps import wants_graphs
 from spmdrl.engines.reward.functions import needs_answer
 from spmdrl.engines.reward.pool import RewardPool
+from spmdrl.engines.training.update.optimizer import OptimConfig
 from spmdrl.job.run.best_checkpoint import EVALUATIONS
 from spmdrl.job.start.model_checks import (
     check_batch_invariant,
@@ -90,6 +91,11 @@ class CheckedRun:
     def rows_per_step(self) -> int:
         """Rows of `data.train` that a step takes."""
         return self.offline.rows_per_step if self.offline else self.config.rollout.prompts_per_step
+
+    @property
+    def optim(self) -> OptimConfig:
+        """The optimizer of the model being trained."""
+        return (self.offline or self.config).optim
 
     @property
     def num_steps(self) -> int:

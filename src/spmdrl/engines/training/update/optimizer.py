@@ -27,7 +27,7 @@ Decay: TypeAlias = Annotated[float, Interval(ge=0, lt=1)]
 class OptimConfig:
     """The optimizer: AdamW (arXiv:1711.05101, algorithm 2)."""
 
-    lr: NotNegative = 1e-6
+    lr: Annotated[float, Interval(ge=0, le=10)] = 1e-6
     """peak learning rate"""
     max_grad_norm: Annotated[float, Gt(0)] = 1.0
     """largest global norm of the gradients; larger ones are scaled down to it; .inf: no clipping"""
