@@ -204,7 +204,8 @@ def test_a_checkpoint_is_evaluated_and_answers_prompts(tmp_path):
     [answers] = (tmp_path / "eval").glob("eval/run_step_000002_*/eval.jsonl")
     assert len(answers.read_text().splitlines()) == 5 * 4
     job = finished(run_job("generate", config, *from_run, f"run.dir={tmp_path / 'answers'}"))
-    assert len([line for line in job.stdout.splitlines() if '"response"' in line]) == 5
+    assert ['"response"' in line for line in job.stdout.splitlines()] == [True] * 5
+    assert "config: not read by generate: data.train, rollout.prompts_per_step, rollout.num_generations" in job.stderr
     assert "generated 5/5 rows | " in job.stderr
 
 
