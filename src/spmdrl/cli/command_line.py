@@ -188,14 +188,14 @@ def _run_configured(verb: str, arguments: Sequence[str], launch: LaunchEnvironme
             with ending_at_interrupt(launch.rank):
                 from spmdrl.config.config import load_config
 
-            loaded = load_config(files, overrides, "train" if verb == "check" else verb)
+            loaded = load_config(files, overrides, question["verb"])
         if launch.rank == 0:
             # What generate prints are JSON lines.
             stream = sys.stderr if verb == "generate" else None
             for written, canonical in loaded.aliases_used.items():
                 show(f"config: {written} is read as {canonical}", stream=stream)
             if loaded.unread:
-                show(f"config: not read by {verb}: {', '.join(loaded.unread)}", stream=stream)
+                show(f"config: not read by {question['verb']}: {', '.join(loaded.unread)}", stream=stream)
         with waiting(f"spmdrl {verb}: starting", enabled=launch.rank == 0), ending_at_interrupt(launch.rank):
             run = _main_of(verb, prompts, question)
         try:
