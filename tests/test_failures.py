@@ -169,19 +169,20 @@ def test_ctrl_c_is_one_line_that_says_where_the_run_goes_on(tmp_path, launcher):
         assert job.process.wait(30) == 130
     assert len(job.shown()) == 1, job.shown()
     [line] = job.shown()
-    assert re.match(r"spmdrl: interrupted in step \d+ of 100000[;,] .*the same command", line), line
+    # Saved, whatever checkpoint.interval is.
+    assert re.match(r"spmdrl: interrupted in step \d+ of 100000; the same command goes on from .*/step_\d+", line), line
     assert summary_of(tmp_path / "run")["verdict"] == "interrupted"
 
 
 @pytest.mark.slow
-def test_ctrl_c_that_a_callback_swallows_ends_the_run_before_its_next_step(tmp_path):
+def test_ctrl_c_that_a_callback_swallows_ends_the_run_in_its_step(tmp_path):
     config = tiny_config(tmp_path)
     reward = tmp_path / "swallows.py"
     reward.write_text(SWALLOWS)
     with started(tmp_path, MODULE, str(config), *ENDLESS, f"reward.functions=[{reward}:fn]", "reward.isolation=inline",
                  launcher=None) as job:  # fmt: skip
         assert job.process.wait(90) == 130
-    assert re.match(r"spmdrl: interrupted in step 2 of 100000", job.shown()[-1]), job.shown()
+    assert re.match(r"spmdrl: interrupted in step 1 of 100000", job.shown()[-1]), job.shown()
 
 
 @pytest.mark.slow

@@ -7,13 +7,13 @@ import sys
 
 from spmdrl.cli.command_line import main
 from spmdrl.observability.terminal.screen import show_exception
-from spmdrl.resources.watch.stop_request import SIGNALS, STOPPED
+from spmdrl.resources.watch.stop_request import ENDED_TOGETHER, SIGNALS
 
 # Guarded, because processes started by `spawn` import this file again.
 if __name__ == "__main__":
     sys.excepthook = show_exception
     code = main()
-    if code == STOPPED:
+    if code in ENDED_TOGETHER:
         # srun ends the ranks that are left once the first one has ended, and its own exit code would become theirs.
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)

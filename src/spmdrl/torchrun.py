@@ -8,6 +8,7 @@ aren't restarted: then the exit code is theirs, 75.
 
 from __future__ import annotations
 
+import os
 import sys
 
 from spmdrl.resources.watch.stop_request import request
@@ -15,6 +16,8 @@ from spmdrl.resources.watch.stop_request import request
 
 def main() -> int:
     """Run torchrun with this program's arguments; returns its exit code."""
+    # Read when torch is imported: its warnings of lost connections are pages of C++ frames.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # Until there are ranks to pass it on to, a signal ends this process, with the same code.
     with request.handling_signals(0):
         # Imported only here, since it takes seconds.

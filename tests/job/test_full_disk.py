@@ -22,7 +22,7 @@ from spmdrl.engines.training.sharding.sharded_model import Shard
 from spmdrl.job.evaluation.evaluator import write_records
 from spmdrl.observability.logs.jsonl import JsonlWriter, read_jsonl
 from spmdrl.observability.logs.outage import going_on_without
-from spmdrl.observability.summary import read_summary, write_summary
+from spmdrl.observability.summary import keep_room, read_summary, write_summary
 from spmdrl.types import whole_slice
 
 FUZZ = int(os.environ.get("SPMDRL_FUZZ", "300"))
@@ -132,6 +132,16 @@ def test_files_that_are_replaced_whole_stay_as_they_were(tmp_path, capfd):
         assert list(read_jsonl(disk / "eval.jsonl")) == [{"row": 1}]
         assert not list(disk.glob(".*"))
     assert capfd.readouterr().err.count("could not be written, the run goes on") == 2
+
+
+def test_the_end_of_a_run_is_written_on_a_full_disk_into_the_room_that_was_kept(tmp_path):
+    with small_disk(tmp_path / "disk", 64 * PAGE) as disk:
+        write_summary(disk, verdict="running", host="a")
+        keep_room(disk)
+        fill(disk, 0)
+        write_summary(disk, verdict="unsaved", error="x" * 3 * PAGE)
+        assert read_summary(disk)["verdict"] == "unsaved" and read_summary(disk)["host"] == "a"
+        assert not list(disk.glob(".*"))
 
 
 @pytest.mark.slow

@@ -251,17 +251,38 @@ with request.handling_signals(0):
     request.phase = "running"
     for seconds in (0.0, float(sys.argv[1])):
         time.sleep(seconds)
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), int(sys.argv[2]))
     print(request.reason)
 """
 
 
-@pytest.mark.parametrize(("seconds", "code"), [(0.0, 0), (1.1, -signal.SIGTERM)])
-def test_the_same_signal_again_ends_at_once_unless_it_was_forwarded(seconds, code):
+def twice(seconds: float, number: int, *, is_ignored: bool = False) -> tuple[int, str]:
+    """The exit code and output of a process that sends itself a signal two times."""
+
+    def prepare() -> None:
+        # A test that a shell runs in the background has Ctrl-C ignored.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        if is_ignored:
+            signal.signal(number, signal.SIG_IGN)
+
     done = subprocess.run(
-        [sys.executable, "-c", TWICE, str(seconds)], env=environment(), capture_output=True, text=True
-    )
-    assert (done.returncode, done.stdout) == (code, "SIGTERM\n" if code == 0 else "")
+        [sys.executable, "-c", TWICE, str(seconds), str(int(number))], env=environment(), capture_output=True,
+        text=True, preexec_fn=prepare,
+    )  # fmt: skip
+    return done.returncode, done.stdout
+
+
+@pytest.mark.parametrize(
+    ("number", "reason"), [(signal.SIGTERM, "SIGTERM"), (signal.SIGINT, "Ctrl-C"), (signal.SIGHUP, "SIGHUP")]
+)
+def test_the_same_signal_again_ends_at_once_unless_it_was_forwarded(number, reason):
+    assert twice(0.0, number) == (0, f"{reason}\n")
+    assert twice(1.1, number) == (-number, "")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_what_the_shell_has_ignored_asks_for_nothing(number):
+    assert twice(1.1, number, is_ignored=True) == (0, "None\n")
 
 
 WAITING = """
@@ -354,6 +375,57 @@ def test_a_rank_that_waits_outside_of_python_leaves_with_the_one_that_was_asked(
 @pytest.mark.ranks
 def test_a_rank_whose_store_was_lost_without_a_request_has_not_been_stopped(tmp_path):
     assert codes_of_two_set_up(tmp_path, "connected", is_stopped=False) == [-signal.SIGKILL, 1]
+
+
+def set_up_beside_a_death(own: dict[str, str], folder: Path) -> None:
+    """Be a rank of two that are set up, of which the last one ends without a word."""
+    os.environ.update(own)
+    launch = read_launch_environment(os.environ)
+    with request.handling_signals(launch.rank):
+        request.begin_set_up()
+        try:
+            with open_world("cpu", network=Network(folder)):
+                if launch.rank == 1:
+                    os._exit(3)
+                time.sleep(60)
+        except Stopped as stopped:
+            raise SystemExit(stopped.code) from None
+        except Exception as failure:
+            (folder / "found").write_text(str(failure))
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            raise SystemExit(end_with(failure, folder, launch)) from None
+
+
+@pytest.mark.ranks
+def test_a_launchers_signal_after_a_death_in_the_start_up_is_no_request(tmp_path):
+    store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+    be_rank = partial(set_up_beside_a_death, folder=tmp_path)
+    ranks = [fork(be_rank, environment(**rank_environment(rank, 2, 2, store.port))) for rank in range(2)]
+    try:
+        ranks[1].join(40)
+        ranks[0].terminate()
+        ranks[0].join(20)
+        assert [rank.exitcode for rank in ranks] == [-signal.SIGTERM, 3]
+        found = f"rank 1 failed: process {ranks[1].pid} ended without a word"
+        assert (tmp_path / "found").read_text().startswith(found)
+    finally:
+        for rank in ranks:
+            end(rank, 0.0)
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.cpu_only("torchrun starts ranks of its own")
+@pytest.mark.parametrize("kind", ["sigkill", "exit"])
+def test_a_rank_that_dies_in_the_start_up_is_restarted_and_named(kind, tmp_path):
+    for restarts, code in ((1, 0), (0, 137 if kind == "sigkill" else 1)):
+        command = [sys.executable, "-m", "spmdrl.torchrun", "--standalone", "--nproc-per-node=2", "-m", "spmdrl", "sft"]
+        command[4:4] = [f"--max-restarts={restarts}"]
+        command += [str(tiny_config(tmp_path)), f"run.dir={tmp_path / str(restarts)}", "sft.max_steps=1"]
+        fault = environment(SPMDRL_FAULT=f"load:1:0:{kind}")
+        job = subprocess.run(command, env=fault, cwd=ROOT, capture_output=True, text=True, timeout=120)
+        assert job.returncode == code, job.stderr
+        assert "stopped by" not in job.stderr
 
 
 FORKED = """

@@ -13,7 +13,6 @@ from typing import Any
 
 from spmdrl import __version__
 from spmdrl.cli.failure_page import (
-    INTERRUPTED,
     OTHER_RANKS_WAIT_SECONDS,
     end_with,
     ending_at_interrupt,
@@ -25,7 +24,6 @@ from spmdrl.config.reader import ConfigError, check_files, start_up
 from spmdrl.config.sources import split_arguments
 from spmdrl.observability.terminal.screen import show, waiting
 from spmdrl.observability.terminal.spelling import nearest
-from spmdrl.resources.startup.ending import Interrupted, noting_interrupts
 from spmdrl.resources.startup.launch import (
     LaunchEnvironment,
     StartRefused,
@@ -33,7 +31,7 @@ from spmdrl.resources.startup.launch import (
     read_launch_environment,
 )
 from spmdrl.resources.startup.launcher import end_with_launcher, remove_empty_folders
-from spmdrl.resources.watch.stop_request import STOPPED, Stopped, request
+from spmdrl.resources.watch.stop_request import INTERRUPTED, Stopped, request, stop_words
 
 VERBS = {
     "train": "reinforcement learning from a config; the same command again goes on where it stopped",
@@ -110,16 +108,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Verbs that join no other rank end without refusing for them.
         others = launch if arguments[:1] and arguments[0] in _JOINING_VERBS else LaunchEnvironment()
         return _refuse_alone(error, launch.rank, others)
-    except KeyboardInterrupt as interruption:
+    except KeyboardInterrupt:
         # Ctrl-C reaches all ranks; once they work together, those that notice it second end by PeerFailed.
-        if launch.rank == 0 or isinstance(interruption, Interrupted):
-            show(f"spmdrl: {str(interruption) or 'interrupted'}", stream=sys.stderr)
+        if launch.rank == 0:
+            show("spmdrl: interrupted", stream=sys.stderr)
         return INTERRUPTED
     except Stopped as stopped:
         if launch.rank == 0 or (str(stopped) and not stopped.is_agreed):
-            text = str(stopped) or f"stopped by {stopped.reason} before it began; the same command starts again"
+            text = str(stopped) or f"{stop_words(stopped.reason)} before it began; the same command starts again"
             show(f"spmdrl: {text}", stream=sys.stderr)
-        return STOPPED
+        return stopped.code
 
 
 def _help(names: Sequence[str]) -> int:
@@ -199,9 +197,8 @@ def _run_configured(verb: str, arguments: Sequence[str], launch: LaunchEnvironme
         with waiting(f"spmdrl {verb}: starting", enabled=launch.rank == 0), ending_at_interrupt(launch.rank):
             run = _main_of(verb, prompts, question)
         try:
-            with noting_interrupts():
-                request.begin_set_up()
-                return run(loaded)
+            request.begin_set_up()
+            return run(loaded)
         except (ConfigError, StartRefused):
             raise
         except Exception as failure:

@@ -16,15 +16,13 @@ from types import FrameType
 import spmdrl
 from spmdrl.observability.ownership.fence import FOLDER_TAKEN, FolderTaken, loss_of_folder
 from spmdrl.observability.terminal.screen import show
-from spmdrl.resources.startup.ending import PeerFailed, cause_of, is_consequence
+from spmdrl.resources.startup.ending import PeerFailed, cause_of, is_consequence, reason_of_stop
 from spmdrl.resources.startup.launch import LaunchEnvironment
 from spmdrl.resources.startup.launcher import write_error_file
 from spmdrl.resources.watch.hang_report import stacks_file
-from spmdrl.resources.watch.stop_request import STOPPED, request
+from spmdrl.resources.watch.stop_request import INTERRUPTED, code_of_stop, request
 
 _LONGEST_CAUSE = 500
-# As a shell counts a program that Ctrl-C ended.
-INTERRUPTED = 130
 # Time in which the rank that names the cause does so, and the launcher ends the others: one cause on the screen.
 OTHER_RANKS_WAIT_SECONDS = 5.0
 _LAUNCHER_SECONDS = 20.0
@@ -66,13 +64,20 @@ def end_with(failure: Exception, folder: Path, launch: LaunchEnvironment) -> int
         if launch.local_rank == 0:
             show(f"spmdrl: {lost}", stream=sys.stderr)
         return FOLDER_TAKEN
-    if isinstance(failure, PeerFailed) and failure.first.is_stop:
-        return STOPPED
+    if isinstance(failure, PeerFailed) and (reason := reason_of_stop(failure.first.cause)) is not None:
+        return code_of_stop(reason)
     if isinstance(failure, PeerFailed) or is_consequence(failure):
         # The launcher that ends this rank has said so already.
         request.end_by_signal()
     written = write_traceback(failure, folder, launch.rank)
-    if isinstance(failure, PeerFailed):
+    if isinstance(failure, PeerFailed) and failure.first.is_death:
+        # It has no line of its own, and its launcher doesn't name it either where it ended with 0.
+        time.sleep(OTHER_RANKS_WAIT_SECONDS)
+        if launch.local_rank == (1 if failure.first.rank == launch.rank - launch.local_rank else 0):
+            line = f"spmdrl: rank {failure.first.rank}: {failure.first.cause}"
+            show(line, stream=sys.stderr)
+            write_error_file(line)
+    elif isinstance(failure, PeerFailed):
         # The launcher ends this rank meanwhile, unless each rank has a launcher and a screen of its own.
         has_launcher = "TORCHELASTIC_RUN_ID" in os.environ or launch.source == "msrun"
         time.sleep(_LAUNCHER_SECONDS if has_launcher else OTHER_RANKS_WAIT_SECONDS)

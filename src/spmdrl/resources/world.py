@@ -17,7 +17,7 @@ from spmdrl.resources.memory import return_large_blocks
 from spmdrl.resources.network.gate import Gate
 from spmdrl.resources.network.sockets import LOOPBACK, closing_new_listeners
 from spmdrl.resources.startup.ending import FirstFailure, PeerFailed, cause_of
-from spmdrl.resources.startup.first_failure import find_first, wait_for_all
+from spmdrl.resources.startup.first_failure import find_first, peers_of, publish_process, wait_for_all
 from spmdrl.resources.startup.launch import LaunchEnvironment, StartRefused, read_launch_environment
 from spmdrl.resources.startup.rank_agreement import ATTEMPT_KEY, Facts, agree, meet
 from spmdrl.resources.startup.rendezvous import Meeting, Network, meet_at_store
@@ -49,6 +49,8 @@ class World:
     beside: dist.Store | None = None
     """another connection to the store, for threads that watch; None in a job of one rank. Communicators that are made
     late block the main thread's until all ranks have come"""
+    peers: dict[int, int] = field(default_factory=dict)
+    """processes by rank of the other ranks of this node, as far as this one can see them"""
     _topics: Iterator[int] = field(default_factory=count, repr=False, compare=False)
 
     @property
@@ -89,7 +91,7 @@ class World:
         """The failure that came first on any rank: this one, unless another rank's is known or found soon."""
         if self.size == 1:
             return FirstFailure(self.rank, cause_of(failure))
-        return find_first(self.store, self.rank, failure)
+        return find_first(self.store, self.rank, failure, self.peers)
 
 
 @contextlib.contextmanager
@@ -125,7 +127,9 @@ def open_world(
         try:
             with _blaming_the_first(world):
                 with _spreading_stops(world), closing_new_listeners():
+                    publish_process(store, launch)
                     connect(world, start_timeout_seconds)
+                world.peers.update(peers_of(store, launch))
                 yield world
         finally:
             if dist.is_initialized():

@@ -230,12 +230,13 @@ class Checkpoints:
             self._tidy(step, saving.record.best)
         self._note_best(saving.record)
 
-    def trouble(self) -> list[str]:
-        """What a run's outcome must not hide."""
+    @property
+    def problem(self) -> str | None:
+        """Why the last checkpoint isn't there; None where it is."""
         if self._failed_save is None:
-            return []
+            return None
         step, reason = self._failed_save
-        return [f"the checkpoint of step {step}, the last one, could not be written ({reason})"]
+        return f"the checkpoint of step {step}, the last one, could not be written ({reason})"
 
     def close(self) -> None:
         if self._log is not None:

@@ -12,6 +12,7 @@ import yaml
 from spmdrl.config.config import RunConfig
 from spmdrl.job.model.model_source import MODEL, newest_model
 from spmdrl.job.run.checkpoints import Checkpoints
+from spmdrl.job.run.ends import End
 from spmdrl.job.run.resuming import RunRecord
 from spmdrl.job.run.run_folder import on_main
 from spmdrl.observability.health import at_ends, trouble_of
@@ -20,7 +21,14 @@ from spmdrl.observability.logs.outage import going_on_without
 from spmdrl.observability.logs.trackers import TrackedRun
 from spmdrl.observability.report.report import write_report
 from spmdrl.observability.statistics import interval_of
-from spmdrl.observability.summary import provenance, read_summary, software_versions, write_summary
+from spmdrl.observability.summary import (
+    forget_room,
+    keep_room,
+    provenance,
+    read_summary,
+    software_versions,
+    write_summary,
+)
 from spmdrl.observability.terminal.console import Console
 from spmdrl.resources.world import World
 
@@ -43,23 +51,26 @@ def write_start(folder: Path, world: World, num_parameters: int) -> None:
     devices = f"{world.size} x {world.device.kind}"
     facts = {"versions": software_versions(), "devices": devices} | provenance()
     write_summary(folder, verdict="running", parameters=num_parameters, **facts)
+    keep_room(folder)
 
 
-def write_early_end(folder: Path, verdict: str, error: str | None) -> None:
+def write_early_end(folder: Path, verdict: str, error: str) -> None:
     """Write what ended a run before its last step."""
     with going_on_without("the summary and report"):
         write_summary(folder, verdict=verdict, error=error)
         write_report(folder)
+    forget_room(folder)
 
 
-def outcome_of(record: RunRecord, folder: Path, checkpoints: Checkpoints) -> dict[str, object]:
-    """The summary's fields of a run that finished; unknown ones are None."""
+def outcome_of(end: End, record: RunRecord, folder: Path, checkpoints: Checkpoints) -> dict[str, object]:
+    """The summary's fields of a run that did its last step; unknown ones are None."""
     newest, history = checkpoints.newest, [metrics for _, metrics in read_metrics(folder)]
     first, last, tenth = at_ends(history, "reward")
     has_rewards = any("reward" in metrics for metrics in history)
     return {
-        "verdict": "done",
-        "trouble": [*trouble_of(record.metrics, history), *checkpoints.trouble()] or None,
+        "verdict": end.verdict,
+        "error": end.line or None,
+        "trouble": trouble_of(record.metrics, history) or None,
         "steps": record.step,
         "reward_first": first.value if has_rewards else None,
         "reward_first_interval": interval_of(first),
@@ -81,8 +92,9 @@ def write_outcome(folder: Path, fields: Mapping[str, object], console: Console, 
     known = {name: value for name, value in fields.items() if value is not None}
     with going_on_without("the summary and report"):
         # An error is that of an earlier part, which this one got over.
-        write_summary(folder, error=None, **known)
+        write_summary(folder, **{"error": None} | known)
         write_report(folder)
+    forget_room(folder)
     # What could not be written is shown all the same.
     console.summary(read_summary(folder) | known, phase=phase)
 

@@ -15,6 +15,7 @@ from spmdrl.engines.training.checkpoints.manifest import step_of_folder
 from spmdrl.job.model.model_source import CHECKPOINTS, MODEL, ModelSource
 from spmdrl.job.run.checkpoints import Checkpoints
 from spmdrl.job.run.config_changes import keep_config
+from spmdrl.job.run.ends import End, EndFacts, end_of
 from spmdrl.job.run.memory_advice import explained_memory
 from spmdrl.job.run.model_card import CARD, model_card
 from spmdrl.job.run.outcome import (
@@ -38,10 +39,11 @@ from spmdrl.observability.health import too_many_skips
 from spmdrl.observability.ownership.fence import arm_fence, loss_of_folder, take_folder
 from spmdrl.observability.report.config_diff import RESOLVED_CONFIG
 from spmdrl.observability.statistics import Estimate
+from spmdrl.observability.summary import read_summary
 from spmdrl.observability.terminal.console import Console
 from spmdrl.observability.timeline.timeline import HeldMemory
 from spmdrl.resources.collectives import barrier
-from spmdrl.resources.startup.ending import Interrupted, raise_noted_interrupt
+from spmdrl.resources.startup.ending import FirstFailure, reason_of_stop
 from spmdrl.resources.watch.stop_request import Stopped, request
 from spmdrl.resources.world import World
 from spmdrl.types.roles import POLICY, Role
@@ -154,7 +156,6 @@ class Run:
         for step in range(self.start_step + 1, self.num_steps + 1):
             if self._record.is_finished:
                 return
-            raise_noted_interrupt()
             self.begin_step()
             at_step(step)
             activity.begin_step(step)
@@ -223,7 +224,10 @@ class Run:
         self.finish_step(step)
 
     def stop(self, reason: str) -> NoReturn:
-        """End the run as the last finished step left it, which is saved unless it has been. Raises Stopped."""
+        """End the run as the last finished step left it, which is saved unless it has been. Raises Stopped.
+
+        With a code of its own where that could not be saved.
+        """
         self.checkpoints.finish()
         newest = self.checkpoints.newest
         if self._record.step > 0 and (newest is None or step_of_folder(newest.name) != self._record.step):
@@ -231,11 +235,11 @@ class Run:
         request.phase = "ending"
         self.logs.close()
         self.checkpoints.close()
-        text = self._place(f"stopped by {reason}")
-        self._end_early("stopped", text)
+        end = self._end(asked=reason)
+        self._end_early(end, writes=self.world.is_main)
         # No rank leaves while others still write.
         barrier()
-        raise Stopped(reason, text, is_agreed=True)
+        raise Stopped(reason, end.line, is_agreed=True, code=end.code)
 
     def _save(self, *, waits: bool) -> None:
         card = model_card(self._checked, self._record.step)
@@ -255,29 +259,24 @@ class Run:
         try:
             with explained_memory(config.rollout, config.train, self, config.reward.judge):
                 yield
-        except KeyboardInterrupt as failure:
-            # Published at once, before the report takes its time.
-            self.world.first_failure(failure)
-            self._finish_checkpoint()
-            self._end_early("interrupted", None)
-            raise Interrupted(self._place("interrupted")) from failure
-        except Stopped as stopped:
-            if stopped.is_agreed:
-                raise
-            self.world.first_failure(stopped)
-            text = self._place(f"stopped by {stopped.reason}")
-            self._end_early("stopped", text)
-            raise Stopped(stopped.reason, text, is_agreed=False) from stopped
         except BaseException as failure:
+            if isinstance(failure, Stopped) and failure.is_agreed:
+                raise
+            # Published at once, before the report takes its time.
             first = self.world.first_failure(failure)
-            self._finish_checkpoint()
-            cause = first.cause if first.rank == 0 else f"rank {first.rank}: {first.cause}"
-            self._end_early("stopped" if first.is_stop else "failed", cause)
+            if self._has_begun:
+                self.checkpoints.finish_alone()
+            end = self._end(first)
+            self._end_early(end, writes=self._writes_end_after(first))
+            if isinstance(failure, Stopped) and first.is_stop:
+                raise Stopped(failure.reason, end.line, is_agreed=False) from failure
             raise
 
-    def _finish_checkpoint(self) -> None:
-        if self._has_begun:
-            self.checkpoints.finish_alone()
+    def _writes_end_after(self, first: FirstFailure) -> bool:
+        """Whether this rank writes the end of the run: rank 0, or rank 1 where that one's process is gone."""
+        if first.rank == 0 and first.is_death:
+            return self.world.rank == 1 and read_summary(self.folder).get("verdict") == "running"
+        return self.world.is_main
 
     def failed_stage(self) -> str | None:
         return self.logs.timeline.failed_stage if self._has_begun else None
@@ -285,28 +284,42 @@ class Run:
     def held_memory(self) -> HeldMemory | None:
         return self.logs.timeline.held if self._has_begun else None
 
-    def _end_early(self, verdict: str, error: str | None) -> None:
+    def _end_early(self, end: End, *, writes: bool) -> None:
         self.console.close()
-        if self.world.is_main and self._has_begun and not loss_of_folder():
-            write_early_end(self.folder, verdict, error)
+        if writes and self._has_begun and not loss_of_folder():
+            write_early_end(self.folder, end.verdict, end.line)
 
-    def _place(self, what: str) -> str:
-        """Where the run ends, and how it goes on."""
-        where = f"{what} in step {self.present_step} of {self.num_steps}"
-        if not self._has_begun or self.checkpoints.newest is None:
-            return f"{where}, before a checkpoint; the same command starts anew"
-        return f"{where}; the same command goes on from {self.checkpoints.newest}"
+    def _end(self, first: FirstFailure | None = None, *, asked: str | None = None) -> End:
+        """How the run ends: by `first`, the first failure of all ranks, as it was `asked`, or at its last step."""
+        failure = None
+        if first is not None:
+            asked = reason_of_stop(first.cause)
+            is_own = first.rank == 0 and not first.is_death
+            failure = first.cause if is_own else f"rank {first.rank}: {first.cause}"
+        newest = self.checkpoints.newest if self._has_begun else None
+        return end_of(
+            EndFacts(
+                f"step {min(self.present_step, self.num_steps)} of {self.num_steps}",
+                asked, None if asked else failure, self.checkpoints.problem if self._has_begun else None, newest,
+            )
+        )  # fmt: skip
 
     def finish(self, **fields: object) -> None:
-        """Close the logs, and write summary and report from the main rank; `fields` go into the summary."""
+        """Close the logs, and write summary and report from the main rank; `fields` go into the summary.
+
+        Raises Stopped, with a code of its own, where the last step could not be saved.
+        """
         faultpoint("shutdown")
         self.checkpoints.finish()
         self.logs.close()
         self.checkpoints.close()
         # The report reads every rank's timeline, and other ranks may read the summary next.
         barrier()
+        end = self._end()
         if self.world.is_main:
             seconds = {"seconds": time.perf_counter() - self._started, "startup_seconds": self._startup_seconds}
-            outcome = outcome_of(self._record, self.folder, self.checkpoints) | seconds | fields
+            outcome = outcome_of(end, self._record, self.folder, self.checkpoints) | seconds | fields
             write_outcome(self.folder, outcome, self.console, phase=self._checked.phase)
         barrier()
+        if end.code:
+            raise Stopped("", end.line, is_agreed=True, code=end.code)

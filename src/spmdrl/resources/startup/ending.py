@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import re
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from types import FrameType
 
 from spmdrl.resources.watch.stop_request import Stopped
 
 _INTERRUPTION = "interrupted"
 _STOP = "stopped by "
+_DEATH = "process {pid} ended without a word, as one that is killed does"
 _CONSEQUENCES = re.compile(
     "Connection (closed|reset|refused)|Broken pipe|recvValue failed|sendBytes failed|remote process|NCCL|HCCL|RPCErr"
     r"|\beof\b|Socket Timeout|[Tt]imed out|has been shutdown|communicator was aborted|Interrupted by another",
 )
-_is_interrupted = False
 
 
 @dataclass(frozen=True)
@@ -38,6 +34,11 @@ class FirstFailure:
         """Whether a rank was asked to stop before ranks could agree about it."""
         return reason_of_stop(self.cause) is not None
 
+    @property
+    def is_death(self) -> bool:
+        """Whether other ranks found its process gone, so that it has no line of its own."""
+        return self.cause.endswith(_DEATH.partition("}")[2])
+
 
 class PeerFailed(Exception):
     """This rank ended because another one had failed before."""
@@ -47,34 +48,9 @@ class PeerFailed(Exception):
         self.first = first
 
 
-class Interrupted(KeyboardInterrupt):
-    """Ctrl-C, with where the run was and how it goes on."""
-
-
-@contextmanager
-def noting_interrupts() -> Iterator[None]:
-    """Within the block Ctrl-C is noted too: KeyboardInterrupt is lost where it is raised in a finalizer or callback."""
-    # Ignored where a shell started the job in the background, and other than Python's own under a debugger.
-    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield
-        return
-    signal.signal(signal.SIGINT, _note)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def _note(number: int, frame: FrameType | None) -> None:
-    global _is_interrupted
-    _is_interrupted = True
-    raise KeyboardInterrupt
-
-
-def raise_noted_interrupt() -> None:
-    """Raise KeyboardInterrupt where Ctrl-C came before and was lost; for points at which a loop may end."""
-    if _is_interrupted:
-        raise KeyboardInterrupt
+def death(rank: int, pid: int) -> FirstFailure:
+    """The failure of a rank whose process is gone, and which has published none."""
+    return FirstFailure(rank, _DEATH.format(pid=pid))
 
 
 def is_consequence(failure: BaseException) -> bool:

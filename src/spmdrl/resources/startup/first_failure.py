@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
+from collections.abc import Mapping
 
 import torch.distributed as dist
 
-from spmdrl.resources.startup.ending import FirstFailure, cause_of, is_consequence, stop_cause
+from spmdrl.resources.startup.ending import FirstFailure, cause_of, death, is_consequence, stop_cause
+from spmdrl.resources.startup.launch import LaunchEnvironment
+from spmdrl.resources.startup.launcher import namespace, process_state
 from spmdrl.resources.watch.stop_request import Stopped, request
 
 _COUNT = "failures"
@@ -20,12 +24,33 @@ _ALIKE_SECONDS = 2.0
 _STORE_SECONDS = 3.0
 
 
-def find_first(store: dist.Store, rank: int, failure: BaseException) -> FirstFailure:
-    """The failure that came first on any rank: this one, or the one that the store holds already.
+def publish_process(store: dist.Store, launch: LaunchEnvironment) -> None:
+    """Record this rank's process, for `peers_of`."""
+    store.set(f"process/{launch.rank}", f"{namespace()} {os.getpid()}")
 
-    A failure that may well be a consequence waits some seconds for its cause to be published.
+
+def peers_of(store: dist.Store, launch: LaunchEnvironment) -> dict[int, int]:
+    """The processes, by rank, of the other ranks of this node that this one can see; all have published theirs."""
+    first = launch.first_rank_of(launch.node_rank)
+    ranks = [rank for rank in range(first, first + launch.local_world_size) if rank != launch.rank]
+    found = [(rank, store.get(f"process/{rank}").decode().rpartition(" ")) for rank in ranks]
+    # Containers number their processes by themselves, and only Linux shows them.
+    is_seen = process_state(os.getpid()) != "X"
+    return {rank: int(pid) for rank, (where, _, pid) in found if is_seen and where == namespace()}
+
+
+def find_first(
+    store: dist.Store, rank: int, failure: BaseException, peers: Mapping[int, int] | None = None
+) -> FirstFailure:
+    """The failure that came first on any rank: this one, the one that the store holds already, or a peer's death.
+
+    A failure that may well be a consequence waits some seconds for its cause to be published, or for one of `peers`,
+    processes by rank, to be gone. So does a request: a launcher sends SIGTERM too when a rank has ended.
     """
-    own = FirstFailure(rank, cause_of(failure))
+    own, peers = FirstFailure(rank, cause_of(failure)), peers or {}
+    if (dead := _gone({0: peers[0]} if 0 in peers else {})) is not None and not request.is_from_afar:
+        # The store that it kept is gone with it, and may take its time to say so.
+        return dead
     patience = 0.0
     if is_consequence(failure):
         patience = _CONSEQUENCE_SECONDS
@@ -33,7 +58,7 @@ def find_first(store: dist.Store, rank: int, failure: BaseException) -> FirstFai
         patience = _ALIKE_SECONDS
     found = [own]
     # On a thread of its own, since the store may be gone or never answer.
-    search = threading.Thread(target=_search, args=(store, own, patience, found), daemon=True)
+    search = threading.Thread(target=_search, args=(store, own, patience, found, peers), daemon=True)
     search.start()
     search.join(patience + _STORE_SECONDS)
     return found[-1]
@@ -63,12 +88,19 @@ def wait_for_all(store: dist.Store, size: int, state: str, timeout_seconds: floa
         pause = min(2 * pause, 0.1)
 
 
-def _search(store: dist.Store, own: FirstFailure, patience: float, found: list[FirstFailure]) -> None:
+def _search(
+    store: dist.Store, own: FirstFailure, patience: float, found: list[FirstFailure], peers: Mapping[int, int]
+) -> None:
+    suspect = None
     try:
         deadline = time.monotonic() + patience
-        while time.monotonic() < deadline and not store.check([_FIRST]):
+        while not store.check([_FIRST]):
+            suspect = _gone(peers) if patience > 0 or own.is_stop else None
+            if suspect is not None or time.monotonic() > deadline:
+                break
             time.sleep(0.05)
-        if publish(store, own):
+        if publish(store, suspect or own):
+            found.append(suspect or own)
             return
         deadline = time.monotonic() + _STORE_SECONDS
         while time.monotonic() < deadline:
@@ -78,7 +110,13 @@ def _search(store: dist.Store, own: FirstFailure, patience: float, found: list[F
             time.sleep(0.02)
     except (RuntimeError, ValueError, TypeError):
         # Rank 0, which keeps the store, has ended; the reason is in its own output, or was found before.
-        if own.rank != 0:
+        if (dead := _gone(peers)) is not None and not request.is_from_afar:
+            found.append(dead)
+        elif own.rank != 0:
             is_asked = own.is_interruption or own.is_stop
             cause = own.cause if is_asked else "it ended first; its output says why"
             found.append(FirstFailure(0, stop_cause(request.reason or "") if request.is_leaving else cause))
+
+
+def _gone(peers: Mapping[int, int]) -> FirstFailure | None:
+    return next((death(rank, pid) for rank, pid in peers.items() if process_state(pid) in "ZX"), None)

@@ -38,7 +38,7 @@ def end_with_launcher(environ: Mapping[str, str] = os.environ) -> None:
     launcher = launcher_of(os.getpid())
     if launcher is None:
         # Orphaned while it started, or in a container of its own, whose launcher it can't see.
-        if environ.get(_VARIABLE, "").endswith(_namespace()) or not _store_answers(environ):
+        if environ.get(_VARIABLE, "").endswith(namespace()) or not _store_answers(environ):
             _end()
         _start_thread(_poll_parent, parent)
         return
@@ -58,7 +58,7 @@ def end_with_launcher(environ: Mapping[str, str] = os.environ) -> None:
 
 def announce(environ: MutableMapping[str, str] = os.environ) -> None:
     """Export where this launcher is visible to the ranks that it starts, so that orphans recognise themselves."""
-    environ[_VARIABLE] = f"in {_namespace()}"
+    environ[_VARIABLE] = f"in {namespace()}"
 
 
 def remove_empty_folders(environ: Mapping[str, str] = os.environ) -> None:
@@ -95,7 +95,7 @@ def launcher_of(pid: int) -> int | None:
     return None
 
 
-def _namespace() -> str:
+def namespace() -> str:
     """Of process ids, such as `pid:[4026531836]`: a container has one of its own."""
     try:
         return os.readlink("/proc/self/ns/pid")
@@ -120,11 +120,20 @@ def _ancestors(pid: int) -> Iterator[int]:
 
 
 def _parent(pid: int) -> int:
+    return int(_status(pid)[1])
+
+
+def process_state(pid: int) -> str:
+    """The kernel's letter for a process of this node, such as R or T; X where it is gone."""
+    return _status(pid)[0]
+
+
+def _status(pid: int) -> list[str]:
     try:
         # The name before it may hold spaces and parentheses.
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return 0
+        return ["X", "0"]
 
 
 def _command(pid: int) -> list[str]:

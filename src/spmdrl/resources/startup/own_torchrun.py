@@ -18,12 +18,14 @@ from torch.distributed.elastic.multiprocessing.api import PContext, SignalExcept
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import parse_args, run
 
+from spmdrl.observability.ownership.fence import FOLDER_TAKEN
 from spmdrl.observability.terminal.screen import show
 from spmdrl.resources.startup.ending import cause_of
 from spmdrl.resources.startup.launcher import announce
 from spmdrl.resources.startup.one_node import keep_to_one_node
 from spmdrl.resources.startup.patient_rendezvous import PatientRendezvous, know_this_node
-from spmdrl.resources.watch.stop_request import STOPPED
+from spmdrl.resources.watch.hang_report import HUNG
+from spmdrl.resources.watch.stop_request import ENDED_TOGETHER, INTERRUPTED, SIGNALS, STOPPED, UNSAVED
 
 # For which ranks may save after SIGTERM before they are killed; a scheduler that sent it has a limit besides.
 _SAVING_SECONDS = 3600
@@ -34,7 +36,7 @@ _QUIETED = ("torch.distributed.elastic.", "torch.distributed.launcher.", "torch.
 def run_ranks(argv: Sequence[str]) -> int:
     """Run torchrun; returns the exit code of the rank that failed first, or 128 + the signal that ended it.
 
-    75 where ranks were stopped on request.
+    That of the ranks where they were stopped on request.
     """
     arguments = parse_args(list(argv))
     keep_to_one_node(arguments)
@@ -52,7 +54,7 @@ def run_ranks(argv: Sequence[str]) -> int:
     except ChildFailedError as error:
         return _show_failure(error)
     except SignalException as error:
-        return STOPPED if StoppingAgent.has_stopped else 128 + error.sigval
+        return StoppingAgent.agreed or 128 + error.sigval
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except Exception as error:
@@ -65,8 +67,8 @@ def run_ranks(argv: Sequence[str]) -> int:
 class StoppingAgent(LocalElasticAgent):
     """torchrun's agent, whose ranks have time to save when it is asked to stop."""
 
-    has_stopped: ClassVar = False
-    """whether ranks ended on request"""
+    agreed: ClassVar = 0
+    """the exit code of ranks that ended on request, or with more than they could save; 0: they didn't"""
     _has_passed_on = False
 
     def __init__(self, spec: WorkerSpec, *arguments: Any, **options: Any):
@@ -75,7 +77,11 @@ class StoppingAgent(LocalElasticAgent):
         super().__init__(spec, *arguments, **options)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        hangup = signal.getsignal(signal.SIGHUP)
         started = super()._start_workers(worker_group)
+        if hangup == signal.SIG_IGN:
+            # As nohup wants it, whose ranks torchrun would end.
+            signal.signal(signal.SIGHUP, hangup)
         signal.signal(signal.SIGUSR1, self._pass_on)
         return started
 
@@ -87,18 +93,21 @@ class StoppingAgent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result = super()._monitor_workers(worker_group)
-        # A rank that had not begun ends by the signal itself.
-        asked = {STOPPED, -signal.SIGUSR1} if self._has_passed_on else {STOPPED}
-        if any(failure.exitcode in asked for failure in result.failures.values()):
-            StoppingAgent.has_stopped = True
+        codes = {failure.exitcode for failure in result.failures.values()}
+        StoppingAgent.agreed = _agreed_code(codes, signal.SIGUSR1 if self._has_passed_on else None)
+        if StoppingAgent.agreed:
             self._remaining_restarts = 0
         return result
 
     def _shutdown(self, death_sig: signal.Signals | None = None, *arguments: Any, **options: Any) -> None:
         """End the ranks; those that a signal to this process ends have the time that saving takes."""
-        if death_sig == signal.SIGTERM and self._pcontext is not None:
-            self._pcontext.close(death_sig, _SAVING_SECONDS)
-            StoppingAgent.has_stopped = _exit_codes(self._pcontext) <= {STOPPED, -signal.SIGTERM}
+        if death_sig in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP) and self._pcontext is not None:
+            try:
+                self._pcontext.close(death_sig, _SAVING_SECONDS)
+            except SignalException:
+                show("spmdrl: asked to stop for the second time; the ranks are killed", stream=sys.stderr)
+                self._pcontext.close(signal.SIGKILL, 1)
+            StoppingAgent.agreed = _agreed_code(_exit_codes(self._pcontext), death_sig)
         super()._shutdown(death_sig or signal.SIGTERM, *arguments, **options)
 
 
@@ -107,13 +116,31 @@ def _exit_codes(context: PContext) -> set[int | None]:
     return {handler.proc.returncode for handler in handlers.values()}
 
 
+def _agreed_code(codes: set[int | None], asked: int | None) -> int:
+    """The exit code of ranks that agreed to end; 0 where one of them failed.
+
+    A rank that had not begun ends by the signal itself: by the one that was passed on where none had.
+    """
+    agreed = codes.intersection(ENDED_TOGETHER)
+    if asked is not None and codes == {-asked}:
+        return INTERRUPTED if asked == signal.SIGINT else STOPPED
+    if codes - {-number for number in SIGNALS} != agreed:
+        return 0
+    return next((code for code in (UNSAVED, INTERRUPTED, STOPPED) if code in agreed), 0)
+
+
 def _show_failure(error: ChildFailedError) -> int:
     rank, failure = error.get_first_failure()
-    if StoppingAgent.has_stopped:
-        return STOPPED
+    if StoppingAgent.agreed:
+        return StoppingAgent.agreed
+    if any(one.exitcode == HUNG for one in error.failures.values()):
+        # Beside it, the rank that hung may have been killed by another one.
+        return HUNG
     if failure.exitcode < 0:
         name = failure.signal_name()
         hint = "; the kernel does that where memory runs out" if -failure.exitcode == signal.SIGKILL else ""
         show(f"spmdrl: rank {rank} (process {failure.pid}) was ended by {name}{hint}", stream=sys.stderr)
         return 128 - failure.exitcode
+    if failure.exitcode not in (1, 2, FOLDER_TAKEN, *ENDED_TOGETHER):
+        show(f"spmdrl: rank {rank} (process {failure.pid}) ended with {failure.exitcode}", stream=sys.stderr)
     return failure.exitcode

@@ -22,7 +22,22 @@ from spmdrl.observability.terminal.screen import show
 
 STOPPED = 75
 """the exit code of a run that was stopped on request and goes on when it is started again (EX_TEMPFAIL)"""
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+UNSAVED = 74
+"""the exit code of a run that trained more than it could save (EX_IOERR), so that nothing should start it again"""
+INTERRUPTED = 130
+"""the exit code of a run that Ctrl-C stopped, as a shell counts it"""
+ENDED_TOGETHER = (STOPPED, UNSAVED, INTERRUPTED)
+"""the exit codes of ranks that agreed to end, after which none is to be started again by its launcher"""
+# By signal, the handlers that a request takes the place of. SIGHUP stays ignored under nohup, and Ctrl-C in what a
+# shell starts in the background; under a debugger it has another handler.
+_REPLACED: dict[int, tuple[object, ...]] = {
+    signal.SIGTERM: (signal.SIG_DFL, signal.SIG_IGN),
+    signal.SIGUSR1: (signal.SIG_DFL, signal.SIG_IGN),
+    signal.SIGHUP: (signal.SIG_DFL,),
+    signal.SIGINT: (signal.default_int_handler,),
+}
+SIGNALS = tuple(_REPLACED)
+_CTRL_C = "Ctrl-C"
 # A signal that a launcher forwards arrives twice where the sender reached all processes.
 _TWICE_SECONDS = 1.0
 # In which a rank that is set up leaves by itself: its main thread may wait in C++, where no handler of Python runs.
@@ -35,13 +50,29 @@ Phase = Literal["importing", "setting up", "running", "ending"]
 
 
 class Stopped(BaseException):
-    """The run ends because it was asked to; the text has how it goes on."""
+    """The run ends because it was asked to, or with more than it could save; the text has how it goes on."""
 
-    def __init__(self, reason: str, text: str, *, is_agreed: bool):
+    def __init__(self, reason: str, text: str, *, is_agreed: bool, code: int | None = None):
+        """`code` is the exit code where that isn't the one of the request."""
         super().__init__(text)
         self.reason = reason
+        self.code = code_of_stop(reason) if code is None else code
         self.is_agreed = is_agreed
         """whether all ranks end at the same place, so that none has to learn it from another"""
+
+
+def code_of_stop(reason: str) -> int:
+    """The exit code of a run that was asked to stop, and has saved."""
+    return INTERRUPTED if reason.startswith(_CTRL_C) else STOPPED
+
+
+def stop_words(reason: str) -> str:
+    """How a line about such a run begins."""
+    return "interrupted" if reason.startswith(_CTRL_C) else f"stopped by {reason}"
+
+
+def _reason_of(number: int) -> str:
+    return _CTRL_C if number == signal.SIGINT else signal.Signals(number).name
 
 
 class StopAgreed(Exception):
@@ -57,11 +88,12 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.reason: str | None = None
-        """such as SIGTERM; None while nobody asked"""
+        """such as SIGTERM or Ctrl-C; None while nobody asked"""
         self.is_handled = False
         """whether signals are noted"""
         self.phase: Phase = "importing"
         self._is_main = False
+        self._ours: frozenset[int] = frozenset()
         self._came: dict[int, float] = {}
 
     @property
@@ -69,19 +101,25 @@ class StopRequest:
         """Whether this rank was asked before the first step, so that it leaves without an agreement."""
         return self.reason is not None and self.phase == "setting up"
 
+    @property
+    def is_from_afar(self) -> bool:
+        """Whether another rank was asked, and this one has read that in the job's store."""
+        return self.reason is not None and self.reason.endswith(")")
+
     def note(self, reason: str) -> None:
         """Ask this process to stop; the first reason counts."""
         self.reason = self.reason or reason
 
     @contextmanager
     def handling_signals(self, rank: int) -> Iterator[None]:
-        """Within the block SIGTERM and SIGUSR1 are requests; the same one a second time ends the process at once."""
+        """Within the block SIGNALS are requests; the same one a second time ends the process at once."""
         self._is_main = rank == 0
         self.phase = "importing"
         self.reason = None
         self._came.clear()
-        ours = [number for number in SIGNALS if signal.getsignal(number) in (signal.SIG_DFL, signal.SIG_IGN)]
+        ours = [number for number, handlers in _REPLACED.items() if signal.getsignal(number) in handlers]
         before = {number: signal.signal(number, self._on_signal) for number in ours}
+        self._ours = frozenset(ours)
         self.is_handled = True
         try:
             with self._leaving_in_time():
@@ -107,9 +145,9 @@ class StopRequest:
     def _end_if_late(self, received: socket.socket) -> None:
         with received:
             while number := received.recv(1):
-                if number[0] in SIGNALS and self.phase == "setting up":
+                if number[0] in self._ours and self.phase == "setting up":
                     # Before the handler: other ranks learn it even while the main thread waits for one of them.
-                    self.note(signal.Signals(number[0]).name)
+                    self.note(_reason_of(number[0]))
                     time.sleep(_LEAVING_SECONDS)
                     if self.is_handled and self.phase == "setting up":
                         self._end_at_once()
@@ -123,7 +161,7 @@ class StopRequest:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         self._came.setdefault(number, now)
-        self.note(signal.Signals(number).name)
+        self.note(_reason_of(number))
         if self.phase == "importing":
             self._end_at_once()
         if self.phase == "setting up":
@@ -154,9 +192,9 @@ class StopRequest:
     def _end_at_once(self) -> None:
         if self._is_main:
             with suppress(OSError):
-                show(f"spmdrl: stopped by {self.reason} before it began; start it again", stream=sys.stderr)
+                show(f"spmdrl: {stop_words(self.reason or '')} before it began; start it again", stream=sys.stderr)
         sys.stderr.flush()
-        os._exit(STOPPED)
+        os._exit(code_of_stop(self.reason or ""))
 
 
 request = StopRequest()
