@@ -110,10 +110,26 @@ def test_what_a_killed_save_left_goes_and_what_it_was_to_replace_comes_back(tmp_
     # Killed between its two renames; and one killed while it was writing.
     store.folder_of(1).rename(tmp_path / ".old_step_000001")
     write(tmp_path / ".writing_step_000001")
-    write(tmp_path / ".writing_step_000002")
+    write(tmp_path / ".writing_17_step_000002")
+    write(tmp_path / ".forgotten_step_000003")
     store.remove_leftovers()
     assert [path.name for path in tmp_path.iterdir()] == ["step_000001"]
     assert damage(store.folder_of(1)) is None
+
+
+@pytest.mark.parametrize("name", [".my_step_000001", ".old_step_1", ".writing_a_step_000001", ".old_step_000001.tar"])
+def test_what_no_save_has_named_is_left_alone(name, tmp_path):
+    write(tmp_path / name)
+    store_in(tmp_path).remove_leftovers()
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_a_manifest_of_brackets_is_damage_and_is_written_over(tmp_path):
+    store = store_in(tmp_path)
+    assert store.save(1, write).folder
+    (store.folder_of(1) / MANIFEST).write_text("[" * 200_000)
+    assert "too many brackets" in str(damage(store.folder_of(1)))
+    assert store.save(1, write).folder and damage(store.folder_of(1)) is None
 
 
 def test_a_folder_without_a_manifest_is_no_checkpoint(tmp_path):

@@ -26,6 +26,7 @@ from spmdrl.engines.training.checkpoints.manifest import (
     describe_file,
     read_manifest,
     step_folder_name,
+    step_of_folder,
     steps_in,
     sync_file,
 )
@@ -33,6 +34,8 @@ from spmdrl.observability.fault_points import faultpoint
 from spmdrl.observability.ownership.fence import FolderTaken, check_fence, token_number
 from spmdrl.resources.collectives import broadcast_bytes, gather_bytes
 
+# As saves name what they put beside the checkpoints.
+_ASIDE = re.compile(r"\.(old|forgotten|writing(_\d+)?)")
 WRITE_FAILURES = (OSError, SafetensorError, MemoryError, RuntimeError)
 """What a full or failing disk raises, through Python's files, safetensors or torch."""
 
@@ -216,13 +219,17 @@ class CheckpointStore:
         """Delete what a killed save left half-written, on the main rank."""
         if not self.is_main:
             return
-        for old in self.root.glob(".old_step_*"):
-            # Killed between two renames, a save leaves the folder that it was to replace.
-            target = self.root / old.name.removeprefix(".old_")
-            if not target.exists():
-                os.rename(old, target)
         for aside in self.root.glob(".*step_*"):
-            shutil.rmtree(aside, ignore_errors=True)
+            prefix, _, step = aside.name.rpartition("_step_")
+            # Anything else is somebody else's.
+            if not _ASIDE.fullmatch(prefix) or step_of_folder(f"step_{step}") is None:
+                continue
+            # Killed between two renames, a save leaves the folder that it was to replace.
+            target = self.root / f"step_{step}"
+            if prefix == ".old" and not target.exists():
+                os.rename(aside, target)
+            else:
+                shutil.rmtree(aside, ignore_errors=True)
 
     def _publish(self, aside: Path, manifest: Manifest) -> None:
         path = aside / MANIFEST

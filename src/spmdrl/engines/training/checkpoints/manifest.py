@@ -72,14 +72,17 @@ def damage(folder: Path, required: Collection[str] = (), *, below: str = "") -> 
     """
     try:
         return _damage(folder, read_manifest(folder), required, below)
-    except (OSError, ValueError, RecursionError) as failure:
+    except (OSError, ValueError) as failure:
         return f"its files can't be read: {failure}"
 
 
 def read_manifest(folder: Path) -> Manifest:
     """Raises ValueError for anything but a list of files that stays inside the folder."""
     path = folder / MANIFEST
-    content = json.loads(path.read_bytes().decode(), object_pairs_hook=_without_duplicates)
+    try:
+        content = json.loads(path.read_bytes().decode(), object_pairs_hook=_without_duplicates)
+    except RecursionError:
+        raise ValueError(f"its {MANIFEST} has too many brackets") from None
     if (
         not isinstance(content, dict)
         or not _is_count(content.get("step"))
