@@ -25,6 +25,8 @@ from spmdrl.resources.device import Device
 from spmdrl.resources.network.secret import VARIABLE
 from spmdrl.resources.network.sockets import listening_sockets
 from spmdrl.resources.startup.launch import LaunchEnvironment, StartRefused
+from spmdrl.resources.startup.launcher import KEPT_PORT
+from spmdrl.resources.startup.one_node import OneNodeRendezvous
 from spmdrl.resources.startup.rank_agreement import ATTEMPT_KEY
 from spmdrl.resources.startup.rendezvous import Network, meet_at_store
 from spmdrl.resources.world import World, connect, open_world
@@ -116,10 +118,14 @@ def test_without_a_launchers_store_the_gate_listens_at_the_masters_port(launcher
         meet_at_store(launch_of(0, launcher.port), SECONDS, Network())
 
 
-def test_one_node_meets_on_loopback_whatever_its_host_is_called(monkeypatch, launcher):
+def test_one_node_meets_at_a_port_that_is_kept_whatever_its_host_is_called(monkeypatch, launcher):
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE")
-    with socket.create_server((HOST, 0)) as bound:
-        port = bound.getsockname()[1]
+    monkeypatch.setenv(KEPT_PORT, "")
+    kept = OneNodeRendezvous("a job")
+    port = kept.next_rendezvous().bootstrap_store_info.master_port
+    # Until rank 0 listens at it, no other process gets it.
+    with pytest.raises(OSError, match="in use"):
+        socket.create_server((HOST, port)).close()
     ranks = [replace(launch_of(rank, port), master_addr="192.0.2.1") for rank in range(2)]
     with ExitStack() as stack:
         for launch in ranks:

@@ -19,6 +19,8 @@ from pathlib import Path
 _PR_SET_PDEATHSIG = 1
 _POLL_SECONDS = 1.0
 _VARIABLE = "SPMDRL_LAUNCHER"
+KEPT_PORT = "SPMDRL_KEPT_PORT"
+"""the variable with the port that a launcher keeps for rank 0"""
 _PROGRAMS = ("torchrun", "msrun")
 _MODULES = ("torch.distributed.run", "torch.distributed.launch")
 

@@ -6,6 +6,7 @@ such store: the agent has one in its own memory, and ranks meet at rank 0's gate
 
 from __future__ import annotations
 
+import os
 import socket
 from argparse import Namespace
 
@@ -18,6 +19,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous import rendezvous_handler_registry as registered
 
 from spmdrl.resources.network.sockets import LOOPBACK
+from spmdrl.resources.startup.launcher import KEPT_PORT
 
 _BACKEND = "one_node"
 
@@ -28,6 +30,7 @@ class OneNodeRendezvous(RendezvousHandler):
     def __init__(self, run_id: str):
         self._run_id = run_id
         self._is_closed = False
+        self._kept = socket.socket()
 
     def get_backend(self) -> str:
         return _BACKEND
@@ -37,7 +40,14 @@ class OneNodeRendezvous(RendezvousHandler):
         return False
 
     def next_rendezvous(self) -> RendezvousInfo:
-        return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo(LOOPBACK, _free_port()))
+        # Kept here, so that no other process is given the port before rank 0 listens at it.
+        self._kept.close()
+        self._kept = socket.socket()
+        self._kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        self._kept.bind((LOOPBACK, 0))
+        port = self._kept.getsockname()[1]
+        os.environ[KEPT_PORT] = str(port)
+        return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo(LOOPBACK, port))
 
     def is_closed(self) -> bool:
         return self._is_closed
@@ -53,11 +63,6 @@ class OneNodeRendezvous(RendezvousHandler):
 
     def shutdown(self) -> bool:
         return True
-
-
-def _free_port() -> int:
-    with socket.create_server((LOOPBACK, 0)) as bound:
-        return bound.getsockname()[1]
 
 
 def keep_to_one_node(arguments: Namespace) -> None:

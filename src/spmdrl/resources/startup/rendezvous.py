@@ -26,6 +26,7 @@ from spmdrl.resources.network.network_interface import choose_interface
 from spmdrl.resources.network.secret import VARIABLE, read_or_make_secret, secret_file
 from spmdrl.resources.network.sockets import LOOPBACK, Door
 from spmdrl.resources.startup.launch import LaunchEnvironment, StartRefused
+from spmdrl.resources.startup.launcher import KEPT_PORT
 from spmdrl.resources.startup.rank_agreement import ATTEMPT_KEY
 
 _GATE_KEY = "spmdrl/gate"
@@ -127,7 +128,8 @@ def _host_store(gate: Gate, launch: LaunchEnvironment, host: str, timeout: timed
         threading.Thread(target=_announce, args=(gate, address, board, launch), name="announce", daemon=True).start()
     else:
         try:
-            gate.listen(host, launch.master_port)
+            is_kept = os.environ.get(KEPT_PORT) == str(launch.master_port)
+            gate.listen(host, launch.master_port, is_kept=is_kept)
         except OSError as error:
             raise StartRefused(
                 f"rank 0 can't listen at {host}, MASTER_PORT {launch.master_port}: {error}; "
