@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from spmdrl.cli.command_line import main
+from spmdrl.config.reader import ConfigError
 from spmdrl.verbs.launching.job_script import SYSTEMS, Job, job_script
 from tests.support.jobs import ROOT, environment, tiny_config
 
@@ -107,6 +108,7 @@ def test_the_filled_in_script_starts_what_the_plain_one_starts(tmp_path, filled)
     [
         ({}, 0, False, ""),
         ({"STEP_CODE": "1"}, 1, False, ""),
+        ({"STEP_CODE": "74"}, 74, False, ""),
         ({"STOP": "1"}, 75, True, "stopped and saved; requeued"),
         ({"STOP": "1", "REFUSED": "1"}, 75, True, "refuses to requeue, so unless RequeueExit has 75, submit"),
         ({"STOP": "1", "MAX_REQUEUES": "3", "SLURM_RESTART_COUNT": "3"}, 1, False, "MAX_REQUEUES is 3"),
@@ -120,6 +122,38 @@ def test_a_job_is_requeued_where_its_ranks_have_stopped_and_only_there(tmp_path,
     done, calls = run_script(tmp_path, script, "train", "run.yaml", PYTHON=sys.executable, **variables)
     assert done.returncode == code and words in done.stdout, done.stdout + done.stderr
     assert ("scontrol requeue 30017" in calls) == requeued
+
+
+def test_a_file_of_commands_comes_before_the_ranks(tmp_path):
+    setup = tmp_path / "setup.sh"
+    setup.write_text('export NCCL_SOCKET_IFNAME=${UNSET_HERE}ib0; echo "set up" >&2\n')
+    script = job_script(job("slurm"), {"SETUP": str(setup), "SCRATCH": str(tmp_path / "scratch")})
+    done, _ = run_script(tmp_path, script.replace("srun --", "echo $NCCL_SOCKET_IFNAME; srun --"))
+    assert (done.returncode, done.stderr) == (0, "set up\n") and "ib0\n" in done.stdout
+    setup.write_text("false\n")
+    done, calls = run_script(tmp_path, script)
+    assert done.returncode == 2 and "which fails" in done.stdout and not calls
+
+
+@pytest.mark.parametrize("control", ["\n", "\r", "\x1b", "\x85", "\u2028", "\udcff"])
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_nothing_with_a_control_character_gets_into_a_script(system, control):
+    word = f"run.dir=a{control}touch pwned"
+    for bad in (Job(system, "train", (word,), 1, 1, name="a"), Job(system, "train", ("x",), 1, 1, name=word)):
+        with pytest.raises(ConfigError, match="control character"):
+            job_script(bad, {})
+
+
+def test_options_are_in_the_line_by_which_a_script_is_filled_in_again():
+    line = job_script(job("slurm", "--time=1:00", "--constraint=a|b"), {}).splitlines()[1]
+    assert line.endswith("--nodes 2 --ranks-per-node 4 --sbatch=--time=1:00 '--sbatch=--constraint=a|b'")
+
+
+def test_a_job_without_a_limit_or_devices_is_said_to_take_the_partitions_own(tmp_path, capsys):
+    arguments = ["launch", "slurm", str(tiny_config(tmp_path)), "--ranks-per-node=2", "--dry-run"]
+    assert main(arguments) == 0 and "no --gpus-per-node and no --time" in capsys.readouterr().err
+    assert main([*arguments, "--sbatch=--gres=gpu:2"]) == 0 and "launch: no --time, so" in capsys.readouterr().err
+    assert main([*arguments, "--sbatch=--gres=gpu:2", "--sbatch=--time=1"]) == 0 and not capsys.readouterr().err
 
 
 def test_the_verb_checks_the_config_and_prints_the_script(tmp_path, capsys):
@@ -141,6 +175,7 @@ def test_the_verb_checks_the_config_and_prints_the_script(tmp_path, capsys):
             ["msrun", "run.yaml", "--ranks-per-node=2", "--sbatch=--time=1"],
             "--sbatch is '--time=1' for msrun, but must",
         ),
+        (["slurm", "run.yaml", "--ranks-per-node=2", "--sbatch=--comment='"], "must be one option of Slurm's sbatch"),
         (["slurm", "run.yaml", "--ranks-per-node=2", "--sbatch", "time=1"], "must be one option of Slurm's sbatch"),
     ],
 )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import sys
 from collections import deque
 from collections.abc import Sequence
 
@@ -32,6 +34,11 @@ def main(arguments: Sequence[str], launch: LaunchEnvironment, verbs: Sequence[st
     if "--ranks-per-node" not in numbers:
         raise ConfigError("launch needs --ranks-per-node N: how many ranks each node runs, one for each of its devices")
     options, rest = _take_options(rest, system)
+    named = {"--gpus-per-node": ("--gpus", "--gres"), "--time": ("--time",)}
+    lacking = [name for name, ways in named.items() if not any(option.startswith(ways) for option in options)]
+    if system == "slurm" and lacking:
+        advice = " ".join(f"--sbatch={name}=..." for name in lacking)
+        show(f"launch: no {' and no '.join(lacking)}, so the partition's defaults hold; {advice}", stream=sys.stderr)
     is_dry = "--dry-run" in rest
     rest = [word for word in rest if word != "--dry-run"]
     verb, words = take_verb(rest, verbs)
@@ -55,7 +62,7 @@ def _take_options(arguments: Sequence[str], system: str) -> tuple[tuple[str, ...
             others.append(flag + equals + option)
             continue
         option = option if equals else (rest.popleft() if rest else "")
-        if system != "slurm" or not option.startswith("--") or any(letter.isspace() for letter in option):
+        if system != "slurm" or not option.startswith("--") or re.search(r"[\s\"']", option):
             raise ConfigError(
                 f"--sbatch is {option!r} for {system}, but must be one option of Slurm's sbatch, "
                 "as in launch slurm --sbatch=--partition=gpu"

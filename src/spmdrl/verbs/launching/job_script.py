@@ -15,12 +15,15 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from unicodedata import category
 
 from spmdrl.config.reader import ConfigError
 
 SYSTEMS = {"slurm": "slurm.sbatch", "msrun": "msrun.sh"}
 # As the scripts write it: NAME=${NAME:-DEFAULT}, and behind two spaces, what it is.
 _SETTING = re.compile(r"^(?P<name>[A-Z_]+)=(?:\$\{(?P=name):-(?P<default>[^}]*)\}|\(\"\$@\"\))(?=  #|$)", re.MULTILINE)
+# Controls, lone surrogates, and what separates lines: quotes don't hold in a comment, which would end there.
+_BREAKING = frozenset({"Cc", "Cs", "Zl", "Zp"})
 _FIRST_LINE = "#!/usr/bin/env bash\n"
 
 
@@ -42,6 +45,9 @@ class Job:
 
 def job_script(job: Job, environ: Mapping[str, str]) -> str:
     """The script with all of its settings filled in: the job's, those of the environment, and defaults."""
+    for word in (*job.words, job.name, *job.options):
+        if not _BREAKING.isdisjoint(map(category, word)):
+            raise ConfigError(f"{word!r} has a control character, which a script can't hold; remove it")
     given = {
         "NODES": str(job.num_nodes),
         "RANKS_PER_NODE": str(job.ranks_per_node),
@@ -61,7 +67,8 @@ def job_script(job: Job, environ: Mapping[str, str]) -> str:
         script = _with_options(
             script, (f"--job-name={shlex.quote(job.name)}", f"--nodes={job.num_nodes}", *job.options)
         )
-    flags = f"--nodes {job.num_nodes} --ranks-per-node {job.ranks_per_node}"
+    options = [shlex.quote(f"--sbatch={option}") for option in job.options]
+    flags = " ".join([f"--nodes {job.num_nodes} --ranks-per-node {job.ranks_per_node}", *options])
     head = f"{_FIRST_LINE}# Filled in by: spmdrl launch {job.system} {words} {flags}\n"
     return head + script.removeprefix(_FIRST_LINE)
 

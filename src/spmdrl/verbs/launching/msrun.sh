@@ -10,6 +10,7 @@ NODE_RANK=${NODE_RANK:-}  # of this node among several, 0 on HEAD
 RANKS_PER_NODE=${RANKS_PER_NODE:-1}
 HEAD=${HEAD:-127.0.0.1}  # the name or address of node 0
 PORT=${PORT:-8118}  # and a port there, after which the next one is taken too
+SETUP=${SETUP:-}  # a file of shell commands that come first: modules, containers, variables such as NCCL_SOCKET_IFNAME
 PYTHON=${PYTHON:-python}  # of the environment that spmdrl is installed in
 MSRUN=${MSRUN:-msrun}
 LOGS=${LOGS:-msrun_logs}
@@ -30,6 +31,12 @@ if [ "$NODES" -eq 1 ]; then
 elif [ -z "$NODE_RANK" ]; then
     say "NODE_RANK isn't set; set it to 0 on HEAD, and to 1, 2, ... on the other nodes (under srun, to \$SLURM_NODEID)"
     exit 2
+fi
+if [ -n "$SETUP" ]; then
+    # Modules of clusters use variables that aren't set.
+    set +u
+    source "$SETUP" || { say "SETUP is $SETUP, which fails"; exit 2; }
+    set -u
 fi
 if ! msrun=$(command -v "$MSRUN"); then
     say "there is no $MSRUN; install mindspore, or name it: MSRUN=/path/to/bin/msrun"
