@@ -77,3 +77,15 @@ share_cores() {
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > $1 ? cores / $1 : 1))}
     export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE}
 }
+
+# The folder of a run named $1: that of `run.dir=` among the other arguments, else a new one, with how to go on in it.
+run_folder() {
+    local name=$1 folder word
+    shift
+    folder=runs/$name-$(date +%Y%m%d-%H%M%S)
+    for word in "$@"; do
+        case $word in run.dir=*) folder=${word#run.dir=} ;; esac
+    done
+    say "if it is stopped, this goes on: bash launch/$name.sh$([ $# -eq 0 ] || printf ' %q' "$@") $(printf %q "run.dir=$folder")" >&2
+    echo "$folder"
+}

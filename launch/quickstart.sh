@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # From a fresh clone to a trained model: bash launch/quickstart.sh [key.path=value ...]
+# run.dir=FOLDER of an earlier call goes on where that one stopped.
 # RANKS=2 processes by default; PYTHON and SPMDRL_TORCH are explained in environment.sh.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -7,5 +8,6 @@ source launch/environment.sh
 
 prepare_environment ""
 share_cores "${RANKS:-2}"
+run=$(run_folder quickstart "$@")
 exec .venv/bin/python -m spmdrl.torchrun --standalone --nproc-per-node "${RANKS:-2}" -m spmdrl train configs/debug/quickstart.yaml \
-    "run.dir=runs/quickstart-$(date +%Y%m%d-%H%M%S)" "$@"
+    "$@" "run.dir=$run"

@@ -40,10 +40,7 @@ PYTHON
 prepare_environment gguf
 [ -d "$model" ] || make_model
 
-run=runs/smollm2-$(date +%Y%m%d-%H%M%S)
-for word in "$@"; do
-    case $word in run.dir=*) run=${word#run.dir=} ;; esac
-done
+run=$(run_folder smollm2 "$@")
 share_cores "${RANKS:-2}"
 # Some processors multiply bfloat16 in a fraction of float32's time, others, with the same instructions by name, in more.
 dtype=$("$venv/bin/python" - <<'PYTHON'
