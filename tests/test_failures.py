@@ -213,6 +213,33 @@ def test_a_rank_that_is_killed_is_named_in_one_line(tmp_path):
     assert re.match(r"spmdrl: rank 1 \(process \d+\) was ended by SIGKILL", line), line
 
 
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_a_stopped_rank_is_killed_once_it_has_been_named(tmp_path):
+    limit = "resources.stage_timeout_seconds=4"
+    with started(tmp_path, MODULE, str(tiny_config(tmp_path)), *ENDLESS, limit) as job:
+        job.wait_for(job.has_stepped)
+        os.kill(job.ranks()[1], signal.SIGSTOP)
+        job.wait_for(job.shown)
+        # torchrun's own SIGTERM would wait for half a minute.
+        assert job.process.wait(10) == 124
+    [line] = job.shown()
+    assert line.startswith("spmdrl: rank 1 hangs: no answer for"), line
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_a_second_signal_ends_a_job_with_a_stopped_rank_at_once(tmp_path):
+    with started(tmp_path, MODULE, str(tiny_config(tmp_path)), *ENDLESS) as job:
+        job.wait_for(job.has_stepped)
+        os.kill(job.ranks()[1], signal.SIGSTOP)
+        job.process.send_signal(signal.SIGTERM)
+        time.sleep(1.5)
+        job.process.send_signal(signal.SIGTERM)
+        assert job.process.wait(10) == 143
+    assert job.shown() == ["spmdrl: asked to stop for the second time; the ranks are killed"]
+
+
 # A reward function with a child of its own, which outlives the call where nobody ends it.
 FAMILY = """
 import subprocess

@@ -50,7 +50,7 @@ def watching(checked: CheckedRun, world: World) -> Iterator[None]:
     # The other verbs have nothing to save.
     stops = StopWatch(store, world.rank, world.size, deadline).running() if is_training else nullcontext()
     sampled = nullcontext() if store is None else work_sampler.running()
-    with stops, HangWatch(watch, store, show_hang).running(), sampled:
+    with stops, HangWatch(watch, store, show_hang, world.peers).running(), sampled:
         yield
 
 

@@ -15,9 +15,10 @@ import faulthandler
 import json
 import math
 import os
+import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,6 +30,7 @@ from spmdrl.observability.activity import activity
 from spmdrl.observability.ownership.fence import loss_of_folder
 from spmdrl.resources.startup.ending import FirstFailure
 from spmdrl.resources.startup.first_failure import publish
+from spmdrl.resources.startup.launcher import process_state
 from spmdrl.resources.watch.hang_report import HUNG, hang_line, silent_main_line, stacks_file, write_stacks
 from spmdrl.resources.watch.rank_state import RankState, culprits, is_debugged, state_of_this
 
@@ -144,8 +146,11 @@ class MainsBeat:
 class HangWatch:
     """Watches this rank and, on rank 0, the others."""
 
-    def __init__(self, config: WatchConfig, store: dist.Store | None, on_hang: OnHang):
-        """Without a store, as in a job of one rank, the rank decides alone."""
+    def __init__(
+        self, config: WatchConfig, store: dist.Store | None, on_hang: OnHang, peers: Mapping[int, int] | None = None
+    ):
+        """Without a store, as in a job of one rank, the rank decides alone. `peers`: processes of this node by rank."""
+        self._peers = peers or {}
         self._config = config
         self._store = store
         self._on_hang = on_hang
@@ -297,6 +302,10 @@ class HangWatch:
             if self._store is not None:
                 with suppress(RuntimeError):
                     self._end_together(self._store if has_store else None)
+            for pid in self._peers.values():
+                # A stopped process ignores its launcher's SIGTERM, which then waits for half a minute.
+                if process_state(pid) == "T":
+                    os.kill(pid, signal.SIGKILL)
             os._exit(HUNG)
 
     def _report(self, line: str, shows: bool) -> None:
