@@ -220,13 +220,14 @@ ZOO = [
     ),
     Specimen(
         "phi",
-        "byte fallback, marks that strip what follows",
+        "byte fallback, marks that strip what follows and put a space there",
         tokenizers_of.byte_fallback,
         templates.PHI,
         [AddedToken(mark, special=True, rstrip=True, normalized=False) for mark in _PHI],
         bos="<|system|>",
         eos="<|endoftext|>",
         stops=("<|end|>",),
+        is_lossless=False,
     ),
     Specimen(
         "lstrip",

@@ -82,6 +82,6 @@ def _checked_name(verb: str, words: Sequence[str], planned: LaunchEnvironment) -
     from spmdrl.verbs.check import refuse_what_ranks_would
 
     with start_up():
-        loaded = load_config(files, overrides, "train" if verb == "check" else verb)
+        loaded = load_config(files, overrides, verb)
     refuse_what_ranks_would(loaded, verb, planned)
     return loaded.value.run.folder.name
