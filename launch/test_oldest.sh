@@ -22,4 +22,4 @@ if [ "$(cat .venv-oldest/installed 2> /dev/null)" != "$state" ]; then
 fi
 files=$(grep -rl --include="*.py" "mark.oldest" tests)
 # shellcheck disable=SC2086
-exec .venv-oldest/bin/python -m pytest -m oldest -q "$@" $files
+exec .venv-oldest/bin/python -m pytest -m "oldest and not slow" -q "$@" $files

@@ -19,6 +19,8 @@ from spmdrl.engines.models.renderer import Renderer, RowNotRendered, TemplateOpt
 from spmdrl.engines.models.tokenizer import ModelTokenizer
 from tests.support.text_models import CHATML, LLAMA2, LLAMA3, byte_fallback_folder, byte_level_folder
 
+pytestmark = pytest.mark.oldest
+
 PLAIN = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"

@@ -18,6 +18,8 @@ from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.engines.workers.foreign_folder import try_folder
 from tests.support.tokenizer_zoo import ZOO, Specimen, table
 
+pytestmark = pytest.mark.oldest
+
 _BY_NAME = {specimen.name: specimen for specimen in ZOO}
 _PIECES = (
     "What is 12 + 30?", "The answer is 42.", " ", "  ", "\n", "\n\n", "\t", "é", "中文", "😀", "e\u0301", "\u200d",
