@@ -96,6 +96,13 @@ def test_a_file_that_several_verbs_share_is_read_and_what_isnt_read_is_named(tmp
     assert load_config([path], [], "eval").unread == ["data.train", "optim", "train", "sft", "rollout"]
 
 
+def test_a_command_line_is_for_several_verbs_where_it_has_the_steps_of_both() -> None:
+    line = ["data.train=x", "optim.lr=1e-3", "rollout.top_p=0.5", "sft={max_steps: 3, optim: {lr: 0.01}}"]
+    assert load_config([], [*BASE, *line, "train.max_steps=1"], "sft").unread == ["optim", "rollout", "train"]
+    for lacking in ([line[0], line[1], line[3]], [*line[:3], "train.max_steps=1"]):
+        assert "command line: optim.lr isn't read by sft; set sft.optim.lr" in refusal("sft", *lacking)
+
+
 def test_answering_verbs_take_the_file_of_any_run_but_no_such_key_of_the_command_line(tmp_path: Path) -> None:
     path = written(tmp_path, "optim: {lr: 1e-3}\npreferences: {beta: 0.2}\n")
     assert load_config([path], [], "generate").unread == ["data.train", "optim", "preferences"]

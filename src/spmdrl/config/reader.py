@@ -5,7 +5,7 @@ Later files win over earlier ones key by key, and overrides win over files.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,8 +76,7 @@ def read_config(
     unconverted = [key for alias in aliases.values() for key in latest.values() if key.convert and key.alias is alias]
     aliases_used |= convert_aliases(tree, unconverted, problems, verb)
     if verb:
-        in_files = {key.key for key in latest.values() if key.given.origin != COMMAND_LINE}
-        problems += _refused_keys(verb, unread, in_files, keys)
+        problems += _refused_keys(verb, unread, latest.values(), keys)
     complete(tree, root_type)
     conversion = convert(root_type, tree, names.wished)
     problems += conversion.problems
@@ -154,12 +153,20 @@ def _canonical(
         yield WrittenKey(full, given, spelling, alias)
 
 
-def _refused_keys(verb: str, unread: Sequence[WrittenKey], in_files: set[str], keys: Sequence[str]) -> Iterator[str]:
-    """What is wrong with keys that a verb doesn't read: any of the command line, and of files those for no verb."""
+def _refused_keys(
+    verb: str, unread: Sequence[WrittenKey], given: Collection[WrittenKey], keys: Sequence[str]
+) -> Iterator[str]:
+    """The problems of keys that a verb doesn't read, unless they are given for another one, which has its steps.
+
+    A command line is for several verbs only if the steps of this one are given too.
+    """
+    in_files = {key.key for key in given if key.given.origin != COMMAND_LINE}
+    everywhere = {key.key for key in given}
     for written in unread:
         users = [other for other in STEPS if is_read(other, written.key)]
         is_override = written.given.origin == COMMAND_LINE
-        if not is_override and (verb not in STEPS or any(STEPS[user] in in_files for user in users)):
+        shared = everywhere if verb in STEPS and STEPS[verb] in everywhere else set[str]() if is_override else in_files
+        if any(STEPS[user] in shared for user in users) or not (is_override or verb in STEPS):
             continue
         own = counterpart(verb, written.key, keys)
         ways = [f"set {own}" if own else "leave it out"]
