@@ -148,7 +148,7 @@ def test_every_folder_but_one_made_here_is_tried_before_its_tokenizer_is_loaded(
         prepare(replace(checked, config=given), source, tried.append)
         assert tried == [source.folder]
         (source.folder / "chat_template.jinja").write_text("{% if %}")
-        with pytest.raises(ValueError, match="chat_template.jinja is no template"):
+        with pytest.raises(ValueError, match="chat_template.jinja can't be used"):
             prepare(replace(checked, config=given), source)
 
 
