@@ -32,7 +32,7 @@ def row_of(number: int, answer: object, rejected: object = None, prompt: object 
     return Row(str(number), f"a:{number}", prompt, None, {}, answer, rejected)
 
 
-@pytest.mark.parametrize("size", [POSITIONS - 7, POSITIONS - 6, POSITIONS])
+@pytest.mark.parametrize("size", [POSITIONS - 6, POSITIONS - 5, POSITIONS])
 @pytest.mark.parametrize("rejected", [None, "3"])
 def test_a_row_beyond_the_models_positions_is_refused_or_left_out(size, rejected):
     # A token begins the prompt's four letters, and one ends the answer.

@@ -254,6 +254,11 @@ def test_an_answer_goes_on_from_a_thought_that_generation_begins_with(folder):
         renderer.answer(USER, "2", {})
 
 
+def test_what_a_template_writes_behind_the_end_of_turn_is_not_learnt(folder):
+    renderer = renderer_with(folder, PLAIN + "{% if not add_generation_prompt %}<eos>{% endif %}")
+    assert parts(renderer, USER, "2")[1] == "2<|im_end|>"
+
+
 def test_an_answer_without_an_end_of_turn_ends_with_the_stop_token(folder):
     assert parts(renderer_with(folder, NO_END), USER, "2")[1] == "2<eos>"
 
