@@ -89,7 +89,7 @@ def test_a_teacher_that_the_policys_layout_can_not_cut_is_refused_in_its_own_nam
     two = LaunchEnvironment(world_size=2, local_world_size=2)
     make_model_folder(tmp_path, replace(checked_for(two).config.model.make, num_heads=1, num_kv_heads=1), seed=0)
     settings = ["resources.update={tensor: 2}", "algo={name: opd}", f"teacher.path={tmp_path}"]
-    checked = check_run(load_config([], [*BASE, *settings]), "check", launch=two)
+    checked = check_run(load_config([], [*BASE, *settings]), "train", launch=two)
     with source_without_making(checked.config) as source, pytest.raises(ValueError) as refused:
         prepare(checked, source)
     assert str(refused.value).startswith(

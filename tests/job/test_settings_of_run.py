@@ -8,7 +8,7 @@ import pytest
 
 from spmdrl.config.config import Config, load_config
 from spmdrl.config.reader import LoadedConfig, resolved_yaml
-from spmdrl.job.run.settings_of_run import with_settings_of_run
+from spmdrl.job.evaluation.settings_of_run import with_settings_of_run
 
 CHAT = [
     "data={train: a.jsonl, chat_template: always, chat_template_kwargs: {enable_thinking: false}}",
