@@ -42,6 +42,7 @@ OVERRIDES = {
     "model.revision": ["model.revision=main", "model.path=elsewhere", "model.make=null"],
     "data.train": ["data.train=synthetic://addition?low=0&high=9&count=41"],
     "data.eval": ["data.eval=synthetic://addition?low=0&high=9&count=41"],
+    "data.chat_template_file": [f"data.chat_template_file={__file__}"],
     "optim.betas": ["optim.betas=[0.8, 0.9]"],
     "checkpoint.save_by": ["checkpoint.save_by=1:00:00"],
     "sft.optim.betas": ["sft.optim.betas=[0.8, 0.9]"],
