@@ -197,6 +197,7 @@ def test_a_disk_that_is_too_small_is_refused_before_the_model_is_loaded(tmp_path
         job = launch_job("train", tiny_config(tmp_path), f"run.dir={disk / 'run'}", "train.max_steps=30",
                          "checkpoint.interval=1")  # fmt: skip
         assert job.returncode == 2 and "Traceback" not in job.stderr
-        assert "bytes free, but 3 checkpoints of " in job.stderr and "lower checkpoint.keep_last" in job.stderr
+        assert "bytes of random weights (model.make) and 3 checkpoints of " in job.stderr
+        assert "lower checkpoint.keep_last" in job.stderr
         assert not list(disk.rglob("metrics.jsonl"))
     finished(run_job("train", tiny_config(tmp_path), f"run.dir={tmp_path / 'run'}", "train.max_steps=1"))
