@@ -41,7 +41,7 @@ from spmdrl.engines.training.update.updater import UpdateResult
 from spmdrl.resources.layout import UpdateLayout
 from spmdrl.resources.mesh import build_update_mesh
 from spmdrl.resources.world import World, open_world
-from spmdrl.types import LossScope, TokenTerms, offsets_of
+from spmdrl.nouns import LossScope, TokenTerms, offsets_of
 
 GROUP_SIZE = 8
 MAX_TOKENS = 8

@@ -33,12 +33,12 @@ from spmdrl.engines.training.heads import LogprobHead, ValueHead
 from spmdrl.engines.training.training_config import TrainingConfig
 from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.engines.training.update.optimizer import OptimConfig
+from spmdrl.nouns import offsets_of
+from spmdrl.nouns.roles import Rating
 from spmdrl.resources.device import Device
 from spmdrl.resources.layout import GenerationLayout, UpdateLayout, fit_update_layout
 from spmdrl.resources.mesh import Axis, build_generation_mesh, build_update_mesh
 from spmdrl.resources.world import open_world
-from spmdrl.types import offsets_of
-from spmdrl.types.roles import Rating
 from tests.accelerators.fake_cuda import FakeCuda, fake_cuda
 from tests.accelerators.kernel_traces import DTYPES, FLASH, Trace, assert_like, kernels, short
 from tests.accelerators.published_models import PUBLISHED

@@ -10,7 +10,7 @@ from spmdrl.algorithms.policy.rloo import RlooConfig
 from spmdrl.algorithms.table import build_algorithm
 from spmdrl.dataflow.stages.update import PolicyLoss
 from spmdrl.engines.training.batching.packed_rows import TokenRows
-from spmdrl.types import offsets_of
+from spmdrl.nouns import offsets_of
 
 # 64 tokens: each expert of every model gets the same whole number of rows.
 LENGTHS = [10, 1, 29, 24]

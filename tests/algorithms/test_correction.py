@@ -13,7 +13,7 @@ from tests.algorithms.random_rows import Rows
 from spmdrl.algorithms.actor_critic.ppo import Ppo, PpoConfig
 from spmdrl.algorithms.policy.grpo import Grpo, GrpoConfig
 from spmdrl.algorithms.terms.correction import correction_rule
-from spmdrl.types import TokenTerms
+from spmdrl.nouns import TokenTerms
 
 ROWS = st.lists(st.lists(st.floats(-3, 3), min_size=1, max_size=6), min_size=1, max_size=5)
 

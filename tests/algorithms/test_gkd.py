@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from spmdrl.algorithms.distillation.gkd import Gkd, GkdConfig, divergence
 from spmdrl.engines.training.heads import NOTHING
-from spmdrl.types import TokenTerms
+from spmdrl.nouns import TokenTerms
 
 VOCAB = 7
 KINDS = ("forward", "reverse", "jsd")

@@ -16,7 +16,7 @@ from spmdrl.algorithms.terms.losses import (
     sequence_mean,
     token_weights,
 )
-from spmdrl.types import Batch, CreditInputs, LossScope, TokenTerms
+from spmdrl.nouns import Batch, CreditInputs, LossScope, TokenTerms
 
 REWARDS = st.lists(st.sampled_from([0.0, 0.25, 1.0]), min_size=1, max_size=24)
 

@@ -16,7 +16,7 @@ from tests.algorithms.random_rows import MAX_LENGTH, SETTINGS, Rows, packed, slo
 
 from spmdrl.algorithms.preferences.online_dpo import OnlineDpo, OnlineDpoConfig
 from spmdrl.algorithms.terms.pairs import PairTokens, preference_loss, reward_loss
-from spmdrl.types import Batch, CreditInputs, LossScope
+from spmdrl.nouns import Batch, CreditInputs, LossScope
 
 
 def log_sigmoid(x):

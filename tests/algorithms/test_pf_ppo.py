@@ -13,7 +13,7 @@ from tests.algorithms.random_rows import SETTINGS, Rows
 
 from spmdrl.algorithms.actor_critic.pf_ppo import PfPpo, PfPpoConfig
 from spmdrl.algorithms.actor_critic.ppo import Ppo, PpoConfig
-from spmdrl.types import CreditInputs
+from spmdrl.nouns import CreditInputs
 
 RULES = ("best-random", "best-worst", "power")
 REWARDS = st.lists(st.sampled_from([-1.0, 0.0, 0.5, 2.0, float("nan")]), min_size=1, max_size=6)

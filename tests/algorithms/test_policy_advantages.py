@@ -23,7 +23,7 @@ from spmdrl.algorithms.policy.reinforce_pp import ReinforcePpBaselineConfig, Rei
 from spmdrl.algorithms.policy.rloo import RlooConfig
 from spmdrl.algorithms.policy.sapo import SapoConfig
 from spmdrl.algorithms.table import build_algorithm
-from spmdrl.types import Batch, CreditInputs
+from spmdrl.nouns import Batch, CreditInputs
 
 LENGTHS = st.lists(st.integers(1, 5), min_size=1, max_size=10)
 

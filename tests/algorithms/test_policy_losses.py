@@ -23,7 +23,7 @@ from spmdrl.algorithms.policy.gspo import GspoConfig
 from spmdrl.algorithms.policy.reinforce_pp import ReinforcePpBaselineConfig, ReinforcePpConfig
 from spmdrl.algorithms.policy.sapo import SapoConfig
 from spmdrl.algorithms.table import build_algorithm
-from spmdrl.types import LossScope
+from spmdrl.nouns import LossScope
 
 LENGTHS = st.lists(st.integers(1, 5), min_size=1, max_size=8)
 

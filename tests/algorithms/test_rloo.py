@@ -13,7 +13,7 @@ from tests.support.jobs import ROOT, finished, metrics_of, run_job
 from spmdrl.algorithms.policy.rloo import Rloo, RlooConfig
 from spmdrl.config.config import load_config
 from spmdrl.config.reader import ConfigError
-from spmdrl.types import LossScope, TokenTerms
+from spmdrl.nouns import LossScope, TokenTerms
 
 BETA = 0.3
 LENGTHS = st.lists(st.integers(1, 5), min_size=1, max_size=10)

@@ -18,8 +18,8 @@ from spmdrl.bench.nodes.flow_rank import VARIANTS, FlowFigures, FlowTask, measur
 from spmdrl.bench.nodes.sample_flow import FlowSize, StepRun, check_taken, make_step
 from spmdrl.dataflow.data.prompts import prompt_columns
 from spmdrl.dataflow.samples.volume import Link
+from spmdrl.nouns import Batch
 from spmdrl.resources.world import World
-from spmdrl.types import Batch
 
 _reason = refusal()
 needs_namespaces = pytest.mark.skipif(_reason is not None, reason=str(_reason))

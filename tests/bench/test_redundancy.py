@@ -8,7 +8,7 @@ import pytest
 
 from spmdrl.bench.resharding.plan_bytes import redundant_bytes
 from spmdrl.bench.resharding.redundancy import CASES, figures_of, run, unused_bytes
-from spmdrl.types import WeightSlice
+from spmdrl.nouns import WeightSlice
 
 
 def test_the_papers_figures_follow_from_eq_3_and_from_the_plan():

@@ -17,10 +17,10 @@ from spmdrl.engines.models.kernels.ops import compute_batch_invariantly
 from spmdrl.engines.training.batching.packed_rows import TokenRows
 from spmdrl.engines.training.training_config import TrainingConfig
 from spmdrl.engines.training.training_engine import TrainingEngine
+from spmdrl.nouns import WeightSlice, offsets_of
 from spmdrl.resources.layout import UpdateLayout, fit_update_layout
 from spmdrl.resources.mesh import build_update_mesh
 from spmdrl.resources.world import World
-from spmdrl.types import WeightSlice, offsets_of
 from tests.engines.training.tiny import CONFIG, LATENT, OPTIM, SPARSE, part_of
 from tests.support.ranks import run_ranks
 

@@ -15,7 +15,7 @@ from spmdrl.config.reader import ConfigError
 from spmdrl.job.start.first_row import data_warnings, row_lines
 from spmdrl.job.start.prepared import check_room, prepare_without_weights
 from spmdrl.job.start.start_checks import check_run
-from spmdrl.types.roles import POLICY
+from spmdrl.nouns.roles import POLICY
 
 MAKE = "model.make={hidden_size: 32, num_layers: 2, num_heads: 2, num_kv_heads: 1, intermediate_size: 64}"
 

@@ -16,8 +16,8 @@ from spmdrl.job.model.model_source import ModelSource
 from spmdrl.job.start.estimates import estimate_lines, rank_bytes
 from spmdrl.job.start.prepared import prepare, source_without_making
 from spmdrl.job.start.start_checks import check_run
+from spmdrl.nouns.roles import POLICY
 from spmdrl.resources.startup.launch import LaunchEnvironment
-from spmdrl.types.roles import POLICY
 
 BASE = [
     "model.make={hidden_size: 32, num_layers: 2, num_heads: 2, num_kv_heads: 1, intermediate_size: 64}",

@@ -230,7 +230,7 @@ def test_ranks_that_would_meet_in_two_places_are_refused(tmp_path, config, trust
 def test_a_rank_with_other_source_is_refused(tmp_path):
     config = tiny_config(tmp_path)
     shutil.copytree(ROOT / "src" / "spmdrl", tmp_path / "src" / "spmdrl", ignore=shutil.ignore_patterns("__pycache__"))
-    with open(tmp_path / "src" / "spmdrl" / "types" / "__init__.py", "a") as file:
+    with open(tmp_path / "src" / "spmdrl" / "nouns" / "__init__.py", "a") as file:
         file.write("# Another version.\n")
     store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
     command = [sys.executable, "-m", "spmdrl", "train", str(config), f"run.dir={tmp_path / 'run'}"]

@@ -20,10 +20,10 @@ from spmdrl.engines.training.checkpoints.manifest import damage
 from spmdrl.engines.training.checkpoints.trainer_state import write_shards
 from spmdrl.engines.training.sharding.sharded_model import Shard
 from spmdrl.job.evaluation.evaluator import write_records
+from spmdrl.nouns import whole_slice
 from spmdrl.observability.logs.jsonl import JsonlWriter, read_jsonl
 from spmdrl.observability.logs.outage import going_on_without
 from spmdrl.observability.summary import keep_room, read_summary, write_summary
-from spmdrl.types import whole_slice
 
 FUZZ = int(os.environ.get("SPMDRL_FUZZ", "300"))
 PAGE = os.sysconf("SC_PAGE_SIZE")

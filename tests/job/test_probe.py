@@ -22,14 +22,14 @@ from spmdrl.engines.training.batching.packed_rows import LossTerms, TokenRows
 from spmdrl.engines.training.training_config import TrainingConfig
 from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.job.model.switching import Switching
+from spmdrl.nouns import offsets_of
+from spmdrl.nouns.roles import POLICY
 from spmdrl.observability.metrics import Recorder, encode, merge
 from spmdrl.observability.timeline.timeline import Timeline
 from spmdrl.resources.layout import GenerationLayout, UpdateLayout, fit_update_layout
 from spmdrl.resources.memory import MemoryLedger
 from spmdrl.resources.mesh import build_generation_mesh, build_update_mesh
 from spmdrl.resources.world import World
-from spmdrl.types import offsets_of
-from spmdrl.types.roles import POLICY
 
 DENSE = replace(CONFIG, intermediate_size=12)
 ROWS = [[1, 2, 3, 4, 5, 6, 7], [8, 3], [9, 10, 1, 4]]

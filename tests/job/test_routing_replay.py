@@ -28,11 +28,11 @@ from spmdrl.engines.training.training_config import TrainingConfig
 from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.engines.training.update.optimizer import OptimConfig
 from spmdrl.job.start.start_checks import check_run, states_of
+from spmdrl.nouns import Batch, TokenLoss, WorkerState
 from spmdrl.observability.metrics import Recorder
 from spmdrl.resources.layout import UpdateLayout
 from spmdrl.resources.mesh import build_update_mesh
 from spmdrl.resources.world import World
-from spmdrl.types import Batch, TokenLoss, WorkerState
 
 NUM_EXPERTS, NUM_CHOICES = 8, 2
 SPARSE = replace(

@@ -8,12 +8,12 @@ import torch
 
 from spmdrl.job.rollouts import row_records
 from spmdrl.job.rollouts.row_records import RowPlaces, RowRecords, read_row_records
+from spmdrl.nouns import Batch, offsets_of
 from spmdrl.resources.device import Device
 from spmdrl.resources.layout import UpdateLayout
 from spmdrl.resources.mesh import Axis, UpdateMesh
 from spmdrl.resources.startup.launch import read_launch_environment
 from spmdrl.resources.world import World
-from spmdrl.types import Batch, offsets_of
 
 WORLD = World(read_launch_environment({}), Device("cpu"))
 ALONE = Axis("lone", 1, 0, None, (0,))

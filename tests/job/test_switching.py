@@ -22,14 +22,14 @@ from spmdrl.engines.training.training_config import TrainingConfig
 from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.engines.training.update.optimizer import OptimConfig
 from spmdrl.job.model.switching import Switching
+from spmdrl.nouns import offsets_of
+from spmdrl.nouns.roles import POLICY, REFERENCE
 from spmdrl.observability.metrics import Recorder, encode, merge
 from spmdrl.observability.timeline.timeline import Timeline, TimelineRecords, read_timeline
 from spmdrl.resources.layout import UpdateLayout
 from spmdrl.resources.memory import MemoryLedger, release_to_system, resident_bytes
 from spmdrl.resources.mesh import build_update_mesh
 from spmdrl.resources.world import World
-from spmdrl.types import offsets_of
-from spmdrl.types.roles import POLICY, REFERENCE
 
 MIB = 2**20
 AWAY = ("update_weights", "gradients", "optimizer")

@@ -23,7 +23,7 @@ PACKAGE = "spmdrl"
 ENTRIES = ("__main__", "torchrun", "cli.command_line", "engines.workers.guard", "engines.workers.worker")
 
 # From prompt to gradient, without what logs, times, saves or switches.
-ON_A_ROWS_WAY = re.compile(r"algorithms|dataflow|engines|types|verbs|train")
+ON_A_ROWS_WAY = re.compile(r"algorithms|dataflow|engines|nouns|verbs|train")
 BESIDE_IT = re.compile(r"resharding|checkpoint|manifest|state\.py|models/hf|volume")
 
 FILES_OF_A_STEP = """

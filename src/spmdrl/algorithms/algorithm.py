@@ -24,7 +24,7 @@ from spmdrl.algorithms.terms.losses import (
     token_weights,
     weighted,
 )
-from spmdrl.types import CreditInputs, CreditSettings, LossScope, TokenLoss, TokenTerms
+from spmdrl.nouns import CreditInputs, CreditSettings, LossScope, TokenLoss, TokenTerms
 
 
 @dataclass(frozen=True)

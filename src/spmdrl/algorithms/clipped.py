@@ -10,7 +10,7 @@ from torch import Tensor
 
 from spmdrl.algorithms.algorithm import AlgoConfig, Algorithm
 from spmdrl.algorithms.terms.losses import ClipRange, clipped_policy
-from spmdrl.types import TokenLoss, TokenTerms
+from spmdrl.nouns import TokenLoss, TokenTerms
 
 
 @dataclass(frozen=True)

@@ -50,13 +50,13 @@ from spmdrl.job.rollouts.row_records import RowRecords
 from spmdrl.job.run.run import Run
 from spmdrl.job.start.prepared import Prepared
 from spmdrl.job.start.start_checks import CheckedRun, agreement_of, credit_settings_of
+from spmdrl.nouns.roles import CRITIC, JUDGE, POLICY, REFERENCE, TEACHER, WorkerState
 from spmdrl.observability.fault_points import faultpoint
 from spmdrl.observability.terminal.console import Console
 from spmdrl.resources.collectives import Arrivals
 from spmdrl.resources.memory import MemoryLedger
 from spmdrl.resources.mesh import build_generation_mesh
 from spmdrl.resources.world import World
-from spmdrl.types.roles import CRITIC, JUDGE, POLICY, REFERENCE, TEACHER, WorkerState
 
 PromptsOfStep = Callable[[int], tuple[Sequence[Prompt], Sequence[int]]]
 """The prompts of a step, and the ranks that go on with the first of them, where earlier steps began these."""

@@ -11,8 +11,8 @@ from typing import Literal, get_args
 
 import torch
 
+from spmdrl.nouns.roles import ROLES
 from spmdrl.observability.timeline.timeline import HeldMemory
-from spmdrl.types.roles import ROLES
 
 Owner = str
 """One of `OWNERS`."""

@@ -17,8 +17,8 @@ from spmdrl.job.start.prepared import Prepared, prepare_together
 from spmdrl.job.start.rank_facts import open_job
 from spmdrl.job.start.start_checks import CheckedRun, check_run
 from spmdrl.job.supervised_steps import take_steps
+from spmdrl.nouns.roles import POLICY, REFERENCE
 from spmdrl.resources.world import World
-from spmdrl.types.roles import POLICY, REFERENCE
 
 
 def main(loaded: LoadedConfig[Config]) -> int:

@@ -36,11 +36,11 @@ from spmdrl.job.start.rank_facts import open_job
 from spmdrl.job.start.start_checks import CheckedRun, check_run
 from spmdrl.job.supervised_steps import take_steps
 from spmdrl.job.training_step import build_turns
+from spmdrl.nouns import offsets_of
+from spmdrl.nouns.roles import POLICY
 from spmdrl.observability.terminal.console import Console
 from spmdrl.resources.watch.stop_request import request
 from spmdrl.resources.world import World
-from spmdrl.types import offsets_of
-from spmdrl.types.roles import POLICY
 
 # Steps over which the probability of an answer is averaged before it can end the training.
 STEPS_OF_AVERAGE = 4

@@ -51,10 +51,10 @@ from spmdrl.job.training_step import (
     build_stages,
     build_turns,
 )
+from spmdrl.nouns.roles import POLICY
 from spmdrl.resources.startup.launch import command_of
 from spmdrl.resources.watch.stop_request import StopAgreed
 from spmdrl.resources.world import make_deterministic
-from spmdrl.types.roles import POLICY
 from spmdrl.verbs.sft import warm_started
 
 

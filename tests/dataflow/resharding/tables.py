@@ -12,8 +12,8 @@ from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.latent import LatentConfig
 from spmdrl.engines.models.moe import MoeConfig
 from spmdrl.engines.training.sharding.parallelize import check_layout
+from spmdrl.nouns import WeightSlice, whole_slice
 from spmdrl.resources.layout import GenerationLayout, UpdateLayout, fit_update_layout
-from spmdrl.types import WeightSlice, whole_slice
 
 # 47 tokens and a width of 5 divide by nothing; on 12 tensor ranks, two have the same one of 6 key heads.
 DENSE = DecoderConfig(

@@ -17,11 +17,11 @@ from spmdrl.engines.models.lora import LoraConfig, is_adapter
 from spmdrl.engines.models.making.make_model import RandomWeights
 from spmdrl.engines.training.training_config import TrainingConfig
 from spmdrl.engines.training.training_engine import TrainingEngine
+from spmdrl.nouns.roles import POLICY
 from spmdrl.resources.layout import GenerationLayout, UpdateLayout
 from spmdrl.resources.memory import MemoryLedger
 from spmdrl.resources.mesh import build_generation_mesh, build_update_mesh
 from spmdrl.resources.world import World
-from spmdrl.types.roles import POLICY
 from tests.dataflow.resharding.engines import StreamedGenerator
 from tests.engines.training.tiny import CONFIG, OPTIM, make_rows, weighted_nll, whole_weights
 from tests.support.ranks import run_ranks

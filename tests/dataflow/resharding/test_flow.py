@@ -9,11 +9,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from spmdrl.dataflow.resharding.flow import ReshardingFlow
 from spmdrl.dataflow.resharding.moving.gather import ReshardConfig
+from spmdrl.nouns.roles import CRITIC, POLICY, REFERENCE
 from spmdrl.resources.device import Device
 from spmdrl.resources.memory import MemoryLedger, release_to_system, resident_bytes
 from spmdrl.resources.startup.launch import read_launch_environment
 from spmdrl.resources.world import World
-from spmdrl.types.roles import CRITIC, POLICY, REFERENCE
 from tests.dataflow.resharding.engines import SmallGenerator, SmallTrainer, StreamedGenerator, make_model
 from tests.support.chosen_device import chosen_kind
 from tests.support.ranks import run_ranks

@@ -15,6 +15,7 @@ from spmdrl.dataflow.resharding.flow import ReshardingFlow
 from spmdrl.dataflow.resharding.moving.gather import ReshardConfig
 from spmdrl.dataflow.resharding.swapping.swap_space import CopyTimes, FileStore, ReturnTicket, Span
 from spmdrl.job.model.switching import Switching
+from spmdrl.nouns.roles import POLICY
 from spmdrl.observability.metrics import Recorder, encode, merge
 from spmdrl.observability.report.gantt import gantt
 from spmdrl.observability.timeline.timeline import Span as StageSpan
@@ -23,7 +24,6 @@ from spmdrl.resources.device import Device
 from spmdrl.resources.memory import MemoryLedger
 from spmdrl.resources.startup.launch import read_launch_environment
 from spmdrl.resources.world import World
-from spmdrl.types.roles import POLICY
 from tests.dataflow.resharding.engines import SmallGenerator, SmallTrainer, make_model
 
 COPY_SECONDS = 0.3

@@ -20,10 +20,10 @@ from spmdrl.engines.parallel.expert_parallel import apply_expert_parallel
 from spmdrl.engines.parallel.parts import Parts
 from spmdrl.engines.parallel.tensor_parallel import apply_tensor_parallel
 from spmdrl.engines.training.sharding.parallelize import Precision, build_sharded_model
+from spmdrl.nouns import WeightSlice
 from spmdrl.resources.layout import GenerationLayout, UpdateLayout, fit_update_layout
 from spmdrl.resources.mesh import GenerationMesh, build_update_mesh
 from spmdrl.resources.world import World
-from spmdrl.types import WeightSlice
 from tests.dataflow.resharding.tables import MODELS
 from tests.engines.training.tiny import axis_of
 from tests.support.ranks import run_ranks

@@ -16,7 +16,7 @@ import pytest
 from spmdrl.bench.resharding.plan_bytes import least_bytes
 from spmdrl.dataflow.resharding.planning.plan import ReshardPlan, plan_resharding
 from spmdrl.dataflow.resharding.planning.slice_layouts import generation_slices, update_slices
-from spmdrl.types import WeightSlice
+from spmdrl.nouns import WeightSlice
 from tests.dataflow.resharding.tables import MODELS, deep_table, generation_layouts, update_layouts
 
 ELEMENT_BYTES = 2

@@ -20,10 +20,10 @@ from spmdrl.engines.training.batching.packed_rows import TokenRows
 from spmdrl.engines.training.training_config import TrainingConfig
 from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.engines.training.update.optimizer import OptimConfig
+from spmdrl.nouns import WeightSlice, offsets_of
 from spmdrl.resources.layout import UpdateLayout
 from spmdrl.resources.mesh import build_update_mesh
 from spmdrl.resources.world import World
-from spmdrl.types import WeightSlice, offsets_of
 from tests.support.ranks import run_ranks
 
 DENSE = DecoderConfig(

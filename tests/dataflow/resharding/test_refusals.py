@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from spmdrl.dataflow.resharding.flow import ReshardingFlow
 from spmdrl.dataflow.resharding.moving.checksum import all_elements, spots
 from spmdrl.dataflow.resharding.moving.gather import ReshardConfig
+from spmdrl.nouns.roles import POLICY
 from spmdrl.resources.memory import MemoryLedger
 from spmdrl.resources.world import World
-from spmdrl.types.roles import POLICY
 from tests.dataflow.resharding.engines import SmallGenerator, SmallTrainer, StreamedGenerator, make_model
 from tests.support.ranks import run_ranks
 

@@ -24,12 +24,12 @@ from spmdrl.engines.models.moe import MoeConfig
 from spmdrl.engines.training.training_config import TrainingConfig
 from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.engines.training.update.optimizer import OptimConfig
+from spmdrl.nouns import WeightSlice, whole_slice
+from spmdrl.nouns.roles import POLICY
 from spmdrl.resources.layout import GenerationLayout, UpdateLayout, check_generation_layout, fit_update_layout
 from spmdrl.resources.memory import MemoryLedger
 from spmdrl.resources.mesh import GenerationMesh, build_generation_mesh, build_update_mesh
 from spmdrl.resources.world import World
-from spmdrl.types import WeightSlice, whole_slice
-from spmdrl.types.roles import POLICY
 from tests.support.ranks import run_ranks
 
 # Heads for 2, 3 and 4 tensor ranks, and a vocabulary that none of these divides. Sparse ones share their key heads.

@@ -10,10 +10,10 @@ from spmdrl.dataflow.data.prompts import Prompt
 from spmdrl.dataflow.samples.dock import DockConfig, TransferDock
 from spmdrl.dataflow.samples.samples import Samples
 from spmdrl.dataflow.samples.schema import needs_by_state
+from spmdrl.nouns import Batch, WorkerState, offsets_of
 from spmdrl.resources.device import find_device
 from spmdrl.resources.startup.launch import LaunchEnvironment
 from spmdrl.resources.world import World
-from spmdrl.types import Batch, WorkerState, offsets_of
 from tests.support.chosen_device import chosen_device
 
 NUM_ROWS, GROUP_SIZE = 24, 4

@@ -20,7 +20,7 @@ from spmdrl.dataflow.samples.balancing.balance import (
 )
 from spmdrl.dataflow.samples.balancing.dealing import GroupLengths
 from spmdrl.engines.training.batching.microbatch import fewest_microbatches
-from spmdrl.types.partition import RowCost
+from spmdrl.nouns.partition import RowCost
 
 GROUP_SIZE = 3
 COST = RowCost(per_token=12 * 1024, per_token_squared=1)

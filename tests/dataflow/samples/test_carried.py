@@ -8,9 +8,9 @@ import torch
 from spmdrl.dataflow.samples.carried import FINISH, CarriedGroups
 from spmdrl.dataflow.samples.rounds import CarriedGroup, RoundRules
 from spmdrl.engines.training.checkpoints.file_writes import written_at_once
+from spmdrl.nouns import Batch
 from spmdrl.resources.layout import GenerationLayout
 from spmdrl.resources.mesh import Axis, GenerationMesh
-from spmdrl.types import Batch
 
 RULES = RoundRules(num_wanted=4, num_extra=4, max_rounds=3)
 KNOWN = [CarriedGroup(serial, 1 + serial % 2, (0, 2)[serial % 2]) for serial in (3, 4, 5, 9)]

@@ -14,9 +14,9 @@ from spmdrl.dataflow.samples.dock import DockConfig, TransferDock
 from spmdrl.dataflow.samples.store.warehouse import Warehouse
 from spmdrl.dataflow.samples.transport.several_nodes import SeveralNodes
 from spmdrl.dataflow.samples.volume import Link, Volume
+from spmdrl.nouns import Batch, WorkerState, offsets_of
 from spmdrl.resources.collectives import barrier, gather_ragged
 from spmdrl.resources.world import World
-from spmdrl.types import Batch, WorkerState, offsets_of
 from tests.dataflow.samples.flow import (
     GROUP_SIZE,
     NUM_ROWS,

@@ -24,8 +24,8 @@ from spmdrl.dataflow.samples.dock import DockConfig, TransferDock
 from spmdrl.dataflow.samples.samples import Samples
 from spmdrl.dataflow.samples.schema import rule_of
 from spmdrl.dataflow.samples.volume import FlowShape, Link, Volume, warehouse_gib
+from spmdrl.nouns import Batch, WorkerState, offsets_of
 from spmdrl.resources.world import World
-from spmdrl.types import Batch, WorkerState, offsets_of
 from tests.dataflow.samples.flow import make_prompt
 from tests.support.ranks import run_ranks
 

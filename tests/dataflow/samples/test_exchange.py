@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from spmdrl.dataflow.samples.dock import DockConfig
 from spmdrl.dataflow.samples.transport.exchange import transfers
+from spmdrl.nouns import WorkerState
 from spmdrl.resources.collectives import barrier
 from spmdrl.resources.startup.launch import LaunchEnvironment
 from spmdrl.resources.world import World
-from spmdrl.types import WorkerState
 from tests.dataflow.samples import flow
 from tests.support.ranks import run_ranks
 

@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 
 from spmdrl.dataflow.samples.samples import Samples
 from spmdrl.dataflow.samples.store.keeping import column_tensors, read_column
+from spmdrl.nouns import Batch, WorkerState
 from spmdrl.resources.world import World
-from spmdrl.types import Batch, WorkerState
 from tests.dataflow.samples import flow
 from tests.support.ranks import run_ranks
 

@@ -13,8 +13,8 @@ from spmdrl.dataflow.samples.balancing.length_history import LENGTHS, LengthHist
 from spmdrl.dataflow.samples.dock import DockConfig, TransferDock
 from spmdrl.dataflow.samples.schema import needs_by_state
 from spmdrl.engines.training.checkpoints.file_writes import written_at_once
+from spmdrl.nouns import WorkerState
 from spmdrl.resources.world import World
-from spmdrl.types import WorkerState
 from tests.dataflow.samples import flow
 from tests.support.ranks import run_ranks
 

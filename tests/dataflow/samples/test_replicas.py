@@ -6,10 +6,10 @@ from spmdrl.dataflow.samples.balancing.dealing import groups_of_generation, grou
 from spmdrl.dataflow.samples.dock import DockConfig, TransferDock
 from spmdrl.dataflow.samples.schema import needs_by_state
 from spmdrl.dataflow.samples.volume import Link
+from spmdrl.nouns import WorkerState
 from spmdrl.resources.layout import GenerationLayout, UpdateLayout
 from spmdrl.resources.mesh import build_generation_mesh, build_update_mesh
 from spmdrl.resources.world import World
-from spmdrl.types import WorkerState
 from tests.dataflow.samples import flow
 from tests.support.ranks import run_ranks
 

@@ -20,7 +20,7 @@ from spmdrl.dataflow.samples.rounds import (
     quotas,
     refill_size,
 )
-from spmdrl.types.partition import TOKENS
+from spmdrl.nouns.partition import TOKENS
 
 RULES = st.integers(1, 9).flatmap(
     lambda wanted: st.builds(

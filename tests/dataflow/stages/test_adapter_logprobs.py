@@ -18,10 +18,10 @@ from spmdrl.engines.models.lora import LoraConfig
 from spmdrl.engines.models.making.make_model import RandomWeights
 from spmdrl.engines.training.training_config import TrainingConfig
 from spmdrl.engines.training.training_engine import TrainingEngine
+from spmdrl.nouns import WorkerState
 from spmdrl.resources.layout import UpdateLayout, fit_update_layout
 from spmdrl.resources.mesh import build_update_mesh
 from spmdrl.resources.world import World
-from spmdrl.types import WorkerState
 
 COLUMNS = ("old_logprobs", "ref_logprobs")
 LORA = replace(CONFIG, lora=LoraConfig(rank=3))

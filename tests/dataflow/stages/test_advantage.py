@@ -18,10 +18,10 @@ from spmdrl.algorithms.clipped import Clipped, ClippedConfig
 from spmdrl.algorithms.from_rewards import FromRewards
 from spmdrl.dataflow.stages.advantage import AdvantageStage
 from spmdrl.dataflow.stages.rows import TURNS
+from spmdrl.nouns import Batch, CreditInputs
 from spmdrl.observability.metrics import Recorder, encode, merge
 from spmdrl.resources.collectives import gather_bytes
 from spmdrl.resources.world import World
-from spmdrl.types import Batch, CreditInputs
 
 REWARDS = (1.0, 0.0, 0.5, 0.5, float("nan"), 2.0)
 """of three prompts with two responses each; those to the second have the same"""

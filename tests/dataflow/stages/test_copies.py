@@ -23,12 +23,12 @@ from spmdrl.dataflow.stages.update_report import ShownRows
 from spmdrl.engines.models.making.make_model import RandomWeights
 from spmdrl.engines.training.training_config import TrainingConfig
 from spmdrl.engines.training.training_engine import TrainingEngine
+from spmdrl.nouns import Batch, CreditInputs
 from spmdrl.observability.metrics import Recorder, encode, merge
 from spmdrl.resources.collectives import gather_bytes
 from spmdrl.resources.layout import UpdateLayout, fit_update_layout
 from spmdrl.resources.mesh import build_update_mesh
 from spmdrl.resources.world import World
-from spmdrl.types import Batch, CreditInputs
 
 COPIES = (2, 1, 3, 1, 1, 2)
 

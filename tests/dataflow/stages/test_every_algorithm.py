@@ -18,12 +18,12 @@ from spmdrl.dataflow.stages.update import UpdatePlan, UpdateStage
 from spmdrl.dataflow.stages.update_report import ShownRows
 from spmdrl.engines.training.training_config import TrainingConfig
 from spmdrl.engines.training.training_engine import TrainingEngine
+from spmdrl.nouns import Batch
 from spmdrl.observability.metrics import Recorder, encode, merge
 from spmdrl.resources.collectives import gather_bytes
 from spmdrl.resources.layout import UpdateLayout, fit_update_layout
 from spmdrl.resources.mesh import build_update_mesh
 from spmdrl.resources.world import World
-from spmdrl.types import Batch
 
 TURNS_OF_ROWS = [[1, 1, 0, 2], [1], [1, 0, 2, 3], [1, 1, 1], [0, 1, 1], [1, 1, 1, 1, 1], [1, 0], [1, 1]]
 CASES = {config().name: config() for config in ALGORITHMS}

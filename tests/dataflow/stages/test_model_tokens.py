@@ -20,12 +20,12 @@ from spmdrl.engines.models.hf.model_folder import hf_config_dict
 from spmdrl.engines.training.batching.packed_rows import Scores, TokenRows, to_microbatch
 from spmdrl.engines.training.training_config import TrainingConfig
 from spmdrl.engines.training.training_engine import TrainingEngine
+from spmdrl.nouns import Batch, LossScope
 from spmdrl.observability.metrics import Recorder, encode, merge
 from spmdrl.resources.collectives import gather_bytes
 from spmdrl.resources.layout import UpdateLayout, fit_update_layout
 from spmdrl.resources.mesh import build_update_mesh
 from spmdrl.resources.world import World
-from spmdrl.types import Batch, LossScope
 
 TOP = ("teacher_top_ids", "teacher_top_logprobs")
 COLUMNS = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages")

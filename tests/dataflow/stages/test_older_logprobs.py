@@ -11,10 +11,10 @@ from spmdrl.dataflow.stages.inference import OlderLogprobsStage, ScoreStage
 from spmdrl.engines.models.making.make_model import RandomWeights
 from spmdrl.engines.training.training_config import TrainingConfig
 from spmdrl.engines.training.training_engine import TrainingEngine
+from spmdrl.nouns import Batch, WorkerState
 from spmdrl.resources.layout import UpdateLayout, fit_update_layout
 from spmdrl.resources.mesh import build_update_mesh
 from spmdrl.resources.world import World
-from spmdrl.types import Batch, WorkerState
 
 VERSIONS = [[0, 0, 0], [-1, 0], [0], [-2, -1, 0, 0]]
 

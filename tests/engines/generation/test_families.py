@@ -12,7 +12,7 @@ from spmdrl.engines.models.decoder import Decoder, DecoderConfig
 from spmdrl.engines.models.layers import PackedCausalAttention
 from spmdrl.engines.models.making.make_config import MakeConfig
 from spmdrl.engines.models.making.make_model import RandomWeights, decoder_config
-from spmdrl.types import offsets_of
+from spmdrl.nouns import offsets_of
 from tests.engines.generation.support import request, run, small_rollout
 from tests.support.chosen_device import chosen_device
 

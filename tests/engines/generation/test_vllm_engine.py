@@ -20,8 +20,8 @@ from spmdrl.engines.generation.vllm.vllm_engine import VllmEngine
 from spmdrl.engines.models.hf.model_weights import WeightFiles
 from spmdrl.engines.models.making.make_config import MakeConfig
 from spmdrl.engines.models.making.make_model import make_model_folder
+from spmdrl.nouns import whole_slice
 from spmdrl.resources.world import World
-from spmdrl.types import whole_slice
 from tests.engines.generation.support import request, run
 from tests.support.ranks import run_ranks
 

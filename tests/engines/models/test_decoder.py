@@ -15,8 +15,8 @@ from spmdrl.engines.models.hf.model_folder import parameter_shapes, read_config
 from spmdrl.engines.models.layers import PackedCausalAttention
 from spmdrl.engines.models.making.make_config import MakeConfig
 from spmdrl.engines.models.making.make_model import RandomWeights, decoder_config
+from spmdrl.nouns import offsets_of
 from spmdrl.resources.device import BACKENDS
-from spmdrl.types import offsets_of
 from tests.engines.models.support import load_decoder, packed_logits, random_rows
 from tests.support.chosen_device import chosen_device, chosen_kind
 

@@ -17,10 +17,10 @@ from spmdrl.engines.training.checkpoints.manifest import damage
 from spmdrl.engines.training.checkpoints.snapshot import HostCopies, NoHostMemory, Snapshot
 from spmdrl.engines.training.checkpoints.trainer_state import write_shards
 from spmdrl.engines.training.sharding.sharded_model import Shard
+from spmdrl.nouns import whole_slice
 from spmdrl.observability.fault_points import VARIABLE, arm_fault, at_step
 from spmdrl.observability.ownership.fence import FolderTaken
 from spmdrl.resources.device import Device
-from spmdrl.types import whole_slice
 
 
 @pytest.fixture(autouse=True)

@@ -22,10 +22,10 @@ from spmdrl.engines.training.batching.packed_rows import AdapterLogprobs, TokenR
 from spmdrl.engines.training.checkpoints.trainer_state import trainer_state
 from spmdrl.engines.training.training_config import TrainingConfig
 from spmdrl.engines.training.training_engine import TrainingEngine
+from spmdrl.nouns import WeightSlice, offsets_of, whole_slice
 from spmdrl.resources.layout import UpdateLayout, fit_update_layout
 from spmdrl.resources.mesh import build_update_mesh
 from spmdrl.resources.world import World
-from spmdrl.types import WeightSlice, offsets_of, whole_slice
 from tests.engines.training.tiny import (
     CONFIG,
     LATENT,

@@ -16,8 +16,8 @@ from spmdrl.engines.models.moe import MoeConfig
 from spmdrl.engines.models.row_cost import row_cost_of
 from spmdrl.engines.training.batching.microbatch import fewest_microbatches, plan_microbatches
 from spmdrl.engines.training.batching.packed_rows import TokenRows, dummy_rows, to_microbatch
-from spmdrl.types import offsets_of
-from spmdrl.types.partition import RowCost
+from spmdrl.nouns import offsets_of
+from spmdrl.nouns.partition import RowCost
 from tests.engines.training.tiny import CONFIG, make_rows
 
 COST = RowCost(per_token=10, per_token_squared=1)

@@ -24,10 +24,10 @@ from spmdrl.engines.training.checkpoints.trainer_state import (
 )
 from spmdrl.engines.training.sharding.sharded_model import local_tensor
 from spmdrl.engines.training.training_engine import TrainingEngine, UpdateResult
+from spmdrl.nouns import WeightSlice
 from spmdrl.resources.collectives import barrier
 from spmdrl.resources.layout import UpdateLayout
 from spmdrl.resources.world import World
-from spmdrl.types import WeightSlice
 from tests.engines.training.tiny import make_engine, make_rows, relative_difference, weighted_nll, whole_weights
 from tests.support.ranks import run_ranks
 

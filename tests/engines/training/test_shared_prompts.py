@@ -21,12 +21,12 @@ from spmdrl.engines.training.routing.routers import RoutingConfig
 from spmdrl.engines.training.training_config import TrainingConfig
 from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.engines.training.update.optimizer import OptimConfig
+from spmdrl.nouns import WeightSlice, offsets_of
+from spmdrl.nouns.partition import TOKENS, RowCost
+from spmdrl.nouns.roles import Rating
 from spmdrl.resources.layout import UpdateLayout
 from spmdrl.resources.mesh import build_update_mesh
 from spmdrl.resources.world import World
-from spmdrl.types import WeightSlice, offsets_of
-from spmdrl.types.partition import TOKENS, RowCost
-from spmdrl.types.roles import Rating
 from tests.engines.training.tiny import CONFIG, LATENT, relative_difference, weighted_nll
 from tests.support.ranks import run_ranks
 

@@ -21,11 +21,11 @@ from spmdrl.engines.models.making.make_model import RandomWeights
 from spmdrl.engines.training.batching.packed_rows import LossFunction, LossTerms, MicroBatch, TokenRows
 from spmdrl.engines.training.training_config import TrainingConfig
 from spmdrl.engines.training.training_engine import TrainingEngine
+from spmdrl.nouns import offsets_of, whole_slice
+from spmdrl.nouns.roles import Rating
 from spmdrl.resources.layout import UpdateLayout, fit_update_layout
 from spmdrl.resources.mesh import build_update_mesh
 from spmdrl.resources.world import World
-from spmdrl.types import offsets_of, whole_slice
-from spmdrl.types.roles import Rating
 from tests.engines.training.tiny import CONFIG, OPTIM, make_engine, make_rows, relative_difference
 from tests.support.ranks import run_ranks
 

@@ -17,10 +17,10 @@ from spmdrl.engines.training.batching.packed_rows import LossTerms, MicroBatch, 
 from spmdrl.engines.training.training_config import TrainingConfig
 from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.engines.training.update.optimizer import OptimConfig
+from spmdrl.nouns import WeightSlice, offsets_of, whole_slice
 from spmdrl.resources.layout import UpdateLayout, fit_update_layout
 from spmdrl.resources.mesh import Axis, build_update_mesh
 from spmdrl.resources.world import World
-from spmdrl.types import WeightSlice, offsets_of, whole_slice
 from tests.support.chosen_device import chosen_device
 
 # 17 and 13 divide by nothing, and 4 rows of a head norm over 3 ranks leave the last one empty.

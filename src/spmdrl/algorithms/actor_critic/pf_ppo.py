@@ -22,7 +22,7 @@ from annotated_types import Gt
 from torch import Tensor
 
 from spmdrl.algorithms.actor_critic.ppo import ActorCriticConfig, Ppo
-from spmdrl.types import CreditInputs
+from spmdrl.nouns import CreditInputs
 
 FilterRule = Literal["best-random", "best-worst", "power"]
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from spmdrl.algorithms.clipped import Clipped, ClippedConfig
 from spmdrl.algorithms.terms.advantages import Deviation, row_sums, whitened
 from spmdrl.algorithms.terms.kl import KlEstimator, adapted_kl_coef
-from spmdrl.types import CreditInputs
+from spmdrl.nouns import CreditInputs
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from annotated_types import Ge, Interval
 from torch import Tensor
 
 from spmdrl.algorithms.algorithm import AlgoConfig, Algorithm
-from spmdrl.types import CreditInputs, TokenLoss, TokenTerms
+from spmdrl.nouns import CreditInputs, TokenLoss, TokenTerms
 
 Divergence = Literal["forward", "reverse", "jsd"]
 

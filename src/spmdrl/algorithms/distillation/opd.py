@@ -19,7 +19,7 @@ from torch import Tensor
 
 from spmdrl.algorithms.clipped import Clipped, ClippedConfig
 from spmdrl.algorithms.group_relative import GroupRelative, GroupRelativeConfig
-from spmdrl.types import CreditInputs
+from spmdrl.nouns import CreditInputs
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from spmdrl.algorithms.policy.grpo import Grpo, GrpoSettings
 from spmdrl.algorithms.terms.advantages import Groups
-from spmdrl.types import CreditInputs, CreditSettings
+from spmdrl.nouns import CreditInputs, CreditSettings
 
 
 @dataclass(frozen=True)

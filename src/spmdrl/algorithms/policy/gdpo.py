@@ -20,7 +20,7 @@ from torch import Tensor
 
 from spmdrl.algorithms.policy.grpo import Grpo, GrpoSettings
 from spmdrl.algorithms.terms.advantages import Groups, whitened
-from spmdrl.types import CreditInputs
+from spmdrl.nouns import CreditInputs
 
 
 @dataclass(frozen=True)

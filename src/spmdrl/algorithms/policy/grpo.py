@@ -18,7 +18,7 @@ from torch import Tensor
 from spmdrl.algorithms.clipped import Clipped, ClippedConfig
 from spmdrl.algorithms.group_relative import GroupRelative, GroupRelativeConfig
 from spmdrl.algorithms.terms.losses import LossAggregation, sequence_mean
-from spmdrl.types import TokenTerms
+from spmdrl.nouns import TokenTerms
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from spmdrl.algorithms.clipped import Clipped, ClippedConfig
 from spmdrl.algorithms.from_rewards import FromRewards
 from spmdrl.algorithms.terms.advantages import Deviation, Groups, whitened
 from spmdrl.algorithms.terms.kl import KlEstimator
-from spmdrl.types import CreditInputs
+from spmdrl.nouns import CreditInputs
 
 
 @dataclass(frozen=True)

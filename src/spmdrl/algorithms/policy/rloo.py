@@ -19,7 +19,7 @@ from spmdrl.algorithms.clipped import Clipped, ClippedConfig
 from spmdrl.algorithms.from_rewards import FromRewards
 from spmdrl.algorithms.terms.advantages import Groups
 from spmdrl.algorithms.terms.losses import LossAggregation, clipped_policy, sums_and_lengths
-from spmdrl.types import TokenLoss, TokenTerms
+from spmdrl.nouns import TokenLoss, TokenTerms
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from spmdrl.algorithms.group_relative import GroupRelative, GroupRelativeConfig
 from spmdrl.algorithms.terms.losses import BOUNDED, LossAggregation, bounded_exp, is_beyond_bound
-from spmdrl.types import TokenLoss, TokenTerms
+from spmdrl.nouns import TokenLoss, TokenTerms
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from spmdrl.algorithms.from_rewards import FromRewards
 from spmdrl.algorithms.terms.advantages import Groups
 from spmdrl.algorithms.terms.losses import LossAggregation, sums_and_lengths
 from spmdrl.algorithms.terms.pairs import PAIR, PairTokens, PreferenceConfig, preference_loss
-from spmdrl.types import CreditInputs, TokenLoss, TokenTerms
+from spmdrl.nouns import CreditInputs, TokenLoss, TokenTerms
 
 # What weighs or lowers single tokens has no meaning in a loss of whole pairs.
 _FIXED = {"kl_in": "loss", "loss_agg": "seq-mean-token-sum", "rollout_is": "none", "off_policy_bound": None}

@@ -19,8 +19,8 @@ from spmdrl.engines.training.checkpoints.checkpoint import CheckpointConfig, Che
 from spmdrl.engines.training.checkpoints.manifest import MANIFEST, damage
 from spmdrl.engines.training.checkpoints.trainer_state import ShardFiles, write_shards
 from spmdrl.engines.training.sharding.sharded_model import Shard
+from spmdrl.nouns import whole_slice
 from spmdrl.observability.fault_points import VARIABLE, arm_fault, at_step
-from spmdrl.types import whole_slice
 
 _POINTS = ("checkpoint.write", "checkpoint.fsync", "checkpoint.rename")
 _REQUIRED = ("run.json", "trainer/shards_00000.safetensors")

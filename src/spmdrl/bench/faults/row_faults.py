@@ -15,7 +15,7 @@ from spmdrl.dataflow.samples.control.saved_lives import restored, snapshot
 from spmdrl.dataflow.samples.run_account import RunAccount
 from spmdrl.dataflow.samples.schema import RULES, columns_mask, needs_by_state
 from spmdrl.engines.training.checkpoints.file_writes import written_at_once
-from spmdrl.types import WorkerState
+from spmdrl.nouns import WorkerState
 
 _SIZE = 2
 _NEEDS = needs_by_state({"advantages"})

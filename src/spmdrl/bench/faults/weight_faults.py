@@ -12,7 +12,7 @@ from spmdrl.bench.faults.fault_tally import Tally
 from spmdrl.dataflow.resharding.moving.checksum import SwitchRecord
 from spmdrl.dataflow.resharding.planning.buckets import Piece
 from spmdrl.dataflow.resharding.planning.cells import SlicedWeights
-from spmdrl.types import WeightSlice, whole_slice
+from spmdrl.nouns import WeightSlice, whole_slice
 
 _NUM_WEIGHTS = 6
 _SHAPE = (17, 9)

@@ -17,8 +17,8 @@ from spmdrl.engines.models.moe import MoeConfig
 from spmdrl.engines.models.rope_scaling import Llama3Scaling, YarnScaling
 from spmdrl.engines.training.batching.packed_rows import LossTerms, MicroBatch, Scores, TokenRows
 from spmdrl.engines.training.update.optimizer import OptimConfig
+from spmdrl.nouns import WeightSlice, offsets_of, whole_slice
 from spmdrl.resources.layout import UpdateLayout
-from spmdrl.types import WeightSlice, offsets_of, whole_slice
 
 # Eight heads, experts and columns of each kind go into eight ranks; a vocabulary of 53 tokens divides by nothing, and
 # four key heads are fewer than eight tensor ranks.

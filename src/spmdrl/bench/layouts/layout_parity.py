@@ -26,11 +26,11 @@ from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.training.sharding.sharded_model import Shard
 from spmdrl.engines.training.training_config import TrainingConfig
 from spmdrl.engines.training.training_engine import TrainingEngine
+from spmdrl.nouns import whole_slice
 from spmdrl.resources.device import Device
 from spmdrl.resources.layout import UpdateLayout, fit_update_layout
 from spmdrl.resources.mesh import UpdateMesh, build_update_mesh
 from spmdrl.resources.world import World
-from spmdrl.types import whole_slice
 
 
 @dataclass(frozen=True)

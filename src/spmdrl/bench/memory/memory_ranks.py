@@ -24,12 +24,12 @@ from spmdrl.engines.training.batching.packed_rows import LossTerms, MicroBatch, 
 from spmdrl.engines.training.training_config import TrainingConfig
 from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.engines.training.update.optimizer import OptimConfig
+from spmdrl.nouns import offsets_of
+from spmdrl.nouns.roles import POLICY
 from spmdrl.resources.layout import UpdateLayout
 from spmdrl.resources.memory import MemoryLedger, release_to_system, resident_bytes
 from spmdrl.resources.mesh import build_update_mesh
 from spmdrl.resources.world import World
-from spmdrl.types import offsets_of
-from spmdrl.types.roles import POLICY
 
 _SECONDS_BETWEEN_LOOKS = 0.01
 

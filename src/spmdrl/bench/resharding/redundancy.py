@@ -24,8 +24,8 @@ from spmdrl.dataflow.resharding.planning.slice_layouts import (
 )
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.moe import MoeConfig
+from spmdrl.nouns import WeightSlice
 from spmdrl.resources.layout import GenerationLayout, UpdateLayout
-from spmdrl.types import WeightSlice
 
 BFLOAT16_BYTES = 2
 DEVICES_PER_NODE = 8

@@ -28,13 +28,13 @@ from spmdrl.engines.models.making.make_model import RandomWeights
 from spmdrl.engines.training.training_config import TrainingConfig
 from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.engines.training.update.optimizer import OptimConfig
+from spmdrl.nouns import whole_slice
+from spmdrl.nouns.roles import POLICY
 from spmdrl.resources.collectives import barrier
 from spmdrl.resources.layout import UpdateLayout, fit_update_layout
 from spmdrl.resources.memory import MemoryLedger, peak_resident_bytes, release_to_system, resident_bytes
 from spmdrl.resources.mesh import build_update_mesh
 from spmdrl.resources.world import World
-from spmdrl.types import whole_slice
-from spmdrl.types.roles import POLICY
 
 EXECUTORS: tuple[Executor, ...] = ("exact", "allgather")
 FULL_TENSOR = "full_tensor"

@@ -21,7 +21,7 @@ from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.hf.model_folder import read_config
 from spmdrl.engines.models.hf.weight_check import open_weights
 from spmdrl.engines.models.kernels import ops
-from spmdrl.types import whole_slice
+from spmdrl.nouns import whole_slice
 
 _CPU = torch.device("cpu")
 _MATMUL_REPEATS = 5

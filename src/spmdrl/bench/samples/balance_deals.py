@@ -14,8 +14,8 @@ from spmdrl.dataflow.samples.balancing.balance import SLACK_PERCENT, RowLoads, T
 from spmdrl.dataflow.samples.balancing.dealing import GroupLengths
 from spmdrl.engines.models.row_cost import row_cost_of
 from spmdrl.engines.training.batching.microbatch import plan_microbatches
-from spmdrl.types import Integers
-from spmdrl.types.partition import ROWS, RowCost
+from spmdrl.nouns import Integers
+from spmdrl.nouns.partition import ROWS, RowCost
 
 COST = row_cost_of(QWEN_7B)
 TOKENS_PER_MICROBATCH = 16384

@@ -22,8 +22,8 @@ from spmdrl.dataflow.samples.control.catalogue import RowMetadata, announced_len
 from spmdrl.dataflow.samples.control.row_lives import Controller, RowLives
 from spmdrl.dataflow.samples.control.row_news import pack_news, unpack_news
 from spmdrl.dataflow.samples.schema import columns_mask, needs_by_state
+from spmdrl.nouns import Integers, WorkerState
 from spmdrl.resources.startup.launch import LaunchEnvironment
-from spmdrl.types import Integers, WorkerState
 
 SEED = 0
 MAX_PROMPT_LENGTH, MAX_RESPONSE_LENGTH = 512, 8192

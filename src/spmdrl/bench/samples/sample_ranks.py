@@ -27,11 +27,11 @@ from spmdrl.dataflow.samples.dock import DockConfig, TransferDock
 from spmdrl.dataflow.samples.samples import Samples
 from spmdrl.dataflow.samples.schema import columns_mask, needs_by_state, rule_of
 from spmdrl.dataflow.samples.volume import Link
+from spmdrl.nouns import Batch, WorkerState
 from spmdrl.resources.collectives import barrier
 from spmdrl.resources.memory import resident_bytes
 from spmdrl.resources.mesh import Axis
 from spmdrl.resources.world import World
-from spmdrl.types import Batch, WorkerState
 
 _TIMEOUT_SECONDS = 60.0
 _STATES = (WorkerState.GENERATION, WorkerState.REWARD, WorkerState.REFERENCE, WorkerState.OLD_LOGPROBS)

@@ -33,11 +33,11 @@ from spmdrl.engines.training.batching.packed_rows import LossFunction, LossTerms
 from spmdrl.engines.training.training_config import TrainingConfig
 from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.engines.training.update.optimizer import OptimConfig
+from spmdrl.nouns import offsets_of
 from spmdrl.resources.device import Device
 from spmdrl.resources.layout import UpdateLayout, fit_update_layout
 from spmdrl.resources.mesh import build_update_mesh
 from spmdrl.resources.world import World, open_world
-from spmdrl.types import offsets_of
 
 OURS = "spmdrl"
 MADE_MODEL = qwen3(

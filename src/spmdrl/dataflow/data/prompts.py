@@ -17,7 +17,7 @@ from spmdrl.dataflow.data.data_rows import DataConfig, Row, SourceRows
 from spmdrl.dataflow.data.formats import BadRow, Flaw
 from spmdrl.dataflow.data.records import BadRows
 from spmdrl.engines.models.renderer import Answer, Renderer, TokenizedPrompts
-from spmdrl.types import Batch, offsets_of
+from spmdrl.nouns import Batch, offsets_of
 
 logger = logging.getLogger(__name__)
 

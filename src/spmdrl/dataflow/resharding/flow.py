@@ -22,10 +22,10 @@ from spmdrl.dataflow.resharding.protocols import Generator, Shard, Trainer
 from spmdrl.dataflow.resharding.reshard_stats import ReshardStats
 from spmdrl.dataflow.resharding.swapping.swap import Leaving, Left, MakeStore, StayingSwap, Swap, make_host_store
 from spmdrl.dataflow.resharding.swapping.swap_groups import groups_of
+from spmdrl.nouns.roles import POLICY, Role
 from spmdrl.observability.fault_points import faultpoint
 from spmdrl.resources.memory import MemoryLedger, release_to_system
 from spmdrl.resources.world import World
-from spmdrl.types.roles import POLICY, Role
 
 # Giving back the pages of a small model costs more, in faults when they are used again, than the memory is worth.
 LEAST_BYTES_TO_RELEASE = 64 << 20

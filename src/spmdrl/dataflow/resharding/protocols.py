@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from spmdrl.types import WeightSlice
+from spmdrl.nouns import WeightSlice
 
 
 class Shard(Protocol):

@@ -19,8 +19,8 @@ from torch import Tensor
 from spmdrl.dataflow.samples.rounds import CarriedGroup, RoundRules, StepGroups, groups_of_step
 from spmdrl.dataflow.samples.store.keeping import column_tensors, read_column
 from spmdrl.engines.training.checkpoints.file_writes import FileWrites, add_text
+from spmdrl.nouns import Batch
 from spmdrl.resources.mesh import GenerationMesh
-from spmdrl.types import Batch
 
 FOLDER = "carried"
 FINISH = "finish"

@@ -18,10 +18,10 @@ from spmdrl.dataflow.samples.store.shared_memory import open_pool
 from spmdrl.dataflow.samples.store.warehouse import OneNode, Warehouse
 from spmdrl.dataflow.samples.transport.several_nodes import SeveralNodes
 from spmdrl.dataflow.samples.volume import Volume
+from spmdrl.nouns import WorkerState
+from spmdrl.nouns.partition import ROWS, TOKENS, RowCost
 from spmdrl.resources.collectives import barrier
 from spmdrl.resources.world import World
-from spmdrl.types import WorkerState
-from spmdrl.types.partition import ROWS, TOKENS, RowCost
 
 
 @dataclass(frozen=True)

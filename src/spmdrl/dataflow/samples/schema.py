@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from spmdrl.types import Batch, Column, Integers, WorkerState
+from spmdrl.nouns import Batch, Column, Integers, WorkerState
 
 
 @dataclass(frozen=True)

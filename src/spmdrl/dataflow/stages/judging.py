@@ -17,9 +17,9 @@ from spmdrl.engines.generation.protocol import Request, SamplingParams
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.renderer import Renderer
 from spmdrl.engines.reward.judge_config import JudgeConfig
+from spmdrl.nouns import Batch, WorkerState
 from spmdrl.observability.metrics import Recorder
 from spmdrl.resources.mesh import GenerationMesh
-from spmdrl.types import Batch, WorkerState
 
 
 @dataclass(frozen=True)

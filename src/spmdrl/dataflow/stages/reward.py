@@ -24,12 +24,12 @@ from spmdrl.engines.reward.pool import MODEL_PART, RewardConfig, RewardPool
 from spmdrl.engines.workers.call_pool import Unanswered
 from spmdrl.engines.workers.strikes import Subject
 from spmdrl.engines.workers.verdict import FAILURES, Outcome, Verdict
+from spmdrl.nouns import Batch, WorkerState
 from spmdrl.observability.fault_points import faultpoint
 from spmdrl.observability.metrics import Recorder
 from spmdrl.observability.timeline.timeline import Timeline
 from spmdrl.resources.collectives import gather_bytes, sum_over
 from spmdrl.resources.watch.stop_request import stop_reason
-from spmdrl.types import Batch, WorkerState
 
 DecodeTokens = Callable[[Sequence[int]], str]
 

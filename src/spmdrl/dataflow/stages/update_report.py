@@ -13,10 +13,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from spmdrl.nouns import Batch, Integers
 from spmdrl.observability.metrics import Recorder
 from spmdrl.resources.collectives import gather_ragged_columns
 from spmdrl.resources.device import to_host
-from spmdrl.types import Batch, Integers
 
 ROW = "row"
 """A column for one update: the row of each response token."""

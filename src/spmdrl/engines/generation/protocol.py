@@ -17,7 +17,7 @@ from spmdrl.engines.workers.verdict import Outcome
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from spmdrl.types import WeightSlice
+    from spmdrl.nouns import WeightSlice
 
 Finish = Literal["stop", "length", "aborted"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.moe import MoeConfig
-from spmdrl.types.partition import RowCost
+from spmdrl.nouns.partition import RowCost
 
 
 def row_cost_of(config: DecoderConfig) -> RowCost:

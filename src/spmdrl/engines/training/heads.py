@@ -24,8 +24,8 @@ from spmdrl.engines.models.kernels import ops
 from spmdrl.engines.models.kernels.prefixed import Copies, copy_rows
 from spmdrl.engines.parallel.axis_collectives import gather_own_gradient, gather_rows
 from spmdrl.engines.parallel.weight_cuts import VocabularyPart
+from spmdrl.nouns.roles import Rating
 from spmdrl.resources.mesh import Axis
-from spmdrl.types.roles import Rating
 
 LOGITS_CHUNK_BYTES = 128 << 20
 """Size of one float32 [C, V] tensor; up to three of them live at a time."""

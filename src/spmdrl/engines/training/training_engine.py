@@ -36,11 +36,11 @@ from spmdrl.engines.training.sharding.sharded_model import Shard
 from spmdrl.engines.training.training_config import TrainingConfig
 from spmdrl.engines.training.update.optimizer import OptimConfig
 from spmdrl.engines.training.update.updater import Accumulated, Updater, UpdateResult
+from spmdrl.nouns.roles import Rating
 from spmdrl.observability.activity import activity
 from spmdrl.observability.fault_points import faultpoint
 from spmdrl.resources.device import Device, to_device
 from spmdrl.resources.mesh import UpdateMesh
-from spmdrl.types.roles import Rating
 
 Made = TypeVar("Made")
 

@@ -27,10 +27,10 @@ from spmdrl.engines.models.making.make_model import decoder_config, make_model_f
 from spmdrl.engines.reward.judge_config import JudgeConfig
 from spmdrl.engines.training.checkpoints.manifest import damage, step_folder_name, steps_in
 from spmdrl.job.run.run_folder import on_main
+from spmdrl.nouns.roles import CRITIC, JUDGE, POLICY, REWARD_MODEL, TEACHER, Role
 from spmdrl.observability.logs.outage import warn
 from spmdrl.resources.collectives import barrier
 from spmdrl.resources.world import World
-from spmdrl.types.roles import CRITIC, JUDGE, POLICY, REWARD_MODEL, TEACHER, Role
 
 CHECKPOINTS = "checkpoints"
 MODEL = "model"

@@ -16,12 +16,12 @@ from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.job.model.model_source import ModelSource
 from spmdrl.job.start.model_checks import check_vllm, check_vllm_computes
 from spmdrl.job.start.start_checks import CheckedRun
+from spmdrl.nouns import whole_slice
 from spmdrl.observability.terminal.console import Console
 from spmdrl.resources.layout import GenerationLayout
 from spmdrl.resources.memory import MemoryLedger, Owner
 from spmdrl.resources.mesh import GenerationMesh, build_generation_mesh
 from spmdrl.resources.world import World
-from spmdrl.types import whole_slice
 
 
 @dataclass(frozen=True)

@@ -32,11 +32,11 @@ from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.job.model.model_source import MODEL, ModelSource, token_ids_of
 from spmdrl.job.run.savable import Savable, SavedParts
 from spmdrl.job.start.start_checks import CheckedRun
+from spmdrl.nouns import whole_slice
+from spmdrl.nouns.roles import CRITIC, POLICY, Role
 from spmdrl.resources.device import Device
 from spmdrl.resources.mesh import UpdateMesh, build_update_mesh
 from spmdrl.resources.world import World
-from spmdrl.types import whole_slice
-from spmdrl.types.roles import CRITIC, POLICY, Role
 
 TRAINER = "trainer"
 ADAPTER = "adapter"

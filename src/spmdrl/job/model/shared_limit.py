@@ -10,9 +10,9 @@ from spmdrl.engines.training.batching.microbatch_limit import MOST_HALVINGS, Mic
 from spmdrl.job.model.role_models import RoleModels
 from spmdrl.job.run.run import Run
 from spmdrl.job.run.run_folder import on_main
+from spmdrl.nouns.roles import POLICY
 from spmdrl.observability.logs.jsonl import write_atomic
 from spmdrl.observability.logs.outage import going_on_without
-from spmdrl.types.roles import POLICY
 
 LIMIT_FILE = "microbatch_limit.json"
 

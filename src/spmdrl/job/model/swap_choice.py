@@ -16,11 +16,11 @@ from spmdrl.engines.models.lora import is_adapter
 from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.job.model.replica import Replica
 from spmdrl.job.run.run_logs import RunLogs
+from spmdrl.nouns.roles import POLICY, Role
 from spmdrl.resources.collectives import max_over
 from spmdrl.resources.host_memory import free_host_bytes, is_memory_folder
 from spmdrl.resources.memory import resident_bytes
 from spmdrl.resources.world import World
-from spmdrl.types.roles import POLICY, Role
 
 # A CPU's activations, the page cache and other programs need memory too, and the free memory is an estimate.
 _SHARE_OF_A_HOST = 0.8

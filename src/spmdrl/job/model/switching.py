@@ -15,11 +15,11 @@ from spmdrl.job.model.replica import Replica
 from spmdrl.job.model.role_models import RoleModel, RoleModels
 from spmdrl.job.model.swap_choice import announce, decide_residence, swap_folder
 from spmdrl.job.run.run_logs import RunLogs
+from spmdrl.nouns.roles import POLICY, Role
 from spmdrl.observability.terminal.units import bytes_text
 from spmdrl.observability.timeline.timeline import Moved
 from spmdrl.resources.device import Device
 from spmdrl.resources.memory import MemoryLedger, peak_resident_bytes, resident_bytes
-from spmdrl.types.roles import POLICY, Role
 
 PromptAt = Callable[[int], Prompt]
 """The prompt at a position of an endless sequence, alike on every rank."""

@@ -17,12 +17,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from spmdrl.nouns import Batch, offsets_of
 from spmdrl.observability.logs.jsonl import JsonlWriter, objects_of
 from spmdrl.observability.logs.outage import going_on_without
 from spmdrl.observability.ownership.fence import check_fence
 from spmdrl.resources.mesh import UpdateMesh
 from spmdrl.resources.world import World
-from spmdrl.types import Batch, offsets_of
 
 FOLDER = "rows"
 _MOST_BYTES = 1 << 25

@@ -9,10 +9,10 @@ from typing import Protocol
 from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.reward.judge_config import JudgeConfig
 from spmdrl.engines.training.training_config import TrainingConfig
+from spmdrl.nouns.roles import WorkerState
 from spmdrl.observability.terminal.units import bytes_text
 from spmdrl.observability.timeline.timeline import HeldMemory
 from spmdrl.resources.memory import is_out_of_memory
-from spmdrl.types.roles import WorkerState
 
 _TRAINING = tuple(state.value for state in WorkerState if state.uses_training_engine)
 _GENERATION = (WorkerState.GENERATION.value, "evaluation")

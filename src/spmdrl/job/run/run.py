@@ -33,6 +33,7 @@ from spmdrl.job.run.run_logs import RunLogs
 from spmdrl.job.run.savable import Savable
 from spmdrl.job.start.run_identity import identity_of
 from spmdrl.job.start.start_checks import CheckedRun
+from spmdrl.nouns.roles import POLICY, Role
 from spmdrl.observability.activity import activity
 from spmdrl.observability.fault_points import at_step, faultpoint
 from spmdrl.observability.health import too_many_skips
@@ -46,7 +47,6 @@ from spmdrl.resources.collectives import barrier
 from spmdrl.resources.startup.ending import FirstFailure, reason_of_stop
 from spmdrl.resources.watch.stop_request import Stopped, request
 from spmdrl.resources.world import World
-from spmdrl.types.roles import POLICY, Role
 
 LINES_OF_WARM_START = 20
 

@@ -19,10 +19,10 @@ from spmdrl.job.model.replica import generation_engine_name
 from spmdrl.job.run.run_folder import num_parameters, num_trained
 from spmdrl.job.start.prepared import Prepared
 from spmdrl.job.start.start_checks import CheckedRun
+from spmdrl.nouns import WeightSlice
+from spmdrl.nouns.roles import POLICY, Role
 from spmdrl.observability.terminal.units import bytes_text, count
 from spmdrl.resources.startup.launch import LaunchEnvironment
-from spmdrl.types import WeightSlice
-from spmdrl.types.roles import POLICY, Role
 
 _FLOAT32_BYTES = 4
 # AdamW's two moments, in float32.

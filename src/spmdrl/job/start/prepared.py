@@ -42,9 +42,9 @@ from spmdrl.job.start.model_checks import (
     check_vllm_computes,
 )
 from spmdrl.job.start.start_checks import ON_PAIRS, CheckedRun
+from spmdrl.nouns.roles import JUDGE, POLICY, REWARD_MODEL, TEACHER, Role
 from spmdrl.observability.terminal.console import Console
 from spmdrl.resources.world import World
-from spmdrl.types.roles import JUDGE, POLICY, REWARD_MODEL, TEACHER, Role
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 from spmdrl.dataflow.data.data_rows import SourceRows
 from spmdrl.engines.models.hf.fingerprint import fingerprint
 from spmdrl.job.start.start_checks import CheckedRun
-from spmdrl.types.roles import JUDGE, POLICY, REWARD_MODEL, TEACHER, Role
+from spmdrl.nouns.roles import JUDGE, POLICY, REWARD_MODEL, TEACHER, Role
 
 ROWS = "rows of data.train"
 CRITIC = "critic"

@@ -33,13 +33,13 @@ from spmdrl.job.start.model_checks import (
     check_vllm_is_there,
     decoder_at_hand,
 )
+from spmdrl.nouns import CreditSettings, WorkerState
+from spmdrl.nouns.roles import POLICY, REFERENCE, ROLES, TEACHER, Rating, Role
 from spmdrl.observability.logs.log import check_backends
 from spmdrl.observability.terminal.screen import waiting
 from spmdrl.resources.device import find_device
 from spmdrl.resources.layout import GenerationLayout, UpdateLayout, check_generation_layout, fit_update_layout
 from spmdrl.resources.startup.launch import LaunchEnvironment, read_launch_environment
-from spmdrl.types import CreditSettings, WorkerState
-from spmdrl.types.roles import POLICY, REFERENCE, ROLES, TEACHER, Rating, Role
 
 Verb = Literal["train", "sft", "preferences", "reward-model", "eval", "generate"]
 ON_PAIRS = ("preferences", "reward-model")

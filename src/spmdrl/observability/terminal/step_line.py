@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
+from spmdrl.nouns.roles import WorkerState
 from spmdrl.observability.terminal.units import count, duration, fixed, percent, scientific
-from spmdrl.types.roles import WorkerState
 
 MISSING = "-"
 # Short names of what a step's seconds go to, in its order; time in stages that have none is `other`.

@@ -25,8 +25,8 @@ from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.engines.reward.functions import load_functions, score
 from spmdrl.engines.reward.pool import RewardConfig
 from spmdrl.engines.workers.verdict import Verdict
+from spmdrl.nouns import LossScope, TokenLoss, TokenTerms, WorkerState
 from spmdrl.observability.terminal.screen import show
-from spmdrl.types import LossScope, TokenLoss, TokenTerms, WorkerState
 
 
 class StepReplayed(Exception):

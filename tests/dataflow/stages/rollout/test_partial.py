@@ -31,12 +31,12 @@ from spmdrl.engines.models.making.make_model import RandomWeights
 from spmdrl.engines.models.moe import MoeConfig
 from spmdrl.engines.reward.pool import RewardConfig, RewardPool
 from spmdrl.engines.training.checkpoints.file_writes import written_at_once
+from spmdrl.nouns import WorkerState
 from spmdrl.observability.metrics import Recorder, encode, merge
 from spmdrl.resources.collectives import gather_bytes
 from spmdrl.resources.layout import GenerationLayout
 from spmdrl.resources.mesh import GenerationMesh, build_generation_mesh
 from spmdrl.resources.world import World
-from spmdrl.types import WorkerState
 
 WANTED, GROUP_SIZE, NUM_STEPS = 4, 2, 5
 AT_ONCE = RoundRules(WANTED, num_steps=NUM_STEPS)

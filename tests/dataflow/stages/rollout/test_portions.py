@@ -19,11 +19,11 @@ from spmdrl.dataflow.samples.schema import needs_by_state
 from spmdrl.dataflow.stages.inference import ScoreStage
 from spmdrl.dataflow.stages.rollout.portions import Portions
 from spmdrl.engines.generation.protocol import Response
+from spmdrl.nouns import Batch, WorkerState
 from spmdrl.observability.timeline.timeline import Timeline
 from spmdrl.resources.collectives import Arrivals
 from spmdrl.resources.mesh import lone_generation_mesh
 from spmdrl.resources.world import World
-from spmdrl.types import Batch, WorkerState
 
 NUM_PORTIONS, NUM_STEPS = 2, 3
 

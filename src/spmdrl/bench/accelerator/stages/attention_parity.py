@@ -20,9 +20,9 @@ from spmdrl.engines.models.kernels.packed import PackedRows
 from spmdrl.engines.training.context.block_attention import Inputs, attend_rows, attend_rows_backward
 from spmdrl.engines.training.context.packed_flash import runs_packed_flash
 from spmdrl.engines.training.context.ring_attention import RingAttention, plan_ring
+from spmdrl.nouns import offsets_of
 from spmdrl.resources.layout import UpdateLayout, fit_update_layout
 from spmdrl.resources.mesh import build_update_mesh
-from spmdrl.types import offsets_of
 
 _LENGTHS = {"full": [1500, 3, 700, 1, 64, 1200], "small": [30, 3, 14, 1, 9]}
 _CHUNKS = {"full": [200, 3, 75], "small": [7, 3, 1]}

@@ -20,7 +20,7 @@ from spmdrl.bench.harness.device_times import median_seconds
 from spmdrl.engines.models.kernels import cuda, ops, plain
 from spmdrl.engines.models.kernels.packed import PackedRows
 from spmdrl.engines.models.kernels.prefixed import PrefixedRows
-from spmdrl.types import offsets_of
+from spmdrl.nouns import offsets_of
 
 TOLERANCES = {torch.float32: 3e-5, torch.bfloat16: 3e-2}
 """of the largest difference, in units of the largest value"""

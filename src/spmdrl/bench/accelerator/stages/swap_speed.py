@@ -13,8 +13,8 @@ from spmdrl.bench.harness.bench_models import QWEN_0_5B, TINY
 from spmdrl.bench.harness.device_times import device_seconds, median_seconds
 from spmdrl.dataflow.resharding.swapping.swap import Swap
 from spmdrl.engines.models.hf.model_folder import parameter_shapes
+from spmdrl.nouns.roles import POLICY
 from spmdrl.resources.memory import MemoryLedger
-from spmdrl.types.roles import POLICY
 
 _MODELS = {"full": QWEN_0_5B, "small": TINY}
 _NUM_ROUNDS = 5

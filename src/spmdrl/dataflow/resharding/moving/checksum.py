@@ -16,8 +16,8 @@ from torch import Tensor
 
 from spmdrl.dataflow.resharding.planning.buckets import Piece
 from spmdrl.dataflow.resharding.planning.cells import SlicedWeights, cut
+from spmdrl.nouns import whole_slice
 from spmdrl.resources.collectives import Group, sum_over
-from spmdrl.types import whole_slice
 
 _NUM_SPOTS = 16
 # Sums of integers need temporary memory, which is to be little beside a bucket.

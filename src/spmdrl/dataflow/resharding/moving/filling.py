@@ -15,8 +15,8 @@ from spmdrl.dataflow.resharding.planning.cells import SlicedWeights
 from spmdrl.dataflow.resharding.planning.plan import Shapes, lendable
 from spmdrl.dataflow.resharding.planning.slice_agreement import agree_on_plan, agree_on_shapes, refuse_together
 from spmdrl.dataflow.resharding.protocols import Generator, Shard
+from spmdrl.nouns import WeightSlice
 from spmdrl.resources.world import World
-from spmdrl.types import WeightSlice
 
 Names = Callable[[Iterable[str]], None]
 

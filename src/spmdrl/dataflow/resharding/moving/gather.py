@@ -22,9 +22,9 @@ from torch import Tensor
 from spmdrl.dataflow.resharding.planning.buckets import Piece, Transfer
 from spmdrl.dataflow.resharding.planning.cells import SlicedWeights
 from spmdrl.dataflow.resharding.planning.plan import Block, ReshardPlan
+from spmdrl.nouns import WeightSlice
 from spmdrl.resources.collectives import wait_like_the_job
 from spmdrl.resources.network.sockets import closing_new_listeners
-from spmdrl.types import WeightSlice
 
 Executor = Literal["allgather", "exact"]
 SwapMode = Literal["auto", "always", "never"]

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from spmdrl.engines.training.batching.packed_rows import Scores, TokenRows
+from spmdrl.nouns import offsets_of
 from spmdrl.resources.collectives import max_over
-from spmdrl.types import offsets_of
 
 Rows = Sequence[Sequence[int]]
 

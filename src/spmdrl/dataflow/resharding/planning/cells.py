@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from spmdrl.types import WeightSlice
+from spmdrl.nouns import WeightSlice
 
 RankedBoxes = Iterable[tuple[int, WeightSlice]]
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from spmdrl.dataflow.resharding.protocols import Trainer
 from spmdrl.dataflow.resharding.swapping.swap import TensorsByName
-from spmdrl.types.roles import Role
+from spmdrl.nouns.roles import Role
 
 
 def groups_of(role: Role, trainer: Trainer) -> dict[str, TensorsByName]:

@@ -20,8 +20,8 @@ import numpy as np
 
 from spmdrl.dataflow.samples.balancing.local_search import even_out
 from spmdrl.dataflow.samples.balancing.node_shares import Seats, Units, nodes_of_units, split_by
-from spmdrl.types import Integers
-from spmdrl.types.partition import largest_differencing
+from spmdrl.nouns import Integers
+from spmdrl.nouns.partition import largest_differencing
 
 SLACK_PERCENT = 2
 """What the heaviest taker may carry above the mean before rows leave their node."""

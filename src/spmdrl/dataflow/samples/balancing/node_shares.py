@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from spmdrl.types import Integers
+from spmdrl.nouns import Integers
 
 
 @dataclass(frozen=True)

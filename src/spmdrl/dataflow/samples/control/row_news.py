@@ -15,8 +15,8 @@ import numpy as np
 
 from spmdrl.dataflow.samples.control.catalogue import News, RowDrop, RowMetadata, announced_lengths, joined
 from spmdrl.dataflow.samples.schema import RULES
+from spmdrl.nouns import Integers
 from spmdrl.resources.watch.stop_watch import gather_and_agree
-from spmdrl.types import Integers
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spmdrl.dataflow.samples.store.frame import ALIGNMENT
+from spmdrl.nouns import Integers
 from spmdrl.resources.collectives import barrier, gather_bytes
 from spmdrl.resources.world import World
-from spmdrl.types import Integers
 
 _CLOSE_ON_EXEC = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)

@@ -24,8 +24,8 @@ from spmdrl.dataflow.stages.rows import (
 from spmdrl.dataflow.stages.update import UpdatePlan
 from spmdrl.engines.training.batching.packed_rows import LossTerms, MicroBatch
 from spmdrl.engines.training.training_engine import TrainingEngine
+from spmdrl.nouns import Batch, WorkerState
 from spmdrl.observability.metrics import Recorder
-from spmdrl.types import Batch, WorkerState
 
 
 class CriticUpdateStage:

@@ -11,8 +11,8 @@ from torch import Tensor
 from spmdrl.dataflow.samples.schema import END_VALUE
 from spmdrl.dataflow.stages.inference import ScoreStage
 from spmdrl.dataflow.stages.rows import TURNS, ModelTokens, token_rows
+from spmdrl.nouns import Batch, offsets_of
 from spmdrl.resources.device import to_device
-from spmdrl.types import Batch, offsets_of
 
 
 class CutValueStage(ScoreStage):

@@ -14,7 +14,7 @@ from spmdrl.dataflow.samples.dock import Samples
 from spmdrl.dataflow.samples.schema import END_VALUE
 from spmdrl.dataflow.stages.critic.critic_config import CriticConfig
 from spmdrl.dataflow.stages.rows import ModelTokens, credit_inputs
-from spmdrl.types import Batch, CreditInputs, CreditSettings, WorkerState
+from spmdrl.nouns import Batch, CreditInputs, CreditSettings, WorkerState
 
 
 class Rewarding(Protocol):

@@ -19,9 +19,9 @@ from spmdrl.dataflow.stages.rollout.requests import (
 )
 from spmdrl.dataflow.stages.rollout.response_columns import columns_of
 from spmdrl.engines.generation.protocol import GenerationEngine, Request, Response, SamplingParams
+from spmdrl.nouns import WorkerState
 from spmdrl.observability.metrics import Recorder
 from spmdrl.resources.mesh import GenerationMesh
-from spmdrl.types import WorkerState
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from spmdrl.engines.generation.native.native_engine import Lockstep
 from spmdrl.engines.generation.protocol import Finish, PartialResponse, Request, Response, SamplingParams
 from spmdrl.engines.generation.replay import packed_outcomes, unpacked_outcomes
 from spmdrl.engines.workers.verdict import Outcome
-from spmdrl.types import Batch
+from spmdrl.nouns import Batch
 
 _FINISHES: tuple[Finish, ...] = get_args(Finish)
 OUTCOME_REWARD, OUTCOME_VERDICT = "outcome_reward", "outcome_verdict"

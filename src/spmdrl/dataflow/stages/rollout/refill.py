@@ -20,9 +20,9 @@ from spmdrl.dataflow.samples.rounds import refill_size
 from spmdrl.dataflow.samples.schema import rule_of
 from spmdrl.dataflow.stages.advantage import drop_left_out, is_left, of_all_ranks
 from spmdrl.dataflow.stages.rows import credit_inputs
+from spmdrl.nouns import CreditInputs, CreditSettings, WorkerState
 from spmdrl.observability.metrics import Recorder
 from spmdrl.resources.mesh import GenerationMesh
-from spmdrl.types import CreditInputs, CreditSettings, WorkerState
 
 SURPLUS = "surplus"
 """The reason for which a prompt is dropped that came in beyond those that the step trains."""

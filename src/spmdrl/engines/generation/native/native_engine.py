@@ -29,9 +29,9 @@ from spmdrl.engines.generation.native.sampling import RowDrawer
 from spmdrl.engines.generation.protocol import Decode, Finish, Request, Response, all_weights
 from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.decoder import DecoderConfig
+from spmdrl.nouns import WeightSlice, whole_slice
 from spmdrl.observability.fault_points import faultpoint
 from spmdrl.resources.mesh import GenerationMesh, lone_generation_mesh
-from spmdrl.types import WeightSlice, whole_slice
 
 
 class NativeEngine:

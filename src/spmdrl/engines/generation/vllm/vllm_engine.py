@@ -24,8 +24,8 @@ from spmdrl.engines.generation.vllm import vllm_cpu
 from spmdrl.engines.generation.vllm.vllm_logprobs import gives_unfiltered, logprobs_mode, logprobs_of_prompt
 from spmdrl.engines.models.hf.model_folder import parameter_shapes, read_config
 from spmdrl.engines.models.hf.model_weights import unstack
+from spmdrl.nouns import WeightSlice, whole_slice
 from spmdrl.resources.startup.launch import TORCHRUN_VARIABLES, read_launch_environment
-from spmdrl.types import WeightSlice, whole_slice
 
 
 class VllmEngine:

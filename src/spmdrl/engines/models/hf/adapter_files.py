@@ -14,7 +14,7 @@ from torch import Tensor
 
 from spmdrl.engines.models.hf.model_weights import WeightSource
 from spmdrl.engines.models.lora import LoraConfig, is_adapter
-from spmdrl.types import WeightSlice, whole_slice
+from spmdrl.nouns import WeightSlice, whole_slice
 
 _PREFIX = "base_model.model."
 """What PEFT puts before transformers' names."""

@@ -27,8 +27,8 @@ from spmdrl.engines.models.kernels.packed import (
     causal_attention,
     plan_blocks,
 )
+from spmdrl.nouns import offsets_of
 from spmdrl.resources.device import to_device
-from spmdrl.types import offsets_of
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf.model_folder import hf_config_dict, parameter_shapes
 from spmdrl.engines.models.hf.model_weights import VALUE_HEAD, expert_name, is_stacked, write_weights
 from spmdrl.engines.models.making.make_config import PRINTABLE_CHARS, MakeConfig
-from spmdrl.types import WeightSlice, whole_slice
+from spmdrl.nouns import WeightSlice, whole_slice
 
 _EMBEDDING_STD = 0.02
 _SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")

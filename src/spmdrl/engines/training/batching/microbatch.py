@@ -8,7 +8,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable, Sequence
 
-from spmdrl.types.partition import largest_differencing
+from spmdrl.nouns.partition import largest_differencing
 
 DEFAULT_TOKENS_PER_MICROBATCH = 16384
 # A CPU's activations should stay near its caches, and in blocks that the allocator keeps, as fresh pages take long to

@@ -16,9 +16,9 @@ from torch import Tensor
 from spmdrl.engines.models.kernels.prefixed import Copies
 from spmdrl.engines.models.layers import Attend, PackedCausalAttention
 from spmdrl.engines.training.routing.routers import RecordingRoute
+from spmdrl.nouns import gather_ragged_rows, offsets_of
+from spmdrl.nouns.roles import Rating
 from spmdrl.resources.device import to_device
-from spmdrl.types import gather_ragged_rows, offsets_of
-from spmdrl.types.roles import Rating
 
 OTHER_TOKENS = "other_tokens"
 """A column of token ids [R, J]: further tokens, which the head rates in the place of each response token."""

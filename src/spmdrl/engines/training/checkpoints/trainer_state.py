@@ -19,9 +19,9 @@ from torch import Tensor
 from spmdrl.engines.models.hf.model_folder import parameter_shapes
 from spmdrl.engines.training.sharding.sharded_model import Shard
 from spmdrl.engines.training.training_engine import TrainingEngine
+from spmdrl.nouns import WeightSlice
 from spmdrl.observability.activity import activity
 from spmdrl.observability.fault_points import faultpoint
-from spmdrl.types import WeightSlice
 
 STEP = WeightSlice("step", (), ())
 """AdamW's step count, a scalar."""

@@ -27,8 +27,8 @@ from torch.autograd.function import once_differentiable
 from spmdrl.engines.parallel.axis_collectives import RingShift
 from spmdrl.engines.training.context.block_attention import Inputs, attend_rows, attend_rows_backward
 from spmdrl.engines.training.context.row_pairs import Places, RowPairs, as_places
+from spmdrl.nouns import offsets_of
 from spmdrl.resources.mesh import Axis
-from spmdrl.types import offsets_of
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from spmdrl.engines.models.kernels.packed import group_rows
+from spmdrl.nouns import offsets_of
 from spmdrl.resources.device import to_device
-from spmdrl.types import offsets_of
 
 Places = slice | Tensor
 """Indexes along dim 0; a slice where they follow each other, so that nothing need be copied."""

@@ -26,9 +26,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from spmdrl.nouns import offsets_of
 from spmdrl.resources.layout import ContextKind
 from spmdrl.resources.mesh import Axis
-from spmdrl.types import offsets_of
 
 
 @dataclass(frozen=True)

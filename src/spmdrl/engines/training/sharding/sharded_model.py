@@ -17,9 +17,9 @@ from spmdrl.engines.models.lora import adapted_linears, is_adapter
 from spmdrl.engines.parallel.parts import Parts
 from spmdrl.engines.parallel.tensor_parallel import is_first
 from spmdrl.engines.parallel.weight_cuts import chunk_of
+from spmdrl.nouns import WeightSlice, whole_slice
 from spmdrl.resources.collectives import group_size, sum_into
 from spmdrl.resources.mesh import UpdateMesh
-from spmdrl.types import WeightSlice, whole_slice
 
 _EMBEDDING = "model.embed_tokens.weight"
 # In float32 64 MiB: a reduction of fewer takes about as long as its messages do without content.

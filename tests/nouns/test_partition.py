@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmdrl.types.partition import RowCost, largest_differencing
+from spmdrl.nouns.partition import RowCost, largest_differencing
 
 
 def spread(groups: list[list[int]], values: list[int]) -> int:

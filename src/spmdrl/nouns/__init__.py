@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from spmdrl.types.roles import WorkerState as WorkerState
+from spmdrl.nouns.roles import WorkerState as WorkerState
 
 if TYPE_CHECKING:
     from tensordict import TensorDict

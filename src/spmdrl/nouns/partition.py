@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from spmdrl.types import Integers
+from spmdrl.nouns import Integers
 
 Lengths = TypeVar("Lengths", int, Integers)
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from spmdrl.nouns import Batch
 from spmdrl.resources.device import to_host
-from spmdrl.types import Batch
 
 
 def some_batch() -> Batch:
