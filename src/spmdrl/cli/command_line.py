@@ -15,7 +15,6 @@ from spmdrl import __version__
 from spmdrl.cli.failure_page import (
     OTHER_RANKS_WAIT_SECONDS,
     end_with,
-    ending_at_interrupt,
     wants_traceback,
 )
 from spmdrl.cli.flags import MEMORY, take_numbers, take_verb
@@ -183,8 +182,7 @@ def _run_configured(verb: str, arguments: Sequence[str], launch: LaunchEnvironme
             handled.enter_context(request.handling_signals(launch.rank))
         check_files(files)
         with start_up(), waiting(f"spmdrl {verb}: starting PyTorch", enabled=launch.rank == 0):
-            with ending_at_interrupt(launch.rank):
-                from spmdrl.config.config import load_config
+            from spmdrl.config.config import load_config
 
             loaded = load_config(files, overrides, question["verb"])
         if launch.rank == 0:
@@ -194,10 +192,13 @@ def _run_configured(verb: str, arguments: Sequence[str], launch: LaunchEnvironme
                 show(f"config: {written} is read as {canonical}", stream=stream)
             if loaded.unread:
                 show(f"config: not read by {question['verb']}: {', '.join(loaded.unread)}", stream=stream)
-        with waiting(f"spmdrl {verb}: starting", enabled=launch.rank == 0), ending_at_interrupt(launch.rank):
+        with waiting(f"spmdrl {verb}: starting", enabled=launch.rank == 0):
             run = _main_of(verb, prompts, question)
         try:
-            request.begin_set_up()
+            if verb in _STOPPING_VERBS:
+                request.begin_set_up()
+            else:
+                handled.close()
             return run(loaded)
         except (ConfigError, StartRefused):
             raise

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
-from types import FrameType
 
 import spmdrl
 from spmdrl.observability.ownership.fence import FOLDER_TAKEN, FolderTaken, loss_of_folder
@@ -32,27 +29,6 @@ def wants_traceback(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether tracebacks belong on the screen: with SPMDRL_TRACEBACK=1, and under a debugger."""
     words = sys.orig_argv[1:4]
     return environ.get("SPMDRL_TRACEBACK", "") not in ("", "0") or sys.gettrace() is not None or "pdb" in words
-
-
-@contextmanager
-def ending_at_interrupt(rank: int) -> Iterator[None]:
-    """Within the block Ctrl-C ends the process at once, for imports: a module that is cut short may go on half done."""
-
-    def end(number: int, frame: FrameType | None) -> None:
-        if rank == 0:
-            show("spmdrl: interrupted", stream=sys.stderr)
-        sys.stderr.flush()
-        os._exit(INTERRUPTED)
-
-    # Ignored where a shell started the job in the background, and other than Python's own under a debugger.
-    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield
-        return
-    signal.signal(signal.SIGINT, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def end_with(failure: Exception, folder: Path, launch: LaunchEnvironment) -> int:

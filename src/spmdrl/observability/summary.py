@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import platform
 import re
 import shlex
@@ -17,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from spmdrl.observability.logs.jsonl import to_json, write_atomic
-from spmdrl.observability.ownership.fence import check_fence
 
 SUMMARY_FILE = "summary.json"
 _ROOM_FILE = ".summary.room"
@@ -35,43 +33,19 @@ def write_summary(run_dir: Path, **fields: Any) -> Path:
     """Write `fields` into summary.json, atomically; fields written earlier stay, and unknown ones are null.
 
     A run writes it at its start (verdict "running", versions, devices), so that it is there after a crash,
-    and again at its end, on a full disk in the room of `keep_room`. Paths become strings.
+    and again at its end, in the room of `keep_room`. Paths become strings.
     """
     plain = {name: str(value) if isinstance(value, Path) else value for name, value in fields.items()}
     content = dict.fromkeys(ALWAYS_THERE) | read_summary(run_dir) | plain
     path = Path(run_dir) / SUMMARY_FILE
-    text = to_json(content, indent=2) + "\n"
-    try:
-        write_atomic(path, text)
-    except OSError:
-        if not _write_into_room(path, text.encode(errors="replace")):
-            raise
+    room = path.with_name(_ROOM_FILE) if fields.get("verdict", "running") != "running" else None
+    write_atomic(path, to_json(content, indent=2) + "\n", aside=room)
     return path
 
 
 def keep_room(run_dir: Path) -> None:
     """Occupy what a summary may take of the disk, so that a run's end can be written where the disk is full by then."""
     (Path(run_dir) / _ROOM_FILE).write_bytes(bytes(_ROOM_BYTES))
-
-
-def forget_room(run_dir: Path) -> None:
-    """Give back what `keep_room` took."""
-    with contextlib.suppress(OSError):
-        (Path(run_dir) / _ROOM_FILE).unlink(missing_ok=True)
-
-
-def _write_into_room(path: Path, content: bytes) -> bool:
-    """Write the content over the bytes that are kept for it, and give them the file's name; returns whether it fits."""
-    room = path.with_name(_ROOM_FILE)
-    if len(content) > _ROOM_BYTES or not room.is_file():
-        return False
-    check_fence()
-    with room.open("r+b") as file:
-        file.write(content)
-        file.truncate()
-        os.fsync(file.fileno())
-    os.replace(room, path)
-    return True
 
 
 def write_verb_summary(run_dir: Path, verb: str, fields: Mapping[str, Any]) -> Path:

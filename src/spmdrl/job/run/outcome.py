@@ -22,7 +22,6 @@ from spmdrl.observability.logs.trackers import TrackedRun
 from spmdrl.observability.report.report import write_report
 from spmdrl.observability.statistics import interval_of
 from spmdrl.observability.summary import (
-    forget_room,
     keep_room,
     provenance,
     read_summary,
@@ -59,7 +58,6 @@ def write_early_end(folder: Path, verdict: str, error: str) -> None:
     with going_on_without("the summary and report"):
         write_summary(folder, verdict=verdict, error=error)
         write_report(folder)
-    forget_room(folder)
 
 
 def outcome_of(end: End, record: RunRecord, folder: Path, checkpoints: Checkpoints) -> dict[str, object]:
@@ -94,7 +92,6 @@ def write_outcome(folder: Path, fields: Mapping[str, object], console: Console, 
         # An error is that of an earlier part, which this one got over.
         write_summary(folder, **{"error": None} | known)
         write_report(folder)
-    forget_room(folder)
     # What could not be written is shown all the same.
     console.summary(read_summary(folder) | known, phase=phase)
 

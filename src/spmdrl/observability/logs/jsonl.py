@@ -128,18 +128,20 @@ def objects_of(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
             yield record
 
 
-def write_atomic(path: Path, text: str) -> None:
+def write_atomic(path: Path, text: str, *, aside: Path | None = None) -> None:
     """Write a text file so that a reader finds either the old content or the new one, never a part.
 
-    Raises FolderTaken where this job has lost its run's folder.
+    It takes the place of `aside` on the disk, if that is there. Raises FolderTaken where this job has lost its run's
+    folder.
     """
     check_fence()
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    aside = aside or path.with_name(f".{path.name}.{os.getpid()}.tmp")
     # Text of a policy may hold lone surrogates, which UTF-8 has no bytes for.
     try:
-        with aside.open("w", encoding="utf-8", errors="replace", newline="\n") as file:
+        with aside.open("r+" if aside.exists() else "w", encoding="utf-8", errors="replace", newline="\n") as file:
             file.write(text)
+            file.truncate()
             file.flush()
             os.fsync(file.fileno())
         # Again, since a disk may take its time.

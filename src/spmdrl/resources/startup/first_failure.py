@@ -48,7 +48,7 @@ def find_first(
     processes by rank, to be gone. So does a request: a launcher sends SIGTERM too when a rank has ended.
     """
     own, peers = FirstFailure(rank, cause_of(failure)), peers or {}
-    if (dead := _gone({0: peers[0]} if 0 in peers else {})) is not None and not request.is_from_afar:
+    if (dead := _gone({0: peers[0]} if 0 in peers else {})) is not None:
         # The store that it kept is gone with it, and may take its time to say so.
         return dead
     patience = 0.0
@@ -110,7 +110,7 @@ def _search(
             time.sleep(0.02)
     except (RuntimeError, ValueError, TypeError):
         # Rank 0, which keeps the store, has ended; the reason is in its own output, or was found before.
-        if (dead := _gone(peers)) is not None and not request.is_from_afar:
+        if (dead := _gone(peers)) is not None:
             found.append(dead)
         elif own.rank != 0:
             is_asked = own.is_interruption or own.is_stop
@@ -119,4 +119,7 @@ def _search(
 
 
 def _gone(peers: Mapping[int, int]) -> FirstFailure | None:
+    # Another rank was asked, as this one has read in the store: whoever is gone has left by that.
+    if (request.reason or "").endswith(")"):
+        return None
     return next((death(rank, pid) for rank, pid in peers.items() if process_state(pid) in "ZX"), None)

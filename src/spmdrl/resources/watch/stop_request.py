@@ -101,11 +101,6 @@ class StopRequest:
         """Whether this rank was asked before the first step, so that it leaves without an agreement."""
         return self.reason is not None and self.phase == "setting up"
 
-    @property
-    def is_from_afar(self) -> bool:
-        """Whether another rank was asked, and this one has read that in the job's store."""
-        return self.reason is not None and self.reason.endswith(")")
-
     def note(self, reason: str) -> None:
         """Ask this process to stop; the first reason counts."""
         self.reason = self.reason or reason

@@ -32,12 +32,8 @@ elif [ -z "$NODE_RANK" ]; then
     say "NODE_RANK isn't set; set it to 0 on HEAD, and to 1, 2, ... on the other nodes (under srun, to \$SLURM_NODEID)"
     exit 2
 fi
-if [ -n "$SETUP" ]; then
-    # Modules of clusters use variables that aren't set.
-    set +u
-    source "$SETUP" || { say "SETUP is $SETUP, which fails"; exit 2; }
-    set -u
-fi
+# Modules of clusters use variables that aren't set.
+[ -z "$SETUP" ] || { set +u; source "$SETUP" || { say "SETUP is $SETUP, which fails"; exit 2; }; set -u; }
 if ! msrun=$(command -v "$MSRUN"); then
     say "there is no $MSRUN; install mindspore, or name it: MSRUN=/path/to/bin/msrun"
     exit 2
