@@ -158,8 +158,9 @@ def test_a_job_without_a_limit_or_devices_is_said_to_take_the_partitions_own(tmp
 
 def test_the_verb_checks_the_config_and_prints_the_script(tmp_path, capsys):
     config = tiny_config(tmp_path)
-    assert main(["launch", "slurm", "sft", str(config), "--nodes", "2", "--ranks-per-node=2", "--dry-run"]) == 0
-    assert f"\nARGUMENTS=(sft {shlex.quote(str(config))})\n" in capsys.readouterr().out
+    words = ["sft", str(config), "sft.max_steps=1"]
+    assert main(["launch", "slurm", *words, "--nodes", "2", "--ranks-per-node=2", "--dry-run"]) == 0
+    assert f"\nARGUMENTS=({shlex.join(words)})\n" in capsys.readouterr().out
     assert main(["launch", "slurm", str(config), "--ranks-per-node=3", "resources.update.data=2", "--dry-run"]) == 2
     assert "resources.update.data 2 does not divide the job's 3 ranks" in capsys.readouterr().err
 

@@ -178,8 +178,8 @@ def _run_configured(verb: str, arguments: Sequence[str], launch: LaunchEnvironme
             f"{verb} needs a config; write spmdrl {verb} FILE.yaml, such as configs/debug/quickstart.yaml"
         )
     with ExitStack() as handled:
-        if verb in _STOPPING_VERBS:
-            handled.enter_context(request.handling_signals(launch.rank))
+        # Imports end at once: a module that is cut short may go on half done.
+        handled.enter_context(request.handling_signals(launch.rank))
         check_files(files)
         with start_up(), waiting(f"spmdrl {verb}: starting PyTorch", enabled=launch.rank == 0):
             from spmdrl.config.config import load_config

@@ -76,9 +76,7 @@ MADE_MODELS = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     made = ",".join(MADE_MODELS)
     parser.add_argument("--models", type=_names, default=("5M", "30M"), help=f"random ones, of {made}; default: 5M,30M")
-    parser.add_argument(
-        "--engines", type=_names, default=PEERS, help=f"of {','.join(ENGINES)}; all by default"
-    )
+    parser.add_argument("--engines", type=_names, default=PEERS, help=f"of {','.join(ENGINES)}; all by default")
     parser.add_argument("--lengths", type=_names, help="of fixed,lognormal,ragged; all by default")
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--group-size", type=int, default=8, help="responses per prompt")
