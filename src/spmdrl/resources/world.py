@@ -89,6 +89,7 @@ class World:
 
     def first_failure(self, failure: BaseException) -> FirstFailure:
         """The failure that came first on any rank: this one, unless another rank's is known or found soon."""
+        request.begin_leaving()
         if self.size == 1:
             return FirstFailure(self.rank, cause_of(failure))
         return find_first(self.store, self.rank, failure, self.peers)

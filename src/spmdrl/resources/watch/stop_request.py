@@ -2,6 +2,7 @@
 
 importing --verb begins--> setting up --first step--> running
 ends at once               raises Stopped             only noted: ranks agree where they communicate anyway
+                           --failure--> leaving: only noted, as a launcher sends it then too
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ _LEAVING_SECONDS = 20.0
 # Whose handler the main thread runs where another thread has found the request.
 _FORWARDED = signal.SIGUSR1
 
-Phase = Literal["importing", "setting up", "running", "ending"]
+Phase = Literal["importing", "setting up", "leaving", "running", "ending"]
 
 
 class Stopped(BaseException):
@@ -99,7 +100,7 @@ class StopRequest:
     @property
     def is_leaving(self) -> bool:
         """Whether this rank was asked before the first step, so that it leaves without an agreement."""
-        return self.reason is not None and self.phase == "setting up"
+        return self.reason is not None and self.phase in ("setting up", "leaving")
 
     def note(self, reason: str) -> None:
         """Ask this process to stop; the first reason counts."""
@@ -144,7 +145,7 @@ class StopRequest:
                     # Before the handler: other ranks learn it even while the main thread waits for one of them.
                     self.note(_reason_of(number[0]))
                     time.sleep(_LEAVING_SECONDS)
-                    if self.is_handled and self.phase == "setting up":
+                    if self.is_handled and self.is_leaving:
                         self._end_at_once()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -161,6 +162,11 @@ class StopRequest:
             self._end_at_once()
         if self.phase == "setting up":
             self.raise_stopped()
+
+    def begin_leaving(self) -> None:
+        """From here on requests don't raise in the middle of what follows a failure of the start-up."""
+        if self.phase == "setting up":
+            self.phase = "leaving"
 
     def begin_set_up(self) -> None:
         """From here on requests raise Stopped; so does one that has come already."""
