@@ -186,8 +186,8 @@ def test_a_rank_that_stands_still_is_named_and_the_job_ends(how, stage, rank, ra
     code, errors, seconds = hanging_run(
         tmp_path, ranks=ranks, prepare=partial(hang, how, stage, rank, tmp_path / "run")
     )
-    # A stopped process ends at SIGKILL alone.
-    assert code == (-signal.SIGKILL if how == "stopped" and rank == 0 else HUNG), errors
+    # A stopped process ends at SIGKILL alone, and it or the rank that named it is the first that the launcher sees.
+    assert code == HUNG or how == "stopped" and code == -signal.SIGKILL, errors
     (line,) = [line for line in errors.splitlines() if line.startswith("spmdrl:")]
     assert re.search(words, line), line
     assert seconds < MOST_SECONDS
