@@ -64,6 +64,8 @@ def rated_rows(engine: TrainingEngine) -> Batch:
     ids, top = (batch.values(name) for name in TOP)
     ids.copy_(torch.arange(len(ids)) % MODEL.vocab_size)
     top.sub_(1.0)
+    rest = torch.log1p(-top.exp().sum(-1, keepdim=True))
+    batch.put_ragged(TOP[1], torch.cat((top, rest), -1), offsets)
     return batch
 
 
