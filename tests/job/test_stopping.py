@@ -260,10 +260,8 @@ def twice(seconds: float, number: int, *, is_ignored: bool = False) -> tuple[int
     """The exit code and output of a process that sends itself a signal two times."""
 
     def prepare() -> None:
-        # A test that a shell runs in the background has Ctrl-C ignored.
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        if is_ignored:
-            signal.signal(number, signal.SIG_IGN)
+        # A test that a shell runs in the background has Ctrl-C ignored, and behind nohup SIGHUP.
+        signal.signal(number, signal.SIG_IGN if is_ignored else signal.SIG_DFL)
 
     done = subprocess.run(
         [sys.executable, "-c", TWICE, str(seconds), str(int(number))], env=environment(), capture_output=True,
