@@ -156,7 +156,7 @@ class KnownNames:
         return inner if inner in self.keys or inner in self.spellings else key
 
     def is_known(self, key: str) -> bool:
-        """Whether this is a key, or below one that holds a mapping of any names."""
+        """Return True for a key, and below one that holds a mapping of any names."""
         names = key.split(".")
         starts = [".".join(names[:length]) for length in range(len(names), 0, -1)]
         known = next((start for start in starts if start in self.keys), None)

@@ -51,7 +51,7 @@ _SAME = {
 
 
 def is_read(verb: str, key: str) -> bool:
-    """Whether a verb reads a key."""
+    """Return True if the verb reads the key."""
     names = key.split(".")
     for length in range(len(names), 0, -1):
         start = ".".join(names[:length])

@@ -98,7 +98,7 @@ def at_ends(history: Sequence[Metrics], name: str) -> tuple[Estimate, Estimate, 
 
 
 def likely_cause(history: Sequence[Metrics]) -> str:
-    """What changed in a run that got worse or stopped learning, and which of three causes that looks like."""
+    """Metrics that changed in a run that got worse or stopped learning, and the likeliest of three causes."""
     ends = {name: [one.value for one in at_ends(history, name)[:2]] for name in _SIGNS}
     changed = [f"{_SIGNS[name]} {fixed(a, 3)} -> {fixed(b, 3)}" for name, (a, b) in ends.items() if a < b or a > b]
     (reward, now), (entropy, entropy_now), (cut, cut_now), (norm, norm_now), (_, lr), (_, idle) = ends.values()
@@ -115,7 +115,7 @@ def likely_cause(history: Sequence[Metrics]) -> str:
 
 
 def decline_of(history: Sequence[Metrics]) -> list[str]:
-    """What fell from a run's beginning to its end by more than chance, with the likely cause."""
+    """Metrics that fell from a run's beginning to its end by more than chance, with the likely cause."""
     found = [step for step in history if "eval/accuracy" in step]
     is_accuracy = all(step["eval/accuracy"] == step.get("eval/reward", step["eval/accuracy"]) for step in found)
     name = "eval/accuracy" if is_accuracy else "eval/reward"
@@ -130,7 +130,7 @@ def decline_of(history: Sequence[Metrics]) -> list[str]:
 
 
 def trouble_of(metrics: Metrics, history: Sequence[Metrics] = ()) -> list[str]:
-    """What a run's outcome must not hide, by the metrics of its last step and those of all."""
+    """Trouble that a run's outcome must not hide, by the metrics of its last step and those of all."""
     updates, skipped = metrics.get("health/updates", 0.0), metrics.get("health/updates_skipped", 0.0)
     steps, idle = metrics.get(_STEPS, 0.0), metrics.get(_IDLE, 0.0)
     without_rows = metrics.get("health/updates_without_rows", 0.0)

@@ -73,7 +73,7 @@ def refuse_what_ranks_would(
 
 
 def _memory(needed: int, launch: LaunchEnvironment, kind: str, device_gib: int | None, *, is_here: bool) -> CheckLine:
-    """Whether a rank's state fits what there is for it."""
+    """Compare a rank's state with the memory there is for it."""
     there, where = device_gib and device_gib << 30, "a device"
     if there is None and is_here and kind == "cpu":
         there, where = free_host_bytes() // launch.local_world_size, "the host's free memory for each rank"

@@ -71,6 +71,6 @@ class Gdpo(Grpo):
 
 
 def _is_more_than(rewards_B: Tensor, weighted_KB: Tensor) -> Tensor:
-    """Which rewards [B] aren't the sum of their parts, or have none; float32 rounds both."""
+    """Mark rewards [B] that aren't the sum of their parts, or have none; float32 rounds both."""
     rest_B = rewards_B - weighted_KB.nansum(0)
     return weighted_KB.isnan().all(0) | (rest_B.abs() > 1e-6 * weighted_KB.abs().nansum(0))

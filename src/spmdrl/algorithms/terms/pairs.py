@@ -130,6 +130,6 @@ def _of_pairs(values_B: Tensor) -> Tensor:
 
 
 def _reported(margins: Tensor, noise: Tensor | float = 0.0) -> dict[str, Tensor]:
-    """How far each pair is ordered as preferred, half where its margin of rewards is no more than noise, and that."""
+    """Accuracy and margin of rewards per pair; the accuracy is half where the margin is no more than noise."""
     is_right = 0.5 * ((margins > noise).to(margins) + (margins >= -noise).to(margins))
     return {"preference/accuracy": is_right, "preference/margin": margins}

@@ -82,7 +82,7 @@ def is_answered(messages: list[Any]) -> bool:
 
 
 def _is_whole(message: Mapping[str, Any]) -> bool:
-    """Whether a message has a text or, of the assistant, tool calls."""
+    """Return True if a message has a text or, of the assistant, tool calls."""
     has_calls = message.get("role") == "assistant" and bool(message.get("tool_calls"))
     return isinstance(message.get("content"), str) or (has_calls and message.get("content") is None)
 
@@ -96,7 +96,7 @@ def answer_of(messages: list[Any]) -> str | dict[str, Any]:
 
 
 def is_empty(answer: Any) -> bool:
-    """Whether an answer has neither text nor tool calls."""
+    """Return True if an answer has neither text nor tool calls."""
     if isinstance(answer, Mapping):
         return not (answer.get("tool_calls") or str(answer.get("content") or "").strip())
     return not str(answer).strip()

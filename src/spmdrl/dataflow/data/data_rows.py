@@ -85,7 +85,7 @@ class DataConfig:
 
     @property
     def template(self) -> TemplateOptions:
-        """How prompts and answers are rendered."""
+        """Options of the chat template."""
         return TemplateOptions(
             self.chat_template, self.chat_template_kwargs, self.chat_template_file, self.system_prompt
         )

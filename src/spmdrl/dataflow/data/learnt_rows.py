@@ -67,7 +67,7 @@ class LearntRows:
 
 
 def answers_of(prompt: Prompt) -> tuple[Answer, ...]:
-    """What is learnt of a row: its completion or answer; of a pair, the preferred response and the other one."""
+    """Answers to learn of a row: its completion or answer; of a pair, the preferred response and the other one."""
     answer = prompt.answer if prompt.completion is None else prompt.completion
     assert answer is not None, f"row {prompt.id} has no answer, which reading it should have refused"
     return (answer,) if prompt.rejected is None else (answer, prompt.rejected)

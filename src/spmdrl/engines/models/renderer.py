@@ -46,7 +46,7 @@ class RowNotRendered(ValueError):
 
 @dataclass(frozen=True)
 class TemplateOptions:
-    """Which prompts the chat template makes, and what it gets beside the messages; the keys are those of `data`."""
+    """Use of the chat template, and values that it gets beside the messages; the keys are those of `data`."""
 
     use: Literal["auto", "always", "never"] = "auto"
     kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -139,7 +139,7 @@ class Renderer:
         return bool(self._own_template or self.tokenizer.raw.chat_template)
 
     def uses_template(self, prompt: str | Messages) -> bool:
-        """Whether the chat template makes this prompt. Raises ValueError where it is to, and there is none."""
+        """Return True if the chat template makes this prompt. Raises ValueError if it must, and there is none."""
         is_text = isinstance(prompt, str)
         if self.options.use == "never" or (self.options.use == "auto" and is_text):
             return False

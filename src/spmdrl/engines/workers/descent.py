@@ -142,7 +142,7 @@ def _read(pid: int) -> Descendant | None:
 
 
 def is_over_memory(pids: list[int], limit_bytes: int) -> bool:
-    """Whether these processes together hold more memory than the limit, shared memory included, other files not."""
+    """Return True if these processes hold more memory than the limit, shared memory included, other files not."""
     open_bytes = _open_memory_bytes(pids)
     fields = (b"RssAnon:", b"RssShmem:", b"VmSwap:")
     if open_bytes + sum(_field_bytes(f"/proc/{pid}/status", fields) for pid in pids) <= limit_bytes:

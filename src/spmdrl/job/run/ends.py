@@ -10,7 +10,7 @@ from spmdrl.resources.watch.stop_request import INTERRUPTED, UNSAVED, code_of_st
 
 @dataclass(frozen=True)
 class EndFacts:
-    """What happened to a run, alike on all ranks."""
+    """Events of a run that decide its end, alike on all ranks."""
 
     place: str
     """such as `step 12 of 200`"""
@@ -26,7 +26,7 @@ class EndFacts:
 
 @dataclass(frozen=True)
 class End:
-    """What a run leaves behind when it ends."""
+    """Exit code, verdict and line of a run that ends."""
 
     code: int
     """the exit code"""

@@ -273,7 +273,7 @@ class Run:
             raise
 
     def _writes_end_after(self, first: FirstFailure) -> bool:
-        """Whether this rank writes the end of the run: rank 0, or rank 1 where that one's process is gone."""
+        """Return True if this rank writes the end of the run: rank 0, or rank 1 if that one's process is gone."""
         if first.rank == 0 and first.is_death:
             return self.world.rank == 1 and read_summary(self.folder).get("verdict") == "running"
         return self.world.is_main
@@ -290,7 +290,7 @@ class Run:
             write_early_end(self.folder, end.verdict, end.line)
 
     def _end(self, first: FirstFailure | None = None, *, asked: str | None = None) -> End:
-        """How the run ends: by `first`, the first failure of all ranks, as it was `asked`, or at its last step."""
+        """End of the run: by `first`, the first failure of all ranks, as it was `asked`, or at its last step."""
         failure = None
         if first is not None:
             asked = reason_of_stop(first.cause)

@@ -85,7 +85,7 @@ def _lines(checked: CheckedRun, prepared: Prepared, world: World) -> Iterator[st
 
 
 def _learnt(checked: CheckedRun) -> str:
-    """What the optimizer steps do."""
+    """Line on the objective, the trained weights and the learning rate."""
     pairs = checked.config.preferences
     of_pairs = f"DPO on pairs, loss {pairs.loss_type}, beta {pairs.beta:g}"
     of_verb = {"sft": "supervised", "preferences": of_pairs, "reward-model": "scores of pairs"}

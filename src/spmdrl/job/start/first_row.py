@@ -15,7 +15,7 @@ _MOST_LINES = 8
 
 
 def data_warnings(checked: CheckedRun, prepared: Prepared) -> Iterator[str]:
-    """What a run may do otherwise than its data means."""
+    """Warnings about data that a run may use otherwise than it was meant."""
     if columns := unread_columns(checked):
         yield f"columns that nothing reads: {', '.join(columns)}"
     prompts = [one for one in (prepared.train_prompts, prepared.held_out) if one is not None]

@@ -36,7 +36,7 @@ class FirstFailure:
 
     @property
     def is_death(self) -> bool:
-        """Whether other ranks found its process gone, so that it has no line of its own."""
+        """True if other ranks found its process gone, so that it has no line of its own."""
         return self.cause.endswith(_DEATH.partition("}")[2])
 
 

@@ -119,7 +119,7 @@ def _search(
 
 
 def _gone(peers: Mapping[int, int]) -> FirstFailure | None:
-    # Another rank was asked, as this one has read in the store: whoever is gone has left by that.
+    # Another rank was asked to stop, by its key in the store: a process that is gone ended by that.
     if (request.reason or "").endswith(")"):
         return None
     return next((death(rank, pid) for rank, pid in peers.items() if process_state(pid) in "ZX"), None)

@@ -68,7 +68,7 @@ def code_of_stop(reason: str) -> int:
 
 
 def stop_words(reason: str) -> str:
-    """How a line about such a run begins."""
+    """Beginning of a line about such a run."""
     return "interrupted" if reason.startswith(_CTRL_C) else f"stopped by {reason}"
 
 

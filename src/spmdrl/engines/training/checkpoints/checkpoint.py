@@ -221,7 +221,7 @@ class CheckpointStore:
             return
         for aside in self.root.glob(".*step_*"):
             prefix, _, step = aside.name.rpartition("_step_")
-            # Anything else is somebody else's.
+            # Only names that a save makes are removed.
             if not _ASIDE.fullmatch(prefix) or step_of_folder(f"step_{step}") is None:
                 continue
             # Killed between two renames, a save leaves the folder that it was to replace.
