@@ -81,11 +81,11 @@ def test_rewards_are_looked_at_for_verbs_that_have_them():
 def test_each_verbs_row_is_shown_as_that_verb_reads_it(tmp_path):
     never = "data.chat_template=never"
     pairs = f"data.train={written(tmp_path, chosen='2', rejected='3')}"
-    assert {"    0+1=", "chosen: 2", "rejected: 3"} <= set(
+    assert {"    0+1=", "chosen: 2<eos>", "rejected: 3<eos>"} <= set(
         lines_of("preferences", pairs, "preferences.max_steps=1", never)
     )
     answers = f"data.train={written(tmp_path, completion='1 and 1')}"
-    assert "learnt: 1 and 1" in lines_of("sft", answers, "sft.max_steps=1", never)
+    assert "learnt: 1 and 1<eos>" in lines_of("sft", answers, "sft.max_steps=1", never)
 
 
 def test_characters_without_tokens_are_counted_with_an_example(tmp_path):

@@ -72,8 +72,10 @@ def test_every_prompt_that_is_trained_has_right_and_wrong_responses_and_every_ro
         assert found.get("select/surplus", 0) == (sum(mixed) - WANTED) * GROUP
         assert found["select/all_wrong"] == GROUP * sum(not any(row["reward"] for row in group) for group in groups)
         reasons = ("all_right", "all_wrong", "no_reward", "surplus")
-        assert found["dock/dropped"] == found["select/dropped_rows"] == sum(
-            found.get(f"select/{why}", 0) for why in reasons
+        assert (
+            found["dock/dropped"]
+            == found["select/dropped_rows"]
+            == sum(found.get(f"select/{why}", 0) for why in reasons)
         )
         opened = WANTED * (1 + REFILLS) * GROUP
         assert found["dock/trained"] + found["dock/dropped"] + found["dock/deferred"] == opened

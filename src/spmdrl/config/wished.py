@@ -41,7 +41,8 @@ _ANSWERS: tuple[tuple[str, str], ...] = (
     (
         "per_device_train_batch_size micro_batch_size micro_train_batch_size train_micro_batch_size "
         "ppo_micro_batch_size ppo_micro_batch_size_per_gpu per_device_batch_size batch_size",
-        "a step takes rollout.prompts_per_step prompts, and its micro-batches train.max_tokens_per_microbatch tokens",
+        "a step takes rollout.prompts_per_step prompts (rows_per_step in sft, preferences and reward_model), and its "
+        "micro-batches train.max_tokens_per_microbatch tokens",
     ),
     ("per_device_eval_batch_size val_batch_size", "evaluations take all rows of data.eval, or eval.max_rows of them"),
     (

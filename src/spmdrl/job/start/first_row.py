@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator
 
+from spmdrl.dataflow.data.learnt_rows import LearntRows
 from spmdrl.dataflow.data.prompts import PromptSource
 from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.job.start.prepared import Prepared
@@ -45,10 +46,12 @@ def row_lines(checked: CheckedRun, prepared: Prepared) -> Iterator[str]:
     prompt = next(prompts.all())
     yield f"the first row, {prompt.id}: a prompt of {len(prompt.prompt_ids)} tokens"
     yield from _cut(prepared.tokenizer.decode_all(prompt.prompt_ids))
-    learnt = prompt.answer if prompt.completion is None else prompt.completion
-    answers = {"learnt": learnt} if checked.verb == "sft" else {"answer": prompt.answer}
-    if checked.verb in ON_PAIRS:
-        answers = {"chosen": prompt.completion, "rejected": prompt.rejected}
+    answers = {"answer": prompt.answer}
+    if names := ("learnt",) if checked.verb == "sft" else ("chosen", "rejected") if checked.verb in ON_PAIRS else ():
+        rows = LearntRows(prepared.renderer, checked.config.sft.turns if checked.verb == "sft" else "last").of(prompt)
+        # With the end of turn that the template writes: it is learnt too.
+        ids = [[one for one, is_learnt in zip(row.ids, row.is_learnt, strict=True) if is_learnt] for row in rows]
+        answers = dict(zip(names, map(prepared.tokenizer.decode_all, ids), strict=True))
     for name, text in answers.items():
         first, *more = _cut(text or "none")
         yield f"{name}: {first.strip()}{' ...' if more else ''}"
