@@ -73,12 +73,15 @@ def test_a_prompt_of_the_command_line_is_answered_on_the_screen_and_leaves_no_fi
     assert [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")] == answers
 
 
-def test_a_runs_model_answers_as_the_runs_evaluation_did(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("use", "prompt"), [("always", "1+1"), ("auto", [{"role": "user", "content": "1+1"}])], ids=["texts", "messages"]
+)
+def test_a_runs_model_answers_as_the_runs_evaluation_did(tmp_path: Path, use: str, prompt: object) -> None:
     (tmp_path / "mine.jinja").write_text("{% for m in messages %}{{ m.content }}= {% endfor %}")
     data = tmp_path / "rows.jsonl"
-    data.write_text(json.dumps({"prompt": "1+1", "answer": "2"}) + "\n")
+    data.write_text(json.dumps({"prompt": prompt, "answer": "2"}) + "\n")
     settings = [
-        *MODEL, f"data={{train: {data}, eval: {data}, chat_template: always}}", "data.system_prompt=0",
+        *MODEL, f"data={{train: {data}, eval: {data}, chat_template: {use}}}", "data.system_prompt=0",
         f"data.chat_template_file={tmp_path / 'mine.jinja'}", "reward.functions=[exact]", "train.max_steps=1",
         "rollout={prompts_per_step: 1, num_generations: 2, max_completion_length: 5}", f"run.dir={tmp_path / 'run'}",
     ]  # fmt: skip
@@ -90,3 +93,5 @@ def test_a_runs_model_answers_as_the_runs_evaluation_did(tmp_path: Path) -> None
     assert "data.chat_template=always" in done.stderr and "data.system_prompt='0'" in done.stderr
     answer = done.stdout.partition("> 1+1\n")[2].rstrip("\n").partition(" ... (cut")[0]
     assert answer == evaluated["response"], done.stdout
+    page = finished(run_job("check", "generate", f"model.path={tmp_path / 'run'}", "prompt=1+1")).stdout
+    assert "    0= 1+1=\n" in page and f"data.chat_template: always  # {tmp_path / 'run'}\n" in page

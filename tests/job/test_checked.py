@@ -91,6 +91,25 @@ def test_settings_that_do_not_go_together_are_refused(overrides, words):
 CHAT = {"messages": [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]}
 
 
+def test_a_run_has_messages_alone_where_no_row_is_a_text(tmp_path):
+    asked = CHAT["messages"][:1]
+    pair = {"chosen": CHAT["messages"], "rejected": [*asked, {"role": "assistant", "content": "3"}]}
+    contents = {"chat": [CHAT] * 5, "pairs": [pair] * 5, "text": [{"prompt": "1+1=", "answer": "2"}] * 5}
+    contents["prompts"] = [{"prompt": asked, "answer": "2"}] * 5
+    contents["mixed"] = contents["prompts"] + contents["text"]
+    for name, rows in contents.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(rows))
+
+    def are_messages(verb: str, **names: str) -> bool:
+        settings = [f"data.{key}={tmp_path / name}.json" for key, name in names.items()]
+        settings += [] if verb == "train" else [f"{verb}.max_steps=1"]
+        return check_run(load_config([], ["model.make={}", *settings]), verb).prompts_are_messages
+
+    assert are_messages("sft", train="chat", eval="prompts") and are_messages("preferences", train="pairs")
+    assert are_messages("train", train="prompts") and not are_messages("train", train="mixed")
+    assert not are_messages("train", train="prompts", eval="text") and not are_messages("train", train="text")
+
+
 def test_each_verb_asks_of_rows_what_it_uses(tmp_path):
     path = tmp_path / "chat.json"
     path.write_text(json.dumps([CHAT] * 5))

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from spmdrl.config.config import Config
 from spmdrl.config.given import DEFAULT, inline, shortened, value_leaves
 from spmdrl.config.reader import LoadedConfig, start_up
+from spmdrl.job.evaluation.settings_of_run import with_settings_of_run
 from spmdrl.job.start.estimates import estimate_lines, needed_bytes
 from spmdrl.job.start.first_row import data_warnings, row_lines
 from spmdrl.job.start.machine_check import CheckLine, machine_lines
@@ -35,7 +36,7 @@ def main(
     """
     own = read_launch_environment(os.environ)
     launch = planned or own
-    checked, prepared = refuse_what_ranks_would(loaded, verb, planned, prompts)
+    loaded, checked, prepared = refuse_what_ranks_would(loaded, verb, planned, prompts)
     machine = [] if planned is not None else machine_lines(checked, prepared, own)
     if own.rank != 0:
         return int(not all(line.passed for line in machine))
@@ -66,10 +67,11 @@ def main(
 
 def refuse_what_ranks_would(
     loaded: LoadedConfig[Config], verb: Verb, planned: LaunchEnvironment | None, prompts: Sequence[str] = ()
-) -> tuple[CheckedRun, Prepared]:
-    """What a verb's ranks would begin with; raises what they would refuse to start with."""
+) -> tuple[LoadedConfig[Config], CheckedRun, Prepared]:
+    """The config, and all else that a verb's ranks would begin with; raises what they would refuse to start with."""
+    loaded = with_settings_of_run(loaded, verb)
     checked = check_run(loaded, verb, prompts, launch=planned)
-    return checked, prepare_without_weights(checked)
+    return loaded, checked, prepare_without_weights(checked)
 
 
 def _memory(needed: int, launch: LaunchEnvironment, kind: str, device_gib: int | None, *, is_here: bool) -> CheckLine:

@@ -26,7 +26,7 @@ from spmdrl.resources.world import World
 def main(loaded: LoadedConfig[Config]) -> int:
     """Evaluate `model.path` on `data.eval`."""
     started = time.perf_counter()
-    loaded = with_settings_of_run(loaded, samples=False)
+    loaded = with_settings_of_run(loaded, "eval")
     config, checked = loaded.value, check_run(loaded, verb="eval")
     # Beside a training run in the same folder, but not beside another evaluation, which writes the same files.
     with open_job(checked) as world, hold_run_folder(config.run, world, "eval.lock"), start_up():

@@ -50,7 +50,7 @@ def main(loaded: LoadedConfig[Config], prompts: Sequence[str] = ()) -> int:
     that was interrupted. `prompts`, where there are any, take their place; their answers are shown and leave no file.
     """
     started = time.perf_counter()
-    loaded = with_settings_of_run(loaded, samples=True)
+    loaded = with_settings_of_run(loaded, "generate")
     config, checked = loaded.value, check_run(loaded, verb="generate", prompts=prompts)
     with ExitStack() as stack:
         world = stack.enter_context(open_job(checked))

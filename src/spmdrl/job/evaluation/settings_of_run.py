@@ -14,7 +14,9 @@ from spmdrl.config.reader import ConfigError, LoadedConfig, start_up
 from spmdrl.engines.environment.environment_pool import EnvironmentConfig
 from spmdrl.job.model.model_source import CHECKPOINTS
 from spmdrl.job.run.config_changes import RESOLVED_CONFIG
+from spmdrl.job.run.outcome import MESSAGES
 from spmdrl.observability.logs.outage import warn
+from spmdrl.observability.summary import read_summary
 from spmdrl.observability.terminal.screen import show
 from spmdrl.resources.startup.launch import read_launch_environment
 
@@ -26,13 +28,14 @@ _TAKEN = (
 
 
 @start_up()
-def with_settings_of_run(loaded: LoadedConfig[Config], *, samples: bool) -> LoadedConfig[Config]:
+def with_settings_of_run(loaded: LoadedConfig[Config], verb: str) -> LoadedConfig[Config]:
     """The config with what it leaves to defaults of template, stops, lengths and environment as the model's run had it.
 
-    Unchanged for a model that is no run's. With `samples`, rollout.temperature becomes that of the run's evaluations.
+    Unchanged for a model that is no run's, and for verbs that train. Texts are asked as a run's prompts were that were
+    all messages. For `generate`, rollout.temperature becomes that of the run's evaluations.
     """
     config, run = loaded.value, _run_of(loaded.value.model.path)
-    if run is None:
+    if run is None or verb not in ("eval", "generate"):
         return loaded
     try:
         theirs = load_config([run / RESOLVED_CONFIG], []).value
@@ -40,7 +43,9 @@ def with_settings_of_run(loaded: LoadedConfig[Config], *, samples: bool) -> Load
         warn(f"settings of {run} aren't taken: {problem}")
         return loaded
     values = {key: getattr(getattr(theirs, section), name) for key in _TAKEN for section, name in [key.split(".")]}
-    if samples:
+    if theirs.data.chat_template == "auto" and read_summary(run).get(MESSAGES):
+        values["data.chat_template"] = "always"
+    if verb == "generate":
         values["rollout.temperature"] = 0.0 if config.eval.num_samples == 1 else theirs.eval.temperature
     taken: dict[str, Any] = {}
     for key, value in values.items():
@@ -50,12 +55,12 @@ def with_settings_of_run(loaded: LoadedConfig[Config], *, samples: bool) -> Load
             taken[key] = value
             config = replace(config, **{section: replace(own, **{name: value})})
     origin = {
-        key: str(run / RESOLVED_CONFIG) if any(within(key, name) for name in taken) else loaded.origin[key]
+        key: str(run) if any(within(key, name) for name in taken) else loaded.origin[key]
         for key, _ in value_leaves(config)
     }
     if taken and read_launch_environment(os.environ).rank == 0:
         listed = ", ".join(f"{key}={inline(value)}" for key, value in taken.items())
-        show(f"config: from {run / RESOLVED_CONFIG}: {listed}", stream=sys.stderr)
+        show(f"config: from {run}: {listed}", stream=sys.stderr)
     return replace(loaded, value=config, origin=origin)
 
 

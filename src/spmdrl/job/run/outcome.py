@@ -32,6 +32,8 @@ from spmdrl.observability.terminal.console import Console
 from spmdrl.resources.world import World
 
 WARM_START = "warm_start"
+MESSAGES = "prompts_are_messages"
+"""the summary's field that is true where data.chat_template: auto sent every prompt through the template"""
 
 
 def note_abandoned(folder: Path, console: Console) -> None:
@@ -45,10 +47,10 @@ def note_abandoned(folder: Path, console: Console) -> None:
     console.note(f"the job before ended without a word {place}")
 
 
-def write_start(folder: Path, world: World, num_parameters: int) -> None:
+def write_start(folder: Path, world: World, num_parameters: int, *, prompts_are_messages: bool) -> None:
     """Write what the run was started by and on, and that it is running."""
     devices = f"{world.size} x {world.device.kind}"
-    facts = {"versions": software_versions(), "devices": devices} | provenance()
+    facts = {"versions": software_versions(), "devices": devices, MESSAGES: prompts_are_messages} | provenance()
     write_summary(folder, verdict="running", parameters=num_parameters, **facts)
     keep_room(folder)
 

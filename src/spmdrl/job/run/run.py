@@ -138,7 +138,8 @@ class Run:
                     f"{config.run.folder_key}"
                 )
             keep_config(resolved, self.folder, point, self.console, is_finished=is_finished)
-            write_start(self.folder, self.world, self._num_parameters)
+            are_messages = self._checked.prompts_are_messages
+            write_start(self.folder, self.world, self._num_parameters, prompts_are_messages=are_messages)
         tracked = tracked_run(config.run, config.log, resolved)
         self.logs = RunLogs(
             self.folder, self.world, self.console, config=config.log, tracked=tracked,

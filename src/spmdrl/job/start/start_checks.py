@@ -88,6 +88,12 @@ class CheckedRun:
         return self.verb.replace("-", "_")
 
     @property
+    def prompts_are_messages(self) -> bool:
+        """Return True if no prompt of the run is text."""
+        sources = (*self.train_rows, *self.eval_rows)
+        return not any(isinstance(row.prompt, str) for source in sources for row in source.rows)
+
+    @property
     def rows_per_step(self) -> int:
         """Rows of `data.train` that a step takes."""
         return self.offline.rows_per_step if self.offline else self.config.rollout.prompts_per_step
