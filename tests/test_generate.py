@@ -68,7 +68,8 @@ def test_a_prompt_of_the_command_line_is_answered_on_the_screen_and_leaves_no_fi
     path = tmp_path / "prompts.json"
     path.write_text(json.dumps([{"prompt": "12+30="}, {"prompt": "1+1="}]))
     done = finished(run_job("generate", *settings, f"data.eval={path}", "eval.num_samples=2"))
-    answers = [json.loads(line) for line in (tmp_path / "generated.jsonl").read_text().splitlines()]
+    [path] = tmp_path.glob("generate/*/generated.jsonl")
+    answers = [json.loads(line) for line in path.read_text().splitlines()]
     assert len(answers) == 4 and answers[0]["finish"] == "length"
     assert [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")] == answers
 

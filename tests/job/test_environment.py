@@ -133,7 +133,7 @@ def test_answers_and_evaluations_take_turns(tmp_path):
     ]  # fmt: skip
     # The stop strings and positions are those of the run; a model from a folder has no model.make.
     held_out = [word for word in held_out if not word.startswith(("model.make.", "train.", "checkpoint."))]
-    for verb, name in (("eval", "eval/*/eval.jsonl"), ("generate", "generated.jsonl")):
+    for verb, name in (("eval", "eval/*/eval.jsonl"), ("generate", "generate/*/generated.jsonl")):
         finished(run_job(verb, config, *held_out))
         [path] = (tmp_path / "out").glob(name)
         alone = path.read_text()

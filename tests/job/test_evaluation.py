@@ -103,8 +103,13 @@ def test_eval_and_generate_leave_the_summary_of_a_training_run_alone(tmp_path: P
     found = json.loads(summary.read_text())
     assert found["accuracy"] == found["mean_reward"] == 0.0 and found["model"] == str(run)
     assert found["accuracy_rule"] == "share of answers with reward >= 1"
-    assert json.loads((run / "generate.summary.json").read_text())["rows"] == 20
+    [answers] = run.glob("generate/run_step_000003_*/generated.jsonl")
+    assert json.loads(answers.with_name("generate.summary.json").read_text())["rows"] == 20
     other = [argument.replace(f"model.path={run}", f"model.path={run}/initial_model") for argument in map(str, again)]
     kept = summary.read_bytes()
     finished(run_job("eval", *other))
     assert summary.read_bytes() == kept and len(list(run.glob("eval/initial_model_*/eval.jsonl"))) == 1
+    kept = answers.read_bytes()
+    shown = finished(run_job("generate", *other)).stderr
+    [others] = run.glob("generate/initial_model_*/generated.jsonl")
+    assert answers.read_bytes() == kept != others.read_bytes() and f"answers  {others}" in shown

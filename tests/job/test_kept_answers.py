@@ -80,15 +80,16 @@ def test_half_a_line_at_the_end_is_no_answer_and_nothing_is_appended_to_it(tmp_p
 
 def kill_in_the_middle(command: list[str], folder: Path) -> list[dict]:
     """Start `generate`, kill it once some answers are on disk, and return those."""
-    part = folder / FOLDER / "rank_00000.jsonl"
+    pattern = f"generate/*/{FOLDER}/rank_00000.jsonl"
     job = subprocess.Popen(command, env=environment(), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and job.poll() is None:
-        if part.exists() and part.read_bytes().count(b"\n") >= 32:
+        if any(part.read_bytes().count(b"\n") >= 32 for part in folder.glob(pattern)):
             break
         time.sleep(0.005)
     job.kill()
     job.wait()
+    [part] = folder.glob(pattern)
     return [json.loads(line) for line in part.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
@@ -97,12 +98,13 @@ def test_a_killed_generate_leaves_its_answers_and_the_same_command_again_goes_on
     config, folder = tiny_config(tmp_path), tmp_path / "killed"
     settings = [config, *SETTINGS, f"run.dir={folder}"]
     left = kill_in_the_middle(job_command("generate", *settings), folder)
-    assert 32 <= len(left) < NUM_ROWS and not (folder / "generated.jsonl").exists()
+    assert 32 <= len(left) < NUM_ROWS and not any(folder.glob("generate/*/generated.jsonl"))
     resumed = finished(run_job("generate", *settings))
     assert f"has {len(left)} of {NUM_ROWS} rows" in resumed.stderr
     assert f"generated {NUM_ROWS - len(left)}/{NUM_ROWS - len(left)} rows" in resumed.stderr
     whole = finished(run_job("generate", config, *SETTINGS, f"run.dir={tmp_path / 'whole'}"))
-    lines = (folder / "generated.jsonl").read_text().splitlines()
+    [path] = folder.glob("generate/*/generated.jsonl")
+    lines = path.read_text().splitlines()
     assert [line for line in resumed.stdout.splitlines() if line.startswith("{")] == lines
     records, expected = (
         [json.loads(line) for line in job.stdout.splitlines() if line.startswith("{")] for job in (resumed, whole)
@@ -112,20 +114,23 @@ def test_a_killed_generate_leaves_its_answers_and_the_same_command_again_goes_on
         assert record.pop("logprob") == pytest.approx(one.pop("logprob"), abs=1e-3)
         assert record == one
     # The model made by code stays beside what was found; nothing else does.
-    left = {"generated.jsonl", "generate.summary.json", "initial_model"}
-    assert {path.name for path in folder.iterdir()} == left
+    assert {path.name for path in path.parent.iterdir()} == {"generated.jsonl", "generate.summary.json"}
+    assert {path.name for path in folder.iterdir()} == {"generate", "initial_model"}
 
 
 @pytest.mark.slow
 def test_resume_never_puts_the_answers_of_an_interrupted_generate_aside(tmp_path, world):
     config, folder = tiny_config(tmp_path), tmp_path / "run"
     few = ["data.eval=synthetic://addition?low=0&high=9&count=5&split=test", f"run.dir={folder}"]
-    KeptAnswers(folder, {"seed": 9}, world).add(answers_of(0))
+    finished(run_job("generate", config, *few))
+    [path] = folder.glob("generate/*/generated.jsonl")
+    KeptAnswers(path.parent, {"seed": 9}, world).add(answers_of(0))
+    path.unlink()
     assert "interrupted `generate` with other settings" in run_job("generate", config, *few).stderr
     job = finished(run_job("generate", config, *few, "resume=never"))
     assert "generated 5/5 rows" in job.stderr
-    assert json.loads((folder / f"{FOLDER}.1" / "rank_00000.jsonl").read_text()) == answers_of(0)[0]
-    assert not (folder / FOLDER).exists() and len((folder / "generated.jsonl").read_text().splitlines()) == 5
+    assert json.loads((path.parent / f"{FOLDER}.1" / "rank_00000.jsonl").read_text()) == answers_of(0)[0]
+    assert not (path.parent / FOLDER).exists() and len(path.read_text().splitlines()) == 5
 
 
 def test_damaged_lines_are_answered_anew_and_a_damaged_identity_is_refused(tmp_path, world):

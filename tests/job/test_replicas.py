@@ -75,7 +75,8 @@ def test_generate_gives_each_answer_once_on_any_replicas(tmp_path):
         folder = tmp_path / f"{ranks}_{tensor}"
         layout = f"resources.generation.tensor={tensor}"
         finished(run_job("generate", config, HELD_OUT, layout, f"run.dir={folder}", ranks=ranks))
-        records = [json.loads(line) for line in (folder / "generated.jsonl").read_text().splitlines()]
+        [path] = folder.glob("generate/*/generated.jsonl")
+        records = [json.loads(line) for line in path.read_text().splitlines()]
         answers[ranks, tensor] = [(record["row"], record["prompt"], record["response"]) for record in records]
     assert [row for row, *_ in answers[1, 1]] == list(range(5))
     assert answers[1, 1] == answers[2, 1] == answers[2, 2]

@@ -65,8 +65,8 @@ examples:
     "generate": f"""usage: spmdrl generate {_CONFIGURED} [prompt=TEXT ...] [-]
 
 Answers prompts with rollout's sampling, eval.num_samples times each. Prompts of the command line (- is standard input)
-are answered on the screen and leave no file; answers to those of data.eval go into generated.jsonl of the run's folder,
-and the same command again goes on where it was interrupted.
+are answered on the screen and leave no file; answers to those of data.eval go into generated.jsonl in a folder of the
+model below generate/ of the run's, and the same command again goes on where it was interrupted.
 
 examples:
   python -m spmdrl generate model.path=runs/a prompt='12+30=' rollout.temperature=0

@@ -31,14 +31,14 @@ def main(loaded: LoadedConfig[Config]) -> int:
     # Beside a training run in the same folder, but not beside another evaluation, which writes the same files.
     with open_job(checked) as world, hold_run_folder(config.run, world, "eval.lock"), start_up():
         with explained_memory(config.rollout, config.train, lambda: "generation"):
-            evaluation, model = _evaluate(checked, world)
+            evaluation, folder = _evaluate(checked, world)
         if world.is_main:
-            _write_results(config, evaluation, config.run.folder / "eval" / model, time.perf_counter() - started)
+            _write_results(config, evaluation, folder, time.perf_counter() - started)
     return 0
 
 
-def _evaluate(checked: CheckedRun, world: World) -> tuple[Evaluation, str]:
-    """The evaluation and the model's name in files. Collective."""
+def _evaluate(checked: CheckedRun, world: World) -> tuple[Evaluation, Path]:
+    """The evaluation, and the folder for what it found. Collective."""
     config = checked.config
     console = Console(enabled=world.is_main)
     prepared = prepare_together(checked, world, console)
@@ -48,7 +48,7 @@ def _evaluate(checked: CheckedRun, world: World) -> tuple[Evaluation, str]:
         evaluator = build_evaluator(config, prepared, replica, pool, turns)
         assert evaluator is not None, "eval is refused without data.eval"
         with console.doing(f"answering {len(evaluator.prompts)} prompts"):
-            return evaluator(), prepared.source.label
+            return evaluator(), prepared.source.results_in(config.run.folder, "eval")
 
 
 def _write_results(config: Config, evaluation: Evaluation, folder: Path, seconds: float) -> None:

@@ -46,8 +46,9 @@ def main(loaded: LoadedConfig[Config], prompts: Sequence[str] = ()) -> int:
     """Answer prompts with the sampling of the section `rollout`, `eval.num_samples` times each.
 
     Of a run's model, as its evaluations are answered, where the config doesn't set it.
-    Those of `data.eval` are answered into the run's folder, and the same command again goes on with the answers of one
-    that was interrupted. `prompts`, where there are any, take their place; their answers are shown and leave no file.
+    Those of `data.eval` are answered into a folder of the model below the run's, and the same command again goes on
+    with the answers of one that was interrupted. `prompts`, where there are any, take their place; their answers are
+    shown and leave no file.
     """
     started = time.perf_counter()
     loaded = with_settings_of_run(loaded, "generate")
@@ -66,10 +67,7 @@ def main(loaded: LoadedConfig[Config], prompts: Sequence[str] = ()) -> int:
         if world.is_main and prompts:
             _show_answers(prompts, [json.loads(line) for line in lines])
         elif world.is_main:
-            write_atomic(folder / FILE, "".join(f"{line}\n" for line in lines))
-            _write_summary(config, lines, time.perf_counter() - started)
-            for line in lines:
-                show(line)
+            _write_answers(config, lines, kept.folder.with_name(FILE), time.perf_counter() - started)
         kept.drop()
     return 0
 
@@ -87,14 +85,21 @@ def _show_answers(prompts: Sequence[str], answers: Sequence[Mapping[str, Any]]) 
         show(f"{number}{answer['response']}{cut}")
 
 
-def _write_summary(config: Config, lines: Sequence[str], seconds: float) -> None:
+def _write_answers(config: Config, lines: Sequence[str], path: Path, seconds: float) -> None:
+    """Write the answers and, beside them, the summary, and print them all."""
+    write_atomic(path, "".join(f"{line}\n" for line in lines))
     settings = {"model": config.model.path, "data": str(config.data.eval), "num_samples": config.eval.num_samples}
     found = {"rows": len(lines), "finish": Counter(json.loads(line)["finish"] for line in lines), "seconds": seconds}
-    write_verb_summary(config.run.folder, "generate", settings | found | {"versions": software_versions()})
+    summary = write_verb_summary(path.parent, "generate", settings | found | {"versions": software_versions()})
+    for line in lines:
+        show(line)
+    console = Console(stream=sys.stderr)
+    console.note(f"answers  {path}")
+    console.note(f"summary  {summary}")
 
 
-def keep_answers(checked: CheckedRun, world: World, folder: Path) -> KeptAnswers:
-    """Answer all rows that no interrupted run has answered, and keep each in `folder` as it ends. Collective."""
+def keep_answers(checked: CheckedRun, world: World, run_folder: Path) -> KeptAnswers:
+    """Answer all rows that no interrupted run has answered, and keep each as it ends. Collective."""
     config = checked.config
     console = Console(enabled=world.is_main, stream=sys.stderr)
     prepared = prepare_together(checked, world, console)
@@ -102,7 +107,7 @@ def keep_answers(checked: CheckedRun, world: World, folder: Path) -> KeptAnswers
     assert rows is not None, "generate is refused with nothing to answer"
     prompts = list(itertools.islice(rows.all(), config.eval.max_rows))
     sampling = config.rollout.sampling(tokenizer.stop_token_ids)
-    kept = KeptAnswers(folder, _identity(config, source, prompts), world)
+    kept = KeptAnswers(source.results_in(run_folder, "generate"), _identity(config, source, prompts), world)
     if config.resume == "never":
         kept.put_aside()
     done = kept.rows()

@@ -64,6 +64,10 @@ class ModelSource:
         name = f"{path.parts[-4]}_{path.parts[-2]}" if path.parts[-3:-2] == (CHECKPOINTS,) else path.name
         return f"{name}_{hashlib.sha256(self.base_name.encode()).hexdigest()[:6]}"
 
+    def results_in(self, run: Path, verb: str) -> Path:
+        """The folder, below a run's, of what a verb that doesn't train found of this model."""
+        return run / verb / self.label
+
     @classmethod
     def of(cls, folder: Path) -> ModelSource:
         """Read the config and check the weights against it; raises ValueError before memory is taken for them."""

@@ -28,9 +28,9 @@ class KeptAnswers:
     Ranks needn't see each other's files. A rank that answers appends to its own.
     """
 
-    def __init__(self, run_folder: Path, identity: Mapping[str, object], world: World):
+    def __init__(self, results: Path, identity: Mapping[str, object], world: World):
         """`identity` is what must not change between the parts of one `generate`; the main rank's holds. Collective."""
-        self.folder = run_folder / FOLDER
+        self.folder = results / FOLDER
         self._identity = json.loads(gather_bytes(json.dumps(identity).encode())[0])
         self._world = world
         self._file: BinaryIO | None = None
