@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from spmdrl.engines.generation.protocol import completes_stop_string
+from spmdrl.engines.models.renderer import Renderer, TemplateOptions
 from spmdrl.engines.models.tokenizer import ModelTokenizer, pad_apart
 from tests.support.tokenizer_folders import CHATML, CHATML_TOKENS, byte_level, sentence_piece, word_piece
 
@@ -88,6 +89,18 @@ def test_tokens_that_the_template_writes_are_kept_out_and_other_added_words_stay
     call, word, spaces = (tokenizer.raw.convert_tokens_to_ids(text) for text in added)
     assert call not in tokenizer.encode_foreign("a<tool_call>b") and call in tokenizer.encode("a<tool_call>b")
     assert {word, spaces} <= set(tokenizer.encode_foreign("hello world   b"))
+
+
+def test_tokens_that_only_the_file_of_a_template_writes_are_kept_out_too(tmp_path: Path) -> None:
+    added = ("<tool_call>", "<result>")
+    given = ModelTokenizer(byte_level(tmp_path, added=added, template="{% for m in messages %}<tool_call>{% endfor %}"))
+    call, result = (given.raw.convert_tokens_to_ids(text) for text in added)
+    assert result in given.encode_foreign("a<result>b")
+    (tmp_path / "own.jinja").write_text("{% for m in messages %}<result>{{ m.content }}{% endfor %}")
+    tokenizer = Renderer(given, TemplateOptions(file=str(tmp_path / "own.jinja"))).tokenizer
+    assert result not in tokenizer.encode_foreign("a<result>b") and result in tokenizer.encode("a<result>b")
+    assert call in tokenizer.encode_foreign("a<tool_call>b"), "what the file's template doesn't write is a word"
+    assert result in given.encode_foreign("a<result>b"), "the tokenizer that was given stays"
 
 
 def test_a_special_token_can_be_a_stop_string_and_padding_too(tmp_path: Path) -> None:

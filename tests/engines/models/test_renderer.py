@@ -225,6 +225,7 @@ def test_a_file_replaces_the_tokenizers_template(tmp_path):
     (tmp_path / "mine.jinja").write_text(NO_END)
     renderer = Renderer(renderer_of("chatml").tokenizer, TemplateOptions(file=str(tmp_path / "mine.jinja")))
     assert renderer.prompt_text(USER, {}) == "user: 1+1=\nassistant: "
+    assert renderer_of("chatml").prompt_text(USER, {}).startswith("<|im_start|>"), "the tokenizer that was given stays"
     (tmp_path / "mine.jinja").write_text("{% for %}")
     with pytest.raises(ValueError, match="mine.jinja, line 1, is broken"):
         Renderer(renderer.tokenizer, renderer.options).prompts([USER])

@@ -130,13 +130,13 @@ class Renderer:
     """Renders rows for one tokenizer. Of a row's `columns`, `tools` and `chat_template_kwargs` go to the template."""
 
     def __init__(self, tokenizer: ModelTokenizer, options: TemplateOptions | None = None):
-        self.tokenizer = tokenizer
         self.options = options or TemplateOptions()
-        self._own_template = self.options.own_template()
+        own = self.options.own_template()
+        self.tokenizer = tokenizer if own is None else tokenizer.with_template(own)
 
     @property
     def has_template(self) -> bool:
-        return bool(self._own_template or self.tokenizer.raw.chat_template)
+        return bool(self.tokenizer.raw.chat_template)
 
     def uses_template(self, prompt: str | Messages) -> bool:
         """Return True if the chat template makes this prompt. Raises ValueError if it must, and there is none."""
@@ -341,7 +341,7 @@ class Renderer:
         return messages
 
     def _template(self, tools: list[Any] | None) -> str:
-        return self._own_template or self.tokenizer.raw.get_chat_template(tools=tools)
+        return self.tokenizer.raw.get_chat_template(tools=tools)
 
     def _rendered(self, messages: Messages, columns: Mapping[str, Any], *, add_generation_prompt: bool = False) -> str:
         return self._apply(messages, columns, tokenize=False, add_generation_prompt=add_generation_prompt)
@@ -349,7 +349,7 @@ class Renderer:
     def _apply(self, messages: Messages, columns: Mapping[str, Any], **how: Any) -> Any:
         tools, kwargs = _tools_of(columns), _without_null(columns.get("chat_template_kwargs") or {})
         _check_kwargs(kwargs, "chat_template_kwargs")
-        how |= {**self.options.kwargs, **kwargs, "tools": tools, "chat_template": self._own_template}
+        how |= {**self.options.kwargs, **kwargs, "tools": tools}
         try:
             rendered = self.tokenizer.raw.apply_chat_template(list(messages), **how)
             if isinstance(rendered, str):

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Sequence
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -57,6 +58,14 @@ class ModelTokenizer:
         with suppress(Exception):
             self._anchor = self.encode(_ANCHORS[0])
             self._adds_space = self._text([*self._anchor, *self.encode("a")]) != f"{_ANCHORS[0]}a"
+
+    def with_template(self, template: str) -> ModelTokenizer:
+        """Return the same tokenizer with another chat template."""
+        twin = copy(self)
+        twin.raw = copy(self.raw)
+        twin.raw.chat_template = template
+        twin.__dict__.pop("_marks", None)
+        return twin
 
     @property
     def stop_tokens(self) -> tuple[StopToken, ...]:
