@@ -62,6 +62,7 @@ def test_every_key_that_advice_names_exists() -> None:
         (["algo.name=DrGRPO"], "; did you mean dr_grpo?"),
         (["algo.filter_groups={enable: true}"], "algo.name=dapo leaves out prompts whose responses are all right"),
         (["train.lr=1"], "did you mean optim.lr?"),
+        (["hf-checkpoint=models/a"], "unknown key hf-checkpoint (= 'models/a'); did you mean model.path?"),
         (["temprature=1"], "did you mean"),
         (["actor_rollout_ref.ref.rollout.n=8"], "did you mean rollout.num_generations?"),
         (["rollout.name=vllm"], "set rollout.engine to native or vllm"),

@@ -179,7 +179,7 @@ class KnownNames:
         same = self._named(last)
         if same:
             return sorted(same, key=lambda name: edit_distance(name, key))[:3]
-        beside = [name for name in self.keys if within(name, section) and name != section]
+        beside = [name for name in self.keys if section and within(name, section) and name != section]
         for known in (beside, [*self.keys, *self.spellings]):
             by_last = {name.rpartition(".")[2]: name for name in reversed(known)}
             match = nearest(last, by_last)
