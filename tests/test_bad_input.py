@@ -33,9 +33,14 @@ REFUSED = [
     ),
     pytest.param(
         ["data.eval=EVAL", "data.max_prompt_length=64", "rollout.max_completion_length=20"],
-        ["the longest prompt of data.eval has 30 tokens"],
+        [
+            "the longest prompt of data.eval has 30 tokens",
+            "prompt: 1, the first is ",
+            "/eval.jsonl:1; ",
+            "data.max_prompt_length=12 and data.on_bad_row=skip",
+        ],
         id="long held-out prompts",
-    ),
+    ),  # fmt: skip
 ]
 NEEDS = {"engine": "vllm", "wandb": "wandb", "tensorboard": "tensorboard"}
 

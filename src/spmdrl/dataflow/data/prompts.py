@@ -120,10 +120,10 @@ class PromptSource:
         lengths = [part.prompts.length(row) for part in self._parts for row in part.positions]
         return sum(lengths) / len(lengths)
 
-    @property
-    def longest(self) -> int:
-        """Tokens in the longest prompt."""
-        return max(part.prompts.length(row) for part in self._parts for row in part.positions)
+    def longer_than(self, num_tokens: int) -> list[tuple[int, str]]:
+        """Length and place of each prompt that has more tokens, in the order of the files."""
+        prompts = ((part.prompts.length(row), part.rows[row].place) for part in self._parts for row in part.positions)
+        return [(length, place) for length, place in prompts if length > num_tokens]
 
     def take(self, step: int, num_prompts: int) -> list[Prompt]:
         """The prompts of a step, counted from 0: positions step * num_prompts and on over the concatenated epochs."""

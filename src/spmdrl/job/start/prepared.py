@@ -213,12 +213,15 @@ def check_room(checked: CheckedRun, decoders: Mapping[Role, DecoderConfig], devi
 
 def check_positions(prompts: PromptSource, key: str, decoder: DecoderConfig, num_new: int) -> None:
     """Refuse responses that would run past the positions that the model was made for."""
-    longest, most = prompts.longest, decoder.max_positions
-    if longest + num_new > most:
+    most_tokens = decoder.max_positions - num_new
+    if too_long := prompts.longer_than(most_tokens):
+        longest, _ = max(too_long)
+        skip = f", or leave them out by data.max_prompt_length={most_tokens} and data.on_bad_row=skip"
         raise ValueError(
             f"the longest prompt of {key} has {longest} tokens; with rollout.max_completion_length {num_new} it needs "
-            f"{longest + num_new} positions, but the model has {most} positions; lower rollout.max_completion_length "
-            "or data.max_prompt_length"
+            f"{longest + num_new} positions, but the model has {decoder.max_positions} positions; rows with too long a "
+            f"prompt: {len(too_long)}, the first is {too_long[0][1]}; lower rollout.max_completion_length"
+            f"{skip if most_tokens > 0 else ''}"
         )
 
 
