@@ -8,11 +8,11 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}"
+export PYTHONPATH="$PWD/src:$PWD${PYTHONPATH:+:$PYTHONPATH}"
 lacking=""
 for python in ${PYTHON:-.venv/bin/python python python3}; do
     if lack=$("$python" -c 'import torch, tensordict, transformers, pydantic, yaml, jinja2, annotated_types, rich' 2>&1); then
-        exec "$python" -m spmdrl bench accelerator "$@"
+        exec "$python" -m tests.bench accelerator "$@"
     fi
     lacking="$lacking"$'\n'"  $python: ${lack##*$'\n'}"
 done

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from spmdrl.bench.harness.bench_ranks import launch_variables
-from spmdrl.bench.harness.emulated_nodes import Node, emulated_nodes, refusal
+from tests.bench.harness.bench_ranks import launch_variables
+from tests.bench.harness.emulated_nodes import Node, emulated_nodes, refusal
 from tests.support.jobs import ROOT, environment, metrics_of, tiny_config, weights_digest
 
 pytestmark = [pytest.mark.ranks, pytest.mark.alone]

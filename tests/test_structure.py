@@ -27,8 +27,8 @@ def test_every_module_is_reached_from_what_people_start(found):
     assert found["modules_nothing_in_the_product_imports"] == []
 
 
-def test_no_function_is_there_for_tests_or_benches_alone(found):
-    assert found["names_that_only_tests_or_benches_use"] == []
+def test_no_function_is_there_for_tests_alone(found):
+    assert found["names_that_only_tests_use"] == []
 
 
 def test_functions_stay_small(found):

@@ -38,10 +38,10 @@ from spmdrl.engines.training.training_config import TrainingConfig
 from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.engines.training.update.optimizer import OptimConfig
 from spmdrl.engines.training.update.updater import UpdateResult
+from spmdrl.nouns import LossScope, TokenTerms, offsets_of
 from spmdrl.resources.layout import UpdateLayout
 from spmdrl.resources.mesh import build_update_mesh
 from spmdrl.resources.world import World, open_world
-from spmdrl.nouns import LossScope, TokenTerms, offsets_of
 
 GROUP_SIZE = 8
 MAX_TOKENS = 8

@@ -14,7 +14,6 @@ import torch.distributed.rpc
 import transformers.models.qwen3.configuration_qwen3
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-import spmdrl.bench.layouts.layout_parity
 import spmdrl.verbs.train
 from spmdrl.config.config import load_config
 

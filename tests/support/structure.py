@@ -164,21 +164,18 @@ def figures(package: Path) -> dict[str, object]:
     modules = modules_of(package)
     source = {name: path.read_text(encoding="utf-8") for name, path in modules.items()}
     trees = {name: ast.parse(text) for name, text in source.items()}
-    is_bench = {name: name.split(".")[0] == "bench" for name in modules}
-    lengths = sorted(length for name in modules if not is_bench[name] for length in functions_of(trees[name]))
+    lengths = sorted(length for name in modules for length in functions_of(trees[name]))
     folders = {
         str(folder.relative_to(package)): sum(
             1 for path in folder.iterdir() if path.name[:2] != "__" and (path.suffix == ".py" or holds_code(path))
         )
         for folder in [package, *(path for path in package.rglob("*") if holds_code(path))]
     }
-    product = {name: imports_of(trees[name], modules) for name in modules if not is_bench[name]}
+    product = {name: imports_of(trees[name], modules) for name in modules}
     is_package = {name for name, path in modules.items() if path.name == "__init__.py"}
     return {
         "lines": sum(text.count("\n") for text in source.values()),
-        "lines_without_bench": sum(text.count("\n") for name, text in source.items() if not is_bench[name]),
         "files": len(modules) - len(is_package),
-        "files_without_bench": sum(1 for name in set(modules) - is_package if not is_bench[name]),
         "widest_folder": max(folders.values()),
         "widest_folders": sorted(name for name, width in folders.items() if width == max(folders.values())),
         "functions": len(lengths),
@@ -188,7 +185,7 @@ def figures(package: Path) -> dict[str, object]:
         "modules_nothing_in_the_product_imports": sorted(
             set(product) - is_package - reached(product, [*ENTRIES, *(f"verbs.{name}" for name in modules)])
         ),
-        "names_that_only_tests_or_benches_use": unused({name: trees[name] for name in modules if not is_bench[name]}),
+        "names_that_only_tests_use": unused(trees),
     }
 
 

@@ -43,7 +43,6 @@ VERBS = {
     "check": "whether a verb would start with a config, fits, and reads its data as meant; trains nothing",
     "launch": "start a run under Slurm or msrun, or print the script that would",
     "explain": "the equations of an algorithm, its defaults, and where other trainers differ",
-    "bench": "time parts of the system",
     "report": "write report.html of a run's folder",
 }
 
@@ -65,7 +64,6 @@ examples:
   python -m spmdrl replay runs/a --step 101 --row 7
   python -m spmdrl report runs/a
   python -m spmdrl explain algo.gspo
-  python -m spmdrl bench --help
 
 spmdrl VERB --help describes a verb, and spmdrl help KEY a key or section, such as algo.kl_coef or rollout.
 spmdrl help --markdown is the page of all keys (docs/config.md), and spmdrl help --schema their JSON schema.
@@ -85,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Ranks meet without it, and msrun waits for it to end well.
         return 0
     arguments = list(sys.argv[1:] if argv is None else argv)
-    is_own_help = arguments[:1] in (["bench"], ["report"], ["replay"])
+    is_own_help = arguments[:1] in (["report"], ["replay"])
     if arguments[:1] == ["--version"]:
         show(f"spmdrl {__version__}")
         return 0
@@ -146,10 +144,6 @@ def _run(arguments: Sequence[str], launch: LaunchEnvironment) -> int:
         advice = f"did you mean {near}?" if near else f"the verbs are {', '.join(VERBS)}"
         raise ConfigError(f"unknown verb {verb!r}; {advice}")
     # Verbs bring torch with them: imported here, so that --help and refusals of the command line are instant.
-    if verb == "bench":
-        from spmdrl.bench.cli import main as bench
-
-        return bench(rest)
     if verb == "report":
         from spmdrl.observability.report.report import main as report
 

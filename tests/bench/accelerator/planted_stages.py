@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import time
 
-from spmdrl.bench.accelerator.stage_run import StageRun, StageSkipped
-from spmdrl.bench.accelerator.stage_table import Stage
+from tests.bench.accelerator.stage_run import StageRun, StageSkipped
+from tests.bench.accelerator.stage_table import Stage
 
 
 def works(run: StageRun) -> None:

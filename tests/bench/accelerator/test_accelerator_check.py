@@ -11,15 +11,15 @@ from pathlib import Path
 
 import jsonschema
 import pytest
-from tests.bench.accelerator.planted_stages import FAULTY, HANGING, PLANTED
-from tests.support.jobs import ROOT
 
-from spmdrl.bench.accelerator.accelerator_check import Check, chosen_stages, run_stages
-from spmdrl.bench.accelerator.check_report import CheckReport, StageVerdict, verdict_of
-from spmdrl.bench.accelerator.stage_run import Goal, RankOutcome
-from spmdrl.bench.accelerator.stage_table import STAGES
-from spmdrl.cli.command_line import main as spmdrl_main
 from spmdrl.config.reader import ConfigError
+from tests.bench.__main__ import main
+from tests.bench.accelerator.accelerator_check import Check, chosen_stages, run_stages
+from tests.bench.accelerator.check_report import CheckReport, StageVerdict, verdict_of
+from tests.bench.accelerator.planted_stages import FAULTY, HANGING, PLANTED
+from tests.bench.accelerator.stage_run import Goal, RankOutcome
+from tests.bench.accelerator.stage_table import STAGES
+from tests.support.jobs import ROOT
 
 CPU = {"kind": "cpu", "name": "a test", "count": 1}
 SCHEMA = {
@@ -161,6 +161,6 @@ def test_what_a_kind_of_device_lacks_is_skipped_with_its_reason():
     ],
 )
 def test_what_is_not_there_is_refused_in_one_line(words: str, message: str, tmp_path, capsys):
-    assert spmdrl_main(["bench", "accelerator", *words.split(), "--folder", str(tmp_path)]) == 2
+    assert main(["accelerator", *words.split(), "--folder", str(tmp_path)]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1 and message in lines[0]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from tests.support import simulated_accelerator
 from tests.support.jobs import ROOT, environment
 
@@ -22,7 +23,7 @@ pytestmark = [
 def check(*arguments: str, on: tuple[str, ...], folder: Path) -> dict[str, Any]:
     """What the check writes with `--json`."""
     path = folder / "check.json"
-    check = ["spmdrl", "bench", "accelerator", "--small", "--json", str(path), "--folder", str(folder / "check")]
+    check = ["tests.bench", "accelerator", "--small", "--json", str(path), "--folder", str(folder / "check")]
     command = [sys.executable, "-m", "tests.support.simulated_accelerator", *on, *check, *arguments]
     subprocess.run(command, env=environment(), cwd=ROOT, timeout=600, check=True, capture_output=True)
     return json.loads(path.read_text())

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.support import simulated_accelerator
-from tests.support.ranks import run_ranks
 
-from spmdrl.bench.accelerator.stage_run import StageRun
-from spmdrl.bench.accelerator.stage_table import STAGES, Stage
-from spmdrl.bench.accelerator.stages import kernel_parity
-from spmdrl.bench.accelerator.stages.kernel_parity import check_kernels, relative_error
 from spmdrl.engines.models.kernels import ops, plain
 from spmdrl.resources.world import World, open_world
+from tests.bench.accelerator.stage_run import StageRun
+from tests.bench.accelerator.stage_table import STAGES, Stage
+from tests.bench.accelerator.stages import kernel_parity
+from tests.bench.accelerator.stages.kernel_parity import check_kernels, relative_error
+from tests.support import simulated_accelerator
+from tests.support.ranks import run_ranks
 
 ON_CPU = {stage.name: stage for stage in STAGES if not stage.starts_jobs and stage.skipped_on({"kind": "cpu"}) is None}
 ON_RANKS = ("device", "ring_attention", "bfloat16")

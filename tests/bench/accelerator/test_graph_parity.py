@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tests.engines.generation.recorded_graphs import RecordedGraph, RecordingCapture, run_in_pytorch
 
-from spmdrl.bench.accelerator.stage_run import StageRun
-from spmdrl.bench.accelerator.stages.graph_parity import check_graphs
 from spmdrl.engines.generation.native.graphs.graph_steps import CAPTURES
 from spmdrl.engines.models.kernels import plain
 from spmdrl.engines.models.kernels.ops import TABLE
 from spmdrl.resources.world import open_world
+from tests.bench.accelerator.stage_run import StageRun
+from tests.bench.accelerator.stages.graph_parity import check_graphs
+from tests.engines.generation.recorded_graphs import RecordedGraph, RecordingCapture, run_in_pytorch
 
 
 class StaleCapture(RecordingCapture):

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from spmdrl.bench.harness.bench_ranks import BenchRanks
 from spmdrl.resources.collectives import barrier
 from spmdrl.resources.world import World
+from tests.bench.harness.bench_ranks import BenchRanks
 
 pytestmark = pytest.mark.ranks
 
@@ -55,7 +55,7 @@ def test_a_rank_that_is_killed_ends_the_others():
 SLEEPERS = """
 import os, sys, time
 from pathlib import Path
-from spmdrl.bench.harness.bench_ranks import BenchRanks
+from tests.bench.harness.bench_ranks import BenchRanks
 
 def sleep(world, folder):
     (Path(folder) / str(os.getpid())).touch()

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from spmdrl.bench.harness.emulated_nodes import MAX_NODES, emulated_nodes, refusal
+from tests.bench.harness.emulated_nodes import MAX_NODES, emulated_nodes, refusal
 
 _reason = refusal()
 needs_namespaces = pytest.mark.skipif(_reason is not None, reason=str(_reason))
@@ -22,7 +22,7 @@ SENT_BYTES = 16_000_000
 
 _RECEIVE = f"""
 import json, socket, sys, time
-from spmdrl.bench.harness.emulated_nodes import Node, link_bytes
+from tests.bench.harness.emulated_nodes import Node, link_bytes
 Node(sys.argv[1], "").enter()
 server = socket.create_server(("0.0.0.0", 4000))
 print("ready", flush=True)
@@ -35,13 +35,13 @@ print(json.dumps([seconds, link_bytes("link0").received]))
 """
 _SEND = f"""
 import socket, sys
-from spmdrl.bench.harness.emulated_nodes import Node
+from tests.bench.harness.emulated_nodes import Node
 Node(sys.argv[1], "").enter()
 socket.create_connection((sys.argv[2], 4000)).sendall(bytes({SENT_BYTES}))
 """
 _HOLD = """
 import signal, time
-from spmdrl.bench.harness.emulated_nodes import emulated_nodes
+from tests.bench.harness.emulated_nodes import emulated_nodes
 # A shell's background jobs and what they start ignore it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 with emulated_nodes(2, 1e8):
@@ -88,7 +88,7 @@ def test_a_node_that_is_cut_off_gets_nothing_until_its_link_is_back():
             # As a datagram would be lost in silence, a connection.
             probe = f"""
 import socket, sys
-from spmdrl.bench.harness.emulated_nodes import Node
+from tests.bench.harness.emulated_nodes import Node
 Node({first.name!r}, "").enter()
 probe = socket.socket()
 probe.settimeout(0.7)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from spmdrl.bench.harness.in_turn import in_turn
+from tests.bench.harness.in_turn import in_turn
 
 
 def test_contenders_take_turns_until_an_optional_one_fails():

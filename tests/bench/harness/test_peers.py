@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from spmdrl.bench.harness.peers import CommandFailed, run_to_end, running
+from tests.bench.harness.peers import CommandFailed, run_to_end, running
 
 DOUBLES = """
 import sys
-from spmdrl.bench.harness.replies import open_replies
+from tests.bench.harness.replies import open_replies
 reply = open_replies()
 print("what a library prints")
 for line in sys.stdin:
@@ -63,7 +63,7 @@ def test_a_command_leaves_no_daemon_behind(code: int):
     assert not _is_running(f"sleep 61.2{code}")
 
 
-RUNS_ANOTHER = "from spmdrl.bench.harness.peers import run_to_end; run_to_end(['sleep', '61.5'], {}, 60)"
+RUNS_ANOTHER = "from tests.bench.harness.peers import run_to_end; run_to_end(['sleep', '61.5'], {}, 60)"
 
 
 @needs_proc
@@ -83,7 +83,7 @@ def test_a_command_that_takes_too_long_is_ended():
 
 @needs_proc
 def test_a_terminated_bench_ends_its_command():
-    bench = "from spmdrl.bench.harness.peers import run_to_end; run_to_end(['sleep', '61.75'], {}, 60)"
+    bench = "from tests.bench.harness.peers import run_to_end; run_to_end(['sleep', '61.75'], {}, 60)"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     process = subprocess.Popen([sys.executable, "-c", bench], env=environment)
     deadline = time.monotonic() + 20

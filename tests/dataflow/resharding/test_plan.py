@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spmdrl.bench.resharding.plan_bytes import least_bytes
 from spmdrl.dataflow.resharding.planning.cells import cut
 from spmdrl.dataflow.resharding.planning.plan import plan_resharding
 from spmdrl.nouns import WeightSlice
+from tests.bench.resharding.plan_bytes import least_bytes
 from tests.dataflow.resharding.tables import fsdp_slices, whole_slices
 
 names = st.sampled_from(["embed", "layer.0", "layer.1", "norm"])

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from spmdrl.bench.layouts.layout_models import UnevenWeights
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf.adapter_files import WithNewAdapters
 from spmdrl.engines.models.hf.model_folder import parameter_shapes
@@ -26,6 +25,7 @@ from spmdrl.nouns import WeightSlice, offsets_of, whole_slice
 from spmdrl.resources.layout import UpdateLayout, fit_update_layout
 from spmdrl.resources.mesh import build_update_mesh
 from spmdrl.resources.world import World
+from tests.bench.layouts.layout_models import UnevenWeights
 from tests.engines.training.tiny import (
     CONFIG,
     LATENT,

@@ -1,0 +1,189 @@
+"""A verdict on each thing that a device must do for a job: what to run first on a new cluster.
+
+Stages run in turn, each in processes of its own with a time limit, on all devices of this node. One that fails or
+crashes doesn't keep the others from running. One that passed isn't run again, unless the code, the versions or the
+sizes are others. Figures below their goals are shown with a remedy, but fail nothing. docs/accelerators.md explains
+each stage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import spmdrl
+from spmdrl.config.reader import ConfigError
+from spmdrl.observability.terminal.screen import show
+from tests.bench.accelerator.check_report import CheckReport, StageVerdict, verdict_of
+from tests.bench.accelerator.stage_run import RankOutcome, Scale
+from tests.bench.accelerator.stage_table import STAGES, Stage
+from tests.bench.harness.peers import CommandFailed, run_to_end
+
+_ASKING_SECONDS = 300.0
+# Kinds of device whose speed is worth measuring at full sizes.
+_FULL_KINDS = ("cuda", "npu")
+_OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+
+
+@dataclass(frozen=True)
+class Check:
+    """How stages are run."""
+
+    device: Mapping[str, Any]
+    """facts of the device; `device_facts` has them"""
+    scale: Scale
+    num_ranks: int
+    folder: Path
+    """of verdicts and logs"""
+    again: bool = False
+    """run stages that passed too"""
+
+    @property
+    def conditions(self) -> dict[str, Any]:
+        """What a verdict depends on."""
+        return {
+            "device": dict(self.device),
+            "scale": self.scale,
+            "num_ranks": self.num_ranks,
+            "code": _digest_of_code(),
+        }
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    names = [stage.name for stage in STAGES]
+    # Not `choices`, which argparse applies to an empty list too.
+    parser.add_argument("stages", nargs="*", metavar="STAGE", help=f"of {', '.join(names)}; all by default")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or npu")
+    parser.add_argument("--nproc", type=int, help="ranks of this node; by default one per device, on a CPU 1")
+    parser.add_argument("--small", action="store_true", help="sizes of a CPU on an accelerator too, and no goals")
+    parser.add_argument("--again", action="store_true", help="also run stages that have passed")
+    parser.add_argument("--folder", type=Path, help="of verdicts and logs; by default in runs/accelerator_check")
+
+
+def run(arguments: argparse.Namespace) -> CheckReport:
+    """Run the stages. Raises ConfigError where a stage, the device or the number of ranks isn't there."""
+    stages = chosen_stages(arguments.stages)
+    device = _facts(arguments.device)
+    kind, count = device["kind"], device["count"]
+    num_ranks = count if arguments.nproc is None else arguments.nproc
+    if num_ranks < 1:
+        raise ConfigError(f"--nproc is {num_ranks}, but a check needs a rank; give at least 1")
+    if kind != "cpu" and num_ranks > count:
+        raise ConfigError(f"--nproc is {num_ranks}, but this node has {count} {kind} devices; give at most {count}")
+    scale: Scale = "full" if kind in _FULL_KINDS and not arguments.small else "small"
+    folder = arguments.folder or Path("runs", "accelerator_check", f"{device['host']}-{kind}")
+    check = Check(device, scale, num_ranks, folder.absolute(), again=arguments.again)
+    return run_stages(stages, check)
+
+
+def chosen_stages(names: Sequence[str]) -> list[Stage]:
+    """The stages of these names, in the order of the table; all if there are none."""
+    unknown = sorted(set(names) - {stage.name for stage in STAGES})
+    if unknown:
+        raise ConfigError(f"no stage is named {unknown[0]}; there are {', '.join(stage.name for stage in STAGES)}")
+    return [stage for stage in STAGES if not names or stage.name in names]
+
+
+def run_stages(stages: Sequence[Stage], check: Check) -> CheckReport:
+    """Run those that haven't passed yet, and keep the verdicts of all."""
+    check.folder.mkdir(parents=True, exist_ok=True)
+    show(f"verdicts and logs are kept in {check.folder}", stream=sys.stderr)
+    verdicts = []
+    for stage in stages:
+        verdict = None if check.again else _passed_before(stage, check)
+        how = "passed before" if verdict is not None else ""
+        if verdict is None:
+            show(f"{stage.name} ...", stream=sys.stderr)
+            verdict = _run_stage(stage, check)
+            _keep(verdict, check)
+            how = verdict.verdict + (f": {verdict.reason}" if verdict.reason else "")
+        show(f"{stage.name}: {how}", stream=sys.stderr)
+        verdicts.append(verdict)
+    report = CheckReport(check.device, verdicts, _notes(check))
+    (check.folder / "accelerator_check.json").write_text(report.to_json())
+    (check.folder / "accelerator_check.md").write_text(report.to_markdown())
+    return report
+
+
+def _notes(check: Check) -> tuple[str, ...]:
+    sizes = "full sizes" if check.scale == "full" else "small sizes, without goals"
+    return (f"{check.num_ranks} rank{'s' * (check.num_ranks > 1)}, {sizes}; verdicts and logs are in {check.folder}",)
+
+
+def _run_stage(stage: Stage, check: Check) -> StageVerdict:
+    """Run one stage in processes of its own. Whatever becomes of them is a verdict."""
+    skipped = stage.skipped_on(check.device)
+    if skipped is not None:
+        return StageVerdict(stage.name, "skipped", skipped)
+    crash, log, started = None, "", time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="spmdrl-check-") as folder:
+        try:
+            run_to_end(_command(stage, check, Path(folder)), _OFFLINE, stage.limit_seconds)
+        except CommandFailed as failed:
+            crash, log = _how_it_ended(failed), failed.log
+        outcomes = [RankOutcome.read(path) for path in sorted(Path(folder).glob("rank_*.json"), key=_rank_of)]
+    (check.folder / f"{stage.name}.log").write_text(log)
+    return verdict_of(stage.name, outcomes, crash=crash, seconds=time.monotonic() - started)
+
+
+def _command(stage: Stage, check: Check, out: Path) -> list[str]:
+    launcher = [sys.executable]
+    if check.num_ranks > 1 and not stage.starts_jobs:
+        launcher += ["-m", "spmdrl.torchrun", "--standalone", "--nproc-per-node", str(check.num_ranks)]
+    words = ["--kind", check.device["kind"], "--scale", check.scale, "--ranks", str(check.num_ranks), "--out", str(out)]
+    jobs = ["--starts-jobs"] if stage.starts_jobs else []
+    return [*launcher, "-m", "tests.bench.accelerator.stage_process", stage.function, *words, *jobs]
+
+
+def _rank_of(path: Path) -> int:
+    return int(path.stem.removeprefix("rank_"))
+
+
+def _how_it_ended(failed: CommandFailed) -> str:
+    """In one line, with the last one of the log, which mostly names the cause."""
+    lines = [line.strip() for line in failed.log.splitlines() if line.strip()]
+    if failed.how.startswith("nothing"):
+        return f"ended, as there was {failed.how}"
+    return f"its process ended with {failed.how}" + (f": {lines[-1]}" if lines else "")
+
+
+def _passed_before(stage: Stage, check: Check) -> StageVerdict | None:
+    path = check.folder / f"{stage.name}.json"
+    if not path.exists():
+        return None
+    kept = json.loads(path.read_text())
+    if kept["conditions"] != check.conditions or kept["verdict"]["verdict"] != "passed":
+        return None
+    return StageVerdict(**kept["verdict"])
+
+
+def _keep(verdict: StageVerdict, check: Check) -> None:
+    content = {"conditions": check.conditions, "verdict": asdict(verdict)}
+    (check.folder / f"{verdict.stage}.json").write_text(json.dumps(content, indent=1) + "\n")
+
+
+def _facts(wanted: str) -> dict[str, Any]:
+    command = [sys.executable, "-m", "tests.bench.accelerator.device_facts", wanted]
+    try:
+        facts: dict[str, Any] = json.loads(run_to_end(command, {}, _ASKING_SECONDS).splitlines()[-1])
+    except CommandFailed as failed:
+        raise ConfigError(
+            _how_it_ended(failed) if failed.how != "2" else failed.log.strip().splitlines()[-1]
+        ) from failed
+    return facts
+
+
+def _digest_of_code() -> str:
+    """Of all modules of the package: a verdict holds for the code that it was made with."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(next(iter(spmdrl.__path__))).rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()

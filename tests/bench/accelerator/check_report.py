@@ -1,0 +1,105 @@
+"""The verdicts of all stages, as JSON and as a Markdown table."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, TextIO
+
+from tests.bench.accelerator.stage_run import RankOutcome
+
+Verdict = Literal["passed", "failed", "skipped"]
+
+
+@dataclass(frozen=True)
+class StageVerdict:
+    """What became of one stage."""
+
+    stage: str
+    verdict: Verdict
+    reason: str = ""
+    """why it failed or was skipped, or which figures are below their goals"""
+    figures: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    """What the whole check found on one device."""
+
+    device: Mapping[str, Any]
+    stages: Sequence[StageVerdict]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def passed(self) -> bool:
+        """Whether no stage failed."""
+        return all(stage.verdict != "failed" for stage in self.stages)
+
+    def to_json(self) -> str:
+        return json.dumps({"device": self.device, "stages": [asdict(stage) for stage in self.stages]}, indent=1) + "\n"
+
+    def to_markdown(self) -> str:
+        lines = [", ".join(f"{name} {value}" for name, value in self.device.items()), ""]
+        lines += ["| stage | verdict | figures | remark |", "| -- | -- | -- | -- |"]
+        for stage in self.stages:
+            cells = (stage.stage, stage.verdict, _figures(stage.figures), stage.reason)
+            lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
+        return "\n".join([*lines, "", *self.notes]) + "\n"
+
+    def print(self, stream: TextIO) -> None:
+        stream.write(self.to_markdown())
+
+
+def verdict_of(stage: str, ranks: Sequence[RankOutcome], *, crash: str | None, seconds: float) -> StageVerdict:
+    """The verdict on what the ranks found, in rank order; `crash` is how their processes ended, unless well."""
+    skipped = next((rank.skipped for rank in ranks if rank.skipped), None)
+    if skipped and crash is None:
+        return StageVerdict(stage, "skipped", skipped)
+    faults = [
+        f"rank {number}: {fault}" if len(ranks) > 1 else fault
+        for number, rank in enumerate(ranks)
+        for fault in rank.faults
+    ]
+    if crash is not None and not faults:
+        faults.append(crash)
+    figures = _joined(ranks) | {"seconds": round(seconds, 1)}
+    if faults:
+        return StageVerdict(stage, "failed", "; ".join(faults), figures)
+    return StageVerdict(stage, "passed", "; ".join(_below_goals(ranks, figures)), figures)
+
+
+def _joined(ranks: Sequence[RankOutcome]) -> dict[str, Any]:
+    """The first rank's figures, but those that have a goal of the rank that is furthest from it."""
+    if not ranks:
+        return {}
+    figures = dict(ranks[0].figures)
+    for goal in ranks[0].goals:
+        figures[goal.figure] = min(rank.figures[goal.figure] for rank in ranks if goal.figure in rank.figures)
+    if ranks[0].goals:
+        figures["goals"] = {goal.figure: goal.least for goal in ranks[0].goals}
+    return figures
+
+
+def _below_goals(ranks: Sequence[RankOutcome], figures: Mapping[str, Any]) -> list[str]:
+    return [
+        f"below goal: {goal.figure} is {figures[goal.figure]:.2f}, not {goal.least:g} or more: {goal.remedy}"
+        for goal in ranks[0].goals
+        if figures[goal.figure] < goal.least
+    ]
+
+
+def _figures(figures: Mapping[str, Any]) -> str:
+    """Numbers and texts, each with its goal; mappings are left to the JSON."""
+    goals = figures.get("goals", {})
+    return ", ".join(
+        f"{name} {_shown(value)}" + (f" (goal {goals[name]:g})" if name in goals else "")
+        for name, value in figures.items()
+        if not isinstance(value, Mapping)
+    )
+
+
+def _shown(value: object) -> str:
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"

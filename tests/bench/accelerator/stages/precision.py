@@ -1,0 +1,78 @@
+"""Updates of one model in bfloat16 beside float32 on the same device, and in float32 beside the CPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from spmdrl.engines.models.making.make_model import RandomWeights
+from spmdrl.engines.training.batching.packed_rows import TokenRows
+from spmdrl.engines.training.training_config import TrainingConfig
+from spmdrl.engines.training.training_engine import TrainingEngine
+from spmdrl.engines.training.update.optimizer import OptimConfig
+from spmdrl.resources.device import Device
+from spmdrl.resources.layout import UpdateLayout, fit_update_layout
+from spmdrl.resources.mesh import build_update_mesh
+from tests.bench.accelerator.stage_run import StageRun
+from tests.bench.harness.bench_models import TINY
+from tests.bench.training.training import MADE_MODEL, RowSizes, make_rows, mean_loss_of
+
+_MODELS = {"full": MADE_MODEL, "small": TINY}
+_ROWS = {"full": RowSizes(rows=16), "small": RowSizes(rows=8, mean_length=24, longest=64)}
+_NUM_UPDATES = 6
+_OPTIM = OptimConfig(lr=1e-3)
+# Float32 differs by the order of sums; bfloat16 has 8 bits.
+_FLOAT32_TOLERANCE, _BFLOAT16_TOLERANCE = 1e-4, 2e-2
+_LOGPROB_TOLERANCE = 0.05
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """A few updates of one model on the same rows."""
+
+    losses: list[float]
+    grad_norms: list[float]
+    logprobs_R: Tensor
+    """of the initial weights"""
+
+
+def check_bfloat16(run: StageRun) -> None:
+    """Collective over the world."""
+    rows = make_rows(_MODELS[run.scale].vocab_size, _ROWS[run.scale])
+    found = {dtype: _train(run, run.device, rows, dtype) for dtype in (torch.float32, torch.bfloat16)}
+    exact, near = found[torch.float32], found[torch.bfloat16]
+    if not run.device.is_cpu:
+        _compare(
+            run, "float32 beside the CPU", exact, _train(run, Device("cpu"), rows, torch.float32), _FLOAT32_TOLERANCE
+        )
+    _compare(run, "bfloat16 beside float32", near, exact, _BFLOAT16_TOLERANCE)
+    distance = float((near.logprobs_R - exact.logprobs_R).abs().mean())
+    run.require(distance < _LOGPROB_TOLERANCE, f"log-probs in bfloat16 are {distance:.3g} nats off on average")
+    run.figures["logprob_distance"] = distance
+    run.figures["first_loss"], run.figures["last_loss"] = near.losses[0], near.losses[-1]
+    run.require(near.losses[-1] < near.losses[0], f"the loss doesn't fall in bfloat16: {near.losses}")
+    run.figures["losses"] = {"float32": exact.losses, "bfloat16": near.losses}
+
+
+def _compare(run: StageRun, name: str, one: TrainedModel, other: TrainedModel, tolerance: float) -> None:
+    """Losses of all updates, and the norm of the first gradient."""
+    for quantity, ours, theirs in (
+        ("loss", one.losses, other.losses),
+        ("gradient norm", one.grad_norms[:1], other.grad_norms[:1]),
+    ):
+        error = max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True))
+        run.figures[f"{quantity.replace(' ', '_')}_error_{name.split()[0]}"] = error
+        run.require(error <= tolerance, f"{name}: {quantity} differs by {error:.1e}, more than {tolerance:g}")
+
+
+def _train(run: StageRun, device: Device, rows: TokenRows, dtype: torch.dtype) -> TrainedModel:
+    config = _MODELS[run.scale]
+    mesh = build_update_mesh(fit_update_layout(UpdateLayout(), run.world.size), device, run.world.rank)
+    engine = TrainingEngine(config, TrainingConfig(), _OPTIM, mesh, device, compute_dtype=dtype)
+    engine.load(RandomWeights(config, seed=0))
+    logprobs_R = engine.score(rows).logprobs_R.cpu()
+    loss = mean_loss_of(rows.num_response_tokens * run.world.size)
+    updates = [engine.update(rows, loss) for _ in range(_NUM_UPDATES)]
+    return TrainedModel([update.loss for update in updates], [update.grad_norm for update in updates], logprobs_R)

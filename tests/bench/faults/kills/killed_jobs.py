@@ -1,0 +1,102 @@
+"""Jobs with a rank that is killed at a stage: the same command, or a restart by torchrun, ends them unchanged."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from spmdrl.observability.fault_points import POINTS, VARIABLE
+from tests.bench.faults.fault_jobs import FaultJobs, JobEnd, TimedKill, difference, outcome_of
+from tests.bench.faults.fault_tally import Tally
+
+MOST_SURVIVOR_SECONDS = 30.0
+_LAST_STEP = 3
+_STEP_OF = {"init": 0, "load": 0, "shutdown": _LAST_STEP}
+# Only the first rank renames.
+_OF_MAIN = ("checkpoint.rename",)
+_SHORT = ("dock.put:1", "checkpoint.rename:0")
+_TORCHRUN_SECONDS = 180.0
+
+
+def kills(root: Path, *, is_short: bool, part: tuple[int, int]) -> list[Tally]:
+    """Every stage x the first and the last rank; survivors must end by themselves, and the same command finish."""
+    jobs, killed, after = FaultJobs(root, 2), Tally("R1", "SIGKILL of a rank, then the same command"), AfterKill()
+    if not jobs.run("whole").is_done:
+        raise RuntimeError(f"the undisturbed run failed: {jobs.root / 'whole.screen'}")
+    whole = outcome_of(root / "whole")
+    number, count = part
+    for index, (stage, rank) in enumerate(_stages_and_ranks(is_short)):
+        if index % count != number:
+            continue
+        name = f"killed_{index}"
+        end = after.run(jobs, name, fault=f"{stage}:{rank}:{_STEP_OF.get(stage, 2)}:sigkill")
+        problem = None if end.is_killed else f"no rank was killed, exit codes {end.codes}"
+        with killed.timed(f"{stage} of rank {rank}") as problems:
+            again = jobs.run(name)
+            problem = problem or (difference(whole, outcome_of(root / name)) if again.is_done else again.screen[-400:])
+            problems += [problem] if problem else []
+    return [killed, *after.tallies]
+
+
+class AfterKill:
+    """Runs jobs one of whose ranks is killed, and counts what is left of them."""
+
+    def __init__(self, when: str = "at a stage"):
+        self._noticed = Tally("R1", f"survivors of a rank killed {when} stop within 30 s")
+        self._left = Tally("R14", f"processes and shared memory after a kill {when}")
+
+    @property
+    def tallies(self) -> list[Tally]:
+        return [tally for tally in (self._noticed, self._left) if tally.injected]
+
+    def run(self, jobs: FaultJobs, name: str, *, fault: str = "", kill: TimedKill | None = None) -> JobEnd:
+        """Run a job until all its ranks have ended by themselves."""
+        memory = _named_memory()
+        end = jobs.run(name, fault=fault, kill=kill)
+        if end.is_killed:
+            seconds, what = end.survivor_seconds, fault or str(kill)
+            late = "" if seconds < MOST_SURVIVOR_SECONDS else f"{what}: {seconds:.0f} s"
+            if jobs.num_ranks > 1:
+                self._noticed.count(seconds, late or None)
+            leftovers = [*map(str, end.left), *(_named_memory() - memory)]
+            self._left.count(seconds, f"{what}: {leftovers}" if leftovers else None)
+        return end
+
+
+def restarts(root: Path, *, is_short: bool) -> list[Tally]:
+    """The same under torchrun, which starts the ranks anew by itself."""
+    jobs = FaultJobs(root, 2)
+    whole = root / "under_torchrun"
+    _torchrun(jobs.command(whole.name), "")
+    tally = Tally("R1", "SIGKILL of a rank under torchrun --max-restarts 1")
+    for stage, rank in (("backward", 1),) if is_short else (("backward", 1), ("generate", 0), ("checkpoint.write", 1)):
+        name = f"restarted_{stage}"
+        with tally.timed(f"{stage} of rank {rank}") as problems:
+            code = _torchrun(jobs.command(name), f"{stage}:{rank}:2:sigkill")
+            problem = difference(outcome_of(whole), outcome_of(root / name)) if code == 0 else f"exit code {code}"
+            problems += [problem] if problem else []
+    return [tally]
+
+
+def _stages_and_ranks(is_short: bool) -> Iterator[tuple[str, int]]:
+    for stage in POINTS:
+        for rank in (0,) if stage in _OF_MAIN else (0, 1):
+            if not is_short or f"{stage}:{rank}" in _SHORT:
+                yield stage, rank
+
+
+def _named_memory() -> set[str]:
+    folder = Path("/dev/shm")  # noqa: S108 - read, to see what is left there
+    return {path.name for path in folder.glob("spmdrl*")} if folder.is_dir() else set()
+
+
+def _torchrun(words: Sequence[str], fault: str) -> int:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    environment = {**os.environ, VARIABLE: fault, "OMP_NUM_THREADS": "1"}
+    command = [*launcher, "-m", "spmdrl", *words]
+    return subprocess.run(
+        command, env=environment, capture_output=True, timeout=_TORCHRUN_SECONDS, check=False
+    ).returncode

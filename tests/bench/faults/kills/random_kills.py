@@ -1,0 +1,163 @@
+"""Ranks that are killed at random moments, several times in a run, which must end as if nothing had happened."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count, product
+from pathlib import Path
+from random import Random
+
+from spmdrl.observability.logs.jsonl import read_jsonl
+from tests.bench.faults.fault_jobs import FaultJobs, TimedKill, difference, outcome_of
+from tests.bench.faults.fault_tally import Tally
+from tests.bench.faults.kills.killed_jobs import AfterKill
+
+_STEPS = (
+    "train.max_steps=10", "checkpoint.interval=2", "checkpoint.keep_last=2", "eval.interval=5",
+    # A start-up, which may take three times that, writes its ranks' stacks before the job is ended from outside.
+    "resources.stage_timeout_seconds=30",
+)  # fmt: skip
+_LONG = ("model.make.max_positions=64", "rollout.max_completion_length=24")
+_CHARS = "model.make.chars='0123456789+=<>? '"
+_RIGHT = """
+def begins_low(completions, **columns):
+    return [float(text[:1] in ("0", "1", "2")) for text in completions]
+"""
+_MOST_KILLS_OF_RUN = 5
+# Of the kills the rest come before the run's banner.
+_SHARE_IN_RUN = 0.8
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a run does beside plain steps."""
+
+    name: str
+    settings: tuple[str, ...]
+    sign: str
+    """a metric above 0 in some steps that do it"""
+
+
+_KINDS = (
+    Kind("plain steps", (), "dock/trained"),
+    Kind(
+        "partial rollout",
+        (*_LONG, "rollout.partial_max_rounds=3", "rollout.partial_extra_prompts=4", "algo.rollout_is=tis"),
+        "dock/deferred",
+    ),
+    Kind(
+        "dynamic sampling",
+        ("algo={name: dapo, max_refills: 3}", "reward.functions=[RIGHT:begins_low]"),
+        "select/all_wrong",
+    ),
+    Kind(
+        "the calculator's turns", (*_LONG, _CHARS, "environment.function=calculator", "rollout.stop=['=']"),
+        "environment/tokens",
+    ),
+    Kind("asynchronous checkpoints", ("checkpoint.asynchronous=true", "checkpoint.interval=1"), "dock/trained"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How many kills of which runs."""
+
+    num_kills: int
+    seed: int
+    num_ranks: Sequence[int] = (1, 2, 4)
+    kinds: Sequence[Kind] = _KINDS
+
+
+PLAN_IF_SHORT = Plan(2, 0, (2,), _KINDS[1:2])
+
+
+def random_kills(root: Path, plan: Plan, part: tuple[int, int]) -> list[Tally]:
+    """Kills in equal shares for each number of ranks and kind of run; a part has some of these."""
+    num_kills, cells = plan.num_kills, list(product(plan.num_ranks, plan.kinds))
+    after, tallies = AfterKill("at a random moment"), []
+    for index, (num_ranks, kind) in enumerate(cells):
+        share = num_kills * (index + 1) // len(cells) - num_kills * index // len(cells)
+        if index % part[1] == part[0] and share:
+            folder = root / f"{index}"
+            folder.mkdir()
+            cell = _Cell(folder, num_ranks, kind, Random(f"{plan.seed} {index}"))  # noqa: S311 - no secret
+            tallies.append(cell.kill(share, after))
+            shutil.rmtree(folder)
+    return [*tallies, *after.tallies]
+
+
+class _Cell:
+    """Runs of one kind on so many ranks."""
+
+    def __init__(self, folder: Path, num_ranks: int, kind: Kind, random: Random):
+        (folder / "right.py").write_text(_RIGHT)
+        settings = [word.replace("RIGHT", str(folder / "right.py")) for word in kind.settings]
+        self._jobs = FaultJobs(folder, num_ranks, *_STEPS, *settings)
+        self._random = random
+        self._tally = Tally("R1", f"SIGKILL at random moments, {kind.name}, {num_ranks} rank{'s'[: num_ranks > 1]}")
+        started = time.perf_counter()
+        end = self._jobs.run("whole")
+        whole = folder / "whole"
+        metrics = list(read_jsonl(whole / "metrics.jsonl")) if end.is_done else []
+        if not any(step.get(kind.sign, 0) > 0 for step in metrics):
+            raise RuntimeError(
+                f"the undisturbed run of {kind.name} failed, or has no {kind.sign}: {end.screen[-2000:]}"
+            )
+        self._run_seconds = sum(step["time/step"] for step in metrics)
+        self._start_seconds = time.perf_counter() - started - self._run_seconds
+        self._outcome = outcome_of(whole)
+
+    def kill(self, num_kills: int, after: AfterKill) -> Tally:
+        """So many kills in as many runs as they take; a run that ends before its next kill has had fewer."""
+        for number in count():
+            left = num_kills - self._tally.injected
+            if not left:
+                return self._tally
+            self._run(f"run_{number}", min(left, self._random.randint(3, _MOST_KILLS_OF_RUN)), after)
+        raise AssertionError
+
+    def _run(self, name: str, num_kills: int, after: AfterKill) -> None:
+        killed, problem, folder = list[TimedKill](), "", self._jobs.root / name
+        for _ in range(num_kills):
+            kill = self._moment(num_kills)
+            end = after.run(self._jobs, name, kill=kill)
+            if end.is_killed or not end.is_done:
+                killed.append(kill)
+            if not end.is_killed:
+                problem = "" if end.is_done else f"it failed before: {end.screen[-1000:]}"
+                break
+        started = time.perf_counter()
+        end = self._jobs.run(name)
+        seconds = time.perf_counter() - started
+        problem = problem or ("" if end.is_done else end.screen[-1000:])
+        problem = problem or difference(self._outcome, outcome_of(folder)) or lost_or_doubled(folder)
+        for kill in killed:
+            self._tally.count(seconds, f"{kill}: {problem}" if problem else None)
+        if not problem:
+            shutil.rmtree(folder)
+
+    def _moment(self, num_kills: int) -> TimedKill:
+        rank = self._random.randrange(self._jobs.num_ranks)
+        in_run = self._random.random() < _SHARE_IN_RUN
+        # So that a run of several kills gets on; one in as many may come anywhere up to the run's end.
+        share = 1.0 if self._random.random() < 1 / num_kills else 2 / (num_kills + 1)
+        longest = self._run_seconds * share if in_run else self._start_seconds
+        return TimedKill(rank, self._random.uniform(0, longest), in_run)
+
+
+def lost_or_doubled(run: Path) -> str:
+    """Which step has a row twice, or lacks rows that its metrics count; empty where none does."""
+    rows: dict[int, list[int]] = {}
+    for path in run.glob("rows/rank_*.jsonl"):
+        for record in read_jsonl(path):
+            rows.setdefault(record["step"], []).extend(record.get("rows", ()))
+    for step in read_jsonl(run / "metrics.jsonl"):
+        of_step = rows.pop(int(step["step"]), [])
+        if len(of_step) != len(set(of_step)):
+            return f"step {step['step']} has a row twice"
+        if len(of_step) < step["dock/trained"]:
+            return f"step {step['step']} lacks rows: {len(of_step)} of {step['dock/trained']:g}"
+    return f"rows of no step: {sorted(rows)}" if rows else ""

@@ -1,0 +1,152 @@
+"""A node whose link is cut in the middle of a job of four: the others stop and name it, and the same command finishes.
+
+Nodes are network namespaces (emulated_nodes.py), each with a launcher of its own. A link that is cut carries nothing
+more and closes no connection: nothing but silence shows that a node is lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from spmdrl.observability.fault_points import VARIABLE
+from tests.bench.faults.fault_jobs import FaultJobs, difference, outcome_of
+from tests.bench.faults.fault_tally import Tally
+from tests.bench.harness.emulated_nodes import Node, emulated_nodes, refusal
+
+_NUM_NODES = 4
+_LINK_BYTES_PER_SECOND = 1e8
+_LIMIT_SECONDS = 8.0
+# As docs/launching.md has it; a checkpoint may take three times the limit.
+_MOST_SECONDS = 1.5 * _LIMIT_SECONDS + 20.0
+_LONGEST_SECONDS = 240.0
+_SETTINGS = (f"resources.stage_timeout_seconds={_LIMIT_SECONDS}", "train.max_steps=4")
+# The node that is cut off, and the stage of the second step that rank 0 makes long enough for that. Node 0 keeps the
+# stores of the job and of the launchers.
+_CUTS = ((2, "generate"), (0, "backward"), (3, "reward"), (1, "optim"))
+_SLOW_SECONDS = 4
+
+
+@dataclass(frozen=True)
+class _Launched:
+    """The launchers of one job, one per node."""
+
+    processes: Sequence[subprocess.Popen[bytes]]
+    screens: Sequence[Path]
+
+    def ends(self, within_seconds: float) -> list[float | None]:
+        """After how many seconds each of them ended; None for one that didn't in time."""
+        started = time.monotonic()
+        ended: list[float | None] = [None] * len(self.processes)
+        while None in ended and time.monotonic() - started < within_seconds:
+            for number, process in enumerate(self.processes):
+                if ended[number] is None and process.poll() is not None:
+                    ended[number] = time.monotonic() - started
+            time.sleep(0.05)
+        return ended
+
+    @property
+    def codes(self) -> list[int | None]:
+        return [process.poll() for process in self.processes]
+
+    def line(self, node: int) -> str:
+        """The last line of spmdrl's own on a node's screen."""
+        lines = self.screens[node].read_text(errors="replace").splitlines()
+        return next((line for line in reversed(lines) if line.startswith("spmdrl: ")), "")
+
+
+def lost_nodes(root: Path, *, part: tuple[int, int]) -> list[Tally]:
+    """Cut nodes off, one per job; where this system has no namespaces, nothing is tried."""
+    stopped, named, finished = (
+        Tally("nodes", f"link of one of {_NUM_NODES} nodes cut: {what}")
+        for what in (
+            f"all launchers end within {_MOST_SECONDS:g} s",
+            "each of the other nodes names it, and it what it lost",
+            "link back, same command",
+        )
+    )
+    if reason := refusal():
+        return [Tally("nodes", f"not tried: {reason}")]
+    number, count = part
+    jobs = FaultJobs(root, _NUM_NODES, *_SETTINGS)
+    with emulated_nodes(_NUM_NODES, _LINK_BYTES_PER_SECOND) as nodes:
+        _run_to_end(nodes, jobs, "whole")
+        whole = outcome_of(root / "whole")
+        for lost, stage in _CUTS[number::count]:
+            name = f"cut_{lost}_{stage}"
+            _cut_off(nodes, jobs, name, lost, stage, stopped, named)
+            with finished.timed(name) as problems:
+                screen = _run_to_end(nodes, jobs, name)
+                is_resumed = "resumed from" in screen
+                problem = difference(whole, outcome_of(root / name))
+                problems += [problem] if problem else ([] if is_resumed else ["it began anew"])
+    return [stopped, named, finished]
+
+
+def _cut_off(
+    nodes: Sequence[Node], jobs: FaultJobs, name: str, lost: int, stage: str, stopped: Tally, named: Tally
+) -> None:
+    with _launched(nodes, jobs, name, fault=f"{stage}:0:2:slow:{_SLOW_SECONDS}") as job:
+        deadline = time.monotonic() + _LONGEST_SECONDS
+        while not (jobs.root / name / "checkpoints/step_000001").exists():
+            if time.monotonic() > deadline or any(code is not None for code in job.codes):
+                raise RuntimeError(f"the job didn't get to its second step: {job.screens[0].read_text()[-2000:]}")
+            time.sleep(0.05)
+        time.sleep(_SLOW_SECONDS / 2)
+        with nodes[lost].cut_off():
+            ended = job.ends(_MOST_SECONDS)
+        late = [f"node {node} still runs" for node, seconds in enumerate(ended) if seconds is None]
+        late += [f"node {node} ended with 0" for node, code in enumerate(job.codes) if code == 0]
+        seconds = max(one or _MOST_SECONDS for one in ended)
+        stopped.count(seconds, f"{name}: {', '.join(late)}" if late else None)
+        lines = [job.line(node) for node in range(len(nodes))]
+        unnamed = [
+            f"node {node}: {line}"
+            for node, line in enumerate(lines)
+            if nodes[lost].address not in line or not ("is lost" in line or "is cut off" in line)
+        ]
+        named.count(seconds, f"{name}: {unnamed[0]}" if unnamed else None)
+
+
+def _run_to_end(nodes: Sequence[Node], jobs: FaultJobs, name: str) -> str:
+    """Returns what node 0 printed. Raises RuntimeError where a launcher fails, or takes too long."""
+    with _launched(nodes, jobs, name) as job:
+        job.ends(_LONGEST_SECONDS)
+        screen = job.screens[0].read_text()
+        if any(job.codes) or None in job.codes:
+            raise RuntimeError(f"{name} ended with {job.codes}: {screen[-2000:]}")
+        return screen
+
+
+@contextlib.contextmanager
+def _launched(nodes: Sequence[Node], jobs: FaultJobs, name: str, *, fault: str = "") -> Iterator[_Launched]:
+    """Start a launcher with a rank on each node, and end what is left of them on the way out."""
+    meeting = ["--rdzv-backend=c10d", f"--rdzv-endpoint={nodes[0].address}", f"--rdzv-id={name}"]
+    launcher = [sys.executable, "-m", "spmdrl.torchrun", f"--nnodes={len(nodes)}", "--nproc-per-node=1", *meeting]
+    kind = "cut" if fault else "whole"
+    screens = [jobs.root / f"{name}.{kind}.{number}.screen" for number in range(len(nodes))]
+    environment = {**os.environ, VARIABLE: fault, "OMP_NUM_THREADS": "1"}
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        for node, screen in zip(nodes, screens, strict=True):
+            with open(screen, "wb") as out:
+                processes.append(
+                    subprocess.Popen(
+                        ["ip", "netns", "exec", node.name, *launcher, "-m", "spmdrl", *jobs.command(name)],  # noqa: S607
+                        env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True,
+                    )
+                )  # fmt: skip
+        yield _Launched(processes, screens)
+    finally:
+        for process in processes:
+            # Its ranks end with it.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()

@@ -1,0 +1,178 @@
+"""The bench of faults counts what was survived, and a promise that isn't kept fails it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+
+import pytest
+
+from tests.bench.__main__ import main
+from tests.bench.faults import weight_faults
+from tests.bench.faults.fault_jobs import JobEnd, difference, outcome_of
+from tests.bench.faults.fault_tally import Tally
+from tests.bench.faults.kills.random_kills import lost_or_doubled
+from tests.bench.faults.watched.hung_jobs import Hang, Seen, all_hangs
+from tests.bench.faults.watched.stopped_jobs import Stop, _out_of_time, random_stops
+from tests.support.jobs import environment
+
+
+@pytest.mark.ranks
+def test_a_few_faults_of_each_kind_are_survived(tmp_path):
+    out = tmp_path / "rows.json"
+    command = [sys.executable, "-m", "tests.bench", "faults", "--short", "--json", str(out)]
+    job = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=300)
+    assert job.returncode == 0, job.stdout + job.stderr
+    rows = json.loads(out.read_text())["rows"]
+    assert {row["id"] for row in rows} == {
+        "R1", "R14", "R2", "R3", "R4", "R5", "R6", "R8", "R9", "R10", "R12", "R13", "tools",
+    }  # fmt: skip
+    assert all(row["survived"] == row["injected"] > 0 for row in rows), rows
+
+
+TWO_RANKS = """
+import sys
+from pathlib import Path
+from tests.bench.faults.fault_jobs import FaultJobs
+print(FaultJobs(Path(sys.argv[1]), 2, "train.max_steps=1").run("run").screen)
+"""
+
+
+@pytest.mark.ranks
+def test_ranks_have_one_thread_whatever_the_bench_was_started_with(tmp_path):
+    command = [sys.executable, "-c", TWO_RANKS, str(tmp_path)]
+    environ = environment(OMP_NUM_THREADS="2")
+    job = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=300, check=True)
+    assert "cpu, 1 thread each" in job.stdout, job.stdout
+
+
+class DoneWithin:
+    """Jobs that take so many seconds, and are stopped by a limit that comes before."""
+
+    def __init__(self, root: Path, seconds: int):
+        self.root, self._seconds, self.limits = root, seconds, list[str]()
+
+    def start(self, name: str, limit: str) -> SimpleNamespace:
+        (self.root / name).mkdir()
+        self.limits.append(limit)
+        code = 0 if int(limit[-2:]) >= self._seconds else 75
+        return SimpleNamespace(end=lambda: JobEnd([code], 0.0, "", []))
+
+
+@pytest.mark.parametrize(("seconds", "limits", "codes"), [(3, [4, 3, 2], [75]), (9, [4], [75]), (1, [4, 3, 2, 1], [0])])
+def test_a_job_that_is_done_before_its_limit_gets_a_shorter_one(tmp_path, seconds, limits, codes):
+    jobs = DoneWithin(tmp_path, seconds)
+    stop = Stop("train", 1, "checkpoint.save_by", (), 0.0, 2, 4.0)
+    assert _out_of_time(jobs, "run", stop).codes == codes
+    assert jobs.limits == [f"checkpoint.save_by=0:00:{limit:02}" for limit in limits]
+
+
+def test_what_is_not_survived_is_counted_with_its_reason():
+    tally = Tally("R4", "flipped byte")
+    with tally.timed("one") as problems:
+        problems.append("it was not found")
+    with tally.timed("other"):
+        pass
+    assert (tally.row()["injected"], tally.row()["survived"]) == (2, 1)
+    assert tally.failures == ["one: it was not found"]
+
+
+def finished_run(folder: Path, rows: dict[int, list[list[int]]]) -> Path:
+    """A run's folder of two ranks with these rows by step and rank, 4 of which each step trains."""
+    files = {"trainer/shards_00000.safetensors": "s", "model/model.safetensors": "m", "samples.json": "{}"}
+    for name, text in files.items():
+        path = folder / "checkpoints/step_000002" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    steps = [json.dumps({"step": step, "dock/trained": 4, "time/step": folder.name}) for step in (1, 2)]
+    (folder / "metrics.jsonl").write_text("\n".join(steps))
+    (folder / "rows").mkdir()
+    for rank in (0, 1):
+        lines = [json.dumps({"step": step, "rows": of_ranks[rank]}) for step, of_ranks in rows.items()]
+        (folder / f"rows/rank_{rank:05d}.jsonl").write_text("\n".join(lines))
+    return folder
+
+
+SOUND = {1: [[0, 1], [2, 3]], 2: [[0, 2], [1, 3]]}
+
+
+@pytest.mark.parametrize(
+    ("rows", "found"),
+    [
+        (SOUND, ""),
+        (SOUND | {2: [[0, 2], [1, 2, 3]]}, "step 2 has a row twice"),
+        (SOUND | {2: [[0, 2], [1]]}, "step 2 lacks rows: 3 of 4"),
+        (SOUND | {3: [[0], [1]]}, r"rows of no step: [3]"),
+    ],
+)
+def test_lost_and_doubled_rows_are_found(tmp_path, rows, found):
+    assert lost_or_doubled(finished_run(tmp_path / "run", rows)) == found
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("checkpoints/step_000002/trainer/shards_00000.safetensors", "other state: trainer/shards_00000.safetensors"),
+        ("checkpoints/step_000002/samples.json", "other account of rows: num_trained"),
+        ("rows/rank_00001.jsonl", "other digests of rows: rank_00001.jsonl.0, rank_00001.jsonl.1"),
+        ("metrics.jsonl", "other metrics: 0.dock/trained, 1"),
+    ],
+)
+def test_any_other_part_of_an_outcome_is_a_difference_but_not_its_times(tmp_path, name, part):
+    whole, other = (finished_run(tmp_path / name, SOUND) for name in ("whole", "other"))
+    assert difference(outcome_of(whole), outcome_of(other)) is None
+    content = {"samples.json": '{"num_trained": 1}', "metrics.jsonl": '{"step": 1}'}
+    (other / name).write_text(content.get(Path(name).name, "changed"))
+    assert difference(outcome_of(whole), outcome_of(other)) == part
+
+
+def test_weights_that_nothing_changed_are_found_sound():
+    assert not weight_faults._is_found(lambda arrived, earlier, random: None, Random(0))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--only R1,R99", "--only names 'R99', but there are R1, "),
+        ("--part 3/2", "--part is '3/2', but must be K/N"),
+        ("--kills 0", "--kills is 0, but must be at least 1"),
+    ],
+)
+def test_wrong_choices_are_refused(words, message, capsys):
+    assert main(["faults", *words.split()]) == 2
+    assert message in capsys.readouterr().err
+
+
+LINE = "rank 1 hangs: no progress for 2 s; rank 1 in generation of step 2 (at x.py:1, rows 1, 2 not ended, 3 steps)"
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({}, None),
+        ({"struck": False}, "it never came"),
+        ({"named_seconds": 3.1}, "named after 3.10 s"),
+        ({"line": LINE.replace("rank 1", "rank 0")}, "named 'rank 0"),
+        ({"line": LINE.replace("of step 2", "of step 1")}, "named 'rank 1"),
+        ({"line": LINE.replace("rows 1, 2 not ended, ", "")}, "named 'rank 1"),
+        ({"stacks": [0]}, "no stacks of [1]"),
+        ({"is_held": [0]}, "ranks [0] don't end"),
+    ],
+)
+def test_a_hang_that_is_not_named_rightly_is_a_problem(change, problem):
+    seen = Seen(JobEnd([124, 124], 0.0, "", []), True, LINE, 2.2, 0.1, True, [0, 1], [])
+    found = replace(seen, **change).problem(Hang("sleep", 1, 2, "generate", 2, 0))
+    assert found is None if problem is None else problem in found
+
+
+def test_faults_drawn_by_chance_are_the_same_each_time():
+    hangs, stops = all_hangs(200), random_stops(60)
+    assert hangs == all_hangs(200) and stops == random_stops(60)
+    assert {hang.way for hang in hangs} == {"sleep", "sigstop", "lock", "collective", "reward", "tool"}
+    assert {stop.verb for stop in stops} == {"train", "sft", "preferences", "reward-model"}
+    assert max(stop.apart_seconds for stop in stops) > 4

@@ -1,0 +1,110 @@
+"""The bench of update layouts: every combination is tried, each equals one process, and bytes are what was sent."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from spmdrl.engines.parallel.axis_collectives import RingShift, exchange_rows, gather_rows, scatter_row_sums
+from spmdrl.resources.layout import UpdateLayout
+from spmdrl.resources.mesh import build_update_mesh
+from spmdrl.resources.world import World
+from tests.bench.__main__ import main
+from tests.bench.layouts.layouts import LARGEST_ERROR, compare_layouts, exceeds, layouts_of
+from tests.bench.layouts.traffic import Traffic, axes_of_groups, with_own_groups
+from tests.support.ranks import run_ranks
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+@pytest.mark.parametrize("model", ["dense", "moe", "mla"])
+def test_every_product_of_degrees_is_there_once_with_every_kind(num_ranks: int, model: str):
+    layouts = layouts_of(model, num_ranks)
+    assert len(set(layouts)) == len(layouts)
+    assert {layout.num_ranks for layout in layouts} == {num_ranks}
+    degrees = [n for n in (1, 2, 4, 8) if n <= num_ranks]
+    expected = {
+        UpdateLayout(data, shard, pipeline, context, tensor, expert, kind)
+        for data in degrees
+        for shard in degrees
+        for pipeline in degrees
+        for context in degrees
+        for tensor in degrees
+        for kind in (("ring", "ulysses") if context > 1 else ("ring",))
+        if data * shard * pipeline * context * tensor == num_ranks
+        for expert in degrees
+        if (data * shard * context) % expert == 0 and (expert == 1 or model != "dense")
+    }
+    assert {layout for layout in layouts if layout.pipeline_schedule == "1f1b"} == expected
+
+
+def test_every_schedule_runs_alone_and_beside_sharded_experts():
+    layouts = layouts_of("moe", 4)
+    schedules = {"1f1b", "gpipe", "interleaved", "zero_bubble", "zbv"}
+    for degrees in ({"shard": 1, "pipeline": 4}, {"shard": 2, "pipeline": 2, "expert": 2}):
+        found = [x for x in layouts if all(getattr(x, name) == degree for name, degree in degrees.items())]
+        assert {layout.pipeline_schedule for layout in found} == schedules
+        plain = {replace(layout, pipeline_schedule="1f1b", pipeline_chunks=1) for layout in found}
+        assert len(plain) == 1
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("model", ["dense", "moe", "mla"])
+def test_every_layout_trains_as_one_process_does(num_ranks: int, model: str):
+    found = compare_layouts(num_ranks, [model])
+    for row in found.refused:
+        print("refused: {model} on {world_size} ranks, {layout}: {reason}".format(**row))
+    assert len(found.rows) + len(found.refused) == len(layouts_of(model, num_ranks))
+    # Only the dense model's tied head, of which zbv would put two copies on one rank.
+    assert all(model == "dense" and "zbv" in str(row["layout"]) for row in found.refused)
+    assert [row for row in found.rows if exceeds(row)] == []
+
+
+def test_a_row_fails_above_the_limit_and_without_a_number():
+    row = {"loss_error": 0.0, "gradient_error": LARGEST_ERROR, "weight_error": 0.0}
+    assert not exceeds(row)
+    assert exceeds(row | {"weight_error": 1.1 * LARGEST_ERROR})
+    assert exceeds(row | {"loss_error": float("nan")})
+
+
+@pytest.mark.ranks
+def test_the_layouts_bench_prints_rows_and_refusals_as_json(capfd):
+    assert main(["layouts", "--world-size", "2", "--models", "dense", "--json"]) == 0
+    content = json.loads(capfd.readouterr().out)
+    assert set(content) == {"rows", "refused"}
+    names = {"model", "world_size", "layout", "loss_error", "gradient_error", "weight_error", "bytes"}
+    assert all(set(row) == names for row in content["rows"])
+    assert all(set(row) == {"model", "world_size", "layout", "reason"} for row in content["refused"])
+    by_layout = {row["layout"]: row for row in content["rows"]}
+    assert by_layout["tensor 2"]["bytes"]["tensor"] > by_layout["tensor 2"]["bytes"]["all"] > 0
+
+
+def _bytes_of_one_call_each(world: World) -> dict[str, int]:
+    layout = UpdateLayout(data=1, shard=2, tensor=world.size // 2)
+    mesh = with_own_groups(build_update_mesh(layout, world.device, world.rank))
+    x = torch.zeros(8, 3)
+    with Traffic(axes_of_groups(mesh)) as traffic:
+        gather_rows(x, mesh.tensor)
+        scatter_row_sums(x, mesh.tensor)
+        mesh.data.sum(x)
+        RingShift([x], mesh.data).wait()
+        exchange_rows(x, *([[2, 6], [2, 6]] if mesh.data.rank == 0 else [[6, 2], [6, 2]]), mesh.data)
+        dist.all_reduce(x, group=mesh.dense_shards.get_group())
+        dist.broadcast(x, 0)
+    return dict(traffic.bytes)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_traffic_is_counted_by_axis_also_where_two_axes_have_the_same_ranks(num_ranks: int):
+    size = 8 * 3 * 4
+    for found in run_ranks(num_ranks, _bytes_of_one_call_each):
+        # Two ranks of an axis: a gather sends all, a scatter half, a sum twice the half, a shift all.
+        tensor = {"tensor": size + size // 2} if num_ranks == 4 else {}
+        everybody = (num_ranks - 1) * size // num_ranks
+        assert found == {"data": size + size + 6 * 12, "shard": size, "all": everybody} | tensor

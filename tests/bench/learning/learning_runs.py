@@ -1,0 +1,97 @@
+"""Runs that are made once: each is a job of the command line, and one that has finished isn't run again."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+from spmdrl.observability.logs.log import read_metrics
+from spmdrl.observability.statistics import Estimate
+from spmdrl.observability.summary import read_summary
+from tests.bench.harness.train_runs import run_verb, words_of
+from tests.bench.learning.recipes import PAIR_VERBS, SHARED, START, TEACHER, Settings, recipe_of
+
+START_FOLDER = "start"
+_EVALUATIONS_OF_A_RUN = 5
+
+
+@dataclass(frozen=True)
+class LearningCurve:
+    """Held-out accuracy by step; the first is that before the first step."""
+
+    algorithm: str
+    seed: int
+    accuracies: dict[int, Estimate]
+
+    @property
+    def before(self) -> float:
+        return self.accuracies[min(self.accuracies)].value
+
+    @property
+    def after(self) -> Estimate:
+        return self.accuracies[max(self.accuracies)]
+
+    @property
+    def gain(self) -> float:
+        return self.after.value - self.before
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether it improved by more than the whole width of the interval around what it reached."""
+        return self.gain > self.after.high - self.after.low
+
+
+def curve_of(algorithm: str, seed: int, *, work: Path, num_steps: int) -> LearningCurve:
+    """Train from the work folder's checkpoint, unless that has been done. Raises RuntimeError if a run fails.
+
+    In place of an algorithm it may be a verb that learns from pairs, which makes steps of its own number.
+    """
+    folder = work / f"{algorithm}-{seed}"
+    finish("sft", work / START_FOLDER, START)
+    if algorithm in PAIR_VERBS:
+        finish(algorithm, folder, {**PAIR_VERBS[algorithm], "model.path": work / START_FOLDER, "seed": seed})
+        return LearningCurve(algorithm, seed, held_out_accuracies(folder))
+    if recipe_of(algorithm).needs_teacher:
+        curve_of(TEACHER, 0, work=work, num_steps=num_steps)
+    finish("train", folder, settings_of(algorithm, seed, work=work, num_steps=num_steps))
+    return LearningCurve(algorithm, seed, held_out_accuracies(folder))
+
+
+def settings_of(algorithm: str, seed: int, *, work: Path, num_steps: int) -> Settings:
+    """What the run of an algorithm is started with."""
+    recipe = recipe_of(algorithm)
+    num_steps *= recipe.times_steps
+    return {
+        **SHARED,
+        "model.path": work / START_FOLDER,
+        **({"teacher.path": work / f"{TEACHER}-0"} if recipe.needs_teacher else {}),
+        "algo.name": algorithm,
+        "optim.lr": recipe.lr,
+        "train.max_steps": num_steps,
+        "eval.interval": -(-num_steps // _EVALUATIONS_OF_A_RUN),
+        "seed": seed,
+        **recipe.settings,
+    }
+
+
+def finish(verb: str, folder: Path, settings: Settings) -> None:
+    """Run a verb in this folder from its beginning, unless it has finished there with the same settings."""
+    words = words_of(verb, settings, folder)
+    summary = read_summary(folder)
+    command = shlex.split(summary.get("command") or "")
+    if summary.get("verdict") == "done" and command[-len(settings) :] == words[-len(settings) :]:
+        return
+    # Another run that lies there is moved aside.
+    run_verb([verb, "resume=never", *words[1:]], num_ranks=1, environment={"OMP_NUM_THREADS": "1", **os.environ})
+
+
+def held_out_accuracies(folder: Path) -> dict[int, Estimate]:
+    """By step, what a run's evaluations found."""
+    name = "eval/accuracy"
+    return {
+        step: Estimate(metrics[name], metrics[f"{name}_low"], metrics[f"{name}_high"])
+        for step, metrics in read_metrics(folder)
+        if name in metrics
+    }

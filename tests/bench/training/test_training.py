@@ -1,0 +1,47 @@
+"""The training bench runs the engine and plain PyTorch on the same rows."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from spmdrl.engines.models.making.make_config import MakeConfig
+from spmdrl.engines.models.making.make_model import make_model_folder
+from tests.bench.__main__ import main
+from tests.bench.training.plain_training import packed_batches, padded_batches, similar_batches
+from tests.bench.training.training import RowSizes, make_rows
+
+SIZES = RowSizes(rows=40, mean_length=30.0, spread=0.7, longest=100)
+
+
+@pytest.mark.parametrize("batching", [padded_batches, similar_batches, packed_batches])
+def test_plain_batches_hold_every_target_once_within_the_budget(batching):
+    rows = make_rows(50, SIZES)
+    batches = batching(rows, 128, torch.device("cpu"))
+    assert all(batch.tokens.numel() <= 128 for batch in batches)
+    labels = torch.cat([batch.labels[batch.labels >= 0] for batch in batches])
+    is_response = torch.cat(
+        [torch.arange(length) >= prompt for length, prompt in zip(rows.lengths_B, rows.prompt_lengths_B, strict=True)]
+    )
+    assert torch.equal(labels.sort().values, rows.tokens_T[is_response].sort().values)
+
+
+def test_lengths_are_long_tailed_and_have_the_mean_asked_for():
+    lengths = make_rows(50, RowSizes(rows=2000, mean_length=30.0, spread=0.7, longest=1000)).lengths_B
+    assert float(lengths.float().mean()) == pytest.approx(30.0, rel=0.05)
+    assert float(lengths.float().median()) < 26.0
+
+
+@pytest.mark.slow
+def test_the_training_bench_prints_ratios_and_writes_json(tmp_path, capsys):
+    model, out = tmp_path / "model", tmp_path / "out.json"
+    make_model_folder(model, MakeConfig(hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=1), seed=0)
+    sizes = ["--rows", "12", "--mean-length", "30", "--longest", "90", "--max-tokens", "128", "--rounds", "1"]
+    assert main(["training", "--model", str(model), *sizes, "--device", "cpu", "--json", str(out)]) == 0
+    assert "the best of plain PyTorch" in capsys.readouterr().out
+    content = json.loads(out.read_text())
+    losses = [row["loss"] for row in content["rows"]]
+    assert max(losses) - min(losses) < 1e-3 * losses[0]
+    assert content["ratio"] > 0 and len(losses) == 5
