@@ -34,7 +34,7 @@ class Bench(Protocol):
 
 # The module of each bench below this package. Most bring torch with them: only the one that runs is imported.
 BENCHES = {
-    "accelerator": "accelerator.accelerator_check",
+    "accelerator": "accelerator.accelerator_bench",
     "adapters": "training.one_pass",
     "algorithms": "learning.algorithms_bench",
     "balance": "samples.balance_bench",

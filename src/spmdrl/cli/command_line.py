@@ -43,6 +43,7 @@ VERBS = {
     "check": "whether a verb would start with a config, fits, and reads its data as meant; trains nothing",
     "launch": "start a run under Slurm or msrun, or print the script that would",
     "explain": "the equations of an algorithm, its defaults, and where other trainers differ",
+    "doctor": "check what the devices of this machine must do for a job",
     "report": "write report.html of a run's folder",
 }
 
@@ -64,6 +65,7 @@ examples:
   python -m spmdrl replay runs/a --step 101 --row 7
   python -m spmdrl report runs/a
   python -m spmdrl explain algo.gspo
+  python -m spmdrl doctor
 
 spmdrl VERB --help describes a verb, and spmdrl help KEY a key or section, such as algo.kl_coef or rollout.
 spmdrl help --markdown is the page of all keys (docs/config.md), and spmdrl help --schema their JSON schema.
@@ -83,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Ranks meet without it, and msrun waits for it to end well.
         return 0
     arguments = list(sys.argv[1:] if argv is None else argv)
-    is_own_help = arguments[:1] in (["report"], ["replay"])
+    is_own_help = arguments[:1] in (["doctor"], ["report"], ["replay"])
     if arguments[:1] == ["--version"]:
         show(f"spmdrl {__version__}")
         return 0
@@ -148,6 +150,10 @@ def _run(arguments: Sequence[str], launch: LaunchEnvironment) -> int:
         from spmdrl.observability.report.report import main as report
 
         return report(rest)
+    if verb == "doctor":
+        from spmdrl.verbs.doctor.doctor import main as doctor
+
+        return doctor(rest)
     if verb == "replay":
         from spmdrl.verbs.replay_rows import main as replay
 

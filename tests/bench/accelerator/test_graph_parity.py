@@ -11,8 +11,8 @@ from spmdrl.engines.generation.native.graphs.graph_steps import CAPTURES
 from spmdrl.engines.models.kernels import plain
 from spmdrl.engines.models.kernels.ops import TABLE
 from spmdrl.resources.world import open_world
-from tests.bench.accelerator.stage_run import StageRun
-from tests.bench.accelerator.stages.graph_parity import check_graphs
+from spmdrl.verbs.doctor.stage_run import StageRun
+from tests.bench.accelerator.graph_parity import check_graphs
 from tests.engines.generation.recorded_graphs import RecordedGraph, RecordingCapture, run_in_pytorch
 
 

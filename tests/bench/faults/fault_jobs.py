@@ -22,8 +22,8 @@ import torch
 
 from spmdrl.observability.fault_points import VARIABLE
 from spmdrl.observability.logs.jsonl import read_jsonl
+from spmdrl.verbs.doctor.commands import MARK, marked_processes
 from tests.bench.harness.bench_ranks import launch_variables, store_of_launcher
-from tests.bench.harness.peers import MARK, marked_processes
 
 # The ranks are forked from a process that has done nothing but import these.
 _IMPORTED_ONCE = [

@@ -22,8 +22,8 @@ from spmdrl.resources.network.sockets import LOOPBACK
 from spmdrl.resources.startup.ending import PeerFailed
 from spmdrl.resources.startup.rendezvous import Network
 from spmdrl.resources.world import open_world
+from spmdrl.verbs.doctor.commands import sigterm_as_exit
 from tests.bench.harness.emulated_nodes import INTERFACE, Node
-from tests.bench.harness.peers import sigterm_as_exit
 
 _VARIABLES = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
 # In the namespace of the first node, where no other process can have it.

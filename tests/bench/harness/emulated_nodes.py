@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.bench.harness.peers import sigterm_as_exit
+from spmdrl.verbs.doctor.commands import sigterm_as_exit
 
 INTERFACE = "link0"
 """of every node; its only one but loopback"""

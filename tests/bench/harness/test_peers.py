@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.bench.harness.peers import CommandFailed, run_to_end, running
+from spmdrl.verbs.doctor.commands import CommandFailed, run_to_end
+from tests.bench.harness.peers import running
 
 DOUBLES = """
 import sys
@@ -63,7 +64,7 @@ def test_a_command_leaves_no_daemon_behind(code: int):
     assert not _is_running(f"sleep 61.2{code}")
 
 
-RUNS_ANOTHER = "from tests.bench.harness.peers import run_to_end; run_to_end(['sleep', '61.5'], {}, 60)"
+RUNS_ANOTHER = "from spmdrl.verbs.doctor.commands import run_to_end; run_to_end(['sleep', '61.5'], {}, 60)"
 
 
 @needs_proc
@@ -83,7 +84,7 @@ def test_a_command_that_takes_too_long_is_ended():
 
 @needs_proc
 def test_a_terminated_bench_ends_its_command():
-    bench = "from tests.bench.harness.peers import run_to_end; run_to_end(['sleep', '61.75'], {}, 60)"
+    bench = "from spmdrl.verbs.doctor.commands import run_to_end; run_to_end(['sleep', '61.75'], {}, 60)"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     process = subprocess.Popen([sys.executable, "-c", bench], env=environment)
     deadline = time.monotonic() + 20

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from spmdrl.config.reader import ConfigError
-from tests.bench.harness.peers import run_to_end
+from spmdrl.verbs.doctor.commands import run_to_end
 
 # The first step of a process builds caches and optimizer state.
 STEPS_OF_WARM_UP = 1

@@ -18,9 +18,9 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from spmdrl.verbs.doctor.commands import run_to_end
 from tests.bench.harness.bench_table import BenchTable
 from tests.bench.harness.in_turn import in_turn
-from tests.bench.harness.peers import run_to_end
 from tests.bench.harness.train_runs import (
     SETTINGS_OF_STEPS,
     STEPS_OF_WARM_UP,

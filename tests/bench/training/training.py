@@ -33,9 +33,9 @@ from spmdrl.resources.device import Device
 from spmdrl.resources.layout import UpdateLayout, fit_update_layout
 from spmdrl.resources.mesh import build_update_mesh
 from spmdrl.resources.world import World, open_world
+from spmdrl.verbs.doctor.device_times import device_seconds
 from tests.bench.harness.bench_models import qwen3, write_model
 from tests.bench.harness.bench_table import BenchTable
-from tests.bench.harness.device_times import device_seconds
 from tests.bench.harness.in_turn import in_turn
 from tests.bench.training.plain_training import BATCHINGS, PlainTrainer
 

@@ -20,9 +20,9 @@ from spmdrl.engines.training.context.ring_attention import RingAttention, plan_r
 from spmdrl.nouns import offsets_of
 from spmdrl.resources.layout import UpdateLayout, fit_update_layout
 from spmdrl.resources.mesh import build_update_mesh
-from tests.bench.accelerator.stage_run import StageRun
-from tests.bench.accelerator.stages.kernel_parity import TOLERANCES, relative_error, results_and_gradients
-from tests.bench.harness.device_times import median_seconds
+from spmdrl.verbs.doctor.device_times import median_seconds
+from spmdrl.verbs.doctor.stage_run import StageRun
+from tests.bench.accelerator.kernel_parity import TOLERANCES, relative_error, results_and_gradients
 
 _LENGTHS = {"full": [1500, 3, 700, 1, 64, 1200], "small": [30, 3, 14, 1, 9]}
 _CHUNKS = {"full": [200, 3, 75], "small": [7, 3, 1]}

@@ -1,4 +1,4 @@
-"""One stage in processes of its own: `python -m tests.bench.accelerator.stage_process MODULE:FUNCTION ...`.
+"""One stage in processes of its own: `python -m spmdrl.verbs.doctor.stage_process MODULE:FUNCTION ...`.
 
 Each rank writes its outcome into a file. A stage that crashes leaves none, and ends nothing but itself.
 """
@@ -15,8 +15,8 @@ from pathlib import Path
 
 from spmdrl.resources.startup.ending import PeerFailed, cause_of
 from spmdrl.resources.world import open_world
-from tests.bench.accelerator.stage_run import RankOutcome, StageRun, StageSkipped
-from tests.bench.harness.peers import CommandFailed
+from spmdrl.verbs.doctor.commands import CommandFailed
+from spmdrl.verbs.doctor.stage_run import RankOutcome, StageRun, StageSkipped
 
 # A rank that waits longer for another one has lost it; the stage's own limit is 480 s.
 _LONGEST_WAIT_SECONDS = 240.0

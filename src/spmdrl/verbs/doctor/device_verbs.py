@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spmdrl.resources.device import Device
-from tests.bench.accelerator.stage_run import StageRun
-from tests.bench.harness.device_times import median_seconds
+from spmdrl.verbs.doctor.device_times import median_seconds
+from spmdrl.verbs.doctor.stage_run import StageRun
 
 _COPY_BYTES = {"full": 1 << 30, "small": 4 << 20}
 _NUM_RACES = 20

@@ -7,20 +7,25 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from spmdrl.engines.models.making.make_model import RandomWeights
-from spmdrl.engines.training.batching.packed_rows import TokenRows
+from spmdrl.engines.models.making.make_config import MakeConfig
+from spmdrl.engines.models.making.make_model import RandomWeights, decoder_config
+from spmdrl.engines.training.batching.packed_rows import LossTerms, MicroBatch, Scores, TokenRows
 from spmdrl.engines.training.training_config import TrainingConfig
 from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.engines.training.update.optimizer import OptimConfig
+from spmdrl.nouns import offsets_of
 from spmdrl.resources.device import Device
 from spmdrl.resources.layout import UpdateLayout, fit_update_layout
 from spmdrl.resources.mesh import build_update_mesh
-from tests.bench.accelerator.stage_run import StageRun
-from tests.bench.harness.bench_models import TINY
-from tests.bench.training.training import MADE_MODEL, RowSizes, make_rows, mean_loss_of
+from spmdrl.verbs.doctor.stage_run import StageRun
 
-_MODELS = {"full": MADE_MODEL, "small": TINY}
-_ROWS = {"full": RowSizes(rows=16), "small": RowSizes(rows=8, mean_length=24, longest=64)}
+_MODELS = {
+    "full": decoder_config(
+        MakeConfig(hidden_size=512, num_layers=8, num_heads=8, num_kv_heads=4, intermediate_size=1536)
+    ),
+    "small": decoder_config(MakeConfig(hidden_size=64, num_layers=2, intermediate_size=192)),
+}
+_ROWS, _LONGEST = {"full": 16, "small": 8}, {"full": 512, "small": 64}
 _NUM_UPDATES = 6
 _OPTIM = OptimConfig(lr=1e-3)
 # Float32 differs by the order of sums; bfloat16 has 8 bits.
@@ -40,7 +45,7 @@ class TrainedModel:
 
 def check_bfloat16(run: StageRun) -> None:
     """Collective over the world."""
-    rows = make_rows(_MODELS[run.scale].vocab_size, _ROWS[run.scale])
+    rows = _random_rows(run)
     found = {dtype: _train(run, run.device, rows, dtype) for dtype in (torch.float32, torch.bfloat16)}
     exact, near = found[torch.float32], found[torch.bfloat16]
     if not run.device.is_cpu:
@@ -54,6 +59,17 @@ def check_bfloat16(run: StageRun) -> None:
     run.figures["first_loss"], run.figures["last_loss"] = near.losses[0], near.losses[-1]
     run.require(near.losses[-1] < near.losses[0], f"the loss doesn't fall in bfloat16: {near.losses}")
     run.figures["losses"] = {"float32": exact.losses, "bfloat16": near.losses}
+
+
+def _random_rows(run: StageRun) -> TokenRows:
+    """Rows of many lengths, the same on every machine; a quarter of each is its prompt."""
+    generator = torch.Generator().manual_seed(0)
+    lengths_B = torch.randint(4, _LONGEST[run.scale] + 1, (_ROWS[run.scale],), generator=generator)
+    return TokenRows(
+        tokens_T=torch.randint(_MODELS[run.scale].vocab_size, (int(lengths_B.sum()),), generator=generator),
+        offsets=offsets_of(lengths_B),
+        prompt_lengths_B=lengths_B // 4,
+    )
 
 
 def _compare(run: StageRun, name: str, one: TrainedModel, other: TrainedModel, tolerance: float) -> None:
@@ -73,6 +89,9 @@ def _train(run: StageRun, device: Device, rows: TokenRows, dtype: torch.dtype) -
     engine = TrainingEngine(config, TrainingConfig(), _OPTIM, mesh, device, compute_dtype=dtype)
     engine.load(RandomWeights(config, seed=0))
     logprobs_R = engine.score(rows).logprobs_R.cpu()
-    loss = mean_loss_of(rows.num_response_tokens * run.world.size)
-    updates = [engine.update(rows, loss) for _ in range(_NUM_UPDATES)]
+
+    def mean_loss(scores: Scores, micro: MicroBatch) -> LossTerms:
+        return LossTerms(-scores.logprobs_R.sum() / (rows.num_response_tokens * run.world.size), {})
+
+    updates = [engine.update(rows, mean_loss) for _ in range(_NUM_UPDATES)]
     return TrainedModel([update.loss for update in updates], [update.grad_norm for update in updates], logprobs_R)

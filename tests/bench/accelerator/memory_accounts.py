@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from spmdrl.dataflow.resharding.moving.gather import ReshardConfig
-from tests.bench.accelerator.stage_run import StageRun
+from spmdrl.verbs.doctor.stage_run import StageRun
 from tests.bench.memory.memory_ranks import StepOfOneRank, WatchedStep
 
 _STEPS = {

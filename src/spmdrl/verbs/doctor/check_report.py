@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TextIO
 
-from tests.bench.accelerator.stage_run import RankOutcome
+from spmdrl.verbs.doctor.stage_run import RankOutcome
 
 Verdict = Literal["passed", "failed", "skipped"]
+_RATES = re.compile("per_second$|share_of_")
 
 
 @dataclass(frozen=True)
@@ -19,7 +21,7 @@ class StageVerdict:
     stage: str
     verdict: Verdict
     reason: str = ""
-    """why it failed or was skipped, or which figures are below their goals"""
+    """why it failed or was skipped"""
     figures: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -66,37 +68,24 @@ def verdict_of(stage: str, ranks: Sequence[RankOutcome], *, crash: str | None, s
     figures = _joined(ranks) | {"seconds": round(seconds, 1)}
     if faults:
         return StageVerdict(stage, "failed", "; ".join(faults), figures)
-    return StageVerdict(stage, "passed", "; ".join(_below_goals(ranks, figures)), figures)
+    return StageVerdict(stage, "passed", "", figures)
 
 
 def _joined(ranks: Sequence[RankOutcome]) -> dict[str, Any]:
-    """The first rank's figures, but those that have a goal of the rank that is furthest from it."""
+    """The first rank's figures, but rates of the slowest rank, which finds a slow device or link."""
     if not ranks:
         return {}
-    figures = dict(ranks[0].figures)
-    for goal in ranks[0].goals:
-        figures[goal.figure] = min(rank.figures[goal.figure] for rank in ranks if goal.figure in rank.figures)
-    if ranks[0].goals:
-        figures["goals"] = {goal.figure: goal.least for goal in ranks[0].goals}
-    return figures
-
-
-def _below_goals(ranks: Sequence[RankOutcome], figures: Mapping[str, Any]) -> list[str]:
-    return [
-        f"below goal: {goal.figure} is {figures[goal.figure]:.2f}, not {goal.least:g} or more: {goal.remedy}"
-        for goal in ranks[0].goals
-        if figures[goal.figure] < goal.least
-    ]
+    slowest = {
+        name: min(rank.figures[name] for rank in ranks if name in rank.figures)
+        for name in ranks[0].figures
+        if _RATES.search(name)
+    }
+    return {**ranks[0].figures, **slowest}
 
 
 def _figures(figures: Mapping[str, Any]) -> str:
-    """Numbers and texts, each with its goal; mappings are left to the JSON."""
-    goals = figures.get("goals", {})
-    return ", ".join(
-        f"{name} {_shown(value)}" + (f" (goal {goals[name]:g})" if name in goals else "")
-        for name, value in figures.items()
-        if not isinstance(value, Mapping)
-    )
+    """Numbers and texts; mappings are left to the JSON."""
+    return ", ".join(f"{name} {_shown(value)}" for name, value in figures.items() if not isinstance(value, Mapping))
 
 
 def _shown(value: object) -> str:

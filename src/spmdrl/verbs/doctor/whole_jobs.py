@@ -1,22 +1,33 @@
-"""Whole jobs on this device, started as users start them: the quickstart twice, a step's parts, and vLLM inside."""
+"""Whole jobs on this device, started as users start them: the quickstart twice, and steps with vLLM inside."""
 
 from __future__ import annotations
 
 import json
 import re
 import statistics
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from spmdrl.engines.models.making.make_model import make_char_tokenizer
-from tests.bench.accelerator.stage_run import StageRun
-from tests.bench.harness.bench_models import QWEN_0_5B, TINY, write_model
-from tests.bench.harness.train_runs import STEPS_OF_WARM_UP, train_steps
+from spmdrl.verbs.doctor.commands import run_to_end
+from spmdrl.verbs.doctor.stage_run import StageRun
 
 Steps = Sequence[Mapping[str, float]]
 """the metrics of each step"""
 Settings = Mapping[str, object]
 """values of config keys"""
+
+# The first step of a process builds caches and optimizer state.
+STEPS_OF_WARM_UP = 1
+_LONGEST_SECONDS = 3600.0
+# Every step does the same work.
+_SETTINGS: Settings = {
+    "reward.functions": "[exact]",
+    "train.skip_zero_advantage": "false",
+    "checkpoint.interval": 0,
+    "log.backends": "[jsonl]",
+    "log.samples_per_step": 0,
+}
 
 # The quickstart's model, task and supervised start (configs/debug/quickstart.yaml), written out because an installed
 # package has no configs.
@@ -55,9 +66,13 @@ _CLOCKED = re.compile("(time|perf|mem|fusion)/|reshard/.*(seconds|per_second|hid
 
 # Prompts x responses, tokens of each response.
 _STEP_SIZES = {"full": (32, 8, 256), "small": (4, 2, 8)}
-_STEP_MODELS = {"full": QWEN_0_5B, "small": TINY}
-_STEP_CACHES: Mapping[str, Settings] = {"full": {}, "small": {"rollout.kv_cache_gib": 0.02}}
-_PARTS = {"rollout": "generation", "logprobs": "old_logprobs", "update": "update", "switch": "resharding"}
+_STEP_MODELS = {
+    "full": "{hidden_size: 1024, num_layers: 24, num_heads: 16, num_kv_heads: 4, intermediate_size: 4096, "
+    "max_positions: 1024}",
+    "small": "{hidden_size: 64, num_layers: 2, num_heads: 4, num_kv_heads: 2, intermediate_size: 192, "
+    "max_positions: 64}",
+}
+"""400 and 0.1 million parameters"""
 _NUM_STEPS = STEPS_OF_WARM_UP + 3
 _LARGEST_MISMATCH = 0.05
 """nats between vLLM's log-probs and the trainer's, on average"""
@@ -66,7 +81,7 @@ _LARGEST_MISMATCH = 0.05
 def check_quickstart(run: StageRun) -> None:
     """Train twice from one seed, with the training state swapped at each switch."""
     settings = {**_task(run), "reshard.swap": "always", "debug.deterministic": "true"}
-    first, second = (_train(run, run.folder / name, settings) for name in ("first", "second"))
+    first, second = (train(run, run.folder / name, settings) for name in ("first", "second"))
     different = _first_difference(first, second)
     run.require(different is None, f"two runs from one seed differ: {different}")
     quarter = len(first) // 4
@@ -93,25 +108,10 @@ def _first_difference(first: Steps, second: Steps) -> str | None:
     return None
 
 
-def check_step(run: StageRun) -> None:
-    """Train a few steps of a random model, and show the share of each part in a step."""
-    steps = _train(run, run.folder / "run", _step_settings(run) | _STEP_CACHES[run.scale])
-    whole = statistics.median(step["time/step"] for step in steps)
-    run.figures["seconds_per_step"] = whole
-    parts = {part: [step.get(f"time/{stage}", 0.0) for step in steps] for part, stage in _PARTS.items()}
-    for part, seconds in parts.items():
-        run.figures[f"{part}_share"] = statistics.median(seconds) / whole
-    run.figures["other_share"] = 1 - sum(run.figures[f"{part}_share"] for part in _PARTS)
-    run.figures["tokens_per_second"] = statistics.median(step["perf/tokens_per_second"] for step in steps)
-    run.figures["times"] = {
-        name: statistics.median(step[name] for step in steps) for name in steps[0] if name.startswith(("time/", "mem/"))
-    }
-
-
 def check_vllm(run: StageRun) -> None:
     """Train a few steps whose responses vLLM generates inside the ranks; it sleeps, wakes and takes new weights."""
-    settings = _step_settings(run) | {"rollout.engine": "vllm", "reshard.swap": "always", "rollout.temperature": 1.0}
-    steps = _train(run, run.folder / "run", settings)
+    settings = step_settings(run) | {"rollout.engine": "vllm", "reshard.swap": "always", "rollout.temperature": 1.0}
+    steps = train(run, run.folder / "run", settings)
     mismatch = max(step["mismatch/abs_mean"] for step in steps)
     run.figures["seconds_per_step"] = statistics.median(step["time/step"] for step in steps)
     run.figures["mismatch_nats"] = mismatch
@@ -122,30 +122,31 @@ def check_vllm(run: StageRun) -> None:
     run.require(mismatch <= _LARGEST_MISMATCH, fault)
 
 
-def _step_settings(run: StageRun) -> dict[str, object]:
-    """Steps of fixed work with a random model, which is written into the stage's folder."""
+def step_settings(run: StageRun) -> dict[str, object]:
+    """Steps of fixed work with a random model."""
     num_prompts, num_responses, length = _STEP_SIZES[run.scale]
-    model, prompts = run.folder / "model", run.folder / "prompts.jsonl"
-    write_model(model, _STEP_MODELS[run.scale], eos_token_id=2)
-    make_char_tokenizer(model)
-    lines = [json.dumps({"prompt": f"{n}+{n + 7}=", "answer": str(2 * n + 7)}) for n in range(256)]
-    prompts.write_text("\n".join(lines) + "\n")
     return {
-        "model.path": model,
-        "data.train": prompts,
+        "model.make": _STEP_MODELS[run.scale],
+        "data.train": "synthetic://addition?low=0&high=49&count=256",
         "rollout.prompts_per_step": num_prompts,
         "rollout.num_generations": num_responses,
         "rollout.max_completion_length": length,
         "rollout.ignore_eos": "true",
-        "rollout.engine": "native",
         "train.max_steps": _NUM_STEPS,
     }
 
 
-def _train(run: StageRun, folder: Path, settings: Settings) -> Steps:
-    """The metrics of each step after warm-up."""
-    environment = {"OMP_WAIT_POLICY": "PASSIVE"}
-    # The check has found the device, so that auto finds the same.
-    device = "cpu" if run.kind == "cpu" else "auto"
-    on_device = {**settings, "resources.device": device, "log.samples_per_step": 0}
-    return train_steps(folder, on_device, num_ranks=run.num_ranks, environment=environment)
+def train(run: StageRun, folder: Path, settings: Settings) -> Steps:
+    """Train in a new run folder; returns the metrics of each step after warm-up.
+
+    Raises CommandFailed with the end of the run's stderr if it fails.
+    """
+    # The doctor has found the device, so that auto finds the same.
+    device = {"resources.device": "cpu" if run.kind == "cpu" else "auto", "run.dir": folder}
+    words = [f"{key}={value}" for key, value in {**_SETTINGS, **settings, **device}.items()]
+    launcher = [sys.executable]
+    if run.num_ranks > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={run.num_ranks}"]
+    run_to_end([*launcher, "-m", "spmdrl", "train", *words], {"OMP_WAIT_POLICY": "PASSIVE"}, _LONGEST_SECONDS)
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines[STEPS_OF_WARM_UP:]]

@@ -19,8 +19,8 @@ from spmdrl.engines.models.kernels import cuda, ops, plain
 from spmdrl.engines.models.kernels.packed import PackedRows
 from spmdrl.engines.models.kernels.prefixed import PrefixedRows
 from spmdrl.nouns import offsets_of
-from tests.bench.accelerator.stage_run import StageRun, StageSkipped
-from tests.bench.harness.device_times import median_seconds
+from spmdrl.verbs.doctor.device_times import median_seconds
+from spmdrl.verbs.doctor.stage_run import StageRun, StageSkipped
 
 TOLERANCES = {torch.float32: 3e-5, torch.bfloat16: 3e-2}
 """of the largest difference, in units of the largest value"""

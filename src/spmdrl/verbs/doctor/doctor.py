@@ -1,15 +1,15 @@
-"""A verdict on each thing that a device must do for a job: what to run first on a new cluster.
+"""The verb `doctor`: a verdict on each thing that a device must do for a job, to run first on a new machine.
 
 Stages run in turn, each in processes of its own with a time limit, on all devices of this node. One that fails or
 crashes doesn't keep the others from running. One that passed isn't run again, unless the code, the versions or the
-sizes are others. Figures below their goals are shown with a remedy, but fail nothing. docs/accelerators.md explains
-each stage.
+sizes are others. docs/accelerators.md explains each stage.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib.util
 import json
 import sys
 import tempfile
@@ -22,10 +22,10 @@ from typing import Any
 import spmdrl
 from spmdrl.config.reader import ConfigError
 from spmdrl.observability.terminal.screen import show
-from tests.bench.accelerator.check_report import CheckReport, StageVerdict, verdict_of
-from tests.bench.accelerator.stage_run import RankOutcome, Scale
-from tests.bench.accelerator.stage_table import STAGES, Stage
-from tests.bench.harness.peers import CommandFailed, run_to_end
+from spmdrl.verbs.doctor.check_report import CheckReport, StageVerdict, verdict_of
+from spmdrl.verbs.doctor.commands import CommandFailed, run_to_end
+from spmdrl.verbs.doctor.stage_run import RankOutcome, Scale
+from spmdrl.verbs.doctor.stage_table import STAGES, Stage
 
 _ASKING_SECONDS = 300.0
 # Kinds of device whose speed is worth measuring at full sizes.
@@ -46,31 +46,45 @@ class Check:
     again: bool = False
     """run stages that passed too"""
 
-    @property
-    def conditions(self) -> dict[str, Any]:
-        """What a verdict depends on."""
+    def conditions(self, stage: Stage) -> dict[str, Any]:
+        """Return what the stage's verdict depends on."""
         return {
             "device": dict(self.device),
             "scale": self.scale,
             "num_ranks": self.num_ranks,
-            "code": _digest_of_code(),
+            "code": _digest_of_code(stage),
         }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    names = [stage.name for stage in STAGES]
+def main(argv: Sequence[str]) -> int:
+    """Run the verb. Returns 0 if no stage failed, else 1. Raises ConfigError as `run` does."""
+    page, layout = (__doc__ or "").strip(), argparse.RawTextHelpFormatter
+    parser = argparse.ArgumentParser(prog="spmdrl doctor", description=page, formatter_class=layout)
+    add_arguments(parser)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the verdicts to FILE")
+    arguments = parser.parse_args(argv)
+    report = run(arguments)
+    report.print(sys.stdout)
+    if arguments.json is not None:
+        arguments.json.write_text(report.to_json())
+    return 0 if report.passed else 1
+
+
+def add_arguments(parser: argparse.ArgumentParser, stages: Sequence[Stage] = STAGES) -> None:
+    """Declare the options of a check of these stages."""
+    names = [stage.name for stage in stages]
     # Not `choices`, which argparse applies to an empty list too.
     parser.add_argument("stages", nargs="*", metavar="STAGE", help=f"of {', '.join(names)}; all by default")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or npu")
     parser.add_argument("--nproc", type=int, help="ranks of this node; by default one per device, on a CPU 1")
-    parser.add_argument("--small", action="store_true", help="sizes of a CPU on an accelerator too, and no goals")
+    parser.add_argument("--small", action="store_true", help="sizes of a CPU on an accelerator too")
     parser.add_argument("--again", action="store_true", help="also run stages that have passed")
-    parser.add_argument("--folder", type=Path, help="of verdicts and logs; by default in runs/accelerator_check")
+    parser.add_argument("--folder", type=Path, help="of verdicts and logs; by default in runs/doctor")
 
 
-def run(arguments: argparse.Namespace) -> CheckReport:
-    """Run the stages. Raises ConfigError where a stage, the device or the number of ranks isn't there."""
-    stages = chosen_stages(arguments.stages)
+def run(arguments: argparse.Namespace, stages: Sequence[Stage] = STAGES) -> CheckReport:
+    """Run those that the arguments name. Raises ConfigError for a wrong stage, device or number of ranks."""
+    stages = chosen_stages(arguments.stages, stages)
     device = _facts(arguments.device)
     kind, count = device["kind"], device["count"]
     num_ranks = count if arguments.nproc is None else arguments.nproc
@@ -78,18 +92,22 @@ def run(arguments: argparse.Namespace) -> CheckReport:
         raise ConfigError(f"--nproc is {num_ranks}, but a check needs a rank; give at least 1")
     if kind != "cpu" and num_ranks > count:
         raise ConfigError(f"--nproc is {num_ranks}, but this node has {count} {kind} devices; give at most {count}")
-    scale: Scale = "full" if kind in _FULL_KINDS and not arguments.small else "small"
-    folder = arguments.folder or Path("runs", "accelerator_check", f"{device['host']}-{kind}")
-    check = Check(device, scale, num_ranks, folder.absolute(), again=arguments.again)
+    folder = arguments.folder or Path("runs", "doctor", f"{device['host']}-{kind}")
+    check = Check(device, scale_on(kind, small=arguments.small), num_ranks, folder.absolute(), again=arguments.again)
     return run_stages(stages, check)
 
 
-def chosen_stages(names: Sequence[str]) -> list[Stage]:
+def scale_on(kind: str, *, small: bool) -> Scale:
+    """Full sizes on the kinds of device that are meant for them."""
+    return "full" if kind in _FULL_KINDS and not small else "small"
+
+
+def chosen_stages(names: Sequence[str], stages: Sequence[Stage]) -> list[Stage]:
     """The stages of these names, in the order of the table; all if there are none."""
-    unknown = sorted(set(names) - {stage.name for stage in STAGES})
+    unknown = sorted(set(names) - {stage.name for stage in stages})
     if unknown:
-        raise ConfigError(f"no stage is named {unknown[0]}; there are {', '.join(stage.name for stage in STAGES)}")
-    return [stage for stage in STAGES if not names or stage.name in names]
+        raise ConfigError(f"no stage is named {unknown[0]}; there are {', '.join(stage.name for stage in stages)}")
+    return [stage for stage in stages if not names or stage.name in names]
 
 
 def run_stages(stages: Sequence[Stage], check: Check) -> CheckReport:
@@ -103,19 +121,19 @@ def run_stages(stages: Sequence[Stage], check: Check) -> CheckReport:
         if verdict is None:
             show(f"{stage.name} ...", stream=sys.stderr)
             verdict = _run_stage(stage, check)
-            _keep(verdict, check)
+            _keep(verdict, stage, check)
             how = verdict.verdict + (f": {verdict.reason}" if verdict.reason else "")
         show(f"{stage.name}: {how}", stream=sys.stderr)
         verdicts.append(verdict)
     report = CheckReport(check.device, verdicts, _notes(check))
-    (check.folder / "accelerator_check.json").write_text(report.to_json())
-    (check.folder / "accelerator_check.md").write_text(report.to_markdown())
+    (check.folder / "doctor.json").write_text(report.to_json())
+    (check.folder / "doctor.md").write_text(report.to_markdown())
     return report
 
 
 def _notes(check: Check) -> tuple[str, ...]:
-    sizes = "full sizes" if check.scale == "full" else "small sizes, without goals"
-    return (f"{check.num_ranks} rank{'s' * (check.num_ranks > 1)}, {sizes}; verdicts and logs are in {check.folder}",)
+    ranks = f"{check.num_ranks} rank{'s' * (check.num_ranks > 1)}"
+    return (f"{ranks}, {check.scale} sizes; verdicts and logs are in {check.folder}",)
 
 
 def _run_stage(stage: Stage, check: Check) -> StageVerdict:
@@ -124,7 +142,7 @@ def _run_stage(stage: Stage, check: Check) -> StageVerdict:
     if skipped is not None:
         return StageVerdict(stage.name, "skipped", skipped)
     crash, log, started = None, "", time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="spmdrl-check-") as folder:
+    with tempfile.TemporaryDirectory(prefix="spmdrl-doctor-") as folder:
         try:
             run_to_end(_command(stage, check, Path(folder)), _OFFLINE, stage.limit_seconds)
         except CommandFailed as failed:
@@ -140,7 +158,7 @@ def _command(stage: Stage, check: Check, out: Path) -> list[str]:
         launcher += ["-m", "spmdrl.torchrun", "--standalone", "--nproc-per-node", str(check.num_ranks)]
     words = ["--kind", check.device["kind"], "--scale", check.scale, "--ranks", str(check.num_ranks), "--out", str(out)]
     jobs = ["--starts-jobs"] if stage.starts_jobs else []
-    return [*launcher, "-m", "tests.bench.accelerator.stage_process", stage.function, *words, *jobs]
+    return [*launcher, "-m", "spmdrl.verbs.doctor.stage_process", stage.function, *words, *jobs]
 
 
 def _rank_of(path: Path) -> int:
@@ -160,18 +178,18 @@ def _passed_before(stage: Stage, check: Check) -> StageVerdict | None:
     if not path.exists():
         return None
     kept = json.loads(path.read_text())
-    if kept["conditions"] != check.conditions or kept["verdict"]["verdict"] != "passed":
+    if kept["conditions"] != check.conditions(stage) or kept["verdict"]["verdict"] != "passed":
         return None
     return StageVerdict(**kept["verdict"])
 
 
-def _keep(verdict: StageVerdict, check: Check) -> None:
-    content = {"conditions": check.conditions, "verdict": asdict(verdict)}
+def _keep(verdict: StageVerdict, stage: Stage, check: Check) -> None:
+    content = {"conditions": check.conditions(stage), "verdict": asdict(verdict)}
     (check.folder / f"{verdict.stage}.json").write_text(json.dumps(content, indent=1) + "\n")
 
 
 def _facts(wanted: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "tests.bench.accelerator.device_facts", wanted]
+    command = [sys.executable, "-m", "spmdrl.verbs.doctor.device_facts", wanted]
     try:
         facts: dict[str, Any] = json.loads(run_to_end(command, {}, _ASKING_SECONDS).splitlines()[-1])
     except CommandFailed as failed:
@@ -181,9 +199,11 @@ def _facts(wanted: str) -> dict[str, Any]:
     return facts
 
 
-def _digest_of_code() -> str:
-    """Of all modules of the package: a verdict holds for the code that it was made with."""
+def _digest_of_code(stage: Stage) -> str:
+    """Of the stage's module and all modules of the package: a verdict holds for the code that it was made with."""
     digest = hashlib.sha256()
-    for path in sorted(Path(next(iter(spmdrl.__path__))).rglob("*.py")):
+    own = importlib.util.find_spec(stage.function.partition(":")[0])
+    assert own is not None and own.origin is not None, stage
+    for path in [Path(own.origin), *sorted(Path(next(iter(spmdrl.__path__))).rglob("*.py"))]:
         digest.update(path.read_bytes())
     return digest.hexdigest()

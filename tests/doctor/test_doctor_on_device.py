@@ -1,4 +1,4 @@
-"""The whole check on the simulated device, as its users start it: what it starts finds the device by itself."""
+"""The doctor on the simulated device, as its users start it: what it starts finds the device by itself."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = [
 def check(*arguments: str, on: tuple[str, ...], folder: Path) -> dict[str, Any]:
     """What the check writes with `--json`."""
     path = folder / "check.json"
-    check = ["tests.bench", "accelerator", "--small", "--json", str(path), "--folder", str(folder / "check")]
+    check = ["spmdrl", "doctor", "--small", "--json", str(path), "--folder", str(folder / "check")]
     command = [sys.executable, "-m", "tests.support.simulated_accelerator", *on, *check, *arguments]
     subprocess.run(command, env=environment(), cwd=ROOT, timeout=600, check=True, capture_output=True)
     return json.loads(path.read_text())

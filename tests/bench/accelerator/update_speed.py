@@ -8,9 +8,9 @@ from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.engines.training.update.optimizer import OptimConfig
 from spmdrl.resources.layout import UpdateLayout, fit_update_layout
 from spmdrl.resources.mesh import build_update_mesh
-from tests.bench.accelerator.stage_run import StageRun
+from spmdrl.verbs.doctor.device_times import median_seconds
+from spmdrl.verbs.doctor.stage_run import StageRun
 from tests.bench.harness.bench_models import QWEN_0_5B, TINY
-from tests.bench.harness.device_times import median_seconds
 from tests.bench.training.training import MATMUL_SIZE, RowSizes, make_rows, matmul_rate, mean_loss_of, useful_flops
 
 _MODELS = {"full": QWEN_0_5B, "small": TINY}
@@ -19,11 +19,6 @@ _ROWS = {
     "small": RowSizes(rows=16, mean_length=24, longest=64),
 }
 _PRODUCT_SIZES = {"full": MATMUL_SIZE, "small": 512}
-_GOAL = 0.45
-_REMEDY = (
-    "raise train.max_tokens_per_microbatch where memory allows; with several ranks, compare with --nproc 1, as the "
-    "difference is communication; see a trace (docs/metrics.md) for kernels that aren't matrix products"
-)
 
 
 def check_update_speed(run: StageRun) -> None:
@@ -43,6 +38,5 @@ def check_update_speed(run: StageRun) -> None:
     run.figures["share_of_large_product"] = flops / seconds / large_product
     run.figures["microbatches"] = results[-1].num_microbatches
     run.require(not any(result.skipped for result in results), "an update was skipped, as a gradient wasn't finite")
-    run.aim("share_of_large_product", _GOAL, _REMEDY)
     if not run.device.is_cpu:
         run.figures["peak_gib"] = run.device.take_peak_bytes() / 2**30

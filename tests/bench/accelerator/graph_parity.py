@@ -10,10 +10,10 @@ from spmdrl.engines.generation.native.native_engine import NativeEngine
 from spmdrl.engines.generation.protocol import Request, Response, SamplingParams
 from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.decoder import DecoderConfig
-from tests.bench.accelerator.stage_run import Scale, StageRun
-from tests.bench.accelerator.stages.decoding import random_engine
+from spmdrl.verbs.doctor.device_times import device_seconds
+from spmdrl.verbs.doctor.stage_run import Scale, StageRun
+from tests.bench.accelerator.decoding import random_engine
 from tests.bench.harness.bench_models import QWEN_0_5B, TINY
-from tests.bench.harness.device_times import device_seconds
 
 # In nats, between a token's log-prob when it was drawn and when its whole row is rated; attention sums otherwise there.
 _LARGEST_DISTANCE = {torch.float32: 1e-3, torch.bfloat16: 0.02}

@@ -14,16 +14,11 @@ from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf.model_folder import parameter_shapes
 from spmdrl.resources.device import Device
-from tests.bench.accelerator.stage_run import Scale, StageRun
+from spmdrl.verbs.doctor.device_times import device_seconds, median_seconds
+from spmdrl.verbs.doctor.stage_run import Scale, StageRun
 from tests.bench.harness.bench_models import QWEN_0_5B, QWEN_7B, TINY
-from tests.bench.harness.device_times import device_seconds, median_seconds
 
 _GIB = 1 << 30
-_GOAL_BATCH, _GOAL = 64, 0.6
-_REMEDY = (
-    "a small batch or model is bound by the host, which starts each kernel: see the stage graphs; "
-    "a large one by attention over the cache"
-)
 
 
 @dataclass(frozen=True)
@@ -65,8 +60,6 @@ def check_decode_speed(run: StageRun) -> None:
             limit = batch * bandwidth / _bytes_per_step(config, sizes, batch, device.compute_dtype)
             run.figures[f"{name}_batch_{batch}_tokens_per_second"] = rate
             run.figures[f"{name}_batch_{batch}_share_of_limit"] = rate / limit
-        if _GOAL_BATCH in sizes.batches:
-            run.aim(f"{name}_batch_{_GOAL_BATCH}_share_of_limit", _GOAL, _REMEDY)
 
 
 def copy_bandwidth(device: Device, num_bytes: int) -> float:

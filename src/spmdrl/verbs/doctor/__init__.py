@@ -1,0 +1,1 @@
+"""The verb `doctor`: what this machine's devices must do for a job, checked stage by stage."""

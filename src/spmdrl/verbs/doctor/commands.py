@@ -1,0 +1,109 @@
+"""Runs commands to their end or their limit, and leaves no process of theirs behind, not even a daemon."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+MARK, _BEFORE_MARK = "SPMDRL_MARK", "/"
+MOST_LOG_CHARACTERS = 3000
+
+
+class CommandFailed(RuntimeError):
+    """A command failed, or took too long."""
+
+    def __init__(self, command: Sequence[str], how: str, log: str):
+        super().__init__(f"{shlex.join(command)} ended with {how}:\n{log[-MOST_LOG_CHARACTERS:]}")
+        self.how = how
+        """its exit code, negative for a signal, or `nothing within 10 s`"""
+        self.log = log
+        """its stderr"""
+
+
+def run_to_end(command: Sequence[str], environment: Mapping[str, str], limit_seconds: float) -> str:
+    """Run a command with some more variables; returns what it printed.
+
+    Raises CommandFailed with the end of its stderr if it fails or takes too long.
+    """
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as log:
+        with started(command, environment, stdin=subprocess.DEVNULL, stdout=out, stderr=log) as process:
+            try:
+                code = process.wait(limit_seconds)
+                how = str(code) if code else ""
+            except subprocess.TimeoutExpired:
+                how = f"nothing within {limit_seconds:g} s"
+        if how:
+            raise CommandFailed(command, how, text_of(log))
+        return text_of(out)
+
+
+def text_of(file: IO[bytes]) -> str:
+    """The whole content of an open file."""
+    file.seek(0)
+    return file.read().decode(errors="replace")
+
+
+@contextlib.contextmanager
+def started(
+    command: Sequence[str], environment: Mapping[str, str], **streams: Any
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a command with some more variables; on the way out kill it and everything that it started."""
+    # Whatever the command starts inherits the mark, also where it leaves the command's session. Commands that it runs
+    # with marks of their own keep this one too, or they would outlive it where it is killed.
+    mark = uuid.uuid4().hex
+    variables = {**os.environ, **environment, MARK: f"{os.environ.get(MARK, '')}{_BEFORE_MARK}{mark}"}
+    with sigterm_as_exit():
+        process = subprocess.Popen(command, env=variables, start_new_session=True, **streams)
+        try:
+            yield process
+        finally:
+            _end(process, mark)
+
+
+@contextlib.contextmanager
+def sigterm_as_exit() -> Iterator[None]:
+    """Make SIGTERM raise SystemExit in the main thread, as SIGINT raises KeyboardInterrupt."""
+    if threading.current_thread() is not threading.main_thread():
+        # Only the main thread receives signals and may install handlers.
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _end(process: subprocess.Popen[bytes], mark: str) -> None:
+    """Kill what is left of a command: its session, and on systems with /proc everything that it started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    # A process that dies may have started another one just before.
+    while left := marked_processes(mark):
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
+
+
+def marked_processes(mark: str) -> list[int]:
+    """Processes with this mark in their environment; those that have ended show none."""
+    name, found = f"{MARK}=".encode(), []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            variables = (folder / "environ").read_bytes().split(b"\0")
+            if any(line.startswith(name) and f"{_BEFORE_MARK}{mark}".encode() in line for line in variables):
+                found.append(int(folder.name))
+    return found
