@@ -10,6 +10,7 @@ import subprocess
 import time
 
 import pytest
+from tests.bench.faults.planned_faults import MODULE
 from tests.support.jobs import environment, finished, job_command, metrics_of, run_job, tiny_config
 
 from spmdrl.dataflow.stages.quarantine import QUARANTINE_FILE, Quarantine
@@ -31,8 +32,9 @@ def digests(folder):
 
 def started(config, folder, *, ranks):
     """A job that is stopped in the middle, its processes, and no lock any more: as on a node whose link is cut."""
+    command = job_command("train", config, f"run.dir={folder}", *STEPS, ranks=ranks)
     job = subprocess.Popen(
-        job_command("train", config, f"run.dir={folder}", *STEPS, ranks=ranks),
+        [MODULE if word == "spmdrl" else word for word in command],
         env=environment(**SLOWLY), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     deadline = time.monotonic() + 120

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
+from tests.bench.faults.planned_faults import VARIABLE
 from tests.support.jobs import finished, metrics_of, run_job, tiny_config
 
-from spmdrl.observability.fault_points import VARIABLE
 from spmdrl.observability.health import counts_so_far, too_many_skips
 
 KEEPING = ("checkpoint.interval=1", "checkpoint.keep_last=3", "train.max_steps=3")

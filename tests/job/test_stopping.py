@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from tests.bench.faults.planned_faults import MODULE
 from tests.support.jobs import (
     ROOT,
     environment,
@@ -417,7 +418,7 @@ def test_a_launchers_signal_after_a_death_in_the_start_up_is_no_request(tmp_path
 @pytest.mark.parametrize("kind", ["sigkill", "exit"])
 def test_a_rank_that_dies_in_the_start_up_is_restarted_and_named(kind, tmp_path):
     for restarts, code in ((1, 0), (0, 137 if kind == "sigkill" else 1)):
-        command = [sys.executable, "-m", "spmdrl.torchrun", "--standalone", "--nproc-per-node=2", "-m", "spmdrl", "sft"]
+        command = [sys.executable, "-m", "spmdrl.torchrun", "--standalone", "--nproc-per-node=2", "-m", MODULE, "sft"]
         command[4:4] = [f"--max-restarts={restarts}"]
         command += [str(tiny_config(tmp_path)), f"run.dir={tmp_path / str(restarts)}", "sft.max_steps=1"]
         fault = environment(SPMDRL_FAULT=f"load:1:0:{kind}")

@@ -19,6 +19,7 @@ from typing import Any, get_args
 from torch.distributed import TCPStore
 
 from spmdrl.resources.device import DeviceKind
+from tests.bench.faults.planned_faults import arm_fault
 from tests.support.chosen_device import VARIABLE, Uses, chosen_kind, install_chosen, races_found, skip_without_devices
 from tests.support.ranks import HOST, end, fork, rank_environment
 
@@ -142,6 +143,7 @@ def _be_job(
     install_chosen()
     if prepare is not None:
         prepare()
+    arm_fault(os.environ)
     code = main(command)
     if races := races_found():
         raise SystemExit("\n".join(races))

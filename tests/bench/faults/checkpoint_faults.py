@@ -19,8 +19,8 @@ from spmdrl.engines.training.checkpoints.manifest import MANIFEST, damage
 from spmdrl.engines.training.checkpoints.trainer_state import ShardFiles, write_shards
 from spmdrl.engines.training.sharding.sharded_model import Shard
 from spmdrl.nouns import whole_slice
-from spmdrl.observability.fault_points import VARIABLE, arm_fault, at_step
 from tests.bench.faults.fault_tally import Tally
+from tests.bench.faults.planned_faults import VARIABLE, arm_fault
 
 _POINTS = ("checkpoint.write", "checkpoint.fsync", "checkpoint.rename")
 _REQUIRED = ("run.json", "trainer/shards_00000.safetensors")
@@ -56,10 +56,9 @@ def full_disk(root: Path) -> list[Tally]:
             _save(store, 1)
             with tally.timed(f"{point} {number}") as problems:
                 with contextlib.redirect_stderr(io.StringIO()):
-                    arm_fault({VARIABLE: f"{point}:0:0:enospc:{number}"}, 0, 1)
-                    at_step(0)
+                    arm_fault({VARIABLE: f"{point}:0:0:enospc:{number}"})
                     result = store.save(2, lambda folder: _write(folder, 2))
-                    arm_fault({}, 0, 1)
+                    arm_fault({})
                 # Behind its last rename a new one is whole, though the disk refuses to say so.
                 if 1 not in store.steps() or list(store.root.glob(".*")):
                     problems.append(f"{[path.name for path in store.root.iterdir()]} are left")
@@ -124,7 +123,7 @@ def _die_in(action: Callable[[], None], point: str, number: int) -> bool:
     child = os.fork()
     if child == 0:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-        arm_fault({VARIABLE: f"{point}:0:0:sigkill:{number}"}, 0, 1)
+        arm_fault({VARIABLE: f"{point}:0:0:sigkill:{number}"})
         action()
         os._exit(0)
     _, status = os.waitpid(child, 0)

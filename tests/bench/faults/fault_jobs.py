@@ -20,9 +20,10 @@ from typing import Any
 
 import torch
 
-from spmdrl.observability.fault_points import VARIABLE
+from spmdrl.cli.command_line import main
 from spmdrl.observability.logs.jsonl import read_jsonl
 from spmdrl.verbs.doctor.commands import MARK, marked_processes
+from tests.bench.faults.planned_faults import VARIABLE, arm_fault
 from tests.bench.harness.bench_ranks import launch_variables, store_of_launcher
 
 # The ranks are forked from a process that has done nothing but import these.
@@ -158,14 +159,12 @@ def _be_rank(
     for number in (1, 2):
         os.dup2(file, number)
     os.environ.update(variables)
-    # Imported here, as benches know no command line.
-    from importlib import import_module
-
     # The server that forked this process had imported torch before the variables came.
     torch.set_num_threads(1)
     if prepare is not None:
         prepare()
-    raise SystemExit(import_module("spmdrl.cli.command_line").main(list(words)))
+    arm_fault(os.environ)
+    raise SystemExit(main(list(words)))
 
 
 def _kill_in_time(job: RunningJob, kill: TimedKill) -> None:

@@ -16,9 +16,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from spmdrl.observability.fault_points import VARIABLE
 from tests.bench.faults.fault_jobs import FaultJobs, difference, outcome_of
 from tests.bench.faults.fault_tally import Tally
+from tests.bench.faults.planned_faults import MODULE, VARIABLE
 from tests.bench.harness.emulated_nodes import Node, emulated_nodes, refusal
 
 _NUM_NODES = 4
@@ -139,7 +139,7 @@ def _launched(nodes: Sequence[Node], jobs: FaultJobs, name: str, *, fault: str =
             with open(screen, "wb") as out:
                 processes.append(
                     subprocess.Popen(
-                        ["ip", "netns", "exec", node.name, *launcher, "-m", "spmdrl", *jobs.command(name)],  # noqa: S607
+                        ["ip", "netns", "exec", node.name, *launcher, "-m", MODULE, *jobs.command(name)],  # noqa: S607
                         env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True,
                     )
                 )  # fmt: skip

@@ -18,16 +18,16 @@ from spmdrl.engines.training.checkpoints.snapshot import HostCopies, NoHostMemor
 from spmdrl.engines.training.checkpoints.trainer_state import write_shards
 from spmdrl.engines.training.sharding.sharded_model import Shard
 from spmdrl.nouns import whole_slice
-from spmdrl.observability.fault_points import VARIABLE, arm_fault, at_step
+from spmdrl.observability.fault_points import faultpoint
 from spmdrl.observability.ownership.fence import FolderTaken
 from spmdrl.resources.device import Device
+from tests.bench.faults.planned_faults import VARIABLE, arm_fault
 
 
 @pytest.fixture(autouse=True)
 def _disarmed():
     yield
-    arm_fault({}, 0, 1)
-    at_step(0)
+    arm_fault({})
 
 
 def snapshot_of(tensor: torch.Tensor, copies: HostCopies, folder: Path) -> Snapshot:
@@ -149,8 +149,8 @@ def test_what_is_no_failure_of_the_disk_is_raised_where_the_rank_looks(tmp_path)
 
 
 def test_a_thread_meets_the_faults_of_its_own_step(tmp_path):
-    arm_fault({VARIABLE: "checkpoint.fsync:0:1:enospc"}, 0, 2)
-    at_step(2)
+    arm_fault({VARIABLE: "checkpoint.fsync:0:1:enospc", "WORLD_SIZE": "2"})
+    faultpoint("step", 2)
     ranks = TwoRanks(tmp_path)
     main = [ranks.begin(rank, lambda: None, step=1) for rank in range(2)][0]
     main.wait()

@@ -35,7 +35,7 @@ from spmdrl.job.start.run_identity import identity_of
 from spmdrl.job.start.start_checks import CheckedRun
 from spmdrl.nouns.roles import POLICY, Role
 from spmdrl.observability.activity import activity
-from spmdrl.observability.fault_points import at_step, faultpoint
+from spmdrl.observability.fault_points import faultpoint
 from spmdrl.observability.health import too_many_skips
 from spmdrl.observability.ownership.fence import arm_fence, loss_of_folder, take_folder
 from spmdrl.observability.report.config_diff import RESOLVED_CONFIG
@@ -158,7 +158,7 @@ class Run:
             if self._record.is_finished:
                 return
             self.begin_step()
-            at_step(step)
+            faultpoint("step", step)
             activity.begin_step(step)
             yield step
 

@@ -19,7 +19,7 @@ from spmdrl.dataflow.data.data_rows import SourceRows
 from spmdrl.engines.reward.rules.answers import RULES
 from spmdrl.job.start.start_checks import CheckedRun
 from spmdrl.job.start.watching import watching
-from spmdrl.observability.fault_points import arm_fault, faultpoint
+from spmdrl.observability.fault_points import faultpoint
 from spmdrl.observability.summary import software_versions
 from spmdrl.resources.startup.launch import read_launch_environment
 from spmdrl.resources.startup.rendezvous import Network
@@ -39,7 +39,6 @@ def open_job(checked: CheckedRun) -> Iterator[World]:
     facts = {}
     with start_up():
         launch = read_launch_environment(os.environ)
-        arm_fault(os.environ, launch.rank, launch.world_size)
         if launch.world_size > 1:
             facts = start_facts(checked.config, checked.verb, [*checked.train_rows, *checked.eval_rows])
     network = Network(checked.config.run.folder, trusted=resources.trusted_network)

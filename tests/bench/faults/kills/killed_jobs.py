@@ -8,9 +8,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from spmdrl.observability.fault_points import POINTS, VARIABLE
 from tests.bench.faults.fault_jobs import FaultJobs, JobEnd, TimedKill, difference, outcome_of
 from tests.bench.faults.fault_tally import Tally
+from tests.bench.faults.planned_faults import MODULE, POINTS, VARIABLE
 
 MOST_SURVIVOR_SECONDS = 30.0
 _LAST_STEP = 3
@@ -96,7 +96,7 @@ def _named_memory() -> set[str]:
 def _torchrun(words: Sequence[str], fault: str) -> int:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
     environment = {**os.environ, VARIABLE: fault, "OMP_NUM_THREADS": "1"}
-    command = [*launcher, "-m", "spmdrl", *words]
+    command = [*launcher, "-m", MODULE, *words]
     return subprocess.run(
         command, env=environment, capture_output=True, timeout=_TORCHRUN_SECONDS, check=False
     ).returncode

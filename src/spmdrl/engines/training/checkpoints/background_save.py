@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Protocol
 
 from spmdrl.engines.training.checkpoints.checkpoint import CheckpointStore, SaveResult, Written, text_of
-from spmdrl.observability.fault_points import in_step
+from spmdrl.observability.fault_points import faultpoint
 
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.01, 0.5
 
@@ -88,11 +88,11 @@ class BackgroundSave:
 
     def _run(self) -> None:
         try:
-            with in_step(self.step):
-                self._write_files()
-                self._is_written.set()
-                if self._store.is_main:
-                    self.end = EndOfSave(self._publish(), time.perf_counter())
+            faultpoint("step", self.step)
+            self._write_files()
+            self._is_written.set()
+            if self._store.is_main:
+                self.end = EndOfSave(self._publish(), time.perf_counter())
         except BaseException as failure:
             # Raised where the main thread looks: FolderTaken, or a mistake in a part of the run.
             self._failure = failure

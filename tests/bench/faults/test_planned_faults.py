@@ -5,16 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from spmdrl.observability import fault_points
-from spmdrl.observability.fault_points import VARIABLE, arm_fault, at_step, faultpoint, parse_fault
+from spmdrl.observability.fault_points import faultpoint
+from tests.bench.faults.planned_faults import VARIABLE, arm_fault, parse_fault
 from tests.support.jobs import finished, metrics_of, run_job, tiny_config, untimed
 
 
 @pytest.fixture(autouse=True)
 def _disarmed():
     yield
-    fault_points._armed = None
-    at_step(0)
+    arm_fault({})
 
 
 @pytest.mark.parametrize(
@@ -35,19 +34,20 @@ def test_a_wrong_fault_is_refused_with_what_there_is(text, answer):
 
 
 def test_nothing_is_armed_without_the_variable_on_another_rank_or_after_a_restart(capsys):
-    arm_fault({}, 0, 2)
+    arm_fault({})
     assert capsys.readouterr().err == ""
-    arm_fault({VARIABLE: "forward:1:0:raise"}, 0, 2)
+    arm_fault({VARIABLE: "forward:1:0:raise", "RANK": "0", "WORLD_SIZE": "2"})
     assert "SPMDRL_FAULT is set: raise at forward in step 0 of rank 1" in capsys.readouterr().err
     faultpoint("forward")
-    arm_fault({VARIABLE: "forward:1:0:raise", "TORCHELASTIC_RESTART_COUNT": "1"}, 1, 2)
+    second_try = {"RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_RESTART_COUNT": "1"}
+    arm_fault({VARIABLE: "forward:1:0:raise"} | second_try)
     faultpoint("forward")
 
 
 def test_a_fault_comes_once_at_its_point_in_its_step():
-    arm_fault({VARIABLE: "forward:0:2:raise:1"}, 0, 1)
+    arm_fault({VARIABLE: "forward:0:2:raise:1"})
     for step in (1, 2):
-        at_step(step)
+        faultpoint("step", step)
         faultpoint("backward")
         faultpoint("forward")
     with pytest.raises(RuntimeError, match="on purpose"):
@@ -58,10 +58,10 @@ def test_a_fault_comes_once_at_its_point_in_its_step():
 def test_values_are_spoilt_in_place_and_files_by_a_bit(tmp_path):
     values, path = torch.ones(3, requires_grad=True) * 2, tmp_path / "file"
     path.write_bytes(b"abc")
-    arm_fault({VARIABLE: "forward:0:0:nan"}, 0, 1)
+    arm_fault({VARIABLE: "forward:0:0:nan"})
     faultpoint("forward", values)
     assert values.isnan().tolist() == [True, False, False]
-    arm_fault({VARIABLE: "reshard:0:0:corrupt"}, 0, 1)
+    arm_fault({VARIABLE: "reshard:0:0:corrupt"})
     faultpoint("reshard", whole := torch.ones(4), path)
     assert whole.ne(1).sum() == 1 and whole.isfinite().all() and path.read_bytes() == b"acc"
 
