@@ -40,7 +40,6 @@ BENCHES = {
     "balance": "samples.balance_bench",
     "checkpoints": "training.checkpoint_waits",
     "exact": "training.exact_steps",
-    "experts": "rollout.packed_experts_bench",
     "faults": "faults.faults_bench",
     "fusion": "training.fusion",
     "layouts": "layouts.layouts",

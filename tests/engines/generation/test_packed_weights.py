@@ -11,21 +11,12 @@ from spmdrl.engines.generation.native.native_engine import NativeEngine
 from spmdrl.engines.generation.protocol import SamplingParams
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.lora import LoraConfig, is_adapter
-from spmdrl.engines.models.making.make_config import MakeConfig
-from spmdrl.engines.models.making.make_model import decoder_config
 from tests.engines.generation.schedules import FAMILIES, weights_of
 from tests.engines.generation.support import prompt_of, request, run, small_rollout
 from tests.support.chosen_device import chosen_device, chosen_kind
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
-# Whose experts are large enough to be packed.
-SPARSE = decoder_config(
-    MakeConfig(
-        family="deepseek_v3", hidden_size=256, num_layers=2, num_experts=4, moe_intermediate_size=256, query_rank=8
-    )
-)
-CONFIGS = FAMILIES | {"large experts": SPARSE}
-each_family = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+each_family = pytest.mark.parametrize("config", FAMILIES.values(), ids=FAMILIES)
 
 
 def made(config: DecoderConfig, *, packs: bool, scale: float = 1.0) -> NativeEngine:
@@ -53,7 +44,7 @@ def weight_bytes(engine: NativeEngine) -> int:
 def test_packed_weights_say_the_same_and_take_no_more(config) -> None:
     plain, packed = made(config, packs=False), made(config, packs=True)
     assert answers(packed) == answers(plain)
-    assert all(product.is_packed for product in packed._weights.products) == (config.moe is None or config is SPARSE)
+    assert all(product.is_packed for product in packed._weights.products)
     # A tied head lies packed beside the embedding that it is.
     twice = 4 * config.vocab_size * config.hidden_size if config.tied_head else 0
     assert 0 <= weight_bytes(packed) - weight_bytes(plain) - twice < 0.02 * weight_bytes(plain)
@@ -84,7 +75,7 @@ def test_new_weights_are_used_asleep_or_not() -> None:
         assert answers(engine) == expected[scale]
 
 
-@pytest.mark.parametrize("config", [FAMILIES["llama"], SPARSE], ids=["llama", "large experts"])
+@pytest.mark.parametrize("config", [FAMILIES["llama"], FAMILIES["qwen3_moe"]], ids=["llama", "qwen3_moe"])
 def test_borrowed_weights_are_packed_beside_their_lender(config) -> None:
     lent = {name: weight.to(chosen_device()) for name, weight in weights_of(config).items()}
     untouched = {name: weight.clone() for name, weight in lent.items()}

@@ -55,9 +55,8 @@ class RolloutConfig:
     block_size: Annotated[int, Ge(1)] = 32
     """tokens per KV block of the native engine"""
     pack_weights: bool = True
-    """whether the native engine, on a CPU, copies the weights of linear layers and large experts into a layout that is
-    faster to read; costs memory where one process trains and generates in the same dtype, which otherwise needs no
-    copy"""
+    """whether the native engine, on a CPU, copies the weights of linear layers into a layout that is faster to read;
+    costs memory where one process trains and generates in the same dtype, which otherwise needs no copy"""
     cuda_graphs: bool | None = None
     """whether decoding steps are captured as CUDA graphs, and started before the host has read the tokens of the one
     before; null: where that is possible. true is refused where it isn't: the native engine needs CUDA, a dense model

@@ -190,7 +190,7 @@ class Experts(nn.Module):
         return self.dispatch(hidden_TD, chosen_TC, weights_TC, self.num_experts, self.compute)
 
     def compute(self, rows_MD: Tensor, counts_E: Tensor) -> Tensor:
-        """The outputs [M, D] of the experts held here, a `Compute`; replaced from outside where they are packed."""
+        """The outputs [M, D] of the experts held here, a `Compute`."""
         gate_MI = ops.grouped_linear(rows_MD, self.gate_proj, counts_E)
         up_MI = ops.grouped_linear(rows_MD, self.up_proj, counts_E)
         return ops.grouped_linear(ops.swiglu(gate_MI, up_MI), self.down_proj, counts_E)

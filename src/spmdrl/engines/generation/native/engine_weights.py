@@ -2,7 +2,7 @@
 
     plain (to be filled, borrowed) --pack--> packed (to be used) --wake, borrow, sleep--> plain
 
-Packed are those of linear layers and experts, in the layout in which decoding steps read them fastest. Layers that have
+Packed are those of linear layers, in the layout in which decoding steps read them fastest. Layers that have
 the same input become one product. Where no layout is faster than the plain one, nothing is packed.
 
 Shape letters: `B` rows, `D` inputs of a linear layer, `V` vocabulary or this rank's part of it.
@@ -15,13 +15,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 import torch
 from torch import Tensor, nn
 
-from spmdrl.engines.generation.native.packed_experts import ExpertsProduct
 from spmdrl.engines.models.decoder import Decoder, SelfAttention
 from spmdrl.engines.models.kernels import ops
 from spmdrl.engines.models.kernels.onednn import BlockedLinear
 from spmdrl.engines.models.layers import FeedForward, Linear
 from spmdrl.engines.models.lora import AdaptedLinear
-from spmdrl.engines.models.moe import Experts
 
 
 class FreeableWeights:
@@ -96,7 +94,7 @@ class FreeableWeights:
 
 
 class PackedWeights(FreeableWeights):
-    """Freeable weights of a decoder on the meta device, whose linear layers and experts run packed from `pack` on.
+    """Freeable weights of a decoder on the meta device, whose linear layers run packed from `pack` on.
 
     A packed weight has no other storage, unless it is borrowed or used elsewhere too, as a tied head is.
     """
@@ -105,9 +103,7 @@ class PackedWeights(FreeableWeights):
         super().__init__(decoder, device, dtype)
         self._name_of = {id(weight): name for name, weight in decoder.named_parameters()}
         self._head = Product([_head_weight(decoder)])
-        self.linears = [*_installed(decoder), self._head]
-        experts = [ExpertsProduct(module) for module in decoder.modules() if isinstance(module, Experts)]
-        self.products: list[Product | ExpertsProduct] = [*self.linears, *experts]
+        self.products = [*_installed(decoder), self._head]
         self._used_elsewhere = {"model.embed_tokens.weight"}
         self._is_packed = False
 
@@ -118,7 +114,7 @@ class PackedWeights(FreeableWeights):
     @property
     def are_packed(self) -> bool:
         """Whether all linear layers run packed."""
-        return all(product.is_packed for product in self.linears)
+        return all(product.is_packed for product in self.products)
 
     def logits(self, hidden_BD: Tensor) -> Tensor:
         """The head, tied or not, of hidden states [B, V]."""
@@ -151,10 +147,10 @@ class PackedWeights(FreeableWeights):
         self._unpack(self._kept)
         super().sleep()
 
-    def _names(self, product: Product | ExpertsProduct) -> set[str]:
+    def _names(self, product: Product) -> set[str]:
         return {self._name_of[id(weight)] for weight in product.weights}
 
-    def _changing(self) -> list[Product | ExpertsProduct]:
+    def _changing(self) -> list[Product]:
         """The products of weights that aren't all kept."""
         return [product for product in self.products if not self._names(product) <= self._kept]
 
