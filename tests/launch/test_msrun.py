@@ -23,9 +23,9 @@ pytestmark = [
 
 
 def script(folder: Path, *words: str | Path) -> tuple[list[str], dict[str, str]]:
-    """The command of launch/msrun.sh with two workers, and its environment."""
+    """The command of msrun.sh with two workers, and its environment."""
     settings = {"RANKS_PER_NODE": "2", "MSRUN": str(MSRUN), "PYTHON": sys.executable, "LOGS": str(folder / "logs")}
-    return ["bash", str(ROOT / "launch" / "msrun.sh"), *map(str, words)], environment(**settings)
+    return ["bash", str(ROOT / "src/spmdrl/verbs/launching/msrun.sh"), *map(str, words)], environment(**settings)
 
 
 def test_a_run_with_two_workers_ends_with_the_weights_that_torchrun_gives(tmp_path):

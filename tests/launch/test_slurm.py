@@ -21,7 +21,7 @@ pytestmark = [
 ]
 
 STEPS = 16
-SCRIPT = ROOT / "launch" / "slurm.sbatch"
+SCRIPT = ROOT / "src/spmdrl/verbs/launching/slurm.sbatch"
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def words(config: Path, folder: Path) -> list[str]:
 
 
 def submit(cluster: Slurm, config: Path, folder: Path, *options: str) -> int:
-    """Submit the script of launch/ for two nodes of one rank each."""
+    """Submit the plain script for two nodes of one rank each."""
     settings = {"RANKS_PER_NODE": "1", "PYTHON": sys.executable, "SCRATCH": str(config.parent)}
     return cluster.submit("--nodes=2", *options, SCRIPT, *words(config, folder), cwd=config.parent, **settings)
 

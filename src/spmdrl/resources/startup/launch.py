@@ -185,7 +185,7 @@ def _msruns_local_workers(environ: Mapping[str, str], world_size: int) -> int:
     if world_size > 1 and not ip_address(host).is_loopback:
         raise ValueError(
             f"msrun set MS_SCHED_HOST={host}, an address for several nodes, but doesn't export how many workers each "
-            "of them runs; export LOCAL_WORLD_SIZE=N before msrun --local_worker_num=N, as launch/msrun.sh does"
+            "of them runs; export LOCAL_WORLD_SIZE=N before msrun --local_worker_num=N, as spmdrl launch msrun does"
         )
     return world_size
 

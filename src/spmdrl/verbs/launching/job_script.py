@@ -1,7 +1,7 @@
 """The script that starts a run under Slurm or msrun, filled in for one job.
 
-The scripts beside this file run as they are, with their settings in the environment; launch/ has the same ones, since
-links don't survive every way in which a checkout is copied. Filled in, they don't depend on the environment any more.
+The scripts beside this file run as they are too, with their settings in the environment. Filled in, they don't depend
+on the environment any more.
 """
 
 from __future__ import annotations
@@ -94,4 +94,4 @@ def start(system: str, script: str) -> int:
             )
         return subprocess.run([sbatch], input=script, text=True, check=False).returncode
     sys.stdout.flush()
-    os.execvp("bash", ["bash", "-c", script, SYSTEMS[system]])  # noqa: S606, S607 the shell that runs launch/ too
+    os.execvp("bash", ["bash", "-c", script, SYSTEMS[system]])  # noqa: S606, S607 the shell that runs the plain one too

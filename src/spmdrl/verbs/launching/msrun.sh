@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # A run started by MindSpore's msrun; on several nodes, the same command on each but for NODE_RANK:
-#   HEAD=10.0.0.1 NODES=2 NODE_RANK=0 RANKS_PER_NODE=8 bash launch/msrun.sh train run.yaml key.path=value
+#   HEAD=10.0.0.1 NODES=2 NODE_RANK=0 RANKS_PER_NODE=8 bash src/spmdrl/verbs/launching/msrun.sh train run.yaml
 # `python -m spmdrl launch msrun run.yaml --nodes 2 --ranks-per-node 8` checks the config, fills in this script and
 # runs it. Nothing of MindSpore is imported, so it may have an environment of its own: MSRUN=/path/bin/msrun.
 set -uo pipefail
@@ -19,7 +19,7 @@ ARGUMENTS=("$@")
 say() { printf '[msrun] %s\n' "$*" >&2; }
 
 if [ ${#ARGUMENTS[@]} -eq 0 ]; then
-    say "no verb given: bash launch/msrun.sh train run.yaml"
+    say "no verb given: bash $0 train run.yaml"
     exit 2
 fi
 if [ "$NODES" -gt 1 ] && [[ $HEAD =~ ^(127\.|localhost$) ]]; then
