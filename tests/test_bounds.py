@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from spmdrl.algorithms.policy.grpo import GrpoConfig
+from spmdrl.algorithms.settings.policy_configs import GrpoConfig
 from spmdrl.algorithms.table import ALGORITHMS
 from spmdrl.config.config import Config, load_config
 from spmdrl.config.key_schema import describe_bounds, schema

@@ -158,24 +158,36 @@ raise SystemExit(main(["report", "runs/a"]))
     assert "Traceback" in done.stderr and "ZeroDivisionError" in done.stderr
 
 
+LOADED = "print([name for name in sys.modules if name.startswith(('torch', 'tensordict', 'transformers', 'numpy'))])"
+
+
 @pytest.mark.parametrize(
-    ("text", "refusal"), [("model: {path", "not valid YAML"), (None, "No such file"), ("- 1\n", "must hold a mapping")]
+    ("text", "refusal"),
+    [
+        ("model: {path", "not valid YAML"),
+        (None, "No such file"),
+        ("- 1\n", "must hold a mapping"),
+        ("optim: {lrr: 1e-5}\n", "did you mean optim.lr?"),
+        ("optim: {lr: fast}\n", "optim.lr"),
+        ("algo: {name: grpoo}\n", "grpo"),
+    ],
 )
-def test_a_file_that_cant_be_read_is_refused_before_pytorch_is_imported(
+def test_a_config_that_cant_be_read_is_refused_before_pytorch_is_imported(
     tmp_path: Path, text: str | None, refusal: str
 ) -> None:
     path = tmp_path / "run.yaml"
     if text is not None:
         path.write_text(text)
-    for verb in (["train"], ["launch", "slurm", "--ranks-per-node=1", "sft"]):
-        code = f"import sys; from spmdrl.cli.command_line import main; main({[*verb, str(path)]!r}); " + (
-            "print([name for name in ('torch', 'tensordict', 'transformers') if name in sys.modules])"
-        )
-        refused = python("-c", code)
+    verbs = (["train"], ["launch", "slurm", "--ranks-per-node=1", "sft"])
+    code = f"import sys; from spmdrl.cli.command_line import main; main(sys.argv[1:]); {LOADED}"
+    for verb in verbs if text is None else verbs[:1]:
+        refused = python("-c", code, *verb, "configs/debug/quickstart.yaml", str(path))
         assert refusal in refused.stderr and refused.stdout == "[]\n", refused.stderr
 
 
-def test_the_keys_of_a_config_are_known_without_dynamo() -> None:
-    heavy = ("torch._dynamo", "torch.distributed.fsdp", "tensordict", "transformers", "tokenizers")
-    code = f"import sys, spmdrl.config.config; print([name for name in {heavy} if name in sys.modules])"
-    assert python("-c", code).stdout == "[]\n"
+def test_a_shipped_config_is_read_without_pytorch_and_without_what_it_configures() -> None:
+    code = "import sys; from pathlib import Path; from spmdrl.config.config import load_config; " + (
+        "loaded = load_config([Path('configs/debug/quickstart.yaml')], [], 'train'); assert loaded.value.algo.name; "
+    )
+    read = python("-c", code + LOADED.replace("'numpy'", "'numpy', 'spmdrl.engines', 'spmdrl.dataflow', 'spmdrl.job'"))
+    assert read.stdout == "[]\n", read.stderr

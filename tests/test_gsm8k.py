@@ -7,14 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from spmdrl.dataflow.data.data_rows import DataConfig, RowNeeds, read_rows
+from spmdrl.dataflow.data.data_rows import RowNeeds, read_rows
 from spmdrl.dataflow.data.prompts import PromptSource
-from spmdrl.engines.models.making.make_config import MakeConfig
 from spmdrl.engines.models.making.make_model import make_model_folder
 from spmdrl.engines.models.renderer import Renderer
 from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.engines.reward.calls import RewardCall
-from spmdrl.engines.reward.pool import RewardConfig, RewardPool
+from spmdrl.engines.reward.pool import RewardPool
+from spmdrl.nouns.settings.data_config import DataConfig
+from spmdrl.nouns.settings.model_config import MakeConfig
+from spmdrl.nouns.settings.reward_config import RewardConfig
 
 CALL = 500
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from spmdrl.engines.models.making.make_config import MakeConfig
 from spmdrl.engines.models.making.make_model import make_model_folder
 from spmdrl.engines.training.checkpoints.file_writes import written_at_once
+from spmdrl.nouns.settings.model_config import MakeConfig
 from spmdrl.verbs.sft import AnswerWatch
 from tests.support.jobs import finished, metrics_of, run_job, untimed, weights_digest
 

@@ -24,21 +24,21 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from spmdrl.algorithms.policy.grpo import Grpo, GrpoConfig
+from spmdrl.algorithms.policy.grpo import Grpo
+from spmdrl.algorithms.settings.policy_configs import GrpoConfig
 from spmdrl.engines.generation.native.native_engine import NativeEngine
-from spmdrl.engines.generation.protocol import Request, Response, SamplingParams
-from spmdrl.engines.generation.rollout_config import RolloutConfig
+from spmdrl.engines.generation.protocol import Request, Response
 from spmdrl.engines.models.hf.model_folder import read_config
 from spmdrl.engines.models.hf.weight_check import open_weights
-from spmdrl.engines.models.making.make_config import MakeConfig
 from spmdrl.engines.models.making.make_model import make_model_folder
 from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.engines.training.batching.packed_rows import LossTerms, MicroBatch, Scores, TokenRows
-from spmdrl.engines.training.training_config import TrainingConfig
 from spmdrl.engines.training.training_engine import TrainingEngine
-from spmdrl.engines.training.update.optimizer import OptimConfig
 from spmdrl.engines.training.update.updater import UpdateResult
-from spmdrl.nouns import LossScope, TokenTerms, offsets_of
+from spmdrl.nouns.batch import LossScope, TokenTerms, offsets_of
+from spmdrl.nouns.settings.model_config import MakeConfig
+from spmdrl.nouns.settings.rollout_config import RolloutConfig, SamplingParams
+from spmdrl.nouns.settings.training_config import OptimConfig, TrainingConfig
 from spmdrl.resources.layout import UpdateLayout
 from spmdrl.resources.mesh import build_update_mesh
 from spmdrl.resources.world import World, open_world

@@ -24,17 +24,15 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from spmdrl.dataflow.stages.critic.critic_update import ValueLoss
 from spmdrl.dataflow.stages.update import PolicyLoss
 from spmdrl.engines.generation.native.native_engine import NativeEngine
-from spmdrl.engines.generation.protocol import SamplingParams
-from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.decoder import Decoder, DecoderConfig
 from spmdrl.engines.models.layers import PackedCausalAttention
 from spmdrl.engines.training.context.ring_attention import RingAttention
 from spmdrl.engines.training.heads import LogprobHead, ValueHead
-from spmdrl.engines.training.training_config import TrainingConfig
 from spmdrl.engines.training.training_engine import TrainingEngine
-from spmdrl.engines.training.update.optimizer import OptimConfig
-from spmdrl.nouns import offsets_of
+from spmdrl.nouns.batch import offsets_of
 from spmdrl.nouns.roles import Rating
+from spmdrl.nouns.settings.rollout_config import RolloutConfig, SamplingParams
+from spmdrl.nouns.settings.training_config import OptimConfig, TrainingConfig
 from spmdrl.resources.device import Device
 from spmdrl.resources.layout import GenerationLayout, UpdateLayout, fit_update_layout
 from spmdrl.resources.mesh import Axis, build_generation_mesh, build_update_mesh

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from spmdrl.engines.models.decoder import DecoderConfig
-from spmdrl.engines.models.latent import LatentConfig
-from spmdrl.engines.models.moe import MoeConfig
 from spmdrl.engines.models.rope_scaling import Llama3Scaling, YarnScaling
+from spmdrl.nouns.settings.model_sizes import LatentConfig, MoeConfig
 
 LLAMA = DecoderConfig(
     model_type="llama",

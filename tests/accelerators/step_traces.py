@@ -15,10 +15,9 @@ from torch.utils._pytree import tree_leaves
 from spmdrl.engines.generation.native.forward import CachedDecoder
 from spmdrl.engines.generation.native.graphs.fixed_step import FixedStep, StepShape
 from spmdrl.engines.generation.native.sampling import RowSampling
-from spmdrl.engines.generation.protocol import SamplingParams
-from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.kernels.ops import TABLE
+from spmdrl.nouns.settings.rollout_config import RolloutConfig, SamplingParams
 from spmdrl.resources.mesh import lone_generation_mesh
 from tests.accelerators.fake_cuda import FakeCuda
 

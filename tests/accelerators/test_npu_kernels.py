@@ -12,7 +12,7 @@ import torch
 from spmdrl.engines.models.kernels import npu, plain
 from spmdrl.engines.models.kernels.ops import TABLE
 from spmdrl.engines.models.kernels.packed import PackedRows
-from spmdrl.nouns import offsets_of
+from spmdrl.nouns.batch import offsets_of
 from tests.accelerators.npu_operators import stand_in
 from tests.engines.models.kernels.test_table import (
     CASES,

@@ -5,12 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from spmdrl.algorithms.policy.grpo import GrpoConfig
-from spmdrl.algorithms.policy.rloo import RlooConfig
+from spmdrl.algorithms.settings.policy_configs import GrpoConfig, RlooConfig
 from spmdrl.algorithms.table import build_algorithm
 from spmdrl.dataflow.stages.update import PolicyLoss
 from spmdrl.engines.training.batching.packed_rows import TokenRows
-from spmdrl.nouns import offsets_of
+from spmdrl.nouns.batch import offsets_of
 
 # 64 tokens: each expert of every model gets the same whole number of rows.
 LENGTHS = [10, 1, 29, 24]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from spmdrl.nouns import Batch, CreditInputs, CreditSettings, TokenTerms
+from spmdrl.nouns.batch import Batch, CreditInputs, CreditSettings, TokenTerms
 
 MAX_LENGTH = 7
 PART_WEIGHTS = (0.5, 2.0)

@@ -27,8 +27,11 @@ def with_the_pages_files(folder: Path) -> Path:
     table = algorithms / "table.py"
     lines = table.read_text().splitlines(keepends=True)
     lines.insert(lines.index("    GrpoConfig: Grpo,\n"), line)
-    lines.insert(lines.index("from spmdrl.algorithms.policy.grpo import Grpo, GrpoConfig, GrpoPaperConfig\n"), IMPORT)
+    lines.insert(lines.index("from spmdrl.algorithms.policy.grpo import Grpo\n"), IMPORT)
     table.write_text("".join(lines))
+    choices = algorithms / "settings/choices.py"
+    start = "ALGO_CONFIGS: tuple[type[AlgoConfig], ...] = (\n"
+    choices.write_text(choices.read_text().replace(start, f"{IMPORT}{start}    GpgConfig,\n"))
     (folder / "gpg.yaml").write_text(config)
     (folder / "test_gpg.py").write_text(test)
     return source

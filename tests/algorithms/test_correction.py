@@ -10,10 +10,12 @@ from hypothesis import strategies as st
 from tests.algorithms import random_rows
 from tests.algorithms.random_rows import Rows
 
-from spmdrl.algorithms.actor_critic.ppo import Ppo, PpoConfig
-from spmdrl.algorithms.policy.grpo import Grpo, GrpoConfig
+from spmdrl.algorithms.actor_critic.ppo import Ppo
+from spmdrl.algorithms.policy.grpo import Grpo
+from spmdrl.algorithms.settings.actor_critic_configs import PpoConfig
+from spmdrl.algorithms.settings.policy_configs import GrpoConfig
 from spmdrl.algorithms.terms.correction import correction_rule
-from spmdrl.nouns import TokenTerms
+from spmdrl.nouns.batch import TokenTerms
 
 ROWS = st.lists(st.lists(st.floats(-3, 3), min_size=1, max_size=6), min_size=1, max_size=5)
 

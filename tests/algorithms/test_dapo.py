@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.algorithms.random_rows import MAX_LENGTH, Rows
 
-from spmdrl.algorithms.policy.dapo import Dapo, DapoConfig
+from spmdrl.algorithms.policy.dapo import Dapo
+from spmdrl.algorithms.settings.policy_configs import DapoConfig
 
 LENGTHS = st.lists(st.integers(1, MAX_LENGTH), min_size=1, max_size=12)
 

@@ -8,9 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmdrl.algorithms.distillation.gkd import Gkd, GkdConfig, divergence
+from spmdrl.algorithms.distillation.gkd import Gkd, divergence
+from spmdrl.algorithms.settings.distillation_configs import GkdConfig
 from spmdrl.engines.training.heads import NOTHING
-from spmdrl.nouns import TokenTerms
+from spmdrl.nouns.batch import TokenTerms
 
 VOCAB = 7
 KINDS = ("forward", "reverse", "jsd")

@@ -7,16 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.algorithms.random_rows import SETTINGS
 
-from spmdrl.algorithms.policy.grpo import Grpo, GrpoConfig
-from spmdrl.algorithms.terms.advantages import EPSILON, group_relative_advantages
+from spmdrl.algorithms.policy.grpo import Grpo
+from spmdrl.algorithms.settings.algo_config import EPSILON, ClipRange
+from spmdrl.algorithms.settings.policy_configs import GrpoConfig
+from spmdrl.algorithms.terms.advantages import group_relative_advantages
 from spmdrl.algorithms.terms.kl import kl_estimate
-from spmdrl.algorithms.terms.losses import (
-    ClipRange,
-    clipped_policy_loss,
-    sequence_mean,
-    token_weights,
-)
-from spmdrl.nouns import Batch, CreditInputs, LossScope, TokenTerms
+from spmdrl.algorithms.terms.losses import clipped_policy_loss, sequence_mean, token_weights
+from spmdrl.nouns.batch import Batch, CreditInputs, LossScope, TokenTerms
 
 REWARDS = st.lists(st.sampled_from([0.0, 0.25, 1.0]), min_size=1, max_size=24)
 

@@ -18,7 +18,7 @@ from tests.algorithms.random_rows import MAX_LENGTH, Rows, packed, per_token
 
 from spmdrl.algorithms.algorithm import Algorithm
 from spmdrl.algorithms.table import ALGORITHMS, build_algorithm
-from spmdrl.nouns import CreditInputs, LossScope, TokenTerms
+from spmdrl.nouns.batch import CreditInputs, LossScope, TokenTerms
 
 ALL = [pytest.param(build_algorithm(config()), id=config().name) for config in ALGORITHMS]
 WITH_KL = [

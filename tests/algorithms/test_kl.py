@@ -9,10 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.algorithms.random_rows import Rows
 
-from spmdrl.algorithms.actor_critic.ppo import Ppo, PpoConfig
-from spmdrl.algorithms.policy.grpo import Grpo, GrpoConfig
+from spmdrl.algorithms.actor_critic.ppo import Ppo
+from spmdrl.algorithms.policy.grpo import Grpo
+from spmdrl.algorithms.settings.actor_critic_configs import PpoConfig
+from spmdrl.algorithms.settings.policy_configs import GrpoConfig
 from spmdrl.algorithms.terms.kl import adapted_kl_coef, kl_estimate, kl_loss
-from spmdrl.nouns import TokenTerms
+from spmdrl.nouns.batch import TokenTerms
 
 LOGITS = torch.tensor([0.3, -1.0, 0.8, 0.1], dtype=torch.float64)
 REFERENCE = torch.tensor([-1.1, -0.9, -1.4, -2.0], dtype=torch.float64).log_softmax(-1)

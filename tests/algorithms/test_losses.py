@@ -6,11 +6,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmdrl.algorithms.policy.grpo import Grpo, GrpoConfig
+from spmdrl.algorithms.policy.grpo import Grpo
+from spmdrl.algorithms.settings.algo_config import ClipRange
+from spmdrl.algorithms.settings.policy_configs import GrpoConfig
 from spmdrl.algorithms.terms.correction import correction_rule
 from spmdrl.algorithms.terms.kl import kl_estimate
-from spmdrl.algorithms.terms.losses import ClipRange, bounded_exp, clipped_policy, clipped_policy_loss, is_beyond_bound
-from spmdrl.nouns import TokenTerms
+from spmdrl.algorithms.terms.losses import bounded_exp, clipped_policy, clipped_policy_loss, is_beyond_bound
+from spmdrl.nouns.batch import TokenTerms
 
 EXTREMES = [0.0, -0.0, 1.0, -1.0, 19.999, 20.0, -20.0, 20.001, -20.001, 88.0, 89.0, -89.0, 1e4, -1e4, 1e30, -1e30]
 

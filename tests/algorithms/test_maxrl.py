@@ -5,7 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmdrl.algorithms.policy.maxrl import MaxRl, MaxRlConfig
+from spmdrl.algorithms.policy.maxrl import MaxRl
+from spmdrl.algorithms.settings.policy_configs import MaxRlConfig
 
 
 @given(st.lists(st.sampled_from([0.0, 0.25, 1.0]), min_size=1, max_size=24))

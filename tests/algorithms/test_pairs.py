@@ -14,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.algorithms.random_rows import MAX_LENGTH, SETTINGS, Rows, packed, slopes
 
-from spmdrl.algorithms.preferences.online_dpo import OnlineDpo, OnlineDpoConfig
+from spmdrl.algorithms.preferences.online_dpo import OnlineDpo
+from spmdrl.algorithms.settings.preference_configs import OnlineDpoConfig
 from spmdrl.algorithms.terms.pairs import PairTokens, preference_loss, reward_loss
-from spmdrl.nouns import Batch, CreditInputs, LossScope
+from spmdrl.nouns.batch import Batch, CreditInputs, LossScope
 
 
 def log_sigmoid(x):

@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.algorithms.random_rows import SETTINGS, Rows
 
-from spmdrl.algorithms.actor_critic.pf_ppo import PfPpo, PfPpoConfig
-from spmdrl.algorithms.actor_critic.ppo import Ppo, PpoConfig
-from spmdrl.nouns import CreditInputs
+from spmdrl.algorithms.actor_critic.pf_ppo import PfPpo
+from spmdrl.algorithms.actor_critic.ppo import Ppo
+from spmdrl.algorithms.settings.actor_critic_configs import PfPpoConfig, PpoConfig
+from spmdrl.nouns.batch import CreditInputs
 
 RULES = ("best-random", "best-worst", "power")
 REWARDS = st.lists(st.sampled_from([-1.0, 0.0, 0.5, 2.0, float("nan")]), min_size=1, max_size=6)

@@ -11,19 +11,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.algorithms.random_rows import PART_WEIGHTS, SETTINGS, Rows, per_token
 
-from spmdrl.algorithms.actor_critic.ppo import Ppo, PpoConfig
-from spmdrl.algorithms.distillation.opd import Opd, OpdConfig
-from spmdrl.algorithms.policy.cispo import CispoConfig
-from spmdrl.algorithms.policy.dppo import DppoConfig
-from spmdrl.algorithms.policy.dr_grpo import DrGrpoConfig
-from spmdrl.algorithms.policy.gdpo import Gdpo, GdpoConfig
-from spmdrl.algorithms.policy.grpo import GrpoConfig
-from spmdrl.algorithms.policy.gspo import GspoConfig
-from spmdrl.algorithms.policy.reinforce_pp import ReinforcePpBaselineConfig, ReinforcePpConfig
-from spmdrl.algorithms.policy.rloo import RlooConfig
-from spmdrl.algorithms.policy.sapo import SapoConfig
+from spmdrl.algorithms.actor_critic.ppo import Ppo
+from spmdrl.algorithms.distillation.opd import Opd
+from spmdrl.algorithms.policy.gdpo import Gdpo
+from spmdrl.algorithms.settings.actor_critic_configs import PpoConfig
+from spmdrl.algorithms.settings.distillation_configs import OpdConfig
+from spmdrl.algorithms.settings.policy_configs import (
+    CispoConfig,
+    DppoConfig,
+    DrGrpoConfig,
+    GdpoConfig,
+    GrpoConfig,
+    GspoConfig,
+    ReinforcePpBaselineConfig,
+    ReinforcePpConfig,
+    RlooConfig,
+    SapoConfig,
+)
 from spmdrl.algorithms.table import build_algorithm
-from spmdrl.nouns import Batch, CreditInputs
+from spmdrl.nouns.batch import Batch, CreditInputs
 
 LENGTHS = st.lists(st.integers(1, 5), min_size=1, max_size=10)
 

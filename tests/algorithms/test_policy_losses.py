@@ -12,18 +12,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.algorithms.random_rows import MAX_LENGTH, Rows, aggregated, packed, slopes
 
-from spmdrl.algorithms.actor_critic.ppo import PpoConfig
-from spmdrl.algorithms.distillation.opd import OpdConfig
-from spmdrl.algorithms.policy.cispo import CispoConfig
-from spmdrl.algorithms.policy.dapo import DapoConfig
-from spmdrl.algorithms.policy.dppo import DppoConfig
-from spmdrl.algorithms.policy.dr_grpo import DrGrpoConfig
-from spmdrl.algorithms.policy.grpo import GrpoConfig, GrpoPaperConfig
-from spmdrl.algorithms.policy.gspo import GspoConfig
-from spmdrl.algorithms.policy.reinforce_pp import ReinforcePpBaselineConfig, ReinforcePpConfig
-from spmdrl.algorithms.policy.sapo import SapoConfig
+from spmdrl.algorithms.settings.actor_critic_configs import PpoConfig
+from spmdrl.algorithms.settings.distillation_configs import OpdConfig
+from spmdrl.algorithms.settings.policy_configs import (
+    CispoConfig,
+    DapoConfig,
+    DppoConfig,
+    DrGrpoConfig,
+    GrpoConfig,
+    GrpoPaperConfig,
+    GspoConfig,
+    ReinforcePpBaselineConfig,
+    ReinforcePpConfig,
+    SapoConfig,
+)
 from spmdrl.algorithms.table import build_algorithm
-from spmdrl.nouns import LossScope
+from spmdrl.nouns.batch import LossScope
 
 LENGTHS = st.lists(st.integers(1, 5), min_size=1, max_size=8)
 

@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from tests.algorithms.random_rows import MAX_LENGTH, Rows, packed, per_token, slopes
 from tests.support.jobs import ROOT, finished, metrics_of, run_job
 
-from spmdrl.algorithms.policy.rloo import Rloo, RlooConfig
+from spmdrl.algorithms.policy.rloo import Rloo
+from spmdrl.algorithms.settings.policy_configs import RlooConfig
 from spmdrl.config.config import load_config
 from spmdrl.config.reader import ConfigError
-from spmdrl.nouns import LossScope, TokenTerms
+from spmdrl.nouns.batch import LossScope, TokenTerms
 
 BETA = 0.3
 LENGTHS = st.lists(st.integers(1, 5), min_size=1, max_size=10)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from spmdrl.algorithms.settings.choices import ALGO_CONFIGS
 from spmdrl.algorithms.table import ALGORITHMS, build_algorithm
 from spmdrl.config.config import load_config
 from spmdrl.config.reader import ConfigError
@@ -19,6 +20,10 @@ def test_a_name_chooses_its_config_with_its_own_defaults_and_its_algorithm(name)
     algorithm = build_algorithm(chosen)
     assert type(algorithm) is ALGORITHMS[type(chosen)] and algorithm.config is chosen
     assert load_config([], [*MODEL, f"algo.name={name}", "algo.kl_coef=0.5"]).value.algo.kl_coef == 0.5
+
+
+def test_every_choice_has_its_algorithm():
+    assert list(ALGORITHMS) == list(ALGO_CONFIGS)
 
 
 def test_without_a_name_it_is_grpo():

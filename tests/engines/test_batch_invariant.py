@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from spmdrl.engines.generation.native.native_engine import NativeEngine
-from spmdrl.engines.generation.protocol import Request, Response, SamplingParams
-from spmdrl.engines.generation.rollout_config import RolloutConfig
+from spmdrl.engines.generation.protocol import Request, Response
 from spmdrl.engines.models.decoder import Decoder, DecoderConfig
 from spmdrl.engines.models.kernels.ops import compute_batch_invariantly
 from spmdrl.engines.training.batching.packed_rows import TokenRows
-from spmdrl.engines.training.training_config import TrainingConfig
 from spmdrl.engines.training.training_engine import TrainingEngine
-from spmdrl.nouns import WeightSlice, offsets_of
+from spmdrl.nouns.batch import WeightSlice, offsets_of
+from spmdrl.nouns.settings.rollout_config import RolloutConfig, SamplingParams
+from spmdrl.nouns.settings.training_config import TrainingConfig
 from spmdrl.resources.layout import UpdateLayout, fit_update_layout
 from spmdrl.resources.mesh import build_update_mesh
 from spmdrl.resources.world import World

@@ -15,12 +15,13 @@ import pytest
 import torch
 from tests.support.jobs import finished, launch_job, metrics_of, run_job, summary_of, tiny_config
 
-from spmdrl.engines.training.checkpoints.checkpoint import CheckpointConfig, CheckpointStore
+from spmdrl.engines.training.checkpoints.checkpoint import CheckpointStore
 from spmdrl.engines.training.checkpoints.manifest import damage
 from spmdrl.engines.training.checkpoints.trainer_state import write_shards
 from spmdrl.engines.training.sharding.sharded_model import Shard
 from spmdrl.job.evaluation.evaluator import write_records
-from spmdrl.nouns import whole_slice
+from spmdrl.nouns.batch import whole_slice
+from spmdrl.nouns.settings.checkpoint_config import CheckpointConfig
 from spmdrl.observability.logs.jsonl import JsonlWriter, read_jsonl
 from spmdrl.observability.logs.outage import going_on_without
 from spmdrl.observability.summary import keep_room, read_summary, write_summary

@@ -12,7 +12,7 @@ import torch
 from tests.support.jobs import finished, memory_at_ends, metrics_of, run_job, tiny_config, untimed, weights_digest
 
 from spmdrl.engines.models.tokenizer import ModelTokenizer
-from spmdrl.engines.reward.judge_config import JudgeConfig
+from spmdrl.nouns.settings.reward_config import JudgeConfig
 
 # Other tokens than the policy's, so that nothing but text may go between them.
 OTHER = (

@@ -12,10 +12,10 @@ from tests.support.jobs import run_job, tiny_config
 from spmdrl.algorithms.table import build_algorithm
 from spmdrl.config.config import load_config
 from spmdrl.dataflow.samples.store.shared_memory import Pool, host_pool
-from spmdrl.engines.reward.judge_config import JudgeConfig
 from spmdrl.job.run.memory_advice import OutOfMemory, explained_memory
 from spmdrl.job.run.run import Run
 from spmdrl.job.start.start_checks import CheckedRun
+from spmdrl.nouns.settings.reward_config import JudgeConfig
 from spmdrl.observability.timeline.timeline import HeldMemory
 from spmdrl.resources.device import Device
 from spmdrl.resources.layout import UpdateLayout

@@ -13,14 +13,13 @@ from tests.support.jobs import finished, metrics_of, run_job, summary_of, tiny_c
 from spmdrl.dataflow.data.prompts import Prompt
 from spmdrl.engines.models.hf.model_folder import read_config
 from spmdrl.engines.models.hf.model_weights import WeightFiles
-from spmdrl.engines.models.making.make_config import MakeConfig
 from spmdrl.engines.models.making.make_model import make_model_folder
 from spmdrl.engines.models.renderer import Renderer
 from spmdrl.engines.models.tokenizer import ModelTokenizer
-from spmdrl.engines.training.training_config import TrainingConfig
 from spmdrl.engines.training.training_engine import TrainingEngine
-from spmdrl.engines.training.update.optimizer import OptimConfig
 from spmdrl.job.preferences.pair_data import pair_rows
+from spmdrl.nouns.settings.model_config import MakeConfig
+from spmdrl.nouns.settings.training_config import OptimConfig, TrainingConfig
 from spmdrl.resources.layout import UpdateLayout, fit_update_layout
 from spmdrl.resources.mesh import build_update_mesh
 

@@ -12,18 +12,18 @@ from tests.support.jobs import finished, metrics_of, run_job, tiny_config
 from tests.support.ranks import run_ranks
 
 from spmdrl.dataflow.resharding.flow import ReshardingFlow
-from spmdrl.dataflow.resharding.moving.gather import ReshardConfig
 from spmdrl.dataflow.resharding.moving.probe import Probe
 from spmdrl.engines.generation.native.native_engine import NativeEngine
-from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.making.make_model import RandomWeights
 from spmdrl.engines.training.batching.packed_rows import LossTerms, TokenRows
-from spmdrl.engines.training.training_config import TrainingConfig
 from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.job.model.switching import Switching
-from spmdrl.nouns import offsets_of
+from spmdrl.nouns.batch import offsets_of
 from spmdrl.nouns.roles import POLICY
+from spmdrl.nouns.settings.flow_config import ReshardConfig
+from spmdrl.nouns.settings.rollout_config import RolloutConfig
+from spmdrl.nouns.settings.training_config import TrainingConfig
 from spmdrl.observability.metrics import Recorder, encode, merge
 from spmdrl.observability.timeline.timeline import Timeline
 from spmdrl.resources.layout import GenerationLayout, UpdateLayout, fit_update_layout

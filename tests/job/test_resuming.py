@@ -10,9 +10,10 @@ import pytest
 
 from spmdrl.config.config import load_config
 from spmdrl.config.reader import ConfigError
-from spmdrl.engines.training.checkpoints.checkpoint import CheckpointConfig, CheckpointStore
+from spmdrl.engines.training.checkpoints.checkpoint import CheckpointStore
 from spmdrl.engines.training.checkpoints.manifest import MANIFEST
 from spmdrl.job.run.resuming import RUN_FILE, ResumePoint, Resuming, RunRecord
+from spmdrl.nouns.settings.checkpoint_config import CheckpointConfig
 from spmdrl.observability.terminal.console import Console
 from spmdrl.resources.device import Device
 from spmdrl.resources.startup.launch import read_launch_environment

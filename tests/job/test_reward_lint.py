@@ -9,11 +9,11 @@ import pytest
 from tests.job.leaky_rewards import PLANTED
 from tests.support.jobs import run_job, tiny_config
 
-from spmdrl.dataflow.data.data_rows import DataConfig, RowNeeds, read_rows
-from spmdrl.engines.reward.code_config import CodeConfig
-from spmdrl.engines.reward.pool import RewardConfig
+from spmdrl.dataflow.data.data_rows import RowNeeds, read_rows
 from spmdrl.job.start.machine_check import CheckLine
 from spmdrl.job.start.reward_lint import lint_rewards
+from spmdrl.nouns.settings.data_config import DataConfig
+from spmdrl.nouns.settings.reward_config import CodeConfig, RewardConfig
 
 LEAKY = Path(__file__).with_name("leaky_rewards.py")
 SUMS = [{"prompt": f"What is {a}+{b}?", "answer": str(a + b)} for a, b in ((2, 9), (14, 3), (8, 15), (30, 1), (5, 5))]

@@ -21,14 +21,12 @@ from spmdrl.dataflow.stages.update import UpdatePlan, UpdateStage
 from spmdrl.dataflow.stages.update_report import ShownRows
 from spmdrl.engines.generation.expert_choices import ChoiceRecorder
 from spmdrl.engines.generation.native.native_engine import NativeEngine
-from spmdrl.engines.generation.protocol import SamplingParams
-from spmdrl.engines.models.moe import MoeConfig
-from spmdrl.engines.training.routing.routers import RoutingConfig
-from spmdrl.engines.training.training_config import TrainingConfig
 from spmdrl.engines.training.training_engine import TrainingEngine
-from spmdrl.engines.training.update.optimizer import OptimConfig
 from spmdrl.job.start.start_checks import check_run, states_of
-from spmdrl.nouns import Batch, TokenLoss, WorkerState
+from spmdrl.nouns.batch import Batch, TokenLoss, WorkerState
+from spmdrl.nouns.settings.model_sizes import MoeConfig
+from spmdrl.nouns.settings.rollout_config import SamplingParams
+from spmdrl.nouns.settings.training_config import OptimConfig, RoutingConfig, TrainingConfig
 from spmdrl.observability.metrics import Recorder
 from spmdrl.resources.layout import UpdateLayout
 from spmdrl.resources.mesh import build_update_mesh

@@ -8,7 +8,7 @@ import torch
 
 from spmdrl.job.rollouts import row_records
 from spmdrl.job.rollouts.row_records import RowPlaces, RowRecords, read_row_records
-from spmdrl.nouns import Batch, offsets_of
+from spmdrl.nouns.batch import Batch, offsets_of
 from spmdrl.resources.device import Device
 from spmdrl.resources.layout import UpdateLayout
 from spmdrl.resources.mesh import Axis, UpdateMesh

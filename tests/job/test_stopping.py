@@ -29,7 +29,7 @@ from tests.support.ranks import HOST, end, fork, rank_environment
 from torch.distributed import TCPStore
 
 from spmdrl.cli.failure_page import end_with
-from spmdrl.engines.training.checkpoints.checkpoint import CheckpointConfig
+from spmdrl.nouns.settings.checkpoint_config import CheckpointConfig
 from spmdrl.resources.startup.launch import read_launch_environment
 from spmdrl.resources.startup.rendezvous import Network
 from spmdrl.resources.watch.stop_request import STOPPED, Stopped, request

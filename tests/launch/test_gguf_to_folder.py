@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from spmdrl.engines.models.hf.model_folder import read_config
 from spmdrl.engines.models.hf.weight_check import open_weights
-from spmdrl.nouns import whole_slice
+from spmdrl.nouns.batch import whole_slice
 
 gguf = pytest.importorskip("gguf", reason="reading GGUF needs pip install -e '.[gguf]'")
 pytest.importorskip("accelerate", reason="reading GGUF needs pip install -e '.[gguf]'")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from spmdrl.nouns import Batch
+from spmdrl.nouns.batch import Batch
 from spmdrl.resources.device import to_host
 
 

@@ -6,8 +6,9 @@ import json
 
 import pytest
 
-from spmdrl.engines.training.checkpoints.checkpoint import CheckpointConfig, CheckpointStore
+from spmdrl.engines.training.checkpoints.checkpoint import CheckpointStore
 from spmdrl.engines.training.checkpoints.manifest import read_manifest
+from spmdrl.nouns.settings.checkpoint_config import CheckpointConfig
 from spmdrl.observability.logs.jsonl import JsonlWriter, write_atomic
 from spmdrl.observability.ownership.fence import (
     FENCE_FILE,

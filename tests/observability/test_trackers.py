@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from spmdrl.observability.logs.log import LogConfig, MetricsLog, SampleRecord
+from spmdrl.nouns.settings.log_config import LogConfig
+from spmdrl.observability.logs.log import MetricsLog, SampleRecord
 from spmdrl.observability.logs.trackers import TrackedRun
 from tests.support.jobs import ROOT, environment, finished, job_command, tiny_config
 

@@ -198,7 +198,7 @@ def forged_put() -> object:
     """Our own function, with rows of the stranger's."""
     from spmdrl.dataflow.samples.store.frame import pack
     from spmdrl.dataflow.samples.transport.remote import remote_put
-    from spmdrl.nouns import Batch
+    from spmdrl.nouns.batch import Batch
 
     batch = Batch.of_rows(range(8))
     batch.put_dense("reward", torch.full((8,), 1e9))

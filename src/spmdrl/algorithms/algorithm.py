@@ -7,117 +7,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Annotated, Literal
+from dataclasses import dataclass
 
 import torch
-from annotated_types import Ge, Gt
 from torch import Tensor
 
-from spmdrl.algorithms.terms.correction import DEFAULT_CLIPS, CorrectionRule, RolloutIs, correction_rule
-from spmdrl.algorithms.terms.kl import KlEstimator, KlGradient, kl_estimate, kl_loss
-from spmdrl.algorithms.terms.losses import (
-    BOUNDED,
-    LossAggregation,
-    is_beyond_bound,
-    sequence_mean,
-    token_weights,
-    weighted,
+from spmdrl.algorithms.settings.algo_config import (
+    AlgoConfig,
 )
-from spmdrl.nouns import CreditInputs, CreditSettings, LossScope, TokenLoss, TokenTerms
-
-
-@dataclass(frozen=True)
-class AlgoConfig:
-    """What to learn from the rewards; each algorithm adds its own settings in a subclass beside its functions."""
-
-    name: str
-    """the algorithm"""
-    kl_coef: Annotated[float, Ge(0)] = 0.0
-    """weight of the KL divergence from the reference model; 0: no reference model is loaded"""
-    kl_in: Literal["loss", "reward", "advantage"] = "loss"
-    """loss: the KL term is added to each token's loss; reward: its sum over a row is subtracted from the reward before
-    advantages are computed; advantage: its sum over a token and all later ones is subtracted from the token's
-    advantage"""
-    kl_estimator: KlEstimator = "k3"
-    """estimator of the KL divergence (Schulman 2020, "Approximating KL Divergence"); k1 can't be used in the loss"""
-    kl_gradient: KlGradient = "plain"
-    """how the KL term in the loss is differentiated; plain: as it stands, with the tokens taken as given (the GRPO
-    paper); importance: weighted by the probability ratio to the policy that the step began with, which is exact for the
-    policy being trained (DeepSeek-V3.2, TRL); straight_through: the estimate's value with the gradient of k2 (verl's
-    k1+ and k3+)"""
-    entropy_coef: float = 0.0
-    """weight of the policy's entropy, which is subtracted from each token's loss: a bonus where it is above 0"""
-    loss_agg: LossAggregation = "token-mean"
-    """how token losses become one number; token-mean: mean over all tokens; seq-mean-...: mean over rows of a row's
-    mean (token-mean), sum (token-sum), or sum / rollout.max_completion_length (token-sum-norm, Dr. GRPO)"""
-    rollout_is: RolloutIs = "none"
-    """how tokens are weighted by trainer's / generator's probability; importance: by it; tis: capped at C; icepop:
-    tokens outside [alpha, beta] dropped; seq-mask-tis: rows outside [alpha, beta] dropped, the others' tokens capped at
-    C"""
-    rollout_is_clip: float | tuple[float, ...] | None = None
-    """C of tis, [alpha, beta] of icepop or [alpha, beta, C] of seq-mask-tis; null: 2.0, [0.5, 5.0] or [0.5, 5.0,
-    2.0]"""
-    rollout_is_sequence: Literal["mean", "sum"] = "mean"
-    """what seq-mask-tis compares with its bounds; mean: the geometric mean of a row's ratios (OpenRLHF); sum: their
-    product (TRL), which leaves its bounds sooner the longer a row is"""
-    off_policy_bound: Annotated[float, Gt(0)] | None = None
-    """rows with a negative advantage are left out of the loss where log(generator's / present policy's probability) has
-    a mean above this, in nats (off-policy sequence masking, DeepSeek-V3.2, arXiv:2512.02556, Eq. 9); null: none are"""
-
-    def __post_init__(self) -> None:
-        if self.kl_in_loss and self.kl_estimator == "k1" and self.kl_gradient == "plain":
-            raise ValueError(
-                f"algo.kl_in is loss and algo.kl_estimator is k1 (algo.kl_coef {self.kl_coef}), but k1's gradient is "
-                "that of the log-prob alone, whose expectation is 0: nothing would be pulled back to the reference; "
-                "set algo.kl_estimator to k3 or k2, algo.kl_in to reward, or algo.kl_gradient to importance"
-            )
-        if self.kl_in_credit and self.kl_gradient != "plain":
-            raise ValueError(
-                f"algo.kl_gradient is {self.kl_gradient}, but algo.kl_in is {self.kl_in}, where the KL term has no "
-                "gradient; leave algo.kl_gradient out, or set algo.kl_in to loss"
-            )
-        if self.rollout_is != "none":
-            correction_rule(self.rollout_is, self.rollout_is_clip, self.rollout_is_sequence)
-        elif self.rollout_is_clip is not None:
-            raise ValueError(
-                f"algo.rollout_is_clip is {self.rollout_is_clip}, but algo.rollout_is is none, which bounds nothing; "
-                f"name a rule ({', '.join(DEFAULT_CLIPS)}) or leave algo.rollout_is_clip out"
-            )
-        if self.rollout_is_sequence != "mean" and self.rollout_is != "seq-mask-tis":
-            raise ValueError(
-                f"algo.rollout_is_sequence is {self.rollout_is_sequence}, but algo.rollout_is {self.rollout_is} looks "
-                "at tokens alone; set algo.rollout_is to seq-mask-tis, or leave algo.rollout_is_sequence out"
-            )
-
-    @property
-    def changed(self) -> dict[str, tuple[object, object]]:
-        """Keys that aren't at the algorithm's own defaults, which are its paper's: the value and the default."""
-        values = {entry.name: (getattr(self, entry.name), entry.default) for entry in fields(self)}
-        return {name: (value, default) for name, (value, default) in values.items() if value != default}
-
-    @property
-    def correction(self) -> CorrectionRule | None:
-        """The rule that `rollout_is` and `rollout_is_clip` name."""
-        return (
-            None
-            if self.rollout_is == "none"
-            else correction_rule(self.rollout_is, self.rollout_is_clip, self.rollout_is_sequence)
-        )
-
-    @property
-    def weighs_by_old(self) -> bool:
-        """Whether the loss of a token has a weight that compares with the policy that the step began with."""
-        return self.correction is not None or (self.kl_in_loss and self.kl_gradient == "importance")
-
-    @property
-    def kl_in_loss(self) -> bool:
-        return self.kl_coef > 0 and self.kl_in == "loss"
-
-    @property
-    def kl_in_credit(self) -> bool:
-        """Whether the KL term lowers rewards or advantages."""
-        return self.kl_coef > 0 and self.kl_in != "loss"
+from spmdrl.algorithms.terms.correction import CorrectionRule, correction_rule
+from spmdrl.algorithms.terms.kl import kl_estimate, kl_loss
+from spmdrl.algorithms.terms.losses import BOUNDED, is_beyond_bound, sequence_mean, token_weights, weighted
+from spmdrl.nouns.batch import CreditInputs, CreditSettings, LossScope, TokenLoss, TokenTerms
 
 
 @dataclass(frozen=True)
@@ -128,6 +29,12 @@ class Algorithm(ABC):
     """
 
     config: AlgoConfig
+
+    @property
+    def correction(self) -> CorrectionRule | None:
+        """The rule that `rollout_is` and `rollout_is_clip` name."""
+        rule, clip, sequence = self.config.rollout_is, self.config.rollout_is_clip, self.config.rollout_is_sequence
+        return None if rule == "none" else correction_rule(rule, clip, sequence)
 
     @property
     def min_responses(self) -> int:
@@ -172,7 +79,7 @@ class Algorithm(ABC):
     def columns_for_loss(self, num_updates: int) -> frozenset[str]:
         """Columns that `loss` needs when a batch is used for `num_updates` optimizer steps."""
         columns = {"advantages"}
-        if self.config.correction is not None or self.config.off_policy_bound is not None:
+        if self.correction is not None or self.config.off_policy_bound is not None:
             columns.add("rollout_logprobs")
         if num_updates > 1:
             columns.add("old_logprobs")
@@ -241,9 +148,9 @@ class Algorithm(ABC):
         policy = self.policy_loss(terms, old_logprobs_R)
         loss_R, metrics = policy.loss_R, {"entropy": terms.entropy_R, **policy.metrics}
         bounded_R = metrics.get(BOUNDED, torch.zeros_like(loss_R)) > 0
-        if self.config.correction is not None:
+        if self.correction is not None:
             off_policy_R = old_logprobs_R - columns["rollout_logprobs"]
-            correction = self.config.correction(off_policy_R, terms.row_of_token_R, terms.num_rows)
+            correction = self.correction(off_policy_R, terms.row_of_token_R, terms.num_rows)
             loss_R = weighted(loss_R, correction.weights_R)
             metrics |= correction.metrics
             bounded_R = bounded_R | is_beyond_bound(off_policy_R)

@@ -3,30 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
 
-from annotated_types import Ge, Gt, Interval
 from torch import Tensor
 
-from spmdrl.algorithms.algorithm import AlgoConfig, Algorithm
-from spmdrl.algorithms.terms.losses import ClipRange, clipped_policy
-from spmdrl.nouns import TokenLoss, TokenTerms
-
-
-@dataclass(frozen=True)
-class ClippedConfig(AlgoConfig):
-    """Settings of PPO's clip."""
-
-    clip_ratio_low: Annotated[float, Interval(ge=0, lt=1)] = 0.2
-    """the probability ratio is clipped below at 1 - this"""
-    clip_ratio_high: Annotated[float, Ge(0)] = 0.2
-    """the probability ratio is clipped above at 1 + this; more than clip_ratio_low is DAPO's clip-higher"""
-    clip_ratio_c: Annotated[float, Gt(1)] | None = None
-    """dual clip: for negative advantages the loss is at most this times -advantage; null: off"""
-
-    @property
-    def clip(self) -> ClipRange:
-        return ClipRange(self.clip_ratio_low, self.clip_ratio_high, self.clip_ratio_c)
+from spmdrl.algorithms.algorithm import Algorithm
+from spmdrl.algorithms.settings.algo_config import ClippedConfig
+from spmdrl.algorithms.terms.losses import clipped_policy
+from spmdrl.nouns.batch import TokenLoss, TokenTerms
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from spmdrl.algorithms.algorithm import Algorithm
 from spmdrl.algorithms.terms.advantages import row_sums, sums_to_row_end
-from spmdrl.nouns import CreditInputs
+from spmdrl.nouns.batch import CreditInputs
 
 
 class FromRewards(Algorithm):

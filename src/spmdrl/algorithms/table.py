@@ -4,28 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from spmdrl.algorithms.actor_critic.pf_ppo import PfPpo, PfPpoConfig
-from spmdrl.algorithms.actor_critic.ppo import Ppo, PpoConfig
-from spmdrl.algorithms.algorithm import AlgoConfig, Algorithm
-from spmdrl.algorithms.distillation.gkd import Gkd, GkdConfig
-from spmdrl.algorithms.distillation.opd import Opd, OpdConfig
-from spmdrl.algorithms.policy.cispo import Cispo, CispoConfig
-from spmdrl.algorithms.policy.dapo import Dapo, DapoConfig
-from spmdrl.algorithms.policy.dppo import Dppo, DppoConfig
-from spmdrl.algorithms.policy.dr_grpo import DrGrpoConfig
-from spmdrl.algorithms.policy.gdpo import Gdpo, GdpoConfig
-from spmdrl.algorithms.policy.grpo import Grpo, GrpoConfig, GrpoPaperConfig
-from spmdrl.algorithms.policy.gspo import GspoConfig
-from spmdrl.algorithms.policy.maxrl import MaxRl, MaxRlConfig
-from spmdrl.algorithms.policy.reinforce_pp import (
-    ReinforcePp,
-    ReinforcePpBaseline,
+from spmdrl.algorithms.actor_critic.pf_ppo import PfPpo
+from spmdrl.algorithms.actor_critic.ppo import Ppo
+from spmdrl.algorithms.algorithm import Algorithm
+from spmdrl.algorithms.distillation.gkd import Gkd
+from spmdrl.algorithms.distillation.opd import Opd
+from spmdrl.algorithms.policy.cispo import Cispo
+from spmdrl.algorithms.policy.dapo import Dapo
+from spmdrl.algorithms.policy.dppo import Dppo
+from spmdrl.algorithms.policy.gdpo import Gdpo
+from spmdrl.algorithms.policy.grpo import Grpo
+from spmdrl.algorithms.policy.maxrl import MaxRl
+from spmdrl.algorithms.policy.reinforce_pp import ReinforcePp, ReinforcePpBaseline
+from spmdrl.algorithms.policy.rloo import Rloo
+from spmdrl.algorithms.policy.sapo import Sapo
+from spmdrl.algorithms.preferences.online_dpo import OnlineDpo
+from spmdrl.algorithms.settings.actor_critic_configs import PfPpoConfig, PpoConfig
+from spmdrl.algorithms.settings.algo_config import AlgoConfig
+from spmdrl.algorithms.settings.distillation_configs import GkdConfig, OpdConfig
+from spmdrl.algorithms.settings.policy_configs import (
+    CispoConfig,
+    DapoConfig,
+    DppoConfig,
+    DrGrpoConfig,
+    GdpoConfig,
+    GrpoConfig,
+    GrpoPaperConfig,
+    GspoConfig,
+    MaxRlConfig,
     ReinforcePpBaselineConfig,
     ReinforcePpConfig,
+    RlooConfig,
+    SapoConfig,
 )
-from spmdrl.algorithms.policy.rloo import Rloo, RlooConfig
-from spmdrl.algorithms.policy.sapo import Sapo, SapoConfig
-from spmdrl.algorithms.preferences.online_dpo import OnlineDpo, OnlineDpoConfig
+from spmdrl.algorithms.settings.preference_configs import OnlineDpoConfig
 
 ALGORITHMS: Mapping[type[AlgoConfig], type[Algorithm]] = {
     GrpoConfig: Grpo,

@@ -19,7 +19,7 @@ from spmdrl.cli.failure_page import (
 )
 from spmdrl.cli.flags import MEMORY, take_numbers, take_verb
 from spmdrl.cli.manual import VERB_PAGES, help_page
-from spmdrl.config.reader import ConfigError, check_files, start_up
+from spmdrl.config.reader import ConfigError, start_up
 from spmdrl.config.sources import split_arguments
 from spmdrl.observability.terminal.screen import show, waiting
 from spmdrl.observability.terminal.spelling import nearest
@@ -180,10 +180,9 @@ def _run_configured(verb: str, arguments: Sequence[str], launch: LaunchEnvironme
     with ExitStack() as handled:
         # Imports end at once: a module that is cut short may go on half done.
         handled.enter_context(request.handling_signals(launch.rank))
-        check_files(files)
-        with start_up(), waiting(f"spmdrl {verb}: starting PyTorch", enabled=launch.rank == 0):
-            from spmdrl.config.config import load_config
+        from spmdrl.config.config import load_config
 
+        with start_up():
             loaded = load_config(files, overrides, question["verb"])
         if launch.rank == 0:
             # What generate prints are JSON lines.
@@ -192,7 +191,7 @@ def _run_configured(verb: str, arguments: Sequence[str], launch: LaunchEnvironme
                 show(f"config: {written} is read as {canonical}", stream=stream)
             if loaded.unread:
                 show(f"config: not read by {question['verb']}: {', '.join(loaded.unread)}", stream=stream)
-        with waiting(f"spmdrl {verb}: starting", enabled=launch.rank == 0):
+        with waiting(f"spmdrl {verb}: starting PyTorch", enabled=launch.rank == 0):
             run = _main_of(verb, prompts, question)
         try:
             if verb in _STOPPING_VERBS:
@@ -303,8 +302,8 @@ def _refuse_alone(error: ConfigError, rank: int, others: LaunchEnvironment) -> i
     if rank == 0:
         _refuse(error, rank)
     is_shown_by_rank_0 = False
-    # Imported only now, since it brings torch with it.
-    if others.world_size > 1 and "torch" in sys.modules:
+    # Imported only now, since it brings torch with it, which one rank's refusal doesn't need.
+    if others.world_size > 1:
         from spmdrl.resources.world import refuse_all
 
         is_shown_by_rank_0 = refuse_all(others, str(error))

@@ -13,7 +13,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from spmdrl.algorithms.algorithm import AlgoConfig
+from spmdrl.algorithms.settings.algo_config import AlgoConfig
 from spmdrl.algorithms.table import ALGORITHMS
 from spmdrl.config.given import inline
 from spmdrl.config.reader import ConfigError
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def paper_of(config: type[AlgoConfig]) -> str:
     """The arXiv number of the paper that a config's docstring names first."""
-    found = re.search(r"arXiv:(\d{4}\.\d{4,5})", f"{config.__doc__} {_module_text(config)}")
+    found = re.search(r"arXiv:(\d{4}\.\d{4,5})", f"{config.__doc__} {_equations(config)}")
     return found[1] if found else ""
 
 
@@ -74,14 +74,16 @@ def _summary(config: type[AlgoConfig]) -> str:
     return " ".join(inspect.cleandoc(config.__doc__ or "").split("\n\n")[0].split())
 
 
-def _module_text(config: type[AlgoConfig]) -> str:
-    return inspect.cleandoc(sys.modules[config.__module__].__doc__ or "")
+def _equations(config: type[AlgoConfig]) -> str:
+    """The rest of the settings' docstring; without one, the docstring of the module of their algorithm."""
+    own = inspect.cleandoc(config.__doc__ or "").partition("\n\n")[2]
+    return own or inspect.cleandoc(sys.modules[ALGORITHMS[config].__module__].__doc__ or "")
 
 
 def _page(config: type[AlgoConfig]) -> Iterator[str]:
     yield from textwrap.wrap(f"{config.name}: {_summary(config)}", _WIDTH)
     yield ""
-    yield from _module_text(config).splitlines()
+    yield from _equations(config).splitlines()
     yield ""
     shared = _defaults(AlgoConfig)
     own = {key: value for key, value in _defaults(config).items() if key not in shared or shared[key] != value}

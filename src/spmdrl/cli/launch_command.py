@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from spmdrl.cli.flags import take_numbers, take_verb
-from spmdrl.config.reader import ConfigError, check_files, start_up
+from spmdrl.config.reader import ConfigError, start_up
 from spmdrl.config.sources import split_arguments
 from spmdrl.observability.terminal.screen import show
 from spmdrl.observability.terminal.spelling import nearest
@@ -76,12 +76,12 @@ def _checked_name(verb: str, words: Sequence[str], planned: LaunchEnvironment) -
     files, overrides = split_arguments(words)
     if not files and not overrides:
         raise ConfigError("launch needs a config; write spmdrl launch slurm FILE.yaml --ranks-per-node 8")
-    check_files(files)
-    # Brings torch with it.
     from spmdrl.config.config import load_config
-    from spmdrl.verbs.check import refuse_what_ranks_would
 
     with start_up():
         loaded = load_config(files, overrides, verb)
+    # Brings torch with it.
+    from spmdrl.verbs.check import refuse_what_ranks_would
+
     refuse_what_ranks_would(loaded, verb, planned)
     return loaded.value.run.folder.name

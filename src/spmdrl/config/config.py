@@ -14,27 +14,22 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from annotated_types import Ge, Interval
 from pydantic import Field
 
-from spmdrl.algorithms.algorithm import AlgoConfig
-from spmdrl.algorithms.policy.grpo import GrpoConfig
-from spmdrl.algorithms.table import ALGORITHMS
-from spmdrl.algorithms.terms.pairs import PreferenceConfig
+from spmdrl.algorithms.settings.algo_config import AlgoConfig
+from spmdrl.algorithms.settings.choices import ALGO_CONFIGS
+from spmdrl.algorithms.settings.policy_configs import GrpoConfig
+from spmdrl.algorithms.settings.preference_configs import PreferenceConfig
 from spmdrl.config.aliases import ALIASES
 from spmdrl.config.reader import LoadedConfig, read_config
 from spmdrl.config.wished import WISHED
-from spmdrl.dataflow.data.data_rows import DataConfig
-from spmdrl.dataflow.resharding.moving.gather import ReshardConfig
-from spmdrl.dataflow.samples.dock import DockConfig
-from spmdrl.dataflow.stages.critic.critic_config import CriticConfig
-from spmdrl.dataflow.stages.teacher.teacher_config import TeacherConfig
-from spmdrl.engines.environment.environment_pool import EnvironmentConfig
-from spmdrl.engines.generation.rollout_config import RolloutConfig
-from spmdrl.engines.models.hf.model_folder import ModelConfig
-from spmdrl.engines.models.lora import LoraConfig
-from spmdrl.engines.reward.pool import RewardConfig
-from spmdrl.engines.training.checkpoints.checkpoint import CheckpointConfig
-from spmdrl.engines.training.training_config import TrainingConfig
-from spmdrl.engines.training.update.optimizer import OptimConfig
-from spmdrl.observability.logs.log import LogConfig
+from spmdrl.nouns.settings.checkpoint_config import CheckpointConfig
+from spmdrl.nouns.settings.data_config import DataConfig
+from spmdrl.nouns.settings.flow_config import DockConfig, ReshardConfig
+from spmdrl.nouns.settings.log_config import LogConfig
+from spmdrl.nouns.settings.model_config import LoraConfig, ModelConfig
+from spmdrl.nouns.settings.reward_config import EnvironmentConfig, RewardConfig
+from spmdrl.nouns.settings.role_configs import CriticConfig, TeacherConfig
+from spmdrl.nouns.settings.rollout_config import RolloutConfig
+from spmdrl.nouns.settings.training_config import OptimConfig, TrainingConfig
 from spmdrl.observability.terminal.screen import safe_text
 from spmdrl.observability.terminal.spelling import nearest
 from spmdrl.resources.layout import ResourcesConfig
@@ -173,7 +168,7 @@ class DebugConfig:
 if TYPE_CHECKING:
     _ChosenAlgoConfig = AlgoConfig
 else:
-    _ChosenAlgoConfig = Annotated[reduce(or_, ALGORITHMS), Field(discriminator="name")]
+    _ChosenAlgoConfig = Annotated[reduce(or_, ALGO_CONFIGS), Field(discriminator="name")]
 
 
 @dataclass(frozen=True)

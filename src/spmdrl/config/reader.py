@@ -98,16 +98,6 @@ def read_config(
     return LoadedConfig(value, origin, aliases_used, summarised([key.key for key in unread], read))
 
 
-def check_files(files: Sequence[Path]) -> None:
-    """Refuse files that can't be read, before the keys and all that they configure are imported. Raises ConfigError."""
-    problems: list[str] = []
-    # A pipe, as in `<(...)`, can be read once.
-    for path in (path for path in files if path.is_file() or not path.exists()):
-        read_file(path, problems)
-    if problems:
-        raise ConfigError(_together(problems))
-
-
 def resolved_yaml(loaded: LoadedConfig[Any]) -> str:
     """The whole tree as YAML under its canonical names, each value followed by its origin as a comment."""
     return "\n".join(_resolved_lines(loaded.value, "", loaded.origin, indent="")) + "\n"

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from spmdrl.nouns import Integers
+from spmdrl.nouns.batch import Integers
 
 Lengths = TypeVar("Lengths", int, Integers)
 

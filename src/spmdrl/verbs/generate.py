@@ -20,7 +20,7 @@ from spmdrl.config.reader import LoadedConfig, start_up
 from spmdrl.dataflow.data.prompts import Prompt
 from spmdrl.dataflow.stages.reward import turns_record
 from spmdrl.dataflow.stages.rollout.requests import row_seed, run_rollout
-from spmdrl.engines.generation.protocol import Request, Response, SamplingParams
+from spmdrl.engines.generation.protocol import Request, Response
 from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.job.evaluation.settings_of_run import with_settings_of_run
 from spmdrl.job.model.model_source import ModelSource
@@ -32,6 +32,7 @@ from spmdrl.job.start.prepared import prepare_together
 from spmdrl.job.start.rank_facts import open_job
 from spmdrl.job.start.start_checks import CheckedRun, check_run
 from spmdrl.job.training_step import build_turns
+from spmdrl.nouns.settings.rollout_config import SamplingParams
 from spmdrl.observability.logs.jsonl import write_atomic
 from spmdrl.observability.summary import software_versions, write_verb_summary
 from spmdrl.observability.terminal.console import Console

@@ -36,7 +36,7 @@ from spmdrl.job.start.rank_facts import open_job
 from spmdrl.job.start.start_checks import CheckedRun, check_run
 from spmdrl.job.supervised_steps import take_steps
 from spmdrl.job.training_step import build_turns
-from spmdrl.nouns import offsets_of
+from spmdrl.nouns.batch import offsets_of
 from spmdrl.nouns.roles import POLICY
 from spmdrl.observability.terminal.console import Console
 from spmdrl.resources.watch.stop_request import request

@@ -18,7 +18,7 @@ from verl.trainer.distillation.fsdp.losses import compute_forward_kl_topk
 
 from spmdrl.algorithms.terms.pairs import reward_loss
 from spmdrl.engines.training.heads import NOTHING
-from spmdrl.nouns import TokenTerms
+from spmdrl.nouns.batch import TokenTerms
 
 VOCAB = 9
 

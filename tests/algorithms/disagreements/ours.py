@@ -16,7 +16,7 @@ from spmdrl.algorithms.terms.kl import kl_loss
 from spmdrl.dataflow.stages.critic.critic_update import ValueLoss
 from spmdrl.dataflow.stages.critic.returns import lambda_returns
 from spmdrl.engines.training.batching.packed_rows import MicroBatch
-from spmdrl.nouns import LossScope
+from spmdrl.nouns.batch import LossScope
 
 
 class SimpleGamma:

@@ -17,7 +17,7 @@ from spmdrl.engines.models.kernels.packed import PackedRows
 from spmdrl.engines.training.context.block_attention import Inputs, attend_rows, attend_rows_backward
 from spmdrl.engines.training.context.packed_flash import runs_packed_flash
 from spmdrl.engines.training.context.ring_attention import RingAttention, plan_ring
-from spmdrl.nouns import offsets_of
+from spmdrl.nouns.batch import offsets_of
 from spmdrl.resources.layout import UpdateLayout, fit_update_layout
 from spmdrl.resources.mesh import build_update_mesh
 from spmdrl.verbs.doctor.device_times import median_seconds

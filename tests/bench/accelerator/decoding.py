@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 
 from spmdrl.engines.generation.native.native_engine import NativeEngine
-from spmdrl.engines.generation.protocol import Request, SamplingParams
-from spmdrl.engines.generation.rollout_config import RolloutConfig
+from spmdrl.engines.generation.protocol import Request
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf.model_folder import parameter_shapes
+from spmdrl.nouns.settings.rollout_config import RolloutConfig, SamplingParams
 from spmdrl.resources.device import Device
 from spmdrl.verbs.doctor.device_times import device_seconds, median_seconds
 from spmdrl.verbs.doctor.stage_run import Scale, StageRun

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from spmdrl.engines.generation.native.native_engine import NativeEngine
-from spmdrl.engines.generation.protocol import Request, Response, SamplingParams
-from spmdrl.engines.generation.rollout_config import RolloutConfig
+from spmdrl.engines.generation.protocol import Request, Response
 from spmdrl.engines.models.decoder import DecoderConfig
+from spmdrl.nouns.settings.rollout_config import RolloutConfig, SamplingParams
 from spmdrl.verbs.doctor.device_times import device_seconds
 from spmdrl.verbs.doctor.stage_run import Scale, StageRun
 from tests.bench.accelerator.decoding import random_engine

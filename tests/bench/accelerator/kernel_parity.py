@@ -18,7 +18,7 @@ from torch import Tensor
 from spmdrl.engines.models.kernels import cuda, ops, plain
 from spmdrl.engines.models.kernels.packed import PackedRows
 from spmdrl.engines.models.kernels.prefixed import PrefixedRows
-from spmdrl.nouns import offsets_of
+from spmdrl.nouns.batch import offsets_of
 from spmdrl.verbs.doctor.device_times import median_seconds
 from spmdrl.verbs.doctor.stage_run import StageRun, StageSkipped
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from spmdrl.dataflow.resharding.moving.gather import ReshardConfig
+from spmdrl.nouns.settings.flow_config import ReshardConfig
 from spmdrl.verbs.doctor.stage_run import StageRun
 from tests.bench.memory.memory_ranks import StepOfOneRank, WatchedStep
 

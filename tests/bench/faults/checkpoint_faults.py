@@ -14,11 +14,12 @@ from random import Random
 
 import torch
 
-from spmdrl.engines.training.checkpoints.checkpoint import CheckpointConfig, CheckpointStore
+from spmdrl.engines.training.checkpoints.checkpoint import CheckpointStore
 from spmdrl.engines.training.checkpoints.manifest import MANIFEST, damage
 from spmdrl.engines.training.checkpoints.trainer_state import ShardFiles, write_shards
 from spmdrl.engines.training.sharding.sharded_model import Shard
-from spmdrl.nouns import whole_slice
+from spmdrl.nouns.batch import whole_slice
+from spmdrl.nouns.settings.checkpoint_config import CheckpointConfig
 from tests.bench.faults.fault_tally import Tally
 from tests.bench.faults.planned_faults import VARIABLE, arm_fault
 

@@ -14,7 +14,7 @@ from spmdrl.dataflow.samples.control.saved_lives import restored, snapshot
 from spmdrl.dataflow.samples.run_account import RunAccount
 from spmdrl.dataflow.samples.schema import RULES, columns_mask, needs_by_state
 from spmdrl.engines.training.checkpoints.file_writes import written_at_once
-from spmdrl.nouns import WorkerState
+from spmdrl.nouns.roles import WorkerState
 from tests.bench.faults.fault_tally import Tally
 
 _SIZE = 2

@@ -11,7 +11,7 @@ from torch import Tensor
 from spmdrl.dataflow.resharding.moving.checksum import SwitchRecord
 from spmdrl.dataflow.resharding.planning.buckets import Piece
 from spmdrl.dataflow.resharding.planning.cells import SlicedWeights
-from spmdrl.nouns import WeightSlice, whole_slice
+from spmdrl.nouns.batch import WeightSlice, whole_slice
 from tests.bench.faults.fault_tally import Tally
 
 _NUM_WEIGHTS = 6

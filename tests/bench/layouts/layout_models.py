@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 
 from spmdrl.engines.models.decoder import DecoderConfig
-from spmdrl.engines.models.latent import LatentConfig
 from spmdrl.engines.models.making.make_model import RandomWeights
-from spmdrl.engines.models.moe import MoeConfig
 from spmdrl.engines.models.rope_scaling import Llama3Scaling, YarnScaling
 from spmdrl.engines.training.batching.packed_rows import LossTerms, MicroBatch, Scores, TokenRows
-from spmdrl.engines.training.update.optimizer import OptimConfig
-from spmdrl.nouns import WeightSlice, offsets_of, whole_slice
+from spmdrl.nouns.batch import WeightSlice, offsets_of, whole_slice
+from spmdrl.nouns.settings.model_sizes import LatentConfig, MoeConfig
+from spmdrl.nouns.settings.training_config import OptimConfig
 from spmdrl.resources.layout import UpdateLayout
 from tests.bench.harness.bench_models import qwen3
 

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.training.sharding.sharded_model import Shard
-from spmdrl.engines.training.training_config import TrainingConfig
 from spmdrl.engines.training.training_engine import TrainingEngine
-from spmdrl.nouns import whole_slice
+from spmdrl.nouns.batch import whole_slice
+from spmdrl.nouns.settings.training_config import TrainingConfig
 from spmdrl.resources.device import Device
 from spmdrl.resources.layout import UpdateLayout, fit_update_layout
 from spmdrl.resources.mesh import UpdateMesh, build_update_mesh

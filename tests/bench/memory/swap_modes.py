@@ -18,9 +18,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from spmdrl.dataflow.resharding.moving.gather import SwapMode
 from spmdrl.engines.models.hf.model_folder import parameter_shapes
 from spmdrl.engines.models.making.make_model import make_char_tokenizer
+from spmdrl.nouns.settings.flow_config import SwapMode
 from spmdrl.observability.timeline.timeline import read_timeline
 from tests.bench.harness.bench_models import QWEN_0_5B, write_model
 from tests.bench.harness.bench_table import BenchTable

@@ -20,7 +20,7 @@ from spmdrl.dataflow.samples.schema import RULES, column_number
 from spmdrl.dataflow.samples.store.frame import pack, read_frame
 from spmdrl.dataflow.samples.transport.rpc_agent import join_rpc, leave_rpc
 from spmdrl.dataflow.samples.volume import Link, Volume, column_bytes
-from spmdrl.nouns import Batch, WorkerState
+from spmdrl.nouns.batch import Batch, WorkerState
 from spmdrl.resources.collectives import barrier
 from spmdrl.resources.world import World
 

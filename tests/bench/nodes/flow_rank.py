@@ -8,8 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from spmdrl.dataflow.samples.dock import DockConfig, TransferDock
+from spmdrl.dataflow.samples.dock import TransferDock
 from spmdrl.dataflow.samples.volume import Link
+from spmdrl.nouns.settings.flow_config import DockConfig
 from spmdrl.resources.collectives import barrier
 from spmdrl.resources.world import World
 from tests.bench.harness.emulated_nodes import LinkBytes, link_bytes

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from spmdrl.dataflow.data.prompts import Prompt, prompt_columns
 from spmdrl.dataflow.samples.schema import needs_by_state, rule_of
-from spmdrl.nouns import Batch, WorkerState, offsets_of
+from spmdrl.nouns.batch import Batch, WorkerState, offsets_of
 
 COLUMNS_FOR_LOSS = frozenset({"advantages", "rollout_logprobs", "old_logprobs", "ref_logprobs"})
 """what GRPO reads with a reference in its loss and several updates a batch"""

@@ -11,7 +11,7 @@ import torch
 
 from spmdrl.dataflow.data.prompts import prompt_columns
 from spmdrl.dataflow.samples.volume import Link
-from spmdrl.nouns import Batch
+from spmdrl.nouns.batch import Batch
 from spmdrl.resources.world import World
 from tests.bench.harness.bench_ranks import BenchRanks
 from tests.bench.harness.emulated_nodes import INTERFACE, LinkBytes, emulated_nodes, refusal

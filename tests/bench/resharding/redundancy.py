@@ -10,7 +10,6 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
-from spmdrl.dataflow.resharding.moving.gather import ReshardConfig
 from spmdrl.dataflow.resharding.planning.plan import plan_resharding
 from spmdrl.dataflow.resharding.planning.slice_layouts import (
     WeightRule,
@@ -20,8 +19,9 @@ from spmdrl.dataflow.resharding.planning.slice_layouts import (
     update_slices,
 )
 from spmdrl.engines.models.decoder import DecoderConfig
-from spmdrl.engines.models.moe import MoeConfig
-from spmdrl.nouns import WeightSlice
+from spmdrl.nouns.batch import WeightSlice
+from spmdrl.nouns.settings.flow_config import ReshardConfig
+from spmdrl.nouns.settings.model_sizes import MoeConfig
 from spmdrl.resources.layout import GenerationLayout, UpdateLayout
 from tests.bench.harness.bench_models import qwen3, qwen25
 from tests.bench.harness.bench_table import BenchTable

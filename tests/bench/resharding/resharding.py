@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
 from spmdrl.config.reader import start_up
-from spmdrl.dataflow.resharding.moving.gather import ReshardConfig
 from spmdrl.engines.models.decoder import DecoderConfig
+from spmdrl.nouns.settings.flow_config import ReshardConfig
 from spmdrl.resources.layout import UpdateLayout, fit_update_layout
 from tests.bench.harness.bench_models import qwen3
 from tests.bench.harness.bench_ranks import BenchRanks

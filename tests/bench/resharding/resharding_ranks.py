@@ -16,18 +16,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from spmdrl.dataflow.resharding.flow import ReshardingFlow
-from spmdrl.dataflow.resharding.moving.gather import BucketGatherer, Executor, ReshardConfig
+from spmdrl.dataflow.resharding.moving.gather import BucketGatherer
 from spmdrl.dataflow.resharding.planning.cells import SlicedWeights
 from spmdrl.dataflow.resharding.planning.slice_agreement import AgreedPlan, agree_on_plan
 from spmdrl.engines.generation.native.native_engine import NativeEngine
-from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.making.make_model import RandomWeights
-from spmdrl.engines.training.training_config import TrainingConfig
 from spmdrl.engines.training.training_engine import TrainingEngine
-from spmdrl.engines.training.update.optimizer import OptimConfig
-from spmdrl.nouns import whole_slice
+from spmdrl.nouns.batch import whole_slice
 from spmdrl.nouns.roles import POLICY
+from spmdrl.nouns.settings.flow_config import Executor, ReshardConfig
+from spmdrl.nouns.settings.rollout_config import RolloutConfig
+from spmdrl.nouns.settings.training_config import OptimConfig, TrainingConfig
 from spmdrl.resources.collectives import barrier
 from spmdrl.resources.layout import UpdateLayout, fit_update_layout
 from spmdrl.resources.memory import MemoryLedger, peak_resident_bytes, release_to_system, resident_bytes

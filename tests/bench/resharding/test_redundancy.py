@@ -6,7 +6,7 @@ import argparse
 
 import pytest
 
-from spmdrl.nouns import WeightSlice
+from spmdrl.nouns.batch import WeightSlice
 from tests.bench.resharding.plan_bytes import redundant_bytes
 from tests.bench.resharding.redundancy import CASES, figures_of, run, unused_bytes
 

@@ -12,8 +12,8 @@ import subprocess
 import sys
 from collections.abc import Callable
 
-from spmdrl.engines.reward.code_config import CodeConfig
 from spmdrl.engines.reward.rules.code_reward import CodeReward
+from spmdrl.nouns.settings.reward_config import CodeConfig
 from tests.bench.harness.bench_table import BenchTable
 from tests.bench.harness.in_turn import in_turn, seconds_of
 

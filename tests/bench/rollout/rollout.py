@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from spmdrl.engines.models.decoder import DecoderConfig
-from spmdrl.engines.models.moe import MoeConfig
+from spmdrl.nouns.settings.model_sizes import MoeConfig
 from tests.bench.harness.bench_models import qwen3, write_model
 from tests.bench.harness.bench_table import BenchTable
 from tests.bench.harness.in_turn import ContenderResults, in_turn

@@ -15,12 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spmdrl.engines.generation.native.native_engine import NativeEngine
-from spmdrl.engines.generation.protocol import Request, SamplingParams
-from spmdrl.engines.generation.rollout_config import RolloutConfig
+from spmdrl.engines.generation.protocol import Request
 from spmdrl.engines.models.hf.model_folder import read_config
 from spmdrl.engines.models.hf.weight_check import open_weights
 from spmdrl.engines.models.kernels import ops
-from spmdrl.nouns import whole_slice
+from spmdrl.nouns.batch import whole_slice
+from spmdrl.nouns.settings.rollout_config import RolloutConfig, SamplingParams
 from tests.bench.rollout.rollout_work import BenchEngine, Lengths, RolloutWork, counted, serve
 
 _CPU = torch.device("cpu")

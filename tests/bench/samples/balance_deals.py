@@ -13,7 +13,7 @@ from spmdrl.dataflow.samples.balancing.balance import SLACK_PERCENT, RowLoads, T
 from spmdrl.dataflow.samples.balancing.dealing import GroupLengths
 from spmdrl.engines.models.row_cost import row_cost_of
 from spmdrl.engines.training.batching.microbatch import plan_microbatches
-from spmdrl.nouns import Integers
+from spmdrl.nouns.batch import Integers
 from spmdrl.nouns.partition import ROWS, RowCost
 from tests.bench.harness.bench_models import QWEN_7B
 

@@ -20,11 +20,12 @@ from spmdrl.dataflow.data.prompts import Prompt
 from spmdrl.dataflow.samples.balancing.dealing import RowGroups
 from spmdrl.dataflow.samples.control.catalogue import RowMetadata, announced_lengths
 from spmdrl.dataflow.samples.control.row_lives import Controller, RowLives
-from spmdrl.dataflow.samples.dock import DockConfig, TransferDock
+from spmdrl.dataflow.samples.dock import TransferDock
 from spmdrl.dataflow.samples.samples import Samples
 from spmdrl.dataflow.samples.schema import columns_mask, needs_by_state, rule_of
 from spmdrl.dataflow.samples.volume import Link
-from spmdrl.nouns import Batch, WorkerState
+from spmdrl.nouns.batch import Batch, WorkerState
+from spmdrl.nouns.settings.flow_config import DockConfig
 from spmdrl.resources.collectives import barrier
 from spmdrl.resources.memory import resident_bytes
 from spmdrl.resources.mesh import Axis

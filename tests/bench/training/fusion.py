@@ -27,7 +27,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from spmdrl.dataflow.samples.dock import DockConfig
+from spmdrl.nouns.settings.flow_config import DockConfig
 from spmdrl.observability.timeline.timeline import read_timeline
 from tests.bench.harness.bench_table import BenchTable
 from tests.bench.harness.in_turn import in_turn

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spmdrl.engines.training.batching.packed_rows import TokenRows
-from spmdrl.engines.training.update.optimizer import OptimConfig
+from spmdrl.nouns.settings.training_config import OptimConfig
 from spmdrl.resources.device import Device
 
 _NO_TARGET = -100

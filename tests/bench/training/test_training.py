@@ -7,8 +7,8 @@ import json
 import pytest
 import torch
 
-from spmdrl.engines.models.making.make_config import MakeConfig
 from spmdrl.engines.models.making.make_model import make_model_folder
+from spmdrl.nouns.settings.model_config import MakeConfig
 from tests.bench.__main__ import main
 from tests.bench.training.plain_training import packed_batches, padded_batches, similar_batches
 from tests.bench.training.training import RowSizes, make_rows

@@ -25,10 +25,9 @@ from spmdrl.engines.models.hf.model_folder import read_config
 from spmdrl.engines.models.hf.weight_check import open_weights
 from spmdrl.engines.models.row_cost import row_cost_of
 from spmdrl.engines.training.batching.packed_rows import LossFunction, LossTerms, MicroBatch, Scores, TokenRows
-from spmdrl.engines.training.training_config import TrainingConfig
 from spmdrl.engines.training.training_engine import TrainingEngine
-from spmdrl.engines.training.update.optimizer import OptimConfig
-from spmdrl.nouns import offsets_of
+from spmdrl.nouns.batch import offsets_of
+from spmdrl.nouns.settings.training_config import OptimConfig, TrainingConfig
 from spmdrl.resources.device import Device
 from spmdrl.resources.layout import UpdateLayout, fit_update_layout
 from spmdrl.resources.mesh import build_update_mesh
@@ -158,7 +157,7 @@ def _contenders(
 ) -> tuple[dict[str, Callable[[], float]], int]:
     """Each contender's step, which returns its loss, and the token budget of all."""
     training = TrainingConfig(max_tokens_per_microbatch=max_tokens)
-    budget = training.tokens_per_microbatch(world.device)
+    budget = training.tokens_per_microbatch(world.device.kind)
     optim = OptimConfig()
     mesh = build_update_mesh(fit_update_layout(UpdateLayout(), world.size), world.device, world.rank)
     engine = TrainingEngine(config, training, optim, mesh, world.device)

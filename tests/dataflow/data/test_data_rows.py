@@ -5,9 +5,9 @@ import os
 
 import pytest
 
-from spmdrl.dataflow.data.data_rows import DataConfig, RowNeeds, read_rows
-from spmdrl.dataflow.data.data_sources import data_sources
+from spmdrl.dataflow.data.data_rows import RowNeeds, read_rows
 from spmdrl.dataflow.data.records import BadRows
+from spmdrl.nouns.settings.data_config import DataConfig, data_sources
 
 
 def written(tmp_path, *lines, name="data.jsonl"):

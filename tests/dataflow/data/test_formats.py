@@ -15,9 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spmdrl.dataflow.data import formats
-from spmdrl.dataflow.data.data_rows import DataConfig, Row, RowNeeds, SourceRows, read_rows
+from spmdrl.dataflow.data.data_rows import Row, RowNeeds, SourceRows, read_rows
 from spmdrl.dataflow.data.formats import BadRow, Record, read_file
 from spmdrl.dataflow.data.records import BadRows, data_files
+from spmdrl.nouns.settings.data_config import DataConfig
 
 USER = {"role": "user", "content": "1+1="}
 ASSISTANT = {"role": "assistant", "content": "2"}

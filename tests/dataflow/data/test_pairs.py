@@ -6,8 +6,9 @@ import json
 
 import pytest
 
-from spmdrl.dataflow.data.data_rows import DataConfig, RowNeeds, read_rows
+from spmdrl.dataflow.data.data_rows import RowNeeds, read_rows
 from spmdrl.dataflow.data.records import BadRows
+from spmdrl.nouns.settings.data_config import DataConfig
 
 QUESTION, BETTER, WORSE = (
     {"role": "user", "content": "1+1="},

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmdrl.dataflow.data.data_rows import DataConfig, Row, SourceRows
-from spmdrl.dataflow.data.data_sources import DataSource
+from spmdrl.dataflow.data.data_rows import Row, SourceRows
 from spmdrl.dataflow.data.prompts import MixedOrder, PromptSource, random_order
 from spmdrl.dataflow.data.records import BadRows
 from spmdrl.engines.models.renderer import Renderer
+from spmdrl.nouns.settings.data_config import DataConfig, DataSource
 from tests.support.letters import LetterTokenizer
 
 

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from spmdrl.nouns import WeightSlice
+from spmdrl.nouns.batch import WeightSlice
 from tests.dataflow.resharding.tables import fsdp_slices, whole_slices
 from tests.support.chosen_device import Uses, chosen_kind
 

@@ -9,10 +9,9 @@ from dataclasses import replace
 from spmdrl.dataflow.resharding.planning.plan import Shapes
 from spmdrl.dataflow.resharding.planning.slice_layouts import ParameterTable, parameter_table
 from spmdrl.engines.models.decoder import DecoderConfig
-from spmdrl.engines.models.latent import LatentConfig
-from spmdrl.engines.models.moe import MoeConfig
 from spmdrl.engines.training.sharding.parallelize import check_layout
-from spmdrl.nouns import WeightSlice, whole_slice
+from spmdrl.nouns.batch import WeightSlice, whole_slice
+from spmdrl.nouns.settings.model_sizes import LatentConfig, MoeConfig
 from spmdrl.resources.layout import GenerationLayout, UpdateLayout, fit_update_layout
 
 # 47 tokens and a width of 5 divide by nothing; on 12 tensor ranks, two have the same one of 6 key heads.

@@ -9,15 +9,16 @@ import pytest
 import torch
 
 from spmdrl.dataflow.resharding.flow import ReshardingFlow
-from spmdrl.dataflow.resharding.moving.gather import ReshardConfig
 from spmdrl.engines.generation.native.native_engine import NativeEngine
-from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.hf.model_folder import parameter_shapes
-from spmdrl.engines.models.lora import LoraConfig, is_adapter
+from spmdrl.engines.models.lora import is_adapter
 from spmdrl.engines.models.making.make_model import RandomWeights
-from spmdrl.engines.training.training_config import TrainingConfig
 from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.nouns.roles import POLICY
+from spmdrl.nouns.settings.flow_config import ReshardConfig
+from spmdrl.nouns.settings.model_config import LoraConfig
+from spmdrl.nouns.settings.rollout_config import RolloutConfig
+from spmdrl.nouns.settings.training_config import TrainingConfig
 from spmdrl.resources.layout import GenerationLayout, UpdateLayout
 from spmdrl.resources.memory import MemoryLedger
 from spmdrl.resources.mesh import build_generation_mesh, build_update_mesh

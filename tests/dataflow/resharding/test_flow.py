@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from spmdrl.dataflow.resharding.flow import ReshardingFlow
-from spmdrl.dataflow.resharding.moving.gather import ReshardConfig
 from spmdrl.nouns.roles import CRITIC, POLICY, REFERENCE
+from spmdrl.nouns.settings.flow_config import ReshardConfig
 from spmdrl.resources.device import Device
 from spmdrl.resources.memory import MemoryLedger, release_to_system, resident_bytes
 from spmdrl.resources.startup.launch import read_launch_environment

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from spmdrl.dataflow.resharding.flow import ReshardingFlow
-from spmdrl.dataflow.resharding.moving.gather import ReshardConfig
 from spmdrl.dataflow.resharding.swapping.swap_space import CopyTimes, FileStore, ReturnTicket, Span
 from spmdrl.job.model.switching import Switching
 from spmdrl.nouns.roles import POLICY
+from spmdrl.nouns.settings.flow_config import ReshardConfig
 from spmdrl.observability.metrics import Recorder, encode, merge
 from spmdrl.observability.report.gantt import gantt
 from spmdrl.observability.timeline.timeline import Span as StageSpan

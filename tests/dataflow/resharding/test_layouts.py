@@ -14,13 +14,13 @@ from spmdrl.dataflow.resharding.planning.slice_layouts import (
     update_slices,
 )
 from spmdrl.engines.generation.native.native_engine import NativeEngine
-from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.decoder import Decoder
 from spmdrl.engines.parallel.expert_parallel import apply_expert_parallel
 from spmdrl.engines.parallel.parts import Parts
 from spmdrl.engines.parallel.tensor_parallel import apply_tensor_parallel
 from spmdrl.engines.training.sharding.parallelize import Precision, build_sharded_model
-from spmdrl.nouns import WeightSlice
+from spmdrl.nouns.batch import WeightSlice
+from spmdrl.nouns.settings.rollout_config import RolloutConfig
 from spmdrl.resources.layout import GenerationLayout, UpdateLayout, fit_update_layout
 from spmdrl.resources.mesh import GenerationMesh, build_update_mesh
 from spmdrl.resources.world import World

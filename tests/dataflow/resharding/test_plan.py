@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from spmdrl.dataflow.resharding.planning.cells import cut
 from spmdrl.dataflow.resharding.planning.plan import plan_resharding
-from spmdrl.nouns import WeightSlice
+from spmdrl.nouns.batch import WeightSlice
 from tests.bench.resharding.plan_bytes import least_bytes
 from tests.dataflow.resharding.tables import fsdp_slices, whole_slices
 

@@ -15,7 +15,7 @@ import pytest
 
 from spmdrl.dataflow.resharding.planning.plan import ReshardPlan, plan_resharding
 from spmdrl.dataflow.resharding.planning.slice_layouts import generation_slices, update_slices
-from spmdrl.nouns import WeightSlice
+from spmdrl.nouns.batch import WeightSlice
 from tests.bench.resharding.plan_bytes import least_bytes
 from tests.dataflow.resharding.tables import MODELS, deep_table, generation_layouts, update_layouts
 

@@ -15,12 +15,11 @@ from torch import Tensor
 from spmdrl.dataflow.resharding.moving.probe import Probe, Rated, default_tolerance, exempt_share
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.making.make_model import RandomWeights
-from spmdrl.engines.models.moe import MoeConfig
 from spmdrl.engines.training.batching.packed_rows import TokenRows
-from spmdrl.engines.training.training_config import TrainingConfig
 from spmdrl.engines.training.training_engine import TrainingEngine
-from spmdrl.engines.training.update.optimizer import OptimConfig
-from spmdrl.nouns import WeightSlice, offsets_of
+from spmdrl.nouns.batch import WeightSlice, offsets_of
+from spmdrl.nouns.settings.model_sizes import MoeConfig
+from spmdrl.nouns.settings.training_config import OptimConfig, TrainingConfig
 from spmdrl.resources.layout import UpdateLayout
 from spmdrl.resources.mesh import build_update_mesh
 from spmdrl.resources.world import World

@@ -13,19 +13,17 @@ import torch
 from torch import Tensor
 
 from spmdrl.dataflow.resharding.flow import ReshardingFlow
-from spmdrl.dataflow.resharding.moving.gather import Executor, ReshardConfig
 from spmdrl.engines.generation.native.native_engine import NativeEngine
-from spmdrl.engines.generation.protocol import Request, SamplingParams
-from spmdrl.engines.generation.rollout_config import RolloutConfig
+from spmdrl.engines.generation.protocol import Request
 from spmdrl.engines.models.decoder import DecoderConfig
-from spmdrl.engines.models.latent import LatentConfig
 from spmdrl.engines.models.making.make_model import RandomWeights
-from spmdrl.engines.models.moe import MoeConfig
-from spmdrl.engines.training.training_config import TrainingConfig
 from spmdrl.engines.training.training_engine import TrainingEngine
-from spmdrl.engines.training.update.optimizer import OptimConfig
-from spmdrl.nouns import WeightSlice, whole_slice
+from spmdrl.nouns.batch import WeightSlice, whole_slice
 from spmdrl.nouns.roles import POLICY
+from spmdrl.nouns.settings.flow_config import Executor, ReshardConfig
+from spmdrl.nouns.settings.model_sizes import LatentConfig, MoeConfig
+from spmdrl.nouns.settings.rollout_config import RolloutConfig, SamplingParams
+from spmdrl.nouns.settings.training_config import OptimConfig, TrainingConfig
 from spmdrl.resources.layout import GenerationLayout, UpdateLayout, check_generation_layout, fit_update_layout
 from spmdrl.resources.memory import MemoryLedger
 from spmdrl.resources.mesh import GenerationMesh, build_generation_mesh, build_update_mesh

@@ -7,10 +7,11 @@ from collections.abc import Callable
 import torch
 
 from spmdrl.dataflow.data.prompts import Prompt
-from spmdrl.dataflow.samples.dock import DockConfig, TransferDock
+from spmdrl.dataflow.samples.dock import TransferDock
 from spmdrl.dataflow.samples.samples import Samples
 from spmdrl.dataflow.samples.schema import needs_by_state
-from spmdrl.nouns import Batch, WorkerState, offsets_of
+from spmdrl.nouns.batch import Batch, WorkerState, offsets_of
+from spmdrl.nouns.settings.flow_config import DockConfig
 from spmdrl.resources.device import find_device
 from spmdrl.resources.startup.launch import LaunchEnvironment
 from spmdrl.resources.world import World

@@ -8,7 +8,7 @@ import torch
 from spmdrl.dataflow.samples.carried import FINISH, CarriedGroups
 from spmdrl.dataflow.samples.rounds import CarriedGroup, RoundRules
 from spmdrl.engines.training.checkpoints.file_writes import written_at_once
-from spmdrl.nouns import Batch
+from spmdrl.nouns.batch import Batch
 from spmdrl.resources.layout import GenerationLayout
 from spmdrl.resources.mesh import Axis, GenerationMesh
 

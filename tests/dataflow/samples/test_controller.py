@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from spmdrl.dataflow.samples.control.catalogue import Catalogue, RowMetadata
 from spmdrl.dataflow.samples.control.row_lives import Controller, RowStatus
 from spmdrl.dataflow.samples.schema import columns_mask
-from spmdrl.nouns import WorkerState
+from spmdrl.nouns.batch import WorkerState
 
 NUM_ROWS = 12
 NEEDS = frozenset({"response_ids", "reward"})

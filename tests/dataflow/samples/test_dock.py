@@ -10,11 +10,12 @@ import torch
 import torch.distributed.rpc as rpc
 
 from spmdrl.dataflow.samples.control.catalogue import Catalogue
-from spmdrl.dataflow.samples.dock import DockConfig, TransferDock
+from spmdrl.dataflow.samples.dock import TransferDock
 from spmdrl.dataflow.samples.store.warehouse import Warehouse
 from spmdrl.dataflow.samples.transport.several_nodes import SeveralNodes
 from spmdrl.dataflow.samples.volume import Link, Volume
-from spmdrl.nouns import Batch, WorkerState, offsets_of
+from spmdrl.nouns.batch import Batch, WorkerState, offsets_of
+from spmdrl.nouns.settings.flow_config import DockConfig
 from spmdrl.resources.collectives import barrier, gather_ragged
 from spmdrl.resources.world import World
 from tests.dataflow.samples.flow import (

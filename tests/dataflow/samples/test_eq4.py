@@ -20,11 +20,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from spmdrl.dataflow.samples.dock import DockConfig, TransferDock
+from spmdrl.dataflow.samples.dock import TransferDock
 from spmdrl.dataflow.samples.samples import Samples
 from spmdrl.dataflow.samples.schema import rule_of
 from spmdrl.dataflow.samples.volume import FlowShape, Link, Volume, warehouse_gib
-from spmdrl.nouns import Batch, WorkerState, offsets_of
+from spmdrl.nouns.batch import Batch, WorkerState, offsets_of
+from spmdrl.nouns.settings.flow_config import DockConfig
 from spmdrl.resources.world import World
 from tests.dataflow.samples.flow import make_prompt
 from tests.support.ranks import run_ranks

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmdrl.dataflow.samples.dock import DockConfig
 from spmdrl.dataflow.samples.transport.exchange import transfers
-from spmdrl.nouns import WorkerState
+from spmdrl.nouns.batch import WorkerState
+from spmdrl.nouns.settings.flow_config import DockConfig
 from spmdrl.resources.collectives import barrier
 from spmdrl.resources.startup.launch import LaunchEnvironment
 from spmdrl.resources.world import World

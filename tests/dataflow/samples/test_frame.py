@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from spmdrl.dataflow.samples.schema import RULES, length_column, rule_of
 from spmdrl.dataflow.samples.store.frame import FrameError, OutgoingFrame, frame_bytes, pack, read_frame
-from spmdrl.nouns import Batch, offsets_of
+from spmdrl.nouns.batch import Batch, offsets_of
 
 INT64_MAX = 2**63 - 1
 HEADER_WORDS = 3

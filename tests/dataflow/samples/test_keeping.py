@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from spmdrl.dataflow.samples.samples import Samples
 from spmdrl.dataflow.samples.store.keeping import column_tensors, read_column
-from spmdrl.nouns import Batch, WorkerState
+from spmdrl.nouns.batch import Batch, WorkerState
 from spmdrl.resources.world import World
 from tests.dataflow.samples import flow
 from tests.support.ranks import run_ranks

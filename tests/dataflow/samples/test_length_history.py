@@ -10,10 +10,11 @@ import pytest
 
 from spmdrl.dataflow.data.prompts import Prompt
 from spmdrl.dataflow.samples.balancing.length_history import LENGTHS, LengthHistory
-from spmdrl.dataflow.samples.dock import DockConfig, TransferDock
+from spmdrl.dataflow.samples.dock import TransferDock
 from spmdrl.dataflow.samples.schema import needs_by_state
 from spmdrl.engines.training.checkpoints.file_writes import written_at_once
-from spmdrl.nouns import WorkerState
+from spmdrl.nouns.batch import WorkerState
+from spmdrl.nouns.settings.flow_config import DockConfig
 from spmdrl.resources.world import World
 from tests.dataflow.samples import flow
 from tests.support.ranks import run_ranks

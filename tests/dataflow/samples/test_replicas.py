@@ -3,10 +3,11 @@
 import pytest
 
 from spmdrl.dataflow.samples.balancing.dealing import groups_of_generation, groups_of_training
-from spmdrl.dataflow.samples.dock import DockConfig, TransferDock
+from spmdrl.dataflow.samples.dock import TransferDock
 from spmdrl.dataflow.samples.schema import needs_by_state
 from spmdrl.dataflow.samples.volume import Link
-from spmdrl.nouns import WorkerState
+from spmdrl.nouns.batch import WorkerState
+from spmdrl.nouns.settings.flow_config import DockConfig
 from spmdrl.resources.layout import GenerationLayout, UpdateLayout
 from spmdrl.resources.mesh import build_generation_mesh, build_update_mesh
 from spmdrl.resources.world import World

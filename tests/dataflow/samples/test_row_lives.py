@@ -7,7 +7,7 @@ from spmdrl.dataflow.samples.control.catalogue import RowDrop, RowMetadata, anno
 from spmdrl.dataflow.samples.control.row_lives import DEFERRED, RowLives
 from spmdrl.dataflow.samples.control.saved_lives import restored, snapshot
 from spmdrl.dataflow.samples.schema import columns_mask, needs_by_state
-from spmdrl.nouns import WorkerState
+from spmdrl.nouns.batch import WorkerState
 
 NUM_ROWS, GROUP_SIZE = 8, 2
 NEEDS = needs_by_state({"advantages"})

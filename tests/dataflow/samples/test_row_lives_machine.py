@@ -28,7 +28,7 @@ from spmdrl.dataflow.samples.control.row_lives import RowLives, RowStatus
 from spmdrl.dataflow.samples.control.row_news import pack_news, unpack_news
 from spmdrl.dataflow.samples.control.saved_lives import restored, snapshot
 from spmdrl.dataflow.samples.schema import columns_mask, needs_by_state
-from spmdrl.nouns import WorkerState
+from spmdrl.nouns.batch import WorkerState
 
 GROUP_SIZE, NUM_GROUPS, STEP = 2, 3, 7
 ROWS = range(GROUP_SIZE * NUM_GROUPS)

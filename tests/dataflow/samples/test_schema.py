@@ -12,7 +12,7 @@ from spmdrl.dataflow.samples.schema import (
     needs_by_state,
     stages_for,
 )
-from spmdrl.nouns import Batch, Column, WorkerState
+from spmdrl.nouns.batch import Batch, Column, WorkerState
 
 
 def test_stages_come_after_the_stages_that_they_read_from():

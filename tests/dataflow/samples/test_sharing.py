@@ -3,9 +3,10 @@
 import pytest
 
 from spmdrl.dataflow.samples.balancing.dealing import groups_of_training
-from spmdrl.dataflow.samples.dock import DockConfig, TransferDock
+from spmdrl.dataflow.samples.dock import TransferDock
 from spmdrl.dataflow.samples.schema import needs_by_state
-from spmdrl.nouns import WorkerState, offsets_of
+from spmdrl.nouns.batch import WorkerState, offsets_of
+from spmdrl.nouns.settings.flow_config import DockConfig
 from spmdrl.resources.layout import UpdateLayout
 from spmdrl.resources.mesh import build_update_mesh
 from spmdrl.resources.world import World

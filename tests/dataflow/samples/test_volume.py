@@ -12,7 +12,7 @@ from spmdrl.dataflow.samples.volume import (
     request_gib,
     warehouse_gib,
 )
-from spmdrl.nouns import Batch, WorkerState
+from spmdrl.nouns.batch import Batch, WorkerState
 
 
 @pytest.mark.parametrize(

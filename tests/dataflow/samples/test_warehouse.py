@@ -15,7 +15,7 @@ from spmdrl.dataflow.samples.schema import RULES
 from spmdrl.dataflow.samples.store.shared_memory import Pool, host_pool
 from spmdrl.dataflow.samples.store.warehouse import Warehouse
 from spmdrl.dataflow.samples.volume import Link, Volume
-from spmdrl.nouns import Batch
+from spmdrl.nouns.batch import Batch
 
 
 @contextmanager

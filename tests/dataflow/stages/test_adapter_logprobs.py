@@ -10,15 +10,16 @@ from tests.dataflow.samples import flow
 from tests.engines.training.tiny import CONFIG, OPTIM
 from tests.support.ranks import run_ranks
 
-from spmdrl.dataflow.samples.dock import DockConfig, TransferDock
+from spmdrl.dataflow.samples.dock import TransferDock
 from spmdrl.dataflow.samples.schema import needs_by_state
 from spmdrl.dataflow.stages.inference import AdapterLogprobsStage
 from spmdrl.dataflow.stages.rows import token_rows
-from spmdrl.engines.models.lora import LoraConfig
 from spmdrl.engines.models.making.make_model import RandomWeights
-from spmdrl.engines.training.training_config import TrainingConfig
 from spmdrl.engines.training.training_engine import TrainingEngine
-from spmdrl.nouns import WorkerState
+from spmdrl.nouns.batch import WorkerState
+from spmdrl.nouns.settings.flow_config import DockConfig
+from spmdrl.nouns.settings.model_config import LoraConfig
+from spmdrl.nouns.settings.training_config import TrainingConfig
 from spmdrl.resources.layout import UpdateLayout, fit_update_layout
 from spmdrl.resources.mesh import build_update_mesh
 from spmdrl.resources.world import World

@@ -14,11 +14,12 @@ from tests.support.ranks import run_ranks
 from torch import Tensor
 
 from spmdrl.algorithms.algorithm import Algorithm
-from spmdrl.algorithms.clipped import Clipped, ClippedConfig
+from spmdrl.algorithms.clipped import Clipped
 from spmdrl.algorithms.from_rewards import FromRewards
+from spmdrl.algorithms.settings.algo_config import ClippedConfig
 from spmdrl.dataflow.stages.advantage import AdvantageStage
 from spmdrl.dataflow.stages.rows import TURNS
-from spmdrl.nouns import Batch, CreditInputs
+from spmdrl.nouns.batch import Batch, CreditInputs
 from spmdrl.observability.metrics import Recorder, encode, merge
 from spmdrl.resources.collectives import gather_bytes
 from spmdrl.resources.world import World

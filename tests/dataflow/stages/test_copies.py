@@ -13,17 +13,18 @@ from tests.engines.training.tiny import OPTIM, SeededWeights
 from tests.support.ranks import run_ranks
 from torch import Tensor
 
-from spmdrl.algorithms.actor_critic.pf_ppo import PfPpo, PfPpoConfig
-from spmdrl.algorithms.clipped import ClippedConfig
-from spmdrl.dataflow.stages.critic.critic_config import CriticConfig
+from spmdrl.algorithms.actor_critic.pf_ppo import PfPpo
+from spmdrl.algorithms.settings.actor_critic_configs import PfPpoConfig
+from spmdrl.algorithms.settings.algo_config import ClippedConfig
 from spmdrl.dataflow.stages.critic.critic_update import CriticUpdateStage
 from spmdrl.dataflow.stages.rows import TURNS
 from spmdrl.dataflow.stages.update import UpdateStage
 from spmdrl.dataflow.stages.update_report import ShownRows
 from spmdrl.engines.models.making.make_model import RandomWeights
-from spmdrl.engines.training.training_config import TrainingConfig
 from spmdrl.engines.training.training_engine import TrainingEngine
-from spmdrl.nouns import Batch, CreditInputs
+from spmdrl.nouns.batch import Batch, CreditInputs
+from spmdrl.nouns.settings.role_configs import CriticConfig
+from spmdrl.nouns.settings.training_config import TrainingConfig
 from spmdrl.observability.metrics import Recorder, encode, merge
 from spmdrl.resources.collectives import gather_bytes
 from spmdrl.resources.layout import UpdateLayout, fit_update_layout

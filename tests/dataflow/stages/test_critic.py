@@ -13,8 +13,8 @@ from tests.algorithms.random_rows import SETTINGS
 from tests.engines.training.tiny import CONFIG, OPTIM
 from tests.support.ranks import run_ranks
 
-from spmdrl.algorithms.policy.grpo import Grpo, GrpoConfig
-from spmdrl.dataflow.stages.critic.critic_config import CriticConfig
+from spmdrl.algorithms.policy.grpo import Grpo
+from spmdrl.algorithms.settings.policy_configs import GrpoConfig
 from spmdrl.dataflow.stages.critic.critic_update import CriticUpdateStage, ValueLoss, explained_variance
 from spmdrl.dataflow.stages.critic.cut_values import CutValueStage
 from spmdrl.dataflow.stages.critic.returns import ReturnsStage, lambda_returns
@@ -23,9 +23,10 @@ from spmdrl.dataflow.stages.rows import token_rows
 from spmdrl.dataflow.stages.update import UpdatePlan
 from spmdrl.engines.models.making.make_model import RandomWeights
 from spmdrl.engines.training.batching.packed_rows import to_microbatch
-from spmdrl.engines.training.training_config import TrainingConfig
 from spmdrl.engines.training.training_engine import TrainingEngine
-from spmdrl.nouns import Batch, WorkerState
+from spmdrl.nouns.batch import Batch, WorkerState
+from spmdrl.nouns.settings.role_configs import CriticConfig
+from spmdrl.nouns.settings.training_config import TrainingConfig
 from spmdrl.observability.metrics import Recorder, encode, merge
 from spmdrl.resources.collectives import gather_bytes
 from spmdrl.resources.layout import UpdateLayout, fit_update_layout

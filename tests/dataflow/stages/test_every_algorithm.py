@@ -16,9 +16,9 @@ from spmdrl.algorithms.table import ALGORITHMS, build_algorithm
 from spmdrl.dataflow.stages.rows import ModelTokens, token_rows
 from spmdrl.dataflow.stages.update import UpdatePlan, UpdateStage
 from spmdrl.dataflow.stages.update_report import ShownRows
-from spmdrl.engines.training.training_config import TrainingConfig
 from spmdrl.engines.training.training_engine import TrainingEngine
-from spmdrl.nouns import Batch
+from spmdrl.nouns.batch import Batch
+from spmdrl.nouns.settings.training_config import TrainingConfig
 from spmdrl.observability.metrics import Recorder, encode, merge
 from spmdrl.resources.collectives import gather_bytes
 from spmdrl.resources.layout import UpdateLayout, fit_update_layout

@@ -11,16 +11,17 @@ from tests.engines.training.tiny import OPTIM, SeededWeights
 from tests.support.ranks import run_ranks
 from torch import Tensor
 
-from spmdrl.algorithms.policy.grpo import Grpo, GrpoConfig
+from spmdrl.algorithms.policy.grpo import Grpo
+from spmdrl.algorithms.settings.policy_configs import GrpoConfig
 from spmdrl.algorithms.table import ALGORITHMS, build_algorithm
 from spmdrl.dataflow.stages.rows import TURNS, ModelTokens, token_rows
 from spmdrl.dataflow.stages.update import PolicyLoss, UpdatePlan, UpdateStage
 from spmdrl.dataflow.stages.update_report import ShownRows
 from spmdrl.engines.models.hf.model_folder import hf_config_dict
 from spmdrl.engines.training.batching.packed_rows import Scores, TokenRows, to_microbatch
-from spmdrl.engines.training.training_config import TrainingConfig
 from spmdrl.engines.training.training_engine import TrainingEngine
-from spmdrl.nouns import Batch, LossScope
+from spmdrl.nouns.batch import Batch, LossScope
+from spmdrl.nouns.settings.training_config import TrainingConfig
 from spmdrl.observability.metrics import Recorder, encode, merge
 from spmdrl.resources.collectives import gather_bytes
 from spmdrl.resources.layout import UpdateLayout, fit_update_layout

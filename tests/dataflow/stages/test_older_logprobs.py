@@ -9,9 +9,9 @@ from tests.support.ranks import run_ranks
 
 from spmdrl.dataflow.stages.inference import OlderLogprobsStage, ScoreStage
 from spmdrl.engines.models.making.make_model import RandomWeights
-from spmdrl.engines.training.training_config import TrainingConfig
 from spmdrl.engines.training.training_engine import TrainingEngine
-from spmdrl.nouns import Batch, WorkerState
+from spmdrl.nouns.batch import Batch, WorkerState
+from spmdrl.nouns.settings.training_config import TrainingConfig
 from spmdrl.resources.layout import UpdateLayout, fit_update_layout
 from spmdrl.resources.mesh import build_update_mesh
 from spmdrl.resources.world import World

@@ -7,7 +7,7 @@ from spmdrl.dataflow.stages.advantage import share_without_signal
 from spmdrl.dataflow.stages.rollout.partial import seeds_of_group
 from spmdrl.dataflow.stages.rollout.requests import row_seed
 from spmdrl.dataflow.stages.rows import token_rows
-from spmdrl.nouns import Batch
+from spmdrl.nouns.batch import Batch
 
 RUNS = st.lists(st.integers(0, 99), min_size=1, max_size=6)
 

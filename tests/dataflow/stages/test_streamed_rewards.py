@@ -12,9 +12,11 @@ from tests.engines.generation.support import awake_engine, prompt_of
 from spmdrl.dataflow.data.prompts import Prompt
 from spmdrl.dataflow.stages.reward import StreamedRewards
 from spmdrl.dataflow.stages.rollout.requests import EndedResponses, run_requests
-from spmdrl.engines.generation.protocol import Request, Response, SamplingParams
-from spmdrl.engines.reward.pool import RewardConfig, RewardPool
+from spmdrl.engines.generation.protocol import Request, Response
+from spmdrl.engines.reward.pool import RewardPool
 from spmdrl.engines.workers.verdict import Verdict
+from spmdrl.nouns.settings.reward_config import RewardConfig
+from spmdrl.nouns.settings.rollout_config import SamplingParams
 
 GROUP_SIZE = 4
 NOTED = ("tests.dataflow.stages.noted:checksum",)

@@ -10,7 +10,7 @@ from tests.support.letters import LetterTokenizer
 from spmdrl.dataflow.data.prompts import Prompt
 from spmdrl.dataflow.stages.teacher.teachers_prompts import TeachersPrompts
 from spmdrl.engines.models.renderer import Renderer
-from spmdrl.nouns import Batch
+from spmdrl.nouns.batch import Batch
 
 
 @dataclass

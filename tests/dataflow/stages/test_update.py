@@ -11,13 +11,14 @@ import torch
 from tests.engines.training.tiny import CONFIG, OPTIM, SeededWeights
 from tests.support.ranks import run_ranks
 
-from spmdrl.algorithms.policy.grpo import Grpo, GrpoConfig
+from spmdrl.algorithms.policy.grpo import Grpo
+from spmdrl.algorithms.settings.policy_configs import GrpoConfig
 from spmdrl.dataflow.stages.rows import mini_batch_of_rows, token_rows
 from spmdrl.dataflow.stages.update import UpdatePlan, UpdateStage
 from spmdrl.dataflow.stages.update_report import ShownRows
-from spmdrl.engines.training.training_config import TrainingConfig
 from spmdrl.engines.training.training_engine import TrainingEngine
-from spmdrl.nouns import Batch
+from spmdrl.nouns.batch import Batch
+from spmdrl.nouns.settings.training_config import TrainingConfig
 from spmdrl.observability.metrics import Recorder, encode, merge
 from spmdrl.resources.collectives import gather_bytes
 from spmdrl.resources.layout import UpdateLayout, fit_update_layout

@@ -10,11 +10,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from spmdrl.engines.environment.environment_pool import EnvironmentConfig, EnvironmentPool
+from spmdrl.engines.environment.environment_pool import EnvironmentPool
 from spmdrl.engines.environment.environment_runner import MAX_CHARACTERS, StepResult, read_step, take_step
 from spmdrl.engines.environment.episode import Episode, Observation
 from spmdrl.engines.workers.strikes import Strikes, Subject
 from spmdrl.engines.workers.verdict import Verdict
+from spmdrl.nouns.settings.reward_config import EnvironmentConfig
 
 TOOLS = Path(__file__).with_name("poisoned_tools.py")
 TIMEOUT_SECONDS = 1.0

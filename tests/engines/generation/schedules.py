@@ -10,11 +10,11 @@ from torch import Tensor
 
 from spmdrl.engines.generation.expert_choices import ChoiceRecorder
 from spmdrl.engines.generation.native.native_engine import NativeEngine
-from spmdrl.engines.generation.protocol import Request, Response, SamplingParams
-from spmdrl.engines.generation.rollout_config import RolloutConfig
+from spmdrl.engines.generation.protocol import Request, Response
 from spmdrl.engines.models.decoder import DecoderConfig
-from spmdrl.engines.models.making.make_config import MakeConfig
 from spmdrl.engines.models.making.make_model import RandomWeights, decoder_config
+from spmdrl.nouns.settings.model_config import MakeConfig
+from spmdrl.nouns.settings.rollout_config import RolloutConfig, SamplingParams
 from spmdrl.resources.mesh import GenerationMesh
 from tests.engines.generation.support import TINY, prompt_of, request, run, small_rollout
 from tests.support.chosen_device import chosen_device

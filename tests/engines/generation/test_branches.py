@@ -9,7 +9,8 @@ import torch
 
 from spmdrl.engines.generation.expert_choices import ChoiceRecorder
 from spmdrl.engines.generation.native.forward import CachedDecoder
-from spmdrl.engines.generation.protocol import Request, Response, SamplingParams
+from spmdrl.engines.generation.protocol import Request, Response
+from spmdrl.nouns.settings.rollout_config import SamplingParams
 from tests.engines.generation.schedules import FAMILIES, ROUNDING, SCHEDULES, engine_of
 from tests.engines.generation.support import awake_engine, prompt_of, request, run
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from spmdrl.engines.generation.native.cache.cached_attention import PrefillAttention, Span
 from spmdrl.engines.generation.native.cache.paged import CacheShape, PagedCache
 from spmdrl.engines.models.layers import PackedCausalAttention
-from spmdrl.nouns import offsets_of
+from spmdrl.nouns.batch import offsets_of
 from tests.support.chosen_device import chosen_device, chosen_kind
 
 LENGTHS = [1, 5, 32, 33, 100, 7, 70]

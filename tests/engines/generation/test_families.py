@@ -7,12 +7,12 @@ import torch
 import torch.nn.functional as F
 
 from spmdrl.engines.generation.native.native_engine import NativeEngine
-from spmdrl.engines.generation.protocol import SamplingParams
 from spmdrl.engines.models.decoder import Decoder, DecoderConfig
 from spmdrl.engines.models.layers import PackedCausalAttention
-from spmdrl.engines.models.making.make_config import MakeConfig
 from spmdrl.engines.models.making.make_model import RandomWeights, decoder_config
-from spmdrl.nouns import offsets_of
+from spmdrl.nouns.batch import offsets_of
+from spmdrl.nouns.settings.model_config import MakeConfig
+from spmdrl.nouns.settings.rollout_config import SamplingParams
 from tests.engines.generation.support import request, run, small_rollout
 from tests.support.chosen_device import chosen_device
 

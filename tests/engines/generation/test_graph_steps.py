@@ -11,11 +11,11 @@ import torch
 from spmdrl.engines.generation.native.graphs.fixed_step import padded_rows, padded_width
 from spmdrl.engines.generation.native.graphs.graph_steps import CAPTURES
 from spmdrl.engines.generation.native.native_engine import NativeEngine
-from spmdrl.engines.generation.protocol import PartialResponse, Request, Response, SamplingParams
-from spmdrl.engines.generation.rollout_config import RolloutConfig
+from spmdrl.engines.generation.protocol import PartialResponse, Request, Response
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.kernels import plain
 from spmdrl.engines.models.kernels.ops import TABLE
+from spmdrl.nouns.settings.rollout_config import RolloutConfig, SamplingParams
 from tests.engines.generation.recorded_graphs import RecordingCapture, run_in_pytorch
 from tests.engines.generation.schedules import (
     FAMILIES,

@@ -7,8 +7,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 from spmdrl.engines.generation.native.native_engine import NativeEngine
-from spmdrl.engines.generation.protocol import Response, SamplingParams
-from spmdrl.engines.generation.rollout_config import RolloutConfig
+from spmdrl.engines.generation.protocol import Response
+from spmdrl.nouns.settings.rollout_config import RolloutConfig, SamplingParams
 from tests.engines.generation.support import (
     TINY,
     assert_same_answers,

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from spmdrl.engines.generation.native.native_engine import NativeEngine
-from spmdrl.engines.generation.protocol import SamplingParams
 from spmdrl.engines.models.decoder import DecoderConfig
-from spmdrl.engines.models.lora import LoraConfig, is_adapter
+from spmdrl.engines.models.lora import is_adapter
+from spmdrl.nouns.settings.model_config import LoraConfig
+from spmdrl.nouns.settings.rollout_config import SamplingParams
 from tests.engines.generation.schedules import FAMILIES, weights_of
 from tests.engines.generation.support import prompt_of, request, run, small_rollout
 from tests.support.chosen_device import chosen_device, chosen_kind

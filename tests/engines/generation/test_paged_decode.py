@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from spmdrl.engines.generation.protocol import SamplingParams
 from spmdrl.engines.models.kernels import plain
 from spmdrl.engines.models.kernels.ops import TABLE
+from spmdrl.nouns.settings.rollout_config import SamplingParams
 from tests.engines.generation.schedules import FAMILIES, SCHEDULES, engine_of, requests_with, responses_of, tokens_in
 
 SAMPLED = SamplingParams(max_tokens=14, stop_token_ids=(3, 4, 5))

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from spmdrl.engines.generation.expert_choices import ChoiceRecorder
 from spmdrl.engines.generation.native.native_engine import NativeEngine
-from spmdrl.engines.generation.protocol import SamplingParams
 from spmdrl.engines.models.decoder import Decoder
 from spmdrl.engines.models.layers import PackedCausalAttention
-from spmdrl.engines.models.moe import MoeConfig
+from spmdrl.nouns.settings.model_sizes import MoeConfig
+from spmdrl.nouns.settings.rollout_config import SamplingParams
 from tests.engines.generation.support import TINY, prompt_of, request, run, small_rollout
 from tests.support.chosen_device import chosen_device
 

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from spmdrl.engines.generation.protocol import Request, Response, SamplingParams
+from spmdrl.engines.generation.protocol import Request, Response
 from spmdrl.engines.generation.replay import ReplayEngine, record_rollouts, rollout_file
+from spmdrl.nouns.settings.rollout_config import SamplingParams
 from tests.engines.generation.support import run
 
 RESPONSES = [

@@ -10,8 +10,8 @@ import torch
 
 from spmdrl.engines.generation.expert_choices import ChoiceRecorder
 from spmdrl.engines.generation.native.native_engine import NativeEngine
-from spmdrl.engines.generation.protocol import PartialResponse, Request, Response, SamplingParams
-from spmdrl.engines.generation.rollout_config import RolloutConfig
+from spmdrl.engines.generation.protocol import PartialResponse, Request, Response
+from spmdrl.nouns.settings.rollout_config import RolloutConfig, SamplingParams
 from tests.engines.generation.schedules import (
     FAMILIES,
     GREEDY,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from spmdrl.engines.generation.native import sampling
 from spmdrl.engines.generation.native.sampling import RowSampling, draw, invert_cdf, keep_likely, splitmix64, uniforms
-from spmdrl.engines.generation.protocol import SamplingParams
+from spmdrl.nouns.settings.rollout_config import SamplingParams
 from tests.support.chosen_device import chosen_device
 
 LOGITS = [2.0, 1.0, 0.5, 0.5, 0.0, -1.0, -1.5, -4.0]

@@ -5,8 +5,8 @@ import pytest
 from spmdrl.engines.generation.native.cache.blocks import BlockPool
 from spmdrl.engines.generation.native.cache.scheduler import Scheduler
 from spmdrl.engines.generation.native.running_rows import Admission, Row, groups_of
-from spmdrl.engines.generation.protocol import PartialResponse, Request, SamplingParams
-from spmdrl.engines.generation.rollout_config import RolloutConfig
+from spmdrl.engines.generation.protocol import PartialResponse, Request
+from spmdrl.nouns.settings.rollout_config import RolloutConfig, SamplingParams
 
 STOP = 9
 

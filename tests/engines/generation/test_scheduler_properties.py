@@ -9,7 +9,7 @@ from spmdrl.engines.generation.native.cache.blocks import BlockPool
 from spmdrl.engines.generation.native.cache.scheduler import Scheduler
 from spmdrl.engines.generation.native.running_rows import Row
 from spmdrl.engines.generation.protocol import Request
-from spmdrl.engines.generation.rollout_config import RolloutConfig
+from spmdrl.nouns.settings.rollout_config import RolloutConfig
 from tests.engines.generation.test_scheduler import STOP, give_token, group, limits, scheduler_of
 
 

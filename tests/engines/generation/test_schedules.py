@@ -11,10 +11,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from spmdrl.engines.generation.protocol import SamplingParams
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf.model_folder import hf_config_dict
 from spmdrl.engines.models.hf.model_weights import write_weights
+from spmdrl.nouns.settings.rollout_config import SamplingParams
 from spmdrl.resources.layout import GenerationLayout
 from spmdrl.resources.mesh import build_generation_mesh
 from spmdrl.resources.world import World

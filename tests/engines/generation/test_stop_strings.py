@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from spmdrl.engines.generation.protocol import SamplingParams, completes_stop_string
-from spmdrl.engines.generation.rollout_config import RolloutConfig
+from spmdrl.engines.generation.protocol import completes_stop_string
+from spmdrl.nouns.settings.rollout_config import RolloutConfig, SamplingParams
 from tests.engines.generation.support import make_engine, prompt_of, request, run, small_rollout, wake
 
 

@@ -8,12 +8,11 @@ from dataclasses import replace
 import pytest
 
 import spmdrl.engines.generation.vllm.vllm_engine  # noqa: F401
-from spmdrl.engines.generation.protocol import SamplingParams
-from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.generation.vllm.vllm_cpu import check_sizes, default_cache_bytes
 from spmdrl.engines.generation.vllm.vllm_logprobs import gives_unfiltered, logprobs_mode
-from spmdrl.engines.models.making.make_config import MakeConfig
 from spmdrl.engines.models.making.make_model import decoder_config
+from spmdrl.nouns.settings.model_config import MakeConfig
+from spmdrl.nouns.settings.rollout_config import RolloutConfig, SamplingParams
 
 SPARSE = decoder_config(MakeConfig(family="qwen3_moe", hidden_size=128, num_heads=4, moe_intermediate_size=64))
 

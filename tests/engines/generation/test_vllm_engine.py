@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from spmdrl.engines.generation.protocol import PartialResponse, Request, Response, SamplingParams
-from spmdrl.engines.generation.rollout_config import RolloutConfig
+from spmdrl.engines.generation.protocol import PartialResponse, Request, Response
 from spmdrl.engines.generation.vllm.vllm_engine import VllmEngine
 from spmdrl.engines.models.hf.model_weights import WeightFiles
-from spmdrl.engines.models.making.make_config import MakeConfig
 from spmdrl.engines.models.making.make_model import make_model_folder
-from spmdrl.nouns import whole_slice
+from spmdrl.nouns.batch import whole_slice
+from spmdrl.nouns.settings.model_config import MakeConfig
+from spmdrl.nouns.settings.rollout_config import RolloutConfig, SamplingParams
 from spmdrl.resources.world import World
 from tests.engines.generation.support import request, run
 from tests.support.ranks import run_ranks

@@ -15,7 +15,7 @@ from spmdrl.engines.models.hf.model_folder import read_config
 from spmdrl.engines.models.hf.weight_check import open_weights
 from spmdrl.engines.models.kernels.cpp.cpu_library import cpu_library
 from spmdrl.engines.models.layers import PackedCausalAttention
-from spmdrl.nouns import offsets_of, whole_slice
+from spmdrl.nouns.batch import offsets_of, whole_slice
 from tests.support.chosen_device import chosen_device
 
 

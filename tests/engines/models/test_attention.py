@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from spmdrl.engines.models.layers import PackedCausalAttention
-from spmdrl.nouns import offsets_of
+from spmdrl.nouns.batch import offsets_of
 from tests.support.chosen_device import chosen_device
 
 

@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwe
 from spmdrl.engines.models.decoder import Decoder, DecoderConfig, LayerSpan
 from spmdrl.engines.models.hf.model_folder import parameter_shapes, read_config
 from spmdrl.engines.models.layers import PackedCausalAttention
-from spmdrl.engines.models.making.make_config import MakeConfig
 from spmdrl.engines.models.making.make_model import RandomWeights, decoder_config
-from spmdrl.nouns import offsets_of
+from spmdrl.nouns.batch import offsets_of
+from spmdrl.nouns.settings.model_config import MakeConfig
 from spmdrl.resources.device import BACKENDS
 from tests.engines.models.support import load_decoder, packed_logits, random_rows
 from tests.support.chosen_device import chosen_device, chosen_kind

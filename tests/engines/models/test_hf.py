@@ -15,15 +15,15 @@ from spmdrl.config.config import load_config
 from spmdrl.config.reader import ConfigError
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf.model_folder import (
-    ModelConfig,
+    compute_dtype,
     hf_config_dict,
     parameter_shapes,
     read_config,
     resolve_model_folder,
 )
-from spmdrl.engines.models.making.make_config import MakeConfig
-from spmdrl.engines.models.moe import MoeConfig
 from spmdrl.engines.models.rope_scaling import YarnScaling
+from spmdrl.nouns.settings.model_config import MakeConfig, ModelConfig
+from spmdrl.nouns.settings.model_sizes import MoeConfig
 
 QWEN2 = {
     "model_type": "qwen2",
@@ -322,8 +322,8 @@ def test_exactly_one_of_path_and_make_is_required() -> None:
 
 def test_auto_dtype_follows_the_device() -> None:
     model = ModelConfig(path="folder")
-    assert [model.compute_dtype(kind) for kind in ("cpu", "cuda")] == [torch.float32, torch.bfloat16]
-    assert ModelConfig(path="folder", dtype="float32").compute_dtype("cuda") is torch.float32
+    assert [compute_dtype(model, kind) for kind in ("cpu", "cuda")] == [torch.float32, torch.bfloat16]
+    assert compute_dtype(ModelConfig(path="folder", dtype="float32"), "cuda") is torch.float32
     with pytest.raises(ConfigError, match="model.dtype is 'int8'"):
         load_config([], ["model.path=folder", "model.dtype=int8"])
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from spmdrl.engines.models.kernels import invariant, plain
 from spmdrl.engines.models.kernels.packed import PackedRows
-from spmdrl.nouns import offsets_of
+from spmdrl.nouns.batch import offsets_of
 
 
 @pytest.fixture(autouse=True)

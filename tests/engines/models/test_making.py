@@ -9,8 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from spmdrl.engines.models.hf.model_folder import parameter_shapes, read_config
-from spmdrl.engines.models.making.make_config import PRINTABLE_CHARS, MakeConfig
 from spmdrl.engines.models.making.make_model import decoder_config, make_char_tokenizer, make_model_folder
+from spmdrl.nouns.settings.model_config import PRINTABLE_CHARS, MakeConfig
 from tests.engines.models.support import load_decoder, packed_logits, random_rows
 
 TINY = MakeConfig(hidden_size=32, num_layers=1, intermediate_size=48)

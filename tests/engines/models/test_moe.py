@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spmdrl.engines.models.moe import LocalDispatch, MoeConfig, Router, SparseFeedForward
+from spmdrl.engines.models.moe import LocalDispatch, Router, SparseFeedForward
+from spmdrl.nouns.settings.model_sizes import MoeConfig
 from tests.support.chosen_device import chosen_device
 
 CONFIG = MoeConfig(num_experts=5, experts_per_token=2, intermediate_size=3)

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from spmdrl.engines.models.making.make_model import make_char_tokenizer
-from spmdrl.engines.models.renderer import Renderer, RowNotRendered, TemplateOptions
+from spmdrl.engines.models.renderer import Renderer
 from spmdrl.engines.models.tokenizer import ModelTokenizer
+from spmdrl.nouns.settings.data_config import RowNotRendered, TemplateOptions
 from tests.support.text_models import CHATML, LLAMA2, LLAMA3, byte_fallback_folder, byte_level_folder
 
 pytestmark = pytest.mark.oldest

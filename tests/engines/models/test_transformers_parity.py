@@ -25,10 +25,11 @@ from transformers import (
 )
 
 from spmdrl.engines.generation.native.native_engine import NativeEngine
-from spmdrl.engines.generation.protocol import Request, SamplingParams
+from spmdrl.engines.generation.protocol import Request
 from spmdrl.engines.models.hf.model_folder import hf_config_dict, parameter_shapes, read_config
 from spmdrl.engines.models.hf.model_weights import WeightFiles, write_weights
-from spmdrl.nouns import whole_slice
+from spmdrl.nouns.batch import whole_slice
+from spmdrl.nouns.settings.rollout_config import SamplingParams
 from tests.engines.generation.support import small_rollout
 from tests.engines.models.support import load_decoder, packed_logits, random_rows
 from tests.support.chosen_device import chosen_device

@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from spmdrl.engines.models.hf.model_folder import hf_config_dict, read_config
 from spmdrl.engines.models.hf.model_weights import WeightFiles, write_weights
-from spmdrl.engines.models.making.make_config import MakeConfig
 from spmdrl.engines.models.making.make_model import RandomWeights, decoder_config
-from spmdrl.nouns import WeightSlice, whole_slice
+from spmdrl.nouns.batch import WeightSlice, whole_slice
+from spmdrl.nouns.settings.model_config import MakeConfig
 from tests.engines.models.support import load_decoder, packed_logits, random_rows
 
 MAKE = MakeConfig(hidden_size=32, num_layers=2, intermediate_size=48, chars="0123456789+=")

@@ -11,7 +11,7 @@ from spmdrl.engines.models.decoder import Decoder
 from spmdrl.engines.models.moe import SparseFeedForward
 from spmdrl.engines.parallel.expert_parallel import apply_expert_parallel, check_expert_parallel
 from spmdrl.engines.parallel.parts import Parts
-from spmdrl.nouns import WeightSlice
+from spmdrl.nouns.batch import WeightSlice
 from spmdrl.resources.layout import UpdateLayout
 from spmdrl.resources.mesh import Axis, build_update_mesh
 from spmdrl.resources.world import World

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from spmdrl.engines.models.decoder import Decoder, DecoderConfig
-from spmdrl.engines.models.moe import MoeConfig
 from spmdrl.engines.parallel.parts import Parts
 from spmdrl.engines.parallel.tensor_parallel import (
     apply_tensor_parallel,
@@ -19,6 +18,7 @@ from spmdrl.engines.parallel.tensor_parallel import (
 )
 from spmdrl.engines.parallel.weight_cuts import VocabularyPart
 from spmdrl.engines.training.heads import LogprobHead, ValueHead
+from spmdrl.nouns.settings.model_sizes import MoeConfig
 from spmdrl.resources.layout import UpdateLayout
 from spmdrl.resources.mesh import Axis, build_update_mesh
 from spmdrl.resources.world import World

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from spmdrl.engines.reward.calls import RewardCall, read_scores
-from spmdrl.engines.reward.pool import RewardConfig, RewardPool
+from spmdrl.engines.reward.pool import RewardPool
 from spmdrl.engines.workers.call_pool import runs_inline
 from spmdrl.engines.workers.descent import ProcessTree
 from spmdrl.engines.workers.verdict import Verdict
+from spmdrl.nouns.settings.reward_config import RewardConfig
 
 POISONS = Path(__file__).with_name("poisons.py")
 TIMEOUT_SECONDS = 1.5

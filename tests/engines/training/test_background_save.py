@@ -11,13 +11,14 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from spmdrl.engines.training.checkpoints.background_save import BackgroundSave, RankOfSave
-from spmdrl.engines.training.checkpoints.checkpoint import CheckpointConfig, CheckpointStore
+from spmdrl.engines.training.checkpoints.checkpoint import CheckpointStore
 from spmdrl.engines.training.checkpoints.file_writes import add_text
 from spmdrl.engines.training.checkpoints.manifest import damage
 from spmdrl.engines.training.checkpoints.snapshot import HostCopies, NoHostMemory, Snapshot
 from spmdrl.engines.training.checkpoints.trainer_state import write_shards
 from spmdrl.engines.training.sharding.sharded_model import Shard
-from spmdrl.nouns import whole_slice
+from spmdrl.nouns.batch import whole_slice
+from spmdrl.nouns.settings.checkpoint_config import CheckpointConfig
 from spmdrl.observability.fault_points import faultpoint
 from spmdrl.observability.ownership.fence import FolderTaken
 from spmdrl.resources.device import Device

@@ -7,8 +7,9 @@ import json
 import pytest
 from safetensors import SafetensorError
 
-from spmdrl.engines.training.checkpoints.checkpoint import CheckpointConfig, CheckpointStore
+from spmdrl.engines.training.checkpoints.checkpoint import CheckpointStore
 from spmdrl.engines.training.checkpoints.manifest import MANIFEST, damage
+from spmdrl.nouns.settings.checkpoint_config import CheckpointConfig
 
 
 def store_in(folder, **config):

@@ -14,7 +14,7 @@ from spmdrl.engines.models.layers import PackedCausalAttention
 from spmdrl.engines.training.batching.packed_rows import MicroBatch, TokenRows, to_microbatch
 from spmdrl.engines.training.context.context_parallel import attention_of, check_context_parallel, share_of
 from spmdrl.engines.training.context.token_placement import Placement, num_places, place_tokens
-from spmdrl.nouns import offsets_of
+from spmdrl.nouns.batch import offsets_of
 from spmdrl.resources.layout import ContextKind
 from spmdrl.resources.mesh import Axis
 from spmdrl.resources.world import World

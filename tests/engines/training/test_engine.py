@@ -13,8 +13,8 @@ from spmdrl.engines.training.checkpoints.trainer_state import (
     trainer_state,
     write_shards,
 )
-from spmdrl.engines.training.training_config import TrainingConfig
 from spmdrl.engines.training.training_engine import TrainingEngine
+from spmdrl.nouns.settings.training_config import TrainingConfig
 from spmdrl.observability.activity import activity
 from tests.engines.training.tiny import (
     CONFIG,

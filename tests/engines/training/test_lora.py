@@ -13,15 +13,15 @@ from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf.adapter_files import WithNewAdapters
 from spmdrl.engines.models.hf.model_folder import parameter_shapes
 from spmdrl.engines.models.kernels.ops import compute_batch_invariantly
-from spmdrl.engines.models.lora import LoraConfig
 from spmdrl.engines.models.making.make_model import RandomWeights
-from spmdrl.engines.models.moe import MoeConfig
 from spmdrl.engines.training.batching.microbatch_limit import MicrobatchLimit
 from spmdrl.engines.training.batching.packed_rows import AdapterLogprobs, TokenRows
 from spmdrl.engines.training.checkpoints.trainer_state import trainer_state
-from spmdrl.engines.training.training_config import TrainingConfig
 from spmdrl.engines.training.training_engine import TrainingEngine
-from spmdrl.nouns import WeightSlice, offsets_of, whole_slice
+from spmdrl.nouns.batch import WeightSlice, offsets_of, whole_slice
+from spmdrl.nouns.settings.model_config import LoraConfig
+from spmdrl.nouns.settings.model_sizes import MoeConfig
+from spmdrl.nouns.settings.training_config import TrainingConfig
 from spmdrl.resources.layout import UpdateLayout, fit_update_layout
 from spmdrl.resources.mesh import build_update_mesh
 from spmdrl.resources.world import World

@@ -8,8 +8,9 @@ import random
 
 import pytest
 
-from spmdrl.engines.training.checkpoints.checkpoint import CheckpointConfig, CheckpointStore
+from spmdrl.engines.training.checkpoints.checkpoint import CheckpointStore
 from spmdrl.engines.training.checkpoints.manifest import MANIFEST, damage, read_manifest, step_of_folder
+from spmdrl.nouns.settings.checkpoint_config import CheckpointConfig
 
 FUZZ = int(os.environ.get("SPMDRL_FUZZ", "300"))
 NAMES = ("run.json", "model/config.json", "trainer/shards_00000.safetensors", "trainer/shards_00001.safetensors")

@@ -11,13 +11,12 @@ from hypothesis import strategies as st
 
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf.model_folder import parameter_shapes
-from spmdrl.engines.models.latent import LatentConfig
-from spmdrl.engines.models.moe import MoeConfig
 from spmdrl.engines.models.row_cost import row_cost_of
 from spmdrl.engines.training.batching.microbatch import fewest_microbatches, plan_microbatches
 from spmdrl.engines.training.batching.packed_rows import TokenRows, dummy_rows, to_microbatch
-from spmdrl.nouns import offsets_of
+from spmdrl.nouns.batch import offsets_of
 from spmdrl.nouns.partition import RowCost
+from spmdrl.nouns.settings.model_sizes import LatentConfig, MoeConfig
 from tests.engines.training.tiny import CONFIG, make_rows
 
 COST = RowCost(per_token=10, per_token_squared=1)

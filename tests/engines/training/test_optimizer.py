@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from spmdrl.engines.parallel.weight_cuts import chunk_of
-from spmdrl.engines.training.update.optimizer import OptimConfig, clip_gradients, learning_rate, squared_norm
+from spmdrl.engines.training.update.optimizer import clip_gradients, learning_rate, squared_norm
+from spmdrl.nouns.settings.training_config import OptimConfig
 
 
 def rates(config: OptimConfig, num_steps: int) -> list[float]:

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from spmdrl.algorithms.terms.pairs import PAIR, PairTokens, PreferenceConfig, preference_loss
+from spmdrl.algorithms.settings.preference_configs import PreferenceConfig
+from spmdrl.algorithms.terms.pairs import PAIR, PairTokens, preference_loss
 from spmdrl.engines.models.making.make_model import RandomWeights
 from spmdrl.engines.training.batching.packed_rows import LossTerms, MicroBatch, Scores, TokenRows
 from spmdrl.resources.layout import UpdateLayout

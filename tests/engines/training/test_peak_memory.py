@@ -12,9 +12,8 @@ import torch
 
 from spmdrl.engines.models.hf.model_weights import WeightFiles, write_weights
 from spmdrl.engines.models.making.make_model import RandomWeights
-from spmdrl.engines.training.training_config import TrainingConfig
 from spmdrl.engines.training.training_engine import TrainingEngine
-from spmdrl.engines.training.update.optimizer import OptimConfig
+from spmdrl.nouns.settings.training_config import OptimConfig, TrainingConfig
 from spmdrl.resources.layout import UpdateLayout
 from spmdrl.resources.mesh import build_update_mesh
 from spmdrl.resources.world import World

@@ -11,7 +11,7 @@ from spmdrl.engines.models.layers import PackedCausalAttention
 from spmdrl.engines.training.batching.packed_rows import MicroBatch, TokenRows, to_microbatch
 from spmdrl.engines.training.context.context_parallel import GatherRatings, share_of
 from spmdrl.engines.training.context.token_placement import Placement, num_places, place_tokens
-from spmdrl.nouns import offsets_of
+from spmdrl.nouns.batch import offsets_of
 from tests.engines.training.tiny import axis_of
 
 lengths_of_rows = st.lists(st.integers(1, 40), min_size=1, max_size=8)

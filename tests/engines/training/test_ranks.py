@@ -24,7 +24,7 @@ from spmdrl.engines.training.checkpoints.trainer_state import (
 )
 from spmdrl.engines.training.sharding.sharded_model import local_tensor
 from spmdrl.engines.training.training_engine import TrainingEngine, UpdateResult
-from spmdrl.nouns import WeightSlice
+from spmdrl.nouns.batch import WeightSlice
 from spmdrl.resources.collectives import barrier
 from spmdrl.resources.layout import UpdateLayout
 from spmdrl.resources.world import World

@@ -10,16 +10,17 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from spmdrl.engines.models.decoder import Decoder, DecoderConfig
-from spmdrl.engines.models.moe import MoeConfig, SparseFeedForward
+from spmdrl.engines.models.moe import SparseFeedForward
 from spmdrl.engines.training.routing.router_statistics import RouterStatistics, RouterTotals, largest_bias
 from spmdrl.engines.training.routing.routers import (
     RecordingRoute,
     RoutedTokens,
-    RoutingConfig,
     RoutingScope,
     check_routing,
     experts_of_rows,
 )
+from spmdrl.nouns.settings.model_sizes import MoeConfig
+from spmdrl.nouns.settings.training_config import RoutingConfig
 from spmdrl.resources.layout import UpdateLayout
 from spmdrl.resources.mesh import Axis, build_update_mesh
 from spmdrl.resources.world import World

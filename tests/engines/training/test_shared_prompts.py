@@ -12,18 +12,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from spmdrl.engines.models.decoder import DecoderConfig
-from spmdrl.engines.models.lora import LoraConfig
 from spmdrl.engines.models.making.make_model import RandomWeights
-from spmdrl.engines.models.moe import MoeConfig
 from spmdrl.engines.training.batching.packed_rows import LossTerms, MicroBatch, TokenRows
 from spmdrl.engines.training.batching.shared_prompts import RowSharing, bundle_rows, lay_out
-from spmdrl.engines.training.routing.routers import RoutingConfig
-from spmdrl.engines.training.training_config import TrainingConfig
 from spmdrl.engines.training.training_engine import TrainingEngine
-from spmdrl.engines.training.update.optimizer import OptimConfig
-from spmdrl.nouns import WeightSlice, offsets_of
+from spmdrl.nouns.batch import WeightSlice, offsets_of
 from spmdrl.nouns.partition import TOKENS, RowCost
 from spmdrl.nouns.roles import Rating
+from spmdrl.nouns.settings.model_config import LoraConfig
+from spmdrl.nouns.settings.model_sizes import MoeConfig
+from spmdrl.nouns.settings.training_config import OptimConfig, RoutingConfig, TrainingConfig
 from spmdrl.resources.layout import UpdateLayout
 from spmdrl.resources.mesh import build_update_mesh
 from spmdrl.resources.world import World

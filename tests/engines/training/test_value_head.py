@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 
 from spmdrl.engines.generation.native.native_engine import NativeEngine
-from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf.model_folder import hf_config_dict, parameter_shapes, read_config
 from spmdrl.engines.models.hf.model_weights import WeightFiles, WeightSource, WithNewHead, write_weights
 from spmdrl.engines.models.making.make_model import RandomWeights
 from spmdrl.engines.training.batching.packed_rows import LossFunction, LossTerms, MicroBatch, TokenRows
-from spmdrl.engines.training.training_config import TrainingConfig
 from spmdrl.engines.training.training_engine import TrainingEngine
-from spmdrl.nouns import offsets_of, whole_slice
+from spmdrl.nouns.batch import offsets_of, whole_slice
 from spmdrl.nouns.roles import Rating
+from spmdrl.nouns.settings.rollout_config import RolloutConfig
+from spmdrl.nouns.settings.training_config import TrainingConfig
 from spmdrl.resources.layout import UpdateLayout, fit_update_layout
 from spmdrl.resources.mesh import build_update_mesh
 from spmdrl.resources.world import World

@@ -9,15 +9,13 @@ import torch
 from torch import Tensor
 
 from spmdrl.engines.models.decoder import Decoder, DecoderConfig
-from spmdrl.engines.models.latent import LatentConfig
 from spmdrl.engines.models.layers import PackedCausalAttention
-from spmdrl.engines.models.moe import MoeConfig
 from spmdrl.engines.parallel.parts import Parts
 from spmdrl.engines.training.batching.packed_rows import LossTerms, MicroBatch, Scores, TokenRows
-from spmdrl.engines.training.training_config import TrainingConfig
 from spmdrl.engines.training.training_engine import TrainingEngine
-from spmdrl.engines.training.update.optimizer import OptimConfig
-from spmdrl.nouns import WeightSlice, offsets_of, whole_slice
+from spmdrl.nouns.batch import WeightSlice, offsets_of, whole_slice
+from spmdrl.nouns.settings.model_sizes import LatentConfig, MoeConfig
+from spmdrl.nouns.settings.training_config import OptimConfig, TrainingConfig
 from spmdrl.resources.layout import UpdateLayout, fit_update_layout
 from spmdrl.resources.mesh import Axis, build_update_mesh
 from spmdrl.resources.world import World

@@ -14,44 +14,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal
 
 import numpy as np
 import torch
-from annotated_types import Gt
 from torch import Tensor
 
-from spmdrl.algorithms.actor_critic.ppo import ActorCriticConfig, Ppo
-from spmdrl.nouns import CreditInputs
-
-FilterRule = Literal["best-random", "best-worst", "power"]
+from spmdrl.algorithms.actor_critic.ppo import Ppo
+from spmdrl.algorithms.settings.actor_critic_configs import FilterRule, PfPpoConfig
+from spmdrl.nouns.batch import CreditInputs
 
 # The authors' weights of best-random.
 _BEST_WEIGHT, _OTHERS_WEIGHT = 0.4, 0.1
-
-
-@dataclass(frozen=True)
-class PfPpoConfig(ActorCriticConfig):
-    """PPO on rows that are drawn, with replacement, by their rewards (arXiv:2409.06957)."""
-
-    name: Literal["pf_ppo"] = "pf_ppo"
-    """the algorithm"""
-    filter: FilterRule = "best-random"
-    """how likely a response is drawn; best-random: the best one four times as likely as each other; best-worst: the
-    best and the worst alike, no other; power: by |reward| to the power of filter_power"""
-    filter_power: Annotated[float, Gt(0)] = 2.0
-    """the exponent of filter power"""
-    filter_scope: Literal["prompt", "batch"] = "prompt"
-    """what a response is compared with and drawn from, as many as there are; prompt: the other responses to its prompt,
-    by which the authors weigh too, though they draw from the whole buffer; batch: all responses of the step (verl)"""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.filter != "power" and self.filter_power != PfPpoConfig.filter_power:
-            raise ValueError(
-                f"algo.filter_power is {self.filter_power}, but algo.filter {self.filter} has no power; set "
-                "algo.filter to power, or leave algo.filter_power out"
-            )
 
 
 @dataclass(frozen=True)

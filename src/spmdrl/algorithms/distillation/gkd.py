@@ -14,47 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal
 
 import torch
-from annotated_types import Ge, Interval
 from torch import Tensor
 
-from spmdrl.algorithms.algorithm import AlgoConfig, Algorithm
-from spmdrl.nouns import CreditInputs, TokenLoss, TokenTerms
-
-Divergence = Literal["forward", "reverse", "jsd"]
-
-
-@dataclass(frozen=True)
-class GkdConfig(AlgoConfig):
-    """A divergence between the distributions of a teacher and the policy, as the loss (arXiv:2306.13649)."""
-
-    name: Literal["gkd"] = "gkd"
-    """the algorithm"""
-    kl_in: Literal["loss"] = "loss"
-    """the KL term to the reference model is added to each token's loss"""
-    top_k: Annotated[int, Ge(1)] = 32
-    """likeliest tokens of the teacher that are compared in each token's place; all others are compared as one"""
-    divergence: Divergence = "jsd"
-    """forward: KL(teacher || policy), which covers all that the teacher does; reverse: KL(policy || teacher), which
-    keeps to what it does most; jsd: between both, by beta"""
-    beta: Annotated[float, Interval(gt=0, lt=1)] = 0.5
-    """the teacher's share of the mixture that jsd compares both with; near 0 its gradient is that of forward, near 1
-    that of reverse"""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.beta != 0.5 and self.divergence != "jsd":
-            raise ValueError(
-                f"algo.beta is {self.beta}, but algo.divergence {self.divergence} has no mixture; set "
-                "algo.divergence to jsd, or leave algo.beta out"
-            )
-        if self.off_policy_bound is not None:
-            raise ValueError(
-                f"algo.off_policy_bound is {self.off_policy_bound}, but it leaves out rows with negative advantages, "
-                "of which gkd has none; leave it out"
-            )
+from spmdrl.algorithms.algorithm import Algorithm
+from spmdrl.algorithms.settings.distillation_configs import Divergence, GkdConfig
+from spmdrl.nouns.batch import CreditInputs, TokenLoss, TokenTerms
 
 
 @dataclass(frozen=True)

@@ -11,31 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal
 
 import torch
-from annotated_types import Ge, Gt
 from torch import Tensor
 
-from spmdrl.algorithms.clipped import Clipped, ClippedConfig
-from spmdrl.algorithms.group_relative import GroupRelative, GroupRelativeConfig
-from spmdrl.nouns import CreditInputs
-
-
-@dataclass(frozen=True)
-class OpdConfig(GroupRelativeConfig, ClippedConfig):
-    """Each token's log-prob under a teacher, less that under the generator, as its advantage (arXiv:2306.13649)."""
-
-    name: Literal["opd"] = "opd"
-    """the algorithm"""
-    kl_in: Literal["loss", "advantage"] = "loss"
-    """the KL term to the reference model; loss: it is added to each token's loss; advantage: its sum over a token and
-    all later ones is subtracted from the token's advantage"""
-    teacher_coef: Annotated[float, Gt(0)] = 1.0
-    """weight of the distance to the teacher in the advantage"""
-    reward_coef: Annotated[float, Ge(0)] = 0.0
-    """weight of the group-relative advantage of the reward, which is added to that of the teacher; 0: the teacher
-    alone, and rewards are only reported"""
+from spmdrl.algorithms.clipped import Clipped
+from spmdrl.algorithms.group_relative import GroupRelative
+from spmdrl.algorithms.settings.distillation_configs import OpdConfig
+from spmdrl.nouns.batch import CreditInputs
 
 
 @dataclass(frozen=True)

@@ -11,33 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal
 
-from annotated_types import Ge
 from torch import Tensor
 
-from spmdrl.algorithms.policy.grpo import Grpo, GrpoSettings
+from spmdrl.algorithms.policy.grpo import Grpo
+from spmdrl.algorithms.settings.policy_configs import DapoConfig
 from spmdrl.algorithms.terms.advantages import Groups
-from spmdrl.nouns import CreditInputs, CreditSettings
-
-
-@dataclass(frozen=True)
-class DapoConfig(GrpoSettings):
-    """GRPO that trains only on prompts with right and wrong responses (arXiv:2503.14476)."""
-
-    name: Literal["dapo"] = "dapo"
-    """the algorithm"""
-    clip_ratio_high: Annotated[float, Ge(0)] = 0.28
-    """the probability ratio is clipped above at 1 + this; more than clip_ratio_low is DAPO's clip-higher"""
-    overlong_cache: Annotated[int, Ge(0)] | None = None
-    """in the last so many tokens before rollout.max_completion_length a response's reward falls by up to 1, by token;
-    null: a fifth of it, as the paper's 4096 of 20480; 0: nothing is taken off"""
-    filter_on: str | None = None
-    """the reward function whose values decide which prompts teach something, such as the one for the right answer;
-    null: the reward itself, before anything is taken off for length"""
-    max_refills: Annotated[int, Ge(0)] = 4
-    """how often a step generates more prompts in place of those that are left out, as many at most as it trains; 0: it
-    trains on fewer"""
+from spmdrl.nouns.batch import CreditInputs, CreditSettings
 
 
 @dataclass(frozen=True)

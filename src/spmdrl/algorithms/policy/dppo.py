@@ -11,57 +11,15 @@ two coins, which show this token or another (kl); else 1. Nothing flows through 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Literal
 
 import torch
-from annotated_types import Ge, Gt
 from torch import Tensor
 
-from spmdrl.algorithms.group_relative import GroupRelative, GroupRelativeConfig
+from spmdrl.algorithms.group_relative import GroupRelative
+from spmdrl.algorithms.settings.policy_configs import DppoConfig
 from spmdrl.algorithms.terms.losses import BOUNDED, bounded_exp, is_beyond_bound
-from spmdrl.nouns import TokenLoss, TokenTerms
-
-
-@dataclass(frozen=True)
-class DppoConfig(GroupRelativeConfig):
-    """Tokens beyond a bound on the divergence are left out (arXiv:2602.04879)."""
-
-    name: Literal["dppo"] = "dppo"
-    """the algorithm"""
-    divergence: Literal["tv", "kl"] = "tv"
-    """between the policies, each taken as the token or any other; tv: total variation; kl: of the anchor from the
-    policy"""
-    divergence_low: Annotated[float, Gt(0)] | None = None
-    """the bound where the advantage is negative and the token has become less likely; null: the paper's 0.15 for tv,
-    0.05 for kl"""
-    divergence_high: Annotated[float, Gt(0)] | None = None
-    """the bound where the advantage is positive and the token has become more likely; null: the paper's 0.15 for tv,
-    0.05 for kl"""
-    is_max: Annotated[float, Gt(1)] = 20.0
-    """upper bound of a token's importance weight, a ratio"""
-    anchor: Literal["rollout", "old"] = "rollout"
-    """whose log-probs the policy is compared with; rollout: the generator's (the paper); old: the trainer's at the
-    beginning of the step (verl)"""
-    scale_rewards: Literal["group", "batch", "none"] = "none"
-    """rewards minus their group's mean aren't divided; group, batch: by the standard deviation of the group or of the
-    batch, as GRPO does"""
-    squared_ratio_coef: Annotated[float, Ge(0)] = 0.0
-    """weight of the squared log-ratio to the anchor in each token's loss; prime-rl has 1e-3"""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.rollout_is != "none" and self.anchor == "rollout":
-            raise ValueError(
-                f"algo.rollout_is is {self.rollout_is}, but dppo's ratio is that to the generator already, which would "
-                "count twice; leave algo.rollout_is out, or set algo.anchor to old"
-            )
-
-    @property
-    def bounds(self) -> tuple[float, float]:
-        """The lower and the upper bound."""
-        default = 0.15 if self.divergence == "tv" else 0.05
-        low = default if self.divergence_low is None else self.divergence_low
-        return low, default if self.divergence_high is None else self.divergence_high
+from spmdrl.nouns.batch import TokenLoss, TokenTerms
 
 
 @dataclass(frozen=True)

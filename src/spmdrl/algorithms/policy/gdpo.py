@@ -13,33 +13,14 @@ Shape letters: `K` reward functions.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from spmdrl.algorithms.policy.grpo import Grpo, GrpoSettings
+from spmdrl.algorithms.policy.grpo import Grpo
+from spmdrl.algorithms.settings.policy_configs import GdpoConfig
 from spmdrl.algorithms.terms.advantages import Groups, whitened
-from spmdrl.nouns import CreditInputs
-
-
-@dataclass(frozen=True)
-class GdpoConfig(GrpoSettings):
-    """GRPO that compares each reward function's values by themselves (arXiv:2601.05242)."""
-
-    name: Literal["gdpo"] = "gdpo"
-    """the algorithm"""
-    whiten_over: Literal["rows", "tokens"] = "rows"
-    """what the batch's standard deviation is of; rows: one value per response, whose mean is 0; tokens: one value per
-    token, so that long responses count for more, and whose mean is subtracted too (verl)"""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.kl_in_credit:
-            raise ValueError(
-                f"algo.kl_in is {self.kl_in} (algo.kl_coef {self.kl_coef}), but gdpo compares several rewards, none of "
-                "which the KL term is part of; set algo.kl_in to loss"
-            )
+from spmdrl.nouns.batch import CreditInputs
 
 
 @dataclass(frozen=True)

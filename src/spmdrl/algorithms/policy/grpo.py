@@ -10,43 +10,14 @@ A group is the responses to one prompt. For negative A, L is at most clip_ratio_
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
 
-from annotated_types import Ge
 from torch import Tensor
 
-from spmdrl.algorithms.clipped import Clipped, ClippedConfig
-from spmdrl.algorithms.group_relative import GroupRelative, GroupRelativeConfig
-from spmdrl.algorithms.terms.losses import LossAggregation, sequence_mean
-from spmdrl.nouns import TokenTerms
-
-
-@dataclass(frozen=True)
-class GrpoSettings(GroupRelativeConfig, ClippedConfig):
-    """Settings of GRPO and of what differs from it by them alone."""
-
-    ratio_level: Literal["token", "sequence"] = "token"
-    """token: one probability ratio per token; sequence: their geometric mean over a row (GSPO)"""
-
-
-@dataclass(frozen=True)
-class GrpoConfig(GrpoSettings):
-    """Group-relative advantages and PPO's clipped loss (arXiv:2402.03300), in the form of TRL's and verl's defaults."""
-
-    name: Literal["grpo"] = "grpo"
-    """the algorithm"""
-
-
-@dataclass(frozen=True)
-class GrpoPaperConfig(GrpoSettings):
-    """GRPO with the values of its paper (arXiv:2402.03300, section 4.2)."""
-
-    name: Literal["grpo_paper"] = "grpo_paper"
-    """the algorithm"""
-    kl_coef: Annotated[float, Ge(0)] = 0.04
-    """weight of the KL divergence from the reference model; 0: no reference model is loaded"""
-    loss_agg: LossAggregation = "seq-mean-token-mean"
-    """how token losses become one number; the paper's is seq-mean-token-mean, the mean over rows of a row's mean"""
+from spmdrl.algorithms.clipped import Clipped
+from spmdrl.algorithms.group_relative import GroupRelative
+from spmdrl.algorithms.settings.policy_configs import GrpoSettings
+from spmdrl.algorithms.terms.losses import sequence_mean
+from spmdrl.nouns.batch import TokenTerms
 
 
 @dataclass(frozen=True)

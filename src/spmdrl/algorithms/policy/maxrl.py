@@ -7,22 +7,14 @@ L = -min(r A, clip(r, 1 - low, 1 + high) A)
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from spmdrl.algorithms.clipped import Clipped, ClippedConfig
+from spmdrl.algorithms.clipped import Clipped
 from spmdrl.algorithms.from_rewards import FromRewards
+from spmdrl.algorithms.settings.policy_configs import MaxRlConfig
 from spmdrl.algorithms.terms.advantages import Groups
-
-
-@dataclass(frozen=True)
-class MaxRlConfig(ClippedConfig):
-    """Centred rewards over their group's mean (arXiv:2602.02710)."""
-
-    name: Literal["maxrl"] = "maxrl"
-    """the algorithm"""
 
 
 @dataclass(frozen=True)

@@ -11,51 +11,15 @@ is clipped. Options give what TRL, verl and OpenRLHF train under this name inste
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from torch import Tensor
 
-from spmdrl.algorithms.clipped import Clipped, ClippedConfig
+from spmdrl.algorithms.clipped import Clipped
 from spmdrl.algorithms.from_rewards import FromRewards
+from spmdrl.algorithms.settings.policy_configs import RlooConfig
 from spmdrl.algorithms.terms.advantages import Groups
-from spmdrl.algorithms.terms.losses import LossAggregation, clipped_policy, sums_and_lengths
-from spmdrl.nouns import TokenLoss, TokenTerms
-
-
-@dataclass(frozen=True)
-class RlooConfig(ClippedConfig):
-    """REINFORCE with a leave-one-out baseline (arXiv:2402.14740)."""
-
-    name: Literal["rloo"] = "rloo"
-    """the algorithm"""
-    kl_in: Literal["loss", "reward", "advantage"] = "reward"
-    """reward: the KL term's sum over a row is subtracted from the reward before baselines are computed (the paper,
-    TRL); advantage: its sum over a token and all later ones is subtracted from the token's advantage (OpenRLHF); loss:
-    it is added to each token's loss"""
-    kl_estimator: Literal["k1", "k2", "k3"] = "k1"
-    """estimator of the KL divergence (Schulman 2020, "Approximating KL Divergence"); k1 can't be used in the loss"""
-    loss_agg: LossAggregation = "seq-mean-token-sum"
-    """how token losses become one number; the paper's is seq-mean-token-sum, the mean over rows of a row's sum; verl's
-    is token-mean"""
-    ratio_level: Literal["none", "token", "sequence"] = "none"
-    """none: no probability ratio (the paper); token: PPO's clipped ratio per token (verl, OpenRLHF); sequence: one
-    clipped ratio per row, the product over its tokens (TRL)"""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        clips = ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c")
-        given = [name for name in clips if getattr(self, name) != getattr(ClippedConfig, name)]
-        if given and self.ratio_level == "none":
-            raise ValueError(
-                f"algo.{given[0]} is {getattr(self, given[0])}, but with algo.ratio_level none there is no ratio to "
-                "clip; leave it out, or set algo.ratio_level to token or sequence"
-            )
-        if self.kl_coef > 0 and self.kl_in == "advantage" and self.ratio_level == "sequence":
-            raise ValueError(
-                "algo.kl_in is advantage and algo.ratio_level is sequence, but that gives every token an advantage of "
-                "its own, and a row's one ratio needs one for all; set algo.kl_in to reward, or algo.ratio_level to "
-                "token"
-            )
+from spmdrl.algorithms.terms.losses import clipped_policy, sums_and_lengths
+from spmdrl.nouns.batch import TokenLoss, TokenTerms
 
 
 @dataclass(frozen=True)

@@ -9,29 +9,14 @@ The slope of the gate is 1 where r is 1.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
 
 import torch
-from annotated_types import Gt
 from torch import Tensor
 
-from spmdrl.algorithms.group_relative import GroupRelative, GroupRelativeConfig
-from spmdrl.algorithms.terms.losses import BOUNDED, LossAggregation, bounded_exp, is_beyond_bound
-from spmdrl.nouns import TokenLoss, TokenTerms
-
-
-@dataclass(frozen=True)
-class SapoConfig(GroupRelativeConfig):
-    """A sigmoid of the probability ratio (arXiv:2511.20347)."""
-
-    name: Literal["sapo"] = "sapo"
-    """the algorithm"""
-    tau_positive: Annotated[float, Gt(0)] = 1.0
-    """steepness of the gate where the advantage is above 0"""
-    tau_negative: Annotated[float, Gt(0)] = 1.05
-    """steepness of the gate elsewhere; steeper, since a negative advantage raises many other tokens"""
-    loss_agg: LossAggregation = "seq-mean-token-mean"
-    """how token losses become one number; the paper's is seq-mean-token-mean, the mean over rows of a row's mean"""
+from spmdrl.algorithms.group_relative import GroupRelative
+from spmdrl.algorithms.settings.policy_configs import SapoConfig
+from spmdrl.algorithms.terms.losses import BOUNDED, bounded_exp, is_beyond_bound
+from spmdrl.nouns.batch import TokenLoss, TokenTerms
 
 
 @dataclass(frozen=True)

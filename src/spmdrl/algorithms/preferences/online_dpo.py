@@ -15,36 +15,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from spmdrl.algorithms.algorithm import AlgoConfig
 from spmdrl.algorithms.from_rewards import FromRewards
+from spmdrl.algorithms.settings.preference_configs import OnlineDpoConfig
 from spmdrl.algorithms.terms.advantages import Groups
-from spmdrl.algorithms.terms.losses import LossAggregation, sums_and_lengths
-from spmdrl.algorithms.terms.pairs import PAIR, PairTokens, PreferenceConfig, preference_loss
-from spmdrl.nouns import CreditInputs, TokenLoss, TokenTerms
-
-# What weighs or lowers single tokens has no meaning in a loss of whole pairs.
-_FIXED = {"kl_in": "loss", "loss_agg": "seq-mean-token-sum", "rollout_is": "none", "off_policy_bound": None}
-
-
-@dataclass(frozen=True)
-class OnlineDpoConfig(PreferenceConfig, AlgoConfig):
-    """DPO on the best and the worst response to each prompt (arXiv:2402.04792)."""
-
-    name: Literal["online_dpo"] = "online_dpo"
-    """the algorithm"""
-    loss_agg: LossAggregation = "seq-mean-token-sum"
-    """the loss is a mean over pairs, which has no other form"""
-
-    def __post_init__(self) -> None:
-        PreferenceConfig.__post_init__(self)
-        AlgoConfig.__post_init__(self)
-        for key, only in _FIXED.items():
-            value = getattr(self, key)
-            if value != only:
-                raise ValueError(
-                    f"algo.{key} is {value}, but the loss of online_dpo is that of whole pairs of responses; leave "
-                    f"algo.{key} out"
-                )
+from spmdrl.algorithms.terms.losses import sums_and_lengths
+from spmdrl.algorithms.terms.pairs import PAIR, PairTokens, preference_loss
+from spmdrl.nouns.batch import CreditInputs, TokenLoss, TokenTerms
 
 
 @dataclass(frozen=True)

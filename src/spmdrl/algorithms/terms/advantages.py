@@ -10,13 +10,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-# Keeps a group of nearly equal rewards from being blown up; far below any reward difference that matters.
-EPSILON = 1e-4
+from spmdrl.algorithms.settings.algo_config import EPSILON, Deviation
 
 # Of values over a whole batch, which are all but equal only where they are equal.
 _WHITENING_EPSILON = 1e-8
-
-Deviation = Literal["unbiased", "biased"]
 
 
 class Groups:

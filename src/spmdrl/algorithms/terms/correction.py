@@ -11,31 +11,13 @@ Shape letters: `R` response tokens, packed.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
+from spmdrl.algorithms.settings.algo_config import Rule, SequenceRatio, correction_bounds
 from spmdrl.algorithms.terms.losses import bounded_exp, sequence_mean, sums_and_lengths
-
-Rule = Literal["importance", "tis", "icepop", "seq-mask-tis"]
-RolloutIs = Literal["none", "importance", "tis", "icepop", "seq-mask-tis"]
-SequenceRatio = Literal["mean", "sum"]
-
-# The bounds of each rule; as many are given where they aren't the default.
-DEFAULT_CLIPS: Mapping[str, tuple[float, ...]] = {
-    "importance": (),
-    "tis": (2.0,),
-    "icepop": (0.5, 5.0),
-    "seq-mask-tis": (0.5, 5.0, 2.0),
-}
-CLIP_NAMES: Mapping[str, str] = {
-    "tis": "C",
-    "icepop": "[alpha, beta]",
-    "seq-mask-tis": "[alpha, beta, C]",
-}
 
 
 @dataclass(frozen=True)
@@ -87,13 +69,7 @@ def correction_rule(
     kind: Rule, clip: float | tuple[float, ...] | None, sequence: SequenceRatio = "mean"
 ) -> CorrectionRule:
     """The rule that `algo.rollout_is` and `algo.rollout_is_clip` name. Raises ValueError if they don't fit together."""
-    default = DEFAULT_CLIPS[kind]
-    bounds = default if clip is None else clip if isinstance(clip, tuple) else (clip,)
-    if len(bounds) != len(default) or any(bound < 0 for bound in bounds) or bounds[-1:] == (0,):
-        raise _wrong_clip(kind, clip)
-    if len(bounds) > 1 and bounds[0] >= bounds[1]:
-        raise _wrong_clip(kind, clip)
-    return CorrectionRule(kind, bounds, sequence)
+    return CorrectionRule(kind, correction_bounds(kind, clip), sequence)
 
 
 def truncated(log_ratio_R: Tensor, cap: float) -> Correction:
@@ -127,10 +103,3 @@ def masked_by_sequence(
     tokens = truncated(log_ratio_R, cap)
     weights_R, clipped_R = tokens.weights_R.where(kept_R, 0.0), tokens.clipped_R.where(kept_R, 0.0)
     return Correction(weights_R, tokens.ratio_R, clipped_R, (~kept_R).to(tokens.ratio_R))
-
-
-def _wrong_clip(kind: str, clip: float | tuple[float, ...] | None) -> ValueError:
-    default = ", ".join(map(str, DEFAULT_CLIPS[kind]))
-    rule = f"{CLIP_NAMES[kind]} with 0 <= alpha < beta and 0 < C; leave it out for the usual {default}"
-    takes = rule if default else "no bound; leave it out, or set algo.rollout_is to tis"
-    return ValueError(f"algo.rollout_is_clip is {clip}, but algo.rollout_is {kind} takes {takes}")

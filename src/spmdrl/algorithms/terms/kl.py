@@ -5,14 +5,10 @@ Shape letters: `R` response tokens, packed.
 
 from __future__ import annotations
 
-from typing import Literal
-
 from torch import Tensor
 
+from spmdrl.algorithms.settings.algo_config import KlEstimator, KlGradient
 from spmdrl.algorithms.terms.losses import bounded_exp
-
-KlEstimator = Literal["k1", "k2", "k3"]
-KlGradient = Literal["plain", "importance", "straight_through"]
 
 
 def kl_estimate(logprobs_R: Tensor, ref_logprobs_R: Tensor, estimator: KlEstimator) -> Tensor:

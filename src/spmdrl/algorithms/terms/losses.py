@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from spmdrl.nouns import LossScope, TokenLoss
-
-LossAggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
+from spmdrl.algorithms.settings.algo_config import ClipRange, LossAggregation
+from spmdrl.nouns.batch import LossScope, TokenLoss
 
 BOUNDED = "clip_ratio/bounded_share"
 """The metric that counts tokens whose log-ratio lies beyond what losses compute with."""
@@ -45,15 +43,6 @@ class _Held(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient_R: Tensor) -> Tensor:
         return gradient_R
-
-
-@dataclass(frozen=True)
-class ClipRange:
-    """The trust region of the probability ratio; `dual` bounds the loss of negative advantages."""
-
-    low: float
-    high: float
-    dual: float | None = None
 
 
 def clipped_policy(log_ratio_R: Tensor, advantages_R: Tensor, clip: ClipRange) -> TokenLoss:

@@ -6,10 +6,8 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
-
-from annotated_types import Ge
+from dataclasses import dataclass
+from typing import Any
 
 from spmdrl.dataflow.data.column_names import (
     ANSWER_KEYS,
@@ -22,73 +20,18 @@ from spmdrl.dataflow.data.column_names import (
     find_columns,
     is_empty,
 )
-from spmdrl.dataflow.data.data_sources import DataSource, data_sources
 from spmdrl.dataflow.data.formats import BadRow, Flaw, Record
 from spmdrl.dataflow.data.pair_columns import find_pair
-from spmdrl.dataflow.data.published import FormatName, published_columns
+from spmdrl.dataflow.data.published import published_columns
 from spmdrl.dataflow.data.records import BadRows, data_files, read_records
 from spmdrl.dataflow.data.synthetic import SCHEME
-from spmdrl.engines.models.renderer import Answer, TemplateOptions
+from spmdrl.engines.models.renderer import Answer
+from spmdrl.nouns.settings.data_config import DataConfig, DataSource, data_sources
 
 logger = logging.getLogger(__name__)
 
 _MOST_LEVELS = 64
 _OF_ANOTHER_FORMAT = {"not_json", "not_object", "invalid_utf8"}
-
-
-@dataclass(frozen=True)
-class DataConfig:
-    """Where prompts come from and how they are read."""
-
-    train: Any = None
-    """training data: a file, a folder, a pattern such as data/*.jsonl or a synthetic:// URL; or a list of these, or of
-    {path, weight, format}, where weight is the source's share of the prompts, and format stands for data.format"""
-    eval: Any = None
-    """held-out data, in the same forms"""
-    max_prompt_length: Annotated[int, Ge(1)] = 512
-    """longest prompt in tokens; a longer one is a bad row"""
-    on_bad_row: Literal["error", "skip"] = "error"
-    """error: stop before the start and name all bad rows; skip: leave them out and print how many"""
-    shuffle: bool = True
-    """whether each epoch has its own random order; otherwise rows come in the order of the files"""
-    chat_template: Literal["auto", "always", "never"] = "auto"
-    """auto: the tokenizer's template for lists of messages, strings as they are; always: the template for strings too;
-    never: no template"""
-    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """values that the chat template gets, such as enable_thinking: false; those of a row's column of this name win"""
-    chat_template_file: str | None = None
-    """Jinja file that replaces the tokenizer's chat template, in saved models too; null: the tokenizer's"""
-    system_prompt: str | None = None
-    """system message of conversations in the chat template that have none; null: none"""
-    format: FormatName = "auto"
-    """auto: prompts as they are, under the names that prompt_key and answer_key list; gsm8k, math500, aime and gpqa:
-    that benchmark's columns, and a prompt that asks for the answer in a form which rewards read"""
-    choice_seed: Annotated[int, Ge(0)] = 0
-    """decides in which order a question's choices are (gpqa)"""
-    prompt_key: str | None = None
-    """column that holds the prompt, with dots for nested ones; null: the first of prompt, question, problem, messages,
-    instruction (with input) and input"""
-    answer_key: str | None = None
-    """column that holds the answer, with dots for nested ones; null: the first known name, such as answer"""
-
-    def __post_init__(self) -> None:
-        named = next((key for key in ("prompt_key", "answer_key") if getattr(self, key) is not None), None)
-        if named is not None and self.format != "auto":
-            raise ValueError(
-                f"data.{named} is {getattr(self, named)!r}, but data.format {self.format} has columns of its own; "
-                "leave one of them out"
-            )
-        for key in ("train", "eval"):
-            data_sources(getattr(self, key), f"data.{key}")
-        # Raises ValueError where the template's options don't fit each other.
-        assert self.template
-
-    @property
-    def template(self) -> TemplateOptions:
-        """Options of the chat template."""
-        return TemplateOptions(
-            self.chat_template, self.chat_template_kwargs, self.chat_template_file, self.system_prompt
-        )
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ from typing import Literal
 
 from spmdrl.dataflow.data.formats import Flaw
 from spmdrl.dataflow.data.prompts import Prompt
-from spmdrl.engines.models.renderer import Answer, MarkedTokens, Renderer, RowNotRendered
+from spmdrl.engines.models.renderer import Answer, MarkedTokens, Renderer
+from spmdrl.nouns.settings.data_config import RowNotRendered
 
 # Tokens that a template may write around an answer beside the answer's own.
 _MOST_AROUND = 256

@@ -13,11 +13,12 @@ import numpy as np
 import torch
 
 from spmdrl.dataflow.data.column_names import Messages
-from spmdrl.dataflow.data.data_rows import DataConfig, Row, SourceRows
+from spmdrl.dataflow.data.data_rows import Row, SourceRows
 from spmdrl.dataflow.data.formats import BadRow, Flaw
 from spmdrl.dataflow.data.records import BadRows
 from spmdrl.engines.models.renderer import Answer, Renderer, TokenizedPrompts
-from spmdrl.nouns import Batch, offsets_of
+from spmdrl.nouns.batch import Batch, offsets_of
+from spmdrl.nouns.settings.data_config import DataConfig
 
 logger = logging.getLogger(__name__)
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from spmdrl.dataflow.data.column_names import Column, FoundColumns, look_up
 from spmdrl.dataflow.data.formats import Flaw
 
-FormatName = Literal["auto", "gsm8k", "math500", "aime", "gpqa"]
 _LETTERS = "ABCD"
 _IN_A_BOX = "{question}\n\nThink step by step, and put the final answer in \\boxed{{}}."
 

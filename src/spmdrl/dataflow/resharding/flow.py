@@ -16,13 +16,14 @@ from typing import Literal
 from torch import Tensor
 
 from spmdrl.dataflow.resharding.moving.filling import GeneratorFilling, Names, Watcher
-from spmdrl.dataflow.resharding.moving.gather import Received, ReshardConfig
+from spmdrl.dataflow.resharding.moving.gather import Received
 from spmdrl.dataflow.resharding.planning.slice_agreement import check_same_version
 from spmdrl.dataflow.resharding.protocols import Generator, Shard, Trainer
 from spmdrl.dataflow.resharding.reshard_stats import ReshardStats
 from spmdrl.dataflow.resharding.swapping.swap import Leaving, Left, MakeStore, StayingSwap, Swap, make_host_store
 from spmdrl.dataflow.resharding.swapping.swap_groups import groups_of
 from spmdrl.nouns.roles import POLICY, Role
+from spmdrl.nouns.settings.flow_config import ReshardConfig
 from spmdrl.observability.fault_points import faultpoint
 from spmdrl.resources.memory import MemoryLedger, release_to_system
 from spmdrl.resources.world import World

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from spmdrl.nouns import WeightSlice
+from spmdrl.nouns.batch import WeightSlice
 
 
 class Shard(Protocol):

@@ -19,7 +19,7 @@ from torch import Tensor
 from spmdrl.dataflow.samples.rounds import CarriedGroup, RoundRules, StepGroups, groups_of_step
 from spmdrl.dataflow.samples.store.keeping import column_tensors, read_column
 from spmdrl.engines.training.checkpoints.file_writes import FileWrites, add_text
-from spmdrl.nouns import Batch
+from spmdrl.nouns.batch import Batch
 from spmdrl.resources.mesh import GenerationMesh
 
 FOLDER = "carried"

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from types import TracebackType
-from typing import Annotated, Literal
-
-from annotated_types import Ge, Gt
 
 from spmdrl.dataflow.data.prompts import Prompt
 from spmdrl.dataflow.samples.balancing.dealing import DealRules, RowGroups
@@ -18,33 +14,11 @@ from spmdrl.dataflow.samples.store.shared_memory import open_pool
 from spmdrl.dataflow.samples.store.warehouse import OneNode, Warehouse
 from spmdrl.dataflow.samples.transport.several_nodes import SeveralNodes
 from spmdrl.dataflow.samples.volume import Volume
-from spmdrl.nouns import WorkerState
+from spmdrl.nouns.batch import WorkerState
 from spmdrl.nouns.partition import ROWS, TOKENS, RowCost
+from spmdrl.nouns.settings.flow_config import DockConfig
 from spmdrl.resources.collectives import barrier
 from spmdrl.resources.world import World
-
-
-@dataclass(frozen=True)
-class DockConfig:
-    """How the transfer dock places rows, and how it waits."""
-
-    timeout_seconds: Annotated[float, Gt(0)] = 120.0
-    """longest that one request to a warehouse may take before the job ends with an error"""
-    locality: bool = True
-    """whether rows stay on the node that generates them and are assigned within it first; false: the paper's
-    placement"""
-    balance: Literal["cost", "rows"] = "cost"
-    """what ranks get equal shares of; cost: the model's work for rows, and for groups that are to be generated what is
-    expected of their prompts' earlier responses; rows: their numbers, for comparison"""
-    portions: Annotated[int, Ge(1)] = 16
-    """parts of a step's responses that models score one after another where rows wait for an environment: of each
-    replica equal shares of its rows in the order in which they ended, the later ones smaller; where replicas keep
-    responses for a later step, its groups in the order in which they are whole"""
-    fuse: bool = True
-    """whether rewards are waited for behind all that models score, and portions are scored while other rows wait for
-    the environment, where all weights fit beside generation; false: one state after the other, to the same bits"""
-    network: Literal["auto", "tcp"] = "auto"
-    """how nodes exchange requests on a trusted network; auto: by whatever TensorPipe finds best; tcp: by plain TCP"""
 
 
 class TransferDock:

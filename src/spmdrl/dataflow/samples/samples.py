@@ -22,7 +22,7 @@ from spmdrl.dataflow.samples.store.keeping import read_columns, read_lives, writ
 from spmdrl.dataflow.samples.store.shared_memory import Place
 from spmdrl.dataflow.samples.store.warehouse import Warehouse
 from spmdrl.dataflow.samples.volume import Volume
-from spmdrl.nouns import Batch, Integers, WorkerState
+from spmdrl.nouns.batch import Batch, Integers, WorkerState
 from spmdrl.observability.fault_points import faultpoint
 from spmdrl.resources.device import to_host
 from spmdrl.resources.watch.stop_request import StopAgreed, stop_reason

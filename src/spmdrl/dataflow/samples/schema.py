@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from spmdrl.nouns import Batch, Column, Integers, WorkerState
+from spmdrl.nouns.batch import Batch, Column, Integers, WorkerState
+from spmdrl.nouns.settings.role_configs import END_VALUE
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,6 @@ def _per_response_token(name: str, dtype: torch.dtype, made_by: WorkerState, nee
 
 
 _TOKENS = "prompt_ids response_ids"
-END_VALUE = "end_value"
 COPIES = "copies"
 MODEL_SCORE = "model_score"
 JUDGE_SCORE = "judge_score"

@@ -14,7 +14,7 @@ from spmdrl.dataflow.samples.dock import Samples
 from spmdrl.dataflow.samples.schema import COPIES
 from spmdrl.dataflow.stages.rows import TURNS, ModelTokens, credit_inputs
 from spmdrl.dataflow.stages.update_report import RowsRecord
-from spmdrl.nouns import Batch, CreditInputs, CreditSettings, WorkerState, gather_ragged_rows, offsets_of
+from spmdrl.nouns.batch import Batch, CreditInputs, CreditSettings, WorkerState, gather_ragged_rows, offsets_of
 from spmdrl.observability.fault_points import faultpoint
 from spmdrl.observability.metrics import Recorder
 from spmdrl.resources.collectives import gather_ragged, gather_ragged_columns

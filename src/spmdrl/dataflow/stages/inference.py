@@ -18,7 +18,7 @@ from spmdrl.dataflow.samples.schema import column_of
 from spmdrl.dataflow.stages.rows import ModelTokens, token_rows
 from spmdrl.engines.training.batching.packed_rows import TokenRows
 from spmdrl.engines.training.training_engine import TrainingEngine
-from spmdrl.nouns import Batch, Integers, WorkerState
+from spmdrl.nouns.batch import Batch, Integers, WorkerState
 from spmdrl.observability.fault_points import faultpoint
 from spmdrl.resources.device import to_device
 

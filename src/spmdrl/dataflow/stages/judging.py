@@ -13,11 +13,12 @@ from spmdrl.dataflow.samples.schema import JUDGE_SCORE
 from spmdrl.dataflow.stages.reward import DecodeTokens
 from spmdrl.dataflow.stages.rollout.requests import StopPoint, run_requests
 from spmdrl.engines.generation.frozen_generator import FrozenGenerator
-from spmdrl.engines.generation.protocol import Request, SamplingParams
+from spmdrl.engines.generation.protocol import Request
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.renderer import Renderer
-from spmdrl.engines.reward.judge_config import JudgeConfig
-from spmdrl.nouns import Batch, WorkerState
+from spmdrl.nouns.batch import Batch, WorkerState
+from spmdrl.nouns.settings.reward_config import JudgeConfig
+from spmdrl.nouns.settings.rollout_config import SamplingParams
 from spmdrl.observability.metrics import Recorder
 from spmdrl.resources.mesh import GenerationMesh
 

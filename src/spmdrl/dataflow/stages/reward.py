@@ -19,12 +19,12 @@ from spmdrl.dataflow.stages.rollout.requests import EndedResponses
 from spmdrl.dataflow.stages.rows import turn_texts
 from spmdrl.engines.generation.protocol import Response
 from spmdrl.engines.reward.calls import RewardCall, RewardResult, joined, with_part
-from spmdrl.engines.reward.judge_config import JUDGE_PART
-from spmdrl.engines.reward.pool import MODEL_PART, RewardConfig, RewardPool
+from spmdrl.engines.reward.pool import RewardPool
 from spmdrl.engines.workers.call_pool import Unanswered
 from spmdrl.engines.workers.strikes import Subject
 from spmdrl.engines.workers.verdict import FAILURES, Outcome, Verdict
-from spmdrl.nouns import Batch, WorkerState
+from spmdrl.nouns.batch import Batch, WorkerState
+from spmdrl.nouns.settings.reward_config import JUDGE_PART, MODEL_PART, RewardConfig
 from spmdrl.observability.fault_points import faultpoint
 from spmdrl.observability.metrics import Recorder
 from spmdrl.observability.timeline.timeline import Timeline

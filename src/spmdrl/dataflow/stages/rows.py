@@ -21,7 +21,7 @@ from spmdrl.dataflow.samples.schema import COPIES, length_column
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.training.batching.packed_rows import OTHER_TOKENS, TokenRows
 from spmdrl.engines.training.routing.routers import experts_of_rows
-from spmdrl.nouns import Batch, CreditInputs, CreditSettings, offsets_of
+from spmdrl.nouns.batch import Batch, CreditInputs, CreditSettings, offsets_of
 from spmdrl.resources.device import to_device
 
 ROUTED_EXPERTS = "routed_experts"

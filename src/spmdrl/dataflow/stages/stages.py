@@ -11,7 +11,7 @@ from spmdrl.dataflow.stages.advantage import AdvantageStage, Credit
 from spmdrl.dataflow.stages.critic.returns import ReturnsStage, Rewarding
 from spmdrl.dataflow.stages.rollout.refill import Refill
 from spmdrl.dataflow.stages.update import Learner, UpdateStage
-from spmdrl.nouns import WorkerState
+from spmdrl.nouns.batch import WorkerState
 from spmdrl.observability.timeline.timeline import Timeline
 
 AtStageEnd = Callable[[int, str], None]

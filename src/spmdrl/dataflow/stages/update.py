@@ -26,7 +26,7 @@ from spmdrl.dataflow.stages.rows import (
 from spmdrl.dataflow.stages.update_report import ROW, ShownRows, mismatch, record_lags
 from spmdrl.engines.training.batching.packed_rows import LossTerms, MicroBatch, Scores
 from spmdrl.engines.training.training_engine import TrainingEngine, UpdateResult
-from spmdrl.nouns import Batch, LossScope, TokenLoss, TokenTerms, WorkerState
+from spmdrl.nouns.batch import Batch, LossScope, TokenLoss, TokenTerms, WorkerState
 from spmdrl.observability.metrics import Recorder
 
 Agreement = Literal["measured", "checked", "used"]

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from spmdrl.nouns import Batch, Integers
+from spmdrl.nouns.batch import Batch, Integers
 from spmdrl.observability.metrics import Recorder
 from spmdrl.resources.collectives import gather_ragged_columns
 from spmdrl.resources.device import to_host

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Annotated, Any
-
-from annotated_types import Ge, Interval
+from dataclasses import asdict
+from typing import Any
 
 from spmdrl.engines.environment import environment_runner
 from spmdrl.engines.environment.environment_runner import (
@@ -18,37 +15,12 @@ from spmdrl.engines.environment.environment_runner import (
     take_step,
 )
 from spmdrl.engines.environment.episode import Episode
-from spmdrl.engines.workers.call_pool import CallPool, Isolation, runs_inline
+from spmdrl.engines.workers.call_pool import CallPool, runs_inline
 from spmdrl.engines.workers.call_queue import Call
 from spmdrl.engines.workers.process import PendingCall, WorkerSetup
 from spmdrl.engines.workers.strikes import Strikes, Subject
 from spmdrl.engines.workers.verdict import Verdict
-
-
-@dataclass(frozen=True)
-class EnvironmentConfig:
-    """What answers the model between its turns."""
-
-    function: str | None = None
-    """the environment: calculator, or a class pkg.mod:Name or file.py:Name with a method step(episode); null: none,
-    each response is one turn"""
-    return_after_steps: Annotated[int, Ge(0)] = 2
-    """engine steps after which a row whose turn ended is continued. The number is fixed, so that a run repeats bit for
-    bit; the engine waits where the environment takes longer, so a slow one wants more; 0: the engine waits for each
-    step at once"""
-    timeout_seconds: Annotated[float, Interval(gt=0, lt=math.inf)] = 15.0
-    """a step of the environment that takes longer is killed, and its row has no reward; one that takes longer to be
-    built is refused"""
-    workers: Annotated[int, Ge(1)] = 1
-    """environment processes per generation replica"""
-    isolation: Isolation = "auto"
-    """process: in child processes, which can be killed; inline: in the training process; auto: inline under pdb, else
-    process"""
-    memory_limit_gib: Annotated[float, Interval(gt=0, lt=math.inf)] | None = 4.0
-    """memory in GiB that an environment process and all that it starts may hold, shared memory included; null: no
-    limit"""
-    variables: tuple[str, ...] = ()
-    """environment variables passed to the processes beside the common ones, such as the key of a service"""
+from spmdrl.nouns.settings.reward_config import EnvironmentConfig
 
 
 class EnvironmentPool:

@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 from spmdrl.engines.workers.verdict import Outcome
+from spmdrl.nouns.settings.rollout_config import SamplingParams
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from spmdrl.nouns import WeightSlice
+    from spmdrl.nouns.batch import WeightSlice
 
 Finish = Literal["stop", "length", "aborted"]
 
@@ -26,26 +27,6 @@ Decode = Callable[[Sequence[int]], str]
 
 # Room for tokens without text, and for text that differs where it is cut off.
 _SPARE_TOKENS = 8
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """How the tokens of one request are drawn: temperature first, then min-p, top-k and top-p."""
-
-    temperature: float = 1.0
-    """Divides the logits; 0 takes the likeliest token."""
-    top_p: float = 1.0
-    """Least probability mass that the likeliest tokens kept must hold; 1 keeps all."""
-    top_k: int = 0
-    """Number of likeliest tokens kept; 0 keeps all."""
-    min_p: float = 0.0
-    """Tokens less likely than this times the likeliest one are dropped."""
-    max_tokens: int = 256
-    """Most tokens of a response, the stop token included."""
-    stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end a response; they are part of it."""
-    stop_strings: tuple[str, ...] = ()
-    """Texts that end a response with the token that completes one; it is part of it, with all of its text."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from spmdrl.engines.generation.protocol import Finish, Request, Response
 from spmdrl.engines.workers.verdict import Outcome, Verdict
-from spmdrl.nouns import WeightSlice, offsets_of
+from spmdrl.nouns.batch import WeightSlice, offsets_of
 
 _FINISHES: tuple[Finish, ...] = get_args(Finish)
 

@@ -15,11 +15,13 @@ from typing import Literal, TypeVar
 
 from torch import Tensor, nn
 
-from spmdrl.engines.models.latent import LatentAttention, LatentConfig
+from spmdrl.engines.models.latent import LatentAttention
 from spmdrl.engines.models.layers import Attend, FeedForward, Linear, RMSNorm, Rotation
-from spmdrl.engines.models.lora import LoraConfig, add_adapters, is_adapter
-from spmdrl.engines.models.moe import MoeConfig, Route, SparseFeedForward
+from spmdrl.engines.models.lora import add_adapters, is_adapter
+from spmdrl.engines.models.moe import Route, SparseFeedForward
 from spmdrl.engines.models.rope_scaling import RopeScaling
+from spmdrl.nouns.settings.model_config import LoraConfig
+from spmdrl.nouns.settings.model_sizes import LatentConfig, MoeConfig
 
 R = TypeVar("R")
 

@@ -9,49 +9,14 @@ values.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor, nn
 
 from spmdrl.engines.models.layers import Attend, Linear, RMSNorm, Rotation
+from spmdrl.nouns.settings.model_sizes import LatentConfig
 
 # transformers' DeepSeek norms of the compressed vectors have this, whatever rms_norm_eps is.
 _LATENT_EPS = 1e-6
-
-
-@dataclass(frozen=True)
-class LatentConfig:
-    """Sizes of multi-head latent attention."""
-
-    query_rank: int | None
-    """Size of the vector that a token's queries are made of; None makes them of the hidden state directly."""
-    key_value_rank: int
-    """Size of the vector that a token's keys and values are made of."""
-    plain_size: int
-    """The part of each query and key that isn't rotated."""
-    rotary_size: int
-    """The part of each query and key that is rotated; even."""
-    value_size: int
-    """Head size V of the values."""
-    rotates_neighbours: bool = True
-    """Whether the rotation turns pairs of neighbours (as DeepSeek's weights require), or dims half a part away."""
-
-    def __post_init__(self) -> None:
-        if self.rotary_size % 2:
-            raise ValueError(
-                f"qk_rope_head_dim {self.rotary_size} is odd, but the rotary embedding turns pairs; make it even"
-            )
-        if self.value_size > self.head_size:
-            raise ValueError(
-                f"v_head_dim {self.value_size} is above qk_nope_head_dim {self.plain_size} + qk_rope_head_dim "
-                f"{self.rotary_size} = {self.head_size}, but attention computes values of at most the queries' size"
-            )
-
-    @property
-    def head_size(self) -> int:
-        """Head size K of queries and keys."""
-        return self.plain_size + self.rotary_size
 
 
 class LatentAttention(nn.Module):

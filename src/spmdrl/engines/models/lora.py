@@ -6,55 +6,21 @@ Their weights are named as in PEFT's files: PROJECTION.lora_A.weight [rank, inpu
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Literal
 
-from annotated_types import Ge, Interval
 from torch import Tensor, nn
 
 from spmdrl.engines.models.kernels import ops
 from spmdrl.engines.models.layers import Linear
+from spmdrl.nouns.settings.model_config import PROJECTIONS, LoraConfig
 
-PROJECTIONS = (
-    "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
-    "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj",
-)  # fmt: skip
 _FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
 _ADAPTERS = (".lora_A.weight", ".lora_B.weight")
 
 AdaptedTokens = Literal["all", "first half", "none"]
 """The packed tokens that adapters are added to."""
-
-
-@dataclass(frozen=True)
-class LoraConfig:
-    """Low-rank adapters of the policy (arXiv:2106.09685): they alone are trained, the model's own weights stay."""
-
-    rank: Annotated[int, Ge(1)] = 32
-    """rank of each adapter: rows of its A and columns of its B"""
-    alpha: Annotated[float, Interval(gt=0, lt=math.inf)] = 32.0
-    """what an adapter's output is multiplied by, times its rank: alpha / rank"""
-    targets: tuple[str, ...] = ()
-    """projections that have an adapter in every layer, as in [q_proj, v_proj]; []: all that the model has, but for
-    those of experts"""
-
-    merge: bool = False
-    """whether generation works with merged weights, which all move at each switch, rather than with the adapters, which
-    then alone move; vLLM does in any case"""
-
-    def __post_init__(self) -> None:
-        if unknown := [name for name in self.targets if name not in PROJECTIONS]:
-            raise ValueError(
-                f"lora.targets has {unknown[0]}, which is no projection; choose among {', '.join(PROJECTIONS)}, or "
-                "leave it out for all that the model has"
-            )
-
-    @property
-    def scale(self) -> float:
-        return self.alpha / self.rank
 
 
 class AdaptedLinear(Linear):

@@ -6,21 +6,20 @@ that ends the turn.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from os.path import commonprefix
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from jinja2 import TemplateSyntaxError
 
 from spmdrl.engines.models.hf.template_growth import check_growth
 from spmdrl.engines.models.tokenizer import ModelTokenizer, StopToken
+from spmdrl.nouns.settings.data_config import RowNotRendered, TemplateOptions, _check_kwargs
 
 Message = Mapping[str, Any]
 Messages = Sequence[Message]
@@ -33,65 +32,6 @@ _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _PROBE = "Tangerine"
 _CUT = "continued-from-here-7f3a"
 _UNKNOWN = "\ue000"
-# What the renderer itself gives to the template, or to transformers' function around it.
-_RESERVED = frozenset(
-    "add_generation_prompt chat_template continue_final_message conversation max_length messages padding "
-    "return_assistant_tokens_mask return_dict return_tensors tokenize tokenizer_kwargs tools truncation".split()
-)
-
-
-class RowNotRendered(ValueError):
-    """A row that the chat template, or the renderer, can't take."""
-
-
-@dataclass(frozen=True)
-class TemplateOptions:
-    """Use of the chat template, and values that it gets beside the messages; the keys are those of `data`."""
-
-    use: Literal["auto", "always", "never"] = "auto"
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
-    file: str | None = None
-    system_prompt: str | None = None
-
-    def __post_init__(self) -> None:
-        _check_kwargs(self.kwargs, "data.chat_template_kwargs")
-        if self.use == "never" and self.named:
-            raise ValueError(
-                f"data.chat_template is never, but {self.named[0]} is set, which only a chat template reads; set "
-                "data.chat_template to auto or always, or leave it out"
-            )
-
-    @property
-    def named(self) -> list[str]:
-        """The keys that are set, which the template alone reads."""
-        given = {"chat_template_kwargs": self.kwargs, "chat_template_file": self.file}
-        return [f"data.{key}" for key, value in (given | {"system_prompt": self.system_prompt}).items() if value]
-
-    @property
-    def described(self) -> str:
-        """The options in one line, a file by its text, wherever it is."""
-        own = self.own_template()
-        file = None if own is None else hashlib.sha256(own.encode()).hexdigest()[:16]
-        kwargs = json.dumps(self.kwargs, sort_keys=True)
-        return f"{self.use}, kwargs {kwargs}, file {file}, system prompt {self.system_prompt!r}"
-
-    def own_template(self) -> str | None:
-        """The text of the file that replaces the tokenizer's template; None without one."""
-        if self.file is None:
-            return None
-        try:
-            return Path(self.file).expanduser().read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"data.chat_template_file {self.file} can't be read: {error}") from None
-
-
-def _check_kwargs(kwargs: object, name: str) -> None:
-    if not isinstance(kwargs, Mapping):
-        raise RowNotRendered(f"'{name}' is a {type(kwargs).__name__}, but must be a mapping")
-    if reserved := sorted(_RESERVED & kwargs.keys()):
-        raise RowNotRendered(
-            f"{name} has {', '.join(reserved)}, which the renderer itself sets; leave it out (tools are a column)"
-        )
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from spmdrl.engines.models.decoder import DecoderConfig
-from spmdrl.engines.models.moe import MoeConfig
 from spmdrl.nouns.partition import RowCost
+from spmdrl.nouns.settings.model_sizes import MoeConfig
 
 
 def row_cost_of(config: DecoderConfig) -> RowCost:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from spmdrl.nouns import WeightSlice, whole_slice
+from spmdrl.nouns.batch import WeightSlice, whole_slice
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from spmdrl.engines.workers.strikes import Subject
-from spmdrl.engines.workers.verdict import MAX_MAGNITUDE, Verdict
-
-
-def function_names(specs: Sequence[str]) -> tuple[str, ...]:
-    """Each function's short name for metrics, or its whole spec where two would share one."""
-    short = [spec.rpartition(":")[2] for spec in specs]
-    return tuple(name if short.count(name) == 1 else spec for name, spec in zip(short, specs, strict=True))
+from spmdrl.engines.workers.verdict import Verdict
+from spmdrl.nouns.settings.reward_config import MAX_MAGNITUDE
 
 
 @dataclass(frozen=True)

@@ -2,139 +2,26 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Annotated, Any, Literal
-
-from annotated_types import Ge, Interval
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from spmdrl.engines.reward import functions
-from spmdrl.engines.reward.calls import (
-    FunctionScores,
-    RewardCall,
-    RewardResult,
-    combine,
-    function_names,
-    read_columns,
-    read_scores,
-)
-from spmdrl.engines.reward.code_config import CODE, CodeConfig
+from spmdrl.engines.reward.calls import FunctionScores, RewardCall, RewardResult, combine, read_columns, read_scores
 from spmdrl.engines.reward.functions import columns_taken, load_functions, score
-from spmdrl.engines.reward.judge_config import JUDGE_PART, JudgeConfig
-from spmdrl.engines.workers.call_pool import CallPool, Isolation, is_debugged, runs_inline
+from spmdrl.engines.workers.call_pool import CallPool, runs_inline
 from spmdrl.engines.workers.call_queue import Call
 from spmdrl.engines.workers.process import PendingCall, WorkerSetup
 from spmdrl.engines.workers.strikes import Strikes
 from spmdrl.engines.workers.verdict import FAILURES, Verdict
+from spmdrl.nouns.settings.reward_config import (
+    CODE,
+    RewardConfig,
+    function_names,
+)
 
-CallLevel = Literal["response", "group"]
-MODEL_PART = "model"
-"""the name of a reward model's part of the reward"""
 FIRST_ROWS = 8
 """so many failures, without a row that has a reward, leave no hope for the others"""
-
-
-@dataclass(frozen=True)
-class RewardConfig:
-    """How rewards are computed."""
-
-    functions: tuple[str, ...] = ("math",)
-    """reward functions: exact (the same text), number (plain numbers), choice (letters), math (math-verify), code (runs
-    the program in a response against the row's tests), pkg.mod:fn or file.py:fn"""
-    weights: tuple[float, ...] | None = None
-    """weights of the functions in the sum that is the reward; null: 1 each"""
-    model: str | None = None
-    """reward model whose score of a whole response is one more part of the reward, named model: folder of a Hugging
-    Face model for sequence classification with one label or of a run of the verb reward-model, or a hub name; its
-    tokenizer must have the policy's tokens; reward.functions may be [] beside it; null: none"""
-    model_weight: float = 1.0
-    """weight of its score in the sum"""
-    code: CodeConfig = field(default_factory=CodeConfig)
-    """how the reward code runs programs"""
-    special_tokens: Literal["keep", "skip"] = "keep"
-    """special tokens in the text of a response, for functions, judges, environments and records: keep them, such as
-    <think> where it is one, or skip them; stop tokens and padding are never part of it"""
-    judge: JudgeConfig | None = None
-    """a frozen language model that judges responses, beside the functions; null: none"""
-    call_level: CallLevel = "response"
-    """response: responses are scored as they finish, those of one prompt that finish in one engine step in one call;
-    group: one call per prompt with all its responses, once the last has finished, for functions that compare them"""
-    timeout_seconds: Annotated[float, Interval(gt=0, lt=math.inf)] = 15.0
-    """a call that takes longer is killed, and its rows have no reward; the reward code has reward.code.row_seconds
-    besides, for each row"""
-    max_error_rate: Annotated[float, Interval(ge=0, le=1)] = 0.05
-    """the run stops where more than this share of a step's rows couldn't be scored"""
-    workers: Annotated[int, Ge(1)] = 1
-    """reward processes per rank"""
-    isolation: Isolation = "auto"
-    """process: in child processes, which can be killed; inline: in the training process; auto: inline under pdb, else
-    process"""
-    memory_limit_gib: Annotated[float, Interval(gt=0, lt=math.inf)] | None = 4.0
-    """memory in GiB that a reward process and all that it starts may hold, shared memory included; null: no limit"""
-    environment: tuple[str, ...] = ()
-    """environment variables passed to reward processes beside the common ones, such as the key of a judge's service"""
-
-    def __post_init__(self) -> None:
-        if not self.names:
-            raise ValueError(
-                "reward.functions is empty, and there is no reward.model or reward.judge; name at least one function, "
-                "such as math"
-            )
-        if self.model is not None and not self.model.strip():
-            raise ValueError("reward.model is empty; give a model folder or hub name")
-        if self.model is not None and MODEL_PART in function_names(self.functions):
-            raise ValueError(
-                f"reward.functions has one named {MODEL_PART}, as the part of the reward that reward.model gives; "
-                "rename the function"
-            )
-        if not math.isfinite(self.model_weight):
-            raise ValueError(f"reward.model_weight is {self.model_weight}, but it must be finite")
-        if self.model is None and self.model_weight != 1:
-            raise ValueError(
-                f"reward.model_weight is {self.model_weight:g}, but there is no reward.model; set it, or leave the "
-                "weight out"
-            )
-        if len(set(self.functions)) != len(self.functions):
-            raise ValueError(f"reward.functions {list(self.functions)} names a function twice; use reward.weights")
-        if self.weights is not None and len(self.weights) != len(self.functions):
-            raise ValueError(
-                f"reward.weights has {len(self.weights)} values, but reward.functions has {len(self.functions)}; "
-                "give one weight per function, or leave reward.weights out"
-            )
-        if self.weights is not None and not all(map(math.isfinite, self.weights)):
-            raise ValueError(f"reward.weights is {list(self.weights)}, but every weight must be finite")
-        if self.judge is not None and JUDGE_PART in function_names(self.functions):
-            raise ValueError(
-                f"reward.functions has one named {JUDGE_PART}, as the part of the reward that reward.judge gives; "
-                "rename the function"
-            )
-        if self.isolation == "inline" and "math" in self.functions and not is_debugged():
-            raise ValueError(
-                "reward.isolation is inline, but the reward math needs a process that can be killed (simplifying a "
-                "formula may have no end); set reward.isolation to auto, which is inline under pdb"
-            )
-
-    @property
-    def parts_beside(self) -> dict[str, float]:
-        """The parts of the reward that no function gives, with their weights."""
-        of_model = {} if self.model is None else {MODEL_PART: self.model_weight}
-        return of_model if self.judge is None else of_model | {JUDGE_PART: self.judge.weight}
-
-    @property
-    def function_weights(self) -> tuple[float, ...]:
-        """The weight of each function."""
-        return self.weights or (1.0,) * len(self.functions)
-
-    @property
-    def part_weights(self) -> tuple[float, ...]:
-        """The weight of each part of the reward."""
-        return (*self.function_weights, *self.parts_beside.values())
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names of the reward's parts, the functions first."""
-        return (*function_names(self.functions), *self.parts_beside)
 
 
 @dataclass

@@ -33,10 +33,9 @@ from spmdrl.engines.training.routing.router_statistics import RouterStatistics
 from spmdrl.engines.training.routing.routers import RoutingScope
 from spmdrl.engines.training.sharding.parallelize import Precision, build_sharded_model, check_layout
 from spmdrl.engines.training.sharding.sharded_model import Shard
-from spmdrl.engines.training.training_config import TrainingConfig
-from spmdrl.engines.training.update.optimizer import OptimConfig
 from spmdrl.engines.training.update.updater import Accumulated, Updater, UpdateResult
 from spmdrl.nouns.roles import Rating
+from spmdrl.nouns.settings.training_config import OptimConfig, TrainingConfig
 from spmdrl.observability.activity import activity
 from spmdrl.observability.fault_points import faultpoint
 from spmdrl.resources.device import Device, to_device
@@ -109,7 +108,7 @@ class TrainingEngine:
         if not frozen:
             self._updater = Updater(self.model, optim, device, num_updates=training.num_updates)
         self._row_cost = row_cost_of(config)
-        self.limit = MicrobatchLimit(training.tokens_per_microbatch(device))
+        self.limit = MicrobatchLimit(training.tokens_per_microbatch(device.kind))
         """may be shared with other engines"""
         self.when_skipped: Callable[[TokenRows, UpdateResult], None] | None = None
         """called with this rank's rows of an update that was skipped, on every rank"""

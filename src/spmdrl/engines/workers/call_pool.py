@@ -6,34 +6,25 @@ import contextlib
 import math
 import selectors
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
-from itertools import pairwise
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from spmdrl.engines.workers.call_queue import Call, CallQueue
 from spmdrl.engines.workers.process import PendingCall, WorkerLost, WorkerProcess, WorkerSetup
 from spmdrl.engines.workers.strikes import MOST_STRIKES, Strike, Strikes, Subject
 from spmdrl.engines.workers.verdict import Verdict
+from spmdrl.nouns.settings.reward_config import Isolation, is_debugged
 from spmdrl.observability.activity import activity, some
 from spmdrl.resources.watch.stop_request import stop_reason
-
-Isolation = Literal["auto", "process", "inline"]
 
 # In which who waits for calls notices that this process is to stop.
 _STOP_SECONDS = 0.25
 
 A = TypeVar("A")
 A_co = TypeVar("A_co", covariant=True)
-
-
-def is_debugged() -> bool:
-    """Whether a debugger runs this process: a trace function is set, or it was started by pdb or debugpy."""
-    started_by_debugger = any(flag == "-m" and module in ("pdb", "debugpy") for flag, module in pairwise(sys.orig_argv))
-    return sys.gettrace() is not None or started_by_debugger
 
 
 def runs_inline(isolation: Isolation) -> bool:

@@ -5,9 +5,6 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-# Sums of a million squares still fit into float32.
-MAX_MAGNITUDE = 1e15
-
 
 class Verdict(enum.IntEnum):
     """How a row was judged; a reward of 0 is the answer's, never a stand-in for a failure of the function."""

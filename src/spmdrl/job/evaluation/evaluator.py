@@ -13,11 +13,12 @@ from spmdrl.config.reader import ConfigError
 from spmdrl.dataflow.data.prompts import Prompt
 from spmdrl.dataflow.stages.reward import DecodeTokens, StreamedRewards, turns_record
 from spmdrl.dataflow.stages.rollout.requests import EndedResponses, StopPoint, Turns, row_seed, run_rollout
-from spmdrl.engines.generation.protocol import Request, Response, SamplingParams
+from spmdrl.engines.generation.protocol import Request, Response
 from spmdrl.engines.reward.pool import RewardPool, RewardResult
 from spmdrl.engines.workers.call_pool import Unanswered
 from spmdrl.job.model.replica import Replica
 from spmdrl.job.start.prepared import Prepared
+from spmdrl.nouns.settings.rollout_config import SamplingParams
 from spmdrl.observability.fault_points import faultpoint
 from spmdrl.observability.logs.jsonl import to_json, write_atomic
 from spmdrl.observability.statistics import (

@@ -22,12 +22,12 @@ from spmdrl.engines.models.hf.model_folder import (
 )
 from spmdrl.engines.models.hf.model_weights import WeightFiles, WeightSource, WithNewHead
 from spmdrl.engines.models.hf.weight_check import open_weights
-from spmdrl.engines.models.lora import LoraConfig
 from spmdrl.engines.models.making.make_model import decoder_config, make_model_folder
-from spmdrl.engines.reward.judge_config import JudgeConfig
 from spmdrl.engines.training.checkpoints.manifest import damage, step_folder_name, steps_in
 from spmdrl.job.run.run_folder import on_main
 from spmdrl.nouns.roles import CRITIC, JUDGE, POLICY, REWARD_MODEL, TEACHER, Role
+from spmdrl.nouns.settings.model_config import LoraConfig
+from spmdrl.nouns.settings.reward_config import JudgeConfig
 from spmdrl.observability.logs.outage import warn
 from spmdrl.resources.collectives import barrier
 from spmdrl.resources.world import World

@@ -11,12 +11,13 @@ from spmdrl.dataflow.resharding.planning.slice_layouts import fitted_stride, par
 from spmdrl.engines.generation.expert_choices import ChoiceRecorder
 from spmdrl.engines.generation.frozen_generator import FrozenGenerator
 from spmdrl.engines.generation.protocol import GenerationEngine
-from spmdrl.engines.generation.rollout_config import RolloutConfig
+from spmdrl.engines.models.hf.model_folder import compute_dtype
 from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.job.model.model_source import ModelSource
 from spmdrl.job.start.model_checks import check_vllm, check_vllm_computes
 from spmdrl.job.start.start_checks import CheckedRun
-from spmdrl.nouns import whole_slice
+from spmdrl.nouns.batch import whole_slice
+from spmdrl.nouns.settings.rollout_config import RolloutConfig
 from spmdrl.observability.terminal.console import Console
 from spmdrl.resources.layout import GenerationLayout
 from spmdrl.resources.memory import MemoryLedger, Owner
@@ -89,7 +90,7 @@ def build_frozen_generator(
         config.rollout, stop=(), engine_kwargs={}, cuda_graphs=False,
         kv_cache_gib=None if device.is_cpu else kv_cache_gib,
     )  # fmt: skip
-    dtype = config.model.compute_dtype(device.kind)
+    dtype = compute_dtype(config.model, device.kind)
     text = _text_arguments(rollout, source)
     engine = NativeEngine(source.decoder, rollout, device.torch_device, dtype, mesh=mesh, **text)
     files, asleep = source.weights(), engine.wake_weights(())
@@ -112,7 +113,7 @@ def _vllm_engine(config: Config, source: ModelSource, world: World, mesh: Genera
     # vLLM is an optional back end, and its import takes tens of seconds.
     from spmdrl.engines.generation.vllm.vllm_engine import VllmEngine
 
-    dtype = config.model.compute_dtype(world.device.kind)
+    dtype = compute_dtype(config.model, world.device.kind)
     device, text = world.device.torch_device, _text_arguments(config.rollout, source)
     return VllmEngine(source.folder, config.rollout, device, dtype, tensor=mesh.tensor.size, **text)
 
@@ -121,7 +122,7 @@ def _native_engine(config: Config, source: ModelSource, world: World, mesh: Gene
     # Imported here so that a run with vLLM doesn't need it.
     from spmdrl.engines.generation.native.native_engine import NativeEngine
 
-    dtype = config.model.compute_dtype(world.device.kind)
+    dtype = compute_dtype(config.model, world.device.kind)
     # A run that only answers may have a dense model with any training options.
     records = config.train.routing.replay == "rollout" and source.decoder.moe is not None
     recorder = ChoiceRecorder() if records else None

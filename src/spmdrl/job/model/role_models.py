@@ -14,11 +14,11 @@ from torch import Tensor
 
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf.adapter_files import write_adapters
-from spmdrl.engines.models.hf.model_folder import buffer_dtypes, hf_config_dict, parameter_shapes
+from spmdrl.engines.models.hf.model_folder import buffer_dtypes, compute_dtype, hf_config_dict, parameter_shapes
 from spmdrl.engines.models.hf.model_weights import write_weights
 from spmdrl.engines.models.lora import is_adapter
 from spmdrl.engines.models.tokenizer import TOKENIZER_FILES, pad_apart
-from spmdrl.engines.training.checkpoints.checkpoint import CheckpointConfig
+from spmdrl.engines.training.checkpoints.checkpoint import model_dtype
 from spmdrl.engines.training.checkpoints.file_writes import FileWrites, Weights
 from spmdrl.engines.training.checkpoints.trainer_state import (
     ShardFiles,
@@ -26,14 +26,15 @@ from spmdrl.engines.training.checkpoints.trainer_state import (
     trainer_state,
     write_shards,
 )
-from spmdrl.engines.training.routing.routers import RoutingConfig
 from spmdrl.engines.training.sharding.sharded_model import Shard
 from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.job.model.model_source import MODEL, ModelSource, token_ids_of
 from spmdrl.job.run.savable import Savable, SavedParts
 from spmdrl.job.start.start_checks import CheckedRun
-from spmdrl.nouns import whole_slice
+from spmdrl.nouns.batch import whole_slice
 from spmdrl.nouns.roles import CRITIC, POLICY, Role
+from spmdrl.nouns.settings.checkpoint_config import CheckpointConfig
+from spmdrl.nouns.settings.training_config import RoutingConfig
 from spmdrl.resources.device import Device
 from spmdrl.resources.mesh import UpdateMesh, build_update_mesh
 from spmdrl.resources.world import World
@@ -166,7 +167,7 @@ def build_role_models(checked: CheckedRun, sources: Mapping[Role, ModelSource], 
     # Roles with the same layout share its process groups.
     meshes = {layout: build_update_mesh(layout, world.device, world.rank) for layout in dict.fromkeys(layouts.values())}
     config = checked.config
-    saved_dtype = config.checkpoint.model_dtype(config.model.compute_dtype(world.device.kind))
+    saved_dtype = model_dtype(config.checkpoint, compute_dtype(config.model, world.device.kind))
     chat_template = config.data.template.own_template()
     return {
         role: RoleModel(
@@ -205,7 +206,7 @@ def _build_trainer(
         device,
         frozen=not role.is_trained,
         temperature=temperature,
-        compute_dtype=config.model.compute_dtype(device.kind),
+        compute_dtype=compute_dtype(config.model, device.kind),
         rating=checked.rating(role),
     )
     engine.load(source.initial_weights())

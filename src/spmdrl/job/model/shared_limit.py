@@ -20,7 +20,7 @@ LIMIT_FILE = "microbatch_limit.json"
 def share_limit(models: RoleModels, run: Run) -> None:
     """Give all models of a run one limit, as low as an earlier attempt had to set it. Collective."""
     trainer = models[POLICY].trainer
-    first = trainer.training.tokens_per_microbatch(trainer.device)
+    first = trainer.training.tokens_per_microbatch(trainer.device.kind)
     limit, path = MicrobatchLimit(first), run.folder / LIMIT_FILE
     limit.num_halvings = on_main(run.world, lambda: _halvings_in(path, first))
     if limit.num_halvings:

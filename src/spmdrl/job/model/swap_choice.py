@@ -12,6 +12,7 @@ from spmdrl.dataflow.resharding.swapping.residence import Residence, StateBytes
 from spmdrl.dataflow.resharding.swapping.swap import storage_bytes
 from spmdrl.dataflow.samples.balancing.balance import most_groups_each
 from spmdrl.engines.generation.protocol import GenerationEngine
+from spmdrl.engines.models.hf.model_folder import compute_dtype
 from spmdrl.engines.models.lora import is_adapter
 from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.job.model.replica import Replica
@@ -47,7 +48,7 @@ def state_bytes(
     row_tokens = config.data.max_prompt_length + config.rollout.max_completion_length
     group_size = config.rollout.num_generations
     rows_each = group_size * most_groups_each(-(-num_rows // group_size), len(replica.mesh.replicas))
-    policy, engine, dtype = trainers[POLICY], replica.engine, config.model.compute_dtype(world.device.kind)
+    policy, engine, dtype = trainers[POLICY], replica.engine, compute_dtype(config.model, world.device.kind)
     has_adapters = any(map(is_adapter, engine.weight_shapes()))
 
     def is_kept(name: str) -> bool:

@@ -9,14 +9,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from spmdrl.algorithms.terms.pairs import (
-    PAIR,
-    PairLoss,
-    PairTokens,
-    PreferenceConfig,
-    preference_loss,
-    reward_loss,
-)
+from spmdrl.algorithms.settings.preference_configs import PreferenceConfig
+from spmdrl.algorithms.terms.pairs import PAIR, PairLoss, PairTokens, preference_loss, reward_loss
 from spmdrl.config.config import RewardModelConfig
 from spmdrl.dataflow.data.prompts import Prompt
 from spmdrl.engines.models.renderer import Renderer

@@ -11,7 +11,7 @@ from spmdrl.dataflow.data.learnt_rows import LearntRows
 from spmdrl.dataflow.data.prompts import Prompt
 from spmdrl.engines.models.renderer import Renderer
 from spmdrl.engines.training.batching.packed_rows import TokenRows
-from spmdrl.nouns import offsets_of
+from spmdrl.nouns.batch import offsets_of
 
 SIGN = "sign"
 """1 at tokens of preferred responses, -1 at those of the others"""

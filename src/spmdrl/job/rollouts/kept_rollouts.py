@@ -16,12 +16,13 @@ from pathlib import Path
 
 from spmdrl.dataflow.samples.carried import CarriedGroups
 from spmdrl.dataflow.samples.samples import Samples
-from spmdrl.engines.training.checkpoints.checkpoint import CheckpointConfig, CheckpointStore
+from spmdrl.engines.training.checkpoints.checkpoint import CheckpointStore
 from spmdrl.engines.training.checkpoints.file_writes import written_at_once
 from spmdrl.engines.training.checkpoints.manifest import damage, step_of_folder
 from spmdrl.job.run.checkpoints import Checkpoints
 from spmdrl.job.run.run_folder import on_every_rank, on_main
 from spmdrl.job.run.run_logs import RunLogs
+from spmdrl.nouns.settings.checkpoint_config import CheckpointConfig
 from spmdrl.observability.metrics import Stat, table_of, totals_of
 from spmdrl.resources.collectives import gather_bytes
 

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from spmdrl.nouns import Batch, offsets_of
+from spmdrl.nouns.batch import Batch, offsets_of
 from spmdrl.observability.logs.jsonl import JsonlWriter, objects_of
 from spmdrl.observability.logs.outage import going_on_without
 from spmdrl.observability.ownership.fence import check_fence

@@ -15,7 +15,7 @@ from spmdrl.dataflow.stages.update_report import ShownRows
 from spmdrl.engines.workers.verdict import Verdict
 from spmdrl.job.rollouts.row_records import RowRecords
 from spmdrl.job.run.run_logs import RunLogs
-from spmdrl.nouns import Batch, WorkerState
+from spmdrl.nouns.batch import Batch, WorkerState
 from spmdrl.observability.logs.log import SampleRecord, SampleToken
 
 COLUMNS = ("response_ids", "reward", "reward_parts", "reward_verdict", "rollout_logprobs", "versions")

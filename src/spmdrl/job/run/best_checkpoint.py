@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from spmdrl.engines.training.checkpoints.checkpoint import CheckpointConfig
 from spmdrl.engines.training.checkpoints.manifest import step_folder_name
+from spmdrl.nouns.settings.checkpoint_config import CheckpointConfig
 
 LINK = "best"
 EVALUATIONS = "eval/"

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
-from spmdrl.engines.generation.rollout_config import RolloutConfig
-from spmdrl.engines.reward.judge_config import JudgeConfig
-from spmdrl.engines.training.training_config import TrainingConfig
 from spmdrl.nouns.roles import WorkerState
+from spmdrl.nouns.settings.reward_config import JudgeConfig
+from spmdrl.nouns.settings.rollout_config import RolloutConfig
+from spmdrl.nouns.settings.training_config import TrainingConfig
 from spmdrl.observability.terminal.units import bytes_text
 from spmdrl.observability.timeline.timeline import HeldMemory
 from spmdrl.resources.memory import is_out_of_memory

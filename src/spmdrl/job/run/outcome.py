@@ -15,8 +15,9 @@ from spmdrl.job.run.checkpoints import Checkpoints
 from spmdrl.job.run.ends import End
 from spmdrl.job.run.resuming import RunRecord
 from spmdrl.job.run.run_folder import on_main
+from spmdrl.nouns.settings.log_config import LogConfig
 from spmdrl.observability.health import at_ends, trouble_of
-from spmdrl.observability.logs.log import METRICS_FILE, LogConfig, read_metrics
+from spmdrl.observability.logs.log import METRICS_FILE, read_metrics
 from spmdrl.observability.logs.outage import going_on_without
 from spmdrl.observability.logs.trackers import TrackedRun
 from spmdrl.observability.report.report import write_report

@@ -10,7 +10,8 @@ from functools import partial
 from typing import NoReturn
 
 from spmdrl.config.reader import ConfigError
-from spmdrl.engines.training.checkpoints.checkpoint import CheckpointStore
+from spmdrl.engines.models.hf.model_folder import compute_dtype
+from spmdrl.engines.training.checkpoints.checkpoint import CheckpointStore, model_dtype
 from spmdrl.engines.training.checkpoints.manifest import step_of_folder
 from spmdrl.job.model.model_source import CHECKPOINTS, MODEL, ModelSource
 from spmdrl.job.run.checkpoints import Checkpoints
@@ -105,7 +106,7 @@ class Run:
         steps_left = 0 if record.is_finished else self.num_steps - record.step
         if steps_left > 0:
             decoders = [source.decoder for role, source in sources.items() if role.checkpoint is not None]
-            dtype = config.checkpoint.model_dtype(config.model.compute_dtype(self.world.device.kind))
+            dtype = model_dtype(config.checkpoint, compute_dtype(config.model, self.world.device.kind))
             on_main(
                 self.world, partial(check_disk_space, config.run, self._store, decoders, dtype, num_steps=steps_left)
             )

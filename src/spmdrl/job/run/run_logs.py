@@ -6,8 +6,9 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from spmdrl.nouns.settings.log_config import LogConfig
 from spmdrl.observability.health import HealthWatch, counts_so_far
-from spmdrl.observability.logs.log import LogConfig, MetricsLog, SampleRecord, SamplesLog
+from spmdrl.observability.logs.log import MetricsLog, SampleRecord, SamplesLog
 from spmdrl.observability.logs.outage import going_on_without, take_num_refused
 from spmdrl.observability.logs.trackers import TrackedRun
 from spmdrl.observability.metrics import Recorder, Stat, Table, encode, merge, table_of, totals_of

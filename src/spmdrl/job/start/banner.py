@@ -6,15 +6,16 @@ from collections.abc import Iterator
 
 import torch
 
-from spmdrl.algorithms.algorithm import AlgoConfig
+from spmdrl.algorithms.settings.algo_config import AlgoConfig
 from spmdrl.config.given import inline
-from spmdrl.engines.generation.rollout_config import RolloutConfig
+from spmdrl.engines.models.hf.model_folder import compute_dtype
 from spmdrl.engines.models.hf.model_weights import WeightFiles
-from spmdrl.engines.training.update.optimizer import OptimConfig
 from spmdrl.job.model.replica import generation_engine_name
 from spmdrl.job.run.run_folder import num_parameters, num_trained
 from spmdrl.job.start.prepared import Prepared
 from spmdrl.job.start.start_checks import CheckedRun, unread_columns
+from spmdrl.nouns.settings.rollout_config import RolloutConfig
+from spmdrl.nouns.settings.training_config import OptimConfig
 from spmdrl.observability.terminal.console import Console
 from spmdrl.observability.terminal.units import count
 from spmdrl.resources.world import World
@@ -29,7 +30,7 @@ def print_banner(checked: CheckedRun, prepared: Prepared, world: World, console:
 def _lines(checked: CheckedRun, prepared: Prepared, world: World) -> Iterator[str]:
     config, source, prompts = checked.config, prepared.source, prepared.prompts
     stored = WeightFiles(source.folder).main_dtype
-    computed = str(config.model.compute_dtype(world.device.kind)).removeprefix("torch.")
+    computed = str(compute_dtype(config.model, world.device.kind)).removeprefix("torch.")
     stops = ", ".join(map(str, prepared.tokenizer.stop_tokens))
     yield (
         f"model  {source.folder}{' (random weights)' if config.model.make is not None else ''} | "

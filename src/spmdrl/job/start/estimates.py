@@ -14,12 +14,13 @@ from spmdrl.dataflow.resharding.planning.slice_layouts import (
 from spmdrl.dataflow.samples.balancing.balance import most_groups_each
 from spmdrl.engines.generation.native.cache.paged import CacheShape
 from spmdrl.engines.models.decoder import DecoderConfig
+from spmdrl.engines.models.hf.model_folder import compute_dtype
 from spmdrl.engines.models.lora import is_adapter
 from spmdrl.job.model.replica import generation_engine_name
 from spmdrl.job.run.run_folder import num_parameters, num_trained
 from spmdrl.job.start.prepared import Prepared
 from spmdrl.job.start.start_checks import CheckedRun
-from spmdrl.nouns import WeightSlice
+from spmdrl.nouns.batch import WeightSlice
 from spmdrl.nouns.roles import POLICY, Role
 from spmdrl.observability.terminal.units import bytes_text, count
 from spmdrl.resources.startup.launch import LaunchEnvironment
@@ -38,7 +39,7 @@ def rank_bytes(
     (`reshard.bucket_bytes`) and the libraries' own memory come on top.
     """
     config, policy = checked.config, decoders[POLICY]
-    computed, held = config.model.compute_dtype(device_kind).itemsize, dict[str, int]()
+    computed, held = compute_dtype(config.model, device_kind).itemsize, dict[str, int]()
     for role, decoder in decoders.items() if checked.train_rows else ():
         table = parameter_table(decoder)
         if role.engine == "generation":
@@ -80,7 +81,7 @@ def _kept_bytes(checked: CheckedRun, policy: DecoderConfig, launch: LaunchEnviro
     if not any(is_adapter(box.name) for box in slices[0]):
         return 0
     num_elements = _most_elements(slices, lambda name: not is_adapter(name))
-    return num_elements * checked.config.model.compute_dtype(device_kind).itemsize
+    return num_elements * compute_dtype(checked.config.model, device_kind).itemsize
 
 
 def _most_elements(
@@ -100,7 +101,7 @@ def _cache_bytes(checked: CheckedRun, decoder: DecoderConfig, num_ranks: int, de
         num_kv_heads=decoder.num_kv_heads // min(decoder.num_kv_heads, layout.tensor),
         head_size=decoder.head_size,
         value_head_size=decoder.value_head_size,
-        dtype=config.model.compute_dtype(device_kind),
+        dtype=compute_dtype(config.model, device_kind),
     )
     num_tokens = min(config.data.max_prompt_length + rollout.max_completion_length, decoder.max_positions)
     num_prompts, num_samples = rollout.prompts_per_step + rollout.extra_prompts, rollout.num_generations
@@ -142,7 +143,7 @@ def estimate_lines(
     """The estimates as text."""
     config, rollout, decoders = checked.config, checked.config.rollout, _decoders(prepared)
     owners = rank_bytes(checked, decoders, launch, device_kind)
-    dtype = str(config.model.compute_dtype(device_kind)).removeprefix("torch.")
+    dtype = str(compute_dtype(config.model, device_kind)).removeprefix("torch.")
     num_elements = num_parameters(decoders[POLICY])
     trained = num_trained(decoders[POLICY])
     lora = f"; lora trains {count(trained)} beside them" if decoders[POLICY].lora is not None else ""

@@ -9,16 +9,16 @@ from pathlib import Path
 import torch
 
 from spmdrl.config.config import Config
-from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.decoder import Decoder, DecoderConfig
 from spmdrl.engines.models.hf.model_folder import ignored_attn_factor, read_config
 from spmdrl.engines.models.kernels.invariant import LARGEST_BLOCK
-from spmdrl.engines.models.lora import LoraConfig
 from spmdrl.engines.models.making.make_model import decoder_config
 from spmdrl.engines.parallel.expert_parallel import check_expert_parallel
 from spmdrl.engines.parallel.tensor_parallel import check_tensor_parallel
 from spmdrl.engines.training.routing.routers import check_routing
 from spmdrl.engines.training.sharding.parallelize import check_layout
+from spmdrl.nouns.settings.model_config import LoraConfig
+from spmdrl.nouns.settings.rollout_config import RolloutConfig
 from spmdrl.resources.layout import GenerationLayout, UpdateLayout
 
 # Their backward passes come in two halves, each of which would run every layer again.

@@ -17,11 +17,11 @@ from spmdrl.dataflow.data.learnt_rows import LearntRows
 from spmdrl.dataflow.data.prompts import PromptSource
 from spmdrl.dataflow.stages.teacher.teachers_prompts import TeachersPrompts
 from spmdrl.engines.models.decoder import DecoderConfig
-from spmdrl.engines.models.hf.model_folder import HUB_TEXT_FILES, read_config, resolve_model_folder
+from spmdrl.engines.models.hf.model_folder import HUB_TEXT_FILES, compute_dtype, read_config, resolve_model_folder
 from spmdrl.engines.models.making.make_model import decoder_config, make_folder_without_weights
 from spmdrl.engines.models.renderer import Renderer
 from spmdrl.engines.models.tokenizer import ModelTokenizer
-from spmdrl.engines.training.checkpoints.checkpoint import CheckpointStore
+from spmdrl.engines.training.checkpoints.checkpoint import CheckpointStore, model_dtype
 from spmdrl.engines.training.sharding.parallelize import check_layout
 from spmdrl.engines.workers.foreign_folder import try_folder
 from spmdrl.job.model.model_source import (
@@ -206,7 +206,7 @@ def check_room(checked: CheckedRun, decoders: Mapping[Role, DecoderConfig], devi
     is_new = config.model.make is not None and not (config.run.folder / INITIAL_MODEL).exists()
     made_bytes = num_parameters(decoders[POLICY]) * torch.float32.itemsize if is_new else 0
     store = CheckpointStore(config.run.folder / CHECKPOINTS, config.checkpoint, is_main=True)
-    dtype = config.checkpoint.model_dtype(config.model.compute_dtype(device_kind))
+    dtype = model_dtype(config.checkpoint, compute_dtype(config.model, device_kind))
     kept = kept if checked.train_rows else []
     return check_disk_space(config.run, store, kept, dtype, num_steps=checked.num_steps, made_bytes=made_bytes)
 

@@ -23,7 +23,6 @@ from spmdrl.engines.environment.environment_pool import EnvironmentPool
 from spmdrl.engines.generation.native.graphs.graph_steps import wants_graphs
 from spmdrl.engines.reward.functions import needs_answer
 from spmdrl.engines.reward.pool import RewardPool
-from spmdrl.engines.training.update.optimizer import OptimConfig
 from spmdrl.job.run.best_checkpoint import EVALUATIONS
 from spmdrl.job.start.model_checks import (
     check_batch_invariant,
@@ -33,8 +32,9 @@ from spmdrl.job.start.model_checks import (
     check_vllm_is_there,
     decoder_at_hand,
 )
-from spmdrl.nouns import CreditSettings, WorkerState
+from spmdrl.nouns.batch import CreditSettings, WorkerState
 from spmdrl.nouns.roles import POLICY, REFERENCE, ROLES, TEACHER, Rating, Role
+from spmdrl.nouns.settings.training_config import OptimConfig
 from spmdrl.observability.logs.log import check_backends
 from spmdrl.observability.terminal.screen import waiting
 from spmdrl.resources.device import find_device

@@ -6,10 +6,9 @@ import importlib.util
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
-from annotated_types import Ge
-
+from spmdrl.nouns.settings.log_config import BACKENDS, LogConfig
 from spmdrl.observability.logs.jsonl import JsonlWriter, number, read_jsonl
 from spmdrl.observability.logs.outage import count_refused, going_on_without, warn
 from spmdrl.observability.logs.trackers import TensorBoardBackend, TrackedRun, WandbBackend
@@ -19,33 +18,6 @@ METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
 CHECKPOINTS_FILE = "checkpoints.jsonl"
 B = TypeVar("B")
-BACKENDS = ("console", "jsonl", "tensorboard", "wandb")
-
-
-@dataclass(frozen=True)
-class LogConfig:
-    """Where metrics go, and how many samples are kept to be read."""
-
-    backends: tuple[str, ...] = ("console", "jsonl")
-    """any of console, jsonl, tensorboard and wandb; keys of services come from the environment only"""
-    samples_per_step: Annotated[int, Ge(0)] | None = None
-    """rows per step written to samples.jsonl, which the report shows: those of one prompt first, then others; 0: none;
-    null: all responses to one prompt and 4 others"""
-    samples_interval: Annotated[int, Ge(0)] = 10
-    """steps between the samples sent to tensorboard and wandb, beginning with the first step's; 0: none"""
-    project: str = "spmdrl"
-    """the run's project in W&B"""
-    group: str | None = None
-    """the run's group in W&B, such as the runs of one sweep; null: none"""
-    tags: tuple[str, ...] = ()
-    """the run's tags in W&B"""
-
-    def __post_init__(self) -> None:
-        unknown = [name for name in self.backends if name not in BACKENDS]
-        if unknown:
-            raise ValueError(f"log.backends names {', '.join(unknown)}, but only {', '.join(BACKENDS)} are there")
-        if not self.project.strip():
-            raise ValueError("log.project is empty; name a project, such as spmdrl")
 
 
 class MetricsBackend(Protocol):

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from spmdrl.engines.models.making.make_config import MakeConfig
 from spmdrl.engines.models.making.make_model import RandomWeights, decoder_config
 from spmdrl.engines.training.batching.packed_rows import LossTerms, MicroBatch, Scores, TokenRows
-from spmdrl.engines.training.training_config import TrainingConfig
 from spmdrl.engines.training.training_engine import TrainingEngine
-from spmdrl.engines.training.update.optimizer import OptimConfig
-from spmdrl.nouns import offsets_of
+from spmdrl.nouns.batch import offsets_of
+from spmdrl.nouns.settings.model_config import MakeConfig
+from spmdrl.nouns.settings.training_config import OptimConfig, TrainingConfig
 from spmdrl.resources.device import Device
 from spmdrl.resources.layout import UpdateLayout, fit_update_layout
 from spmdrl.resources.mesh import build_update_mesh

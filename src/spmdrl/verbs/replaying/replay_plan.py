@@ -15,7 +15,7 @@ from spmdrl.job.rollouts.row_records import RowDigests, read_row_records
 from spmdrl.job.run.config_changes import RESOLVED_CONFIG, resolved_config_until
 from spmdrl.job.run.outcome import WARM_START
 from spmdrl.job.run.resuming import RUN_FILE, read_record
-from spmdrl.observability.logs.log import LogConfig
+from spmdrl.nouns.settings.log_config import LogConfig
 from spmdrl.observability.summary import read_summary
 from spmdrl.resources.layout import GenerationLayout, RoleLayouts, UpdateLayout
 

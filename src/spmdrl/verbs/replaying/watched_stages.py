@@ -23,9 +23,9 @@ from spmdrl.dataflow.stages.update_report import ROW
 from spmdrl.engines.generation.protocol import Response
 from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.engines.reward.functions import load_functions, score
-from spmdrl.engines.reward.pool import RewardConfig
 from spmdrl.engines.workers.verdict import Verdict
-from spmdrl.nouns import LossScope, TokenLoss, TokenTerms, WorkerState
+from spmdrl.nouns.batch import LossScope, TokenLoss, TokenTerms, WorkerState
+from spmdrl.nouns.settings.reward_config import RewardConfig
 from spmdrl.observability.terminal.screen import show
 
 

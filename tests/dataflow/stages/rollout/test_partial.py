@@ -17,21 +17,22 @@ from tests.support.ranks import run_ranks
 from spmdrl.dataflow.data.prompts import Prompt
 from spmdrl.dataflow.samples.balancing.dealing import groups_of_generation
 from spmdrl.dataflow.samples.carried import CarriedGroups
-from spmdrl.dataflow.samples.dock import DockConfig, TransferDock
+from spmdrl.dataflow.samples.dock import TransferDock
 from spmdrl.dataflow.samples.rounds import RoundRules
 from spmdrl.dataflow.stages.reward import RewardStage
 from spmdrl.dataflow.stages.rollout.generation import GenerationStage
 from spmdrl.dataflow.stages.rollout.partial import PartialGenerationStage
 from spmdrl.engines.generation.expert_choices import ChoiceRecorder
 from spmdrl.engines.generation.native.native_engine import Lockstep, NativeEngine
-from spmdrl.engines.generation.protocol import SamplingParams
-from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.making.make_model import RandomWeights
-from spmdrl.engines.models.moe import MoeConfig
-from spmdrl.engines.reward.pool import RewardConfig, RewardPool
+from spmdrl.engines.reward.pool import RewardPool
 from spmdrl.engines.training.checkpoints.file_writes import written_at_once
-from spmdrl.nouns import WorkerState
+from spmdrl.nouns.batch import WorkerState
+from spmdrl.nouns.settings.flow_config import DockConfig
+from spmdrl.nouns.settings.model_sizes import MoeConfig
+from spmdrl.nouns.settings.reward_config import RewardConfig
+from spmdrl.nouns.settings.rollout_config import RolloutConfig, SamplingParams
 from spmdrl.observability.metrics import Recorder, encode, merge
 from spmdrl.resources.collectives import gather_bytes
 from spmdrl.resources.layout import GenerationLayout

@@ -13,13 +13,14 @@ from tests.dataflow.samples.flow import GROUP_SIZE, NUM_ROWS, ONE_RANK, make_pro
 from tests.support.chosen_device import chosen_device
 from tests.support.ranks import run_ranks
 
-from spmdrl.dataflow.samples.dock import DockConfig, TransferDock
+from spmdrl.dataflow.samples.dock import TransferDock
 from spmdrl.dataflow.samples.samples import Samples
 from spmdrl.dataflow.samples.schema import needs_by_state
 from spmdrl.dataflow.stages.inference import ScoreStage
 from spmdrl.dataflow.stages.rollout.portions import Portions
 from spmdrl.engines.generation.protocol import Response
-from spmdrl.nouns import Batch, WorkerState
+from spmdrl.nouns.batch import Batch, WorkerState
+from spmdrl.nouns.settings.flow_config import DockConfig
 from spmdrl.observability.timeline.timeline import Timeline
 from spmdrl.resources.collectives import Arrivals
 from spmdrl.resources.mesh import lone_generation_mesh

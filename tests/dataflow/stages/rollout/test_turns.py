@@ -14,12 +14,14 @@ from spmdrl.dataflow.data.prompts import Prompt
 from spmdrl.dataflow.stages.rollout.partial import OwnGroup, nothing_yet, packed, unpacked
 from spmdrl.dataflow.stages.rollout.requests import run_requests
 from spmdrl.dataflow.stages.rollout.turns import RolloutTurns
-from spmdrl.engines.environment.environment_pool import EnvironmentConfig, EnvironmentPool
+from spmdrl.engines.environment.environment_pool import EnvironmentPool
 from spmdrl.engines.generation.native.native_engine import Lockstep, NativeEngine
-from spmdrl.engines.generation.protocol import Response, SamplingParams
+from spmdrl.engines.generation.protocol import Response
 from spmdrl.engines.generation.replay import ReplayEngine, read_rollouts, record_rollouts, rollout_file
 from spmdrl.engines.models.making.make_model import RandomWeights
 from spmdrl.engines.workers.verdict import Verdict
+from spmdrl.nouns.settings.reward_config import EnvironmentConfig
+from spmdrl.nouns.settings.rollout_config import SamplingParams
 from spmdrl.resources.mesh import lone_generation_mesh
 
 FILE = Path(__file__).with_name("environments.py")

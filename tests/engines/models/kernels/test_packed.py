@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spmdrl.engines.models.kernels.packed import causal_attention, group_rows, padded_attention, plan_blocks
-from spmdrl.nouns import offsets_of
+from spmdrl.nouns.batch import offsets_of
 
 lengths_of_rows = st.lists(st.integers(0, 400), max_size=40)
 

@@ -15,7 +15,7 @@ from spmdrl.engines.models.kernels import cpu, invariant, ops, plain
 from spmdrl.engines.models.kernels.cpp import row_attention
 from spmdrl.engines.models.kernels.packed import PackedRows
 from spmdrl.engines.models.kernels.prefixed import Copies, PrefixedRows, copy_rows, padded_prefixed_attention
-from spmdrl.nouns import offsets_of
+from spmdrl.nouns.batch import offsets_of
 
 # Prompts of two tokens to four blocks of the exact mode's keys, some of a length, and a row without company; rows of
 # one token and more.

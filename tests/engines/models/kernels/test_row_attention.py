@@ -17,7 +17,7 @@ from spmdrl.engines.models.kernels.cpp import cpu_library as library
 from spmdrl.engines.models.kernels.cpp import row_attention
 from spmdrl.engines.models.kernels.packed import PackedRows
 from spmdrl.engines.models.kernels.prefixed import PrefixedRows, padded_prefixed_attention
-from spmdrl.nouns import offsets_of
+from spmdrl.nouns.batch import offsets_of
 from tests.engines.models.support import no_cpu_library
 
 pytestmark = pytest.mark.cpu_only(reason="the library is the CPU's")

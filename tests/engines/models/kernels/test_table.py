@@ -12,7 +12,7 @@ from spmdrl.engines.models.kernels import ops, plain
 from spmdrl.engines.models.kernels.ops import TABLE
 from spmdrl.engines.models.kernels.packed import PackedRows
 from spmdrl.engines.models.kernels.prefixed import PrefixedRows
-from spmdrl.nouns import offsets_of
+from spmdrl.nouns.batch import offsets_of
 from tests.support.chosen_device import chosen_device, chosen_kind
 
 HALF_TOLERANCE = 2e-2

@@ -10,11 +10,11 @@ import sys
 import pytest
 
 from spmdrl.engines.reward.calls import RewardCall
-from spmdrl.engines.reward.code_config import CodeConfig
-from spmdrl.engines.reward.pool import RewardConfig, RewardPool
+from spmdrl.engines.reward.pool import RewardPool
 from spmdrl.engines.reward.rules.code_tests import read_tests
 from spmdrl.engines.reward.rules.program_text import program_in
 from spmdrl.engines.workers.verdict import Verdict
+from spmdrl.nouns.settings.reward_config import CodeConfig, RewardConfig
 
 DOUBLE = "def double(x):\n    return 2 * x\n"
 SCRIPT = "print(2 * int(input()))\n"

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from spmdrl.dataflow.resharding.planning.buckets import Piece
 from spmdrl.dataflow.resharding.planning.cells import SlicedWeights, cut
-from spmdrl.nouns import whole_slice
+from spmdrl.nouns.batch import whole_slice
 from spmdrl.resources.collectives import Group, sum_over
 
 _NUM_SPOTS = 16

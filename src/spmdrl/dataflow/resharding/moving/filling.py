@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from spmdrl.dataflow.resharding.moving.checksum import SwitchRecord
-from spmdrl.dataflow.resharding.moving.gather import BucketGatherer, Received, ReshardConfig
+from spmdrl.dataflow.resharding.moving.gather import BucketGatherer, Received
 from spmdrl.dataflow.resharding.planning.cells import SlicedWeights
 from spmdrl.dataflow.resharding.planning.plan import Shapes, lendable
 from spmdrl.dataflow.resharding.planning.slice_agreement import agree_on_plan, agree_on_shapes, refuse_together
 from spmdrl.dataflow.resharding.protocols import Generator, Shard
-from spmdrl.nouns import WeightSlice
+from spmdrl.nouns.batch import WeightSlice
+from spmdrl.nouns.settings.flow_config import ReshardConfig
 from spmdrl.resources.world import World
 
 Names = Callable[[Iterable[str]], None]

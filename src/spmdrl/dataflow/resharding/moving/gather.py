@@ -12,53 +12,21 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Literal
 
 import torch
 import torch.distributed as dist
-from annotated_types import Ge
 from torch import Tensor
 
 from spmdrl.dataflow.resharding.planning.buckets import Piece, Transfer
 from spmdrl.dataflow.resharding.planning.cells import SlicedWeights
 from spmdrl.dataflow.resharding.planning.plan import Block, ReshardPlan
-from spmdrl.nouns import WeightSlice
+from spmdrl.nouns.batch import WeightSlice
+from spmdrl.nouns.settings.flow_config import Executor
 from spmdrl.resources.collectives import wait_like_the_job
 from spmdrl.resources.network.sockets import closing_new_listeners
 
-Executor = Literal["allgather", "exact"]
-SwapMode = Literal["auto", "always", "never"]
-
 # PyTorch 2.13 renames the collective and warns about the old name.
 _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-
-@dataclass(frozen=True)
-class ReshardConfig:
-    """How weights move from the update layout to the generation layout."""
-
-    bucket_bytes: Annotated[int, Ge(1)] = 64 << 20
-    """temporary device memory for resharding; weights move through it bucket by bucket"""
-    executor: Executor = "exact"
-    """exact: move only the slices that a rank lacks; allgather: the paper's all-gather and select"""
-    verify: bool = False
-    """whether to compare checksums of generation and update weights at each switch; costs a pass over the weights"""
-    probe_tokens: int = 32
-    """prompt tokens whose log-probs trainer and generator both compute at each switch, before generation; 0: none"""
-    probe_tolerance: Annotated[float, Ge(0)] | None = None
-    """largest difference of these log-probs, in nats, that doesn't end the run; null: 0.01 in float32, 1 in 16 bits. In
-    16 bits a quarter of the tokens may be beyond it in models with experts"""
-    swap: SwapMode = "auto"
-    """whether the training state leaves the device while responses are generated; auto: only where both don't fit"""
-    swap_dir: str | None = None
-    """folder of the file that takes the training state on a CPU, best on a fast disk; null: the run's folder"""
-
-    def __post_init__(self) -> None:
-        if self.probe_tokens < 0 or self.probe_tokens == 1:
-            raise ValueError(
-                f"reshard.probe_tokens is {self.probe_tokens}, but must be >= 2, as the first token of a row isn't "
-                "rated, or 0 for no probe"
-            )
 
 
 @dataclass(frozen=True)

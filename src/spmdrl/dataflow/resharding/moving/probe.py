@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.engines.training.batching.packed_rows import Scores, TokenRows
-from spmdrl.nouns import offsets_of
+from spmdrl.nouns.batch import offsets_of
 from spmdrl.resources.collectives import max_over
 
 Rows = Sequence[Sequence[int]]

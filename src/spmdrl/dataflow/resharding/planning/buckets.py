@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from spmdrl.dataflow.resharding.planning.cells import Cell, cut
-from spmdrl.nouns import WeightSlice
+from spmdrl.nouns.batch import WeightSlice
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from spmdrl.nouns import WeightSlice
+from spmdrl.nouns.batch import WeightSlice
 
 RankedBoxes = Iterable[tuple[int, WeightSlice]]
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from spmdrl.dataflow.resharding.planning.buckets import Bucket, BucketFilling, Transfer
 from spmdrl.dataflow.resharding.planning.cells import Cell, cells_of
-from spmdrl.nouns import WeightSlice, whole_slice
+from spmdrl.nouns.batch import WeightSlice, whole_slice
 
 Shapes = Mapping[str, tuple[int, ...]]
 SlicesByRank = Mapping[int, Sequence[WeightSlice]]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from spmdrl.dataflow.resharding.planning.plan import ReshardPlan, Shapes, plan_resharding
-from spmdrl.nouns import WeightSlice
+from spmdrl.nouns.batch import WeightSlice
 from spmdrl.resources.collectives import gather_bytes, max_over
 
 

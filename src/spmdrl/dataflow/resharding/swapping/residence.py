@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from spmdrl.dataflow.resharding.moving.gather import SwapMode
+from spmdrl.nouns.settings.flow_config import SwapMode
 
 _GIB = 1 << 30
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from spmdrl.dataflow.samples.balancing.local_search import even_out
 from spmdrl.dataflow.samples.balancing.node_shares import Seats, Units, nodes_of_units, split_by
-from spmdrl.nouns import Integers
+from spmdrl.nouns.batch import Integers
 from spmdrl.nouns.partition import largest_differencing
 
 SLACK_PERCENT = 2

@@ -19,7 +19,7 @@ from spmdrl.dataflow.samples.balancing.balance import (
 from spmdrl.dataflow.samples.balancing.node_shares import split_by
 from spmdrl.dataflow.samples.control.catalogue import Catalogue
 from spmdrl.dataflow.samples.store.frame import pack, read_frame
-from spmdrl.nouns import Batch, Integers, WorkerState
+from spmdrl.nouns.batch import Batch, Integers, WorkerState
 from spmdrl.nouns.partition import TOKENS, RowCost, shares_prompt
 from spmdrl.resources.collectives import broadcast_ragged
 from spmdrl.resources.mesh import Axis, GenerationMesh, UpdateMesh

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from spmdrl.dataflow.data.prompts import Prompt
 from spmdrl.engines.training.checkpoints.file_writes import FileWrites, add_text
-from spmdrl.nouns import Integers
+from spmdrl.nouns.batch import Integers
 
 LENGTHS = "response_lengths.json"
 _PARTS = 256

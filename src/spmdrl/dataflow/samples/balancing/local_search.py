@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from spmdrl.dataflow.samples.balancing.node_shares import split_by
-from spmdrl.nouns import Integers
+from spmdrl.nouns.batch import Integers
 
 _MAX_PARTNERS = 8
 """Light seats, of the node and of others, that are tried for an exchange; where they don't help, few others do."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from spmdrl.nouns import Integers
+from spmdrl.nouns.batch import Integers
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from spmdrl.dataflow.samples.schema import columns_mask, length_column, mask_of, names_of_mask, rule_of
-from spmdrl.nouns import Batch, Integers
+from spmdrl.nouns.batch import Batch, Integers
 
 _NOT_DROPPED = -1
 

@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from spmdrl.dataflow.samples.control.catalogue import Catalogue, News, joined
 from spmdrl.dataflow.samples.schema import mask_of, names_of_mask
-from spmdrl.nouns import Integers, WorkerState
+from spmdrl.nouns.batch import Integers, WorkerState
 
 DEFERRED = "deferred"
 """The reason for which a row leaves its batch without being lost: it goes on in the batch of a later step."""

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from spmdrl.dataflow.samples.control.catalogue import RowMetadata, announced_lengths
 from spmdrl.dataflow.samples.control.row_lives import RowLives, RowStatus
 from spmdrl.dataflow.samples.schema import RULES, columns_mask, names_of_mask
-from spmdrl.nouns import Integers, WorkerState
+from spmdrl.nouns.batch import Integers, WorkerState
 
 Arrays = dict[str, NDArray[np.generic]]
 

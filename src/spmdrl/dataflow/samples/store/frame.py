@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from spmdrl.dataflow.samples.schema import LENGTHS_OF, RULES, check_column, column_number
-from spmdrl.nouns import Batch
+from spmdrl.nouns.batch import Batch
 
 ALIGNMENT = 64
 """bytes: a cache line, and a multiple of every dtype's size"""

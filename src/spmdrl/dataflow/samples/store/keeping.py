@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from spmdrl.dataflow.samples.control.saved_lives import Arrays
-from spmdrl.nouns import Batch, Integers
+from spmdrl.nouns.batch import Batch, Integers
 
 LIVES = "rows.safetensors"
 _NODE_FILES = "node_*.safetensors"

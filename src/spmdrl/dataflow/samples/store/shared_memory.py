@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spmdrl.dataflow.samples.store.frame import ALIGNMENT
-from spmdrl.nouns import Integers
+from spmdrl.nouns.batch import Integers
 from spmdrl.resources.collectives import barrier, gather_bytes
 from spmdrl.resources.world import World
 

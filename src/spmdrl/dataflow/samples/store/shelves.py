@@ -25,7 +25,7 @@ from torch import Tensor
 
 from spmdrl.dataflow.samples.schema import LENGTHS_OF
 from spmdrl.dataflow.samples.volume import Link
-from spmdrl.nouns import Integers
+from spmdrl.nouns.batch import Integers
 
 _ABSENT = 0
 _NUM_SHELVES = 8

@@ -20,7 +20,7 @@ from spmdrl.dataflow.samples.store.frame import ALIGNMENT, NUMPY_DTYPES, Checked
 from spmdrl.dataflow.samples.store.shared_memory import Place, Pool
 from spmdrl.dataflow.samples.store.shelves import Chunks, Shelves, collect
 from spmdrl.dataflow.samples.volume import Link, Volume, column_bytes
-from spmdrl.nouns import Batch, Integers
+from spmdrl.nouns.batch import Batch, Integers
 
 _OFFSET_BYTES = 8
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spmdrl.dataflow.samples.store.frame import frame_bytes, pack, read_frame
-from spmdrl.nouns import Batch, Integers
+from spmdrl.nouns.batch import Batch, Integers
 from spmdrl.resources.startup.launch import LaunchEnvironment
 
 

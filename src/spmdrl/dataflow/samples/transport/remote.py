@@ -18,7 +18,7 @@ from spmdrl.dataflow.samples.store.frame import pack, read_frame
 from spmdrl.dataflow.samples.store.shared_memory import Place
 from spmdrl.dataflow.samples.store.warehouse import Warehouse
 from spmdrl.dataflow.samples.transport.rpc_agent import join_rpc, leave_rpc
-from spmdrl.nouns import Batch
+from spmdrl.nouns.batch import Batch
 from spmdrl.resources.world import World
 
 

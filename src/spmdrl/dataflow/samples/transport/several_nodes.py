@@ -14,7 +14,7 @@ from spmdrl.dataflow.samples.store.warehouse import Warehouse
 from spmdrl.dataflow.samples.transport.exchange import Exchange, transfers
 from spmdrl.dataflow.samples.transport.remote import RemoteWarehouses
 from spmdrl.dataflow.samples.volume import Link, Volume, column_bytes
-from spmdrl.nouns import Batch, Integers
+from spmdrl.nouns.batch import Batch, Integers
 from spmdrl.resources.world import World
 
 

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from spmdrl.dataflow.samples.dock import Samples
 from spmdrl.dataflow.samples.schema import COPIES
-from spmdrl.dataflow.stages.critic.critic_config import CriticConfig
 from spmdrl.dataflow.stages.rows import (
     ModelTokens,
     copies_of,
@@ -24,7 +23,8 @@ from spmdrl.dataflow.stages.rows import (
 from spmdrl.dataflow.stages.update import UpdatePlan
 from spmdrl.engines.training.batching.packed_rows import LossTerms, MicroBatch
 from spmdrl.engines.training.training_engine import TrainingEngine
-from spmdrl.nouns import Batch, WorkerState
+from spmdrl.nouns.batch import Batch, WorkerState
+from spmdrl.nouns.settings.role_configs import CriticConfig
 from spmdrl.observability.metrics import Recorder
 
 

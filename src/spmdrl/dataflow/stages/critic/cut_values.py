@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from spmdrl.dataflow.samples.schema import END_VALUE
 from spmdrl.dataflow.stages.inference import ScoreStage
 from spmdrl.dataflow.stages.rows import TURNS, ModelTokens, token_rows
-from spmdrl.nouns import Batch, offsets_of
+from spmdrl.nouns.batch import Batch, offsets_of
+from spmdrl.nouns.settings.role_configs import END_VALUE
 from spmdrl.resources.device import to_device
 
 

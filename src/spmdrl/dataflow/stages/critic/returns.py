@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from spmdrl.dataflow.samples.dock import Samples
-from spmdrl.dataflow.samples.schema import END_VALUE
-from spmdrl.dataflow.stages.critic.critic_config import CriticConfig
 from spmdrl.dataflow.stages.rows import ModelTokens, credit_inputs
-from spmdrl.nouns import Batch, CreditInputs, CreditSettings, WorkerState
+from spmdrl.nouns.batch import Batch, CreditInputs, CreditSettings, WorkerState
+from spmdrl.nouns.settings.role_configs import END_VALUE, CriticConfig
 
 
 class Rewarding(Protocol):

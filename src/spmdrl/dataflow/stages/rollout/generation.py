@@ -18,8 +18,9 @@ from spmdrl.dataflow.stages.rollout.requests import (
     run_rollout,
 )
 from spmdrl.dataflow.stages.rollout.response_columns import columns_of
-from spmdrl.engines.generation.protocol import GenerationEngine, Request, Response, SamplingParams
-from spmdrl.nouns import WorkerState
+from spmdrl.engines.generation.protocol import GenerationEngine, Request, Response
+from spmdrl.nouns.batch import WorkerState
+from spmdrl.nouns.settings.rollout_config import SamplingParams
 from spmdrl.observability.metrics import Recorder
 from spmdrl.resources.mesh import GenerationMesh
 

@@ -20,10 +20,11 @@ from spmdrl.dataflow.stages.rollout.requests import EndedResponses, StopPoint, r
 from spmdrl.dataflow.stages.rollout.response_columns import token_columns
 from spmdrl.dataflow.stages.rows import ROUTED_EXPERTS, TURNS
 from spmdrl.engines.generation.native.native_engine import Lockstep
-from spmdrl.engines.generation.protocol import Finish, PartialResponse, Request, Response, SamplingParams
+from spmdrl.engines.generation.protocol import Finish, PartialResponse, Request, Response
 from spmdrl.engines.generation.replay import packed_outcomes, unpacked_outcomes
 from spmdrl.engines.workers.verdict import Outcome
-from spmdrl.nouns import Batch
+from spmdrl.nouns.batch import Batch
+from spmdrl.nouns.settings.rollout_config import SamplingParams
 
 _FINISHES: tuple[Finish, ...] = get_args(Finish)
 OUTCOME_REWARD, OUTCOME_VERDICT = "outcome_reward", "outcome_verdict"

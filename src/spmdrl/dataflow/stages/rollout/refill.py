@@ -20,7 +20,7 @@ from spmdrl.dataflow.samples.rounds import refill_size
 from spmdrl.dataflow.samples.schema import rule_of
 from spmdrl.dataflow.stages.advantage import drop_left_out, is_left, of_all_ranks
 from spmdrl.dataflow.stages.rows import credit_inputs
-from spmdrl.nouns import CreditInputs, CreditSettings, WorkerState
+from spmdrl.nouns.batch import CreditInputs, CreditSettings, WorkerState
 from spmdrl.observability.metrics import Recorder
 from spmdrl.resources.mesh import GenerationMesh
 

@@ -8,7 +8,7 @@ import torch
 
 from spmdrl.dataflow.stages.rows import ROUTED_EXPERTS, TURNS
 from spmdrl.engines.generation.protocol import Response
-from spmdrl.nouns import Batch, offsets_of
+from spmdrl.nouns.batch import Batch, offsets_of
 
 
 def columns_of(responses: Sequence[Response]) -> Batch:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from spmdrl.dataflow.stages.inference import Presence, ScoreStage, Seen
 from spmdrl.dataflow.stages.rows import ModelTokens, token_rows
 from spmdrl.engines.training.training_engine import TrainingEngine
-from spmdrl.nouns import Batch, WorkerState, offsets_of
+from spmdrl.nouns.batch import Batch, WorkerState, offsets_of
 
 
 class LikeliestTokensStage(ScoreStage):

@@ -10,7 +10,7 @@ import torch
 from spmdrl.dataflow.data.prompts import Prompt
 from spmdrl.dataflow.samples.dock import Samples
 from spmdrl.engines.models.renderer import Renderer, TokenizedPrompts
-from spmdrl.nouns import Batch, gather_ragged_rows
+from spmdrl.nouns.batch import Batch, gather_ragged_rows
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,6 @@ from spmdrl.engines.generation.native.cache.cached_attention import (
 from spmdrl.engines.generation.native.cache.paged import CacheShape, PagedCache
 from spmdrl.engines.generation.native.engine_weights import PackedWeights
 from spmdrl.engines.generation.native.running_rows import Chunk, FedToken
-from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.decoder import Decoder, DecoderConfig
 from spmdrl.engines.models.kernels import ops
 from spmdrl.engines.models.kernels.packed import PackedRows
@@ -39,6 +38,7 @@ from spmdrl.engines.parallel.expert_parallel import apply_expert_parallel
 from spmdrl.engines.parallel.parts import Parts
 from spmdrl.engines.parallel.tensor_parallel import apply_tensor_parallel
 from spmdrl.engines.parallel.weight_cuts import VocabularyPart
+from spmdrl.nouns.settings.rollout_config import RolloutConfig
 from spmdrl.resources.mesh import GenerationMesh
 
 _ROWS_AT_A_TIME = 4

@@ -27,9 +27,9 @@ from spmdrl.engines.generation.native.lockstep import Lockstep
 from spmdrl.engines.generation.native.running_rows import Row, check_request, newest_token
 from spmdrl.engines.generation.native.sampling import RowDrawer
 from spmdrl.engines.generation.protocol import Decode, Finish, Request, Response, all_weights
-from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.decoder import DecoderConfig
-from spmdrl.nouns import WeightSlice, whole_slice
+from spmdrl.nouns.batch import WeightSlice, whole_slice
+from spmdrl.nouns.settings.rollout_config import RolloutConfig
 from spmdrl.observability.fault_points import faultpoint
 from spmdrl.resources.mesh import GenerationMesh, lone_generation_mesh
 

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from spmdrl.engines.generation.native.running_rows import Row
-from spmdrl.engines.generation.protocol import Decode, Finish, SamplingParams, completes_stop_string
+from spmdrl.engines.generation.protocol import Decode, Finish, completes_stop_string
+from spmdrl.nouns.settings.rollout_config import SamplingParams
 
 # The constants of splitmix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014), as
 # signed 64-bit integers; products wrap around.

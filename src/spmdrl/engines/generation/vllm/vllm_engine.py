@@ -19,12 +19,12 @@ from torch import Tensor
 
 from spmdrl.engines.generation.native.running_rows import Row, rows_of
 from spmdrl.engines.generation.protocol import Decode, Request, Response, all_weights, completes_stop_string
-from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.generation.vllm import vllm_cpu
 from spmdrl.engines.generation.vllm.vllm_logprobs import gives_unfiltered, logprobs_mode, logprobs_of_prompt
 from spmdrl.engines.models.hf.model_folder import parameter_shapes, read_config
 from spmdrl.engines.models.hf.model_weights import unstack
-from spmdrl.nouns import WeightSlice, whole_slice
+from spmdrl.nouns.batch import WeightSlice, whole_slice
+from spmdrl.nouns.settings.rollout_config import RolloutConfig
 from spmdrl.resources.startup.launch import TORCHRUN_VARIABLES, read_launch_environment
 
 

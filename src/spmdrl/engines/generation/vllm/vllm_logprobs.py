@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spmdrl.engines.generation.protocol import SamplingParams
-from spmdrl.engines.generation.rollout_config import RolloutConfig
+from spmdrl.nouns.settings.rollout_config import RolloutConfig, SamplingParams
 
 # vLLM accepts neither more log-prob modes nor a mode per request: the whole engine has one of these two.
 _FILTERED, _UNSCALED = "processed_logprobs", "raw_logprobs"

@@ -13,8 +13,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from spmdrl.engines.models.hf.model_weights import WeightSource
-from spmdrl.engines.models.lora import LoraConfig, is_adapter
-from spmdrl.nouns import WeightSlice, whole_slice
+from spmdrl.engines.models.lora import is_adapter
+from spmdrl.nouns.batch import WeightSlice, whole_slice
+from spmdrl.nouns.settings.model_config import LoraConfig
 
 _PREFIX = "base_model.model."
 """What PEFT puts before transformers' names."""

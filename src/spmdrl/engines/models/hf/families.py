@@ -9,8 +9,7 @@ from typing import Any
 
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf.config_values import flag, number, only, values, whole_number
-from spmdrl.engines.models.latent import LatentConfig
-from spmdrl.engines.models.moe import MoeConfig
+from spmdrl.nouns.settings.model_sizes import LatentConfig, MoeConfig
 
 
 @dataclass(frozen=True)

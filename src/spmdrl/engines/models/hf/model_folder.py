@@ -6,7 +6,6 @@ import functools
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -18,7 +17,7 @@ from spmdrl.engines.models.hf.config_rope import read_rope, rope_entries, write_
 from spmdrl.engines.models.hf.config_values import entries, flag, values, whole_number
 from spmdrl.engines.models.hf.families import FAMILIES, family_name
 from spmdrl.engines.models.hf.limits import refuse_unsupported
-from spmdrl.engines.models.making.make_config import MakeConfig
+from spmdrl.nouns.settings.model_config import ModelConfig
 
 _LANGUAGE_MODEL = "ForCausalLM"
 _VALUE_MODEL = "ForSequenceClassification"
@@ -29,33 +28,11 @@ HUB_TEXT_FILES = ("*.json", "*.model", "*.txt", "*.jinja")
 HUB_FILES = (*HUB_TEXT_FILES, "*.safetensors")
 
 
-@dataclass(frozen=True)
-class ModelConfig:
-    """Which model is trained: a Hugging Face folder, or a small one made with random weights."""
-
-    path: str | None = None
-    """folder of a Hugging Face model, or a hub name such as Qwen/Qwen2.5-0.5B-Instruct"""
-    make: MakeConfig | None = None
-    """sizes of a model made here with random weights and a char-level tokenizer, in place of path"""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """dtype of the computation; auto: bfloat16 on accelerators, float32 on CPU"""
-
-    def __post_init__(self) -> None:
-        if self.path is None and self.make is None:
-            raise ValueError(
-                "neither model.path nor model.make is given; set model.path to a Hugging Face folder or hub name, "
-                "or model.make to the sizes of a small random model (`make: {}` takes the defaults)"
-            )
-        if self.path is not None and self.make is not None:
-            raise ValueError(f"model.path ({self.path}) and model.make are both given; remove one of them")
-        if self.path is not None and not self.path.strip():
-            raise ValueError("model.path is empty; give a Hugging Face folder or hub name")
-
-    def compute_dtype(self, device_kind: str) -> torch.dtype:
-        """The dtype that layers compute in on a device of this kind (cpu, cuda, npu)."""
-        if self.dtype == "auto":
-            return torch.float32 if device_kind == "cpu" else torch.bfloat16
-        return torch.float32 if self.dtype == "float32" else torch.bfloat16
+def compute_dtype(model: ModelConfig, device_kind: str) -> torch.dtype:
+    """The dtype that layers compute in on a device of this kind (cpu, cuda, npu)."""
+    if model.dtype == "auto":
+        return torch.float32 if device_kind == "cpu" else torch.bfloat16
+    return torch.float32 if model.dtype == "float32" else torch.bfloat16
 
 
 def is_hub_name(path: str) -> bool:

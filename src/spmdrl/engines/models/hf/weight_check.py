@@ -14,7 +14,7 @@ import torch
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf.model_folder import count_prediction_layers, parameter_shapes
 from spmdrl.engines.models.hf.model_weights import VALUE_HEAD, WeightFiles
-from spmdrl.nouns import WeightSlice
+from spmdrl.nouns.batch import WeightSlice
 
 _EMBEDDING = "model.embed_tokens.weight"
 _LANGUAGE_HEAD = "lm_head.weight"

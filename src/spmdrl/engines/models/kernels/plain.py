@@ -14,7 +14,7 @@ from torch import Tensor
 
 from spmdrl.engines.models.kernels.packed import PackedRows, nothing_attended, pad_values
 from spmdrl.engines.models.kernels.prefixed import Copies, PrefixedRows
-from spmdrl.nouns import offsets_of
+from spmdrl.nouns.batch import offsets_of
 
 # A CPU's matrix product gives each of its rows the same bits whatever their number, from this many on: MKL has other
 # loops for fewer than 16 on processors with AVX-512 FP16, and for fewer than 4 on others.

@@ -27,7 +27,7 @@ from spmdrl.engines.models.kernels.packed import (
     causal_attention,
     plan_blocks,
 )
-from spmdrl.nouns import offsets_of
+from spmdrl.nouns.batch import offsets_of
 from spmdrl.resources.device import to_device
 
 

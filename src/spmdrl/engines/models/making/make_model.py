@@ -16,8 +16,8 @@ from torch import Tensor
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf.model_folder import hf_config_dict, parameter_shapes
 from spmdrl.engines.models.hf.model_weights import VALUE_HEAD, expert_name, is_stacked, write_weights
-from spmdrl.engines.models.making.make_config import PRINTABLE_CHARS, MakeConfig
-from spmdrl.nouns import WeightSlice, whole_slice
+from spmdrl.nouns.batch import WeightSlice, whole_slice
+from spmdrl.nouns.settings.model_config import PRINTABLE_CHARS, MakeConfig
 
 _EMBEDDING_STD = 0.02
 _SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")

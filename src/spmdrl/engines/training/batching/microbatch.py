@@ -10,11 +10,6 @@ from collections.abc import Callable, Sequence
 
 from spmdrl.nouns.partition import largest_differencing
 
-DEFAULT_TOKENS_PER_MICROBATCH = 16384
-# A CPU's activations should stay near its caches, and in blocks that the allocator keeps, as fresh pages take long to
-# clear. With 16384 an update took twice as long, with 4096 a tenth more.
-DEFAULT_TOKENS_PER_MICROBATCH_ON_CPU = 2048
-
 
 def plan_microbatches(
     lengths_B: Sequence[int], costs_B: Sequence[int], *, max_tokens: int, agree: Callable[[int], int]

@@ -13,10 +13,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Literal
 
 import torch
-from annotated_types import Ge
 from safetensors import SafetensorError
 
 from spmdrl.engines.training.checkpoints.manifest import (
@@ -30,6 +28,7 @@ from spmdrl.engines.training.checkpoints.manifest import (
     steps_in,
     sync_file,
 )
+from spmdrl.nouns.settings.checkpoint_config import CheckpointConfig
 from spmdrl.observability.fault_points import faultpoint
 from spmdrl.observability.ownership.fence import FolderTaken, check_fence, token_number
 from spmdrl.resources.collectives import broadcast_bytes, gather_bytes
@@ -40,78 +39,11 @@ WRITE_FAILURES = (OSError, SafetensorError, MemoryError, RuntimeError)
 """What a full or failing disk raises, through Python's files, safetensors or torch."""
 
 
-_WALL_TIME = re.compile(r"(?:([0-9]{1,3})-)?([0-9]{1,3}):([0-5][0-9]):([0-5][0-9])")
-
-
-@dataclass(frozen=True)
-class CheckpointConfig:
-    """When checkpoints are written and how many are kept."""
-
-    interval: Annotated[int, Ge(0)] = 50
-    """steps between checkpoints; 0: only after the last step"""
-    keep_last: Annotated[int, Ge(1)] = 2
-    """number of newest checkpoints that are kept"""
-    asynchronous: bool = False
-    """whether threads write checkpoints while training goes on, from copies in the host's memory; a job that dies
-    meanwhile goes on from the checkpoint before"""
-    keep_every: Annotated[int, Ge(1)] | None = None
-    """checkpoints whose step is a multiple of this are kept for good; null: none are"""
-    keep_rollouts: bool = False
-    """whether to keep a step's rewarded rollouts, so that a job that dies in its update, after a checkpoint, has them
-    again"""
-    model_only: bool = False
-    """whether to write the model alone, without the optimizer: a fraction of the bytes, but not enough to resume
-    from"""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """dtype of the model's weights in checkpoints; auto: that of the computation (model.dtype). Resuming doesn't depend
-    on it: a trainer's own weights are kept in float32"""
-    best: str | None = None
-    """a metric, such as eval/accuracy or reward, whose best checkpoints are kept, the best of them linked as `best`; a
-    better eval/ metric is saved even where no checkpoint is due; null: eval/reward with keep_best, else none"""
-    keep_best: Annotated[int, Ge(1)] | None = None
-    """number of checkpoints with the best values of `best` that are kept beside the newest; null: 1 where `best` is
-    set, else 0"""
-    save_by: str | None = None
-    """time after its start by which a job saves and leaves with exit code 75, so that the same command goes on:
-    HH:MM:SS or D-HH:MM:SS; null: two minutes before Slurm's time limit, where there is one"""
-    best_mode: Literal["max", "min"] = "max"
-    """whether higher (max) or lower (min) values of the metric in `best` are better"""
-
-    def __post_init__(self) -> None:
-        if self.save_by is not None and _WALL_TIME.fullmatch(self.save_by) is None:
-            raise ValueError(
-                f"checkpoint.save_by is {self.save_by!r}, but must be HH:MM:SS or D-HH:MM:SS, such as 11:50:00"
-            )
-        if self.model_only and self.keep_rollouts:
-            raise ValueError(
-                "checkpoint.model_only and checkpoint.keep_rollouts are both true, but rollouts are kept for a "
-                "run that resumes, which needs the trainer's state; set one of them to false"
-            )
-
-    @property
-    def save_by_seconds(self) -> float | None:
-        """`save_by` in seconds."""
-        found = None if self.save_by is None else _WALL_TIME.fullmatch(self.save_by)
-        if found is None:
-            return None
-        days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
-        return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
-
-    @property
-    def best_metric(self) -> str | None:
-        """The metric by which checkpoints are the best; None where none is kept for one."""
-        return self.best or (None if self.keep_best is None else "eval/reward")
-
-    @property
-    def num_best(self) -> int:
-        """Checkpoints that are kept for their values."""
-        return self.keep_best or (0 if self.best is None else 1)
-
-    def model_dtype(self, computed: torch.dtype) -> torch.dtype:
-        """The dtype of the model's weights in checkpoints of a run that computes in this one."""
-        if self.dtype == "auto":
-            return computed
-        return torch.float32 if self.dtype == "float32" else torch.bfloat16
+def model_dtype(checkpoint: CheckpointConfig, computed: torch.dtype) -> torch.dtype:
+    """The dtype of the model's weights in checkpoints of a run that computes in this one."""
+    if checkpoint.dtype == "auto":
+        return computed
+    return torch.float32 if checkpoint.dtype == "float32" else torch.bfloat16
 
 
 @dataclass(frozen=True)

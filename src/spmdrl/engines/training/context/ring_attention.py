@@ -27,7 +27,7 @@ from torch.autograd.function import once_differentiable
 from spmdrl.engines.parallel.axis_collectives import RingShift
 from spmdrl.engines.training.context.block_attention import Inputs, attend_rows, attend_rows_backward
 from spmdrl.engines.training.context.row_pairs import Places, RowPairs, as_places
-from spmdrl.nouns import offsets_of
+from spmdrl.nouns.batch import offsets_of
 from spmdrl.resources.mesh import Axis
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.engines.models.kernels.packed import group_rows
-from spmdrl.nouns import offsets_of
+from spmdrl.nouns.batch import offsets_of
 from spmdrl.resources.device import to_device
 
 Places = slice | Tensor

@@ -8,30 +8,17 @@ Shape letters: `L` sparse layers of the whole model, `T` packed tokens, of a mic
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from annotated_types import Interval
 from torch import Tensor
 
 from spmdrl.engines.models.decoder import DecoderConfig
-from spmdrl.engines.models.moe import MoeConfig
+from spmdrl.nouns.settings.model_sizes import MoeConfig
+from spmdrl.nouns.settings.training_config import RoutingConfig
 from spmdrl.resources.mesh import Axis
-
-
-@dataclass(frozen=True)
-class RoutingConfig:
-    """How the experts of sparse models are kept evenly loaded, and whose choices an update takes."""
-
-    aux_loss_coefficient: Annotated[float, Interval(ge=0, lt=math.inf)] = 0.0
-    """weight of the sequence-wise balance loss, averaged over the rows of an update and summed over layers"""
-    bias_update_rate: Annotated[float, Interval(ge=0, lt=math.inf)] = 0.0
-    """change of each expert's correction bias after an update, towards even loads; for models that have such biases"""
-    replay: Literal["none", "rollout"] = "none"
-    """rollout: each token is routed to the experts that generated it (arXiv:2510.11370); none: routed anew"""
 
 
 def check_routing(routing: RoutingConfig, config: DecoderConfig) -> None:

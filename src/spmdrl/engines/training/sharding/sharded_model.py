@@ -17,7 +17,7 @@ from spmdrl.engines.models.lora import adapted_linears, is_adapter
 from spmdrl.engines.parallel.parts import Parts
 from spmdrl.engines.parallel.tensor_parallel import is_first
 from spmdrl.engines.parallel.weight_cuts import chunk_of
-from spmdrl.nouns import WeightSlice, whole_slice
+from spmdrl.nouns.batch import WeightSlice, whole_slice
 from spmdrl.resources.collectives import group_size, sum_into
 from spmdrl.resources.mesh import UpdateMesh
 

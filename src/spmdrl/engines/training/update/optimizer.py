@@ -4,43 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Literal, TypeAlias
 
 import torch
-from annotated_types import Ge, Gt, Interval
 from torch import Tensor, nn
 
+from spmdrl.nouns.settings.training_config import OptimConfig
 from spmdrl.resources.device import Device
 
 # Kinds of device on which torch's fused AdamW runs; the others take its loop over tensors.
 FUSED_ADAMW = ("cpu", "cuda")
 # torch.nn.utils.clip_grad_norm_'s guard against division by zero, kept so that curves can be compared.
 CLIP_EPS = 1e-6
-
-
-NotNegative: TypeAlias = Annotated[float, Interval(ge=0, lt=math.inf)]
-Decay: TypeAlias = Annotated[float, Interval(ge=0, lt=1)]
-
-
-@dataclass(frozen=True)
-class OptimConfig:
-    """The optimizer: AdamW (arXiv:1711.05101, algorithm 2)."""
-
-    lr: Annotated[float, Interval(ge=0, le=10)] = 1e-6
-    """peak learning rate"""
-    max_grad_norm: Annotated[float, Gt(0)] = 1.0
-    """largest global norm of the gradients; larger ones are scaled down to it; .inf: no clipping"""
-    betas: tuple[Decay, Decay] = (0.9, 0.999)
-    """decay rates of the running means of the gradient and of its square"""
-    eps: NotNegative = 1e-8
-    """added to the root of the mean square gradient"""
-    weight_decay: NotNegative = 0.0
-    """decoupled weight decay of all parameters per optimizer step, times the learning rate"""
-    warmup_steps: Annotated[int, Ge(0)] = 0
-    """optimizer steps over which the learning rate rises linearly to its peak"""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """learning rate after the warm-up; constant: stays; linear, cosine: falls to 0 at the last step"""
 
 
 def learning_rate(config: OptimConfig, step: int, *, num_steps: int) -> float:

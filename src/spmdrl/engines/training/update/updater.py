@@ -14,13 +14,8 @@ from spmdrl.engines.training.batching.microbatch_limit import MemoryRanOut
 from spmdrl.engines.training.batching.packed_rows import LossTerms
 from spmdrl.engines.training.routing.router_statistics import RouterStatistics
 from spmdrl.engines.training.sharding.sharded_model import Shard, ShardedModel, local_tensor
-from spmdrl.engines.training.update.optimizer import (
-    OptimConfig,
-    build_optimizer,
-    clip_gradients,
-    learning_rate,
-    squared_norm,
-)
+from spmdrl.engines.training.update.optimizer import build_optimizer, clip_gradients, learning_rate, squared_norm
+from spmdrl.nouns.settings.training_config import OptimConfig
 from spmdrl.observability.activity import activity
 from spmdrl.observability.fault_points import faultpoint
 from spmdrl.observability.metrics import Recorder, Stat, table_of, totals_of

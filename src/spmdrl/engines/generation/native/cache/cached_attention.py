@@ -18,7 +18,7 @@ from spmdrl.engines.generation.native.cache.blocks import SCRATCH_BLOCK
 from spmdrl.engines.generation.native.cache.paged import PagedCache
 from spmdrl.engines.models.kernels import ops
 from spmdrl.engines.models.layers import PackedCausalAttention
-from spmdrl.nouns import offsets_of
+from spmdrl.nouns.batch import offsets_of
 
 # Queries per tile: short enough for short prompts not to be mostly padding, long enough for few attention calls.
 # Kinds of device that aren't named here cut no rows that begin at position 0.

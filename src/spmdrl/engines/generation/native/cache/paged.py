@@ -15,7 +15,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from spmdrl.engines.generation.rollout_config import RolloutConfig
+from spmdrl.nouns.settings.rollout_config import RolloutConfig
 from spmdrl.resources.host_memory import free_host_bytes
 from spmdrl.resources.memory import ask_for_huge_pages
 from spmdrl.resources.mesh import Axis

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from spmdrl.engines.generation.native.cache.blocks import BlockPool, PrefixCache
 from spmdrl.engines.generation.native.running_rows import Admission, Branch, Chunk, Group, Row, groups_of
 from spmdrl.engines.generation.protocol import Request, Response
-from spmdrl.engines.generation.rollout_config import RolloutConfig
+from spmdrl.nouns.settings.rollout_config import RolloutConfig
 
 
 @dataclass(frozen=True)

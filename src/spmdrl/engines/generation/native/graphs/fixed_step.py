@@ -19,8 +19,8 @@ from spmdrl.engines.generation.native.cache.cached_attention import PagedDecodeA
 from spmdrl.engines.generation.native.cache.paged import PagedCache
 from spmdrl.engines.generation.native.running_rows import Row
 from spmdrl.engines.generation.native.sampling import RowSampling, SamplingKinds, draw
-from spmdrl.engines.generation.protocol import SamplingParams
 from spmdrl.engines.models.layers import Attend
+from spmdrl.nouns.settings.rollout_config import SamplingParams
 
 # Columns of a step's integers; a row's block table follows them.
 _GIVEN, _SOURCE, _LENGTH, _TABLE = range(4)

@@ -21,9 +21,9 @@ from typing import Any, Protocol
 import torch
 
 from spmdrl.engines.generation.native.graphs.fixed_step import StepShape
-from spmdrl.engines.generation.rollout_config import RolloutConfig
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.kernels import ops
+from spmdrl.nouns.settings.rollout_config import RolloutConfig
 from spmdrl.resources.layout import GenerationLayout
 
 Run = Callable[[], None]

@@ -1,17 +1,16 @@
-"""Sizes of a small model that is made by code, with random weights and a char-level tokenizer."""
+"""Settings of the model that is trained: its folder, or the sizes of one made by code; and its adapters."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from annotated_types import Ge
+from annotated_types import Ge, Interval
 
-from spmdrl.engines.models.latent import LatentConfig
-from spmdrl.engines.models.moe import MoeConfig
+from spmdrl.nouns.settings.model_sizes import LatentConfig, MoeConfig
 
 PRINTABLE_CHARS = "".join(map(chr, range(32, 127))) + "\n"
-
 _SPARSE_SIZES = ("num_experts", "experts_per_token", "moe_intermediate_size", "num_dense_layers")
 _DEEPSEEK_SIZES = (
     "num_shared_experts",
@@ -146,3 +145,60 @@ class MakeConfig:
                     f"model.make.{name} is {getattr(self, name)}, but a {self.family} has no such size; remove it or "
                     f"set model.make.family to {'deepseek_v3' if name in _DEEPSEEK_SIZES else 'qwen3_moe'}"
                 )
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which model is trained: a Hugging Face folder, or a small one made with random weights."""
+
+    path: str | None = None
+    """folder of a Hugging Face model, or a hub name such as Qwen/Qwen2.5-0.5B-Instruct"""
+    make: MakeConfig | None = None
+    """sizes of a model made here with random weights and a char-level tokenizer, in place of path"""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """dtype of the computation; auto: bfloat16 on accelerators, float32 on CPU"""
+
+    def __post_init__(self) -> None:
+        if self.path is None and self.make is None:
+            raise ValueError(
+                "neither model.path nor model.make is given; set model.path to a Hugging Face folder or hub name, "
+                "or model.make to the sizes of a small random model (`make: {}` takes the defaults)"
+            )
+        if self.path is not None and self.make is not None:
+            raise ValueError(f"model.path ({self.path}) and model.make are both given; remove one of them")
+        if self.path is not None and not self.path.strip():
+            raise ValueError("model.path is empty; give a Hugging Face folder or hub name")
+
+
+PROJECTIONS = (
+    "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
+    "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank adapters of the policy (arXiv:2106.09685): they alone are trained, the model's own weights stay."""
+
+    rank: Annotated[int, Ge(1)] = 32
+    """rank of each adapter: rows of its A and columns of its B"""
+    alpha: Annotated[float, Interval(gt=0, lt=math.inf)] = 32.0
+    """what an adapter's output is multiplied by, times its rank: alpha / rank"""
+    targets: tuple[str, ...] = ()
+    """projections that have an adapter in every layer, as in [q_proj, v_proj]; []: all that the model has, but for
+    those of experts"""
+
+    merge: bool = False
+    """whether generation works with merged weights, which all move at each switch, rather than with the adapters, which
+    then alone move; vLLM does in any case"""
+
+    def __post_init__(self) -> None:
+        if unknown := [name for name in self.targets if name not in PROJECTIONS]:
+            raise ValueError(
+                f"lora.targets has {unknown[0]}, which is no projection; choose among {', '.join(PROJECTIONS)}, or "
+                "leave it out for all that the model has"
+            )
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank

@@ -1,4 +1,4 @@
-"""The config of a step's rollouts."""
+"""Settings of generation: what a step generates, how tokens are drawn, and what the engine may use."""
 
 from __future__ import annotations
 
@@ -8,7 +8,25 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Interval
 
-from spmdrl.engines.generation.protocol import SamplingParams
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the tokens of one request are drawn: temperature first, then min-p, top-k and top-p."""
+
+    temperature: float = 1.0
+    """Divides the logits; 0 takes the likeliest token."""
+    top_p: float = 1.0
+    """Least probability mass that the likeliest tokens kept must hold; 1 keeps all."""
+    top_k: int = 0
+    """Number of likeliest tokens kept; 0 keeps all."""
+    min_p: float = 0.0
+    """Tokens less likely than this times the likeliest one are dropped."""
+    max_tokens: int = 256
+    """Most tokens of a response, the stop token included."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end a response; they are part of it."""
+    stop_strings: tuple[str, ...] = ()
+    """Texts that end a response with the token that completes one; it is part of it, with all of its text."""
 
 
 @dataclass(frozen=True)

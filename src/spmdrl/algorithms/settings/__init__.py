@@ -1,0 +1,1 @@
+"""The algorithms' settings, which are read without PyTorch."""

@@ -1,0 +1,88 @@
+"""Sizes of the parts that only some families of models have."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class MoeConfig:
+    """Sizes and rules of the sparse layers."""
+
+    num_experts: int
+    """Experts E of each sparse layer."""
+    experts_per_token: int
+    """Experts C that each token is sent to."""
+    intermediate_size: int
+    """Width I of one expert."""
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    """How the router's products become affinities; sigmoid brings a correction bias that only the choice sees."""
+    normalize: bool = False
+    """Whether the weights of a token's experts add up to 1 before `weight_scale`."""
+    weight_scale: float = 1.0
+    """What the weights are multiplied by."""
+    num_groups: int = 1
+    """Groups of neighbouring experts; a token chooses among the experts of its best groups only."""
+    groups_per_token: int = 1
+    """Groups that each token chooses among; a group's rank is the sum of its best two experts."""
+    num_shared_experts: int = 0
+    """Experts that every token goes through; together they are one feed-forward of this many times the width."""
+    dense_layers: tuple[int, ...] = ()
+    """Layers that have a dense feed-forward instead."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.experts_per_token <= self.num_experts:
+            raise ValueError(
+                f"num_experts_per_tok is {self.experts_per_token}, but must be between 1 and the "
+                f"{self.num_experts} experts"
+            )
+        if not 1 <= self.groups_per_token <= self.num_groups or self.num_experts % self.num_groups:
+            raise ValueError(
+                f"{self.num_experts} experts in n_group {self.num_groups} groups of which topk_group "
+                f"{self.groups_per_token} are chosen: the groups must be equal and at least topk_group"
+            )
+        group_size = self.num_experts // self.num_groups
+        if self.is_group_limited and (group_size < 2 or self.groups_per_token * group_size < self.experts_per_token):
+            raise ValueError(
+                f"topk_group {self.groups_per_token} groups of {group_size} experts can't give num_experts_per_tok "
+                f"{self.experts_per_token} experts per token, of groups of 2 or more; raise topk_group or lower n_group"
+            )
+
+    @property
+    def is_group_limited(self) -> bool:
+        return self.groups_per_token < self.num_groups
+
+
+@dataclass(frozen=True)
+class LatentConfig:
+    """Sizes of multi-head latent attention."""
+
+    query_rank: int | None
+    """Size of the vector that a token's queries are made of; None makes them of the hidden state directly."""
+    key_value_rank: int
+    """Size of the vector that a token's keys and values are made of."""
+    plain_size: int
+    """The part of each query and key that isn't rotated."""
+    rotary_size: int
+    """The part of each query and key that is rotated; even."""
+    value_size: int
+    """Head size V of the values."""
+    rotates_neighbours: bool = True
+    """Whether the rotation turns pairs of neighbours (as DeepSeek's weights require), or dims half a part away."""
+
+    def __post_init__(self) -> None:
+        if self.rotary_size % 2:
+            raise ValueError(
+                f"qk_rope_head_dim {self.rotary_size} is odd, but the rotary embedding turns pairs; make it even"
+            )
+        if self.value_size > self.head_size:
+            raise ValueError(
+                f"v_head_dim {self.value_size} is above qk_nope_head_dim {self.plain_size} + qk_rope_head_dim "
+                f"{self.rotary_size} = {self.head_size}, but attention computes values of at most the queries' size"
+            )
+
+    @property
+    def head_size(self) -> int:
+        """Head size K of queries and keys."""
+        return self.plain_size + self.rotary_size

@@ -1,0 +1,259 @@
+"""Settings of rewards and of the environment, and of the processes that run the user's functions."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Gt, Interval
+
+# Sums of a million squares still fit into float32.
+MAX_MAGNITUDE = 1e15
+Isolation = Literal["auto", "process", "inline"]
+
+
+def is_debugged() -> bool:
+    """Whether a debugger runs this process: a trace function is set, or it was started by pdb or debugpy."""
+    started_by_debugger = any(flag == "-m" and module in ("pdb", "debugpy") for flag, module in pairwise(sys.orig_argv))
+    return sys.gettrace() is not None or started_by_debugger
+
+
+def function_names(specs: Sequence[str]) -> tuple[str, ...]:
+    """Each function's short name for metrics, or its whole spec where two would share one."""
+    short = [spec.rpartition(":")[2] for spec in specs]
+    return tuple(name if short.count(name) == 1 else spec for name, spec in zip(short, specs, strict=True))
+
+
+CODE = "code"
+"""the name of the reward"""
+
+
+@dataclass(frozen=True)
+class CodeConfig:
+    """What the reward code gives to a program that a response holds, and what the program may use."""
+
+    score: Literal["share", "all"] = "share"
+    """share: the share of a row's tests that pass; all: 1 where every test passes, else 0"""
+    tests_key: str | None = None
+    """column that has a row's tests; null: the first of tests, test_cases, verification_info, input_output, test_list,
+    test, public_tests, public_test_cases, answer that a row has"""
+    test_seconds: Annotated[float, Interval(gt=0, lt=math.inf)] = 4.0
+    """time of each test; the program is ended after it"""
+    row_seconds: Annotated[float, Interval(gt=0, lt=math.inf)] = 12.0
+    """time of all tests of a row; those that it doesn't reach haven't passed. reward.timeout_seconds is for what else
+    a call does"""
+    memory_gib: Annotated[float, Interval(ge=0.125, lt=math.inf)] = 1.0
+    """address space in GiB of a program"""
+    readable: tuple[str, ...] = ()
+    """folders that programs may read and import from, besides Python's own library"""
+
+    def __post_init__(self) -> None:
+        if self.test_seconds > self.row_seconds:
+            raise ValueError(
+                f"reward.code.test_seconds {self.test_seconds:g} is more than reward.code.row_seconds "
+                f"{self.row_seconds:g}; a row's tests end together, so lower the first"
+            )
+        for folder in self.readable:
+            if not os.path.isabs(folder) or folder != os.path.normpath(folder):
+                raise ValueError(
+                    f"reward.code.readable has {folder!r}; give absolute paths, without .. or a / at the end"
+                )
+
+
+JUDGE_PART = "judge"
+"""the name of the judge's part of the reward"""
+_FIELD = re.compile(r"\{(\w*)\}")
+
+
+@dataclass(frozen=True)
+class JudgeConfig:
+    """A frozen language model that writes a verdict on each response, from which one more part of the reward is read.
+
+    It writes the likeliest tokens, once the policy's responses have ended. Held-out rows are scored without it.
+    """
+
+    path: str
+    """folder of a Hugging Face model or of a run, whose newest checkpoint it is, or a hub name; it is cut by
+    resources.roles.judge, and its tokenizer may differ from the policy's"""
+    template: str = (
+        "Question:\n{prompt}\n\nReference answer:\n{answer}\n\nResponse:\n{response}\n\n"
+        "Rate the response from 0 (wrong) to 10 (right). Write the number alone."
+    )
+    """what it is asked, with {prompt}, {response} and {answer} in their places; it is put into the chat template of its
+    tokenizer, where that has one"""
+    max_tokens: Annotated[int, Ge(1)] = 16
+    """most tokens of a verdict"""
+    pattern: str = r"(-?\d+(?:\.\d+)?)"
+    """regular expression whose first group is the number; a row has no reward where it isn't found in the verdict"""
+    scale: Annotated[float, Interval(gt=0, lt=math.inf)] = 10.0
+    """what the number is divided by"""
+    weight: Annotated[float, Interval(gt=-math.inf, lt=math.inf)] = 1.0
+    """weight of the judge in the sum that is the reward, beside those of reward.functions"""
+    kv_cache_gib: Annotated[float, Gt(0)] = 1.0
+    """size of its KV cache on an accelerator in GiB; where rows need more, some wait. A CPU's is as large as needed"""
+
+    def __post_init__(self) -> None:
+        if not self.path.strip():
+            raise ValueError("reward.judge.path is empty; give a model folder or hub name")
+        if "{response}" not in self.template:
+            raise ValueError("reward.judge.template has no {response}, which the judge is to read; put it in its place")
+        try:
+            num_groups = re.compile(self.pattern).groups
+        except re.error as error:
+            raise ValueError(f"reward.judge.pattern {self.pattern!r} is no regular expression: {error}") from None
+        if num_groups == 0:
+            raise ValueError(
+                f"reward.judge.pattern {self.pattern!r} has no group; put parentheses around the number, as in (\\d+)"
+            )
+
+    def question(self, values: Mapping[str, str]) -> str:
+        """The template with these values in the places that have their names; other braces stay as they are."""
+        return _FIELD.sub(lambda field: values.get(field[1], field[0]), self.template)
+
+    def score(self, verdict: str) -> float | None:
+        """The number of a verdict, scaled; None where there is none that a reward can be."""
+        found = re.search(self.pattern, verdict)
+        try:
+            score = float(found[1]) / self.scale if found and found[1] is not None else math.nan
+        except ValueError:
+            return None
+        return score if abs(score) <= MAX_MAGNITUDE else None
+
+
+CallLevel = Literal["response", "group"]
+MODEL_PART = "model"
+"""the name of a reward model's part of the reward"""
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    """How rewards are computed."""
+
+    functions: tuple[str, ...] = ("math",)
+    """reward functions: exact (the same text), number (plain numbers), choice (letters), math (math-verify), code (runs
+    the program in a response against the row's tests), pkg.mod:fn or file.py:fn"""
+    weights: tuple[float, ...] | None = None
+    """weights of the functions in the sum that is the reward; null: 1 each"""
+    model: str | None = None
+    """reward model whose score of a whole response is one more part of the reward, named model: folder of a Hugging
+    Face model for sequence classification with one label or of a run of the verb reward-model, or a hub name; its
+    tokenizer must have the policy's tokens; reward.functions may be [] beside it; null: none"""
+    model_weight: float = 1.0
+    """weight of its score in the sum"""
+    code: CodeConfig = field(default_factory=CodeConfig)
+    """how the reward code runs programs"""
+    special_tokens: Literal["keep", "skip"] = "keep"
+    """special tokens in the text of a response, for functions, judges, environments and records: keep them, such as
+    <think> where it is one, or skip them; stop tokens and padding are never part of it"""
+    judge: JudgeConfig | None = None
+    """a frozen language model that judges responses, beside the functions; null: none"""
+    call_level: CallLevel = "response"
+    """response: responses are scored as they finish, those of one prompt that finish in one engine step in one call;
+    group: one call per prompt with all its responses, once the last has finished, for functions that compare them"""
+    timeout_seconds: Annotated[float, Interval(gt=0, lt=math.inf)] = 15.0
+    """a call that takes longer is killed, and its rows have no reward; the reward code has reward.code.row_seconds
+    besides, for each row"""
+    max_error_rate: Annotated[float, Interval(ge=0, le=1)] = 0.05
+    """the run stops where more than this share of a step's rows couldn't be scored"""
+    workers: Annotated[int, Ge(1)] = 1
+    """reward processes per rank"""
+    isolation: Isolation = "auto"
+    """process: in child processes, which can be killed; inline: in the training process; auto: inline under pdb, else
+    process"""
+    memory_limit_gib: Annotated[float, Interval(gt=0, lt=math.inf)] | None = 4.0
+    """memory in GiB that a reward process and all that it starts may hold, shared memory included; null: no limit"""
+    environment: tuple[str, ...] = ()
+    """environment variables passed to reward processes beside the common ones, such as the key of a judge's service"""
+
+    def __post_init__(self) -> None:
+        if not self.names:
+            raise ValueError(
+                "reward.functions is empty, and there is no reward.model or reward.judge; name at least one function, "
+                "such as math"
+            )
+        if self.model is not None and not self.model.strip():
+            raise ValueError("reward.model is empty; give a model folder or hub name")
+        if self.model is not None and MODEL_PART in function_names(self.functions):
+            raise ValueError(
+                f"reward.functions has one named {MODEL_PART}, as the part of the reward that reward.model gives; "
+                "rename the function"
+            )
+        if not math.isfinite(self.model_weight):
+            raise ValueError(f"reward.model_weight is {self.model_weight}, but it must be finite")
+        if self.model is None and self.model_weight != 1:
+            raise ValueError(
+                f"reward.model_weight is {self.model_weight:g}, but there is no reward.model; set it, or leave the "
+                "weight out"
+            )
+        if len(set(self.functions)) != len(self.functions):
+            raise ValueError(f"reward.functions {list(self.functions)} names a function twice; use reward.weights")
+        if self.weights is not None and len(self.weights) != len(self.functions):
+            raise ValueError(
+                f"reward.weights has {len(self.weights)} values, but reward.functions has {len(self.functions)}; "
+                "give one weight per function, or leave reward.weights out"
+            )
+        if self.weights is not None and not all(map(math.isfinite, self.weights)):
+            raise ValueError(f"reward.weights is {list(self.weights)}, but every weight must be finite")
+        if self.judge is not None and JUDGE_PART in function_names(self.functions):
+            raise ValueError(
+                f"reward.functions has one named {JUDGE_PART}, as the part of the reward that reward.judge gives; "
+                "rename the function"
+            )
+        if self.isolation == "inline" and "math" in self.functions and not is_debugged():
+            raise ValueError(
+                "reward.isolation is inline, but the reward math needs a process that can be killed (simplifying a "
+                "formula may have no end); set reward.isolation to auto, which is inline under pdb"
+            )
+
+    @property
+    def parts_beside(self) -> dict[str, float]:
+        """The parts of the reward that no function gives, with their weights."""
+        of_model = {} if self.model is None else {MODEL_PART: self.model_weight}
+        return of_model if self.judge is None else of_model | {JUDGE_PART: self.judge.weight}
+
+    @property
+    def function_weights(self) -> tuple[float, ...]:
+        """The weight of each function."""
+        return self.weights or (1.0,) * len(self.functions)
+
+    @property
+    def part_weights(self) -> tuple[float, ...]:
+        """The weight of each part of the reward."""
+        return (*self.function_weights, *self.parts_beside.values())
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the reward's parts, the functions first."""
+        return (*function_names(self.functions), *self.parts_beside)
+
+
+@dataclass(frozen=True)
+class EnvironmentConfig:
+    """What answers the model between its turns."""
+
+    function: str | None = None
+    """the environment: calculator, or a class pkg.mod:Name or file.py:Name with a method step(episode); null: none,
+    each response is one turn"""
+    return_after_steps: Annotated[int, Ge(0)] = 2
+    """engine steps after which a row whose turn ended is continued. The number is fixed, so that a run repeats bit for
+    bit; the engine waits where the environment takes longer, so a slow one wants more; 0: the engine waits for each
+    step at once"""
+    timeout_seconds: Annotated[float, Interval(gt=0, lt=math.inf)] = 15.0
+    """a step of the environment that takes longer is killed, and its row has no reward; one that takes longer to be
+    built is refused"""
+    workers: Annotated[int, Ge(1)] = 1
+    """environment processes per generation replica"""
+    isolation: Isolation = "auto"
+    """process: in child processes, which can be killed; inline: in the training process; auto: inline under pdb, else
+    process"""
+    memory_limit_gib: Annotated[float, Interval(gt=0, lt=math.inf)] | None = 4.0
+    """memory in GiB that an environment process and all that it starts may hold, shared memory included; null: no
+    limit"""
+    variables: tuple[str, ...] = ()
+    """environment variables passed to the processes beside the common ones, such as the key of a service"""
