@@ -1,14 +1,16 @@
-"""The algorithms by their configs, whose `name` is what `algo.name` chooses; adding one is a file and a line here."""
+"""The algorithms, and which of them has which settings; `algo.name` chooses among these."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import get_type_hints
 
 from spmdrl.algorithms.actor_critic.pf_ppo import PfPpo
 from spmdrl.algorithms.actor_critic.ppo import Ppo
 from spmdrl.algorithms.algorithm import Algorithm
 from spmdrl.algorithms.distillation.gkd import Gkd
 from spmdrl.algorithms.distillation.opd import Opd
+from spmdrl.algorithms.outside import load_algorithm
 from spmdrl.algorithms.policy.cispo import Cispo
 from spmdrl.algorithms.policy.dapo import Dapo
 from spmdrl.algorithms.policy.dppo import Dppo
@@ -19,47 +21,21 @@ from spmdrl.algorithms.policy.reinforce_pp import ReinforcePp, ReinforcePpBaseli
 from spmdrl.algorithms.policy.rloo import Rloo
 from spmdrl.algorithms.policy.sapo import Sapo
 from spmdrl.algorithms.preferences.online_dpo import OnlineDpo
-from spmdrl.algorithms.settings.actor_critic_configs import PfPpoConfig, PpoConfig
 from spmdrl.algorithms.settings.algo_config import AlgoConfig
-from spmdrl.algorithms.settings.distillation_configs import GkdConfig, OpdConfig
-from spmdrl.algorithms.settings.policy_configs import (
-    CispoConfig,
-    DapoConfig,
-    DppoConfig,
-    DrGrpoConfig,
-    GdpoConfig,
-    GrpoConfig,
-    GrpoPaperConfig,
-    GspoConfig,
-    MaxRlConfig,
-    ReinforcePpBaselineConfig,
-    ReinforcePpConfig,
-    RlooConfig,
-    SapoConfig,
-)
-from spmdrl.algorithms.settings.preference_configs import OnlineDpoConfig
+from spmdrl.algorithms.settings.choices import ALGO_CONFIGS
 
+_BY_SETTINGS: Mapping[type, type[Algorithm]] = {
+    get_type_hints(algorithm)["config"]: algorithm
+    for algorithm in (
+        *(Grpo, Dapo, Gdpo, Cispo, Sapo, Dppo, MaxRl, Ppo, PfPpo, Rloo, ReinforcePp, ReinforcePpBaseline),
+        *(OnlineDpo, Opd, Gkd),
+    )
+}
+# Settings that differ by their values alone have the algorithm of the class that they derive from.
 ALGORITHMS: Mapping[type[AlgoConfig], type[Algorithm]] = {
-    GrpoConfig: Grpo,
-    GrpoPaperConfig: Grpo,
-    DrGrpoConfig: Grpo,
-    DapoConfig: Dapo,
-    GspoConfig: Grpo,
-    GdpoConfig: Gdpo,
-    CispoConfig: Cispo,
-    SapoConfig: Sapo,
-    DppoConfig: Dppo,
-    MaxRlConfig: MaxRl,
-    PpoConfig: Ppo,
-    PfPpoConfig: PfPpo,
-    RlooConfig: Rloo,
-    ReinforcePpConfig: ReinforcePp,
-    ReinforcePpBaselineConfig: ReinforcePpBaseline,
-    OnlineDpoConfig: OnlineDpo,
-    OpdConfig: Opd,
-    GkdConfig: Gkd,
+    config: next(_BY_SETTINGS[base] for base in config.__mro__ if base in _BY_SETTINGS) for config in ALGO_CONFIGS
 }
 
 
 def build_algorithm(config: AlgoConfig) -> Algorithm:
-    return ALGORITHMS[type(config)](config)
+    return (ALGORITHMS.get(type(config)) or load_algorithm(config.name))(config)

@@ -5,21 +5,23 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, make_dataclass
 from functools import reduce
 from operator import or_
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from annotated_types import Ge, Interval
 from pydantic import Field
 
+from spmdrl.algorithms.outside import outside_config
 from spmdrl.algorithms.settings.algo_config import AlgoConfig
 from spmdrl.algorithms.settings.choices import ALGO_CONFIGS
 from spmdrl.algorithms.settings.policy_configs import GrpoConfig
 from spmdrl.algorithms.settings.preference_configs import PreferenceConfig
 from spmdrl.config.aliases import ALIASES
-from spmdrl.config.reader import LoadedConfig, read_config
+from spmdrl.config.given import Given, find
+from spmdrl.config.reader import ConfigError, LoadedConfig, read_config
 from spmdrl.config.wished import WISHED
 from spmdrl.nouns.settings.checkpoint_config import CheckpointConfig
 from spmdrl.nouns.settings.data_config import DataConfig
@@ -250,4 +252,18 @@ def load_config(files: Sequence[Path], overrides: Sequence[str], verb: str | Non
 
     Raises ConfigError with every fault that was found.
     """
-    return read_config(Config, files, overrides, ALIASES, WISHED, verb)
+    return read_config(Config, files, overrides, ALIASES, WISHED, verb, _with_algorithm)
+
+
+def _with_algorithm(tree: dict[str, Given]) -> type[Config]:
+    """The config's type, with the settings of the algorithm outside the package that `algo.name` names, if it does."""
+    given = find(tree, ("algo", "name"))
+    if given is None or not (":" in given.text or given.text.endswith(".py")):
+        return Config
+    try:
+        own = outside_config(given.text)
+    except ValueError as error:
+        raise ConfigError(f"{given.origin}: {error}") from error
+    kind: Any = Annotated[reduce(or_, (*ALGO_CONFIGS, own)), Field(discriminator="name")]
+    algo: tuple[str, Any, Any] = ("algo", kind, field(default_factory=GrpoConfig))
+    return make_dataclass("Config", [algo], bases=(Config,), frozen=True)

@@ -5,9 +5,9 @@ Later files win over earlier ones key by key, and overrides win over files.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -47,12 +47,13 @@ def read_config(
     aliases: Mapping[str, Alias],
     wished: Mapping[str, str] | None = None,
     verb: str | None = None,
+    choose_root: Callable[[dict[str, Given]], type[T]] | None = None,
 ) -> LoadedConfig[T]:
     """Read `files` and then `overrides` (`key=value`, `--key=value` or `--key value`) as a `root_type`.
 
     An alias counts as written, and one without a dot also inside the section of its canonical key. `wished` has advice
     for names that aren't keys, and for `key=value` where a key doesn't take that value. With a `verb`, aliases are its
-    own, and keys that it doesn't read are refused.
+    own, and keys that it doesn't read are refused. `choose_root` makes of the written tree a type with more keys.
     Raises ConfigError with all faults of all sources.
     """
     problems: list[str] = []
@@ -72,6 +73,9 @@ def read_config(
         if written.alias is not None and written.convert is None:
             aliases_used[written.spelling] = written.alias.read_as
     unread = [key for key in latest.values() if verb and names.is_known(key.key) and not is_read(verb, key.key)]
+    if choose_root:
+        root_type = choose_root(tree)
+        names = replace(names, keys=schema_keys(root_type))
     complete(tree, root_type)
     unconverted = [key for alias in aliases.values() for key in latest.values() if key.convert and key.alias is alias]
     aliases_used |= convert_aliases(tree, unconverted, problems, verb)

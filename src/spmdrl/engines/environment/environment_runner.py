@@ -12,9 +12,9 @@ from typing import Any, NoReturn
 
 from spmdrl.engines.environment.calculator import Calculator
 from spmdrl.engines.environment.episode import End, Environment, Episode, Observation, Turn
-from spmdrl.engines.workers.loading import explain, load_attribute
 from spmdrl.engines.workers.verdict import Verdict
 from spmdrl.engines.workers.worker import no_terminal
+from spmdrl.nouns.settings.loading import explain, load_attribute
 from spmdrl.nouns.settings.reward_config import MAX_MAGNITUDE
 
 KEY = "environment.function"

@@ -21,7 +21,7 @@ import sys
 from typing import Any, BinaryIO, NoReturn
 
 from spmdrl.engines.workers.descent import die_with_parent
-from spmdrl.engines.workers.loading import explain
+from spmdrl.nouns.settings.loading import explain
 
 # What a worker reports to its guard, one per line, and the guard's answer.
 LOADED, ENDED, SEEN = b"loaded", b"ended", b"."
