@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import pytest
 
+from spmdrl.observability import health
 from spmdrl.observability.health import HealthWatch, at_ends, counts_so_far, decline_of, likely_cause, trouble_of
 
 GOOD = {"update/count": 1.0, "update/skipped": 0.0, "update/without_rows": 0.0, "frac_advantage_zero": 0.2, "lr": 0.1}
@@ -147,3 +148,11 @@ def test_ends_are_tenths_of_a_long_run_and_halves_of_a_short_one():
     assert (first.value, last.value, size) == (4.5, 94.5, 10) and first.low < 4.5 < first.high
     assert [at_ends(steps(count), "reward")[2] for count in (1, 3, 8, 12, 49)] == [1, 1, 4, 5, 5]
     assert math.isnan(at_ends([], "reward")[0].value)
+
+
+def test_a_watch_remembers_the_ends_of_a_long_run_only(monkeypatch):
+    kept = []
+    monkeypatch.setattr(health, "likely_cause", lambda history: kept.append(list(history)) or "")
+    _run(*[IDLE | {"reward": float(step)} for step in range(2000)], watch=HealthWatch())
+    assert max(map(len, kept)) <= 200
+    assert (kept[-1][0]["reward"], kept[-1][-1]["reward"]) == (0.0, 1999.0)

@@ -27,6 +27,7 @@ _SKIPPED_IN_A_ROW = "health/updates_skipped_in_a_row"
 _STEPS = "health/steps"
 _IDLE = "health/steps_without_signal"
 _IDLE_IN_A_ROW = "health/steps_without_signal_in_a_row"
+_KEPT_STEPS = 100  # Of each end of a run, whose middle says nothing of what changed.
 
 
 def counts_so_far(metrics: Metrics, before: Metrics) -> dict[str, float]:
@@ -76,9 +77,9 @@ class HealthWatch:
     def warnings(self, step: int, metrics: Metrics) -> list[str]:
         """What to warn of after a step, with the likely cause and a way out."""
         self._history.append({name: metrics[name] for name in _SIGNS if name in metrics})
+        del self._history[_KEPT_STEPS:-_KEPT_STEPS]
         due = [text for kind, text in _complaints(metrics, self._history) if self._is_due(kind)]
-        broken = [f"{name} is {value}" for name, value in _broken(metrics) if self._is_due(name)]
-        if broken:
+        if broken := [f"{name} is {value}" for name, value in _broken(metrics) if self._is_due(name)]:
             due.append(f"not finite: {', '.join(broken)}")
         return [f"WARNING: step {step}: {text}" for text in due]
 
