@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -33,7 +36,7 @@ def test_a_row_has_the_same_bits_whatever_is_beside_it(num_out, num_in) -> None:
     linear = BlockedLinear(torch.randn(num_out, num_in), None)
     rows = torch.randn(300, num_in)
     together = linear(rows)
-    for num_rows in (4, 5, 7, 8, 12, 16, 31, 64, 129):
+    for num_rows in (1, 2, 3, 4, 5, 7, 8, 12, 16, 31, 64, 129):
         assert linear(rows[-num_rows:]).equal(together[-num_rows:]), num_rows
 
 
@@ -85,8 +88,25 @@ def test_training_and_packed_weights_give_a_row_the_same_bits(num_out, num_in, m
     packed = BlockedLinear(weight, None)
     for num_rows in (1, 2, 3, 7, 16, 100, 511, 1000):
         assert ops.linear(rows[-num_rows:], weight).equal(together[-num_rows:]), num_rows
-        if num_rows > 1:
-            assert packed(rows[-num_rows:]).equal(together[-num_rows:]), num_rows
+        assert packed(rows[-num_rows:]).equal(together[-num_rows:]), num_rows
+
+
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_products_of_many_numbers_of_rows_leave_little_memory_behind(is_packed, monkeypatch) -> None:
+    monkeypatch.setattr(onednn, "_is_faster", lambda: True)
+    weight = torch.randn(272, 144).requires_grad_()
+    packed = BlockedLinear(weight, None)
+
+    def resident_mib() -> float:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+    before = resident_mib()
+    for num_rows in range(1, 301):
+        if is_packed:
+            packed(torch.randn(num_rows, 144))
+        else:
+            ops.linear(torch.randn(num_rows, 144).requires_grad_(), weight).sum().backward()
+    assert resident_mib() - before < 80
 
 
 def test_only_what_needs_a_gradient_gets_one(monkeypatch) -> None:

@@ -1,6 +1,6 @@
 """Linear layers by oneDNN's products on a CPU, which PyTorch itself leaves to MKL in float32.
 
-A row gets the same bits whatever is beside it, from 2 rows on, and whether the weight lies in blocks or plainly.
+A row gets the same bits whatever is beside it, and whether the weight lies in blocks or plainly.
 
 Shape letters: `M` rows, `D` inputs and `O` outputs of a linear layer.
 """
@@ -19,7 +19,7 @@ from spmdrl.engines.models.kernels import plain
 # The layout that oneDNN chooses for this many rows is the one for any greater number too.
 _EXPECTED_ROWS = 16
 _BLOCKED_DTYPES = (torch.float32, torch.bfloat16)
-_LEAST_ROWS = 2
+_LEAST_ROWS = 2  # One alone would be rounded otherwise.
 # The first product of a shape takes a third of a millisecond more, which those of smaller weights don't earn back.
 _LEAST_WEIGHTS = 1 << 15
 # MKL chooses slower loops for them: 66 to 100 GFLOP/s where oneDNN's products run at 100 to 110.
@@ -61,9 +61,13 @@ class _Linear(torch.autograd.Function):
 
 def _product(rows_MD: Tensor, weight_OD: Tensor, bias_O: Tensor | None) -> Tensor:
     num_rows = len(rows_MD)
-    if 0 < num_rows < _LEAST_ROWS:
-        rows_MD = rows_MD.expand(_LEAST_ROWS, -1).contiguous()
-    return torch.ops.mkldnn._linear_pointwise(rows_MD, weight_OD, bias_O, "none", [], "")[:num_rows]
+    # oneDNN compiles about half a MiB of code per number of rows and never frees it: above 16, eight per power of 2.
+    step = 1 << (num_rows - 1).bit_length() >> 4
+    missing = -num_rows % max(step, _LEAST_ROWS if num_rows < _LEAST_ROWS else 1)
+    if missing:
+        rows_MD = torch.constant_pad_nd(rows_MD, (0, 0, 0, missing))
+    out_MO = torch.ops.mkldnn._linear_pointwise(rows_MD, weight_OD, bias_O, "none", [], "")
+    return out_MO[:num_rows] if missing else out_MO
 
 
 @cache
@@ -89,7 +93,7 @@ class BlockedLinear:
         self._bias_O = bias_O
 
     def __call__(self, rows_MD: Tensor) -> Tensor:
-        return torch.ops.mkldnn._linear_pointwise(rows_MD, self._weight, self._bias_O, "none", [], "")
+        return _product(rows_MD, self._weight, self._bias_O)
 
     @property
     def num_bytes(self) -> int:
