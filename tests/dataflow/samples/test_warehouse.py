@@ -301,7 +301,7 @@ def test_places_that_cannot_hold_the_announced_rows_are_refused():
     with shared_by(2) as (first, second):
         batch = make_batch(range(4))
         place, everywhere = first.put(batch), np.ones(4, dtype=bool)
-        with pytest.raises(ValueError, match="of rows .* bytes, but places"):
+        with pytest.raises(ValueError, match="of rows .* bytes, but their place"):
             wrong = place._replace(num_bytes=place.num_bytes + 64)
             second.add_stored(metadata_of(batch, wrong), everywhere, my_lengths)
         for wrong in (place._replace(start=-64), place._replace(start=32), place._replace(start=1 << 40)):

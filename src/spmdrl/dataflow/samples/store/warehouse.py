@@ -18,9 +18,9 @@ from spmdrl.dataflow.samples.control.catalogue import Catalogue, RowMetadata
 from spmdrl.dataflow.samples.schema import empty_batch, length_column, names_of_mask, rule_of
 from spmdrl.dataflow.samples.store.frame import ALIGNMENT, NUMPY_DTYPES, CheckedColumns, values_of
 from spmdrl.dataflow.samples.store.shared_memory import Place, Pool
-from spmdrl.dataflow.samples.store.shelves import Chunks, Shelves, collect
+from spmdrl.dataflow.samples.store.shelves import Chunk, Shelves, collect
 from spmdrl.dataflow.samples.volume import Link, Volume, column_bytes
-from spmdrl.nouns.batch import Batch, Integers
+from spmdrl.nouns.batch import Batch, Integers, offsets_of
 
 _OFFSET_BYTES = 8
 
@@ -57,7 +57,9 @@ class Warehouse:
             for name, column in columns.values.items():
                 starts[name] += place.start // column.itemsize
                 file.array(name)[starts[name] : starts[name] + column.size] = column
-            self._add(batch, file, starts, columns.offsets)
+            # Copied, because offsets may be a view of a whole frame.
+            bounds = {key: offsets.copy() for key, offsets in columns.offsets.items()}
+            self._add(batch, file, starts, bounds)
         return place
 
     def keep(self, batch: Batch, rows: ArrayLike | None = None, positions: ArrayLike | None = None) -> None:
@@ -85,9 +87,10 @@ class Warehouse:
         if not wanted.any():
             return
         rows = metadata.rows[wanted.repeat(sizes)]
-        chunks = self._chunks_at(metadata.places[wanted], names_of_mask(metadata.columns), rows, lengths)
+        names = names_of_mask(metadata.columns)
+        chunks = self._chunks_at(metadata.places[wanted], names, rows, lengths)
         with self._lock:
-            self._shelves.add(chunks, rows)
+            self._shelves.add(tuple(sorted(names)), chunks, rows)
 
     def get(self, rows: ArrayLike | Tensor, names: Iterable[str], volume: Volume | None = None) -> Batch:
         """The named columns of the rows, in the given order. Raises KeyError naming a missing row and column."""
@@ -132,33 +135,32 @@ class Warehouse:
         rows: Integers | None = None, positions: ArrayLike | None = None,
     ) -> None:  # fmt: skip
         """Index a batch that this rank stored."""
-        sizes = np.array([len(batch)])
-        chunks = Chunks(tuple(batch.names), sizes, [memory], starts, bounds, batch.num_bytes())
-        self._shelves.add(chunks, batch.rows.numpy() if rows is None else rows, positions)
+        chunk = Chunk(len(batch), memory, starts, bounds, batch.num_bytes())
+        self._shelves.add(tuple(batch.names), [chunk], batch.rows.numpy() if rows is None else rows, positions)
 
     def _chunks_at(
         self, places: Integers, names: list[str], rows: Integers, lengths: Callable[[str], Integers]
-    ) -> Chunks:
+    ) -> list[Chunk]:
         """The chunks at these places [chunks, 4], which hold these rows one after the other."""
         assert self._pool is not None, "only ranks that share memory have places in it"
         self._pool.check(places)
-        writers, begins, num_bytes, sizes = places.T
-        keys = {length_column(name) for name in names if rule_of(name).column.ragged}
-        bounds, counts = {}, {}
-        for key in keys:
-            bounds[key], counts[key] = _bounds_of(lengths(key)[rows], sizes)
-        num_values = {name: counts[length_column(name)] if rule_of(name).column.ragged else sizes for name in names}
-        starts, ends = values_of(names, num_values, begins)
-        if (np.maximum(ends - begins, ALIGNMENT) != num_bytes).any():
-            raise ValueError(
-                f"columns {names} of rows {rows[:4].tolist()}... take {(ends - begins).tolist()} bytes, but places "
-                f"have {num_bytes.tolist()}; do all ranks run the same version?"
-            )
-        total = sum(int(num_values[name].sum()) * NUMPY_DTYPES[name].itemsize for name in names)
-        num_ragged = sum(rule_of(name).column.ragged for name in names)
-        total += num_ragged * (rows.size + sizes.size) * _OFFSET_BYTES
-        memories = [self._files[writer] for writer in writers.tolist()]
-        return Chunks(tuple(sorted(names)), sizes, memories, starts, bounds, total)
+        key_of = {name: length_column(name) for name in names if rule_of(name).column.ragged}
+        lengths_of = {key: torch.from_numpy(lengths(key)[rows]) for key in key_of.values()}
+        chunks, first = [], 0
+        for writer, begin, num_bytes, size in places.tolist():
+            bounds = {key: offsets_of(of_rows[first : first + size]).numpy() for key, of_rows in lengths_of.items()}
+            num_values = {name: bounds[key_of[name]].item(-1) if name in key_of else size for name in names}
+            starts, end = values_of(names, num_values, begin)
+            if max(end - begin, ALIGNMENT) != num_bytes:
+                raise ValueError(
+                    f"columns {names} of rows {rows[first : first + 4].tolist()}... take {end - begin} bytes, but "
+                    f"their place has {num_bytes}; do all ranks run the same version?"
+                )
+            held = sum(num_values[name] * NUMPY_DTYPES[name].itemsize for name in names)
+            held += len(key_of) * (size + 1) * _OFFSET_BYTES
+            chunks.append(Chunk(size, self._files[writer], starts, bounds, held))
+            first += size
+        return chunks
 
 
 class _File:
@@ -208,17 +210,3 @@ class OneNode:
 
     def leave(self, *, graceful: bool) -> None:
         self._warehouse.close()
-
-
-def _bounds_of(lengths: Integers, sizes: Integers) -> tuple[Integers, Integers]:
-    """The offsets of chunks, one behind the other, and the number of values of each.
-
-    `lengths` [B] are of all rows, `sizes` how many of them each chunk holds, at least one.
-    """
-    ends = sizes.cumsum()
-    counts = np.add.reduceat(lengths, ends - sizes)
-    # Behind each chunk's rows its total, after which the next one begins at 0.
-    out = np.zeros(lengths.size + sizes.size + 1, dtype=np.int64)
-    steps = np.insert(lengths, ends, -counts)
-    np.cumsum(steps, out=out[1:])
-    return out[:-1], counts
