@@ -31,7 +31,7 @@ from spmdrl.engines.training.heads import check_head
 from spmdrl.engines.training.passes import HeadOf, Passes
 from spmdrl.engines.training.routing.router_statistics import RouterStatistics
 from spmdrl.engines.training.routing.routers import RoutingScope
-from spmdrl.engines.training.sharding.parallelize import Precision, build_sharded_model, check_layout
+from spmdrl.engines.training.sharding.parallelize import Precision, build_sharded_model
 from spmdrl.engines.training.sharding.sharded_model import Shard
 from spmdrl.engines.training.update.updater import Accumulated, Updater, UpdateResult
 from spmdrl.nouns.roles import Rating
@@ -75,7 +75,6 @@ class TrainingEngine:
         check_head(config, rating)
         if not temperature > 0:
             raise ValueError(f"temperature is {temperature}, but log-probabilities divide by it; use one above 0")
-        check_layout(config, mesh.layout)
         compute_dtype = compute_dtype or device.compute_dtype
         self.config, self.training, self.mesh, self.device = config, training, mesh, device
         self.compute_dtype = compute_dtype
