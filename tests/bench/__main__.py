@@ -35,28 +35,21 @@ class Bench(Protocol):
 # The module of each bench below this package. Most bring torch with them: only the one that runs is imported.
 BENCHES = {
     "accelerator": "accelerator.accelerator_bench",
-    "adapters": "training.one_pass",
     "algorithms": "learning.algorithms_bench",
     "balance": "samples.balance_bench",
     "checkpoints": "training.checkpoint_waits",
-    "exact": "training.exact_steps",
     "faults": "faults.faults_bench",
     "fusion": "training.fusion",
     "layouts": "layouts.layouts",
     "memory": "memory.memory_bench",
     "metadata": "samples.metadata",
     "nodes": "nodes.nodes",
-    "overhead": "training.overhead",
-    "prefix": "training.prefix",
     "redundancy": "resharding.redundancy",
     "resharding": "resharding.resharding",
     "rollout": "rollout.rollout",
     "samples": "samples.samples_bench",
-    "sandbox": "rollout.code_sandbox",
     "soak": "training.soak",
     "step": "training.step",
-    "swap": "memory.swap_modes",
-    "table1": "samples.table1",
     "training": "training.training",
 }
 ON_SCREEN = Path("-")
