@@ -1,8 +1,9 @@
-"""Random models for benches."""
+"""The models of all benches, with random weights."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,10 @@ import torch
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf.model_folder import hf_config_dict
 from spmdrl.engines.models.hf.model_weights import write_weights
+from spmdrl.engines.models.latent import LatentConfig
 from spmdrl.engines.models.making.make_model import RandomWeights
+from spmdrl.engines.models.moe import MoeConfig
+from spmdrl.engines.models.rope_scaling import Llama3Scaling, YarnScaling
 
 
 def qwen3(**fields: Any) -> DecoderConfig:
@@ -71,6 +75,110 @@ TINY = qwen3(
     head_size=16,
 )
 """200 thousand parameters: what any device has done at once."""
+
+
+# Sizes as their public config.json files have them.
+QWEN25_32B = qwen25(
+    vocab_size=152064,
+    hidden_size=5120,
+    intermediate_size=27648,
+    num_layers=64,
+    num_heads=40,
+    num_kv_heads=8,
+    head_size=128,
+    tied_head=False,
+)
+QWEN3_30B_A3B = qwen3(
+    model_type="qwen3_moe",
+    vocab_size=151936,
+    hidden_size=2048,
+    intermediate_size=6144,
+    num_layers=48,
+    num_heads=32,
+    num_kv_heads=4,
+    head_size=128,
+    rope_theta=1e6,
+    tied_head=False,
+    max_positions=40960,
+    moe=MoeConfig(num_experts=128, experts_per_token=8, intermediate_size=768, normalize=True),
+)
+QWEN3_30M = qwen3(
+    vocab_size=8192,
+    hidden_size=512,
+    intermediate_size=1536,
+    num_layers=8,
+    num_heads=8,
+    num_kv_heads=4,
+    head_size=64,
+    max_positions=32768,
+)
+
+
+def _small_qwen3(*, hidden_size: int, intermediate_size: int, num_layers: int) -> DecoderConfig:
+    return qwen3(
+        vocab_size=512,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_layers=num_layers,
+        num_heads=8,
+        num_kv_heads=4,
+        head_size=hidden_size // 8,
+    )
+
+
+def _small_qwen3_moe(*, hidden_size: int, num_layers: int, num_experts: int, expert_size: int) -> DecoderConfig:
+    dense = _small_qwen3(hidden_size=hidden_size, intermediate_size=3 * hidden_size, num_layers=num_layers)
+    moe = MoeConfig(num_experts, experts_per_token=2, intermediate_size=expert_size, normalize=True)
+    return replace(dense, model_type="qwen3_moe", moe=moe)
+
+
+ROLLOUT_MODELS = {
+    "1M": _small_qwen3(hidden_size=128, intermediate_size=384, num_layers=4),
+    "5M": _small_qwen3(hidden_size=256, intermediate_size=768, num_layers=6),
+    "30M": _small_qwen3(hidden_size=512, intermediate_size=1920, num_layers=8),
+    "3M-A1M": _small_qwen3_moe(hidden_size=128, num_layers=4, num_experts=8, expert_size=192),
+    "20M-A4M": _small_qwen3_moe(hidden_size=256, num_layers=6, num_experts=16, expert_size=256),
+}
+"""By parameters, in float32; of a sparse model, also those that a token meets."""
+
+# Eight heads, experts and columns of each kind go into eight ranks; a vocabulary of 53 tokens divides by nothing, and
+# four key heads are fewer than eight tensor ranks.
+_DENSE = qwen3(
+    vocab_size=53,
+    hidden_size=24,
+    intermediate_size=40,
+    num_layers=3,
+    num_heads=8,
+    num_kv_heads=4,
+    head_size=8,
+    attention_bias=True,
+    max_positions=256,
+    rope_scaling=Llama3Scaling(4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_positions=64),
+)
+_EXPERTS = MoeConfig(num_experts=8, experts_per_token=3, intermediate_size=16, normalize=True, dense_layers=(0,))
+_LATENT = LatentConfig(query_rank=12, key_value_rank=10, plain_size=6, rotary_size=4, value_size=6)
+
+LAYOUT_MODELS: dict[str, DecoderConfig] = {
+    "dense": _DENSE,
+    "moe": replace(
+        _DENSE, model_type="qwen3_moe", attention_bias=False, tied_head=False, rope_scaling=None, moe=_EXPERTS
+    ),
+    "mla": replace(
+        _DENSE,
+        model_type="deepseek_v3",
+        num_kv_heads=8,
+        head_size=_LATENT.head_size,
+        qk_norm=False,
+        attention_bias=False,
+        tied_head=False,
+        rope_scaling=YarnScaling(4.0, original_positions=64, mscale=1.0, mscale_all_dim=1.0),
+        moe=replace(
+            _EXPERTS, scoring="sigmoid", weight_scale=1.5, num_groups=4, groups_per_token=2, num_shared_experts=1
+        ),
+        latent=_LATENT,
+    ),
+}
+"""Tiny ones with every part that a layout cuts; a case changes the number of layers."""
 
 
 def write_model(folder: Path, config: DecoderConfig, **hf_fields: Any) -> None:

@@ -21,7 +21,7 @@ from spmdrl.resources.device import Device
 from spmdrl.resources.layout import UpdateLayout, fit_update_layout
 from spmdrl.resources.mesh import UpdateMesh, build_update_mesh
 from spmdrl.resources.world import World
-from tests.bench.layouts.layout_models import (
+from tests.bench.layouts.layout_cases import (
     NUM_STEPS,
     OPTIM,
     TOKENS_PER_MICROBATCH,

@@ -19,9 +19,10 @@ from typing import get_args
 
 from spmdrl.engines.training.sharding.parallelize import check_layout
 from spmdrl.resources.layout import ContextKind, UpdateLayout, fit_update_layout
+from tests.bench.harness.bench_models import LAYOUT_MODELS as MODELS
 from tests.bench.harness.bench_ranks import BenchRanks
 from tests.bench.harness.bench_table import BenchTable
-from tests.bench.layouts.layout_models import MODELS, LayoutCase
+from tests.bench.layouts.layout_cases import LayoutCase
 from tests.bench.layouts.layout_parity import LayoutErrors, compare_cases, write_references
 
 LARGEST_ERROR = 1e-5

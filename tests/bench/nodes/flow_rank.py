@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 from spmdrl.dataflow.samples.dock import TransferDock
 from spmdrl.dataflow.samples.volume import Link
@@ -14,10 +13,8 @@ from spmdrl.nouns.settings.flow_config import DockConfig
 from spmdrl.resources.collectives import barrier
 from spmdrl.resources.world import World
 from tests.bench.harness.emulated_nodes import LinkBytes, link_bytes
-from tests.bench.nodes.central_buffer import CentralDock
 from tests.bench.nodes.sample_flow import NEEDS, FlowSize, StepRun, check_taken, make_step
 
-Dock = TransferDock | CentralDock
 TIMEOUT_SECONDS = 60.0
 
 
@@ -51,10 +48,9 @@ def open_dock(world: World, *, locality: bool) -> TransferDock:
     return TransferDock(world, NEEDS, DockConfig(TIMEOUT_SECONDS, locality, network="tcp"))
 
 
-VARIANTS: dict[str, Callable[[World], Dock]] = {
+VARIANTS: dict[str, Callable[[World], TransferDock]] = {
     "dock": lambda world: open_dock(world, locality=True),
     "dock, locality off": lambda world: open_dock(world, locality=False),
-    "central buffer": lambda world: CentralDock(world, TIMEOUT_SECONDS),
 }
 
 
@@ -67,7 +63,7 @@ def measure_variants(world: World, task: FlowTask) -> dict[str, FlowFigures]:
     return figures
 
 
-def _measure(dock: Dock, world: World, task: FlowTask) -> FlowFigures:
+def _measure(dock: TransferDock, world: World, task: FlowTask) -> FlowFigures:
     """Run a step without emulated compute whose content is checked, then those that count. Collective."""
     at_once = replace(task.size, scored_tokens_per_second=math.inf, decode_steps_per_second=math.inf)
     _run_step(dock, world, at_once, 0)
@@ -83,13 +79,13 @@ def _measure(dock: Dock, world: World, task: FlowTask) -> FlowFigures:
     )
 
 
-def _run_step(dock: Dock, world: World, size: FlowSize, number: int) -> tuple[float, list[float]]:
+def _run_step(dock: TransferDock, world: World, size: FlowSize, number: int) -> tuple[float, list[float]]:
     """How long a step took, and how long this rank slept in each of its states. Collective over all ranks."""
     step = make_step(size, world.num_nodes, number)
     prompts = step.prompts()
     barrier()
     started = time.perf_counter()
-    samples: Any = dock.open_batch(number, prompts, step.group_size)
+    samples = dock.open_batch(number, prompts, step.group_size)
     part = StepRun(samples, step, size)
     taken = part.run()
     dock.close_batch(samples)

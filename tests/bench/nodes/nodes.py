@@ -1,4 +1,4 @@
-"""The sample flow over emulated nodes: transfer dock, the paper's placement of rows, and a central buffer.
+"""The sample flow over emulated nodes: the transfer dock, and the paper's placement of rows.
 
 Nodes are network namespaces with links of --link-mb each way; every rank is a process. Compute is emulated by sleeping
 in proportion to the tokens that a rank took, so that the cores of this machine don't limit it. Work a node is constant:
@@ -22,7 +22,7 @@ from tests.bench.harness.emulated_nodes import INTERFACE, emulated_nodes, refusa
 from tests.bench.nodes.flow_rank import VARIANTS, FlowFigures, FlowTask, measure_variants
 from tests.bench.nodes.sample_flow import FlowSize
 
-_SHORT_NAMES = {"dock": "", "dock, locality off": "_locality_off", "central buffer": "_central"}
+_SHORT_NAMES = {"dock": "", "dock, locality off": "_locality_off"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from spmdrl.dataflow.data.prompts import Prompt, prompt_columns
+from spmdrl.dataflow.samples.samples import Samples
 from spmdrl.dataflow.samples.schema import needs_by_state, rule_of
 from spmdrl.nouns.batch import Batch, WorkerState, offsets_of
 
@@ -116,20 +116,10 @@ def _lengths(normal: np.ndarray[Any, np.dtype[np.float64]], longest: int) -> np.
     return np.clip(np.exp(0.7 * normal) * longest / 4, 1, longest).astype(np.int64)
 
 
-class FlowSamples(Protocol):
-    """What the flow calls on the samples of a step."""
-
-    def deal_generation(self) -> list[int]: ...
-    def take(self, state: WorkerState, names: Iterable[str]) -> Batch: ...
-    def take_generated(self, state: WorkerState) -> list[int]: ...
-    def put(self, state: WorkerState, batch: Batch) -> None: ...
-    def commit(self, state: WorkerState) -> None: ...
-
-
 class StepRun:
     """One rank's part of a step. `seconds` is how long it slept for each worker state."""
 
-    def __init__(self, samples: FlowSamples, step: FlowStep, size: FlowSize):
+    def __init__(self, samples: Samples, step: FlowStep, size: FlowSize):
         self.seconds: dict[WorkerState, float] = {}
         self._samples = samples
         self._step = step

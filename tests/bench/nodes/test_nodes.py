@@ -1,4 +1,4 @@
-"""The bench of nodes: its rows, its figures, the central buffer, and ranks on emulated nodes."""
+"""The bench of nodes: its rows, its figures, and ranks on emulated nodes."""
 
 from __future__ import annotations
 
@@ -10,16 +10,12 @@ import pytest
 import torch
 
 from spmdrl.dataflow.data.prompts import prompt_columns
-from spmdrl.dataflow.samples.volume import Link
 from spmdrl.nouns.batch import Batch
-from spmdrl.resources.world import World
 from tests.bench.harness.bench_ranks import BenchRanks
 from tests.bench.harness.emulated_nodes import INTERFACE, LinkBytes, emulated_nodes, refusal
 from tests.bench.nodes import nodes
-from tests.bench.nodes.central_buffer import CentralBuffer, CentralDock
 from tests.bench.nodes.flow_rank import VARIANTS, FlowFigures, FlowTask, measure_variants
-from tests.bench.nodes.sample_flow import FlowSize, StepRun, check_taken, make_step
-from tests.support.ranks import run_ranks
+from tests.bench.nodes.sample_flow import FlowSize, check_taken, make_step
 
 _reason = refusal()
 needs_namespaces = pytest.mark.skipif(_reason is not None, reason=str(_reason))
@@ -55,59 +51,15 @@ def test_rows_that_dont_make_whole_groups_are_refused():
 
 def test_rows_that_come_back_with_other_values_are_noticed():
     step = make_step(AT_ONCE, 1, 1)
-    buffer = _filled_buffer(1)
-    names = ["prompt_ids", "response_ids", "rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages"]
-    taken = buffer.take(0, names)
+    taken = Batch(torch.arange(step.num_rows))
+    prompts = prompt_columns(step.prompts()).select(taken.rows // AT_ONCE.group_size)
+    taken.put_ragged("prompt_ids", prompts.values("prompt_ids"), prompts.offsets("prompt_ids"))
+    for name in ("response_ids", "rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages"):
+        taken.update(step.column(name, taken.rows))
     check_taken(taken, step)
     taken.values("old_logprobs")[7] += 1
     with pytest.raises(RuntimeError, match="old_logprobs"):
         check_taken(taken, step)
-
-
-def test_takers_of_the_central_buffer_get_each_row_once_and_equally_many_tokens():
-    step, buffer = make_step(AT_ONCE, 1, 1), _filled_buffer(3)
-    shares = [buffer.take(taker, ["response_ids"]).rows for taker in range(3)]
-    assert sorted(torch.cat(shares).tolist()) == list(range(step.num_rows))
-    tokens = [step.tokens_of(rows) for rows in shares]
-    assert max(tokens) - min(tokens) <= AT_ONCE.max_response_length
-
-
-def test_columns_can_be_taken_while_others_are_still_being_put():
-    step, buffer = make_step(AT_ONCE, 1, 1), _filled_buffer(1)
-    for rows in torch.arange(step.num_rows).chunk(2):
-        batch = Batch(rows)
-        batch.put_dense("reward", rows.float())
-        buffer.put(batch)
-        assert len(buffer.take(0, ["response_ids"])) == step.num_rows
-    assert torch.equal(buffer.take(0, ["reward"]).dense("reward"), torch.arange(step.num_rows).float())
-
-
-def _filled_buffer(num_takers: int) -> CentralBuffer:
-    """All columns that the update reads, put in two halves in the wrong order."""
-    step, buffer = make_step(AT_ONCE, 1, 1), CentralBuffer(num_takers)
-    buffer.put_prompts(prompt_columns(step.prompts()), AT_ONCE.group_size)
-    for rows in torch.arange(step.num_rows).chunk(2)[::-1]:
-        for name in ("response_ids", "rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages"):
-            buffer.put(step.column(name, rows))
-    return buffer
-
-
-def _run_central_step(world: World) -> tuple[list[int], dict[Link, int]]:
-    step = make_step(AT_ONCE, world.num_nodes, 1)
-    with CentralDock(world, timeout_seconds=20.0) as dock:
-        samples = dock.open_batch(1, step.prompts(), step.group_size)
-        taken = StepRun(samples, step, AT_ONCE).run()
-        check_taken(taken, step)
-        dock.close_batch(samples)
-        return taken.rows.tolist(), {link: dock.volume.payload_bytes(link) for link in Link}
-
-
-@pytest.mark.ranks
-def test_all_of_another_nodes_samples_go_through_the_central_buffer():
-    (first, local), (second, remote) = run_ranks(2, _run_central_step, ranks_per_node=1)
-    assert sorted(first + second) == list(range(2 * AT_ONCE.rows_per_node))
-    assert local[Link.PROCESS] > 0 and local[Link.CROSS_NODE] == 0
-    assert remote[Link.PROCESS] == 0 and remote[Link.CROSS_NODE] > 0
 
 
 def _measured(step_seconds: list[float], sleeps: list[list[float]], cross_node: int) -> FlowFigures:
@@ -127,9 +79,9 @@ def test_ratios_are_those_of_the_most_nodes_against_the_fewest():
     table = nodes.summarize(
         {1: [dict.fromkeys(VARIANTS, each) for each in one], 2: [dict.fromkeys(VARIANTS, each) for each in two]}
     )
-    assert len(table) == 6
+    assert len(table) == 4
     found = nodes.ratios(table)
-    for suffix in ("", "_locality_off", "_central"):
+    for suffix in ("", "_locality_off"):
         assert found[f"linearity_1{suffix}"] == 1.0
         assert found[f"linearity_2{suffix}"] == pytest.approx(0.9)
         assert found[f"cross_node_share{suffix}"] == pytest.approx(30 / 200)
@@ -147,13 +99,12 @@ def test_where_nodes_cant_be_emulated_the_bench_says_why_and_fails(monkeypatch: 
 
 @needs_namespaces
 @pytest.mark.ranks
-def test_ranks_on_two_nodes_run_all_variants_and_the_central_one_crosses_most():
+def test_ranks_on_two_nodes_keep_their_rows_but_with_locality_off():
     with emulated_nodes(2, 3e8) as two:
         measured = BenchRanks(2, nodes=two).call(measure_variants, FlowTask(AT_ONCE, 1, INTERFACE))
     rows = nodes.summarize({2: measured})
     shares = {str(row["variant"]): float(str(row["cross_node_share"])) for row in rows}
     assert shares["dock"] < 0.3 < shares["dock, locality off"]
-    assert 0.3 < shares["central buffer"] < 0.7
     for row in rows:
         # What counts as payload for another node was on a link.
         assert float(str(row["veth_mb"])) >= float(str(row["cross_node_mb"]))

@@ -21,41 +21,14 @@ from spmdrl.dataflow.resharding.planning.slice_layouts import (
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.nouns.batch import WeightSlice
 from spmdrl.nouns.settings.flow_config import ReshardConfig
-from spmdrl.nouns.settings.model_sizes import MoeConfig
 from spmdrl.resources.layout import GenerationLayout, UpdateLayout
-from tests.bench.harness.bench_models import qwen3, qwen25
+from tests.bench.harness.bench_models import QWEN3_30B_A3B, QWEN25_32B
 from tests.bench.harness.bench_table import BenchTable
 from tests.bench.resharding.plan_bytes import allgather_bytes, least_bytes, redundant_bytes
 
 BFLOAT16_BYTES = 2
 DEVICES_PER_NODE = 8
 GB, GIB = 1e9, 2**30
-
-# Sizes as their public config.json files have them.
-QWEN25_32B = qwen25(
-    vocab_size=152064,
-    hidden_size=5120,
-    intermediate_size=27648,
-    num_layers=64,
-    num_heads=40,
-    num_kv_heads=8,
-    head_size=128,
-    tied_head=False,
-)
-QWEN3_30B_A3B = qwen3(
-    model_type="qwen3_moe",
-    vocab_size=151936,
-    hidden_size=2048,
-    intermediate_size=6144,
-    num_layers=48,
-    num_heads=32,
-    num_kv_heads=4,
-    head_size=128,
-    rope_theta=1e6,
-    tied_head=False,
-    max_positions=40960,
-    moe=MoeConfig(num_experts=128, experts_per_token=8, intermediate_size=768, normalize=True),
-)
 
 
 @dataclass(frozen=True)

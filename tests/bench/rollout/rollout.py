@@ -1,4 +1,4 @@
-"""Generated tokens per second of the native engine, transformers' two and vLLM's CPU build, run in turn.
+"""Generated tokens per second of the native engine, transformers' `generate` and vLLM's CPU build, run in turn.
 
 All have the same random weights, prompts in groups, rows at once and threads, and sample at temperature 1. Responses
 are all a quarter of --limit long (fixed), have log-normal lengths with that mean (lognormal), or end with a stop token
@@ -15,19 +15,17 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from spmdrl.engines.models.decoder import DecoderConfig
-from spmdrl.nouns.settings.model_sizes import MoeConfig
-from tests.bench.harness.bench_models import qwen3, write_model
+from tests.bench.harness.bench_models import ROLLOUT_MODELS, write_model
 from tests.bench.harness.bench_table import BenchTable
 from tests.bench.harness.in_turn import ContenderResults, in_turn
 from tests.bench.harness.peers import Peer, copy_modules, running
 from tests.bench.rollout.rollout_work import MODEL_FOLDER, EngineRun, RolloutWork, WorkSize, make_work
 
-NATIVE, PEERS = "native", ("generate", "continuous_batching", "vllm")
+NATIVE, PEERS = "native", ("generate", "vllm")
 ENGINES = (NATIVE, *PEERS)
 # What runs in vLLM's own environment: plain files, without what else this package needs.
 _COPIED_MODULES = (
@@ -45,36 +43,8 @@ _VLLM_ENVIRONMENT = {
 }
 
 
-def _small_qwen3(*, hidden_size: int, intermediate_size: int, num_layers: int) -> DecoderConfig:
-    return qwen3(
-        vocab_size=512,
-        hidden_size=hidden_size,
-        intermediate_size=intermediate_size,
-        num_layers=num_layers,
-        num_heads=8,
-        num_kv_heads=4,
-        head_size=hidden_size // 8,
-    )
-
-
-def _small_qwen3_moe(*, hidden_size: int, num_layers: int, num_experts: int, expert_size: int) -> DecoderConfig:
-    dense = _small_qwen3(hidden_size=hidden_size, intermediate_size=3 * hidden_size, num_layers=num_layers)
-    moe = MoeConfig(num_experts, experts_per_token=2, intermediate_size=expert_size, normalize=True)
-    return replace(dense, model_type="qwen3_moe", moe=moe)
-
-
-MADE_MODELS = {
-    "1M": _small_qwen3(hidden_size=128, intermediate_size=384, num_layers=4),
-    "5M": _small_qwen3(hidden_size=256, intermediate_size=768, num_layers=6),
-    "30M": _small_qwen3(hidden_size=512, intermediate_size=1920, num_layers=8),
-    "3M-A1M": _small_qwen3_moe(hidden_size=128, num_layers=4, num_experts=8, expert_size=192),
-    "20M-A4M": _small_qwen3_moe(hidden_size=256, num_layers=6, num_experts=16, expert_size=256),
-}
-"""What --models may name: parameters, in float32; of a sparse model, also those that a token meets."""
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    made = ",".join(MADE_MODELS)
+    made = ",".join(ROLLOUT_MODELS)
     parser.add_argument("--models", type=_names, default=("5M", "30M"), help=f"random ones, of {made}; default: 5M,30M")
     parser.add_argument("--engines", type=_names, default=PEERS, help=f"of {','.join(ENGINES)}; all by default")
     parser.add_argument("--lengths", type=_names, help="of fixed,lognormal,ragged; all by default")
@@ -103,7 +73,7 @@ def run(arguments: argparse.Namespace) -> BenchTable:
     for model in arguments.models:
         with tempfile.TemporaryDirectory(prefix="spmdrl-bench-", ignore_cleanup_errors=True) as name:
             folder = Path(name)
-            work = _prepare(folder, MADE_MODELS[model], arguments)
+            work = _prepare(folder, ROLLOUT_MODELS[model], arguments)
             found[model] = _measure(folder, work, arguments)
             check_same_work(found[model], work)
     return summarize(found, arguments)

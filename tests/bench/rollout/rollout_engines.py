@@ -1,4 +1,4 @@
-"""The engines of the rollout bench that run in this package's environment: the native one, and transformers' two."""
+"""The engines of the rollout bench that run in this environment: the native one, and transformers' `generate`."""
 
 from __future__ import annotations
 
@@ -124,46 +124,6 @@ class Generate(BenchEngine):
         return [counted(tokens, lengths.limits[row], stop_ids) for row, tokens in zip(rows, responses, strict=True)]
 
 
-class ContinuousBatching(BenchEngine):
-    """transformers' continuous batching, with its own paged cache."""
-
-    def __init__(self, folder: Path, work: RolloutWork):
-        # Imported here because it takes seconds, and is in newer versions only.
-        from transformers import ContinuousBatchingConfig, GenerationConfig
-
-        self._work = work
-        self._sampling = GenerationConfig(do_sample=True, top_k=0, eos_token_id=-1, pad_token_id=0)
-        longest = max(map(len, work.prompts)) + max(max(lengths.limits) for lengths in work.lengths.values())
-        page_size = 32
-        self._config = ContinuousBatchingConfig(
-            page_size=page_size,
-            num_blocks=work.rows_at_once * -(-longest // page_size),
-            max_batch_tokens=max(1024, 2 * work.rows_at_once),
-            max_requests_per_batch=work.rows_at_once,
-        )
-        self._model = _load(folder)
-
-    def generate(self, lengths: Lengths, rows: Sequence[int], seed: int) -> list[int]:
-        manager = self._model.init_continuous_batching(self._sampling, continuous_batching_config=self._config)
-        manager.start()
-        try:
-            for row in rows:
-                prompt, stop_ids = list(self._work.prompt(row)), list(lengths.stop_ids) or None
-                manager.add_request(
-                    prompt, request_id=str(row), max_new_tokens=lengths.limits[row], eos_token_id=stop_ids
-                )
-            length_of: dict[str, int] = {}
-            while len(length_of) < len(rows):
-                result = manager.get_result(timeout=1)
-                if result is not None and result.is_finished():
-                    length_of[result.request_id] = len(result.generated_tokens)
-                elif result is None and not manager.is_running():
-                    raise RuntimeError("the generation thread of continuous batching ended early")
-        finally:
-            manager.stop(block=True)
-        return [length_of[str(row)] for row in rows]
-
-
 def _load(folder: Path) -> Any:
     # Imported here because it takes seconds.
     from transformers import AutoModelForCausalLM
@@ -174,7 +134,6 @@ def _load(folder: Path) -> Any:
 ENGINES = {
     "native": Native,
     "generate": Generate,
-    "continuous_batching": ContinuousBatching,
 }
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ def test_the_rollout_bench_compares_all_engines_and_names_what_is_missing(capfd,
     content = json.loads(capfd.readouterr().out)
     rows = {(row["engine"], row["lengths"]): row for row in content["rows"]}
     for lengths in ("fixed", "lognormal", "ragged"):
-        for engine in ("native", "generate", "continuous_batching"):
+        for engine in ("native", "generate"):
             assert rows[engine, lengths]["tokens/s"] > 0, rows[engine, lengths]["remark"]
         assert "No such file" in rows["vllm", lengths]["remark"]
         assert 0 < rows["native", lengths]["of matmul"] < 1

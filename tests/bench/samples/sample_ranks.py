@@ -9,9 +9,8 @@ from __future__ import annotations
 import time
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -31,11 +30,34 @@ from spmdrl.resources.memory import resident_bytes
 from spmdrl.resources.mesh import Axis
 from spmdrl.resources.world import World
 from tests.bench.harness.in_turn import seconds_of
-from tests.bench.samples.sample_driver import StoreFigures, StoreTask, check_came_once
 from tests.bench.samples.sample_rows import COLUMNS, PROMPT, RESPONSE_COLUMNS, ROW_NUMBER, SCALARS, KeptMemory, Rows
 
 _TIMEOUT_SECONDS = 60.0
 _STATES = (WorkerState.GENERATION, WorkerState.REWARD, WorkerState.REFERENCE, WorkerState.OLD_LOGPROBS)
+
+
+@dataclass
+class StoreFigures:
+    """Seconds and memory of one store with rows of one shape, by counted step; each step puts and gets all rows."""
+
+    put_seconds: list[float] = field(default_factory=list)
+    get_seconds: list[float] = field(default_factory=list)
+    request_seconds: list[float] = field(default_factory=list)
+    """of requests for the number of rows that are ready"""
+    resident_bytes: list[int] = field(default_factory=list)
+    """of producer and consumer, shared memory included"""
+
+
+@dataclass(frozen=True)
+class StoreTask:
+    """What is done with the rows of each shape."""
+
+    chunk: int
+    """rows of one put or get"""
+    warm_up: int
+    """steps that aren't counted"""
+    steps: int
+    requests: int
 
 
 @dataclass
@@ -94,6 +116,15 @@ class DockFigures:
         )
         copies = [sum(part.copy for part in parts) for parts in counted]
         return cls(store, copies, [max(part.commit for part in parts) for parts in counted], dict(links))
+
+
+def check_came_once(row_numbers: Sequence[int], rows: Rows, num_bytes: int) -> None:
+    """Refuse figures of a step in which not each row came once, and whole."""
+    if sorted(row_numbers) != list(range(rows.num_rows)) or num_bytes != rows.payload_bytes:
+        raise RuntimeError(
+            f"{len(row_numbers)} rows with {num_bytes} bytes came, {len(set(row_numbers))} different ones, but "
+            f"{rows.num_rows} with {rows.payload_bytes} bytes were put"
+        )
 
 
 class BatchedRows:
@@ -216,8 +247,8 @@ def _values(batch: Batch, name: str) -> np.ndarray:
     return (batch.values(name) if batch.is_ragged(name) else batch.dense(name)).numpy()
 
 
-def measure_dock(world: World, task: StoreTask, folder: Path) -> dict[str, DockShare]:
-    """What this rank measured with the rows of each shape in the folder. Collective over all ranks."""
+def measure_dock(world: World, task: StoreTask, shapes: Mapping[str, Rows]) -> dict[str, DockShare]:
+    """What this rank measured with the rows of each shape. Collective over all ranks."""
     with open_dock(world) as dock:
         bench = DockBench(dock, world, task)
-        return {shape: bench.measure(Rows.load(folder / f"{shape}.npz")) for shape in task.shapes}
+        return {shape: bench.measure(rows) for shape, rows in shapes.items()}

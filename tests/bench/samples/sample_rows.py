@@ -1,4 +1,4 @@
-"""The rows of the samples bench: the columns of Eq. 2 (arXiv:2507.19017), packed, and in a file for other programs.
+"""The rows of the samples bench: the columns of Eq. 2 (arXiv:2507.19017), packed.
 
 One column as long as the prompt, five as long as the response, and three scalars, all of 4 bytes a value.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -86,17 +85,6 @@ class Rows:
         """All rows, so many at a time."""
         for start in range(0, self.num_rows, num_rows):
             yield self.part(start, min(start + num_rows, self.num_rows))
-
-    def save(self, path: Path) -> None:
-        """Write the rows for `load` and for programs that have numpy only."""
-        # numpy writes an array's bytes, not a pickle, unless it holds Python objects.
-        np.savez(path, group_size=self.group_size, offsets=self.offsets, **self.columns)
-
-    @classmethod
-    def load(cls, path: Path) -> Rows:
-        with np.load(path, allow_pickle=False) as arrays:
-            columns = {name: arrays[name] for name in COLUMNS}
-            return cls(int(arrays["group_size"]), arrays["offsets"], columns)
 
 
 def padded_rows(size: RowsSize) -> Rows:

@@ -1,60 +1,31 @@
-"""The sample flow on one node: rows from one process to another, through the dock and through other stores.
+"""The sample flow on one node: rows from one process to another through the dock, beside memcpy.
 
 Rows have the columns of the paper's Eq. 2: one as long as the prompt, five as long as the response, three scalars.
 They are put and got in chunks, all padded to one length, then with responses of log-normal lengths. The limit is
-memcpy: the same packed columns copied into kept memory and out again, in one process. All run in turn in each round.
+memcpy: the same packed columns copied into kept memory and out again, in one process. Both run in turn in each round.
 The dock's rows go through a step's worker states; generation puts chunks, later states all that they make, as in a run.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
 import statistics
-import sys
-import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 from spmdrl.config.reader import start_up
 from tests.bench.harness.bench_ranks import BenchRanks
 from tests.bench.harness.bench_table import BenchTable
 from tests.bench.harness.in_turn import ContenderResults, in_turn
-from tests.bench.harness.peers import copy_modules, running
-from tests.bench.samples.sample_driver import StoreFigures, StoreTask, measure_memcpy
-from tests.bench.samples.sample_ranks import DockFigures, measure_dock
-from tests.bench.samples.sample_rows import Rows, RowsSize, padded_rows, ragged_rows
+from tests.bench.samples.sample_ranks import DockFigures, StoreFigures, StoreTask, measure_dock
+from tests.bench.samples.sample_rows import KeptMemory, Rows, RowsSize, padded_rows, ragged_rows
 
 MEMCPY, VIEWS, COPIES = "memcpy", "dock", "dock, copied out"
 HEADLINE = VIEWS
-PEERS = {
-    "tcp_pickle": "sample_tcp",
-    "tcp_pickle_packed": "sample_tcp",
-    "ray": "sample_peers",
-    "transferqueue": "sample_peers",
-}
 GOAL_OF_MEMCPY, GOAL_P50_MICROSECONDS = 0.5, 20
-# What runs in the peers' own environment: plain files, without what else this package needs.
-_COPIED_MODULES = (
-    "tests.bench.harness.in_turn",
-    "tests.bench.harness.replies",
-    "tests.bench.samples.sample_driver",
-    "tests.bench.samples.sample_peers",
-    "tests.bench.samples.sample_rows",
-    "tests.bench.samples.sample_tcp",
-)
 _WARM_UP, _STEPS = 2, 3
-_LONGEST_SECONDS = 300.0
-_ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    "OMP_WAIT_POLICY": "PASSIVE",
-    "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    "TQ_LOGGING_LEVEL": "ERROR",
-}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,7 +36,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--chunk", type=int, default=256, help="rows of one put or get")
     parser.add_argument("--rounds", type=int, default=3, help="how often all run in turn")
     parser.add_argument("--requests", type=int, default=2000, help="timed requests for metadata, over all rounds")
-    parser.add_argument("--peer-python", default=sys.executable, help="Python that has Ray and TransferQueue")
 
 
 Ways = Mapping[str, ContenderResults[Mapping[str, StoreFigures]]]
@@ -73,32 +43,25 @@ Ways = Mapping[str, ContenderResults[Mapping[str, StoreFigures]]]
 
 
 def run(arguments: argparse.Namespace) -> BenchTable:
-    """Measure all in turn. Raises RuntimeError if the dock fails; another way that fails has a row with the reason."""
+    """Measure both in turn."""
     with start_up():
         size = RowsSize(arguments.groups, arguments.group_size, arguments.prompt_length, arguments.response_length)
     shapes = {"padded": padded_rows(size), "ragged": ragged_rows(size)}
     requests = -(-arguments.requests // (arguments.rounds * len(shapes)))
-    task = StoreTask(tuple(shapes), arguments.chunk, _WARM_UP, _STEPS, requests)
-    with tempfile.TemporaryDirectory(prefix="spmdrl-bench-", ignore_cleanup_errors=True) as name:
-        folder = Path(name)
-        for shape, rows in shapes.items():
-            rows.save(folder / f"{shape}.npz")
-        task.save(folder)
-        copy_modules(_COPIED_MODULES, folder / "modules")
-        ways: dict[str, Any] = {
-            MEMCPY: lambda: {shape: measure_memcpy(rows, task) for shape, rows in shapes.items()},
-            VIEWS: lambda: _measure_dock(folder, shapes, task),
-        }
-        ways |= {peer: functools.partial(_measure_peer, peer, arguments.peer_python, folder) for peer in PEERS}
-        found = in_turn(ways, arguments.rounds, optional=PEERS)
+    task = StoreTask(arguments.chunk, _WARM_UP, _STEPS, requests)
+    ways: dict[str, Any] = {
+        MEMCPY: lambda: {shape: measure_memcpy(rows, task) for shape, rows in shapes.items()},
+        VIEWS: lambda: _measure_dock(shapes, task),
+    }
+    found = in_turn(ways, arguments.rounds)
     dock = found.pop(VIEWS).results
     views = ContenderResults([{shape: each.store for shape, each in by_shape.items()} for by_shape in dock])
     copies = ContenderResults([{shape: _with_copies(each) for shape, each in by_shape.items()} for by_shape in dock])
-    return summarize({MEMCPY: found.pop(MEMCPY), VIEWS: views, COPIES: copies, **found}, shapes, dock)
+    return summarize({MEMCPY: found.pop(MEMCPY), VIEWS: views, COPIES: copies}, shapes, dock)
 
 
-def _measure_dock(folder: Path, shapes: Mapping[str, Rows], task: StoreTask) -> dict[str, DockFigures]:
-    shares = BenchRanks(2).call(measure_dock, task, folder)
+def _measure_dock(shapes: Mapping[str, Rows], task: StoreTask) -> dict[str, DockFigures]:
+    shares = BenchRanks(2).call(measure_dock, task, shapes)
     return {
         shape: DockFigures.of([share[shape] for share in shares], rows, task.warm_up) for shape, rows in shapes.items()
     }
@@ -109,27 +72,32 @@ def _with_copies(dock: DockFigures) -> StoreFigures:
     return replace(dock.store, get_seconds=both)
 
 
-def _measure_peer(name: str, python: str, folder: Path) -> dict[str, StoreFigures]:
-    """A round of another way. Raises RuntimeError if its Python has no such way."""
-    environment = {**_ENVIRONMENT, "TMPDIR": str(folder), "PYTHONPATH": str(folder / "modules")}
-    command = [python, "-m", f"tests.bench.samples.{PEERS[name]}", name, str(folder)]
-    with running(command, environment, _LONGEST_SECONDS) as peer:
-        reply = peer.reply()
-    if "missing" in reply:
-        raise RuntimeError(reply["missing"])
-    return {shape: StoreFigures(**values) for shape, values in reply.items()}
+def measure_memcpy(rows: Rows, task: StoreTask) -> StoreFigures:
+    """Copy all columns into kept memory, and from there into other kept memory, in this process with one thread."""
+    chunks, memory, found = list(rows.parts(task.chunk)), KeptMemory(), StoreFigures()
+    for step in range(task.warm_up + task.steps):
+        start = time.perf_counter()
+        stored = [_copied(chunk, memory, ("in", number)) for number, chunk in enumerate(chunks)]
+        middle = time.perf_counter()
+        for number, chunk in enumerate(stored):
+            _copied(chunk, memory, ("out", number))
+        stop = time.perf_counter()
+        if step >= task.warm_up:
+            found.put_seconds.append(middle - start)
+            found.get_seconds.append(stop - middle)
+    return found
+
+
+def _copied(rows: Rows, memory: KeptMemory, place: tuple[str, int]) -> Rows:
+    columns = {name: memory.copy((*place, name), values) for name, values in rows.columns.items()}
+    return Rows(rows.group_size, memory.copy(place, rows.offsets), columns)
 
 
 def summarize(ways: Ways, shapes: Mapping[str, Rows], dock: Sequence[Mapping[str, DockFigures]]) -> BenchTable:
-    """The table, and ratios of the dock to each other way."""
+    """The table, and ratios of the dock to memcpy."""
     rows = [_row(shape, name, ways, shapes[shape]) for shape in shapes for name in ways]
     rates = {(row["rows"], row["way"]): row["put + get GB/s"] for row in rows}
-    ratios = {
-        f"{shape}_vs_{name}": rates[shape, HEADLINE] / rates[shape, name]
-        for shape in shapes
-        for name in (MEMCPY, *PEERS)
-        if ways[name].results
-    }
+    ratios = {f"{shape}_vs_{MEMCPY}": rates[shape, HEADLINE] / rates[shape, MEMCPY] for shape in shapes}
     copied = {f"{shape}_vs_{MEMCPY}": rates[shape, COPIES] / rates[shape, MEMCPY] for shape in shapes}
     requests = [seconds for shape in shapes for seconds in _figures(ways[VIEWS], shape).request_seconds]
     some = next(iter(shapes.values()))
@@ -165,8 +133,7 @@ def _figures(turns: ContenderResults[Mapping[str, StoreFigures]], shape: str) ->
 
 
 _NOTES = (
-    "GB/s: payload once for put, once for get, twice for both; the dock stores a prompt once for its group, all others "
-    "once a row",
+    "GB/s: payload once for put, once for get, twice for both; the dock stores a prompt once for its group",
     f"of memcpy: put + get; goals: {GOAL_OF_MEMCPY} padded and ragged; the ratios of --json are those of '{HEADLINE}', "
     "what taking returns: views where rows lie together",
     f"p50, p99: of a request for ready rows; goal: {GOAL_P50_MICROSECONDS} us at the median",
@@ -176,8 +143,6 @@ _NOTES = (
 
 def _row(shape: str, name: str, ways: Ways, rows: Rows) -> dict[str, Any]:
     row: dict[str, Any] = {"rows": shape, "way": name}
-    if not ways[name].results:
-        return row | dict.fromkeys(_FIGURES) | {"remark": ways[name].missing}
     found, limit = _figures(ways[name], shape), _figures(ways[MEMCPY], shape)
     both, gigabytes = _median_of_both(found), rows.payload_bytes / 1e9
     figures: tuple[object, ...] = (
@@ -190,7 +155,7 @@ def _row(shape: str, name: str, ways: Ways, rows: Rows) -> dict[str, Any]:
         _microseconds(found.request_seconds, 0.99),
         " / ".join(f"{size / 1e6:.0f}" for size in found.resident_bytes[-2:]) or None,
     )
-    return row | dict(zip(_FIGURES, figures, strict=True)) | {"remark": ways[name].missing or ""}
+    return row | dict(zip(_FIGURES, figures, strict=True))
 
 
 _FIGURES = ("put GB/s", "get GB/s", "put + get GB/s", "of memcpy", "us/row", "p50 us", "p99 us", "RSS")

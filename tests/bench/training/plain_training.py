@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ _SIMILAR_SHARE = 0.8
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """A rectangle of tokens, one row or several beside each other in each of its rows."""
+    """A rectangle of tokens, padded on the right."""
 
     tokens: Tensor
     """[rows of the rectangle, longest row]"""
@@ -30,15 +30,6 @@ class TokenBatch:
     """The next token where it is to be learned, else -100; shaped as the tokens."""
     arguments: dict[str, Tensor]
     """What shows the model where rows end."""
-
-
-@dataclass(frozen=True)
-class Batching:
-    """One way to lay rows out and to take their loss."""
-
-    batches: Callable[[TokenRows, int, torch.device], list[TokenBatch]]
-    loss: Callable[[Any, TokenBatch], Tensor]
-    """The loss summed over a batch's targets."""
 
 
 class PlainTrainer:
@@ -62,12 +53,12 @@ class PlainTrainer:
         is_lower = device.compute_dtype != torch.float32
         self._autocast = torch.autocast(device.kind, dtype=device.compute_dtype if is_lower else None, enabled=is_lower)
 
-    def step(self, batches: Sequence[TokenBatch], loss: Callable[[Any, TokenBatch], Tensor], num_targets: int) -> float:
+    def step(self, batches: Sequence[TokenBatch], num_targets: int) -> float:
         """Make one optimizer step over all batches, and return the mean loss."""
         total = 0.0
         for batch in batches:
             with self._autocast:
-                share = loss(self.model, batch) / num_targets
+                share = loss_of_targets(self.model, batch) / num_targets
             share.backward()
             total += float(share.detach())
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm)
@@ -76,25 +67,16 @@ class PlainTrainer:
         return total
 
 
-def padded_batches(rows: TokenRows, max_tokens: int, device: torch.device) -> list[TokenBatch]:
-    """Rows sorted by length, as many in a rectangle as keep it, padding included, within the budget."""
-    return [_padded(rows, group, device) for group in _rectangles(rows, max_tokens, least_share=0.0)]
-
-
 def similar_batches(rows: TokenRows, max_tokens: int, device: torch.device) -> list[TokenBatch]:
-    """The same, with more rectangles of rows whose lengths differ little: less padding, smaller products."""
-    return [_padded(rows, group, device) for group in _rectangles(rows, max_tokens, least_share=_SIMILAR_SHARE)]
-
-
-def _rectangles(rows: TokenRows, max_tokens: int, *, least_share: float) -> list[list[int]]:
+    """Rows sorted by length, in rectangles of similar ones that keep, padding included, within the budget."""
     groups: list[list[int]] = []
     lengths = rows.lengths_B.tolist()
     for row in sorted(range(len(rows)), key=lambda row: -lengths[row]):
         longest = lengths[groups[-1][0]] if groups else 0
-        if not groups or (len(groups[-1]) + 1) * longest > max_tokens or lengths[row] < least_share * longest:
+        if not groups or (len(groups[-1]) + 1) * longest > max_tokens or lengths[row] < _SIMILAR_SHARE * longest:
             groups.append([])
         groups[-1].append(row)
-    return groups
+    return [_padded(rows, group, device) for group in groups]
 
 
 def _padded(rows: TokenRows, group: list[int], device: torch.device) -> TokenBatch:
@@ -109,25 +91,6 @@ def _padded(rows: TokenRows, group: list[int], device: torch.device) -> TokenBat
     )
 
 
-def packed_batches(rows: TokenRows, max_tokens: int, device: torch.device) -> list[TokenBatch]:
-    """Rows end to end within the budget; positions that restart make transformers' mask one block a row."""
-    groups: list[list[int]] = []
-    lengths = rows.lengths_B.tolist()
-    for row in sorted(range(len(rows)), key=lambda row: -lengths[row]):
-        fitting = [group for group in groups if sum(lengths[k] for k in group) + lengths[row] <= max_tokens]
-        if not fitting:
-            groups.append([])
-        (fitting or groups[-1:])[0].append(row)
-    return [_packed(rows, group, device) for group in groups]
-
-
-def _packed(rows: TokenRows, group: list[int], device: torch.device) -> TokenBatch:
-    tokens, labels = zip(*(_tokens_and_labels(rows, row) for row in group), strict=True)
-    positions = [torch.arange(len(row)) for row in tokens]
-    tokens, labels, positions = (torch.cat(list(parts))[None].to(device) for parts in (tokens, labels, positions))
-    return TokenBatch(tokens, labels, {"position_ids": positions})
-
-
 def _tokens_and_labels(rows: TokenRows, row: int) -> tuple[Tensor, Tensor]:
     start, stop = rows.offsets[row : row + 2].tolist()
     tokens = rows.tokens_T[start:stop]
@@ -136,24 +99,9 @@ def _tokens_and_labels(rows: TokenRows, row: int) -> tuple[Tensor, Tensor]:
     return tokens, labels
 
 
-def loss_of_all_logits(model: Any, batch: TokenBatch) -> Tensor:
-    """Logits everywhere, and the loss where there are targets: what most training scripts do."""
-    logits = model(batch.tokens, use_cache=False, **batch.arguments).logits
-    targets = batch.labels.flatten()
-    return F.cross_entropy(logits.float().flatten(0, 1), targets, ignore_index=_NO_TARGET, reduction="sum")
-
-
-def loss_of_target_logits(model: Any, batch: TokenBatch) -> Tensor:
-    """Logits only where there are targets."""
+def loss_of_targets(model: Any, batch: TokenBatch) -> Tensor:
+    """The loss summed over a batch's targets, with logits only there."""
     hidden = model.model(batch.tokens, use_cache=False, **batch.arguments).last_hidden_state
     has_target = batch.labels != _NO_TARGET
     logits = model.lm_head(hidden[has_target])
     return F.cross_entropy(logits.float(), batch.labels[has_target], reduction="sum")
-
-
-BATCHINGS: dict[str, Batching] = {
-    "padded": Batching(padded_batches, loss_of_all_logits),
-    "padded, target logits": Batching(padded_batches, loss_of_target_logits),
-    "similar, target logits": Batching(similar_batches, loss_of_target_logits),
-    "packed, target logits": Batching(packed_batches, loss_of_target_logits),
-}

@@ -10,16 +10,15 @@ import torch
 from spmdrl.engines.models.making.make_model import make_model_folder
 from spmdrl.nouns.settings.model_config import MakeConfig
 from tests.bench.__main__ import main
-from tests.bench.training.plain_training import packed_batches, padded_batches, similar_batches
+from tests.bench.training.plain_training import similar_batches
 from tests.bench.training.training import RowSizes, make_rows
 
 SIZES = RowSizes(rows=40, mean_length=30.0, spread=0.7, longest=100)
 
 
-@pytest.mark.parametrize("batching", [padded_batches, similar_batches, packed_batches])
-def test_plain_batches_hold_every_target_once_within_the_budget(batching):
+def test_plain_batches_hold_every_target_once_within_the_budget():
     rows = make_rows(50, SIZES)
-    batches = batching(rows, 128, torch.device("cpu"))
+    batches = similar_batches(rows, 128, torch.device("cpu"))
     assert all(batch.tokens.numel() <= 128 for batch in batches)
     labels = torch.cat([batch.labels[batch.labels >= 0] for batch in batches])
     is_response = torch.cat(
@@ -40,8 +39,8 @@ def test_the_training_bench_prints_ratios_and_writes_json(tmp_path, capsys):
     make_model_folder(model, MakeConfig(hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=1), seed=0)
     sizes = ["--rows", "12", "--mean-length", "30", "--longest", "90", "--max-tokens", "128", "--rounds", "1"]
     assert main(["training", "--model", str(model), *sizes, "--device", "cpu", "--json", str(out)]) == 0
-    assert "the best of plain PyTorch" in capsys.readouterr().out
+    assert "times as fast as plain PyTorch" in capsys.readouterr().out
     content = json.loads(out.read_text())
     losses = [row["loss"] for row in content["rows"]]
     assert max(losses) - min(losses) < 1e-3 * losses[0]
-    assert content["ratio"] > 0 and len(losses) == 5
+    assert content["ratio"] > 0 and len(losses) == 2

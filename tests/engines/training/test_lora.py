@@ -25,7 +25,7 @@ from spmdrl.nouns.settings.training_config import TrainingConfig
 from spmdrl.resources.layout import UpdateLayout, fit_update_layout
 from spmdrl.resources.mesh import build_update_mesh
 from spmdrl.resources.world import World
-from tests.bench.layouts.layout_models import UnevenWeights
+from tests.bench.layouts.layout_cases import UnevenWeights
 from tests.engines.training.tiny import (
     CONFIG,
     LATENT,

@@ -1,4 +1,4 @@
-"""Tiny models, rows and a loss to compare update layouts with: every part that a layout cuts is there."""
+"""Cases, rows, weights and a loss to compare update layouts with."""
 
 from __future__ import annotations
 
@@ -11,52 +11,11 @@ from torch import Tensor
 
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.making.make_model import RandomWeights
-from spmdrl.engines.models.rope_scaling import Llama3Scaling, YarnScaling
 from spmdrl.engines.training.batching.packed_rows import LossTerms, MicroBatch, Scores, TokenRows
 from spmdrl.nouns.batch import WeightSlice, offsets_of, whole_slice
-from spmdrl.nouns.settings.model_sizes import LatentConfig, MoeConfig
 from spmdrl.nouns.settings.training_config import OptimConfig
 from spmdrl.resources.layout import UpdateLayout
-from tests.bench.harness.bench_models import qwen3
-
-# Eight heads, experts and columns of each kind go into eight ranks; a vocabulary of 53 tokens divides by nothing, and
-# four key heads are fewer than eight tensor ranks.
-_DENSE = qwen3(
-    vocab_size=53,
-    hidden_size=24,
-    intermediate_size=40,
-    num_layers=3,
-    num_heads=8,
-    num_kv_heads=4,
-    head_size=8,
-    attention_bias=True,
-    max_positions=256,
-    rope_scaling=Llama3Scaling(4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_positions=64),
-)
-_EXPERTS = MoeConfig(num_experts=8, experts_per_token=3, intermediate_size=16, normalize=True, dense_layers=(0,))
-_LATENT = LatentConfig(query_rank=12, key_value_rank=10, plain_size=6, rotary_size=4, value_size=6)
-
-MODELS: dict[str, DecoderConfig] = {
-    "dense": _DENSE,
-    "moe": replace(
-        _DENSE, model_type="qwen3_moe", attention_bias=False, tied_head=False, rope_scaling=None, moe=_EXPERTS
-    ),
-    "mla": replace(
-        _DENSE,
-        model_type="deepseek_v3",
-        num_kv_heads=8,
-        head_size=_LATENT.head_size,
-        qk_norm=False,
-        attention_bias=False,
-        tied_head=False,
-        rope_scaling=YarnScaling(4.0, original_positions=64, mscale=1.0, mscale_all_dim=1.0),
-        moe=replace(
-            _EXPERTS, scoring="sigmoid", weight_scale=1.5, num_groups=4, groups_per_token=2, num_shared_experts=1
-        ),
-        latent=_LATENT,
-    ),
-}
-"""By name; a case changes the number of layers."""
+from tests.bench.harness.bench_models import LAYOUT_MODELS
 
 # AdamW divides a gradient by its own size, which makes whole steps of the rounding of those that should be 0. With an
 # eps near the gradients' size a step is as precise as the gradient, and still not linear in it.
@@ -76,7 +35,7 @@ class LayoutCase:
     def config(self) -> DecoderConfig:
         """The model with a layer more than the layout has stages, so that they differ, and three layers at least."""
         num_layers = max(3, self.layout.pipeline * self.layout.pipeline_chunks + 1)
-        return replace(MODELS[self.model], num_layers=num_layers)
+        return replace(LAYOUT_MODELS[self.model], num_layers=num_layers)
 
     def reference_path(self, folder: Path) -> Path:
         """The file with what one process makes of the same model."""
