@@ -42,6 +42,7 @@ BENCHES = {
     "fusion": "training.fusion",
     "layouts": "layouts.layouts",
     "memory": "memory.memory_bench",
+    "overhead": "training.overhead",
     "metadata": "samples.metadata",
     "nodes": "nodes.nodes",
     "redundancy": "resharding.redundancy",
