@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spmdrl.resources.network.sockets import closing_new_listeners
+from spmdrl.resources.watch.stop_request import stop_reason
 
 Group = dist.ProcessGroup | None
 
@@ -107,6 +108,17 @@ def gather_bytes(payload: bytes, group: Group = None) -> list[bytes]:
         return [part[_WORD : _WORD + length] for part, length in zip(heads, lengths, strict=True)]
     parts = _gather_padded(payload, max(lengths), size, group)
     return [part[:length] for part, length in zip(parts, lengths, strict=True)]
+
+
+def gather_and_agree(payload: bytes) -> tuple[list[bytes], str | None]:
+    """Every rank's bytes, in rank order, and what asked any of them to stop. Collective over all ranks.
+
+    All ranks get the same answer, so all stop here or none does.
+    """
+    own = stop_reason() or ""
+    parts = [part.partition(b"\n") for part in gather_bytes(own.encode() + b"\n" + payload)]
+    reasons = [reason.decode() for reason, _, _ in parts if reason]
+    return [content for _, _, content in parts], reasons[0] if reasons else None
 
 
 def _gather_padded(payload: bytes, width: int, size: int, group: Group) -> list[bytes]:

@@ -31,8 +31,8 @@ from spmdrl.observability.statistics import (
 )
 from spmdrl.observability.summary import AT_K
 from spmdrl.observability.terminal.units import fixed
+from spmdrl.resources.collectives import gather_and_agree
 from spmdrl.resources.watch.stop_request import StopAgreed
-from spmdrl.resources.watch.stop_watch import gather_and_agree
 
 # Keeps the random numbers of evaluations apart from those of rollouts.
 EVALUATION_SEED_OFFSET = 1 << 40

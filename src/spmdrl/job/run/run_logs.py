@@ -17,8 +17,7 @@ from spmdrl.observability.summary import write_summary
 from spmdrl.observability.terminal.console import Console
 from spmdrl.observability.timeline.slow_ranks import SlowRanks, ratios
 from spmdrl.observability.timeline.timeline import Timeline, timeline_file, truncate_other_ranks
-from spmdrl.resources.collectives import gather_bytes
-from spmdrl.resources.watch.stop_watch import gather_and_agree
+from spmdrl.resources.collectives import gather_and_agree, gather_bytes
 from spmdrl.resources.watch.work_sampler import work_sampler
 from spmdrl.resources.world import World
 

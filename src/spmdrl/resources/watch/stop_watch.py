@@ -13,7 +13,6 @@ from datetime import datetime
 
 import torch.distributed as dist
 
-from spmdrl.resources.collectives import gather_bytes
 from spmdrl.resources.watch.stop_request import request, stop_reason
 
 _KEY = "stop"
@@ -67,17 +66,6 @@ def with_end_of_job(environ: Mapping[str, str]) -> Mapping[str, str]:
         end = datetime.fromisoformat(done.stdout.strip()).timestamp()
         return {**environ, _SLURM_END: f"{end:.0f}"}
     return environ
-
-
-def gather_and_agree(payload: bytes) -> tuple[list[bytes], str | None]:
-    """Every rank's bytes, in rank order, and what asked any of them to stop. Collective over all ranks.
-
-    All ranks get the same answer, so all stop here or none does.
-    """
-    own = stop_reason() or ""
-    parts = [part.partition(b"\n") for part in gather_bytes(own.encode() + b"\n" + payload)]
-    reasons = [reason.decode() for reason, _, _ in parts if reason]
-    return [content for _, _, content in parts], reasons[0] if reasons else None
 
 
 class StopWatch:

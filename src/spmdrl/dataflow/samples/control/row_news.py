@@ -16,7 +16,7 @@ import numpy as np
 from spmdrl.dataflow.samples.control.catalogue import News, RowDrop, RowMetadata, announced_lengths, joined
 from spmdrl.dataflow.samples.schema import RULES
 from spmdrl.nouns.batch import Integers
-from spmdrl.resources.watch.stop_watch import gather_and_agree
+from spmdrl.resources.collectives import gather_and_agree
 
 
 @dataclass(frozen=True)
