@@ -10,8 +10,8 @@ import pytest
 
 from spmdrl.cli.failure_page import INTERRUPTED, end_with, wants_traceback
 from spmdrl.config.sources import split_arguments
-from spmdrl.resources.startup.ending import FirstFailure, PeerFailed, cause_of
-from spmdrl.resources.startup.launch import LaunchEnvironment
+from spmdrl.runtime.launch import LaunchEnvironment
+from spmdrl.runtime.supervision.ending import FirstFailure, PeerFailed, cause_of
 
 RANK_1 = LaunchEnvironment(rank=1, world_size=2, local_rank=1, local_world_size=2)
 

@@ -6,8 +6,8 @@ import signal
 import sys
 
 from spmdrl.cli.command_line import main
-from spmdrl.observability.terminal.screen import show_exception
-from spmdrl.resources.watch.stop_request import ENDED_TOGETHER, SIGNALS
+from spmdrl.runtime.screen import show_exception
+from spmdrl.runtime.supervision.stop_request import ENDED_TOGETHER, SIGNALS
 
 # Guarded, because processes started by `spawn` import this file again.
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import sys
 
-from spmdrl.resources.watch.stop_request import request
+from spmdrl.runtime.supervision.stop_request import request
 
 
 def main() -> int:

@@ -13,7 +13,7 @@ from tests.support.jobs import finished, metrics_of, run_job, summary_of, tiny_c
 
 from spmdrl.engines.training.checkpoints import snapshot
 from spmdrl.engines.training.checkpoints.manifest import damage
-from spmdrl.resources.watch.hang_report import HUNG
+from spmdrl.runtime.supervision.hang_report import HUNG
 
 # Times, settings, and names of the run.
 NOT_ALIKE = ("run.json", "config.resolved.yaml", "manifest.json", "README.md", "adapter_config.json")

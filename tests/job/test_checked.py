@@ -13,8 +13,8 @@ from spmdrl.config.config import load_config
 from spmdrl.config.reader import ConfigError
 from spmdrl.job.start.model_checks import check_vllm, check_vllm_computes
 from spmdrl.job.start.start_checks import check_run, states_of, unread_columns
-from spmdrl.nouns.batch import WorkerState as State
-from spmdrl.resources.startup.launch import LaunchEnvironment
+from spmdrl.nouns.roles import WorkerState as State
+from spmdrl.runtime.launch import LaunchEnvironment
 
 MODEL = ["model.make={}", "data.train=synthetic://addition?count=10"]
 EXACT = ["debug.batch_invariant=true", "resources.device=cpu"]

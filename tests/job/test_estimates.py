@@ -17,7 +17,7 @@ from spmdrl.job.start.estimates import estimate_lines, rank_bytes
 from spmdrl.job.start.prepared import prepare, source_without_making
 from spmdrl.job.start.start_checks import check_run
 from spmdrl.nouns.roles import POLICY
-from spmdrl.resources.startup.launch import LaunchEnvironment
+from spmdrl.runtime.launch import LaunchEnvironment
 
 BASE = [
     "model.make={hidden_size: 32, num_layers: 2, num_heads: 2, num_kv_heads: 1, intermediate_size: 64}",

@@ -29,9 +29,9 @@ from spmdrl.config.reader import ConfigError
 from spmdrl.job.model.model_source import model_facts
 from spmdrl.job.start.rank_facts import start_facts
 from spmdrl.job.start.start_checks import check_run
-from spmdrl.resources.startup.launch import StartRefused
 from spmdrl.resources.startup.rank_agreement import Alike, difference, meet
 from spmdrl.resources.world import World
+from spmdrl.runtime.launch import StartRefused
 
 NUM_WHOLE_JOBS = int(os.environ.get("SPMDRL_FUZZ", "2"))
 

@@ -14,9 +14,9 @@ from tests.bench.faults.planned_faults import MODULE
 from tests.support.jobs import environment, finished, job_command, metrics_of, run_job, tiny_config
 
 from spmdrl.dataflow.stages.quarantine import QUARANTINE_FILE, Quarantine
-from spmdrl.engines.workers.strikes import Strike, Strikes, Subject
-from spmdrl.observability.ownership.fence import FolderTaken, arm_fence, disarm_fence, take_folder
-from spmdrl.observability.ownership.holder import LOCK_FILE
+from spmdrl.runtime.supervision.fence import FolderTaken, arm_fence, disarm_fence, take_folder
+from spmdrl.runtime.supervision.holder import LOCK_FILE
+from spmdrl.runtime.workers.strikes import Strike, Strikes, Subject
 
 STEPS = ("train.max_steps=4", "checkpoint.interval=1", "checkpoint.keep_last=2")
 SLOWLY = {"SPMDRL_FAULT": "generate:0:1:slow:0.3"}

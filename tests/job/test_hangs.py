@@ -18,11 +18,11 @@ import pytest
 from tests.support.jobs import finished, metrics_of, run_job, summary_of, tiny_config
 from torch.distributed import HashStore
 
-from spmdrl.observability.activity import BETWEEN, Activity, activity
-from spmdrl.resources.watch import rank_state
-from spmdrl.resources.watch.hang_report import HUNG
-from spmdrl.resources.watch.hang_watch import HangWatch, WatchConfig
-from spmdrl.resources.watch.rank_state import RankState, culprits
+from spmdrl.runtime.supervision import rank_state
+from spmdrl.runtime.supervision.activity import BETWEEN, Activity, activity
+from spmdrl.runtime.supervision.hang_report import HUNG
+from spmdrl.runtime.supervision.hang_watch import HangWatch, WatchConfig
+from spmdrl.runtime.supervision.rank_state import RankState, culprits
 
 LIMIT = 4.0
 # A rank whose last sign of life is of its first step has three times as long, and stops have 15 s.

@@ -19,7 +19,7 @@ from tests.support.jobs import finished, run_job, tiny_config
 
 from spmdrl.job.start import machine_check
 from spmdrl.job.start.machine_check import CheckLine
-from spmdrl.resources.startup.launch import read_launch_environment
+from spmdrl.runtime.launch import read_launch_environment
 
 SUBJECTS = ("versions", "devices", "ports", "disk", "shared memory", "open files")
 

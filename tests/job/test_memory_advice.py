@@ -20,8 +20,8 @@ from spmdrl.observability.timeline.timeline import HeldMemory
 from spmdrl.resources.device import Device
 from spmdrl.resources.layout import UpdateLayout
 from spmdrl.resources.memory import is_out_of_memory
-from spmdrl.resources.startup.launch import read_launch_environment
 from spmdrl.resources.world import World
+from spmdrl.runtime.launch import read_launch_environment
 
 CONFIG = load_config([], ["model.make={}", "data.train=synthetic://addition?count=10"]).value
 TOO_LARGE = 1 << 50

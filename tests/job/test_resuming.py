@@ -16,8 +16,8 @@ from spmdrl.job.run.resuming import RUN_FILE, ResumePoint, Resuming, RunRecord
 from spmdrl.nouns.settings.checkpoint_config import CheckpointConfig
 from spmdrl.observability.terminal.console import Console
 from spmdrl.resources.device import Device
-from spmdrl.resources.startup.launch import read_launch_environment
 from spmdrl.resources.world import World
+from spmdrl.runtime.launch import read_launch_environment
 
 IDENTITY = {"seed": 0, "the model's hidden_size": 64, "data.train": "a.jsonl", "rows of data.train": "12ab"}
 WORLD = World(read_launch_environment({}), Device("cpu"))

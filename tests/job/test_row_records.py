@@ -12,8 +12,8 @@ from spmdrl.nouns.batch import Batch, offsets_of
 from spmdrl.resources.device import Device
 from spmdrl.resources.layout import UpdateLayout
 from spmdrl.resources.mesh import Axis, UpdateMesh
-from spmdrl.resources.startup.launch import read_launch_environment
 from spmdrl.resources.world import World
+from spmdrl.runtime.launch import read_launch_environment
 
 WORLD = World(read_launch_environment({}), Device("cpu"))
 ALONE = Axis("lone", 1, 0, None, (0,))

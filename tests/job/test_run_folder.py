@@ -13,7 +13,7 @@ import pytest
 from tests.support.jobs import environment, finished, job_command, run_job, summary_of, tiny_config
 
 from spmdrl.engines.training.checkpoints.manifest import Manifest, describe_file, read_manifest
-from spmdrl.observability.ownership.holder import held
+from spmdrl.runtime.supervision.holder import held
 
 SLOW_REWARD = """
 import time

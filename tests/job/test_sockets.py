@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tests.support.jobs import ROOT, environment, metrics_of, tiny_config
 
-from spmdrl.engines.workers.descent import ProcessTree
+from spmdrl.runtime.workers.descent import ProcessTree
 
 LISTENING = "0A"
 

@@ -30,11 +30,11 @@ from torch.distributed import TCPStore
 
 from spmdrl.cli.failure_page import end_with
 from spmdrl.nouns.settings.checkpoint_config import CheckpointConfig
-from spmdrl.resources.startup.launch import read_launch_environment
 from spmdrl.resources.startup.rendezvous import Network
-from spmdrl.resources.watch.stop_request import STOPPED, Stopped, request
-from spmdrl.resources.watch.stop_watch import StopWatch, deadline_of, with_end_of_job
 from spmdrl.resources.world import open_world
+from spmdrl.runtime.launch import read_launch_environment
+from spmdrl.runtime.supervision.stop_request import STOPPED, Stopped, request
+from spmdrl.runtime.supervision.stop_watch import StopWatch, deadline_of, with_end_of_job
 
 # Signals its rank once, while it scores the prompts of a certain call or those that are held out.
 REWARD = """
@@ -46,7 +46,7 @@ FOLDER = Path(__file__).parent
 def rank_of(pid):
     parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     command = Path(f"/proc/{pid}/cmdline").read_bytes()
-    return rank_of(parent) if b"engines.workers" in command else pid
+    return rank_of(parent) if b"runtime.workers" in command else pid
 
 def share_of_digits(prompts, completions, **columns):
     stop = FOLDER / "stop"
@@ -127,7 +127,7 @@ FOLDER = Path(__file__).parent
 def rank_of(pid):
     parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     command = Path(f"/proc/{pid}/cmdline").read_bytes()
-    return rank_of(parent) if b"engines.workers" in command else pid
+    return rank_of(parent) if b"runtime.workers" in command else pid
 
 class Slow:
     def step(self, episode: Episode):
@@ -247,7 +247,7 @@ def test_own_torchrun_passes_requests_on_and_restarts_nothing(tmp_path):
 
 TWICE = """
 import os, signal, sys, time
-from spmdrl.resources.watch.stop_request import request
+from spmdrl.runtime.supervision.stop_request import request
 with request.handling_signals(0):
     request.phase = "running"
     for seconds in (0.0, float(sys.argv[1])):
@@ -288,8 +288,8 @@ WAITING = """
 import sys
 from datetime import timedelta
 import torch.distributed as dist
-from spmdrl.resources.watch import stop_request
-from spmdrl.resources.watch.stop_request import request
+from spmdrl.runtime.supervision import stop_request
+from spmdrl.runtime.supervision.stop_request import request
 stop_request._LEAVING_SECONDS = 0.5
 with request.handling_signals(0):
     request.begin_set_up()
@@ -429,8 +429,8 @@ def test_a_rank_that_dies_in_the_start_up_is_restarted_and_named(kind, tmp_path)
 
 FORKED = """
 import os, signal, time
-from spmdrl.resources.watch import stop_request
-from spmdrl.resources.watch.stop_request import request
+from spmdrl.runtime.supervision import stop_request
+from spmdrl.runtime.supervision.stop_request import request
 stop_request._LEAVING_SECONDS = 0.2
 with request.handling_signals(0):
     request.begin_set_up()

@@ -12,7 +12,7 @@ from spmdrl.observability.logs.jsonl import read_jsonl
 from spmdrl.observability.logs.log import SampleRecord, SamplesLog, SampleToken
 from spmdrl.observability.report.report import write_report
 from spmdrl.observability.terminal.console import Console
-from spmdrl.observability.terminal.screen import show
+from spmdrl.runtime.screen import show
 from tests.observability.test_report import _Page
 
 COMPLETIONS = {

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from spmdrl.config.config import RunConfig
 from spmdrl.observability.terminal.console import Console
-from spmdrl.observability.terminal.screen import safe_text, show, waiting
+from spmdrl.runtime.screen import safe_text, show, waiting
 from tests.support.jobs import environment, job_command
 
 HOSTILE = "a\x1b]0;owned\x07\x1b[2Jb\rc\x9b31md\u202ee\u2066f\u2028g\udc00\x7f"

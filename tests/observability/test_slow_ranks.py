@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from spmdrl.observability.activity import activity
 from spmdrl.observability.timeline.slow_ranks import STEPS, SlowRanks, ratios
+from spmdrl.runtime.supervision.activity import activity
 from tests.support.jobs import finished, metrics_of, run_job, tiny_config
 
 EVEN = {"generation": 1.0, "update": 1.0}

@@ -10,9 +10,9 @@ from dataclasses import replace
 import pytest
 import torch.distributed as dist
 
-from spmdrl.resources.startup.launch import LaunchEnvironment, StartRefused
 from spmdrl.resources.startup.rank_agreement import Alike, agree, difference, meet
-from spmdrl.resources.watch.stop_request import Stopped
+from spmdrl.runtime.launch import LaunchEnvironment, StartRefused
+from spmdrl.runtime.supervision.stop_request import Stopped
 
 
 def test_ranks_with_equal_facts_have_no_difference():

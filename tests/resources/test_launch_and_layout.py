@@ -3,7 +3,7 @@ import re
 import pytest
 
 from spmdrl.resources.layout import GenerationLayout, UpdateLayout, check_generation_layout, fit_update_layout
-from spmdrl.resources.startup.launch import command_of, is_msruns_scheduler, read_launch_environment
+from spmdrl.runtime.launch import command_of, is_msruns_scheduler, read_launch_environment
 
 TORCHRUN = {
     "RANK": "5",

@@ -9,10 +9,10 @@ from dataclasses import replace
 
 import pytest
 
-from spmdrl.resources.network.network_interface import address_towards
 from spmdrl.resources.startup.patient_rendezvous import PatientRendezvous, know_this_node
-from spmdrl.resources.watch.hang_report import hang_line, silent_main_line
-from spmdrl.resources.watch.rank_state import RankState, culprits
+from spmdrl.runtime.network.network_interface import address_towards
+from spmdrl.runtime.supervision.hang_report import hang_line, silent_main_line
+from spmdrl.runtime.supervision.rank_state import RankState, culprits
 
 LIMIT = 10.0
 RANKS_PER_NODE = 2

@@ -22,14 +22,14 @@ from torch.distributed import TCPStore
 
 from spmdrl.resources.collectives import gather_bytes
 from spmdrl.resources.device import Device
-from spmdrl.resources.network.secret import VARIABLE
-from spmdrl.resources.network.sockets import listening_sockets
-from spmdrl.resources.startup.launch import LaunchEnvironment, StartRefused
-from spmdrl.resources.startup.launcher import KEPT_PORT
 from spmdrl.resources.startup.one_node import OneNodeRendezvous
 from spmdrl.resources.startup.rank_agreement import ATTEMPT_KEY
 from spmdrl.resources.startup.rendezvous import Network, meet_at_store
 from spmdrl.resources.world import World, connect, open_world
+from spmdrl.runtime.launch import LaunchEnvironment, StartRefused
+from spmdrl.runtime.network.secret import VARIABLE
+from spmdrl.runtime.network.sockets import listening_sockets
+from spmdrl.runtime.supervision.launcher import KEPT_PORT
 
 SECONDS = timedelta(seconds=10)
 

@@ -21,12 +21,12 @@ from tests.support.jobs import ROOT, environment, tiny_config
 PACKAGE = "spmdrl"
 # What people start: everything else must be reached from here.
 ENTRIES = (
-    "__main__", "torchrun", "cli.command_line", "engines.workers.guard", "engines.workers.worker",
+    "__main__", "torchrun", "cli.command_line", "runtime.workers.guard", "runtime.workers.worker",
     *(f"verbs.doctor.{name}" for name in ("device_facts", "stage_process", "device_verbs", "precision", "whole_jobs")),
 )  # fmt: skip
 
 # From prompt to gradient, without what logs, times, saves or switches.
-ON_A_ROWS_WAY = re.compile(r"algorithms|dataflow|engines|nouns|verbs|train")
+ON_A_ROWS_WAY = re.compile(r"algorithms|dataflow|engines|nouns|runtime/workers|verbs|train")
 BESIDE_IT = re.compile(r"resharding|checkpoint|manifest|state\.py|models/hf|volume")
 
 FILES_OF_A_STEP = """

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
 from spmdrl.algorithms.settings.algo_config import AlgoConfig
 from spmdrl.algorithms.settings.choices import ALGO_CONFIGS
-from spmdrl.nouns.settings.loading import explain, load_attribute
+from spmdrl.runtime.workers.loading import explain, load_attribute
 
 if TYPE_CHECKING:
     from spmdrl.algorithms.algorithm import Algorithm

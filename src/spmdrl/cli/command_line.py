@@ -21,16 +21,16 @@ from spmdrl.cli.flags import MEMORY, take_numbers, take_verb
 from spmdrl.cli.manual import VERB_PAGES, help_page
 from spmdrl.config.reader import ConfigError, start_up
 from spmdrl.config.sources import split_arguments
-from spmdrl.observability.terminal.screen import show, waiting
 from spmdrl.observability.terminal.spelling import nearest
-from spmdrl.resources.startup.launch import (
+from spmdrl.runtime.launch import (
     LaunchEnvironment,
     StartRefused,
     is_msruns_scheduler,
     read_launch_environment,
 )
-from spmdrl.resources.startup.launcher import end_with_launcher, remove_empty_folders
-from spmdrl.resources.watch.stop_request import INTERRUPTED, Stopped, request, stop_words
+from spmdrl.runtime.screen import show, waiting
+from spmdrl.runtime.supervision.launcher import end_with_launcher, remove_empty_folders
+from spmdrl.runtime.supervision.stop_request import INTERRUPTED, Stopped, request, stop_words
 
 VERBS = {
     "train": "reinforcement learning from a config; the same command again goes on where it stopped",

@@ -17,8 +17,8 @@ from spmdrl.algorithms.settings.algo_config import AlgoConfig
 from spmdrl.algorithms.table import ALGORITHMS
 from spmdrl.config.given import inline
 from spmdrl.config.reader import ConfigError
-from spmdrl.observability.terminal.screen import show
 from spmdrl.observability.terminal.spelling import nearest
+from spmdrl.runtime.screen import show
 
 _WIDTH = 110
 _CONFIGS = {config.name: config for config in ALGORITHMS}

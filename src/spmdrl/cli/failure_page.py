@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import spmdrl
-from spmdrl.observability.ownership.fence import FOLDER_TAKEN, FolderTaken, loss_of_folder
-from spmdrl.observability.terminal.screen import show
-from spmdrl.resources.startup.ending import PeerFailed, cause_of, is_consequence, reason_of_stop
-from spmdrl.resources.startup.launch import LaunchEnvironment
-from spmdrl.resources.startup.launcher import write_error_file
-from spmdrl.resources.watch.hang_report import stacks_file
-from spmdrl.resources.watch.stop_request import INTERRUPTED, code_of_stop, request
+from spmdrl.runtime.launch import LaunchEnvironment
+from spmdrl.runtime.screen import show
+from spmdrl.runtime.supervision.ending import PeerFailed, cause_of, is_consequence, reason_of_stop
+from spmdrl.runtime.supervision.fence import FOLDER_TAKEN, FolderTaken, loss_of_folder
+from spmdrl.runtime.supervision.hang_report import stacks_file
+from spmdrl.runtime.supervision.launcher import write_error_file
+from spmdrl.runtime.supervision.stop_request import INTERRUPTED, code_of_stop, request
 
 _LONGEST_CAUSE = 500
 # Time in which the rank that names the cause does so, and the launcher ends the others: one cause on the screen.

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from spmdrl.cli.flags import take_numbers, take_verb
 from spmdrl.config.reader import ConfigError, start_up
 from spmdrl.config.sources import split_arguments
-from spmdrl.observability.terminal.screen import show
 from spmdrl.observability.terminal.spelling import nearest
-from spmdrl.resources.startup.launch import LaunchEnvironment
+from spmdrl.runtime.launch import LaunchEnvironment
+from spmdrl.runtime.screen import show
 from spmdrl.verbs.launching.job_script import SYSTEMS, Job, job_script, start
 
 

@@ -32,9 +32,9 @@ from spmdrl.nouns.settings.reward_config import EnvironmentConfig, RewardConfig
 from spmdrl.nouns.settings.role_configs import CriticConfig, TeacherConfig
 from spmdrl.nouns.settings.rollout_config import RolloutConfig
 from spmdrl.nouns.settings.training_config import OptimConfig, TrainingConfig
-from spmdrl.observability.terminal.screen import safe_text
 from spmdrl.observability.terminal.spelling import nearest
 from spmdrl.resources.layout import ResourcesConfig
+from spmdrl.runtime.screen import safe_text
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,6 @@ from spmdrl.engines.models.row_cost import row_cost_of
 from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.engines.reward.pool import RewardPool
 from spmdrl.engines.training.training_engine import TrainingEngine
-from spmdrl.engines.workers.strikes import Strikes
 from spmdrl.job.model.replica import Replica, build_frozen_generator
 from spmdrl.job.model.role_models import RoleModels
 from spmdrl.job.model.switching import Switching
@@ -57,6 +56,7 @@ from spmdrl.resources.collectives import Arrivals
 from spmdrl.resources.memory import MemoryLedger
 from spmdrl.resources.mesh import build_generation_mesh
 from spmdrl.resources.world import World
+from spmdrl.runtime.workers.strikes import Strikes
 
 PromptsOfStep = Callable[[int], tuple[Sequence[Prompt], Sequence[int]]]
 """The prompts of a step, and the ranks that go on with the first of them, where earlier steps began these."""

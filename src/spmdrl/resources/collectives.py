@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from spmdrl.resources.network.sockets import closing_new_listeners
-from spmdrl.resources.watch.stop_request import stop_reason
+from spmdrl.runtime.network.sockets import closing_new_listeners
+from spmdrl.runtime.supervision.stop_request import stop_reason
 
 Group = dist.ProcessGroup | None
 

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from spmdrl.resources.collectives import max_over, sum_over, wait_like_the_job
 from spmdrl.resources.device import Device
 from spmdrl.resources.layout import GenerationLayout, UpdateLayout
-from spmdrl.resources.network.sockets import closing_new_listeners
+from spmdrl.runtime.network.sockets import closing_new_listeners
 
 
 @dataclass(frozen=True)

@@ -14,15 +14,15 @@ import torch.distributed as dist
 
 from spmdrl.resources.device import Device, find_device
 from spmdrl.resources.memory import return_large_blocks
-from spmdrl.resources.network.gate import Gate
-from spmdrl.resources.network.sockets import LOOPBACK, closing_new_listeners
-from spmdrl.resources.startup.ending import FirstFailure, PeerFailed, cause_of
-from spmdrl.resources.startup.first_failure import find_first, peers_of, publish_process, wait_for_all
-from spmdrl.resources.startup.launch import LaunchEnvironment, StartRefused, read_launch_environment
 from spmdrl.resources.startup.rank_agreement import ATTEMPT_KEY, Facts, agree, meet
 from spmdrl.resources.startup.rendezvous import Meeting, Network, meet_at_store
-from spmdrl.resources.watch.stop_request import Stopped, request
-from spmdrl.resources.watch.stop_watch import StopWatch
+from spmdrl.runtime.launch import LaunchEnvironment, StartRefused, read_launch_environment
+from spmdrl.runtime.network.gate import Gate
+from spmdrl.runtime.network.sockets import LOOPBACK, closing_new_listeners
+from spmdrl.runtime.supervision.ending import FirstFailure, PeerFailed, cause_of
+from spmdrl.runtime.supervision.first_failure import find_first, peers_of, publish_process, wait_for_all
+from spmdrl.runtime.supervision.stop_request import Stopped, request
+from spmdrl.runtime.supervision.stop_watch import StopWatch
 
 # How long a rank that can't start itself looks for the others.
 _REFUSAL_SECONDS = 5.0

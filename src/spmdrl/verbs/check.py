@@ -15,11 +15,11 @@ from spmdrl.job.start.machine_check import CheckLine, machine_lines
 from spmdrl.job.start.prepared import Prepared, prepare_without_weights
 from spmdrl.job.start.reward_lint import lint_rewards
 from spmdrl.job.start.start_checks import CheckedRun, Verb, check_run
-from spmdrl.observability.terminal.screen import show, waiting
 from spmdrl.observability.terminal.units import bytes_text
 from spmdrl.resources.device import find_device
 from spmdrl.resources.host_memory import free_host_bytes
-from spmdrl.resources.startup.launch import LaunchEnvironment, read_launch_environment
+from spmdrl.runtime.launch import LaunchEnvironment, read_launch_environment
+from spmdrl.runtime.screen import show, waiting
 
 
 def main(

@@ -37,8 +37,8 @@ from spmdrl.observability.logs.jsonl import write_atomic
 from spmdrl.observability.summary import software_versions, write_verb_summary
 from spmdrl.observability.terminal.console import Console
 from spmdrl.observability.terminal.progress import GenerationProgress
-from spmdrl.observability.terminal.screen import show
 from spmdrl.resources.world import World
+from spmdrl.runtime.screen import show
 
 FILE = "generated.jsonl"
 

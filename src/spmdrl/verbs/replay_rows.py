@@ -23,9 +23,9 @@ from spmdrl.job.start.rank_facts import open_job
 from spmdrl.job.start.start_checks import CheckedRun, check_run
 from spmdrl.observability.logs.jsonl import to_json
 from spmdrl.observability.terminal.console import Console
-from spmdrl.observability.terminal.screen import show, waiting
-from spmdrl.resources.startup.launch import read_launch_environment
 from spmdrl.resources.world import make_deterministic
+from spmdrl.runtime.launch import read_launch_environment
+from spmdrl.runtime.screen import show, waiting
 from spmdrl.verbs.replaying.replay_page import RowComparison, as_json, page
 from spmdrl.verbs.replaying.replay_plan import ReplayPlan, config_of_step, plan_replay, replay_config
 from spmdrl.verbs.replaying.watched_stages import SeenRow, StepReplayed, WatchedStages

@@ -39,8 +39,8 @@ from spmdrl.job.training_step import build_turns
 from spmdrl.nouns.batch import offsets_of
 from spmdrl.nouns.roles import POLICY
 from spmdrl.observability.terminal.console import Console
-from spmdrl.resources.watch.stop_request import request
 from spmdrl.resources.world import World
+from spmdrl.runtime.supervision.stop_request import request
 
 # Steps over which the probability of an answer is averaged before it can end the training.
 STEPS_OF_AVERAGE = 4

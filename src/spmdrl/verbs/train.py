@@ -22,7 +22,6 @@ from spmdrl.engines.generation.protocol import GenerationEngine
 from spmdrl.engines.models.kernels.ops import compute_batch_invariantly
 from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.engines.reward.pool import RewardPool
-from spmdrl.engines.workers.strikes import Strikes
 from spmdrl.job.evaluation.evaluator import build_evaluator
 from spmdrl.job.evaluation.held_out import HeldOut
 from spmdrl.job.model.replica import build_policys_replica
@@ -52,9 +51,10 @@ from spmdrl.job.training_step import (
     build_turns,
 )
 from spmdrl.nouns.roles import POLICY
-from spmdrl.resources.startup.launch import command_of
-from spmdrl.resources.watch.stop_request import StopAgreed
 from spmdrl.resources.world import make_deterministic
+from spmdrl.runtime.launch import command_of
+from spmdrl.runtime.supervision.stop_request import StopAgreed
+from spmdrl.runtime.workers.strikes import Strikes
 from spmdrl.verbs.sft import warm_started
 
 

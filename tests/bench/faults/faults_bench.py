@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from spmdrl.config.reader import ConfigError
-from spmdrl.observability.terminal.screen import show
+from spmdrl.runtime.screen import show
 from tests.bench.faults import checkpoint_faults, disturbed_jobs, lost_nodes, row_faults, weight_faults
 from tests.bench.faults.fault_tally import Tally
 from tests.bench.faults.kills import killed_jobs, resumed_jobs

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from spmdrl.observability import fault_points
-from spmdrl.observability.terminal.screen import show
 from spmdrl.observability.terminal.spelling import nearest
+from spmdrl.runtime.screen import show
 
 VARIABLE = "SPMDRL_FAULT"
 MODULE = "tests.bench.faults.planned_faults"

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from spmdrl.engines.reward.calls import RewardCall
 from spmdrl.engines.reward.pool import RewardPool
-from spmdrl.engines.workers.verdict import Verdict
 from spmdrl.nouns.settings.reward_config import RewardConfig
+from spmdrl.runtime.workers.verdict import Verdict
 from tests.bench.faults.fault_jobs import processes_below
 from tests.bench.faults.fault_tally import Tally
 

@@ -18,10 +18,10 @@ from typing import Any, Literal
 import torch
 from torch.distributed import TCPStore
 
-from spmdrl.resources.network.sockets import LOOPBACK
-from spmdrl.resources.startup.ending import PeerFailed
 from spmdrl.resources.startup.rendezvous import Network
 from spmdrl.resources.world import open_world
+from spmdrl.runtime.network.sockets import LOOPBACK
+from spmdrl.runtime.supervision.ending import PeerFailed
 from spmdrl.verbs.doctor.commands import sigterm_as_exit
 from tests.bench.harness.emulated_nodes import INTERFACE, Node
 

@@ -19,7 +19,7 @@ from statistics import fmean
 
 from spmdrl.algorithms.table import ALGORITHMS
 from spmdrl.config.reader import ConfigError
-from spmdrl.observability.terminal.screen import show
+from spmdrl.runtime.screen import show
 from tests.bench.harness.bench_table import BenchTable
 from tests.bench.learning.learning_plot import curves_svg
 from tests.bench.learning.learning_runs import LearningCurve, curve_of, held_out_accuracies

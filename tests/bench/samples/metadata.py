@@ -21,8 +21,9 @@ from spmdrl.dataflow.samples.control.catalogue import RowMetadata, announced_len
 from spmdrl.dataflow.samples.control.row_lives import Controller, RowLives
 from spmdrl.dataflow.samples.control.row_news import pack_news, unpack_news
 from spmdrl.dataflow.samples.schema import columns_mask, needs_by_state
-from spmdrl.nouns.batch import Integers, WorkerState
-from spmdrl.resources.startup.launch import LaunchEnvironment
+from spmdrl.nouns.batch import Integers
+from spmdrl.nouns.roles import WorkerState
+from spmdrl.runtime.launch import LaunchEnvironment
 from tests.bench.harness.bench_table import BenchTable
 
 SEED = 0

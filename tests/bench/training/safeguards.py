@@ -21,9 +21,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-_WATCH = "spmdrl.resources.watch"
+_WATCH = "spmdrl.runtime.supervision"
 MAIN_THREAD: Mapping[str, Sequence[str]] = {
-    "fencing": ("spmdrl.observability.ownership.fence:check_fence",),
+    "fencing": ("spmdrl.runtime.supervision.fence:check_fence",),
     "fault points": ("spmdrl.observability.fault_points:faultpoint",),
     "account of rows": tuple(f"spmdrl.dataflow.samples.run_account:RunAccount.{name}" for name in ("open", "close")),
     "row records": tuple(
@@ -34,7 +34,7 @@ MAIN_THREAD: Mapping[str, Sequence[str]] = {
         "spmdrl.observability.timeline.slow_ranks:SlowRanks.warnings",
         "spmdrl.observability.timeline.slow_ranks:ratios",
     ),
-    "progress counts": ("spmdrl.observability.activity:Activity.advance",),
+    "progress counts": ("spmdrl.runtime.supervision.activity:Activity.advance",),
 }
 """By piece, its functions, as `module:name`."""
 THREADS: Mapping[str, Sequence[str]] = {

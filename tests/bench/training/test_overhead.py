@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from spmdrl.observability.logs import jsonl
-from spmdrl.observability.ownership import fence
+from spmdrl.runtime.supervision import fence
 from tests.bench.training import safeguards
 from tests.bench.training.overhead import piece_rows
 from tests.bench.training.safeguards import MAIN_THREAD, THREADS, PieceTimes

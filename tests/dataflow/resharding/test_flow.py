@@ -12,8 +12,8 @@ from spmdrl.nouns.roles import CRITIC, POLICY, REFERENCE
 from spmdrl.nouns.settings.flow_config import ReshardConfig
 from spmdrl.resources.device import Device
 from spmdrl.resources.memory import MemoryLedger, release_to_system, resident_bytes
-from spmdrl.resources.startup.launch import read_launch_environment
 from spmdrl.resources.world import World
+from spmdrl.runtime.launch import read_launch_environment
 from tests.dataflow.resharding.engines import SmallGenerator, SmallTrainer, StreamedGenerator, make_model
 from tests.support.chosen_device import chosen_kind
 from tests.support.ranks import run_ranks

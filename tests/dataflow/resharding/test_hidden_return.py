@@ -22,8 +22,8 @@ from spmdrl.observability.timeline.timeline import Span as StageSpan
 from spmdrl.observability.timeline.timeline import Timeline, TimelineRecords, read_timeline
 from spmdrl.resources.device import Device
 from spmdrl.resources.memory import MemoryLedger
-from spmdrl.resources.startup.launch import read_launch_environment
 from spmdrl.resources.world import World
+from spmdrl.runtime.launch import read_launch_environment
 from tests.dataflow.resharding.engines import SmallGenerator, SmallTrainer, make_model
 
 COPY_SECONDS = 0.3

@@ -13,8 +13,8 @@ from spmdrl.dataflow.samples.schema import needs_by_state
 from spmdrl.nouns.batch import Batch, WorkerState, offsets_of
 from spmdrl.nouns.settings.flow_config import DockConfig
 from spmdrl.resources.device import find_device
-from spmdrl.resources.startup.launch import LaunchEnvironment
 from spmdrl.resources.world import World
+from spmdrl.runtime.launch import LaunchEnvironment
 from tests.support.chosen_device import chosen_device
 
 NUM_ROWS, GROUP_SIZE = 24, 4

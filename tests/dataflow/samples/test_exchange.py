@@ -13,8 +13,8 @@ from spmdrl.dataflow.samples.transport.exchange import transfers
 from spmdrl.nouns.batch import WorkerState
 from spmdrl.nouns.settings.flow_config import DockConfig
 from spmdrl.resources.collectives import barrier
-from spmdrl.resources.startup.launch import LaunchEnvironment
 from spmdrl.resources.world import World
+from spmdrl.runtime.launch import LaunchEnvironment
 from tests.dataflow.samples import flow
 from tests.support.ranks import run_ranks
 

@@ -9,9 +9,9 @@ from spmdrl.dataflow.stages.reward import RewardFailure, RewardStage, report
 from spmdrl.dataflow.stages.rollout.requests import EndedResponses
 from spmdrl.engines.generation.protocol import Response
 from spmdrl.engines.reward.calls import FunctionScores, combine
-from spmdrl.engines.workers.verdict import Verdict
 from spmdrl.nouns.settings.reward_config import RewardConfig
 from spmdrl.observability.metrics import Recorder, encode, merge
+from spmdrl.runtime.workers.verdict import Verdict
 
 SCORED, WRONG, NONE, LATE = Verdict.SCORED, Verdict.WRONG, Verdict.LEFT_OUT, Verdict.TIMED_OUT
 

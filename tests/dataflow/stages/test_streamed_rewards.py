@@ -14,9 +14,9 @@ from spmdrl.dataflow.stages.reward import StreamedRewards
 from spmdrl.dataflow.stages.rollout.requests import EndedResponses, run_requests
 from spmdrl.engines.generation.protocol import Request, Response
 from spmdrl.engines.reward.pool import RewardPool
-from spmdrl.engines.workers.verdict import Verdict
 from spmdrl.nouns.settings.reward_config import RewardConfig
 from spmdrl.nouns.settings.rollout_config import SamplingParams
+from spmdrl.runtime.workers.verdict import Verdict
 
 GROUP_SIZE = 4
 NOTED = ("tests.dataflow.stages.noted:checksum",)

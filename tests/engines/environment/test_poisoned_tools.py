@@ -13,9 +13,9 @@ import pytest
 from spmdrl.engines.environment.environment_pool import EnvironmentPool
 from spmdrl.engines.environment.environment_runner import MAX_CHARACTERS, StepResult, read_step, take_step
 from spmdrl.engines.environment.episode import Episode, Observation
-from spmdrl.engines.workers.strikes import Strikes, Subject
-from spmdrl.engines.workers.verdict import Verdict
 from spmdrl.nouns.settings.reward_config import EnvironmentConfig
+from spmdrl.runtime.workers.strikes import Strikes, Subject
+from spmdrl.runtime.workers.verdict import Verdict
 
 TOOLS = Path(__file__).with_name("poisoned_tools.py")
 TIMEOUT_SECONDS = 1.0

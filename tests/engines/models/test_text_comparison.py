@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
+from spmdrl.engines.models.hf.foreign_folder import try_folder
 from spmdrl.engines.models.renderer import Renderer
 from spmdrl.engines.models.tokenizer import ModelTokenizer
-from spmdrl.engines.workers.foreign_folder import try_folder
 from spmdrl.nouns.settings.data_config import TemplateOptions
 from tests.support.tokenizer_zoo import ZOO, Specimen, table
 

@@ -7,8 +7,8 @@ import pytest
 
 from spmdrl.engines.reward.calls import FunctionScores, RewardCall, combine, with_part
 from spmdrl.engines.reward.functions import function_names, load_functions, needs_answer, score
-from spmdrl.engines.workers.verdict import Verdict
 from spmdrl.nouns.settings.reward_config import CodeConfig
+from spmdrl.runtime.workers.verdict import Verdict
 
 POISONS = Path(__file__).with_name("poisons.py")
 

@@ -11,10 +11,10 @@ import pytest
 
 from spmdrl.engines.reward.calls import RewardCall, read_scores
 from spmdrl.engines.reward.pool import RewardPool
-from spmdrl.engines.workers.call_pool import runs_inline
-from spmdrl.engines.workers.descent import ProcessTree
-from spmdrl.engines.workers.verdict import Verdict
 from spmdrl.nouns.settings.reward_config import RewardConfig
+from spmdrl.runtime.workers.descent import ProcessTree
+from spmdrl.runtime.workers.isolation import runs_inline
+from spmdrl.runtime.workers.verdict import Verdict
 
 POISONS = Path(__file__).with_name("poisons.py")
 TIMEOUT_SECONDS = 1.5
@@ -448,7 +448,7 @@ def test_a_config_value_that_cannot_be_is_refused_by_its_key(settings, message):
 
 
 def test_the_package_imports_no_torch():
-    code = "import sys, spmdrl.engines.reward.pool, spmdrl.engines.workers.guard; assert 'torch' not in sys.modules"
+    code = "import sys, spmdrl.engines.reward.pool, spmdrl.runtime.workers.guard; assert 'torch' not in sys.modules"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0
 

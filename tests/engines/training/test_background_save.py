@@ -20,8 +20,8 @@ from spmdrl.engines.training.sharding.sharded_model import Shard
 from spmdrl.nouns.batch import whole_slice
 from spmdrl.nouns.settings.checkpoint_config import CheckpointConfig
 from spmdrl.observability.fault_points import faultpoint
-from spmdrl.observability.ownership.fence import FolderTaken
 from spmdrl.resources.device import Device
+from spmdrl.runtime.supervision.fence import FolderTaken
 from tests.bench.faults.planned_faults import VARIABLE, arm_fault
 
 

@@ -15,7 +15,7 @@ from spmdrl.engines.training.checkpoints.trainer_state import (
 )
 from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.nouns.settings.training_config import TrainingConfig
-from spmdrl.observability.activity import activity
+from spmdrl.runtime.supervision.activity import activity
 from tests.engines.training.tiny import (
     CONFIG,
     OPTIM,

@@ -25,8 +25,8 @@ from spmdrl.dataflow.samples.volume import Volume
 from spmdrl.nouns.batch import Batch, Integers, WorkerState
 from spmdrl.observability.fault_points import faultpoint
 from spmdrl.resources.device import to_host
-from spmdrl.resources.watch.stop_request import StopAgreed, stop_reason
 from spmdrl.resources.world import World
+from spmdrl.runtime.supervision.stop_request import StopAgreed, stop_reason
 
 
 class Payload(Protocol):

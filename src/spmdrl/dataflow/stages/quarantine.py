@@ -13,12 +13,12 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from spmdrl.engines.workers.strikes import MOST_STRIKES, Strikes
-from spmdrl.observability.activity import activity
 from spmdrl.observability.logs.jsonl import JsonlWriter, read_jsonl, to_json
-from spmdrl.observability.ownership.fence import check_fence
-from spmdrl.observability.terminal.screen import show
 from spmdrl.resources.collectives import broadcast_bytes, gather_bytes
+from spmdrl.runtime.screen import show
+from spmdrl.runtime.supervision.activity import activity
+from spmdrl.runtime.supervision.fence import check_fence
+from spmdrl.runtime.workers.strikes import MOST_STRIKES, Strikes
 
 QUARANTINE_FILE = "quarantine.jsonl"
 _MAX_TEXT = 2000

@@ -20,16 +20,17 @@ from spmdrl.dataflow.stages.rows import turn_texts
 from spmdrl.engines.generation.protocol import Response
 from spmdrl.engines.reward.calls import RewardCall, RewardResult, joined, with_part
 from spmdrl.engines.reward.pool import RewardPool
-from spmdrl.engines.workers.call_pool import Unanswered
-from spmdrl.engines.workers.strikes import Subject
-from spmdrl.engines.workers.verdict import FAILURES, Outcome, Verdict
-from spmdrl.nouns.batch import Batch, WorkerState
+from spmdrl.nouns.batch import Batch
+from spmdrl.nouns.roles import WorkerState
 from spmdrl.nouns.settings.reward_config import JUDGE_PART, MODEL_PART, RewardConfig
 from spmdrl.observability.fault_points import faultpoint
 from spmdrl.observability.metrics import Recorder
 from spmdrl.observability.timeline.timeline import Timeline
 from spmdrl.resources.collectives import gather_bytes, sum_over
-from spmdrl.resources.watch.stop_request import stop_reason
+from spmdrl.runtime.supervision.stop_request import stop_reason
+from spmdrl.runtime.workers.call_pool import Unanswered
+from spmdrl.runtime.workers.strikes import Subject
+from spmdrl.runtime.workers.verdict import FAILURES, Outcome, Verdict
 
 DecodeTokens = Callable[[Sequence[int]], str]
 

@@ -15,12 +15,13 @@ from spmdrl.engines.environment.environment_runner import (
     take_step,
 )
 from spmdrl.engines.environment.episode import Episode
-from spmdrl.engines.workers.call_pool import CallPool, runs_inline
-from spmdrl.engines.workers.call_queue import Call
-from spmdrl.engines.workers.process import PendingCall, WorkerSetup
-from spmdrl.engines.workers.strikes import Strikes, Subject
-from spmdrl.engines.workers.verdict import Verdict
 from spmdrl.nouns.settings.reward_config import EnvironmentConfig
+from spmdrl.runtime.workers.call_pool import CallPool
+from spmdrl.runtime.workers.call_queue import Call
+from spmdrl.runtime.workers.isolation import runs_inline
+from spmdrl.runtime.workers.process import PendingCall, WorkerSetup
+from spmdrl.runtime.workers.strikes import Strikes, Subject
+from spmdrl.runtime.workers.verdict import Verdict
 
 
 class EnvironmentPool:

@@ -12,10 +12,10 @@ from typing import Any, NoReturn
 
 from spmdrl.engines.environment.calculator import Calculator
 from spmdrl.engines.environment.episode import End, Environment, Episode, Observation, Turn
-from spmdrl.engines.workers.verdict import Verdict
-from spmdrl.engines.workers.worker import no_terminal
-from spmdrl.nouns.settings.loading import explain, load_attribute
 from spmdrl.nouns.settings.reward_config import MAX_MAGNITUDE
+from spmdrl.runtime.workers.loading import explain, load_attribute
+from spmdrl.runtime.workers.verdict import Verdict
+from spmdrl.runtime.workers.worker import no_terminal
 
 KEY = "environment.function"
 MAX_CHARACTERS = 1 << 20

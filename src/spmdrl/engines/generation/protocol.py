@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
-from spmdrl.engines.workers.verdict import Outcome
 from spmdrl.nouns.settings.rollout_config import SamplingParams
+from spmdrl.runtime.workers.verdict import Outcome
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from spmdrl.engines.generation.protocol import Finish, Request, Response
-from spmdrl.engines.workers.verdict import Outcome, Verdict
 from spmdrl.nouns.batch import WeightSlice, offsets_of
+from spmdrl.runtime.workers.verdict import Outcome, Verdict
 
 _FINISHES: tuple[Finish, ...] = get_args(Finish)
 

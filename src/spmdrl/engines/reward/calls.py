@@ -6,9 +6,9 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from spmdrl.engines.workers.strikes import Subject
-from spmdrl.engines.workers.verdict import Verdict
 from spmdrl.nouns.settings.reward_config import MAX_MAGNITUDE
+from spmdrl.runtime.workers.strikes import Subject
+from spmdrl.runtime.workers.verdict import Verdict
 
 
 @dataclass(frozen=True)

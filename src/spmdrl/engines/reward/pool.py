@@ -9,16 +9,17 @@ from typing import Any
 from spmdrl.engines.reward import functions
 from spmdrl.engines.reward.calls import FunctionScores, RewardCall, RewardResult, combine, read_columns, read_scores
 from spmdrl.engines.reward.functions import columns_taken, load_functions, score
-from spmdrl.engines.workers.call_pool import CallPool, runs_inline
-from spmdrl.engines.workers.call_queue import Call
-from spmdrl.engines.workers.process import PendingCall, WorkerSetup
-from spmdrl.engines.workers.strikes import Strikes
-from spmdrl.engines.workers.verdict import FAILURES, Verdict
 from spmdrl.nouns.settings.reward_config import (
     CODE,
     RewardConfig,
     function_names,
 )
+from spmdrl.runtime.workers.call_pool import CallPool
+from spmdrl.runtime.workers.call_queue import Call
+from spmdrl.runtime.workers.isolation import runs_inline
+from spmdrl.runtime.workers.process import PendingCall, WorkerSetup
+from spmdrl.runtime.workers.strikes import Strikes
+from spmdrl.runtime.workers.verdict import FAILURES, Verdict
 
 FIRST_ROWS = 8
 """so many failures, without a row that has a reward, leave no hope for the others"""

@@ -31,10 +31,10 @@ from spmdrl.engines.training.routing.routers import RecordingRoute, RoutedTokens
 from spmdrl.engines.training.sharding.replicas import sum_gradients
 from spmdrl.engines.training.sharding.sharded_model import ShardedModel, local_gradients
 from spmdrl.nouns.roles import Rating
-from spmdrl.observability.activity import activity
 from spmdrl.observability.fault_points import faultpoint
 from spmdrl.resources.device import Device, to_device
 from spmdrl.resources.memory import is_out_of_memory
+from spmdrl.runtime.supervision.activity import activity
 
 ToScalar = Callable[[MicroBatch, tuple[Tensor, ...]], Tensor]
 """What the last stage makes of a micro-batch and its head's ratings: the scalar from which backward starts."""

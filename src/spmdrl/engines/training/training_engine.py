@@ -36,10 +36,10 @@ from spmdrl.engines.training.sharding.sharded_model import Shard
 from spmdrl.engines.training.update.updater import Accumulated, Updater, UpdateResult
 from spmdrl.nouns.roles import Rating
 from spmdrl.nouns.settings.training_config import OptimConfig, TrainingConfig
-from spmdrl.observability.activity import activity
 from spmdrl.observability.fault_points import faultpoint
 from spmdrl.resources.device import Device, to_device
 from spmdrl.resources.mesh import UpdateMesh
+from spmdrl.runtime.supervision.activity import activity
 
 Made = TypeVar("Made")
 

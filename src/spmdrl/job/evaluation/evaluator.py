@@ -15,7 +15,6 @@ from spmdrl.dataflow.stages.reward import DecodeTokens, StreamedRewards, turns_r
 from spmdrl.dataflow.stages.rollout.requests import EndedResponses, StopPoint, Turns, row_seed, run_rollout
 from spmdrl.engines.generation.protocol import Request, Response
 from spmdrl.engines.reward.pool import RewardPool, RewardResult
-from spmdrl.engines.workers.call_pool import Unanswered
 from spmdrl.job.model.replica import Replica
 from spmdrl.job.start.prepared import Prepared
 from spmdrl.nouns.settings.rollout_config import SamplingParams
@@ -32,7 +31,8 @@ from spmdrl.observability.statistics import (
 from spmdrl.observability.summary import AT_K
 from spmdrl.observability.terminal.units import fixed
 from spmdrl.resources.collectives import gather_and_agree
-from spmdrl.resources.watch.stop_request import StopAgreed
+from spmdrl.runtime.supervision.stop_request import StopAgreed
+from spmdrl.runtime.workers.call_pool import Unanswered
 
 # Keeps the random numbers of evaluations apart from those of rollouts.
 EVALUATION_SEED_OFFSET = 1 << 40

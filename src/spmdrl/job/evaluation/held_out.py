@@ -12,7 +12,7 @@ from spmdrl.job.run.run import Run
 from spmdrl.observability.logs.outage import going_on_without
 from spmdrl.observability.statistics import interval_of
 from spmdrl.observability.summary import AT_K, read_summary, write_summary
-from spmdrl.resources.watch.stop_request import StopAgreed
+from spmdrl.runtime.supervision.stop_request import StopAgreed
 
 
 class HeldOut:

@@ -17,8 +17,8 @@ from spmdrl.job.run.outcome import MESSAGES
 from spmdrl.nouns.settings.reward_config import EnvironmentConfig
 from spmdrl.observability.logs.outage import warn
 from spmdrl.observability.summary import read_summary
-from spmdrl.observability.terminal.screen import show
-from spmdrl.resources.startup.launch import read_launch_environment
+from spmdrl.runtime.launch import read_launch_environment
+from spmdrl.runtime.screen import show
 
 # A template's file isn't among them: the run's models have it.
 _TAKEN = (

@@ -20,9 +20,9 @@ from torch import Tensor
 from spmdrl.nouns.batch import Batch, offsets_of
 from spmdrl.observability.logs.jsonl import JsonlWriter, objects_of
 from spmdrl.observability.logs.outage import going_on_without
-from spmdrl.observability.ownership.fence import check_fence
 from spmdrl.resources.mesh import UpdateMesh
 from spmdrl.resources.world import World
+from spmdrl.runtime.supervision.fence import check_fence
 
 FOLDER = "rows"
 _MOST_BYTES = 1 << 25

@@ -12,11 +12,11 @@ from spmdrl.dataflow.samples.volume import FlowShape, Link, replay_buffer_gib, r
 from spmdrl.dataflow.stages.reward import DecodeTokens
 from spmdrl.dataflow.stages.rows import TURNS, turn_texts
 from spmdrl.dataflow.stages.update_report import ShownRows
-from spmdrl.engines.workers.verdict import Verdict
 from spmdrl.job.rollouts.row_records import RowRecords
 from spmdrl.job.run.run_logs import RunLogs
 from spmdrl.nouns.batch import Batch, WorkerState
 from spmdrl.observability.logs.log import SampleRecord, SampleToken
+from spmdrl.runtime.workers.verdict import Verdict
 
 COLUMNS = ("response_ids", "reward", "reward_parts", "reward_verdict", "rollout_logprobs", "versions")
 

@@ -18,7 +18,7 @@ from spmdrl.job.model.role_models import RoleModels
 from spmdrl.job.run.run import Run
 from spmdrl.observability.logs.jsonl import to_json
 from spmdrl.observability.logs.outage import going_on_without
-from spmdrl.observability.ownership.fence import check_fence
+from spmdrl.runtime.supervision.fence import check_fence
 
 FOLDER = "skipped"
 # The first ones show what is wrong; a run that goes on so must not fill the disk.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from spmdrl.resources.watch.stop_request import INTERRUPTED, UNSAVED, code_of_stop, stop_words
+from spmdrl.runtime.supervision.stop_request import INTERRUPTED, UNSAVED, code_of_stop, stop_words
 
 
 @dataclass(frozen=True)

@@ -35,19 +35,19 @@ from spmdrl.job.run.savable import Savable
 from spmdrl.job.start.run_identity import identity_of
 from spmdrl.job.start.start_checks import CheckedRun
 from spmdrl.nouns.roles import POLICY, Role
-from spmdrl.observability.activity import activity
 from spmdrl.observability.fault_points import faultpoint
 from spmdrl.observability.health import too_many_skips
-from spmdrl.observability.ownership.fence import arm_fence, loss_of_folder, take_folder
 from spmdrl.observability.report.config_diff import RESOLVED_CONFIG
 from spmdrl.observability.statistics import Estimate
 from spmdrl.observability.summary import read_summary
 from spmdrl.observability.terminal.console import Console
 from spmdrl.observability.timeline.timeline import HeldMemory
 from spmdrl.resources.collectives import barrier
-from spmdrl.resources.startup.ending import FirstFailure, reason_of_stop
-from spmdrl.resources.watch.stop_request import Stopped, request
 from spmdrl.resources.world import World
+from spmdrl.runtime.supervision.activity import activity
+from spmdrl.runtime.supervision.ending import FirstFailure, reason_of_stop
+from spmdrl.runtime.supervision.fence import arm_fence, loss_of_folder, take_folder
+from spmdrl.runtime.supervision.stop_request import Stopped, request
 
 LINES_OF_WARM_START = 20
 

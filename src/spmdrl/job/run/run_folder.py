@@ -19,12 +19,12 @@ from spmdrl.config.reader import ConfigError
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf.model_folder import parameter_shapes
 from spmdrl.engines.training.checkpoints.checkpoint import CheckpointStore
-from spmdrl.observability.ownership.fence import disarm_fence
-from spmdrl.observability.ownership.holder import LOCK_FILE, FolderHeld, held
 from spmdrl.observability.terminal.console import Console
 from spmdrl.resources.collectives import broadcast_bytes, gather_bytes
-from spmdrl.resources.network.secret import JOB_FILE
 from spmdrl.resources.world import World
+from spmdrl.runtime.network.secret import JOB_FILE
+from spmdrl.runtime.supervision.fence import disarm_fence
+from spmdrl.runtime.supervision.holder import LOCK_FILE, FolderHeld, held
 
 # A launcher may start a job anew before the old one's processes have quite ended.
 WAIT_SECONDS = 10.0

@@ -12,14 +12,14 @@ from spmdrl.observability.logs.log import MetricsLog, SampleRecord, SamplesLog
 from spmdrl.observability.logs.outage import going_on_without, take_num_refused
 from spmdrl.observability.logs.trackers import TrackedRun
 from spmdrl.observability.metrics import Recorder, Stat, Table, encode, merge, table_of, totals_of
-from spmdrl.observability.ownership.fence import check_fence
 from spmdrl.observability.summary import write_summary
 from spmdrl.observability.terminal.console import Console
 from spmdrl.observability.timeline.slow_ranks import SlowRanks, ratios
 from spmdrl.observability.timeline.timeline import Timeline, timeline_file, truncate_other_ranks
 from spmdrl.resources.collectives import gather_and_agree, gather_bytes
-from spmdrl.resources.watch.work_sampler import work_sampler
 from spmdrl.resources.world import World
+from spmdrl.runtime.supervision.fence import check_fence
+from spmdrl.runtime.supervision.work_sampler import work_sampler
 
 
 class RunLogs:

@@ -23,7 +23,7 @@ from spmdrl.job.start.start_checks import CheckedRun
 from spmdrl.nouns.batch import WeightSlice
 from spmdrl.nouns.roles import POLICY, Role
 from spmdrl.observability.terminal.units import bytes_text, count
-from spmdrl.resources.startup.launch import LaunchEnvironment
+from spmdrl.runtime.launch import LaunchEnvironment
 
 _FLOAT32_BYTES = 4
 # AdamW's two moments, in float32.

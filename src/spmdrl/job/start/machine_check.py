@@ -25,7 +25,7 @@ from spmdrl.job.start.start_checks import CheckedRun
 from spmdrl.observability.terminal.units import bytes_text
 from spmdrl.resources.collectives import gather_bytes, sum_over
 from spmdrl.resources.device import find_device
-from spmdrl.resources.startup.launch import LaunchEnvironment
+from spmdrl.runtime.launch import LaunchEnvironment
 
 _MIN_SHARED_BYTES = 64 << 20
 _MIN_FILES = 1024

@@ -17,13 +17,13 @@ from spmdrl.dataflow.data.learnt_rows import LearntRows
 from spmdrl.dataflow.data.prompts import PromptSource
 from spmdrl.dataflow.stages.teacher.teachers_prompts import TeachersPrompts
 from spmdrl.engines.models.decoder import DecoderConfig
+from spmdrl.engines.models.hf.foreign_folder import try_folder
 from spmdrl.engines.models.hf.model_folder import HUB_TEXT_FILES, compute_dtype, read_config, resolve_model_folder
 from spmdrl.engines.models.making.make_model import decoder_config, make_folder_without_weights
 from spmdrl.engines.models.renderer import Renderer
 from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.engines.training.checkpoints.checkpoint import CheckpointStore, model_dtype
 from spmdrl.engines.training.sharding.parallelize import check_layout
-from spmdrl.engines.workers.foreign_folder import try_folder
 from spmdrl.job.model.model_source import (
     CHECKPOINTS,
     INITIAL_MODEL,

@@ -21,9 +21,9 @@ from spmdrl.job.start.start_checks import CheckedRun
 from spmdrl.job.start.watching import watching
 from spmdrl.observability.fault_points import faultpoint
 from spmdrl.observability.summary import software_versions
-from spmdrl.resources.startup.launch import read_launch_environment
 from spmdrl.resources.startup.rendezvous import Network
 from spmdrl.resources.world import World, open_world
+from spmdrl.runtime.launch import read_launch_environment
 
 # Variables that change which operations ranks run, beside the launcher's own.
 _VARIABLES = (

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from spmdrl.dataflow.data.data_rows import Row, SourceRows
 from spmdrl.engines.reward.calls import RewardCall, RewardResult, joined
 from spmdrl.engines.reward.pool import RewardPool
-from spmdrl.engines.workers.verdict import FAILURES
 from spmdrl.job.start.machine_check import CheckLine
 from spmdrl.nouns.settings.reward_config import RewardConfig
+from spmdrl.runtime.workers.verdict import FAILURES
 
 _MAX_ROWS = 16
 _MAX_SECONDS_PER_RESPONSE = 0.5

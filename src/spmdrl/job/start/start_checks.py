@@ -36,10 +36,10 @@ from spmdrl.nouns.batch import CreditSettings, WorkerState
 from spmdrl.nouns.roles import POLICY, REFERENCE, ROLES, TEACHER, Rating, Role
 from spmdrl.nouns.settings.training_config import OptimConfig
 from spmdrl.observability.logs.log import check_backends
-from spmdrl.observability.terminal.screen import waiting
 from spmdrl.resources.device import find_device
 from spmdrl.resources.layout import GenerationLayout, UpdateLayout, check_generation_layout, fit_update_layout
-from spmdrl.resources.startup.launch import LaunchEnvironment, read_launch_environment
+from spmdrl.runtime.launch import LaunchEnvironment, read_launch_environment
+from spmdrl.runtime.screen import waiting
 
 Verb = Literal["train", "sft", "preferences", "reward-model", "eval", "generate"]
 ON_PAIRS = ("preferences", "reward-model")

@@ -13,13 +13,13 @@ from pathlib import Path
 from spmdrl.config.config import Config
 from spmdrl.job.run.outcome import write_early_end
 from spmdrl.job.start.start_checks import CheckedRun
-from spmdrl.observability.activity import activity
-from spmdrl.observability.terminal.screen import show
-from spmdrl.resources.startup.launcher import write_error_file
-from spmdrl.resources.watch.hang_watch import HangWatch, WatchConfig
-from spmdrl.resources.watch.stop_watch import StopWatch, deadline_of, with_end_of_job
-from spmdrl.resources.watch.work_sampler import work_sampler
 from spmdrl.resources.world import World
+from spmdrl.runtime.screen import show
+from spmdrl.runtime.supervision.activity import activity
+from spmdrl.runtime.supervision.hang_watch import HangWatch, WatchConfig
+from spmdrl.runtime.supervision.launcher import write_error_file
+from spmdrl.runtime.supervision.stop_watch import StopWatch, deadline_of, with_end_of_job
+from spmdrl.runtime.supervision.work_sampler import work_sampler
 
 _STAGE_SECONDS = 600.0
 _OTHER_VERBS = ("eval", "generate")

@@ -5,23 +5,16 @@ from __future__ import annotations
 import math
 import os
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Interval
 
+from spmdrl.runtime.workers.isolation import Isolation, is_debugged
+
 # Sums of a million squares still fit into float32.
 MAX_MAGNITUDE = 1e15
-Isolation = Literal["auto", "process", "inline"]
-
-
-def is_debugged() -> bool:
-    """Whether a debugger runs this process: a trace function is set, or it was started by pdb or debugpy."""
-    started_by_debugger = any(flag == "-m" and module in ("pdb", "debugpy") for flag, module in pairwise(sys.orig_argv))
-    return sys.gettrace() is not None or started_by_debugger
 
 
 def function_names(specs: Sequence[str]) -> tuple[str, ...]:

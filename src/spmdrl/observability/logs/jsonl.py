@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from spmdrl.observability.logs.outage import count_refused, warn
-from spmdrl.observability.ownership.fence import FolderTaken, check_fence
+from spmdrl.runtime.supervision.fence import FolderTaken, check_fence
 
 _MAX_WAITING_BYTES = 1 << 24
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}

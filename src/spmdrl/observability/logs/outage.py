@@ -6,7 +6,7 @@ import contextlib
 import sys
 from collections.abc import Iterator
 
-from spmdrl.observability.terminal.screen import show
+from spmdrl.runtime.screen import show
 
 _num_refused = 0
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from spmdrl.observability.logs.jsonl import to_json
-from spmdrl.observability.terminal.screen import safe_text
+from spmdrl.runtime.screen import safe_text
 
 SAMPLE_COLUMNS = ("step", "row", "prompt", "response", "answer", "reward", "verdict", "advantage", "version")
 

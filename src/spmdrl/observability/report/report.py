@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from spmdrl.observability.logs.jsonl import write_atomic
-from spmdrl.observability.ownership.holder import is_held
 from spmdrl.observability.report.charts import Chart
 from spmdrl.observability.report.curves import (
     detail_charts,
@@ -26,8 +25,9 @@ from spmdrl.observability.report.run_files import RunData, read_run
 from spmdrl.observability.report.samples_section import sample_viewer
 from spmdrl.observability.report.sections import COMPARED, compared, comparison, configuration, header, health
 from spmdrl.observability.report.traffic_section import moved_by_link, sample_flow
-from spmdrl.observability.terminal.screen import show
 from spmdrl.observability.timeline.timeline import write_perfetto
+from spmdrl.runtime.screen import show
+from spmdrl.runtime.supervision.holder import is_held
 
 REPORT_FILE = "report.html"
 COMPARISON_FILE = "report_compare.html"

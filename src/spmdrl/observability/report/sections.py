@@ -9,13 +9,13 @@ from typing import Any
 
 from spmdrl.observability.health import at_ends
 from spmdrl.observability.logs.jsonl import number
-from spmdrl.observability.ownership.holder import is_held
 from spmdrl.observability.report.config_diff import settings_of
 from spmdrl.observability.report.page import ConfigText, Header, Parts, Table, value_text
 from spmdrl.observability.report.run_files import RunData
 from spmdrl.observability.summary import passes_of
 from spmdrl.observability.terminal.console import best_text, outcome
 from spmdrl.observability.terminal.units import bytes_text, count, duration
+from spmdrl.runtime.supervision.holder import is_held
 
 GOOD_VERDICTS = ("ok", "done", "passed", "finished", "completed", "success")
 COMPARED = ("run", "steps", "reward, sampled", "held-out reward", "held-out accuracy", "tokens/s", "time", "verdict")

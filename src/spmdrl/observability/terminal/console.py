@@ -18,9 +18,9 @@ from rich.text import Text
 
 from spmdrl.observability.logs.jsonl import number
 from spmdrl.observability.summary import passes_of
-from spmdrl.observability.terminal.screen import safe_text, show
 from spmdrl.observability.terminal.step_line import StepFacts, fitted_line, full_line
 from spmdrl.observability.terminal.units import duration, fixed
+from spmdrl.runtime.screen import safe_text, show
 
 MAX_COLUMNS = 160
 STEPS_FOR_ETA = 20

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from spmdrl.observability.activity import activity
 from spmdrl.observability.logs.jsonl import to_json, write_atomic
 from spmdrl.observability.timeline.timeline_lines import HeldMemory, LineReader, LineWriter, MemorySnapshot, Moved, Span
 from spmdrl.observability.timeline.timeline_parts import PART_BYTES, PartedWriter, read_folder, truncate_file
+from spmdrl.runtime.supervision.activity import activity
 
 __all__ = [
     "HeldMemory", "MemorySnapshot", "Moved", "Span", "Timeline", "TimelineRecords", "read_timeline", "timeline_file",

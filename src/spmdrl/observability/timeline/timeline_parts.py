@@ -14,7 +14,7 @@ from typing import Any
 
 from spmdrl.observability.logs.jsonl import JsonlWriter, objects_of, read_jsonl, to_json, truncate_jsonl
 from spmdrl.observability.logs.outage import going_on_without
-from spmdrl.observability.ownership.fence import check_fence
+from spmdrl.runtime.supervision.fence import check_fence
 
 PART_BYTES = 1 << 20
 

@@ -18,8 +18,8 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous import rendezvous_handler_registry as registered
 
-from spmdrl.resources.network.sockets import LOOPBACK
-from spmdrl.resources.startup.launcher import KEPT_PORT
+from spmdrl.runtime.network.sockets import LOOPBACK
+from spmdrl.runtime.supervision.launcher import KEPT_PORT
 
 _BACKEND = "one_node"
 

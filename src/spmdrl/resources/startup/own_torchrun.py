@@ -18,14 +18,14 @@ from torch.distributed.elastic.multiprocessing.api import PContext, SignalExcept
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import parse_args, run
 
-from spmdrl.observability.ownership.fence import FOLDER_TAKEN
-from spmdrl.observability.terminal.screen import show
-from spmdrl.resources.startup.ending import cause_of
-from spmdrl.resources.startup.launcher import announce
 from spmdrl.resources.startup.one_node import keep_to_one_node
 from spmdrl.resources.startup.patient_rendezvous import PatientRendezvous, know_this_node
-from spmdrl.resources.watch.hang_report import HUNG
-from spmdrl.resources.watch.stop_request import ENDED_TOGETHER, INTERRUPTED, SIGNALS, STOPPED, UNSAVED
+from spmdrl.runtime.screen import show
+from spmdrl.runtime.supervision.ending import cause_of
+from spmdrl.runtime.supervision.fence import FOLDER_TAKEN
+from spmdrl.runtime.supervision.hang_report import HUNG
+from spmdrl.runtime.supervision.launcher import announce
+from spmdrl.runtime.supervision.stop_request import ENDED_TOGETHER, INTERRUPTED, SIGNALS, STOPPED, UNSAVED
 
 # For which ranks may save after SIGTERM before they are killed; a scheduler that sent it has a limit besides.
 _SAVING_SECONDS = 3600

@@ -21,7 +21,7 @@ from torch.distributed.elastic.rendezvous.utils import (
     parse_rendezvous_endpoint,
 )
 
-from spmdrl.resources.network.network_interface import address_towards
+from spmdrl.runtime.network.network_interface import address_towards
 
 _DEFAULT_PORT = 29400
 _LOOK_SECONDS = 1.0

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from spmdrl.resources.startup.ending import reason_of_stop, stop_cause
-from spmdrl.resources.startup.launch import LaunchEnvironment, StartRefused
-from spmdrl.resources.watch.stop_request import Stopped
+from spmdrl.runtime.launch import LaunchEnvironment, StartRefused
+from spmdrl.runtime.supervision.ending import reason_of_stop, stop_cause
+from spmdrl.runtime.supervision.stop_request import Stopped
 
 Facts = Mapping[str, str]
 """name of what must be alike on all ranks -> its value, in the order in which differences are looked for"""

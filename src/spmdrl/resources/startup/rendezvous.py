@@ -20,14 +20,14 @@ from pathlib import Path
 import torch.distributed as dist
 
 from spmdrl.observability.terminal.console import Console
-from spmdrl.resources.network.gate import STORE, Address, Gate, Target
-from spmdrl.resources.network.link import NoSecret
-from spmdrl.resources.network.network_interface import choose_interface
-from spmdrl.resources.network.secret import VARIABLE, read_or_make_secret, secret_file
-from spmdrl.resources.network.sockets import LOOPBACK, Door
-from spmdrl.resources.startup.launch import LaunchEnvironment, StartRefused
-from spmdrl.resources.startup.launcher import KEPT_PORT
 from spmdrl.resources.startup.rank_agreement import ATTEMPT_KEY
+from spmdrl.runtime.launch import LaunchEnvironment, StartRefused
+from spmdrl.runtime.network.gate import STORE, Address, Gate, Target
+from spmdrl.runtime.network.link import NoSecret
+from spmdrl.runtime.network.network_interface import choose_interface
+from spmdrl.runtime.network.secret import VARIABLE, read_or_make_secret, secret_file
+from spmdrl.runtime.network.sockets import LOOPBACK, Door
+from spmdrl.runtime.supervision.launcher import KEPT_PORT
 
 _GATE_KEY = "spmdrl/gate"
 _PAUSE_SECONDS = 0.1

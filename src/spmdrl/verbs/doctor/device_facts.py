@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from spmdrl.observability.terminal.screen import show
 from spmdrl.resources.device import Device, find_device
+from spmdrl.runtime.screen import show
 
 _PACKAGES = ("torch", "torch_npu", "transformers", "tensordict", "vllm", "liger_kernel", "triton")
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import spmdrl
 from spmdrl.config.reader import ConfigError
-from spmdrl.observability.terminal.screen import show
+from spmdrl.runtime.screen import show
 from spmdrl.verbs.doctor.check_report import CheckReport, StageVerdict, verdict_of
 from spmdrl.verbs.doctor.commands import CommandFailed, run_to_end
 from spmdrl.verbs.doctor.stage_run import RankOutcome, Scale

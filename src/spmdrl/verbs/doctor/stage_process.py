@@ -13,8 +13,8 @@ import tempfile
 import traceback
 from pathlib import Path
 
-from spmdrl.resources.startup.ending import PeerFailed, cause_of
 from spmdrl.resources.world import open_world
+from spmdrl.runtime.supervision.ending import PeerFailed, cause_of
 from spmdrl.verbs.doctor.commands import CommandFailed
 from spmdrl.verbs.doctor.stage_run import RankOutcome, StageRun, StageSkipped
 

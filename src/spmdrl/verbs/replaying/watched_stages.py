@@ -23,10 +23,11 @@ from spmdrl.dataflow.stages.update_report import ROW
 from spmdrl.engines.generation.protocol import Response
 from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.engines.reward.functions import load_functions, score
-from spmdrl.engines.workers.verdict import Verdict
-from spmdrl.nouns.batch import LossScope, TokenLoss, TokenTerms, WorkerState
+from spmdrl.nouns.batch import LossScope, TokenLoss, TokenTerms
+from spmdrl.nouns.roles import WorkerState
 from spmdrl.nouns.settings.reward_config import RewardConfig
-from spmdrl.observability.terminal.screen import show
+from spmdrl.runtime.screen import show
+from spmdrl.runtime.workers.verdict import Verdict
 
 
 class StepReplayed(Exception):

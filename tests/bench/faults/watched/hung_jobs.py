@@ -11,8 +11,8 @@ from pathlib import Path
 from random import Random
 from typing import Literal
 
-from spmdrl.observability.activity import BETWEEN
-from spmdrl.resources.watch.hang_report import stacks_file
+from spmdrl.runtime.supervision.activity import BETWEEN
+from spmdrl.runtime.supervision.hang_report import stacks_file
 from tests.bench.faults.fault_jobs import FaultJobs, JobEnd
 from tests.bench.faults.fault_tally import Tally
 from tests.bench.faults.watched.standing_still import COMES, Way, stand_still

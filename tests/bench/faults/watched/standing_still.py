@@ -11,8 +11,8 @@ from typing import Literal
 
 import torch
 
-from spmdrl.observability.activity import Activity, activity
-from spmdrl.observability.terminal.screen import show
+from spmdrl.runtime.screen import show
+from spmdrl.runtime.supervision.activity import Activity, activity
 
 Way = Literal["sigstop", "lock", "collective"]
 """stopped by a signal; holding Python's lock in C; in a collective that no other rank enters"""

@@ -13,7 +13,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from spmdrl.resources.watch.stop_request import STOPPED
+from spmdrl.runtime.supervision.stop_request import STOPPED
 from tests.bench.faults.fault_jobs import FaultJobs, JobEnd, RunningJob, difference, outcome_of
 from tests.bench.faults.fault_tally import Tally
 

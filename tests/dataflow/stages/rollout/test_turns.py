@@ -19,10 +19,10 @@ from spmdrl.engines.generation.native.native_engine import Lockstep, NativeEngin
 from spmdrl.engines.generation.protocol import Response
 from spmdrl.engines.generation.replay import ReplayEngine, read_rollouts, record_rollouts, rollout_file
 from spmdrl.engines.models.making.make_model import RandomWeights
-from spmdrl.engines.workers.verdict import Verdict
 from spmdrl.nouns.settings.reward_config import EnvironmentConfig
 from spmdrl.nouns.settings.rollout_config import SamplingParams
 from spmdrl.resources.mesh import lone_generation_mesh
+from spmdrl.runtime.workers.verdict import Verdict
 
 FILE = Path(__file__).with_name("environments.py")
 LETTERS = "".join(map(chr, range(97, 97 + TINY.vocab_size)))

@@ -23,7 +23,7 @@ from spmdrl.dataflow.resharding.planning.plan import Block, ReshardPlan
 from spmdrl.nouns.batch import WeightSlice
 from spmdrl.nouns.settings.flow_config import Executor
 from spmdrl.resources.collectives import wait_like_the_job
-from spmdrl.resources.network.sockets import closing_new_listeners
+from spmdrl.runtime.network.sockets import closing_new_listeners
 
 # PyTorch 2.13 renames the collective and warns about the old name.
 _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

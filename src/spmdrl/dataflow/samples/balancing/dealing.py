@@ -23,7 +23,7 @@ from spmdrl.nouns.batch import Batch, Integers, WorkerState
 from spmdrl.nouns.partition import TOKENS, RowCost, shares_prompt
 from spmdrl.resources.collectives import broadcast_ragged
 from spmdrl.resources.mesh import Axis, GenerationMesh, UpdateMesh
-from spmdrl.resources.startup.launch import LaunchEnvironment
+from spmdrl.runtime.launch import LaunchEnvironment
 
 Shares = Mapping[int, Integers]
 """The rows of each rank that has some."""

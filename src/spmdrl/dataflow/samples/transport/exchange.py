@@ -18,7 +18,7 @@ from torch import Tensor
 
 from spmdrl.dataflow.samples.store.frame import frame_bytes, pack, read_frame
 from spmdrl.nouns.batch import Batch, Integers
-from spmdrl.resources.startup.launch import LaunchEnvironment
+from spmdrl.runtime.launch import LaunchEnvironment
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ import torch.distributed as dist
 import torch.distributed.rpc as rpc
 
 from spmdrl.dataflow.samples.transport.unpickle_guard import install_guard
-from spmdrl.resources.network.gate import RPC, Address, Gate, Target
-from spmdrl.resources.network.sockets import LOOPBACK
 from spmdrl.resources.startup.rendezvous import closed_door
 from spmdrl.resources.world import World
+from spmdrl.runtime.network.gate import RPC, Address, Gate, Target
+from spmdrl.runtime.network.sockets import LOOPBACK
 
 # TensorPipe finds out that two processes share a kernel and then takes a shortcut past the network between them.
 # Only connections that it makes by TCP, and all to the same address, can lead through a gate.

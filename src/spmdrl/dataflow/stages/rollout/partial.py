@@ -22,9 +22,9 @@ from spmdrl.dataflow.stages.rows import ROUTED_EXPERTS, TURNS
 from spmdrl.engines.generation.native.native_engine import Lockstep
 from spmdrl.engines.generation.protocol import Finish, PartialResponse, Request, Response
 from spmdrl.engines.generation.replay import packed_outcomes, unpacked_outcomes
-from spmdrl.engines.workers.verdict import Outcome
 from spmdrl.nouns.batch import Batch
 from spmdrl.nouns.settings.rollout_config import SamplingParams
+from spmdrl.runtime.workers.verdict import Outcome
 
 _FINISHES: tuple[Finish, ...] = get_args(Finish)
 OUTCOME_REWARD, OUTCOME_VERDICT = "outcome_reward", "outcome_verdict"

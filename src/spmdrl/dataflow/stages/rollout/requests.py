@@ -11,9 +11,9 @@ import torch
 
 from spmdrl.dataflow.data.prompts import Prompt
 from spmdrl.engines.generation.protocol import GenerationEngine, Request, Response
-from spmdrl.observability.activity import activity, some
 from spmdrl.resources.mesh import GenerationMesh
-from spmdrl.resources.watch.stop_request import stop_reason
+from spmdrl.runtime.supervision.activity import activity, some
+from spmdrl.runtime.supervision.stop_request import stop_reason
 
 # Of the engine, where several ranks compute with it.
 _STEPS_PER_AGREEMENT = 32

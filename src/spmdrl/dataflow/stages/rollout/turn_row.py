@@ -11,7 +11,7 @@ from spmdrl.dataflow.data.prompts import Prompt
 from spmdrl.dataflow.stages.rows import turn_texts
 from spmdrl.engines.environment.episode import Episode, Turn
 from spmdrl.engines.generation.protocol import Decode, Finish, PartialResponse, Request, Response, completes_stop_string
-from spmdrl.engines.workers.verdict import Outcome
+from spmdrl.runtime.workers.verdict import Outcome
 
 
 @dataclass(eq=False)

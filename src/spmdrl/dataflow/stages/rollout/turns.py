@@ -23,12 +23,12 @@ from spmdrl.engines.environment.environment_pool import EnvironmentPool
 from spmdrl.engines.environment.environment_runner import StepResult
 from spmdrl.engines.generation.native.native_engine import Lockstep
 from spmdrl.engines.generation.protocol import Decode, Finish, GenerationEngine, Request, Response
-from spmdrl.engines.workers.call_pool import Unanswered
-from spmdrl.engines.workers.strikes import Subject
-from spmdrl.engines.workers.verdict import Outcome, Verdict
-from spmdrl.observability.activity import activity, some
 from spmdrl.resources.collectives import broadcast_bytes
 from spmdrl.resources.mesh import GenerationMesh
+from spmdrl.runtime.supervision.activity import activity, some
+from spmdrl.runtime.workers.call_pool import Unanswered
+from spmdrl.runtime.workers.strikes import Subject
+from spmdrl.runtime.workers.verdict import Outcome, Verdict
 
 EncodeForeign = Callable[[str, str, str], list[int]]
 """The tokens of a text that others wrote, and of what stands before and after it (`Observation`)."""

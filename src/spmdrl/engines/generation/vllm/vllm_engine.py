@@ -25,7 +25,7 @@ from spmdrl.engines.models.hf.model_folder import parameter_shapes, read_config
 from spmdrl.engines.models.hf.model_weights import unstack
 from spmdrl.nouns.batch import WeightSlice, whole_slice
 from spmdrl.nouns.settings.rollout_config import RolloutConfig
-from spmdrl.resources.startup.launch import TORCHRUN_VARIABLES, read_launch_environment
+from spmdrl.runtime.launch import TORCHRUN_VARIABLES, read_launch_environment
 
 
 class VllmEngine:

@@ -16,10 +16,10 @@ from typing import Any
 
 from spmdrl.engines.reward.rules.code_tests import RowTests, read_tests
 from spmdrl.engines.reward.rules.program_text import program_in
-from spmdrl.engines.reward.sandbox.boxes import Box, BoxLimits, BoxLost, BoxServer, Finished, SandboxRefused
-from spmdrl.engines.reward.sandbox.inside.program import OUT_OF_MEMORY
-from spmdrl.engines.workers.verdict import Verdict
 from spmdrl.nouns.settings.reward_config import CodeConfig
+from spmdrl.runtime.sandbox.boxes import Box, BoxLimits, BoxLost, BoxServer, Finished, SandboxRefused
+from spmdrl.runtime.sandbox.inside.program import OUT_OF_MEMORY
+from spmdrl.runtime.workers.verdict import Verdict
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,8 @@ from spmdrl.engines.training.checkpoints.manifest import (
 )
 from spmdrl.nouns.settings.checkpoint_config import CheckpointConfig
 from spmdrl.observability.fault_points import faultpoint
-from spmdrl.observability.ownership.fence import FolderTaken, check_fence, token_number
 from spmdrl.resources.collectives import broadcast_bytes, gather_bytes
+from spmdrl.runtime.supervision.fence import FolderTaken, check_fence, token_number
 
 # As saves name what they put beside the checkpoints.
 _ASIDE = re.compile(r"\.(old|forgotten|writing(_\d+)?)")

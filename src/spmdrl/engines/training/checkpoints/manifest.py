@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from spmdrl.observability.activity import activity
 from spmdrl.observability.fault_points import faultpoint
+from spmdrl.runtime.supervision.activity import activity
 
 MANIFEST = "manifest.json"
 _DIGEST = "sha256_of_files"

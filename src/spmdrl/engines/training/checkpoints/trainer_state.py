@@ -20,8 +20,8 @@ from spmdrl.engines.models.hf.model_folder import parameter_shapes
 from spmdrl.engines.training.sharding.sharded_model import Shard
 from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.nouns.batch import WeightSlice
-from spmdrl.observability.activity import activity
 from spmdrl.observability.fault_points import faultpoint
+from spmdrl.runtime.supervision.activity import activity
 
 STEP = WeightSlice("step", (), ())
 """AdamW's step count, a scalar."""

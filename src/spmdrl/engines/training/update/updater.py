@@ -16,11 +16,11 @@ from spmdrl.engines.training.routing.router_statistics import RouterStatistics
 from spmdrl.engines.training.sharding.sharded_model import Shard, ShardedModel, local_tensor
 from spmdrl.engines.training.update.optimizer import build_optimizer, clip_gradients, learning_rate, squared_norm
 from spmdrl.nouns.settings.training_config import OptimConfig
-from spmdrl.observability.activity import activity
 from spmdrl.observability.fault_points import faultpoint
 from spmdrl.observability.metrics import Recorder, Stat, table_of, totals_of
 from spmdrl.resources.collectives import gather_bytes
 from spmdrl.resources.device import Device
+from spmdrl.runtime.supervision.activity import activity
 
 _LOSS = ""
 """The loss among the metrics."""

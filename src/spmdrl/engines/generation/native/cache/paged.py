@@ -19,7 +19,7 @@ from spmdrl.nouns.settings.rollout_config import RolloutConfig
 from spmdrl.resources.host_memory import free_host_bytes
 from spmdrl.resources.memory import ask_for_huge_pages
 from spmdrl.resources.mesh import Axis
-from spmdrl.resources.startup.launch import read_launch_environment
+from spmdrl.runtime.launch import read_launch_environment
 
 
 @dataclass(frozen=True)

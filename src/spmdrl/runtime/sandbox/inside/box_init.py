@@ -1,0 +1,135 @@
+"""A box's first process: it runs what it is sent, one after the other, and ends with all of them.
+
+The kernel ends every process of a namespace with its first one. What runs can't look into this process, which has more
+rights, nor end it, since a first process gets no signal from its own namespace that it doesn't ask for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import resource
+import signal
+import socket
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from spmdrl.runtime.sandbox import kernel_calls, syscall_filter
+from spmdrl.runtime.sandbox.inside import assertions, program
+from spmdrl.runtime.sandbox.kernel_calls import MS_NODEV, MS_NOEXEC, MS_NOSUID, mount
+from spmdrl.runtime.sandbox.narrow_root import OWN_FOLDER
+
+MAX_MESSAGE_BYTES = 1 << 12
+MAX_DESCRIPTORS = 4
+_MAX_FILES = 64
+_MAX_THREADS = 64
+_NO_DESCRIPTOR = -1
+
+
+def main(channel: socket.socket, limits: dict[str, Any]) -> NoReturn:
+    """Run what comes on the channel until it is closed. Each run is a message with descriptors."""
+    kernel_calls.die_with(signal.SIGKILL)
+    kernel_calls.set_dumpable(False)
+    mount("tmpfs", OWN_FOLDER, "tmpfs", MS_NOSUID | MS_NODEV | MS_NOEXEC,
+          f"size={limits['file_bytes']},nr_inodes=1024,mode=700")  # fmt: skip
+    os.chdir(OWN_FOLDER)
+    # Waited for, never handled: a program can send any signal at any moment.
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
+    runs = {"program": _run_program, "assertions": _run_assertions}
+    while True:
+        data, descriptors, _, _ = socket.recv_fds(channel, MAX_MESSAGE_BYTES, MAX_DESCRIPTORS)
+        if not data:
+            os._exit(0)
+        message = json.loads(data)
+        reply = _wait(runs[message["run"]](descriptors, limits | message), message["seconds"])
+        for descriptor in descriptors:
+            os.close(descriptor)
+        channel.send(json.dumps(reply).encode())
+
+
+def _run_program(descriptors: Sequence[int], limits: dict[str, Any]) -> list[int]:
+    """The program alone, with stdin, stdout and stderr."""
+    source, *streams = descriptors
+    return [_start(program.run_main, source, streams, limits)]
+
+
+def _run_assertions(descriptors: Sequence[int], limits: dict[str, Any]) -> list[int]:
+    """Tests and, in a process of its own, the program that they call; the tests alone can write the result."""
+    source, tests, result, errors = descriptors
+    asked, asks = os.pipe()
+    answered, answers = os.pipe()
+    common = [_NO_DESCRIPTOR, errors, errors]
+    tester = _start(assertions.run, tests, [*common, answered, asks, result], limits)
+    served = _start(program.serve, source, [*common, asked, answers], limits)
+    for descriptor in (asked, asks, answered, answers):
+        os.close(descriptor)
+    return [tester, served]
+
+
+def _start(run: Callable[[str], int], text: int, descriptors: Sequence[int], limits: dict[str, Any]) -> int:
+    """Fork a process that runs a text and has these descriptors, as 0, 1, 2 and so on, and no others."""
+    pid = os.fork()
+    if pid != 0:
+        return pid
+    status = program.FAILED
+    try:
+        source = _content(text).decode()
+        _keep_only(descriptors)
+        _confine(limits)
+        status = run(source)
+    finally:
+        os._exit(status)
+
+
+def _content(descriptor: int) -> bytes:
+    return os.pread(descriptor, os.fstat(descriptor).st_size, 0)
+
+
+def _keep_only(descriptors: Sequence[int]) -> None:
+    nothing = os.open("/dev/null", os.O_RDWR)
+    # Above all of their new places first, so that none is overwritten before it is moved.
+    moved = [fcntl.fcntl(nothing if one == _NO_DESCRIPTOR else one, fcntl.F_DUPFD, 64) for one in descriptors]
+    for place, one in enumerate(moved):
+        os.dup2(one, place)
+    os.closerange(len(moved), resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+
+
+def _confine(limits: dict[str, Any]) -> None:
+    """Give up what a program doesn't need, for good."""
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    most_seconds = int(limits["seconds"]) + 1
+    for kind, most in {
+        resource.RLIMIT_CPU: most_seconds,
+        resource.RLIMIT_AS: limits["memory_bytes"],
+        resource.RLIMIT_FSIZE: limits["file_bytes"],
+        resource.RLIMIT_NOFILE: _MAX_FILES,
+        resource.RLIMIT_NPROC: _MAX_THREADS,
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_MEMLOCK: 0,
+        resource.RLIMIT_MSGQUEUE: 0,
+    }.items():
+        # The soft limit of CPU time says what happened; the hard one would just kill.
+        resource.setrlimit(kind, (most, most + (kind == resource.RLIMIT_CPU)))
+    kernel_calls.drop_privileges()
+    syscall_filter.install()
+
+
+def _wait(processes: Sequence[int], seconds: float) -> dict[str, Any]:
+    """Wait for the first of the processes, then end all; their exit codes, and whether the time was over before."""
+    deadline = time.monotonic() + seconds
+    ended, status = os.waitpid(processes[0], os.WNOHANG)
+    while not ended and (left := deadline - time.monotonic()) > 0:
+        signal.sigtimedwait([signal.SIGCHLD], left)
+        ended, status = os.waitpid(processes[0], os.WNOHANG)
+    statuses = {ended: status}
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(-1, signal.SIGKILL)
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            pid, status = os.waitpid(-1, 0)
+            statuses[pid] = status
+    codes = [os.waitstatus_to_exitcode(statuses[pid]) for pid in processes]
+    return {"codes": codes, "late": not ended}

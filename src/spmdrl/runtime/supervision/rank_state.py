@@ -1,0 +1,169 @@
+"""What a rank is at, as others can read it, and which ranks hold a job up."""
+
+from __future__ import annotations
+
+import linecache
+import sys
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import FrameType
+
+import spmdrl
+from spmdrl.runtime.supervision.activity import activity
+
+assert spmdrl.__file__ is not None
+_PACKAGE = Path(spmdrl.__file__).parent
+# Every function in them waits for other ranks.
+_WAITING_FILES = ("resources/collectives.py", "parallel/axis_collectives.py", "transport/exchange.py")
+_TORCHS = "torch/distributed/"
+# Around PyTorch's own.
+_DECORATORS = ("torch/distributed/c10d_logger.py",)
+_DEBUGGERS = ("pdb.py", "bdb.py")
+# A large file or a compilation takes long, and nothing is counted meanwhile.
+_LONG_STAGES = ("checkpoint", "keep_rollouts")
+_PATIENCE = 3.0
+# Of the limit, for which a rank is silent before no other one is blamed any more.
+_SUSPECT_SHARE = 0.5
+
+
+@dataclass(frozen=True)
+class RankState:
+    """What one rank is at."""
+
+    rank: int
+    stage: str
+    step: int
+    num_boundaries: int
+    idle_seconds: float
+    """since it made progress"""
+    collective: str
+    """the one that it waits in for other ranks; empty where it doesn't"""
+    doing: str
+    """where it is, and what it has done"""
+    patience: float = 1.0
+    """how many times the limit it may take"""
+    host: str = ""
+    """name and address of its node, in a job of several nodes"""
+
+    @property
+    def place(self) -> str:
+        return self.stage if self.step == 0 else f"{self.stage} of step {self.step}"
+
+    def __str__(self) -> str:
+        waits = f" waits in {self.collective}" if self.collective else ""
+        return f"rank {self.rank}{waits} in {self.place} ({self.doing})"
+
+
+def state_of_this(rank: int, idle_seconds: float, host: str = "") -> RankState:
+    """What this rank is at, by its counters and the stack of its main thread."""
+    stack = _main_stack()
+    collective = _collective_of(stack)
+    doing = [f"at {_place_of(stack)}", *_what_is_open(), *_counts()]
+    is_long = activity.stage in _LONG_STAGES or not activity.is_warm
+    return RankState(
+        rank, activity.stage, activity.step, activity.num_boundaries, idle_seconds, collective, ", ".join(doing),
+        _PATIENCE if is_long else 1.0, host,
+    )  # fmt: skip
+
+
+def waits_for_others() -> bool:
+    """Whether the main thread is inside a collective; cheap enough to be asked many times a second."""
+    return bool(_collective_of(_main_frames()))
+
+
+def is_debugged() -> bool:
+    """Whether a debugger has stopped the main thread."""
+    return any(frame.f_code.co_filename.endswith(_DEBUGGERS) for frame in _main_stack())
+
+
+def culprits(states: Sequence[RankState], silent: Mapping[int, float], limit_seconds: float) -> list[int]:
+    """The ranks that hold all up; none while some rank that others may wait for makes progress.
+
+    Those that don't answer, by the seconds for which they haven't; else those without progress that wait for no other
+    rank; else, where all wait, those that have come least far.
+    """
+    by_rank = {state.rank: state for state in states}
+    limits = {rank: limit_seconds * state.patience for rank, state in by_rank.items()}
+    if mute := [rank for rank, seconds in silent.items() if seconds > limits.get(rank, limit_seconds)]:
+        return sorted(mute)
+    # Others may wait for a rank that is about to count as lost, and in places that don't look like waiting.
+    if any(seconds > _SUSPECT_SHARE * limit_seconds for seconds in silent.values()):
+        return []
+    stuck = [state for state in states if state.idle_seconds > limits[state.rank]]
+    if own := [state.rank for state in stuck if not state.collective]:
+        return sorted(own)
+    if not stuck or len(stuck) < len(states):
+        return []
+    least = min(state.num_boundaries for state in stuck)
+    return sorted(state.rank for state in stuck if state.num_boundaries == least)
+
+
+def _main_stack() -> list[FrameType]:
+    """The frames of the main thread, the innermost first."""
+    return list(_main_frames())
+
+
+def _main_frames() -> Iterator[FrameType]:
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _collective_of(stack: Iterable[FrameType]) -> str:
+    """The collective that these frames are inside of, or nothing."""
+    found = ""
+    for number, frame in enumerate(stack):
+        path, name = frame.f_code.co_filename, frame.f_code.co_name
+        if path.endswith(_DECORATORS):
+            continue
+        if _only_waits(path):
+            found = name
+        # A thread that runs may be between two lines.
+        elif number == 0 and (frame.f_lineno or 0) in _waiting_lines(path):
+            found = "wait"
+        elif _is_own(path):
+            break
+    return found
+
+
+@cache
+def _only_waits(path: str) -> bool:
+    return _TORCHS in path or path.endswith(_WAITING_FILES)
+
+
+@cache
+def _is_own(path: str) -> bool:
+    """Whether a file is one of this package."""
+    return _PACKAGE in Path(path).parents
+
+
+@cache
+def _waiting_lines(path: str) -> frozenset[int]:
+    """The numbers of a file's lines that end with a wait. Its text isn't kept, or memory would grow file by file."""
+    lines = linecache.getlines(path)
+    linecache.cache.pop(path, None)
+    return frozenset(number for number, line in enumerate(lines, 1) if line.rstrip().endswith(".wait()"))
+
+
+def _place_of(stack: Sequence[FrameType]) -> str:
+    """The innermost line of this package that isn't of the files that only wait; else the innermost line of all."""
+    own = [frame for frame in stack if _is_own(frame.f_code.co_filename)]
+    callers = [frame for frame in own if not frame.f_code.co_filename.endswith(_WAITING_FILES)] or own or stack
+    if not callers:
+        return "an unknown place"
+    path = Path(callers[0].f_code.co_filename)
+    shown = path.relative_to(_PACKAGE.parent) if _PACKAGE in path.parents else path
+    return f"{shown}:{callers[0].f_lineno}"
+
+
+def _what_is_open() -> list[str]:
+    named = [describe() for describe in (activity.calls, activity.rows) if describe is not None]
+    return [text for text in named if text]
+
+
+def _counts() -> list[str]:
+    return [f"{count} {what}" for what, count in sorted(activity.counts.copy().items())]

@@ -1,0 +1,216 @@
+"""Requests to stop, which make a run save and leave: signals, a time limit, or a request that another rank got.
+
+importing --verb begins--> setting up --first step--> running
+ends at once               raises Stopped             only noted: ranks agree where they communicate anyway
+                           --failure--> leaving: only noted, as a launcher sends it then too
+"""
+
+from __future__ import annotations
+
+import _thread
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import Literal
+
+from spmdrl.runtime.screen import show
+
+STOPPED = 75
+"""the exit code of a run that was stopped on request and goes on when it is started again (EX_TEMPFAIL)"""
+UNSAVED = 74
+"""the exit code of a run that trained more than it could save (EX_IOERR), so that nothing should start it again"""
+INTERRUPTED = 130
+"""the exit code of a run that Ctrl-C stopped, as a shell counts it"""
+ENDED_TOGETHER = (STOPPED, UNSAVED, INTERRUPTED)
+"""the exit codes of ranks that agreed to end, after which none is to be started again by its launcher"""
+# By signal, the handlers that a request takes the place of. SIGHUP stays ignored under nohup, and Ctrl-C in what a
+# shell starts in the background; under a debugger it has another handler.
+_REPLACED: dict[int, tuple[object, ...]] = {
+    signal.SIGTERM: (signal.SIG_DFL, signal.SIG_IGN),
+    signal.SIGUSR1: (signal.SIG_DFL, signal.SIG_IGN),
+    signal.SIGHUP: (signal.SIG_DFL,),
+    signal.SIGINT: (signal.default_int_handler,),
+}
+SIGNALS = tuple(_REPLACED)
+_CTRL_C = "Ctrl-C"
+# A signal that a launcher forwards arrives twice where the sender reached all processes.
+_TWICE_SECONDS = 1.0
+# In which a rank that is set up leaves by itself: its main thread may wait in C++, where no handler of Python runs.
+# Launchers kill after 30 s.
+_LEAVING_SECONDS = 20.0
+# Whose handler the main thread runs where another thread has found the request.
+_FORWARDED = signal.SIGUSR1
+
+Phase = Literal["importing", "setting up", "leaving", "running", "ending"]
+
+
+class Stopped(BaseException):
+    """The run ends because it was asked to, or with more than it could save; the text has how it goes on."""
+
+    def __init__(self, reason: str, text: str, *, is_agreed: bool, code: int | None = None):
+        """`code` is the exit code where that isn't the one of the request."""
+        super().__init__(text)
+        self.reason = reason
+        self.code = code_of_stop(reason) if code is None else code
+        self.is_agreed = is_agreed
+        """whether all ranks end at the same place, so that none has to learn it from another"""
+
+
+def code_of_stop(reason: str) -> int:
+    """The exit code of a run that was asked to stop, and has saved."""
+    return INTERRUPTED if reason.startswith(_CTRL_C) else STOPPED
+
+
+def stop_words(reason: str) -> str:
+    """Beginning of a line about such a run."""
+    return "interrupted" if reason.startswith(_CTRL_C) else f"stopped by {reason}"
+
+
+def _reason_of(number: int) -> str:
+    return _CTRL_C if number == signal.SIGINT else signal.Signals(number).name
+
+
+class StopAgreed(Exception):
+    """All ranks are to stop, at a place where the present step has changed nothing that is trained."""
+
+    def __init__(self, reason: str):
+        super().__init__(f"stopped by {reason}")
+        self.reason = reason
+
+
+class StopRequest:
+    """Whether this process was asked to stop, and by what."""
+
+    def __init__(self) -> None:
+        self.reason: str | None = None
+        """such as SIGTERM or Ctrl-C; None while nobody asked"""
+        self.is_handled = False
+        """whether signals are noted"""
+        self.phase: Phase = "importing"
+        self._is_main = False
+        self._ours: frozenset[int] = frozenset()
+        self._came: dict[int, float] = {}
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether this rank was asked before the first step, so that it leaves without an agreement."""
+        return self.reason is not None and self.phase in ("setting up", "leaving")
+
+    def note(self, reason: str) -> None:
+        """Ask this process to stop; the first reason counts."""
+        self.reason = self.reason or reason
+
+    @contextmanager
+    def handling_signals(self, rank: int) -> Iterator[None]:
+        """Within the block SIGNALS are requests; the same one a second time ends the process at once."""
+        self._is_main = rank == 0
+        self.phase = "importing"
+        self.reason = None
+        self._came.clear()
+        ours = [number for number, handlers in _REPLACED.items() if signal.getsignal(number) in handlers]
+        before = {number: signal.signal(number, self._on_signal) for number in ours}
+        self._ours = frozenset(ours)
+        self.is_handled = True
+        try:
+            with self._leaving_in_time():
+                yield
+        finally:
+            self.is_handled = False
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    @contextmanager
+    def _leaving_in_time(self) -> Iterator[None]:
+        """Within the block a thread learns of signals at once, and ends a rank that is set up and doesn't leave."""
+        received, sent = socket.socketpair()
+        sent.setblocking(False)
+        before = signal.set_wakeup_fd(sent.fileno(), warn_on_full_buffer=False)
+        threading.Thread(target=self._end_if_late, args=(received,), name="leaving", daemon=True).start()
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(before)
+            sent.close()
+
+    def _end_if_late(self, received: socket.socket) -> None:
+        with received:
+            while number := received.recv(1):
+                if number[0] in self._ours and self.phase == "setting up":
+                    # Before the handler: other ranks learn it even while the main thread waits for one of them.
+                    self.note(_reason_of(number[0]))
+                    time.sleep(_LEAVING_SECONDS)
+                    if self.is_handled and self.is_leaving:
+                        self._end_at_once()
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self.phase == "ending":
+            # Everything is saved: a launcher ends its last ranks.
+            return
+        if number in self._came and now - self._came[number] >= _TWICE_SECONDS:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        self._came.setdefault(number, now)
+        self.note(_reason_of(number))
+        if self.phase == "importing":
+            self._end_at_once()
+        if self.phase == "setting up":
+            self.raise_stopped()
+
+    def begin_leaving(self) -> None:
+        """From here on requests don't raise in the middle of what follows a failure of the start-up."""
+        if self.phase == "setting up":
+            self.phase = "leaving"
+
+    def begin_set_up(self) -> None:
+        """From here on requests raise Stopped; so does one that has come already."""
+        self.phase = "setting up"
+        if self.reason is not None and self.is_handled:
+            self.raise_stopped()
+
+    def end_by_signal(self) -> None:
+        """End this process by SIGTERM, as a launcher wants that ends the ranks which are left; else do nothing."""
+        if self.reason == signal.SIGTERM.name:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def note_from_afar(self, reason: str) -> None:
+        """As `note`, from another thread; the main thread raises Stopped where it would for a signal."""
+        self.note(reason)
+        if self.phase == "setting up" and self.is_handled:
+            _thread.interrupt_main(_FORWARDED)
+
+    def raise_stopped(self) -> None:
+        """Raise Stopped on this rank, from which the others learn it; for the time before the first step."""
+        raise Stopped(self.reason or "", "", is_agreed=False)
+
+    def _end_at_once(self) -> None:
+        if self._is_main:
+            with suppress(OSError):
+                show(f"spmdrl: {stop_words(self.reason or '')} before it began; start it again", stream=sys.stderr)
+        sys.stderr.flush()
+        os._exit(code_of_stop(self.reason or ""))
+
+
+request = StopRequest()
+"""that of this process, as its signals are"""
+
+
+def _forget_wakeup() -> None:
+    # A forked process would write its own signals where this one reads.
+    if request.is_handled:
+        signal.set_wakeup_fd(-1)
+
+
+os.register_at_fork(after_in_child=_forget_wakeup)
+
+
+def stop_reason() -> str | None:
+    """What asked this process to stop, or None. Ranks may have different answers until they agree."""
+    return request.reason

@@ -1,0 +1,342 @@
+"""Calls that are answered while other work goes on: submitted, answered in workers, and collected."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import Future
+from typing import Any, Generic, Protocol, TypeVar
+
+from spmdrl.runtime.supervision.activity import activity, some
+from spmdrl.runtime.supervision.stop_request import stop_reason
+from spmdrl.runtime.workers.call_queue import Call, CallQueue
+from spmdrl.runtime.workers.process import PendingCall, WorkerLost, WorkerProcess, WorkerSetup
+from spmdrl.runtime.workers.strikes import MOST_STRIKES, Strike, Strikes, Subject
+from spmdrl.runtime.workers.verdict import Verdict
+
+# In which who waits for calls notices that this process is to stop.
+_STOP_SECONDS = 0.25
+
+A = TypeVar("A")
+A_co = TypeVar("A_co", covariant=True)
+
+
+class Answers(Protocol[A_co]):
+    """What a pool makes of its calls."""
+
+    def read(self, answer: Any, call: PendingCall) -> A_co | None:
+        """The call's answer from a worker's message; None where it isn't what the runner gives."""
+        ...
+
+    def failed(self, call: PendingCall, verdict: Verdict, error: str) -> A_co:
+        """The answer of a call whose process was lost."""
+        ...
+
+
+class Unanswered(Exception):
+    """Calls were not waited for, because this process was asked to stop."""
+
+
+class CallPool(Generic[A]):
+    """`submit` returns at once, `collect` waits.
+
+    A thread keeps `num_workers` processes busy, kills those over their deadline and replaces those that died. The
+    constructor returns once every one has loaded the functions, and raises ValueError if one can't. Inline, `submit`
+    computes the answer itself and nothing can be killed. `close` leaves no process behind.
+    """
+
+    def __init__(
+        self,
+        setup: WorkerSetup,
+        answers: Answers[A],
+        *,
+        num_workers: int,
+        timeout_seconds: float,
+        inline: Callable[[dict[str, Any]], A] | None = None,
+        strikes: Strikes | None = None,
+    ):
+        """`strikes` counts calls that cost a worker, and has those refused that are about what cost two."""
+        self._setup = setup
+        self._answers = answers
+        self._num_workers = num_workers
+        self._timeout_seconds = timeout_seconds
+        self._inline = inline
+        self._strikes = strikes
+        # Shared by callers and the thread.
+        self._changed = threading.Condition()
+        self._waiting: set[Hashable] = set()
+        self._answered: dict[Hashable, tuple[A, float]] = {}
+        """with the `time.perf_counter` at which they came"""
+        self._failure: BaseException | None = None
+        self._is_closed = False
+        self._pending = CallQueue()
+        self._started: Future[None] = Future()
+        # The thread's own.
+        self._workers: list[WorkerProcess] = []
+        self._start_error: str | None = None
+        if strikes is not None:
+            strikes.ask(self._under_way)
+        self.facts: Any = None
+        """What a worker found out about the functions as it loaded them; None inline."""
+        if inline is not None:
+            return
+        self._wake, self._waker = socket.socketpair()
+        self._wake.setblocking(False)
+        self._waker.setblocking(False)
+        self._thread = threading.Thread(target=self._run, name=f"{setup.section}-calls", daemon=True)
+        self._thread.start()
+        try:
+            self._started.result()
+        except BaseException:
+            self.close()
+            raise
+
+    def submit(self, calls: Sequence[Call]) -> None:
+        """Ask for answers to some calls, which workers get several of at a time and answer one by one.
+
+        Raises ValueError for a key that waits to be collected.
+        """
+        pending = [call.pending(self._timeout_seconds) for call in calls] if self._inline is None else []
+        section = self._setup.section
+        with self._changed:
+            if self._is_closed:
+                raise RuntimeError(f"the {section} pool is closed")
+            for call in calls:
+                if call.key in self._waiting or call.key in self._answered:
+                    raise ValueError(f"a {section} call with key {call.key!r} was submitted and not yet collected")
+            self._waiting.update(call.key for call in calls)
+        if self._inline is not None:
+            for call in calls:
+                self._deliver(call.key, self._inline(call.message))
+        else:
+            self._pending.add(pending)
+            self._wake_up()
+
+    def collect(self, keys: Sequence[Hashable]) -> list[A]:
+        """Wait for the answers of these calls and take them out, in the order of `keys`.
+
+        Waits at most the time of each call that is before them or with them in a worker's queue. Raises Unanswered if
+        this process is asked to stop before all have come.
+        """
+        self.wait(keys)
+        with self._changed:
+            if not self._waiting.isdisjoint(keys):
+                raise Unanswered
+            return [self._answered.pop(key)[0] for key in keys]
+
+    def wait(self, keys: Sequence[Hashable], seconds: float | None = None) -> float | None:
+        """Wait for the answers of these calls; returns the `time.perf_counter` at which the last of them came.
+
+        Returns None where some haven't come after so many seconds, and the time now once this process is asked to stop.
+        """
+        section = self._setup.section
+        with self._changed:
+            unknown = [key for key in keys if key not in self._waiting and key not in self._answered]
+            if unknown:
+                raise KeyError(f"no {section} call was submitted under {unknown!r}, or it was collected before")
+            if not self._wait_until_ended(keys, seconds):
+                return None
+            if stop_reason() is not None:
+                return time.perf_counter()
+            if not self._waiting.isdisjoint(keys):
+                if self._failure is not None:
+                    raise RuntimeError(f"the thread that watches the {section} processes failed") from self._failure
+                raise RuntimeError(f"the {section} pool was closed with {len(self._waiting)} calls under way")
+            return max((self._answered[key][1] for key in keys), default=0.0)
+
+    def _wait_until_ended(self, keys: Sequence[Hashable], seconds: float | None) -> bool:
+        """Wait for these calls, or for an end of the pool or of this process; False where the time is over before."""
+        deadline = math.inf if seconds is None else time.monotonic() + seconds
+        activity.calls = lambda: self._describe(keys)
+        try:
+            return self._awaited(keys, deadline)
+        finally:
+            activity.calls = None
+
+    def _describe(self, keys: Sequence[Hashable]) -> str:
+        waiting = [str(key) for key in keys if key in self._waiting]
+        return f"waits for {len(waiting)} {self._setup.section} calls: {some(waiting)}"
+
+    def _under_way(self) -> list[Subject]:
+        """What the calls are about that workers compute now."""
+        calls = [next(iter(worker.calls.copy()), None) for worker in self._workers.copy()]
+        return [call.subject for call in calls if call is not None and call.subject is not None]
+
+    def _awaited(self, keys: Sequence[Hashable], deadline: float) -> bool:
+        while stop_reason() is None:
+            left = max(0.0, deadline - time.monotonic())
+            if self._changed.wait_for(lambda: self._has_ended(keys), min(left, _STOP_SECONDS)):
+                return True
+            if left <= _STOP_SECONDS:
+                return False
+        return True
+
+    def _has_ended(self, keys: Sequence[Hashable]) -> bool:
+        return self._waiting.isdisjoint(keys) or self._failure is not None or self._is_closed
+
+    def close(self) -> None:
+        """End the workers with all that they started; answers not yet collected stay, calls are given up."""
+        with self._changed:
+            was_closed, self._is_closed = self._is_closed, True
+            self._changed.notify_all()
+        if self._inline is None and not was_closed:
+            self._wake_up()
+            self._thread.join()
+            self._wake.close()
+            self._waker.close()
+
+    def _deliver(self, key: Hashable, answer: A) -> None:
+        activity.advance(f"{self._setup.section} answers")
+        with self._changed:
+            self._waiting.discard(key)
+            self._answered[key] = answer, time.perf_counter()
+            self._changed.notify_all()
+
+    def _wake_up(self) -> None:
+        # A full socket holds wake-ups that the thread has yet to read.
+        with contextlib.suppress(BlockingIOError):
+            self._waker.send(b"\0")
+
+    def _run(self) -> None:
+        try:
+            while not self._is_closed:
+                self._start_workers()
+                self._dispatch()
+                self._exchange()
+                self._end_overdue()
+        except BaseException as error:
+            # `collect` raises it.
+            with self._changed:
+                self._failure = error
+                self._changed.notify_all()
+            if not self._started.done():
+                self._started.set_exception(error)
+        finally:
+            for worker in self._workers:
+                worker.kill()
+
+    def _start_workers(self) -> None:
+        # After a start that failed, the next one waits for a call that needs it.
+        while len(self._workers) < self._num_workers and (self._start_error is None or self._pending):
+            self._start_error = None
+            self._workers.append(WorkerProcess(self._setup))
+
+    def _dispatch(self) -> None:
+        for worker in self._workers:
+            while worker.is_idle and self._pending:
+                calls = self._pending.take(self._num_workers)
+                if calls := self._not_refused(calls):
+                    worker.start(calls)
+                    # An idle worker's pipe is empty: most calls fit into it, and needn't wait for an event.
+                    worker.send()
+
+    def _not_refused(self, calls: Sequence[PendingCall]) -> list[PendingCall]:
+        """The calls that may be made; the others are answered."""
+        if self._strikes is None:
+            return list(calls)
+        refused = [call for call in calls if self._strikes.refuses(call.subject)]
+        for call in refused:
+            self._fail(call, Verdict.QUARANTINED, f"this prompt cost {MOST_STRIKES} workers before")
+        return [call for call in calls if call not in refused]
+
+    def _exchange(self) -> None:
+        """Wait for the next event or deadline, and read and write what can be."""
+        # One that the kernel holds would take several system calls to set up, for a handful of pipes.
+        with selectors.PollSelector() as selector:
+            selector.register(self._wake, selectors.EVENT_READ)
+            for worker in self._workers:
+                selector.register(worker.read_fd, selectors.EVENT_READ, worker)
+                if worker.has_unsent:
+                    selector.register(worker.write_fd, selectors.EVENT_WRITE, worker)
+            ready = selector.select(self._seconds_to_wait())
+        for key, events in ready:
+            if key.data is None:
+                self._wake.recv(4096)
+            elif key.data not in self._workers:
+                continue  # an event before this one ended it
+            elif events & selectors.EVENT_WRITE:
+                key.data.send()
+            else:
+                self._receive(key.data)
+
+    def _seconds_to_wait(self) -> float | None:
+        deadlines = [worker.deadline for worker in self._workers if not worker.is_idle]
+        if not deadlines:
+            return None
+        return max(0.0, min(deadlines) - time.monotonic())
+
+    def _receive(self, worker: WorkerProcess) -> None:
+        try:
+            messages = worker.receive()
+        except WorkerLost as lost:
+            self._lose(worker, Verdict.CRASHED, str(lost))
+            return
+        for message in messages:
+            if not self._handle(worker, message):
+                self._lose(worker, Verdict.CRASHED, "something else wrote into its pipe")
+                return
+
+    def _handle(self, worker: WorkerProcess, message: Any) -> bool:
+        """Act on a worker's message; False where it isn't one that the worker may send now."""
+        if not isinstance(message, dict):
+            return False
+        if not worker.is_ready and "error" in message:
+            self._lose(worker, Verdict.CRASHED, str(message["error"]))
+            return True
+        if not worker.is_ready and "ready" in message:
+            worker.is_ready = True
+            self.facts = message.get("facts")
+            if all(other.is_ready for other in self._workers) and not self._started.done():
+                self._started.set_result(None)
+            return True
+        call = worker.calls[0] if worker.calls else None
+        if call is None or message.get("nonce") != call.nonce:
+            return False
+        answer = self._answers.read(message.get("answer"), call)
+        if answer is None:
+            return False
+        worker.answered()
+        self._deliver(call.key, answer)
+        return True
+
+    def _end_overdue(self) -> None:
+        for worker in list(self._workers):
+            if worker.is_overdue:
+                limit = f"{self._setup.section}.timeout_seconds = {self._timeout_seconds}"
+                self._lose(worker, Verdict.TIMED_OUT, f"it was over {limit}")
+
+    def _lose(self, worker: WorkerProcess, verdict: Verdict, reason: str) -> None:
+        """Kill a worker and give the call that it works on, if there is one, the verdict; others go to another one."""
+        ending = worker.kill()
+        self._workers.remove(worker)
+        if worker.calls:
+            how = reason if verdict is Verdict.TIMED_OUT else f"{reason}, {ending}"
+            if ending in self._setup.endings.values():
+                how = ending
+            call = worker.calls.popleft()
+            self._pending.put_back(worker.calls)
+            error = f"the {self._setup.section} process was lost in this call: {how}"
+            if self._strikes is not None and call.subject is not None:
+                self._strikes.add(Strike(call.subject, error))
+            self._fail(call, verdict, error)
+        elif not worker.is_ready:
+            if verdict is Verdict.TIMED_OUT:
+                reason = "the functions took too long to load; keep slow work out of the module's top level"
+            elif not reason.startswith(self._setup.functions_key):
+                reason = f"the process that loads {self._setup.functions_key} was lost: {reason}, {ending}"
+            self._start_error = reason
+            if not self._started.done():
+                self._started.set_exception(ValueError(reason))
+            elif self._pending:
+                error = f"no {self._setup.section} process could start: {reason}"
+                first, *others = self._pending.take(self._num_workers)
+                self._pending.put_back(others)
+                self._fail(first, Verdict.CRASHED, error)
+
+    def _fail(self, call: PendingCall, verdict: Verdict, error: str) -> None:
+        self._deliver(call.key, self._answers.failed(call, verdict, error))

@@ -1,0 +1,48 @@
+"""What a thread sees of the main thread, and that looking leaves nothing behind."""
+
+from __future__ import annotations
+
+import linecache
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+
+from spmdrl.runtime.supervision.rank_state import state_of_this, waits_for_others
+
+
+def looked_at(block: Callable[[SimpleNamespace], None]) -> bool:
+    """Whether another thread finds this one waiting while it is in the block, called with a lock that is released."""
+    lock, found, ident = threading.Lock(), list[bool](), threading.get_ident()
+    lock.acquire()
+
+    def look() -> None:
+        while sys._current_frames()[ident].f_code is not block.__code__:
+            time.sleep(0.001)
+        found.append(waits_for_others())
+        lock.release()
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    block(SimpleNamespace(wait=lock.acquire, work=lock.acquire))
+    thread.join()
+    return found[0]
+
+
+def wait(on: SimpleNamespace) -> None:
+    on.wait()
+
+
+def work(on: SimpleNamespace) -> None:
+    on.work()
+
+
+def test_a_wait_is_told_from_work():
+    assert looked_at(wait) and not looked_at(work)
+
+
+def test_looks_keep_no_file_of_the_main_threads_stack_in_memory():
+    linecache.clearcache()
+    assert looked_at(wait) and state_of_this(0, 0.0).stage
+    assert __file__ not in linecache.cache
