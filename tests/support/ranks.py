@@ -105,7 +105,8 @@ def _start(environment: dict[str, str], method: str, function: Callable, args: t
 
 def fork(function: Callable, *args: Any, method: Literal["forkserver", "spawn"] = "forkserver") -> BaseProcess:
     """Start a process that calls a function."""
-    start_server()
+    if method == "forkserver":
+        start_server()
     process = multiprocessing.get_context(method).Process(target=function, args=args)
     process.start()
     return process

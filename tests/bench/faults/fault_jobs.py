@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import multiprocessing
 import os
 import re
 import signal
@@ -25,12 +24,8 @@ from spmdrl.observability.logs.jsonl import read_jsonl
 from spmdrl.verbs.doctor.commands import MARK, marked_processes
 from tests.bench.faults.planned_faults import VARIABLE, arm_fault
 from tests.bench.harness.bench_ranks import launch_variables, store_of_launcher
+from tests.support.ranks import fork
 
-# The ranks are forked from a process that has done nothing but import these.
-_IMPORTED_ONCE = [
-    "torch.distributed.fsdp", "safetensors.torch", "tensordict", "spmdrl.verbs.train", "spmdrl.cli.command_line",
-    "tests.bench.faults.warm_start",
-]  # fmt: skip
 _VARIABLES = {"OMP_NUM_THREADS": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
 _LONGEST_SECONDS = 120.0
 _LEAVING_SECONDS = 5.0
@@ -135,8 +130,6 @@ class FaultJobs:
         self, name: str, *settings: str, fault: str = "", prepare: Callable[[], None] | None = None
     ) -> RunningJob:
         """Start a job; each of its ranks calls `prepare` first, which must be importable."""
-        multiprocessing.set_forkserver_preload(_IMPORTED_ONCE)
-        context = multiprocessing.get_context("forkserver")
         store = store_of_launcher()
         mark, screen = uuid.uuid4().hex, self.root / f"{name}.screen"
         screen.unlink(missing_ok=True)
@@ -146,9 +139,7 @@ class FaultJobs:
             if self.num_ranks > 1:
                 variables |= launch_variables(rank, self.num_ranks)
                 variables |= {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-            process = context.Process(target=_be_rank, args=(variables, screen, self.command(name, *settings), prepare))
-            process.start()
-            processes.append(process)
+            processes.append(fork(_be_rank, variables, screen, self.command(name, *settings), prepare))
         return RunningJob(processes, screen, mark, store)
 
 

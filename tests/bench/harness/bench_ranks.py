@@ -24,6 +24,7 @@ from spmdrl.runtime.network.sockets import LOOPBACK
 from spmdrl.runtime.supervision.ending import PeerFailed
 from spmdrl.verbs.doctor.commands import sigterm_as_exit
 from tests.bench.harness.emulated_nodes import INTERFACE, Node
+from tests.support.ranks import fork
 
 _VARIABLES = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
 # In the namespace of the first node, where no other process can have it.
@@ -31,8 +32,6 @@ _NODES_PORT = 29500
 # Ranks that wait longer for each other, even on a busy machine, have lost one.
 _LONGEST_WAIT_SECONDS = 300.0
 _LONGEST_RUN_SECONDS = 600.0
-# Not this package: the process that forks could find another copy of it than the one that runs.
-_IMPORTED_ONCE = ["torch.distributed.fsdp", "torch.distributed.pipelining", "safetensors.torch", "tensordict"]
 
 
 @dataclass(frozen=True)
@@ -53,8 +52,6 @@ class BenchRanks:
 
         Raises RuntimeError with the traceback of the rank that failed first, or if the ranks take too long.
         """
-        multiprocessing.set_forkserver_preload(_IMPORTED_ONCE)
-        context = multiprocessing.get_context(self.start_method)
         with (
             tempfile.TemporaryDirectory(prefix="spmdrl-bench-", ignore_cleanup_errors=True) as folder,
             _killed_at_end() as processes,
@@ -67,10 +64,9 @@ class BenchRanks:
                 variables |= launch_variables(rank, self.count, self.nodes)
                 if store is not None:
                     variables |= {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-                ours, theirs = context.Pipe(duplex=False)
-                process = context.Process(target=_be_rank, args=(self, variables, theirs, function, arguments))
+                ours, theirs = multiprocessing.Pipe(duplex=False)
                 with _environment(variables):
-                    process.start()
+                    process = fork(_be_rank, self, variables, theirs, function, arguments, method=self.start_method)
                 theirs.close()
                 processes.append(process)
                 pipes.append(ours)
