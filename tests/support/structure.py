@@ -25,16 +25,18 @@ ENTRIES = (
     *(f"verbs.doctor.{name}" for name in ("device_facts", "stage_process", "device_verbs", "precision", "whole_jobs")),
 )  # fmt: skip
 
+SOURCES = {".py", ".cpp", ".h", ".js", ".css", ".html", ".sh", ".sbatch", ".json", ".yaml"}
+
 # From prompt to gradient, without what logs, times, saves or switches.
 ON_A_ROWS_WAY = re.compile(r"algorithms|dataflow|engines|nouns|runtime/workers|verbs|train")
 BESIDE_IT = re.compile(r"resharding|checkpoint|manifest|state\.py|models/hf|volume")
 
 FILES_OF_A_STEP = """
-import json, sys, threading
+import json, os, sys, threading
 from pathlib import Path
 
-out = Path(sys.argv.pop())
-seen, in_loop = set(), []
+out = Path(sys.argv.pop() + os.environ.get("RANK", "0"))
+seen, threads, in_loop = set(), set(), []
 
 def watch(frame, event, argument):
     code = frame.f_code
@@ -42,6 +44,7 @@ def watch(frame, event, argument):
         return
     if code.co_name == "loop" and code.co_filename.endswith("train.py"):
         in_loop[:] = [True] if event == "call" else []
+        threads.update((thread.ident, thread.name) for thread in threading.enumerate())
     if in_loop and event == "call" and not code.co_name.startswith("<"):
         seen.add(code.co_filename.rpartition("/spmdrl/")[2])
 
@@ -54,7 +57,7 @@ except SystemExit as end:
     assert not end.code, end.code
 finally:
     sys.setprofile(None)
-    out.write_text(json.dumps(sorted(seen)))
+    out.write_text(json.dumps([sorted(seen), sorted(name for _, name in threads)]))
 """
 
 
@@ -177,7 +180,10 @@ def figures(package: Path) -> dict[str, object]:
     product = {name: imports_of(trees[name], modules) for name in modules}
     is_package = {name for name, path in modules.items() if path.name == "__init__.py"}
     return {
-        "lines": sum(text.count("\n") for text in source.values()),
+        "lines": sum(
+            path.read_text(encoding="utf-8").count("\n") for path in package.rglob("*") if path.suffix in SOURCES
+        ),
+        "imports_of_ours": sum(len(found) for found in product.values()),
         "files": len(modules) - len(is_package),
         "widest_folder": max(folders.values()),
         "widest_folders": sorted(name for name, width in folders.items() if width == max(folders.values())),
@@ -196,28 +202,36 @@ def holds_code(path: Path) -> bool:
     return path.is_dir() and (path / "__init__.py").exists()
 
 
-def files_of_a_step(package: Path) -> list[str]:
-    """The files whose functions run in the loop of a small job on one rank."""
+def what_runs(package: Path, num_ranks: int) -> tuple[list[str], list[str]]:
+    """The files whose functions run in the loop of a small job on rank 0, and its Python threads there."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        out = folder / "files.json"
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+        (folder / "job.py").write_text(FILES_OF_A_STEP)
         command = [
-            sys.executable, "-c", FILES_OF_A_STEP, "train", str(tiny_config(folder)), f"run.dir={folder / 'run'}",
-            "train.max_steps=2", "checkpoint.interval=0", str(out),
+            sys.executable, *(launcher if num_ranks > 1 else []), str(folder / "job.py"),
+            "train", str(tiny_config(folder)), f"run.dir={folder / 'run'}",
+            "train.max_steps=2", "checkpoint.interval=0", str(folder / "rank"),
         ]  # fmt: skip
         env = environment(PYTHONPATH=str(package.parent))
         subprocess.run(command, check=True, env=env, cwd=ROOT, stdout=subprocess.DEVNULL)
-        return json.loads(out.read_text())
+        files, threads = json.loads((folder / "rank0").read_text())
+        return files, threads
+
+
+def on_a_rows_way(files: Iterable[str]) -> list[str]:
+    """Those files of a step that stand between a prompt and its gradient."""
+    return [path for path in files if ON_A_ROWS_WAY.match(path) and not BESIDE_IT.search(path)]
 
 
 def main() -> None:
     package = Path(sys.argv[1] if len(sys.argv) > 1 else ROOT / "src") / PACKAGE
-    ran = files_of_a_step(package)
-    way = [path for path in ran if ON_A_ROWS_WAY.match(path) and not BESIDE_IT.search(path)]
-    found = figures(package) | {"files_of_a_step": len(ran), "files_from_prompt_to_gradient": len(way)}
-    for name, value in found.items():
+    ran, _ = what_runs(package, 1)
+    _, threads = what_runs(package, 2)
+    found = figures(package) | {"files_of_a_step": len(ran), "files_from_prompt_to_gradient": len(on_a_rows_way(ran))}
+    for name, value in (found | {"threads": threads}).items():
         print(f"{name:40} {value}")
-    print("\n".join(way))
+    print("\n".join(on_a_rows_way(ran)))
 
 
 if __name__ == "__main__":
