@@ -19,6 +19,7 @@ from spmdrl.engines.models.renderer import Renderer
 from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.nouns.settings.data_config import RowNotRendered, TemplateOptions
 from tests.support.text_models import CHATML, LLAMA2, LLAMA3, byte_fallback_folder, byte_level_folder
+from tests.support.tokenizer_zoo import ZOO
 
 pytestmark = pytest.mark.oldest
 
@@ -280,6 +281,25 @@ def test_what_isnt_used_or_disagrees_is_named_in_one_line(folder, rows, options,
     lines = renderer_with(folder, PLAIN, **options).warnings(num_texts, num_in_template, has_tools=has_tools)
     assert any(re.search(line.replace("|", r"\|"), one) for one in lines), lines
     assert all(one.startswith("WARNING: ") and "\n" not in one for one in lines)
+
+
+def test_names_that_nothing_sets_and_options_that_nothing_reads_are_named(folder, tmp_path):
+    template = tmp_path / "own.jinja"
+    template.write_text(
+        PLAIN + "{{ mesages }}{{ bos_token }}{% if thinking %}{{ thinking }}{% endif %}{{ x | default }}"
+    )
+    lines = renderer_with(folder, PLAIN, file=str(template)).warnings(0, 3, has_tools=False)
+    assert any(line.endswith("own.jinja reads mesages, which only rows' kwargs could set") for line in lines), lines
+    lines = renderer_with(folder, PLAIN, kwargs={"enable_thinkin": True}).warnings(0, 3, has_tools=False)
+    assert any("doesn't read enable_thinkin of data.chat_template_kwargs" in line for line in lines), lines
+
+
+def test_no_template_of_the_zoo_is_thought_to_read_a_name_that_nothing_sets(folder, tmp_path):
+    template = tmp_path / "own.jinja"
+    for text in {entry.template for entry in ZOO}:
+        template.write_text(text)
+        lines = renderer_with(folder, PLAIN, file=str(template)).warnings(0, 3, has_tools=False)
+        assert not any("which only rows' kwargs" in line for line in lines), lines
 
 
 def test_nothing_is_named_where_all_is_used(folder):

@@ -15,11 +15,11 @@ from os.path import commonprefix
 from typing import Any
 
 import numpy as np
-from jinja2 import TemplateSyntaxError
+from jinja2 import Environment, TemplateSyntaxError, meta, nodes
 
 from spmdrl.engines.models.hf.template_growth import check_growth
 from spmdrl.engines.models.tokenizer import ModelTokenizer, StopToken
-from spmdrl.nouns.settings.data_config import RowNotRendered, TemplateOptions, _check_kwargs
+from spmdrl.nouns.settings.data_config import RowNotRendered, TemplateOptions, check_kwargs
 
 Message = Mapping[str, Any]
 Messages = Sequence[Message]
@@ -28,10 +28,13 @@ Answer = str | dict[str, Any]
 
 _TOKENIZER_BATCH = 1024
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_GENERATION_TAG = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 # Words that templates leave as they are, and that no template has of its own.
 _PROBE = "Tangerine"
 _CUT = "continued-from-here-7f3a"
 _UNKNOWN = "\ue000"
+_SET_BY_TRANSFORMERS = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"}
+_OF_ABSENT_NAMES = ("defined", "undefined", "none", "default", "d")
 
 
 @dataclass(frozen=True)
@@ -188,8 +191,8 @@ class Renderer:
     def warnings(self, num_texts: int, num_in_template: int, *, has_tools: bool) -> list[str]:
         """Lines on what of the options, the rows and the tokenizer isn't used or disagrees."""
         lines = []
-        if num_in_template and (warning := self._end_of_turn_warning()):
-            lines.append(warning)
+        if num_in_template:
+            lines += filter(None, (self._end_of_turn_warning(), self._names_warning()))
         if num_texts and self.options.use == "auto" and self.has_template:
             lines.append(
                 f"WARNING: prompts are text, for which the chat template of {self._place} isn't used; set "
@@ -212,6 +215,27 @@ class Renderer:
             f"WARNING: the chat template ends answers with {end}, but responses stop at {stops} only and run on past "
             f'their end; set "eos_token_id": {ids} in {tokenizer.folder / "generation_config.json"}'
         )
+
+    def _names_warning(self) -> str | None:
+        """Name what a template of the user's prints though nothing sets it, and options that no template reads."""
+        environment = Environment(extensions=["jinja2.ext.loopcontrols"])  # noqa: S701
+        try:
+            tree = environment.parse(_GENERATION_TAG.sub("", self._template(None)))
+        except TemplateSyntaxError:
+            return None
+        read = meta.find_undeclared_variables(tree) - environment.globals.keys()
+        template, kwargs = f"the chat template of {self._place}", self.options.kwargs.keys()
+        if unread := sorted(kwargs - read):
+            return f"WARNING: {template} doesn't read {', '.join(unread)} of data.chat_template_kwargs"
+        if self.options.file is None:
+            return None
+        # What is asked for before it is printed may be absent.
+        asked = [one.test for one in tree.find_all((nodes.If, nodes.CondExpr))]
+        asked += [one.node for one in tree.find_all((nodes.Test, nodes.Filter)) if one.name in _OF_ABSENT_NAMES]
+        optional = {one.name for node in asked for one in (node, *node.find_all(nodes.Name)) if type(one) is nodes.Name}
+        optional |= {one.name for one in tree.find_all(nodes.Name) if one.ctx == "store"}
+        unset = sorted(read - optional - kwargs - _SET_BY_TRANSFORMERS - self.tokenizer.raw.special_tokens_map.keys())
+        return f"WARNING: {template} reads {', '.join(unset)}, which only rows' kwargs could set" if unset else None
 
     def _by_prefixes(self, messages: list[dict[str, Any]], columns: Mapping[str, Any]) -> MarkedTokens:
         whole, encode = self._rendered(messages, columns), self.tokenizer.encode
@@ -288,7 +312,7 @@ class Renderer:
 
     def _apply(self, messages: Messages, columns: Mapping[str, Any], **how: Any) -> Any:
         tools, kwargs = _tools_of(columns), _without_null(columns.get("chat_template_kwargs") or {})
-        _check_kwargs(kwargs, "chat_template_kwargs")
+        check_kwargs(kwargs, "chat_template_kwargs")
         how |= {**self.options.kwargs, **kwargs, "tools": tools}
         try:
             rendered = self.tokenizer.raw.apply_chat_template(list(messages), **how)

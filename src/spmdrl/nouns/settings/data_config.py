@@ -85,7 +85,7 @@ class TemplateOptions:
     system_prompt: str | None = None
 
     def __post_init__(self) -> None:
-        _check_kwargs(self.kwargs, "data.chat_template_kwargs")
+        check_kwargs(self.kwargs, "data.chat_template_kwargs")
         if self.use == "never" and self.named:
             raise ValueError(
                 f"data.chat_template is never, but {self.named[0]} is set, which only a chat template reads; set "
@@ -116,7 +116,7 @@ class TemplateOptions:
             raise ValueError(f"data.chat_template_file {self.file} can't be read: {error}") from None
 
 
-def _check_kwargs(kwargs: object, name: str) -> None:
+def check_kwargs(kwargs: object, name: str) -> None:
     if not isinstance(kwargs, Mapping):
         raise RowNotRendered(f"'{name}' is a {type(kwargs).__name__}, but must be a mapping")
     if reserved := sorted(_RESERVED & kwargs.keys()):
