@@ -18,11 +18,11 @@ import pytest
 from tests.support.jobs import finished, metrics_of, run_job, summary_of, tiny_config
 from torch.distributed import HashStore
 
-from spmdrl.runtime.supervision import rank_state
+from spmdrl.runtime.supervision import main_thread
 from spmdrl.runtime.supervision.activity import BETWEEN, Activity, activity
 from spmdrl.runtime.supervision.hang_report import HUNG
 from spmdrl.runtime.supervision.hang_watch import HangWatch, WatchConfig
-from spmdrl.runtime.supervision.rank_state import RankState, culprits
+from spmdrl.runtime.supervision.main_thread import RankState, culprits
 
 LIMIT = 4.0
 # A rank whose last sign of life is of its first step has three times as long, and stops have 15 s.
@@ -52,15 +52,15 @@ def test_who_holds_a_job_up(states, silent, expected):
 
 
 def test_a_collective_is_named_by_its_function_and_not_by_what_decorates_it():
-    torchs, own = "x/torch/distributed/", str(Path(rank_state.__file__))
+    torchs, own = "x/torch/distributed/", str(Path(main_thread.__file__))
     paths = [f"{torchs}distributed_c10d.py", f"{torchs}distributed_c10d.py", f"{torchs}c10d_logger.py", own]
     names = ["_new_group_with_tag", "new_group", "wrapper", "update"]
     frames = [
         SimpleNamespace(f_code=SimpleNamespace(co_filename=path, co_name=name), f_lineno=1)
         for path, name in zip(paths, names, strict=True)
     ]
-    assert rank_state._collective_of(frames) == "new_group"
-    assert rank_state._collective_of(frames[3:]) == ""
+    assert main_thread._collective_of(frames) == "new_group"
+    assert main_thread._collective_of(frames[3:]) == ""
 
 
 def test_what_comes_between_stages_belongs_to_the_step_under_way():

@@ -2,8 +2,8 @@
 
     python -m tests.bench.training.safeguards timed|without OUT_FOLDER train FILE.yaml key.path=value ...
 
-Pieces of the main thread count with the seconds that they take, those of pieces called inside them apart; threads that
-watch count with their processor seconds, per second of the run.
+Pieces of the main thread count with the seconds that they take, those of pieces called inside them apart; duties of
+the agent count with their processor seconds, per second of the run.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 import sys
 import threading
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from importlib import import_module
@@ -30,7 +30,7 @@ MAIN_THREAD: Mapping[str, Sequence[str]] = {
         f"spmdrl.job.rollouts.row_records:RowRecords.{name}" for name in ("rewarded", "taken", "trained", "write")
     ),
     "slow ranks": (
-        f"{_WATCH}.work_sampler:WorkSampler.working_seconds",
+        f"{_WATCH}.main_thread:WorkSampler.working_seconds",
         "spmdrl.observability.timeline.slow_ranks:SlowRanks.warnings",
         "spmdrl.observability.timeline.slow_ranks:ratios",
     ),
@@ -40,9 +40,9 @@ MAIN_THREAD: Mapping[str, Sequence[str]] = {
 THREADS: Mapping[str, Sequence[str]] = {
     "hang watch": (f"{_WATCH}.hang_watch:HangWatch._watch", f"{_WATCH}.hang_watch:HangWatch._exchange"),
     "stop watch": (f"{_WATCH}.stop_watch:StopWatch._run",),
-    "slow ranks, looks": (f"{_WATCH}.work_sampler:WorkSampler._run",),
+    "slow ranks, looks": (f"{_WATCH}.main_thread:WorkSampler._look",),
 }
-"""By piece, what its threads run."""
+"""By piece, what the agent does for it."""
 _LEFT_OUT: Mapping[str, Callable[..., Any]] = {
     "RunAccount.close": lambda account, accounting: accounting,
     "WorkSampler.working_seconds": lambda sampler, stage_seconds: dict(stage_seconds),
@@ -50,7 +50,7 @@ _LEFT_OUT: Mapping[str, Callable[..., Any]] = {
     "ratios": lambda seconds_by_rank: [1.0],
 }
 _RUNNING = tuple(f"{_WATCH}.{name}.running" for name in (
-    "hang_watch:HangWatch", "stop_watch:StopWatch", "work_sampler:WorkSampler",
+    "hang_watch:HangWatch", "stop_watch:StopWatch", "main_thread:WorkSampler",
 ))  # fmt: skip
 """What starts the threads."""
 
@@ -64,7 +64,7 @@ class PieceTimes:
         self.shares: Counter[str] = Counter()
         """processor seconds per second of each piece's threads"""
         self._computed: Counter[str] = Counter()
-        self._longest: dict[str, float] = defaultdict(float)
+        self._began: dict[str, float] = {}
         self._inside = threading.local()
 
     def called(self, piece: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -84,18 +84,16 @@ class PieceTimes:
         return wrapper
 
     def running(self, piece: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function of a thread, with its processor seconds per second added to those of the piece."""
+        """The function of another thread, with its processor seconds per second since the piece's first call."""
 
         @functools.wraps(function)
         def wrapper(*arguments: Any) -> Any:
-            start = time.perf_counter()
+            before, began = time.thread_time(), self._began.setdefault(piece, time.perf_counter())
             try:
                 return function(*arguments)
             finally:
-                # One of a start-up's milliseconds counts with these, not with its share of so short a life.
-                self._computed[piece] += time.thread_time()
-                self._longest[piece] = max(self._longest[piece], time.perf_counter() - start)
-                self.shares[piece] = self._computed[piece] / self._longest[piece]
+                self._computed[piece] += time.thread_time() - before
+                self.shares[piece] = self._computed[piece] / (time.perf_counter() - began)
 
         return wrapper
 

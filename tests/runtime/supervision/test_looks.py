@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from types import SimpleNamespace
 
-from spmdrl.runtime.supervision.rank_state import state_of_this, waits_for_others
+from spmdrl.runtime.supervision.main_thread import state_of_this, waits_for_others
 
 
 def looked_at(block: Callable[[SimpleNamespace], None]) -> bool:

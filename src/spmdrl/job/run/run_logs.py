@@ -19,7 +19,7 @@ from spmdrl.observability.timeline.timeline import Timeline, timeline_file, trun
 from spmdrl.resources.collectives import gather_and_agree, gather_bytes
 from spmdrl.resources.world import World
 from spmdrl.runtime.supervision.fence import check_fence
-from spmdrl.runtime.supervision.work_sampler import work_sampler
+from spmdrl.runtime.supervision.main_thread import work_sampler
 
 
 class RunLogs:

@@ -18,8 +18,8 @@ from spmdrl.runtime.screen import show
 from spmdrl.runtime.supervision.activity import activity
 from spmdrl.runtime.supervision.hang_watch import HangWatch, WatchConfig
 from spmdrl.runtime.supervision.launcher import write_error_file
+from spmdrl.runtime.supervision.main_thread import work_sampler
 from spmdrl.runtime.supervision.stop_watch import StopWatch, deadline_of, with_end_of_job
-from spmdrl.runtime.supervision.work_sampler import work_sampler
 
 _STAGE_SECONDS = 600.0
 _OTHER_VERBS = ("eval", "generate")

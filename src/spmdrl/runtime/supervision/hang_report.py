@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from spmdrl.runtime.supervision.fence import loss_of_folder
-from spmdrl.runtime.supervision.rank_state import RankState
+from spmdrl.runtime.supervision.main_thread import RankState
 
 HUNG = 124
 """the exit code of a job that hung, as of `timeout`"""

@@ -32,7 +32,7 @@ from spmdrl.runtime.supervision.fence import loss_of_folder
 from spmdrl.runtime.supervision.first_failure import publish
 from spmdrl.runtime.supervision.hang_report import HUNG, hang_line, silent_main_line, stacks_file, write_stacks
 from spmdrl.runtime.supervision.launcher import process_state
-from spmdrl.runtime.supervision.rank_state import RankState, culprits, is_debugged, state_of_this
+from spmdrl.runtime.supervision.main_thread import RankState, culprits, is_debugged, state_of_this
 
 _HANG, _WRITTEN, _BEAT = "hang", "hang/written", "beat/"
 _GONE = "gone"

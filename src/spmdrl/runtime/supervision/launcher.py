@@ -7,14 +7,14 @@ import ctypes
 import json
 import os
 import re
-import select
 import signal
 import socket
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
+
+from spmdrl.runtime.supervision.agent import Duty, agent
 
 _PR_SET_PDEATHSIG = 1
 _POLL_SECONDS = 1.0
@@ -26,7 +26,7 @@ _MODULES = ("torch.distributed.run", "torch.distributed.launch")
 
 
 def end_with_launcher(environ: Mapping[str, str] = os.environ) -> None:
-    """Have the kernel and a thread of this process end it once its launcher is gone; ends at once where it is already.
+    """Have the kernel and the agent of this process end it once its launcher is gone; ends at once where it is already.
 
     Killed by SIGKILL or SIGUSR1, torchrun leaves its ranks running, and msrun by SIGTERM too. Where neither started
     this process, nothing happens: srun ends its tasks itself, and a job of plain python outlives its shell under nohup.
@@ -35,14 +35,14 @@ def end_with_launcher(environ: Mapping[str, str] = os.environ) -> None:
         return
     parent = os.getppid()
     if not Path("/proc/self/stat").exists():
-        _start_thread(_poll_parent, parent)
+        _watch_parent(parent)
         return
     launcher = launcher_of(os.getpid())
     if launcher is None:
         # Orphaned while it started, or in a container of its own, whose launcher it can't see.
         if environ.get(_VARIABLE, "").endswith(namespace()) or not _store_answers(environ):
             _end()
-        _start_thread(_poll_parent, parent)
+        _watch_parent(parent)
         return
     if launcher == parent and sys.platform == "linux":
         # Sent when the thread that started this process ends: the launcher's main thread.
@@ -51,9 +51,9 @@ def end_with_launcher(environ: Mapping[str, str] = os.environ) -> None:
     try:
         descriptor = os.pidfd_open(launcher)
     except (OSError, AttributeError):
-        _start_thread(_poll_parent, parent)
+        _watch_parent(parent)
     else:
-        _start_thread(_await_end, descriptor)
+        agent.begin(Duty(_end, descriptor=descriptor))
     if launcher_of(os.getpid()) != launcher:
         _end()
 
@@ -153,19 +153,12 @@ def _is_python(command: list[str]) -> bool:
     return os.path.basename(command[0]).startswith(("python", "pypy")) if command else False
 
 
-def _start_thread(function: Callable[[int], None], argument: int) -> None:
-    threading.Thread(target=function, args=(argument,), name="launcher-watch", daemon=True).start()
+def _watch_parent(parent: int) -> None:
+    def end_if_orphaned() -> None:
+        if os.getppid() != parent:
+            _end()
 
-
-def _await_end(descriptor: int) -> None:
-    select.select([descriptor], [], [])
-    _end()
-
-
-def _poll_parent(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(_POLL_SECONDS)
-    _end()
+    agent.begin(Duty(end_if_orphaned, _POLL_SECONDS))
 
 
 def _end() -> None:

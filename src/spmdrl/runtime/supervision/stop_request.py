@@ -8,18 +8,19 @@ ends at once               raises Stopped             only noted: ranks agree wh
 from __future__ import annotations
 
 import _thread
+import math
 import os
 import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from types import FrameType
 from typing import Literal
 
 from spmdrl.runtime.screen import show
+from spmdrl.runtime.supervision.agent import Duty, agent
 
 STOPPED = 75
 """the exit code of a run that was stopped on request and goes on when it is started again (EX_TEMPFAIL)"""
@@ -44,6 +45,7 @@ _TWICE_SECONDS = 1.0
 # In which a rank that is set up leaves by itself: its main thread may wait in C++, where no handler of Python runs.
 # Launchers kill after 30 s.
 _LEAVING_SECONDS = 20.0
+_LOOK_SECONDS = 0.1
 # Whose handler the main thread runs where another thread has found the request.
 _FORWARDED = signal.SIGUSR1
 
@@ -96,6 +98,8 @@ class StopRequest:
         self._is_main = False
         self._ours: frozenset[int] = frozenset()
         self._came: dict[int, float] = {}
+        self._asked_at = math.inf
+        """when a signal came while this rank was set up"""
 
     @property
     def is_leaving(self) -> bool:
@@ -127,26 +131,28 @@ class StopRequest:
 
     @contextmanager
     def _leaving_in_time(self) -> Iterator[None]:
-        """Within the block a thread learns of signals at once, and ends a rank that is set up and doesn't leave."""
+        """Within the block the agent learns of signals at once, and ends a rank that is set up and doesn't leave."""
         received, sent = socket.socketpair()
         sent.setblocking(False)
+        self._asked_at = math.inf
         before = signal.set_wakeup_fd(sent.fileno(), warn_on_full_buffer=False)
-        threading.Thread(target=self._end_if_late, args=(received,), name="leaving", daemon=True).start()
-        try:
+        with received, sent, ExitStack() as duties:
+            duties.callback(signal.set_wakeup_fd, before)
+            duties.enter_context(
+                agent.doing(Duty(lambda: self._learn(received.recv(1)[0]), descriptor=received.fileno()))
+            )
+            duties.enter_context(agent.doing(Duty(self._end_if_late, _LOOK_SECONDS)))
             yield
-        finally:
-            signal.set_wakeup_fd(before)
-            sent.close()
 
-    def _end_if_late(self, received: socket.socket) -> None:
-        with received:
-            while number := received.recv(1):
-                if number[0] in self._ours and self.phase == "setting up":
-                    # Before the handler: other ranks learn it even while the main thread waits for one of them.
-                    self.note(_reason_of(number[0]))
-                    time.sleep(_LEAVING_SECONDS)
-                    if self.is_handled and self.is_leaving:
-                        self._end_at_once()
+    def _learn(self, number: int) -> None:
+        if number in self._ours and self.phase == "setting up":
+            # Before the handler: other ranks learn it even while the main thread waits for one of them.
+            self.note(_reason_of(number))
+            self._asked_at = min(self._asked_at, time.monotonic())
+
+    def _end_if_late(self) -> None:
+        if time.monotonic() > self._asked_at + _LEAVING_SECONDS and self.is_handled and self.is_leaving:
+            self._end_at_once()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()

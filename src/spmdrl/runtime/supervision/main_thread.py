@@ -1,4 +1,4 @@
-"""What a rank is at, as others can read it, and which ranks hold a job up."""
+"""Place of a rank's main thread: for others to read, and, many times a second, whether it works or waits for others."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import linecache
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -13,6 +14,7 @@ from types import FrameType
 
 import spmdrl
 from spmdrl.runtime.supervision.activity import activity
+from spmdrl.runtime.supervision.agent import Duty, agent
 
 assert spmdrl.__file__ is not None
 _PACKAGE = Path(spmdrl.__file__).parent
@@ -27,6 +29,9 @@ _LONG_STAGES = ("checkpoint", "keep_rollouts")
 _PATIENCE = 3.0
 # Of the limit, for which a rank is silent before no other one is blamed any more.
 _SUSPECT_SHARE = 0.5
+_LOOK_SECONDS = 0.05
+# Of what was seen in earlier steps, in which a short stage may have passed unseen.
+_KEPT = 0.7
 
 
 @dataclass(frozen=True)
@@ -167,3 +172,44 @@ def _what_is_open() -> list[str]:
 
 def _counts() -> list[str]:
     return [f"{count} {what}" for what, count in sorted(activity.counts.copy().items())]
+
+
+@dataclass
+class _Seen:
+    """How often the main thread was looked at in a stage, and how often it worked."""
+
+    num_looks: float = 0.0
+    num_working: float = 0.0
+
+
+class WorkSampler:
+    """Has the agent look at the main thread of this process some times a second.
+
+    What a device waits for inside a pass counts as work: there, ranks that wait look as busy as those that work.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[str, _Seen] = {}
+
+    def running(self) -> AbstractContextManager[None]:
+        """Look within the block."""
+        return agent.doing(Duty(self._look, _LOOK_SECONDS))
+
+    def working_seconds(self, stage_seconds: Mapping[str, float]) -> dict[str, float]:
+        """The part of each stage's seconds in which this rank worked; called once per step."""
+        working = {}
+        for stage, seconds in stage_seconds.items():
+            seen = self._seen.get(stage, _Seen())
+            working[stage] = seconds * (seen.num_working / seen.num_looks if seen.num_looks >= 1.0 else 1.0)
+        for stage, seen in list(self._seen.items()):
+            self._seen[stage] = _Seen(_KEPT * seen.num_looks, _KEPT * seen.num_working)
+        return working
+
+    def _look(self) -> None:
+        seen = self._seen.setdefault(activity.stage, _Seen())
+        seen.num_looks += 1
+        seen.num_working += not waits_for_others()
+
+
+work_sampler = WorkSampler()
+"""that of this process"""
