@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import re
 import signal
 import threading
 import time
-from dataclasses import asdict
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,9 +19,9 @@ from torch.distributed import HashStore
 
 from spmdrl.runtime.supervision import main_thread
 from spmdrl.runtime.supervision.activity import BETWEEN, Activity, activity
+from spmdrl.runtime.supervision.board import Line, RankState, culprits
 from spmdrl.runtime.supervision.hang_report import HUNG
-from spmdrl.runtime.supervision.hang_watch import HangWatch, WatchConfig
-from spmdrl.runtime.supervision.main_thread import RankState, culprits
+from spmdrl.runtime.supervision.watch import Watch, WatchConfig
 
 LIMIT = 4.0
 # A rank whose last sign of life is of its first step has three times as long, and stops have 15 s.
@@ -76,7 +75,7 @@ def test_what_comes_between_stages_belongs_to_the_step_under_way():
     assert (process.stage, process.step) == (BETWEEN, 4)
 
 
-class WatchThatGoesOn(HangWatch):
+class WatchThatGoesOn(Watch):
     """Notes the lines with which it would end the process."""
 
     lines: tuple[str, ...] = ()
@@ -93,7 +92,7 @@ class EndedStore(HashStore):
 
 
 @pytest.mark.parametrize(
-    ("beats", "line"),
+    ("lines", "found"),
     [
         ("none", r"rank 0 hangs: no answer for \d+ s.*; last, rank 0 in update of step 3 \(at x.py:1\)"),
         ("new ones", None),
@@ -101,19 +100,20 @@ class EndedStore(HashStore):
         ("store ended", r"rank 0 has ended, and rank 1 hangs: no progress for \d+ s; rank 1 "),
     ],
 )
-def test_a_rank_decides_by_itself_where_rank_0_answers_no_longer_and_where_it_has_ended(beats, line, tmp_path):
-    store, began = EndedStore() if beats == "store ended" else HashStore(), time.monotonic()
-    watch = WatchThatGoesOn(WatchConfig(1.0, tmp_path, rank=1, size=2), store, lambda line, stacks: None)
-    main = asdict(state(0, idle=0.0))
-    store.set("beat/0", json.dumps({"number": 0, "state": main}) if beats != "gone" else "gone")
+def test_a_rank_decides_by_itself_where_rank_0_answers_no_longer_and_where_it_has_ended(lines, found, tmp_path):
+    store, began = EndedStore() if lines == "store ended" else HashStore(), time.monotonic()
+    watch = WatchThatGoesOn(WatchConfig(1, 2, 1.0, tmp_path), store)
+    main = Line(1, state(0, idle=0.0), has_left=lines == "gone")
+    store.set("line/0", main.to_json())
     with watch.running():
-        while time.monotonic() < began + (30 if line else 4.5) and not watch.lines:
+        while time.monotonic() < began + (30 if found else 4.5) and not watch.lines:
             time.sleep(0.01)
-            if beats == "new ones":
-                store.set("beat/0", json.dumps({"number": time.monotonic(), "state": main}))
-    assert bool(watch.lines) == bool(line)
-    if line:
-        assert re.match(line, watch.lines[0]), watch.lines[0]
+            if lines == "new ones":
+                main = replace(main, number=main.number + 1)
+                store.set("line/0", main.to_json())
+    assert bool(watch.lines) == bool(found)
+    if found:
+        assert re.match(found, watch.lines[0]), watch.lines[0]
 
 
 def hang(how: str, stage: str, rank: int, run: Path) -> None:

@@ -29,12 +29,13 @@ from tests.support.ranks import HOST, end, fork, rank_environment
 from torch.distributed import TCPStore
 
 from spmdrl.cli.failure_page import end_with
+from spmdrl.job.start.watching import deadline_of, with_end_of_job
 from spmdrl.nouns.settings.checkpoint_config import CheckpointConfig
 from spmdrl.resources.startup.rendezvous import Network
 from spmdrl.resources.world import open_world
 from spmdrl.runtime.launch import read_launch_environment
 from spmdrl.runtime.supervision.stop_request import STOPPED, Stopped, request
-from spmdrl.runtime.supervision.stop_watch import StopWatch, deadline_of, with_end_of_job
+from spmdrl.runtime.supervision.watch import Watch, WatchConfig
 
 # Signals its rank once, while it scores the prompts of a certain call or those that are held out.
 REWARD = """
@@ -341,7 +342,7 @@ def set_up(own: dict[str, str], folder: Path, place: str, *, is_stopped: bool) -
         try:
             with open_world("cpu", network=Network(folder)) as world:
                 watched = world.beside
-                with StopWatch(watched, world.rank, world.size, deadline=None).running():
+                with Watch(WatchConfig(world.rank, world.size), watched).running():
                     if launch.rank == 0:
                         time.sleep(1.0)
                         os.kill(os.getpid(), signal.SIGTERM if is_stopped else signal.SIGKILL)

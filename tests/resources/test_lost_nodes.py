@@ -11,8 +11,8 @@ import pytest
 
 from spmdrl.resources.startup.patient_rendezvous import PatientRendezvous, know_this_node
 from spmdrl.runtime.network.network_interface import address_towards
+from spmdrl.runtime.supervision.board import RankState, culprits
 from spmdrl.runtime.supervision.hang_report import hang_line, silent_main_line
-from spmdrl.runtime.supervision.main_thread import RankState, culprits
 
 LIMIT = 10.0
 RANKS_PER_NODE = 2

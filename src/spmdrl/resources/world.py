@@ -22,7 +22,7 @@ from spmdrl.runtime.network.sockets import LOOPBACK, closing_new_listeners
 from spmdrl.runtime.supervision.ending import FirstFailure, PeerFailed, cause_of
 from spmdrl.runtime.supervision.first_failure import find_first, peers_of, publish_process, wait_for_all
 from spmdrl.runtime.supervision.stop_request import Stopped, request
-from spmdrl.runtime.supervision.stop_watch import StopWatch
+from spmdrl.runtime.supervision.watch import Watch, WatchConfig
 
 # How long a rank that can't start itself looks for the others.
 _REFUSAL_SECONDS = 5.0
@@ -165,7 +165,7 @@ def _spreading_stops(world: World) -> Iterator[None]:
     if not request.is_handled or world.size == 1:
         yield
         return
-    with StopWatch(world.beside, world.rank, world.size, deadline=None).running():
+    with Watch(WatchConfig(world.rank, world.size), world.beside).running():
         yield
 
 

@@ -38,8 +38,7 @@ MAIN_THREAD: Mapping[str, Sequence[str]] = {
 }
 """By piece, its functions, as `module:name`."""
 THREADS: Mapping[str, Sequence[str]] = {
-    "hang watch": (f"{_WATCH}.hang_watch:HangWatch._watch", f"{_WATCH}.hang_watch:HangWatch._exchange"),
-    "stop watch": (f"{_WATCH}.stop_watch:StopWatch._run",),
+    "hang and stop watch": (f"{_WATCH}.watch:Watch._look", f"{_WATCH}.watch:Lines._run"),
     "slow ranks, looks": (f"{_WATCH}.main_thread:WorkSampler._look",),
 }
 """By piece, what the agent does for it."""
@@ -49,10 +48,8 @@ _LEFT_OUT: Mapping[str, Callable[..., Any]] = {
     "SlowRanks.warnings": lambda slow, step, seconds_by_rank: [],
     "ratios": lambda seconds_by_rank: [1.0],
 }
-_RUNNING = tuple(f"{_WATCH}.{name}.running" for name in (
-    "hang_watch:HangWatch", "stop_watch:StopWatch", "main_thread:WorkSampler",
-))  # fmt: skip
-"""What starts the threads."""
+_RUNNING = (f"{_WATCH}.watch:Watch.running", f"{_WATCH}.main_thread:WorkSampler.running")
+"""What gives the agent its duties."""
 
 
 class PieceTimes:

@@ -52,11 +52,15 @@ def test_a_thread_that_ends_at_once_adds_what_it_computes_to_one_that_stays():
 
 def test_the_rank_where_a_piece_takes_most_counts():
     def of_rank(seconds: float) -> dict[str, dict[str, float]]:
-        return {"seconds": {"fencing": seconds}, "calls": {"fencing": 20}, "shares": {"hang watch": seconds / 100}}
+        return {
+            "seconds": {"fencing": seconds},
+            "calls": {"fencing": 20},
+            "shares": {"hang and stop watch": seconds / 100},
+        }
 
     rows = {row["piece"]: row for row in piece_rows([[of_rank(0.01), of_rank(0.02)]], num_steps=10)}
     assert rows["fencing"]["ms per step"] == pytest.approx(2) and rows["fencing"]["calls per step"] == 2
-    assert rows["hang watch"]["share of 0.5 s"] == pytest.approx(2e-4)
+    assert rows["hang and stop watch"]["share of 0.5 s"] == pytest.approx(2e-4)
 
 
 def _time_and_leave_out() -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
+import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
+from datetime import datetime
 from pathlib import Path
 
 from spmdrl.config.config import Config
@@ -16,13 +19,17 @@ from spmdrl.job.start.start_checks import CheckedRun
 from spmdrl.resources.world import World
 from spmdrl.runtime.screen import show
 from spmdrl.runtime.supervision.activity import activity
-from spmdrl.runtime.supervision.hang_watch import HangWatch, WatchConfig
 from spmdrl.runtime.supervision.launcher import write_error_file
 from spmdrl.runtime.supervision.main_thread import work_sampler
-from spmdrl.runtime.supervision.stop_watch import StopWatch, deadline_of, with_end_of_job
+from spmdrl.runtime.supervision.watch import Deadline, Watch, WatchConfig
 
 _STAGE_SECONDS = 600.0
 _OTHER_VERBS = ("eval", "generate")
+_SLURM_END = "SLURM_JOB_END_TIME"
+_SLURM_START = "SLURM_JOB_START_TIME"
+_SQUEUE_SECONDS = 10.0
+_MARGIN_SECONDS = 120.0
+_MARGIN_SHARE = 0.1
 
 
 @contextmanager
@@ -32,7 +39,6 @@ def watching(checked: CheckedRun, world: World) -> Iterator[None]:
     store = world.beside
     # One rank is enough, and thousands would ask Slurm's controller at once.
     environ = with_end_of_job(os.environ) if world.is_main else os.environ
-    deadline = deadline_of(config.checkpoint.save_by_seconds, environ)
     is_training = checked.verb not in _OTHER_VERBS
 
     def show_hang(line: str, written: Path | None) -> None:
@@ -43,14 +49,16 @@ def watching(checked: CheckedRun, world: World) -> Iterator[None]:
         if world.is_main and is_training and activity.num_boundaries:
             write_early_end(config.run.folder, "failed", line)
 
-    watch = WatchConfig(stage_timeout_seconds(config), config.run.folder, world.rank, world.size)
-    if world.num_nodes > 1:
-        host = f"{socket.gethostname()} ({world.address})"
-        watch = replace(watch, ranks_per_node=world.launch.local_world_size, host=host)
-    # The other verbs have nothing to save.
-    stops = StopWatch(store, world.rank, world.size, deadline).running() if is_training else nullcontext()
+    is_spread = world.num_nodes > 1
+    watch = WatchConfig(
+        world.rank, world.size, stage_timeout_seconds(config), config.run.folder,
+        ranks_per_node=world.launch.local_world_size if is_spread else 0,
+        host=f"{socket.gethostname()} ({world.address})" if is_spread else "",
+        # The other verbs have nothing to save.
+        deadline=deadline_of(config.checkpoint.save_by_seconds, environ) if is_training else None,
+    )  # fmt: skip
     sampled = nullcontext() if store is None else work_sampler.running()
-    with stops, HangWatch(watch, store, show_hang, world.peers).running(), sampled:
+    with Watch(watch, store, show_hang, world.peers).running(), sampled:
         yield
 
 
@@ -59,3 +67,36 @@ def stage_timeout_seconds(config: Config) -> float:
     if config.resources.stage_timeout_seconds is not None:
         return config.resources.stage_timeout_seconds
     return max(_STAGE_SECONDS, 2 * config.reward.timeout_seconds, 2 * config.environment.timeout_seconds)
+
+
+def deadline_of(save_by_seconds: float | None, environ: Mapping[str, str]) -> Deadline | None:
+    """When to save and leave: so long after now, else two minutes before Slurm ends the job.
+
+    A tenth of the job's time before, where that is less.
+    """
+    now = time.time()
+    if save_by_seconds is not None:
+        return Deadline(now + save_by_seconds, "checkpoint.save_by")
+    if not environ.get(_SLURM_END, "").isdecimal():
+        return None
+    end = float(environ[_SLURM_END])
+    start = float(environ[_SLURM_START]) if environ.get(_SLURM_START, "").isdecimal() else now
+    margin = max(0.0, min(_MARGIN_SECONDS, _MARGIN_SHARE * (end - start)))
+    return Deadline(end - margin, "Slurm's time limit")
+
+
+def with_end_of_job(environ: Mapping[str, str]) -> Mapping[str, str]:
+    """The environment, with the end of this Slurm job from squeue where its Slurm is too old to export that."""
+    squeue = shutil.which("squeue", path=environ.get("PATH"))
+    if _SLURM_END in environ or "SLURM_JOB_ID" not in environ or squeue is None:
+        return environ
+    command = [squeue, "--noheader", f"--jobs={environ['SLURM_JOB_ID']}", "--format=%e"]
+    with suppress(OSError, ValueError, subprocess.SubprocessError):
+        done = subprocess.run(
+            command, env={**environ, "SLURM_TIME_FORMAT": "standard"}, capture_output=True, text=True,
+            timeout=_SQUEUE_SECONDS, check=True,
+        )  # fmt: skip
+        # In local time; a job without a limit has none.
+        end = datetime.fromisoformat(done.stdout.strip()).timestamp()
+        return {**environ, _SLURM_END: f"{end:.0f}"}
+    return environ

@@ -16,7 +16,8 @@ from spmdrl.runtime.supervision.launcher import namespace, process_state
 from spmdrl.runtime.supervision.stop_request import Stopped, request
 
 _COUNT = "failures"
-_FIRST = "first failure"
+FIRST = "first failure"
+"""the key of the first failure's rank and cause"""
 # In which a rank that lost its connections looks for another rank's failure.
 _CONSEQUENCE_SECONDS = 5.0
 # In which rank 0 may be the first to publish what all ranks find alike.
@@ -66,9 +67,9 @@ def find_first(
 
 def publish(store: dist.Store, failure: FirstFailure) -> bool:
     """Record a rank's failure as the first one, and return whether it was."""
-    is_first = not store.check([_FIRST]) and store.add(_COUNT, 1) == 1
+    is_first = not store.check([FIRST]) and store.add(_COUNT, 1) == 1
     if is_first:
-        store.set(_FIRST, json.dumps([failure.rank, failure.cause]))
+        store.set(FIRST, json.dumps([failure.rank, failure.cause]))
     return is_first
 
 
@@ -80,7 +81,7 @@ def wait_for_all(store: dist.Store, size: int, state: str, timeout_seconds: floa
     store.add(state, 1)
     deadline, pause = time.monotonic() + timeout_seconds, 0.001
     while store.add(state, 0) < size:
-        if store.check([_FIRST]):
+        if store.check([FIRST]):
             raise RuntimeError("Interrupted by another rank's failure")
         if time.monotonic() > deadline:
             raise RuntimeError(f"{store.add(state, 0)} of {size} ranks are {state} after {timeout_seconds:g} s")
@@ -94,7 +95,7 @@ def _search(
     suspect = None
     try:
         deadline = time.monotonic() + patience
-        while not store.check([_FIRST]):
+        while not store.check([FIRST]):
             suspect = _gone(peers) if patience > 0 or own.is_stop else None
             if suspect is not None or time.monotonic() > deadline:
                 break
@@ -104,8 +105,8 @@ def _search(
             return
         deadline = time.monotonic() + _STORE_SECONDS
         while time.monotonic() < deadline:
-            if store.check([_FIRST]):
-                found.append(FirstFailure(*json.loads(store.get(_FIRST))))
+            if store.check([FIRST]):
+                found.append(FirstFailure(*json.loads(store.get(FIRST))))
                 return
             time.sleep(0.02)
     except (RuntimeError, ValueError, TypeError):

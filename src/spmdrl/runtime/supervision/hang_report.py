@@ -9,14 +9,14 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from spmdrl.runtime.supervision.board import RankState
 from spmdrl.runtime.supervision.fence import loss_of_folder
-from spmdrl.runtime.supervision.main_thread import RankState
 
 HUNG = 124
 """the exit code of a job that hung, as of `timeout`"""
 FOLDER = "failures"
 _MOST_OTHERS = 4
-# Of the limit: ranks that were lost at the same moment wrote their last beats at different ones.
+# Of the limit: ranks that were lost at the same moment wrote their last lines at different ones.
 _ALMOST = 0.8
 
 

@@ -15,6 +15,7 @@ from types import FrameType
 import spmdrl
 from spmdrl.runtime.supervision.activity import activity
 from spmdrl.runtime.supervision.agent import Duty, agent
+from spmdrl.runtime.supervision.board import RankState
 
 assert spmdrl.__file__ is not None
 _PACKAGE = Path(spmdrl.__file__).parent
@@ -27,39 +28,9 @@ _DEBUGGERS = ("pdb.py", "bdb.py")
 # A large file or a compilation takes long, and nothing is counted meanwhile.
 _LONG_STAGES = ("checkpoint", "keep_rollouts")
 _PATIENCE = 3.0
-# Of the limit, for which a rank is silent before no other one is blamed any more.
-_SUSPECT_SHARE = 0.5
 _LOOK_SECONDS = 0.05
 # Of what was seen in earlier steps, in which a short stage may have passed unseen.
 _KEPT = 0.7
-
-
-@dataclass(frozen=True)
-class RankState:
-    """What one rank is at."""
-
-    rank: int
-    stage: str
-    step: int
-    num_boundaries: int
-    idle_seconds: float
-    """since it made progress"""
-    collective: str
-    """the one that it waits in for other ranks; empty where it doesn't"""
-    doing: str
-    """where it is, and what it has done"""
-    patience: float = 1.0
-    """how many times the limit it may take"""
-    host: str = ""
-    """name and address of its node, in a job of several nodes"""
-
-    @property
-    def place(self) -> str:
-        return self.stage if self.step == 0 else f"{self.stage} of step {self.step}"
-
-    def __str__(self) -> str:
-        waits = f" waits in {self.collective}" if self.collective else ""
-        return f"rank {self.rank}{waits} in {self.place} ({self.doing})"
 
 
 def state_of_this(rank: int, idle_seconds: float, host: str = "") -> RankState:
@@ -82,28 +53,6 @@ def waits_for_others() -> bool:
 def is_debugged() -> bool:
     """Whether a debugger has stopped the main thread."""
     return any(frame.f_code.co_filename.endswith(_DEBUGGERS) for frame in _main_stack())
-
-
-def culprits(states: Sequence[RankState], silent: Mapping[int, float], limit_seconds: float) -> list[int]:
-    """The ranks that hold all up; none while some rank that others may wait for makes progress.
-
-    Those that don't answer, by the seconds for which they haven't; else those without progress that wait for no other
-    rank; else, where all wait, those that have come least far.
-    """
-    by_rank = {state.rank: state for state in states}
-    limits = {rank: limit_seconds * state.patience for rank, state in by_rank.items()}
-    if mute := [rank for rank, seconds in silent.items() if seconds > limits.get(rank, limit_seconds)]:
-        return sorted(mute)
-    # Others may wait for a rank that is about to count as lost, and in places that don't look like waiting.
-    if any(seconds > _SUSPECT_SHARE * limit_seconds for seconds in silent.values()):
-        return []
-    stuck = [state for state in states if state.idle_seconds > limits[state.rank]]
-    if own := [state.rank for state in stuck if not state.collective]:
-        return sorted(own)
-    if not stuck or len(stuck) < len(states):
-        return []
-    least = min(state.num_boundaries for state in stuck)
-    return sorted(state.rank for state in stuck if state.num_boundaries == least)
 
 
 def _main_stack() -> list[FrameType]:

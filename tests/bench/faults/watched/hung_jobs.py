@@ -18,7 +18,7 @@ from tests.bench.faults.fault_tally import Tally
 from tests.bench.faults.watched.standing_still import COMES, Way, stand_still
 
 _LIMIT = 2.0
-# C's timer, which alone is left where one process holds Python's lock, comes a second and some beats after the limit;
+# C's timer, which alone is left where one process holds Python's lock, comes a second and some looks after the limit;
 # and where none hangs, a loaded machine must not add to a long stage what is missing to the limit.
 _LONG_LIMIT = 4.0
 _MOST_LIMITS = 1.5

@@ -16,7 +16,7 @@ from spmdrl.runtime.supervision.activity import Activity, activity
 
 Way = Literal["sigstop", "lock", "collective"]
 """stopped by a signal; holding Python's lock in C; in a collective that no other rank enters"""
-_BEATS_SECONDS = 0.25
+_LOOKS_SECONDS = 0.25
 COMES = "comes now"
 """in the line that a fault shows when it comes"""
 
@@ -31,8 +31,8 @@ class Standing(Activity):
     def _pass(self, stage: str, step: int) -> None:
         super()._pass(stage, step)
         if (stage, step) == self.place:
-            # What a rank last was at is known from its beats, which come more often than real stages end.
-            time.sleep(_BEATS_SECONDS)
+            # What a rank last was at is known from its lines, which come more often than real stages end.
+            time.sleep(_LOOKS_SECONDS)
             show(f"{self.way} in {stage} of step {step} {COMES}", stream=sys.stderr)
             _stand_still(self.way)
 

@@ -1,0 +1,171 @@
+"""The board on which ranks publish what they are at, and what follows from it: nothing, a stop, a failure or a hang.
+
+every rank   publishes its line twice a second, and reads rank 0's
+rank 0       reads all lines, decides, and publishes its verdict in its own line
+the others   follow that verdict; they decide by themselves where no line of rank 0 comes any more, which keeps the
+             store, and each about itself once rank 0 has ended
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+
+from spmdrl.runtime.supervision.ending import FirstFailure
+
+# Of the limit, for which a rank is silent before no other one is blamed any more.
+_SUSPECT_SHARE = 0.5
+
+
+@dataclass(frozen=True)
+class RankState:
+    """Place and progress of one rank."""
+
+    rank: int
+    stage: str
+    step: int
+    num_boundaries: int
+    idle_seconds: float
+    """since it made progress"""
+    collective: str
+    """the one that it waits in for other ranks; empty where it doesn't"""
+    doing: str
+    """where it is, and what it has done"""
+    patience: float = 1.0
+    """how many times the limit it may take"""
+    host: str = ""
+    """name and address of its node, in a job of several nodes"""
+
+    @property
+    def place(self) -> str:
+        return self.stage if self.step == 0 else f"{self.stage} of step {self.step}"
+
+    def __str__(self) -> str:
+        waits = f" waits in {self.collective}" if self.collective else ""
+        return f"rank {self.rank}{waits} in {self.place} ({self.doing})"
+
+
+@dataclass(frozen=True)
+class Stop:
+    """A rank was asked to stop, so all are."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Hang:
+    """The job stands still."""
+
+    ranks: Sequence[int]
+    """those that hold it up"""
+    line: str = ""
+    """for the screen; empty until it is written"""
+
+
+Verdict = Stop | FirstFailure | Hang
+_VERDICTS = {kind.__name__: kind for kind in (Stop, FirstFailure, Hang)}
+
+
+@dataclass(frozen=True)
+class Line:
+    """What a rank publishes."""
+
+    number: int = 0
+    """grows from line to line: without a new one the rank is silent"""
+    state: RankState | None = None
+    """None where it isn't watched for hangs"""
+    asked: str = ""
+    """what asked it to stop"""
+    verdict: Verdict | None = None
+    """rank 0's"""
+    has_left: bool = False
+    """True once it watches no longer"""
+
+    def to_json(self) -> str:
+        fields = asdict(self)
+        if self.verdict is not None:
+            fields["verdict"] = [type(self.verdict).__name__, asdict(self.verdict)]
+        return json.dumps(fields)
+
+    @classmethod
+    def from_json(cls, text: str) -> Line:
+        fields = json.loads(text)
+        if fields["state"] is not None:
+            fields["state"] = RankState(**fields["state"])
+        if fields["verdict"] is not None:
+            kind, values = fields["verdict"]
+            fields["verdict"] = _VERDICTS[kind](**values)
+        return cls(**fields)
+
+
+@dataclass(frozen=True)
+class Board:
+    """All that one rank knows of the job."""
+
+    own: RankState
+    limit_seconds: float
+    """for which a rank may make no progress; 0: for ever"""
+    slack_seconds: float = 0.0
+    """for which a line may be on its way"""
+    lines: Mapping[int, Line] = field(default_factory=dict)
+    """newest lines: of all ranks on rank 0, of rank 0 on the others"""
+    silent: Mapping[int, float] = field(default_factory=dict)
+    """by rank, for how many seconds no new line came"""
+    failure: FirstFailure | None = None
+    """None where none was published"""
+    is_alone: bool = False
+    """True once rank 0, or the store that it keeps, has ended"""
+
+    @property
+    def states(self) -> list[RankState]:
+        """States of the ranks that are here and known, this one's as it is now."""
+        lines = [line for rank, line in self.lines.items() if rank != self.own.rank and not line.has_left]
+        others = [line.state for line in lines if line.state is not None]
+        return sorted([self.own, *others], key=lambda state: state.rank)
+
+
+def decide(board: Board) -> Verdict | None:
+    """What follows from the board on this rank: first of all a hang, then a request to stop, then a failure."""
+    main = board.lines.get(0) if board.own.rank != 0 else None
+    if main is not None and isinstance(main.verdict, Hang):
+        return main.verdict
+    if board.limit_seconds and (ranks := _hanging(board)):
+        return Hang(ranks)
+    if main is not None and main.verdict is not None:
+        return main.verdict
+    asked = [f"{line.asked} (rank {rank})" for rank, line in sorted(board.lines.items()) if line.asked]
+    return Stop(asked[0]) if asked else board.failure
+
+
+def _hanging(board: Board) -> list[int]:
+    if board.is_alone:
+        return culprits([board.own], {}, board.limit_seconds)
+    if board.own.rank != 0:
+        main = next((state for state in board.states if state.rank == 0), None)
+        allowed = board.limit_seconds * (main.patience if main else 1.0) + board.slack_seconds
+        return [0] if board.silent.get(0, 0.0) > allowed else []
+    # A rank that failed may be the silent one, and ends the job with its own cause.
+    return culprits(board.states, {} if board.failure else board.silent, board.limit_seconds)
+
+
+def culprits(states: Sequence[RankState], silent: Mapping[int, float], limit_seconds: float) -> list[int]:
+    """The ranks that hold all up; none while some rank that others may wait for makes progress.
+
+    Those that don't answer, by the seconds for which they haven't; else those without progress that wait for no other
+    rank; else, where all wait, those that have come least far.
+    """
+    by_rank = {state.rank: state for state in states}
+    limits = {rank: limit_seconds * state.patience for rank, state in by_rank.items()}
+    if mute := [rank for rank, seconds in silent.items() if seconds > limits.get(rank, limit_seconds)]:
+        return sorted(mute)
+    # Others may wait for a rank that is about to count as lost, and in places that don't look like waiting.
+    if any(seconds > _SUSPECT_SHARE * limit_seconds for seconds in silent.values()):
+        return []
+    stuck = [state for state in states if state.idle_seconds > limits[state.rank]]
+    if own := [state.rank for state in stuck if not state.collective]:
+        return sorted(own)
+    if not stuck or len(stuck) < len(states):
+        return []
+    least = min(state.num_boundaries for state in stuck)
+    return sorted(state.rank for state in stuck if state.num_boundaries == least)
