@@ -12,8 +12,8 @@ from tokenizers import Tokenizer
 
 from spmdrl.engines.models.making.make_model import make_model_folder
 from spmdrl.engines.training.checkpoints.file_writes import written_at_once
+from spmdrl.job.objectives import AnswerWatch
 from spmdrl.nouns.settings.model_config import MakeConfig
-from spmdrl.verbs.sft import AnswerWatch
 from tests.support.jobs import finished, metrics_of, run_job, untimed, weights_digest
 
 CHAT = (

@@ -17,7 +17,7 @@ from spmdrl.engines.models.making.make_model import make_model_folder
 from spmdrl.engines.models.renderer import Renderer
 from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.engines.training.training_engine import TrainingEngine
-from spmdrl.job.preferences.pair_data import pair_rows
+from spmdrl.job.objectives import pair_rows
 from spmdrl.nouns.settings.model_config import MakeConfig
 from spmdrl.nouns.settings.training_config import OptimConfig, TrainingConfig
 from spmdrl.resources.layout import UpdateLayout, fit_update_layout

@@ -215,15 +215,10 @@ def _main_of(verb: str, prompts: Sequence[str], question: dict[str, Any]) -> Cal
         from spmdrl.verbs.train import main as train
 
         return train
-    if verb == "sft":
-        from spmdrl.verbs.sft import main as sft
+    if verb in ("sft", "preferences", "reward-model"):
+        from spmdrl.verbs.supervised import main as supervised
 
-        return sft
-    if verb in ("preferences", "reward-model"):
-        from spmdrl.verbs.preferences import main as preferences
-        from spmdrl.verbs.preferences import main_of_reward_model
-
-        return preferences if verb == "preferences" else main_of_reward_model
+        return partial(supervised, **question)
     if verb == "eval":
         from spmdrl.verbs.evaluate import main as evaluate
 

@@ -23,7 +23,7 @@ from spmdrl.engines.models.kernels.ops import compute_batch_invariantly
 from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.engines.reward.pool import RewardPool
 from spmdrl.job.evaluation.evaluator import build_evaluator
-from spmdrl.job.evaluation.held_out import HeldOut
+from spmdrl.job.evaluation.held_out import AnswerJudge, HeldOut
 from spmdrl.job.model.replica import build_policys_replica
 from spmdrl.job.model.role_models import build_role_models, saved_state
 from spmdrl.job.model.shared_limit import share_limit
@@ -55,7 +55,7 @@ from spmdrl.resources.world import make_deterministic
 from spmdrl.runtime.launch import command_of
 from spmdrl.runtime.supervision.stop_request import StopAgreed
 from spmdrl.runtime.workers.strikes import Strikes
-from spmdrl.verbs.sft import warm_started
+from spmdrl.verbs.supervised import warm_started
 
 
 def main(loaded: LoadedConfig[Config]) -> int:
@@ -216,7 +216,7 @@ def build(checked: CheckedRun, run: Run, stack: ExitStack) -> Training:
         dock=dock,
         switching=switching,
         stages=build_stages(checked, run, parts),
-        held_out=HeldOut(evaluator, switching, run, config.eval),
+        held_out=HeldOut(evaluator and AnswerJudge(evaluator, switching, run), run, config.eval),
         engine=replica.engine,
         carried=carried,
         kept_rollouts=KeptRollouts(

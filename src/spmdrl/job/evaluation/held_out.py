@@ -1,42 +1,67 @@
-"""Evaluations while a model is trained: switch, answer, switch back, and write down what came out."""
+"""Evaluations while a model is trained: when they are made, how, and what is written down of them."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
 
 from spmdrl.config.config import EvalConfig
+from spmdrl.dataflow.data.prompts import Prompt
 from spmdrl.job.evaluation.evaluator import ACCURACY_RULE, Evaluation, Evaluator, write_records
 from spmdrl.job.model.switching import Switching
+from spmdrl.job.objectives import PairObjective
 from spmdrl.job.run.run import Run
 from spmdrl.observability.logs.outage import going_on_without
-from spmdrl.observability.statistics import interval_of
+from spmdrl.observability.statistics import Estimate, interval_of, wilson
 from spmdrl.observability.summary import AT_K, read_summary, write_summary
+from spmdrl.resources.device import to_host
 from spmdrl.runtime.supervision.stop_request import StopAgreed
+
+PAIR_RULE = "share of held-out pairs whose preferred response is rated higher"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The outcome of an evaluation, the same on every rank."""
+
+    text: str
+    """for the screen"""
+    estimates: Mapping[str, Estimate]
+    """by metric below eval/, the accuracy among them; what is NaN is left out"""
+    sizes: Mapping[str, int]
+    """numbers of prompts and samples, for the summary of a run that is done"""
+    summary: Mapping[str, object]
+    """fields of summary.json from then on, whatever ends the run"""
+    records: Sequence[dict[str, Any]] = ()
+    """the answers"""
 
 
 class HeldOut:
-    """Evaluates the policy on the held-out rows. Its calls are collective over all ranks."""
+    """Evaluates the model on the held-out rows when that is due. Its calls are collective over all ranks."""
 
-    def __init__(self, evaluator: Evaluator | None, switching: Switching | None, run: Run, config: EvalConfig):
-        """Without both of the first two, as without `data.eval`, evaluations do nothing."""
-        self._evaluator = evaluator
-        self._switching = switching
+    def __init__(self, judge: Callable[[int], Finding] | None, run: Run, config: EvalConfig):
+        """`judge` evaluates after a step; None, as without `data.eval`: evaluations do nothing."""
+        self._judge = judge
         self._run = run
         self._config = config
-        self.last: Evaluation | None = None
+        self._last: Finding | None = None
 
     def before(self) -> None:
         """The evaluation before the first step, with `eval.before_train`, or the one that a stop left undone."""
-        if self._run.has_unlogged_step:
-            self._run.begin_step()
-            self._evaluate(self._run.start_step)
-            self._run.finish_unlogged_step()
-        if self._run.start_step == 0 and self._config.before_train:
-            self._run.begin_step()
-            evaluation = self._evaluate(0)
-            if evaluation is not None:
-                self._run.finish_evaluation_before(evaluation.accuracy)
+        run = self._run
+        if run.has_unlogged_step:
+            run.begin_step()
+            self._evaluate(run.start_step)
+            run.finish_unlogged_step()
+        if run.start_step == 0 and self._config.before_train:
+            run.begin_step()
+            self._evaluate(0)
+            if self._last is not None:
+                run.finish_evaluation_before(self._last.estimates["accuracy"])
 
     def when_due(self, step: int) -> None:
         """The evaluation after a step: every `eval.interval` steps, and after the last one."""
@@ -46,60 +71,86 @@ class HeldOut:
 
     def summary(self) -> dict[str, object]:
         """The last evaluation's fields of summary.json."""
-        if self.last is None:
+        if self._last is None:
             return {}
-        accuracy = self.last.accuracy
-        return {
-            "accuracy_after": accuracy.value,
-            "accuracy_after_interval": [accuracy.low, accuracy.high],
-            "eval_prompts": self.last.num_prompts,
-            "eval_num_samples": self.last.num_samples,
-        }
+        accuracy = self._last.estimates["accuracy"]
+        interval = [accuracy.low, accuracy.high]
+        return {"accuracy_after": accuracy.value, "accuracy_after_interval": interval, **self._last.sizes}
 
-    def _evaluate(self, step: int) -> Evaluation | None:
-        logs, switching = self._run.logs, self._switching
-        if self._evaluator is None or switching is None:
-            return None
-        switching.to_generation(step)
+    def _evaluate(self, step: int) -> None:
+        if self._judge is None:
+            return
+        logs, found = self._run.logs, self._judge(step)
+        for name, estimate in found.estimates.items():
+            for ending, value in {"": estimate.value, "_low": estimate.low, "_high": estimate.high}.items():
+                if not math.isnan(value):
+                    # The same number on every rank: recorded as a mean, it stays what it is.
+                    logs.recorder.mean(f"eval/{name}{ending}", value)
+        logs.console.note(f"held-out after step {step}: {found.text}")
+        if logs.world.is_main:
+            with going_on_without(f"the evaluation after step {step}"):
+                write_summary(logs.folder, **found.summary)
+                if found.records:
+                    write_records(logs.folder / "eval" / f"step_{step:06d}.jsonl", found.records)
+        self._last = found
+
+
+class AnswerJudge:
+    """Has the policy answer the held-out prompts. Collective."""
+
+    def __init__(self, evaluator: Evaluator, switching: Switching, run: Run):
+        self._evaluator = evaluator
+        self._switching = switching
+        self._run = run
+
+    def __call__(self, step: int) -> Finding:
+        self._switching.to_generation(step)
         found: Evaluation | StopAgreed
-        with logs.timeline.stage("evaluation", step):
+        with self._run.logs.timeline.stage("evaluation", step):
             try:
                 found = self._evaluator()
             except StopAgreed as agreed:
                 found = agreed
-        switching.start_return(step)
-        switching.to_update(step)
+        self._switching.start_return(step)
+        self._switching.to_update(step)
         if isinstance(found, StopAgreed):
             self._run.stop_before_logging(step, found.reason)
-        evaluation = self._all_verdicts(found)
-        passes = {f"{AT_K}{k}": estimate for k, estimate in evaluation.pass_at.items()}
-        for name, estimate in ({"reward": evaluation.mean_reward, "accuracy": evaluation.accuracy} | passes).items():
-            parts = {"": estimate.value, "_low": estimate.low, "_high": estimate.high}
-            for ending, value in parts.items():
-                if not math.isnan(value):
-                    # The same number on every rank: recorded as a mean, it stays what it is.
-                    logs.recorder.mean(f"eval/{name}{ending}", value)
-        logs.console.note(f"held-out after step {step}: {evaluation.described()}")
-        if logs.world.is_main:
-            path = logs.folder / "eval" / f"step_{step:06d}.jsonl"
-            with going_on_without(f"the evaluation after step {step}"):
-                write_summary(logs.folder, **_fields(evaluation, "after" if step else "before"))
-                write_records(path, evaluation.records)
-        self.last = evaluation
-        return evaluation
-
-    def _all_verdicts(self, evaluation: Evaluation) -> Evaluation:
-        """Once any reward was neither 0 nor 1, no evaluation of this run has an accuracy."""
+        # Once any reward was neither 0 nor 1, no evaluation of this run has an accuracy.
         before = read_summary(self._run.folder).get("rewards_are_verdicts", True)
-        return replace(evaluation, is_verdict=evaluation.is_verdict and before)
+        evaluation, when = replace(found, is_verdict=found.is_verdict and before), "after" if step else "before"
+        summary = {
+            f"eval_reward_{when}": evaluation.mean_reward.value,
+            f"eval_reward_{when}_interval": interval_of(evaluation.mean_reward),
+            **evaluation.pass_fields(f"_{when}"),
+            "rewards_are_verdicts": evaluation.is_verdict,
+            "accuracy_rule": ACCURACY_RULE,
+        }
+        estimates = {"reward": evaluation.mean_reward, "accuracy": evaluation.accuracy}
+        estimates |= {f"{AT_K}{k}": estimate for k, estimate in evaluation.pass_at.items()}
+        sizes = {"eval_prompts": evaluation.num_prompts, "eval_num_samples": evaluation.num_samples}
+        return Finding(evaluation.described(), estimates, sizes, summary, evaluation.records)
 
 
-def _fields(evaluation: Evaluation, when: str) -> dict[str, object]:
-    """What a run's summary keeps of an evaluation from then on, whatever ends the run."""
-    return {
-        f"eval_reward_{when}": evaluation.mean_reward.value,
-        f"eval_reward_{when}_interval": interval_of(evaluation.mean_reward),
-        **evaluation.pass_fields(f"_{when}"),
-        "rewards_are_verdicts": evaluation.is_verdict,
-        "accuracy_rule": ACCURACY_RULE,
-    }
+class PairJudge:
+    """Finds which share of the held-out pairs the model orders as preferred. Collective."""
+
+    def __init__(self, pairs: Sequence[Prompt], objective: PairObjective, run: Run):
+        self._pairs = pairs
+        self._objective = objective
+        self._run = run
+
+    def __call__(self, step: int) -> Finding:
+        data, num_pairs = self._objective.trainer.mesh.data, len(self._pairs)
+        with self._run.logs.timeline.stage("evaluation", step):
+            # Evenly many on all ranks that have rows of their own, up to one.
+            found = self._objective.judge(self._objective.rows(self._pairs[data.rank :: data.size]))
+            is_right, losses = to_host([found.metrics["preference/accuracy"], found.losses])
+            num_right, loss = data.sum(torch.stack((is_right.double().sum(), losses.double().sum()))).tolist()
+        # Ties are half.
+        accuracy, loss = wilson(num_right, num_pairs), loss / num_pairs
+        text = (
+            f"{accuracy.value:.3f} of {num_pairs} pairs in order (95% {accuracy.low:.3f} to {accuracy.high:.3f}), "
+            f"loss {loss:.4g}"
+        )
+        self._run.logs.recorder.mean("eval/loss", loss)
+        return Finding(text, {"accuracy": accuracy}, {"eval_prompts": num_pairs}, {"accuracy_rule": PAIR_RULE})

@@ -1,0 +1,141 @@
+"""The verbs that train on rows of data alone, in one loop: `sft`, `preferences` (DPO) and `reward-model`."""
+
+from __future__ import annotations
+
+import gc
+from contextlib import ExitStack
+from dataclasses import replace
+
+from spmdrl.config.config import Config
+from spmdrl.config.reader import ConfigError, LoadedConfig, start_up
+from spmdrl.engines.reward.pool import RewardPool
+from spmdrl.engines.training.update.updater import UpdateResult
+from spmdrl.job.evaluation.evaluator import build_evaluator
+from spmdrl.job.evaluation.held_out import AnswerJudge, HeldOut, PairJudge
+from spmdrl.job.model.model_source import prepare_model
+from spmdrl.job.model.replica import build_policys_replica
+from spmdrl.job.model.role_models import RoleModels, build_role_models, saved_state
+from spmdrl.job.model.shared_limit import share_limit
+from spmdrl.job.model.switching import build_switching
+from spmdrl.job.objectives import Objective, PairObjective, build_objective
+from spmdrl.job.rollouts.skipped_batches import keep_skipped_batches
+from spmdrl.job.run.outcome import WARM_START, finished_model
+from spmdrl.job.run.run import Run
+from spmdrl.job.run.run_folder import hold_folder_of_training
+from spmdrl.job.start.banner import print_banner
+from spmdrl.job.start.prepared import Prepared, prepare_together
+from spmdrl.job.start.rank_facts import open_job
+from spmdrl.job.start.start_checks import CheckedRun, Verb, check_run
+from spmdrl.job.training_step import build_turns
+from spmdrl.nouns.roles import POLICY
+from spmdrl.observability.metrics import Recorder
+from spmdrl.observability.terminal.console import Console
+from spmdrl.resources.world import World
+from spmdrl.runtime.supervision.stop_request import request
+
+
+def main(loaded: LoadedConfig[Config], verb: Verb) -> int:
+    """Train on the rows of `data.train`, evaluating on `data.eval` before, during and after."""
+    config, checked = loaded.value, check_run(loaded, verb=verb)
+    with open_job(checked) as world, hold_folder_of_training(config.run, world, resume=config.resume):
+        train_supervised(checked, world)
+    return 0
+
+
+def warm_started(checked: CheckedRun, world: World) -> CheckedRun:
+    """With `sft.max_steps` > 0, train on answers first, in a run of its own below this one's folder. Collective."""
+    config = checked.config
+    if config.sft.max_steps == 0:
+        return checked
+    folder = config.run.folder / WARM_START
+    inner = replace(
+        config,
+        run=replace(config.run, dir=str(folder)),
+        # In float32, because the run goes on from these weights and not from the trainer's state.
+        checkpoint=replace(config.checkpoint, interval=0, model_only=False, best=None, keep_best=None, dtype="float32"),
+        resume="auto",
+    )
+    warm_start = replace(checked, config=inner, eval_rows=[], verb="sft")
+    console = Console(enabled=world.is_main)
+    model = finished_model(folder, world)
+    if model is None:
+        console.note(f"--- first sft: up to {config.sft.max_steps} supervised steps on the answers, a warm start ---")
+        train_supervised(warm_start, world)
+        request.begin_set_up()
+        # FSDP2's parts refer to each other in cycles, which would keep these weights on the device beside the next.
+        gc.collect()
+        world.device.empty_cache()
+        model = finished_model(folder, world)
+    else:
+        with start_up():
+            # Refuses a folder whose supervised run, which has ended, was another one.
+            Run(warm_start, world).admit({POLICY: prepare_model(inner, world)})
+    if model is None:
+        raise ConfigError(f"the warm start left no checkpoint in {folder}: the disk refused it; free some")
+    console.note(f"--- now {config.algo.name}: {config.train.max_steps} steps with rewards, from {model} ---")
+    return replace(checked, config=replace(config, model=replace(config.model, path=str(model), make=None)))
+
+
+def train_supervised(checked: CheckedRun, world: World) -> None:
+    """Run the supervised steps of a run, going on where they stopped. Collective."""
+    run = Run(checked, world)
+    with run.recording_failure(), ExitStack() as stack:
+        with start_up():
+            prepared = prepare_together(checked, world, run.console)
+            run.admit(prepared.sources)
+            print_banner(checked, prepared, world, run.console)
+            with run.console.doing("loading the weights"):
+                models = build_role_models(checked, prepared.sources, world)
+            objective = build_objective(checked, prepared, models, is_main=world.is_main)
+            run.resume(saved_state(checked.config.checkpoint, models, *objective.saved))
+            keep_skipped_batches(models, run)
+            share_limit(models, run)
+            held_out = _build_held_out(checked, run, models, prepared, objective, stack)
+        trainer, num_rows = objective.trainer, checked.rows_per_step
+        held_out.before()
+        for step in run.remaining_steps():
+            with run.logs.timeline.stage("update", step):
+                prompts = prepared.prompts.take(step - 1, num_rows)[trainer.mesh.data.rank :: trainer.mesh.data.size]
+                result = trainer.update(*objective.batch(prompts, num_rows))
+            if objective.is_reached(result):
+                run.end_early()
+            _record(run.logs.recorder, result, num_ranks=world.size)
+            held_out.when_due(step)
+            run.finish_step(step)
+        run.finish(**held_out.summary())
+
+
+def _build_held_out(
+    checked: CheckedRun, run: Run, models: RoleModels, prepared: Prepared, objective: Objective, stack: ExitStack
+) -> HeldOut:
+    """Evaluations of a model that answers nothing else; what must be closed goes on the stack. Collective."""
+    config = checked.config
+    if prepared.held_out is None:
+        return HeldOut(None, run, config.eval)
+    if isinstance(objective, PairObjective):
+        pairs = list(prepared.held_out.all())[: config.eval.max_rows]
+        return HeldOut(PairJudge(pairs, objective, run), run, config.eval)
+    replica = build_policys_replica(checked, prepared.source, run.world)
+    pool = stack.enter_context(RewardPool(config.reward))
+    turns = build_turns(config, replica, prepared, run.world, stack)
+    evaluator = build_evaluator(config, prepared, replica, pool, turns)
+    assert evaluator is not None, "there are held-out rows"
+    prompts = evaluator.prompts
+    switching = build_switching(
+        config, run.logs, models, replica, stack,
+        num_rows=evaluator.num_rows, prompt_at=lambda position: prompts[position % len(prompts)],
+    )  # fmt: skip
+    return HeldOut(AnswerJudge(evaluator, switching, run), run, config.eval)
+
+
+def _record(recorder: Recorder, result: UpdateResult, *, num_ranks: int) -> None:
+    """Record what every rank holds alike."""
+    recorder.mean("loss", result.loss)
+    recorder.mean("grad_norm", result.grad_norm)
+    recorder.mean("lr", result.lr)
+    recorder.alike("update/count", 1)
+    recorder.alike("update/skipped", result.skipped)
+    metrics = dict(result.metrics)
+    recorder.total("perf/tokens", metrics.pop("tokens")[0] / num_ranks)
+    for name, (total, count) in metrics.items():
+        recorder.mean(name, total / max(count, 1.0))
