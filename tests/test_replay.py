@@ -8,6 +8,7 @@ import sys
 from random import Random
 
 import pytest
+from markupsafe import escape
 
 from spmdrl.cli.command_line import main
 from tests.support.jobs import ROOT, environment, finished, run_job, tiny_config
@@ -33,6 +34,11 @@ def test_rows_of_two_ranks_come_again_to_the_bit_and_a_changed_setting_shows(tmp
         # With one update per step the ratio is 1, and the loss is its own gradient.
         assert [token["loss"] for token in row["tokens"]] == pytest.approx([t["gradient"] for t in row["tokens"]])
         assert len(row["group_rewards"]) == 4 and row["group_rewards"][str(row["row"])] == row["reward"]
+    page = (run / "report_step_000003.html").read_text()
+    assert page.index("<h2>Step 3 again</h2>") < page.index("<h2>Curves</h2>") and page.count(escape(THE_SAME)) == len(
+        rows
+    )
+    assert f"<td>{written[1]['tokens'][0]['generator']:.7g}</td>" in page
     warmer = run_job("replay", run, "--step=3", *rows, "rollout.temperature=1.5")
     assert warmer.returncode == 1 and "DIFFERS from what the run recorded: " in warmer.stdout
     refused = run_job("replay", run, "--step=4", "--row=0")

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -16,27 +16,37 @@ from spmdrl.config.config import load_config
 from spmdrl.config.reader import ConfigError, start_up
 from spmdrl.dataflow.stages.reward import RewardFailure
 from spmdrl.engines.models.kernels.ops import compute_batch_invariantly
-from spmdrl.engines.models.tokenizer import ModelTokenizer
-from spmdrl.job.rollouts.row_records import read_row_records
+from spmdrl.job.rollouts.row_records import RowDigests, read_row_records
 from spmdrl.job.run.run import Run
 from spmdrl.job.start.rank_facts import open_job
 from spmdrl.job.start.start_checks import CheckedRun, check_run
 from spmdrl.observability.logs.jsonl import to_json
+from spmdrl.observability.report.replay_section import ReplayedRow, replay_section
+from spmdrl.observability.report.report import write_report
 from spmdrl.observability.terminal.console import Console
 from spmdrl.resources.world import make_deterministic
 from spmdrl.runtime.launch import read_launch_environment
 from spmdrl.runtime.screen import show, waiting
-from spmdrl.verbs.replaying.replay_page import RowComparison, as_json, page
-from spmdrl.verbs.replaying.replay_plan import ReplayPlan, config_of_step, plan_replay, replay_config
-from spmdrl.verbs.replaying.watched_stages import SeenRow, StepReplayed, WatchedStages
+from spmdrl.verbs.replay_plan import ReplayPlan, config_of_step, plan_replay, replay_config
+from spmdrl.verbs.replay_watch import ReplayWatch, StepReplayed
 from spmdrl.verbs.train import build, loop
 
 DIFFERS = 1
+_COMPARED = {
+    "length": "number of tokens",
+    "tokens": "tokens",
+    "logprobs": "generator's log-probs",
+    "reward": "reward",
+    "advantages": "advantages",
+    "trainer": "trainer's log-probs",
+    "loss": "loss terms",
+}
+"""what is compared, by its field of RowDigests"""
 _LEFT_DEBUGGER = 130
 
 
 def main(argv: Sequence[str]) -> int:
-    """Replay rows, print them, and return 1 where one isn't what the run recorded."""
+    """Replay rows, write them into a report, and return 1 where one isn't what the run recorded."""
     arguments = _parser().parse_intermixed_args(argv)
     if read_launch_environment(os.environ).world_size > 1:
         raise ConfigError("replay runs in one process; start it without a launcher: python -m spmdrl replay ...")
@@ -48,23 +58,24 @@ def main(argv: Sequence[str]) -> int:
             checked = check_run(replay_config(loaded, plan, folder), verb="train")
         show(_described(plan), stream=sys.stderr)
         try:
-            seen, tokenizer = _replayed(checked, plan, arguments.row, stops=arguments.pdb)
+            rows = _replayed(checked, plan, arguments.row, stops=arguments.pdb)
         except bdb.BdbQuit:
             return _LEFT_DEBUGGER
         again = read_row_records(folder, plan.step)
-    found = [RowComparison(row, again.get(row.row), plan.recorded.get(row.row)) for row in seen]
-    for one in found:
-        show(page(plan.step, one, tokenizer.decode))
-    if arguments.json is not None:
+        found = [_compared(row, again.get(row.row), plan.recorded.get(row.row)) for row in rows]
+        for row in found:
+            facts = "\n".join(f"  {name:10}{text}" for name, text in row.facts.items())
+            show(f"step {row.step}, row {row.row}\n{facts}\n  {row.comparison}\n")
+        out = arguments.output or arguments.run / f"report_step_{plan.step:06d}.html"
         with start_up():
-            rows = [as_json(plan.step, one, tokenizer.decode) for one in found]
-            arguments.json.write_text(to_json({"run": str(plan.run), "rows": rows}, indent=1) + "\n")
-    return DIFFERS if any(one.differences for one in found) else 0
+            show(f"report: {write_report(arguments.run, out=out, more=[replay_section(found)])}")
+            if arguments.json is not None:
+                content = {"run": str(plan.run), "rows": [asdict(row) for row in found]}
+                arguments.json.write_text(to_json(content, indent=1) + "\n")
+    return DIFFERS if any(row.differences for row in found) else 0
 
 
-def _replayed(
-    checked: CheckedRun, plan: ReplayPlan, rows: Sequence[int], *, stops: bool
-) -> tuple[list[SeenRow], ModelTokenizer]:
+def _replayed(checked: CheckedRun, plan: ReplayPlan, rows: Sequence[int], *, stops: bool) -> list[ReplayedRow]:
     """Run the training loop from the checkpoint to the end of the step's update."""
     config = checked.config
     if config.debug.deterministic:
@@ -77,19 +88,28 @@ def _replayed(
         run.console = Console(enabled=False)
         with start_up(), waiting("replay: loading the run", enabled=not stops):
             training = build(checked, run, stack)
-            tokenizer = training.tokenizer
-        watched = WatchedStages(
-            training.stages, plan.step, rows, tokenizer=tokenizer, config=config.reward,
-            record=training.report.write, stops=stops,
-        )  # fmt: skip
+        watch = ReplayWatch(plan.step, rows, training.tokenizer, config.reward, stops=stops)
+        training.stages.hooks.append(watch)
         try:
             with waiting(f"replay: step {plan.first_step} to {plan.step}", enabled=not stops):
-                loop(replace(training, stages=watched))
+                loop(training)
         except StepReplayed:
-            return watched.seen, tokenizer
+            return watch.found
         except RewardFailure as failure:
             raise ConfigError(str(failure)) from failure
     raise ConfigError(f"the run ended before step {plan.step}: {plan.checkpoint} is of one that was finished early")
+
+
+def _compared(row: ReplayedRow, again: RowDigests | None, recorded: RowDigests | None) -> ReplayedRow:
+    """The row, beside what the run recorded of it; None in place of digests where a step left the row out."""
+    if recorded is None:
+        return row
+    if again is None:
+        return replace(row, is_recorded=True, differences=["whether the row is trained"])
+    is_same = {text: getattr(again, name) == getattr(recorded, name) for name, text in _COMPARED.items()}
+    differences = [text for text, same in is_same.items() if not same]
+    same = [text for name, text in _COMPARED.items() if is_same[text] and getattr(recorded, name) is not None]
+    return replace(row, is_recorded=True, differences=differences, same=same)
 
 
 def _described(plan: ReplayPlan) -> str:
@@ -102,11 +122,11 @@ def _described(plan: ReplayPlan) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="spmdrl replay",
-        description="Does a step of a training run again in one process, from the checkpoint before it, and prints "
-        "rows of it token by token: log-probs of generator and trainer, advantage, ratio, term of the loss and its "
-        "gradient. Compares them to the bit with what the run recorded, and exits with 1 where they differ. It takes "
-        "the time and memory of a whole step, writes nothing into the run's folder, and reads the files that the run "
-        "read: start it in the same directory.",
+        description="Does a step of a training run again in one process, from the checkpoint before it, and writes a "
+        "report of the run with rows of it token by token: log-probs of generator and trainer, advantage, ratio, term "
+        "of the loss and its gradient. Compares them to the bit with what the run recorded, and exits with 1 where "
+        "they differ. It takes the time and memory of a whole step, and reads the files that the run read: start it "
+        "in the same directory.",
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder")
     parser.add_argument("--step", type=int, required=True, help="the step, from 1")
@@ -114,6 +134,10 @@ def _parser() -> argparse.ArgumentParser:
         "--row", type=int, required=True, action="append", help="a row of the step, from 0; may be given several times"
     )
     parser.add_argument("--checkpoint", type=Path, help="a checkpoint's folder; the newest one before the step else")
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="FILE",
+        help="where to write the report instead of RUN/report_step_STEP.html",
+    )  # fmt: skip
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows as JSON, too")
     parser.add_argument(
         "--pdb", action="store_true", help="stop in the debugger before generation, reward and loss of the rows"

@@ -141,7 +141,6 @@ def loop(training: Training) -> None:
             stage(samples)
         stages.update(samples, algorithm.now)
         algorithm.adapt(adapted)
-        training.report.write(samples)
         training.report.count(training.account.close(training.dock.close_batch(samples)))
         training.held_out.when_due(step)
         run.finish_step(step)
@@ -207,6 +206,9 @@ def build(checked: CheckedRun, run: Run, stack: ExitStack) -> Training:
         judge,
         quarantine,
     )
+    stages = build_stages(checked, run, parts)
+    report = SamplesReport(run.logs, dock, shown, records, tokenizer.decode, rewards=config.reward.names)
+    stages.hooks.append(report)
     return Training(
         run=run,
         checked=checked,
@@ -215,13 +217,13 @@ def build(checked: CheckedRun, run: Run, stack: ExitStack) -> Training:
         account=account,
         dock=dock,
         switching=switching,
-        stages=build_stages(checked, run, parts),
+        stages=stages,
         held_out=HeldOut(evaluator and AnswerJudge(evaluator, switching, run), run, config.eval),
         engine=replica.engine,
         carried=carried,
         kept_rollouts=KeptRollouts(
             run.checkpoints, run.logs, carried, identity=run.identity, start_step=run.start_step
         ),
-        report=SamplesReport(run.logs, dock, shown, records, tokenizer.decode, rewards=config.reward.names),
+        report=report,
         tokenizer=tokenizer,
     )

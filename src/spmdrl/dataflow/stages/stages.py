@@ -11,7 +11,7 @@ from spmdrl.dataflow.stages.advantage import AdvantageStage, Credit
 from spmdrl.dataflow.stages.critic.returns import ReturnsStage, Rewarding
 from spmdrl.dataflow.stages.rollout.refill import Refill
 from spmdrl.dataflow.stages.update import Learner, UpdateStage
-from spmdrl.nouns.batch import WorkerState
+from spmdrl.nouns.roles import WorkerState
 from spmdrl.observability.timeline.timeline import Timeline
 
 AtStageEnd = Callable[[int, str], None]
@@ -27,6 +27,20 @@ class Stage(Protocol):
 
 class Crediting(Credit, Rewarding, Protocol):
     """The part of an algorithm that turns rewards into what is learnt."""
+
+
+class StageHook:
+    """Looks at the samples around each worker state; what it raises leaves the step."""
+
+    def before(self, state: WorkerState, samples: Samples) -> None:
+        """Called before the state's work."""
+
+    def after(self, state: WorkerState, samples: Samples) -> None:
+        """Called after the state's work, outside of its time."""
+
+    def learner(self, samples: Samples, learner: Learner) -> Learner:
+        """The learner that the update is to call."""
+        return learner
 
 
 class Stages:
@@ -51,6 +65,7 @@ class Stages:
         self._update = update
         self._timeline = timeline
         self._at_end = at_end
+        self.hooks: list[StageHook] = []
 
     def generate(self, samples: Samples) -> None:
         """Answer the prompts, and others in place of those that the algorithm leaves out. Collective.
@@ -74,6 +89,8 @@ class Stages:
 
     def update(self, samples: Samples, learner: Learner) -> None:
         """Train on the batch. Collective."""
+        for hook in self.hooks:
+            learner = hook.learner(samples, learner)
         with self._stage(self._update.state, samples):
             self._update(samples, learner)
 
@@ -86,6 +103,10 @@ class Stages:
 
     @contextmanager
     def _stage(self, state: WorkerState, samples: Samples) -> Iterator[None]:
+        for hook in self.hooks:
+            hook.before(state, samples)
         with self._timeline.stage(state.value, samples.step):
             yield
         self._at_end(samples.step, state.value)
+        for hook in self.hooks:
+            hook.after(state, samples)

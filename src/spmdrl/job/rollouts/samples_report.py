@@ -7,22 +7,25 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from spmdrl.config.config import Config
-from spmdrl.dataflow.samples.dock import Accounting, Samples, TransferDock
+from spmdrl.dataflow.samples.control.row_lives import Accounting
+from spmdrl.dataflow.samples.dock import Samples, TransferDock
 from spmdrl.dataflow.samples.volume import FlowShape, Link, replay_buffer_gib, request_gib, warehouse_gib
 from spmdrl.dataflow.stages.reward import DecodeTokens
 from spmdrl.dataflow.stages.rows import TURNS, turn_texts
+from spmdrl.dataflow.stages.stages import StageHook
 from spmdrl.dataflow.stages.update_report import ShownRows
 from spmdrl.job.rollouts.row_records import RowRecords
 from spmdrl.job.run.run_logs import RunLogs
-from spmdrl.nouns.batch import Batch, WorkerState
+from spmdrl.nouns.batch import Batch
+from spmdrl.nouns.roles import WorkerState
 from spmdrl.observability.logs.log import SampleRecord, SampleToken
 from spmdrl.runtime.workers.verdict import Verdict
 
 COLUMNS = ("response_ids", "reward", "reward_parts", "reward_verdict", "rollout_logprobs", "versions")
 
 
-class SamplesReport:
-    """Writes samples from the main rank, and records each rank's traffic."""
+class SamplesReport(StageHook):
+    """Writes samples from the main rank after each update, and records each rank's traffic."""
 
     def __init__(
         self, logs: RunLogs, dock: TransferDock, shown: ShownRows, records: RowRecords, decode: DecodeTokens, *,
@@ -38,11 +41,13 @@ class SamplesReport:
         self._texts: dict[int, str] = {}
         self._volume = dock.volume.copy()
 
-    def write(self, samples: Samples) -> None:
-        """Write this rank's record of its rows, and `log.samples_per_step` rows in full.
+    def after(self, state: WorkerState, samples: Samples) -> None:
+        """After the update, write this rank's record of its rows, and `log.samples_per_step` rows in full.
 
         Those are of one prompt first, then others of the step's prompts.
         """
+        if state is not WorkerState.UPDATE:
+            return
         self._records.write(samples.step)
         if not self._logs.world.is_main or not self._shown.rows:
             return

@@ -33,15 +33,17 @@ REPORT_FILE = "report.html"
 COMPARISON_FILE = "report_compare.html"
 
 
-def write_report(run_dir: Path, *, others: Sequence[Path] = (), out: Path | None = None) -> Path:
-    """Write the report of a run; also works while it runs and after a crash.
+def write_report(
+    run_dir: Path, *, others: Sequence[Path] = (), out: Path | None = None, more: Sequence[Section] = ()
+) -> Path:
+    """Write the report of a run; also works while it runs and after a crash. It begins with the sections of `more`.
 
     With `others` its curves are laid over theirs, in a file beside its own report. Raises FileNotFoundError where a
     run's folder isn't there.
     """
     runs = [read_run(folder) for folder in (run_dir, *others)]
     path = Path(out) if out is not None else Path(run_dir) / (COMPARISON_FILE if others else REPORT_FILE)
-    write_atomic(path, _page(runs))
+    write_atomic(path, _page(runs, more))
     return path
 
 
@@ -101,10 +103,11 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _page(runs: Sequence[RunData]) -> str:
+def _page(runs: Sequence[RunData], more: Sequence[Section]) -> str:
     first = runs[0]
     moved = [*_grid(traffic_charts(runs)), *sample_flow(first), *moved_by_link(first.timeline)]
     sections = [
+        *more,
         Section("runs", "Runs", comparison(runs)),
         Section("curves", "Curves", _grid(learning_charts(runs), first)),
         Section("detail", "Details", _grid(detail_charts(runs), first)),

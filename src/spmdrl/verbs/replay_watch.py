@@ -1,0 +1,190 @@
+"""A hook in the stages of a training run, which looks at some rows of one step.
+
+Shape letters: `R` packed response tokens of a micro-batch.
+"""
+
+from __future__ import annotations
+
+import math
+import pdb  # noqa: T100 - the verb's option --pdb
+import sys
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor
+
+from spmdrl.config.reader import ConfigError
+from spmdrl.dataflow.samples.samples import Samples
+from spmdrl.dataflow.stages.reward import reward_call
+from spmdrl.dataflow.stages.rows import TURNS, ModelTokens
+from spmdrl.dataflow.stages.stages import StageHook
+from spmdrl.dataflow.stages.update import OLD_LOGPROBS, Learner
+from spmdrl.dataflow.stages.update_report import ROW
+from spmdrl.engines.generation.protocol import Response
+from spmdrl.engines.models.tokenizer import ModelTokenizer
+from spmdrl.engines.reward.functions import load_functions, score
+from spmdrl.nouns.batch import LossScope, TokenLoss, TokenTerms
+from spmdrl.nouns.roles import WorkerState
+from spmdrl.nouns.settings.reward_config import RewardConfig
+from spmdrl.observability.report.replay_section import ReplayedRow, ReplayedToken
+from spmdrl.runtime.screen import show
+from spmdrl.runtime.workers.verdict import Verdict
+
+_COLUMNS = ("response_ids", "rollout_logprobs", "versions", "finished", "reward", "reward_parts", "reward_verdict")
+
+
+class StepReplayed(Exception):
+    """The step is done; nothing of the loop behind its update is needed."""
+
+
+class WatchedLearner:
+    """An algorithm whose loss is looked at where it comes to some rows, in the first update with each."""
+
+    def __init__(self, learner: Learner, rows: Sequence[int], *, stops: bool):
+        self._learner = learner
+        self._rows = rows
+        self._stops = stops
+        self.trained: dict[int, dict[str, list[float]]] = {}
+        """by row, numbers of ReplayedToken by name, of each token that the model wrote"""
+
+    @property
+    def unit_size(self) -> int:
+        return self._learner.unit_size
+
+    def columns_for_loss(self, num_updates: int) -> frozenset[str]:
+        return self._learner.columns_for_loss(num_updates)
+
+    def token_weights(self, lengths_B: Tensor, scope: LossScope) -> Tensor:
+        return self._learner.token_weights(lengths_B, scope)
+
+    def needs_signal(self) -> bool:
+        return self._learner.needs_signal()
+
+    def loss(self, terms: TokenTerms) -> TokenLoss:
+        row_R = terms.columns[ROW]
+        rows = [row for row in self._rows if row not in self.trained and bool((row_R == row).any())]
+        learner = self._learner
+        if rows and self._stops:
+            stop(f"the loss of rows {rows}: `s` steps into learner.loss; p terms.logprobs_R[row_R == {rows[0]}]")
+        loss = learner.loss(terms)
+        for row in rows:
+            self._keep(row, terms, loss, (row_R == row).nonzero().squeeze(1))
+        return loss
+
+    def _keep(self, row: int, terms: TokenTerms, loss: TokenLoss, places: Tensor) -> None:
+        logprobs_R = terms.logprobs_R
+        # Without the column, they are those that the update computes first.
+        ratio_R = (logprobs_R - terms.columns.get(OLD_LOGPROBS, logprobs_R)).exp()
+        found = {"trainer": logprobs_R, "ratio": ratio_R, "loss": loss.loss_R * terms.columns["weights"]}
+        self.trained[row] = kept = {name: values_R[places].tolist() for name, values_R in found.items()}
+
+        def note(gradient_R: Tensor) -> None:
+            kept["gradient"] = gradient_R[places].tolist()
+
+        if logprobs_R.requires_grad:
+            logprobs_R.register_hook(note)
+
+
+class ReplayWatch(StageHook):
+    """Keeps what a step makes of some rows, and ends it after its update by StepReplayed."""
+
+    def __init__(
+        self, step: int, rows: Sequence[int], tokenizer: ModelTokenizer, config: RewardConfig, *, stops: bool
+    ):  # fmt: skip
+        """`stops` enters the debugger at each stage of the rows."""
+        self.found: list[ReplayedRow] = []
+        self._step = step
+        self._rows = rows
+        self._tokenizer = tokenizer
+        self._config = config
+        self._stops = stops
+        self._trained: dict[int, dict[str, list[float]]] = {}
+
+    def before(self, state: WorkerState, samples: Samples) -> None:
+        if samples.step != self._step:
+            return
+        if state is WorkerState.GENERATION:
+            if beyond := [row for row in self._rows if not 0 <= row < samples.num_rows]:
+                raise ConfigError(f"--row is {beyond[0]}, but step {samples.step} has rows 0 to {samples.num_rows - 1}")
+            if self._stops:
+                stop(
+                    f"the generation of rows {list(self._rows)}: `b spmdrl.engines.generation.native.native_engine."
+                    "NativeEngine.step` and `c` stop at each step of the engine"
+                )
+        if state is WorkerState.ADVANTAGE and self._stops:
+            for row in self._rows:
+                self._stop_in_reward(samples, row)
+
+    def _stop_in_reward(self, samples: Samples, row: int) -> None:
+        """Call the reward functions for one row, in this process; the step has the values of its own calls."""
+        turns = {TURNS} & samples.reads(WorkerState.UPDATE)
+        batch = samples.read([row], {"response_ids", *turns})
+        ids, turn_of = (
+            tuple(batch.values(name).tolist()) if name in batch else None for name in ("response_ids", TURNS)
+        )
+        response = Response(row, ids or (), (), "stop", (), turns=turn_of)
+        call = reward_call(samples.prompt_of(row), [response], self._tokenizer.decode)
+        for function in load_functions(self._config.functions, self._config.code):
+            stop(f"the reward {function.name} of row {row}: `s` steps into it; p call")
+            scores = score(function, call)
+            show(f"{function.name}: {scores.values[0]} ({scores.verdicts[0].name.lower()})")
+            function.close()
+
+    def learner(self, samples: Samples, learner: Learner) -> Learner:
+        if samples.step != self._step:
+            return learner
+        watched = WatchedLearner(learner, self._rows, stops=self._stops)
+        self._trained = watched.trained
+        return watched
+
+    def after(self, state: WorkerState, samples: Samples) -> None:
+        if samples.step == self._step and state is WorkerState.UPDATE:
+            self.found = [self._row(samples, row) for row in self._rows]
+            raise StepReplayed
+
+    def _row(self, samples: Samples, row: int) -> ReplayedRow:
+        if row not in samples.rows_of_step:
+            raise ConfigError(f"row {row} isn't trained in step {samples.step}: a later step goes on with its group")
+        prompt, is_trained, trained = samples.prompt_of(row), samples.is_trained(row), self._trained.get(row)
+        names = {*_COLUMNS, *({TURNS} & samples.reads(WorkerState.UPDATE)), *(("advantages",) if is_trained else ())}
+        batch = samples.read([row], names)
+        ids, turns = batch.values("response_ids").tolist(), batch.values(TURNS).tolist() if TURNS in batch else None
+        own, columns = ModelTokens.of(batch), {"generator": "rollout_logprobs", "advantage": "advantages"}
+        numbers = {name: own.pick(batch.values(key)).tolist() for name, key in columns.items() if key in batch}
+        left_out = (
+            "" if trained else "the update left the row out: its advantage is 0, or only the critic is trained yet"
+        )
+        parts = zip(self._config.names, batch.values("reward_parts").tolist(), strict=True)
+        first = row - row % samples.group_size
+        group = range(first, first + samples.group_size)
+        return ReplayedRow(
+            step=samples.step,
+            row=row,
+            prompt=prompt.text,
+            answer=prompt.answer,
+            response=self._tokenizer.decode(ids),
+            turns=turns,
+            is_finished=bool(batch.dense("finished")[0]),
+            versions=own.pick(batch.values("versions")).tolist(),
+            reward=float(batch.dense("reward")[0]),
+            verdict=Verdict(int(batch.dense("reward_verdict")[0])).name.lower(),
+            parts={name: value for name, value in parts if not math.isnan(value)},
+            group_rewards=dict(zip(group, samples.read(group, ["reward"]).dense("reward").tolist(), strict=True)),
+            left_out=left_out if is_trained else "the step left the row out, which has no advantage",
+            tokens=list(self._tokens(ids, turns, numbers | (trained or {}))),
+        )
+
+    def _tokens(
+        self, ids: Sequence[int], turns: Sequence[int] | None, columns: dict[str, list[float]]
+    ) -> Iterator[ReplayedToken]:
+        """Each token, with the next of the numbers in `columns` where the model wrote it."""
+        place = 0
+        for token, turn in zip(ids, turns or [1] * len(ids), strict=True):
+            numbers = {name: values[place] for name, values in columns.items()} if turn > 0 else {}
+            yield ReplayedToken(token, self._tokenizer.decode([token]), **numbers)
+            place += turn > 0
+
+
+def stop(where: str) -> None:
+    """Enter the debugger in the caller, before its next line."""
+    show(f"--- before {where}")
+    pdb.Pdb().set_trace(sys._getframe(1))

@@ -1,1 +1,0 @@
-"""What the verb `replay` does again of a run, watches and prints."""
