@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,18 +56,18 @@ def build_objective(checked: CheckedRun, prepared: Prepared, models: RoleModels,
     """The objective of the run's verb."""
     config, renderer, trainer = checked.config, prepared.renderer, models[POLICY].trainer
     if checked.verb == "sft":
-        return AnswerObjective(config.sft, renderer, trainer, is_main=is_main)
+        return AnswerObjective(trainer, renderer, config.sft, is_main=is_main)
     if checked.verb == "reward-model":
-        return ScoreObjective(config.reward_model, renderer, trainer)
+        return ScoreObjective(trainer, renderer, config.reward_model)
     # Beside adapters there is no second model.
     reference = None if config.preferences.reference_free else models.get(REFERENCE, models[POLICY]).trainer
-    return PreferenceObjective(config.preferences, renderer, trainer, reference)
+    return PreferenceObjective(trainer, renderer, config.preferences, reference)
 
 
 class AnswerObjective(Objective):
     """Supervised training: the token mean of the answers' negative log-likelihood over all ranks."""
 
-    def __init__(self, config: SftConfig, renderer: Renderer, trainer: TrainingEngine, *, is_main: bool):
+    def __init__(self, trainer: TrainingEngine, renderer: Renderer, config: SftConfig, *, is_main: bool):
         self.trainer = trainer
         self._learnt = LearntRows(renderer, config.turns)
         self._watch = AnswerWatch(config.stop_at_probability, is_main=is_main)
@@ -135,12 +135,12 @@ def _token_mean_loss(scores: Scores, micro: MicroBatch, num_tokens: int) -> Loss
     return LossTerms(-scores.logprobs_R.sum() / max(num_tokens, 1), metrics)
 
 
+@dataclass(frozen=True)
 class PairObjective(Objective):
     """Training on pairs of responses."""
 
-    def __init__(self, renderer: Renderer, trainer: TrainingEngine):
-        self.trainer = trainer
-        self._renderer = renderer
+    trainer: TrainingEngine
+    renderer: Renderer
 
     def batch(self, prompts: Sequence[Prompt], num_rows: int) -> tuple[TokenRows, LossFunction]:
         def loss(scored: Any, micro: MicroBatch) -> LossTerms:
@@ -164,7 +164,7 @@ class PairObjective(Objective):
 
     def rows(self, prompts: Sequence[Prompt]) -> TokenRows:
         """The pairs of some rows as the model takes them, with all that the loss reads."""
-        return pair_rows(prompts, self._renderer)
+        return pair_rows(prompts, self.renderer)
 
     @abstractmethod
     def _scored(self, rows: TokenRows) -> Any:
@@ -175,23 +175,20 @@ class PairObjective(Objective):
         """The loss of each pair of rows; `columns`, and the row, are those of each response token."""
 
 
+@dataclass(frozen=True)
 class PreferenceObjective(PairObjective):
     """DPO, and what differs from it by its settings."""
 
-    def __init__(
-        self, config: PreferenceConfig, renderer: Renderer, trainer: TrainingEngine, reference: TrainingEngine | None
-    ):
-        """`reference` is the trainer itself where it has adapters, without which it is its reference."""
-        super().__init__(renderer, trainer)
-        self._config = config
-        self._reference = reference
+    config: PreferenceConfig
+    reference: TrainingEngine | None
+    """the trainer itself where it has adapters, without which it is its reference"""
 
     def rows(self, prompts: Sequence[Prompt]) -> TokenRows:
         rows = super().rows(prompts)
-        if self._reference is None:
+        if self.reference is None:
             return rows
-        with self._reference.without_adapters():
-            (reference_R,) = to_host([self._reference.score(rows).logprobs_R])
+        with self.reference.without_adapters():
+            (reference_R,) = to_host([self.reference.score(rows).logprobs_R])
         return replace(rows, response=rows.response | {_REFERENCE: reference_R})
 
     def _scored(self, rows: TokenRows) -> Scores:
@@ -199,18 +196,17 @@ class PreferenceObjective(PairObjective):
 
     def _losses(self, scored: Scores, columns: Mapping[str, Tensor], row_R: Tensor, num_rows: int) -> PairLoss:
         tokens = PairTokens(scored.logprobs_R, columns.get(_REFERENCE), columns[_SIGN], row_R, num_rows)
-        return preference_loss(tokens, self._config)
+        return preference_loss(tokens, self.config)
 
 
+@dataclass(frozen=True)
 class ScoreObjective(PairObjective):
     """Bradley and Terry's model: the better response of a pair is to score higher."""
 
-    def __init__(self, config: RewardModelConfig, renderer: Renderer, trainer: TrainingEngine):
-        super().__init__(renderer, trainer)
-        self._config = config
+    config: RewardModelConfig
 
     def rows(self, prompts: Sequence[Prompt]) -> TokenRows:
-        rows, key = super().rows(prompts), self._config.margin_key
+        rows, key = super().rows(prompts), self.config.margin_key
         if key is None:
             return rows
         margins_B = torch.tensor([float(prompt.columns[key]) for prompt in prompts]).repeat_interleave(PAIR)
@@ -226,7 +222,7 @@ class ScoreObjective(PairObjective):
             # All tokens of a row have its margin.
             margins_B = scored.new_zeros(num_rows).index_put((row_R,), columns[_MARGIN])
             margins = margins_B.view(-1, PAIR)[:, 0]
-        return reward_loss(scored, margins, self._config.centring)
+        return reward_loss(scored, margins, self.config.centring)
 
 
 def pair_rows(prompts: Sequence[Prompt], renderer: Renderer) -> TokenRows:
