@@ -13,7 +13,7 @@ import pytest
 from tests.support.jobs import finished, metrics_of, run_job, summary_of, tiny_config
 
 from spmdrl.config.config import EvalConfig
-from spmdrl.job.evaluation.evaluator import evaluation_of
+from spmdrl.job.evaluator import evaluation_of
 
 EVAL = "data.eval=synthetic://addition?low=0&high=9&count=10"
 

@@ -19,7 +19,7 @@ from spmdrl.engines.training.checkpoints.checkpoint import CheckpointStore
 from spmdrl.engines.training.checkpoints.manifest import damage
 from spmdrl.engines.training.checkpoints.trainer_state import write_shards
 from spmdrl.engines.training.sharding.sharded_model import Shard
-from spmdrl.job.evaluation.evaluator import write_records
+from spmdrl.job.evaluator import write_records
 from spmdrl.nouns.batch import whole_slice
 from spmdrl.nouns.settings.checkpoint_config import CheckpointConfig
 from spmdrl.observability.logs.jsonl import JsonlWriter, read_jsonl

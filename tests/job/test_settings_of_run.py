@@ -8,8 +8,8 @@ import pytest
 
 from spmdrl.config.config import Config, load_config
 from spmdrl.config.reader import LoadedConfig, resolved_yaml
-from spmdrl.job.evaluation.settings_of_run import with_settings_of_run
 from spmdrl.job.run.outcome import MESSAGES
+from spmdrl.job.settings_of_run import with_settings_of_run
 from spmdrl.observability.summary import write_summary
 
 CHAT = [

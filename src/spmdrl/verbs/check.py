@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from spmdrl.config.config import Config
 from spmdrl.config.given import DEFAULT, inline, shortened, value_leaves
 from spmdrl.config.reader import LoadedConfig, start_up
-from spmdrl.job.evaluation.settings_of_run import with_settings_of_run
+from spmdrl.job.settings_of_run import with_settings_of_run
 from spmdrl.job.start.estimates import estimate_lines, needed_bytes
 from spmdrl.job.start.first_row import data_warnings, row_lines
 from spmdrl.job.start.machine_check import CheckLine, machine_lines

@@ -9,11 +9,11 @@ from pathlib import Path
 from spmdrl.config.config import Config
 from spmdrl.config.reader import LoadedConfig, start_up
 from spmdrl.engines.reward.pool import RewardPool
-from spmdrl.job.evaluation.evaluator import Evaluation, build_evaluator, write_records
-from spmdrl.job.evaluation.settings_of_run import with_settings_of_run
+from spmdrl.job.evaluator import Evaluation, build_evaluator, write_records
 from spmdrl.job.model.replica import load_replica
 from spmdrl.job.run.memory_advice import explained_memory
 from spmdrl.job.run.run_folder import hold_run_folder
+from spmdrl.job.settings_of_run import with_settings_of_run
 from spmdrl.job.start.prepared import prepare_together
 from spmdrl.job.start.rank_facts import open_job
 from spmdrl.job.start.start_checks import CheckedRun, check_run

@@ -22,12 +22,12 @@ from spmdrl.dataflow.stages.reward import turns_record
 from spmdrl.dataflow.stages.rollout.requests import row_seed, run_rollout
 from spmdrl.engines.generation.protocol import Request, Response
 from spmdrl.engines.models.tokenizer import ModelTokenizer
-from spmdrl.job.evaluation.settings_of_run import with_settings_of_run
 from spmdrl.job.model.model_source import ModelSource
 from spmdrl.job.model.replica import Replica, load_replica
 from spmdrl.job.rollouts.kept_answers import KeptAnswers
 from spmdrl.job.run.memory_advice import explained_memory
 from spmdrl.job.run.run_folder import hold_run_folder
+from spmdrl.job.settings_of_run import with_settings_of_run
 from spmdrl.job.start.prepared import prepare_together
 from spmdrl.job.start.rank_facts import open_job
 from spmdrl.job.start.start_checks import CheckedRun, check_run

@@ -10,8 +10,8 @@ from spmdrl.config.config import Config
 from spmdrl.config.reader import ConfigError, LoadedConfig, start_up
 from spmdrl.engines.reward.pool import RewardPool
 from spmdrl.engines.training.update.updater import UpdateResult
-from spmdrl.job.evaluation.evaluator import build_evaluator
-from spmdrl.job.evaluation.held_out import AnswerJudge, HeldOut, PairJudge
+from spmdrl.job.evaluator import build_evaluator
+from spmdrl.job.held_out import AnswerJudge, HeldOut, PairJudge
 from spmdrl.job.model.model_source import prepare_model
 from spmdrl.job.model.replica import build_policys_replica
 from spmdrl.job.model.role_models import RoleModels, build_role_models, saved_state

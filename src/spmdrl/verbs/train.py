@@ -22,8 +22,8 @@ from spmdrl.engines.generation.protocol import GenerationEngine
 from spmdrl.engines.models.kernels.ops import compute_batch_invariantly
 from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.engines.reward.pool import RewardPool
-from spmdrl.job.evaluation.evaluator import build_evaluator
-from spmdrl.job.evaluation.held_out import AnswerJudge, HeldOut
+from spmdrl.job.evaluator import build_evaluator
+from spmdrl.job.held_out import AnswerJudge, HeldOut
 from spmdrl.job.model.replica import build_policys_replica
 from spmdrl.job.model.role_models import build_role_models, saved_state
 from spmdrl.job.model.shared_limit import share_limit

@@ -11,7 +11,7 @@ import torch
 
 from spmdrl.config.config import EvalConfig
 from spmdrl.dataflow.data.prompts import Prompt
-from spmdrl.job.evaluation.evaluator import ACCURACY_RULE, Evaluation, Evaluator, write_records
+from spmdrl.job.evaluator import ACCURACY_RULE, Evaluation, Evaluator, write_records
 from spmdrl.job.model.switching import Switching
 from spmdrl.job.objectives import PairObjective
 from spmdrl.job.run.run import Run

@@ -14,7 +14,8 @@ from spmdrl.dataflow.data.prompts import Prompt
 from spmdrl.dataflow.stages.reward import DecodeTokens, StreamedRewards, turns_record
 from spmdrl.dataflow.stages.rollout.requests import EndedResponses, StopPoint, Turns, row_seed, run_rollout
 from spmdrl.engines.generation.protocol import Request, Response
-from spmdrl.engines.reward.pool import RewardPool, RewardResult
+from spmdrl.engines.reward.calls import RewardResult
+from spmdrl.engines.reward.pool import RewardPool
 from spmdrl.job.model.replica import Replica
 from spmdrl.job.start.prepared import Prepared
 from spmdrl.nouns.settings.rollout_config import SamplingParams

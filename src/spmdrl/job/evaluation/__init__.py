@@ -1,1 +1,0 @@
-"""Held-out prompts answered and scored, and when that happens during training."""
