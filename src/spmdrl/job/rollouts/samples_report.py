@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import asdict
 
 from spmdrl.config.config import Config
 from spmdrl.dataflow.samples.control.row_lives import Accounting
@@ -54,42 +54,43 @@ class SamplesReport(StageHook):
         turns = samples.reads(WorkerState.UPDATE) & {TURNS}
         batch = samples.read(self._shown.rows, [*COLUMNS, *turns])
         trained = [row for row in self._shown.rows if samples.is_trained(row)]
-        advantages = samples.read(trained, ["advantages"]).to_lists("advantages")
-        rows = _rows_of(batch, dict(zip(trained, advantages, strict=True)))
-        self._logs.write_samples(samples.step, [self._record(samples, row) for row in rows])
+        advantages = dict(zip(trained, samples.read(trained, ["advantages"]).to_lists("advantages"), strict=True))
+        records = [
+            self._record(samples, batch.select([place]), advantages.get(row))
+            for place, row in enumerate(batch.rows.tolist())
+        ]
+        self._logs.write_samples(samples.step, records)
 
-    def _record(self, samples: Samples, one: _Row) -> SampleRecord:
-        prompt, reward = samples.prompt_of(one.row), one.reward
-        parts = dict(zip(self._rewards, one.parts, strict=True))
-        tokens = self._tokens(one)
-        turns = None if one.turns is None else turn_texts(one.ids, one.turns, self._decode)
-        return SampleRecord(
-            step=samples.step,
-            row=one.row,
-            prompt=prompt.text,
-            response=self._decode(one.ids),
-            answer=prompt.answer or "",
-            reward=None if math.isnan(reward) else reward,
-            parts={name: value for name, value in parts.items() if not math.isnan(value)},
-            verdict=Verdict(one.verdict).name.lower(),
-            advantage=_mean([token.advantage for token in tokens]),
-            mismatch=_mean([token.mismatch and abs(token.mismatch) for token in tokens]),
-            version=one.versions[-1] if one.versions else None,
-            tokens=tokens,
-            turns=turns,
-        )
-
-    def _tokens(self, one: _Row) -> list[SampleToken]:
-        """The row's tokens with what the update read of them."""
-        own = [True] * len(one.ids) if one.turns is None else [turn > 0 for turn in one.turns]
-        seen = iter(self._shown.logprobs(one.row) or [])
+    def _record(self, samples: Samples, one: Batch, advantages: Sequence[float] | None) -> SampleRecord:
+        """The record of one row; without advantages it was dropped."""
+        row, reward = int(one.rows[0]), float(one.dense("reward")[0])
+        ids, versions, parts = (one.values(name).tolist() for name in ("response_ids", "versions", "reward_parts"))
+        turns = one.values(TURNS).tolist() if TURNS in one else None
+        own = [True] * len(ids) if turns is None else [turn > 0 for turn in turns]
+        seen = iter(self._shown.logprobs(row) or [])
         trained = [next(seen, None) if is_own else None for is_own in own]
-        return [
+        tokens = [
             SampleToken(self._text(token), advantage if is_own else None, None if known is None else logprob - known)
             for token, is_own, advantage, logprob, known in zip(
-                one.ids, own, one.advantages, one.logprobs, trained, strict=True
+                ids, own, advantages or [None] * len(ids), one.values("rollout_logprobs").tolist(), trained, strict=True
             )
         ]
+        prompt = samples.prompt_of(row)
+        return SampleRecord(
+            step=samples.step,
+            row=row,
+            prompt=prompt.text,
+            response=self._decode(ids),
+            answer=prompt.answer or "",
+            reward=None if math.isnan(reward) else reward,
+            parts={name: part for name, part in zip(self._rewards, parts, strict=True) if not math.isnan(part)},
+            verdict=Verdict(int(one.dense("reward_verdict")[0])).name.lower(),
+            advantage=_mean([token.advantage for token in tokens]),
+            mismatch=_mean([token.mismatch and abs(token.mismatch) for token in tokens]),
+            version=versions[-1] if versions else None,
+            tokens=tokens,
+            turns=None if turns is None else turn_texts(ids, turns, self._decode),
+        )
 
     def _text(self, token: int) -> str:
         """One token's text by itself; a replacement character where the token is only part of a character."""
@@ -115,38 +116,6 @@ class SamplesReport(StageHook):
                 recorder.total(f"dock/get_bytes/{column}/{link.value}", num_bytes)
         recorder.total("dock/metadata_bytes", moved.metadata_bytes)
         recorder.total("dock/held_bytes", self._dock.held_bytes)
-
-
-@dataclass(frozen=True)
-class _Row:
-    """What the dock has of a row to show; of ragged columns a value per token."""
-
-    row: int
-    ids: list[int]
-    reward: float
-    parts: list[float]
-    verdict: int
-    logprobs: list[float]
-    versions: list[int]
-    advantages: Sequence[float | None]
-    """none where the row was dropped"""
-    turns: list[int] | None
-
-
-def _rows_of(batch: Batch, advantages: Mapping[int, Sequence[float]]) -> Iterator[_Row]:
-    """The rows of a batch with the columns `COLUMNS`; `advantages` are by row number."""
-    ids, versions, turns = (
-        [list(map(int, values)) for values in batch.to_lists(name)] if name in batch else None
-        for name in ("response_ids", "versions", TURNS)
-    )
-    assert ids is not None and versions is not None, batch.names
-    rewards, verdicts = batch.dense("reward").tolist(), batch.dense("reward_verdict").tolist()
-    parts, logprobs = batch.to_lists("reward_parts"), batch.to_lists("rollout_logprobs")
-    for at, row in enumerate(batch.rows.tolist()):
-        yield _Row(
-            row, ids[at], rewards[at], parts[at], verdicts[at], logprobs[at], versions[at],
-            advantages.get(row) or [None] * len(ids[at]), None if turns is None else turns[at],
-        )  # fmt: skip
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
