@@ -9,6 +9,7 @@ import math
 import pdb  # noqa: T100 - the verb's option --pdb
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 from torch import Tensor
 
@@ -22,7 +23,7 @@ from spmdrl.dataflow.stages.update_report import ROW
 from spmdrl.engines.generation.protocol import Response
 from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.engines.reward.functions import load_functions, score
-from spmdrl.nouns.batch import LossScope, TokenLoss, TokenTerms
+from spmdrl.nouns.batch import TokenTerms
 from spmdrl.nouns.roles import WorkerState
 from spmdrl.nouns.settings.reward_config import RewardConfig
 from spmdrl.observability.report.replay_section import ReplayedRow, ReplayedToken
@@ -34,54 +35,6 @@ _COLUMNS = ("response_ids", "rollout_logprobs", "versions", "finished", "reward"
 
 class StepReplayed(Exception):
     """The step is done; nothing of the loop behind its update is needed."""
-
-
-class WatchedLearner:
-    """An algorithm whose loss is looked at where it comes to some rows, in the first update with each."""
-
-    def __init__(self, learner: Learner, rows: Sequence[int], *, stops: bool):
-        self._learner = learner
-        self._rows = rows
-        self._stops = stops
-        self.trained: dict[int, dict[str, list[float]]] = {}
-        """by row, numbers of ReplayedToken by name, of each token that the model wrote"""
-
-    @property
-    def unit_size(self) -> int:
-        return self._learner.unit_size
-
-    def columns_for_loss(self, num_updates: int) -> frozenset[str]:
-        return self._learner.columns_for_loss(num_updates)
-
-    def token_weights(self, lengths_B: Tensor, scope: LossScope) -> Tensor:
-        return self._learner.token_weights(lengths_B, scope)
-
-    def needs_signal(self) -> bool:
-        return self._learner.needs_signal()
-
-    def loss(self, terms: TokenTerms) -> TokenLoss:
-        row_R = terms.columns[ROW]
-        rows = [row for row in self._rows if row not in self.trained and bool((row_R == row).any())]
-        learner = self._learner
-        if rows and self._stops:
-            stop(f"the loss of rows {rows}: `s` steps into learner.loss; p terms.logprobs_R[row_R == {rows[0]}]")
-        loss = learner.loss(terms)
-        for row in rows:
-            self._keep(row, terms, loss, (row_R == row).nonzero().squeeze(1))
-        return loss
-
-    def _keep(self, row: int, terms: TokenTerms, loss: TokenLoss, places: Tensor) -> None:
-        logprobs_R = terms.logprobs_R
-        # Without the column, they are those that the update computes first.
-        ratio_R = (logprobs_R - terms.columns.get(OLD_LOGPROBS, logprobs_R)).exp()
-        found = {"trainer": logprobs_R, "ratio": ratio_R, "loss": loss.loss_R * terms.columns["weights"]}
-        self.trained[row] = kept = {name: values_R[places].tolist() for name, values_R in found.items()}
-
-        def note(gradient_R: Tensor) -> None:
-            kept["gradient"] = gradient_R[places].tolist()
-
-        if logprobs_R.requires_grad:
-            logprobs_R.register_hook(note)
 
 
 class ReplayWatch(StageHook):
@@ -97,10 +50,13 @@ class ReplayWatch(StageHook):
         self._tokenizer = tokenizer
         self._config = config
         self._stops = stops
+        self._is_reached = False
         self._trained: dict[int, dict[str, list[float]]] = {}
+        """by row, numbers of ReplayedToken by name, of each token that the model wrote, in the first update with it"""
 
     def before(self, state: WorkerState, samples: Samples) -> None:
-        if samples.step != self._step:
+        self._is_reached = samples.step == self._step
+        if not self._is_reached:
             return
         if state is WorkerState.GENERATION:
             if beyond := [row for row in self._rows if not 0 <= row < samples.num_rows]:
@@ -129,15 +85,29 @@ class ReplayWatch(StageHook):
             show(f"{function.name}: {scores.values[0]} ({scores.verdicts[0].name.lower()})")
             function.close()
 
-    def learner(self, samples: Samples, learner: Learner) -> Learner:
-        if samples.step != self._step:
-            return learner
-        watched = WatchedLearner(learner, self._rows, stops=self._stops)
-        self._trained = watched.trained
-        return watched
+    def loss(self, learner: Learner, terms: TokenTerms, weighted_R: Tensor) -> None:
+        if not self._is_reached:
+            return
+        row_R, logprobs_R = terms.columns[ROW], terms.logprobs_R
+        rows = [row for row in self._rows if row not in self._trained and bool((row_R == row).any())]
+        if rows and self._stops:
+            # Called once more, for the debugger alone.
+            stop(f"the loss of rows {rows}: `s` steps into learner.loss; p terms.logprobs_R[row_R == {rows[0]}]")
+            learner.loss(terms)
+        # Without the column, they are those that the update computes first.
+        ratio_R = (logprobs_R - terms.columns.get(OLD_LOGPROBS, logprobs_R)).exp()
+        for row in rows:
+            places = (row_R == row).nonzero().squeeze(1)
+            found = {"trainer": logprobs_R, "ratio": ratio_R, "loss": weighted_R}
+            self._trained[row] = {name: values_R[places].tolist() for name, values_R in found.items()}
+            if logprobs_R.requires_grad:
+                logprobs_R.register_hook(partial(self._keep_gradient, row, places))
+
+    def _keep_gradient(self, row: int, places: Tensor, gradient_R: Tensor) -> None:
+        self._trained[row]["gradient"] = gradient_R[places].tolist()
 
     def after(self, state: WorkerState, samples: Samples) -> None:
-        if samples.step == self._step and state is WorkerState.UPDATE:
+        if self._is_reached and state is WorkerState.UPDATE:
             self.found = [self._row(samples, row) for row in self._rows]
             raise StepReplayed
 

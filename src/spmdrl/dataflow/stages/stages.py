@@ -6,11 +6,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
+from torch import Tensor
+
 from spmdrl.dataflow.samples.dock import Samples
 from spmdrl.dataflow.stages.advantage import AdvantageStage, Credit
 from spmdrl.dataflow.stages.critic.returns import ReturnsStage, Rewarding
 from spmdrl.dataflow.stages.rollout.refill import Refill
 from spmdrl.dataflow.stages.update import Learner, UpdateStage
+from spmdrl.nouns.batch import TokenTerms
 from spmdrl.nouns.roles import WorkerState
 from spmdrl.observability.timeline.timeline import Timeline
 
@@ -38,9 +41,8 @@ class StageHook:
     def after(self, state: WorkerState, samples: Samples) -> None:
         """Called after the state's work, outside of its time."""
 
-    def learner(self, samples: Samples, learner: Learner) -> Learner:
-        """The learner that the update is to call."""
-        return learner
+    def loss(self, learner: Learner, terms: TokenTerms, weighted_R: Tensor) -> None:
+        """Called in an update with the loss of a micro-batch, on the device, before its backward pass."""
 
 
 class Stages:
@@ -89,10 +91,8 @@ class Stages:
 
     def update(self, samples: Samples, learner: Learner) -> None:
         """Train on the batch. Collective."""
-        for hook in self.hooks:
-            learner = hook.learner(samples, learner)
         with self._stage(self._update.state, samples):
-            self._update(samples, learner)
+            self._update(samples, learner, [hook.loss for hook in self.hooks])
 
     def _timed(self, stage: Stage) -> Callable[[Samples], None]:
         def run(samples: Samples) -> None:

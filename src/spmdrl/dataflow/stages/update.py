@@ -6,7 +6,7 @@ UpdateStage -> engine.update(rows, PolicyLoss) -> per micro-batch PolicyLoss(sco
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -54,6 +54,9 @@ class Learner(Protocol):
     def needs_signal(self) -> bool: ...
 
 
+LossHook = Callable[[Learner, TokenTerms, Tensor], None]
+
+
 @dataclass(frozen=True)
 class UpdatePlan:
     """How often and in how many parts the rows of a batch are used."""
@@ -82,7 +85,8 @@ class UpdateStage:
         self.recorder = recorder
         self.shown = shown
 
-    def __call__(self, samples: Samples, learner: Learner) -> None:
+    def __call__(self, samples: Samples, learner: Learner, hooks: Sequence[LossHook] = ()) -> None:
+        """Each of `hooks` is called with the learner and the loss of each micro-batch."""
         for_loss = learner.columns_for_loss(self.plan.num_updates)
         columns = sorted(update_columns(for_loss, self.plan.agreement))
         stands_in = OLD_LOGPROBS in for_loss - set(columns)
@@ -105,7 +109,7 @@ class UpdateStage:
                 if stands_in:
                     chosen.put_ragged(OLD_LOGPROBS, chosen.values("rollout_logprobs"), chosen.offsets("response_ids"))
                 old = self._trainers_old(columns, is_first=epoch == part == 0)
-                loss = PolicyLoss(learner, version, old, self.shown if epoch == 0 else None)
+                loss = PolicyLoss(learner, version, old, self.shown if epoch == 0 else None, hooks)
                 result = self._one_update(chosen, sorted({*columns, *for_loss}), loss)
                 if result is not None and self.plan.agreement != "measured":
                     check_agreement(result.maxima.get("mismatch/abs_max", 0.0), samples.step)
@@ -205,6 +209,7 @@ class PolicyLoss:
     old: OldLogprobs
     shown: ShownRows | None
     """keeps them of some rows"""
+    hooks: Sequence[LossHook] = ()
 
     def __call__(self, scores: Scores, micro: MicroBatch) -> LossTerms:
         columns = micro.response
@@ -216,6 +221,8 @@ class PolicyLoss:
         metrics = {name: _sum_and_count(values.detach(), copies_R) for name, values in token_loss.metrics.items()}
         weighted_R = token_loss.loss_R * columns["weights"]
         weighted = weighted_R.sum()
+        for hook in self.hooks:
+            hook(self.learner, terms, weighted_R)
         if self.old == "unknown":
             return LossTerms(weighted, metrics)
         old_R = columns[OLD_LOGPROBS] if self.old == "column" else scores.logprobs_R.detach()
