@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from spmdrl.algorithms.algorithm import Algorithm
 from spmdrl.config.config import Config
 from spmdrl.dataflow.data.prompts import Prompt, PromptSource
 from spmdrl.dataflow.samples.balancing.dealing import groups_of_generation, groups_of_training
@@ -41,6 +43,7 @@ from spmdrl.engines.models.renderer import Renderer
 from spmdrl.engines.models.row_cost import row_cost_of
 from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.engines.reward.pool import RewardPool
+from spmdrl.engines.training.checkpoints.file_writes import FileWrites, add_text
 from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.job.model.replica import Replica, build_frozen_generator
 from spmdrl.job.model.role_models import RoleModels
@@ -58,8 +61,33 @@ from spmdrl.resources.mesh import build_generation_mesh
 from spmdrl.resources.world import World
 from spmdrl.runtime.workers.strikes import Strikes
 
+_ALGORITHM_STATE = "algorithm.json"
 PromptsOfStep = Callable[[int], tuple[Sequence[Prompt], Sequence[int]]]
 """The prompts of a step, and the ranks that go on with the first of them, where earlier steps began these."""
+
+
+class StepAlgorithm:
+    """The algorithm of the present step; what it adapts from step to step is a part of the run's state."""
+
+    def __init__(self, algorithm: Algorithm, *, is_main: bool):
+        self.now = algorithm
+        self._first = algorithm
+        self._is_main = is_main
+
+    def adapt(self, values: Mapping[str, float]) -> None:
+        """Go on with these values of keys that change."""
+        self.now = replace(self._first, config=replace(self._first.config, **values)) if values else self._first
+
+    def write_to(self, folder: Path, writes: FileWrites) -> None:
+        """Write the keys that change, if there are any."""
+        values = {key: getattr(self.now.config, key) for key in sorted(self.now.adapted_keys)}
+        if values and self._is_main:
+            add_text(writes, folder / _ALGORITHM_STATE, json.dumps(values) + "\n")
+
+    def read_from(self, folder: Path) -> None:
+        """Take back the keys that change; where an earlier part of the run changed none, they begin as configured."""
+        saved = json.loads((folder / _ALGORITHM_STATE).read_text()) if (folder / _ALGORITHM_STATE).is_file() else {}
+        self.adapt({key: float(saved[key]) for key in self._first.adapted_keys & saved.keys()})
 
 
 def build_turns(

@@ -39,10 +39,10 @@ from spmdrl.job.start.banner import print_banner
 from spmdrl.job.start.prepared import prepare_together, prepare_without_weights
 from spmdrl.job.start.rank_facts import open_job
 from spmdrl.job.start.start_checks import CheckedRun, check_run
-from spmdrl.job.step_algorithm import StepAlgorithm
 from spmdrl.job.training_step import (
     PromptsOfStep,
     StageParts,
+    StepAlgorithm,
     build_carried,
     build_dock,
     build_judge,

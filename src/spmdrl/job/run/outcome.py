@@ -1,4 +1,4 @@
-"""What a run's folder records of its beginning and its end: summary.json, and a report of all that was logged."""
+"""What a run's folder records of its beginning and its end: summary.json, the report, and its models' cards."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from pathlib import Path
 
 import yaml
 
+from spmdrl import __version__
 from spmdrl.config.config import RunConfig
+from spmdrl.engines.models.hf.model_folder import is_hub_name
 from spmdrl.job.model.model_source import MODEL, newest_model
 from spmdrl.job.run.checkpoints import Checkpoints
 from spmdrl.job.run.ends import End
 from spmdrl.job.run.resuming import RunRecord
 from spmdrl.job.run.run_folder import on_main
+from spmdrl.job.start.start_checks import CheckedRun
 from spmdrl.nouns.settings.log_config import LogConfig
 from spmdrl.observability.health import at_ends, trouble_of
 from spmdrl.observability.logs.log import METRICS_FILE, read_metrics
@@ -35,6 +38,8 @@ from spmdrl.resources.world import World
 WARM_START = "warm_start"
 MESSAGES = "prompts_are_messages"
 """the summary's field that is true where data.chat_template: auto sent every prompt through the template"""
+CARD = "README.md"
+_OFFLINE = {"sft": "supervised", "preferences": "preferences (DPO)", "reward-model": "reward model (pairs)"}
 
 
 def note_abandoned(folder: Path, console: Console) -> None:
@@ -113,3 +118,33 @@ def tracked_run(run: RunConfig, log: LogConfig, resolved_config: str) -> Tracked
         name = f"{folder.parent.name} {WARM_START}"
     settings = yaml.safe_load(resolved_config)
     return TrackedRun(name, log.project, log.group, log.tags, settings if isinstance(settings, dict) else {})
+
+
+def model_card(checked: CheckedRun, step: int) -> str:
+    """The card of the model after a step of a run; its licence is for the publisher to state."""
+    config, base_model, phase = checked.config, checked.base_model, checked.phase
+    task = "text-classification" if phase == "reward-model" else "text-generation"
+    front = ["library_name: transformers", f"pipeline_tag: {task}", f"tags: [spmdrl, {phase}]"]
+    # The hub refuses a base model that it can't look up.
+    if is_hub_name(base_model) and not Path(base_model).exists():
+        front.append(f"base_model: {base_model}")
+    facts = {
+        "base model": base_model,
+        "training": _OFFLINE.get(phase, f"reinforcement learning, {phase}"),
+        "steps": step,
+        "training data": config.data.train,
+        "rewards": "none"
+        if checked.offline
+        else ", ".join(filter(None, (*config.reward.functions, config.reward.model))),
+        "seed": config.seed,
+        "made with": f"spmdrl {__version__}",
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+    }
+    lines = [f"| {name} | `{_plain(value)}` |" for name, value in facts.items()]
+    head = ["---", *front, "---", "", f"# {_plain(config.run.folder.name)}", "", "| | |", "|---|---|"]
+    return "\n".join([*head, *lines, "", "Licence: to be stated by whoever publishes this model."]) + "\n"
+
+
+def _plain(value: object) -> str:
+    """On one line, and inside of one cell of the table."""
+    return " ".join(str(value).replace("|", "/").replace("`", "'").split())

@@ -18,9 +18,10 @@ from spmdrl.job.run.checkpoints import Checkpoints
 from spmdrl.job.run.config_changes import keep_config
 from spmdrl.job.run.ends import End, EndFacts, end_of
 from spmdrl.job.run.memory_advice import explained_memory
-from spmdrl.job.run.model_card import CARD, model_card
 from spmdrl.job.run.outcome import (
+    CARD,
     WARM_START,
+    model_card,
     note_abandoned,
     outcome_of,
     tracked_run,
