@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from spmdrl.observability.logs.log import MetricsLog
 from spmdrl.observability.report.charts import Chart, Series, chart_svg, downsample, moving_mean, ticks
+from spmdrl.observability.report.replay_section import ReplayedRow, ReplayedToken, replay_section
 from spmdrl.observability.report.report import main, write_report
 from spmdrl.observability.report.samples_section import fitting, sample_viewer
 from spmdrl.observability.summary import provenance, write_summary
@@ -50,6 +51,23 @@ class _Page(HTMLParser):
 @pytest.fixture(scope="module")
 def small_run(tmp_path_factory) -> Path:
     return write_run(tmp_path_factory.mktemp("runs") / "small", num_steps=12, num_ranks=2)
+
+
+def test_rows_of_a_replay_lead_the_page_as_text_with_numbers_of_the_models_tokens_alone(small_run, tmp_path):
+    tokens = [ReplayedToken(5, HOSTILE, -0.25, -0.5, 1.5, 1.0, 0.125, 2.5), ReplayedToken(6, "sunny")]
+    row = ReplayedRow(
+        step=3, row=7, prompt=HOSTILE, answer=None, response=HOSTILE, turns=[1, 0], is_finished=False, versions=[2],
+        reward=0.5, verdict="scored", parts={"exact": 0.5}, group_rewards={6: 1.0, 7: 0.5},
+        left_out="its advantage is 0", tokens=tokens, is_recorded=True, differences=["reward", "loss terms"],
+    )  # fmt: skip
+    page = _Page(write_report(small_run, out=tmp_path / "again.html", more=[replay_section([row])]).read_text())
+    own, plain = _Page(write_report(small_run, out=tmp_path / "own.html").read_text()), " | ".join(page.texts)
+    assert (page.scripts, page.events, page.links[0]) == (own.scripts, own.events, "#replay")
+    assert page.texts.count(repr(HOSTILE)) == 2 and "1 [0.5]" in plain
+    assert "DIFFERS from what the run recorded: reward, loss terms" in plain and "none: its advantage is 0" in plain
+    cells = [text for text in page.texts if text.strip()]
+    at = cells.index(repr("sunny"))
+    assert cells[at - 8 : at - 2] == ["-0.25", "-0.5", "1.5", "1", "0.125", "2.5"] and cells[at + 1] == "Curves"
 
 
 def test_the_page_shows_every_part(small_run: Path):
