@@ -12,8 +12,8 @@ from tests.support.structure import PACKAGE, figures, modules_of, on_a_rows_way,
 
 # May only fall. What needs more raises one in a commit of its own, which says why and names what was removed for it.
 BUDGET = {
-    "lines of src/spmdrl": 56_617,
-    "imports of ours": 1_958,
+    "lines of src/spmdrl": 56_366,
+    "imports of ours": 1_933,
     "config keys": 307,
     "files from prompt to gradient": 78,
     "threads per rank": 10,
