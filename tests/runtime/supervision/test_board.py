@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from torch.distributed import HashStore
 
 from spmdrl.runtime.supervision import watch as watch_module
+from spmdrl.runtime.supervision.activity import activity
 from spmdrl.runtime.supervision.board import Board, Hang, Line, RankState, Stop, decide
 from spmdrl.runtime.supervision.ending import FirstFailure
 from spmdrl.runtime.supervision.first_failure import publish
@@ -123,3 +125,17 @@ def test_a_rank_that_waits_for_others_after_a_failure_ends_though_no_connection_
     with watch.running():
         others.wait()
     assert watch.codes[0] == 1
+
+
+def test_a_rank_that_has_waited_for_long_when_another_fails_has_time_to_learn_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(watch_module, "_SURVIVOR_SECONDS", 1.5)
+    store = HashStore()
+    watch = EndsNoProcess(WatchConfig(0, 2, 60.0, tmp_path), store)
+    watch._progress, watch._progressed_at = activity.progress, time.monotonic() - 30.0
+    others = SimpleNamespace(wait=watch.lock.acquire)
+    others.wait()
+    with watch.running():
+        publish(store, FAILURE)
+        published = time.monotonic()
+        others.wait()
+    assert watch.codes[0] == 1 and time.monotonic() - published >= 1.5

@@ -172,6 +172,8 @@ class Watch:
         self._progress = -1
         self._progressed_at = self._looked_at = time.monotonic()
         self._armed_at = -math.inf
+        self._failed_at = math.inf
+        """when a failure of some rank was first known here"""
         self._num_lines = 0
         self._stacks: TextIO | None = None
         self._has_ended = False
@@ -203,7 +205,10 @@ class Watch:
             self._end_hung(board, verdict)
         if isinstance(verdict, Stop) and request.reason is None:
             request.note_from_afar(verdict.reason)
-        if isinstance(verdict, FirstFailure) and state.collective and state.idle_seconds > _SURVIVOR_SECONDS:
+        if isinstance(verdict, FirstFailure):
+            self._failed_at = min(self._failed_at, time.monotonic())
+        late = time.monotonic() - self._failed_at
+        if state.collective and min(late, state.idle_seconds) > _SURVIVOR_SECONDS:
             self._end_process(1)
         if self._lines is not None:
             is_watched = self._config.limit_seconds > 0
@@ -290,7 +295,9 @@ class Watch:
             self._end(line, shows=True)
 
     def _publish(self, hang: Hang) -> None:
-        if self._store is not None and self._lines is not None:
+        if self._store is None or self._lines is None:
+            return
+        with suppress(RuntimeError):
             publish(self._store, FirstFailure(hang.ranks[0], hang.line))
             self._lines.exchange(self._line(None, hang, has_left=False), wait_seconds=_LEAVING_SECONDS)
 
