@@ -14,7 +14,7 @@ import spmdrl
 from spmdrl.runtime.launch import LaunchEnvironment
 from spmdrl.runtime.screen import show
 from spmdrl.runtime.supervision.ending import PeerFailed, cause_of, is_consequence, reason_of_stop
-from spmdrl.runtime.supervision.fence import FOLDER_TAKEN, FolderTaken, loss_of_folder
+from spmdrl.runtime.supervision.fence import FOLDER_TAKEN, loss_of_folder
 from spmdrl.runtime.supervision.hang_report import stacks_file
 from spmdrl.runtime.supervision.launcher import write_error_file
 from spmdrl.runtime.supervision.stop_request import INTERRUPTED, code_of_stop, request
@@ -35,8 +35,7 @@ def end_with(failure: Exception, folder: Path, launch: LaunchEnvironment) -> int
     """Show why this rank ends, unless another one does that, and return the exit code."""
     if isinstance(failure, PeerFailed) and failure.first.is_interruption:
         return INTERRUPTED
-    if lost := str(failure) if isinstance(failure, FolderTaken) else loss_of_folder():
-        # Whatever failed, such as a connection to a rank that noticed it before.
+    if lost := loss_of_folder(failure.first.cause if isinstance(failure, PeerFailed) else cause_of(failure)):
         if launch.local_rank == 0:
             show(f"spmdrl: {lost}", stream=sys.stderr)
         return FOLDER_TAKEN

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from spmdrl.observability.logs import jsonl
+from spmdrl.engines.training.checkpoints import checkpoint
 from spmdrl.runtime.supervision import fence
 from tests.bench.training import safeguards
 from tests.bench.training.overhead import piece_rows
@@ -65,12 +65,12 @@ def test_the_rank_where_a_piece_takes_most_counts():
 
 def _time_and_leave_out() -> None:
     times = safeguards.time_pieces()
-    jsonl.check_fence()
+    checkpoint.check_fence()
     assert times.calls["fencing"] == 1
     safeguards.leave_out_pieces()
     # Another job's token would end this process.
     fence.arm_fence(Path("none"), b"other")
-    jsonl.check_fence()
+    checkpoint.check_fence()
 
 
 def test_every_piece_is_found_where_it_is_and_where_it_was_imported():

@@ -17,7 +17,6 @@ from spmdrl.observability.logs.jsonl import JsonlWriter, read_jsonl, to_json
 from spmdrl.resources.collectives import broadcast_bytes, gather_bytes
 from spmdrl.runtime.screen import show
 from spmdrl.runtime.supervision.activity import activity
-from spmdrl.runtime.supervision.fence import check_fence
 from spmdrl.runtime.workers.strikes import MOST_STRIKES, Strikes
 
 QUARANTINE_FILE = "quarantine.jsonl"
@@ -51,8 +50,6 @@ class Quarantine:
         of_ranks = [json.loads(payload) for payload in gather_bytes(json.dumps(own).encode())]
         found = Counter(one["prompt"] for strikes in of_ranks for one in strikes)
         self.strikes.learn(found - Counter(one["prompt"] for one in own))
-        if found:
-            check_fence()
         for one in (one for strikes in of_ranks for one in strikes):
             self._counts[one["prompt"]] += 1
             count = self._counts[one["prompt"]]

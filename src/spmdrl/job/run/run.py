@@ -270,7 +270,8 @@ class Run:
             if self._has_begun:
                 self.checkpoints.finish_alone()
             end = self._end(first)
-            self._end_early(end, writes=self._writes_end_after(first))
+            # Behind a newer job's back, nothing is written into its folder.
+            self._end_early(end, writes=self._writes_end_after(first) and not loss_of_folder(first.cause))
             if isinstance(failure, Stopped) and first.is_stop:
                 raise Stopped(failure.reason, end.line, is_agreed=False) from failure
             raise
@@ -289,7 +290,7 @@ class Run:
 
     def _end_early(self, end: End, *, writes: bool) -> None:
         self.console.close()
-        if writes and self._has_begun and not loss_of_folder():
+        if writes and self._has_begun:
             write_early_end(self.folder, end.verdict, end.line)
 
     def _end(self, first: FirstFailure | None = None, *, asked: str | None = None) -> End:

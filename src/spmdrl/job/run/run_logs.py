@@ -18,7 +18,6 @@ from spmdrl.observability.timeline.slow_ranks import SlowRanks, ratios
 from spmdrl.observability.timeline.timeline import Timeline, timeline_file, truncate_other_ranks
 from spmdrl.resources.collectives import gather_and_agree, gather_bytes
 from spmdrl.resources.world import World
-from spmdrl.runtime.supervision.fence import check_fence
 from spmdrl.runtime.supervision.main_thread import work_sampler
 
 
@@ -60,10 +59,8 @@ class RunLogs:
     ) -> dict[str, float]:
         """Reduce the step's metrics over ranks and write them; counts go on from `before`, the last step's. Collective.
 
-        `seconds` and the `notice`, a line, are this rank's. Returns the metrics, the same on every rank. Raises
-        FolderTaken where another job has taken the folder since.
+        `seconds` and the `notice`, a line, are this rank's. Returns the metrics, the same on every rank.
         """
-        check_fence()
         for stage, stage_seconds in self.timeline.stage_seconds(step).items():
             self.recorder.maximum(f"time/{stage}", stage_seconds)
         self.recorder.maximum("time/step", seconds)

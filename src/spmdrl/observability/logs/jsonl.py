@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from spmdrl.observability.logs.outage import count_refused, warn
-from spmdrl.runtime.supervision.fence import FolderTaken, check_fence
 
 _MAX_WAITING_BYTES = 1 << 24
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -131,10 +130,8 @@ def objects_of(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
 def write_atomic(path: Path, text: str, *, aside: Path | None = None) -> None:
     """Write a text file so that a reader finds either the old content or the new one, never a part.
 
-    It takes the place of `aside` on the disk, if that is there. Raises FolderTaken where this job has lost its run's
-    folder.
+    It takes the place of `aside` on the disk, if that is there.
     """
-    check_fence()
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = aside or path.with_name(f".{path.name}.{os.getpid()}.tmp")
     # Text of a policy may hold lone surrogates, which UTF-8 has no bytes for.
@@ -144,10 +141,8 @@ def write_atomic(path: Path, text: str, *, aside: Path | None = None) -> None:
             file.truncate()
             file.flush()
             os.fsync(file.fileno())
-        # Again, since a disk may take its time.
-        check_fence()
         os.replace(aside, path)
-    except (OSError, FolderTaken):
+    except OSError:
         with contextlib.suppress(OSError):
             aside.unlink()
         raise

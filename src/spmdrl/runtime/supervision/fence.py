@@ -1,7 +1,7 @@
-"""A fencing token: the number of the newest job in a run's folder, which every write of consequence looks at first.
+"""A fencing token: the number of the newest job in a run's folder, which every checkpoint looks at first.
 
 A lock can be lost without its holder's knowledge: with the link to its node, or to an operator who deletes it. The job
-that is admitted next takes a token; from then on the earlier one, if it still runs, ends before its next write.
+that is admitted next takes a token; from then on the earlier one, if it still runs, ends before its next checkpoint.
 """
 
 from __future__ import annotations
@@ -77,15 +77,10 @@ def check_fence() -> None:
     )
 
 
-def loss_of_folder() -> str:
-    """The reason why this job must not write any more, or ""; a token that can't be read is no reason."""
-    try:
-        check_fence()
-    except FolderTaken as taken:
-        return str(taken)
-    except OSError:
-        pass
-    return ""
+def loss_of_folder(cause: str) -> str:
+    """Text of a failure's cause, as one line, if it is that another job has the folder; else ""."""
+    prefix = f"{FolderTaken.__name__}: "
+    return cause.removeprefix(prefix) if cause.startswith(prefix) else ""
 
 
 def _read(path: Path) -> bytes:

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from spmdrl.runtime.supervision.board import RankState
-from spmdrl.runtime.supervision.fence import loss_of_folder
 
 HUNG = 124
 """the exit code of a job that hung, as of `timeout`"""
@@ -95,9 +94,7 @@ def _named(rank: int, state: RankState | None, silent_seconds: float, limit_seco
 
 
 def write_stacks(folder: Path, rank: int, line: str) -> Path | None:
-    """Append the stacks of all threads to the rank's file; None where that can't be written, or not any more."""
-    if loss_of_folder():
-        return None
+    """Append the stacks of all threads to the rank's file; None where that can't be written."""
     path = stacks_file(folder, rank)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -25,7 +25,6 @@ from spmdrl.runtime.supervision.activity import activity
 from spmdrl.runtime.supervision.agent import Duty, agent
 from spmdrl.runtime.supervision.board import Board, Hang, Line, RankState, Stop, Verdict, culprits, decide
 from spmdrl.runtime.supervision.ending import FirstFailure
-from spmdrl.runtime.supervision.fence import loss_of_folder
 from spmdrl.runtime.supervision.first_failure import FIRST, publish
 from spmdrl.runtime.supervision.hang_report import HUNG, hang_line, silent_main_line, stacks_file, write_stacks
 from spmdrl.runtime.supervision.launcher import process_state
@@ -257,7 +256,7 @@ class Watch:
 
     def _open_stacks(self) -> TextIO | None:
         """Open the file for C's timer; with the first stage the run's folder is this run's."""
-        if self._stacks is None and activity.num_boundaries > 0 and not loss_of_folder():
+        if self._stacks is None and activity.num_boundaries > 0:
             path = stacks_file(self._config.folder, self._config.rank)
             with suppress(OSError):
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -270,7 +269,7 @@ class Watch:
         self._stacks.close()
         path = Path(self._stacks.name)
         with suppress(OSError):
-            if path.stat().st_size == 0 and not loss_of_folder():
+            if path.stat().st_size == 0:
                 path.unlink()
                 path.parent.rmdir()
 
@@ -318,7 +317,7 @@ class Watch:
         os._exit(code)
 
     def _report(self, line: str, shows: bool) -> None:
-        if self._waits_in_vain() and activity.on_wedged is not None and not loss_of_folder():
+        if self._waits_in_vain() and activity.on_wedged is not None:
             activity.on_wedged(line)
         written = write_stacks(self._config.folder, self._config.rank, line)
         if shows and self._on_hang is not None:
