@@ -67,7 +67,7 @@ def test_a_reference_and_a_critic_with_layouts_of_their_own_are_as_under_the_pol
     whole, tmp_path, reference, critic
 ):
     settings = [f"run.dir={tmp_path}", "checkpoint.interval=2", "reshard.swap=always", *TINY]
-    settings += [f"resources.roles={{reference: {{{reference}: 2}}, critic: {{{critic}: 2}}}}"]
+    settings += [f"reference.layout.{reference}=2", f"critic.layout.{critic}=2"]
     finished(run_job("train", tiny_config(tmp_path), *settings, ranks=2))
     for one, other in zip(metrics_of(tmp_path), metrics_of(whole / "run"), strict=True):
         names = {"kl", "loss", *LEARNT} & other.keys()

@@ -51,7 +51,7 @@ def test_one_rank_holds_the_whole_model_and_eight_an_eighth_or_a_little_more():
 def test_a_reference_with_a_layout_of_its_own_holds_what_that_leaves_it():
     eight = LaunchEnvironment(world_size=8, local_world_size=8)
     shared = checked_for(eight, "algo.kl_coef=0.1")
-    own = checked_for(eight, "algo.kl_coef=0.1", "resources.roles.reference={data: 8}")
+    own = checked_for(eight, "algo.kl_coef=0.1", "reference.layout={data: 8}")
     decoder = decoder_config(shared.config.model.make)
     held, held_otherwise = (
         rank_bytes(checked, dict.fromkeys(checked.roles, decoder), eight, "cuda") for checked in (shared, own)
@@ -64,14 +64,14 @@ def test_a_reference_with_a_layout_of_its_own_holds_what_that_leaves_it():
 @pytest.mark.parametrize(
     ("verb", "settings", "said"),
     [
-        ("train", ["resources.roles.reference={tensor: 3}"], "resources.roles.reference.tensor 3 does not divide"),
-        ("train", ["resources.roles.reference={shard: 2}"], "or set resources.roles.reference.shard or "),
-        ("train", ["resources.roles.reference={expert: 2}"], "resources.roles.reference.expert is 2, but the"),
-        ("train", ["resources.roles.reference={tensor: 8}"], "resources.roles.reference.tensor is 8, but it must"),
-        ("train", ["resources.roles.reference={pipeline: 4}"], "resources.roles.reference.pipeline 4 x "),
-        ("train", ["resources.roles.critic={tensor: 2}"], "but this run has no critic with weights of its own"),
-        ("train", ["resources.roles.reference={}", "lora.rank=2"], "no reference with weights of its own"),
-        ("preferences", ["resources.roles.reference={}"], "preferences rates the rows of a step with policy and"),
+        ("train", ["reference.layout={tensor: 3}"], "reference.layout.tensor 3 does not divide"),
+        ("train", ["reference.layout={shard: 2}"], "or set reference.layout.shard or "),
+        ("train", ["reference.layout={expert: 2}"], "reference.layout.expert is 2, but the"),
+        ("train", ["reference.layout={tensor: 8}"], "reference.layout.tensor is 8, but it must"),
+        ("train", ["reference.layout={pipeline: 4}"], "reference.layout.pipeline 4 x "),
+        ("train", ["algo.name=opd", "teacher={prompt_column: hint, layout: {tensor: 2}}"], "this run has no teacher"),
+        ("train", ["reference.layout={}", "lora.rank=2"], "no reference with weights of its own"),
+        ("preferences", ["reference.layout={}"], "preferences rates the rows of a step with policy and"),
     ],
 )  # fmt: skip
 def test_a_layout_that_a_role_can_not_have_is_refused_by_its_key(verb, settings, said, tmp_path):
@@ -95,7 +95,7 @@ def test_a_teacher_that_the_policys_layout_can_not_cut_is_refused_in_its_own_nam
     assert str(refused.value).startswith(
         "for the teacher: resources.update.tensor is 2, but it must divide the model's"
     )
-    assert str(refused.value).endswith("or set resources.roles.teacher")
+    assert str(refused.value).endswith("or set teacher.layout")
 
 
 def test_adapters_alone_have_gradients_and_an_optimizer_and_generation_keeps_the_other_weights():

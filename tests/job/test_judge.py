@@ -12,7 +12,7 @@ import torch
 from tests.support.jobs import finished, memory_at_ends, metrics_of, run_job, tiny_config, untimed, weights_digest
 
 from spmdrl.engines.models.tokenizer import ModelTokenizer
-from spmdrl.nouns.settings.reward_config import JudgeConfig
+from spmdrl.nouns.settings.role_configs import JudgeConfig
 
 # Other tokens than the policy's, so that nothing but text may go between them.
 OTHER = (
@@ -103,7 +103,7 @@ def test_a_judged_run_that_died_goes_on_to_the_last_bit_but_under_no_other_judge
 
 @pytest.mark.ranks
 def test_two_ranks_that_share_a_judge_judge_as_one(judge, whole, tmp_path):
-    settings = [*judged(judge), f"run.dir={tmp_path / 'run'}", "resources.roles.judge={tensor: 2}"]
+    settings = [*judged(judge), f"run.dir={tmp_path / 'run'}", "reward.judge.layout={tensor: 2}"]
     job = finished(run_job("train", tiny_config(tmp_path), *settings, ranks=2))
     assert "judge tensor 2" in job.stdout
     for shared, own in zip(metrics_of(tmp_path / "run"), metrics_of(whole / "run"), strict=True):
@@ -116,9 +116,9 @@ def test_two_ranks_that_share_a_judge_judge_as_one(judge, whole, tmp_path):
     ("layout", "problem"), [("{tensor: 3}", "does not divide the job's 2 ranks"), ("{expert: 2}", "has no experts")]
 )
 def test_a_judge_that_a_layout_cant_cut_is_refused(judge, tmp_path, layout, problem):
-    settings = [*judged(judge), f"run.dir={tmp_path / 'run'}", f"resources.roles.judge={layout}"]
+    settings = [*judged(judge), f"run.dir={tmp_path / 'run'}", f"reward.judge.layout={layout}"]
     job = run_job("train", tiny_config(tmp_path), *settings, ranks=2)
-    assert job.returncode == 2 and "resources.roles.judge" in job.stderr and problem in job.stderr
+    assert job.returncode == 2 and "reward.judge.layout" in job.stderr and problem in job.stderr
 
 
 @pytest.mark.ranks

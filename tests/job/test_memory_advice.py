@@ -15,7 +15,7 @@ from spmdrl.dataflow.samples.store.shared_memory import Pool, host_pool
 from spmdrl.job.run.memory_advice import OutOfMemory, explained_memory
 from spmdrl.job.run.run import Run
 from spmdrl.job.start.start_checks import CheckedRun
-from spmdrl.nouns.settings.reward_config import JudgeConfig
+from spmdrl.nouns.settings.role_configs import JudgeConfig
 from spmdrl.observability.timeline.timeline import HeldMemory
 from spmdrl.resources.device import Device
 from spmdrl.resources.layout import UpdateLayout

@@ -29,7 +29,7 @@ def judge(tmp_path_factory) -> Path:
 
 
 def judged(judge: Path) -> list[str]:
-    return [f"reward.model={judge}", "reward.model_weight=0.5", "train.max_steps=4", "checkpoint.interval=2"]
+    return [f"reward.model.path={judge}", "reward.model.weight=0.5", "train.max_steps=4", "checkpoint.interval=2"]
 
 
 @pytest.fixture(scope="module")
@@ -70,9 +70,7 @@ def test_the_scores_are_those_of_transformers_and_a_part_of_the_reward(judge, wh
 )
 def test_under_a_layout_of_its_own_it_scores_as_under_the_policys(judge, whole, tmp_path, layout, swap):
     settings = [*judged(judge), f"run.dir={tmp_path / 'run'}", f"reshard.swap={swap}"]
-    job = finished(
-        run_job("train", tiny_config(tmp_path), *settings, f"resources.roles.reward_model={layout}", ranks=2)
-    )
+    job = finished(run_job("train", tiny_config(tmp_path), *settings, f"reward.model.layout={layout}", ranks=2))
     assert f"reward_model {layout[1:-1].replace(':', '')}" in job.stdout
     for own, shared in zip(metrics_of(tmp_path / "run"), metrics_of(whole / "run"), strict=True):
         expected = {name: shared[name] for name in LEARNT}
@@ -106,7 +104,7 @@ def test_a_run_that_died_goes_on_to_the_last_bit_and_only_with_the_same_model(ju
     shutil.copytree(judge / "checkpoints/step_000030/model", other)
     (weights,) = other.glob("*.safetensors")
     weights.write_bytes(weights.read_bytes()[:-4] + b"\0\0\0\0")
-    refused = run_job("train", config, *judged(judge), f"reward.model={other}", f"run.dir={run}")
+    refused = run_job("train", config, *judged(judge), f"reward.model.path={other}", f"run.dir={run}")
     assert refused.returncode == 2 and "the reward model's weights was" in refused.stderr
     settings = [*judged(judge), f"run.dir={run}", "reshard.swap=always", "log.samples_per_step=32"]
     assert "resumed from" in finished(run_job("train", config, *settings, ranks=2)).stdout
@@ -117,7 +115,7 @@ def test_a_run_that_died_goes_on_to_the_last_bit_and_only_with_the_same_model(ju
 
 
 def test_the_policy_learns_what_the_model_alone_rewards(judge, tmp_path):
-    settings = [f"reward.model={judge}", "reward.functions=[]", "train.max_steps=25", "optim.lr=0.01"]
+    settings = [f"reward.model.path={judge}", "reward.functions=[]", "train.max_steps=25", "optim.lr=0.01"]
     finished(run_job("train", tiny_config(tmp_path), *settings, f"run.dir={tmp_path / 'run'}"))
     scores = [step["reward"] for step in metrics_of(tmp_path / "run")]
     assert sum(scores[-4:]) / 4 > sum(scores[:4]) / 4 + 0.5, scores
@@ -127,7 +125,7 @@ def test_a_response_that_no_function_applies_to_has_the_reward_models_score(judg
     (tmp_path / "some.py").write_text(
         "def some(completions, **columns):\n    return [1.0 if text[:1].isdigit() else None for text in completions]\n"
     )
-    settings = [f"reward.functions=[{tmp_path / 'some.py'}:some]", f"reward.model={judge}", "train.max_steps=1"]
+    settings = [f"reward.functions=[{tmp_path / 'some.py'}:some]", f"reward.model.path={judge}", "train.max_steps=1"]
     settings += ["algo.name=gdpo", "log.samples_per_step=32", f"run.dir={tmp_path / 'run'}"]
     finished(run_job("train", tiny_config(tmp_path), *settings))
     samples = [json.loads(line) for line in (tmp_path / "run/samples.jsonl").read_text().splitlines()]
@@ -150,17 +148,17 @@ def test_what_can_not_be_a_reward_model_is_refused(judge, tmp_path):
         folder = tmp_path / name
         shutil.copytree(model, folder)
         (folder / file).write_text(json.dumps(json.loads((folder / file).read_text()) | entries))
-        return f"reward.model={folder}"
+        return f"reward.model.path={folder}"
 
-    assert "has a vocab head, which gives no score" in refused(f"reward.model={judge / 'initial_model'}")
+    assert "has a vocab head, which gives no score" in refused(f"reward.model.path={judge / 'initial_model'}")
     labels = {"0": "bad", "1": "good"}
     assert "with 2 labels" in refused(changed("two", "config.json", id2label=labels))
     assert "16 positions, but the policy" in refused(changed("narrow", "config.json", max_position_embeddings=16))
     words = json.loads((model / "tokenizer.json").read_text())["model"]
     words["vocab"]["1"], words["vocab"]["2"] = words["vocab"]["2"], words["vocab"]["1"]
     assert "they differ in 2 token ids" in refused(changed("other", "tokenizer.json", model=words))
-    assert "set algo.max_refills to 0" in refused(f"reward.model={judge}", "algo.name=dapo")
+    assert "set algo.max_refills to 0" in refused(f"reward.model.path={judge}", "algo.name=dapo")
     assert "there is no reward.model" in refused("reward.functions=[]")
-    assert "there is no reward.model" in refused("reward.model_weight=2")
+    assert "reward.model has no path" in refused("reward.model.weight=2")
     evaluated = ["data.eval=synthetic://addition?low=0&high=9&count=9", "reward.functions=[]"]
-    assert "evaluations judge by functions alone" in refused(f"reward.model={judge}", *evaluated)
+    assert "evaluations judge by functions alone" in refused(f"reward.model.path={judge}", *evaluated)

@@ -67,7 +67,7 @@ def test_one_rank_and_two_with_the_swap_distil_alike(teacher, whole, tmp_path):
 )
 def test_a_teacher_with_a_layout_of_its_own_rates_as_under_the_policys(teacher, whole, tmp_path, layout, shown, swap):
     settings = [*distilled(teacher), f"run.dir={tmp_path / 'run'}", f"reshard.swap={swap}"]
-    job = finished(run_job("train", tiny_config(tmp_path), *settings, f"resources.roles.teacher={layout}", ranks=2))
+    job = finished(run_job("train", tiny_config(tmp_path), *settings, f"teacher.layout={layout}", ranks=2))
     assert f"update shard 2, teacher {shown}" in job.stdout
     shared, own = metrics_of(whole / "run"), metrics_of(tmp_path / "run")
     assert own[0]["teacher/kl"] == pytest.approx(shared[0]["teacher/kl"], 1e-5)

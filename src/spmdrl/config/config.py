@@ -29,7 +29,7 @@ from spmdrl.nouns.settings.flow_config import DockConfig, ReshardConfig
 from spmdrl.nouns.settings.log_config import LogConfig
 from spmdrl.nouns.settings.model_config import LoraConfig, ModelConfig
 from spmdrl.nouns.settings.reward_config import EnvironmentConfig, RewardConfig
-from spmdrl.nouns.settings.role_configs import CriticConfig, TeacherConfig
+from spmdrl.nouns.settings.role_configs import CriticConfig, JudgeConfig, ReferenceConfig, TeacherConfig
 from spmdrl.nouns.settings.rollout_config import RolloutConfig
 from spmdrl.nouns.settings.training_config import OptimConfig, TrainingConfig
 from spmdrl.observability.terminal.spelling import nearest
@@ -187,6 +187,10 @@ class Config:
     """the learning algorithm"""
     optim: OptimConfig = field(default_factory=OptimConfig)
     """the optimizer"""
+    resources: ResourcesConfig = field(default_factory=ResourcesConfig)
+    """devices and layouts"""
+    reference: ReferenceConfig | None = None
+    """the reference model, there by algo.kl_coef or the algorithm; null: cut like the policy"""
     critic: CriticConfig | None = None
     """a value model beside the policy; null: none"""
     teacher: TeacherConfig | None = None
@@ -209,8 +213,6 @@ class Config:
     """held-out evaluation"""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """what can be resumed from"""
-    resources: ResourcesConfig = field(default_factory=ResourcesConfig)
-    """devices and layouts"""
     dock: DockConfig = field(default_factory=DockConfig)
     """the sample flow"""
     reshard: ReshardConfig = field(default_factory=ReshardConfig)
@@ -226,6 +228,13 @@ class Config:
     resume: str = "auto"
     """auto: from the newest checkpoint of the run's folder, if any; never: start anew; or a step number or a checkpoint
     folder"""
+
+    @property
+    def beside(self) -> dict[str, ReferenceConfig | JudgeConfig]:
+        """The sections of models beside the policy that are given, by the names of their roles."""
+        of_reward = {"reward_model": self.reward.model, "judge": self.reward.judge}
+        sections = {"reference": self.reference, "critic": self.critic, "teacher": self.teacher} | of_reward
+        return {name: section for name, section in sections.items() if section is not None}
 
     @property
     def resume_step(self) -> int | None:

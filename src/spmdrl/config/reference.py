@@ -117,8 +117,8 @@ def _default_text(key: Key) -> str:
     return "none" if key.default is MISSING else inline(key.default)
 
 
-def _wrapped(text: str, indent: str = "  ") -> list[str]:
-    return textwrap.wrap(text, _WIDTH, initial_indent=indent, subsequent_indent=indent)
+def _wrapped(text: str, indent: str = "  ", width: int = _WIDTH) -> list[str]:
+    return textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=indent)
 
 
 def config_page(root: type[Any]) -> Iterator[str]:
@@ -127,18 +127,32 @@ def config_page(root: type[Any]) -> Iterator[str]:
     top = list(own_keys(root))
     yield from ["", "## Top level", ""]
     yield from (line for key in top if not key.sections for line in _key_item(key))
+    listed: dict[Any, Key] = {}
     for section in top:
-        yield from _section_part(section, "##") if section.sections else ()
+        yield from _section_part(section, "##", listed) if section.sections else ()
 
 
-def _section_part(section: Key, level: str) -> Iterator[str]:
+def _section_part(section: Key, level: str, listed: dict[Any, Key]) -> Iterator[str]:
+    """The part of a section; one of a class that is listed already refers to it."""
     yield from ["", f"{level} {section.name}", "", f"{section.text[:1].upper()}{section.text[1:].rstrip('.')}.", ""]
+    known = listed.setdefault(section.sections, section)
+    if known is not section:
+        yield from _wrapped(_as_listed(section, known), indent="", width=120)
+        return
     groups = _shown_groups(section)
     for choices, keys in groups.items():
         yield from ["", f"With `{choices}`:", ""] if choices and keys else ()
         yield from (line for key in keys if not key.sections for line in _key_item(key))
     for key in (key for keys in groups.values() for key in keys if key.sections):
-        yield from _section_part(key, level + "#")
+        yield from _section_part(key, level + "#", listed)
+
+
+def _as_listed(section: Key, known: Key) -> str:
+    """A section by another one of its class, with the defaults that it has otherwise."""
+    theirs = {key.name.rpartition(".")[2]: key.default for key in key_groups(known)[""]}
+    own = [(key.name.rpartition(".")[2], key) for key in key_groups(section)[""]]
+    other = [f"`{name}` has the default `{_default_text(key)}`" for name, key in own if key.default != theirs[name]]
+    return "; ".join([f"Keys as in [{known.name}](#{known.name.replace('.', '')})", *other]) + "."
 
 
 def _key_item(key: Key) -> list[str]:

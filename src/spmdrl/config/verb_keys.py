@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 from spmdrl.config.given import within
 
-_MODELS_AND_ROWS = "model data run seed resources -resources.roles"
+_MODELS_AND_ROWS = "model data run seed resources"
 _TRAINED = (
     f"{_MODELS_AND_ROWS} resume lora train -train.max_steps -train.updates_per_step -train.epochs_per_step "
     "-train.skip_zero_advantage -train.routing.replay checkpoint -checkpoint.keep_rollouts log -log.samples_per_step "
@@ -19,7 +19,7 @@ _ANSWERS = (
 # Evaluations draw answers as the section eval says, and judge by functions alone.
 _JUDGED = (
     f"{_ANSWERS} -rollout.temperature -rollout.top_p -rollout.top_k -rollout.min_p -rollout.ignore_eos reward "
-    "-reward.model -reward.model_weight -reward.judge -reward.max_error_rate"
+    "-reward.model -reward.judge -reward.max_error_rate"
 )
 _OF_PAIRS = f"{_TRAINED} -resources.generation eval.interval eval.before_train eval.max_rows"
 _ALONE = f"{_MODELS_AND_ROWS} -data.train -data.shuffle -resources.update"
@@ -29,12 +29,13 @@ _READ: Mapping[str, frozenset[str]] = {
     for verb, keys in {
         "train": "* -preferences -reward_model",
         "sft": f"{_TRAINED} {_JUDGED} sft eval reshard",
-        "preferences": f"{_OF_PAIRS} resources.roles preferences",
+        "preferences": f"{_OF_PAIRS} reference preferences",
         "reward-model": f"{_OF_PAIRS} reward_model",
         "eval": f"{_ALONE} {_JUDGED} eval -eval.interval -eval.before_train",
         "generate": f"{_ALONE} {_ANSWERS} resume eval.num_samples eval.max_rows",
         "replay": "* -sft -preferences -reward_model -eval -data.eval -checkpoint -log -run -resume "
-        "-debug.rollouts_to -resources.update -resources.generation -resources.roles",
+        "-debug.rollouts_to -resources.update -resources.generation -reference "
+        "-critic.layout -teacher.layout -reward.model.layout -reward.judge.layout",
     }.items()
 }
 """by verb, the sections and keys that it reads; * is all, and of several that hold a key the longest decides"""

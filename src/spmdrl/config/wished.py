@@ -133,7 +133,7 @@ _ANSWERS: tuple[tuple[str, str], ...] = (
     (
         "reward_model.path reward_model.model.path reward_model.enable reward_model_path reward_pretrain remote_rm_url "
         "reward_model_name_or_path",
-        "set reward.model to a folder or hub name; a function of reward.functions may also query a server with a model",
+        "set reward.model.path to a folder or hub name; a function of reward.functions may also query a server",
     ),
     ("custom_reward_function compute_score reward_fn reward_func", "set reward.functions, as in [file.py:fn]"),
     ("value_model value_model_path critic_model_path", "set critic.path to a model folder, or critic={} for the model"),

@@ -19,6 +19,8 @@ class Role:
     """One model of a run."""
 
     name: str
+    section: str
+    """the section of the configuration that has its path and layout"""
     rating: Rating
     """what its training engine computes for each row"""
     presence: Literal["training", "stage"]
@@ -41,25 +43,25 @@ class Role:
 
 
 POLICY = Role(
-    "policy", "logprobs", "training",
+    "policy", "model", "logprobs", "training",
     weights="update_weights", base="base_weights", optimizer="optimizer", checkpoint="",
 )  # fmt: skip
 """The model that generates; the resharding flow also moves its weights to the generation engine."""
-REFERENCE = Role("reference", "logprobs", "stage", weights="reference_weights")
+REFERENCE = Role("reference", "reference", "logprobs", "stage", weights="reference_weights")
 """The policy as the run began."""
 CRITIC = Role(
-    "critic", "token_values", "training",
+    "critic", "critic", "token_values", "training",
     weights="critic_weights", optimizer="critic_optimizer", checkpoint="critic",
 )  # fmt: skip
 """Predicts the return of each response token; there with a section `critic`."""
 
-TEACHER = Role("teacher", "logprobs", "stage", weights="teacher_weights")
+TEACHER = Role("teacher", "teacher", "logprobs", "stage", weights="teacher_weights")
 """A frozen model whose distribution the policy is drawn to; there where an algorithm reads what it makes."""
 
-REWARD_MODEL = Role("reward_model", "row_values", "stage", weights="reward_model_weights")
-"""A frozen model whose score of a whole response is a part of its reward; there with `reward.model`."""
+REWARD_MODEL = Role("reward_model", "reward.model", "row_values", "stage", weights="reward_model_weights")
+"""A frozen model whose score of a whole response is a part of its reward; there with a section `reward.model`."""
 
-JUDGE = Role("judge", "logprobs", "stage", weights="judge_weights", engine="generation")
+JUDGE = Role("judge", "reward.judge", "logprobs", "stage", weights="judge_weights", engine="generation")
 """A frozen model that writes verdicts on responses; there with a section `reward.judge`."""
 
 ROLES = (POLICY, REFERENCE, CRITIC, TEACHER, REWARD_MODEL, JUDGE)

@@ -18,7 +18,7 @@ from spmdrl.job.run.resuming import RUN_FILE, read_record
 from spmdrl.nouns.settings.log_config import LogConfig
 from spmdrl.observability.report.config_diff import RESOLVED_CONFIG
 from spmdrl.observability.summary import read_summary
-from spmdrl.resources.layout import GenerationLayout, RoleLayouts, UpdateLayout
+from spmdrl.resources.layout import GenerationLayout, UpdateLayout
 
 _UNTIL = re.compile(re.escape(resolved_config_until(0)).replace("000000", r"(\d+)"))
 
@@ -88,11 +88,15 @@ def replay_config(loaded: LoadedConfig[Config], plan: ReplayPlan, folder: Path) 
             "which responses a step leaves to the next one depends on its replicas, so one process trains on other "
             "rows; runs of one rank can be replayed, and those with rollout.partial_max_rounds 1"
         )
-    layouts = {"update": UpdateLayout(), "generation": GenerationLayout(), "roles": RoleLayouts()}
+    layouts = {"update": UpdateLayout(), "generation": GenerationLayout()}
+    whole = {name: replace(section, layout=None) for name, section in config.beside.items()}
+    of_reward = {"model": whole.pop("reward_model", None), "judge": whole.pop("judge", None)}
     made = _model_at_start(plan.run)
     value = replace(
         config,
         resources=replace(config.resources, **layouts),
+        reward=replace(config.reward, **of_reward),
+        **whole,
         run=replace(config.run, dir=str(folder)),
         model=config.model if made is None else replace(config.model, path=str(made), make=None),
         sft=replace(config.sft, max_steps=0),

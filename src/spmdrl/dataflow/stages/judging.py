@@ -17,7 +17,7 @@ from spmdrl.engines.generation.protocol import Request
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.renderer import Renderer
 from spmdrl.nouns.batch import Batch, WorkerState
-from spmdrl.nouns.settings.reward_config import JudgeConfig
+from spmdrl.nouns.settings.role_configs import JudgeConfig
 from spmdrl.nouns.settings.rollout_config import SamplingParams
 from spmdrl.observability.metrics import Recorder
 from spmdrl.resources.mesh import GenerationMesh

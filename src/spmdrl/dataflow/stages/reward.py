@@ -22,7 +22,8 @@ from spmdrl.engines.reward.calls import RewardCall, RewardResult, joined, with_p
 from spmdrl.engines.reward.pool import RewardPool
 from spmdrl.nouns.batch import Batch
 from spmdrl.nouns.roles import WorkerState
-from spmdrl.nouns.settings.reward_config import JUDGE_PART, MODEL_PART, RewardConfig
+from spmdrl.nouns.settings.reward_config import RewardConfig
+from spmdrl.nouns.settings.role_configs import JUDGE_PART, MODEL_PART
 from spmdrl.observability.fault_points import faultpoint
 from spmdrl.observability.metrics import Recorder
 from spmdrl.observability.timeline.timeline import Timeline

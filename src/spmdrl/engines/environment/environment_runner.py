@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from spmdrl.engines.environment.calculator import Calculator
 from spmdrl.engines.environment.episode import End, Environment, Episode, Observation, Turn
-from spmdrl.nouns.settings.reward_config import MAX_MAGNITUDE
+from spmdrl.nouns.settings.role_configs import MAX_MAGNITUDE
 from spmdrl.runtime.workers.loading import explain, load_attribute
 from spmdrl.runtime.workers.verdict import Verdict
 from spmdrl.runtime.workers.worker import no_terminal

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from spmdrl.nouns.settings.reward_config import MAX_MAGNITUDE
+from spmdrl.nouns.settings.role_configs import MAX_MAGNITUDE
 from spmdrl.runtime.workers.strikes import Subject
 from spmdrl.runtime.workers.verdict import Verdict
 

@@ -16,7 +16,8 @@ from spmdrl.engines.reward.calls import FunctionScores, RewardCall
 from spmdrl.engines.reward.rules.answers import RULES, check_rule_installed
 from spmdrl.engines.reward.rules.code_reward import CodeReward, Judged
 from spmdrl.engines.reward.rules.formula import Undecided
-from spmdrl.nouns.settings.reward_config import CODE, MAX_MAGNITUDE, CodeConfig, function_names
+from spmdrl.nouns.settings.reward_config import CODE, CodeConfig, function_names
+from spmdrl.nouns.settings.role_configs import MAX_MAGNITUDE
 from spmdrl.runtime.workers.loading import explain, load_attribute
 from spmdrl.runtime.workers.verdict import Verdict
 from spmdrl.runtime.workers.worker import no_terminal

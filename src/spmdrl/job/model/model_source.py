@@ -27,7 +27,7 @@ from spmdrl.engines.training.checkpoints.manifest import damage, step_folder_nam
 from spmdrl.job.run.run_folder import on_main
 from spmdrl.nouns.roles import CRITIC, JUDGE, POLICY, REWARD_MODEL, TEACHER, Role
 from spmdrl.nouns.settings.model_config import LoraConfig
-from spmdrl.nouns.settings.reward_config import JudgeConfig
+from spmdrl.nouns.settings.role_configs import JudgeConfig
 from spmdrl.observability.logs.outage import warn
 from spmdrl.resources.collectives import barrier
 from spmdrl.resources.world import World
@@ -122,15 +122,15 @@ def sources_of(
             )
         sources[TEACHER] = _rating(teacher, policy.decoder, f"teacher.path {config.teacher.path}")
     if REWARD_MODEL in sources:
-        path = config.reward.model
-        assert path is not None, "a run has a reward model by its key"
-        model = _source_beside(path, "reward.model", is_there=is_there)
+        assert config.reward.model is not None and config.reward.model.path is not None, "a run has it by its section"
+        path = config.reward.model.path
+        model = _source_beside(path, "reward.model.path", is_there=is_there)
         if model.decoder.head != "value":
             raise ValueError(
-                f"reward.model {path} has a {model.decoder.head} head, which gives no score; give a model for sequence "
-                "classification with one label, such as a run of the verb reward-model"
+                f"reward.model.path {path} has a {model.decoder.head} head, which gives no score; give a model for "
+                "sequence classification with one label, such as a run of the verb reward-model"
             )
-        sources[REWARD_MODEL] = _rating(model, policy.decoder, f"reward.model {path}")
+        sources[REWARD_MODEL] = _rating(model, policy.decoder, f"reward.model.path {path}")
     if JUDGE in sources:
         assert config.reward.judge is not None, "a run has a judge by its section"
         sources[JUDGE] = _judge_source(config.reward.judge, is_there=is_there)

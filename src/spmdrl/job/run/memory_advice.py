@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from spmdrl.nouns.roles import WorkerState
-from spmdrl.nouns.settings.reward_config import JudgeConfig
+from spmdrl.nouns.settings.role_configs import JudgeConfig
 from spmdrl.nouns.settings.rollout_config import RolloutConfig
 from spmdrl.nouns.settings.training_config import TrainingConfig
 from spmdrl.observability.terminal.units import bytes_text

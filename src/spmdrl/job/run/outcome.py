@@ -123,6 +123,7 @@ def tracked_run(run: RunConfig, log: LogConfig, resolved_config: str) -> Tracked
 def model_card(checked: CheckedRun, step: int) -> str:
     """The card of the model after a step of a run; its licence is for the publisher to state."""
     config, base_model, phase = checked.config, checked.base_model, checked.phase
+    models = [] if config.reward.model is None else [str(config.reward.model.path)]
     task = "text-classification" if phase == "reward-model" else "text-generation"
     front = ["library_name: transformers", f"pipeline_tag: {task}", f"tags: [spmdrl, {phase}]"]
     # The hub refuses a base model that it can't look up.
@@ -133,9 +134,7 @@ def model_card(checked: CheckedRun, step: int) -> str:
         "training": _OFFLINE.get(phase, f"reinforcement learning, {phase}"),
         "steps": step,
         "training data": config.data.train,
-        "rewards": "none"
-        if checked.offline
-        else ", ".join(filter(None, (*config.reward.functions, config.reward.model))),
+        "rewards": "none" if checked.offline else ", ".join((*config.reward.functions, *models)),
         "seed": config.seed,
         "made with": f"spmdrl {__version__}",
         "date": time.strftime("%Y-%m-%d", time.gmtime()),

@@ -121,14 +121,14 @@ def prepare(
         check_model_fits(config, source.decoder, checked.layout)
         for role, other in sources.items():
             if role.engine == "generation":
-                check_generation_cuts(other.decoder, checked.judge_layout, f"resources.roles.{role.name}")
+                check_generation_cuts(other.decoder, checked.judge_layout, f"{role.section}.layout")
                 continue
             try:
                 check_layout(other.decoder, checked.layout_of(role), checked.layout_key(role))
             except ValueError as error:
                 if role is POLICY or role in checked.own_layouts:
                     raise
-                raise ValueError(f"for the {role.name}: {error}, or set resources.roles.{role.name}") from None
+                raise ValueError(f"for the {role.name}: {error}, or set {role.section}.layout") from None
             if role.is_trained:
                 check_recomputing(config, checked.layout_of(role), checked.layout_key(role))
     for found in dict.fromkeys([folder, *(other.folder for other in sources.values())]):

@@ -125,12 +125,13 @@ class CheckedRun:
 
     def layout_key(self, role: Role) -> str:
         """Where the config has that layout."""
-        return f"resources.roles.{role.name}" if role in self.own_layouts else "resources.update"
+        return f"{role.section}.layout" if role in self.own_layouts else "resources.update"
 
     @property
     def judge_layout(self) -> GenerationLayout:
         """How the judge is cut."""
-        return self.config.resources.roles.judge or GenerationLayout()
+        judge = self.config.reward.judge
+        return (judge and judge.layout) or GenerationLayout()
 
     def role_of(self, state: WorkerState) -> Role | None:
         """The model that a worker state uses: beside adapters, the policy without them is the reference.
@@ -183,9 +184,12 @@ def _own_layouts(checked: CheckedRun, world_size: int) -> dict[Role, UpdateLayou
     A verb that has but the policy leaves them alone, so that it takes the config of a training run.
     """
     fitted: dict[Role, UpdateLayout] = {}
-    given = checked.config.resources.roles.given if checked.verb in _WITH_ROLES else {}
-    for role in (role for role in ROLES if role.name in given):
-        key = f"resources.roles.{role.name}"
+    beside = checked.config.beside if checked.verb in _WITH_ROLES else {}
+    given = {role: section.layout for role in ROLES if (section := beside.get(role.name))}
+    for role, layout in given.items():
+        if layout is None:
+            continue
+        key = f"{role.section}.layout"
         if role not in checked.roles:
             raise ValueError(f"there is {key}, but this run has no {role.name} with weights of its own; leave it out")
         if checked.verb == "preferences":
@@ -193,7 +197,6 @@ def _own_layouts(checked: CheckedRun, world_size: int) -> dict[Role, UpdateLayou
                 f"there is {key}, but preferences rates the rows of a step with policy and {role.name} together, which "
                 "needs one layout; leave it out"
             )
-        layout = given[role.name]
         if isinstance(layout, UpdateLayout):
             fitted[role] = fit_update_layout(layout, world_size, key)
         else:
@@ -435,7 +438,7 @@ def check_sizes(config: Config, algorithm: Algorithm) -> None:
         )
     if algorithm.max_refills and config.reward.model is not None:
         raise ValueError(
-            f"algo.max_refills is {algorithm.max_refills}, but reward.model is {config.reward.model}, which scores "
+            f"algo.max_refills is {algorithm.max_refills}, but there is a reward.model, which scores "
             "responses only once generation has ended, and prompts are replaced by rewards before that; set "
             "algo.max_refills to 0"
         )

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import math
 import os
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from annotated_types import Ge, Gt, Interval
+from annotated_types import Ge, Interval
 
+from spmdrl.nouns.settings.role_configs import JUDGE_PART, MODEL_PART, JudgeConfig, ScorerConfig
 from spmdrl.runtime.workers.isolation import Isolation, is_debugged
-
-# Sums of a million squares still fit into float32.
-MAX_MAGNITUDE = 1e15
 
 
 def function_names(specs: Sequence[str]) -> tuple[str, ...]:
@@ -59,69 +56,7 @@ class CodeConfig:
                 )
 
 
-JUDGE_PART = "judge"
-"""the name of the judge's part of the reward"""
-_FIELD = re.compile(r"\{(\w*)\}")
-
-
-@dataclass(frozen=True)
-class JudgeConfig:
-    """A frozen language model that writes a verdict on each response, from which one more part of the reward is read.
-
-    It writes the likeliest tokens, once the policy's responses have ended. Held-out rows are scored without it.
-    """
-
-    path: str
-    """folder of a Hugging Face model or of a run, whose newest checkpoint it is, or a hub name; it is cut by
-    resources.roles.judge, and its tokenizer may differ from the policy's"""
-    template: str = (
-        "Question:\n{prompt}\n\nReference answer:\n{answer}\n\nResponse:\n{response}\n\n"
-        "Rate the response from 0 (wrong) to 10 (right). Write the number alone."
-    )
-    """what it is asked, with {prompt}, {response} and {answer} in their places; it is put into the chat template of its
-    tokenizer, where that has one"""
-    max_tokens: Annotated[int, Ge(1)] = 16
-    """most tokens of a verdict"""
-    pattern: str = r"(-?\d+(?:\.\d+)?)"
-    """regular expression whose first group is the number; a row has no reward where it isn't found in the verdict"""
-    scale: Annotated[float, Interval(gt=0, lt=math.inf)] = 10.0
-    """what the number is divided by"""
-    weight: Annotated[float, Interval(gt=-math.inf, lt=math.inf)] = 1.0
-    """weight of the judge in the sum that is the reward, beside those of reward.functions"""
-    kv_cache_gib: Annotated[float, Gt(0)] = 1.0
-    """size of its KV cache on an accelerator in GiB; where rows need more, some wait. A CPU's is as large as needed"""
-
-    def __post_init__(self) -> None:
-        if not self.path.strip():
-            raise ValueError("reward.judge.path is empty; give a model folder or hub name")
-        if "{response}" not in self.template:
-            raise ValueError("reward.judge.template has no {response}, which the judge is to read; put it in its place")
-        try:
-            num_groups = re.compile(self.pattern).groups
-        except re.error as error:
-            raise ValueError(f"reward.judge.pattern {self.pattern!r} is no regular expression: {error}") from None
-        if num_groups == 0:
-            raise ValueError(
-                f"reward.judge.pattern {self.pattern!r} has no group; put parentheses around the number, as in (\\d+)"
-            )
-
-    def question(self, values: Mapping[str, str]) -> str:
-        """The template with these values in the places that have their names; other braces stay as they are."""
-        return _FIELD.sub(lambda field: values.get(field[1], field[0]), self.template)
-
-    def score(self, verdict: str) -> float | None:
-        """The number of a verdict, scaled; None where there is none that a reward can be."""
-        found = re.search(self.pattern, verdict)
-        try:
-            score = float(found[1]) / self.scale if found and found[1] is not None else math.nan
-        except ValueError:
-            return None
-        return score if abs(score) <= MAX_MAGNITUDE else None
-
-
 CallLevel = Literal["response", "group"]
-MODEL_PART = "model"
-"""the name of a reward model's part of the reward"""
 
 
 @dataclass(frozen=True)
@@ -133,12 +68,9 @@ class RewardConfig:
     the program in a response against the row's tests), pkg.mod:fn or file.py:fn"""
     weights: tuple[float, ...] | None = None
     """weights of the functions in the sum that is the reward; null: 1 each"""
-    model: str | None = None
-    """reward model whose score of a whole response is one more part of the reward, named model: folder of a Hugging
-    Face model for sequence classification with one label or of a run of the verb reward-model, or a hub name; its
-    tokenizer must have the policy's tokens; reward.functions may be [] beside it; null: none"""
-    model_weight: float = 1.0
-    """weight of its score in the sum"""
+    model: ScorerConfig | None = None
+    """a reward model, whose score of a whole response is one more part of the reward, named model; reward.functions may
+    be [] beside it; null: none"""
     code: CodeConfig = field(default_factory=CodeConfig)
     """how the reward code runs programs"""
     special_tokens: Literal["keep", "skip"] = "keep"
@@ -170,19 +102,10 @@ class RewardConfig:
                 "reward.functions is empty, and there is no reward.model or reward.judge; name at least one function, "
                 "such as math"
             )
-        if self.model is not None and not self.model.strip():
-            raise ValueError("reward.model is empty; give a model folder or hub name")
         if self.model is not None and MODEL_PART in function_names(self.functions):
             raise ValueError(
                 f"reward.functions has one named {MODEL_PART}, as the part of the reward that reward.model gives; "
                 "rename the function"
-            )
-        if not math.isfinite(self.model_weight):
-            raise ValueError(f"reward.model_weight is {self.model_weight}, but it must be finite")
-        if self.model is None and self.model_weight != 1:
-            raise ValueError(
-                f"reward.model_weight is {self.model_weight:g}, but there is no reward.model; set it, or leave the "
-                "weight out"
             )
         if len(set(self.functions)) != len(self.functions):
             raise ValueError(f"reward.functions {list(self.functions)} names a function twice; use reward.weights")
@@ -207,7 +130,7 @@ class RewardConfig:
     @property
     def parts_beside(self) -> dict[str, float]:
         """The parts of the reward that no function gives, with their weights."""
-        of_model = {} if self.model is None else {MODEL_PART: self.model_weight}
+        of_model = {} if self.model is None else {MODEL_PART: self.model.weight}
         return of_model if self.judge is None else of_model | {JUDGE_PART: self.judge.weight}
 
     @property
